@@ -1,0 +1,56 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test unit check lint types e2e models classifier lock clean
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## Make .venv with SGLang, torch and this package (about 10 GB)
+
+# uv resolves and links the stack in under a minute; the lock pins what was tested.
+$(STAMP): pyproject.toml requirements.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
+	touch $@
+
+demo: $(STAMP)  ## Serve a mixed batch without speculation, with fixed lengths, with --c2t; compare
+	$(BIN)/python -m eval.demo
+
+test: $(STAMP)  ## All tests: lint, types, unit, and real servers on the CPU
+	$(MAKE) lint types
+	$(BIN)/python -m pytest
+
+unit: $(STAMP)  ## Tests that start no server (about a minute)
+	$(BIN)/python -m pytest -m "not server"
+
+e2e: $(STAMP)  ## Only the tests that start real servers
+	$(BIN)/python -m pytest -m server
+
+check: lint types unit  ## Lint, types and unit tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+models: $(STAMP)  ## Train the demo models again: make models DATA=dir (about 50 minutes)
+	$(BIN)/python -m eval.demo_models.train --data $(DATA) --out eval/demo_models/weights
+
+classifier: $(STAMP)  ## Record the demo models and train the default classifier again
+	$(BIN)/python -m eval.record_default
+
+lock: $(STAMP)  ## Pin the versions that pyproject.toml resolves to now
+	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url \
+	  --extra dev pyproject.toml -o requirements.lock
+
+clean:  ## Remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

@@ -1,0 +1,512 @@
+"""Make the demo models: `python -m eval.demo_models.train --data DIR --out DIR --work DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from tqdm import tqdm  # type: ignore[import-untyped]
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eval.demo_models import corpus, export
+from eval.demo_models.modeling import (
+    AUX_LAYERS,
+    CONFIGS,
+    DRAFT_VOCAB,
+    END_ID,
+    PAD_ID,
+    VOCAB,
+    ChainCache,
+    Eagle3Head,
+    EagleHead,
+    Head,
+)
+
+SEED = 0
+GENERATED = {"math": 22_000, "code": 20_000, "chat": 24_000}  # documents, about 2.3 M tokens each
+REAL_SHARE = {
+    "gsm8k_train": 1.0,
+    "sgd_dialogues": 1.0,
+    "tldr_pages": 0.6,
+    "dolly_15k": 0.8,
+    "code_thealgorithms": 0.7,
+    "public_domain_books": 0.35,
+}
+BATCH, LENGTH = 16, 256
+LLAMAS = ("target", "standalone")
+
+
+def corpus_stage(args: argparse.Namespace) -> None:
+    """Text -> tokenizer and one long shuffled stream of token ids."""
+    documents = all_documents(args.data)
+    random.Random(SEED).shuffle(documents)
+    tokenizer = export.train_tokenizer(d.prompt + d.answer for d in documents[::3])
+    encoded = tokenizer.encode_batch_fast([d.prompt + d.answer + export.END for d in documents])
+    stream = np.concatenate([np.asarray(e.ids, dtype=np.uint16) for e in encoded])
+    np.save(args.work / "stream.npy", stream)
+    counts: dict[str, int] = {}
+    for document, e in zip(documents, encoded, strict=True):
+        counts[document.family] = counts.get(document.family, 0) + len(e.ids)
+    (args.work / "counts.json").write_text(json.dumps(counts, indent=1))
+    tokenizer.save(str(args.work / "tokenizer.json"))
+    print(f"{len(stream):,} tokens, vocabulary {tokenizer.get_vocab_size()}: {counts}")
+    export.save_tokenizer(tokenizer, args.out)
+
+
+def all_documents(data: Path) -> list[corpus.Document]:
+    """Generated documents and a fixed share of the real ones."""
+    documents = [
+        corpus.generate(family, "train", str(i))
+        for family, n in GENERATED.items()
+        for i in range(n)
+    ]
+    rng = random.Random(SEED)
+    for document in corpus.real_documents(data):
+        if rng.random() < REAL_SHARE[document.family]:
+            documents.append(document)
+    return documents
+
+
+def new_llama(name: str) -> LlamaForCausalLM:
+    """An untrained target or standalone draft, the same one every time."""
+    torch.manual_seed(SEED)
+    return LlamaForCausalLM(LlamaConfig(**CONFIGS[name]))
+
+
+def new_head(name: str) -> Head:
+    """An untrained EAGLE or EAGLE-3 head, the same one every time."""
+    torch.manual_seed(SEED)
+    head = (EagleHead if name == "eagle" else Eagle3Head)(CONFIGS[name])
+    for parameter in head.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02)
+    return head
+
+
+def untrained_stage(args: argparse.Namespace) -> None:
+    """Export models with random weights, so that a server can be tried before training ends."""
+    for name in CONFIGS:
+        model = (new_llama if name in LLAMAS else new_head)(name)
+        weights = dict(model.state_dict())
+        if name == "eagle3":
+            weights |= export.vocabulary_maps(torch.arange(DRAFT_VOCAB) * 2)
+        export.save_model(name, weights, args.out)
+
+
+# --- the training loop, shared by all four models -------------------------------------------------
+
+
+class Optimizer:
+    """Muon for the matrices inside the layers, AdamW for embeddings, heads, norms and biases.
+
+    Muon learns clearly more per token than AdamW alone, and tokens are what a small CPU lacks.
+    """
+
+    def __init__(self, model: nn.Module, muon_rate: float, adam_rate: float) -> None:
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():
+            inner = parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
+            (matrices if inner else others).append(parameter)
+        self.parts = [
+            torch.optim.Muon(
+                matrices,
+                lr=muon_rate,
+                weight_decay=0.1,
+                momentum=0.95,
+                adjust_lr_fn="match_rms_adamw",
+            ),
+            torch.optim.AdamW(
+                others, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            ),
+        ]
+        self.rates = [part.param_groups[0]["lr"] for part in self.parts]
+        self.parameters = matrices + others
+
+    def step(self, scale: float) -> None:
+        """One update with the peak learning rates times `scale`."""
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for part, rate in zip(self.parts, self.rates, strict=True):
+            part.param_groups[0]["lr"] = rate * scale
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def state(self) -> list[dict[str, Any]]:
+        return [part.state_dict() for part in self.parts]
+
+    def load(self, state: list[dict[str, Any]]) -> None:
+        for part, saved in zip(self.parts, state, strict=True):
+            part.load_state_dict(saved)
+
+
+def rate_scale(done: float) -> float:
+    """Learning rate over its peak at the share `done` of the time: short warm-up, cosine to 5 %."""
+    warm = 0.02
+    if done < warm:
+        return max(done / warm, 0.01)
+    cosine = 0.5 * (1 + float(np.cos(np.pi * min(1.0, (done - warm) / (1 - warm)))))
+    return 0.05 + 0.95 * cosine
+
+
+def fit(
+    name: str,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_of: Callable[[], tuple[Tensor, dict[str, float]]],
+    minutes: float,
+    work: Path,
+) -> dict[str, float]:
+    """Train for `minutes`, scheduled by time; a run that was cut off goes on from its last save."""
+    path, seconds, step, log = work / f"{name}.pt", 60.0 * minutes, 0, []
+    spent = 0.0
+    if path.exists():
+        saved = torch.load(path, weights_only=False)
+        model.load_state_dict(saved["model"])
+        optimizer.load(saved["optimizer"])
+        spent, step, log = saved["spent"], saved["step"], saved["log"]
+    start, last_save = time.monotonic() - spent, spent
+    bar = tqdm(total=round(seconds), initial=round(spent), unit="s", desc=name, mininterval=5)
+    while spent < seconds:
+        loss, facts = loss_of()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step(rate_scale(spent / seconds))
+        step, spent = step + 1, time.monotonic() - start
+        log.append([step, round(spent, 1), loss.item(), facts])
+        bar.n = min(round(spent), round(seconds))
+        if step % 10 == 0:
+            mean = float(np.mean([row[2] for row in log[-50:]]))
+            bar.set_postfix_str(f"step {step} loss {mean:.3f} " + _short(facts))
+        if spent - last_save > 120 or spent >= seconds:
+            last_save = spent
+            _save(path, model, optimizer, spent, step, log)
+    bar.close()
+    tail = [row[2] for row in log[-100:]]
+    result = {"steps": step, "seconds": round(spent), "loss": round(float(np.mean(tail)), 4)}
+    for key in log[-1][3]:
+        result[key] = round(float(np.mean([row[3][key] for row in log[-100:]])), 4)
+    (work / f"{name}.json").write_text(json.dumps(result, indent=1))
+    print(name, result)
+    return result
+
+
+def _short(facts: dict[str, float]) -> str:
+    return " ".join(f"{key} {value:.3f}" for key, value in facts.items())
+
+
+def _save(
+    path: Path, model: nn.Module, optimizer: Optimizer, spent: float, step: int, log: list[Any]
+) -> None:
+    part = path.with_suffix(".part")
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state(),
+            "spent": spent,
+            "step": step,
+            "log": log,
+        },
+        part,
+    )
+    part.replace(path)
+
+
+def steps_done(work: Path, name: str) -> int:
+    """Steps in the checkpoint of this model; added to the seed, so a resumed run sees new text."""
+    path = work / f"{name}.pt"
+    return torch.load(path, weights_only=False)["step"] if path.exists() else 0
+
+
+def crops(stream: np.ndarray, seed: int) -> Iterator[Tensor]:
+    """Endless [BATCH, LENGTH + 1] pieces of the stream: each epoch once over, from a new offset.
+
+    Pieces begin anywhere in a document. That is what a standalone draft meets on a server: it never
+    sees the first prompt token.
+    """
+    rng = np.random.default_rng(seed)
+    while True:
+        starts = np.arange(rng.integers(LENGTH), len(stream) - LENGTH - 1, LENGTH)
+        rng.shuffle(starts)
+        for i in range(0, len(starts) - BATCH + 1, BATCH):
+            rows = [stream[s : s + LENGTH + 1] for s in starts[i : i + BATCH]]
+            yield torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+# --- target ---------------------------------------------------------------------------------------
+
+
+def target_stage(args: argparse.Namespace) -> None:
+    """Plain next-token training of the target."""
+    model = new_llama("target").train()
+    optimizer = Optimizer(model, muon_rate=4e-3, adam_rate=4e-3)
+    batches = crops(np.load(args.work / "stream.npy"), SEED + 1 + steps_done(args.work, "target"))
+    # Fusing the element-wise parts makes a step a fifth shorter here; it needs a C++ compiler.
+    run = torch.compile(model) if args.compile else model
+
+    def loss_of() -> tuple[Tensor, dict[str, float]]:
+        tokens = next(batches)  # [B, LENGTH + 1]
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = run(tokens[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()), {}
+
+    fit("target", model, optimizer, loss_of, args.minutes["target"], args.work)
+    export.save_model("target", model.state_dict(), args.out)
+
+
+# --- drafts: the frozen target teaches, on half corpus, half its own answers -------------------
+
+SELF_PROMPTS = 1_000  # per family
+SELF_TOKENS = 140
+UNROLL = 4  # draft steps trained; the deeper ones see the draft's own states, as on a server
+STEP_DECAY = 0.8  # loss weight of a step over that of the step before
+
+
+class Teacher:
+    """The trained target, frozen: what it hands to each kind of draft."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.model.requires_grad_(False)
+        self.embed, self.lm_head = self.model.model.embed_tokens, self.model.lm_head
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T] -> post-norm hidden [B, T, D], three inner ones [B, T, 3 D], logits [B, T, V]."""
+        out = self.model(tokens, use_cache=False, output_hidden_states=True)
+        # hidden_states[0] is the embedding, so the output of layer i stands at i + 1.
+        aux = torch.cat([out.hidden_states[i + 1] for i in AUX_LAYERS], dim=-1)
+        return out.hidden_states[-1], aux, out.logits
+
+
+@torch.no_grad()
+def greedy(model: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """Greedy answers, each cut after its <|end|>; prompts of one call are padded on the left."""
+    width = max(map(len, prompts))
+    rows = torch.tensor([[PAD_ID] * (width - len(p)) + p for p in prompts])
+    out = model.generate(
+        rows,
+        attention_mask=rows.ne(PAD_ID).long(),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        pad_token_id=PAD_ID,
+    )
+    answers = [row[width:].tolist() for row in out]
+    return [a[: a.index(END_ID) + 1] if END_ID in a else a for a in answers]
+
+
+def answers_stage(args: argparse.Namespace) -> None:
+    """Let the target answer prompts of the training split: text as the drafts will meet it."""
+    torch.manual_seed(SEED)
+    tokenizer = Tokenizer.from_file(str(args.work / "tokenizer.json"))
+    model = LlamaForCausalLM.from_pretrained(args.out / "target", dtype=torch.bfloat16).eval()
+    texts = [
+        corpus.generate(family, "train", f"answers/{i}").prompt
+        for family in corpus.FAMILIES
+        for i in range(SELF_PROMPTS)
+    ]
+    prompts = sorted((e.ids for e in tokenizer.encode_batch_fast(texts)), key=len)
+    documents: list[list[int]] = []
+    for i in tqdm(range(0, len(prompts), 128), desc="answers"):
+        batch = prompts[i : i + 128]
+        answered = greedy(model, batch, SELF_TOKENS)
+        documents += [p + a for p, a in zip(batch, answered, strict=True) if a[-1] == END_ID]
+    random.Random(SEED).shuffle(documents)
+    stream = np.concatenate([np.asarray(d, dtype=np.uint16) for d in documents])
+    np.save(args.work / "answers.npy", stream)
+    print(f"{len(documents)} of {len(prompts)} answers ended; {len(stream):,} tokens")
+
+
+def draft_batches(work: Path, name: str) -> Iterator[Tensor]:
+    """[BATCH, LENGTH + 1]: the first half corpus, the second half the target's own answers."""
+    seed = SEED + 100 * (1 + list(CONFIGS).index(name)) + steps_done(work, name)
+    both = [crops(np.load(work / f"{name}.npy"), seed) for name in ("stream", "answers")]
+    for corpus_rows, answer_rows in zip(*both, strict=True):
+        yield torch.cat([corpus_rows[: BATCH // 2], answer_rows[: BATCH // 2]])
+
+
+def soft_cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Cross-entropy against the teacher's whole distribution; [B, T, V] twice -> [B, T]."""
+    return -(wanted * logits.float().log_softmax(-1)).sum(-1)
+
+
+def standalone_stage(args: argparse.Namespace) -> None:
+    """Distil the target into a one-layer model that stands alone."""
+    teacher, model = Teacher(args.out / "target"), new_llama("standalone").train()
+    optimizer = Optimizer(model, muon_rate=4e-3, adam_rate=6e-3)
+    batches = draft_batches(args.work, "standalone")
+
+    def loss_of() -> tuple[Tensor, dict[str, float]]:
+        tokens = next(batches)[:, :-1]
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = teacher(tokens)[2].float().softmax(-1)
+            logits = model(tokens, use_cache=False).logits
+        agree = (logits.argmax(-1) == wanted.argmax(-1)).float().mean().item()
+        return soft_cross_entropy(logits, wanted).mean(), {"agree": agree}
+
+    fit("standalone", model, optimizer, loss_of, args.minutes["standalone"], args.work)
+    export.save_model("standalone", model.state_dict(), args.out)
+
+
+def eagle_stage(args: argparse.Namespace) -> None:
+    """EAGLE: match the target's hidden states and, through its head, its distribution."""
+    teacher, head = Teacher(args.out / "target"), new_head("eagle").train()
+    optimizer = Optimizer(head, muon_rate=4e-3, adam_rate=4e-3)
+    batches = draft_batches(args.work, "eagle")
+
+    def loss_of() -> tuple[Tensor, dict[str, float]]:
+        tokens = next(batches)[:, :-1]
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden, _, target_logits = teacher(tokens)
+            wanted, best = target_logits.float().softmax(-1), target_logits.argmax(-1)
+            loss, facts = torch.zeros(()), dict[str, float]()
+            for k, state in unroll(head, teacher, tokens, hidden):
+                rows = slice(k + 1, k + 1 + state.shape[1])
+                logits = head.logits(state, teacher.lm_head)
+                match = F.smooth_l1_loss(state.float(), hidden[:, rows].float())
+                ce = soft_cross_entropy(logits, wanted[:, rows]).mean()
+                loss = loss + STEP_DECAY**k * (ce + match)
+                hit = logits.argmax(-1) == best[:, rows]
+                facts[f"agree{k + 1}"] = hit.float().mean().item()
+        return loss, facts
+
+    fit("eagle", head, optimizer, loss_of, args.minutes["eagle"], args.work)
+    export.save_model("eagle", head.state_dict(), args.out)
+
+
+def eagle3_stage(args: argparse.Namespace) -> None:
+    """EAGLE-3: match the target's distribution over the draft's own, smaller vocabulary."""
+    teacher, head = Teacher(args.out / "target"), new_head("eagle3").train()
+    optimizer = Optimizer(head, muon_rate=4e-3, adam_rate=4e-3)
+    batches = draft_batches(args.work, "eagle3")
+    kept = frequent_tokens(args.work)
+    maps = export.vocabulary_maps(kept)
+
+    def loss_of() -> tuple[Tensor, dict[str, float]]:
+        tokens = next(batches)[:, :-1]
+        with torch.autocast("cpu", torch.bfloat16):
+            _, aux, target_logits = teacher(tokens)
+            best, wanted = target_logits.argmax(-1), target_logits[..., kept].float().softmax(-1)
+            loss, facts = torch.zeros(()), dict[str, float]()
+            for k, state in unroll(head, teacher, tokens, aux):
+                rows = slice(k + 1, k + 1 + state.shape[1])
+                logits = head.logits(state, teacher.lm_head)
+                # Where the target's choice cannot be drafted there is nothing to learn.
+                known = maps["t2d"][best[:, rows]].float()
+                ce = soft_cross_entropy(logits, wanted[:, rows])
+                loss = loss + STEP_DECAY**k * (ce * known).sum() / known.sum()
+                hit = kept[logits.argmax(-1)] == best[:, rows]
+                facts[f"agree{k + 1}"] = hit.float().mean().item()
+        return loss, facts
+
+    fit("eagle3", head, optimizer, loss_of, args.minutes["eagle3"], args.work)
+    export.save_model("eagle3", dict(head.state_dict()) | maps, args.out)
+
+
+def unroll(
+    head: Head, teacher: Teacher, tokens: Tensor, hidden: Tensor
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (k, head-ready states [B, T, D]) of UNROLL draft steps from every root at once.
+
+    The state of root t at step k predicts token t + k + 2, so it is compared with what the target
+    says at t + k + 1. T is the same for all steps: roots too near the end are left out.
+    """
+    rows, cache = tokens.shape[1] - UNROLL, ChainCache()
+    carried = hidden[:, :rows]
+    for k in range(UNROLL):
+        embeds = teacher.embed(tokens[:, k + 1 : k + 1 + rows])
+        state, carried = head(embeds, carried, cache)
+        yield k, state
+
+
+def frequent_tokens(work: Path) -> Tensor:
+    """The DRAFT_VOCAB ids that are most frequent in the drafts' training text, in rising order."""
+    counts = np.zeros(VOCAB, dtype=np.float64)
+    for name in ("stream", "answers"):
+        stream = np.load(work / f"{name}.npy")
+        counts += np.bincount(stream, minlength=VOCAB) / len(stream)
+    kept = np.sort(np.argsort(-counts, kind="stable")[:DRAFT_VOCAB])
+    print(f"the draft vocabulary covers {counts[kept].sum() / 2:.2%} of the text")
+    return torch.from_numpy(kept)
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+MINUTES = {"target": 28.0, "standalone": 5.0, "eagle": 5.0, "eagle3": 5.0}
+STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "corpus": corpus_stage,
+    "untrained": untrained_stage,
+    "target": target_stage,
+    "answers": answers_stage,
+    "standalone": standalone_stage,
+    "eagle": eagle_stage,
+    "eagle3": eagle3_stage,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the stages asked for, in order."""
+    args = parse_args(argv)
+    args.work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(args.threads)
+    for stage in args.stage:
+        STAGES[stage](args)
+    return 0
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m eval.demo_models.train", description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the real text, *.jsonl")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the four model folders")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("runs/demo_models"),
+        help="folder for checkpoints; a second run goes on from them",
+    )
+    parser.add_argument(
+        "--stage",
+        nargs="+",
+        choices=list(STAGES),
+        default=[stage for stage in STAGES if stage != "untrained"],
+    )
+    parser.add_argument(
+        "--minutes",
+        nargs="+",
+        default=[],
+        metavar="MODEL=MINUTES",
+        help=f"training time, by default {MINUTES}",
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the target")
+    args = parser.parse_args(argv)
+    args.minutes = MINUTES | _minutes(parser, args.minutes)
+    return args
+
+
+def _minutes(parser: argparse.ArgumentParser, pairs: list[str]) -> dict[str, float]:
+    chosen: dict[str, float] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if name not in MINUTES:
+            parser.error(f"--minutes knows {', '.join(MINUTES)}, got {name!r}.")
+        try:
+            chosen[name] = float(value)
+        except ValueError:
+            parser.error(f"--minutes {name}=NUMBER, got {value!r}.")
+        if chosen[name] <= 0:
+            parser.error(f"--minutes {name} must be above 0, got {value}.")
+    return chosen
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The C2T classifier: its features, its model, its file, its training."""

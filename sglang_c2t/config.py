@@ -1,0 +1,134 @@
+"""Every knob of C2T in one frozen dataclass, and how it travels between processes.
+
+The launcher resolves the configuration once (flags over file over defaults) and puts
+its JSON into one environment variable; SGLang's child processes inherit it. Users of
+``sglang.Engine`` set the same variable themselves, to JSON or to a file's path.
+
+A leaf: imports neither torch nor sglang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONFIG_ENV = "SGLANG_C2T_CONFIG"
+
+VERIFY_MODES = ("auto", "ragged", "static")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be served; its message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class C2TConfig:
+    """What ``--c2t`` does. Field names are the keys of ``--c2t-config`` files.
+
+    Raises :class:`ConfigError` for any value out of range.
+    """
+
+    policy: str = "c2t"
+    """Name from the menu in ``sglang_c2t.policies``, or ``module:Class`` of your own."""
+
+    beta: float | None = None
+    """The policy's threshold, in (0, 1): a drafted token whose confidence is below it
+    ends its request's draft. ``None``: the policy's own default."""
+
+    classifier: str = "default"
+    """``default`` (shipped, trained on the demo models) or a ``.safetensors`` file with
+    its JSON card beside it."""
+
+    verify: str = "auto"
+    """``ragged``: the target forwards only surviving tokens, packed over the batch.
+    ``static``: full width, drafts cut by masking (same output, no saving).
+    ``auto``: ragged where the attention backend can, else static with one log line."""
+
+    record: str | None = None
+    """Directory for features and accept labels of every drafted token; ``None``: off."""
+
+    policy_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the policy, e.g. ``{"length": 3}`` for ``fixed``."""
+
+    def __post_init__(self) -> None:
+        """Check each field by itself; the policy checks its own options when built."""
+        for name in ("policy", "classifier", "verify"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ConfigError(f"c2t {name} must be a non-empty string, got {value!r}")
+        if self.verify not in VERIFY_MODES:
+            raise ConfigError(
+                f"c2t verify must be one of {', '.join(VERIFY_MODES)}, got {self.verify!r}"
+            )
+        if self.beta is not None and not (_is_number(self.beta) and 0.0 < self.beta < 1.0):
+            raise ConfigError(f"c2t beta must be a number in (0, 1), got {self.beta!r}")
+        if self.record is not None and (not isinstance(self.record, str) or not self.record):
+            raise ConfigError(f"c2t record must be a directory, got {self.record!r}")
+        if not isinstance(self.policy_options, Mapping):
+            raise ConfigError(
+                f"c2t policy_options must be an object of options, got {self.policy_options!r}"
+            )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> C2TConfig:
+        """Build from a plain mapping; an unknown key is an error, not a warning."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                raise ConfigError(f"unknown c2t setting {key!r}; allowed: {', '.join(known)}")
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str) -> C2TConfig:
+        """Parse JSON; ``source`` names the file or variable in error messages."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{source} is not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{source} must hold a JSON object, got {type(values).__name__}")
+        return cls.from_mapping(values)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> C2TConfig:
+        """Read a ``--c2t-config`` file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read c2t config file {path}: {error}") from error
+        return cls.from_json(text, source=f"c2t config file {path}")
+
+    def to_json(self) -> str:
+        """One line of JSON that :meth:`from_json` reads back to an equal config."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+
+def resolve(*, file: str | None, flags: Mapping[str, Any]) -> C2TConfig:
+    """Flags over file over defaults. ``flags`` holds only what the user typed."""
+    base = C2TConfig.from_file(file) if file is not None else C2TConfig()
+    merged = {**dataclasses.asdict(base), **flags}
+    return C2TConfig.from_mapping(merged)
+
+
+def publish(config: C2TConfig) -> None:
+    """Switch C2T on for this process and all children it will start."""
+    os.environ[CONFIG_ENV] = config.to_json()
+
+
+def active() -> C2TConfig | None:
+    """The configuration of this process; ``None`` when C2T is off."""
+    text = os.environ.get(CONFIG_ENV)
+    if not text:
+        return None
+    if text.lstrip().startswith("{"):
+        return C2TConfig.from_json(text, source=f"environment variable {CONFIG_ENV}")
+    return C2TConfig.from_file(text)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

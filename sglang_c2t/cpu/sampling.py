@@ -1,0 +1,64 @@
+"""Random draws that depend on (seed, position, column) only, and rows that repeat a request.
+
+Verification samples ONE token per verified row and then matches the drafts against it
+(`sglang_c2t.cpu.tree_verify`). Whatever the drafts were, the emitted tokens are the sampled
+ones, so the output follows the target exactly; and as a row's draw depends on its request's
+seed and its position, it is the very draw that decoding without speculation makes there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["murmur_hash32", "repeat_rows"]
+
+_LOW = 0xFFFFFFFF
+
+
+def _mix(state: Tensor, key: Tensor) -> Tensor:
+    """One murmur3 block; all values are uint32 held in int64."""
+    key = (key * 0xCC9E2D51) & _LOW
+    key = ((key << 15) | (key >> 17)) & _LOW
+    key = (key * 0x1B873593) & _LOW
+    state = state ^ key
+    state = ((state << 13) | (state >> 19)) & _LOW
+    return (state * 5 + 0xE6546B64) & _LOW
+
+
+def _finish(state: Tensor) -> Tensor:
+    """The murmur3 finaliser over a 16-byte message."""
+    state = state ^ 16
+    state = state ^ (state >> 16)
+    state = (state * 0x85EBCA6B) & _LOW
+    state = state ^ (state >> 13)
+    state = (state * 0xC2B2AE35) & _LOW
+    return state ^ (state >> 16)
+
+
+def murmur_hash32(
+    seed: Tensor,  # [n] uint64
+    positions: Tensor,  # [n] integer, the low 32 bits count
+    col_indices: Tensor,  # [m] integer, the low 32 bits count
+) -> Tensor:
+    """[n, m] uint32 hash of (seed, position, column): ``sgl_kernel.murmur_hash32_cpu``.
+
+    Same bits as the Triton kernel in SGLang's ``kernels/ops/sampling/murmur_hash.py``. int64
+    products wrap, and the low 32 bits of a wrapped product are right.
+    """
+    bits = seed.view(torch.int64)
+    state = _mix(torch.zeros_like(bits), bits & _LOW)
+    state = _mix(state, (bits >> 32) & _LOW)
+    state = _mix(state, positions.to(torch.int64) & _LOW)
+    hashed = _finish(_mix(state.unsqueeze(1), (col_indices.to(torch.int64) & _LOW).unsqueeze(0)))
+    return hashed.to(torch.uint32)
+
+
+def repeat_rows(
+    per_request: Tensor | None,  # [B, ...]
+    rows_per_request: int | Tensor,  # one count, or [B] counts
+) -> Tensor | None:
+    """A request's sampling parameter, once for each of its verified rows."""
+    if per_request is None:
+        return None
+    return torch.repeat_interleave(per_request, rows_per_request, dim=0)

@@ -1,0 +1,128 @@
+"""Links, positions and the mask of an EAGLE draft tree, from the draft's parent list.
+
+Knows nothing of tokens: those are gathered by the caller.
+Source: ``sgl_kernel.build_tree_kernel_efficient_cpu`` (SGLang's
+``kernels/ops/speculative/spec_tree.py`` holds the Triton twin).
+
+Shapes: B requests, N nodes per request (root included), K beam width, D draft steps.
+Node 0 is the root. Flat candidate c of the draft has parent root where c < K, else the
+candidate ``parent_list[c // K]``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["build_tree", "child_links", "parent_positions", "root_paths"]
+
+# Values of sglang.srt.speculative.eagle_utils.TreeMaskMode (0.5.17 .. 0.5.23)
+FULL_MASK, QLEN_ONLY = 0, 1
+
+
+def parent_positions(
+    parent_list: Tensor,  # [B, K*(D-1)+1] int64, flat candidate index, -1 for the root
+    selected_index: Tensor,  # [B, N-1] int64, ascending flat candidate index of nodes 1..N-1
+    topk: int,
+) -> Tensor:
+    """[B, N] int64: node number of every node's parent; -1 for the root and for orphans.
+
+    An orphan is a selected node whose parent was not selected. Stock kernels read out of
+    bounds there; here it is simply never reached, which costs speed and not correctness.
+    """
+    bs, num_drafts = selected_index.shape
+    group = selected_index // topk
+    from_root = group == 0
+    if parent_list.shape[1] == 0:  # one draft step: all nodes hang from the root
+        parent_candidate = torch.zeros_like(group)
+    else:
+        parent_candidate = parent_list.to(torch.int64).gather(1, group)
+    same = selected_index.unsqueeze(1) == parent_candidate.unsqueeze(2)  # [B, node, parent]
+    found = same.any(dim=2)
+    position = same.to(torch.uint8).argmax(dim=2) + 1
+    position = torch.where(from_root, 0, torch.where(found, position, -1))
+    return torch.cat((position.new_full((bs, 1), -1), position), dim=1)
+
+
+def child_links(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """First child and next sibling of every node, ascending, -1 where there is none.
+
+    ``parents [0-based, -1, 0, 0, 1]`` gives ``next_token [1, 3, -1, -1]`` and
+    ``next_sibling [-1, 2, -1, -1]``.
+    """
+    num_nodes = parents.shape[1]
+    node = torch.arange(num_nodes, device=parents.device)
+    none = num_nodes  # larger than any node number, so that a minimum ignores it
+    is_child = parents.unsqueeze(1) == node.view(1, -1, 1)  # [B, parent, child]
+    first = torch.where(is_child, node, none).amin(dim=2)
+    later = (node.view(1, -1) > node.view(-1, 1)) & (parents >= 0).unsqueeze(2)
+    is_sibling = (parents.unsqueeze(2) == parents.unsqueeze(1)) & later
+    sibling = torch.where(is_sibling, node, none).amin(dim=2)
+    return first.masked_fill_(first == none, -1), sibling.masked_fill_(sibling == none, -1)
+
+
+def root_paths(parents: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
+    """``(visible [B, N, N] bool, depth [B, N])``: ancestors, root and self; root depth 0."""
+    bs, num_nodes = parents.shape
+    visible = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(bs, 1, 1)
+    visible[:, :, 0] = True
+    depth = torch.zeros_like(parents)
+    above = parents
+    for _ in range(max_depth):
+        depth += above >= 0
+        # orphans and the root point at column 0, which is set already
+        visible.scatter_(2, above.clamp(min=0).unsqueeze(2), True)
+        above = torch.where(above > 0, parents.gather(1, above.clamp(min=0)), -1)
+    return visible, depth
+
+
+def build_tree(
+    parent_list: Tensor,  # [B, K*(D-1)+1] int64
+    selected_index: Tensor,  # [B, N-1] int64
+    verified_seq_len: Tensor,  # [B] committed length, root excluded
+    tree_mask: Tensor,  # bool, flat, written in place; layout by tree_mask_mode
+    positions: Tensor,  # [B*N] int64, written in place
+    retrive_index: Tensor,  # [B, N] int64, written in place: row of the verify batch
+    retrive_next_token: Tensor,  # [B, N] int64, written in place: first child or -1
+    retrive_next_sibling: Tensor,  # [B, N] int64, written in place: next sibling or -1
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    tree_mask_mode: int,
+) -> None:
+    """Fill a verify batch's tree description (``build_tree_kernel_efficient_cpu``)."""
+    bs = verified_seq_len.shape[0]
+    parents = parent_positions(parent_list, selected_index, topk)
+    next_token, next_sibling = child_links(parents)
+    visible, node_depth = root_paths(parents, depth)
+    retrive_index.copy_(
+        torch.arange(bs * draft_token_num, device=parents.device).view(bs, draft_token_num)
+    )
+    retrive_next_token.copy_(next_token)
+    retrive_next_sibling.copy_(next_sibling)
+    positions.copy_((verified_seq_len.to(torch.int64).unsqueeze(1) + node_depth).flatten())
+    _write_mask(tree_mask, visible, verified_seq_len, tree_mask_mode)
+
+
+def _write_mask(
+    tree_mask: Tensor,  # bool, flat, in place
+    visible: Tensor,  # [B, N, N] bool
+    seq_lens: Tensor,  # [B]
+    mode: int,
+) -> None:
+    if mode == QLEN_ONLY:
+        tree_mask[: visible.numel()] = visible.flatten()
+        return
+    if mode != FULL_MASK:
+        raise ValueError(
+            f"tree_mask_mode {int(mode)} is not supplied on CPU; "
+            "FULL_MASK (0) and QLEN_ONLY (1) are."
+        )
+    # one N x (L_b + N) block per request; only its last N columns are written
+    bs, num_nodes, _ = visible.shape
+    width = seq_lens.to(torch.int64) + num_nodes  # [B]
+    block_start = (width * num_nodes).cumsum(0) - width * num_nodes
+    node = torch.arange(num_nodes, device=visible.device)
+    row_start = block_start.view(bs, 1) + node.view(1, -1) * width.view(bs, 1)
+    cell = (row_start + (width - num_nodes).view(bs, 1)).unsqueeze(2) + node
+    tree_mask[cell.flatten()] = visible.flatten()

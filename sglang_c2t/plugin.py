@@ -1,0 +1,39 @@
+"""The entry point SGLang calls in each of its processes; reads as a list of what we touch.
+
+``register`` must be cheap and must not import models or kernels: it also runs in the
+launcher, the tokenizer and the detokenizer. SGLang swallows exceptions raised here,
+hence ``SystemExit`` where silence would mean a server without C2T.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def register() -> None:
+    """Install what this process needs (entry-point group ``sglang.srt.plugins``)."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_c2t.config import ConfigError, active
+    from sglang_c2t.srt import args, compat, refusals, reporting, worker_factory
+
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        from sglang_c2t.srt import cpu_engine
+
+        cpu_engine.install()
+
+    HookRegistry.register(compat.ADD_CLI_ARGS, args.add_arguments, HookType.AFTER)
+    HookRegistry.register(compat.FROM_CLI_ARGS, args.read_arguments, HookType.AROUND)
+    HookRegistry.register(compat.CREATE_WORKER, worker_factory.create_worker, HookType.AROUND)
+    HookRegistry.register(compat.SPEC_METRICS, reporting.correct_accept_rate, HookType.AFTER)
+    HookRegistry.register(compat.INTERNAL_STATE, reporting.add_counters, HookType.AFTER)
+    if reporting.counting():
+        HookRegistry.register(compat.MODEL_FORWARD, reporting.count_forward, HookType.AROUND)
+    compat.on_resolution(refusals.check_resolved_arguments)
+
+    try:
+        if active() is not None:  # switched on by the environment, no flag was parsed
+            compat.require_seams()
+    except ConfigError as error:
+        sys.exit(f"sglang-c2t: error: {error}")

@@ -1,0 +1,64 @@
+"""The policy menu: one file per rule, one entry here, built from a :class:`C2TConfig`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from sglang_c2t.classifier.checkpoint import load_classifier
+from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.policies.base import ChainPolicy, DraftLayer
+from sglang_c2t.policies.c2t import C2T
+from sglang_c2t.policies.fixed import Fixed
+
+__all__ = ["POLICIES", "ChainPolicy", "DraftLayer", "build_policy"]
+
+
+def _c2t(config: C2TConfig, **options: Any) -> ChainPolicy:
+    return C2T(classifier=load_classifier(config.classifier), **options)
+
+
+def _fixed(config: C2TConfig, **options: Any) -> ChainPolicy:
+    return Fixed(**options)
+
+
+POLICIES: dict[str, Callable[..., ChainPolicy]] = {
+    "c2t": _c2t,
+    "fixed": _fixed,
+}
+
+
+def build_policy(config: C2TConfig) -> ChainPolicy:
+    """Build the configured policy.
+
+    Raises :class:`ConfigError` for an unknown name, an option the policy does not take,
+    or a classifier that cannot be used.
+    """
+    options = dict(config.policy_options)
+    if config.beta is not None:
+        options["beta"] = config.beta
+    try:
+        return _factory(config.policy)(config, **options)
+    except TypeError as error:
+        # The only TypeError a policy's constructor raises is about its arguments.
+        raise ConfigError(
+            f"policy {config.policy} does not take these options ({sorted(options)}): {error}"
+        ) from error
+
+
+def _factory(name: str) -> Callable[..., ChainPolicy]:
+    """The menu's entry, or the class behind ``module:Class`` for a policy of the user's."""
+    if name in POLICIES:
+        return POLICIES[name]
+    if ":" not in name:
+        raise ConfigError(
+            f"unknown c2t policy {name!r}; known: {', '.join(sorted(POLICIES))}, "
+            "or module:Class of your own"
+        )
+    module_name, _, attribute = name.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot load c2t policy {name!r}: {error}") from error
+    return lambda config, **options: cls(**options)

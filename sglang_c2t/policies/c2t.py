@@ -1,0 +1,31 @@
+"""C2T: keep a drafted token while the classifier's confidence reaches beta.
+
+C_i = F(P_i, H_i, d_i), keep = C_i >= beta (arXiv:2502.13652, eq. 4 and Algorithm 1),
+with P the joint probability, H the entropy of the distribution the token was drawn
+from, d its depth and F a 3-48-1 ReLU network with a sigmoid, 241 parameters. In chain
+mode this is an early exit per request (the paper's section "Benefits in chain mode").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from sglang_c2t.classifier.checkpoint import Classifier
+from sglang_c2t.policies.base import DraftLayer
+
+
+@dataclass(frozen=True)
+class C2T:
+    """Confidence gate with a trained classifier."""
+
+    classifier: Classifier
+    beta: float = 0.5  # arXiv:2502.13652, the main setting for trees
+    name: ClassVar[str] = "c2t"
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def keep(self, layer: DraftLayer) -> Tensor:
+        """[B] bool: confidence of the token reaches beta."""
+        return self.classifier.confidence(layer.joint, layer.entropy, layer.depth) >= self.beta

@@ -1,0 +1,1 @@
+"""Attachment to SGLang's runtime; the only folder that imports sglang."""

@@ -1,0 +1,125 @@
+"""The ``--c2t`` flags: from argparse to a published :class:`C2TConfig`, or a refusal.
+
+Everything a user can get wrong is refused here or in ``refusals.py``, in one line and
+before any model loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from sglang_c2t.config import VERIFY_MODES, ConfigError, publish, resolve
+from sglang_c2t.policies import POLICIES, build_policy
+from sglang_c2t.srt import compat
+
+# argparse destination -> field of C2TConfig
+_FLAG_FIELDS = {
+    "c2t_policy": "policy",
+    "c2t_beta": "beta",
+    "c2t_classifier": "classifier",
+    "c2t_verify": "verify",
+    "c2t_record": "record",
+}
+
+
+class _EnableC2T(argparse._StoreTrueAction):
+    """``--c2t``. Checks the seams while parsing: should the hook that reads the flags
+    be gone, the flag would otherwise be accepted and do nothing. Derived from
+    argparse's own action because SGLang's YAML merger looks for that class.
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        defects = compat.broken_seams() or compat.missing_hooks()
+        if defects:
+            parser.error(f"--c2t cannot be served: {'; '.join(defects)}")
+        super().__call__(parser, namespace, values, option_string)
+
+
+def add_arguments(_result: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER hook on ``ServerArgs.add_cli_args``."""
+    group = parser.add_argument_group("C2T (sglang-c2t plugin)")
+    unset = argparse.SUPPRESS  # a flag the user did not type must not override --c2t-config
+    group.add_argument(
+        "--c2t",
+        action=_EnableC2T,
+        default=unset,
+        help="End each request's draft where a classifier says the target would reject it.",
+    )
+    group.add_argument(
+        "--c2t-policy",
+        default=unset,
+        help=f"Where drafts end: {', '.join(sorted(POLICIES))}, or module:Class. Default: c2t.",
+    )
+    group.add_argument(
+        "--c2t-beta",
+        type=float,
+        default=unset,
+        help="Threshold of the policy, in (0, 1). Default: the policy's own.",
+    )
+    group.add_argument(
+        "--c2t-classifier",
+        default=unset,
+        help="'default' or a .safetensors file with its card. Default: default.",
+    )
+    group.add_argument(
+        "--c2t-verify",
+        choices=VERIFY_MODES,
+        default=unset,
+        help="Whether the target verifies packed rows. Default: auto.",
+    )
+    group.add_argument(
+        "--c2t-record",
+        default=unset,
+        help="Directory for features and accept labels of drafted tokens. Default: off.",
+    )
+    group.add_argument(
+        "--c2t-config",
+        default=unset,
+        help="JSON file with any of these settings; flags win over the file.",
+    )
+
+
+_parsed_from_command_line = False
+
+
+def parsed_from_command_line() -> bool:
+    """Whether this process took ``--c2t`` from its command line, not from ``Engine``."""
+    return _parsed_from_command_line
+
+
+def read_arguments(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    """AROUND hook on ``ServerArgs.from_cli_args``: publish the config, or exit."""
+    typed = {key: value for key, value in vars(args).items() if key.startswith("c2t")}
+    if typed:
+        global _parsed_from_command_line
+        _parsed_from_command_line = True
+        try:
+            _publish_flags(typed)
+        except ConfigError as error:
+            exit_with(error)
+    return original(cls, args)
+
+
+def _publish_flags(typed: dict[str, Any]) -> None:
+    if "c2t" not in typed:
+        names = ", ".join("--" + key.replace("_", "-") for key in sorted(typed))
+        raise ConfigError(f"{names} given without --c2t; add --c2t or drop them")
+    flags = {field: typed[dest] for dest, field in _FLAG_FIELDS.items() if dest in typed}
+    config = resolve(file=typed.get("c2t_config"), flags=flags)
+    build_policy(config)  # a broken classifier or option must not wait for the scheduler
+    publish(config)
+
+
+def exit_with(error: Exception) -> NoReturn:
+    """End the launcher with one line, as argparse does; a traceback would bury it."""
+    print(f"sglang: error: {error}", file=sys.stderr, flush=True)
+    sys.exit(2)

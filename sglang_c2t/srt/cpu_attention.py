@@ -1,0 +1,229 @@
+"""SGLang attention backends for CPUs without Intel AMX, on `sglang_c2t.cpu.attention`.
+
+Translates SGLang's forward batches into plans (lengths, pool rows, masks); computes nothing
+itself. Imported only in processes that run a model: it pulls in SGLang's model executor.
+
+Which keys a forward sees, L = committed length, B requests, N verify rows, K beam width:
+
+    mode               query rows per request     keys
+    decode             1                          seq_lens (the new token included)
+    extend, draft ext. extend_seq_lens            seq_lens (the new tokens included)
+    target verify      N, or the ragged layout's  L + query rows, tree mask over the last ones
+    draft decode i     K                          L + K*D slots, of which beam t sees t*D..t*D+i
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
+
+from sglang_c2t.cpu.attention import AttentionPlan, Workspace, attend, draft_mask, make_plan
+
+__all__ = ["TorchCpuAttnBackend", "TorchCpuMultiStepDraftBackend"]
+
+
+@dataclasses.dataclass
+class _Lengths:
+    """What a forward asks of its attention, layers apart."""
+
+    req_rows: Tensor  # [B] int64
+    q_lens: list[int]  # [B]
+    kv_lens: list[int]  # [B]
+    tree_mask: Tensor | None = None
+    own_lens: list[int] | None = None
+
+
+class TorchCpuAttnBackend(AttentionBackend):
+    """Prefill, decode and (ragged, tree) verification in plain torch.
+
+    `verify_rows_seen` and `verify_forwards_seen` count the query rows that really reached the
+    first layer in TARGET_VERIFY forwards: what verification cost, whatever bookkeeping says.
+    """
+
+    # EAGLE verification may carry `spec_info.ragged_verify_layout` outside of graphs
+    supports_ragged_verify_eager = True
+
+    def __init__(self, model_runner: Any, workspace: Workspace | None = None) -> None:
+        super().__init__()
+        if model_runner.use_mla_backend:
+            raise RuntimeError(
+                "the portable CPU attention of sglang-c2t has no MLA; "
+                "use --attention-backend torch_native (without speculation)"
+            )
+        self.device = model_runner.device
+        # read here: forward batches lose their pool fields later
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.max_context_len = model_runner.model_config.context_len
+        self.verify_rows_seen = 0
+        self.verify_forwards_seen = 0
+        self._first_layer = int(getattr(self.token_to_kv_pool, "start_layer", 0) or 0)
+        self._workspace = workspace or Workspace()
+        self._lengths: _Lengths | None = None
+        self._plans: dict[tuple[bool, bool], AttentionPlan] = {}
+        self._swa_write_loc: Tensor | None = None
+
+    # -- per forward ----------------------------------------------------------------------
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Read the batch's lengths; plans follow when a layer asks for them."""
+        self.use_lengths(_read_lengths(forward_batch), forward_batch.out_cache_loc)
+
+    def use_lengths(self, lengths: _Lengths, out_cache_loc: Tensor | None) -> None:
+        """Serve the coming layers with these lengths."""
+        self._lengths, self._plans = lengths, {}
+        self._swa_write_loc = None
+        if self._has_swa_pool() and out_cache_loc is not None:
+            translate = self.token_to_kv_pool.translate_loc_from_full_to_swa
+            self._swa_write_loc = translate(out_cache_loc)
+
+    def forward_extend(
+        self,
+        q: Tensor,  # [T, H*D]
+        k: Tensor | None,  # [T, G*D]
+        v: Tensor | None,  # [T, G*Dv]
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """[T, H*Dv]: write this forward's keys and values, then attend."""
+        _refuse_unsupported(layer, kwargs)
+        if forward_batch.forward_mode.is_target_verify() and layer.layer_id == self._first_layer:
+            self.verify_rows_seen += q.shape[0]
+            self.verify_forwards_seen += 1
+        pool = self.token_to_kv_pool
+        if save_kv_cache and k is not None and v is not None:
+            loc = KVWriteLoc(forward_batch.out_cache_loc, self._swa_write_loc)
+            keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+            values = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+            pool.set_kv_buffer(layer, loc, keys, values)
+        plan = self._plan(layer)
+        out = attend(
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)[: plan.num_rows],
+            pool.get_key_buffer(layer.layer_id),
+            pool.get_value_buffer(layer.layer_id),
+            plan,
+            scaling=layer.scaling,
+            logit_cap=layer.logit_cap,
+            window=layer.sliding_window_size if layer.sliding_window_size >= 0 else None,
+            workspace=self._workspace,
+        ).reshape(plan.num_rows, -1)
+        if plan.num_rows < q.shape[0]:  # a ragged layout padded to a tier
+            out = torch.nn.functional.pad(out, (0, 0, 0, q.shape[0] - plan.num_rows))
+        return out
+
+    forward_decode = forward_extend
+
+    def support_triton(self) -> bool:
+        """No Triton on a CPU."""
+        return False
+
+    # -- plans ----------------------------------------------------------------------------
+
+    def _plan(self, layer: Any) -> AttentionPlan:
+        causal = layer.attn_type != AttentionType.ENCODER_ONLY
+        in_swa_pool = self._has_swa_pool() and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
+        key = (causal, bool(in_swa_pool))
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(*key)
+        return self._plans[key]
+
+    def _make_plan(self, causal: bool, in_swa_pool: bool) -> AttentionPlan:
+        lengths = self._lengths
+        assert lengths is not None, "init_forward_metadata did not run before the first layer"
+        plan = make_plan(
+            self.req_to_token_pool.req_to_token,
+            lengths.req_rows,
+            lengths.q_lens,
+            lengths.kv_lens,
+            lengths.tree_mask,
+            lengths.own_lens,
+            causal,
+        )
+        if in_swa_pool:
+            translate = self.token_to_kv_pool.translate_loc_from_full_to_swa
+            for group in plan.groups:
+                group.kv_slots = translate(group.kv_slots).to(torch.int64)
+        return plan
+
+    def _has_swa_pool(self) -> bool:
+        return getattr(self.token_to_kv_pool, "swa_layer_nums", 0) > 0
+
+
+class TorchCpuMultiStepDraftBackend:
+    """One backend per draft forward; each step sees one more of the beam's own slots."""
+
+    def __init__(self, model_runner: Any, topk: int, speculative_num_steps: int) -> None:
+        self.topk = topk
+        self.speculative_num_steps = speculative_num_steps
+        workspace = Workspace()  # steps follow each other, so they can share it
+        self.attn_backends = [
+            TorchCpuAttnBackend(model_runner, workspace) for _ in range(speculative_num_steps - 1)
+        ]
+        self.device = model_runner.device
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Lengths and masks of all draft forwards of one round."""
+        for step, backend in enumerate(self.attn_backends):
+            # SGLang sets out_cache_loc per step; a sliding-window pool would need it here
+            backend.use_lengths(self._step_lengths(forward_batch, step), None)
+
+    def _step_lengths(self, forward_batch: Any, step: int) -> _Lengths:
+        committed = forward_batch.seq_lens.tolist()
+        rows = forward_batch.req_pool_indices.to(torch.int64)
+        if self.topk == 1:  # the chain's slots follow the prefix: plain decode
+            return _Lengths(rows, [1] * len(committed), [n + step + 1 for n in committed])
+        own = self.topk * self.speculative_num_steps
+        return _Lengths(
+            rows,
+            [self.topk] * len(committed),
+            [n + own for n in committed],
+            draft_mask(len(committed), self.topk, self.speculative_num_steps, step),
+            [own] * len(committed),
+        )
+
+
+def _read_lengths(forward_batch: Any) -> _Lengths:
+    """Query and key lengths of a batch, by its forward mode (table at the top of the file)."""
+    rows = forward_batch.req_pool_indices.to(torch.int64)
+    seq_lens = forward_batch.seq_lens.tolist()
+    mode = forward_batch.forward_mode
+    if mode.is_target_verify():
+        return _verify_lengths(rows, seq_lens, forward_batch.spec_info)
+    if mode.is_decode_or_idle():
+        return _Lengths(rows, [1] * len(seq_lens), seq_lens)
+    return _Lengths(rows, forward_batch.extend_seq_lens.tolist(), seq_lens)
+
+
+def _verify_lengths(rows: Tensor, committed: list[int], spec_info: Any) -> _Lengths:
+    """Verification: `seq_lens` holds the committed lengths, the query rows come on top.
+
+    Rows are packed. With a ragged layout the mask, if any, is packed as well:
+    one verify_len x verify_len block per request.
+    """
+    layout = getattr(spec_info, "ragged_verify_layout", None)
+    if layout is None:
+        q_lens = [int(spec_info.draft_token_num)] * len(committed)
+    else:
+        q_lens = layout.verify_lens.tolist()
+    kv_lens = [n + q for n, q in zip(committed, q_lens, strict=True)]
+    mask = spec_info.custom_mask
+    is_chain = spec_info.tree_topk == 1  # a chain's mask is the causal one
+    if is_chain or mask is None or mask.numel() == 0:
+        return _Lengths(rows, q_lens, kv_lens)
+    return _Lengths(rows, q_lens, kv_lens, mask)
+
+
+def _refuse_unsupported(layer: Any, kwargs: dict[str, Any]) -> None:
+    if layer.is_cross_attention:
+        raise NotImplementedError("the portable CPU attention has no cross-attention")
+    extra = [name for name, value in kwargs.items() if value is not None]
+    if extra:
+        raise NotImplementedError(f"the portable CPU attention does not take {', '.join(extra)}")

@@ -1,0 +1,236 @@
+"""Makes SGLang's CPU engine run where its Intel AMX kernels are missing.
+
+`install` supplies, and only where SGLang has nothing that could run:
+
+* the ``sgl_kernel`` ops of the speculative path (`sglang_c2t.cpu`),
+* an attention backend for prefill, decode, draft decode and tree verification, served under the
+  name ``intel_amx`` so that every rule SGLang ties to its CPU backend keeps holding,
+* verification that samples: stock SGLang verifies greedily on CPU whatever the temperature.
+
+Does nothing unless SGLang itself says that this is its CPU engine (``SGLANG_USE_CPU_ENGINE=1``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_c2t import cpu
+from sglang_c2t.cpu.sampling import repeat_rows
+
+__all__ = ["install", "supplied"]
+
+BACKEND = "intel_amx"  # SGLang's name for "the CPU attention backend"
+
+_supplied: list[str] = []
+
+
+def install() -> list[str]:
+    """Supply what this machine lacks; returns its names, [] where nothing is missing."""
+    if not _is_cpu_engine() or _supplied:
+        return supplied()
+    ops = cpu.install()
+    if getattr(importlib.import_module("sgl_kernel"), "IS_STAND_IN", False):
+        _supplied.append("sgl_kernel: stand-in package")
+    _supplied.extend(ops)
+    if not _seam("sglang.srt.utils.common", "cpu_has_amx_support")():
+        _install_attention()
+        _supplied.append(f"attention backend {BACKEND}: torch, with tree masks and ragged verify")
+    _install_sampling()
+    _supplied.append("speculative verification that samples")
+    return supplied()
+
+
+def supplied() -> list[str]:
+    """What `install` supplied in this process."""
+    return list(_supplied)
+
+
+def _is_cpu_engine() -> bool:
+    return bool(_seam("sglang.srt.utils.common", "is_cpu")())
+
+
+def _seam(module: str, symbol: str) -> Any:
+    """An upstream object we depend on; its absence is an error that names it."""
+    try:
+        return getattr(importlib.import_module(module), symbol)
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise _missing(f"{module}.{symbol}") from error
+
+
+def _missing(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"sglang-c2t's CPU runtime needs {name}, "
+        f"which SGLang {metadata.version('sglang')} does not have."
+    )
+
+
+# -- attention ----------------------------------------------------------------------------
+
+
+def _install_attention() -> None:
+    """Serve `intel_amx` with our backend and keep SGLang from leaving it for torch_native."""
+    _keep_backend_name()
+    _allow_deterministic_inference()
+    registry = _seam("sglang.srt.layers.attention.attention_registry", "ATTENTION_BACKENDS")
+    registry[BACKEND] = _create_backend
+    factory = _seam("sglang.srt.speculative.draft_utils", "DraftBackendFactory")
+    for name, create in (
+        ("_create_intel_amx_decode_backend", _create_draft_decode_backend),
+        ("_create_intel_amx_prefill_backend", _create_draft_extend_backend),
+    ):
+        if not hasattr(factory, name):
+            raise _missing(f"{factory.__module__}.{factory.__qualname__}.{name}")
+        setattr(factory, name, create)
+
+
+def _create_backend(runner: Any) -> Any:
+    from sglang_c2t.srt.cpu_attention import TorchCpuAttnBackend
+
+    return TorchCpuAttnBackend(runner)
+
+
+def _create_draft_decode_backend(factory: Any) -> tuple[str, Any]:
+    from sglang_c2t.srt.cpu_attention import TorchCpuMultiStepDraftBackend
+
+    backend = TorchCpuMultiStepDraftBackend(
+        factory.draft_model_runner, factory.topk, factory.speculative_num_steps
+    )
+    return BACKEND, backend
+
+
+def _create_draft_extend_backend(factory: Any) -> tuple[str, Any]:
+    return BACKEND, _create_backend(factory.draft_model_runner)
+
+
+def _keep_backend_name() -> None:
+    """SGLang replaces `intel_amx` by `torch_native` (no verification) where AMX is missing."""
+    register = _seam("sglang.srt.arg_groups.resolution_hooks", "register_resolution_hook")
+
+    @register("handle_attention_backend_compatibility")
+    def keep(server_args: Any, previous: Callable[[Any], None]) -> None:
+        hook = importlib.import_module("sglang.srt.arg_groups.attention_hook")
+        fall_back = _seam(hook.__name__, "_attention_backend_platform_fallbacks")
+        has_mla = _seam(hook.__name__, "use_mla_backend")(server_args)
+
+        def stay(view: Any) -> dict[str, Any]:
+            ours = view.attention_backend == BACKEND and view.device == "cpu" and not has_mla
+            return {} if ours else fall_back(view)
+
+        with _swapped(hook, "_attention_backend_platform_fallbacks", stay):
+            previous(server_args)
+
+
+def _allow_deterministic_inference() -> None:
+    """Per-request seeds need --enable-deterministic-inference, which asks for listed backends."""
+    choices = "sglang.srt.arg_groups.choices"
+    _seam(choices, "add_deterministic_attention_backend_choices")([BACKEND])
+    _seam(choices, "add_radix_supported_deterministic_attention_backend_choices")([BACKEND])
+
+
+# -- sampling -----------------------------------------------------------------------------
+
+
+def _install_sampling() -> None:
+    """Wrap `eagle_sample` wherever it was imported to."""
+    stock = _seam("sglang.srt.speculative.eagle_utils", "eagle_sample")
+    utils = importlib.import_module("sglang.srt.speculative.eagle_utils")
+    _seam(utils.__name__, "verify_tree_greedy_func")
+
+    @functools.wraps(stock)
+    def eagle_sample(
+        verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if batch.forward_mode.is_idle() or batch.sampling_info.is_all_greedy:
+            return stock(verify_input, batch, logits_output, *args, **kwargs)
+        match = _matching_sampled(utils, verify_input, batch, logits_output)
+        with _swapped(utils, "verify_tree_greedy_func", match):
+            return stock(verify_input, batch, logits_output, *args, **kwargs)
+
+    utils.eagle_sample = eagle_sample
+    for name in ("eagle_worker_common", "ngram_worker"):
+        module = sys.modules.get(f"sglang.srt.speculative.{name}")
+        if module is not None and getattr(module, "eagle_sample", None) is stock:
+            module.eagle_sample = eagle_sample  # type: ignore[attr-defined]
+
+
+def _matching_sampled(
+    utils: ModuleType, verify_input: Any, batch: Any, logits_output: Any
+) -> Callable[..., Any]:
+    """`verify_tree_greedy_func`, with the argmax of every row replaced by a sample.
+
+    Called by `eagle_sample` after penalties, bias and grammar were applied to the logits.
+    """
+    stock = utils.verify_tree_greedy_func
+
+    def match(*args: Any, **kwargs: Any) -> Any:
+        sampled = _sample_rows(verify_input, batch, logits_output.next_token_logits)
+        kwargs["target_predict"] = sampled.view(kwargs["target_predict"].shape)
+        return stock(*args, **kwargs)
+
+    return match
+
+
+def _sample_rows(
+    verify_input: Any,
+    batch: Any,
+    logits: Tensor,  # [B*N, V]
+) -> Tensor:
+    """[B*N] int64: one token per verified row, by SGLang's own sampler.
+
+    The sampler that serves decoding without speculation draws here too, at the same positions
+    and seeds, so a seeded request gets the same tokens with and without speculation.
+    """
+    tokens = _sampler()(
+        types.SimpleNamespace(next_token_logits=logits.clone()),  # the sampler works in place
+        _per_row(batch.sampling_info, int(verify_input.draft_token_num)),
+        False,  # return_logprob
+        None,
+        None,
+        verify_input.positions,
+    ).to(torch.int64)
+    group = _seam("sglang.srt.runtime_context", "get_parallel")().tp_group
+    if group.world_size > 1:  # ranks must accept the same drafts
+        group.broadcast(tokens, src=0)
+    return tokens
+
+
+def _per_row(info: Any, rows: int) -> Any:
+    """A batch's sampling parameters, repeated for every verified row."""
+    per_row = copy.copy(info)
+    for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"):
+        setattr(per_row, name, repeat_rows(getattr(info, name), rows))
+    # eagle_sample applied these; what it ignores (custom processors, masks) stays ignored
+    per_row.grammars = per_row.sampling_mask_batch_indices = None
+    per_row.has_custom_logit_processor = False
+    return per_row
+
+
+@functools.lru_cache(maxsize=1)
+def _sampler() -> Any:
+    return _seam("sglang.srt.layers.sampler", "create_sampler")()
+
+
+# -- helpers ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Bind `owner.name` to `value` for the duration of a call."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

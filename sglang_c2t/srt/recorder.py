@@ -1,0 +1,66 @@
+"""``--c2t-record``: from verified chains in the server to rows of a recording.
+
+Only verified tokens are written, because only they have a label. Record with
+``--c2t-policy fixed``: a gate that ends drafts hides exactly the tokens it distrusts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from typing import Any
+
+import torch
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor
+
+from sglang_c2t.chain import verified_rows
+from sglang_c2t.classifier.recording import RecordingWriter
+from sglang_c2t.config import C2TConfig
+from sglang_c2t.policies import DraftLayer
+
+FLUSH_SECONDS = 2.0
+
+
+class Recorder:
+    """Writes one row per verified draft token; rows reach the disk within seconds.
+
+    A thread flushes, because a server under no load runs no step that could.
+    """
+
+    def __init__(self, writer: RecordingWriter) -> None:
+        self._writer = writer
+        self._lock = threading.Lock()
+        threading.Thread(target=self._flush_forever, daemon=True, name="c2t-record").start()
+
+    @classmethod
+    def from_config(cls, config: C2TConfig, server_args: Any) -> Recorder | None:
+        """A recorder on rank 0 when recording is on, else ``None``."""
+        if config.record is None or get_parallel().tp_group.rank_in_group != 0:
+            return None
+        origin = {
+            "target": server_args.model_path,
+            "draft": server_args.speculative_draft_model_path,
+            "algorithm": server_args.speculative_algorithm,
+            "num_steps": server_args.speculative_num_steps,
+            "policy": config.policy,
+        }
+        return cls(RecordingWriter(config.record, origin=origin))
+
+    def add(
+        self, batch: Any, layers: list[DraftLayer], verify_lens: Tensor, accept_lens: Tensor
+    ) -> None:
+        """Record one verified step; ``verify_lens`` and ``accept_lens`` [B] count the root
+        and the bonus token.
+        """
+        request = torch.tensor([zlib.crc32(req.rid.encode()) for req in batch.reqs])
+        rows = verified_rows(layers, verify_lens, accept_lens, request)
+        with self._lock:
+            self._writer.add(rows)
+
+    def _flush_forever(self) -> None:
+        while True:
+            time.sleep(FLUSH_SECONDS)
+            with self._lock:
+                self._writer.flush()

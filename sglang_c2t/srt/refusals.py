@@ -1,0 +1,94 @@
+"""Combinations ``--c2t`` does not serve, each refused by name before a model loads.
+
+One row per combination: when it applies, and the sentence the user reads. The checks
+run on SGLang's *resolved* arguments, so values that SGLang chose by itself count too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from sglang_c2t.config import ConfigError, active
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.args import exit_with, parsed_from_command_line
+
+# NEXTN is an alias that SGLang resolves to EAGLE.
+ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+
+
+class Refusal(NamedTuple):
+    """``applies`` looks at the resolved arguments; ``sentence`` says what to change."""
+
+    applies: Callable[[Any], bool]
+    sentence: str
+
+
+def _set(name: str) -> Callable[[Any], bool]:
+    return lambda cfg: bool(getattr(cfg, name, None))
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda cfg: cfg.speculative_algorithm is None,
+        "--c2t needs a draft model: add --speculative-algorithm "
+        f"{'|'.join(ALGORITHMS)} and --speculative-draft-model-path",
+    ),
+    Refusal(
+        lambda cfg: cfg.speculative_algorithm not in (None, *ALGORITHMS),
+        f"--c2t serves --speculative-algorithm {', '.join(ALGORITHMS)} and no other",
+    ),
+    Refusal(
+        lambda cfg: cfg.speculative_algorithm in ALGORITHMS and cfg.speculative_eagle_topk != 1,
+        "--c2t drafts chains: set --speculative-eagle-topk 1 (trees are not served yet)",
+    ),
+    Refusal(_set("speculative_adaptive"), "--c2t and --speculative-adaptive both set the draft "
+            "length: drop one of them"),
+    Refusal(_set("speculative_use_rejection_sampling"), "--c2t does not serve "
+            "--speculative-use-rejection-sampling: whether a sampled draft token is verified "
+            "must not depend on the token; drop one of them"),
+    Refusal(_set("enable_multi_layer_eagle"), "--c2t does not serve --enable-multi-layer-eagle"),
+    Refusal(_set("enable_dp_attention"), "--c2t does not serve --enable-dp-attention"),
+    Refusal(_set("enable_two_batch_overlap"), "--c2t does not serve --enable-two-batch-overlap"),
+    Refusal(_set("enable_pdmux"), "--c2t does not serve --enable-pdmux"),
+    Refusal(_set("enable_lora"), "--c2t does not serve LoRA: drop --enable-lora"),
+    Refusal(_set("enable_return_routed_experts"), "--c2t does not serve "
+            "--enable-return-routed-experts"),
+    Refusal(lambda cfg: cfg.pp_size > 1, "--c2t does not serve pipeline parallelism: set "
+            "--pp-size 1"),
+    Refusal(
+        lambda cfg: cfg.disaggregation_mode not in (None, "null"),
+        "--c2t does not serve --disaggregation-mode",
+    ),
+    Refusal(
+        lambda cfg: cfg.device != "cpu" and compat.decode_graphs_enabled(cfg),
+        "--c2t does not run inside CUDA graphs yet: add --disable-cuda-graph",
+    ),
+    Refusal(
+        lambda cfg: compat.simulates_acceptance(),
+        "--c2t cannot gate simulated acceptance: unset SGLANG_SIMULATE_ACC_LEN",
+    ),
+    Refusal(
+        lambda cfg: compat.plans_on_another_stream(),
+        "--c2t builds the verify batch from the draft's output: unset "
+        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
+    ),
+)
+
+
+def refusals(cfg: Any) -> list[str]:
+    """The sentences that apply to these resolved arguments; empty when all is served."""
+    return [refusal.sentence for refusal in REFUSALS if refusal.applies(cfg)]
+
+
+def check_resolved_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Resolution hook around SGLang's own speculative checks."""
+    previous(server_args)
+    if active() is None:
+        return
+    sentences = refusals(compat.resolved(server_args))
+    if sentences:
+        error = ConfigError("; ".join(sentences))
+        if parsed_from_command_line():
+            exit_with(error)
+        raise error

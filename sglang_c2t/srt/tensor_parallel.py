@@ -1,0 +1,20 @@
+"""One decision for all tensor-parallel ranks: rank 0's.
+
+Draft logits can differ in the last bit between ranks; a length that differs would make
+their next collective hang. SGLang broadcasts its own accept decisions the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor
+
+
+def agreement() -> Callable[[Tensor], Tensor]:
+    """A function that makes a tensor equal on all ranks; the identity on one rank."""
+    group = get_parallel().tp_group
+    if group.world_size == 1:
+        return lambda decision: decision
+    return lambda decision: group.broadcast(decision, src=0)

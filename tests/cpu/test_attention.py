@@ -1,0 +1,181 @@
+"""`sglang_c2t.cpu.attention` against a loop over rows, heads and keys."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_c2t.cpu.attention import (
+    Workspace,
+    attend,
+    draft_mask,
+    group_by_cost,
+    make_plan,
+)
+from tests import oracles
+
+SLOTS, ROWS, WIDTH = 400, 9, 48
+HEADS = st.sampled_from([(1, 1, 8), (4, 2, 8), (6, 1, 4), (4, 4, 16)])
+
+
+def _pool(seed: int, kv_heads: int, head_dim: int):
+    """A pool whose every used slot differs, and rows of scattered slots (0 is padding)."""
+    generator = torch.Generator().manual_seed(seed)
+    k = torch.randn(SLOTS, kv_heads, head_dim, generator=generator)
+    v = torch.randn(SLOTS, kv_heads, head_dim, generator=generator)
+    order = torch.randperm(SLOTS - 1, generator=generator)[: (ROWS - 1) * WIDTH // 2] + 1
+    req_to_token = torch.randint(1, SLOTS, (ROWS, WIDTH), generator=generator, dtype=torch.int32)
+    flat = req_to_token.view(-1)
+    flat[: order.shape[0]] = order.to(torch.int32)
+    return k, v, req_to_token, generator
+
+
+def _check(k, v, req_to_token, rows, q, q_lens, kv_lens, sees, plan, **kwargs):
+    slots = [req_to_token[r, :n].tolist() for r, n in zip(rows, kv_lens, strict=True)]
+    window = kwargs.pop("window", None)
+    out = attend(q, k, v, plan, scaling=0.3, window=window, **kwargs)
+    wanted = oracles.attention(q, k, v, slots, q_lens, sees, 0.3, kwargs.get("logit_cap", 0.0))
+    difference = (out.double() - wanted).abs().max().item() if q.shape[0] else 0.0
+    assert out.shape == wanted.shape
+    assert difference < 2e-5, f"largest difference {difference}"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), min_size=1, max_size=6),
+    heads=HEADS,
+    seed=st.integers(0, 2**16),
+    logit_cap=st.sampled_from([0.0, 1.5]),
+    window=st.sampled_from([None, 0, 3]),
+)
+def test_extend_after_a_prefix_equals_the_loop(lengths, heads, seed, logit_cap, window):
+    """Any mix of prefills, extends, decodes (q_len 1) and idle requests (q_len 0)."""
+    num_heads, kv_heads, head_dim = heads
+    k, v, req_to_token, generator = _pool(seed, kv_heads, head_dim)
+    q_lens = [q for q, _ in lengths]
+    kv_lens = [q + prefix for q, prefix in lengths]
+    rows = random.Random(seed).sample(range(1, ROWS), len(lengths))
+    q = torch.randn(sum(q_lens), num_heads, head_dim, generator=generator)
+    plan = make_plan(req_to_token, torch.tensor(rows), q_lens, kv_lens)
+    if sum(q_lens) == 0:
+        assert plan.groups == []
+        return
+    sees = [oracles.causal_sees(a, b, window) for a, b in zip(q_lens, kv_lens, strict=True)]
+    _check(k, v, req_to_token, rows, q, q_lens, kv_lens, sees, plan,
+           logit_cap=logit_cap, window=window)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 7), st.integers(0, 15)), min_size=1, max_size=6),
+    heads=HEADS,
+    seed=st.integers(0, 2**16),
+)
+def test_trees_of_different_size_and_shape_are_verified_in_one_batch(sizes, heads, seed):
+    """Packed masks, one n x n block per request; node 0 is the root, a node sees its ancestors."""
+    num_heads, kv_heads, head_dim = heads
+    k, v, req_to_token, generator = _pool(seed, kv_heads, head_dim)
+    rng = random.Random(seed)
+    q_lens, masks = [], []
+    for nodes, _ in sizes:
+        parents = [-1] + [rng.randrange(n) for n in range(1, nodes)]
+        paths = [oracles.ancestors(parents, node) for node in range(nodes)]
+        q_lens.append(nodes)
+        masks.append([[other in path for other in range(nodes)] for path in paths])
+    kv_lens = [nodes + prefix for nodes, prefix in sizes]
+    flat = torch.tensor([cell for mask in masks for row in mask for cell in row])
+    rows = rng.sample(range(1, ROWS), len(sizes))
+    q = torch.randn(sum(q_lens), num_heads, head_dim, generator=generator)
+    plan = make_plan(req_to_token, torch.tensor(rows), q_lens, kv_lens, flat)
+    sees = [oracles.masked_sees(m, n) for m, n in zip(masks, kv_lens, strict=True)]
+    _check(k, v, req_to_token, rows, q, q_lens, kv_lens, sees, plan)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    committed=st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    topk=st.integers(1, 4),
+    steps=st.integers(2, 4),
+    seed=st.integers(0, 2**16),
+)
+def test_draft_beams_see_the_prefix_and_their_own_slots(committed, topk, steps, seed):
+    """In draft step i, beam t of SGLang's layout reads slots L + t*D .. L + t*D + i."""
+    k, v, req_to_token, generator = _pool(seed, 2, 8)
+    rows = random.Random(seed).sample(range(1, ROWS), len(committed))
+    q = torch.randn(len(committed) * topk, 4, 8, generator=generator)
+    for step in range(steps - 1):
+        own = topk * steps
+        mask = draft_mask(len(committed), topk, steps, step)
+        plan = make_plan(
+            req_to_token, torch.tensor(rows), [topk] * len(committed),
+            [n + own for n in committed], mask, [own] * len(committed),
+        )  # fmt: skip
+        beams = [
+            [t * steps <= slot <= t * steps + step for slot in range(own)] for t in range(topk)
+        ]
+        sees = [oracles.masked_sees(beams, n + own) for n in committed]
+        kv_lens = [n + own for n in committed]
+        _check(k, v, req_to_token, rows, q, [topk] * len(committed), kv_lens, sees, plan)
+
+
+def test_bidirectional_attention_sees_every_key():
+    """Encoder layers ask for causal=False."""
+    k, v, req_to_token, generator = _pool(3, 1, 8)
+    q = torch.randn(7, 2, 8, generator=generator)
+    plan = make_plan(req_to_token, torch.tensor([1, 2]), [3, 4], [3, 4], causal=False)
+    sees = [[[True] * n for _ in range(n)] for n in (3, 4)]
+    _check(k, v, req_to_token, [1, 2], q, [3, 4], [3, 4], sees, plan)
+
+
+def test_a_workspace_does_not_leak_between_batches():
+    """A smaller batch after a larger one gives what a fresh workspace gives."""
+    k, v, req_to_token, generator = _pool(5, 2, 8)
+    q = torch.randn(8, 4, 8, generator=generator)
+    used = Workspace()
+    for q_lens, kv_lens in (([3, 5], [20, 24]), ([1, 2], [4, 9])):
+        rows = q[: sum(q_lens)]
+        plan = make_plan(req_to_token, torch.tensor([1, 2]), q_lens, kv_lens)
+        fresh = attend(rows, k, v, plan, 0.3)
+        again = attend(rows, k, v, plan, 0.3, workspace=used)
+        assert torch.equal(fresh, again)
+
+
+def test_stale_slots_and_values_past_a_length_are_never_read():
+    """Garbage beyond kv_len, in the slot table as in the pool, changes nothing."""
+    k, v, req_to_token, generator = _pool(6, 1, 8)
+    q = torch.randn(3, 1, 8, generator=generator)
+    lens = ([1, 2], [5, 9])
+    plan = make_plan(req_to_token, torch.tensor([1, 2]), *lens)
+    before = attend(q, k, v, plan, 0.3)
+    used = set(req_to_token[1, :5].tolist()) | set(req_to_token[2, :9].tolist()) | {0}
+    dirty = torch.tensor([slot for slot in range(SLOTS) if slot not in used])
+    k[dirty], v[dirty] = float("nan"), float("nan")
+    req_to_token[1, 5:] = int(dirty[0])
+    plan = make_plan(req_to_token, torch.tensor([1, 2]), *lens)
+    assert torch.equal(before, attend(q, k, v, plan, 0.3))
+
+
+def test_a_mask_of_the_wrong_size_is_refused():
+    """A mask that does not fit the query lengths names both sizes."""
+    with pytest.raises(ValueError, match="9 cells, the batch needs 5"):
+        make_plan(torch.zeros(3, 9, dtype=torch.int32), torch.tensor([1, 2]), [1, 2], [4, 4],
+                  torch.ones(9, dtype=torch.bool))  # fmt: skip
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 2000)), max_size=40)
+)
+def test_groups_hold_every_request_with_work_once(lengths):
+    """Groups partition the requests whose q_len is not 0, and padding stays bounded."""
+    q_lens = [q for q, _ in lengths]
+    kv_lens = [q + prefix for q, prefix in lengths]
+    groups = group_by_cost(q_lens, kv_lens)
+    assert sorted(i for g in groups for i in g) == [i for i, q in enumerate(q_lens) if q]
+    for g in groups:
+        padded = len(g) * max(q_lens[i] for i in g) * max(kv_lens[i] for i in g)
+        work = sum(q_lens[i] * kv_lens[i] for i in g)
+        assert padded <= max(1 << 15, 1.5 * work)
