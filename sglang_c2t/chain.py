@@ -109,14 +109,15 @@ class ChainGate:
         self._layers.append(layer)
 
 
-def truncate_chains(retrieve_next_token: Tensor, verify_lens: Tensor) -> None:
-    """Cut chains in SGLang's linked form, in place: nothing follows row verify_lens - 1.
+def truncated_chains(retrieve_next_token: Tensor, verify_lens: Tensor) -> Tensor:
+    """Chains in SGLang's linked form, cut: nothing follows row verify_lens - 1.
 
-    ``retrieve_next_token`` is [B, N] int64, the row after each row or -1. The verify
-    kernels walk it, so a cut chain ends there and its bonus token comes from that row.
+    ``retrieve_next_token`` is [B, N] int64, the row after each row or -1; so is the result.
+    The verify kernels walk it, so a cut chain ends there and its bonus token comes from
+    that row. A copy, because SGLang may share one constant chain between steps.
     """
     rows = torch.arange(retrieve_next_token.shape[1], device=verify_lens.device)
-    retrieve_next_token.masked_fill_(rows >= verify_lens[:, None] - 1, -1)
+    return retrieve_next_token.masked_fill(rows >= verify_lens[:, None] - 1, -1)
 
 
 def packed_rows(verify_lens: Tensor, width: int) -> Tensor:

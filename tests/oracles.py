@@ -6,6 +6,7 @@ they check.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -54,9 +55,7 @@ def causal_sees(q_len: int, kv_len: int, window: int | None = None) -> list[list
     rows = []
     for i in range(q_len):
         place = kv_len - q_len + i
-        rows.append(
-            [k <= place and (window is None or place - k <= window) for k in range(kv_len)]
-        )
+        rows.append([k <= place and (window is None or place - k <= window) for k in range(kv_len)])
     return rows
 
 
@@ -82,7 +81,7 @@ def tree_from_candidates(
         children = [c for c in range(num_nodes) if parents[c] == node]
         if children:
             first[node] = children[0]
-        for left, right in zip(children, children[1:], strict=False):
+        for left, right in itertools.pairwise(children):
             sibling[left] = right
     visible = []
     for node in range(num_nodes):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sglang_c2t.chain import (
     ChainGate,
     packed_rows,
-    truncate_chains,
+    truncated_chains,
     unpack_rows,
     verified_rows,
 )
@@ -127,8 +127,8 @@ def test_rank_zero_decides_for_all_ranks() -> None:
 def test_a_cut_chain_links_to_nothing_behind_its_last_row(case: tuple[list[int], int]) -> None:
     lens, width = case
     link = torch.tensor([*range(1, width), -1]).repeat(len(lens), 1)
-    truncate_chains(link, torch.tensor(lens, dtype=torch.int32))
-    for row, length in zip(link.tolist(), lens, strict=True):
+    cut = truncated_chains(link, torch.tensor(lens, dtype=torch.int32))
+    for row, length in zip(cut.tolist(), lens, strict=True):
         assert row == [j + 1 if j < length - 1 else -1 for j in range(width)]
 
 
@@ -160,9 +160,7 @@ def test_only_verified_tokens_are_recorded_and_labelled() -> None:
         DraftLayer(depth=d, prob=ones / 2, joint=ones / 2**d, entropy=ones, alive=ones.bool())
         for d in (1, 2, 3)
     ]
-    rows = verified_rows(
-        layers, torch.tensor([3, 1]), torch.tensor([2, 1]), torch.tensor([70, 71])
-    )
+    rows = verified_rows(layers, torch.tensor([3, 1]), torch.tensor([2, 1]), torch.tensor([70, 71]))
     assert rows["depth"].tolist() == [1, 2]
     assert rows["accept"].tolist() == [1, 0]
     assert rows["request"].tolist() == [70, 70]

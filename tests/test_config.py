@@ -37,9 +37,7 @@ def test_a_wrong_setting_is_refused_in_one_line(values: dict, said: str) -> None
 @pytest.mark.parametrize(
     ("text", "said"), [("{", "not valid JSON"), ("[]", "must hold a JSON object, got list")]
 )
-def test_a_config_that_is_no_json_object_names_its_file(
-    tmp_path, text: str, said: str
-) -> None:
+def test_a_config_that_is_no_json_object_names_its_file(tmp_path, text: str, said: str) -> None:
     path = tmp_path / "c2t.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:

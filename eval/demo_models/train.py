@@ -43,7 +43,7 @@ REAL_SHARE = {
     "code_thealgorithms": 0.7,
     "public_domain_books": 0.35,
 }
-BATCH, LENGTH = 16, 256
+BATCH, DRAFT_BATCH, LENGTH = 16, 8, 256
 LLAMAS = ("target", "standalone")
 
 
@@ -227,8 +227,8 @@ def steps_done(work: Path, name: str) -> int:
     return torch.load(path, weights_only=False)["step"] if path.exists() else 0
 
 
-def crops(stream: np.ndarray, seed: int) -> Iterator[Tensor]:
-    """Endless [BATCH, LENGTH + 1] pieces of the stream: each epoch once over, from a new offset.
+def crops(stream: np.ndarray, seed: int, batch: int = BATCH) -> Iterator[Tensor]:
+    """Endless [batch, LENGTH + 1] pieces of the stream: each epoch once over, from a new offset.
 
     Pieces begin anywhere in a document. That is what a standalone draft meets on a server: it never
     sees the first prompt token.
@@ -237,8 +237,8 @@ def crops(stream: np.ndarray, seed: int) -> Iterator[Tensor]:
     while True:
         starts = np.arange(rng.integers(LENGTH), len(stream) - LENGTH - 1, LENGTH)
         rng.shuffle(starts)
-        for i in range(0, len(starts) - BATCH + 1, BATCH):
-            rows = [stream[s : s + LENGTH + 1] for s in starts[i : i + BATCH]]
+        for i in range(0, len(starts) - batch + 1, batch):
+            rows = [stream[s : s + LENGTH + 1] for s in starts[i : i + batch]]
             yield torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
@@ -267,7 +267,7 @@ def target_stage(args: argparse.Namespace) -> None:
 
 SELF_PROMPTS = 1_000  # per family
 SELF_TOKENS = 140
-UNROLL = 4  # draft steps trained; the deeper ones see the draft's own states, as on a server
+UNROLL = 3  # draft steps trained; the deeper ones see the draft's own states, as on a server
 STEP_DECAY = 0.8  # loss weight of a step over that of the step before
 
 
@@ -327,11 +327,12 @@ def answers_stage(args: argparse.Namespace) -> None:
 
 
 def draft_batches(work: Path, name: str) -> Iterator[Tensor]:
-    """[BATCH, LENGTH + 1]: the first half corpus, the second half the target's own answers."""
+    """[DRAFT_BATCH, LENGTH + 1]: first half corpus, second half the target's own answers."""
     seed = SEED + 100 * (1 + list(CONFIGS).index(name)) + steps_done(work, name)
-    both = [crops(np.load(work / f"{name}.npy"), seed) for name in ("stream", "answers")]
+    half = DRAFT_BATCH // 2
+    both = [crops(np.load(work / f"{n}.npy"), seed, half) for n in ("stream", "answers")]
     for corpus_rows, answer_rows in zip(*both, strict=True):
-        yield torch.cat([corpus_rows[: BATCH // 2], answer_rows[: BATCH // 2]])
+        yield torch.cat([corpus_rows, answer_rows])
 
 
 def soft_cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
@@ -357,9 +358,24 @@ def standalone_stage(args: argparse.Namespace) -> None:
     export.save_model("standalone", model.state_dict(), args.out)
 
 
+@torch.no_grad()
+def warm_start(head: Head, teacher: Teacher, kept: Tensor | None = None) -> None:
+    """Begin near the target instead of from noise, so that few steps go a long way."""
+    if isinstance(head, EagleHead):
+        width = head.fc.out_features
+        head.fc.weight[:, width:] = torch.eye(width)  # at first, pass the target's state through
+        head.fc.bias.zero_()
+        for out in (head.layers[0].self_attn.o_proj, head.layers[0].mlp.down_proj):
+            out.weight.zero_()
+    else:
+        head.lm_head.weight.copy_(teacher.lm_head.weight[kept])
+        head.norm.weight.copy_(teacher.model.model.norm.weight)
+
+
 def eagle_stage(args: argparse.Namespace) -> None:
     """EAGLE: match the target's hidden states and, through its head, its distribution."""
     teacher, head = Teacher(args.out / "target"), new_head("eagle").train()
+    warm_start(head, teacher)
     optimizer = Optimizer(head, muon_rate=4e-3, adam_rate=4e-3)
     batches = draft_batches(args.work, "eagle")
 
@@ -386,10 +402,11 @@ def eagle_stage(args: argparse.Namespace) -> None:
 def eagle3_stage(args: argparse.Namespace) -> None:
     """EAGLE-3: match the target's distribution over the draft's own, smaller vocabulary."""
     teacher, head = Teacher(args.out / "target"), new_head("eagle3").train()
-    optimizer = Optimizer(head, muon_rate=4e-3, adam_rate=4e-3)
-    batches = draft_batches(args.work, "eagle3")
     kept = frequent_tokens(args.work)
     maps = export.vocabulary_maps(kept)
+    warm_start(head, teacher, kept)
+    optimizer = Optimizer(head, muon_rate=4e-3, adam_rate=4e-3)
+    batches = draft_batches(args.work, "eagle3")
 
     def loss_of() -> tuple[Tensor, dict[str, float]]:
         tokens = next(batches)[:, :-1]

@@ -64,14 +64,16 @@ def save_classifier(classifier: Classifier, path: str | os.PathLike[str]) -> Non
         "features": classifier.features.to_card(),
         "training": classifier.training,
     }
-    weights = {name: t.detach().cpu().contiguous() for name, t in classifier.net.state_dict().items()}
+    weights = {
+        name: t.detach().cpu().contiguous() for name, t in classifier.net.state_dict().items()
+    }
     _replace(path, lambda tmp: save_file(weights, tmp))
     text = json.dumps(card, indent=2, sort_keys=True) + "\n"
     _replace(path.with_suffix(".json"), lambda tmp: tmp.write_text(text, encoding="utf-8"))
 
 
 def load_classifier(name: str | os.PathLike[str]) -> Classifier:
-    """Load ``default`` or a file. Raises :class:`ConfigError` with one line if it cannot be used."""
+    """Load ``default`` or a file; :class:`ConfigError` says in one line why one is refused."""
     path = DEFAULT_PATH if str(name) == "default" else Path(name)
     source = f"c2t classifier {path}"
     card = _read_card(path.with_suffix(".json"), source)

@@ -48,7 +48,10 @@ class RecordingWriter:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, origin: dict[str, Any],
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        origin: dict[str, Any],
         shard_rows: int = SHARD_ROWS,
     ) -> None:
         self._directory = Path(directory)

@@ -89,7 +89,7 @@ OPS: dict[str, Op] = {
 }
 
 # torch drops the ops of a Library that is garbage collected
-_library: torch.library.Library | None = None
+_library: Any = None
 
 
 def stand_in_folder() -> Path:
@@ -134,9 +134,9 @@ def _define_missing_ops() -> list[str]:
     global _library
     missing = [name for name in OPS if not hasattr(torch.ops.sgl_kernel, name)]
     if missing and _library is None:
-        _library = torch.library.Library("sgl_kernel", "FRAGMENT")
+        # torch annotates none of Library's methods
+        _library = torch.library.Library("sgl_kernel", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in missing:
-        assert _library is not None
         _library.define(name + OPS[name].schema)
         _library.impl(name, OPS[name].run, "CPU")
     return [f"sgl_kernel.{name}" for name in missing]

@@ -21,7 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["AttentionPlan", "Group", "Workspace", "attend", "draft_mask", "group_by_cost", "make_plan"]
+__all__ = [
+    "AttentionPlan",
+    "Group",
+    "Workspace",
+    "attend",
+    "draft_mask",
+    "group_by_cost",
+    "make_plan",
+]
 
 # A group may do this much more work than its requests need before it is split.
 MAX_WASTE = 1.5
@@ -237,7 +245,8 @@ def attend(
     out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[-1]))
     for group in plan.groups:
         cells = _attend_group(q, k_cache, v_cache, group, scaling, logit_cap, window, workspace)
-        assert group.out_rows is not None and group.out_cells is not None
+        assert group.out_rows is not None
+        assert group.out_cells is not None
         out.index_copy_(0, group.out_rows, cells.index_select(0, group.out_cells))
     return out
 

@@ -6,8 +6,9 @@ Half-open ranges of one request's row, L = committed length:
     [L, L + K*D)      draft slots (draft_locs)
     [L, L + N)        verify and draft-extend slots (gather_ranges with start=L, end=L+N)
 
-Sources: ``sgl_kernel.assign_{draft_cache_locs_contiguous,extend_cache_locs,req_to_token_pool}_cpu``
-(Triton twins in SGLang's ``kernels/ops/speculative/cache_locs.py`` and ``mem_cache/allocation.py``).
+Sources: ``assign_draft_cache_locs_contiguous_cpu``, ``assign_extend_cache_locs_cpu`` and
+``assign_req_to_token_pool_cpu`` of ``sgl_kernel`` (Triton twins in SGLang's
+``kernels/ops/speculative/cache_locs.py`` and ``mem_cache/allocation.py``).
 """
 
 from __future__ import annotations

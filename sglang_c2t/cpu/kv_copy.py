@@ -1,6 +1,7 @@
 """Move KV rows inside every layer's cache, addressed by pointer as SGLang hands it over.
 
-Source: ``sgl_kernel.copy_all_layer_kv_cache_cpu`` (Triton twin: ``kernels/ops/kvcache/cache_move.py``).
+Source: ``sgl_kernel.copy_all_layer_kv_cache_cpu`` (Triton twin in SGLang's
+``kernels/ops/kvcache/cache_move.py``).
 """
 
 from __future__ import annotations

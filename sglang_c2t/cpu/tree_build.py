@@ -30,7 +30,7 @@ def parent_positions(
     An orphan is a selected node whose parent was not selected. Stock kernels read out of
     bounds there; here it is simply never reached, which costs speed and not correctness.
     """
-    bs, num_drafts = selected_index.shape
+    bs = selected_index.shape[0]
     group = selected_index // topk
     from_root = group == 0
     if parent_list.shape[1] == 0:  # one draft step: all nodes hang from the root

@@ -48,9 +48,7 @@ def verify_tree(
         predicts[row[hit_request]] = wanted[hit_request].to(predicts.dtype)
         row = torch.where(hit, retrive_index[request, at], row)
         num_accept += hit
-        accept_index[hit_request, num_accept[hit_request]] = row[hit_request].to(
-            accept_index.dtype
-        )
+        accept_index[hit_request, num_accept[hit_request]] = row[hit_request].to(accept_index.dtype)
         child = torch.where(num_accept < max_accept - 1, retrive_next_token[request, at], -1)
         node = torch.where(hit, child, torch.where(miss, retrive_next_sibling[request, at], -1))
     predicts[row] = target[row].to(predicts.dtype)

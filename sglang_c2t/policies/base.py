@@ -10,7 +10,7 @@ Legend: B requests, k top probabilities, H draft hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -45,10 +45,10 @@ class DraftLayer:
 class ChainPolicy(Protocol):
     """Decides where each request's draft ends."""
 
-    name: str
+    name: ClassVar[str]
     """As written after ``--c2t-policy``."""
 
-    needs: frozenset[str]
+    needs: ClassVar[frozenset[str]]
     """Optional fields of :class:`DraftLayer` the policy reads."""
 
     def keep(self, layer: DraftLayer) -> Tensor:

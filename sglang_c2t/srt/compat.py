@@ -35,7 +35,7 @@ RESOLUTION_STEP = "handle_speculative_decoding"
 
 
 class SeamError(ConfigError):
-    """This SGLang lacks something C2T attaches to."""
+    """The installed SGLang lacks something C2T attaches to."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class _Lengths:
     own_lens: list[int] | None = None
 
 
-class TorchCpuAttnBackend(AttentionBackend):
+class TorchCpuAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped
     """Prefill, decode and (ragged, tree) verification in plain torch.
 
     `verify_rows_seen` and `verify_forwards_seen` count the query rows that really reached the
@@ -129,7 +129,9 @@ class TorchCpuAttnBackend(AttentionBackend):
 
     def _plan(self, layer: Any) -> AttentionPlan:
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
-        in_swa_pool = self._has_swa_pool() and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
+        in_swa_pool = (
+            self._has_swa_pool() and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
+        )
         key = (causal, bool(in_swa_pool))
         if key not in self._plans:
             self._plans[key] = self._make_plan(*key)

@@ -118,7 +118,6 @@ def _keep_backend_name() -> None:
     """SGLang replaces `intel_amx` by `torch_native` (no verification) where AMX is missing."""
     register = _seam("sglang.srt.arg_groups.resolution_hooks", "register_resolution_hook")
 
-    @register("handle_attention_backend_compatibility")
     def keep(server_args: Any, previous: Callable[[Any], None]) -> None:
         hook = importlib.import_module("sglang.srt.arg_groups.attention_hook")
         fall_back = _seam(hook.__name__, "_attention_backend_platform_fallbacks")
@@ -130,6 +129,8 @@ def _keep_backend_name() -> None:
 
         with _swapped(hook, "_attention_backend_platform_fallbacks", stay):
             previous(server_args)
+
+    register("handle_attention_backend_compatibility")(keep)
 
 
 def _allow_deterministic_inference() -> None:
@@ -158,11 +159,11 @@ def _install_sampling() -> None:
         with _swapped(utils, "verify_tree_greedy_func", match):
             return stock(verify_input, batch, logits_output, *args, **kwargs)
 
-    utils.eagle_sample = eagle_sample
+    setattr(utils, "eagle_sample", eagle_sample)  # noqa: B010 - a module attribute, for mypy
     for name in ("eagle_worker_common", "ngram_worker"):
         module = sys.modules.get(f"sglang.srt.speculative.{name}")
         if module is not None and getattr(module, "eagle_sample", None) is stock:
-            module.eagle_sample = eagle_sample  # type: ignore[attr-defined]
+            setattr(module, "eagle_sample", eagle_sample)  # noqa: B010
 
 
 def _matching_sampled(

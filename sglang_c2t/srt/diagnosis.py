@@ -30,7 +30,8 @@ def diagnose() -> Diagnosis:
         f"SGLang {compat.sglang_version()}, torch {torch.__version__}, "
         f"CUDA {'available' if torch.cuda.is_available() else 'not available'}",
     ]
-    registered = any(ep.value == "sglang_c2t.plugin:register" for ep in _plugins())
+    plugins = entry_points(group="sglang.srt.plugins")
+    registered = any(ep.value == "sglang_c2t.plugin:register" for ep in plugins)
     lines.append(f"plugin entry point: {'registered' if registered else 'NOT registered'}")
     problems = [] if registered else ["run `pip install` for this package again"]
 
@@ -43,7 +44,9 @@ def diagnose() -> Diagnosis:
 
     try:
         facts = load_classifier("default").training
-        lines.append(f"default classifier: {DEFAULT_PATH.name}, held-out AUC {facts['heldout_auc']}")
+        lines.append(
+            f"default classifier: {DEFAULT_PATH.name}, held-out AUC {facts['heldout_auc']}"
+        )
     except ConfigError as error:
         problems.append(str(error))
     lines += _cpu_lines()
@@ -52,10 +55,6 @@ def diagnose() -> Diagnosis:
     lines += [f"PROBLEM: {problem}" for problem in problems]
     lines.append("ok: a server with --c2t will start" if not problems else "NOT ok")
     return Diagnosis(lines, healthy=not problems)
-
-
-def _plugins() -> list[object]:
-    return list(entry_points(group="sglang.srt.plugins"))
 
 
 def _cpu_lines() -> list[str]:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 # B requests, N rows of a full chain, T surviving rows
 
+
 class Packing(NamedTuple):
     """How packed rows map back: row i stands at ``rows[i]`` of ``num_rows`` = B * N."""
 
@@ -118,9 +119,7 @@ def _prepare_packed(
         batch.out_cache_loc = full_locs
 
 
-def _verify_window(
-    req_to_token: Tensor, slots: Tensor, seq_lens: Tensor, width: int
-) -> Tensor:
+def _verify_window(req_to_token: Tensor, slots: Tensor, seq_lens: Tensor, width: int) -> Tensor:
     """[B * N] int64: KV locations of the ``width`` positions behind each committed prefix."""
     positions = seq_lens[:, None] + torch.arange(width, device=seq_lens.device)  # [B, N]
     return req_to_token[slots[:, None], positions].flatten().to(torch.int64)

@@ -42,20 +42,31 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda cfg: cfg.speculative_algorithm in ALGORITHMS and cfg.speculative_eagle_topk != 1,
         "--c2t drafts chains: set --speculative-eagle-topk 1 (trees are not served yet)",
     ),
-    Refusal(_set("speculative_adaptive"), "--c2t and --speculative-adaptive both set the draft "
-            "length: drop one of them"),
-    Refusal(_set("speculative_use_rejection_sampling"), "--c2t does not serve "
-            "--speculative-use-rejection-sampling: whether a sampled draft token is verified "
-            "must not depend on the token; drop one of them"),
+    Refusal(
+        lambda cfg: cfg.speculative_algorithm in ALGORITHMS and cfg.speculative_num_steps < 1,
+        "--c2t needs something to gate: set --speculative-num-steps to 1 or more",
+    ),
+    Refusal(
+        _set("speculative_adaptive"),
+        "--c2t and --speculative-adaptive both set the draft length: drop one of them",
+    ),
+    Refusal(
+        _set("speculative_use_rejection_sampling"),
+        "--c2t does not serve "
+        "--speculative-use-rejection-sampling: whether a sampled draft token is verified "
+        "must not depend on the token; drop one of them",
+    ),
     Refusal(_set("enable_multi_layer_eagle"), "--c2t does not serve --enable-multi-layer-eagle"),
     Refusal(_set("enable_dp_attention"), "--c2t does not serve --enable-dp-attention"),
     Refusal(_set("enable_two_batch_overlap"), "--c2t does not serve --enable-two-batch-overlap"),
     Refusal(_set("enable_pdmux"), "--c2t does not serve --enable-pdmux"),
     Refusal(_set("enable_lora"), "--c2t does not serve LoRA: drop --enable-lora"),
-    Refusal(_set("enable_return_routed_experts"), "--c2t does not serve "
-            "--enable-return-routed-experts"),
-    Refusal(lambda cfg: cfg.pp_size > 1, "--c2t does not serve pipeline parallelism: set "
-            "--pp-size 1"),
+    Refusal(
+        _set("enable_return_routed_experts"), "--c2t does not serve --enable-return-routed-experts"
+    ),
+    Refusal(
+        lambda cfg: cfg.pp_size > 1, "--c2t does not serve pipeline parallelism: set --pp-size 1"
+    ),
     Refusal(
         lambda cfg: cfg.disaggregation_mode not in (None, "null"),
         "--c2t does not serve --disaggregation-mode",

@@ -53,7 +53,7 @@ def count_forward(
     return original(runner, forward_batch, *args, **kwargs)
 
 
-def add_counters(result: Any, _scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+def add_counters(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """AFTER hook on ``Scheduler.get_internal_state``: adds the key ``c2t``."""
     config = active()
     if config is None and not counting():
@@ -63,6 +63,9 @@ def add_counters(result: Any, _scheduler: Any, *_args: Any, **_kwargs: Any) -> N
         state["config"] = config.to_json()
     if counting():
         state["counters"] = asdict(COUNTERS)
+        backend = scheduler.tp_worker.model_runner.attn_backend
+        # Our CPU backend counts the query rows that reach attention: an independent witness.
+        state["attention_verify_rows"] = getattr(backend, "verify_rows_seen", None)
     result.internal_state["c2t"] = state
 
 

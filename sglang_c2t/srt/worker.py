@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
-from sglang_c2t.chain import truncate_chains
+from sglang_c2t.chain import truncated_chains
 from sglang_c2t.config import C2TConfig, active
 from sglang_c2t.policies import build_policy
 from sglang_c2t.srt import compat, ragged_verify
@@ -62,7 +62,9 @@ class C2TWorkerMixin:
             return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
         verify_lens = self._draft_worker.gate.verify_lens  # [B] int32
         verify_input = batch.spec_info
-        truncate_chains(verify_input.retrieve_next_token, verify_lens)
+        verify_input.retrieve_next_token = truncated_chains(
+            verify_input.retrieve_next_token, verify_lens
+        )
         with ragged_verify.packing(verify_lens if self._ragged else None):
             result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.

@@ -35,9 +35,7 @@ def test_a_saved_classifier_loads_to_the_same_confidences(saved) -> None:
     original = Classifier(ConfidenceNet(), SERVED, {})
     joint, entropy = torch.rand(50), torch.rand(50) * 8
     loaded = load_classifier(saved)
-    assert torch.equal(
-        loaded.confidence(joint, entropy, 3), original.confidence(joint, entropy, 3)
-    )
+    assert torch.equal(loaded.confidence(joint, entropy, 3), original.confidence(joint, entropy, 3))
     assert loaded.training == {"note": "test"}
 
 

@@ -166,9 +166,7 @@ def test_a_mask_of_the_wrong_size_is_refused():
                   torch.ones(9, dtype=torch.bool))  # fmt: skip
 
 
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 2000)), max_size=40)
-)
+@given(lengths=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 2000)), max_size=40))
 def test_groups_hold_every_request_with_work_once(lengths):
     """Groups partition the requests whose q_len is not 0, and padding stays bounded."""
     q_lens = [q for q, _ in lengths]

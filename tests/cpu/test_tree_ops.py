@@ -17,7 +17,7 @@ from tests import oracles
 def _grow(rng: random.Random, topk: int, depth: int, num_drafts: int):
     """(parent_list, selected): a random ancestor-closed draft in SGLang's encoding."""
     parent_list = [-1, *range(topk)]
-    reachable = {c: -1 for c in range(topk)}  # candidate -> parent candidate
+    reachable = dict.fromkeys(range(topk), -1)  # candidate -> parent candidate
     frontier = list(range(topk))
     for step in range(1, depth):
         first = topk + (step - 1) * topk * topk
@@ -30,7 +30,8 @@ def _grow(rng: random.Random, topk: int, depth: int, num_drafts: int):
     # the last layer's own frontier is never expanded; its parents came with the layer before
     selected: list[int] = []
     while len(selected) < num_drafts:
-        ready = [c for c, p in reachable.items() if c not in selected and (p == -1 or p in selected)]
+        open_nodes = [c for c in reachable if c not in selected]
+        ready = [c for c in open_nodes if reachable[c] in (-1, *selected)]
         selected.append(rng.choice(ready))
     return parent_list[: topk * (depth - 1) + 1], sorted(selected)
 
@@ -159,18 +160,14 @@ def test_draft_slots_follow_the_prefix():
     """Two requests, 2 beams of 2 steps: the four slots after each committed length."""
     req_to_token = torch.arange(30, dtype=torch.int32).view(3, 10)
     out = torch.empty(8, dtype=torch.long)
-    cache_locs.draft_locs(
-        torch.tensor([2, 0]), req_to_token, torch.tensor([1, 3]), out, 10, 2, 2
-    )
+    cache_locs.draft_locs(torch.tensor([2, 0]), req_to_token, torch.tensor([1, 3]), out, 10, 2, 2)
     assert out.tolist() == [21, 22, 23, 24, 3, 4, 5, 6]
 
 
 def test_bonus_tokens_are_the_last_accepted_ones():
     """Three requests with 1, 3 and 2 accepted tokens of at most 3."""
     bonus = torch.empty(3, dtype=torch.int32)
-    commit.fill_bonus_tokens(
-        torch.arange(9, dtype=torch.int32), torch.tensor([1, 3, 2]), bonus, 3
-    )
+    commit.fill_bonus_tokens(torch.arange(9, dtype=torch.int32), torch.tensor([1, 3, 2]), bonus, 3)
     assert bonus.tolist() == [0, 5, 7]
 
 
@@ -189,9 +186,7 @@ def test_rotation_shifts_each_request_by_one():
     commit.rotate_input_ids(ids, start, lengths, torch.tensor([[9], [7], [8]]))
     assert ids.tolist() == [2, 3, 9, 8]
     ids = torch.tensor([1, 2, 3, 4])
-    commit.rotate_input_ids(
-        ids, start, lengths, torch.tensor([9, 7, 8]), torch.tensor([1, 3, 3])
-    )
+    commit.rotate_input_ids(ids, start, lengths, torch.tensor([9, 7, 8]), torch.tensor([1, 3, 3]))
     assert ids.tolist() == [2, 9, 3, 8]
 
 

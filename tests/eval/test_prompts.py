@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from eval.demo_models.corpus import FAMILIES, generate
+from eval.demo_models.corpus import FAMILIES, generate, split_of
 from eval.prompts import Prompt, classifier_mix, demo_mix
 
 
@@ -42,6 +42,9 @@ def test_measured_recorded_and_trained_prompts_do_not_meet():
     recorded = {p.text for seed in range(3) for p in classifier_mix(300, seed)}
     trained = {generate(f, "train", str(i)).prompt for f in FAMILIES for i in range(3000)}
     assert len(measured) == len(recorded) == 900, "a mix repeats itself"
+    assert {split_of(text) for text in measured} == {"demo"}
+    assert {split_of(text) for text in recorded} == {"classifier"}
+    assert {split_of(text) for text in trained} == {"train"}
     assert not measured & recorded
     assert not (measured | recorded) & trained
 

@@ -31,7 +31,7 @@ def test_fixed_without_a_length_keeps_everything() -> None:
 
 
 def test_c2t_keeps_tokens_whose_confidence_reaches_beta() -> None:
-    """keep = sigmoid(w2 relu(W1 x + b1) + b2) >= beta, computed here by hand."""
+    """Keep = sigmoid(w2 relu(W1 x + b1) + b2) >= beta, computed here by hand."""
     policy = build_policy(C2TConfig(policy="c2t", beta=0.6))
     net = policy.classifier.net
     for p, h, d in [(0.99, 0.01, 1), (0.5, 1.5, 2), (0.01, 4.0, 5)]:

@@ -1,0 +1,200 @@
+"""``make demo``: the same mixed batch on three real servers, and one table.
+
+No speculation, SGLang's fixed-length chain, and ``--c2t`` on top of it, one after the
+other on this machine, with the demo models. Exit code 1 if any greedy output differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import platform
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from eval.load import LoadResult, greedy, run_load
+from eval.prompts import Prompt, demo_mix
+from eval.server import DRAFTS, Launch, Server, running, speculative_flags
+from sglang_c2t import __version__
+from sglang_c2t.metrics import SpecTotals
+
+WARM_UP_REQUESTS = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a method at a concurrency."""
+
+    method: str
+    concurrency: int
+    tokens_per_second: float
+    accept_length: float | None
+    draft_length: float | None
+    target_rows: int
+    draft_forwards: int
+    outputs: list[tuple[int, ...]]
+
+
+def methods(algorithm: str, num_steps: int) -> list[Launch]:
+    """What is compared, the baseline first."""
+    speculative = speculative_flags(algorithm, num_steps=num_steps)
+    return [
+        Launch("no speculation"),
+        Launch(f"fixed {num_steps}", speculative),
+        Launch("c2t", (*speculative, "--c2t")),
+    ]
+
+
+def measure(
+    server: Server,
+    method: str,
+    prompts: Sequence[Prompt],
+    args: argparse.Namespace,
+    progress: Progress,
+) -> list[Row]:
+    """Run every concurrency on one server; each starts from an empty cache."""
+    bodies = [greedy(prompt.text, args.max_new_tokens) for prompt in prompts]
+    run_load(server.url, bodies[:WARM_UP_REQUESTS], concurrency=WARM_UP_REQUESTS)
+    rows = []
+    for concurrency in args.concurrency:
+        server.flush_cache()
+        task = progress.add_task(f"{method}, {concurrency} at a time", total=len(bodies))
+        before = Counter(server.c2t_state()["counters"])
+        result = run_load(
+            server.url,
+            bodies,
+            concurrency=concurrency,
+            on_answer=functools.partial(progress.advance, task),
+        )
+        work = Counter(server.c2t_state()["counters"])
+        work.subtract(before)
+        rows.append(_row(method, concurrency, result, work))
+    return rows
+
+
+def _row(method: str, concurrency: int, result: LoadResult, work: Counter[str]) -> Row:
+    totals = SpecTotals.from_meta_infos(answer.meta_info for answer in result.answers)
+    return Row(
+        method=method,
+        concurrency=concurrency,
+        tokens_per_second=result.output_tokens / result.seconds,
+        accept_length=totals.accept_length,
+        draft_length=totals.draft_length,
+        target_rows=work["target_decode_rows"] + work["verify_rows"],
+        draft_forwards=work["draft_forwards"],
+        outputs=[answer.output_ids for answer in result.answers],
+    )
+
+
+def mismatches(rows: Sequence[Row]) -> list[str]:
+    """One sentence per method and concurrency whose outputs differ from the first row's."""
+    reference = rows[0].outputs
+    found = []
+    for row in rows[1:]:
+        wrong = [
+            i
+            for i, pair in enumerate(zip(reference, row.outputs, strict=True))
+            if pair[0] != pair[1]
+        ]
+        if wrong:
+            found.append(
+                f"{row.method} at concurrency {row.concurrency}: {len(wrong)} of "
+                f"{len(reference)} outputs differ, first at prompt {wrong[0]}"
+            )
+    return found
+
+
+def conditions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> str:
+    """What the numbers depend on, in one paragraph."""
+    families = Counter(prompt.family for prompt in prompts)
+    mix = ", ".join(f"{n} {family}" for family, n in families.items())
+    return (
+        f"sglang-c2t {__version__}, SGLang {version('sglang')}, torch {torch.__version__}, "
+        f"{platform.machine()} CPU, {torch.get_num_threads()} threads, float32; demo models, "
+        f"{args.algorithm} draft; {len(prompts)} prompts ({mix}), temperature 0, at most "
+        f"{args.max_new_tokens} new tokens; servers run one after the other; one run, no repeats."
+    )
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The comparison, the ratio taken within the same concurrency."""
+    baseline = {
+        row.concurrency: row.tokens_per_second for row in rows if row.method == rows[0].method
+    }
+    result = Table(
+        "concurrency",
+        "method",
+        "tokens/s",
+        "ratio",
+        "tau",
+        "gamma",
+        "target rows",
+        "draft forwards",
+        "identical",
+    )
+    for row in sorted(rows, key=lambda row: row.concurrency):
+        result.add_row(
+            str(row.concurrency),
+            row.method,
+            f"{row.tokens_per_second:.0f}",
+            f"{row.tokens_per_second / baseline[row.concurrency]:.2f}",
+            _number(row.accept_length),
+            _number(row.draft_length),
+            str(row.target_rows),
+            str(row.draft_forwards),
+            "yes" if row.outputs == rows[0].outputs else "NO",
+        )
+    return result
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; 0 when every output is identical."""
+    parser = argparse.ArgumentParser(prog="python -m eval.demo", description=__doc__)
+    parser.add_argument("--algorithm", choices=sorted(DRAFTS), default="EAGLE3")
+    parser.add_argument("--num-steps", type=int, default=5, help="drafted tokens per step")
+    parser.add_argument("--num-prompts", type=int, default=96)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="logs and raw rows")
+    args = parser.parse_args(argv)
+
+    console = Console()
+    prompts = demo_mix(args.num_prompts)
+    rows: list[Row] = []
+    with Progress(console=console) as progress:
+        for launch in methods(args.algorithm, args.num_steps):
+            starting = progress.add_task(f"{launch.name}: starting the server", total=None)
+            with running(launch, args.out) as server:
+                progress.update(starting, total=1, completed=1)
+                rows += measure(server, launch.name, prompts, args, progress)
+
+    (args.out / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
+    console.print(conditions(args, prompts))
+    console.print(table(rows))
+    console.print(
+        "tau: tokens per verification, bonus included. gamma: drafts verified per "
+        "verification. target rows: counted in the target's forwards."
+    )
+    found = mismatches(rows)
+    console.print("outputs identical: yes" if not found else "outputs identical: NO")
+    for sentence in found:
+        console.print(sentence)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Start a real SGLang server as a child process, wait for it, stop it by its process id.
+
+Knows nothing of what is sent to it. Loopback only; every wait has an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+
+READY_SECONDS = 300.0
+STOP_SECONDS = 20.0
+
+WEIGHTS = Path(__file__).parent / "demo_models" / "weights"
+TARGET = WEIGHTS / "target"
+
+#: Draft model of each speculative algorithm in the demo family.
+DRAFTS = {
+    "STANDALONE": WEIGHTS / "standalone",
+    "EAGLE": WEIGHTS / "eagle",
+    "EAGLE3": WEIGHTS / "eagle3",
+}
+
+#: One process, no GPU, float32 so that greedy ties are real ties; pools fit a laptop.
+CPU_FLAGS = (
+    "--device", "cpu", "--dtype", "float32", "--max-total-tokens", "32768",
+    "--max-running-requests", "64",
+)  # fmt: skip
+
+
+class ServerError(RuntimeError):
+    """The server did not start or died; the message ends with the tail of its log."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start. ``flags`` are SGLang's own, in its spelling."""
+
+    name: str
+    flags: Sequence[str] = ()
+    model: Path = TARGET
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def argv(self, port: int) -> list[str]:
+        """The command line a user would type."""
+        return [
+            sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model),
+            "--host", "127.0.0.1", "--port", str(port), *CPU_FLAGS, *self.flags,
+        ]  # fmt: skip
+
+
+def speculative_flags(algorithm: str, *, num_steps: int = 5) -> tuple[str, ...]:
+    """Chain drafting of ``num_steps`` tokens with the demo draft of ``algorithm``."""
+    return (
+        "--speculative-algorithm", algorithm,
+        "--speculative-draft-model-path", str(DRAFTS[algorithm]),
+        "--speculative-num-steps", str(num_steps),
+        "--speculative-eagle-topk", "1",
+        "--speculative-num-draft-tokens", str(num_steps + 1),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server. All calls raise on an HTTP error."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def generate(self, timeout: float = 300.0, **body: Any) -> Any:
+        """POST /generate; ``body`` is SGLang's request."""
+        return self._post("/generate", timeout, json=body).json()
+
+    def flush_cache(self) -> None:
+        """Forget cached prefixes, so that one run does not serve the next."""
+        self._post("/flush_cache", 30.0)
+
+    def c2t_state(self) -> dict[str, Any]:
+        """What the plugin reports in /server_info; {} when it reports nothing."""
+        response = requests.get(f"{self.url}/server_info", timeout=30)
+        response.raise_for_status()
+        return response.json()["internal_states"][0].get("c2t", {})
+
+    def _post(self, path: str, timeout: float, **kwargs: Any) -> requests.Response:
+        response = requests.post(f"{self.url}{path}", timeout=timeout, **kwargs)
+        response.raise_for_status()
+        return response
+
+
+@contextlib.contextmanager
+def running(launch: Launch, log_dir: Path) -> Iterator[Server]:
+    """Start ``launch``, yield when it answers, stop it at the end of the block."""
+    port = free_port()
+    log_dir.mkdir(parents=True, exist_ok=True)
+    log = log_dir / f"{launch.name}.log"
+    env = {
+        **os.environ,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_C2T_COUNTERS": "1",
+        "HF_HUB_OFFLINE": "1",  # the demo models are local; no look-up at start
+        **launch.env,
+    }
+    with log.open("wb") as sink:
+        # A session of its own, so that stopping it reaches SGLang's child processes.
+        process = subprocess.Popen(
+            launch.argv(port), stdout=sink, stderr=subprocess.STDOUT, env=env,
+            start_new_session=True,
+        )  # fmt: skip
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    try:
+        _wait_until_ready(server)
+        yield server
+    finally:
+        stop(process)
+
+
+def run_to_exit(launch: Launch, timeout: float = READY_SECONDS) -> subprocess.CompletedProcess[str]:
+    """Start a server that is expected to refuse, and return its exit code and output."""
+    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", **launch.env}
+    return subprocess.run(
+        launch.argv(free_port()), capture_output=True, text=True, env=env, timeout=timeout,
+        check=False,
+    )  # fmt: skip
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server's process group: first politely, then for sure."""
+    for sig in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sig)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=STOP_SECONDS)
+            if sig is signal.SIGKILL:
+                return
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_until_ready(server: Server) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise ServerError(f"server ended with {server.process.returncode}\n{_tail(server.log)}")
+        with contextlib.suppress(requests.RequestException):
+            if requests.get(f"{server.url}/health_generate", timeout=30).ok:
+                return
+        time.sleep(0.3)
+    raise ServerError(f"server not ready within {READY_SECONDS:.0f} s\n{_tail(server.log)}")
+
+
+def _tail(log: Path, num_lines: int = 30) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-num_lines:]
+    return "\n".join(line[:400] for line in lines)

@@ -1,0 +1,116 @@
+"""The real launch commands: what they refuse, and that neither runs without the plugin."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.load import greedy
+from eval.server import Launch, run_to_exit, running, speculative_flags
+
+EAGLE3 = speculative_flags("EAGLE3")
+
+# Runs in every Python process before anything else; renames a function once its module
+# has been imported, as a new SGLang release might have.
+RENAME = """
+import importlib.abc, importlib.machinery, sys
+
+class Renamer(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "sglang.srt.speculative.eagle_worker_common":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            module.eagle_prepare_verification = module.__dict__.pop("eagle_prepare_for_verify")
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Renamer())
+"""
+
+
+def test_a_renamed_upstream_symbol_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(RENAME)
+    env = {"PYTHONPATH": str(tmp_path)}
+    ended = run_to_exit(Launch("renamed", (*EAGLE3, "--c2t"), env=env))
+    assert ended.returncode == 2
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "--c2t cannot be served" in last
+    assert "sglang.srt.speculative.eagle_worker_common.eagle_prepare_for_verify" in last
+
+
+def test_without_the_plugin_the_flag_is_unknown() -> None:
+    env = {"SGLANG_PLUGINS": "some_other_plugin"}
+    ended = run_to_exit(Launch("unplugged", (*EAGLE3, "--c2t"), env=env))
+    assert ended.returncode == 2
+    assert "unrecognized arguments: --c2t" in ended.stderr
+
+
+def test_a_wrong_setting_is_the_last_line_of_a_failed_launch() -> None:
+    ended = run_to_exit(Launch("beta", (*EAGLE3, "--c2t", "--c2t-beta", "2")))
+    assert ended.returncode == 2
+    assert ended.stderr.strip().splitlines()[-1].endswith("in (0, 1), got 2.0")
+
+
+def test_sglang_serve_takes_the_same_flags(logs: Path) -> None:
+    """The other documented way to start a server."""
+    launch = ServeLaunch("serve", (*EAGLE3, "--c2t", "--c2t-policy", "fixed"))
+    with running(launch, logs) as server:
+        assert server.c2t_state()["enabled"]
+        assert server.generate(**greedy("A", 8))["meta_info"]["spec_cap_length"] == 6.0
+
+
+class ServeLaunch(Launch):
+    """``sglang serve`` instead of ``python -m sglang.launch_server``."""
+
+    def argv(self, port: int) -> list[str]:
+        """The same flags behind the other command."""
+        command = Path(sys.executable).with_name("sglang")
+        return [str(command), "serve", *super().argv(port)[3:]]
+
+
+def test_check_reports_a_healthy_installation() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "sglang_c2t", "check"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "plugin entry point: registered" in ended.stdout
+    assert "0 broken" in ended.stdout
+
+
+def test_a_recording_of_a_server_trains_a_classifier(logs: Path, tmp_path: Path) -> None:
+    """From a running server to a file that the next server accepts."""
+    flags = (*EAGLE3, "--c2t", "--c2t-policy", "fixed", "--c2t-record", str(tmp_path / "rec"))
+    from eval.load import run_load
+    from eval.prompts import classifier_mix
+
+    with running(Launch("record", flags), logs) as server:
+        bodies = [greedy(prompt.text, 48) for prompt in classifier_mix(24)]
+        run_load(server.url, bodies, concurrency=12)
+        _wait_for_shards(tmp_path / "rec")
+    out = tmp_path / "mine.safetensors"
+    subprocess.run(
+        [sys.executable, "-m", "sglang_c2t", "train", str(tmp_path / "rec"), "--out", str(out)],
+        check=True, timeout=300,
+    )  # fmt: skip
+    from sglang_c2t.classifier.checkpoint import load_classifier
+
+    assert load_classifier(out).training["rows"] > 100
+
+
+def _wait_for_shards(directory: Path, seconds: float = 15.0) -> None:
+    """Rows reach the disk within seconds of the last step."""
+    import time
+
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(2.5)
+        if list(directory.glob("*.safetensors")):
+            return
+    pytest.fail("no shard was written")

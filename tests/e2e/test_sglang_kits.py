@@ -1,0 +1,86 @@
+"""SGLang's own test kits, from its wheel, against a ``--c2t`` server.
+
+Kits not run, with their reasons: SpecAccuracyKit and SpecPerfKit download GSM8K and ask a
+score of a trained 8B model; their question, "are outputs right", is asked token by token
+in test_chain_serving.py.
+"""
+
+from __future__ import annotations
+
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import requests
+from sglang.test.kits.spec_server_kits import (
+    SpecCorrectnessKit,
+    SpecFeatureKit,
+    SpecGrammarKit,
+    SpecHiddenStatesKit,
+    SpecLogprobKit,
+    SpecPenaltyKit,
+)
+from transformers import AutoTokenizer
+
+from eval.load import greedy
+from eval.prompts import demo_mix
+from eval.server import TARGET, Launch, running, speculative_flags
+
+
+class KitServer(unittest.TestCase):
+    """What SGLang's fixture gives its kits, on the demo models and the CPU."""
+
+    base_url: ClassVar[str]
+    process: ClassVar[Any]
+    model = str(TARGET)
+    # float32 throughout: decode and prefill differ by rounding only (upstream: 0.5 for bf16).
+    logprob_match_delta = 1e-3
+    # The kits' prompts are foreign to the demo models; drafts are accepted less than on ours.
+    acc_length_thres = 1.0
+    batch_accept_len_thres = 1.0
+
+    @pytest.fixture(autouse=True, scope="class")
+    def _serve(self, request: pytest.FixtureRequest, logs: Path) -> Any:
+        flags = (*speculative_flags("EAGLE3"), "--c2t", "--enable-return-hidden-states")
+        with running(Launch("kits", flags), logs) as server:
+            request.cls.base_url = server.url
+            request.cls.process = server.process
+            request.cls.tokenizer = AutoTokenizer.from_pretrained(TARGET)
+            yield
+
+    def run_decode(self, sampling_params: dict[str, Any]) -> None:
+        """Used by the penalty kit."""
+        params = {"temperature": 0, "max_new_tokens": 64, **sampling_params}
+        body = {"text": demo_mix(1)[0].text, "sampling_params": params}
+        self._ok(requests.post(f"{self.base_url}/generate", json=body, timeout=120))
+
+    def send_request(self) -> None:
+        """Used by the abort test: requests that must finish."""
+        for prompt in demo_mix(4):
+            body = greedy(prompt.text, 64)
+            self._ok(requests.post(f"{self.base_url}/generate", json=body, timeout=120))
+
+    def send_requests_abort(self) -> None:
+        """Used by the abort test: requests whose client hangs up."""
+        for prompt in demo_mix(4, seed=1):
+            body = greedy(prompt.text, 512)
+            body["sampling_params"]["ignore_eos"] = True
+            with pytest.raises(requests.Timeout):
+                requests.post(f"{self.base_url}/generate", json=body, timeout=0.05)
+
+    def _ok(self, response: SimpleNamespace | requests.Response) -> None:
+        assert response.status_code == 200, response.text
+
+
+class TestSglangKits(
+    SpecCorrectnessKit,
+    SpecFeatureKit,
+    SpecGrammarKit,
+    SpecHiddenStatesKit,
+    SpecLogprobKit,
+    SpecPenaltyKit,
+    KitServer,
+):
+    """One server, every kit that the CPU engine can run."""

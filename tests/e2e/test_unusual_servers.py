@@ -1,0 +1,115 @@
+"""The same equality where it is easiest to lose: two ranks, retraction, drafts of the target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eval.load import greedy, run_load
+from eval.prompts import demo_mix
+from eval.server import TARGET, Launch, Server, running, speculative_flags
+from tests.e2e.conftest import BODIES, REPOSITORY, GatedServer, differing, outputs, switchable_flags
+
+PYTHONPATH = {"PYTHONPATH": str(REPOSITORY)}
+
+
+def gated_launch(name: str, logs: Path, *flags: str, algorithm: str = "EAGLE3",
+                 env: dict[str, str] | None = None) -> tuple[Launch, Path]:  # fmt: skip
+    """A switchable ``--c2t`` server with further flags."""
+    control = logs / f"gate-{name}"
+    every = (*speculative_flags(algorithm), *switchable_flags(control, logs), *flags)
+    return Launch(name, every, env={**PYTHONPATH, **(env or {})}), control
+
+
+def test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_without_speculation(
+    logs: Path,
+) -> None:
+    """Random lengths come from each rank's own generator; rank 0's must win."""
+    with running(Launch("tp2-plain", ("--tp-size", "2")), logs) as server:
+        expected = outputs(run_load(server.url, BODIES, concurrency=4))
+    launch, control = gated_launch("tp2", logs, "--tp-size", "2")
+    with running(launch, logs) as server:
+        gated = GatedServer(server, "EAGLE3", control)
+        for mode in ("c2t", "random"):
+            assert differing(outputs(gated.run(mode)), expected) == [], mode
+
+
+def test_retracted_requests_give_the_same_outputs_and_leak_nothing(
+    logs: Path, expected: list[tuple[int, ...]]
+) -> None:
+    """SGLang retracts every third step; its strict memory check ends the server on a leak."""
+    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    launch, control = gated_launch("retract", logs, env=env)
+    with running(launch, logs) as server:
+        gated = GatedServer(server, "EAGLE3", control)
+        result = gated.run("random")
+        assert sum(answer.meta_info["num_retractions"] for answer in result.answers) > 0
+        assert differing(outputs(result), expected) == []
+        _assert_idle_and_healthy(server)
+
+
+def test_static_truncation_gives_the_same_outputs_at_full_width(
+    logs: Path, expected: list[tuple[int, ...]]
+) -> None:
+    """The fallback for backends that cannot pack: cut drafts, but every row is forwarded."""
+    launch, control = gated_launch("static", logs, "--c2t-verify", "static")
+    with running(launch, logs) as server:
+        gated = GatedServer(server, "EAGLE3", control)
+        before = server.c2t_state()["counters"]
+        result = gated.run("random")
+        after = server.c2t_state()["counters"]
+        assert differing(outputs(result), expected) == []
+        verified = sum(a.meta_info.get("spec_verify_ct", 0) for a in result.answers)
+        assert after["verify_rows"] - before["verify_rows"] == 6 * verified
+
+
+def test_a_draft_equal_to_the_target_accepts_what_sglangs_draft_path_allows(logs: Path) -> None:
+    """SGLang never shows a STANDALONE draft the first prompt token, so it does not accept all.
+
+    The oracle decodes with transformers, drafting from the context less its first token.
+    """
+    texts = [prompt.text for prompt in demo_mix(4, seed=5)]
+    flags = list(speculative_flags("STANDALONE"))
+    flags[flags.index("--speculative-draft-model-path") + 1] = str(TARGET)
+    with running(Launch("self-draft", (*flags, "--c2t", "--c2t-policy", "fixed")), logs) as server:
+        result = run_load(server.url, [greedy(text, 40) for text in texts], concurrency=1)
+    for text, answer in zip(texts, result.answers, strict=True):
+        verify_ct, num_correct_drafts = simulated_self_draft(text, answer.output_ids)
+        assert answer.meta_info["spec_verify_ct"] == verify_ct
+        assert answer.meta_info["spec_num_correct_drafts"] == num_correct_drafts
+
+
+@torch.inference_mode()
+def simulated_self_draft(
+    text: str, output_ids: tuple[int, ...], num_steps: int = 5
+) -> tuple[int, int]:
+    """Verifications and accepted drafts when the draft sees all but the first token."""
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    prompt = AutoTokenizer.from_pretrained(TARGET)(text)["input_ids"]
+    done = [*prompt, output_ids[0]]  # the prefill gives the first token
+    end = len(prompt) + len(output_ids)
+    verify_ct = num_correct_drafts = 0
+    while len(done) < end:
+        context = done[1:]
+        drafts: list[int] = []
+        for _ in range(num_steps):
+            logits = model(torch.tensor([context + drafts])).logits[0, -1]
+            drafts.append(int(logits.argmax()))
+        ahead = model(torch.tensor([done + drafts])).logits[0].argmax(dim=-1).tolist()
+        targets = ahead[len(done) - 1 :]  # the target's choice after each verified row
+        correct = 0
+        while correct < num_steps and drafts[correct] == targets[correct]:
+            correct += 1
+        done += targets[: correct + 1]
+        verify_ct += 1
+        num_correct_drafts += correct
+    return verify_ct, num_correct_drafts
+
+
+def _assert_idle_and_healthy(server: Server) -> None:
+    """Idle servers run SGLang's memory check, which would have ended this one."""
+    server.flush_cache()
+    assert server.process.poll() is None
+    assert server.generate(**greedy("A", 4))["meta_info"]["completion_tokens"] > 0

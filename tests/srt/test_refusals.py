@@ -1,0 +1,121 @@
+"""What ``--c2t`` refuses: one clear line, exit code 2, before any model loads.
+
+The launcher's own parsing and resolution run in this process; test_launch.py shows the
+same through the real command.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eval.server import TARGET, speculative_flags
+from sglang_c2t import config
+
+EAGLE3 = list(speculative_flags("EAGLE3"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin() -> Iterator[None]:
+    """Load the plugin as the launcher does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.CONFIG_ENV, "")  # restored, also after a test published one
+
+
+def launch(*flags: str) -> object:
+    """Parse and resolve a command line; SystemExit is a refusal."""
+    from sglang.srt.server_args import prepare_server_args
+
+    args = prepare_server_args(["--model-path", str(TARGET), "--device", "cpu", *flags])
+    args.resolve_once()
+    return args
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The last line a user sees, after checking that the launcher exits with 2."""
+    with pytest.raises(SystemExit) as exit_:
+        launch(*flags)
+    assert exit_.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_served_combination_publishes_the_resolved_configuration() -> None:
+    launch(*EAGLE3, "--c2t", "--c2t-policy", "fixed", "--c2t-verify", "static")
+    assert config.active() == config.C2TConfig(policy="fixed", verify="static")
+
+
+def test_without_the_flag_nothing_is_published() -> None:
+    launch(*EAGLE3)
+    assert config.active() is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--c2t-beta", "1.5"], "beta must be a number in (0, 1), got 1.5"),
+        (["--c2t-beta", "high"], "argument --c2t-beta: invalid float value: 'high'"),
+        (["--c2t-policy", "nonsense"], "unknown c2t policy 'nonsense'; known: c2t, fixed"),
+        (["--c2t-classifier", "/absent.safetensors"], "cannot read its card absent.json"),
+        (["--c2t-config", "/absent.json"], "cannot read c2t config file /absent.json"),
+        (["--c2t-verify", "packed"], "argument --c2t-verify: invalid choice: 'packed'"),
+    ],
+)
+def test_a_wrong_setting_is_refused(capsys, flags: list[str], said: str) -> None:
+    assert said in refusal(capsys, *EAGLE3, "--c2t", *flags)
+
+
+def test_an_unknown_key_of_the_config_file_is_refused(capsys, tmp_path: Path) -> None:
+    path = tmp_path / "c2t.json"
+    path.write_text(json.dumps({"betta": 0.5}))
+    said = refusal(capsys, *EAGLE3, "--c2t", "--c2t-config", str(path))
+    assert "unknown c2t setting 'betta'" in said
+
+
+def test_a_broken_classifier_file_is_refused(capsys, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text("{}")
+    path = tmp_path / "mine.safetensors"
+    assert "must hold the keys" in refusal(capsys, *EAGLE3, "--c2t", "--c2t-classifier", str(path))
+
+
+def test_settings_without_the_switch_are_refused(capsys) -> None:
+    said = refusal(capsys, *EAGLE3, "--c2t-beta", "0.5")
+    assert "--c2t-beta given without --c2t" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "needs a draft model: add --speculative-algorithm"),
+        (["--speculative-algorithm", "NGRAM"], "serves --speculative-algorithm EAGLE, EAGLE3"),
+        (
+            [*EAGLE3[:-3], "4", "--speculative-num-draft-tokens", "8"],
+            "set --speculative-eagle-topk 1",
+        ),
+        ([*EAGLE3, "--speculative-adaptive"], "--speculative-adaptive both set the draft length"),
+        ([*EAGLE3, "--enable-lora"], "drop --enable-lora"),
+    ],
+)
+def test_an_unsupported_combination_is_refused_by_name(capsys, flags: list[str], said: str) -> None:
+    assert said in refusal(capsys, *flags, "--c2t")
+
+
+def test_engine_users_get_an_exception_instead_of_an_exit(monkeypatch) -> None:
+    """Switched on by the environment, a refusal must not end the caller's process."""
+    from sglang_c2t.srt import args
+
+    monkeypatch.setattr(args, "_parsed_from_command_line", False)
+    monkeypatch.setenv(config.CONFIG_ENV, "{}")
+    with pytest.raises(config.ConfigError, match="needs a draft model"):
+        launch()

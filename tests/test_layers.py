@@ -1,0 +1,75 @@
+"""Imports point one way, and importing the package loads neither torch nor sglang."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "sglang_c2t"
+
+# Each part may import from the parts named behind it, itself included, and nothing else of
+# the package. Leaves come first.
+MAY_IMPORT = {
+    "config": set(),
+    "metrics": set(),
+    "cpu": set(),
+    "classifier": {"config"},
+    "policies": {"config", "classifier"},
+    "chain": {"config", "classifier", "policies"},
+    "srt": {"config", "metrics", "classifier", "policies", "chain", "cpu"},
+    "cli": {"config", "classifier", "policies", "srt"},
+    "plugin": {"config", "srt"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}
+
+
+def part(path: Path) -> str:
+    """First component below the package: a folder's name or a module's."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of everything a file imports, at any level."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_imports_only_from_layers_below_it(path: Path) -> None:
+    here = part(path)
+    for name in imports(path):
+        if not name.startswith("sglang_c2t."):
+            continue
+        there = name.split(".")[1]
+        if there in MAY_IMPORT:  # anything else is a name of the package itself
+            assert there == here or there in MAY_IMPORT[here], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_only_srt_imports_sglang(path: Path) -> None:
+    if part(path) in {"srt", "plugin"}:
+        return
+    for name in imports(path):
+        assert name.split(".")[0] != "sglang", f"{path} imports {name}"
+
+
+def test_importing_the_package_loads_neither_torch_nor_sglang() -> None:
+    code = (
+        "import sys, sglang_c2t, sglang_c2t.config, sglang_c2t.metrics;"
+        "assert not {'torch', 'sglang'} & set(sys.modules), 'loaded'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
