@@ -59,9 +59,17 @@ def causal_sees(q_len: int, kv_len: int, window: int | None = None) -> list[list
     return rows
 
 
-def masked_sees(mask: list[list[bool]], kv_len: int) -> list[list[bool]]:
-    """All keys before the masked ones; of the last len(mask[0]) keys, what the mask says."""
-    return [[True] * (kv_len - len(row)) + list(row) for row in mask]
+def masked_sees(mask: list[list[bool]], kv_len: int, window: int | None = None) -> list[list[bool]]:
+    """All keys before the masked ones; of the last len(mask[0]) keys, what the mask says.
+
+    A row sits at prefix + depth; `window` hides prefix keys further than that behind it.
+    """
+    rows = []
+    for row in mask:
+        prefix = kv_len - len(row)
+        place = prefix + sum(row) - 1
+        rows.append([window is None or place - k <= window for k in range(prefix)] + list(row))
+    return rows
 
 
 # -- trees --------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def fit(
     bar = tqdm(total=round(seconds), initial=round(spent), unit="s", desc=name, mininterval=5)
     while spent < seconds:
         loss, facts = loss_of()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step(rate_scale(spent / seconds))
         step, spent = step + 1, time.monotonic() - start
         log.append([step, round(spent, 1), loss.item(), facts])
@@ -265,7 +265,7 @@ def target_stage(args: argparse.Namespace) -> None:
 
 # --- drafts: the frozen target teaches, on half corpus, half its own answers -------------------
 
-SELF_PROMPTS = 1_000  # per family
+SELF_PROMPTS = 300  # per family
 SELF_TOKENS = 140
 UNROLL = 3  # draft steps trained; the deeper ones see the draft's own states, as on a server
 STEP_DECAY = 0.8  # loss weight of a step over that of the step before
@@ -311,13 +311,13 @@ def answers_stage(args: argparse.Namespace) -> None:
     model = LlamaForCausalLM.from_pretrained(args.out / "target", dtype=torch.bfloat16).eval()
     texts = [
         corpus.generate(family, "train", f"answers/{i}").prompt
-        for family in corpus.FAMILIES
+        for family in corpus.FAMILIES  # one after the other: a batch stops when all of it ended
         for i in range(SELF_PROMPTS)
     ]
-    prompts = sorted((e.ids for e in tokenizer.encode_batch_fast(texts)), key=len)
+    prompts = [e.ids for e in tokenizer.encode_batch_fast(texts)]
     documents: list[list[int]] = []
-    for i in tqdm(range(0, len(prompts), 128), desc="answers"):
-        batch = prompts[i : i + 128]
+    for i in tqdm(range(0, len(prompts), 60), desc="answers"):
+        batch = prompts[i : i + 60]
         answered = greedy(model, batch, SELF_TOKENS)
         documents += [p + a for p, a in zip(batch, answered, strict=True) if a[-1] == END_ID]
     random.Random(SEED).shuffle(documents)
@@ -365,8 +365,9 @@ def warm_start(head: Head, teacher: Teacher, kept: Tensor | None = None) -> None
         width = head.fc.out_features
         head.fc.weight[:, width:] = torch.eye(width)  # at first, pass the target's state through
         head.fc.bias.zero_()
-        for out in (head.layers[0].self_attn.o_proj, head.layers[0].mlp.down_proj):
-            out.weight.zero_()
+        for name, weight in head.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
     else:
         head.lm_head.weight.copy_(teacher.lm_head.weight[kept])
         head.norm.weight.copy_(teacher.model.model.norm.weight)

@@ -134,8 +134,7 @@ def _define_missing_ops() -> list[str]:
     global _library
     missing = [name for name in OPS if not hasattr(torch.ops.sgl_kernel, name)]
     if missing and _library is None:
-        # torch annotates none of Library's methods
-        _library = torch.library.Library("sgl_kernel", "FRAGMENT")  # type: ignore[no-untyped-call]
+        _library = torch.library.Library("sgl_kernel", "FRAGMENT")
     for name in missing:
         _library.define(name + OPS[name].schema)
         _library.impl(name, OPS[name].run, "CPU")

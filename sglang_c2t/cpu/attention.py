@@ -164,6 +164,7 @@ class _Rows:
         self.key = torch.arange(self.num_keys)
         self.real_row = self.row < self.q_len  # [b, Q]
         self.real_key = self.key < self.kv_len  # [b, K]
+        # place in the request, corrected to prefix + depth where a tree mask says so
         self.position = self.kv_len - self.q_len + self.row  # [b, Q]
 
     def visible(self, tree_mask: Tensor | None, causal: bool) -> Tensor:
@@ -183,7 +184,9 @@ class _Rows:
         row = self.row.view(1, -1, 1)
         own = (column >= 0) & (column < own_len) & (row < q_len)
         cell = self.mask_start + row * own_len + column
-        return torch.where(own, tree_mask[torch.where(own, cell, 0)], column < 0)
+        allowed = own & tree_mask[torch.where(own, cell, 0)]
+        self.position = self.kv_len - self.own_len + allowed.sum(dim=2) - 1  # ancestors and self
+        return allowed | (column < 0)
 
 
 def _pad_group(
@@ -235,7 +238,8 @@ def attend(
     """[T, H, Dv] attention of every packed row over its request's keys.
 
     `logit_cap` c > 0 replaces a score s by c*tanh(s/c). `window` w lets a row see itself and
-    the w keys before it.
+    the w keys before it; with a tree mask w must not be smaller than the tree is deep, because
+    keys inside the tree are placed by their slot and not by their depth.
     """
     workspace = workspace or Workspace()
     if len(plan.groups) == 1:

@@ -39,7 +39,7 @@ class _Lengths:
     own_lens: list[int] | None = None
 
 
-class TorchCpuAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped
+class TorchCpuAttnBackend(AttentionBackend):
     """Prefill, decode and (ragged, tree) verification in plain torch.
 
     `verify_rows_seen` and `verify_forwards_seen` count the query rows that really reached the

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -31,24 +32,30 @@ from sglang_c2t.cpu.sampling import repeat_rows
 
 __all__ = ["install", "supplied"]
 
+logger = logging.getLogger(__name__)
+
 BACKEND = "intel_amx"  # SGLang's name for "the CPU attention backend"
 
 _supplied: list[str] = []
 
 
 def install() -> list[str]:
-    """Supply what this machine lacks; returns its names, [] where nothing is missing."""
+    """Supply what SGLang's CPU engine lacks here; returns its names, [] off the CPU engine."""
     if not _is_cpu_engine() or _supplied:
         return supplied()
-    ops = cpu.install()
+    names = cpu.install()
     if getattr(importlib.import_module("sgl_kernel"), "IS_STAND_IN", False):
-        _supplied.append("sgl_kernel: stand-in package")
-    _supplied.extend(ops)
+        stand_in = "sgl_kernel: stand-in package"  # a spawned process inherits it with sys.path
+        names = [stand_in, *(name for name in names if "stand-in" not in name)]
     if not _seam("sglang.srt.utils.common", "cpu_has_amx_support")():
         _install_attention()
-        _supplied.append(f"attention backend {BACKEND}: torch, with tree masks and ragged verify")
-    _install_sampling()
-    _supplied.append("speculative verification that samples")
+        names.append(f"attention backend {BACKEND}: torch, with tree masks and ragged verify")
+        names.append("--enable-deterministic-inference: seeds, without batch-invariant kernels")
+    _leave_nccl_out()
+    names.append("tensor parallelism over gloo: NCCL left out")
+    _install_sampling()  # stock has no sampling verification on any CPU
+    names.append("speculative verification that samples")
+    _supplied.extend(names)  # last: a failed install is tried, and fails, again
     return supplied()
 
 
@@ -134,10 +141,36 @@ def _keep_backend_name() -> None:
 
 
 def _allow_deterministic_inference() -> None:
-    """Per-request seeds need --enable-deterministic-inference, which asks for listed backends."""
+    """Per-request seeds need --enable-deterministic-inference, which stock refuses on CPU."""
     choices = "sglang.srt.arg_groups.choices"
     _seam(choices, "add_deterministic_attention_backend_choices")([BACKEND])
     _seam(choices, "add_radix_supported_deterministic_attention_backend_choices")([BACKEND])
+    package = "sglang.srt.batch_invariant_ops"  # ModelRunner imports the function from here
+    _seam(package, "enable_batch_invariant_mode")
+    setattr(importlib.import_module(package), "enable_batch_invariant_mode", _only_seeds)  # noqa: B010
+
+
+def _only_seeds(enable_bmm: bool = True) -> None:
+    """Stock's batch-invariant matrix products are Triton kernels; on CPU torch's own remain."""
+    logger.warning(
+        "Deterministic inference on CPU: draws depend on seed and position only, but matrix "
+        "products may differ in the last bit with the batch they run in."
+    )
+
+
+# -- tensor parallelism -------------------------------------------------------------------
+
+
+def _leave_nccl_out() -> None:
+    """SGLang takes gloo where NCCL cannot be loaded; torch's CUDA build has it even on a CPU."""
+    pynccl = "sglang.srt.distributed.device_communicators.pynccl"
+    _seam(pynccl, "NCCLLibrary")
+    setattr(importlib.import_module(pynccl), "NCCLLibrary", _no_nccl)  # noqa: B010
+
+
+def _no_nccl(*args: Any, **kwargs: Any) -> None:
+    # PyNcclCommunicator catches this and disables itself
+    raise OSError("no NCCL on SGLang's CPU engine")
 
 
 # -- sampling -----------------------------------------------------------------------------

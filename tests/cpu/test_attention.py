@@ -74,8 +74,9 @@ def test_extend_after_a_prefix_equals_the_loop(lengths, heads, seed, logit_cap, 
     sizes=st.lists(st.tuples(st.integers(1, 7), st.integers(0, 15)), min_size=1, max_size=6),
     heads=HEADS,
     seed=st.integers(0, 2**16),
+    window=st.sampled_from([None, 7, 9]),
 )
-def test_trees_of_different_size_and_shape_are_verified_in_one_batch(sizes, heads, seed):
+def test_trees_of_different_size_and_shape_are_verified_in_one_batch(sizes, heads, seed, window):
     """Packed masks, one n x n block per request; node 0 is the root, a node sees its ancestors."""
     num_heads, kv_heads, head_dim = heads
     k, v, req_to_token, generator = _pool(seed, kv_heads, head_dim)
@@ -91,8 +92,8 @@ def test_trees_of_different_size_and_shape_are_verified_in_one_batch(sizes, head
     rows = rng.sample(range(1, ROWS), len(sizes))
     q = torch.randn(sum(q_lens), num_heads, head_dim, generator=generator)
     plan = make_plan(req_to_token, torch.tensor(rows), q_lens, kv_lens, flat)
-    sees = [oracles.masked_sees(m, n) for m, n in zip(masks, kv_lens, strict=True)]
-    _check(k, v, req_to_token, rows, q, q_lens, kv_lens, sees, plan)
+    sees = [oracles.masked_sees(m, n, window) for m, n in zip(masks, kv_lens, strict=True)]
+    _check(k, v, req_to_token, rows, q, q_lens, kv_lens, sees, plan, window=window)
 
 
 @settings(max_examples=30, deadline=None)

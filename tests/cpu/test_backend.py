@@ -1,0 +1,130 @@
+"""`TorchCpuAttnBackend` on hand-made forward batches: lengths by mode, ragged = uniform, counters.
+
+Runs in a process of its own (`_run`): SGLang decides once per process what machine it is on.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("sglang", reason="SGLang is not installed")
+
+SETUP = """
+import types, torch
+from sglang_c2t.srt import cpu_engine
+cpu_engine.install()
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_c2t.srt.cpu_attention import TorchCpuAttnBackend, TorchCpuMultiStepDraftBackend
+torch.manual_seed(0)
+Bag = types.SimpleNamespace
+
+class Pool:
+    start_layer = 0
+    def __init__(self):
+        self.k, self.v = torch.randn(200, 2, 8), torch.randn(200, 2, 8)
+    def get_key_buffer(self, layer_id): return self.k
+    def get_value_buffer(self, layer_id): return self.v
+    def set_kv_buffer(self, layer, loc, k, v): self.k[loc.loc], self.v[loc.loc] = k, v
+
+def layer(layer_id=0):
+    return Bag(layer_id=layer_id, tp_q_head_num=4, tp_k_head_num=2, tp_v_head_num=2,
+               qk_head_dim=8, v_head_dim=8, scaling=0.3, logit_cap=0.0, sliding_window_size=-1,
+               attn_type=AttentionType.DECODER, is_cross_attention=False)
+
+table = (torch.randperm(199) + 1)[:180].view(3, 60).int()
+runner = Bag(use_mla_backend=False, device="cpu", token_to_kv_pool=Pool(),
+             req_to_token_pool=Bag(req_to_token=table), model_config=Bag(context_len=60))
+rows = torch.tensor([2, 0])
+committed = torch.tensor([7, 11])
+
+def batch(mode, **fields):
+    return Bag(forward_mode=mode, req_pool_indices=rows, seq_lens=committed, **fields)
+
+def verify(q_lens, layout, mask=None, topk=1):
+    locs = torch.cat([table[r, n:n + q] for r, n, q in zip(rows, committed, q_lens)]).long()
+    spec = Bag(draft_token_num=4, custom_mask=mask, tree_topk=topk, ragged_verify_layout=layout)
+    return batch(ForwardMode.TARGET_VERIFY, spec_info=spec, out_cache_loc=locs)
+
+def run(backend, fb, q, k, v, layers=1):
+    backend.init_forward_metadata(fb)
+    return [backend.forward(q, k, v, layer(i), fb) for i in range(layers)][-1]
+"""
+
+
+def _run(code: str) -> str:
+    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP + code],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.timeout(900)
+def test_verification_extend_decode_and_draft_agree():
+    """One process, five statements about the same keys and queries.
+
+    * a ragged layout gives each row what the uniform batch gives it;
+    * a chain's tree mask is the causal one;
+    * extend and verification of the same rows are the same attention;
+    * a decode is the first row of a verification;
+    * counters see verification rows once per forward, in the first layer, and nothing else;
+    * rows beyond the layout (a padded tier) come back as zeros.
+    """
+    out = _run("""
+q, k, v = torch.randn(8, 32), torch.randn(8, 16), torch.randn(8, 16)
+backend = TorchCpuAttnBackend(runner)
+uniform = run(backend, verify([4, 4], None), q, k, v, layers=3)
+assert (backend.verify_rows_seen, backend.verify_forwards_seen) == (8, 1)
+
+tril = torch.ones(4, 4, dtype=torch.bool).tril().flatten().repeat(2)
+masked = run(backend, verify([4, 4], None, tril, topk=2), q, k, v)
+assert (uniform - masked).abs().max() < 1e-6
+
+keep = torch.tensor([0, 4, 5, 6])
+layout = Bag(verify_lens=torch.tensor([1, 3], dtype=torch.int32))
+ragged = run(backend, verify([1, 3], layout), q[keep], k[keep], v[keep])
+assert (ragged - uniform[keep]).abs().max() < 1e-6
+tree = torch.cat([torch.ones(1).bool(), torch.ones(3, 3).bool().tril().flatten()])
+packed = run(backend, verify([1, 3], layout, tree, topk=2), q[keep], k[keep], v[keep])
+assert (packed - uniform[keep]).abs().max() < 1e-6
+fb = verify([1, 3], layout)
+fb.out_cache_loc = torch.cat([fb.out_cache_loc, torch.zeros(2).long()])
+pad = torch.tensor([0, 0])
+tier = run(backend, fb, torch.cat([q[keep], q[pad]]), torch.cat([k[keep], k[pad]]),
+           torch.cat([v[keep], v[pad]]))
+assert (tier[:4] - ragged).abs().max() == 0 and tier[4:].abs().max() == 0
+assert (backend.verify_rows_seen, backend.verify_forwards_seen) == (8 + 8 + 4 + 4 + 6, 5)
+
+locs = verify([4, 4], None).out_cache_loc
+fb = batch(ForwardMode.EXTEND, extend_seq_lens=torch.tensor([4, 4]), out_cache_loc=locs)
+fb.seq_lens = committed + 4
+assert (run(backend, fb, q, k, v) - uniform).abs().max() < 1e-6
+
+first = torch.tensor([0, 4])
+fb = batch(ForwardMode.DECODE, out_cache_loc=locs[first])
+fb.seq_lens = committed + 1
+decoded = run(backend, fb, q[first], k[first], v[first])
+assert (decoded - uniform[first]).abs().max() < 1e-6
+assert backend.verify_forwards_seen == 5
+
+draft = TorchCpuMultiStepDraftBackend(runner, topk=1, speculative_num_steps=3)
+fb = batch(ForwardMode.DECODE, out_cache_loc=None)
+draft.init_forward_metadata(fb)
+for step in range(2):
+    at = torch.tensor([step, 4 + step])
+    fb.out_cache_loc = locs[at]
+    got = draft.attn_backends[step].forward(q[at], k[at], v[at], layer(), fb)
+    assert (got - uniform[at]).abs().max() < 1e-6
+print("agree")
+""")
+    assert out.splitlines()[-1] == "agree"

@@ -1,0 +1,65 @@
+"""`sglang_c2t.srt.cpu_engine` where it must act, where it must not, and where it must fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("sglang", reason="SGLang is not installed")
+
+
+def _run(code: str, cpu_engine: bool) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter: SGLang decides once per process what kind of machine it is on."""
+    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1" if cpu_engine else "0"}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=env
+    )
+
+
+def test_without_the_cpu_engine_nothing_is_touched():
+    """On a GPU server install() is a no-op: no path, no module, no name."""
+    done = _run(
+        "import sys; before = list(sys.path)\n"
+        "from sglang_c2t.srt import cpu_engine\n"
+        "print(cpu_engine.install(), cpu_engine.supplied(), sys.path == before,"
+        " 'sgl_kernel' in sys.modules)",
+        cpu_engine=False,
+    )
+    assert done.stdout.splitlines()[-1] == "[] [] True False", done.stderr
+
+
+def test_a_missing_seam_is_an_error_that_names_it():
+    """An SGLang that renamed a symbol fails loudly, with the symbol and the version."""
+    done = _run(
+        "from importlib import metadata\n"
+        "from sglang_c2t.srt import cpu_engine\n"
+        "import sglang.srt.layers.attention.attention_registry as registry\n"
+        "del registry.ATTENTION_BACKENDS\n"
+        "try:\n"
+        "    cpu_engine.install()\n"
+        "except RuntimeError as error:\n"
+        "    print(metadata.version('sglang') in str(error), error)",
+        cpu_engine=True,
+    )
+    if "libcuda" in done.stderr:
+        pytest.skip("SGLang's registry cannot be imported before install() on this machine")
+    assert done.stdout.startswith("True"), done.stderr
+    assert "attention_registry.ATTENTION_BACKENDS" in done.stdout
+
+
+def test_install_reports_what_it_supplied():
+    """The second call and supplied() give the same names; the sampler of verification is ours."""
+    done = _run(
+        "from sglang_c2t.srt import cpu_engine\n"
+        "names = cpu_engine.install()\n"
+        "from sglang.srt.speculative import eagle_utils, eagle_worker_common\n"
+        "assert eagle_worker_common.eagle_sample is eagle_utils.eagle_sample\n"
+        "assert eagle_utils.eagle_sample.__wrapped__ is not eagle_utils.eagle_sample\n"
+        "print(names == cpu_engine.install() == cpu_engine.supplied(),"
+        " any('samples' in name for name in names))",
+        cpu_engine=True,
+    )
+    assert done.stdout.splitlines()[-1] == "True True", done.stderr
