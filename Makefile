@@ -12,11 +12,11 @@ help:  ## List the targets
 
 setup: $(STAMP)  ## Make .venv with SGLang, torch and this package (about 10 GB)
 
-# uv resolves and links the stack in under a minute; the lock pins what was tested.
-$(STAMP): pyproject.toml requirements.lock
+# The lock pins what was tested. Bytecode is compiled here because a server starts three
+# Python processes, and each would compile SGLang again where .pyc files are not written.
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.lock
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
 	touch $@
 

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -122,7 +123,8 @@ def conditions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> str:
         f"sglang-c2t {__version__}, SGLang {version('sglang')}, torch {torch.__version__}, "
         f"{platform.machine()} CPU, {torch.get_num_threads()} threads, float32; demo models, "
         f"{args.algorithm} draft; {len(prompts)} prompts ({mix}), temperature 0, at most "
-        f"{args.max_new_tokens} new tokens; servers run one after the other; one run, no repeats."
+        f"{args.max_new_tokens} new tokens; servers run one after the other; one run, no repeats. "
+        "Tiny models on a CPU: tokens/s says nothing about a GPU, the other columns do not depend on it."
     )
 
 
@@ -132,7 +134,7 @@ def table(rows: Sequence[Row]) -> Table:
         row.concurrency: row.tokens_per_second for row in rows if row.method == rows[0].method
     }
     result = Table(
-        "concurrency",
+        "at once",
         "method",
         "tokens/s",
         "ratio",
@@ -141,6 +143,7 @@ def table(rows: Sequence[Row]) -> Table:
         "target rows",
         "draft forwards",
         "identical",
+        box=box.SIMPLE,
     )
     for row in sorted(rows, key=lambda row: row.concurrency):
         result.add_row(
@@ -173,6 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     console = Console()
+    if not console.is_terminal:  # a log or a pipe: keep each row of the table on one line
+        console = Console(width=110)
     prompts = demo_mix(args.num_prompts)
     rows: list[Row] = []
     with Progress(console=console) as progress:

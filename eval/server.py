@@ -35,7 +35,7 @@ DRAFTS = {
 #: One process, no GPU, float32 so that greedy ties are real ties; pools fit a laptop.
 CPU_FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--max-total-tokens", "32768",
-    "--max-running-requests", "64",
+    "--max-running-requests", "64", "--sleep-on-idle",
 )  # fmt: skip
 
 
@@ -105,13 +105,7 @@ def running(launch: Launch, log_dir: Path) -> Iterator[Server]:
     port = free_port()
     log_dir.mkdir(parents=True, exist_ok=True)
     log = log_dir / f"{launch.name}.log"
-    env = {
-        **os.environ,
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_C2T_COUNTERS": "1",
-        "HF_HUB_OFFLINE": "1",  # the demo models are local; no look-up at start
-        **launch.env,
-    }
+    env = _environment(launch)
     with log.open("wb") as sink:
         # A session of its own, so that stopping it reaches SGLang's child processes.
         process = subprocess.Popen(
@@ -128,11 +122,24 @@ def running(launch: Launch, log_dir: Path) -> Iterator[Server]:
 
 def run_to_exit(launch: Launch, timeout: float = READY_SECONDS) -> subprocess.CompletedProcess[str]:
     """Start a server that is expected to refuse, and return its exit code and output."""
-    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", **launch.env}
     return subprocess.run(
-        launch.argv(free_port()), capture_output=True, text=True, env=env, timeout=timeout,
+        launch.argv(free_port()), capture_output=True, text=True, env=_environment(launch),
+        timeout=timeout,
         check=False,
     )  # fmt: skip
+
+
+def _environment(launch: Launch) -> dict[str, str]:
+    """The caller's environment, made fit for a server on the CPU."""
+    return {
+        **os.environ,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_C2T_COUNTERS": "1",
+        "HF_HUB_OFFLINE": "1",  # the demo models are local; no look-up at start
+        # Several processes share few cores; a second thread each mostly waits for a core.
+        "OMP_NUM_THREADS": "1",
+        **launch.env,
+    }
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -47,9 +47,9 @@ def _train(args: argparse.Namespace) -> int:
     from sglang_c2t.classifier.recording import read_recording
     from sglang_c2t.classifier.train import TrainSettings, train_classifier
 
-    rows, origin = read_recording(args.recording)
+    rows, origins = read_recording(args.recording)
     settings = TrainSettings(seed=args.seed)
-    classifier = train_classifier(rows, origin=origin, settings=settings, show_progress=True)
+    classifier = train_classifier(rows, origins=origins, settings=settings, show_progress=True)
     save_classifier(classifier, args.out)
     facts = classifier.training
     print(

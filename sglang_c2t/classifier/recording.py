@@ -87,23 +87,28 @@ class RecordingWriter:
         self._rows, self._num_rows = [], 0
 
 
-def read_recording(directory: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All rows of a recording and the origin of its first shard.
+def read_recording(
+    directory: str | os.PathLike[str],
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """All rows of a recording and the different origins of its shards.
 
     Raises :class:`ConfigError` for a missing, corrupt or mixed recording.
     """
     paths = sorted(Path(directory).glob("*.safetensors"))
     if not paths:
         raise ConfigError(f"no recording in {directory}: no *.safetensors shard found")
-    shards, origins = [], []
+    shards: list[dict[str, Tensor]] = []
+    origins: list[dict[str, Any]] = []
     for path in paths:
         columns, metadata = _read_shard(path)
         features = FeatureSpec.from_card(json.loads(metadata["features"]), source=str(path))
         if features != SERVED:
             raise ConfigError(f"{path} was recorded with other features than this version measures")
         shards.append(columns)
-        origins.append(json.loads(metadata["origin"]))
-    return {name: torch.cat([s[name] for s in shards]) for name in COLUMNS}, origins[0]
+        origin = json.loads(metadata["origin"])
+        if origin not in origins:
+            origins.append(origin)
+    return {name: torch.cat([s[name] for s in shards]) for name in COLUMNS}, origins
 
 
 def _read_shard(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -34,7 +34,7 @@ class TrainSettings:
 def train_classifier(
     rows: dict[str, Tensor],
     *,
-    origin: dict[str, Any],
+    origins: list[dict[str, Any]],
     settings: TrainSettings | None = None,
     show_progress: bool = False,
 ) -> Classifier:
@@ -63,7 +63,7 @@ def train_classifier(
     net.eval().requires_grad_(False)
     scores = torch.sigmoid(net(features[heldout]))
     training = {
-        "origin": origin,
+        "origins": origins,
         "rows": int(labels.numel()),
         "train_rows_after_balancing": int(train.numel()),
         "heldout_rows": int(heldout.numel()),

@@ -81,7 +81,6 @@ class C2TDraftMixin:
             COUNTERS.draft_forwards_skipped += 1
             return _no_forward(forward_batch)
         output = run()
-        COUNTERS.draft_forwards += 1
         self.gate.observe(output.logits_output.next_token_logits)
         return output
 

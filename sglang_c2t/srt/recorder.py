@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ class Recorder:
         if config.record is None or get_parallel().tp_group.rank_in_group != 0:
             return None
         origin = {
-            "target": server_args.model_path,
-            "draft": server_args.speculative_draft_model_path,
+            # Names only: a card travels, and the paths of one machine mean nothing on another.
+            "target": Path(server_args.model_path).name,
+            "draft": Path(server_args.speculative_draft_model_path).name,
             "algorithm": server_args.speculative_algorithm,
             "num_steps": server_args.speculative_num_steps,
             "policy": config.policy,

@@ -28,8 +28,8 @@ def test_a_recording_reads_back_what_was_written(tmp_path) -> None:
     for part in torch.arange(100).split(17):
         writer.add({name: column[part] for name, column in rows.items()})
     writer.flush()
-    read, origin = read_recording(tmp_path)
-    assert origin == {"draft": "d"}
+    read, origins = read_recording(tmp_path)
+    assert origins == [{"draft": "d"}]
     assert len(list(tmp_path.iterdir())) > 1
     for name, column in rows.items():
         assert torch.equal(read[name], column), name
@@ -45,7 +45,7 @@ def test_a_directory_without_a_recording_is_refused(tmp_path) -> None:
 
 def test_training_learns_that_joint_probability_decides() -> None:
     """Confidence must follow P. Over five seeds the largest deviation was 0.07."""
-    classifier = train_classifier(synthetic_rows(60_000), origin={})
+    classifier = train_classifier(synthetic_rows(60_000), origins=[])
     probe = torch.linspace(0.1, 0.9, 9)
     confidence = classifier.confidence(probe, torch.full((9,), 2.0), 2)
     assert (confidence - probe).abs().max().item() < 0.15
@@ -54,8 +54,8 @@ def test_training_learns_that_joint_probability_decides() -> None:
 
 def test_the_same_seed_trains_the_same_weights() -> None:
     settings = TrainSettings(epochs=1, seed=3)
-    a = train_classifier(synthetic_rows(), origin={}, settings=settings)
-    b = train_classifier(synthetic_rows(), origin={}, settings=settings)
+    a = train_classifier(synthetic_rows(), origins=[], settings=settings)
+    b = train_classifier(synthetic_rows(), origins=[], settings=settings)
     for x, y in zip(a.net.parameters(), b.net.parameters(), strict=True):
         assert torch.equal(x, y)
 
@@ -72,7 +72,7 @@ def test_no_request_is_both_trained_on_and_held_out() -> None:
 def test_a_recording_of_one_class_is_refused(value: int, said: str) -> None:
     rows = {**synthetic_rows(), "accept": torch.full((6000,), value, dtype=torch.uint8)}
     with pytest.raises(ConfigError, match=said):
-        train_classifier(rows, origin={})
+        train_classifier(rows, origins=[])
 
 
 def test_auc_equals_the_share_of_ordered_pairs() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,29 +135,58 @@ def sample(gated: GatedServer, mode: str) -> Counter[tuple[int, ...]]:
     return found
 
 
-def test_a_seed_gives_the_same_tokens_with_and_without_speculation(logs: Path) -> None:
-    """Per-request seeds at temperature 1, mixed with greedy requests, random draft lengths."""
-    bodies = [
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_seed_gives_the_same_tokens_with_and_without_speculation(
+    seeded: SeededServers, top_p: float
+) -> None:
+    """Per-request seeds, full, gated and random draft lengths, another batch composition.
+
+    All requests of a run sample alike: SGLang's seeded sampler numbers candidates by rank
+    as soon as one request of the batch cuts the distribution (top-k, top-p or greedy), so
+    that mixed batches do not reproduce even without speculation.
+    """
+    expected = seeded.expected[top_p]
+    for mode in ("full", "c2t", "random"):
+        got = outputs(seeded.gated.run(mode, seeded_bodies(top_p), 8))
+        assert differing(got, expected) == [], mode
+
+
+def seeded_bodies(top_p: float) -> list[dict[str, Any]]:
+    """Sampled requests of different temperature and length, each with its own seed."""
+    return [
         {
             "text": prompt.text,
             "sampling_params": {
-                "temperature": (1.0, 0.7, 0.0)[i % 3],
-                "top_p": (1.0, 0.9)[i % 2],
+                "temperature": (1.0, 0.7)[i % 2],
+                "top_p": top_p,
                 "max_new_tokens": (40, 9, 25)[i % 3],
                 "sampling_seed": 1000 + i,
             },
         }
         for i, prompt in enumerate(demo_mix(24, seed=3))
     ]
-    seeded = ("--enable-deterministic-inference",)
-    with running(Launch("seeded-plain", seeded), logs) as server:
-        expected = outputs(run_load(server.url, bodies, concurrency=8))
-        again = outputs(run_load(server.url, bodies, concurrency=3))
-    assert differing(again, expected) == [], "the oracle itself must not depend on the batch"
+
+
+@dataclass(frozen=True)
+class SeededServers:
+    """A gated server, and what the server without speculation gave, by top_p."""
+
+    gated: GatedServer
+    expected: dict[float, list[tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def seeded(logs: Path) -> Iterator[SeededServers]:
+    """Seeds count only under SGLang's deterministic inference."""
+    deterministic = ("--enable-deterministic-inference",)
+    expected = {}
+    with running(Launch("seeded-plain", deterministic), logs) as server:
+        for top_p in (1.0, 0.9):
+            expected[top_p] = outputs(run_load(server.url, seeded_bodies(top_p), concurrency=8))
+            again = outputs(run_load(server.url, seeded_bodies(top_p), concurrency=3))
+            assert differing(again, expected[top_p]) == [], "the oracle depends on the batch"
     control = logs / "gate-seeded"
-    flags = (*speculative_flags("STANDALONE"), *seeded, *switchable_flags(control, logs))
+    flags = (*speculative_flags("STANDALONE"), *deterministic, *switchable_flags(control, logs))
     launch = Launch("seeded-gated", flags, env={"PYTHONPATH": str(REPOSITORY)})
     with running(launch, logs) as server:
-        gated = GatedServer(server, "STANDALONE", control)
-        for mode in ("full", "c2t", "random"):
-            assert differing(outputs(gated.run(mode, bodies, 8)), expected) == [], mode
+        yield SeededServers(GatedServer(server, "STANDALONE", control), expected)

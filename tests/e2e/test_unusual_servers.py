@@ -27,9 +27,11 @@ def test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_without_specula
     logs: Path,
 ) -> None:
     """Random lengths come from each rank's own generator; rank 0's must win."""
-    with running(Launch("tp2-plain", ("--tp-size", "2")), logs) as server:
+    # SGLang binds CPU ranks to NUMA nodes unless told otherwise; a laptop has one.
+    bind = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with running(Launch("tp2-plain", ("--tp-size", "2"), env=bind), logs) as server:
         expected = outputs(run_load(server.url, BODIES, concurrency=4))
-    launch, control = gated_launch("tp2", logs, "--tp-size", "2")
+    launch, control = gated_launch("tp2", logs, "--tp-size", "2", env=bind)
     with running(launch, logs) as server:
         gated = GatedServer(server, "EAGLE3", control)
         for mode in ("c2t", "random"):
