@@ -79,11 +79,12 @@ def measure(
         )
         work = Counter(server.c2t_state()["counters"])
         work.subtract(before)
-        rows.append(_row(method, concurrency, result, work))
+        rows.append(summarise(method, concurrency, result, work))
     return rows
 
 
-def _row(method: str, concurrency: int, result: LoadResult, work: Counter[str]) -> Row:
+def summarise(method: str, concurrency: int, result: LoadResult, work: Counter[str]) -> Row:
+    """One line of the table; ``work`` counts what the server's forwards did meanwhile."""
     totals = SpecTotals.from_meta_infos(answer.meta_info for answer in result.answers)
     return Row(
         method=method,
@@ -124,7 +125,7 @@ def conditions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> str:
         f"{platform.machine()} CPU, {torch.get_num_threads()} threads, float32; demo models, "
         f"{args.algorithm} draft; {len(prompts)} prompts ({mix}), temperature 0, at most "
         f"{args.max_new_tokens} new tokens; servers run one after the other; one run, no repeats. "
-        "Tiny models on a CPU: tokens/s says nothing about a GPU, the other columns do not depend on it."
+        "Tiny models on a CPU: tokens/s says nothing about a GPU; the other columns count work."
     )
 
 

@@ -31,6 +31,10 @@ SPEC_METRICS = (
 )
 INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 MODEL_FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+#: Attention backends that may read packed rows, by SGLang's name; ragged_verify.py looks at
+#: the backend itself once it exists.
+RAGGED_BACKENDS = ("intel_amx",)
+
 RESOLUTION_STEP = "handle_speculative_decoding"
 
 

@@ -28,6 +28,11 @@ def _set(name: str) -> Callable[[Any], bool]:
     return lambda cfg: bool(getattr(cfg, name, None))
 
 
+def _wants_ragged() -> bool:
+    config = active()
+    return config is not None and config.verify == "ragged"
+
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: cfg.speculative_algorithm is None,
@@ -74,6 +79,15 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: cfg.device != "cpu" and compat.decode_graphs_enabled(cfg),
         "--c2t does not run inside CUDA graphs yet: add --disable-cuda-graph",
+    ),
+    Refusal(
+        lambda cfg: cfg.device not in ("cpu", "cuda"),
+        "--c2t serves --device cuda and cpu and no other",
+    ),
+    Refusal(
+        lambda cfg: _wants_ragged() and cfg.attention_backend not in compat.RAGGED_BACKENDS,
+        "--c2t-verify ragged needs an attention backend that reads packed rows "
+        f"({', '.join(compat.RAGGED_BACKENDS)}): change --attention-backend or drop the flag",
     ),
     Refusal(
         lambda cfg: compat.simulates_acceptance(),

@@ -105,6 +105,10 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
         ),
         ([*EAGLE3, "--speculative-adaptive"], "--speculative-adaptive both set the draft length"),
         ([*EAGLE3, "--enable-lora"], "drop --enable-lora"),
+        (
+            [*EAGLE3, "--c2t-verify", "ragged", "--attention-backend", "torch_native"],
+            "needs an attention backend that reads packed rows (intel_amx)",
+        ),
     ],
 )
 def test_an_unsupported_combination_is_refused_by_name(capsys, flags: list[str], said: str) -> None:

@@ -1,0 +1,42 @@
+"""The demo's arithmetic and its verdict, without servers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from eval.demo import Row, mismatches, summarise
+from eval.load import Answer, LoadResult
+
+
+def row(method: str, outputs: list[tuple[int, ...]]) -> Row:
+    return Row(method, 16, 100.0, None, None, 0, 0, outputs)
+
+
+def test_equal_outputs_are_no_mismatch() -> None:
+    assert mismatches([row("plain", [(1, 2), (3,)]), row("c2t", [(1, 2), (3,)])]) == []
+
+
+def test_one_differing_token_is_found_and_named() -> None:
+    found = mismatches([row("plain", [(1, 2), (3,)]), row("c2t", [(1, 2), (4,)])])
+    assert found == ["c2t at concurrency 16: 1 of 2 outputs differ, first at prompt 1"]
+
+
+def test_a_lost_answer_is_an_error_not_a_match() -> None:
+    """Zip without strict would call a shorter list equal."""
+    with pytest.raises(ValueError, match="shorter"):
+        mismatches([row("plain", [(1,), (2,)]), row("c2t", [(1,)])])
+
+
+def test_a_row_sums_tokens_rows_and_ratios() -> None:
+    meta = {"spec_verify_ct": 2, "spec_num_correct_drafts": 3, "spec_num_proposed_drafts": 4}
+    result = LoadResult([Answer((1, 2, 3), meta), Answer((4,), {})], seconds=2.0)
+    work = Counter(target_decode_rows=1, verify_rows=6, draft_forwards=5)
+    summary = summarise("c2t", 16, result, work)
+    assert summary.tokens_per_second == 2.0
+    assert summary.accept_length == (2 + 3) / 2
+    assert summary.draft_length == 4 / 2
+    assert summary.target_rows == 7
+    assert summary.draft_forwards == 5
+    assert summary.outputs == [(1, 2, 3), (4,)]
