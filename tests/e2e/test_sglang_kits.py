@@ -7,6 +7,9 @@ in test_chain_serving.py.
 
 from __future__ import annotations
 
+import functools
+import json
+import random
 import unittest
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 import requests
+from sglang.test.kits import radix_cache_server_kit as radix_kit
 from sglang.test.kits.spec_server_kits import (
     SpecCorrectnessKit,
     SpecFeatureKit,
@@ -35,11 +39,6 @@ class KitServer(unittest.TestCase):
     base_url: ClassVar[str]
     process: ClassVar[Any]
     model = str(TARGET)
-    # float32 throughout: decode and prefill differ by rounding only (upstream: 0.5 for bf16).
-    logprob_match_delta = 1e-3
-    # The kits' prompts are foreign to the demo models; drafts are accepted less than on ours.
-    acc_length_thres = 1.0
-    batch_accept_len_thres = 1.0
 
     @pytest.fixture(autouse=True, scope="class")
     def _serve(self, request: pytest.FixtureRequest, logs: Path) -> Any:
@@ -83,4 +82,39 @@ class TestSglangKits(
     SpecPenaltyKit,
     KitServer,
 ):
-    """One server, every kit that the CPU engine can run."""
+    """One server, every kit that the CPU engine can run, at the demo models' scale."""
+
+    # float32 throughout: decode and prefill differ by rounding only (upstream: 0.5 for bf16).
+    logprob_match_delta = 1e-3
+    # The kits' prompts are foreign to the demo models, so hardly a draft is accepted; how much
+    # is accepted on their own prompts is asked in test_unusual_servers.py.
+    acc_length_thres = 1.0
+    batch_accept_len_thres = 1.0
+    # Same keys as upstream's schema, but no value can outgrow the kit's 256 tokens: a tiny
+    # model need not know how to close a string.
+    grammar_json_schema = json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
+                "population": {"type": "integer", "minimum": 0, "maximum": 9999},
+                "country": {"type": "string", "pattern": "^[a-z ]{1,8}$"},
+                "capital": {"type": "string", "pattern": "^[a-z ]{1,8}$"},
+            },
+            "required": ["name", "population", "country", "capital"],
+        }
+    )
+
+    @pytest.fixture(autouse=True)
+    def _radix_trees_within_the_vocabulary(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The kit draws token ids up to 32,000 and contexts of thousands of tokens."""
+        monkeypatch.setattr(radix_kit, "random", _DemoVocabulary(0))
+        tree = functools.partial(radix_kit.gen_radix_tree, num_nodes=100, chunk_len=48)
+        monkeypatch.setattr(radix_kit, "gen_radix_tree", tree)
+
+
+class _DemoVocabulary(random.Random):
+    """Draws no number that is not a token of the demo models."""
+
+    def randint(self, a: int, b: int) -> int:
+        return super().randint(a, min(b, 2047))
