@@ -8,12 +8,13 @@ STAMP  := $(VENV)/.installed
 .PHONY: help setup demo test unit check lint types e2e models classifier lock clean
 
 help:  ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## Make .venv with SGLang, torch and this package (about 10 GB)
 
 # The lock pins what was tested. Bytecode is compiled here because a server starts three
 # Python processes, and each would compile SGLang again where .pyc files are not written.
+$(STAMP): pyproject.toml requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock

@@ -22,11 +22,16 @@ from torch import Tensor
 
 from sglang_c2t.classifier.features import TokenStats, token_stats
 from sglang_c2t.classifier.recording import COLUMNS
+from sglang_c2t.config import ConfigError
 from sglang_c2t.policies.base import ChainPolicy, DraftLayer
 
 #: Statistics of a first token nobody measured (e.g. a request whose prefill ran on
 #: another server): certain, so that the gate stays open for it.
 UNKNOWN_FIRST_TOKEN = TokenStats(prob=torch.ones(1), entropy=torch.zeros(1))
+
+
+#: Optional fields of DraftLayer that the gate fills in.
+MEASURED: frozenset[str] = frozenset()
 
 
 class ChainGate:
@@ -41,6 +46,9 @@ class ChainGate:
         device: Where draft logits live.
         agree: Makes a [B] uint8 tensor equal on all tensor-parallel ranks, in place or
             not, and returns it. Identity on one rank.
+
+    Raises:
+        ConfigError: The policy needs something this gate does not measure.
     """
 
     def __init__(
@@ -51,6 +59,11 @@ class ChainGate:
         device: torch.device | str,
         agree: Callable[[Tensor], Tensor] = lambda decision: decision,
     ) -> None:
+        if missing := policy.needs - MEASURED:
+            raise ConfigError(
+                f"policy {policy.name} needs {', '.join(sorted(missing))}, which the chain gate "
+                "does not measure yet; choose another --c2t-policy"
+            )
         self._policy = policy
         self._agree = agree
         unknown = UNKNOWN_FIRST_TOKEN

@@ -1,5 +1,6 @@
 """Draft chains: gating, truncation, packing, against loops that are obviously right."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from sglang_c2t.chain import (
     verified_rows,
 )
 from sglang_c2t.classifier.features import token_stats
+from sglang_c2t.config import ConfigError
 from sglang_c2t.policies import DraftLayer
 from sglang_c2t.policies.fixed import Fixed
 
@@ -110,6 +112,16 @@ def test_a_first_token_nobody_measured_leaves_the_gate_open() -> None:
     gate.begin(torch.tensor([2]))
     assert policy.seen[0].prob.tolist() == [1.0]
     assert policy.seen[0].entropy.tolist() == [0.0]
+
+
+def test_a_policy_that_needs_more_than_is_measured_is_refused() -> None:
+    """Better than a None in the middle of a draft."""
+
+    class Hungry(Scripted):
+        needs = frozenset({"hidden"})
+
+    with pytest.raises(ConfigError, match="policy scripted needs hidden"):
+        ChainGate(Hungry([[True]]), num_slots=1, device="cpu")
 
 
 def test_rank_zero_decides_for_all_ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -20,13 +21,16 @@ class Switchable:
     """Reads from the file ``control`` which gate to be, before every layer.
 
     ``random`` keeps each token with probability 0.7, so that lengths differ between the
-    requests of a batch and from step to step.
+    requests of a batch and from step to step. Its seed is the process's own, so that
+    tensor-parallel ranks would decide differently if each decided for itself.
     """
 
     control: str
     name: ClassVar[str] = "switchable"
     needs: ClassVar[frozenset[str]] = frozenset()
-    _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
+    _generator: torch.Generator = field(
+        default_factory=lambda: torch.Generator().manual_seed(os.getpid())
+    )
     _c2t: ChainPolicy = field(default_factory=lambda: build_policy(C2TConfig()))
 
     def keep(self, layer: DraftLayer) -> Tensor:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from eval.load import greedy
+from eval.load import greedy, run_load
+from eval.prompts import classifier_mix
 from eval.server import Launch, run_to_exit, running, speculative_flags
+from sglang_c2t.classifier.checkpoint import load_classifier
+from tests.e2e.conftest import REPOSITORY
 
 EAGLE3 = speculative_flags("EAGLE3")
 
@@ -74,6 +79,45 @@ class ServeLaunch(Launch):
         return [str(command), "serve", *super().argv(port)[3:]]
 
 
+ENGINE = """
+from sglang.srt.plugins import load_plugins
+
+load_plugins()  # without a GPU, Engine itself cannot be imported before the CPU runtime is in
+import sglang
+from eval.server import DRAFTS, TARGET
+
+if __name__ == "__main__":
+    engine = sglang.Engine(
+        model_path=str(TARGET), device="cpu", dtype="float32", max_total_tokens=4096,
+        speculative_algorithm="EAGLE3", speculative_draft_model_path=str(DRAFTS["EAGLE3"]),
+        speculative_num_steps=3, speculative_eagle_topk=1, speculative_num_draft_tokens=4,
+    )
+    answer = engine.generate("A", {"temperature": 0, "max_new_tokens": 8})
+    print("cap length", answer["meta_info"]["spec_cap_length"])
+    engine.shutdown()
+"""
+
+
+def test_engine_users_switch_c2t_on_by_the_environment(tmp_path: Path) -> None:
+    """The variable that carries the configuration between processes is their door."""
+    (tmp_path / "script.py").write_text(ENGINE)
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_C2T_CONFIG": '{"policy": "fixed", "policy_options": {"length": 2}}',
+    }
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=300,
+        check=False,
+    )
+    assert "cap length 3.0" in ended.stdout, ended.stdout[-2000:] + ended.stderr[-2000:]
+
+
 def test_check_reports_a_healthy_installation() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "sglang_c2t", "check"],
@@ -87,9 +131,6 @@ def test_check_reports_a_healthy_installation() -> None:
 def test_a_recording_of_a_server_trains_a_classifier(logs: Path, tmp_path: Path) -> None:
     """From a running server to a file that the next server accepts."""
     flags = (*EAGLE3, "--c2t", "--c2t-policy", "fixed", "--c2t-record", str(tmp_path / "rec"))
-    from eval.load import run_load
-    from eval.prompts import classifier_mix
-
     with running(Launch("record", flags), logs) as server:
         bodies = [greedy(prompt.text, 48) for prompt in classifier_mix(24)]
         run_load(server.url, bodies, concurrency=12)
@@ -99,15 +140,11 @@ def test_a_recording_of_a_server_trains_a_classifier(logs: Path, tmp_path: Path)
         [sys.executable, "-m", "sglang_c2t", "train", str(tmp_path / "rec"), "--out", str(out)],
         check=True, timeout=300,
     )  # fmt: skip
-    from sglang_c2t.classifier.checkpoint import load_classifier
-
     assert load_classifier(out).training["rows"] > 100
 
 
 def _wait_for_shards(directory: Path, seconds: float = 15.0) -> None:
     """Rows reach the disk within seconds of the last step."""
-    import time
-
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(2.5)

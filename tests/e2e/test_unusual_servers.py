@@ -26,7 +26,9 @@ def gated_launch(name: str, logs: Path, *flags: str, algorithm: str = "EAGLE3",
 def test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_without_speculation(
     logs: Path,
 ) -> None:
-    """Random lengths come from each rank's own generator; rank 0's must win."""
+    """Each rank draws other random lengths; unless rank 0's win, the ranks' rows differ and
+    their next collective hangs.
+    """
     # SGLang binds CPU ranks to NUMA nodes unless told otherwise; a laptop has one.
     bind = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with running(Launch("tp2-plain", ("--tp-size", "2"), env=bind), logs) as server:

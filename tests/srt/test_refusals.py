@@ -56,6 +56,11 @@ def test_a_served_combination_publishes_the_resolved_configuration() -> None:
     assert config.active() == config.C2TConfig(policy="fixed", verify="static")
 
 
+def test_nextn_is_served_as_the_eagle_it_stands_for() -> None:
+    launch(*speculative_flags("EAGLE")[2:], "--speculative-algorithm", "NEXTN", "--c2t")
+    assert config.active() == config.C2TConfig()
+
+
 def test_without_the_flag_nothing_is_published() -> None:
     launch(*EAGLE3)
     assert config.active() is None
