@@ -1,7 +1,6 @@
 """``make demo``: the same mixed batch on three real servers, and one table.
 
-No speculation, SGLang's fixed-length chain, and ``--c2t`` on top of it, one after the
-other on this machine, with the demo models. Exit code 1 if any greedy output differs.
+No speculation, SGLang's fixed-length chains, and ``--c2t``, one after the other on this machine, with the demo models. Exit code 1 if any greedy output differs.
 """
 
 from __future__ import annotations
@@ -9,7 +8,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import platform
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -46,14 +47,11 @@ class Row:
     outputs: list[tuple[int, ...]]
 
 
-def methods(algorithm: str, num_steps: int) -> list[Launch]:
-    """What is compared, the baseline first."""
-    speculative = speculative_flags(algorithm, num_steps=num_steps)
-    return [
-        Launch("no speculation"),
-        Launch(f"fixed {num_steps}", speculative),
-        Launch("c2t", (*speculative, "--c2t")),
-    ]
+def methods(algorithm: str, num_steps: int, fixed: Sequence[int]) -> list[Launch]:
+    """What is compared, the baseline first; ``fixed`` are the plain chain lengths."""
+    chains = [Launch(f"fixed {n}", speculative_flags(algorithm, num_steps=n)) for n in fixed]
+    gated = Launch("c2t", (*speculative_flags(algorithm, num_steps=num_steps), "--c2t"))
+    return [Launch("no speculation"), *chains, gated]
 
 
 def measure(
@@ -121,12 +119,20 @@ def conditions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> str:
     families = Counter(prompt.family for prompt in prompts)
     mix = ", ".join(f"{n} {family}" for family, n in families.items())
     return (
-        f"sglang-c2t {__version__}, SGLang {version('sglang')}, torch {torch.__version__}, "
-        f"{platform.machine()} CPU, {torch.get_num_threads()} threads, float32; demo models, "
+        f"sglang-c2t {__version__} at {git_revision()}, SGLang {version('sglang')}, torch {torch.__version__}, "
+        f"{platform.machine()} CPU, "
+        f"{os.cpu_count()} cores, one thread a process, float32; demo models, "
         f"{args.algorithm} draft; {len(prompts)} prompts ({mix}), temperature 0, at most "
         f"{args.max_new_tokens} new tokens; servers run one after the other; one run, no repeats. "
         "Tiny models on a CPU: tokens/s says nothing about a GPU; the other columns count work."
     )
+
+
+def git_revision() -> str:
+    """Short commit of this checkout, marked when files differ from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    return ended.stdout.strip() or "no git checkout"
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -169,7 +175,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 when every output is identical."""
     parser = argparse.ArgumentParser(prog="python -m eval.demo", description=__doc__)
     parser.add_argument("--algorithm", choices=sorted(DRAFTS), default="EAGLE3")
-    parser.add_argument("--num-steps", type=int, default=5, help="drafted tokens per step")
+    parser.add_argument("--num-steps", type=int, default=5, help="longest draft under --c2t")
+    parser.add_argument(
+        "--fixed", type=int, nargs="+", default=[3, 5], help="chain lengths to compare with"
+    )
     parser.add_argument("--num-prompts", type=int, default=96)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 64])
@@ -182,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = demo_mix(args.num_prompts)
     rows: list[Row] = []
     with Progress(console=console) as progress:
-        for launch in methods(args.algorithm, args.num_steps):
+        for launch in methods(args.algorithm, args.num_steps, args.fixed):
             starting = progress.add_task(f"{launch.name}: starting the server", total=None)
             with running(launch, args.out) as server:
                 progress.update(starting, total=1, completed=1)
