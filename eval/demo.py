@@ -1,6 +1,7 @@
-"""``make demo``: the same mixed batch on three real servers, and one table.
+"""``make demo``: the same mixed batch on real servers, and one table.
 
-No speculation, SGLang's fixed-length chains, and ``--c2t``, one after the other on this machine, with the demo models. Exit code 1 if any greedy output differs.
+No speculation, SGLang's fixed-length chains, and ``--c2t``, one after the other on this
+machine, with the demo models. Exit code 1 if any greedy output differs.
 """
 
 from __future__ import annotations
