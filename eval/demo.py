@@ -120,9 +120,9 @@ def conditions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> str:
     families = Counter(prompt.family for prompt in prompts)
     mix = ", ".join(f"{n} {family}" for family, n in families.items())
     return (
-        f"sglang-c2t {__version__} at {git_revision()}, SGLang {version('sglang')}, torch {torch.__version__}, "
-        f"{platform.machine()} CPU, "
-        f"{os.cpu_count()} cores, one thread a process, float32; demo models, "
+        f"sglang-c2t {__version__} at {git_revision()}, SGLang {version('sglang')}, "
+        f"torch {torch.__version__}, {platform.machine()} CPU, {os.cpu_count()} cores, "
+        "one thread a process, float32; demo models, "
         f"{args.algorithm} draft; {len(prompts)} prompts ({mix}), temperature 0, at most "
         f"{args.max_new_tokens} new tokens; servers run one after the other; one run, no repeats. "
         "Tiny models on a CPU: tokens/s says nothing about a GPU; the other columns count work."
