@@ -7,6 +7,7 @@ before any model loads.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -116,7 +117,16 @@ def _publish_flags(typed: dict[str, Any]) -> None:
     flags = {field: typed[dest] for dest, field in _FLAG_FIELDS.items() if dest in typed}
     config = resolve(file=typed.get("c2t_config"), flags=flags)
     build_policy(config)  # a broken classifier or option must not wait for the scheduler
+    if config.record is not None:
+        _require_directory(config.record)
     publish(config)
+
+
+def _require_directory(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write c2t recordings to {path}: {error.strerror}") from error
 
 
 def exit_with(error: Exception) -> NoReturn:

@@ -209,6 +209,20 @@ def resolved(server_args: Any) -> Any:
     return resolving_view(server_args)
 
 
+def argument(cfg: Any, name: str) -> Any:
+    """A resolved server argument; :class:`SeamError` when this SGLang has none of that name.
+
+    A refusal that silently found nothing to look at would let the combination through.
+    """
+    try:
+        return getattr(cfg, name)
+    except AttributeError as error:
+        raise SeamError(
+            f"SGLang {sglang_version()} has no server argument {name}; "
+            "C2T checks it to refuse combinations it does not serve"
+        ) from error
+
+
 def decode_graphs_enabled(cfg: Any) -> bool:
     """Whether resolved arguments ask for CUDA graphs in decode."""
     from sglang.srt.model_executor.cuda_graph_config import Backend
@@ -263,12 +277,11 @@ def wrap_global(module_name: str, name: str, wrapper: Callable[..., Any]) -> Non
 
 
 @contextmanager
-def replaced_global(module_name: str, name: str, value: Any) -> Iterator[None]:
-    """``module.name`` is ``value`` inside the block."""
-    module = importlib.import_module(module_name)
-    original = getattr(module, name)
-    setattr(module, name, value)
+def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` inside the block."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(module, name, original)
+        setattr(owner, name, original)

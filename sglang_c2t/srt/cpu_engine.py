@@ -12,14 +12,13 @@ Does nothing unless SGLang itself says that this is its CPU engine (``SGLANG_USE
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import importlib
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from sglang_c2t import cpu
 from sglang_c2t.cpu.sampling import repeat_rows
+from sglang_c2t.srt import compat
 
 __all__ = ["install", "supplied"]
 
@@ -134,7 +134,7 @@ def _keep_backend_name() -> None:
             ours = view.attention_backend == BACKEND and view.device == "cpu" and not has_mla
             return {} if ours else fall_back(view)
 
-        with _swapped(hook, "_attention_backend_platform_fallbacks", stay):
+        with compat.swapped(hook, "_attention_backend_platform_fallbacks", stay):
             previous(server_args)
 
     register("handle_attention_backend_compatibility")(keep)
@@ -189,7 +189,7 @@ def _install_sampling() -> None:
         if batch.forward_mode.is_idle() or batch.sampling_info.is_all_greedy:
             return stock(verify_input, batch, logits_output, *args, **kwargs)
         match = _matching_sampled(utils, verify_input, batch, logits_output)
-        with _swapped(utils, "verify_tree_greedy_func", match):
+        with compat.swapped(utils, "verify_tree_greedy_func", match):
             return stock(verify_input, batch, logits_output, *args, **kwargs)
 
     setattr(utils, "eagle_sample", eagle_sample)  # noqa: B010 - a module attribute, for mypy
@@ -254,17 +254,3 @@ def _per_row(info: Any, rows: int) -> Any:
 @functools.lru_cache(maxsize=1)
 def _sampler() -> Any:
     return _seam("sglang.srt.layers.sampler", "create_sampler")()
-
-
-# -- helpers ------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Bind `owner.name` to `value` for the duration of a call."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -6,13 +6,16 @@ Only verified tokens are written, because only they have a label. Record with
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
@@ -20,6 +23,8 @@ from sglang_c2t.chain import verified_rows
 from sglang_c2t.classifier.recording import RecordingWriter
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.policies import DraftLayer
+
+logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 2.0
 
@@ -33,6 +38,7 @@ class Recorder:
     def __init__(self, writer: RecordingWriter) -> None:
         self._writer = writer
         self._lock = threading.Lock()
+        self._stopped = False
         threading.Thread(target=self._flush_forever, daemon=True, name="c2t-record").start()
 
     @classmethod
@@ -58,11 +64,20 @@ class Recorder:
         """
         request = torch.tensor([zlib.crc32(req.rid.encode()) for req in batch.reqs])
         rows = verified_rows(layers, verify_lens, accept_lens, request)
-        with self._lock:
-            self._writer.add(rows)
+        self._write(lambda: self._writer.add(rows))
 
     def _flush_forever(self) -> None:
-        while True:
+        while not self._stopped:
             time.sleep(FLUSH_SECONDS)
-            with self._lock:
-                self._writer.flush()
+            self._write(self._writer.flush)
+
+    def _write(self, action: Callable[[], None]) -> None:
+        """A full disk ends the recording, not the server."""
+        with self._lock:
+            if self._stopped:
+                return
+            try:
+                action()
+            except (OSError, SafetensorError) as error:
+                self._stopped = True
+                logger.error("C2T: recording stopped, serving goes on: %s", error)

@@ -25,7 +25,8 @@ class Refusal(NamedTuple):
 
 
 def _set(name: str) -> Callable[[Any], bool]:
-    return lambda cfg: bool(getattr(cfg, name, None))
+    """The argument is switched on. One that SGLang no longer has is an error, not "off"."""
+    return lambda cfg: bool(compat.argument(cfg, name))
 
 
 def _wants_ragged() -> bool:

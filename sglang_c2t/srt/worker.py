@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from types import ModuleType
 from typing import Any, ClassVar
 
+from sglang.srt.speculative import eagle_worker_v2, standalone_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
@@ -29,12 +31,13 @@ class C2TWorkerMixin:
 
     _draft_worker: C2TDraftMixin
 
-    #: Module global that SGLang's constructor builds the draft worker from, and ours.
-    draft_worker_global: ClassVar[tuple[str, str]]
+    #: Module whose global names the draft worker class that SGLang's constructor builds,
+    #: that name, and our class.
+    draft_worker_global: ClassVar[tuple[ModuleType, str]]
     draft_worker_class: ClassVar[type[C2TDraftMixin]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with compat.replaced_global(*self.draft_worker_global, self.draft_worker_class):
+        with compat.swapped(*self.draft_worker_global, self.draft_worker_class):
             super().__init__(*args, **kwargs)
         config = active()
         assert config is not None, "the factory builds this worker only when C2T is on"
@@ -61,6 +64,9 @@ class C2TWorkerMixin:
         if batch.forward_mode.is_idle():
             return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
         verify_lens = self._draft_worker.gate.verify_lens  # [B] int32
+        assert len(verify_lens) == len(batch.seq_lens), (
+            f"gate saw {len(verify_lens)} requests, verification {len(batch.seq_lens)}"
+        )
         verify_input = batch.spec_info
         verify_input.retrieve_next_token = truncated_chains(
             verify_input.retrieve_next_token, verify_lens
@@ -78,14 +84,14 @@ class C2TWorkerMixin:
 class C2TEagleWorker(C2TWorkerMixin, EAGLEWorkerV2):
     """Worker of EAGLE, EAGLE3 and NEXTN."""
 
-    draft_worker_global = (compat.EAGLE_WORKER, "EagleDraftWorker")
+    draft_worker_global = (eagle_worker_v2, "EagleDraftWorker")
     draft_worker_class = C2TEagleDraftWorker
 
 
 class C2TStandaloneWorker(C2TWorkerMixin, StandaloneWorkerV2):
     """Worker of STANDALONE."""
 
-    draft_worker_global = (compat.STANDALONE_WORKER, "StandaloneDraftWorker")
+    draft_worker_global = (standalone_worker_v2, "StandaloneDraftWorker")
     draft_worker_class = C2TStandaloneDraftWorker
 
 

@@ -74,6 +74,7 @@ def test_without_the_flag_nothing_is_published() -> None:
         (["--c2t-policy", "nonsense"], "unknown c2t policy 'nonsense'; known: c2t, fixed"),
         (["--c2t-classifier", "/absent.safetensors"], "cannot read its card absent.json"),
         (["--c2t-config", "/absent.json"], "cannot read c2t config file /absent.json"),
+        (["--c2t-record", "/proc/absent"], "cannot write c2t recordings to /proc/absent"),
         (["--c2t-verify", "packed"], "argument --c2t-verify: invalid choice: 'packed'"),
     ],
 )

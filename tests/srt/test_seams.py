@@ -34,6 +34,12 @@ def test_a_missing_parameter_or_field_is_a_defect() -> None:
     assert result.defect() == "lacks the fields ['y']"
 
 
+def test_a_server_argument_that_is_gone_is_an_error_not_off() -> None:
+    """A refusal that reads a renamed argument must not let the combination through."""
+    with pytest.raises(compat.SeamError, match="has no server argument enable_lora"):
+        compat.argument(object(), "enable_lora")
+
+
 def test_a_broken_seam_is_refused_in_a_sentence_that_names_it(monkeypatch) -> None:
     import sglang.srt.speculative.eagle_worker_common as common
 
