@@ -41,13 +41,6 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plain_server(logs: Path) -> Iterator[Server]:
-    """No speculation: the oracle of every comparison."""
-    with running(Launch("plain"), logs) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
 def expected(logs: Path) -> list[tuple[int, ...]]:
     """Greedy outputs of BODIES without speculation, one request at a time."""
     with running(Launch("reference"), logs) as server:
