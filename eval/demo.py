@@ -48,11 +48,12 @@ class Row:
     outputs: list[tuple[int, ...]]
 
 
-def methods(algorithm: str, num_steps: int, fixed: Sequence[int]) -> list[Launch]:
-    """What is compared, the baseline first; ``fixed`` are the plain chain lengths."""
-    chains = [Launch(f"fixed {n}", speculative_flags(algorithm, num_steps=n)) for n in fixed]
-    gated = Launch("c2t", (*speculative_flags(algorithm, num_steps=num_steps), "--c2t"))
-    return [Launch("no speculation"), *chains, gated]
+def methods(args: argparse.Namespace) -> list[Launch]:
+    """What is compared, the baseline first: plain chains, then ``--c2t`` with each policy."""
+    chains = [Launch(f"fixed {n}", speculative_flags(args.algorithm, n)) for n in args.fixed]
+    longest = speculative_flags(args.algorithm, args.num_steps)
+    gated = [Launch(name, (*longest, "--c2t", "--c2t-policy", name)) for name in args.policies]
+    return [Launch("no speculation"), *chains, *gated]
 
 
 def measure(
@@ -180,6 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--fixed", type=int, nargs="+", default=[3, 5], help="chain lengths to compare with"
     )
+    parser.add_argument("--policies", nargs="+", default=["c2t"], help="gates to compare")
     parser.add_argument("--num-prompts", type=int, default=96)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 64])
@@ -192,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = demo_mix(args.num_prompts)
     rows: list[Row] = []
     with Progress(console=console) as progress:
-        for launch in methods(args.algorithm, args.num_steps, args.fixed):
+        for launch in methods(args):
             starting = progress.add_task(f"{launch.name}: starting the server", total=None)
             with running(launch, args.out) as server:
                 progress.update(starting, total=1, completed=1)

@@ -29,7 +29,7 @@ FLUSH_SECONDS = 5.0  # an idle server has written its last rows by then
 def record(algorithm: str, directory: Path, args: argparse.Namespace, progress: Progress) -> None:
     """Serve the classifier's prompts with full drafts and record every token."""
     flags = (
-        *speculative_flags(algorithm, num_steps=args.num_steps),
+        *speculative_flags(algorithm, args.num_steps),
         "--c2t", "--c2t-policy", "fixed", "--c2t-record", str(directory),
     )  # fmt: skip
     bodies = [greedy(p.text, args.max_new_tokens) for p in classifier_mix(args.num_prompts)]

@@ -60,7 +60,7 @@ class Launch:
         ]  # fmt: skip
 
 
-def speculative_flags(algorithm: str, *, num_steps: int = 5) -> tuple[str, ...]:
+def speculative_flags(algorithm: str, num_steps: int = 5) -> tuple[str, ...]:
     """Chain drafting of ``num_steps`` tokens with the demo draft of ``algorithm``."""
     return (
         "--speculative-algorithm", algorithm,

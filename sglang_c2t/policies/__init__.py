@@ -10,6 +10,9 @@ from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.policies.base import ChainPolicy, DraftLayer
 from sglang_c2t.policies.c2t import C2T
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.dymax import DyMax
+from sglang_c2t.policies.entropy import Entropy
 from sglang_c2t.policies.fixed import Fixed
 
 __all__ = ["POLICIES", "ChainPolicy", "DraftLayer", "build_policy"]
@@ -19,13 +22,18 @@ def _c2t(config: C2TConfig, **options: Any) -> ChainPolicy:
     return C2T(classifier=load_classifier(config.classifier), **options)
 
 
-def _fixed(config: C2TConfig, **options: Any) -> ChainPolicy:
-    return Fixed(**options)
+def _plain(cls: Callable[..., ChainPolicy]) -> Callable[..., ChainPolicy]:
+    """A policy that needs nothing but its own options."""
+    return lambda config, **options: cls(**options)
 
 
+#: Name after ``--c2t-policy`` -> how to build it from the configuration and its options.
 POLICIES: dict[str, Callable[..., ChainPolicy]] = {
     "c2t": _c2t,
-    "fixed": _fixed,
+    "dyjoint": _plain(DyJoint),
+    "dymax": _plain(DyMax),
+    "entropy": _plain(Entropy),
+    "fixed": _plain(Fixed),
 }
 
 
@@ -61,4 +69,4 @@ def _factory(name: str) -> Callable[..., ChainPolicy]:
         cls = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"cannot load c2t policy {name!r}: {error}") from error
-    return lambda config, **options: cls(**options)
+    return _plain(cls)

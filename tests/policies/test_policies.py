@@ -30,6 +30,35 @@ def test_fixed_without_a_length_keeps_everything() -> None:
     assert policy.keep(layer(99, [1e-9], [7.0])).tolist() == [True]
 
 
+def rule_layer() -> DraftLayer:
+    """Three tokens whose own probability, joint probability and entropy all differ."""
+    return DraftLayer(
+        depth=2,
+        prob=torch.tensor([0.9, 0.2, 0.3]),
+        joint=torch.tensor([0.07, 0.08, 0.3]),
+        entropy=torch.tensor([1.0, 0.5, 1.5]),
+        alive=torch.ones(3, dtype=torch.bool),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (C2TConfig(policy="dymax"), [True, False, True]),  # own probability >= 0.3
+        (C2TConfig(policy="dymax", beta=0.5), [True, False, False]),
+        (C2TConfig(policy="dyjoint"), [False, True, True]),  # joint probability >= 0.08
+        (C2TConfig(policy="dyjoint", beta=0.2), [False, False, True]),
+        (C2TConfig(policy="entropy"), [True, True, False]),  # entropy <= 1 nat
+        (C2TConfig(policy="entropy", policy_options={"max_entropy": 0.5}), [False, True, False]),
+    ],
+)
+def test_a_threshold_rule_reads_its_own_feature_and_no_other(
+    config: C2TConfig, kept: list[bool]
+) -> None:
+    """Defaults are the papers'; a token exactly at the threshold stays."""
+    assert build_policy(config).keep(rule_layer()).tolist() == kept
+
+
 def test_c2t_keeps_tokens_whose_confidence_reaches_beta() -> None:
     """Keep = sigmoid(w2 relu(W1 x + b1) + b2) >= beta, computed here by hand."""
     policy = build_policy(C2TConfig(policy="c2t", beta=0.6))
@@ -52,12 +81,17 @@ def test_the_default_classifier_trusts_a_sure_token_more_than_an_unlikely_one() 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (C2TConfig(policy="nonsense"), "unknown c2t policy 'nonsense'; known: c2t, fixed"),
+        (
+            C2TConfig(policy="nonsense"),
+            "unknown c2t policy 'nonsense'; known: c2t, dyjoint, dymax, entropy, fixed",
+        ),
         (C2TConfig(policy="no_such_module:Rule"), "cannot load c2t policy"),
         (C2TConfig(policy="fixed", beta=0.5), "policy fixed does not take these options"),
         (C2TConfig(policy="c2t", policy_options={"depth": 2}), "does not take these options"),
         (C2TConfig(policy="fixed", policy_options={"length": -1}), "whole number >= 0, got -1"),
         (C2TConfig(policy="fixed", policy_options={"length": 1.5}), "whole number >= 0, got 1.5"),
+        (C2TConfig(policy="entropy", beta=0.5), "policy entropy does not take these options"),
+        (C2TConfig(policy="entropy", policy_options={"max_entropy": -1}), "nats >= 0, got -1"),
         (C2TConfig(classifier="absent.safetensors"), "cannot read its card absent.json"),
     ],
 )

@@ -1,0 +1,28 @@
+"""DyJoint: stop when the whole chain so far has become unlikely.
+
+keep = P_i >= threshold, P_i = prod_{j <= i} p_j. The second early-exit baseline of C2T's
+chain experiments (arXiv:2502.13652, Table 7), threshold 0.08 there; the confidence EAGLE-2
+ranks tree nodes by (arXiv:2406.16858), used as a stopping rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from sglang_c2t.policies.base import DraftLayer
+
+
+@dataclass(frozen=True)
+class DyJoint:
+    """Threshold on the joint draft probability."""
+
+    beta: float = 0.08
+    name: ClassVar[str] = "dyjoint"
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def keep(self, layer: DraftLayer) -> Tensor:
+        """[B] bool: the joint probability reaches the threshold."""
+        return layer.joint >= self.beta

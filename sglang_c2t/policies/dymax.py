@@ -1,0 +1,28 @@
+"""DyMax: stop when the draft is unsure of the token itself.
+
+keep = p_i >= threshold, with p_i the draft's probability of its most likely token, which
+is the one it drafts. The early-exit baseline of C2T's chain experiments
+(arXiv:2502.13652, Table 7), threshold 0.3 there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from sglang_c2t.policies.base import DraftLayer
+
+
+@dataclass(frozen=True)
+class DyMax:
+    """Threshold on the token's own draft probability."""
+
+    beta: float = 0.3
+    name: ClassVar[str] = "dymax"
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def keep(self, layer: DraftLayer) -> Tensor:
+        """[B] bool: the token's own probability reaches the threshold."""
+        return layer.prob >= self.beta

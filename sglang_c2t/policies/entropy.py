@@ -1,0 +1,40 @@
+"""Entropy stop: end the draft where the draft model's distribution is too flat.
+
+keep = H_i <= max_entropy, H_i in nats over the draft's vocabulary. The "return early if
+entropy > 1" variant of the entropy-shaped speculation paper (its Figure 4a); its tree
+shapes are a different rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from sglang_c2t.config import ConfigError
+from sglang_c2t.policies.base import DraftLayer
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """Threshold on the entropy the token was drawn from."""
+
+    max_entropy: float = 1.0  # nats
+    name: ClassVar[str] = "entropy"
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Reject what is no entropy."""
+        number = isinstance(self.max_entropy, (int, float)) and not isinstance(
+            self.max_entropy, bool
+        )
+        if not number or not self.max_entropy >= 0:
+            raise ConfigError(
+                f"policy entropy: max_entropy must be a number of nats >= 0, "
+                f"got {self.max_entropy!r}"
+            )
+
+    def keep(self, layer: DraftLayer) -> Tensor:
+        """[B] bool: the entropy does not exceed the threshold."""
+        return layer.entropy <= self.max_entropy
