@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-setup: $(STAMP)  ## Make .venv with SGLang, torch and this package (about 10 GB)
+setup: $(STAMP)  ## Make .venv with SGLang, torch and this package (about 11 GB)
 
 # The lock pins what was tested. Bytecode is compiled here because a server starts three
 # Python processes, and each would compile SGLang again where .pyc files are not written.

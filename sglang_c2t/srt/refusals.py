@@ -79,7 +79,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda cfg: cfg.device != "cpu" and compat.decode_graphs_enabled(cfg),
-        "--c2t does not run inside CUDA graphs yet: add --disable-cuda-graph",
+        "--c2t does not run inside CUDA graphs yet: add --cuda-graph-backend-decode disabled",
     ),
     Refusal(
         lambda cfg: cfg.device not in ("cpu", "cuda"),

@@ -121,6 +121,31 @@ def test_an_unsupported_combination_is_refused_by_name(capsys, flags: list[str],
     assert said in refusal(capsys, *flags, "--c2t")
 
 
+class OnCuda:
+    """Resolved arguments of this machine, said to be those of a GPU."""
+
+    def __init__(self, resolved: object) -> None:
+        self._resolved = resolved
+        self.device = "cuda"
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._resolved, name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "served"), [([], False), (["--cuda-graph-backend-decode", "disabled"], True)]
+)
+def test_cuda_graphs_are_refused_until_they_are_switched_off(
+    flags: list[str], served: bool
+) -> None:
+    """The sentence names the flag that helps, and the flag helps."""
+    from sglang_c2t.srt import compat, refusals
+
+    found = refusals.refusals(OnCuda(compat.resolved(launch(*EAGLE3, *flags))))
+    assert len(found) == (0 if served else 1), found
+    assert served or "add --cuda-graph-backend-decode disabled" in found[0]
+
+
 def test_engine_users_get_an_exception_instead_of_an_exit(monkeypatch) -> None:
     """Switched on by the environment, a refusal must not end the caller's process."""
     from sglang_c2t.srt import args
