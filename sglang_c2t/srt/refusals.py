@@ -63,10 +63,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "must not depend on the token; drop one of them",
     ),
     Refusal(_set("enable_multi_layer_eagle"), "--c2t does not serve --enable-multi-layer-eagle"),
-    Refusal(_set("enable_dp_attention"), "--c2t does not serve --enable-dp-attention"),
+    Refusal(
+        # SGLang turns the deprecated flag into the size before this step.
+        lambda cfg: compat.argument(cfg, "attn_dp_size") > 1 or _set("enable_dp_attention")(cfg),
+        "--c2t does not serve DP attention: drop --attn-dp-size or --enable-dp-attention",
+    ),
     Refusal(_set("enable_two_batch_overlap"), "--c2t does not serve --enable-two-batch-overlap"),
     Refusal(_set("enable_pdmux"), "--c2t does not serve --enable-pdmux"),
-    Refusal(_set("enable_lora"), "--c2t does not serve LoRA: drop --enable-lora"),
+    Refusal(
+        # SGLang lets --lora-paths switch LoRA on, but only after this step.
+        lambda cfg: _set("enable_lora")(cfg) or _set("lora_paths")(cfg),
+        "--c2t does not serve LoRA: drop --enable-lora and --lora-paths",
+    ),
     Refusal(
         _set("enable_return_routed_experts"), "--c2t does not serve --enable-return-routed-experts"
     ),

@@ -111,6 +111,11 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
         ),
         ([*EAGLE3, "--speculative-adaptive"], "--speculative-adaptive both set the draft length"),
         ([*EAGLE3, "--enable-lora"], "drop --enable-lora"),
+        ([*EAGLE3, "--lora-paths", "adapter=/absent"], "drop --enable-lora and --lora-paths"),
+        (
+            [*EAGLE3, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+            "does not serve DP attention",
+        ),
         (
             [*EAGLE3, "--c2t-verify", "ragged", "--attention-backend", "torch_native"],
             "needs an attention backend that reads packed rows (intel_amx)",
