@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from eval.load import LoadResult, greedy, run_load
+from eval.load import LoadResult, differing, greedy, run_load
 from eval.prompts import Prompt, demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
 from sglang_c2t import __version__
@@ -94,7 +94,7 @@ def summarise(method: str, concurrency: int, result: LoadResult, work: Counter[s
         draft_length=totals.draft_length,
         target_rows=work["target_decode_rows"] + work["verify_rows"],
         draft_forwards=work["draft_forwards"],
-        outputs=[answer.output_ids for answer in result.answers],
+        outputs=result.outputs,
     )
 
 
@@ -103,11 +103,7 @@ def mismatches(rows: Sequence[Row]) -> list[str]:
     reference = rows[0].outputs
     found = []
     for row in rows[1:]:
-        wrong = [
-            i
-            for i, pair in enumerate(zip(reference, row.outputs, strict=True))
-            if pair[0] != pair[1]
-        ]
+        wrong = differing(reference, row.outputs)
         if wrong:
             found.append(
                 f"{row.method} at concurrency {row.concurrency}: {len(wrong)} of "

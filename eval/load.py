@@ -32,9 +32,19 @@ class LoadResult:
     seconds: float
 
     @property
+    def outputs(self) -> list[tuple[int, ...]]:
+        """Generated token ids in the order of the requests."""
+        return [answer.output_ids for answer in self.answers]
+
+    @property
     def output_tokens(self) -> int:
         """Tokens generated over all requests."""
         return sum(len(answer.output_ids) for answer in self.answers)
+
+
+def differing(got: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> list[int]:
+    """Numbers of the requests whose outputs differ; ValueError when one list is shorter."""
+    return [i for i, pair in enumerate(zip(got, expected, strict=True)) if pair[0] != pair[1]]
 
 
 def greedy(text: str, max_new_tokens: int) -> dict[str, Any]:

@@ -143,14 +143,12 @@ def _environment(launch: Launch) -> dict[str, str]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server's process group: first politely, then for sure."""
+    """End the server's process group: first politely, then for sure, children included."""
     for sig in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sig)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=STOP_SECONDS)
-            if sig is signal.SIGKILL:
-                return
 
 
 def free_port() -> int:

@@ -44,17 +44,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(logs: Path) -> list[tuple[int, ...]]:
     """Greedy outputs of BODIES without speculation, one request at a time."""
     with running(Launch("reference"), logs) as server:
-        return outputs(run_load(server.url, BODIES, concurrency=1))
-
-
-def outputs(result: LoadResult) -> list[tuple[int, ...]]:
-    """Generated token ids in the order of the requests."""
-    return [answer.output_ids for answer in result.answers]
-
-
-def differing(got: list[tuple[int, ...]], expected: list[tuple[int, ...]]) -> list[int]:
-    """Numbers of the requests whose outputs differ."""
-    return [i for i, pair in enumerate(zip(got, expected, strict=True)) if pair[0] != pair[1]]
+        return run_load(server.url, BODIES, concurrency=1).outputs
 
 
 @dataclass(frozen=True)

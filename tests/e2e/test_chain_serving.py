@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import requests
 
-from eval.load import greedy, run_load
+from eval.load import differing, greedy, run_load
 from eval.prompts import demo_mix
 from tests.e2e.conftest import (
     BODIES,
     CONCURRENCY,
     GatedServer,
-    differing,
-    outputs,
     verified_rows_reported,
 )
 from tests.e2e.server_policies import MODES
@@ -28,7 +26,7 @@ def test_greedy_outputs_equal_those_without_speculation(
 ) -> None:
     """For the classifier, full drafts, no drafts and random lengths per request and step."""
     result = gated.run(mode)
-    assert differing(outputs(result), expected) == []
+    assert differing(result.outputs, expected) == []
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -91,7 +89,7 @@ def test_aborted_requests_leave_the_others_untouched(
     finally:
         stop.set()
         victims.join(timeout=60)
-    assert differing(outputs(result), expected) == []
+    assert differing(result.outputs, expected) == []
 
 
 def _abort_in_a_loop(url: str, stop: threading.Event) -> None:

@@ -14,10 +14,10 @@ import torch
 from scipy import stats
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.load import run_load
+from eval.load import differing, run_load
 from eval.prompts import demo_mix
 from eval.server import Launch, running, speculative_flags
-from tests.e2e.conftest import REPOSITORY, GatedServer, differing, outputs, switchable_flags
+from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags
 
 VOCAB = 8
 PROMPT = [3, 1, 4, 1, 5]
@@ -147,7 +147,7 @@ def test_a_seed_gives_the_same_tokens_with_and_without_speculation(
     """
     expected = seeded.expected[top_p]
     for mode in ("full", "c2t", "random"):
-        got = outputs(seeded.gated.run(mode, seeded_bodies(top_p), 8))
+        got = seeded.gated.run(mode, seeded_bodies(top_p), 8).outputs
         assert differing(got, expected) == [], mode
 
 
@@ -182,8 +182,8 @@ def seeded(logs: Path) -> Iterator[SeededServers]:
     expected = {}
     with running(Launch("seeded-plain", deterministic), logs) as server:
         for top_p in (1.0, 0.9):
-            expected[top_p] = outputs(run_load(server.url, seeded_bodies(top_p), concurrency=8))
-            again = outputs(run_load(server.url, seeded_bodies(top_p), concurrency=3))
+            expected[top_p] = run_load(server.url, seeded_bodies(top_p), concurrency=8).outputs
+            again = run_load(server.url, seeded_bodies(top_p), concurrency=3).outputs
             assert differing(again, expected[top_p]) == [], "the oracle depends on the batch"
     control = logs / "gate-seeded"
     flags = (*speculative_flags("STANDALONE"), *deterministic, *switchable_flags(control, logs))

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval.load import greedy, run_load
+from eval.load import differing, greedy, run_load
 from eval.prompts import demo_mix
 from eval.server import TARGET, Launch, Server, running, speculative_flags
-from tests.e2e.conftest import BODIES, REPOSITORY, GatedServer, differing, outputs, switchable_flags
+from tests.e2e.conftest import BODIES, REPOSITORY, GatedServer, switchable_flags
 
 PYTHONPATH = {"PYTHONPATH": str(REPOSITORY)}
 
@@ -32,12 +32,12 @@ def test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_without_specula
     # SGLang binds CPU ranks to NUMA nodes unless told otherwise; a laptop has one.
     bind = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with running(Launch("tp2-plain", ("--tp-size", "2"), env=bind), logs) as server:
-        expected = outputs(run_load(server.url, BODIES, concurrency=4))
+        expected = run_load(server.url, BODIES, concurrency=4).outputs
     launch, control = gated_launch("tp2", logs, "--tp-size", "2", env=bind)
     with running(launch, logs) as server:
         gated = GatedServer(server, "EAGLE3", control)
         for mode in ("c2t", "random"):
-            assert differing(outputs(gated.run(mode)), expected) == [], mode
+            assert differing(gated.run(mode).outputs, expected) == [], mode
 
 
 def test_retracted_requests_give_the_same_outputs_and_leak_nothing(
@@ -50,7 +50,7 @@ def test_retracted_requests_give_the_same_outputs_and_leak_nothing(
         gated = GatedServer(server, "EAGLE3", control)
         result = gated.run("random")
         assert sum(answer.meta_info["num_retractions"] for answer in result.answers) > 0
-        assert differing(outputs(result), expected) == []
+        assert differing(result.outputs, expected) == []
         _assert_idle_and_healthy(server)
 
 
@@ -64,7 +64,7 @@ def test_static_truncation_gives_the_same_outputs_at_full_width(
         before = server.c2t_state()["counters"]
         result = gated.run("random")
         after = server.c2t_state()["counters"]
-        assert differing(outputs(result), expected) == []
+        assert differing(result.outputs, expected) == []
         verified = sum(a.meta_info.get("spec_verify_ct", 0) for a in result.answers)
         assert after["verify_rows"] - before["verify_rows"] == 6 * verified
 
