@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Any
 CONFIG_ENV = "SGLANG_C2T_CONFIG"
 
 VERIFY_MODES = ("auto", "ragged", "static")
+RECORD_ROOTS = ("visited", "every")
 
 
 class ConfigError(ValueError):
@@ -50,7 +52,22 @@ class C2TConfig:
     ``auto``: ragged where the attention backend can, else static with one log line."""
 
     record: str | None = None
-    """Directory for features and accept labels of every drafted token; ``None``: off."""
+    """Directory for features and accept labels of drafted tokens; ``None``: off."""
+
+    record_share: float = 0.01
+    """Share of steps that are recorded, in (0, 1]. They verify full drafts, whatever the
+    policy says, so that labels are not censored."""
+
+    record_limit_mb: float = 1024.0
+    """Recording stops, serving goes on, once the directory holds this many megabytes."""
+
+    record_roots: str = "visited"
+    """``visited``: drafts that serving makes anyway. ``every``: take one token per step and
+    record the draft behind each, for exact replay and for more data from few prompts. Slow;
+    records greedy requests without grammar only."""
+
+    record_extra: tuple[str, ...] = ()
+    """Further measurements to record, e.g. ``hidden`` or ``topk_prob`` (``mcsd``)."""
 
     policy_options: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the policy, e.g. ``{"length": 3}`` for ``fixed``."""
@@ -69,6 +86,27 @@ class C2TConfig:
             raise ConfigError(f"c2t beta must be a number in (0, 1), got {self.beta!r}")
         if self.record is not None and (not isinstance(self.record, str) or not self.record):
             raise ConfigError(f"c2t record must be a directory, got {self.record!r}")
+        if not (_is_number(self.record_share) and 0.0 < self.record_share <= 1.0):
+            raise ConfigError(
+                f"c2t record_share must be a number in (0, 1], got {self.record_share!r}"
+            )
+        if not (_is_number(self.record_limit_mb) and 0 < self.record_limit_mb < math.inf):
+            raise ConfigError(
+                f"c2t record_limit_mb must be a number of megabytes > 0, "
+                f"got {self.record_limit_mb!r}"
+            )
+        if self.record_roots not in RECORD_ROOTS:
+            raise ConfigError(
+                f"c2t record_roots must be one of {', '.join(RECORD_ROOTS)}, "
+                f"got {self.record_roots!r}"
+            )
+        if not isinstance(self.record_extra, (list, tuple)) or not all(
+            isinstance(name, str) for name in self.record_extra
+        ):
+            raise ConfigError(
+                f"c2t record_extra must be a list of measurements, got {self.record_extra!r}"
+            )
+        object.__setattr__(self, "record_extra", tuple(self.record_extra))  # JSON has lists
         if not isinstance(self.policy_options, Mapping):
             raise ConfigError(
                 f"c2t policy_options must be an object of options, got {self.policy_options!r}"

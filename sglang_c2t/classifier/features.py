@@ -1,43 +1,59 @@
-"""The classifier's three inputs, and the contract that says how they were measured.
+"""Which numbers a classifier reads, in which order, and how they were measured.
 
-P  joint draft probability of the token, product of q along its path (eq. 1)
-H  entropy in nats of the distribution the token was drawn from (eq. 2, or eq. 3 when
-   cut to the 1000 largest probabilities)
+P  joint draft probability of the token, product of q along its path (C2T, eq. 6)
+H  entropy in nats of the distribution the token was drawn from (eq. 7; over the whole
+   vocabulary, or cut to the M largest probabilities)
 d  depth, 1 for the first drafted token
 
 Equations: C2T, arXiv:2502.13652. Pure torch; knows nothing of SGLang.
 
-Legend: B requests, V draft vocabulary, F features.
+Legend: B tokens, F features.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_c2t.config import ConfigError
+from sglang_c2t.draft_layer import DraftLayer, known_measurement
 
-PAPER_ENTROPY_TOPK = 1000
+#: Smaller joint probabilities count as this one, so that the logarithm stays finite.
+MIN_PROB = 1e-9
+
+#: Features computed from others; every other name is a measurement of that name.
+DERIVED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "log_joint": ("joint", lambda joint: joint.clamp(min=MIN_PROB).log()),
+    "log_prob": ("prob", lambda prob: prob.clamp(min=MIN_PROB).log()),
+    "logit_prob": ("prob", lambda prob: prob.logit(eps=1e-6)),
+}
+
+_ALWAYS = ("joint", "prob", "entropy", "depth")
 
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """How the numbers fed to a classifier were computed. Serving must match training.
+    """The inputs of a classifier. Serving must match training.
 
     Written into every classifier card and every recording; loading a file whose spec
-    differs from one this version can compute is an error.
+    this version cannot compute is an error.
     """
 
     names: tuple[str, ...] = ("joint", "entropy", "depth")
-    entropy: str = "full"  # over the draft's whole vocabulary, or "top1000"
     entropy_unit: str = "nat"
-    joint: str = "raw"  # probability itself, not its logarithm
     depth_of_first_token: int = 1
     temperature: float = 1.0  # of the draft softmax
     distribution: str = "draft"  # over the draft's own output vocabulary
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Measurements beyond what every layer carries."""
+        sources = {DERIVED[name][0] if name in DERIVED else name for name in self.names}
+        return frozenset(sources - set(_ALWAYS))
 
     def to_card(self) -> dict[str, Any]:
         """The spec as it stands in JSON."""
@@ -45,50 +61,61 @@ class FeatureSpec:
 
     @classmethod
     def from_card(cls, card: dict[str, Any], *, source: str) -> FeatureSpec:
-        """Read a spec back, refusing keys and values that this version does not know."""
+        """Read a spec back, refusing whatever this version cannot compute."""
         if not isinstance(card, dict):
             raise ConfigError(f"{source}: 'features' must be an object, got {card!r}")
         known = set(cls.__dataclass_fields__)
-        if set(card) != known:
+        if set(card) != known or not isinstance(card["names"], list):
             raise ConfigError(
                 f"{source}: feature fields {sorted(card)} differ from {sorted(known)}; "
-                "the file was written by another version, train it again"
+                "the file was written by another version, make it again"
             )
-        return cls(**{**card, "names": tuple(card["names"])})
+        spec = cls(**{**card, "names": tuple(card["names"])})
+        spec.check(source=source)
+        return spec
+
+    def check(self, *, source: str) -> None:
+        """Raise :class:`ConfigError` for names or conventions this version does not know."""
+        if not self.names:
+            raise ConfigError(f"{source} names no features")
+        computed = (*_ALWAYS, *DERIVED)
+        strange = [n for n in self.names if n not in computed]
+        strange = [str(n) for n in strange if not (isinstance(n, str) and known_measurement(n))]
+        if strange:
+            raise ConfigError(f"{source}: unknown features {', '.join(strange)}")
+        if replace(self, names=CONVENTIONS.names) != CONVENTIONS:
+            mine, theirs = CONVENTIONS.to_card(), self.to_card()
+            differing = ", ".join(
+                f"{key} {theirs[key]!r} (here: {mine[key]!r})"
+                for key in mine
+                if key != "names" and mine[key] != theirs[key]
+            )
+            raise ConfigError(
+                f"{source} was measured otherwise than this version measures: {differing}; "
+                "record and train again"
+            )
 
 
-#: The only features this version measures.
-SERVED = FeatureSpec()
+#: How this version measures.
+CONVENTIONS = FeatureSpec()
 
 
-class TokenStats(NamedTuple):
-    """What one draft distribution says about its argmax token."""
+def feature_matrix(names: tuple[str, ...], layer: DraftLayer) -> Tensor:
+    """[B, F] float32 in the order of ``names``; a wide feature takes several columns.
 
-    prob: Tensor  # [B] float32, probability of the argmax token
-    entropy: Tensor  # [B] float32, nats
-
-
-def token_stats(logits: Tensor, *, entropy_topk: int | None = None) -> TokenStats:
-    """Probability of the argmax token and entropy of each row.
-
-    ``logits`` is [B, V], any float type; -inf entries have probability zero.
-    ``entropy_topk`` cuts the entropy to that many largest probabilities (eq. 3; the
-    probabilities are not renormalised), ``None`` uses all.
-
-    For logits [0, 0]: prob 0.5, entropy ln 2.
+    Names ("joint", "depth"), joint [0.25], depth 3 -> [[0.25, 3.0]].
     """
-    log_probs = torch.log_softmax(logits.float(), dim=-1)  # [B, V]
-    prob = log_probs.amax(dim=-1).exp()
-    if entropy_topk is not None and entropy_topk < log_probs.shape[-1]:
-        log_probs = log_probs.topk(entropy_topk, dim=-1).values
-    probs = log_probs.exp()
-    # 0 * -inf would be nan; such a token adds nothing to the entropy.
-    terms = torch.where(probs > 0, probs * log_probs, torch.zeros_like(probs))
-    return TokenStats(prob=prob, entropy=-terms.sum(dim=-1))
+    columns = [_column(name, layer).float() for name in names]
+    return torch.cat([c if c.dim() == 2 else c[:, None] for c in columns], dim=-1)
 
 
-def feature_matrix(joint: Tensor, entropy: Tensor, depth: int | Tensor) -> Tensor:
-    """[B, 3] float32 in the order of ``FeatureSpec.names``."""
-    if not isinstance(depth, Tensor):
-        depth = torch.full_like(joint, float(depth))
-    return torch.stack((joint.float(), entropy.float(), depth.float()), dim=-1)
+def _column(name: str, layer: DraftLayer) -> Tensor:
+    if name in DERIVED:
+        source, compute = DERIVED[name]
+        return compute(_column(source, layer))
+    if name == "depth":
+        depth = layer.depth
+        return depth if isinstance(depth, Tensor) else torch.full_like(layer.prob, float(depth))
+    if name in _ALWAYS:
+        return getattr(layer, name)
+    return layer.measured[name]

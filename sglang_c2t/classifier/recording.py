@@ -1,24 +1,43 @@
-"""Recorded drafts on disk: features of every drafted token and whether it was accepted.
+"""Recorded drafts on disk: every drafted token's features and whether it was accepted.
 
-A recording is a directory of numbered ``safetensors`` shards. One row is one drafted
-token; a token behind the first rejection counts as rejected, because the target never
-gets to it. Columns, all of length n:
+A recording is a directory of numbered ``safetensors`` shards. A shard holds two tables.
+One row of the *draft* table is one verification of one request:
 
-    joint    float32  P, product of the draft probabilities up to this token
-    entropy  float32  H, nats
-    prob     float32  the token's own draft probability
-    depth    uint8    1 for the first drafted token
-    accept   uint8    1 if the target accepted it
-    request  int64    a number per request, the same for all its rows
+    draft.request    int32    index into the shard's list of request ids
+    draft.prompt     int64    checksum of the prompt's token ids; splits go by it
+    draft.position   int32    tokens before the root, prompt included
 
-The shard's metadata carries the :class:`FeatureSpec` and the draft's name, and reading
-refuses to mix different ones.
+One row of the *node* table is one drafted token. Drafts follow each other, parents come
+before children, so a chain of D tokens is D rows with parents -1, 0, 1, ...:
+
+    draft                int32    row of the draft table
+    parent               int16    index of the parent among the draft's nodes, -1 for the root
+    rank                 uint8    place among the parent's candidates, 0 the most likely
+    depth                uint8    1 for children of the root
+    prob                 float32  the token's own draft probability
+    joint                float32  P, product of ``prob`` along the path
+    entropy              float32  H in nats, whole vocabulary
+    entropy_top1000      float32  H over the 1000 largest probabilities, the paper's
+    margin               float32  log q of the best token less that of the second best
+    accept               uint8    1 if the target accepts the token; 0 behind a rejection
+
+and, when asked for, any other measurement of ``draft_layer`` by its name (``hidden``,
+``topk_prob`` as float16). A shard's metadata carries the format's version, how things
+were measured (:class:`FeatureSpec`), the models (``origin``), the request ids, and
+``roots``:
+
+    visited     roots the server really verified from, whole drafts
+    every       one root per generated token: such a recording replays any policy exactly
+
+Reading refuses to mix formats, measures, kinds of roots, or two draft models.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +46,102 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sglang_c2t.classifier.features import SERVED, FeatureSpec
+from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
 from sglang_c2t.config import ConfigError
+from sglang_c2t.draft_layer import HISTORY, DraftLayer
 
-COLUMNS = {
+FORMAT = "c2t-recording"
+VERSION = 2
+
+DRAFT_COLUMNS = {
+    "request": torch.int32,
+    "prompt": torch.int64,
+    "position": torch.int32,
+}
+NODE_COLUMNS = {
+    "draft": torch.int32,
+    "parent": torch.int16,
+    "rank": torch.uint8,
+    "depth": torch.uint8,
+    "prob": torch.float32,
     "joint": torch.float32,
     "entropy": torch.float32,
-    "prob": torch.float32,
-    "depth": torch.uint8,
+    "entropy_top1000": torch.float32,
+    "margin": torch.float32,
     "accept": torch.uint8,
-    "request": torch.int64,
 }
-SHARD_ROWS = 65_536
+#: Measured for every recorded node, beyond probability and entropy.
+MEASURED = frozenset({"entropy_top1000", "margin"})
+WIDE = {"topk_prob": torch.float16, "hidden": torch.float16}
+
+SHARD_NODES = 65_536
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Drafts and their nodes, in memory.
+
+    ``nodes["draft"]`` indexes the rows of ``drafts``; ``drafts["request"]`` indexes
+    ``requests``, ``drafts["origin"]`` indexes ``origins``.
+    """
+
+    nodes: dict[str, Tensor]
+    drafts: dict[str, Tensor]
+    requests: list[str]
+    origins: list[dict[str, Any]]
+    roots: str
+
+    @property
+    def num_nodes(self) -> int:
+        """Drafted tokens."""
+        return self.nodes["draft"].numel()
+
+    @property
+    def num_drafts(self) -> int:
+        """Verifications."""
+        return self.drafts["request"].numel()
+
+    def layer(self) -> DraftLayer:
+        """All nodes as one layer whose depth is a tensor: what a classifier reads."""
+        of_node = self.nodes["draft"].long()
+        extra = set(self.nodes) - set(NODE_COLUMNS) | MEASURED
+        measured = {name: self.nodes[name] for name in extra}
+        measured |= {name: self.drafts[name][of_node] for name in HISTORY & set(self.drafts)}
+        return DraftLayer(
+            depth=self.nodes["depth"].float(),
+            prob=self.nodes["prob"],
+            joint=self.nodes["joint"],
+            entropy=self.nodes["entropy"],
+            alive=torch.ones(self.num_nodes, dtype=torch.bool),
+            measured=measured,
+        )
+
+    def select(self, drafts: Tensor) -> Recording:
+        """Only the drafts where the [num_drafts] bool mask is set."""
+        new_index = drafts.long().cumsum(0) - 1
+        of_node = self.nodes["draft"].long()
+        nodes = {name: column[drafts[of_node]] for name, column in self.nodes.items()}
+        nodes["draft"] = new_index[nodes["draft"].long()].to(torch.int32)
+        kept = {name: column[drafts] for name, column in self.drafts.items()}
+        return replace(self, nodes=nodes, drafts=kept)
+
+    def groups(self) -> list[str]:
+        """Per request, the part of its id before the last slash: a task, where
+        ``sglang_c2t record`` made the ids; the whole id without one.
+        """
+        return [rid.rsplit("/", 1)[0] for rid in self.requests]
 
 
 class RecordingWriter:
-    """Collects rows in memory and writes a shard whenever ``shard_rows`` are together.
+    """Collects drafts in memory and writes a shard whenever ``shard_nodes`` are together.
 
-    ``origin`` names models and settings; it goes into each shard's metadata.
+    Args:
+        directory: Made if missing.
+        origin: Names models and settings; goes into each shard's metadata.
+        roots: ``"visited"`` or ``"every"``.
+        extra: Measurements recorded beyond ``NODE_COLUMNS``.
+        limit_bytes: Once the directory holds this much, :meth:`add` raises
+            :class:`RecordingFull`.
     """
 
     def __init__(
@@ -52,71 +149,168 @@ class RecordingWriter:
         directory: str | os.PathLike[str],
         *,
         origin: dict[str, Any],
-        shard_rows: int = SHARD_ROWS,
+        roots: str = "visited",
+        extra: Collection[str] = (),
+        limit_bytes: int | None = None,
+        shard_nodes: int = SHARD_NODES,
     ) -> None:
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
+        self._columns = NODE_COLUMNS | {name: WIDE.get(name, torch.float32) for name in extra}
         self._metadata = {
-            "format": "c2t-recording",
-            "features": json.dumps(SERVED.to_card(), sort_keys=True),
+            "format": FORMAT,
+            "version": str(VERSION),
+            "features": json.dumps(CONVENTIONS.to_card(), sort_keys=True),
             "origin": json.dumps(origin, sort_keys=True),
+            "roots": roots,
         }
-        self._shard_rows = shard_rows
-        self._rows: list[dict[str, Tensor]] = []
-        self._num_rows = 0
+        self._limit_bytes = limit_bytes
+        self._bytes = sum(path.stat().st_size for path in self._directory.glob("*.safetensors"))
+        self._shard_nodes = shard_nodes
         self._num_shards = 0
+        self.drafts_written = 0
+        """Drafts that have reached the disk."""
+        self._clear()
 
-    def add(self, rows: dict[str, Tensor]) -> None:
-        """Append rows; ``rows`` holds every column, 1-D and of one length."""
-        self._rows.append({name: rows[name].to(dtype) for name, dtype in COLUMNS.items()})
-        self._num_rows += rows["joint"].numel()
-        if self._num_rows >= self._shard_rows:
+    def add(self, nodes: dict[str, Tensor], drafts: dict[str, Tensor], requests: list[str]) -> None:
+        """Append drafts: ``drafts`` as documented but without ``request``, which
+        ``requests`` gives by id; ``nodes["draft"]`` counts from 0 within this call.
+        """
+        index = [self._requests.setdefault(rid, len(self._requests)) for rid in requests]
+        drafts = drafts | {"request": torch.tensor(index, dtype=torch.int32)}
+        nodes = nodes | {"draft": nodes["draft"] + self._num_drafts}
+        self._drafts.append({name: drafts[name].to(t) for name, t in DRAFT_COLUMNS.items()})
+        self._nodes.append({name: nodes[name].to(t) for name, t in self._columns.items()})
+        self._num_drafts += len(requests)
+        self._num_nodes += nodes["draft"].numel()
+        if self._num_nodes >= self._shard_nodes:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is in memory as one shard."""
-        if not self._num_rows:
+        """Write what is in memory as one shard; nothing half-written stays behind."""
+        if not self._num_nodes:
             return
-        columns = {name: torch.cat([r[name] for r in self._rows]) for name in COLUMNS}
-        # The process id keeps shards of two servers recording into one directory apart.
-        name = f"shard-{os.getpid()}-{self._num_shards:05d}.safetensors"
-        tmp = self._directory / f".{name}.tmp"
-        save_file(columns, tmp, metadata=self._metadata)
-        os.replace(tmp, self._directory / name)
-        self._num_shards += 1
-        self._rows, self._num_rows = [], 0
+        if self._limit_bytes is not None and self._bytes >= self._limit_bytes:
+            raise RecordingFull(
+                f"{self._directory} holds {self._bytes / 1e6:.0f} MB, the limit is "
+                f"{self._limit_bytes / 1e6:.0f} MB"
+            )
+        tensors = {name: torch.cat([n[name] for n in self._nodes]) for name in self._columns}
+        for name in DRAFT_COLUMNS:
+            tensors[f"draft.{name}"] = torch.cat([d[name] for d in self._drafts])
+        metadata = self._metadata | {"requests": json.dumps(list(self._requests))}
+        path = self._next_shard()
+        tmp = path.with_name(f".{path.name}.tmp")
+        try:
+            save_file(tensors, tmp, metadata=metadata)
+            tmp.chmod(0o644)  # safetensors makes files that only their owner can read
+            os.replace(tmp, path)
+        finally:
+            tmp.unlink(missing_ok=True)
+        self._bytes += path.stat().st_size
+        self.drafts_written += self._num_drafts
+        self._clear()
+
+    def _next_shard(self) -> Path:
+        """A name that is free. The process id keeps two servers apart that record into one
+        directory; in containers, it is often that of the server before.
+        """
+        while True:
+            path = self._directory / f"shard-{os.getpid()}-{self._num_shards:05d}.safetensors"
+            self._num_shards += 1
+            if not path.exists():
+                return path
+
+    def _clear(self) -> None:
+        self._nodes: list[dict[str, Tensor]] = []
+        self._drafts: list[dict[str, Tensor]] = []
+        self._requests: dict[str, int] = {}
+        self._num_nodes = self._num_drafts = 0
 
 
-def read_recording(
-    directory: str | os.PathLike[str],
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """All rows of a recording and the different origins of its shards.
+class RecordingFull(OSError):
+    """The recording has reached its limit on disk."""
 
-    Raises :class:`ConfigError` for a missing, corrupt or mixed recording.
+
+def read_recording(*directories: str | os.PathLike[str], mix_drafts: bool = False) -> Recording:
+    """All drafts of one or several recordings.
+
+    Raises :class:`ConfigError`, one line, for a missing, corrupt or mixed recording.
+    ``mix_drafts`` admits several draft models, for a classifier that is to serve them all.
     """
-    paths = sorted(Path(directory).glob("*.safetensors"))
-    if not paths:
-        raise ConfigError(f"no recording in {directory}: no *.safetensors shard found")
-    shards: list[dict[str, Tensor]] = []
+    paths: list[Path] = []
+    for directory in directories:
+        shards = sorted(Path(directory).glob("*.safetensors"))
+        if not shards:
+            raise ConfigError(f"no recording in {directory}: no *.safetensors shard found")
+        paths += shards
+    nodes: list[dict[str, Tensor]] = []
+    drafts: list[dict[str, Tensor]] = []
     origins: list[dict[str, Any]] = []
+    requests: dict[tuple[int, str], int] = {}
+    roots = ""
     for path in paths:
-        columns, metadata = _read_shard(path)
-        features = FeatureSpec.from_card(json.loads(metadata["features"]), source=str(path))
-        if features != SERVED:
-            raise ConfigError(f"{path} was recorded with other features than this version measures")
-        shards.append(columns)
-        origin = json.loads(metadata["origin"])
+        tensors, metadata = _read_shard(path)
+        if roots and metadata["roots"] != roots:
+            raise ConfigError(f"{path} holds roots of kind {metadata['roots']}, the others {roots}")
+        roots = metadata["roots"]
+        origin = metadata["origin"]
         if origin not in origins:
             origins.append(origin)
-    return {name: torch.cat([s[name] for s in shards]) for name in COLUMNS}, origins
+        if not mix_drafts and (other := _other_draft(origin, origins[0])):
+            raise ConfigError(
+                f"{path} was recorded with another draft model ({other}); a classifier is "
+                "trained for one: keep the recordings apart, or add --mix-drafts"
+            )
+        here = origins.index(origin)
+        rids = metadata["requests"]
+        index = torch.tensor([requests.setdefault((here, r), len(requests)) for r in rids])
+        draft = {name: tensors[f"draft.{name}"] for name in DRAFT_COLUMNS}
+        tensors = {name: t for name, t in tensors.items() if not name.startswith("draft.")}
+        draft["request"] = index[draft["request"].long()].to(torch.int32)
+        draft["origin"] = torch.full_like(draft["request"], here)
+        tensors["draft"] = tensors["draft"] + sum(d["request"].numel() for d in drafts)
+        nodes.append(tensors)
+        drafts.append(draft)
+    # Hidden states of two draft models may differ in width; what not all have is left out.
+    shapes = [{name: column.shape[1:] for name, column in shard.items()} for shard in nodes]
+    common = {
+        name for name, shape in shapes[0].items() if all(s.get(name) == shape for s in shapes)
+    }
+    return Recording(
+        nodes={name: torch.cat([shard[name] for shard in nodes]) for name in sorted(common)},
+        drafts={name: torch.cat([d[name] for d in drafts]) for name in drafts[0]},
+        requests=[rid for _, rid in requests],
+        origins=origins,
+        roots=roots,
+    )
 
 
-def _read_shard(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _other_draft(origin: dict[str, Any], first: dict[str, Any]) -> str | None:
+    """What differs, if the two were not drafted by the same model."""
+    keys = ("algorithm", "draft")
+    differing = [key for key in keys if origin.get(key) != first.get(key)]
+    return ", ".join(f"{key} {origin.get(key)}, not {first.get(key)}" for key in differing)
+
+
+def _read_shard(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Columns, and ``roots``, ``origin`` and ``requests`` of the metadata."""
+    required = {*NODE_COLUMNS, *(f"draft.{name}" for name in DRAFT_COLUMNS)}
     try:
         with safe_open(path, framework="pt") as shard:
             metadata = shard.metadata() or {}
-            if metadata.get("format") != "c2t-recording" or set(shard.keys()) != set(COLUMNS):
+            if metadata.get("format") != FORMAT:
                 raise ConfigError(f"{path} is not a c2t recording")
-            return {name: shard.get_tensor(name) for name in COLUMNS}, metadata
-    except (OSError, SafetensorError) as error:
+            if metadata.get("version") != str(VERSION):
+                raise ConfigError(
+                    f"{path} has recording format {metadata.get('version', '1')}, this version "
+                    f"reads {VERSION}; record again"
+                )
+            if missing := required - set(shard.keys()):
+                raise ConfigError(f"{path} lacks the columns {', '.join(sorted(missing))}")
+            tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 - not a dict
+        FeatureSpec.from_card(json.loads(metadata["features"]), source=str(path))
+        parsed = {name: json.loads(metadata[name]) for name in ("origin", "requests")}
+        return tensors, {**parsed, "roots": metadata["roots"]}
+    except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise ConfigError(f"cannot read recording shard {path}: {error}") from error

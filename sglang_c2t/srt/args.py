@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from sglang_c2t.config import VERIFY_MODES, ConfigError, publish, resolve
+from sglang_c2t.config import RECORD_ROOTS, VERIFY_MODES, ConfigError, publish, resolve
+from sglang_c2t.draft_layer import HISTORY, known_measurement
 from sglang_c2t.policies import POLICIES, build_policy
 from sglang_c2t.srt import compat
 
@@ -23,6 +24,8 @@ _FLAG_FIELDS = {
     "c2t_classifier": "classifier",
     "c2t_verify": "verify",
     "c2t_record": "record",
+    "c2t_record_share": "record_share",
+    "c2t_record_roots": "record_roots",
 }
 
 
@@ -83,6 +86,18 @@ def add_arguments(_result: None, parser: argparse.ArgumentParser) -> None:
         help="Directory for features and accept labels of drafted tokens. Default: off.",
     )
     group.add_argument(
+        "--c2t-record-share",
+        type=float,
+        default=unset,
+        help="Share of steps that verify full drafts and are recorded, in (0, 1]. Default: 0.01.",
+    )
+    group.add_argument(
+        "--c2t-record-roots",
+        choices=RECORD_ROOTS,
+        default=unset,
+        help="'every' records the draft behind every token, for replay; slow. Default: visited.",
+    )
+    group.add_argument(
         "--c2t-config",
         default=unset,
         help="JSON file with any of these settings; flags win over the file.",
@@ -117,9 +132,20 @@ def _publish_flags(typed: dict[str, Any]) -> None:
     flags = {field: typed[dest] for dest, field in _FLAG_FIELDS.items() if dest in typed}
     config = resolve(file=typed.get("c2t_config"), flags=flags)
     build_policy(config)  # a broken classifier or option must not wait for the scheduler
+    check_extra(config.record_extra)
     if config.record is not None:
         _require_directory(config.record)
     publish(config)
+
+
+def check_extra(names: tuple[str, ...]) -> None:
+    """Refuse to record what nobody can measure."""
+    for name in names:
+        if not known_measurement(name) or name in HISTORY:
+            raise ConfigError(
+                f"c2t record_extra: unknown measurement {name!r}; known: hidden, topk_prob, "
+                "entropy_topM with a number M"
+            )
 
 
 def _require_directory(path: str) -> None:

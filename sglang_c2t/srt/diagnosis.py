@@ -10,9 +10,11 @@ from importlib.metadata import entry_points
 import torch
 
 from sglang_c2t import __version__
-from sglang_c2t.classifier.checkpoint import DEFAULT_PATH, load_classifier
+from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.config import ConfigError, active
 from sglang_c2t.srt import compat
+
+SHIPPED_NAMES = ("c2t", "c2t-log", "c2t-plus", "logistic", "mcsd")
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,12 @@ def diagnose() -> Diagnosis:
     problems += compat.broken_seams() or compat.missing_hooks()
     lines.append(f"seams: {len(compat.SEAMS)} probed, {len(problems)} broken")
 
-    try:
-        facts = load_classifier("default").training
-        lines.append(
-            f"default classifier: {DEFAULT_PATH.name}, held-out AUC {facts['heldout_auc']}"
-        )
-    except ConfigError as error:
-        problems.append(str(error))
+    for name in SHIPPED_NAMES:
+        try:
+            facts = load_classifier(name).training
+            lines.append(f"classifier {name}: shipped, held-out AUC {facts['heldout_auc']}")
+        except ConfigError as error:
+            problems.append(str(error))
     lines += _cpu_lines()
     config = active()
     lines.append(f"environment: C2T {'off' if config is None else 'on, ' + config.to_json()}")

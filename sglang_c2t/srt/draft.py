@@ -19,7 +19,7 @@ from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from torch import Tensor
 
-from sglang_c2t.chain import ChainGate
+from sglang_c2t.chain import ChainGate, Exploration
 from sglang_c2t.policies import ChainPolicy
 from sglang_c2t.srt.reporting import COUNTERS
 
@@ -32,12 +32,19 @@ class C2TDraftMixin:
     gate: ChainGate
     _policy: ChainPolicy
     _agree: Callable[[Tensor], Tensor]
+    _exploration: Exploration | None
     _watcher: Callable[[Any, Callable[[], Any]], Any] | None
 
-    def watch(self, policy: ChainPolicy, agree: Callable[[Tensor], Tensor]) -> None:
+    def watch(
+        self,
+        policy: ChainPolicy,
+        agree: Callable[[Tensor], Tensor],
+        exploration: Exploration | None,
+    ) -> None:
         """Start watching the draft runner; ``agree`` equalises decisions over TP ranks."""
         self._policy = policy
         self._agree = agree
+        self._exploration = exploration
         self._watcher = None
         runner = self.draft_runner  # type: ignore[attr-defined]
         forward = runner.forward
@@ -63,6 +70,7 @@ class C2TDraftMixin:
             self._policy,
             num_slots=self.req_to_token_pool.req_to_token.shape[0],  # type: ignore[attr-defined]
             device=self.device,  # type: ignore[attr-defined]
+            exploration=self._exploration,
             agree=self._agree,
         )
 
@@ -81,27 +89,31 @@ class C2TDraftMixin:
             COUNTERS.draft_forwards_skipped += 1
             return _no_forward(forward_batch)
         output = run()
-        self.gate.observe(output.logits_output.next_token_logits)
+        logits_output = output.logits_output
+        self.gate.observe(logits_output.next_token_logits, logits_output.hidden_states)
         return output
 
     def _draft_extend_for_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Measure the first token drafted behind each prompt."""
-        with self._last_logits() as logits:
+        with self._last_output() as output:
             result = super()._draft_extend_for_prefill(  # type: ignore[misc]
                 batch, *args, **kwargs
             )
-        self._relay_first_token(batch, logits)
+        if not batch.forward_mode.is_idle():
+            self.gate.join(batch.req_pool_indices, *output())
         return result
 
     def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Measure the first token drafted behind each verification."""
-        with self._last_logits() as logits:
+        with self._last_output() as output:
             super()._draft_extend_for_decode(batch, *args, **kwargs)  # type: ignore[misc]
-        self._relay_first_token(batch, logits)
+        if not batch.forward_mode.is_idle():
+            self.gate.relay_first_token(batch.req_pool_indices, *output())
 
     @contextmanager
-    def _last_logits(self) -> Iterator[Callable[[], Tensor]]:
-        """Yields a getter for the [B, V] logits of the draft extend inside the block.
+    def _last_output(self) -> Iterator[Callable[[], tuple[Tensor, Tensor | None]]]:
+        """Yields a getter for logits [B, V] and hidden states [B, H] of the draft extend
+        inside the block.
 
         SGLang selects the last accepted row of each request *in place* on the output
         object after the forward, so the getter reads it only afterwards.
@@ -114,12 +126,7 @@ class C2TDraftMixin:
             return output
 
         with self._watching(keep):
-            yield lambda: outputs[-1].next_token_logits
-
-    def _relay_first_token(self, batch: Any, logits: Callable[[], Tensor]) -> None:
-        if batch.forward_mode.is_idle():
-            return
-        self.gate.relay_first_token(batch.req_pool_indices, logits())
+            yield lambda: (outputs[-1].next_token_logits, outputs[-1].hidden_states)
 
 
 class C2TEagleDraftWorker(C2TDraftMixin, EagleDraftWorker):

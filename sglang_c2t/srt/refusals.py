@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sglang_c2t.config import ConfigError, active
+from sglang_c2t.policies import build_policy
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.args import exit_with, parsed_from_command_line
 
@@ -34,6 +35,13 @@ def _wants_ragged() -> bool:
     return config is not None and config.verify == "ragged"
 
 
+def _reads_hidden() -> bool:
+    config = active()
+    return config is not None and (
+        "hidden" in config.record_extra or "hidden" in build_policy(config).needs
+    )
+
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: cfg.speculative_algorithm is None,
@@ -51,6 +59,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: cfg.speculative_algorithm in ALGORITHMS and cfg.speculative_num_steps < 1,
         "--c2t needs something to gate: set --speculative-num-steps to 1 or more",
+    ),
+    Refusal(
+        lambda cfg: cfg.speculative_algorithm == "STANDALONE" and _reads_hidden(),
+        "a STANDALONE draft passes no hidden state on: choose a --c2t-policy, and a record_extra, "
+        "that do not read it",
     ),
     Refusal(
         _set("speculative_adaptive"),

@@ -31,6 +31,22 @@ class Counters:
 COUNTERS = Counters()
 
 
+@dataclass
+class RecordingState:
+    """How far ``--c2t-record`` of this scheduler process is."""
+
+    directory: str | None = None
+    drafts: int = 0
+    drafts_written: int = 0
+    stopped: str | None = None  # why, once it has
+
+
+RECORDING = RecordingState()
+
+#: Called before the state is told, so that whoever asks finds everything on the disk.
+BEFORE_REPORT: list[Callable[[], None]] = []
+
+
 def counting() -> bool:
     """Whether this process counts."""
     return os.environ.get(COUNTERS_ENV) == "1"
@@ -61,6 +77,9 @@ def add_counters(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> No
     state: dict[str, Any] = {"enabled": config is not None}
     if config is not None:
         state["config"] = config.to_json()
+        for flush in BEFORE_REPORT:
+            flush()
+        state["recording"] = asdict(RECORDING)
     if counting():
         state["counters"] = asdict(COUNTERS)
         backend = scheduler.tp_worker.model_runner.attn_backend

@@ -42,8 +42,8 @@ class C2TWorkerMixin:
         config = active()
         assert config is not None, "the factory builds this worker only when C2T is on"
         self._config: C2TConfig = config
-        self._draft_worker.watch(build_policy(config), agreement())
         self._recorder = Recorder.from_config(config, self.server_args)  # type: ignore[attr-defined]
+        self._draft_worker.watch(build_policy(config), agreement(), self._recorder)
         self._ragged = False
         ragged_verify.install(self.target_worker)  # type: ignore[attr-defined]
 
@@ -63,21 +63,24 @@ class C2TWorkerMixin:
         """Cut the drafts of the batch, verify, and report the lengths."""
         if batch.forward_mode.is_idle():
             return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
-        verify_lens = self._draft_worker.gate.verify_lens  # [B] int32
+        gate, recorder = self._draft_worker.gate, self._recorder
+        verify_lens = gate.verify_lens  # [B] int32
         assert len(verify_lens) == len(batch.seq_lens), (
             f"gate saw {len(verify_lens)} requests, verification {len(batch.seq_lens)}"
         )
         verify_input = batch.spec_info
+        commit_lens = verify_lens if recorder is None else recorder.commit_lens(verify_lens)
         verify_input.retrieve_next_token = truncated_chains(
-            verify_input.retrieve_next_token, verify_lens
+            verify_input.retrieve_next_token, commit_lens
         )
+        draft_tokens = verify_input.draft_token
         with ragged_verify.packing(verify_lens if self._ragged else None):
             result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         result.cap_lens = verify_lens
-        if self._recorder is not None:
-            layers = self._draft_worker.gate.layers
-            self._recorder.add(batch, layers, verify_lens, result.accept_lens)
+        if recorder is not None and gate.exploring:
+            complete = gate.first_tokens_complete(batch.req_pool_indices)
+            recorder.add(batch, gate.layers, complete, draft_tokens, result)
         return result
 
 

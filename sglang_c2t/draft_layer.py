@@ -1,0 +1,125 @@
+"""What is measured about one layer of drafted tokens; what policies and classifiers read.
+
+Pure torch; knows nothing of SGLang, policies or files.
+
+Legend: B tokens (one per request in a chain), V draft vocabulary, k top probabilities,
+H draft hidden size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+#: Largest probabilities in ``topk_prob``. The paper of the rule that reads them (MCSD)
+#: names no k; 10 is the top-K of EAGLE-2 and C2T.
+TOPK_PROBS = 10
+
+#: Facts about the request's previous verification. Replay supplies them, servers do not:
+#: they did not pay (eval/LOG.md).
+HISTORY = frozenset({"last_accept", "last_verified"})
+
+_TOP_ENTROPY = re.compile(r"entropy_top(\d+)")
+
+
+@dataclass(frozen=True)
+class DraftLayer:
+    """Drafted tokens of one depth, or of several when ``depth`` is a tensor."""
+
+    depth: int | Tensor
+    """1 for the first drafted token (child of the root, which is already committed)."""
+
+    prob: Tensor
+    """[B] float32: q(token | prefix), softmax of the draft logits at temperature 1."""
+
+    joint: Tensor
+    """[B] float32: product of ``prob`` along the path, this token included."""
+
+    entropy: Tensor
+    """[B] float32, nats: entropy of the distribution the token was drawn from."""
+
+    alive: Tensor
+    """[B] bool: the chain has not ended before this token. A policy that stops the
+    whole batch at once (MCSD) needs it; others may ignore it."""
+
+    measured: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the policy ``needs`` beyond these, by name:
+
+    ``margin``           [B] float32: log q of the best token less that of the second best
+    ``entropy_topM``     [B] float32, nats: the M largest probabilities only (C2T, eq. 7)
+    ``topk_prob``        [B, k] float32, descending, zero-padded
+    ``hidden``           [B, H]: the draft's hidden state that gave the distribution
+    ``last_accept``      [B] float32: drafts accepted in the request's previous
+                         verification, -1 before its first
+    ``last_verified``    [B] float32: drafts verified then, -1 before its first
+    """
+
+    parent: DraftLayer | None = None
+    """The layer before, row by row; ``None`` for the first."""
+
+
+def known_measurement(name: str) -> bool:
+    """Whether :func:`measure` or the gate's history can supply ``name``."""
+    plain = {"prob", "entropy", "margin", "topk_prob", "hidden"}
+    return name in plain or name in HISTORY or _TOP_ENTROPY.fullmatch(name) is not None
+
+
+def measure(
+    logits: Tensor, names: Collection[str] = (), *, hidden: Tensor | None = None
+) -> dict[str, Tensor]:
+    """``prob``, ``entropy`` and the further ``names`` of each draft distribution.
+
+    ``logits`` is [B, V], any float type; -inf entries have probability zero. ``hidden``
+    [B, H] passes through when asked for. The drafted token is the most likely one.
+
+    For logits [0, 0]: prob 0.5, entropy ln 2, margin 0.
+    """
+    log_probs = torch.log_softmax(logits.float(), dim=-1)  # [B, V]
+    stats = {"prob": log_probs.amax(dim=-1).exp(), "entropy": _entropy(log_probs)}
+    cuts = {name: int(m[1]) for name in names if (m := _TOP_ENTROPY.fullmatch(name))}
+    largest = max([*cuts.values(), TOPK_PROBS * ("topk_prob" in names), 2 * ("margin" in names)])
+    # One sort serves every name that needs order.
+    top = log_probs.topk(min(largest, log_probs.shape[-1]), dim=-1).values if largest else log_probs
+    for name in names:
+        if name == "margin":
+            second = top[:, 1] if top.shape[-1] > 1 else top[:, 0]
+            stats[name] = (top[:, 0] - second).clamp(max=MAX_MARGIN)
+        elif name == "topk_prob":
+            probs = top[:, :TOPK_PROBS].exp()
+            stats[name] = torch.nn.functional.pad(probs, (0, TOPK_PROBS - probs.shape[-1]))
+        elif name == "hidden":
+            if hidden is None:
+                raise ValueError("this draft model returns no hidden state")
+            stats[name] = hidden
+        elif name in cuts:
+            # The cut tail is dropped, not spread: the probabilities are not renormalised.
+            stats[name] = _entropy(top[:, : cuts[name]])
+    return stats
+
+
+#: Nats; a second-best token of probability zero would make the margin infinite.
+MAX_MARGIN = 50.0
+
+
+def unknown(name: str, size: int = 1) -> Tensor:
+    """[size] or [1, size]: a token nobody measured (its prefill ran on another server).
+
+    Certain, so that the gate stays open for it.
+    """
+    if name == "topk_prob":
+        return torch.nn.functional.one_hot(torch.tensor([0]), TOPK_PROBS).float()
+    if name == "hidden":
+        return torch.zeros(1, size)
+    value = {"prob": 1.0, "margin": MAX_MARGIN, "last_accept": -1.0, "last_verified": -1.0}
+    return torch.full((1,), value.get(name, 0.0))
+
+
+def _entropy(log_probs: Tensor) -> Tensor:
+    """[B] nats; a token of probability zero adds nothing, although 0 * -inf is nan."""
+    probs = log_probs.exp()
+    terms = torch.where(probs > 0, probs * log_probs, torch.zeros_like(probs))
+    return -terms.sum(dim=-1)
