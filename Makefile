@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit check lint types e2e models classifier lock clean
+.PHONY: help setup demo test unit check lint types e2e models classifier tables lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -48,8 +48,11 @@ types: $(STAMP)
 models: $(STAMP)  ## Train the demo models again: make models DATA=dir (about 50 minutes)
 	$(BIN)/python -m eval.demo_models.train --data $(DATA) --out eval/demo_models/weights
 
-classifier: $(STAMP)  ## Record the demo models and train the default classifier again
-	$(BIN)/python -m eval.record_default
+classifier: $(STAMP)  ## Train the shipped classifiers again: make classifier [TRAIN=dir]
+	$(BIN)/python -m eval.record_default $(if $(TRAIN),--train-sets $(TRAIN))
+
+tables: $(STAMP)  ## Compare all stopping rules in eval/TABLES.md: make tables [TEST=dir TRAIN=dir]
+	$(BIN)/python -m eval.tables $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN))
 
 lock: $(STAMP)  ## Pin the versions that pyproject.toml resolves to now
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url \

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from eval.load import LoadResult, differing, greedy, run_load
 from eval.prompts import Prompt, demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
 from sglang_c2t import __version__
+from sglang_c2t.client import LoadResult, differing, greedy, run_load
 from sglang_c2t.metrics import SpecTotals
 
 WARM_UP_REQUESTS = 8

@@ -1,61 +1,44 @@
-"""``make classifier``: record the demo models behind real servers, train the default classifier.
+"""``make classifier``: record the demo models behind real servers, train the shipped classifiers.
 
-Each draft kind drafts full chains of ten on prompts that no demo run uses; all rows are
-pooled, so that the default has seen three calibrations.
+Each draft kind drafts full chains of ten behind every token of answers to prompts that no
+table and no demo uses; the three recordings are pooled, so that the shipped classifiers have
+seen three calibrations.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-
-from eval.load import greedy, run_load
-from eval.prompts import classifier_mix
-from eval.server import DRAFTS, Launch, running, speculative_flags
-from sglang_c2t.classifier.checkpoint import DEFAULT_PATH
+from eval.recordings import prompts, record
+from eval.server import DRAFTS
+from sglang_c2t.classifier.checkpoint import SHIPPED
 from sglang_c2t.cli import main as c2t
 
-CONCURRENCY = 32
-FLUSH_SECONDS = 5.0  # an idle server has written its last rows by then
-
-
-def record(algorithm: str, directory: Path, args: argparse.Namespace, progress: Progress) -> None:
-    """Serve the classifier's prompts with full drafts and record every token."""
-    flags = (
-        *speculative_flags(algorithm, args.num_steps),
-        "--c2t", "--c2t-policy", "fixed", "--c2t-record", str(directory),
-    )  # fmt: skip
-    bodies = [greedy(p.text, args.max_new_tokens) for p in classifier_mix(args.num_prompts)]
-    task = progress.add_task(f"recording {algorithm}", total=len(bodies))
-    with running(Launch(f"record-{algorithm}", flags), args.work) as server:
-        run_load(server.url, bodies, concurrency=CONCURRENCY,
-                 on_answer=lambda: progress.advance(task))  # fmt: skip
-        time.sleep(FLUSH_SECONDS)
+RECIPES = ("c2t", "c2t-log", "c2t-plus", "logistic", "mcsd")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Record, train, write the shipped files."""
     parser = argparse.ArgumentParser(prog="python -m eval.record_default", description=__doc__)
-    parser.add_argument("--num-prompts", type=int, default=600, help="per draft kind")
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--num-steps", type=int, default=10, help="drafted tokens per step")
-    parser.add_argument("--work", type=Path, default=Path("runs/default-classifier"))
-    parser.add_argument("--out", type=Path, default=DEFAULT_PATH)
+    parser.add_argument("--train-sets", type=Path, help="folder with public prompts to learn from")
+    parser.add_argument("--num-prompts", type=int, default=100, help="per family and draft kind")
+    parser.add_argument("--work", type=Path, default=Path("runs/tables"))
+    parser.add_argument("--out", type=Path, default=SHIPPED)
     args = parser.parse_args(argv)
 
-    recording = args.work / "recording"
-    shutil.rmtree(recording, ignore_errors=True)  # rows of other weights must not mix in
-    with Progress(console=Console()) as progress:
-        for algorithm in sorted(DRAFTS):
-            record(algorithm, recording, args, progress)
-    return c2t(["train", str(recording), "--out", str(args.out)])
+    texts = prompts("train", args.num_prompts, args.train_sets)
+    directories = [args.work / f"train-{algorithm}" for algorithm in sorted(DRAFTS)]
+    for algorithm, directory in zip(sorted(DRAFTS), directories, strict=True):
+        record(algorithm, texts, directory)
+    for recipe in RECIPES:
+        out = args.out / f"{recipe}.safetensors"
+        argv = ["train", *map(str, directories), "--mix-drafts", "--recipe", recipe]
+        if code := c2t([*argv, "--out", str(out)]):
+            return code
+    return 0
 
 
 if __name__ == "__main__":

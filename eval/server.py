@@ -19,6 +19,8 @@ from typing import Any
 
 import requests
 
+from sglang_c2t.client import c2t_state
+
 READY_SECONDS = 300.0
 STOP_SECONDS = 20.0
 
@@ -89,9 +91,7 @@ class Server:
 
     def c2t_state(self) -> dict[str, Any]:
         """What the plugin reports in /server_info; {} when it reports nothing."""
-        response = requests.get(f"{self.url}/server_info", timeout=30)
-        response.raise_for_status()
-        return response.json()["internal_states"][0].get("c2t", {})
+        return c2t_state(self.url)
 
     def _post(self, path: str, timeout: float, **kwargs: Any) -> requests.Response:
         response = requests.post(f"{self.url}{path}", timeout=timeout, **kwargs)

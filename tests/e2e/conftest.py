@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eval.load import Answer, LoadResult, greedy, run_load
 from eval.prompts import demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
+from sglang_c2t.client import Answer, LoadResult, greedy, run_load
 from tests.e2e.server_policies import MODES, Switchable
 
 REPOSITORY = Path(__file__).parents[2]
@@ -58,19 +58,21 @@ class GatedServer:
     def run(self, mode: str, bodies: list[dict[str, Any]] = BODIES,
             concurrency: int = CONCURRENCY) -> LoadResult:  # fmt: skip
         """Serve ``bodies`` under the gate ``mode``, from an empty cache."""
-        assert mode in MODES
+        assert mode in MODES or mode.startswith("{")
         self.control.write_text(mode)
         self.server.flush_cache()
         return run_load(self.server.url, bodies, concurrency=concurrency)
 
 
-def switchable_flags(control: Path, config_dir: Path) -> tuple[str, ...]:
+def switchable_flags(
+    control: Path, config_dir: Path, measured: Sequence[str] = ()
+) -> tuple[str, ...]:
     """``--c2t`` with the test policy; its options travel in a config file."""
     control.write_text("c2t")
     config = config_dir / f"{control.name}.json"
     config.write_text(json.dumps({
         "policy": f"{Switchable.__module__}:{Switchable.__name__}",
-        "policy_options": {"control": str(control)},
+        "policy_options": {"control": str(control), "measured": list(measured)},
     }))  # fmt: skip
     return ("--c2t", "--c2t-config", str(config))
 

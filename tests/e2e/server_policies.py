@@ -20,24 +20,33 @@ MODES = ("c2t", "full", "none", "random")
 class Switchable:
     """Reads from the file ``control`` which gate to be, before every layer.
 
-    ``random`` keeps each token with probability 0.7, so that lengths differ between the
-    requests of a batch and from step to step. Its seed is the process's own, so that
-    tensor-parallel ranks would decide differently if each decided for itself.
+    One of ``MODES``, or the JSON of a :class:`C2TConfig` whose policy to be. ``random`` keeps
+    each token with probability 0.7, so that lengths differ between the requests of a batch
+    and from step to step. Its seed is the process's own, so that tensor-parallel ranks would
+    decide differently if each decided for itself.
     """
 
     control: str
+    measured: list[str] = field(default_factory=list)
     name: ClassVar[str] = "switchable"
-    needs: ClassVar[frozenset[str]] = frozenset()
     _generator: torch.Generator = field(
         default_factory=lambda: torch.Generator().manual_seed(os.getpid())
     )
-    _c2t: ChainPolicy = field(default_factory=lambda: build_policy(C2TConfig()))
+    _policies: dict[str, ChainPolicy] = field(default_factory=dict)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Whatever any of the gates to be needs."""
+        return frozenset(self.measured)
 
     def keep(self, layer: DraftLayer) -> Tensor:
         """[B] bool, as the current mode says."""
         mode = Path(self.control).read_text()
-        if mode == "c2t":
-            return self._c2t.keep(layer)
         if mode == "random":
             return torch.rand(layer.alive.shape, generator=self._generator) < 0.7
-        return torch.full_like(layer.alive, {"full": True, "none": False}[mode])
+        if mode in ("full", "none"):
+            return torch.full_like(layer.alive, mode == "full")
+        if mode not in self._policies:
+            config = C2TConfig() if mode == "c2t" else C2TConfig.from_json(mode, source="control")
+            self._policies[mode] = build_policy(config)
+        return self._policies[mode].keep(layer)

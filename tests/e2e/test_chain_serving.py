@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import requests
 
-from eval.load import differing, greedy, run_load
 from eval.prompts import demo_mix
+from sglang_c2t.client import differing, greedy, run_load
 from tests.e2e.conftest import (
     BODIES,
     CONCURRENCY,

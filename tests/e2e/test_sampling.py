@@ -14,9 +14,9 @@ import torch
 from scipy import stats
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.load import differing, run_load
 from eval.prompts import demo_mix
 from eval.server import Launch, running, speculative_flags
+from sglang_c2t.client import differing, run_load
 from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags
 
 VOCAB = 8

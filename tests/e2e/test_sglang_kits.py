@@ -31,9 +31,9 @@ from sglang.test.kits.spec_server_kits import (
 )
 from transformers import AutoTokenizer
 
-from eval.load import greedy
 from eval.prompts import demo_mix
 from eval.server import TARGET, Launch, running, speculative_flags
+from sglang_c2t.client import greedy
 
 
 class KitServer(unittest.TestCase):

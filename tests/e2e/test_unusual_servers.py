@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval.load import differing, greedy, run_load
 from eval.prompts import demo_mix
 from eval.server import TARGET, Launch, Server, running, speculative_flags
+from sglang_c2t.client import differing, greedy, run_load
 from tests.e2e.conftest import BODIES, REPOSITORY, GatedServer, switchable_flags
 
 PYTHONPATH = {"PYTHONPATH": str(REPOSITORY)}

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from eval.demo import Row, mismatches, summarise
-from eval.load import Answer, LoadResult
+from sglang_c2t.client import Answer, LoadResult
 
 
 def row(method: str, outputs: list[tuple[int, ...]]) -> Row:

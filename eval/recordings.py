@@ -1,0 +1,82 @@
+"""Recordings of the demo models, made once and kept: every root, whole chains of ten.
+
+``test`` prompts are measured on, ``train`` prompts are learnt from; the two share none.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.progress import Progress
+
+from eval.prompts import (
+    EVALUATION_SETS,
+    TRAINING_SETS,
+    Prompt,
+    classifier_mix,
+    demo_mix,
+    public_mix,
+)
+from eval.server import Launch, running, speculative_flags
+from sglang_c2t.classifier.recording import Recording, read_recording
+from sglang_c2t.client import greedy, run_load
+
+NUM_STEPS = 10
+MAX_NEW_TOKENS = 96
+CONCURRENCY = 32
+
+
+def prompts(split: str, n: int, folder: Path | None) -> list[Prompt]:
+    """``n`` prompts of each family: our generators', and the public sets' if there is a folder."""
+    own, sets = (demo_mix, EVALUATION_SETS) if split == "test" else (classifier_mix, TRAINING_SETS)
+    mix = own(3 * n) + (public_mix(folder, sets, n) if folder is not None else [])
+    random.Random(0).shuffle(mix)  # families share batches, as in production
+    return mix
+
+
+def record(algorithm: str, texts: Sequence[Prompt], directory: Path) -> Recording:
+    """The recording in ``directory``, made if it is not there; complete or absent."""
+    if not directory.exists():
+        partial = directory.with_name(directory.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _serve(algorithm, texts, partial)
+        partial.rename(directory)
+    recording = read_recording(directory)
+    known = [rid.count("/") == 1 for rid in recording.requests]  # the server's warm-up is not ours
+    mask = [known[request] for request in recording.drafts["request"].tolist()]
+    return recording.select(recording.drafts["request"].new_tensor(mask).bool())
+
+
+def _serve(algorithm: str, texts: Sequence[Prompt], directory: Path) -> None:
+    numbers: Counter[str] = Counter()
+    bodies = []
+    for prompt in texts:
+        rid = f"{prompt.family}/{numbers[prompt.family]}"
+        bodies.append(greedy(prompt.text, MAX_NEW_TOKENS) | {"rid": rid})
+        numbers[prompt.family] += 1
+    extra = ["topk_prob", "entropy_top100", "entropy_top500"]
+    extra += [] if algorithm == "STANDALONE" else ["hidden"]
+    config = directory / "config.json"
+    config.write_text(
+        json.dumps({
+            "policy": "fixed",
+            "record": str(directory.resolve()),
+            "record_roots": "every",
+            "record_extra": extra,
+            "record_limit_mb": 8000,
+        })
+    )  # fmt: skip
+    flags = (*speculative_flags(algorithm, NUM_STEPS), "--c2t", "--c2t-config", str(config))
+    with running(Launch(f"record-{algorithm}", flags), directory) as server, Progress() as progress:
+        task = progress.add_task(f"recording {directory.name}", total=len(bodies))
+        run_load(server.url, bodies, concurrency=CONCURRENCY,
+                 on_answer=lambda: progress.advance(task))  # fmt: skip
+        state = server.c2t_state()["recording"]  # writes what is pending
+        if state["stopped"] or state["drafts_written"] != state["drafts"]:
+            raise RuntimeError(f"recording is not complete: {state}")

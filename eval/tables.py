@@ -1,0 +1,568 @@
+"""``make tables``: every stopping rule on the same recorded drafts, at equal accept length.
+
+For each demo draft: record full chains behind every token of every answer, train each
+classifier on the training prompts, replay each rule on the test prompts. Exact replay, no
+timing: what is counted does not depend on the machine. Writes ``eval/TABLES.md``, and the
+numbers behind it as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from eval.demo import git_revision
+from eval.recordings import MAX_NEW_TOKENS, NUM_STEPS, prompts, record
+from eval.server import DRAFTS
+from sglang_c2t.classifier.checkpoint import Classifier
+from sglang_c2t.classifier.recording import Recording
+from sglang_c2t.classifier.scores import auc, expected_calibration_error
+from sglang_c2t.classifier.train import (
+    FINE_TUNE_SHARE,
+    RECIPES,
+    Recipe,
+    share_of_prompts,
+    train_classifier,
+)
+from sglang_c2t.compare import (
+    ENTROPY_GRID,
+    ODDS_GRID,
+    Array,
+    Curve,
+    everyone,
+    interval,
+    resamples,
+    sweep,
+)
+from sglang_c2t.draft_layer import HISTORY, DraftLayer
+from sglang_c2t.policies.base import ChainPolicy
+from sglang_c2t.policies.c2t import C2T
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.dymax import DyMax
+from sglang_c2t.policies.entropy import Entropy
+from sglang_c2t.policies.fixed import Fixed
+from sglang_c2t.policies.logistic import Logistic
+from sglang_c2t.policies.mcsd import MCSD
+from sglang_c2t.replay import Chains, replay
+
+NUM_RESAMPLES = 1000
+SHARE_OF_MAX = 0.98
+
+#: Where rules are compared: the accept length of these fixed lengths, and close to the end.
+TARGETS: tuple[int | str, ...] = (2, 3, 5, "98 % of max")
+
+
+class Remembering(Classifier):
+    """Computes each layer's confidence once, for sweeps that only move the threshold.
+
+    Right only while every call brings the same tokens of a depth, as replay does for
+    rules without memory.
+    """
+
+    def __init__(self, classifier: Classifier) -> None:
+        super().__init__(**{f.name: getattr(classifier, f.name) for f in fields(classifier)})
+        object.__setattr__(self, "seen", {})
+
+    def confidence(self, layer: DraftLayer) -> torch.Tensor:
+        """[B] float32."""
+        seen: dict[Any, torch.Tensor] = self.seen  # type: ignore[attr-defined]
+        if layer.depth not in seen:
+            seen[layer.depth] = super().confidence(layer)
+        return seen[layer.depth]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One draft model: what to learn from, what to measure on."""
+
+    algorithm: str
+    train: Recording
+    test: Recording
+    chains: Chains
+
+    @property
+    def groups(self) -> list[str]:
+        """Family of each request."""
+        return [rid.rsplit("/", 1)[0] for rid in self.chains.requests]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The test set of one draft with its resamples, and the accept lengths to compare at."""
+
+    draft: Draft
+    once: Array  # [1, Q]
+    drawn: Array  # [S, Q]
+
+    @classmethod
+    def of(cls, draft: Draft) -> Measured:
+        """Resample the requests within their families."""
+        return cls(draft, everyone(draft.groups), resamples(draft.groups, NUM_RESAMPLES))
+
+    def fixed(self, length: int) -> Curve:
+        """A server that drafts ``length`` tokens."""
+        return Curve.of([replay(Fixed(), self.draft.chains, max_length=length)])
+
+    def target(self, name: int | str, weights: Array) -> Array:
+        """[S] accept length to compare at."""
+        if isinstance(name, int):
+            return self.fixed(name).tau(weights)[:, 0]
+        return SHARE_OF_MAX * self.fixed(self.draft.chains.max_length).tau(weights)[:, 0]
+
+    def gammas(self, curve: Curve, weights: Array | None = None) -> list[float]:
+        """Gamma at each target."""
+        weights = self.once if weights is None else weights
+        return [float(curve.gamma_at(self.target(t, weights), weights)[0]) for t in TARGETS]
+
+    def differences(self, curve: Curve, rival: Curve) -> list[tuple[float, float, float]]:
+        """At each target: relative difference of gamma in per cent, and its interval."""
+        found = []
+        for target in TARGETS:
+            gamma = [
+                c.gamma_at(self.target(target, w), w)
+                for w in (self.once, self.drawn)
+                for c in (curve, rival)
+            ]
+            low, high = interval(100 * (gamma[2] / gamma[3] - 1))
+            found.append((float(100 * (gamma[0] / gamma[1] - 1)[0]), low, high))
+        return found
+
+
+def threshold_rules(classifiers: dict[str, Classifier]) -> dict[str, tuple[Any, Sequence[float]]]:
+    """Every rule of the menu that has a threshold: how to build it, and its grid."""
+    rules: dict[str, tuple[Any, Sequence[float]]] = {
+        "DyMax": (DyMax, ODDS_GRID),
+        "DyJoint": (DyJoint, ODDS_GRID),
+        "entropy": (Entropy, ENTROPY_GRID),
+    }
+    for name, classifier in classifiers.items():
+        rules[LABELS[name]] = (gate(name, classifier), ODDS_GRID)
+    return rules
+
+
+#: Classifiers of the main table, by recipe.
+LABELS = {
+    "mcsd": "MCSD, top-k",
+    "mcsd-hidden": "MCSD, hidden state",
+    "logistic": "logistic",
+    "c2t": "C2T",
+    "c2t-log": "C2T-log",
+    "c2t-plus": "C2T-plus",
+}
+OURS = ("C2T", "C2T-log", "C2T-plus")
+#: Thresholds in the papers; ours and the logistic have none published.
+DEFAULTS = {"DyMax": 0.3, "DyJoint": 0.08, "entropy": 1.0, "MCSD, top-k": 0.4,
+            "MCSD, hidden state": 0.4, "logistic": 0.3, "C2T": 0.85, "C2T-log": 0.5,
+            "C2T-plus": 0.5}  # fmt: skip
+
+
+def gate(name: str, classifier: Classifier) -> Callable[[float], ChainPolicy]:
+    """The policy of a recipe, open in its threshold."""
+    if not classifier.features.needs & HISTORY:
+        classifier = Remembering(classifier)
+    if name.startswith("mcsd"):
+        return lambda beta: MCSD(classifier, beta, per_request=True)
+    if name == "logistic":
+        return lambda beta: Logistic(classifier, beta)
+    return lambda beta: C2T(classifier, beta)
+
+
+# --- the tables ---------------------------------------------------------------------------------
+
+
+def main_tables(
+    measured: Measured,
+    curves: dict[str, Curve],
+    rules: dict[str, Any],
+    classifiers: dict[str, Classifier],
+) -> list[str]:
+    """The paper's Table 7 at each rule's own threshold, and all rules at equal accept length."""
+    chains = measured.draft.chains
+    lines = [
+        f"### {measured.draft.algorithm}: at each rule's own threshold",
+        "",
+        "The form of C2T's Table 7: average drafted length, accept length tau (bonus included), "
+        "and gamma, drafts verified per verification. In brackets: 95 % intervals over requests.",
+        "",
+        "| method | threshold | drafted | tau | gamma |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    own = {f"fixed {n}": ("-", measured.fixed(n)) for n in range(2, 10)}
+    for name, (make, _) in rules.items():
+        default = DEFAULTS[name]
+        own[name] = (f"{default:g}", Curve.of([replay(make(default), chains)]))
+    if "mcsd" in classifiers:
+        shared = MCSD(classifiers["mcsd"], DEFAULTS["MCSD, top-k"])
+        outcome = replay(shared, chains, batch_size=32)
+        own["MCSD, top-k, whole batch of 32"] = (
+            f"{DEFAULTS['MCSD, top-k']:g}",
+            Curve.of([outcome]),
+        )
+    for name, (threshold, curve) in own.items():
+        steps = (measured.once @ curve.num_steps.T)[0, 0]
+        drafted = (measured.once @ curve.num_drafted.T)[0, 0] / steps
+        tau, gamma = (
+            _with_interval(f(measured.once)[:, 0], f(measured.drawn)[:, 0])
+            for f in (curve.tau, curve.gamma)
+        )
+        lines.append(f"| {name} | {threshold} | {drafted:.2f} | {tau} | {gamma} |")
+    lines += [
+        "",
+        f"### {measured.draft.algorithm}: at equal accept length",
+        "",
+        "gamma, drafts verified per verification, at the accept length of fixed lengths and at "
+        f"{SHARE_OF_MAX:.0%} of what full chains of {chains.max_length} reach; thresholds swept, "
+        "linear between them. Less is better; the least of each column is bold.",
+        "",
+        _header("method", [f"tau {t:.3f} ({_name(n)})" for n, t in _targets(measured)]),
+        _rule(len(TARGETS)),
+    ]
+    table = {name: measured.gammas(curve) for name, curve in curves.items()}
+    best = [min(column) for column in zip(*table.values(), strict=True)]
+    fixed = [_fixed_gamma(measured, target) for target in TARGETS]
+    lines.append(_row("fixed", [f"{g:.2f}" for g in fixed]))
+    for name, row in table.items():
+        cells = [_bold(f"{g:.3f}", g <= b) for g, b in zip(row, best, strict=True)]
+        lines.append(_row(name, cells))
+    return [*lines, ""]
+
+
+def difference_table(measured: Measured, curves: dict[str, Curve]) -> list[str]:
+    """Ours against the strongest rivals, paired over requests."""
+    lines = [
+        f"### {measured.draft.algorithm}: difference of gamma at equal accept length",
+        "",
+        f"In per cent, with 95 % intervals from {NUM_RESAMPLES} paired resamples of the requests; "
+        "negative: fewer drafts verified. Bold: the interval excludes zero and we win; "
+        "italic: it excludes zero and we lose.",
+        "",
+        _header("ours against", [_name(t) for t in TARGETS]),
+        _rule(len(TARGETS)),
+    ]
+    for rival in ("DyJoint", "logistic", "MCSD, top-k"):
+        for name in OURS:
+            cells = [_signed(*d) for d in measured.differences(curves[name], curves[rival])]
+            lines.append(_row(f"{name} - {rival}", cells))
+    return [*lines, ""]
+
+
+def family_table(measured: Measured, curves: dict[str, Curve]) -> list[str]:
+    """Where the pooled figures come from."""
+    lines = [
+        f"### {measured.draft.algorithm}: by family, at the accept length of fixed 3",
+        "",
+        "gamma at the family's own accept length of fixed 3, one threshold per family.",
+        "",
+    ]
+    names = ["DyJoint", "logistic", *OURS]
+    lines += [_header("family", ["n", "tau", *names]), _rule(len(names) + 2)]
+    for family in sorted(set(measured.draft.groups)):
+        weights = everyone(measured.draft.groups, only=family)
+        tau = measured.target(3, weights)
+        gammas = [float(curves[name].gamma_at(tau, weights)[0]) for name in names]
+        best = min(gammas)
+        cells = [str(int(weights.sum())), f"{tau[0]:.3f}"]
+        lines.append(_row(family, cells + [_bold(f"{g:.3f}", g <= best) for g in gammas]))
+    return [*lines, ""]
+
+
+def variants(draft: Draft) -> dict[str, Recipe]:
+    """What was tried beside the menu: cuts of the entropy, inputs, sizes, balancing."""
+    paper, log, plus = RECIPES["c2t"], RECIPES["c2t-log"], RECIPES["c2t-plus"]
+    found = {
+        f"C2T, M = {m}": replace(paper, names=("joint", f"entropy_top{m}", "depth"))
+        for m in (100, 500, 1000)
+    }
+    found["C2T, M = all"] = paper
+    found |= {f"C2T, {name}": RECIPES[name] for name in ABLATIONS}
+    found |= {f"C2T, {h} hidden": replace(paper, hidden_sizes=(h,)) for h in (2, 6, 12, 24, 36)}
+    found["C2T, no negative sampling"] = replace(paper, balance=False)
+    found["C2T-log"] = log
+    found["C2T-log, negative sampling"] = replace(log, balance=True)
+    found["C2T-log, inputs not standardised"] = replace(log, standardise=False)
+    found |= {f"C2T-log, {h} hidden": replace(log, hidden_sizes=(h,)) for h in (6, 12, 24)}
+    found["C2T-plus (C2T-log + margin)"] = plus
+    found["C2T-log + own log probability"] = replace(log, names=(*log.names, "log_prob"))
+    found["C2T-plus + own log probability"] = replace(plus, names=(*plus.names, "log_prob"))
+    found["logistic, logit of the largest probability"] = RECIPES["logistic-prob"]
+    found["C2T-plus, 12 hidden"] = replace(plus, hidden_sizes=(12,))
+    return found
+
+
+ABLATIONS = ("joint+entropy", "joint+depth", "entropy+depth")
+
+
+def variant_table(measured: Measured, rival: Curve) -> list[str]:
+    """Scores of classifiers that differ in one thing, and what it does to gamma."""
+    draft = measured.draft
+    lines = [
+        f"### {draft.algorithm}: variants of the classifier",
+        "",
+        "AUC and calibration error (ECE, 15 bins) over all recorded test tokens, not for rules "
+        "that judge a token apart from its prefix; then gamma at equal accept length.",
+        "",
+        _header("classifier", ["parameters", "AUC", "ECE", *map(_name, TARGETS)]),
+        _rule(len(TARGETS) + 3),
+    ]
+    layer, labels = draft.test.layer(), draft.test.nodes["accept"].float()
+    lines.append(_row("joint probability (DyJoint)", [
+        "0", f"{auc(layer.joint, labels):.4f}",
+        f"{expected_calibration_error(layer.joint, labels):.3f}",
+        *(f"{g:.3f}" for g in measured.gammas(rival))]))  # fmt: skip
+    for name, recipe in variants(draft).items():
+        classifier = train_classifier(draft.train, recipe)
+        scores = classifier.confidence(layer) if recipe.label == "survives" else None
+        kind = "logistic" if recipe.hidden_sizes is None else "c2t"
+        gammas = measured.gammas(sweep(gate(kind, classifier), draft.chains))
+        lines.append(_row(name, [
+            str(classifier.training["parameters"]),
+            "-" if scores is None else f"{auc(scores, labels):.4f}",
+            "-" if scores is None else f"{expected_calibration_error(scores, labels):.3f}",
+            *(f"{g:.3f}" for g in gammas)]))  # fmt: skip
+    return [*lines, ""]
+
+
+def history_table(measured: Measured, plain: Classifier) -> list[str]:
+    """Whether it helps to know how the request's previous verification went.
+
+    Trained on the roots that C2T-log visits, because only there is there a previous
+    verification.
+    """
+    draft = measured.draft
+    visited = _visited(draft.train, C2T(plain, 0.3))
+    lines = [
+        f"### {draft.algorithm}: the request's history as an input",
+        "",
+        "gamma at equal accept length. History: drafts accepted and drafts verified in the "
+        "request's previous verification. All trained on the same roots, those that C2T-log at "
+        "0.3 visits in the training prompts.",
+        "",
+        _header("inputs", [_name(t) for t in TARGETS]),
+        _rule(len(TARGETS)),
+    ]
+    names = RECIPES["c2t-log"].names
+    for label, extra in (
+        ("log P, H, d", ()),
+        ("log P, H, d, last accept length", ("last_accept",)),
+        ("log P, H, d, last accept and draft length", ("last_accept", "last_verified")),
+    ):
+        recipe = Recipe((*names, *extra), balance=False)
+        classifier = train_classifier(visited, recipe)
+        curve = sweep(gate("c2t", classifier), draft.chains, ODDS_GRID[::2])
+        lines.append(_row(label, [f"{g:.3f}" for g in measured.gammas(curve)]))
+    return [*lines, ""]
+
+
+def _visited(recording: Recording, policy: ChainPolicy) -> Recording:
+    """The drafts that a server with ``policy`` would make, with each request's history."""
+    chains = Chains.from_recording(recording)
+    mask = torch.zeros(recording.num_drafts, dtype=torch.bool)
+    past = {name: torch.zeros(recording.num_drafts) for name in ("last_accept", "last_verified")}
+
+    def note(roots: torch.Tensor, history: dict[str, torch.Tensor]) -> None:
+        rows = chains.draft_row[roots]
+        mask[rows] = True
+        for name in past:
+            past[name][rows] = history[name]
+
+    replay(policy, chains, visit=note)
+    return replace(recording, drafts=recording.drafts | past).select(mask)
+
+
+def transfer_tables(drafts: dict[str, Measured]) -> list[str]:
+    """Train here, use there: between families, and between draft models."""
+    lines = ["## Transfer", ""]
+    for recipe in ("c2t", "c2t-log"):
+        lines += _between_drafts(drafts, recipe)
+        lines += _between_families(next(iter(drafts.values())), recipe)
+    return lines
+
+
+def _between_drafts(drafts: dict[str, Measured], recipe: str) -> list[str]:
+    lines = [
+        f"### {LABELS[recipe]}: trained on one draft model, used on another",
+        "",
+        "gamma at the accept length of fixed 3 of the draft in the column; in brackets the "
+        "difference from DyJoint in per cent. Fine-tuned: learning rate 1e-4 on a tenth of the "
+        "column's own training prompts.",
+        "",
+        _header("trained on", list(drafts)),
+        _rule(len(drafts)),
+    ]
+    own = {name: train_classifier(m.draft.train, RECIPES[recipe]) for name, m in drafts.items()}
+    tenth = {name: share_of_prompts(m.draft.train, FINE_TUNE_SHARE) for name, m in drafts.items()}
+
+    def tuned(classifier: Classifier, there: str) -> Classifier:
+        return train_classifier(tenth[there], RECIPES[recipe], start=classifier)
+
+    rows: dict[str, dict[str, Classifier]] = {}
+    for name, classifier in own.items():
+        rows[name] = dict.fromkeys(drafts, classifier)
+        rows[f"{name}, fine-tuned"] = {there: tuned(classifier, there) for there in drafts}
+    rows["the column's tenth alone, from scratch"] = {
+        there: train_classifier(tenth[there], RECIPES[recipe]) for there in drafts
+    }
+    for label, row in rows.items():
+        lines.append(_row(label, [_transferred(drafts[there], c) for there, c in row.items()]))
+    return [*lines, ""]
+
+
+def _between_families(measured: Measured, recipe: str) -> list[str]:
+    draft = measured.draft
+    lines = [
+        f"### {LABELS[recipe]}, {draft.algorithm}: trained on one family of prompts, used on all",
+        "",
+        "gamma at the accept length of fixed 3 on the pooled test prompts; in brackets the "
+        "difference from DyJoint in per cent.",
+        "",
+        "| trained on | gamma |",
+        "|---|---:|",
+    ]
+    family_of = draft.train.groups()
+    of_draft = [family_of[i] for i in draft.train.drafts["request"].tolist()]
+    for family in [*sorted(set(of_draft)), "all of them"]:
+        mask = torch.tensor([family in (f, "all of them") for f in of_draft])
+        if family == "all of them":
+            mask = torch.ones(draft.train.num_drafts, dtype=torch.bool)
+        classifier = train_classifier(draft.train.select(mask), RECIPES[recipe])
+        lines.append(_row(family, [_transferred(measured, classifier)]))
+    return [*lines, ""]
+
+
+def _transferred(measured: Measured, classifier: Classifier) -> str:
+    tau = measured.target(3, measured.once)
+    mine = sweep(gate("c2t", classifier), measured.draft.chains)
+    rival = sweep(DyJoint, measured.draft.chains)
+    a, b = (float(curve.gamma_at(tau, measured.once)[0]) for curve in (mine, rival))
+    return f"{a:.3f} ({100 * (a / b - 1):+.1f})"
+
+
+# --- Markdown -----------------------------------------------------------------------------------
+
+
+def _name(target: int | str) -> str:
+    return f"fixed {target}" if isinstance(target, int) else target
+
+
+def _targets(measured: Measured) -> list[tuple[int | str, float]]:
+    return [(t, float(measured.target(t, measured.once)[0])) for t in TARGETS]
+
+
+def _fixed_gamma(measured: Measured, target: int | str) -> float:
+    lengths = [measured.fixed(n) for n in range(measured.draft.chains.max_length + 1)]
+    names = [field.name for field in fields(Curve)]
+    joined = Curve(*(np.concatenate([getattr(c, f) for c in lengths]) for f in names))
+    return float(joined.gamma_at(measured.target(target, measured.once), measured.once)[0])
+
+
+def _header(first: str, columns: Sequence[str]) -> str:
+    return _row(first, columns)
+
+
+def _rule(num_columns: int) -> str:
+    return "|---|" + "---:|" * num_columns
+
+
+def _row(first: str, cells: Sequence[str]) -> str:
+    return f"| {first} | " + " | ".join(cells) + " |"
+
+
+def _bold(text: str, yes: bool) -> str:
+    return f"**{text}**" if yes else text
+
+
+def _with_interval(once: Array, drawn: Array) -> str:
+    low, high = interval(drawn)
+    return f"{once[0]:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _signed(value: float, low: float, high: float) -> str:
+    text = f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
+    return f"**{text}**" if high < 0 else f"*{text}*" if low > 0 else text
+
+
+# --- the run ------------------------------------------------------------------------------------
+
+
+def draft_report(measured: Measured, console: Console) -> list[str]:
+    """All tables of one draft model."""
+    draft = measured.draft
+    recipes = [r for r in LABELS if r != "mcsd-hidden" or draft.algorithm != "STANDALONE"]
+    classifiers = {}
+    for recipe in recipes:
+        start = time.perf_counter()
+        classifiers[recipe] = train_classifier(draft.train, RECIPES[recipe])
+        console.print(f"  trained {recipe} in {time.perf_counter() - start:.1f} s")
+    rules = threshold_rules(classifiers)
+    curves = {}
+    for name, (make, grid) in rules.items():
+        curves[name] = sweep(make, draft.chains, grid)
+        console.print(f"  replayed {name}")
+    lines = main_tables(measured, curves, rules, classifiers)
+    lines += difference_table(measured, curves)
+    lines += family_table(measured, curves)
+    lines += variant_table(measured, curves["DyJoint"])
+    lines += history_table(measured, classifiers["c2t-log"])
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Record what is not recorded yet, then write the tables."""
+    parser = argparse.ArgumentParser(prog="python -m eval.tables", description=__doc__)
+    parser.add_argument("--test-sets", type=Path, help="folder with the public test prompts")
+    parser.add_argument("--train-sets", type=Path, help="folder with the public training prompts")
+    parser.add_argument("--num-test", type=int, default=80, help="prompts per family")
+    parser.add_argument("--num-train", type=int, default=100, help="prompts per family")
+    parser.add_argument("--algorithms", nargs="+", choices=sorted(DRAFTS), default=sorted(DRAFTS))
+    parser.add_argument("--work", type=Path, default=Path("runs/tables"), help="recordings, kept")
+    parser.add_argument("--out", type=Path, default=Path("eval/TABLES.md"))
+    args = parser.parse_args(argv)
+
+    console = Console()
+    test = prompts("test", args.num_test, args.test_sets)
+    train = prompts("train", args.num_train, args.train_sets)
+    drafts: dict[str, Measured] = {}
+    for algorithm in args.algorithms:
+        tested = record(algorithm, test, args.work / f"test-{algorithm}")
+        trained = record(algorithm, train, args.work / f"train-{algorithm}")
+        chains = Chains.from_recording(tested)
+        drafts[algorithm] = Measured.of(Draft(algorithm, trained, tested, chains))
+    lines = ["# Stopping rules on the demo models", "", conditions(drafts), ""]
+    for algorithm, measured in drafts.items():
+        console.print(algorithm)
+        lines += [f"## {algorithm}", "", *draft_report(measured, console)]
+    lines += transfer_tables(drafts)
+    args.out.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    console.print(f"wrote {args.out}")
+    return 0
+
+
+def conditions(drafts: dict[str, Measured]) -> str:
+    """What the numbers depend on, in one paragraph."""
+    first = next(iter(drafts.values())).draft
+    families = {name: first.groups.count(name) for name in sorted(set(first.groups))}
+    mix = ", ".join(f"{n} {family}" for family, n in families.items())
+    asked = first.train.drafts["request"].unique().tolist()
+    learnt = sorted({first.train.groups()[request] for request in asked})
+    return (
+        f"Made by `make tables` at {git_revision()}. Demo models, temperature 0, at most "
+        f"{MAX_NEW_TOKENS} new tokens; chains of {NUM_STEPS} recorded behind every token by the "
+        f"real server, rules replayed exactly. Test prompts, which no model saw: {mix}. "
+        f"Classifiers are trained per draft model on other prompts, families {', '.join(learnt)}; "
+        "defaults of `sglang_c2t train`, seed 0, one training each. Thresholds are swept on the "
+        "test prompts for every rule alike. One target and three small drafts on a CPU: which "
+        "rule wins is a property of these models, not a law."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""What a policy would have done: replay it on recorded drafts, without a model.
+
+A recording of every root (``roots: every``) holds the draft behind each token of each
+answer. Greedy answers do not depend on the policy, so walking over them gives the very
+steps that a live server takes: from a root, the policy's own code decides how many drafts
+are verified, the recorded labels say how many are accepted, and the next root stands
+behind them. Only :mod:`policies` and the gate decide; this file counts.
+
+Legend: R roots, D drafted tokens, Q requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglang_c2t.classifier.recording import NODE_COLUMNS, Recording
+from sglang_c2t.config import ConfigError
+from sglang_c2t.draft_layer import HISTORY, DraftLayer
+from sglang_c2t.policies.base import ChainPolicy
+
+
+@dataclass(frozen=True)
+class Chains:
+    """Recorded chains as a table, sorted by request and position."""
+
+    stats: dict[str, Tensor]
+    """Measurements by name, each [R, D] or [R, D, width]."""
+
+    num_correct: Tensor
+    """[R] int64: leading drafts that the target accepts."""
+
+    first_root: Tensor
+    """[Q + 1] int64: the roots of request q are first_root[q] .. first_root[q + 1] - 1."""
+
+    requests: list[str]
+    """Ids, in the order of ``first_root``."""
+
+    draft_row: Tensor
+    """[R] int64: row of the recording's draft table."""
+
+    @property
+    def num_requests(self) -> int:
+        """Q."""
+        return len(self.requests)
+
+    @property
+    def max_length(self) -> int:
+        """D."""
+        return self.stats["prob"].shape[1]
+
+    @classmethod
+    def from_recording(cls, recording: Recording) -> Chains:
+        """Raises :class:`ConfigError` unless the recording holds one chain per token."""
+        if recording.roots != "every":
+            raise ConfigError(
+                "this recording holds only the roots that its server visited: replay needs one "
+                "made with --c2t-record-roots every"
+            )
+        nodes, drafts = recording.nodes, recording.drafts
+        lengths = torch.bincount(nodes["draft"].long(), minlength=recording.num_drafts)
+        width = int(lengths.max())
+        if int(lengths.min()) != width or bool((nodes["rank"] != 0).any()):
+            raise ConfigError("replay needs whole chains of one length, got drafts of several")
+        # Two stable sorts: by position within request.
+        order = drafts["position"].argsort(stable=True)
+        order = order[drafts["request"][order].argsort(stable=True)]
+        request = drafts["request"][order].long()
+        roots_of = torch.bincount(request, minlength=len(recording.requests))
+        seen = roots_of > 0
+        position = drafts["position"][order].long()
+        gaps = (position[1:] - position[:-1] != 1) & (request[1:] == request[:-1])
+        if bool(gaps.any()):
+            where = recording.requests[int(request[1:][gaps][0])]
+            raise ConfigError(
+                f"request {where} lacks roots: the recording was cut, record it again"
+            )
+        names = sorted(set(nodes) - set(NODE_COLUMNS) | {"prob", "entropy", "entropy_top1000",
+                                                         "margin"})  # fmt: skip
+        accept = nodes["accept"].view(recording.num_drafts, width)[order]
+        return cls(
+            stats={n: nodes[n].view(recording.num_drafts, width, *nodes[n].shape[1:])[order]
+                   for n in names},
+            num_correct=accept.long().cumprod(dim=1).sum(dim=1),
+            first_root=torch.cat((torch.zeros(1, dtype=torch.long), roots_of[seen].cumsum(0))),
+            requests=[rid for rid, here in zip(recording.requests, seen, strict=True) if here],
+            draft_row=order,
+        )  # fmt: skip
+
+    def lengths(self, policy: ChainPolicy, roots: Tensor, history: dict[str, Tensor]) -> Tensor:
+        """[len(roots)] int64 in [0, D]: drafts the policy would verify at these roots."""
+        alive = torch.ones(len(roots), dtype=torch.bool)
+        kept = torch.zeros(len(roots), dtype=torch.long)
+        layer: DraftLayer | None = None
+        names = {"prob", "entropy"} | (policy.needs - HISTORY)
+        if missing := names - set(self.stats):
+            raise ConfigError(
+                f"policy {policy.name} reads {', '.join(sorted(missing))}, which this recording "
+                f"lacks: record again with record_extra {sorted(missing)}"
+            )
+        for depth in range(1, self.max_length + 1):
+            stats = {name: self.stats[name][roots, depth - 1].float() for name in names}
+            layer = DraftLayer(
+                depth=depth,
+                prob=stats["prob"],
+                joint=stats["prob"] if layer is None else stats["prob"] * layer.joint,
+                entropy=stats["entropy"],
+                alive=alive,
+                measured={**history, **stats},
+                parent=layer,
+            )
+            alive = policy.keep(layer) & alive
+            kept = kept + alive
+            if not alive.any():
+                break
+        return kept
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Counts per request [Q], float64: sums first, one division last."""
+
+    num_steps: Tensor
+    """Verifications."""
+
+    num_correct: Tensor
+    """Accepted drafts; like SGLang's, those behind the end of an answer count."""
+
+    num_verified: Tensor
+    """Drafts the target verified."""
+
+    num_drafted: Tensor
+    """Drafts the draft model made: those verified, and the one that ended each chain."""
+
+    def accept_length(self, weights: Tensor | None = None) -> float:
+        """tau: tokens per verification, the bonus token included."""
+        return 1.0 + self._per_step(self.num_correct, weights)
+
+    def gamma(self, weights: Tensor | None = None) -> float:
+        """Drafts verified per verification."""
+        return self._per_step(self.num_verified, weights)
+
+    def draft_length(self, weights: Tensor | None = None) -> float:
+        """Drafts made per verification, the papers' average length."""
+        return self._per_step(self.num_drafted, weights)
+
+    def _per_step(self, counts: Tensor, weights: Tensor | None) -> float:
+        if weights is None:
+            weights = torch.ones_like(counts)
+        return float((counts * weights).sum() / (self.num_steps * weights).sum())
+
+
+def replay(
+    policy: ChainPolicy,
+    chains: Chains,
+    *,
+    max_length: int | None = None,
+    batch_size: int | None = None,
+    visit: Callable[[Tensor, dict[str, Tensor]], None] = lambda roots, history: None,
+) -> Outcome:
+    """Serve all requests of ``chains`` with ``policy``.
+
+    Args:
+        policy: Any chain policy.
+        chains: What was drafted and what the target says to it.
+        max_length: Drafted tokens per step; all that were recorded by default.
+        batch_size: Requests served together, the next one joining when one is done. Matters
+            only to a policy that stops whole batches, which defaults to 1.
+        visit: Sees the roots of each step, and the history before it.
+
+    Raises:
+        ConfigError: The policy reads what was not recorded.
+    """
+    if missing := sorted(policy.needs - set(chains.stats) - HISTORY):
+        raise ConfigError(
+            f"policy {policy.name} reads {', '.join(missing)}, which this recording lacks: record "
+            f"again with record_extra {missing}"
+        )
+    whole_batch = getattr(policy, "batch_wide", False)
+    memoryless = not whole_batch and not policy.needs & HISTORY
+    if batch_size is None:
+        batch_size = 1 if whole_batch else chains.num_requests
+    limit = chains.max_length if max_length is None else min(max_length, chains.max_length)
+    root, end = chains.first_root[:-1].clone(), chains.first_root[1:]
+    history = {name: torch.full((len(root),), -1.0) for name in sorted(HISTORY)}
+    counts = torch.zeros(4, len(root), dtype=torch.float64)
+    if memoryless:  # then one call decides all roots, and walking is a table look-up
+        table = chains.lengths(policy, torch.arange(int(chains.first_root[-1])), {})
+    while len(lane := (root < end).nonzero().flatten()[:batch_size]):
+        at = root[lane]
+        past = {name: column[lane] for name, column in history.items()}
+        visit(at, past)
+        kept = (table[at] if memoryless else chains.lengths(policy, at, past)).clamp(max=limit)
+        correct = torch.minimum(chains.num_correct[at], kept)
+        drafted = (kept + 1).clamp(max=limit)
+        counts[:, lane] += torch.stack((torch.ones_like(kept), correct, kept, drafted)).double()
+        history["last_accept"][lane] = correct.float()
+        history["last_verified"][lane] = kept.float()
+        root[lane] = at + correct + 1
+    return Outcome(*counts)

@@ -1,0 +1,115 @@
+"""Replaying a recording gives what the live server does, and a recording trains a gate for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.prompts import Prompt, demo_mix
+from eval.recordings import record
+from eval.server import DRAFTS, Launch, running, speculative_flags
+from sglang_c2t.classifier.checkpoint import save_classifier
+from sglang_c2t.classifier.recording import Recording
+from sglang_c2t.classifier.train import RECIPES, train_classifier
+from sglang_c2t.client import differing, greedy
+from sglang_c2t.config import C2TConfig
+from sglang_c2t.metrics import SpecTotals
+from sglang_c2t.policies import build_policy
+from sglang_c2t.replay import Chains, replay
+from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags
+
+NUM_STEPS = 10
+MAX_NEW_TOKENS = 96  # as the recording was made
+PROMPTS: list[Prompt] = demo_mix(21, seed=3)
+
+#: Every policy of the menu; "hidden" stands for a classifier trained in the test.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "fixed": {"policy": "fixed", "policy_options": {"length": 3}},
+    "dymax": {"policy": "dymax"},
+    "dyjoint": {"policy": "dyjoint"},
+    "entropy": {"policy": "entropy"},
+    "c2t": {"policy": "c2t"},
+    "c2t-log": {"policy": "c2t-log", "beta": 0.3},
+    "c2t-plus": {"policy": "c2t-plus", "beta": 0.3},
+    "logistic": {"policy": "logistic"},
+    "mcsd per request": {"policy": "mcsd", "policy_options": {"per_request": True}},
+    "mcsd": {"policy": "mcsd"},
+    "mcsd-hidden": {
+        "policy": "mcsd-hidden", "classifier": "hidden", "policy_options": {"per_request": True},
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RecordedAndLive:
+    """A recording of PROMPTS and a server with the same draft whose gate can be switched."""
+
+    recording: Recording
+    gated: GatedServer
+    hidden_classifier: Path | None
+
+
+@pytest.fixture(scope="module", params=sorted(DRAFTS))
+def both(request: pytest.FixtureRequest, logs: Path) -> Iterator[RecordedAndLive]:
+    algorithm: str = request.param
+    recording = record(algorithm, PROMPTS, logs / f"recording-{algorithm}")
+    hidden: Path | None = None
+    if algorithm != "STANDALONE":
+        hidden = logs / f"hidden-{algorithm}.safetensors"
+        save_classifier(train_classifier(recording, RECIPES["mcsd-hidden"]), hidden)
+    control = logs / f"replayed-gate-{algorithm}"
+    measured = ["margin", "topk_prob", *(["hidden"] if hidden else [])]
+    flags = (
+        *speculative_flags(algorithm, NUM_STEPS),
+        *switchable_flags(control, logs, measured),
+    )
+    launch = Launch(f"replayed-{algorithm}", flags, env={"PYTHONPATH": str(REPOSITORY)})
+    with running(launch, logs) as server:
+        yield RecordedAndLive(recording, GatedServer(server, algorithm, control), hidden)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_replay_counts_what_the_server_counts(both: RecordedAndLive, name: str) -> None:
+    """Verifications, accepted and verified drafts: equal, so tau and gamma are.
+
+    A batch-wide stop depends on who shares the batch, so that one is served one by one.
+    """
+    settings = dict(CONFIGS[name])
+    if settings.get("classifier") == "hidden":
+        if both.hidden_classifier is None:
+            pytest.skip("a STANDALONE draft passes no hidden state on")
+        settings["classifier"] = str(both.hidden_classifier)
+    bodies = [greedy(prompt.text, MAX_NEW_TOKENS) for prompt in PROMPTS]
+    concurrency = 1 if name == "mcsd" else 8
+    result = both.gated.run(json.dumps(settings), bodies, concurrency)
+    live = SpecTotals.from_meta_infos(answer.meta_info for answer in result.answers)
+
+    policy = build_policy(C2TConfig.from_mapping(settings))
+    outcome = replay(policy, Chains.from_recording(both.recording))
+    replayed = SpecTotals(
+        verify_ct=round(float(outcome.num_steps.sum())),
+        num_correct_drafts=round(float(outcome.num_correct.sum())),
+        num_proposed_drafts=round(float(outcome.num_verified.sum())),
+    )
+    print(f"{both.gated.algorithm} {name}: live {live}, replayed {replayed}")
+    assert live == replayed
+
+
+def test_recording_every_root_changes_no_output(both: RecordedAndLive) -> None:
+    """One root per generated token but the last, so answers are as long as without recording."""
+    bodies = [greedy(prompt.text, MAX_NEW_TOKENS) for prompt in PROMPTS]
+    plain = both.gated.run("full", bodies)
+    chains = Chains.from_recording(both.recording)
+    roots = (chains.first_root[1:] - chains.first_root[:-1]).tolist()
+    lengths = dict(zip(chains.requests, roots, strict=True))
+    numbers: dict[str, int] = {}
+    for prompt, answer in zip(PROMPTS, plain.outputs, strict=True):
+        number = numbers.setdefault(prompt.family, 0)
+        numbers[prompt.family] += 1
+        assert lengths[f"{prompt.family}/{number}"] == len(answer) - 1
+    assert differing(plain.outputs, both.gated.run("none", bodies).outputs) == []
