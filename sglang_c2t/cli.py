@@ -1,17 +1,31 @@
-"""Commands: ``check`` (is the plugin active, on what) and ``train`` (fit a classifier)."""
+"""``check`` the plugin, ``record`` drafts, ``train`` a classifier on them, ``evaluate`` it."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sglang_c2t import __version__
-from sglang_c2t.config import ConfigError
+from sglang_c2t.config import C2TConfig, ConfigError
+
+if TYPE_CHECKING:
+    from sglang_c2t.classifier.recording import Recording
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 1 when a check fails, 2 on bad input."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ConfigError, OSError) as error:  # OSError: a disk that is full, or not writable
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sglang_c2t", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -19,18 +33,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = commands.add_parser("check", help="is the plugin active, on which SGLang and seams")
     check.set_defaults(run=_check)
 
+    record = commands.add_parser("record", help="drive a prompt file through a recording server")
+    record.add_argument("prompts", help="JSON lines with prompt, text, turns or messages")
+    record.add_argument("--url", default="http://127.0.0.1:30000", help="default: %(default)s")
+    record.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
+    record.add_argument("--concurrency", type=int, default=32, help="default: %(default)s")
+    record.set_defaults(run=_record)
+
     train = commands.add_parser("train", help="fit a classifier to a recording")
-    train.add_argument("recording", help="directory written by --c2t-record")
-    train.add_argument("--out", required=True, help="file to write, NAME.safetensors")
+    train.add_argument("recording", nargs="+", help="directories written by --c2t-record")
+    train.add_argument("--out", type=Path, required=True, help="file to write, NAME.safetensors")
+    train.add_argument("--recipe", default="c2t", help="what to train; default: %(default)s")
+    train.add_argument("--fine-tune", metavar="FILE", help="start from this classifier")
+    train.add_argument("--share", type=float, help="of the prompts; default: 1, fine-tuning 0.1")
+    train.add_argument("--hidden-size", type=int, help="default: the recipe's")
+    train.add_argument("--epochs", type=int, help="default: 10")
+    train.add_argument("--learning-rate", type=float, help="default: 1e-3, fine-tuning 1e-4")
+    train.add_argument(
+        "--calibration", choices=("none", "temperature", "isotonic"), default="none",
+        help="fitted on held-out prompts; default: %(default)s",
+    )  # fmt: skip
+    train.add_argument("--mix-drafts", action="store_true", help="admit several draft models")
     train.add_argument("--seed", type=int, default=0, help="default: 0")
     train.set_defaults(run=_train)
 
-    args = parser.parse_args(argv)
-    try:
-        return args.run(args)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    evaluate = commands.add_parser("evaluate", help="score a classifier, replay policies")
+    evaluate.add_argument("recording", nargs="+", help="directories written by --c2t-record")
+    evaluate.add_argument("--classifier", default="c2t", help="shipped name or file; default: c2t")
+    evaluate.add_argument("--beta", type=float, default=0.5, help="default: %(default)s")
+    evaluate.add_argument(
+        "--policies", nargs="*", default=["c2t", "c2t-log", "dyjoint", "dymax", "entropy"],
+        help="to replay, at their defaults, when every root was recorded; default: %(default)s",
+    )  # fmt: skip
+    evaluate.add_argument("--out", type=Path, help="directory for report.md, .json and figures")
+    evaluate.add_argument("--mix-drafts", action="store_true", help="admit several draft models")
+    evaluate.set_defaults(run=_evaluate)
+    return parser
 
 
 def _check(_args: argparse.Namespace) -> int:
@@ -42,18 +80,110 @@ def _check(_args: argparse.Namespace) -> int:
     return 0 if report.healthy else 1
 
 
-def _train(args: argparse.Namespace) -> int:
-    from sglang_c2t.classifier.checkpoint import save_classifier
-    from sglang_c2t.classifier.recording import read_recording
-    from sglang_c2t.classifier.train import TrainSettings, train_classifier
+def _record(args: argparse.Namespace) -> int:
+    from sglang_c2t.prompts import read_prompts
+    from sglang_c2t.record import record_prompts
 
-    rows, origins = read_recording(args.recording)
-    settings = TrainSettings(seed=args.seed)
-    classifier = train_classifier(rows, origins=origins, settings=settings, show_progress=True)
+    for name in ("max_new_tokens", "concurrency"):
+        if getattr(args, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} must be 1 or more, got {getattr(args, name)}")
+    state = record_prompts(
+        args.url.rstrip("/"),
+        read_prompts(args.prompts),
+        max_new_tokens=args.max_new_tokens,
+        concurrency=args.concurrency,
+    )
+    print(f"recorded {state['new_drafts']} drafts in {state['directory']}")
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    from sglang_c2t.classifier.checkpoint import load_classifier, require_suffix, save_classifier
+    from sglang_c2t.classifier.recording import read_recording
+    from sglang_c2t.classifier.train import (
+        FINE_TUNE_SHARE,
+        recipe_named,
+        settings_from,
+        share_of_prompts,
+        train_classifier,
+    )
+
+    require_suffix(args.out)  # before minutes of work
+    start = load_classifier(args.fine_tune) if args.fine_tune else None
+    recipe = recipe_named(args.recipe, hidden_size=args.hidden_size)
+    settings = settings_from(
+        fine_tune=start is not None,
+        epochs=args.epochs,
+        learning_rate=args.learning_rate,
+        seed=args.seed,
+    )
+    recording = read_recording(*args.recording, mix_drafts=args.mix_drafts)
+    share = args.share if args.share is not None else (FINE_TUNE_SHARE if start else 1.0)
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"--share must be in (0, 1], got {share}")
+    classifier = train_classifier(
+        share_of_prompts(recording, share, args.seed) if share < 1.0 else recording,
+        recipe,
+        settings=settings,
+        calibration=args.calibration,
+        start=start,
+        show_progress=True,
+    )
     save_classifier(classifier, args.out)
     facts = classifier.training
     print(
-        f"wrote {args.out}: {facts['rows']} rows, held-out AUC {facts['heldout_auc']} "
-        f"(joint probability alone: {facts['heldout_auc_joint_alone']})"
+        f"wrote {args.out}: {facts['parameters']} parameters, trained on {facts['trained_on']} of "
+        f"{facts['tokens']} tokens, held-out AUC {facts['heldout_auc']} (joint probability alone: "
+        f"{facts['heldout_auc_joint_alone']}), calibration error {facts['heldout_ece']}"
     )
     return 0
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from sglang_c2t.classifier.checkpoint import load_classifier
+    from sglang_c2t.classifier.evaluation import evaluate
+    from sglang_c2t.classifier.recording import read_recording
+
+    recording = read_recording(*args.recording, mix_drafts=args.mix_drafts)
+    report = evaluate(recording, load_classifier(args.classifier), args.beta)
+    text = report.to_markdown()
+    if recording.roots == "every" and args.policies:
+        text += "\n" + _replay_table(recording, args.policies)
+    print(text)
+    if args.out is not None:
+        from sglang_c2t.classifier import plots
+
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "report.md").write_text(text, encoding="utf-8")
+        (args.out / "report.json").write_text(report.to_json(), encoding="utf-8")
+        plots.reliability_diagram(report, args.out / "reliability.png")
+        plots.acceptance_plot(report, args.out / "acceptance.png")
+        if report.surfaces is not None:  # it reads more than P, H and d
+            plots.surface_plots(report, args.out / "surfaces.png")
+        print(f"wrote {args.out}")
+    return 0
+
+
+def _replay_table(recording: Recording, names: Sequence[str]) -> str:
+    """Each policy at its defaults, replayed exactly."""
+    from sglang_c2t.policies import build_policy
+    from sglang_c2t.replay import Chains, replay
+
+    chains = Chains.from_recording(recording)
+    lines = [
+        "## Replay",
+        "",
+        f"{chains.num_requests} requests, chains of up to {chains.max_length}, defaults of each "
+        "policy. tau: tokens per verification. gamma: drafts verified per verification.",
+        "",
+        "| policy | tau | gamma | drafted |",
+        "|---|---:|---:|---:|",
+    ]
+    for name in names:
+        outcome = replay(build_policy(C2TConfig(policy=name)), chains)
+        lines.append(
+            f"| {name} | {outcome.accept_length():.3f} | {outcome.gamma():.3f} "
+            f"| {outcome.draft_length():.3f} |"
+        )
+    return "\n".join(lines) + "\n"

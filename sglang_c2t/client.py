@@ -6,7 +6,9 @@ Times cover the whole batch: from the first request sent to the last answer read
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,27 +62,50 @@ def run_load(
     on_answer: Callable[[], None] = lambda: None,
 ) -> LoadResult:
     """POST every /generate body once, ``concurrency`` at a time; raises on the first failure."""
-    return asyncio.run(_run(url, bodies, concurrency, on_answer))
+    requests = [("/generate", body) for body in bodies]
+    replies, seconds = post_all(url, requests, concurrency=concurrency, on_answer=on_answer)
+    return LoadResult([Answer(tuple(r["output_ids"]), r["meta_info"]) for r in replies], seconds)
 
 
-async def _run(
+def post_all(
     url: str,
-    bodies: Sequence[dict[str, Any]],
+    requests: Sequence[tuple[str, dict[str, Any]]],
+    *,
+    concurrency: int,
+    on_answer: Callable[[], None] = lambda: None,
+) -> tuple[list[dict[str, Any]], float]:
+    """POST every (path, body) once; the replies in order, and seconds for all of them."""
+    return asyncio.run(_post_all(url, requests, concurrency, on_answer))
+
+
+async def _post_all(
+    url: str,
+    requests: Sequence[tuple[str, dict[str, Any]]],
     concurrency: int,
     on_answer: Callable[[], None],
-) -> LoadResult:
+) -> tuple[list[dict[str, Any]], float]:
     gate = asyncio.Semaphore(concurrency)
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
     connector = aiohttp.TCPConnector(limit=concurrency)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
-        async def send(body: dict[str, Any]) -> Answer:
-            async with gate, session.post(f"{url}/generate", json=body) as response:
-                response.raise_for_status()
-                reply = await response.json()
+        async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+            async with gate, session.post(f"{url}{path}", json=body) as response:
+                if response.status >= 400:
+                    reason = (await response.text())[:300]
+                    raise aiohttp.ClientError(f"{path} answered {response.status}: {reason}")
+                reply: dict[str, Any] = await response.json()
             on_answer()
-            return Answer(tuple(reply["output_ids"]), reply["meta_info"])
+            return reply
 
         start = time.perf_counter()
-        answers = await asyncio.gather(*(send(body) for body in bodies))
-        return LoadResult(list(answers), time.perf_counter() - start)
+        replies = await asyncio.gather(*(post(path, body) for path, body in requests))
+        return list(replies), time.perf_counter() - start
+
+
+def c2t_state(url: str) -> dict[str, Any]:
+    """What the plugin reports in /server_info; {} when it reports nothing."""
+    with urllib.request.urlopen(f"{url}/server_info", timeout=30) as response:
+        info = json.load(response)
+    state: dict[str, Any] = info["internal_states"][0].get("c2t", {})
+    return state

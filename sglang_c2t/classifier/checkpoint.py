@@ -6,14 +6,20 @@ fit, so that a classifier never reads numbers it was not trained on.
 
 Card, all keys required::
 
-    {"format": "c2t-classifier", "version": 1, "hidden_size": 48,
-     "features": {...FeatureSpec...}, "training": {...free form, provenance...}}
+    {"format": "c2t-classifier", "version": 2, "kind": "mlp", "sizes": [48],
+     "label": "survives", "features": {...FeatureSpec...}, "training": {...provenance...}}
+
+``kind`` is ``mlp`` (``sizes``: hidden sizes) or ``depth-logistic`` (``sizes``: depths).
+``label`` is what the confidence means: ``survives``, the token and all before it are
+accepted; or ``accepts``, the token is accepted if those before it are. A classifier with
+isotonic calibration has two more tensors, the knots ``calibration.x`` and ``.y``.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,27 +29,34 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sglang_c2t.classifier.features import SERVED, FeatureSpec, feature_matrix
-from sglang_c2t.classifier.model import ConfidenceNet
+from sglang_c2t.classifier.calibration import Isotonic
+from sglang_c2t.classifier.features import FeatureSpec, feature_matrix
+from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
 from sglang_c2t.config import ConfigError
+from sglang_c2t.draft_layer import TOPK_PROBS, DraftLayer
 
 FORMAT = "c2t-classifier"
-VERSION = 1
-DEFAULT_PATH = Path(__file__).parent / "default" / "c2t.safetensors"
+VERSION = 2
+SHIPPED = Path(__file__).parent / "default"
+LABELS = ("survives", "accepts")
 
 
 @dataclass(frozen=True)
 class Classifier:
     """A trained network with the contract of its inputs."""
 
-    net: ConfidenceNet
+    net: ConfidenceNet | DepthLogistic
     features: FeatureSpec
     training: dict[str, Any]
+    label: str = "survives"
+    isotonic: Isotonic | None = None
 
     @torch.inference_mode()
-    def confidence(self, joint: Tensor, entropy: Tensor, depth: int | Tensor) -> Tensor:
+    def confidence(self, layer: DraftLayer) -> Tensor:
         """[B] float32 in [0, 1]: how likely the target accepts each token."""
-        return torch.sigmoid(self.net(feature_matrix(joint, entropy, depth)))
+        logits = self.net(feature_matrix(self.features.names, layer))
+        confidence = torch.sigmoid(logits)
+        return confidence if self.isotonic is None else self.isotonic(confidence)
 
     def to(self, device: torch.device | str) -> Classifier:
         """The same classifier on ``device``."""
@@ -52,51 +65,118 @@ class Classifier:
 
 
 def save_classifier(classifier: Classifier, path: str | os.PathLike[str]) -> None:
-    """Write weights and card; either file appears only when complete."""
+    """Write weights and card; either file appears only when complete.
+
+    Raises :class:`ConfigError` when the disk does not take them.
+    """
     path = Path(path)
-    if path.suffix != ".safetensors":
-        raise ConfigError(f"a classifier file must end in .safetensors, got {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    require_suffix(path)
+    net = classifier.net
+    linear = isinstance(net, DepthLogistic)
     card = {
         "format": FORMAT,
         "version": VERSION,
-        "hidden_size": classifier.net.hidden.out_features,
+        "kind": "depth-logistic" if linear else "mlp",
+        "sizes": [net.weight.numel()] if isinstance(net, DepthLogistic) else net.hidden_sizes,
+        "label": classifier.label,
         "features": classifier.features.to_card(),
         "training": classifier.training,
     }
-    weights = {
-        name: t.detach().cpu().contiguous() for name, t in classifier.net.state_dict().items()
-    }
-    _replace(path, lambda tmp: save_file(weights, tmp))
+    tensors = {name: t.detach().cpu().contiguous() for name, t in net.state_dict().items()}
+    if classifier.isotonic is not None:
+        tensors["calibration.x"], tensors["calibration.y"] = classifier.isotonic
     text = json.dumps(card, indent=2, sort_keys=True) + "\n"
-    _replace(path.with_suffix(".json"), lambda tmp: tmp.write_text(text, encoding="utf-8"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, lambda tmp: save_file(tensors, tmp))
+        _replace(path.with_suffix(".json"), lambda tmp: tmp.write_text(text, encoding="utf-8"))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot write classifier {path}: {error}") from error
+
+
+def require_suffix(path: Path) -> None:
+    """Refuse a file name that the loader would not find a card for."""
+    if path.suffix != ".safetensors":
+        raise ConfigError(f"a classifier file must end in .safetensors, got {path}")
 
 
 def load_classifier(name: str | os.PathLike[str]) -> Classifier:
-    """Load ``default`` or a file; :class:`ConfigError` says in one line why one is refused."""
-    path = DEFAULT_PATH if str(name) == "default" else Path(name)
+    """Load a shipped classifier by its name, or a file.
+
+    :class:`ConfigError` says in one line why one is refused.
+    """
+    path = shipped(str(name)) or Path(name)
     source = f"c2t classifier {path}"
     card = _read_card(path.with_suffix(".json"), source)
     features = FeatureSpec.from_card(card["features"], source=source)
-    if features != SERVED:
+    tensors = _read_weights(path, source)
+    isotonic = _isotonic(tensors, source)
+    net = _network(card, features, tensors, source)
+    return Classifier(
+        net=net,
+        features=features,
+        training=card["training"],
+        label=card["label"],
+        isotonic=isotonic,
+    )
+
+
+def shipped(name: str) -> Path | None:
+    """The file of a classifier that comes with the package, by its policy's name."""
+    path = SHIPPED / f"{name}.safetensors"
+    return path if path.exists() else None
+
+
+def _isotonic(tensors: dict[str, Tensor], source: str) -> Isotonic | None:
+    """Take the knots out of ``tensors``, if there are any."""
+    knots = [tensors.pop(key) for key in ("calibration.x", "calibration.y") if key in tensors]
+    if not knots:
+        return None
+    # Any comparison with nan is false.
+    if (
+        [k.dim() for k in knots] != [1, 1]
+        or not 2 <= len(knots[0]) == len(knots[1])
+        or not bool((knots[0].diff() > 0).all())
+        or not bool(((knots[1] >= 0) & (knots[1] <= 1)).all())
+    ):
         raise ConfigError(
-            f"{source} was trained on other features than this server measures: "
-            f"{_difference(features, SERVED)}; train it on recordings of this version"
+            f"{source}: calibration.x must ascend and calibration.y hold as many probabilities; "
+            "train it again"
         )
-    hidden_size = card["hidden_size"]
-    if not isinstance(hidden_size, int) or hidden_size < 1:
-        raise ConfigError(f"{source}: hidden_size must be a whole number >= 1, got {hidden_size!r}")
-    net = ConfidenceNet(len(features.names), hidden_size)
-    weights = _read_weights(path, source)
+    return Isotonic(*knots)
+
+
+def _network(
+    card: dict[str, Any], features: FeatureSpec, tensors: dict[str, Tensor], source: str
+) -> ConfidenceNet | DepthLogistic:
+    """The network that the card describes, with these weights."""
+    kind, sizes = card["kind"], card["sizes"]
+    if not isinstance(sizes, list) or not all(isinstance(n, int) and n >= 1 for n in sizes):
+        raise ConfigError(f"{source}: sizes must be a list of whole numbers >= 1, got {sizes!r}")
+    net: ConfidenceNet | DepthLogistic
+    if kind == "mlp":
+        first = tensors.get("hidden.0.weight")
+        # Only the draft's hidden state has a width that no card can know.
+        width = first.shape[-1] if "hidden" in features.names and first is not None else None
+        net = ConfidenceNet(width or num_inputs(features), sizes)
+    elif kind == "depth-logistic" and len(sizes) == 1:
+        net = DepthLogistic(sizes[0])
+    else:
+        raise ConfigError(f"{source}: kind must be mlp or depth-logistic, got {kind!r} {sizes!r}")
     expected = {name: tuple(t.shape) for name, t in net.state_dict().items()}
-    got = {name: tuple(t.shape) for name, t in weights.items()}
+    got = {name: tuple(t.shape) for name, t in tensors.items()}
     if got != expected:
         raise ConfigError(f"{source}: tensors {got} do not fit the card, expected {expected}")
-    if not all(torch.isfinite(t).all() for t in weights.values()):
+    if not all(torch.isfinite(t).all() for t in tensors.values()):
         raise ConfigError(f"{source}: weights hold values that are not finite; train it again")
-    net.load_state_dict(weights)
+    net.load_state_dict(tensors)
     net.eval().requires_grad_(False)
-    return Classifier(net=net, features=features, training=card["training"])
+    return net
+
+
+def num_inputs(features: FeatureSpec) -> int:
+    """Columns of the feature matrix, the hidden state not counted."""
+    return sum(TOPK_PROBS if name == "topk_prob" else name != "hidden" for name in features.names)
 
 
 def _read_card(path: Path, source: str) -> dict[str, Any]:
@@ -104,13 +184,17 @@ def _read_card(path: Path, source: str) -> dict[str, Any]:
         card = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{source}: cannot read its card {path.name}: {error}") from error
-    required = {"format", "version", "hidden_size", "features", "training"}
-    if not isinstance(card, dict) or not required <= set(card):
-        raise ConfigError(f"{source}: card {path.name} must hold the keys {sorted(required)}")
-    if card["format"] != FORMAT or card["version"] != VERSION:
+    if not isinstance(card, dict) or card.get("format") != FORMAT or card.get("version") != VERSION:
+        found = (card.get("format"), card.get("version")) if isinstance(card, dict) else card
         raise ConfigError(
-            f"{source}: card says {card['format']!r} version {card['version']!r}, "
-            f"this version reads {FORMAT!r} version {VERSION}"
+            f"{source}: card says {found!r}, this version reads {(FORMAT, VERSION)!r}; "
+            "train it again"
+        )
+    required = {"kind", "sizes", "label", "features", "training"}
+    if not required <= set(card) or card["label"] not in LABELS:
+        raise ConfigError(
+            f"{source}: card {path.name} must hold the keys {sorted(required)}, "
+            f"label one of {', '.join(LABELS)}"
         )
     return card
 
@@ -122,17 +206,12 @@ def _read_weights(path: Path, source: str) -> dict[str, Tensor]:
         raise ConfigError(f"{source}: cannot read weights: {error}") from error
 
 
-def _difference(got: FeatureSpec, served: FeatureSpec) -> str:
-    """The fields that differ, as ``entropy 'top1000' (served: 'full')``."""
-    a, b = got.to_card(), served.to_card()
-    return ", ".join(f"{key} {a[key]!r} (served: {b[key]!r})" for key in a if a[key] != b[key])
-
-
-def _replace(path: Path, write: Any) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write through a temporary name, so a reader never sees half a file."""
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(tmp)
+        tmp.chmod(0o644)  # safetensors makes files that only their owner can read
         os.replace(tmp, path)
     finally:
         tmp.unlink(missing_ok=True)

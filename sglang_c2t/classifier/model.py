@@ -1,10 +1,16 @@
-"""The classifier: a two-layer ReLU network on three numbers, 3-48-1, 241 parameters.
+"""The networks: from a token's features to the logit of "the target will accept it".
 
-C = sigmoid(w2 . relu(W1 x + b1) + b2) with x = (P, H, d) as measured, no scaling
-(arXiv:2502.13652, section "Classifier" and appendix). Pure torch.
+:class:`ConfidenceNet` is C2T's, two layers, 3-48-1, 241 parameters (arXiv:2502.13652,
+section "Classifier" and appendix C.3), and, with other sizes, MCSD's decision models.
+:class:`DepthLogistic` is the 2-parameter rival, one logistic per depth. Pure torch.
+
+Legend: F features.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +19,59 @@ HIDDEN_SIZE = 48
 
 
 class ConfidenceNet(nn.Module):
-    """[..., 3] float32 features to [...] float32 logits."""
+    """[..., F] float32 features to [...] float32 logits, ReLU between the layers."""
 
-    def __init__(self, num_features: int = 3, hidden_size: int = HIDDEN_SIZE) -> None:
+    def __init__(self, num_features: int = 3, hidden_sizes: Sequence[int] = (HIDDEN_SIZE,)) -> None:
         super().__init__()
-        self.hidden = nn.Linear(num_features, hidden_size)
-        self.out = nn.Linear(hidden_size, 1)
+        self.num_features = num_features
+        self.hidden_sizes = list(hidden_sizes)
+        sizes = [num_features, *hidden_sizes]
+        self.hidden = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
+        self.out = nn.Linear(sizes[-1], 1)
 
     def forward(self, features: Tensor) -> Tensor:
         """Logit of "the target will accept this token"."""
-        return self.out(torch.relu(self.hidden(features))).squeeze(-1)
+        x = features
+        for layer in self.hidden:
+            x = torch.relu(layer(x))
+        return self.out(x).squeeze(-1)
+
+    @torch.no_grad()
+    def absorb_scaling(self, mean: Tensor, std: Tensor) -> None:
+        """Make the network read raw features x where it was trained on (x - mean) / std."""
+        first = self.hidden[0]
+        assert isinstance(first, nn.Linear)
+        first.weight.div_(std)
+        first.bias.sub_(first.weight @ mean)
+
+    @torch.no_grad()
+    def absorb_temperature(self, temperature: float) -> None:
+        """Divide all logits by ``temperature`` from now on."""
+        self.out.weight.div_(temperature)
+        self.out.bias.div_(temperature)
+
+
+class DepthLogistic(nn.Module):
+    """w_d x + b_d with its own two numbers for each depth; deeper tokens use the deepest.
+
+    Reads [..., 2]: the feature x and the depth.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(max_depth))
+        self.bias = nn.Parameter(torch.zeros(max_depth))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logit of "accepted, given that the token before it is"."""
+        index = features[..., 1].long().clamp(1, self.weight.numel()) - 1
+        return self.weight[index] * features[..., 0] + self.bias[index]
+
+    @torch.no_grad()
+    def absorb_temperature(self, temperature: float) -> None:
+        """Divide all logits by ``temperature`` from now on."""
+        self.weight.div_(temperature)
+        self.bias.div_(temperature)
 
 
 def num_parameters(model: nn.Module) -> int:

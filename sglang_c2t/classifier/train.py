@@ -1,23 +1,78 @@
 """Train a classifier on recorded drafts, as the paper does.
 
-Binary cross-entropy, Adam 1e-3, batch 1024, 10 epochs, 0.95 / 0.05 split by request,
-rejected rows sampled down to as many as accepted ones when they outnumber them
-(arXiv:2502.13652, appendix "Training"). Deterministic for a given seed.
+Binary cross-entropy, Adam 1e-3, batch 1024, 10 epochs, 0.95 / 0.05 split by prompt,
+rejected tokens sampled down to as many as accepted ones when they outnumber them
+(arXiv:2502.13652, appendix C.2). Fine-tuning: 1e-4 on a tenth of the drafts, from given
+weights. Deterministic for a given seed.
+
+Which classifiers there are is one table, :data:`RECIPES`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from rich.progress import track
 from torch import Tensor, nn
 
+from sglang_c2t.classifier.calibration import Isotonic, fit_isotonic, fit_temperature
 from sglang_c2t.classifier.checkpoint import Classifier
-from sglang_c2t.classifier.features import SERVED, feature_matrix
-from sglang_c2t.classifier.model import ConfidenceNet
+from sglang_c2t.classifier.features import FeatureSpec, feature_matrix
+from sglang_c2t.classifier.model import HIDDEN_SIZE, ConfidenceNet, DepthLogistic, num_parameters
+from sglang_c2t.classifier.recording import Recording
+from sglang_c2t.classifier.scores import auc, expected_calibration_error
 from sglang_c2t.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained: the inputs, the network, the label, the loss's data."""
+
+    names: tuple[str, ...]
+    """Features, see ``features``."""
+
+    hidden_sizes: tuple[int, ...] | None = (HIDDEN_SIZE,)
+    """``None``: two parameters per depth."""
+
+    label: str = "survives"
+    """``survives``: the token and all before it are accepted, rows behind a rejection
+    count as rejected. ``accepts``: only tokens that the target reached are trained on."""
+
+    standardise: bool = False
+    """Train on inputs of mean 0 and spread 1; folded into the weights afterwards."""
+
+    balance: bool = True
+    """Sample rejected tokens down to as many as accepted ones."""
+
+
+RECIPES: dict[str, Recipe] = {
+    # The paper's: raw joint probability, entropy, depth.
+    "c2t": Recipe(("joint", "entropy", "depth")),
+    # The same network on the logarithm, where deep tokens stay apart, and on all rejected
+    # tokens, so that its confidence is a probability.
+    "c2t-log": Recipe(("log_joint", "entropy", "depth"), standardise=True, balance=False),
+    # And how sure the draft is of the token alone. Chosen among own probability, margin and
+    # both on held-out training prompts.
+    "c2t-plus": Recipe(
+        ("log_joint", "margin", "entropy", "depth"), standardise=True, balance=False
+    ),
+    # The paper's entropy, cut to the 1000 largest probabilities.
+    "c2t-top1000": Recipe(("joint", "entropy_top1000", "depth")),
+    # Ablations: one input left out.
+    "joint+entropy": Recipe(("joint", "entropy")),
+    "joint+depth": Recipe(("joint", "depth")),
+    "entropy+depth": Recipe(("entropy", "depth")),
+    # vLLM's estimator: a logistic on one number per depth, of the logit margin.
+    "logistic": Recipe(("margin", "depth"), None, "accepts", balance=False),
+    "logistic-prob": Recipe(("logit_prob", "depth"), None, "accepts", balance=False),
+    # MCSD's decision models (arXiv:2409.10644, section 3.3).
+    "mcsd": Recipe(("topk_prob", "entropy"), (HIDDEN_SIZE,), "accepts", balance=False),
+    "mcsd-hidden": Recipe(("hidden",), (64, 32), "accepts", standardise=True, balance=False),
+}
 
 
 @dataclass(frozen=True)
@@ -30,79 +85,251 @@ class TrainSettings:
     heldout_share: float = 0.05
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Reject what no training can use."""
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if not 0.0 < self.learning_rate < 1.0:
+            raise ConfigError(f"learning_rate must be in (0, 1), got {self.learning_rate}")
+
+
+FINE_TUNE = TrainSettings(learning_rate=1e-4)
+FINE_TUNE_SHARE = 0.1
+
+
+def recipe_named(name: str, *, hidden_size: int | None = None) -> Recipe:
+    """The recipe, with another hidden size if given."""
+    if name not in RECIPES:
+        raise ConfigError(f"unknown recipe {name!r}; known: {', '.join(sorted(RECIPES))}")
+    recipe = RECIPES[name]
+    if hidden_size is None:
+        return recipe
+    if recipe.hidden_sizes is None or len(recipe.hidden_sizes) != 1 or hidden_size < 1:
+        raise ConfigError(f"recipe {name} has no hidden size to set to {hidden_size}")
+    return replace(recipe, hidden_sizes=(hidden_size,))
+
+
+def settings_from(*, fine_tune: bool, **typed: Any) -> TrainSettings:
+    """The paper's settings, with whatever in ``typed`` is not ``None``."""
+    given = {key: value for key, value in typed.items() if value is not None}
+    return replace(FINE_TUNE if fine_tune else TrainSettings(), **given)
+
 
 def train_classifier(
-    rows: dict[str, Tensor],
+    recording: Recording,
+    recipe: Recipe = RECIPES["c2t"],
     *,
-    origins: list[dict[str, Any]],
     settings: TrainSettings | None = None,
+    calibration: str = "none",
+    start: Classifier | None = None,
     show_progress: bool = False,
 ) -> Classifier:
-    """Fit the 3-48-1 network to recorded rows (columns of ``recording.COLUMNS``)."""
-    settings = settings or TrainSettings()
+    """Fit a classifier to recorded drafts.
+
+    Args:
+        recording: What to learn from; a twentieth of its prompts is held out for scores.
+        recipe: Which classifier.
+        settings: Hyper-parameters; the paper's, or :data:`FINE_TUNE` when ``start`` is given.
+        calibration: ``none``, ``temperature`` or ``isotonic``, fitted on held-out prompts.
+        start: Fine-tune these weights instead of random ones.
+        show_progress: Draw a bar.
+
+    Raises:
+        ConfigError: Too little data, one class only, values that are not finite, or a
+            loss that diverges.
+    """
+    settings = settings or (FINE_TUNE if start else TrainSettings())
     generator = torch.Generator().manual_seed(settings.seed)
-    train, heldout = split_by_request(rows["request"], settings.heldout_share, generator)
-    features = feature_matrix(rows["joint"], rows["entropy"], rows["depth"])  # [n, 3]
-    labels = rows["accept"].float()  # [n]
-    train = _balance(train, labels, generator)
+    spec = FeatureSpec(names=recipe.names)
+    features, labels, reached = _examples(recording, spec)
+    node_prompt = recording.drafts["prompt"][recording.nodes["draft"].long()]
+    train, heldout = split_by_group(node_prompt, settings.heldout_share, generator)
+    if recipe.label == "accepts":
+        train, heldout = train[reached[train]], heldout[reached[heldout]]
+    train = _both_classes(train, labels, generator, balance=recipe.balance)
 
     torch.manual_seed(settings.seed)  # the network's initial weights
-    net = ConfidenceNet()
-    optimizer = torch.optim.Adam(net.parameters(), lr=settings.learning_rate)
-    loss_fn = nn.BCEWithLogitsLoss()
-    epochs = range(settings.epochs)
-    for _ in track(epochs, description="training") if show_progress else epochs:
-        order = train[torch.randperm(train.numel(), generator=generator)]
-        for batch in order.split(settings.batch_size):
-            loss = loss_fn(net(features[batch]), labels[batch])
-            if not torch.isfinite(loss):
-                raise ConfigError("training diverged: the loss is not finite")
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    net = _network(recipe, features, start)
+    mean, std = _scaling(features[train], recipe.standardise and start is None)
+    if isinstance(net, DepthLogistic):
+        _fit_logistic(net, features[train], labels[train])
+    else:
+        x = (features[train] - mean) / std
+        _fit(net, x, labels[train], settings, generator, show_progress)
+        net.absorb_scaling(mean, std)
     net.eval().requires_grad_(False)
-    scores = torch.sigmoid(net(features[heldout]))
+    isotonic = _calibrate(net, features[heldout], labels[heldout], calibration)
+
+    classifier = Classifier(net, spec, {}, label=recipe.label, isotonic=isotonic)
+    logits = net(features[heldout])
+    scores = torch.sigmoid(logits) if isotonic is None else isotonic(torch.sigmoid(logits))
+    joint = recording.nodes["joint"][heldout]
     training = {
-        "origins": origins,
-        "rows": int(labels.numel()),
-        "train_rows_after_balancing": int(train.numel()),
-        "heldout_rows": int(heldout.numel()),
+        "origins": recording.origins,
+        "roots": recording.roots,
+        "drafts": recording.num_drafts,
+        "tokens": recording.num_nodes,
+        "trained_on": int(train.numel()),
+        "parameters": num_parameters(net),
+        "heldout_tokens": int(heldout.numel()),
         "heldout_auc": round(auc(scores, labels[heldout]), 4),
-        "heldout_auc_joint_alone": round(auc(rows["joint"][heldout], labels[heldout]), 4),
-        "settings": vars(settings),
+        "heldout_auc_joint_alone": round(auc(joint, labels[heldout]), 4),
+        "heldout_ece": round(expected_calibration_error(scores, labels[heldout]), 4),
+        "calibration": calibration,
+        "fine_tuned": start is not None,
+        "recipe": asdict(recipe),
+        "settings": asdict(settings),
     }
-    return Classifier(net=net, features=SERVED, training=training)
+    return replace(classifier, training=training)
 
 
-def split_by_request(
-    request: Tensor, heldout_share: float, generator: torch.Generator
+def share_of_prompts(recording: Recording, share: float, seed: int = 0) -> Recording:
+    """The drafts of a random ``share`` of the prompts, at least one prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt = recording.drafts["prompt"]
+    _, chosen = split_by_group(prompt, share, generator)
+    mask = torch.zeros(recording.num_drafts, dtype=torch.bool)
+    mask[chosen] = True
+    return recording.select(mask)
+
+
+def split_by_group(
+    group: Tensor, heldout_share: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Row indices of training and held-out requests; no request is in both."""
-    requests = request.unique()
-    if requests.numel() < 2:
+    """Row indices of training and held-out groups; no group is in both."""
+    groups = group.unique()
+    if groups.numel() < 2:
         raise ConfigError(
-            f"a recording needs at least 2 requests to hold some out, got {requests.numel()}"
+            f"a recording needs at least 2 prompts to hold some out, got {groups.numel()}; "
+            "record more prompts"
         )
-    order = requests[torch.randperm(requests.numel(), generator=generator)]
-    num_heldout = max(1, round(heldout_share * requests.numel()))
-    is_heldout = torch.isin(request, order[:num_heldout])
+    order = groups[torch.randperm(groups.numel(), generator=generator)]
+    num_heldout = max(1, round(heldout_share * groups.numel()))
+    is_heldout = torch.isin(group, order[:num_heldout])
     return (~is_heldout).nonzero().flatten(), is_heldout.nonzero().flatten()
 
 
-def auc(scores: Tensor, labels: Tensor) -> float:
-    """Area under the ROC curve; ties count half. nan when one class is missing."""
-    positives = labels > 0.5
-    num_pos, num_neg = int(positives.sum()), int((~positives).sum())
-    if not num_pos or not num_neg:
-        return float("nan")
-    _, inverse, counts = scores.double().unique(return_inverse=True, return_counts=True)
-    # Mean 1-based rank of each tied group of scores (Mann-Whitney).
-    mean_rank = counts.cumsum(0).double() - (counts.double() - 1) / 2
-    rank_sum = mean_rank[inverse][positives].sum().item()
-    return (rank_sum - num_pos * (num_pos + 1) / 2) / (num_pos * num_neg)
+def _examples(recording: Recording, spec: FeatureSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Features [n, F], labels [n] float32, and which tokens the target reached [n] bool."""
+    missing = spec.needs - set(recording.layer().measured)
+    if missing:
+        raise ConfigError(
+            f"this recording lacks {', '.join(sorted(missing))}: record again with "
+            f"record_extra {sorted(missing)}"
+        )
+    features = feature_matrix(spec.names, recording.layer())
+    if not bool(torch.isfinite(features).all()):
+        bad = int((~torch.isfinite(features).all(dim=1)).sum())
+        raise ConfigError(
+            f"{bad} of {len(features)} recorded tokens hold values that are not finite; record "
+            "again, or delete their shards"
+        )
+    accept = recording.nodes["accept"].bool()
+    return features, accept.float(), reached(recording)
 
 
-def _balance(rows: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+def reached(recording: Recording) -> Tensor:
+    """[n] bool: the token's parent is the root or was accepted, so its label is its own."""
+    parent = recording.nodes["parent"].long()
+    first = torch.searchsorted(
+        recording.nodes["draft"].contiguous(), torch.arange(recording.num_drafts).int()
+    )
+    parent_row = first[recording.nodes["draft"].long()] + parent.clamp(min=0)
+    return (parent < 0) | recording.nodes["accept"].bool()[parent_row]
+
+
+def _network(
+    recipe: Recipe, features: Tensor, start: Classifier | None
+) -> ConfidenceNet | DepthLogistic:
+    if start is not None:
+        if start.features.names != recipe.names:
+            raise ConfigError(
+                f"fine-tuning needs the same features: the classifier reads "
+                f"{', '.join(start.features.names)}, the recipe {', '.join(recipe.names)}"
+            )
+        width = start.net.num_features if isinstance(start.net, ConfidenceNet) else 2
+        if width != features.shape[1]:  # hidden states of another draft model
+            raise ConfigError(
+                f"fine-tuning needs the same features: the classifier reads {width} numbers, the "
+                f"recording has {features.shape[1]}"
+            )
+        return copy.deepcopy(start.net).requires_grad_(True)
+    if recipe.hidden_sizes is None:
+        return DepthLogistic(int(features[:, 1].max()))
+    return ConfidenceNet(features.shape[1], recipe.hidden_sizes)
+
+
+def _fit(
+    net: nn.Module,
+    features: Tensor,
+    labels: Tensor,
+    settings: TrainSettings,
+    generator: torch.Generator,
+    show_progress: bool,
+) -> None:
+    optimizer = torch.optim.Adam(net.parameters(), lr=settings.learning_rate, fused=True)
+    loss_fn = nn.BCEWithLogitsLoss()
+    epochs: Iterable[int] = range(settings.epochs)
+    if show_progress:
+        epochs = track(epochs, description="training", total=settings.epochs)
+    for _ in epochs:
+        order = torch.randperm(len(labels), generator=generator)
+        # One gather per epoch: batches are then views, and a step is mostly overhead.
+        for x, y in zip(
+            features[order].split(settings.batch_size),
+            labels[order].split(settings.batch_size),
+            strict=True,
+        ):
+            loss = loss_fn(net(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if not bool(torch.isfinite(loss)):
+            raise ConfigError(
+                f"training diverged: the loss is {loss.item()}; lower the learning rate "
+                f"(now {settings.learning_rate})"
+            )
+
+
+def _fit_logistic(net: DepthLogistic, features: Tensor, labels: Tensor) -> None:
+    """To the optimum: the loss is convex, and so few parameters want no stochastic steps."""
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+    loss_fn = nn.BCEWithLogitsLoss()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = loss_fn(net(features), labels)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    if not bool(torch.isfinite(closure())):
+        raise ConfigError("training diverged: the loss of the logistic is not finite")
+
+
+def _scaling(features: Tensor, standardise: bool) -> tuple[Tensor, Tensor]:
+    if not standardise:
+        return torch.zeros(features.shape[1]), torch.ones(features.shape[1])
+    return features.mean(dim=0), features.std(dim=0).clamp(min=1e-6)
+
+
+def _calibrate(
+    net: ConfidenceNet | DepthLogistic, features: Tensor, labels: Tensor, kind: str
+) -> Isotonic | None:
+    """Fit on held-out tokens; a temperature goes into the weights."""
+    if kind == "isotonic":
+        return fit_isotonic(torch.sigmoid(net(features)), labels)
+    if kind == "temperature":
+        net.absorb_temperature(fit_temperature(net(features), labels))
+    elif kind != "none":
+        raise ConfigError(f"calibration must be none, temperature or isotonic, got {kind!r}")
+    return None
+
+
+def _both_classes(
+    rows: Tensor, labels: Tensor, generator: torch.Generator, *, balance: bool
+) -> Tensor:
     """Negative sampling: drop random rejected rows until they are no majority."""
     accept = labels[rows] > 0.5
     positives, negatives = rows[accept], rows[~accept]
@@ -111,5 +338,7 @@ def _balance(rows: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor
             f"a recording needs accepted and rejected tokens, got {positives.numel()} accepted "
             f"and {negatives.numel()} rejected; record more prompts"
         )
+    if not balance:
+        return rows
     keep = torch.randperm(negatives.numel(), generator=generator)[: positives.numel()]
     return torch.cat((positives, negatives[keep]))

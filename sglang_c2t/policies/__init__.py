@@ -6,20 +6,21 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from sglang_c2t.classifier.checkpoint import load_classifier
+from sglang_c2t.classifier.checkpoint import load_classifier, shipped
 from sglang_c2t.config import C2TConfig, ConfigError
-from sglang_c2t.policies.base import ChainPolicy, DraftLayer
+from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.policies.base import ChainPolicy
 from sglang_c2t.policies.c2t import C2T
+from sglang_c2t.policies.c2t_log import C2TLog
+from sglang_c2t.policies.c2t_plus import C2TPlus
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.entropy import Entropy
 from sglang_c2t.policies.fixed import Fixed
+from sglang_c2t.policies.logistic import Logistic
+from sglang_c2t.policies.mcsd import MCSD, MCSDHidden
 
 __all__ = ["POLICIES", "ChainPolicy", "DraftLayer", "build_policy"]
-
-
-def _c2t(config: C2TConfig, **options: Any) -> ChainPolicy:
-    return C2T(classifier=load_classifier(config.classifier), **options)
 
 
 def _plain(cls: Callable[..., ChainPolicy]) -> Callable[..., ChainPolicy]:
@@ -27,13 +28,40 @@ def _plain(cls: Callable[..., ChainPolicy]) -> Callable[..., ChainPolicy]:
     return lambda config, **options: cls(**options)
 
 
+def _trained(cls: Any) -> Callable[..., ChainPolicy]:
+    """A policy with a classifier; ``default`` is the one shipped under the policy's name."""
+
+    def build(config: C2TConfig, **options: Any) -> ChainPolicy:
+        name = cls.name if config.classifier == "default" else config.classifier
+        if config.classifier == "default" and shipped(name) is None:
+            raise ConfigError(
+                f"policy {name} has no shipped classifier, because it fits one draft model only: "
+                "train one and give it with --c2t-classifier"
+            )
+        classifier = load_classifier(name)
+        if strange := set(classifier.features.names) - cls.reads:
+            raise ConfigError(
+                f"policy {cls.name} reads {', '.join(sorted(cls.reads))}, but classifier "
+                f"{config.classifier} wants {', '.join(sorted(strange))}: choose the policy it "
+                "was trained for"
+            )
+        return cls(classifier=classifier, **options)
+
+    return build
+
+
 #: Name after ``--c2t-policy`` -> how to build it from the configuration and its options.
 POLICIES: dict[str, Callable[..., ChainPolicy]] = {
-    "c2t": _c2t,
+    "c2t": _trained(C2T),
+    "c2t-log": _trained(C2TLog),
+    "c2t-plus": _trained(C2TPlus),
     "dyjoint": _plain(DyJoint),
     "dymax": _plain(DyMax),
     "entropy": _plain(Entropy),
     "fixed": _plain(Fixed),
+    "logistic": _trained(Logistic),
+    "mcsd": _trained(MCSD),
+    "mcsd-hidden": _trained(MCSDHidden),
 }
 
 

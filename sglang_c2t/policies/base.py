@@ -1,45 +1,25 @@
-"""What a chain policy sees and decides. Knows nothing of SGLang, paths or files.
+"""What a chain policy is: a rule that says, layer by layer, which drafts stay.
 
-A policy is asked once per drafted layer, for the whole batch. It answers which tokens
-stay. The caller keeps the running conjunction, so a chain that has ended stays ended
-(Algorithm 1 of C2T, arXiv:2502.13652, restricted to one child per node).
+A policy is asked once per drafted layer, for the whole batch. The caller keeps the
+running conjunction, so a chain that has ended stays ended (Algorithm 1 of C2T,
+arXiv:2502.13652, restricted to one child per node).
 
-Legend: B requests, k top probabilities, H draft hidden size.
+Every rule here is lossless because drafts are argmax: what is verified is a function of
+the prefix. Were drafts *sampled* (``--speculative-use-rejection-sampling``, refused for
+now), a rule that reads the drawn token itself could bias the output. Each policy's
+docstring says which kind it is: "safe to drop" or "keep-then-stop", i.e. the failing
+token must still be verified and only the tokens behind it may go.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from sglang_c2t.draft_layer import DraftLayer
 
-@dataclass(frozen=True)
-class DraftLayer:
-    """Layer ``depth`` of a batch of draft chains: one drafted token per request."""
-
-    depth: int
-    """1 for the first drafted token (child of the root, which is already committed)."""
-
-    prob: Tensor
-    """[B] float32: q(token | prefix), softmax of the draft logits at temperature 1."""
-
-    joint: Tensor
-    """[B] float32: product of ``prob`` along the chain, this token included."""
-
-    entropy: Tensor
-    """[B] float32, nats: entropy of the distribution the token was drawn from."""
-
-    alive: Tensor
-    """[B] bool: the chain has not ended before this token. A policy that stops the
-    whole batch at once (MCSD) needs it; others may ignore it."""
-
-    topk_prob: Tensor | None = None
-    """[B, k] float32, descending; only when the policy ``needs`` ``"topk_prob"``."""
-
-    hidden: Tensor | None = None
-    """[B, H]: the draft's hidden state; only when the policy ``needs`` ``"hidden"``."""
+__all__ = ["ChainPolicy", "DraftLayer"]
 
 
 class ChainPolicy(Protocol):
@@ -48,8 +28,10 @@ class ChainPolicy(Protocol):
     name: ClassVar[str]
     """As written after ``--c2t-policy``."""
 
-    needs: ClassVar[frozenset[str]]
-    """Optional fields of :class:`DraftLayer` the policy reads."""
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names from :attr:`DraftLayer.measured` that the policy reads."""
+        ...
 
     def keep(self, layer: DraftLayer) -> Tensor:
         """[B] bool: the target should verify this token.

@@ -1,9 +1,11 @@
 """C2T: keep a drafted token while the classifier's confidence reaches beta.
 
-C_i = F(P_i, H_i, d_i), keep = C_i >= beta (arXiv:2502.13652, eq. 4 and Algorithm 1),
+C_i = F(P_i, H_i, d_i), keep = C_i >= beta (arXiv:2502.13652, eq. 8 and Algorithm 1),
 with P the joint probability, H the entropy of the distribution the token was drawn
 from, d its depth and F a 3-48-1 ReLU network with a sigmoid, 241 parameters. In chain
-mode this is an early exit per request (the paper's section "Benefits in chain mode").
+mode this is an early exit per request (the paper's appendix I).
+
+Sampled drafts: keep-then-stop, because P_i contains the probability of the drawn token.
 """
 
 from __future__ import annotations
@@ -24,8 +26,13 @@ class C2T:
     classifier: Classifier
     beta: float = 0.5  # arXiv:2502.13652, the main setting for trees
     name: ClassVar[str] = "c2t"
-    needs: ClassVar[frozenset[str]] = frozenset()
+    reads: ClassVar[frozenset[str]] = frozenset({"joint", "entropy", "entropy_top1000", "depth"})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the classifier reads."""
+        return self.classifier.features.needs
 
     def keep(self, layer: DraftLayer) -> Tensor:
         """[B] bool: confidence of the token reaches beta."""
-        return self.classifier.confidence(layer.joint, layer.entropy, layer.depth) >= self.beta
+        return self.classifier.confidence(layer) >= self.beta

@@ -3,6 +3,8 @@
 keep = P_i >= threshold, P_i = prod_{j <= i} p_j. The second early-exit baseline of C2T's
 chain experiments (arXiv:2502.13652, Table 7), threshold 0.08 there; the confidence EAGLE-2
 ranks tree nodes by (arXiv:2406.16858), used as a stopping rule.
+
+Sampled drafts: keep-then-stop, because P_i contains the probability of the drawn token.
 """
 
 from __future__ import annotations

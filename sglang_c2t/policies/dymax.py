@@ -3,6 +3,9 @@
 keep = p_i >= threshold, with p_i the draft's probability of its most likely token, which
 is the one it drafts. The early-exit baseline of C2T's chain experiments
 (arXiv:2502.13652, Table 7), threshold 0.3 there.
+
+Sampled drafts: safe to drop while p_i is the largest probability; keep-then-stop if it
+were the drawn token's.
 """
 
 from __future__ import annotations

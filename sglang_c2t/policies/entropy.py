@@ -3,6 +3,8 @@
 keep = H_i <= max_entropy, H_i in nats over the draft's vocabulary. The "return early if
 entropy > 1" variant of the entropy-shaped speculation paper (its Figure 4a); its tree
 shapes are a different rule.
+
+Sampled drafts: safe to drop, because H_i is a function of the distribution alone.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 keep(d) = d <= length. The classic speculative decoding of Leviathan et al.
 (arXiv:2211.17192); ``length`` defaults to all drafted tokens.
+
+Sampled drafts: safe to drop, because nothing that was drawn is read.
 """
 
 from __future__ import annotations
@@ -34,5 +36,5 @@ class Fixed:
 
     def keep(self, layer: DraftLayer) -> Tensor:
         """[B] bool: depth is within the fixed length."""
-        within = self.length is None or layer.depth <= self.length
-        return torch.full_like(layer.alive, within)
+        everything = torch.ones_like(layer.alive)
+        return everything if self.length is None else everything & (layer.depth <= self.length)

@@ -1,0 +1,156 @@
+"""What does an evaluation look like: figures of a report, as PNG or SVG by the file's suffix.
+
+Needs matplotlib, which is imported only when something is drawn.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_c2t.classifier.evaluation import Report, Surface
+from sglang_c2t.config import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.figure import Figure
+
+AXIS_LABELS = {
+    "joint": "joint probability P",
+    "entropy": "entropy H (nats)",
+    "depth": "depth d (tokens)",
+}
+SYMBOLS = {"joint": "P = {:g}", "entropy": "H = {:g} nat", "depth": "d = {:g}"}
+
+MARKERS = "os^Dv"
+
+#: Tokens below which an acceptance rate is noise: its standard error may pass 0.1.
+MIN_TOKENS = 25
+
+
+def reliability_diagram(report: Report, path: str | os.PathLike[str]) -> None:
+    """Acceptance over confidence, above the number of tokens per bin."""
+    figure = _figure(5, 5.5)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    upper.plot([0, 1], [0, 1], color="grey", linewidth=0.8, label="calibrated")
+    summary = report.summary
+    for name, key, ece, style in (
+        ("classifier", "classifier", summary.classifier.ece, "o-C0"),
+        ("joint probability", "joint", summary.joint.ece, "s--C1"),
+    ):
+        bins = report.reliability[key]
+        scores, shares = [b.mean_score for b in bins], [b.accept_rate for b in bins]
+        upper.plot(scores, shares, style, markersize=4, label=f"{name}, ECE {ece:.3f}")
+        edges = [b.low for b in bins] + [bins[-1].high]
+        lower.stairs([b.tokens for b in bins], edges, color=style[-2:], linestyle=style[1:-2])
+    upper.set(ylabel="accepted share of tokens", title=f"Reliability, {_tokens(report)}")
+    upper.legend()
+    lower.set(
+        xlabel="confidence or joint probability", ylabel="tokens", yscale="symlog", xlim=(0, 1)
+    )
+    _save(figure, path)
+
+
+def acceptance_plot(report: Report, path: str | os.PathLike[str]) -> None:
+    """Acceptance over joint probability, one line per depth (C2T, Table 1)."""
+    figure = _figure(6, 4.5)
+    axes = figure.subplots()
+    table = report.acceptance
+    middles = [(a + b) / 2 for a, b in zip(table.edges[:-1], table.edges[1:], strict=True)]
+    colours = _colours(len(table.depths))
+    axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, label="share = P")
+    for j, (depth, colour) in enumerate(zip(table.depths, colours, strict=True)):
+        shares = [
+            rate[j] if tokens[j] >= MIN_TOKENS else float("nan")
+            for rate, tokens in zip(table.accept_rate, table.tokens, strict=True)
+        ]
+        style = f"{MARKERS[j % len(MARKERS)]}-"
+        axes.plot(middles, shares, style, color=colour, markersize=4, label=f"d = {depth}")
+    axes.set(
+        xlabel=AXIS_LABELS["joint"],
+        ylabel="accepted share of tokens",
+        title=f"Acceptance by depth, n = {report.summary.recorded_tokens} tokens\n"
+        f"(points of at least {MIN_TOKENS} tokens)",
+        xlim=(0, 1),
+        ylim=(-0.02, 1.02),
+    )
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    _save(figure, path)
+
+
+def surface_plots(report: Report, path: str | os.PathLike[str]) -> None:
+    """Confidence over two features while the third is fixed, a row per feature (C2T, Fig. 2).
+
+    Flat maps instead of the paper's 3D surfaces, so that values can be read off; the line
+    is beta.
+
+    Raises:
+        ConfigError: The classifier reads more than P, H and d.
+    """
+    if report.surfaces is None:
+        raise ConfigError(
+            f"no surface to draw: the classifier reads {', '.join(report.features)}, and only "
+            "joint probability, entropy and depth can be laid on a grid"
+        )
+    rows: dict[str, list[Surface]] = {}
+    for surface in report.surfaces:
+        rows.setdefault(surface.fixed, []).append(surface)
+    width = max(map(len, rows.values()))
+    figure = _figure(3 * width + 1, 8.5)
+    grid = figure.subplots(len(rows), width, squeeze=False)
+    for line, row in zip(grid, rows.values(), strict=True):
+        for axes, surface in zip(line, row, strict=False):
+            colours = _draw(axes, surface, report.beta)
+        for axes in line[len(row) :]:
+            axes.set_axis_off()
+    figure.colorbar(colours, ax=grid, label="confidence", shrink=0.6)
+    figure.suptitle(
+        f"Confidence of a classifier evaluated on n = {report.summary.tokens} tokens, "
+        f"line: beta = {report.beta:g}\n(on a grid, also where no token was recorded)"
+    )
+    _save(figure, path)
+
+
+def _draw(axes: Axes, surface: Surface, beta: float) -> ScalarMappable:
+    x, y, z = surface.x_values, surface.y_values, surface.confidence
+    colours = axes.pcolormesh(x, y, z, shading="nearest", vmin=0, vmax=1, rasterized=True)
+    flat = [value for line in z for value in line]
+    if min(flat) < beta < max(flat) and len(x) > 1 and len(y) > 1:
+        axes.contour(x, y, z, levels=[beta], colors="white")
+    axes.set(
+        xlabel=AXIS_LABELS[surface.x],
+        ylabel=AXIS_LABELS[surface.y],
+        title=SYMBOLS[surface.fixed].format(surface.value),
+    )
+    return colours
+
+
+def _figure(width: float, height: float) -> Figure:
+    """A figure of its own, in inches; no global state of pyplot, no display."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib: pip install matplotlib") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _colours(count: int) -> list[tuple[float, ...]]:
+    """From dark to light without the palest, which vanish on paper."""
+    from matplotlib import colormaps
+
+    return [tuple(colormaps["viridis"](0.9 * i / max(1, count - 1))) for i in range(count)]
+
+
+def _tokens(report: Report) -> str:
+    which = "tokens" if report.label == "survives" else "tokens that the target reached"
+    return f"n = {report.summary.tokens} {which}"
+
+
+def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    path = Path(path)
+    if path.suffix not in (".png", ".svg"):
+        raise ConfigError(f"a plot must end in .png or .svg, got {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,25 @@
+"""C2T-log: C2T's rule with the logarithm of the joint probability as first input.
+
+C_i = F(log P_i, H_i, d_i), keep = C_i >= beta. Ours; the network is C2T's
+(arXiv:2502.13652), 3-48-1, 241 parameters, trained on all rejected tokens instead of a
+sample, so that C_i is a probability and beta means the same for every draft model. Raw joint
+probabilities of deep tokens crowd near zero, where the network cannot part them; their
+logarithms lie apart.
+
+Sampled drafts: keep-then-stop, because P_i contains the probability of the drawn token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_c2t.policies.c2t import C2T
+
+
+@dataclass(frozen=True)
+class C2TLog(C2T):
+    """Confidence gate with a classifier that reads the log joint probability."""
+
+    name: ClassVar[str] = "c2t-log"
+    reads: ClassVar[frozenset[str]] = frozenset({"log_joint", "entropy", "depth"})

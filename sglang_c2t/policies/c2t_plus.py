@@ -1,0 +1,25 @@
+"""C2T-plus: C2T-log that also sees how sure the draft is of the token itself.
+
+C_i = F(log P_i, m_i, H_i, d_i), keep = C_i >= beta, with m_i the log ratio of the two most
+likely draft tokens; 4-48-1, 289 parameters. Ours. The joint probability does not say
+whether a chain is unlikely because of this token or of an earlier one; with the margin
+beside it the network can tell. All inputs come from the draft's own distribution, so a
+classifier still moves between draft models (C2T, arXiv:2502.13652, is the frame).
+
+Sampled drafts: keep-then-stop, because P_i contains the probability of the drawn token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_c2t.policies.c2t import C2T
+
+
+@dataclass(frozen=True)
+class C2TPlus(C2T):
+    """Confidence gate with a classifier that also reads the token's top-2 margin."""
+
+    name: ClassVar[str] = "c2t-plus"
+    reads: ClassVar[frozenset[str]] = frozenset({"log_joint", "margin", "entropy", "depth"})

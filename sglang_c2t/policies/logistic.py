@@ -1,0 +1,46 @@
+"""Logistic: two parameters per depth on the draft's top-2 margin.
+
+a_i = sigmoid(w_d m_i + b_d) estimates "accepted, if the tokens before it are", with m_i
+the log ratio of the two most likely draft tokens; keep = prod_{j <= i} a_j >= beta. The
+estimator of vLLM's adaptive verification (vllm-project/vllm PR 52228), as a threshold
+rule; the PR's text names logit(max q) instead of m_i, which the recipe ``logistic-prob``
+trains. vLLM refits it online and feeds a cost model instead of a threshold, so no default
+threshold is published; 0.3 is ours.
+
+Sampled drafts: safe to drop, because m_i and the acceptances before i are functions of
+the distributions alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from sglang_c2t.classifier.checkpoint import Classifier
+from sglang_c2t.policies.base import DraftLayer
+
+
+@dataclass(frozen=True)
+class Logistic:
+    """Threshold on the running product of per-depth acceptance estimates."""
+
+    classifier: Classifier
+    beta: float = 0.3
+    name: ClassVar[str] = "logistic"
+    reads: ClassVar[frozenset[str]] = frozenset({"margin", "logit_prob", "depth"})
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The margin."""
+        return self.classifier.features.needs
+
+    def keep(self, layer: DraftLayer) -> Tensor:
+        """[B] bool: the estimated survival reaches beta."""
+        return self._survival(layer) >= self.beta
+
+    def _survival(self, layer: DraftLayer) -> Tensor:
+        """[B]: product of the estimates down to this layer; each costs two numbers."""
+        accept = self.classifier.confidence(layer)
+        return accept if layer.parent is None else accept * self._survival(layer.parent)

@@ -1,0 +1,80 @@
+"""Prompt files: JSON lines of text, turns or chat messages, as requests for a server.
+
+One object a line, with one of
+
+    {"prompt": "..."} or {"text": "..."}        sent to /generate as it is
+    {"turns": ["...", ...]}                     the first turn, as one user message
+    {"messages": [{"role": ..., "content": ...}]}
+
+and, if you like, ``"dataset"`` (or ``"family"``), which groups requests in reports.
+Messages go to /v1/chat/completions, so that the server applies its chat template.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_c2t.config import ConfigError
+
+KEYS = ("prompt", "text", "turns", "messages")
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One request to be: exactly one of ``text`` and ``messages`` is given."""
+
+    group: str
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+def read_prompts(path: str | os.PathLike[str]) -> list[PromptRow]:
+    """All rows of a JSONL file; :class:`ConfigError` names the first line that is none."""
+    path = Path(path)
+    try:
+        # Not splitlines(): it also ends lines at U+2028 and the like, which JSON text may hold.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read prompt file {path}: {error}") from error
+    rows = [
+        _row(line, where=f"{path}:{number}", default_group=path.stem)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not rows:
+        raise ConfigError(f"prompt file {path} is empty: one JSON object a line is expected")
+    return rows
+
+
+def _row(line: str, *, where: str, default_group: str) -> PromptRow:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where} is not JSON: {error}; one JSON object a line") from error
+    keys = [key for key in KEYS if key in row] if isinstance(row, dict) else []
+    if len(keys) != 1:
+        raise ConfigError(f"{where} needs exactly one of the keys {', '.join(KEYS)}")
+    value = row[keys[0]]
+    group = str(row.get("dataset", row.get("family", default_group)))
+    if keys[0] in ("prompt", "text") and isinstance(value, str) and value:
+        return PromptRow(group, text=value)
+    listed = isinstance(value, list) and bool(value)
+    if keys[0] == "turns" and listed and isinstance(value[0], str) and value[0]:
+        return PromptRow(group, messages=[{"role": "user", "content": value[0]}])
+    if keys[0] == "messages" and listed and all(isinstance(m, dict) for m in value):
+        return PromptRow(group, messages=value)
+    wanted = {"turns": "a list of texts", "messages": "a list of objects"}.get(keys[0], "a text")
+    raise ConfigError(f"{where}: {keys[0]!r} must be {wanted}, not empty, got {value!r}")
+
+
+def request(row: PromptRow, rid: str, max_new_tokens: int) -> tuple[str, dict[str, Any]]:
+    """Path and body of a greedy request."""
+    if row.text is not None:
+        params = {"temperature": 0, "max_new_tokens": max_new_tokens}
+        return "/generate", {"text": row.text, "sampling_params": params, "rid": rid}
+    body = {"messages": row.messages, "temperature": 0, "max_tokens": max_new_tokens}
+    return "/v1/chat/completions", {**body, "model": "default", "rid": rid}
