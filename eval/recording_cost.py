@@ -1,7 +1,8 @@
 """What ``--c2t-record`` costs: the same load on two servers in turn, one of them recording.
 
 Both servers are up all the time and idle while the other works, so that each round compares
-neighbouring moments of one machine. Prints the ratio of their times, round by round.
+neighbouring moments of one machine. Prints the ratio of their times: wall time, and processor
+time of the server's processes, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.progress import track
 
@@ -21,13 +23,21 @@ from eval.server import DRAFTS, Launch, Server, running, speculative_flags
 from sglang_c2t.client import greedy, run_load
 
 
-def seconds(server: Server, num_prompts: int, max_new_tokens: int) -> float:
-    """Wall time of one load: as many requests at once as there are prompts."""
+def seconds(server: Server, num_prompts: int, max_new_tokens: int) -> tuple[float, float]:
+    """Wall and processor time of one load: as many requests at once as there are prompts."""
     bodies = [greedy(prompt.text, max_new_tokens) for prompt in classifier_mix(num_prompts)]
     for body in bodies:
         body["sampling_params"]["ignore_eos"] = True  # mostly decoding, few prefills
     server.flush_cache()
-    return run_load(server.url, bodies, concurrency=num_prompts).seconds
+    before = _processor_seconds(server)
+    wall = run_load(server.url, bodies, concurrency=num_prompts).seconds
+    return wall, _processor_seconds(server) - before
+
+
+def _processor_seconds(server: Server) -> float:
+    parent = psutil.Process(server.process.pid)
+    times = [process.cpu_times() for process in (parent, *parent.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,19 +62,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             load = (args.num_prompts, args.max_new_tokens)
             for server in (plain, recorder):
                 seconds(server, *load)  # warm-up
-            ratios = []
+            ratios: list[tuple[float, ...]] = []
             for round_ in track(range(args.rounds), console=Console(stderr=True)):
                 order = (plain, recorder) if round_ % 2 == 0 else (recorder, plain)
                 times = {server.url: seconds(server, *load) for server in order}
-                ratios.append(times[recorder.url] / times[plain.url])
+                pairs = zip(times[recorder.url], times[plain.url], strict=True)
+                ratios.append(tuple(with_it / without for with_it, without in pairs))
             drafts = recorder.c2t_state()["recording"]["drafts"]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    print(" ".join(f"{ratio:.3f}" for ratio in ratios))
     print(
         f"share {args.share:g}, {args.num_prompts} requests at once, {args.rounds} rounds, "
-        f"{drafts} drafts recorded: time with recording / without: median {middle:.3f}, "
-        f"quartiles {low:.3f} to {high:.3f}"
+        f"{drafts} drafts recorded; with recording / without:"
     )
+    for name, values in zip(("wall", "processor"), zip(*ratios, strict=True), strict=True):
+        low, middle, high = statistics.quantiles(values, n=4)
+        print(f"  {name} time: median {middle:.3f}, quartiles {low:.3f} to {high:.3f}")
     return 0
 
 

@@ -12,6 +12,7 @@ from sglang_c2t import __version__
 from sglang_c2t.config import C2TConfig, ConfigError
 
 if TYPE_CHECKING:
+    from sglang_c2t.classifier.evaluation import Report
     from sglang_c2t.classifier.recording import Recording
 
 
@@ -152,17 +153,28 @@ def _evaluate(args: argparse.Namespace) -> int:
         text += "\n" + _replay_table(recording, args.policies)
     print(text)
     if args.out is not None:
-        from sglang_c2t.classifier import plots
-
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "report.md").write_text(text, encoding="utf-8")
-        (args.out / "report.json").write_text(report.to_json(), encoding="utf-8")
-        plots.reliability_diagram(report, args.out / "reliability.png")
-        plots.acceptance_plot(report, args.out / "acceptance.png")
-        if report.surfaces is not None:  # it reads more than P, H and d
-            plots.surface_plots(report, args.out / "surfaces.png")
+        _write_report(report, text, args.out)
         print(f"wrote {args.out}")
     return 0
+
+
+def _write_report(report: Report, text: str, out: Path) -> None:
+    from sglang_c2t.classifier import plots
+    from sglang_c2t.files import Write, write_whole
+
+    files: dict[Path, Write] = {
+        out / "report.md": lambda tmp: tmp.write_text(text, encoding="utf-8"),
+        out / "report.json": lambda tmp: tmp.write_text(report.to_json(), encoding="utf-8"),
+        out / "reliability.png": lambda tmp: plots.reliability_diagram(report, tmp),
+        out / "acceptance.png": lambda tmp: plots.acceptance_plot(report, tmp),
+    }
+    if report.surfaces is not None:  # None: it reads more than P, H and d
+        files[out / "surfaces.png"] = lambda tmp: plots.surface_plots(report, tmp)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(files)
+    except OSError as error:
+        raise ConfigError(f"cannot write the report to {out}: {error}") from error
 
 
 def _replay_table(recording: Recording, names: Sequence[str]) -> str:

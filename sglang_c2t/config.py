@@ -112,6 +112,11 @@ class C2TConfig:
                 f"c2t policy_options must be an object of options, got {self.policy_options!r}"
             )
 
+    @property
+    def visits_every_root(self) -> bool:
+        """Whether each step takes a single token, so that every root gets recorded."""
+        return self.record is not None and self.record_roots == "every"
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> C2TConfig:
         """Build from a plain mapping; an unknown key is an error, not a warning."""

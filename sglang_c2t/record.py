@@ -6,6 +6,7 @@ and has the server write what is pending.
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from http.client import HTTPException
@@ -24,14 +25,16 @@ def record_prompts(
 ) -> dict[str, Any]:
     """Send ``rows`` and return the server's recording state, all drafts written.
 
-    Request ids are ``GROUP/NUMBER``, so that reports can tell groups apart.
+    Request ids are ``GROUP/NUMBER-RUN``, so that reports can tell groups apart, and replay the
+    runs that went into one directory.
     Raises :class:`ConfigError` when the server does not record or stops recording.
     """
     before = _recording_state(url)
+    run = uuid.uuid4().hex[:8]
     numbers: Counter[str] = Counter()
     requests = []
     for row in rows:
-        rid = f"{row.group}/{numbers[row.group]}"
+        rid = f"{row.group}/{numbers[row.group]}-{run}"
         numbers[row.group] += 1
         requests.append(request(row, rid, max_new_tokens))
     with Progress() as progress:

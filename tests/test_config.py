@@ -1,6 +1,7 @@
 """The configuration: every wrong value is one clear line, every right one survives travel."""
 
 import json
+import math
 
 import pytest
 
@@ -9,8 +10,38 @@ from sglang_c2t.config import C2TConfig, ConfigError
 
 
 def test_config_survives_the_trip_through_json() -> None:
-    original = C2TConfig(policy="fixed", beta=0.25, policy_options={"length": 2})
+    """JSON has lists only; the config has tuples, so that equal settings are equal."""
+    original = C2TConfig(
+        policy="fixed",
+        beta=0.25,
+        record="drafts",
+        record_share=0.5,
+        record_limit_mb=10,
+        record_roots="every",
+        record_extra=("hidden", "topk_prob"),
+        policy_options={"length": 2},
+    )
     assert C2TConfig.from_json(original.to_json(), source="test") == original
+    assert C2TConfig.from_mapping({"record_extra": ["hidden"]}).record_extra == ("hidden",)
+
+
+@pytest.mark.parametrize(
+    ("values", "every"),
+    [
+        ({"record": "drafts", "record_roots": "every"}, True),
+        ({"record": "drafts"}, False),
+        ({"record_roots": "every"}, False),
+    ],
+)
+def test_every_root_is_visited_only_to_be_recorded(values: dict, every: bool) -> None:
+    assert C2TConfig(**values).visits_every_root is every
+
+
+def test_recording_is_off_and_cheap_by_default() -> None:
+    config = C2TConfig()
+    assert config.record is None
+    assert (config.record_share, config.record_limit_mb) == (0.01, 1024.0)
+    assert (config.record_roots, config.record_extra) == ("visited", ())
 
 
 @pytest.mark.parametrize(
@@ -23,6 +54,16 @@ def test_config_survives_the_trip_through_json() -> None:
         ({"policy": ""}, "policy must be a non-empty string"),
         ({"verify": "packed"}, "verify must be one of auto, ragged, static, got 'packed'"),
         ({"record": 3}, "record must be a directory, got 3"),
+        ({"record": ""}, "record must be a directory, got ''"),
+        ({"record_share": 0.0}, "record_share must be a number in (0, 1], got 0.0"),
+        ({"record_share": 1.01}, "record_share must be a number in (0, 1], got 1.01"),
+        ({"record_share": "all"}, "record_share must be a number in (0, 1], got 'all'"),
+        ({"record_limit_mb": 0}, "record_limit_mb must be a number of megabytes > 0, got 0"),
+        ({"record_limit_mb": math.inf}, "record_limit_mb must be a number of megabytes > 0"),
+        ({"record_limit_mb": True}, "record_limit_mb must be a number of megabytes > 0"),
+        ({"record_roots": "all"}, "record_roots must be one of visited, every, got 'all'"),
+        ({"record_extra": "hidden"}, "record_extra must be a list of measurements, got 'hidden'"),
+        ({"record_extra": [1]}, "record_extra must be a list of measurements, got [1]"),
         ({"policy_options": [1]}, "policy_options must be an object"),
         ({"betta": 0.5}, "unknown c2t setting 'betta'; allowed: policy, beta"),
     ],

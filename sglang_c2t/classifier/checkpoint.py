@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from sglang_c2t.classifier.features import FeatureSpec, feature_matrix
 from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import TOPK_PROBS, DraftLayer
+from sglang_c2t.files import write_whole
 
 FORMAT = "c2t-classifier"
 VERSION = 2
@@ -65,7 +65,7 @@ class Classifier:
 
 
 def save_classifier(classifier: Classifier, path: str | os.PathLike[str]) -> None:
-    """Write weights and card; either file appears only when complete.
+    """Write weights and card: both appear, complete, or neither.
 
     Raises :class:`ConfigError` when the disk does not take them.
     """
@@ -88,8 +88,12 @@ def save_classifier(classifier: Classifier, path: str | os.PathLike[str]) -> Non
     text = json.dumps(card, indent=2, sort_keys=True) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, lambda tmp: save_file(tensors, tmp))
-        _replace(path.with_suffix(".json"), lambda tmp: tmp.write_text(text, encoding="utf-8"))
+        write_whole(
+            {
+                path: lambda tmp: save_file(tensors, tmp),
+                path.with_suffix(".json"): lambda tmp: tmp.write_text(text, encoding="utf-8"),
+            }
+        )
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot write classifier {path}: {error}") from error
 
@@ -204,14 +208,3 @@ def _read_weights(path: Path, source: str) -> dict[str, Tensor]:
         return {name: t.float() for name, t in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{source}: cannot read weights: {error}") from error
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write through a temporary name, so a reader never sees half a file."""
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(tmp)
-        tmp.chmod(0o644)  # safetensors makes files that only their owner can read
-        os.replace(tmp, path)
-    finally:
-        tmp.unlink(missing_ok=True)

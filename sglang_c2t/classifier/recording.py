@@ -49,6 +49,7 @@ from torch import Tensor
 from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import HISTORY, DraftLayer
+from sglang_c2t.files import write_whole
 
 FORMAT = "c2t-recording"
 VERSION = 2
@@ -200,13 +201,7 @@ class RecordingWriter:
             tensors[f"draft.{name}"] = torch.cat([d[name] for d in self._drafts])
         metadata = self._metadata | {"requests": json.dumps(list(self._requests))}
         path = self._next_shard()
-        tmp = path.with_name(f".{path.name}.tmp")
-        try:
-            save_file(tensors, tmp, metadata=metadata)
-            tmp.chmod(0o644)  # safetensors makes files that only their owner can read
-            os.replace(tmp, path)
-        finally:
-            tmp.unlink(missing_ok=True)
+        write_whole({path: lambda tmp: save_file(tensors, tmp, metadata=metadata)})
         self._bytes += path.stat().st_size
         self.drafts_written += self._num_drafts
         self._clear()

@@ -11,6 +11,7 @@ Which classifiers there are is one table, :data:`RECIPES`.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -173,15 +174,20 @@ def train_classifier(
         "trained_on": int(train.numel()),
         "parameters": num_parameters(net),
         "heldout_tokens": int(heldout.numel()),
-        "heldout_auc": round(auc(scores, labels[heldout]), 4),
-        "heldout_auc_joint_alone": round(auc(joint, labels[heldout]), 4),
-        "heldout_ece": round(expected_calibration_error(scores, labels[heldout]), 4),
+        "heldout_auc": _rounded(auc(scores, labels[heldout])),
+        "heldout_auc_joint_alone": _rounded(auc(joint, labels[heldout])),
+        "heldout_ece": _rounded(expected_calibration_error(scores, labels[heldout])),
         "calibration": calibration,
         "fine_tuned": start is not None,
         "recipe": asdict(recipe),
         "settings": asdict(settings),
     }
     return replace(classifier, training=training)
+
+
+def _rounded(score: float) -> float | None:
+    """``None`` for what a single class leaves undefined; JSON knows no nan."""
+    return None if math.isnan(score) else round(score, 4)
 
 
 def share_of_prompts(recording: Recording, share: float, seed: int = 0) -> Recording:

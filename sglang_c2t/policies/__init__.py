@@ -45,6 +45,11 @@ def _trained(cls: Any) -> Callable[..., ChainPolicy]:
                 f"{config.classifier} wants {', '.join(sorted(strange))}: choose the policy it "
                 "was trained for"
             )
+        if classifier.label != cls.label:
+            raise ConfigError(
+                f"policy {cls.name} wants a confidence that a token {cls.label}, but classifier "
+                f"{config.classifier} was trained to say that it {classifier.label}"
+            )
         return cls(classifier=classifier, **options)
 
     return build

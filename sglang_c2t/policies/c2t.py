@@ -27,6 +27,7 @@ class C2T:
     beta: float = 0.5  # arXiv:2502.13652, the main setting for trees
     name: ClassVar[str] = "c2t"
     reads: ClassVar[frozenset[str]] = frozenset({"joint", "entropy", "entropy_top1000", "depth"})
+    label: ClassVar[str] = "survives"
 
     @property
     def needs(self) -> frozenset[str]:

@@ -1,8 +1,8 @@
 """Entropy stop: end the draft where the draft model's distribution is too flat.
 
-keep = H_i <= max_entropy, H_i in nats over the draft's vocabulary. The "return early if
-entropy > 1" variant of the entropy-shaped speculation paper (its Figure 4a); its tree
-shapes are a different rule.
+keep = H_i <= max_entropy, H_i in nats over the draft's vocabulary. The "early stopping" of
+Gunjur and Waitz, "Fast Inference with Dynamic Tree Speculative Decoding" (Stanford CS),
+section 3.1 and Figure 5a, threshold 1 there; its tree shapes are a different rule.
 
 Sampled drafts: safe to drop, because H_i is a function of the distribution alone.
 """

@@ -30,6 +30,7 @@ class Logistic:
     beta: float = 0.3
     name: ClassVar[str] = "logistic"
     reads: ClassVar[frozenset[str]] = frozenset({"margin", "logit_prob", "depth"})
+    label: ClassVar[str] = "accepts"
 
     @property
     def needs(self) -> frozenset[str]:

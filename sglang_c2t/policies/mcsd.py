@@ -33,6 +33,7 @@ class MCSD:
     per_request: bool = False
     name: ClassVar[str] = "mcsd"
     reads: ClassVar[frozenset[str]] = frozenset({"topk_prob", "entropy"})
+    label: ClassVar[str] = "accepts"
 
     @property
     def needs(self) -> frozenset[str]:

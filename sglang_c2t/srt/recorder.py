@@ -95,12 +95,6 @@ class Recorder(Exploration):
         """Draw from the share; never again after the recording has stopped."""
         return not self._stopped and (self.every_position or self._random.random() < self._share)
 
-    def commit_lens(self, verify_lens: Tensor) -> Tensor:
-        """[B] rows that may be committed of the ``verify_lens`` [B] that are verified."""
-        if self.every_position and not self._stopped:
-            return torch.ones_like(verify_lens)
-        return verify_lens
-
     def add(
         self,
         batch: Any,

@@ -6,6 +6,7 @@ import logging
 from types import ModuleType
 from typing import Any, ClassVar
 
+import torch
 from sglang.srt.speculative import eagle_worker_v2, standalone_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
@@ -69,7 +70,10 @@ class C2TWorkerMixin:
             f"gate saw {len(verify_lens)} requests, verification {len(batch.seq_lens)}"
         )
         verify_input = batch.spec_info
-        commit_lens = verify_lens if recorder is None else recorder.commit_lens(verify_lens)
+        # Every rank must cut alike, and only rank 0 has a recorder: ask the configuration.
+        commit_lens = (
+            torch.ones_like(verify_lens) if self._config.visits_every_root else verify_lens
+        )
         verify_input.retrieve_next_token = truncated_chains(
             verify_input.retrieve_next_token, commit_lens
         )

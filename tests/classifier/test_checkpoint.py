@@ -1,93 +1,217 @@
 """Classifier files: a round trip keeps every bit, a file that does not fit is refused."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier, save_classifier
-from sglang_c2t.classifier.features import SERVED
-from sglang_c2t.classifier.model import ConfidenceNet, num_parameters
+from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
+from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic, num_parameters
+from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.config import ConfigError
+from tests.recordings import HIDDEN_SIZE, random_chains, recording
+
+KNOTS = Isotonic(torch.tensor([0.2, 0.5, 0.8]), torch.tensor([0.1, 0.1, 0.9]))
+
+
+def randomised(net: torch.nn.Module) -> Any:
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    return net
+
+
+def untrained(*, isotonic: Isotonic | None = None) -> Classifier:
+    return Classifier(randomised(ConfidenceNet()), CONVENTIONS, {"n": 1}, isotonic=isotonic)
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved(tmp_path: Path) -> Path:
     """A saved, untrained classifier."""
-    torch.manual_seed(0)
     path = tmp_path / "mine.safetensors"
-    save_classifier(Classifier(ConfidenceNet(), SERVED, {"note": "test"}), path)
+    save_classifier(untrained(), path)
     return path
 
 
-def edit_card(path, **changes) -> None:
+@pytest.fixture(scope="module")
+def tokens() -> Recording:
+    """Tokens with every measurement."""
+    return recording(random_chains(3, roots=5, depth=6), extra=("topk_prob", "hidden"))
+
+
+def edit_card(path: Path, **changes: object) -> None:
     card_path = path.with_suffix(".json")
     card_path.write_text(json.dumps({**json.loads(card_path.read_text()), **changes}))
+
+
+def edit_weights(path: Path, **changes: torch.Tensor) -> None:
+    save_file({**load_file(path), **changes}, path)
 
 
 def test_the_network_has_241_parameters() -> None:
     assert num_parameters(ConfidenceNet()) == 241
 
 
-def test_a_saved_classifier_loads_to_the_same_confidences(saved) -> None:
-    torch.manual_seed(0)
-    original = Classifier(ConfidenceNet(), SERVED, {})
-    joint, entropy = torch.rand(50), torch.rand(50) * 8
-    loaded = load_classifier(saved)
-    assert torch.equal(loaded.confidence(joint, entropy, 3), original.confidence(joint, entropy, 3))
+@pytest.mark.parametrize(
+    ("net", "names", "label"),
+    [
+        (ConfidenceNet(), ("joint", "entropy", "depth"), "survives"),
+        (ConfidenceNet(2, [5]), ("margin", "log_joint"), "survives"),
+        (ConfidenceNet(11, [48]), ("topk_prob", "entropy"), "accepts"),
+        (ConfidenceNet(HIDDEN_SIZE, [64, 32]), ("hidden",), "accepts"),
+        (ConfidenceNet(HIDDEN_SIZE + 1, [4]), ("hidden", "depth"), "accepts"),
+        (DepthLogistic(4), ("margin", "depth"), "accepts"),
+    ],
+)
+@pytest.mark.parametrize("isotonic", [None, KNOTS])
+def test_a_saved_classifier_loads_to_the_same_confidences(
+    tmp_path: Path,
+    tokens: Recording,
+    net: torch.nn.Module,
+    names: tuple[str, ...],
+    label: str,
+    isotonic: Isotonic | None,
+) -> None:
+    spec = FeatureSpec(names=names)
+    original = Classifier(randomised(net), spec, {"note": "test"}, label, isotonic)
+    save_classifier(original, tmp_path / "mine.safetensors")
+    loaded = load_classifier(tmp_path / "mine.safetensors")
+    layer = tokens.layer()
+    assert torch.equal(loaded.confidence(layer), original.confidence(layer))
+    assert (loaded.features, loaded.label) == (spec, label)
     assert loaded.training == {"note": "test"}
 
 
-def test_nothing_but_the_two_files_is_left_behind(saved) -> None:
+def test_a_logistic_gives_each_depth_its_own_numbers() -> None:
+    """And tokens deeper than any it was trained on those of the deepest."""
+    net = randomised(DepthLogistic(2))
+    rows = torch.tensor([[0.5, 1.0], [0.5, 2.0], [0.5, 9.0]])
+    expected = [net.weight[i].item() * 0.5 + net.bias[i].item() for i in (0, 1, 1)]
+    assert net(rows).tolist() == pytest.approx(expected)
+
+
+def test_nothing_but_the_two_files_is_left_behind(saved: Path) -> None:
     assert sorted(p.name for p in saved.parent.iterdir()) == ["mine.json", "mine.safetensors"]
 
 
+# -- refusals -----------------------------------------------------------------------------
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_classifier(path)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
 @pytest.mark.parametrize(
-    ("feature", "value"),
-    [("entropy", "top1000"), ("joint", "log"), ("depth_of_first_token", 0), ("names", ["joint"])],
+    ("feature", "value", "said"),
+    [
+        ("names", ["joint", "entropy", "luck"], "unknown features luck"),
+        ("names", ["joint"], "do not fit the card"),
+        ("entropy_unit", "bit", "entropy_unit 'bit' (here: 'nat')"),
+        ("depth_of_first_token", 0, "depth_of_first_token 0 (here: 1)"),
+    ],
 )
-def test_other_features_are_refused_by_name(saved, feature: str, value: object) -> None:
-    edit_card(saved, features={**SERVED.to_card(), feature: value})
-    with pytest.raises(ConfigError, match=f"other features than this server measures: {feature}"):
-        load_classifier(saved)
+def test_other_features_are_refused_by_name(
+    saved: Path, feature: str, value: object, said: str
+) -> None:
+    edit_card(saved, features={**CONVENTIONS.to_card(), feature: value})
+    assert said in refusal(saved)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"format": "gguf"}, "card says 'gguf'"),
-        ({"version": 2}, "version 2, this version reads"),
-        ({"hidden_size": 0}, "hidden_size must be"),
-        ({"hidden_size": 47}, "do not fit the card"),
+        ({"format": "gguf"}, "card says ('gguf', 2), this version reads ('c2t-classifier', 2)"),
+        ({"version": 1}, "card says ('c2t-classifier', 1)"),
+        ({"kind": "forest"}, "kind must be mlp or depth-logistic, got 'forest' [48]"),
+        ({"kind": "depth-logistic", "sizes": [2, 3]}, "kind must be mlp or depth-logistic"),
+        ({"kind": "depth-logistic"}, "do not fit the card"),
+        ({"sizes": [0]}, "sizes must be a list of whole numbers >= 1, got [0]"),
+        ({"sizes": 48}, "sizes must be a list of whole numbers >= 1, got 48"),
+        ({"sizes": [47]}, "do not fit the card"),
+        ({"sizes": [48, 48]}, "do not fit the card"),
+        ({"label": "wins"}, "label one of survives, accepts"),
+        ({"features": None}, "'features' must be an object, got None"),
     ],
 )
-def test_a_card_that_does_not_fit_is_refused(saved, changes: dict, said: str) -> None:
+def test_a_card_that_does_not_fit_is_refused(saved: Path, changes: dict, said: str) -> None:
     edit_card(saved, **changes)
-    with pytest.raises(ConfigError, match=said):
-        load_classifier(saved)
+    assert said in refusal(saved)
 
 
-def test_broken_files_are_refused_in_one_line(saved) -> None:
-    weights = load_file(saved)
+@pytest.mark.parametrize("key", ["kind", "sizes", "label", "features", "training"])
+def test_a_card_without_a_key_is_refused(saved: Path, key: str) -> None:
+    card = json.loads(saved.with_suffix(".json").read_text())
+    del card[key]
+    saved.with_suffix(".json").write_text(json.dumps(card))
+    assert "card mine.json must hold the keys" in refusal(saved)
+
+
+@pytest.mark.parametrize("text", ["{", "", "\x00"])
+def test_a_card_that_is_no_json_is_refused(saved: Path, text: str) -> None:
+    saved.with_suffix(".json").write_text(text)
+    assert "cannot read its card mine.json" in refusal(saved)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "3"])
+def test_a_card_that_is_no_classifiers_is_refused(saved: Path, text: str) -> None:
+    saved.with_suffix(".json").write_text(text)
+    assert "this version reads ('c2t-classifier', 2)" in refusal(saved)
+
+
+def test_weights_that_do_not_fit_are_refused(saved: Path) -> None:
+    edit_weights(saved, more=torch.zeros(1))
+    assert "do not fit the card" in refusal(saved)
+
+
+def test_weights_that_are_not_finite_are_refused(saved: Path) -> None:
+    edit_weights(saved, **{"out.bias": torch.tensor([float("nan")])})
+    assert "weights hold values that are not finite" in refusal(saved)
+
+
+def test_unreadable_files_are_refused(saved: Path) -> None:
     saved.write_bytes(b"not safetensors")
-    with pytest.raises(ConfigError, match="cannot read weights"):
-        load_classifier(saved)
-    save_file({**weights, "out.bias": torch.tensor([float("nan")])}, saved)
-    with pytest.raises(ConfigError, match="not finite"):
-        load_classifier(saved)
+    assert "cannot read weights" in refusal(saved)
     saved.unlink()
-    with pytest.raises(ConfigError, match="cannot read weights"):
-        load_classifier(saved)
-    saved.with_suffix(".json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot read its card"):
-        load_classifier(saved)
-    saved.with_suffix(".json").write_text("{}")
-    with pytest.raises(ConfigError, match="must hold the keys"):
-        load_classifier(saved)
+    assert "cannot read weights" in refusal(saved)
+    saved.with_suffix(".json").unlink()
+    assert "cannot read its card mine.json" in refusal(saved)
 
 
-def test_a_wrong_suffix_is_refused_before_writing(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "knots",
+    [
+        {"calibration.x": [0.1, 0.2]},
+        {"calibration.x": [0.1, 0.2], "calibration.y": [0.1, 0.2, 0.3]},
+        {"calibration.x": [0.2, 0.1], "calibration.y": [0.1, 0.2]},
+        {"calibration.x": [0.1], "calibration.y": [0.1]},
+        {"calibration.x": [0.1, float("nan")], "calibration.y": [0.1, 0.2]},
+        {"calibration.x": [0.1, 0.2], "calibration.y": [0.1, 1.2]},
+    ],
+)
+def test_knots_that_are_no_monotone_map_are_refused(saved: Path, knots: dict) -> None:
+    edit_weights(saved, **{name: torch.tensor(values) for name, values in knots.items()})
+    assert "calibration.x must ascend" in refusal(saved)
+
+
+def test_a_wrong_suffix_is_refused_before_writing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must end in \.safetensors"):
-        save_classifier(Classifier(ConfidenceNet(), SERVED, {}), tmp_path / "weights.bin")
+        save_classifier(untrained(), tmp_path / "weights.bin")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_takes_no_file_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    """A folder stands where the weights should go; a file where the folder should be."""
+    (tmp_path / "a.safetensors").mkdir()
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "a.safetensors", tmp_path / "file" / "b.safetensors"):
+        with pytest.raises(ConfigError, match="cannot write classifier") as error:
+            save_classifier(untrained(isotonic=KNOTS), path)
+        assert str(path) in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors", "file"]

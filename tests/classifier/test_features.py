@@ -1,56 +1,93 @@
-"""P and H of a draft distribution, against float64 by hand."""
+"""The inputs of a classifier: order, logarithms, and what a file may not ask for."""
 
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from sglang_c2t.classifier.features import SERVED, FeatureSpec, feature_matrix, token_stats
+from sglang_c2t.classifier.features import CONVENTIONS, MIN_PROB, FeatureSpec, feature_matrix
 from sglang_c2t.config import ConfigError
+from sglang_c2t.draft_layer import DraftLayer
 
 
-def test_two_equal_logits_give_half_and_ln_two() -> None:
-    stats = token_stats(torch.tensor([[0.0, 0.0]]))
-    assert stats.prob.item() == pytest.approx(0.5)
-    assert stats.entropy.item() == pytest.approx(math.log(2))
+def layer(depth: int | torch.Tensor = 3) -> DraftLayer:
+    """Two tokens, the second one impossible."""
+    return DraftLayer(
+        depth=depth,
+        prob=torch.tensor([0.5, 0.0]),
+        joint=torch.tensor([0.25, 0.0]),
+        entropy=torch.tensor([1.5, 2.0]),
+        alive=torch.ones(2, dtype=torch.bool),
+        measured={
+            "margin": torch.tensor([0.1, 0.2]),
+            "hidden": torch.tensor([[7.0, 8.0], [9.0, 10.0]], dtype=torch.float16),
+        },
+    )
 
 
-def test_a_certain_token_has_probability_one_and_no_entropy() -> None:
-    """-inf logits (masked tokens) count as probability zero, not as nan."""
-    stats = token_stats(torch.tensor([[-math.inf, 3.0, -math.inf]]))
-    assert stats.prob.tolist() == [1.0]
-    assert stats.entropy.tolist() == [0.0]
+def test_features_stand_in_the_order_of_their_names() -> None:
+    assert feature_matrix(("joint", "entropy", "depth"), layer()).tolist() == [
+        [0.25, 1.5, 3.0],
+        [0.0, 2.0, 3.0],
+    ]
+    assert feature_matrix(("depth", "joint"), layer()).tolist() == [[3.0, 0.25], [3.0, 0.0]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@given(seed=st.integers(0, 2**31), batch=st.integers(0, 4), vocab=st.integers(1, 40))
-def test_stats_match_float64(dtype: torch.dtype, seed: int, batch: int, vocab: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = (torch.randn(batch, vocab, generator=generator) * 5).to(dtype)
-    stats = token_stats(logits)
-    for row, prob, entropy in zip(logits.double(), stats.prob, stats.entropy, strict=True):
-        p = torch.softmax(row, dim=-1)
-        assert prob.item() == pytest.approx(p.max().item(), abs=1e-5)
-        assert entropy.item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-4)
+def test_the_depth_may_differ_between_tokens() -> None:
+    """As it does in a recording, where all depths are one layer."""
+    matrix = feature_matrix(("depth", "prob"), layer(torch.tensor([1.0, 4.0])))
+    assert matrix.tolist() == [[1.0, 0.5], [4.0, 0.0]]
 
 
-def test_top_m_entropy_sums_the_largest_probabilities_without_renormalising() -> None:
-    """Eq. 3 of the paper: the cut tail is dropped, not spread."""
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    p = torch.softmax(logits.double(), dim=-1)[0, :2]
-    stats = token_stats(logits, entropy_topk=2)
-    assert stats.entropy.item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-6)
+def test_the_logarithm_of_an_impossible_token_stays_finite() -> None:
+    matrix = feature_matrix(("log_joint", "log_prob"), layer())
+    assert matrix[0].tolist() == pytest.approx([math.log(0.25), math.log(0.5)])
+    assert matrix[1].tolist() == pytest.approx([math.log(MIN_PROB)] * 2)
 
 
-def test_features_stand_in_the_order_the_spec_names() -> None:
-    matrix = feature_matrix(torch.tensor([0.25]), torch.tensor([1.5]), 3)
-    assert SERVED.names == ("joint", "entropy", "depth")
-    assert matrix.tolist() == [[0.25, 1.5, 3.0]]
+def test_a_wide_feature_takes_several_columns() -> None:
+    matrix = feature_matrix(("margin", "hidden", "depth"), layer())
+    assert matrix.dtype == torch.float32
+    assert matrix.flatten().tolist() == pytest.approx([0.1, 7, 8, 3, 0.2, 9, 10, 3])
 
 
-def test_a_spec_with_unknown_fields_is_refused() -> None:
-    card = {**SERVED.to_card(), "margin": True}
-    with pytest.raises(ConfigError, match="written by another version"):
-        FeatureSpec.from_card(card, source="test")
+@pytest.mark.parametrize(
+    ("names", "needs"),
+    [
+        (("joint", "entropy", "depth"), set()),
+        (("log_joint", "log_prob", "prob"), set()),
+        (("margin", "depth"), {"margin"}),
+        (("topk_prob", "entropy_top500", "hidden"), {"topk_prob", "entropy_top500", "hidden"}),
+    ],
+)
+def test_a_spec_needs_what_not_every_layer_carries(names: tuple[str, ...], needs: set) -> None:
+    assert FeatureSpec(names=names).needs == needs
+
+
+def test_a_spec_reads_back_from_its_card() -> None:
+    spec = FeatureSpec(names=("margin", "depth"))
+    assert FeatureSpec.from_card(spec.to_card(), source="test") == spec
+
+
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        ("joint", "'features' must be an object, got 'joint'"),
+        ({"names": ["joint"]}, "the file was written by another version"),
+        ({**CONVENTIONS.to_card(), "unit": "nat"}, "the file was written by another version"),
+        ({**CONVENTIONS.to_card(), "names": "joint"}, "the file was written by another version"),
+        ({**CONVENTIONS.to_card(), "names": []}, "names no features"),
+        ({**CONVENTIONS.to_card(), "names": ["joint", "luck"]}, "unknown features luck"),
+        ({**CONVENTIONS.to_card(), "names": [["joint"]]}, "unknown features ['joint']"),
+        ({**CONVENTIONS.to_card(), "entropy_unit": "bit"}, "entropy_unit 'bit' (here: 'nat')"),
+        ({**CONVENTIONS.to_card(), "temperature": 0.7}, "temperature 0.7 (here: 1.0)"),
+        ({**CONVENTIONS.to_card(), "depth_of_first_token": 0}, "depth_of_first_token 0 (here: 1)"),
+        ({**CONVENTIONS.to_card(), "distribution": "target"}, "distribution 'target'"),
+    ],
+)
+def test_a_spec_this_version_cannot_compute_is_refused_in_one_line(card: object, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        FeatureSpec.from_card(card, source="the file")  # type: ignore[arg-type]
+    assert str(error.value).startswith("the file")
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,44 +1,87 @@
 """The menu: each rule does what its formula says; wrong options are one clear line."""
 
+import ast
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
+import sglang_c2t.policies
+from sglang_c2t.classifier.checkpoint import Classifier, save_classifier, shipped
+from sglang_c2t.classifier.features import FeatureSpec
+from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
+from sglang_c2t.classifier.train import RECIPES
 from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.draft_layer import TOPK_PROBS
 from sglang_c2t.policies import POLICIES, DraftLayer, build_policy
+from tests.recordings import HIDDEN_SIZE
+
+#: Columns of features that are not one number.
+WIDTHS = {"topk_prob": TOPK_PROBS, "hidden": HIDDEN_SIZE}
+
+#: Policies with a classifier of their own, and those whose classifier comes with the package.
+TRAINED = ("c2t", "c2t-log", "c2t-plus", "logistic", "mcsd", "mcsd-hidden")
+SHIPPED = TRAINED[:-1]
+
+FILES = sorted(
+    path
+    for path in Path(sglang_c2t.policies.__file__).parent.glob("*.py")
+    if path.stem not in ("__init__", "base")
+)
 
 
-def layer(depth: int, joint: list[float], entropy: list[float]) -> DraftLayer:
-    p = torch.tensor(joint)
+def layer(
+    prob: list[float],
+    joint: list[float] | None = None,
+    entropy: list[float] | None = None,
+    *,
+    depth: int = 1,
+    alive: list[bool] | None = None,
+    parent: DraftLayer | None = None,
+    **measured: list[float] | list[list[float]],
+) -> DraftLayer:
     return DraftLayer(
         depth=depth,
-        prob=p,
-        joint=p,
-        entropy=torch.tensor(entropy),
-        alive=torch.ones(len(joint), dtype=torch.bool),
+        prob=torch.tensor(prob),
+        joint=torch.tensor(prob if joint is None else joint),
+        entropy=torch.tensor([1.0] * len(prob) if entropy is None else entropy),
+        alive=torch.tensor([True] * len(prob) if alive is None else alive, dtype=torch.bool),
+        measured={name: torch.tensor(values) for name, values in measured.items()},
+        parent=parent,
     )
+
+
+@pytest.fixture
+def classifier_of(tmp_path: Path) -> Callable[..., str]:
+    """Saves an untrained classifier that reads these features; gives its file."""
+
+    def save(*names: str, label: str = "survives") -> str:
+        torch.manual_seed(0)
+        net = ConfidenceNet(sum(WIDTHS.get(name, 1) for name in names))
+        path = tmp_path / "mine.safetensors"
+        save_classifier(Classifier(net, FeatureSpec(names=names), {}, label), path)
+        return str(path)
+
+    return save
+
+
+# -- rules without a classifier -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [0, 1, 3])
 def test_fixed_keeps_exactly_its_length(length: int) -> None:
     policy = build_policy(C2TConfig(policy="fixed", policy_options={"length": length}))
     for depth in range(1, 6):
-        assert policy.keep(layer(depth, [0.1, 1.0], [3.0, 0.0])).tolist() == [depth <= length] * 2
+        kept = policy.keep(layer([0.1, 1.0], entropy=[3.0, 0.0], depth=depth))
+        assert kept.tolist() == [depth <= length] * 2
 
 
 def test_fixed_without_a_length_keeps_everything() -> None:
     policy = build_policy(C2TConfig(policy="fixed"))
-    assert policy.keep(layer(99, [1e-9], [7.0])).tolist() == [True]
-
-
-def rule_layer() -> DraftLayer:
-    """Three tokens whose own probability, joint probability and entropy all differ."""
-    return DraftLayer(
-        depth=2,
-        prob=torch.tensor([0.9, 0.2, 0.3]),
-        joint=torch.tensor([0.07, 0.08, 0.3]),
-        entropy=torch.tensor([1.0, 0.5, 1.5]),
-        alive=torch.ones(3, dtype=torch.bool),
-    )
+    assert policy.keep(layer([1e-9], entropy=[7.0], depth=99)).tolist() == [True]
 
 
 @pytest.mark.parametrize(
@@ -56,26 +99,171 @@ def test_a_threshold_rule_reads_its_own_feature_and_no_other(
     config: C2TConfig, kept: list[bool]
 ) -> None:
     """Defaults are the papers'; a token exactly at the threshold stays."""
-    assert build_policy(config).keep(rule_layer()).tolist() == kept
+    tokens = layer([0.9, 0.2, 0.3], [0.07, 0.08, 0.3], [1.0, 0.5, 1.5], depth=2)
+    assert build_policy(config).keep(tokens).tolist() == kept
 
 
-def test_c2t_keeps_tokens_whose_confidence_reaches_beta() -> None:
-    """Keep = sigmoid(w2 relu(W1 x + b1) + b2) >= beta, computed here by hand."""
-    policy = build_policy(C2TConfig(policy="c2t", beta=0.6))
-    net = policy.classifier.net
-    for p, h, d in [(0.99, 0.01, 1), (0.5, 1.5, 2), (0.01, 4.0, 5)]:
-        x = torch.tensor([p, h, float(d)])
-        hidden = (net.hidden.weight @ x + net.hidden.bias).clamp(min=0)
-        confidence = torch.sigmoid(net.out.weight[0] @ hidden + net.out.bias[0]).item()
-        assert policy.keep(layer(d, [p], [h])).tolist() == [confidence >= 0.6]
+# -- rules with a classifier --------------------------------------------------------------
 
 
-def test_the_default_classifier_trusts_a_sure_token_more_than_an_unlikely_one() -> None:
-    """A sanity floor under the shipped weights."""
-    confidence = build_policy(C2TConfig()).classifier.confidence
-    sure = confidence(torch.tensor([0.99]), torch.tensor([0.05]), 1)
-    unlikely = confidence(torch.tensor([0.02]), torch.tensor([4.0]), 5)
-    assert sure.item() > 0.7 > 0.3 > unlikely.item()
+def confidence_by_hand(net: ConfidenceNet, x: list[float]) -> float:
+    """sigmoid(w2 relu(W1 x + b1) + b2)."""
+    row = torch.tensor(x)
+    hidden = (net.hidden[0].weight @ row + net.hidden[0].bias).clamp(min=0)
+    return torch.sigmoid(net.out.weight[0] @ hidden + net.out.bias[0]).item()
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("c2t", "c2t"), ("c2t", "c2t-top1000"), ("c2t-log", "c2t-log"), ("c2t-plus", "c2t-plus")],
+)
+def test_c2t_and_its_kin_keep_tokens_whose_confidence_reaches_beta(
+    classifier_of: Callable[..., str], name: str, recipe: str
+) -> None:
+    """Confidences one token at a time, by hand; beta is set to that of the middle token."""
+    tokens = [(0.99, 0.9, 0.01, 1), (0.5, 0.4, 1.5, 2), (0.3, 0.01, 4.0, 5)]
+    values = [
+        {"joint": p, "log_joint": math.log(p), "depth": float(d),
+         "entropy": h, "entropy_top1000": h / 2, "margin": q * 3}
+        for q, p, h, d in tokens
+    ]  # fmt: skip
+    features = RECIPES[recipe].names
+    file = classifier_of(*features)
+    net = build_policy(C2TConfig(policy=name, classifier=file)).classifier.net
+    confidences = [confidence_by_hand(net, [value[f] for f in features]) for value in values]
+    beta = sorted(confidences)[1] - 1e-5
+    policy = build_policy(C2TConfig(policy=name, classifier=file, beta=beta))
+    for (q, p, h, d), confidence in zip(tokens, confidences, strict=True):
+        token = layer([q], [p], [h], depth=d, margin=[q * 3], entropy_top1000=[h / 2])
+        assert policy.keep(token).tolist() == [confidence >= beta]
+
+
+def test_logistic_keeps_while_the_product_of_its_estimates_reaches_beta(tmp_path: Path) -> None:
+    """Against a loop over each chain; two chains, four depths, parameters for three."""
+    net = DepthLogistic(3)
+    net.weight.data, net.bias.data = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([0.5, -1.0, 0.0])
+    path = tmp_path / "mine.safetensors"
+    save_classifier(Classifier(net, FeatureSpec(names=("margin", "depth")), {}, "accepts"), path)
+    policy = build_policy(C2TConfig(policy="logistic", classifier=str(path)))
+    margins = [[3.0, 2.0, 4.0, 0.1], [1.0, 0.0, 0.2, 3.0]]  # [chain][depth]
+    products = [1.0, 1.0]
+    parent = None
+    for depth in range(1, 5):
+        column = [row[depth - 1] for row in margins]
+        parent = layer([0.5, 0.5], depth=depth, parent=parent, margin=column)
+        for i, margin in enumerate(column):
+            w, b = [(1.0, 0.5), (2.0, -1.0), (0.5, 0.0), (0.5, 0.0)][depth - 1]
+            products[i] *= 1 / (1 + math.exp(-(w * margin + b)))
+        assert policy.keep(parent).tolist() == [product >= 0.3 for product in products]
+    assert products[0] > 0.3 > products[1], "the two chains end differently"
+
+
+@pytest.mark.parametrize(
+    ("alive", "per_request", "kept"),
+    [
+        # Only the first token is likely, by the paper's threshold of 0.4.
+        ([True, True, True], True, [True, False, False]),
+        ([True, True, True], False, [True, True, True]),
+        ([True, False, False], False, [True, True, True]),
+        # The first sequence has ended: it holds no one else in the draft.
+        ([False, True, True], False, [False, False, False]),
+    ],
+)
+def test_mcsd_stops_when_no_living_sequence_is_likely(
+    tmp_path: Path, alive: list[bool], per_request: bool, kept: list[bool]
+) -> None:
+    """The decision model here is sigmoid(4 p - 2), p the largest probability: 0.83, 0.31, 0.17."""
+    net = ConfidenceNet(TOPK_PROBS + 1, [1])
+    for parameter in net.parameters():
+        torch.nn.init.zeros_(parameter)
+    net.hidden[0].weight.data[0, 0] = 1.0
+    net.out.weight.data[0, 0], net.out.bias.data[0] = 4.0, -2.0
+    file = tmp_path / "mine.safetensors"
+    spec = FeatureSpec(names=("topk_prob", "entropy"))
+    save_classifier(Classifier(net, spec, {}, "accepts"), file)
+    options = {"per_request": per_request}
+    policy = build_policy(C2TConfig("mcsd", classifier=str(file), policy_options=options))
+    probs = [[p] + [0.01] * (TOPK_PROBS - 1) for p in (0.9, 0.3, 0.1)]
+    assert policy.keep(layer([0.5] * 3, topk_prob=probs, alive=alive)).tolist() == kept
+    assert policy.batch_wide is not per_request
+
+
+@pytest.mark.parametrize("name", sorted(set(RECIPES) & set(POLICIES)))
+def test_a_policy_reads_what_the_recipe_of_its_name_trains(
+    classifier_of: Callable[..., str], name: str
+) -> None:
+    """And an empty batch is judged like any other."""
+    features = RECIPES[name].names
+    file = classifier_of(*features, label=RECIPES[name].label)
+    policy = build_policy(C2TConfig(policy=name, classifier=file))
+    assert policy.needs == FeatureSpec(names=features).needs
+    none = torch.zeros(0)
+    measured = {"margin": none, **{n: torch.zeros(0, width) for n, width in WIDTHS.items()}}
+    empty = DraftLayer(1, none, none, none, none.bool(), measured)
+    assert policy.keep(empty).tolist() == []
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_classifier_of_other_features_is_refused_by_name(
+    classifier_of: Callable[..., str], name: str
+) -> None:
+    file = classifier_of("entropy_top7")
+    with pytest.raises(ConfigError) as error:
+        build_policy(C2TConfig(policy=name, classifier=file))
+    assert f"policy {name} reads" in str(error.value)
+    assert "wants entropy_top7: choose the policy it was trained for" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_classifier_whose_confidence_means_something_else_is_refused(
+    classifier_of: Callable[..., str], name: str
+) -> None:
+    """One that already judges the whole chain must not be multiplied along it, for one."""
+    recipe = RECIPES[name]
+    other = "accepts" if recipe.label == "survives" else "survives"
+    file = classifier_of(*recipe.names, label=other)
+    with pytest.raises(ConfigError, match=f"trained to say that it {other}"):
+        build_policy(C2TConfig(policy=name, classifier=file))
+
+
+def test_a_policy_for_one_draft_model_needs_its_users_classifier() -> None:
+    with pytest.raises(ConfigError, match="no shipped classifier, because it fits one draft") as e:
+        build_policy(C2TConfig(policy="mcsd-hidden"))
+    assert "give it with --c2t-classifier" in str(e.value)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_classifier_trusts_a_sure_token_more_than_an_unlikely_one(name: str) -> None:
+    """A sanity floor under the shipped weights, which are what today's recipe trains."""
+    assert shipped(name) is not None
+    classifier = build_policy(C2TConfig(policy=name)).classifier
+    recipe, confidence = RECIPES[name], classifier.confidence
+    assert (classifier.features.names, classifier.label) == (recipe.names, recipe.label)
+    sure = layer(
+        [0.99], [0.97], [0.05], margin=[6.0], topk_prob=[[0.99, 0.003] + [0.0005] * 8], depth=2
+    )
+    unlikely = layer(
+        [0.1], [0.02], [4.0], margin=[0.05], topk_prob=[[0.1, 0.09] + [0.05] * 8], depth=5
+    )
+    assert confidence(sure).item() > 0.7
+    assert confidence(unlikely).item() < 0.4
+
+
+# -- the menu -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_policy_cites_its_source_and_says_what_sampling_would_need(path: Path) -> None:
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert re.search(r"arXiv:\d{4}\.\d{5}|PR \d+|\(Stanford CS\)", text), "no citation"
+    assert re.search(r"^Sampled drafts: (safe to drop|keep-then-stop)", text, re.MULTILINE)
+
+
+def test_every_policy_is_on_the_menu() -> None:
+    """Under the name it calls itself."""
+    text = "".join(path.read_text() for path in FILES)
+    assert sorted(re.findall(r'name: ClassVar\[str\] = "(.+)"', text)) == sorted(POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +271,12 @@ def test_the_default_classifier_trusts_a_sure_token_more_than_an_unlikely_one() 
     [
         (
             C2TConfig(policy="nonsense"),
-            "unknown c2t policy 'nonsense'; known: c2t, dyjoint, dymax, entropy, fixed",
+            "unknown c2t policy 'nonsense'; known: c2t, c2t-log, c2t-plus, dyjoint, dymax, "
+            "entropy, fixed, logistic, mcsd, mcsd-hidden, or module:Class of your own",
         ),
         (C2TConfig(policy="no_such_module:Rule"), "cannot load c2t policy"),
+        (C2TConfig(policy="sglang_c2t.policies.fixed:Absent"), "cannot load c2t policy"),
         (C2TConfig(policy="fixed", beta=0.5), "policy fixed does not take these options"),
-        (C2TConfig(policy="c2t", policy_options={"depth": 2}), "does not take these options"),
         (C2TConfig(policy="fixed", policy_options={"length": -1}), "whole number >= 0, got -1"),
         (C2TConfig(policy="fixed", policy_options={"length": 1.5}), "whole number >= 0, got 1.5"),
         (C2TConfig(policy="entropy", beta=0.5), "policy entropy does not take these options"),
@@ -100,6 +289,14 @@ def test_a_wrong_policy_is_refused_in_one_line(config: C2TConfig, said: str) -> 
         build_policy(config)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_an_option_that_a_trained_policy_does_not_take_is_refused(
+    classifier_of: Callable[..., str],
+) -> None:
+    file = classifier_of("joint", "entropy", "depth")
+    with pytest.raises(ConfigError, match=r"policy c2t does not take these options \(\['per_requ"):
+        build_policy(C2TConfig(classifier=file, policy_options={"per_request": True}))
 
 
 def test_a_policy_of_the_users_own_is_loaded_by_module_and_class() -> None:

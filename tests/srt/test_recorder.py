@@ -1,20 +1,206 @@
-"""Recording inside a server: what goes wrong with the disk must not reach the requests."""
+"""Recording inside a server: what is written, for whom, and what a full disk may not do."""
 
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
+import random
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from sglang_c2t.policies import DraftLayer
+from sglang_c2t.classifier.recording import Recording, RecordingWriter, read_recording
+from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.draft_layer import DraftLayer
+from tests.recordings import ORIGIN
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, with a state of its own; importing it loads SGLang."""
+    from sglang_c2t.srt import recorder, reporting
+
+    monkeypatch.setattr(recorder, "RECORDING", reporting.RecordingState())
+    monkeypatch.setattr(recorder, "BEFORE_REPORT", [])
+    return recorder
+
+
+def layers(depths: int, batch: int) -> list[DraftLayer]:
+    """Layer d of request b: probability 0.b, joint 0.b ** d, everything else told apart, too."""
+    prob = torch.tensor([(b + 1) / 10 for b in range(batch)])
+    return [
+        DraftLayer(
+            depth=d,
+            prob=prob,
+            joint=prob**d,
+            entropy=prob + d,
+            alive=prob > 0,
+            measured={
+                "margin": prob + 10 * d,
+                "entropy_top1000": prob + 20 * d,
+                "hidden": torch.stack((prob, prob * 0 + d), dim=1),
+            },
+        )
+        for d in range(1, depths + 1)
+    ]
+
+
+def request(rid: str, prompt: list[int], *, top_k: int = 1, grammar: object = None) -> Any:
+    params = SimpleNamespace(top_k=top_k)
+    return SimpleNamespace(
+        rid=rid, origin_input_ids=prompt, sampling_params=params, grammar=grammar
+    )
+
+
+def add(
+    of: Any,
+    reqs: list[Any],
+    *,
+    accept_lens: list[int] | None = None,
+    depths: int = 2,
+    recordable: list[bool] | None = None,
+    drafts: list[list[int]] | None = None,
+    target: list[list[int]] | None = None,
+) -> None:
+    """Record one step as the worker does; positions are 100, 101, ..."""
+    logits = None
+    if target is not None:
+        logits = torch.nn.functional.one_hot(torch.tensor(target).flatten(), 9).float()
+    of.add(
+        SimpleNamespace(reqs=reqs, seq_lens=torch.arange(100, 100 + len(reqs))),
+        layers(depths, len(reqs)),
+        torch.tensor([True] * len(reqs) if recordable is None else recordable),
+        torch.tensor(drafts or [[0] * (depths + 1)] * len(reqs)).flatten(),
+        SimpleNamespace(
+            accept_lens=torch.tensor(accept_lens or [1] * len(reqs)),
+            logits_output=SimpleNamespace(next_token_logits=logits),
+        ),
+    )
+
+
+def written(directory: Path, of: Any) -> Recording:
+    of.flush()
+    return read_recording(directory)
+
+
+# -- what is written ----------------------------------------------------------------------
+
+
+def test_chain_nodes_are_whole_chains_draft_by_draft(recorder: ModuleType) -> None:
+    """Requests 2 and 0 of three, 3 depths, 1 and 3 drafts accepted: every column by hand."""
+    nodes = recorder.chain_nodes(
+        layers(3, 3), torch.tensor([2, 0]), torch.tensor([1, 3]), ["hidden"]
+    )
+    expected = {
+        "draft": [0, 0, 0, 1, 1, 1],
+        "parent": [-1, 0, 1, -1, 0, 1],
+        "rank": [0, 0, 0, 0, 0, 0],
+        "depth": [1, 2, 3, 1, 2, 3],
+        "accept": [1, 0, 0, 1, 1, 1],
+        "prob": [0.3, 0.3, 0.3, 0.1, 0.1, 0.1],
+        "joint": [0.3, 0.09, 0.027, 0.1, 0.01, 0.001],
+        "entropy": [1.3, 2.3, 3.3, 1.1, 2.1, 3.1],
+        "margin": [10.3, 20.3, 30.3, 10.1, 20.1, 30.1],
+        "entropy_top1000": [20.3, 40.3, 60.3, 20.1, 40.1, 60.1],
+    }
+    assert set(nodes) == {*expected, "hidden"}
+    for name, values in expected.items():
+        assert nodes[name].float().tolist() == pytest.approx(values), name
+    assert nodes["hidden"].flatten().tolist() == pytest.approx(
+        [0.3, 1, 0.3, 2, 0.3, 3, 0.1, 1, 0.1, 2, 0.1, 3]
+    )
+
+
+def test_an_exploring_step_is_labelled_by_what_the_server_accepted(
+    recorder: ModuleType, tmp_path: Path
+) -> None:
+    """Whatever the requests' sampling; SGLang's accept length counts the bonus token."""
+    of = recorder.Recorder(RecordingWriter(tmp_path, origin=ORIGIN))
+    reqs = [request("math/0", [1, 2]), request("math/1", [3], top_k=50)]
+    add(of, reqs, accept_lens=[3, 1])
+    add(of, reqs[:1], accept_lens=[2])
+    read = written(tmp_path, of)
+    assert read.nodes["accept"].view(3, 2).tolist() == [[1, 1], [0, 0], [1, 0]]
+    assert [read.requests[i] for i in read.drafts["request"]] == ["math/0", "math/1", "math/0"]
+    assert read.drafts["position"].tolist() == [100, 101, 100]
+    prompts = read.drafts["prompt"].tolist()
+    assert prompts[0] == prompts[2] != prompts[1]
+    assert (recorder.RECORDING.drafts, recorder.RECORDING.drafts_written) == (3, 3)
+
+
+def test_drafts_whose_first_token_was_not_measured_are_left_out(
+    recorder: ModuleType, tmp_path: Path
+) -> None:
+    of = recorder.Recorder(RecordingWriter(tmp_path, origin=ORIGIN))
+    reqs = [request(rid, [1]) for rid in ("a", "b", "c")]
+    add(of, reqs, accept_lens=[3, 2, 1], recordable=[False, True, False])
+    add(of, reqs, recordable=[False] * 3)
+    read = written(tmp_path, of)
+    assert read.requests == ["b"]
+    assert read.nodes["accept"].tolist() == [1, 0]
+    assert read.nodes["prob"].tolist() == pytest.approx([0.2, 0.2])
+
+
+def test_every_position_labels_by_the_targets_argmax_and_skips_who_does_not_follow_it(
+    recorder: ModuleType, tmp_path: Path
+) -> None:
+    """Sampled and grammar requests; what the server accepted says nothing in this mode."""
+    of = recorder.Recorder(RecordingWriter(tmp_path, origin=ORIGIN), every_position=True)
+    add(
+        of,
+        [
+            request("greedy", [1]),
+            request("sampled", [1], top_k=50),
+            request("grammar", [1], grammar=object()),
+            request("unmeasured", [1]),
+            request("also greedy", [1]),
+        ],
+        recordable=[True, True, True, False, True],
+        # Root, then two drafts; the target's choice stands one row before the draft.
+        drafts=[[9, 1, 2]] * 5,
+        target=[[1, 3, 4], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 0]],
+    )
+    read = written(tmp_path, of)
+    assert [read.requests[i] for i in read.drafts["request"]] == ["greedy", "also greedy"]
+    assert read.nodes["accept"].view(2, 2).tolist() == [[1, 0], [1, 1]]
+
+
+# -- the share ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3])
+def test_about_the_right_share_of_steps_explores_and_none_after_the_end(
+    recorder: ModuleType, share: float
+) -> None:
+    """20000 steps; five standard deviations are off once in two million."""
+    of = recorder.Recorder(FullDisk(), share=share)
+    explored = sum(of.next_step_explores() for _ in range(20_000))
+    assert abs(explored - 20_000 * share) < 5 * (20_000 * share * (1 - share)) ** 0.5
+    of.flush()
+    assert not any(of.next_step_explores() for _ in range(1000))
+
+
+@pytest.mark.parametrize("options", [{"share": 1.0}, {"share": 0.01, "every_position": True}])
+def test_a_share_of_one_and_every_position_explore_every_step_until_the_end(
+    recorder: ModuleType, options: dict
+) -> None:
+    of = recorder.Recorder(FullDisk(), **options)
+    assert all(of.next_step_explores() for _ in range(1000))
+    of.flush()
+    assert not of.next_step_explores()
+
+
+# -- the disk -----------------------------------------------------------------------------
 
 
 class FullDisk:
     """A writer whose disk is full."""
 
-    def add(self, rows: dict[str, torch.Tensor]) -> None:
+    drafts_written = 0
+
+    def add(self, *_: object) -> None:
         raise OSError(28, "No space left on device")
 
     def flush(self) -> None:
@@ -22,16 +208,100 @@ class FullDisk:
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_server(
-    caplog: pytest.LogCaptureFixture,
+    recorder: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from sglang_c2t.srt.recorder import Recorder
-
-    recorder = Recorder(FullDisk())  # type: ignore[arg-type]
-    batch = SimpleNamespace(reqs=[SimpleNamespace(rid="a")])
-    one = torch.ones(1)
-    layers = [DraftLayer(depth=1, prob=one, joint=one, entropy=one, alive=one.bool())]
+    """One line in the log, and the state says why."""
+    of = recorder.Recorder(FullDisk())
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
-            recorder.add(batch, layers, torch.tensor([2]), torch.tensor([1]))
+            add(of, [request("a", [1])])
+            of.flush()
     said = [record.getMessage() for record in caplog.records]
     assert said == ["C2T: recording stopped, serving goes on: [Errno 28] No space left on device"]
+    assert recorder.RECORDING.stopped == "[Errno 28] No space left on device"
+
+
+def test_a_recording_at_its_limit_ends_likewise(recorder: ModuleType, tmp_path: Path) -> None:
+    writer = RecordingWriter(tmp_path, origin=ORIGIN, shard_nodes=2, limit_bytes=10)
+    of = recorder.Recorder(writer)
+    for _ in range(3):
+        add(of, [request("a", [1])])
+    assert "MB, the limit is" in recorder.RECORDING.stopped
+    assert recorder.RECORDING.drafts_written == read_recording(tmp_path).num_drafts == 1
+
+
+# -- configuration ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_zero_records_under_the_names_of_the_models(
+    recorder: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int
+) -> None:
+    """Names and not paths; and whoever asks for the state finds the drafts on the disk."""
+    group = SimpleNamespace(rank_in_group=rank)
+    monkeypatch.setattr(recorder, "get_parallel", lambda: SimpleNamespace(tp_group=group))
+    config = C2TConfig(record=str(tmp_path), record_roots="every", record_extra=("hidden",))
+    server_args = SimpleNamespace(
+        model_path="/models/target",
+        speculative_draft_model_path="org/draft",
+        speculative_algorithm="EAGLE3",
+        speculative_num_steps=2,
+    )
+    of = recorder.Recorder.from_config(config, server_args)
+    if rank == 1:
+        assert of is None
+        return
+    assert of.names == {"margin", "entropy_top1000", "hidden"}
+    add(of, [request("a", [1])], drafts=[[9, 1, 2]], target=[[1, 2, 3]])
+    for flush in recorder.BEFORE_REPORT:
+        flush()
+    read = read_recording(tmp_path)
+    assert recorder.RECORDING.directory == str(tmp_path.resolve())
+    assert read.roots == "every"
+    assert read.nodes["hidden"].tolist() == torch.tensor([[0.1, 1.0], [0.1, 2.0]]).half().tolist()
+    assert read.origins == [
+        {"target": "target", "draft": "draft", "algorithm": "EAGLE3", "num_steps": 2,
+         "policy": "c2t"}
+    ]  # fmt: skip
+
+
+def test_without_a_directory_nothing_records(
+    recorder: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = SimpleNamespace(rank_in_group=0)
+    monkeypatch.setattr(recorder, "get_parallel", lambda: SimpleNamespace(tp_group=group))
+    assert recorder.Recorder.from_config(C2TConfig(), SimpleNamespace()) is None
+
+
+def test_what_nobody_can_measure_is_not_recorded() -> None:
+    from sglang_c2t.srt.args import check_extra
+
+    check_extra(("hidden", "topk_prob", "entropy_top100"))
+    for name in ("luck", "entropy_top", "last_accept"):
+        with pytest.raises(ConfigError, match=f"record_extra: unknown measurement '{name}'"):
+            check_extra(("hidden", name))
+
+
+# -- prompts ------------------------------------------------------------------------------
+
+
+ONE_TWO_THREE = 1577885785983191476
+
+
+def test_the_checksum_of_a_prompt_is_the_same_in_every_process(recorder: ModuleType) -> None:
+    """Splits go by it. The numbers were computed in another process; 63 bits, never negative."""
+    assert recorder._checksum([]) == 0
+    assert recorder._checksum([1, 2, 3]) == ONE_TWO_THREE
+    assert recorder._checksum((1, 2, 3)) == ONE_TWO_THREE
+
+
+def test_different_prompts_have_different_checksums(recorder: ModuleType) -> None:
+    """Also neighbours in length and order. Of 3000 random 63-bit numbers, two agree once in
+    2e12 draws.
+    """
+    rng = random.Random(0)
+    prompts = {tuple(rng.choices(range(32_000), k=rng.randint(1, 30))) for _ in range(1000)}
+    prompts |= {prompt[:-1] for prompt in prompts} | {prompt[::-1] for prompt in prompts}
+    checksums = {recorder._checksum(prompt) for prompt in prompts}
+    assert len(checksums) == len(prompts)
+    assert all(0 <= checksum < 2**63 for checksum in checksums)

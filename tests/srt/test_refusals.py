@@ -71,11 +71,14 @@ def test_without_the_flag_nothing_is_published() -> None:
     [
         (["--c2t-beta", "1.5"], "beta must be a number in (0, 1), got 1.5"),
         (["--c2t-beta", "high"], "argument --c2t-beta: invalid float value: 'high'"),
-        (["--c2t-policy", "nonsense"], "unknown c2t policy 'nonsense'; known: c2t, dyjoint, dymax"),
+        (["--c2t-policy", "nonsense"], "unknown c2t policy 'nonsense'; known: c2t, c2t-log"),
         (["--c2t-classifier", "/absent.safetensors"], "cannot read its card absent.json"),
         (["--c2t-config", "/absent.json"], "cannot read c2t config file /absent.json"),
         (["--c2t-record", "/proc/absent"], "cannot write c2t recordings to /proc/absent"),
         (["--c2t-verify", "packed"], "argument --c2t-verify: invalid choice: 'packed'"),
+        (["--c2t-record-share", "2"], "record_share must be a number in (0, 1], got 2.0"),
+        (["--c2t-record-roots", "all"], "argument --c2t-record-roots: invalid choice: 'all'"),
+        (["--c2t-policy", "mcsd-hidden"], "no shipped classifier, because it fits one draft"),
     ],
 )
 def test_a_wrong_setting_is_refused(capsys, flags: list[str], said: str) -> None:
@@ -92,7 +95,7 @@ def test_an_unknown_key_of_the_config_file_is_refused(capsys, tmp_path: Path) ->
 def test_a_broken_classifier_file_is_refused(capsys, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("{}")
     path = tmp_path / "mine.safetensors"
-    assert "must hold the keys" in refusal(capsys, *EAGLE3, "--c2t", "--c2t-classifier", str(path))
+    assert "train it again" in refusal(capsys, *EAGLE3, "--c2t", "--c2t-classifier", str(path))
 
 
 def test_settings_without_the_switch_are_refused(capsys) -> None:
@@ -124,6 +127,21 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
 )
 def test_an_unsupported_combination_is_refused_by_name(capsys, flags: list[str], said: str) -> None:
     assert said in refusal(capsys, *flags, "--c2t")
+
+
+def test_a_recording_of_what_nobody_measures_is_refused(capsys, tmp_path: Path) -> None:
+    settings = tmp_path / "c2t.json"
+    settings.write_text(json.dumps({"record": str(tmp_path / "r"), "record_extra": ["tokens"]}))
+    said = refusal(capsys, *EAGLE3, "--c2t", "--c2t-config", str(settings))
+    assert "unknown measurement 'tokens'" in said
+
+
+def test_a_hidden_state_that_the_draft_does_not_pass_on_is_refused(capsys, tmp_path: Path) -> None:
+    settings = tmp_path / "c2t.json"
+    settings.write_text(json.dumps({"record": str(tmp_path / "r"), "record_extra": ["hidden"]}))
+    flags = speculative_flags("STANDALONE")
+    said = refusal(capsys, *flags, "--c2t", "--c2t-config", str(settings))
+    assert "a STANDALONE draft passes no hidden state on" in said
 
 
 class OnCuda:

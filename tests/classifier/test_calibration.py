@@ -1,0 +1,108 @@
+"""Calibration: a known temperature is found again, isotonic regression keeps its promises."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from sglang_c2t.classifier.calibration import MAX_KNOTS, Isotonic, fit_isotonic, fit_temperature
+from sglang_c2t.classifier.scores import expected_calibration_error
+from sglang_c2t.config import ConfigError
+
+# (confidence, label) of a few tokens; values repeat.
+TOKENS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.1, 0.3, 0.30001, 0.7, 1.0]), st.integers(0, 1)),
+    min_size=2,
+    max_size=MAX_KNOTS,
+)
+
+
+def overconfident(n: int, temperature: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits whose labels are drawn from sigmoid(logits / temperature)."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(n, generator=generator)
+    labels = torch.rand(n, generator=generator) < torch.sigmoid(logits / temperature)
+    return logits, labels.float()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 4.0])
+def test_a_known_temperature_is_found_again(temperature: float) -> None:
+    """Within 15 %; over 200 seeds the largest error was 8.4 %, at T = 4."""
+    found = fit_temperature(*overconfident(20_000, temperature))
+    assert found == pytest.approx(temperature, rel=0.15)
+
+
+def test_labels_that_confidence_foretells_without_error_give_the_lowest_temperature() -> None:
+    """Nothing is infinite where the loss has no minimum."""
+    logits = torch.tensor([-2.0, -1.0, 1.0, 2.0])
+    assert fit_temperature(logits, (logits > 0).float()) == pytest.approx(torch.tensor(-3.0).exp())
+    assert fit_temperature(logits, (logits < 0).float()) == pytest.approx(torch.tensor(3.0).exp())
+
+
+@given(TOKENS)
+def test_isotonic_gives_each_block_of_tokens_its_share_of_accepted_ones(
+    tokens: list[tuple[float, int]],
+) -> None:
+    """Against pooling by hand: neighbours out of order merge until none are left.
+
+    So the calibration error on the data it was fitted to is zero, and never got worse.
+    """
+    confidence, labels = torch.tensor(tokens).T
+    assume(len(set(confidence.tolist())) > 1)
+    calibrated = fit_isotonic(confidence, labels)(confidence)
+
+    pools: dict[float, list[int]] = defaultdict(list)
+    for c, label in tokens:
+        pools[c].append(label)
+    blocks: list[tuple[list[float], list[int]]] = []  # confidences, labels
+    for c in sorted(pools):
+        blocks.append(([c], pools[c]))
+        while len(blocks) > 1 and mean(blocks[-2][1]) >= mean(blocks[-1][1]):
+            last = blocks.pop()
+            blocks[-1] = (blocks[-1][0] + last[0], blocks[-1][1] + last[1])
+    share = {c: mean(block[1]) for block in blocks for c in block[0]}
+    assert calibrated.tolist() == pytest.approx([share[c] for c, _ in tokens], abs=1e-6)
+    assert expected_calibration_error(calibrated, labels) < 1e-6
+
+
+def mean(values: list[int]) -> float:
+    return sum(values) / len(values)
+
+
+@given(TOKENS, st.lists(st.floats(0, 1, width=32), max_size=20))
+def test_isotonic_is_monotone_and_stays_a_probability(
+    tokens: list[tuple[float, int]], probes: list[float]
+) -> None:
+    """Between and outside the knots, too."""
+    confidence, labels = torch.tensor(tokens).T
+    assume(len(set(confidence.tolist())) > 1)
+    isotonic = fit_isotonic(confidence, labels)
+    mapped = isotonic(torch.tensor(sorted(probes)))
+    assert bool((mapped[1:] >= mapped[:-1] - 1e-6).all())
+    assert bool(((mapped >= 0) & (mapped <= 1)).all())
+
+
+def test_isotonic_of_many_tokens_has_few_knots_and_calibrates_them() -> None:
+    """ECE on its own data fell from 0.18 to at most 0.007 over 50 seeds."""
+    logits, labels = overconfident(20_000, 4.0)
+    confidence = torch.sigmoid(logits)
+    isotonic = fit_isotonic(confidence, labels)
+    assert len(isotonic.x) <= MAX_KNOTS
+    assert bool((isotonic.x.diff() > 0).all())
+    assert bool((isotonic.y.diff() >= 0).all())
+    assert expected_calibration_error(confidence, labels) > 0.1
+    assert expected_calibration_error(isotonic(confidence), labels) < 0.02
+
+
+def test_between_two_knots_the_map_is_a_straight_line() -> None:
+    isotonic = Isotonic(torch.tensor([0.2, 0.6]), torch.tensor([0.1, 0.5]))
+    assert isotonic(torch.tensor([[0.0, 0.2], [0.3, 0.9]])).flatten().tolist() == pytest.approx(
+        [0.1, 0.1, 0.2, 0.5]
+    )
+
+
+def test_equal_confidences_cannot_be_calibrated() -> None:
+    with pytest.raises(ConfigError, match="all confidences are equal"):
+        fit_isotonic(torch.full((5,), 0.3), torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]))

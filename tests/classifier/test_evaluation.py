@@ -1,0 +1,403 @@
+"""Evaluation: every table against nested loops over the tokens of small random trees."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_c2t.classifier.checkpoint import Classifier
+from sglang_c2t.classifier.evaluation import (
+    Report,
+    acceptance_table,
+    decide,
+    entropy_buckets,
+    evaluate,
+    least_on_path,
+    parent_rows,
+    score,
+    summary,
+    surfaces,
+    threshold_for,
+)
+from sglang_c2t.classifier.features import FeatureSpec
+from sglang_c2t.classifier.model import ConfidenceNet
+from sglang_c2t.classifier.plots import acceptance_plot, reliability_diagram, surface_plots
+from sglang_c2t.classifier.recording import Recording
+from sglang_c2t.classifier.scores import Rates
+from sglang_c2t.config import ConfigError
+
+#: One token: parent (-1 for the root), prob, joint, entropy, accepted on its own.
+Token = tuple[int, float, float, float, bool]
+Draft = list[Token]
+
+# Few distinct values, so that ties and interval ends are common. Joint probabilities are
+# drawn freely, not multiplied: the tables must not rely on their falling along the path.
+SHARES = st.sampled_from([0.0, 0.05, 0.1, 0.15, 0.3, 0.5, 0.6, 0.95, 1.0])
+ENTROPIES = st.sampled_from([-1e-7, 0.0, 0.5, 1.0, 2.5, 3.0, 4.9, 6.0, 9.0])
+
+
+@st.composite
+def random_draft(draw: st.DrawFn, max_tokens: int = 8) -> Draft:
+    """A chain, a bush, or anything between; possibly without tokens."""
+    size = draw(st.integers(0, max_tokens))
+    return [
+        (
+            draw(st.integers(-1, i - 1)),
+            draw(SHARES),
+            draw(SHARES),
+            draw(ENTROPIES),
+            draw(st.booleans()),
+        )
+        for i in range(size)
+    ]
+
+
+RANDOM_DRAFTS = st.lists(random_draft(), max_size=5)
+
+
+def path(draft: Draft, i: int) -> list[int]:
+    """Indices from token ``i`` up to the child of the root."""
+    parent = draft[i][0]
+    return [i] if parent < 0 else [i, *path(draft, parent)]
+
+
+def survives(draft: Draft, i: int) -> bool:
+    return all(draft[j][4] for j in path(draft, i))
+
+
+def recording_of(drafts: list[Draft]) -> Recording:
+    rows = [(d, i) for d, draft in enumerate(drafts) for i in range(len(draft))]
+
+    def column(value: Callable[[int, int], float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([value(d, i) for d, i in rows], dtype=dtype)
+
+    def field(index: int) -> torch.Tensor:
+        return column(lambda d, i: drafts[d][i][index], torch.float32)
+
+    zeros = torch.zeros(len(rows))
+    count = len(drafts)
+    return Recording(
+        nodes={
+            "draft": column(lambda d, i: d, torch.int32),
+            "parent": field(0).to(torch.int16),
+            "rank": zeros.to(torch.uint8),
+            "depth": column(lambda d, i: len(path(drafts[d], i)), torch.uint8),
+            "prob": field(1),
+            "joint": field(2),
+            "entropy": field(3),
+            "entropy_top1000": field(3),
+            "margin": zeros,
+            "accept": column(lambda d, i: survives(drafts[d], i), torch.uint8),
+        },
+        drafts={
+            "request": torch.arange(count, dtype=torch.int32),
+            "prompt": torch.arange(count),
+            "position": torch.zeros(count, dtype=torch.int32),
+            "last_accept": torch.full((count,), -1.0),
+            "last_verified": torch.full((count,), -1.0),
+            "origin": torch.zeros(count, dtype=torch.int32),
+        },
+        requests=[f"r/{i}" for i in range(count)],
+        origins=[{"algorithm": "EAGLE3", "draft": "d", "target": "t"}],
+        roots="visited",
+    )
+
+
+def linear(weights: dict[str, float], bias: float, label: str = "survives") -> Classifier:
+    """Confidence sigmoid(weights * features + bias)."""
+    net = ConfidenceNet(len(weights), ())
+    with torch.no_grad():
+        weight, offset = net.parameters()
+        weight.copy_(torch.tensor([list(weights.values())]))
+        offset.fill_(bias)
+    net.requires_grad_(False)
+    return Classifier(net, FeatureSpec(names=tuple(weights)), {}, label=label)
+
+
+#: Keeps a token of prob >= 0.5 at beta 0.5.
+BY_PROB = linear({"prob": 10.0}, -5.0)
+
+#:      root
+#:     /    \        One token each; the right one has two children.
+#:    0      1
+#:          / \
+#:         2   3
+TREE: Draft = [
+    (-1, 0.6, 0.6, 0.5, True),
+    (-1, 0.3, 0.3, 1.5, True),
+    (1, 0.95, 0.28, 2.5, True),
+    (1, 0.1, 0.05, 9.0, False),
+]
+
+
+def test_a_child_of_a_dropped_token_is_dropped_too() -> None:
+    """Token 2 is certain, but its parent's 0.3 does not reach 0.5."""
+    scored = score(recording_of([TREE, TREE]), BY_PROB)
+    assert decide(scored, 0.5).classifier.tolist() == 2 * [True, False, False, False]
+
+
+@given(RANDOM_DRAFTS)
+def test_the_least_on_the_path_is_that_of_a_walk_to_the_root(drafts: list[Draft]) -> None:
+    recording = recording_of(drafts)
+    found = least_on_path(recording.nodes["prob"], parent_rows(recording), recording.nodes["depth"])
+    slow = [min(draft[j][1] for j in path(draft, i)) for draft in drafts for i in range(len(draft))]
+    assert found.tolist() == pytest.approx(slow)
+
+
+def test_the_least_on_the_path_leaves_its_input_alone() -> None:
+    values = torch.tensor([0.2, 0.9])
+    least_on_path(values, torch.tensor([-1, 0]), torch.tensor([1, 2]))
+    assert values.tolist() == pytest.approx([0.2, 0.9])
+
+
+def slow_rates(decisions: list[tuple[bool, bool]]) -> Rates:
+    """From (kept, accepted) pairs, each rate by its definition."""
+
+    def share(part: int, whole: int) -> float:
+        return part / whole if whole else math.nan
+
+    hits = sum(kept and accepted for kept, accepted in decisions)
+    kept, accepted = (sum(pair[i] for pair in decisions) for i in (0, 1))
+    right = sum(pair[0] == pair[1] for pair in decisions)
+    return Rates(
+        accuracy=share(right, len(decisions)),
+        precision=share(hits, kept),
+        recall=share(hits, accepted),
+        f1=share(2 * hits, kept + accepted),
+        positive_rate=share(kept, len(decisions)),
+    )
+
+
+def same(a: Rates, b: Rates) -> bool:
+    return vars(a) == pytest.approx(vars(b), nan_ok=True)
+
+
+BUCKETS = [(-1, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, math.inf)]
+
+
+@given(RANDOM_DRAFTS)
+def test_entropy_buckets_hold_what_loops_over_tokens_put_there(drafts: list[Draft]) -> None:
+    scored = score(recording_of(drafts), BY_PROB)
+    kept = decide(scored, 0.5)
+    buckets = entropy_buckets(scored, kept)
+    tokens = [(draft, i) for draft in drafts for i in range(len(draft))]
+    for (low, high), bucket in zip([*BUCKETS, (-1, math.inf)], buckets, strict=True):
+        inside = [(draft, i) for draft, i in tokens if low <= draft[i][3] < high]
+        classifier = [
+            (all(draft[j][1] >= 0.5 for j in path(draft, i)), survives(draft, i))
+            for draft, i in inside
+        ]
+        least = kept.joint_threshold
+        joint = [
+            (all(torch.tensor(draft[j][2]) >= least for j in path(draft, i)), survives(draft, i))
+            for draft, i in inside
+        ]
+        assert bucket.tokens == len(inside)
+        assert same(bucket.classifier, slow_rates(classifier))
+        assert same(bucket.joint, slow_rates(joint))
+
+
+@given(RANDOM_DRAFTS)
+def test_entropy_buckets_add_up_to_the_total_and_the_summary(drafts: list[Draft]) -> None:
+    recording = recording_of(drafts)
+    scored = score(recording, BY_PROB)
+    kept = decide(scored, 0.5)
+    *buckets, total = entropy_buckets(scored, kept)
+    overall = summary(recording, scored, kept)
+    assert sum(b.tokens for b in buckets) == total.tokens == recording.num_nodes
+    if total.tokens:
+        assert sum(b.proportion for b in buckets) == pytest.approx(1.0)
+    assert same(total.classifier, overall.classifier.rates)
+    assert same(total.joint, overall.joint.rates)
+
+
+@given(RANDOM_DRAFTS, st.sampled_from([0.01, 0.3, 0.5, 0.99]))
+def test_the_rival_recalls_as_much_and_would_not_at_any_higher_threshold(
+    drafts: list[Draft], beta: float
+) -> None:
+    scored = score(recording_of(drafts), BY_PROB)
+    kept = decide(scored, beta)
+    target = int((kept.classifier & scored.accepted).sum())
+    assert int((kept.joint & scored.accepted).sum()) >= target
+    higher = scored.path_joint > kept.joint_threshold
+    if target:
+        assert int((higher & scored.accepted).sum()) < target
+    else:
+        assert not kept.joint.any()
+
+
+def test_a_threshold_for_a_count_is_the_score_of_that_rank() -> None:
+    scores = torch.tensor([0.1, 0.9, 0.5])
+    assert [threshold_for(scores, n) for n in (1, 2)] == pytest.approx([0.9, 0.5])
+    assert threshold_for(scores, 0) == math.inf
+
+
+@given(RANDOM_DRAFTS)
+def test_the_acceptance_table_counts_like_a_loop(drafts: list[Draft]) -> None:
+    """Intervals are closed on the right, as in the paper; 0 belongs to the first."""
+    table = acceptance_table(recording_of(drafts))
+    tokens = [(draft, i) for draft in drafts for i in range(len(draft))]
+    assert table.depths == sorted({len(path(draft, i)) for draft, i in tokens})
+    for row in range(20):
+        low, high = row / 20, (row + 1) / 20
+        for column, depth in enumerate(table.depths):
+            labels = [
+                survives(draft, i)
+                for draft, i in tokens
+                if len(path(draft, i)) == depth
+                and (low < draft[i][2] <= high or (row == 0 and draft[i][2] == 0))
+            ]
+            assert table.tokens[row][column] == len(labels)
+            rate = sum(labels) / len(labels) if labels else math.nan
+            assert table.accept_rate[row][column] == pytest.approx(rate, nan_ok=True)
+
+
+def test_a_classifier_of_single_acceptance_is_scored_where_the_target_went() -> None:
+    """In a chain accepted, rejected, x the target never reaches x."""
+    chain: Draft = [(i - 1, 0.9, 0.5, 1.0, i == 0) for i in range(3)]
+    recording = recording_of([chain])
+    scored = score(recording, replace(BY_PROB, label="accepts"))
+    assert scored.accepted.tolist() == [True, False]
+    found = evaluate(recording, replace(BY_PROB, label="accepts")).summary
+    assert (found.tokens, found.recorded_tokens, found.accept_rate) == (2, 3, 0.5)
+
+
+def test_a_perfect_classifier_ranks_and_decides_perfectly() -> None:
+    draft: Draft = [(-1, 1.0, 0.4, 1.0, True), (-1, 0.0, 0.5, 1.0, False)]
+    found = evaluate(recording_of([draft]), BY_PROB).summary
+    assert found.classifier.auc == 1.0
+    assert found.classifier.rates == Rates(1.0, 1.0, 1.0, 1.0, 0.5)
+    assert found.joint.auc == 0.0
+    assert found.joint.threshold == pytest.approx(0.4)
+    assert found.joint.rates.precision == 0.5
+
+
+NOTHING: list[Draft] = []
+NO_TOKENS: list[Draft] = [[], []]
+ONE_TOKEN: list[Draft] = [[(-1, 0.6, 0.6, 1.0, True)]]
+ALL_REJECTED: list[Draft] = [[(-1, 0.6, 0.6, 1.0, False), (0, 0.6, 0.4, 1.0, False)]]
+
+
+@pytest.mark.parametrize("drafts", [NOTHING, NO_TOKENS, ONE_TOKEN, ALL_REJECTED])
+@pytest.mark.parametrize("label", ["survives", "accepts"])
+def test_what_is_undefined_is_null_in_json_and_a_dash_in_markdown(
+    drafts: list[Draft], label: str
+) -> None:
+    report = evaluate(recording_of(drafts), replace(BY_PROB, label=label))
+    plain = json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(name))
+    assert plain["summary"]["classifier"]["auc"] is None
+    text = report.to_markdown()
+    assert "nan" not in text
+    assert " - |" in text
+
+
+def report_of(names: dict[str, float]) -> Report:
+    return evaluate(recording_of([TREE, TREE[:2]]), linear(names, -1.0))
+
+
+PAPER = {"joint": 4.0, "entropy": -0.5, "depth": -0.2}
+
+
+def test_json_holds_the_report() -> None:
+    report = report_of(PAPER)
+    plain = json.loads(report.to_json())
+    assert plain["summary"]["tokens"] == 6
+    assert plain["features"] == list(PAPER)
+    assert plain["entropy_buckets"][-2]["high"] is None
+    assert plain["summary"]["joint"]["ece"] == report.summary.joint.ece
+    assert plain["acceptance"]["tokens"] == report.acceptance.tokens
+    assert len(plain["reliability"]["classifier"]) == 15
+
+
+@pytest.mark.parametrize("names", [PAPER, {"prob": 1.0}])
+def test_markdown_gives_every_table_a_heading_a_sentence_and_straight_columns(
+    names: dict[str, float],
+) -> None:
+    _, *sections = report_of(names).to_markdown().split("\n## ")
+    assert len(sections) == 5
+    for section in sections:
+        _heading, sentence, *table = section.strip().split("\n\n")
+        assert sentence.endswith(".")
+        for lines in table:
+            assert "n = " in sentence
+            shapes = {
+                tuple(i for i, c in enumerate(line) if c == "|") for line in lines.split("\n")
+            }
+            assert len(shapes) == 1
+
+
+def test_surfaces_are_what_the_classifier_answers_point_by_point() -> None:
+    classifier = linear(PAPER, -1.0)
+    found = surfaces(classifier, max_depth=4) or []
+    assert [(s.fixed, s.value) for s in found] == [
+        *(("joint", v) for v in (0.1, 0.5, 0.9)),
+        *(("entropy", v) for v in (1.0, 3.0, 5.0)),
+        *(("depth", v) for v in (1.0, 2.0, 4.0)),
+    ]
+    for surface in found:
+        i, j = 1, 2
+        point = {surface.fixed: surface.value}
+        point |= {surface.x: surface.x_values[j], surface.y: surface.y_values[i]}
+        logit = sum(weight * point[name] for name, weight in PAPER.items()) - 1.0
+        assert surface.confidence[i][j] == pytest.approx(1 / (1 + math.exp(-logit)), abs=1e-6)
+
+
+def test_a_truncated_entropy_takes_the_place_of_the_entropy_on_surfaces() -> None:
+    whole = surfaces(linear({"entropy": 1.0}, 0.0), 3)
+    assert surfaces(linear({"entropy_top1000": 1.0}, 0.0), 3) == whole
+
+
+@pytest.mark.parametrize("name", ["prob", "log_prob", "margin", "hidden", "last_accept"])
+def test_a_classifier_of_other_features_has_no_surfaces(name: str) -> None:
+    assert surfaces(linear({"joint": 1.0, name: 1.0}, 0.0), 3) is None
+
+
+def test_a_recording_without_a_feature_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lacks hidden: record again"):
+        evaluate(recording_of([TREE]), linear({"hidden": 1.0}, 0.0))
+
+
+def test_values_that_are_not_finite_are_refused() -> None:
+    recording = recording_of([TREE])
+    recording.nodes["entropy"][2] = math.nan
+    with pytest.raises(ConfigError, match="1 of 4 recorded tokens"):
+        evaluate(recording, BY_PROB)
+
+
+@pytest.mark.parametrize(
+    ("draw", "suffix", "start"),
+    [
+        (reliability_diagram, "png", b"\x89PNG"),
+        (acceptance_plot, "svg", b"<?xml"),
+        (surface_plots, "svg", b"<?xml"),
+    ],
+)
+def test_plots_are_drawn_in_the_format_of_the_suffix(
+    tmp_path: Path, draw: Callable[[Report, Path], None], suffix: str, start: bytes
+) -> None:
+    path = tmp_path / "made" / f"plot.{suffix}"
+    draw(report_of(PAPER), path)
+    assert path.read_bytes().startswith(start)
+
+
+def test_plots_of_nothing_are_refused_or_empty(tmp_path: Path) -> None:
+    report = evaluate(recording_of([]), BY_PROB)
+    reliability_diagram(report, tmp_path / "a.svg")
+    acceptance_plot(report, tmp_path / "b.svg")
+    with pytest.raises(ConfigError, match="the classifier reads prob"):
+        surface_plots(report, tmp_path / "c.svg")
+    with pytest.raises(ConfigError, match=r"must end in \.png or \.svg"):
+        reliability_diagram(report, tmp_path / "a.doc")
+
+
+def test_surfaces_of_a_recording_of_one_layer_are_drawn(tmp_path: Path) -> None:
+    """A depth axis of one value has no contour."""
+    report = evaluate(recording_of(ONE_TOKEN), linear(PAPER, -1.0))
+    surface_plots(report, tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").exists()

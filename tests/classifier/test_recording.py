@@ -1,0 +1,269 @@
+"""Recordings: they come back as written, stay within their limit, and are never half right."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from sglang_c2t.classifier import recording as module
+from sglang_c2t.classifier.features import CONVENTIONS
+from sglang_c2t.classifier.recording import (
+    DRAFT_COLUMNS,
+    NODE_COLUMNS,
+    RecordingFull,
+    RecordingWriter,
+    read_recording,
+)
+from sglang_c2t.config import ConfigError
+from tests.recordings import ORIGIN, Draft, chain, random_chains, recording, tables, trees, write
+
+CHAINS = random_chains(4, roots=3, depth=3)
+
+
+@given(
+    drafts=st.lists(trees(), min_size=1, max_size=9),
+    shard_nodes=st.integers(1, 20),
+    extra=st.sampled_from([(), ("topk_prob", "hidden"), ("entropy_top100",)]),
+)
+def test_drafts_come_back_as_they_were_written(
+    tmp_path_factory: pytest.TempPathFactory,
+    drafts: list[Draft],
+    shard_nodes: int,
+    extra: tuple[str, ...],
+) -> None:
+    """Trees of all shapes, over several shards; float16 only where the format says so."""
+    directory = tmp_path_factory.mktemp("recording")
+    writer = write(directory, drafts, shard_nodes=shard_nodes, extra=extra)
+    read = read_recording(directory)
+    assert writer.drafts_written == read.num_drafts == len(drafts)
+    assert read.num_nodes == sum(len(draft.parents) for draft in drafts)
+    assert set(read.nodes) == {*NODE_COLUMNS, *extra}
+    node = 0
+    for row, draft in enumerate(drafts):
+        assert read.requests[read.drafts["request"][row]] == draft.request
+        assert read.drafts["prompt"][row] == draft.prompt
+        assert read.drafts["position"][row] == draft.position
+        wanted = tables([draft])[0]
+        for i in range(len(draft.parents)):
+            assert read.nodes["draft"][node] == row
+            for name in ("parent", "rank", "depth", "prob", "joint", "accept"):
+                assert read.nodes[name][node] == wanted[name][i], name
+            node += 1
+
+
+def test_every_column_has_the_documented_type(tmp_path: Path) -> None:
+    write(tmp_path, CHAINS, extra=("hidden", "entropy_top100"))
+    read = read_recording(tmp_path)
+    assert {name: read.nodes[name].dtype for name in NODE_COLUMNS} == NODE_COLUMNS
+    assert {name: read.drafts[name].dtype for name in DRAFT_COLUMNS} == DRAFT_COLUMNS
+    assert read.nodes["hidden"].dtype == torch.float16
+    assert read.nodes["entropy_top100"].dtype == torch.float32
+
+
+def test_a_column_that_one_shard_lacks_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "a", CHAINS, extra=("topk_prob", "hidden"))
+    write(tmp_path / "b", CHAINS, extra=("topk_prob",))
+    assert set(read_recording(tmp_path / "a", tmp_path / "b").nodes) == {*NODE_COLUMNS, "topk_prob"}
+
+
+def test_hidden_states_of_different_widths_are_left_out(tmp_path: Path) -> None:
+    nodes, drafts, requests = tables(CHAINS, extra=("hidden",))
+    for width in (4, 8):
+        writer = RecordingWriter(tmp_path, origin={"draft": width}, extra=("hidden",))
+        writer.add({**nodes, "hidden": nodes["hidden"][:, :width]}, drafts, requests)
+        writer.flush()
+    assert set(read_recording(tmp_path, mix_drafts=True).nodes) == set(NODE_COLUMNS)
+
+
+def test_a_later_writer_of_the_same_process_id_overwrites_nothing(tmp_path: Path) -> None:
+    """In a container, a server that starts again has the process id it had before."""
+    write(tmp_path, CHAINS, shard_nodes=10)
+    write(tmp_path, CHAINS, shard_nodes=10)
+    assert read_recording(tmp_path).num_drafts == 2 * len(CHAINS)
+
+
+def test_the_same_request_id_from_two_origins_stays_two_requests(tmp_path: Path) -> None:
+    draft = chain([0.5], [1], request="math/0")
+    write(tmp_path / "a", [draft], origin={**ORIGIN, "target": "other"})
+    write(tmp_path / "b", [draft, draft])
+    read = read_recording(tmp_path / "a", tmp_path / "b")
+    assert read.requests == ["math/0", "math/0"]
+    assert read.drafts["request"].tolist() == [0, 1, 1]
+    assert [read.origins[i]["target"] for i in read.drafts["origin"]] == ["other", "t", "t"]
+
+
+def test_the_same_request_in_two_shards_stays_one_request(tmp_path: Path) -> None:
+    write(tmp_path, [chain([0.5], [1], request=rid) for rid in "abcab"], shard_nodes=1)
+    assert read_recording(tmp_path).requests == ["a", "b", "c"]
+
+
+def test_groups_are_the_ids_up_to_the_last_slash() -> None:
+    drafts = [chain([0.5], [1], request=rid) for rid in ("math/3", "a/b/0", "cafe")]
+    assert recording(drafts).groups() == ["math", "a/b", "cafe"]
+
+
+@given(
+    case=st.lists(trees(), min_size=1, max_size=8).flatmap(
+        lambda drafts: st.tuples(
+            st.just(drafts),
+            st.lists(st.booleans(), min_size=len(drafts), max_size=len(drafts)),
+        )
+    )
+)
+def test_a_selection_keeps_drafts_whole(case: tuple[list[Draft], list[bool]]) -> None:
+    """As if only the selected drafts had been recorded."""
+    drafts, mask = case
+    selected = recording(drafts).select(torch.tensor(mask))
+    kept = [draft for draft, keep in zip(drafts, mask, strict=True) if keep]
+    expected = tables(kept)[0]
+    for name in ("draft", "parent", "rank", "depth", "accept", "prob", "joint"):
+        assert selected.nodes[name].tolist() == expected[name].tolist(), name
+    assert [selected.requests[i] for i in selected.drafts["request"]] == [d.request for d in kept]
+    assert selected.drafts["position"].tolist() == [d.position for d in kept]
+
+
+def test_all_nodes_together_are_the_layer_a_classifier_reads() -> None:
+    layer = recording(CHAINS, extra=("topk_prob",)).layer()
+    assert layer.depth.tolist() == [1.0, 2.0, 3.0] * len(CHAINS)
+    assert set(layer.measured) == {"margin", "entropy_top1000", "topk_prob"}
+
+
+# -- the disk -----------------------------------------------------------------------------
+
+
+def test_a_full_recording_takes_no_more_and_stays_readable(tmp_path: Path) -> None:
+    """The limit may be passed by one shard, not by two."""
+    with pytest.raises(RecordingFull, match=r"MB, the limit is 0 MB"):
+        write(tmp_path, CHAINS * 20, limit_bytes=5000, shard_nodes=30)
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert sum(sizes) - max(sizes) < 5000 <= sum(sizes)
+    assert read_recording(tmp_path).num_drafts == 10 * len(sizes)
+
+
+def test_what_an_earlier_server_wrote_counts_towards_the_limit(tmp_path: Path) -> None:
+    write(tmp_path, CHAINS)
+    with pytest.raises(RecordingFull):
+        write(tmp_path, CHAINS, limit_bytes=10)
+
+
+def test_a_save_that_fails_midway_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the drafts stay in memory: once there is room again, they are written."""
+
+    def half_a_save(_tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"some bytes")
+        raise OSError(28, "No space left on device")
+
+    writer = RecordingWriter(tmp_path, origin=ORIGIN)
+    writer.add(*tables(CHAINS))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_file", half_a_save)
+        with pytest.raises(OSError, match="No space left"):
+            writer.flush()
+    assert list(tmp_path.iterdir()) == []
+    assert writer.drafts_written == 0
+    writer.flush()
+    assert read_recording(tmp_path).num_drafts == len(CHAINS)
+
+
+def test_flushing_nothing_writes_nothing(tmp_path: Path) -> None:
+    RecordingWriter(tmp_path, origin=ORIGIN).flush()
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- refusals -----------------------------------------------------------------------------
+
+
+def refusal(*directories: Path, mix_drafts: bool = False) -> str:
+    with pytest.raises(ConfigError) as error:
+        read_recording(*directories, mix_drafts=mix_drafts)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_directory_without_a_recording_is_refused(tmp_path: Path) -> None:
+    """Also beside one that has a recording: a mistyped name must not pass unseen."""
+    write(tmp_path / "full", CHAINS)
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "absent"):
+        said = f"no recording in {tmp_path / name}: no *.safetensors shard found"
+        assert refusal(tmp_path / name) == refusal(tmp_path / "full", tmp_path / name) == said
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as shard:
+        return dict(shard.metadata())
+
+
+def without(name: str) -> Callable[[Path], None]:
+    """A spoiler: drops a column, or a key of the metadata."""
+
+    def spoil(path: Path) -> None:
+        tensors, metadata = load_file(path), metadata_of(path)
+        tensors.pop(name, None)
+        metadata.pop(name, None)
+        save_file(tensors, path, metadata)
+
+    return spoil
+
+
+def saying(**metadata: str) -> Callable[[Path], None]:
+    """A spoiler: changes the metadata."""
+    return lambda path: save_file(load_file(path), path, metadata_of(path) | metadata)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-9]), "cannot read recording shard"),
+        (lambda path: path.write_bytes(b"half a shard"), "cannot read recording shard"),
+        (lambda path: path.write_bytes(b""), "cannot read recording shard"),
+        (lambda path: save_file(load_file(path), path), "is not a c2t recording"),
+        (saying(format="c2t-classifier"), "is not a c2t recording"),
+        (saying(version="1"), "has recording format 1, this version reads 2; record again"),
+        (without("version"), "has recording format 1, this version reads 2; record again"),
+        (without("margin"), "lacks the columns margin"),
+        (without("draft.prompt"), "lacks the columns draft.prompt"),
+        (without("roots"), "cannot read recording shard"),
+        (without("requests"), "cannot read recording shard"),
+        (saying(origin="{"), "cannot read recording shard"),
+        (without("features"), "cannot read recording shard"),
+        (saying(features="{}"), "was written by another version"),
+        (saying(roots="every"), "holds roots of kind every, the others visited"),
+        (
+            saying(features=json.dumps(CONVENTIONS.to_card() | {"entropy_unit": "bit"})),
+            "was measured otherwise than this version measures: entropy_unit 'bit' (here: 'nat')",
+        ),
+        (saying(origin='{"draft": "e"}'), "recorded with another draft model (algorithm None, not"),
+    ],
+)
+def test_a_spoilt_shard_among_good_ones_is_refused_by_name(
+    tmp_path: Path, spoil: Callable[[Path], object], said: str
+) -> None:
+    write(tmp_path, CHAINS, shard_nodes=10)
+    path = max(tmp_path.iterdir())
+    spoil(path)
+    assert said in refusal(tmp_path)
+    assert str(path) in refusal(tmp_path)
+
+
+def test_two_draft_models_are_mixed_only_on_request(tmp_path: Path) -> None:
+    write(tmp_path, CHAINS)
+    write(tmp_path, CHAINS, origin={**ORIGIN, "draft": "another"})
+    assert "another draft model (draft another, not d)" in refusal(tmp_path)
+    read = read_recording(tmp_path, mix_drafts=True)
+    assert [origin["draft"] for origin in read.origins] == ["d", "another"]
+    assert read.num_drafts == 2 * len(CHAINS)
+
+
+def test_kinds_of_roots_are_never_mixed(tmp_path: Path) -> None:
+    write(tmp_path, CHAINS, roots="visited")
+    write(tmp_path, CHAINS, roots="every")
+    assert "holds roots of kind every, the others visited" in refusal(tmp_path, mix_drafts=True)

@@ -1,0 +1,172 @@
+"""The command line: whole runs on small recordings, and one line for whatever is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_c2t.classifier.checkpoint import load_classifier
+from sglang_c2t.cli import main
+from tests.recordings import ORIGIN, random_chains, write
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``every`` root, the ``visited`` ones, one prompt only, and two draft models together."""
+    root = tmp_path_factory.mktemp("recordings")
+    chains = random_chains(20, roots=6, depth=4)
+    write(root / "every", chains, roots="every")
+    write(root / "visited", chains)
+    write(root / "one", chains[:6])
+    write(root / "mixed", chains)
+    write(root / "mixed", chains, origin={**ORIGIN, "draft": "another"})
+    return root
+
+
+@pytest.fixture
+def run(recordings: Path, tmp_path: Path) -> Callable[[str], int]:
+    """Runs a command line, in which {r} stands for the recordings and {t} for a free folder."""
+    return lambda line: main(line.format(r=recordings, t=tmp_path).split())
+
+
+def test_training_writes_two_files_and_one_line(
+    run: Callable[[str], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("train {r}/every --out {t}/new/mine.safetensors --epochs 2 --seed 5") == 0
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["mine.json", "mine.safetensors"]
+    summary = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wrote")]
+    assert len(summary) == 1
+    assert "mine.safetensors: 241 parameters, trained on " in summary[0]
+    assert "of 480 tokens, held-out AUC 0." in summary[0]
+    settings = load_classifier(tmp_path / "new" / "mine.safetensors").training["settings"]
+    assert (settings["epochs"], settings["seed"]) == (2, 5)
+
+
+def test_training_takes_another_recipe_size_and_calibration(
+    run: Callable[[str], int], tmp_path: Path
+) -> None:
+    flags = "--recipe c2t-log --hidden-size 6 --calibration isotonic --epochs 1 --mix-drafts"
+    assert run(f"train {{r}}/mixed --out {{t}}/mine.safetensors {flags}") == 0
+    classifier = load_classifier(tmp_path / "mine.safetensors")
+    assert classifier.features.names == ("log_joint", "entropy", "depth")
+    assert classifier.net.hidden_sizes == [6]
+    assert classifier.isotonic is not None
+    assert [origin["draft"] for origin in classifier.training["origins"]] == ["d", "another"]
+
+
+def test_fine_tuning_takes_a_tenth_of_the_prompts(
+    run: Callable[[str], int], tmp_path: Path
+) -> None:
+    assert run("train {r}/every --out {t}/a.safetensors --epochs 1") == 0
+    assert run("train {r}/every --out {t}/b.safetensors --fine-tune {t}/a.safetensors") == 0
+    facts = load_classifier(tmp_path / "b.safetensors").training
+    assert facts["fine_tuned"] is True
+    assert facts["drafts"] == 2 * 6
+    assert facts["settings"]["learning_rate"] == 1e-4
+
+
+def test_evaluation_prints_a_report_and_the_replay_of_policies(
+    run: Callable[[str], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("train {r}/every --out {t}/mine.safetensors --epochs 1") == 0
+    flags = "--classifier {t}/mine.safetensors --policies fixed dyjoint --out {t}/report"
+    assert run("evaluate {r}/every " + flags) == 0
+    out = capsys.readouterr().out
+    report = (tmp_path / "report" / "report.md").read_text()
+    assert report in out
+    assert "20 requests, chains of up to 4" in report
+    assert "| fixed | " in report
+    assert "| dyjoint | " in report
+    files = {path.name for path in (tmp_path / "report").iterdir()}
+    assert files == {
+        "report.md", "report.json", "reliability.png", "acceptance.png", "surfaces.png"
+    }  # fmt: skip
+
+
+def test_a_recording_of_visited_roots_is_evaluated_without_replay(
+    run: Callable[[str], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("train {r}/every --out {t}/mine.safetensors --epochs 1") == 0
+    assert run("evaluate {r}/visited --classifier {t}/mine.safetensors") == 0
+    assert "## Replay" not in capsys.readouterr().out
+
+
+OUT = "--out {t}/mine.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f"train {{r}}/absent {OUT}", "no recording in"),
+        (f"train {{r}}/one {OUT}", "needs at least 2 prompts"),
+        (f"train {{r}}/mixed {OUT}", "another draft model (draft another, not d)"),
+        (f"train {{r}}/every {{r}}/visited {OUT}", "holds roots of kind visited"),
+        ("train {r}/every --out {t}/mine.bin", "must end in .safetensors, got"),
+        (f"train {{r}}/every {OUT} --recipe c3t", "unknown recipe 'c3t'; known: c2t, c2t-log"),
+        (f"train {{r}}/every {OUT} --recipe mcsd", "lacks topk_prob: record again with"),
+        (f"train {{r}}/every {OUT} --hidden-size 0", "no hidden size to set to 0"),
+        (f"train {{r}}/every {OUT} --epochs 0", "epochs must be 1 or more, got 0"),
+        (f"train {{r}}/every {OUT} --learning-rate 2", "learning_rate must be in (0, 1), got 2.0"),
+        (f"train {{r}}/every {OUT} --share 0", "--share must be in (0, 1], got 0.0"),
+        (f"train {{r}}/every {OUT} --share 1.5", "--share must be in (0, 1], got 1.5"),
+        (f"train {{r}}/every {OUT} --fine-tune {{t}}/absent.safetensors", "cannot read its card"),
+        ("evaluate {r}/absent", "no recording in"),
+        ("evaluate {r}/every --classifier {t}/absent.safetensors", "cannot read its card"),
+        ("record {t}/absent.jsonl", "cannot read prompt file"),
+        ("record {t}/absent.jsonl --concurrency 0", "--concurrency must be 1 or more, got 0"),
+        ("record {t}/absent.jsonl --max-new-tokens 0", "--max-new-tokens must be 1 or more, got 0"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_leaves_nothing(
+    run: Callable[[str], int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    said: str,
+) -> None:
+    assert run(line) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert "wrote" not in captured.out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--policies nonsense", "unknown c2t policy 'nonsense'"),
+        ("--policies tests.test_cli:Hungry", "reads topk_prob, which this recording lacks"),
+        ("--policies fixed --out {t}/mine.json/report", "Not a directory"),
+    ],
+)
+def test_an_evaluation_that_cannot_end_is_one_line(
+    run: Callable[[str], int], capsys: pytest.CaptureFixture[str], flags: str, said: str
+) -> None:
+    assert run("train {r}/every --out {t}/mine.safetensors --epochs 1") == 0
+    assert run("evaluate {r}/every --classifier {t}/mine.safetensors " + flags) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+class Hungry:
+    """A policy of a user's own that reads what was not recorded."""
+
+    name = "hungry"
+    needs = frozenset({"topk_prob"})
+
+
+@pytest.mark.parametrize(
+    "line", ["", "train", "train {r}/every", "train {r}/every --out x --calibration platt", "serve"]
+)
+def test_an_incomplete_command_explains_its_use(
+    run: Callable[[str], int], capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run(line)
+    assert exit_.value.code == 2
+    assert "usage: python -m sglang_c2t" in capsys.readouterr().err

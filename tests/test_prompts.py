@@ -1,0 +1,119 @@
+"""Prompt files: every accepted form, and a named line for every other."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang_c2t.config import ConfigError
+from sglang_c2t.prompts import PromptRow, read_prompts, request
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "math.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "2 + 2 ="}, PromptRow("math", text="2 + 2 =")),
+        ({"text": "2 + 2 ="}, PromptRow("math", text="2 + 2 =")),
+        (
+            {"turns": ["2 + 2?", "And twice that?"]},
+            PromptRow("math", messages=[{"role": "user", "content": "2 + 2?"}]),
+        ),
+        ({"messages": MESSAGES}, PromptRow("math", messages=MESSAGES)),
+        ({"prompt": "x", "dataset": "gsm8k"}, PromptRow("gsm8k", text="x")),
+        ({"prompt": "x", "family": "chat"}, PromptRow("chat", text="x")),
+        ({"prompt": "x", "dataset": 7, "family": "chat"}, PromptRow("7", text="x")),
+        ({"prompt": "x", "answer": 4, "id": "q1"}, PromptRow("math", text="x")),
+    ],
+)
+def test_a_row_is_a_text_or_messages_in_a_group(path: Path, row: dict, expected: PromptRow) -> None:
+    """The group is the file's name unless the row says otherwise; other keys are ignored."""
+    path.write_text(json.dumps(row))
+    assert read_prompts(path) == [expected]
+
+
+def test_rows_keep_their_order_and_blank_lines_do_not_count(path: Path) -> None:
+    path.write_text('{"text": "a"}\r\n\n  \n{"prompt": "b"}\n')
+    assert [row.text for row in read_prompts(path)] == ["a", "b"]
+
+
+def test_separators_of_unicode_inside_a_text_do_not_end_the_line(path: Path) -> None:
+    """JSON may hold them as they are, and public prompt sets do."""
+    text = "one\u2028two\u2029three\x85four"
+    path.write_text(json.dumps({"text": text}, ensure_ascii=False), encoding="utf-8")
+    assert read_prompts(path) == [PromptRow("math", text=text)]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "is not JSON"),
+        ("2 + 2 =", "is not JSON"),
+        ("[1]", "needs exactly one of the keys prompt, text, turns, messages"),
+        ('"prompt"', "needs exactly one of the keys"),
+        ('{"question": "2 + 2?"}', "needs exactly one of the keys"),
+        ('{"prompt": "a", "text": "b"}', "needs exactly one of the keys"),
+        ('{"prompt": ""}', "'prompt' must be a text, not empty, got ''"),
+        ('{"prompt": ["a"]}', "'prompt' must be a text, not empty, got ['a']"),
+        ('{"text": null}', "'text' must be a text, not empty, got None"),
+        ('{"turns": []}', "'turns' must be a list of texts, not empty, got []"),
+        ('{"turns": "a"}', "'turns' must be a list of texts"),
+        ('{"turns": [1]}', "'turns' must be a list of texts"),
+        ('{"turns": [""]}', "'turns' must be a list of texts"),
+        ('{"messages": []}', "'messages' must be a list of objects"),
+        ('{"messages": {"role": "user"}}', "'messages' must be a list of objects"),
+        ('{"messages": ["hello"]}', "'messages' must be a list of objects"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(path: Path, line: str, said: str) -> None:
+    path.write_text('{"prompt": "fine"}\n\n' + line + "\n")
+    with pytest.raises(ConfigError) as error:
+        read_prompts(path)
+    assert str(error.value).startswith(f"{path}:3")
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_an_empty_file_is_refused(path: Path, text: str) -> None:
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"math\.jsonl is empty: one JSON object a line"):
+        read_prompts(path)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_an_unreadable_file_is_refused(path: Path, content: bytes | None) -> None:
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"cannot read prompt file .*math\.jsonl"):
+        read_prompts(path)
+
+
+def test_a_text_goes_to_generate_as_it_is() -> None:
+    assert request(PromptRow("math", text="2 + 2 ="), "math/0", 64) == (
+        "/generate",
+        {
+            "text": "2 + 2 =",
+            "sampling_params": {"temperature": 0, "max_new_tokens": 64},
+            "rid": "math/0",
+        },
+    )
+
+
+def test_messages_go_where_the_chat_template_is_applied() -> None:
+    assert request(PromptRow("math", messages=MESSAGES), "math/1", 64) == (
+        "/v1/chat/completions",
+        {
+            "messages": MESSAGES,
+            "temperature": 0,
+            "max_tokens": 64,
+            "model": "default",
+            "rid": "math/1",
+        },
+    )

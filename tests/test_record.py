@@ -1,0 +1,171 @@
+"""Driving a recording server, here a fake one: the happy path, and one line for each other."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from sglang_c2t.config import ConfigError
+from sglang_c2t.prompts import PromptRow
+from sglang_c2t.record import record_prompts
+
+ROWS = [
+    PromptRow("math", text="a"),
+    PromptRow("chat", messages=[{"role": "user", "content": "b"}]),
+    PromptRow("math", text="c"),
+]
+
+
+class FakeServer:
+    """Records three drafts a request; whoever asks how far it is finds all of them written."""
+
+    def __init__(self) -> None:
+        self.state = {"directory": "/drafts", "drafts": 0, "drafts_written": 0, "stopped": None}
+        self.info: Any = {"internal_states": [{"c2t": {"recording": self.state}}]}
+        self.status = 200
+        self.reply = b"{}"
+        self.stops_after: int | None = None  # requests
+        self.got: list[tuple[str, dict[str, Any]]] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                assert self.path == "/server_info"
+                server.state["drafts_written"] = server.state["drafts"]
+                self.answer(200, json.dumps(server.info).encode())
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.got.append((self.path, body))
+                server.state["drafts"] += 3
+                if len(server.got) == server.stops_after:
+                    server.state["stopped"] = "No space left on device"
+                self.answer(server.status, server.reply)
+
+            def answer(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    thread = threading.Thread(target=fake.http.serve_forever, args=(0.01,))
+    thread.start()
+    yield fake
+    fake.http.shutdown()
+    thread.join()
+    fake.http.server_close()
+
+
+def drive(url: str) -> dict[str, Any]:
+    return record_prompts(url, ROWS, max_new_tokens=16, concurrency=2)
+
+
+def refusal(url: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        drive(url)
+    assert "\n" not in str(error.value)
+    assert url in str(error.value)
+    return str(error.value)
+
+
+def test_every_prompt_is_sent_once_under_its_groups_next_number(server: FakeServer) -> None:
+    """Behind the number stands the run, so that two runs into one directory stay apart."""
+    drive(server.url)
+    first_run = list(server.got)
+    sent = sorted((body["rid"].split("-")[0], path, body.get("text")) for path, body in first_run)
+    assert sent == [
+        ("chat/0", "/v1/chat/completions", None),
+        ("math/0", "/generate", "a"),
+        ("math/1", "/generate", "c"),
+    ]
+    drive(server.url)
+    assert len({body["rid"] for _, body in server.got}) == 2 * len(first_run)
+
+
+def test_the_state_behind_the_last_answer_is_returned(server: FakeServer) -> None:
+    """With the drafts of this run counted apart from earlier ones."""
+    server.state |= {"drafts": 40, "drafts_written": 40}
+    state = drive(server.url)
+    assert state["drafts_written"] == state["drafts"] == 49
+    assert state["new_drafts"] == 9
+    assert state["directory"] == "/drafts"
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"c2t": {"enabled": True}}, {"c2t": {"recording": {"directory": None}}}]
+)
+def test_a_server_that_does_not_record_is_refused_before_any_request(
+    server: FakeServer, state: dict
+) -> None:
+    server.info = {"internal_states": [state]}
+    assert "does not record: start it with --c2t --c2t-record DIR" in refusal(server.url)
+    assert server.got == []
+
+
+def test_a_server_that_has_stopped_recording_is_refused(server: FakeServer) -> None:
+    server.state["stopped"] = "/drafts holds 9 MB, the limit is 8 MB"
+    assert "has stopped recording: /drafts holds 9 MB" in refusal(server.url)
+    assert server.got == []
+
+
+def test_a_server_that_stops_recording_midway_is_refused(server: FakeServer) -> None:
+    server.stops_after = 2
+    assert "has stopped recording: No space left on device" in refusal(server.url)
+
+
+def test_nobody_listening_is_one_line() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    assert "no SGLang server answers at" in refusal(url)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "http://", "ftp://127.0.0.1:1"])
+def test_an_address_that_is_none_is_one_line(url: str) -> None:
+    assert "no SGLang server answers at" in refusal(url)
+
+
+@pytest.mark.parametrize("info", [{}, [], 3, {"internal_states": []}, {"internal_states": [1]}])
+def test_a_server_that_is_not_sglang_is_one_line(server: FakeServer, info: object) -> None:
+    server.info = info
+    assert "no SGLang server answers at" in refusal(server.url)
+
+
+def test_a_port_that_does_not_speak_http_is_one_line() -> None:
+    """Another service's greeting instead of a status line."""
+    with socket.create_server(("127.0.0.1", 0)) as service:
+
+        def greet() -> None:
+            connection, _ = service.accept()
+            connection.recv(1000)
+            connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+            connection.close()
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        said = refusal(f"http://127.0.0.1:{service.getsockname()[1]}")
+        thread.join()
+    assert "no SGLang server answers at" in said
+
+
+@pytest.mark.parametrize(("status", "reply"), [(400, b"{}"), (500, b"oops"), (200, b"no json")])
+def test_a_failing_request_is_one_line(server: FakeServer, status: int, reply: bytes) -> None:
+    server.status, server.reply = status, reply
+    assert "failed a request: " in refusal(server.url)
