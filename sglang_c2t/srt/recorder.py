@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 #: Between writes of a server nobody asks; one file each, so not too often.
 FLUSH_SECONDS = 60.0
 
-# B requests, D drafted tokens, V target vocabulary
+# B requests, D drafted tokens
 
 
 class Recorder(Exploration):
