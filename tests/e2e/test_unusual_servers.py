@@ -27,17 +27,23 @@ def test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_without_specula
     logs: Path,
 ) -> None:
     """Each rank draws other random lengths; unless rank 0's win, the ranks' rows differ and
-    their next collective hangs.
+    their next collective hangs. Recording leaves some drafts whole, as only rank 0 knows.
     """
     # SGLang binds CPU ranks to NUMA nodes unless told otherwise; a laptop has one.
     bind = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with running(Launch("tp2-plain", ("--tp-size", "2"), env=bind), logs) as server:
         expected = run_load(server.url, BODIES, concurrency=4).outputs
-    launch, control = gated_launch("tp2", logs, "--tp-size", "2", env=bind)
+    launch, control = gated_launch("tp2", logs, "--tp-size", "2", *recording(logs), env=bind)
     with running(launch, logs) as server:
         gated = GatedServer(server, "EAGLE3", control)
         for mode in ("c2t", "random"):
             assert differing(gated.run(mode).outputs, expected) == [], mode
+        assert server.c2t_state()["recording"]["drafts_written"] > 0
+
+
+def recording(logs: Path) -> tuple[str, ...]:
+    """Record a fifth of the steps."""
+    return ("--c2t-record", str(logs / "recorded"), "--c2t-record-share", "0.2")
 
 
 def test_retracted_requests_give_the_same_outputs_and_leak_nothing(
@@ -45,7 +51,7 @@ def test_retracted_requests_give_the_same_outputs_and_leak_nothing(
 ) -> None:
     """SGLang retracts every third step; its strict memory check ends the server on a leak."""
     env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    launch, control = gated_launch("retract", logs, env=env)
+    launch, control = gated_launch("retract", logs, *recording(logs), env=env)
     with running(launch, logs) as server:
         gated = GatedServer(server, "EAGLE3", control)
         result = gated.run("random")
