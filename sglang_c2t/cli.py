@@ -63,8 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--classifier", default="c2t", help="shipped name or file; default: c2t")
     evaluate.add_argument("--beta", type=float, default=0.5, help="default: %(default)s")
     evaluate.add_argument(
-        "--policies", nargs="*", default=["c2t", "c2t-log", "dyjoint", "dymax", "entropy"],
-        help="to replay, at their defaults, when every root was recorded; default: %(default)s",
+        "--policies", nargs="*", default=["c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax"],
+        help="to replay beside it, at their defaults, when every root was recorded; "
+        "default: %(default)s",
     )  # fmt: skip
     evaluate.add_argument("--out", type=Path, help="directory for report.md, .json and figures")
     evaluate.add_argument("--mix-drafts", action="store_true", help="admit several draft models")
@@ -145,12 +146,15 @@ def _evaluate(args: argparse.Namespace) -> int:
     from sglang_c2t.classifier.checkpoint import load_classifier
     from sglang_c2t.classifier.evaluation import evaluate
     from sglang_c2t.classifier.recording import read_recording
+    from sglang_c2t.policies import policy_of
 
     recording = read_recording(*args.recording, mix_drafts=args.mix_drafts)
-    report = evaluate(recording, load_classifier(args.classifier), args.beta)
+    classifier = load_classifier(args.classifier)
+    report = evaluate(recording, classifier, args.beta)
     text = report.to_markdown()
-    if recording.roots == "every" and args.policies:
-        text += "\n" + _replay_table(recording, args.policies)
+    if recording.roots == "every":
+        mine = C2TConfig(policy_of(classifier), beta=args.beta, classifier=args.classifier)
+        text += "\n" + _replayed(recording, mine, args.policies)
     print(text)
     if args.out is not None:
         _write_report(report, text, args.out)
@@ -177,25 +181,11 @@ def _write_report(report: Report, text: str, out: Path) -> None:
         raise ConfigError(f"cannot write the report to {out}: {error}") from error
 
 
-def _replay_table(recording: Recording, names: Sequence[str]) -> str:
-    """Each policy at its defaults, replayed exactly."""
+def _replayed(recording: Recording, mine: C2TConfig, others: Sequence[str]) -> str:
+    from sglang_c2t.compare import replay_text
     from sglang_c2t.policies import build_policy
-    from sglang_c2t.replay import Chains, replay
+    from sglang_c2t.replay import Chains
 
-    chains = Chains.from_recording(recording)
-    lines = [
-        "## Replay",
-        "",
-        f"{chains.num_requests} requests, chains of up to {chains.max_length}, defaults of each "
-        "policy. tau: tokens per verification. gamma: drafts verified per verification.",
-        "",
-        "| policy | tau | gamma | drafted |",
-        "|---|---:|---:|---:|",
-    ]
-    for name in names:
-        outcome = replay(build_policy(C2TConfig(policy=name)), chains)
-        lines.append(
-            f"| {name} | {outcome.accept_length():.3f} | {outcome.gamma():.3f} "
-            f"| {outcome.draft_length():.3f} |"
-        )
-    return "\n".join(lines) + "\n"
+    named = {name: build_policy(C2TConfig(policy=name)) for name in others}
+    label = f"this classifier, {mine.policy} at {mine.beta:g}"
+    return replay_text(Chains.from_recording(recording), label, build_policy(mine), named)

@@ -78,6 +78,7 @@ def test_evaluation_prints_a_report_and_the_replay_of_policies(
     assert report in out
     assert "20 requests, chains of up to 4" in report
     assert "| fixed | " in report
+    assert "this classifier, c2t at 0.5" in report
     assert "| dyjoint | " in report
     files = {path.name for path in (tmp_path / "report").iterdir()}
     assert files == {

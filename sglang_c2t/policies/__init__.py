@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from sglang_c2t.classifier.checkpoint import load_classifier, shipped
+from sglang_c2t.classifier.checkpoint import Classifier, load_classifier, shipped
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.policies.base import ChainPolicy
@@ -20,7 +20,7 @@ from sglang_c2t.policies.fixed import Fixed
 from sglang_c2t.policies.logistic import Logistic
 from sglang_c2t.policies.mcsd import MCSD, MCSDHidden
 
-__all__ = ["POLICIES", "ChainPolicy", "DraftLayer", "build_policy"]
+__all__ = ["POLICIES", "ChainPolicy", "DraftLayer", "build_policy", "policy_of"]
 
 
 def _plain(cls: Callable[..., ChainPolicy]) -> Callable[..., ChainPolicy]:
@@ -55,19 +55,28 @@ def _trained(cls: Any) -> Callable[..., ChainPolicy]:
     return build
 
 
+#: Policies with a classifier, in the order in which :func:`policy_of` looks.
+TRAINED: tuple[Any, ...] = (C2T, C2TLog, C2TPlus, Logistic, MCSD, MCSDHidden)
+
 #: Name after ``--c2t-policy`` -> how to build it from the configuration and its options.
 POLICIES: dict[str, Callable[..., ChainPolicy]] = {
-    "c2t": _trained(C2T),
-    "c2t-log": _trained(C2TLog),
-    "c2t-plus": _trained(C2TPlus),
     "dyjoint": _plain(DyJoint),
     "dymax": _plain(DyMax),
     "entropy": _plain(Entropy),
     "fixed": _plain(Fixed),
-    "logistic": _trained(Logistic),
-    "mcsd": _trained(MCSD),
-    "mcsd-hidden": _trained(MCSDHidden),
+    **{cls.name: _trained(cls) for cls in TRAINED},
 }
+
+
+def policy_of(classifier: Classifier) -> str:
+    """Name of the policy that serves this classifier."""
+    for cls in TRAINED:
+        if set(classifier.features.names) <= cls.reads and classifier.label == cls.label:
+            return str(cls.name)
+    raise ConfigError(
+        f"no policy serves a classifier that reads {', '.join(classifier.features.names)} and "
+        f"says that a token {classifier.label}"
+    )
 
 
 def build_policy(config: C2TConfig) -> ChainPolicy:
