@@ -149,8 +149,23 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "sglang.srt.managers.utils.GenerationBatchResult",
-        "carries verify lengths to meta_info",
-        fields=["cap_lens", "accept_lens"],
+        "carries verify lengths to meta_info and labels to recordings",
+        fields=["cap_lens", "accept_lens", "logits_output"],
+    ),
+    Seam(
+        "sglang.srt.layers.logits_processor.LogitsProcessorOutput",
+        "measures drafted tokens",
+        fields=["next_token_logits", "hidden_states"],
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch",
+        "knows the requests of a step",
+        fields=["reqs", "seq_lens", "req_pool_indices"],
+    ),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req",
+        "names requests and prompts in recordings",
+        ["rid", "origin_input_ids", "sampling_params"],
     ),
     Seam(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
