@@ -162,7 +162,7 @@ def c2t(*argv: str) -> str:
 def test_a_share_of_the_steps_is_recorded_under_any_policy(logs: Path, tmp_path: Path) -> None:
     """Recorded drafts are whole although the gate ends drafts early; the outputs stay."""
     recording = tmp_path / "recording"
-    flags = (*EAGLE3, "--c2t", "--c2t-record", str(recording), "--c2t-record-share", "0.2")
+    flags = (*EAGLE3, "--c2t", "--c2t-record", str(recording), "--c2t-record-share", "0.5")
     bodies = [greedy(prompt.text, 48) for prompt in classifier_mix(24)]
     with running(Launch("share", flags), logs) as server:
         recorded = run_load(server.url, bodies, concurrency=12)
@@ -171,4 +171,4 @@ def test_a_share_of_the_steps_is_recorded_under_any_policy(logs: Path, tmp_path:
     assert chains.num_drafts == told["drafts_written"] == told["drafts"] > 20
     assert chains.num_nodes == 5 * chains.num_drafts
     steps = sum(answer.meta_info["spec_verify_ct"] for answer in recorded.answers)
-    assert 0.05 < chains.num_drafts / steps < 0.45  # a fifth of the steps, of about 100
+    assert 0.2 < chains.num_drafts / steps < 0.8  # half of about 40 steps of the batch
