@@ -177,7 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--fixed", type=int, nargs="+", default=[3, 5], help="chain lengths to compare with"
     )
-    parser.add_argument("--policies", nargs="+", default=["c2t", "c2t-plus"], help="gates to compare")
+    parser.add_argument(
+        "--policies", nargs="+", default=["c2t", "c2t-plus"], help="gates to compare"
+    )
     parser.add_argument("--num-prompts", type=int, default=96)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 64])
