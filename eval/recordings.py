@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress
 
@@ -22,13 +24,14 @@ from eval.prompts import (
     demo_mix,
     public_mix,
 )
-from eval.server import Launch, running, speculative_flags
+from eval.server import DRAFTS, TARGET, Launch, running, speculative_flags
 from sglang_c2t.classifier.recording import Recording, read_recording
 from sglang_c2t.client import greedy, run_load
 
 NUM_STEPS = 10
 MAX_NEW_TOKENS = 96
 CONCURRENCY = 32
+MANIFEST = "manifest.json"
 
 
 def prompts(split: str, n: int, folder: Path | None) -> list[Prompt]:
@@ -40,17 +43,40 @@ def prompts(split: str, n: int, folder: Path | None) -> list[Prompt]:
 
 
 def record(algorithm: str, texts: Sequence[Prompt], directory: Path) -> Recording:
-    """The recording in ``directory``, made if it is not there; complete or absent."""
+    """The recording in ``directory``, made if it is not there; complete or absent.
+
+    Raises ValueError when it is of other prompts, models or settings.
+    """
+    made_from = manifest(algorithm, texts)
     if not directory.exists():
         partial = directory.with_name(directory.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _serve(algorithm, texts, partial)
+        (partial / MANIFEST).write_text(json.dumps(made_from, indent=2) + "\n")
         partial.rename(directory)
+    found = directory / MANIFEST
+    if not found.is_file() or json.loads(found.read_text()) != made_from:
+        raise ValueError(
+            f"{directory} holds a recording of other prompts, models or settings: delete it, or "
+            "choose another folder."
+        )
     recording = read_recording(directory)
     known = [rid.count("/") == 1 for rid in recording.requests]  # the server's warm-up is not ours
     mask = [known[request] for request in recording.drafts["request"].tolist()]
     return recording.select(recording.drafts["request"].new_tensor(mask).bool())
+
+
+def manifest(algorithm: str, texts: Sequence[Prompt]) -> dict[str, Any]:
+    """What a recording depends on."""
+    prompts_of = json.dumps([[prompt.family, prompt.text] for prompt in texts])
+    models = (TARGET / "model.safetensors", DRAFTS[algorithm] / "model.safetensors")
+    return {
+        "prompts": hashlib.sha256(prompts_of.encode()).hexdigest(),
+        "models": [hashlib.sha256(path.read_bytes()).hexdigest() for path in models],
+        "num_steps": NUM_STEPS,
+        "max_new_tokens": MAX_NEW_TOKENS,
+    }
 
 
 def _serve(algorithm: str, texts: Sequence[Prompt], directory: Path) -> None:

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from eval import tables
 from eval.prompts import EVALUATION_SETS, TRAINING_SETS, public_mix
-from eval.recordings import prompts
+from eval.recordings import MANIFEST, manifest, prompts, record
 from sglang_c2t.classifier.train import RECIPES, train_classifier
 from sglang_c2t.compare import sweep
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.replay import Chains
-from tests.recordings import random_chains, recording
+from tests.recordings import random_chains, recording, write
 
 EXTRA = ("topk_prob", "hidden", "entropy_top100", "entropy_top500")
 
@@ -78,3 +78,15 @@ def test_no_prompt_is_learnt_from_and_measured_on(tmp_path: Path) -> None:
     train = {p.text for p in prompts("train", 5, tmp_path)}
     assert len(test) == len(train) == 35
     assert not test & train
+
+
+def test_a_recording_of_other_prompts_is_not_taken_for_these(tmp_path: Path) -> None:
+    """Recordings are kept between runs; an old one must not pass for a new one."""
+    asked = prompts("test", 2, None)
+    write(tmp_path / "kept", random_chains(2, 3, 4), roots="every")
+    made_from = manifest("EAGLE", prompts("test", 1, None))
+    (tmp_path / "kept" / MANIFEST).write_text(json.dumps(made_from))
+    with pytest.raises(ValueError, match="recording of other prompts"):
+        record("EAGLE", asked, tmp_path / "kept")
+    (tmp_path / "kept" / MANIFEST).write_text(json.dumps(manifest("EAGLE", asked)))
+    assert record("EAGLE", asked, tmp_path / "kept").num_drafts == 6
