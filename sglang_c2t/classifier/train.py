@@ -132,7 +132,8 @@ def train_classifier(
         recording: What to learn from; a twentieth of its prompts is held out for scores.
         recipe: Which classifier.
         settings: Hyper-parameters; the paper's, or :data:`FINE_TUNE` when ``start`` is given.
-        calibration: ``none``, ``temperature`` or ``isotonic``, fitted on held-out prompts.
+        calibration: ``none``, ``temperature`` or ``isotonic``, fitted on the held-out prompts;
+            the card's calibration error is then of what it was fitted on.
         start: Fine-tune these weights instead of random ones.
         show_progress: Draw a bar.
 
@@ -143,11 +144,11 @@ def train_classifier(
     settings = settings or (FINE_TUNE if start else TrainSettings())
     generator = torch.Generator().manual_seed(settings.seed)
     spec = FeatureSpec(names=recipe.names)
-    features, labels, reached = _examples(recording, spec)
+    features, labels, is_reached = _examples(recording, spec)
     node_prompt = recording.drafts["prompt"][recording.nodes["draft"].long()]
     train, heldout = split_by_group(node_prompt, settings.heldout_share, generator)
     if recipe.label == "accepts":
-        train, heldout = train[reached[train]], heldout[reached[heldout]]
+        train, heldout = train[is_reached[train]], heldout[is_reached[heldout]]
     train = _both_classes(train, labels, generator, balance=recipe.balance)
 
     torch.manual_seed(settings.seed)  # the network's initial weights
