@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).parents[1] / "sglang_c2t"
 MAY_IMPORT = {
     "config": set(),
     "metrics": set(),
-    "cpu": set(),
+    "tree": set(),
+    "cpu": {"tree"},
     "draft_layer": set(),
     "client": set(),
     "files": set(),

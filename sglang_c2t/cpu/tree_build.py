@@ -14,7 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["build_tree", "child_links", "parent_positions", "root_paths"]
+from sglang_c2t.tree import child_links
+
+__all__ = ["build_tree", "parent_positions", "root_paths"]
 
 # Values of sglang.srt.speculative.eagle_utils.TreeMaskMode (0.5.17 .. 0.5.23)
 FULL_MASK, QLEN_ONLY = 0, 1
@@ -42,23 +44,6 @@ def parent_positions(
     position = same.to(torch.uint8).argmax(dim=2) + 1
     position = torch.where(from_root, 0, torch.where(found, position, -1))
     return torch.cat((position.new_full((bs, 1), -1), position), dim=1)
-
-
-def child_links(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """First child and next sibling of every node, ascending, -1 where there is none.
-
-    ``parents [0-based, -1, 0, 0, 1]`` gives ``next_token [1, 3, -1, -1]`` and
-    ``next_sibling [-1, 2, -1, -1]``.
-    """
-    num_nodes = parents.shape[1]
-    node = torch.arange(num_nodes, device=parents.device)
-    none = num_nodes  # larger than any node number, so that a minimum ignores it
-    is_child = parents.unsqueeze(1) == node.view(1, -1, 1)  # [B, parent, child]
-    first = torch.where(is_child, node, none).amin(dim=2)
-    later = (node.view(1, -1) > node.view(-1, 1)) & (parents >= 0).unsqueeze(2)
-    is_sibling = (parents.unsqueeze(2) == parents.unsqueeze(1)) & later
-    sibling = torch.where(is_sibling, node, none).amin(dim=2)
-    return first.masked_fill_(first == none, -1), sibling.masked_fill_(sibling == none, -1)
 
 
 def root_paths(parents: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_c2t.cpu.sampling import murmur_hash32, repeat_rows
-from sglang_c2t.cpu.tree_build import child_links
 from sglang_c2t.cpu.tree_verify import verify_tree
+from sglang_c2t.tree import child_links
 from tests import oracles
 
 VOCAB = 3

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_c2t.cpu import cache_locs, commit, kv_copy
-from sglang_c2t.cpu.tree_build import FULL_MASK, QLEN_ONLY, build_tree, child_links
+from sglang_c2t.cpu.tree_build import FULL_MASK, QLEN_ONLY, build_tree
 from sglang_c2t.cpu.tree_verify import verify_tree
+from sglang_c2t.tree import child_links
 from tests import oracles
 
 

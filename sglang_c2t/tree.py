@@ -1,0 +1,186 @@
+"""Batches of draft trees of different shape and size: choose nodes, link them, pack rows.
+
+A request's *candidates* are all nodes its draft has proposed, parents before children. Some
+survive; with the root in front they are its *tree*. Node 0 is the root (the committed bonus
+token); the other nodes keep the order of their candidates. The trees of a batch are padded to
+N nodes for the acceptance kernels, and packed, live nodes only, for the target::
+
+    request 0   root a b c    a -> b     num_nodes 4    packed rows 0 1 2 3
+    request 1   root x        x          num_nodes 2    packed rows 4 5
+
+A tree must be *closed*: with a node come all its ancestors. Acceptance walks from the root,
+and SGLang's own builder reads out of bounds otherwise. Closed by construction here: nodes are
+ranked by the least key along their path, ties in candidate order, so that no child outranks
+an ancestor.
+
+Pure torch, static shapes, no host reads unless said; knows nothing of SGLang or policies.
+
+Legend: B requests, M candidates a request, N nodes a tree (root included), R live rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 64
+
+
+@dataclass(frozen=True)
+class Trees:
+    """A batch of trees, padded to N nodes."""
+
+    tokens: Tensor
+    """[B, N] int64, root first; 0 behind the live nodes."""
+
+    parents: Tensor
+    """[B, N] int64: node number of the parent; -1 for the root and for padding."""
+
+    depth: Tensor
+    """[B, N] int64: 0 for the root and for padding."""
+
+    num_nodes: Tensor
+    """[B] int64 in [1, N]: live nodes, root included."""
+
+    source: Tensor
+    """[B, N] int64: the candidate a node was; -1 for the root and for padding."""
+
+    def positions(self, seq_lens: Tensor) -> Tensor:
+        """[B, N] int64: place in the sequence; ``seq_lens`` [B] does not count the root."""
+        return seq_lens[:, None] + self.depth
+
+    def retrieve_index(self) -> Tensor:
+        """[B, N] int64: packed row of every node, 0 for padding (which no link reaches)."""
+        node = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        first_row = self.num_nodes.cumsum(0) - self.num_nodes  # [B]
+        return (first_row[:, None] + node).masked_fill(node >= self.num_nodes[:, None], 0)
+
+
+def least_on_path(values: Tensor, parents: Tensor, max_depth: int) -> Tensor:
+    """[B, M]: the least of ``values`` [B, M] among a candidate and all its ancestors.
+
+    ``parents`` [B, M] int64, -1 for children of the root. Chain 0.9, 0.2, 0.7 -> 0.9, 0.2, 0.2.
+    """
+    least, above = values, parents
+    for _ in range(max_depth - 1):  # after k rounds a candidate knows k ancestors
+        over = least.gather(1, above.clamp(min=0))
+        least = torch.where(above >= 0, torch.minimum(least, over), least)
+        above = torch.where(above >= 0, above.gather(1, above.clamp(min=0)), above)
+    return least
+
+
+def closed_keys(key: Tensor, keep: Tensor, parents: Tensor, max_depth: int) -> Tensor:
+    """[B, M] float32: what candidates are ranked by; -inf where one on the path was dropped.
+
+    ``key`` [B, M] ranks by itself and must not be nan, ``keep`` [B, M] bool is the policy's word.
+    """
+    return least_on_path(key.float().masked_fill(~keep, -torch.inf), parents, max_depth)
+
+
+def best_per_request(closed: Tensor, max_drafts: int) -> Tensor:
+    """[B, M] bool: up to ``max_drafts`` best candidates of each request; a closed set.
+
+    ``closed`` are :func:`closed_keys`.
+    """
+    return _among_best(closed, max_drafts) & (closed > -torch.inf)
+
+
+def best_of_batch(closed: Tensor, chosen: Tensor, max_drafts: int) -> Tensor:
+    """[B, M] bool: up to ``max_drafts`` best of the ``chosen`` [B, M] over the whole batch.
+
+    Bounds the rows of one target forward. Ties go by candidate number first, so that they
+    are shared between the requests; the set stays closed.
+    """
+    flat = closed.masked_fill(~chosen, -torch.inf).T.reshape(1, -1)  # [1, M * B]
+    best = _among_best(flat, max_drafts) & (flat > -torch.inf)
+    return best.view(closed.shape[1], closed.shape[0]).T
+
+
+def _among_best(values: Tensor, count: int) -> Tensor:
+    """[B, M] bool: the ``count`` largest of each row; of equals the first."""
+    order = values.argsort(dim=1, descending=True, stable=True)
+    best = torch.arange(values.shape[1], device=values.device) < count
+    return torch.zeros_like(values, dtype=torch.bool).scatter(1, order, best.expand_as(order))
+
+
+def grow(
+    roots: Tensor, tokens: Tensor, parents: Tensor, depth: Tensor, chosen: Tensor, max_nodes: int
+) -> Trees:
+    """Trees of the chosen candidates.
+
+    Args:
+        roots: [B] int64 tokens.
+        tokens: [B, M] int64.
+        parents: [B, M] int64 candidate numbers, -1 for children of the root.
+        depth: [B, M] int64, 1 for children of the root.
+        chosen: [B, M] bool, closed, at most ``max_nodes`` - 1 a request.
+        max_nodes: N.
+    """
+    batch = tokens.shape[0]
+    # A candidate's node number; what was not chosen goes to a column that is cut off.
+    number = torch.where(chosen, chosen.long().cumsum(1), max_nodes)  # [B, M]
+    of_parent = torch.where(parents < 0, 0, number.gather(1, parents.clamp(min=0)))
+
+    def table(values: Tensor, root: Tensor | int, pad: int) -> Tensor:
+        full = values.new_full((batch, max_nodes + 1), pad)
+        full[:, 0] = root
+        return full.scatter(1, number, torch.where(chosen, values, pad))[:, :max_nodes]
+
+    candidate = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return Trees(
+        tokens=table(tokens, roots, 0),
+        parents=table(of_parent, -1, -1),
+        depth=table(depth, 0, 0),
+        num_nodes=chosen.sum(dim=1) + 1,
+        source=table(candidate, -1, -1),
+    )
+
+
+def child_links(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """First child and next sibling of every node [B, N], ascending, -1 where there is none.
+
+    ``parents [-1, 0, 0, 1]`` gives ``next_token [1, 3, -1, -1]`` and
+    ``next_sibling [-1, 2, -1, -1]``. SGLang's verify kernels walk these.
+    """
+    num_nodes = parents.shape[1]
+    node = torch.arange(num_nodes, device=parents.device)
+    none = num_nodes  # larger than any node number, so that a minimum ignores it
+    is_child = parents.unsqueeze(1) == node.view(1, -1, 1)  # [B, parent, child]
+    first = torch.where(is_child, node, none).amin(dim=2)
+    later = (node.view(1, -1) > node.view(-1, 1)) & (parents >= 0).unsqueeze(2)
+    is_sibling = (parents.unsqueeze(2) == parents.unsqueeze(1)) & later
+    sibling = torch.where(is_sibling, node, none).amin(dim=2)
+    return first.masked_fill_(first == none, -1), sibling.masked_fill_(sibling == none, -1)
+
+
+def visible_nodes(parents: Tensor, max_depth: int) -> Tensor:
+    """[B, N, N] bool: row i sees itself and its ancestors, the root included.
+
+    Padding sees itself and the root: a softmax over nothing would be nan.
+    """
+    batch, num_nodes = parents.shape
+    visible = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
+    visible[:, :, 0] = True
+    above = parents
+    for _ in range(max_depth):
+        # The root and padding point at column 0, which is set already.
+        visible.scatter_(2, above.clamp(min=0).unsqueeze(2), True)
+        above = torch.where(above > 0, parents.gather(1, above.clamp(min=0)), -1)
+    return visible
+
+
+def ancestor_words(visible: Tensor) -> Tensor:
+    """[B, N, ceil(N / 64)] int64: the rows of ``visible`` [B, N, N] as bits, lowest first.
+
+    Node j is bit j % 64 of word j // 64; bit 63 makes a word negative.
+    """
+    num_nodes = visible.shape[2]
+    num_words = -(-num_nodes // WORD_BITS)
+    padded = torch.nn.functional.pad(visible, (0, num_words * WORD_BITS - num_nodes))
+    bits = torch.ones((), dtype=torch.int64, device=visible.device) << torch.arange(
+        WORD_BITS, device=visible.device
+    )
+    # Distinct powers of two: their sum is their union, also where bit 63 wraps around.
+    return (padded.unflatten(2, (num_words, WORD_BITS)) * bits).sum(dim=3)

@@ -1,0 +1,206 @@
+"""Draft trees against one request and one node at a time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_c2t import tree
+from sglang_c2t.cpu.tree_build import QLEN_ONLY, build_tree
+from tests import oracles
+
+
+@dataclass
+class Candidates:
+    """All proposed nodes of a batch, as lists."""
+
+    parents: list[list[int]]
+    depth: list[list[int]]
+    tokens: list[list[int]]
+    key: list[list[float]]
+    keep: list[list[bool]]
+    roots: list[int]
+
+    def closed(self) -> torch.Tensor:
+        return tree.closed_keys(
+            torch.tensor(self.key), torch.tensor(self.keep), torch.tensor(self.parents), 9
+        )
+
+    def grown(self, chosen: torch.Tensor, max_nodes: int) -> tree.Trees:
+        return tree.grow(
+            torch.tensor(self.roots), torch.tensor(self.tokens), torch.tensor(self.parents),
+            torch.tensor(self.depth), chosen, max_nodes,
+        )  # fmt: skip
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Candidates:
+    """1 to 4 requests of 1 to 9 candidates: chains, bushes, anything; keys with many ties."""
+    size = draw(st.integers(1, 9))
+    rng = random.Random(draw(st.integers(0, 2**20)))
+    batch = Candidates([], [], [], [], [], [])
+    for _ in range(draw(st.integers(1, 4))):
+        parents = [rng.randint(-1, i - 1) for i in range(size)]
+        depth: list[int] = []
+        for parent in parents:
+            depth.append(1 if parent < 0 else depth[parent] + 1)
+        batch.parents.append(parents)
+        batch.depth.append(depth)
+        batch.tokens.append([rng.randrange(5) for _ in parents])  # siblings may be equal
+        batch.key.append([rng.choice([0.1, 0.5, 0.5, 0.9]) for _ in parents])
+        batch.keep.append([rng.random() < 0.8 for _ in parents])
+        batch.roots.append(rng.randrange(5))
+    return batch
+
+
+def path(parents: list[int], i: int) -> list[int]:
+    """The candidate and all its ancestors."""
+    return [i] if parents[i] < 0 else [i, *path(parents, parents[i])]
+
+
+def ranked(batch: Candidates, b: int) -> list[tuple[float, int]]:
+    """(least key on the path, candidate) of all that survive the policy, best first."""
+    alive = [
+        (min(batch.key[b][j] for j in path(batch.parents[b], i)), i)
+        for i in range(len(batch.parents[b]))
+        if all(batch.keep[b][j] for j in path(batch.parents[b], i))
+    ]
+    return sorted(alive, key=lambda item: (-item[0], item[1]))
+
+
+def assert_closed(batch: Candidates, chosen: torch.Tensor) -> None:
+    for b, row in enumerate(chosen.tolist()):
+        for i, here in enumerate(row):
+            assert not here or all(row[j] for j in path(batch.parents[b], i))
+
+
+@given(batches(), st.integers(0, 10))
+def test_the_best_of_a_request_are_ranked_by_the_least_key_on_their_path(
+    batch: Candidates, max_drafts: int
+) -> None:
+    chosen = tree.best_per_request(batch.closed(), max_drafts)
+    for b in range(len(batch.parents)):
+        expected = sorted(i for _, i in ranked(batch, b)[:max_drafts])
+        assert chosen[b].nonzero().flatten().tolist() == expected
+    assert_closed(batch, chosen)
+
+
+@given(batches(), st.integers(0, 6), st.integers(0, 20))
+def test_a_budget_of_the_batch_keeps_the_best_wherever_they_stand(
+    batch: Candidates, max_drafts: int, budget: int
+) -> None:
+    chosen = tree.best_per_request(batch.closed(), max_drafts)
+    within = tree.best_of_batch(batch.closed(), chosen, budget)
+    candidates = [
+        (-key, i, b)
+        for b in range(len(batch.parents))
+        for key, i in ranked(batch, b)
+        if chosen[b, i]
+    ]
+    expected = sorted((b, i) for _, i, b in sorted(candidates)[:budget])
+    assert [tuple(pair) for pair in within.nonzero().tolist()] == expected
+    assert_closed(batch, within)
+
+
+@given(batches(), st.integers(0, 9))
+def test_a_tree_holds_the_chosen_candidates_in_their_order(
+    batch: Candidates, max_drafts: int
+) -> None:
+    chosen = tree.best_per_request(batch.closed(), max_drafts)
+    max_nodes = max_drafts + 1
+    trees = batch.grown(chosen, max_nodes)
+    for b, row in enumerate(chosen.tolist()):
+        nodes = [i for i, here in enumerate(row) if here]
+        number = {-1: 0, **{i: n for n, i in enumerate(nodes, start=1)}}
+        pad = [-1] * (max_drafts - len(nodes))
+        assert trees.num_nodes[b] == len(nodes) + 1
+        assert trees.source[b].tolist() == [-1, *nodes, *pad]
+        assert trees.parents[b].tolist() == [
+            -1, *(number[batch.parents[b][i]] for i in nodes), *pad
+        ]  # fmt: skip
+        zeros = [0] * len(pad)
+        tokens = [batch.tokens[b][i] for i in nodes]
+        assert trees.tokens[b].tolist() == [batch.roots[b], *tokens, *zeros]
+        assert trees.depth[b].tolist() == [0, *(batch.depth[b][i] for i in nodes), *zeros]
+
+
+@given(batches(), st.integers(0, 9))
+def test_links_masks_and_rows_describe_the_same_tree(batch: Candidates, max_drafts: int) -> None:
+    trees = batch.grown(tree.best_per_request(batch.closed(), max_drafts), max_drafts + 1)
+    next_token, next_sibling = tree.child_links(trees.parents)
+    visible = tree.visible_nodes(trees.parents, 9)
+    rows = trees.retrieve_index()
+    first_row = 0
+    for b, size in enumerate(trees.num_nodes.tolist()):
+        parents = trees.parents[b].tolist()
+        for node in range(size):
+            children = [i for i in range(size) if parents[i] == node]
+            siblings = [i for i in range(size) if parents[i] == parents[node] and i > node > 0]
+            assert next_token[b, node] == (children[0] if children else -1)
+            assert next_sibling[b, node] == (siblings[0] if siblings else -1)
+            assert visible[b, node].nonzero().flatten().tolist() == sorted(
+                oracles.ancestors(parents, node)
+            )
+            assert rows[b, node] == first_row + node
+        assert (next_token[b, size:] == -1).all()
+        assert (next_sibling[b, size:] == -1).all()
+        first_row += size
+    assert (trees.positions(torch.arange(len(rows)))[:, 0] == torch.arange(len(rows))).all()
+
+
+@pytest.mark.parametrize("num_nodes", [1, 63, 64, 65, 130])
+def test_every_bit_of_the_ancestor_words_is_one_cell_of_the_mask(num_nodes: int) -> None:
+    generator = torch.Generator().manual_seed(num_nodes)
+    visible = torch.rand(2, num_nodes, num_nodes, generator=generator) < 0.5
+    words = tree.ancestor_words(visible)
+    for b in range(2):
+        for i in range(num_nodes):
+            for j in range(num_nodes):
+                assert bool((words[b, i, j // 64] >> (j % 64)) & 1) == bool(visible[b, i, j])
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**16))
+def test_a_full_tree_equals_the_one_that_sglangs_builder_makes(
+    topk: int, depth: int, seed: int
+) -> None:
+    """All candidates of a draft in SGLang's encoding, nothing pruned."""
+    rng = random.Random(seed)
+    parents = [-1] * topk
+    frontier = list(range(topk))
+    parent_list = [-1, *range(topk)]
+    for step in range(1, depth):
+        first = len(parents)
+        parents += [frontier[i // topk] for i in range(topk * topk)]
+        frontier = sorted(rng.sample(range(first, first + topk * topk), topk))
+        if step < depth - 1:
+            parent_list += frontier
+    size = len(parents)
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    one = [list(range(size))]
+    batch = Candidates([parents], [depths], one, [[0.5] * size], [[True] * size], [0])
+    trees = batch.grown(tree.best_per_request(batch.closed(), size), size + 1)
+
+    links = torch.full((3, 1, size + 1), -1, dtype=torch.long)
+    positions = torch.empty(size + 1, dtype=torch.long)
+    mask = torch.ones((size + 1) ** 2, dtype=torch.bool)
+    lists = torch.tensor([parent_list[: topk * (depth - 1) + 1]])
+    if depth == 1:
+        lists = torch.empty(1, 0, dtype=torch.long)
+    build_tree(
+        lists, torch.tensor(one), torch.tensor([7]), mask, positions, *links, topk, depth,
+        size + 1, QLEN_ONLY,
+    )  # fmt: skip
+    next_token, next_sibling = tree.child_links(trees.parents)
+    assert torch.equal(trees.retrieve_index(), links[0])
+    assert torch.equal(next_token, links[1])
+    assert torch.equal(next_sibling, links[2])
+    assert torch.equal(trees.positions(torch.tensor([7])).flatten(), positions)
+    visible = tree.visible_nodes(trees.parents, depth)
+    assert torch.equal(visible.flatten(), mask)
