@@ -33,6 +33,10 @@ MAX_NEW_TOKENS = 96
 CONCURRENCY = 32
 MANIFEST = "manifest.json"
 
+#: A STANDALONE draft behind a cached prefix depends on who cached it: SGLang's draft keeps
+#: token p + 1 in slot p, and only EAGLE's cache keys tell prefixes apart by that token.
+WITHOUT_PREFIX_CACHE = ("--disable-radix-cache",)
+
 
 def prompts(split: str, n: int, folder: Path | None) -> list[Prompt]:
     """``n`` prompts of each family: our generators', and the public sets' if there is a folder."""
@@ -98,7 +102,13 @@ def _serve(algorithm: str, texts: Sequence[Prompt], directory: Path) -> None:
             "record_limit_mb": 8000,
         })
     )  # fmt: skip
-    flags = (*speculative_flags(algorithm, NUM_STEPS), "--c2t", "--c2t-config", str(config))
+    flags = (
+        *speculative_flags(algorithm, NUM_STEPS),
+        *WITHOUT_PREFIX_CACHE,
+        "--c2t",
+        "--c2t-config",
+        str(config),
+    )
     with running(Launch(f"record-{algorithm}", flags), directory) as server, Progress() as progress:
         task = progress.add_task(f"recording {directory.name}", total=len(bodies))
         run_load(server.url, bodies, concurrency=CONCURRENCY,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from eval.prompts import Prompt, demo_mix
-from eval.recordings import record
+from eval.recordings import WITHOUT_PREFIX_CACHE, record
 from eval.server import DRAFTS, Launch, running, speculative_flags
 from sglang_c2t.classifier.checkpoint import save_classifier
 from sglang_c2t.classifier.recording import Recording
@@ -66,6 +66,7 @@ def both(request: pytest.FixtureRequest, logs: Path) -> Iterator[RecordedAndLive
     measured = ["margin", "topk_prob", *(["hidden"] if hidden else [])]
     flags = (
         *speculative_flags(algorithm, NUM_STEPS),
+        *WITHOUT_PREFIX_CACHE,
         *switchable_flags(control, logs, measured),
     )
     launch = Launch(f"replayed-{algorithm}", flags, env={"PYTHONPATH": str(REPOSITORY)})
