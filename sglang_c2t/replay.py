@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_c2t.classifier.recording import NODE_COLUMNS, Recording
+from sglang_c2t.classifier.recording import MEASURED, NODE_COLUMNS, Recording
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import HISTORY, DraftLayer
 from sglang_c2t.policies.base import ChainPolicy
@@ -78,8 +78,7 @@ class Chains:
             raise ConfigError(
                 f"request {where} lacks roots: the recording was cut, record it again"
             )
-        names = sorted(set(nodes) - set(NODE_COLUMNS) | {"prob", "entropy", "entropy_top1000",
-                                                         "margin"})  # fmt: skip
+        names = sorted(set(nodes) - set(NODE_COLUMNS) | MEASURED | {"prob", "entropy"})
         accept = nodes["accept"].view(recording.num_drafts, width)[order]
         return cls(
             stats={n: nodes[n].view(recording.num_drafts, width, *nodes[n].shape[1:])[order]
@@ -96,11 +95,6 @@ class Chains:
         kept = torch.zeros(len(roots), dtype=torch.long)
         layer: DraftLayer | None = None
         names = {"prob", "entropy"} | (policy.needs - HISTORY)
-        if missing := names - set(self.stats):
-            raise ConfigError(
-                f"policy {policy.name} reads {', '.join(sorted(missing))}, which this recording "
-                f"lacks: record again with record_extra {sorted(missing)}"
-            )
         for depth in range(1, self.max_length + 1):
             stats = {name: self.stats[name][roots, depth - 1].float() for name in names}
             layer = DraftLayer(

@@ -214,7 +214,7 @@ def score(recording: Recording, classifier: Classifier) -> Scored:
             f"{int((~finite).sum())} of {len(finite)} recorded tokens hold values that are not "
             "finite; record again, or delete their shards"
         )
-    parents, depth = parent_rows(recording), recording.nodes["depth"]
+    parents, depth = recording.parent_rows(), recording.nodes["depth"]
     # A path may lead through tokens that are not scored themselves, so it is walked first.
     columns: tuple[Tensor, ...] = (
         confidence,
@@ -236,13 +236,6 @@ def decide(scored: Scored, beta: float) -> Kept:
     num_recalled = int((by_classifier & scored.accepted).sum())
     threshold = threshold_for(scored.path_joint[scored.accepted], num_recalled)
     return Kept(by_classifier, scored.path_joint >= threshold, beta, threshold)
-
-
-def parent_rows(recording: Recording) -> Tensor:
-    """[n] int64: the row of each token's parent, -1 for children of the root."""
-    draft, parent = recording.nodes["draft"].contiguous(), recording.nodes["parent"].long()
-    first = torch.searchsorted(draft, draft)  # row of the first node of the same draft
-    return torch.where(parent < 0, -1, first + parent)
 
 
 def least_on_path(values: Tensor, parents: Tensor, depth: Tensor) -> Tensor:

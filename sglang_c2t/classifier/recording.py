@@ -117,6 +117,12 @@ class Recording:
             measured=measured,
         )
 
+    def parent_rows(self) -> Tensor:
+        """[num_nodes] int64: the row of each token's parent, -1 for children of the root."""
+        draft, parent = self.nodes["draft"].contiguous(), self.nodes["parent"].long()
+        first = torch.searchsorted(draft, draft)  # row of the first node of the same draft
+        return torch.where(parent < 0, -1, first + parent)
+
     def select(self, drafts: Tensor) -> Recording:
         """Only the drafts where the [num_drafts] bool mask is set."""
         new_index = drafts.long().cumsum(0) - 1

@@ -238,12 +238,8 @@ def _examples(recording: Recording, spec: FeatureSpec) -> tuple[Tensor, Tensor, 
 
 def reached(recording: Recording) -> Tensor:
     """[n] bool: the token's parent is the root or was accepted, so its label is its own."""
-    parent = recording.nodes["parent"].long()
-    first = torch.searchsorted(
-        recording.nodes["draft"].contiguous(), torch.arange(recording.num_drafts).int()
-    )
-    parent_row = first[recording.nodes["draft"].long()] + parent.clamp(min=0)
-    return (parent < 0) | recording.nodes["accept"].bool()[parent_row]
+    parents = recording.parent_rows()
+    return (parents < 0) | recording.nodes["accept"].bool()[parents.clamp(min=0)]
 
 
 def _network(

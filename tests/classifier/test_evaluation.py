@@ -19,7 +19,6 @@ from sglang_c2t.classifier.evaluation import (
     entropy_buckets,
     evaluate,
     least_on_path,
-    parent_rows,
     score,
     summary,
     surfaces,
@@ -145,7 +144,9 @@ def test_a_child_of_a_dropped_token_is_dropped_too() -> None:
 @given(RANDOM_DRAFTS)
 def test_the_least_on_the_path_is_that_of_a_walk_to_the_root(drafts: list[Draft]) -> None:
     recording = recording_of(drafts)
-    found = least_on_path(recording.nodes["prob"], parent_rows(recording), recording.nodes["depth"])
+    found = least_on_path(
+        recording.nodes["prob"], recording.parent_rows(), recording.nodes["depth"]
+    )
     slow = [min(draft[j][1] for j in path(draft, i)) for draft in drafts for i in range(len(draft))]
     assert found.tolist() == pytest.approx(slow)
 
