@@ -5,7 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit check lint types e2e models classifier tables lock clean
+.PHONY: help setup demo test unit check lint types e2e models classifier tables \
+  patch unpatch patch-check lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -53,6 +54,15 @@ classifier: $(STAMP)  ## Train the shipped classifiers again: make classifier [T
 
 tables: $(STAMP)  ## Compare all stopping rules in eval/TABLES.md: make tables [TEST=dir TRAIN=dir]
 	$(BIN)/python -m eval.tables $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN))
+
+patch: $(STAMP)  ## Apply patches/ to the installed SGLang and FlashInfer (optional, see patches/README.md)
+	$(BIN)/python patches/apply.py apply
+
+unpatch: $(STAMP)  ## Take them out again
+	$(BIN)/python patches/apply.py reverse
+
+patch-check: $(STAMP)  ## Do the patches fit what is installed?
+	$(BIN)/python patches/apply.py check
 
 lock: $(STAMP)  ## Pin the versions that pyproject.toml resolves to now
 	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url \

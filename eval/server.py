@@ -62,14 +62,19 @@ class Launch:
         ]  # fmt: skip
 
 
-def speculative_flags(algorithm: str, num_steps: int = 5) -> tuple[str, ...]:
-    """Chain drafting of ``num_steps`` tokens with the demo draft of ``algorithm``."""
+def speculative_flags(
+    algorithm: str, num_steps: int = 5, topk: int = 1, num_draft_tokens: int | None = None
+) -> tuple[str, ...]:
+    """Drafting of ``num_steps`` layers with the demo draft of ``algorithm``.
+
+    Chains by default; trees with ``topk`` above 1, of up to ``num_draft_tokens`` nodes.
+    """
     return (
         "--speculative-algorithm", algorithm,
         "--speculative-draft-model-path", str(DRAFTS[algorithm]),
         "--speculative-num-steps", str(num_steps),
-        "--speculative-eagle-topk", "1",
-        "--speculative-num-draft-tokens", str(num_steps + 1),
+        "--speculative-eagle-topk", str(topk),
+        "--speculative-num-draft-tokens", str(num_draft_tokens or num_steps + 1),
     )  # fmt: skip
 
 

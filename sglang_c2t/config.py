@@ -51,6 +51,14 @@ class C2TConfig:
     ``static``: full width, drafts cut by masking (same output, no saving).
     ``auto``: ragged where the attention backend can, else static with one log line."""
 
+    max_verify_rows: int | None = None
+    """Trees: nodes one target forward may verify over the whole batch, roots included;
+    the best ones stay. ``None``: no limit."""
+
+    exact_ancestors: bool = True
+    """Trees: drafted nodes attend to their true ancestors. ``false``: to their beam rows,
+    as stock SGLang (sgl-project/sglang#8409). Same output, fewer tokens accepted."""
+
     record: str | None = None
     """Directory for features and accept labels of drafted tokens; ``None``: off."""
 
@@ -84,6 +92,15 @@ class C2TConfig:
             )
         if self.beta is not None and not (_is_number(self.beta) and 0.0 < self.beta < 1.0):
             raise ConfigError(f"c2t beta must be a number in (0, 1), got {self.beta!r}")
+        rows = self.max_verify_rows
+        if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
+            raise ConfigError(
+                f"c2t max_verify_rows must be a whole number of nodes >= 1, got {rows!r}"
+            )
+        if not isinstance(self.exact_ancestors, bool):
+            raise ConfigError(
+                f"c2t exact_ancestors must be true or false, got {self.exact_ancestors!r}"
+            )
         if self.record is not None and (not isinstance(self.record, str) or not self.record):
             raise ConfigError(f"c2t record must be a directory, got {self.record!r}")
         if not (_is_number(self.record_share) and 0.0 < self.record_share <= 1.0):

@@ -2,8 +2,8 @@
 
 Pure torch; knows nothing of SGLang, policies or files.
 
-Legend: B tokens (one per request in a chain), V draft vocabulary, k top probabilities,
-H draft hidden size.
+Legend: B tokens (one per request in a chain; all nodes of a layer in trees), V draft
+vocabulary, k top probabilities, H draft hidden size.
 """
 
 from __future__ import annotations
@@ -60,6 +60,19 @@ class DraftLayer:
 
     parent: DraftLayer | None = None
     """The layer before, row by row; ``None`` for the first."""
+
+    def take(self, rows: Tensor) -> DraftLayer:
+        """The tokens [R] at ``rows`` [R] int64, with their parents; a row may come twice."""
+        depth = self.depth[rows] if isinstance(self.depth, Tensor) else self.depth
+        return DraftLayer(
+            depth=depth,
+            prob=self.prob[rows],
+            joint=self.joint[rows],
+            entropy=self.entropy[rows],
+            alive=self.alive[rows],
+            measured={name: values[rows] for name, values in self.measured.items()},
+            parent=None if self.parent is None else self.parent.take(rows),
+        )
 
 
 def known_measurement(name: str) -> bool:

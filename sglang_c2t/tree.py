@@ -20,7 +20,8 @@ Legend: B requests, M candidates a request, N nodes a tree (root included), R li
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,11 +52,26 @@ class Trees:
         """[B, N] int64: place in the sequence; ``seq_lens`` [B] does not count the root."""
         return seq_lens[:, None] + self.depth
 
-    def retrieve_index(self) -> Tensor:
-        """[B, N] int64: packed row of every node, 0 for padding (which no link reaches)."""
+    def retrieve_index(self, num_rows: Tensor | None = None) -> Tensor:
+        """[B, N] int64: row of every node in the target's forward, 0 for padding.
+
+        ``num_rows`` [B] rows stand there for each request: its live nodes by default. No
+        link reaches padding.
+        """
+        num_rows = self.num_nodes if num_rows is None else num_rows
         node = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        first_row = self.num_nodes.cumsum(0) - self.num_nodes  # [B]
+        first_row = num_rows.cumsum(0) - num_rows  # [B]
         return (first_row[:, None] + node).masked_fill(node >= self.num_nodes[:, None], 0)
+
+    def rooted(self, roots: Tensor) -> Trees:
+        """The same trees on other roots [B]."""
+        return replace(self, tokens=torch.cat((roots.long()[:, None], self.tokens[:, 1:]), dim=1))
+
+    def agreed(self, agree: Callable[[Tensor], Tensor]) -> Trees:
+        """The trees of the rank that ``agree`` (any int64 tensor to rank 0's) listens to."""
+        same = agree(torch.stack((self.tokens, self.parents, self.depth, self.source)))
+        tokens, parents, depth, source = same.unbind()
+        return Trees(tokens, parents, depth, (parents >= 0).sum(dim=1) + 1, source)
 
 
 def least_on_path(values: Tensor, parents: Tensor, max_depth: int) -> Tensor:
@@ -126,7 +142,8 @@ def grow(
     def table(values: Tensor, root: Tensor | int, pad: int) -> Tensor:
         full = values.new_full((batch, max_nodes + 1), pad)
         full[:, 0] = root
-        return full.scatter(1, number, torch.where(chosen, values, pad))[:, :max_nodes]
+        full = full.scatter(1, number, torch.where(chosen, values, pad))
+        return full[:, :max_nodes].contiguous()  # SGLang's kernels do not look at strides
 
     candidate = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return Trees(
@@ -136,6 +153,24 @@ def grow(
         num_nodes=chosen.sum(dim=1) + 1,
         source=table(candidate, -1, -1),
     )
+
+
+def within_budget(trees: Trees, keys: Tensor, max_rows: int) -> Trees:
+    """The trees, cut to ``max_rows`` nodes over the whole batch: the best ones stay.
+
+    ``keys`` [B, N] are closed keys of the nodes. Roots count and always stay, so a batch of
+    more than ``max_rows`` requests verifies nothing else. Ties: :func:`best_of_batch`.
+    """
+    batch, max_nodes = trees.tokens.shape
+    live = trees.parents[:, 1:] >= 0
+    chosen = best_of_batch(keys[:, 1:], live, max(max_rows - batch, 0))
+    cut = grow(
+        trees.tokens[:, 0], trees.tokens[:, 1:], trees.parents[:, 1:] - 1, trees.depth[:, 1:],
+        chosen, max_nodes,
+    )  # fmt: skip
+    # The nodes were candidates of this cut, numbered from the root's neighbour; name the
+    # draft's own. Root and padding fall on the root's, which is -1.
+    return replace(cut, source=trees.source.gather(1, cut.source + 1))
 
 
 def child_links(parents: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,6 +204,30 @@ def visible_nodes(parents: Tensor, max_depth: int) -> Tensor:
         visible.scatter_(2, above.clamp(min=0).unsqueeze(2), True)
         above = torch.where(above > 0, parents.gather(1, above.clamp(min=0)), -1)
     return visible
+
+
+def visible_blocks(visible: Tensor, num_rows: Tensor) -> Tensor:
+    """[sum(n_b * n_b)] bool: each request's ``visible`` [B, N, N], cut to n_b rows and columns.
+
+    ``num_rows`` [B] holds the n_b. Reads the host to size the result.
+    """
+    live = torch.arange(visible.shape[1], device=visible.device) < num_rows[:, None]  # [B, N]
+    return visible[live[:, :, None] & live[:, None, :]]
+
+
+def prefixed_mask(visible: Tensor, num_rows: Tensor, prefix_lens: Tensor) -> Tensor:
+    """[sum(n_b * (L_b + n_b))] bool: rows see their whole prefix, and ``visible`` behind it.
+
+    FlashInfer's layout: per request a block of n_b = ``num_rows`` rows and L_b + n_b keys,
+    L_b = ``prefix_lens``. Reads the host to size the result.
+    """
+    num_rows, prefix_lens = num_rows.long(), prefix_lens.long()
+    width = prefix_lens + num_rows  # [B]
+    cells = num_rows * width
+    request = torch.repeat_interleave(cells)  # [cells], the request of each
+    cell = torch.arange(len(request), device=visible.device) - (cells.cumsum(0) - cells)[request]
+    row, column = cell // width[request], cell % width[request] - prefix_lens[request]
+    return (column < 0) | visible[request, row, column.clamp(min=0)]
 
 
 def ancestor_words(visible: Tensor) -> Tensor:

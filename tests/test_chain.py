@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from sglang_c2t.chain import (
     ChainGate,
-    Exploration,
     matched_drafts,
     packed_rows,
     truncated_chains,
@@ -19,6 +18,7 @@ from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import HISTORY, measure
 from sglang_c2t.policies import DraftLayer
 from sglang_c2t.policies.fixed import Fixed
+from sglang_c2t.relay import Exploration
 
 # A batch of verify lengths and the width of a full chain; empty batch, all 1, all full included.
 lens_and_width = st.integers(1, 9).flatmap(

@@ -25,6 +25,7 @@ __all__ = [
     "AttentionPlan",
     "Group",
     "Workspace",
+    "ancestor_mask",
     "attend",
     "draft_mask",
     "group_by_cost",
@@ -223,6 +224,19 @@ def draft_mask(batch_size: int, topk: int, num_steps: int, step: int) -> Tensor:
     beam = torch.arange(topk).unsqueeze(1)
     own = (slot // num_steps == beam) & (slot % num_steps <= step)  # [K, K*D]
     return own.flatten().repeat(batch_size)
+
+
+def ancestor_mask(ancestor_rows: Tensor, num_slots: int) -> Tensor:
+    """[B, K, K*D] bool for draft decode: beam t sees one slot per step, its ancestor's.
+
+    ``ancestor_rows`` [B, K, i + 1] int64 is the beam row that each ancestor was forwarded in,
+    its own last; step j of row r stands in slot r*D + j of the ``num_slots`` = K*D.
+    """
+    batch_size, topk, depth = ancestor_rows.shape
+    num_steps = num_slots // topk
+    slot = ancestor_rows * num_steps + torch.arange(depth, device=ancestor_rows.device)
+    mask = torch.zeros((batch_size, topk, num_slots), dtype=torch.bool, device=slot.device)
+    return mask.scatter(2, slot, True)
 
 
 def attend(

@@ -9,21 +9,37 @@ from typing import Any
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier, shipped
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft_layer import DraftLayer
-from sglang_c2t.policies.base import ChainPolicy
+from sglang_c2t.policies.base import ChainPolicy, Gate, TreePolicy, is_tree_policy
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.c2t_log import C2TLog
 from sglang_c2t.policies.c2t_plus import C2TPlus
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
+from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.entropy import Entropy
+from sglang_c2t.policies.entropy_width import EntropyWidth
 from sglang_c2t.policies.fixed import Fixed
+from sglang_c2t.policies.fork import Fork
+from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
 from sglang_c2t.policies.logistic import Logistic
 from sglang_c2t.policies.mcsd import MCSD, MCSDHidden
+from sglang_c2t.policies.static_tree import StaticTree
 
-__all__ = ["POLICIES", "ChainPolicy", "DraftLayer", "build_policy", "policy_of"]
+__all__ = [
+    "POLICIES",
+    "TREE_POLICIES",
+    "ChainPolicy",
+    "DraftLayer",
+    "TreePolicy",
+    "build_policy",
+    "build_tree_policy",
+    "check_policy",
+    "policy_of",
+    "tree_policy_names",
+]
 
 
-def _plain(cls: Callable[..., ChainPolicy]) -> Callable[..., ChainPolicy]:
+def _plain(cls: Callable[..., Any]) -> Callable[..., Any]:
     """A policy that needs nothing but its own options."""
     return lambda config, **options: cls(**options)
 
@@ -67,6 +83,17 @@ POLICIES: dict[str, Callable[..., ChainPolicy]] = {
     **{cls.name: _trained(cls) for cls in TRAINED},
 }
 
+#: Rules that only trees can follow; the gates of :data:`POLICIES` prune trees as well.
+TREE_POLICIES: dict[str, Callable[..., TreePolicy]] = {
+    "eagle2": EAGLE2,
+    "entropy-width": EntropyWidth,
+    "fork": Fork,
+    "static": StaticTree,
+}
+
+#: Behind a gate's name: EAGLE-2 grows the tree, the gate prunes it afterwards.
+ON_EAGLE2 = "-eagle2"
+
 
 def policy_of(classifier: Classifier) -> str:
     """Name of the policy that serves this classifier."""
@@ -80,16 +107,79 @@ def policy_of(classifier: Classifier) -> str:
 
 
 def build_policy(config: C2TConfig) -> ChainPolicy:
-    """Build the configured policy.
+    """Build the configured policy for chains.
 
     Raises :class:`ConfigError` for an unknown name, an option the policy does not take,
     or a classifier that cannot be used.
     """
+    policy = _built(config, config.policy.removesuffix(ON_EAGLE2), _options(config))
+    if is_tree_policy(policy) or _only_trees(config.policy):
+        raise ConfigError(
+            f"policy {config.policy} grows trees: set --speculative-eagle-topk above 1, or choose "
+            f"one of {', '.join(sorted(POLICIES))}"
+        )
+    return policy
+
+
+def build_tree_policy(config: C2TConfig) -> TreePolicy:
+    """Build the configured policy for trees; a gate becomes Algorithm 1 with that gate.
+
+    ``policy_options`` may hold ``layer_limit`` for a gate, beside its own options. Raises
+    :class:`ConfigError` as :func:`build_policy` does, and for a rule that cuts chains only.
+    """
+    options, name = _options(config), config.policy
+    if name.endswith(ON_EAGLE2):
+        return GatedEAGLE2(_gate(config, name.removesuffix(ON_EAGLE2), options))
+    if name in TREE_POLICIES or (":" in name and is_tree_policy(_own_class(name))):
+        return _built(config, name, options)
+    limit = {"layer_limit": options.pop("layer_limit")} if "layer_limit" in options else {}
+    return GatedTree(_gate(config, name, options), **limit)
+
+
+def _gate(config: C2TConfig, name: str, options: dict[str, Any]) -> Gate:
+    if name in TREE_POLICIES:
+        raise ConfigError(f"policy {config.policy}: {name} is no gate that could prune a tree")
+    gate = _built(config, name, options)
+    if not isinstance(gate, Gate):
+        raise ConfigError(
+            f"policy {config.policy} cuts chains only: set --speculative-eagle-topk 1, or choose "
+            f"one of {', '.join(tree_policy_names())}"
+        )
+    return gate
+
+
+def check_policy(config: C2TConfig) -> None:
+    """Raise :class:`ConfigError` where the policy could serve neither chains nor trees."""
+    try:
+        build_policy(config)
+    except ConfigError as no_chains:
+        try:
+            build_tree_policy(config)
+        except ConfigError as no_trees:
+            raise (no_trees if _only_trees(config.policy) else no_chains) from None
+
+
+def tree_policy_names() -> list[str]:
+    """All names that trees accept."""
+    gates = [cls.name for cls in (*TRAINED, DyJoint, DyMax) if hasattr(cls, "confidence")]
+    return sorted([*TREE_POLICIES, *gates, *(gate + ON_EAGLE2 for gate in gates)])
+
+
+def _options(config: C2TConfig) -> dict[str, Any]:
     options = dict(config.policy_options)
     if config.beta is not None:
         options["beta"] = config.beta
+    return options
+
+
+def _only_trees(name: str) -> bool:
+    return name in TREE_POLICIES or name.endswith(ON_EAGLE2)
+
+
+def _built(config: C2TConfig, name: str, options: dict[str, Any]) -> Any:
+    factory = _factory(name)
     try:
-        return _factory(config.policy)(config, **options)
+        return factory(config, **options)
     except TypeError as error:
         # The only TypeError a policy's constructor raises is about its arguments.
         raise ConfigError(
@@ -97,18 +187,22 @@ def build_policy(config: C2TConfig) -> ChainPolicy:
         ) from error
 
 
-def _factory(name: str) -> Callable[..., ChainPolicy]:
-    """The menu's entry, or the class behind ``module:Class`` for a policy of the user's."""
+def _factory(name: str) -> Callable[..., Any]:
+    """The menu's entry, or one for a class of the user's."""
     if name in POLICIES:
         return POLICIES[name]
+    return _plain(TREE_POLICIES[name] if name in TREE_POLICIES else _own_class(name))
+
+
+def _own_class(name: str) -> Any:
+    """The class behind ``module:Class``."""
     if ":" not in name:
         raise ConfigError(
-            f"unknown c2t policy {name!r}; known: {', '.join(sorted(POLICIES))}, "
-            "or module:Class of your own"
+            f"unknown c2t policy {name!r}; known: "
+            f"{', '.join(sorted({*POLICIES, *tree_policy_names()}))}, or module:Class of your own"
         )
     module_name, _, attribute = name.partition(":")
     try:
-        cls = getattr(importlib.import_module(module_name), attribute)
+        return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"cannot load c2t policy {name!r}: {error}") from error
-    return _plain(cls)

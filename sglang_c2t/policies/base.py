@@ -1,25 +1,28 @@
-"""What a chain policy is: a rule that says, layer by layer, which drafts stay.
+"""What a policy is: a rule that says, layer by layer, which drafts stay.
 
-A policy is asked once per drafted layer, for the whole batch. The caller keeps the
-running conjunction, so a chain that has ended stays ended (Algorithm 1 of C2T,
-arXiv:2502.13652, restricted to one child per node).
+A policy is asked once per drafted layer, for the whole batch. In chains the caller keeps
+the running conjunction, so a chain that has ended stays ended (Algorithm 1 of C2T,
+arXiv:2502.13652, restricted to one child per node). In trees the caller drops whatever
+hangs from a dropped node.
 
-Every rule here is lossless because drafts are argmax: what is verified is a function of
-the prefix. Were drafts *sampled* (``--speculative-use-rejection-sampling``, refused for
-now), a rule that reads the drawn token itself could bias the output. Each policy's
-docstring says which kind it is: "safe to drop" or "keep-then-stop", i.e. the failing
-token must still be verified and only the tokens behind it may go.
+Every rule here is lossless because drafts are the draft model's most likely tokens: what
+is verified is a function of the prefix. Were drafts *sampled*
+(``--speculative-use-rejection-sampling``, refused for now), a rule that reads the drawn
+token itself could bias the output. Each policy's docstring says which kind it is: "safe
+to drop" or "keep-then-stop", i.e. the failing token must still be verified and only the
+tokens behind it may go.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from sglang_c2t.draft_layer import DraftLayer
 
-__all__ = ["ChainPolicy", "DraftLayer"]
+__all__ = ["ChainPolicy", "DraftLayer", "Gate", "Growth", "TreeLayer", "TreePolicy", "TreeShape"]
 
 
 class ChainPolicy(Protocol):
@@ -39,3 +42,115 @@ class ChainPolicy(Protocol):
         Pure tensor code without host reads, so that it can be captured in a CUDA graph.
         """
         ...
+
+
+@runtime_checkable
+class Gate(ChainPolicy, Protocol):
+    """A chain policy that also ranks: token by token, a confidence and its threshold.
+
+    What Algorithm 1 needs to prune trees. A gate that reads :attr:`DraftLayer.parent` says
+    so with a class attribute ``reads_parent = True``.
+    """
+
+    beta: float
+
+    def confidence(self, layer: DraftLayer) -> Tensor:
+        """[B] float32, the larger the better; ``keep`` is ``confidence >= beta``."""
+        ...
+
+
+# -- trees --------------------------------------------------------------------------------
+# B requests, W beam rows forwarded per step, K children offered per row; W is 1 in the
+# first layer (the root) and K behind it.
+
+
+class TreeShape(NamedTuple):
+    """How large trees can become, in SGLang's words; fixed while a server runs."""
+
+    topk: int
+    """K: rows forwarded per draft step, and children offered per row."""
+
+    num_steps: int
+    """D: layers, so that D - 1 draft forwards follow the first layer."""
+
+    num_draft_tokens: int
+    """N: nodes the target may verify per request, root included."""
+
+    @property
+    def num_candidates(self) -> int:
+        """M: nodes the draft can propose per request."""
+        return self.topk + (self.num_steps - 1) * self.topk**2
+
+
+@dataclass(frozen=True)
+class TreeLayer:
+    """All children offered in one step, dead ones included."""
+
+    nodes: DraftLayer
+    """[B * W * K] tokens as gates read them; ``parent`` is each node's own parent, given only
+    to policies that say ``reads_parent = True``."""
+
+    batch: int
+    topk: int
+
+    def grid(self, values: Tensor) -> Tensor:
+        """[B, W, K]: one value [B * W * K] per node; children in order of probability."""
+        return values.view(self.batch, -1, self.topk)
+
+    @property
+    def depth(self) -> int:
+        """1 for children of the root."""
+        assert isinstance(self.nodes.depth, int)
+        return self.nodes.depth
+
+    @property
+    def joint(self) -> Tensor:
+        """[B, W, K] float32."""
+        return self.grid(self.nodes.joint)
+
+    @property
+    def entropy(self) -> Tensor:
+        """[B, W, K] float32, nats: of the distribution a node was chosen from."""
+        return self.grid(self.nodes.entropy)
+
+
+class Growth(NamedTuple):
+    """A policy's decision about one layer; each [B, W, K]. Dead nodes are handled by the caller."""
+
+    key: Tensor
+    """float32, not nan: -inf keeps a node out of its tree. Otherwise its rank where a cap
+    bites; a node never outranks its ancestors, whatever its own key says."""
+
+    expand: Tensor
+    """float32: the K best of each request are forwarded next; -inf is never forwarded."""
+
+    verify: Tensor | None = None
+    """bool: a second look at the nodes that made it into the tree, after the cap. What
+    hangs from a refused node goes with it. ``None``: all are verified."""
+
+
+class TreePolicy(Protocol):
+    """Decides how each request's tree grows."""
+
+    @property
+    def name(self) -> str:
+        """As written after ``--c2t-policy``."""
+        ...
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names from :attr:`DraftLayer.measured` that the policy reads."""
+        ...
+
+    def check(self, shape: TreeShape) -> None:
+        """Raise :class:`~sglang_c2t.config.ConfigError` where trees are too small for the rule."""
+        ...
+
+    def grow(self, layer: TreeLayer) -> Growth:
+        """Judge one layer. Pure tensor code without host reads."""
+        ...
+
+
+def is_tree_policy(policy: Any) -> bool:
+    """Whether the policy grows trees (and does not cut chains)."""
+    return hasattr(policy, "grow")

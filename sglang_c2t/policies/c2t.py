@@ -34,6 +34,10 @@ class C2T:
         """What the classifier reads."""
         return self.classifier.features.needs
 
+    def confidence(self, layer: DraftLayer) -> Tensor:
+        """[B] float32 in [0, 1]: F(P, H, d)."""
+        return self.classifier.confidence(layer)
+
     def keep(self, layer: DraftLayer) -> Tensor:
         """[B] bool: confidence of the token reaches beta."""
-        return self.classifier.confidence(layer) >= self.beta
+        return self.confidence(layer) >= self.beta

@@ -25,6 +25,10 @@ class DyJoint:
     name: ClassVar[str] = "dyjoint"
     needs: ClassVar[frozenset[str]] = frozenset()
 
+    def confidence(self, layer: DraftLayer) -> Tensor:
+        """[B] float32 in [0, 1]: the joint probability itself."""
+        return layer.joint
+
     def keep(self, layer: DraftLayer) -> Tensor:
         """[B] bool: the joint probability reaches the threshold."""
         return layer.joint >= self.beta

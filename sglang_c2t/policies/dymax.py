@@ -26,6 +26,10 @@ class DyMax:
     name: ClassVar[str] = "dymax"
     needs: ClassVar[frozenset[str]] = frozenset()
 
+    def confidence(self, layer: DraftLayer) -> Tensor:
+        """[B] float32 in [0, 1]: the token's own probability."""
+        return layer.prob
+
     def keep(self, layer: DraftLayer) -> Tensor:
         """[B] bool: the token's own probability reaches the threshold."""
         return layer.prob >= self.beta

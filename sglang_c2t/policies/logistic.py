@@ -31,6 +31,7 @@ class Logistic:
     name: ClassVar[str] = "logistic"
     reads: ClassVar[frozenset[str]] = frozenset({"margin", "logit_prob", "depth"})
     label: ClassVar[str] = "accepts"
+    reads_parent: ClassVar[bool] = True
 
     @property
     def needs(self) -> frozenset[str]:
@@ -39,9 +40,9 @@ class Logistic:
 
     def keep(self, layer: DraftLayer) -> Tensor:
         """[B] bool: the estimated survival reaches beta."""
-        return self._survival(layer) >= self.beta
+        return self.confidence(layer) >= self.beta
 
-    def _survival(self, layer: DraftLayer) -> Tensor:
+    def confidence(self, layer: DraftLayer) -> Tensor:
         """[B]: product of the estimates down to this layer; each costs two numbers."""
         accept = self.classifier.confidence(layer)
-        return accept if layer.parent is None else accept * self._survival(layer.parent)
+        return accept if layer.parent is None else accept * self.confidence(layer.parent)

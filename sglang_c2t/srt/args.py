@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from sglang_c2t.config import RECORD_ROOTS, VERIFY_MODES, ConfigError, publish, resolve
 from sglang_c2t.draft_layer import HISTORY, known_measurement
-from sglang_c2t.policies import POLICIES, build_policy
+from sglang_c2t.policies import POLICIES, check_policy, tree_policy_names
 from sglang_c2t.srt import compat
 
 # argparse destination -> field of C2TConfig
@@ -23,6 +23,7 @@ _FLAG_FIELDS = {
     "c2t_beta": "beta",
     "c2t_classifier": "classifier",
     "c2t_verify": "verify",
+    "c2t_max_verify_rows": "max_verify_rows",
     "c2t_record": "record",
     "c2t_record_share": "record_share",
     "c2t_record_roots": "record_roots",
@@ -61,7 +62,8 @@ def add_arguments(_result: None, parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--c2t-policy",
         default=unset,
-        help=f"Where drafts end: {', '.join(sorted(POLICIES))}, or module:Class. Default: c2t.",
+        help=f"Which drafts are verified: {', '.join(sorted({*POLICIES, *tree_policy_names()}))}, "
+        "or module:Class. Default: c2t.",
     )
     group.add_argument(
         "--c2t-beta",
@@ -79,6 +81,12 @@ def add_arguments(_result: None, parser: argparse.ArgumentParser) -> None:
         choices=VERIFY_MODES,
         default=unset,
         help="Whether the target verifies packed rows. Default: auto.",
+    )
+    group.add_argument(
+        "--c2t-max-verify-rows",
+        type=int,
+        default=unset,
+        help="Trees: nodes one target forward verifies over the whole batch. Default: no limit.",
     )
     group.add_argument(
         "--c2t-record",
@@ -131,7 +139,7 @@ def _publish_flags(typed: dict[str, Any]) -> None:
         raise ConfigError(f"{names} given without --c2t; add --c2t or drop them")
     flags = {field: typed[dest] for dest, field in _FLAG_FIELDS.items() if dest in typed}
     config = resolve(file=typed.get("c2t_config"), flags=flags)
-    build_policy(config)  # a broken classifier or option must not wait for the scheduler
+    check_policy(config)  # a broken classifier or option must not wait for the scheduler
     check_extra(config.record_extra)
     if config.record is not None:
         _require_directory(config.record)

@@ -35,6 +35,10 @@ MODEL_FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 #: the backend itself once it exists.
 RAGGED_BACKENDS = ("intel_amx",)
 
+#: Attention backends that read our tree masks, by SGLang's name; the CPU one is ours, see
+#: cpu_engine.py.
+TREE_BACKENDS = ("flashinfer", "intel_amx")
+
 RESOLUTION_STEP = "handle_speculative_decoding"
 
 
@@ -264,6 +268,31 @@ def has_recurrent_state(model_config: Any) -> bool:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     return mambaish_config(model_config) is not None
+
+
+def verify_tree_greedy(**tables: Any) -> Any:
+    """SGLang's acceptance kernel for this platform: (predicts, accept_index, accept_token_num)."""
+    from sglang.srt.speculative import eagle_utils
+
+    return eagle_utils.verify_tree_greedy_func(**tables)
+
+
+def is_flashinfer(backend: Any) -> bool:
+    """Whether an attention backend is FlashInfer's, which takes the ragged arguments and the
+    mask of a verify input as they are. By name: importing it needs FlashInfer.
+    """
+    return type(backend).__name__ == "FlashInferAttnBackend"
+
+
+def can_use_ancestors(draft_backend: Any) -> bool:
+    """Whether a multi-step draft backend can be told its rows' ancestors."""
+    steps = draft_backend.attn_backends if draft_backend is not None else []
+    return all(hasattr(step, "use_ancestors") for step in steps)
+
+
+def use_ancestors(step_backend: Any, ancestor_rows: Any) -> None:
+    """Tell one draft step's attention where its rows' ancestors were forwarded [B, K, i + 1]."""
+    step_backend.use_ancestors(ancestor_rows)
 
 
 def sglang_version() -> str:

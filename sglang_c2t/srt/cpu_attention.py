@@ -23,7 +23,14 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from sglang_c2t.cpu.attention import AttentionPlan, Workspace, attend, draft_mask, make_plan
+from sglang_c2t.cpu.attention import (
+    AttentionPlan,
+    Workspace,
+    ancestor_mask,
+    attend,
+    draft_mask,
+    make_plan,
+)
 
 __all__ = ["TorchCpuAttnBackend", "TorchCpuMultiStepDraftBackend"]
 
@@ -82,6 +89,19 @@ class TorchCpuAttnBackend(AttentionBackend):
         if self._has_swa_pool() and out_cache_loc is not None:
             translate = self.token_to_kv_pool.translate_loc_from_full_to_swa
             self._swa_write_loc = translate(out_cache_loc)
+
+    def use_ancestors(self, ancestor_rows: Tensor) -> None:
+        """Draft step i: beam t sees the slots of its ancestors, not those of its beam row.
+
+        ``ancestor_rows`` [B, K, i + 1] int64 names the beam row of each ancestor, its own last.
+        """
+        lengths = self._lengths
+        assert lengths is not None
+        assert lengths.own_lens is not None, "a draft step of beams has slots of its own"
+        num_slots = lengths.own_lens[0]  # K * D, for every request
+        mask = ancestor_mask(ancestor_rows, num_slots)
+        self._lengths = dataclasses.replace(lengths, tree_mask=mask.flatten())
+        self._plans = {}
 
     def forward_extend(
         self,

@@ -12,22 +12,16 @@ Does nothing unless SGLang itself says that this is its CPU engine (``SGLANG_USE
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import logging
 import sys
-import types
 from collections.abc import Callable
 from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sglang_c2t import cpu
-from sglang_c2t.cpu.sampling import repeat_rows
 from sglang_c2t.srt import compat
 
 __all__ = ["install", "supplied"]
@@ -209,48 +203,15 @@ def _matching_sampled(
     stock = utils.verify_tree_greedy_func
 
     def match(*args: Any, **kwargs: Any) -> Any:
-        sampled = _sample_rows(verify_input, batch, logits_output.next_token_logits)
+        from sglang_c2t.srt.target_sampling import sample_rows
+
+        sampled = sample_rows(
+            logits_output.next_token_logits,
+            batch.sampling_info,
+            int(verify_input.draft_token_num),
+            verify_input.positions,
+        )
         kwargs["target_predict"] = sampled.view(kwargs["target_predict"].shape)
         return stock(*args, **kwargs)
 
     return match
-
-
-def _sample_rows(
-    verify_input: Any,
-    batch: Any,
-    logits: Tensor,  # [B*N, V]
-) -> Tensor:
-    """[B*N] int64: one token per verified row, by SGLang's own sampler.
-
-    The sampler that serves decoding without speculation draws here too, at the same positions
-    and seeds, so a seeded request gets the same tokens with and without speculation.
-    """
-    tokens = _sampler()(
-        types.SimpleNamespace(next_token_logits=logits.clone()),  # the sampler works in place
-        _per_row(batch.sampling_info, int(verify_input.draft_token_num)),
-        False,  # return_logprob
-        None,
-        None,
-        verify_input.positions,
-    ).to(torch.int64)
-    group = _seam("sglang.srt.runtime_context", "get_parallel")().tp_group
-    if group.world_size > 1:  # ranks must accept the same drafts
-        group.broadcast(tokens, src=0)
-    return tokens
-
-
-def _per_row(info: Any, rows: int) -> Any:
-    """A batch's sampling parameters, repeated for every verified row."""
-    per_row = copy.copy(info)
-    for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"):
-        setattr(per_row, name, repeat_rows(getattr(info, name), rows))
-    # eagle_sample applied these; what it ignores (custom processors, masks) stays ignored
-    per_row.grammars = per_row.sampling_mask_batch_indices = None
-    per_row.has_custom_logit_processor = False
-    return per_row
-
-
-@functools.lru_cache(maxsize=1)
-def _sampler() -> Any:
-    return _seam("sglang.srt.layers.sampler", "create_sampler")()

@@ -1,10 +1,10 @@
 """The draft side: watch SGLang's own draft logits, gate, and stop drafting early.
 
 ``draft_forward`` and the draft-extend functions are SGLang's. We shadow the draft
-runner's ``forward`` on the instance, read the logits it returns, and, once no chain of
+runner's ``forward`` on the instance, read the logits it returns, and, once no draft of
 the batch is alive, return a placeholder instead of running the model: the loop then
 spins through its remaining steps without a forward, and the tokens it collects lie
-behind every request's cut.
+behind every request's cut. Here for chains; ``tree_draft.py`` adds trees.
 """
 
 from __future__ import annotations
@@ -19,31 +19,30 @@ from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from torch import Tensor
 
-from sglang_c2t.chain import ChainGate, Exploration
-from sglang_c2t.policies import ChainPolicy
+from sglang_c2t.chain import ChainGate
+from sglang_c2t.relay import Exploration, FirstTokenRelay
 from sglang_c2t.srt.reporting import COUNTERS
 
 # B requests, V draft vocabulary
 
 
-class C2TDraftMixin:
-    """Adds a :class:`ChainGate` to one of SGLang's draft workers."""
+class DraftWatcher:
+    """Reads the draft logits of one of SGLang's draft workers for a gate."""
 
-    gate: ChainGate
-    _policy: ChainPolicy
-    _agree: Callable[[Tensor], Tensor]
+    gate: FirstTokenRelay
+    _make_gate: Callable[..., FirstTokenRelay]
     _exploration: Exploration | None
     _watcher: Callable[[Any, Callable[[], Any]], Any] | None
 
     def watch(
-        self,
-        policy: ChainPolicy,
-        agree: Callable[[Tensor], Tensor],
-        exploration: Exploration | None,
+        self, make_gate: Callable[..., FirstTokenRelay], exploration: Exploration | None
     ) -> None:
-        """Start watching the draft runner; ``agree`` equalises decisions over TP ranks."""
-        self._policy = policy
-        self._agree = agree
+        """Start watching the draft runner.
+
+        ``make_gate`` takes the keyword arguments of
+        :class:`~sglang_c2t.relay.FirstTokenRelay` once the request table exists.
+        """
+        self._make_gate = make_gate
         self._exploration = exploration
         self._watcher = None
         runner = self.draft_runner  # type: ignore[attr-defined]
@@ -66,32 +65,11 @@ class C2TDraftMixin:
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """Size the relay of first-token statistics like SGLang's own request table."""
         super().alloc_memory_pool(*args, **kwargs)  # type: ignore[misc]
-        self.gate = ChainGate(
-            self._policy,
+        self.gate = self._make_gate(
             num_slots=self.req_to_token_pool.req_to_token.shape[0],  # type: ignore[attr-defined]
             device=self.device,  # type: ignore[attr-defined]
             exploration=self._exploration,
-            agree=self._agree,
         )
-
-    def draft_forward(self, forward_batch: Any) -> Any:
-        """Draft a batch of chains; afterwards ``gate.verify_lens`` says where each ends."""
-        if forward_batch.forward_mode.is_idle():
-            return super().draft_forward(forward_batch)  # type: ignore[misc]
-        self.gate.begin(forward_batch.req_pool_indices)
-        with self._watching(self._draft_layer):
-            return super().draft_forward(forward_batch)  # type: ignore[misc]
-
-    def _draft_layer(self, forward_batch: Any, run: Callable[[], Any]) -> Any:
-        # Reads the host once per layer: free on a CPU; on a GPU one wait for a tiny
-        # kernel, which buys a whole draft forward whenever the batch has stopped.
-        if not self.gate.any_alive():
-            COUNTERS.draft_forwards_skipped += 1
-            return _no_forward(forward_batch)
-        output = run()
-        logits_output = output.logits_output
-        self.gate.observe(logits_output.next_token_logits, logits_output.hidden_states)
-        return output
 
     def _draft_extend_for_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Measure the first token drafted behind each prompt."""
@@ -129,20 +107,47 @@ class C2TDraftMixin:
             yield lambda: (outputs[-1].next_token_logits, outputs[-1].hidden_states)
 
 
-class C2TEagleDraftWorker(C2TDraftMixin, EagleDraftWorker):
+class ChainDraftMixin(DraftWatcher):
+    """Cuts chains."""
+
+    gate: ChainGate
+
+    def draft_forward(self, forward_batch: Any) -> Any:
+        """Draft a batch of chains; afterwards ``gate.verify_lens`` says where each ends."""
+        if forward_batch.forward_mode.is_idle():
+            return super().draft_forward(forward_batch)  # type: ignore[misc]
+        self.gate.begin(forward_batch.req_pool_indices)
+        with self._watching(self._draft_layer):
+            return super().draft_forward(forward_batch)  # type: ignore[misc]
+
+    def _draft_layer(self, forward_batch: Any, run: Callable[[], Any]) -> Any:
+        # Reads the host once per layer: free on a CPU; on a GPU one wait for a tiny
+        # kernel, which buys a whole draft forward whenever the batch has stopped.
+        if not self.gate.any_alive():
+            COUNTERS.draft_forwards_skipped += 1
+            return no_forward(forward_batch)
+        output = run()
+        logits_output = output.logits_output
+        self.gate.observe(logits_output.next_token_logits, logits_output.hidden_states)
+        return output
+
+
+class C2TEagleDraftWorker(ChainDraftMixin, EagleDraftWorker):
     """Gated draft worker of EAGLE, EAGLE3 and NEXTN."""
 
 
-class C2TStandaloneDraftWorker(C2TDraftMixin, StandaloneDraftWorker):
+class C2TStandaloneDraftWorker(ChainDraftMixin, StandaloneDraftWorker):
     """Gated draft worker of STANDALONE."""
 
 
-def _no_forward(forward_batch: Any) -> Any:
+def no_forward(forward_batch: Any, choices: int = 1) -> Any:
     """What ``draft_runner.forward`` returns, for a layer nobody will verify.
 
-    One logit per request makes the loop pick token 0; the hidden states pass through.
+    ``choices`` equal logits per row make the loop pick tokens from 0 on; the hidden states
+    pass through.
     """
-    logits = torch.zeros((forward_batch.batch_size, 1), device=forward_batch.input_ids.device)
+    ids = forward_batch.input_ids
+    logits = torch.zeros((len(ids), choices), device=ids.device)
     return SimpleNamespace(
         logits_output=SimpleNamespace(
             next_token_logits=logits, hidden_states=forward_batch.spec_info.hidden_states

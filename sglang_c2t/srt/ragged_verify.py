@@ -74,16 +74,17 @@ def decide(mode: str, target_runner: Any) -> bool:
     Backends are on an allow-list: one that ignores the layout would read wrong rows
     without an error. Raises :class:`ConfigError` when ragged was asked for by name.
     """
-    obstacle = _obstacle(target_runner)
-    if mode == "static" or obstacle is None:
+    reason = obstacle(target_runner)
+    if mode == "static" or reason is None:
         return mode != "static"
     if mode == "ragged":
-        raise ConfigError(f"--c2t-verify ragged cannot be served: {obstacle}")
-    logger.warning("C2T: verifying full width (same output, no saving): %s", obstacle)
+        raise ConfigError(f"--c2t-verify ragged cannot be served: {reason}")
+    logger.warning("C2T: verifying full width (same output, no saving): %s", reason)
     return False
 
 
-def _obstacle(target_runner: Any) -> str | None:
+def obstacle(target_runner: Any) -> str | None:
+    """Why packed rows cannot be verified by this runner; ``None`` when they can."""
     backend = target_runner.attn_backend
     if not getattr(backend, "supports_ragged_verify_eager", False):
         return f"attention backend {type(backend).__name__} is not known to read packed rows"
@@ -103,12 +104,12 @@ def _prepare_packed(
     verify_lens = _verify_lens.get()
     if verify_lens is None or batch.forward_mode.is_idle():
         return original(verify_input, req_to_token_pool, batch, target_worker)
-    full_locs = _verify_window(
+    full_locs = verify_window(
         req_to_token_pool.req_to_token,
         batch.req_pool_indices,
         batch.seq_lens,
         verify_input.draft_token_num,
-    )
+    ).flatten()
     packed = pack_verify_input(verify_input, verify_lens, full_locs)
     batch.spec_info = packed
     try:
@@ -119,10 +120,10 @@ def _prepare_packed(
         batch.out_cache_loc = full_locs
 
 
-def _verify_window(req_to_token: Tensor, slots: Tensor, seq_lens: Tensor, width: int) -> Tensor:
-    """[B * N] int64: KV locations of the ``width`` positions behind each committed prefix."""
-    positions = seq_lens[:, None] + torch.arange(width, device=seq_lens.device)  # [B, N]
-    return req_to_token[slots[:, None], positions].flatten().to(torch.int64)
+def verify_window(req_to_token: Tensor, slots: Tensor, seq_lens: Tensor, width: int) -> Tensor:
+    """[B, width] int64: KV locations of the positions behind each committed prefix."""
+    positions = seq_lens[:, None] + torch.arange(width, device=seq_lens.device)
+    return req_to_token[slots[:, None], positions].to(torch.int64)
 
 
 def pack_verify_input(verify_input: Any, verify_lens: Tensor, full_locs: Tensor) -> Any:

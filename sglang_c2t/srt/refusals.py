@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sglang_c2t.config import ConfigError, active
-from sglang_c2t.policies import build_policy
+from sglang_c2t.policies import ChainPolicy, TreePolicy, build_policy, build_tree_policy
+from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.args import exit_with, parsed_from_command_line
 
@@ -35,10 +36,31 @@ def _wants_ragged() -> bool:
     return config is not None and config.verify == "ragged"
 
 
-def _reads_hidden() -> bool:
+def _trees(cfg: Any) -> bool:
+    return cfg.speculative_algorithm in ALGORITHMS and cfg.speculative_eagle_topk > 1
+
+
+def _policy(cfg: Any) -> ChainPolicy | TreePolicy | None:
+    """The configured policy in the mode that these arguments ask for; ``None`` without C2T."""
     config = active()
-    return config is not None and (
-        "hidden" in config.record_extra or "hidden" in build_policy(config).needs
+    if config is None:
+        return None
+    return build_tree_policy(config) if _trees(cfg) else build_policy(config)
+
+
+def _reads_hidden(cfg: Any) -> bool:
+    config, policy = active(), _policy(cfg)
+    return (
+        config is not None
+        and policy is not None
+        and ("hidden" in config.record_extra or "hidden" in policy.needs)
+    )
+
+
+def _ignores_accept_thresholds(cfg: Any) -> bool:
+    single = compat.argument(cfg, "speculative_accept_threshold_single")
+    return _trees(cfg) and (
+        single != 1.0 or compat.argument(cfg, "speculative_accept_threshold_acc") != 1.0
     )
 
 
@@ -53,15 +75,31 @@ REFUSALS: tuple[Refusal, ...] = (
         f"--c2t serves --speculative-algorithm {', '.join(ALGORITHMS)} and no other",
     ),
     Refusal(
-        lambda cfg: cfg.speculative_algorithm in ALGORITHMS and cfg.speculative_eagle_topk != 1,
-        "--c2t drafts chains: set --speculative-eagle-topk 1 (trees are not served yet)",
+        lambda cfg: _trees(cfg) and cfg.page_size > 1,
+        "--c2t grows trees on single KV slots: set --page-size 1 with --speculative-eagle-topk "
+        "above 1",
+    ),
+    Refusal(
+        lambda cfg: _trees(cfg) and cfg.attention_backend not in compat.TREE_BACKENDS,
+        "--c2t verifies trees with --attention-backend "
+        f"{', '.join(compat.TREE_BACKENDS)} and no other: change it, or set "
+        "--speculative-eagle-topk 1",
+    ),
+    Refusal(
+        _ignores_accept_thresholds,
+        "--c2t accepts tree nodes exactly: drop --speculative-accept-threshold-single and "
+        "--speculative-accept-threshold-acc",
+    ),
+    Refusal(
+        lambda cfg: _trees(cfg) and _set("watermark_config")(cfg),
+        "--c2t does not serve --watermark-config with --speculative-eagle-topk above 1",
     ),
     Refusal(
         lambda cfg: cfg.speculative_algorithm in ALGORITHMS and cfg.speculative_num_steps < 1,
         "--c2t needs something to gate: set --speculative-num-steps to 1 or more",
     ),
     Refusal(
-        lambda cfg: cfg.speculative_algorithm == "STANDALONE" and _reads_hidden(),
+        lambda cfg: cfg.speculative_algorithm == "STANDALONE" and _reads_hidden(cfg),
         "a STANDALONE draft passes no hidden state on: choose a --c2t-policy, and a record_extra, "
         "that do not read it",
     ),
@@ -107,7 +145,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "--c2t serves --device cuda and cpu and no other",
     ),
     Refusal(
-        lambda cfg: _wants_ragged() and cfg.attention_backend not in compat.RAGGED_BACKENDS,
+        lambda cfg: (
+            _wants_ragged()
+            and not _trees(cfg)
+            and cfg.attention_backend not in compat.RAGGED_BACKENDS
+        ),
         "--c2t-verify ragged needs an attention backend that reads packed rows "
         f"({', '.join(compat.RAGGED_BACKENDS)}): change --attention-backend or drop the flag",
     ),
@@ -125,7 +167,25 @@ REFUSALS: tuple[Refusal, ...] = (
 
 def refusals(cfg: Any) -> list[str]:
     """The sentences that apply to these resolved arguments; empty when all is served."""
-    return [refusal.sentence for refusal in REFUSALS if refusal.applies(cfg)]
+    sentences = [refusal.sentence for refusal in REFUSALS if refusal.applies(cfg)]
+    if sentences or not _trees(cfg):
+        return sentences
+    return _misfit(cfg)
+
+
+def _misfit(cfg: Any) -> list[str]:
+    """Why the policy's trees do not fit the arguments' shape; empty when they do."""
+    config = active()
+    if config is None:
+        return []
+    shape = TreeShape(
+        cfg.speculative_eagle_topk, cfg.speculative_num_steps, cfg.speculative_num_draft_tokens
+    )
+    try:
+        build_tree_policy(config).check(shape)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def check_resolved_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -133,7 +193,10 @@ def check_resolved_arguments(server_args: Any, previous: Callable[[Any], None]) 
     previous(server_args)
     if active() is None:
         return
-    sentences = refusals(compat.resolved(server_args))
+    try:
+        sentences = refusals(compat.resolved(server_args))
+    except ConfigError as unbuildable:
+        sentences = [str(unbuildable)]
     if sentences:
         error = ConfigError("; ".join(sentences))
         if parsed_from_command_line():

@@ -1,41 +1,51 @@
-"""The speculative workers: SGLang's own, with drafts cut before verification."""
+"""The speculative workers: SGLang's own, with drafts cut or pruned before verification."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from sglang.srt.speculative import eagle_worker_v2, standalone_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
-from sglang_c2t.chain import truncated_chains
+from sglang_c2t.chain import ChainGate, truncated_chains
 from sglang_c2t.config import C2TConfig, active
-from sglang_c2t.policies import build_policy
-from sglang_c2t.srt import compat, ragged_verify
-from sglang_c2t.srt.draft import C2TDraftMixin, C2TEagleDraftWorker, C2TStandaloneDraftWorker
+from sglang_c2t.policies import build_policy, build_tree_policy
+from sglang_c2t.policies.base import TreeShape
+from sglang_c2t.relay import FirstTokenRelay
+from sglang_c2t.srt import compat, ragged_verify, tree_verify
+from sglang_c2t.srt.draft import (
+    C2TEagleDraftWorker,
+    C2TStandaloneDraftWorker,
+    ChainDraftMixin,
+    DraftWatcher,
+)
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.tensor_parallel import agreement
+from sglang_c2t.srt.tree_draft import (
+    C2TEagleTreeDraftWorker,
+    C2TStandaloneTreeDraftWorker,
+    TreeDraftMixin,
+)
+from sglang_c2t.tree_gate import TreeGate
 
 logger = logging.getLogger(__name__)
 
 
-class C2TWorkerMixin:
-    """Cuts each request's draft at the length its gate chose, then verifies as stock.
+class WorkerMixin:
+    """Puts our draft worker in place of SGLang's and lets it watch its drafts."""
 
-    Output is unchanged by construction: with argmax drafts, which tokens are verified
-    is a function of the prefix alone, and a cut chain takes its bonus token from the
-    target's distribution at the cut.
-    """
-
-    _draft_worker: C2TDraftMixin
+    _draft_worker: DraftWatcher
 
     #: Module whose global names the draft worker class that SGLang's constructor builds,
     #: that name, and our class.
     draft_worker_global: ClassVar[tuple[ModuleType, str]]
-    draft_worker_class: ClassVar[type[C2TDraftMixin]]
+    draft_worker_class: ClassVar[type[DraftWatcher]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with compat.swapped(*self.draft_worker_global, self.draft_worker_class):
@@ -44,21 +54,42 @@ class C2TWorkerMixin:
         assert config is not None, "the factory builds this worker only when C2T is on"
         self._config: C2TConfig = config
         self._recorder = Recorder.from_config(config, self.server_args)  # type: ignore[attr-defined]
-        self._draft_worker.watch(build_policy(config), agreement(), self._recorder)
+        self._draft_worker.watch(self._gate_maker(), self._recorder)
+
+    def _gate_maker(self) -> Callable[..., FirstTokenRelay]:
+        """The gate, still to be given its request table."""
+        raise NotImplementedError
+
+    def _announce(self, what: str) -> None:
+        """One line at the start that says what this server does."""
+        logger.info("C2T: policy %s, %s, settings %s", self._config.policy, what,
+                    self._config.to_json())  # fmt: skip
+
+
+class ChainWorkerMixin(WorkerMixin):
+    """Cuts each request's draft at the length its gate chose, then verifies as stock.
+
+    Output is unchanged by construction: with argmax drafts, which tokens are verified
+    is a function of the prefix alone, and a cut chain takes its bonus token from the
+    target's distribution at the cut.
+    """
+
+    _draft_worker: ChainDraftMixin
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._ragged = False
         ragged_verify.install(self.target_worker)  # type: ignore[attr-defined]
+
+    def _gate_maker(self) -> Callable[..., FirstTokenRelay]:
+        return partial(ChainGate, build_policy(self._config), agree=agreement())
 
     def init_attention_backends(self) -> None:
         """Learn whether the target's backend can verify packed rows."""
         super().init_attention_backends()  # type: ignore[misc]
         runner = self.target_worker.model_runner  # type: ignore[attr-defined]
         self._ragged = ragged_verify.decide(self._config.verify, runner)
-        logger.info(
-            "C2T: policy %s, %s verification, settings %s",
-            self._config.policy,
-            "ragged" if self._ragged else "static",
-            self._config.to_json(),
-        )
+        self._announce(f"{'ragged' if self._ragged else 'static'} verification of chains")
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Cut the drafts of the batch, verify, and report the lengths."""
@@ -88,21 +119,91 @@ class C2TWorkerMixin:
         return result
 
 
-class C2TEagleWorker(C2TWorkerMixin, EAGLEWorkerV2):
+class TreeWorkerMixin(WorkerMixin):
+    """Verifies whatever tree each request has grown, all in one target forward.
+
+    Output is unchanged by construction: a token is sampled per verified row, and drafts
+    are only ever matched against it.
+    """
+
+    _draft_worker: TreeDraftMixin
+
+    def _gate_maker(self) -> Callable[..., FirstTokenRelay]:
+        shape = TreeShape(
+            self.topk,  # type: ignore[attr-defined]
+            self.speculative_num_steps,  # type: ignore[attr-defined]
+            self.speculative_num_draft_tokens,  # type: ignore[attr-defined]
+        )
+        return partial(
+            TreeGate,
+            build_tree_policy(self._config),
+            shape,
+            max_rows=self._config.max_verify_rows,
+            agree=agreement(),
+        )
+
+    def init_attention_backends(self) -> None:
+        """Learn what the attention backends of target and draft can do with trees."""
+        super().init_attention_backends()  # type: ignore[misc]
+        draft, config = self._draft_worker, self._config
+        runner = self.target_worker.model_runner  # type: ignore[attr-defined]
+        draft.packed = tree_verify.decide(config.verify, runner)
+        draft.exact_ancestors = config.exact_ancestors and compat.can_use_ancestors(
+            draft.draft_attn_backend  # type: ignore[attr-defined]
+        )
+        ancestors = "exact" if draft.exact_ancestors else "stock"
+        rows = "packed" if draft.packed else "padded"
+        self._announce(f"{rows} verification of trees, {ancestors} ancestors")
+
+    def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Verify the batch's trees and report their sizes."""
+        if batch.forward_mode.is_idle():
+            return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
+        verify_input = batch.spec_info
+        with tree_verify.verifying():
+            result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
+        result.speculative_output_stride = verify_input.max_tree_depth
+        # SGLang carries this field to meta_info["spec_cap_length"] and its log.
+        result.cap_lens = verify_input.trees.num_nodes.to(torch.int32)
+        return result
+
+
+class C2TEagleWorker(ChainWorkerMixin, EAGLEWorkerV2):
     """Worker of EAGLE, EAGLE3 and NEXTN."""
 
     draft_worker_global = (eagle_worker_v2, "EagleDraftWorker")
     draft_worker_class = C2TEagleDraftWorker
 
 
-class C2TStandaloneWorker(C2TWorkerMixin, StandaloneWorkerV2):
+class C2TStandaloneWorker(ChainWorkerMixin, StandaloneWorkerV2):
     """Worker of STANDALONE."""
 
     draft_worker_global = (standalone_worker_v2, "StandaloneDraftWorker")
     draft_worker_class = C2TStandaloneDraftWorker
 
 
-WORKERS: dict[type, type] = {
-    EAGLEWorkerV2: C2TEagleWorker,
-    StandaloneWorkerV2: C2TStandaloneWorker,
+class C2TEagleTreeWorker(TreeWorkerMixin, EAGLEWorkerV2):
+    """Worker of EAGLE, EAGLE3 and NEXTN that verifies trees."""
+
+    draft_worker_global = (eagle_worker_v2, "EagleDraftWorker")
+    draft_worker_class = C2TEagleTreeDraftWorker
+
+
+class C2TStandaloneTreeWorker(TreeWorkerMixin, StandaloneWorkerV2):
+    """Worker of STANDALONE that verifies trees."""
+
+    draft_worker_global = (standalone_worker_v2, "StandaloneDraftWorker")
+    draft_worker_class = C2TStandaloneTreeDraftWorker
+
+
+class Workers(NamedTuple):
+    """Ours for one of SGLang's workers."""
+
+    chain: type
+    tree: type
+
+
+WORKERS: dict[type, Workers] = {
+    EAGLEWorkerV2: Workers(C2TEagleWorker, C2TEagleTreeWorker),
+    StandaloneWorkerV2: Workers(C2TStandaloneWorker, C2TStandaloneTreeWorker),
 }

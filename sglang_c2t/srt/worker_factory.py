@@ -26,4 +26,5 @@ def create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any
             f"--c2t does not serve the worker {stock.__name__} of {algorithm}; "
             f"it serves {', '.join(cls.__name__ for cls in WORKERS)}"
         )
-    return WORKERS[stock]
+    trees = compat.argument(server_args, "speculative_eagle_topk") > 1
+    return WORKERS[stock].tree if trees else WORKERS[stock].chain

@@ -16,7 +16,7 @@ from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
 from sglang_c2t.classifier.train import RECIPES
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft_layer import TOPK_PROBS
-from sglang_c2t.policies import POLICIES, DraftLayer, build_policy
+from sglang_c2t.policies import POLICIES, TREE_POLICIES, DraftLayer, build_policy
 from tests.recordings import HIDDEN_SIZE
 
 #: Columns of features that are not one number.
@@ -261,9 +261,10 @@ def test_every_policy_cites_its_source_and_says_what_sampling_would_need(path: P
 
 
 def test_every_policy_is_on_the_menu() -> None:
-    """Under the name it calls itself."""
+    """Under the name it calls itself, among the rules for chains or those for trees."""
     text = "".join(path.read_text() for path in FILES)
-    assert sorted(re.findall(r'name: ClassVar\[str\] = "(.+)"', text)) == sorted(POLICIES)
+    names = re.findall(r'name: ClassVar\[str\] = "(.+)"', text)
+    assert sorted(names) == sorted([*POLICIES, *TREE_POLICIES])
 
 
 @pytest.mark.parametrize(
@@ -271,8 +272,10 @@ def test_every_policy_is_on_the_menu() -> None:
     [
         (
             C2TConfig(policy="nonsense"),
-            "unknown c2t policy 'nonsense'; known: c2t, c2t-log, c2t-plus, dyjoint, dymax, "
-            "entropy, fixed, logistic, mcsd, mcsd-hidden, or module:Class of your own",
+            "unknown c2t policy 'nonsense'; known: c2t, c2t-eagle2, c2t-log, c2t-log-eagle2, "
+            "c2t-plus, c2t-plus-eagle2, dyjoint, dyjoint-eagle2, dymax, dymax-eagle2, eagle2, "
+            "entropy, entropy-width, fixed, fork, logistic, logistic-eagle2, mcsd, mcsd-hidden, "
+            "static, or module:Class of your own",
         ),
         (C2TConfig(policy="no_such_module:Rule"), "cannot load c2t policy"),
         (C2TConfig(policy="sglang_c2t.policies.fixed:Absent"), "cannot load c2t policy"),

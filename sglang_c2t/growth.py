@@ -1,0 +1,220 @@
+"""Growing a batch of draft trees: layer by layer, a policy decides, this file keeps the books.
+
+Per step and request the draft offers K children for each of its W beam rows (W = 1, the
+root, in the first layer; K behind it). They are the *candidates*, numbered layer by layer,
+row by row: SGLang's flat index, so that candidate c hangs from the row c // K - 1. The
+policy says which enter the tree and which are forwarded next; the K best of those become
+the beam rows of the next layer::
+
+    layer 1   root -> a b          beams: a b          candidates 0 1
+    layer 2   a -> c d, b -> e f   beams: c e          candidates 2 3 4 5
+    layer 3   c -> g h, e -> i j                       candidates 6 7 8 9
+
+A draft model's KV stays in the row that wrote it while the beams are re-sorted, so a row's
+ancestors stand in other rows: :meth:`TreeGrowth.ancestor_rows` remembers which.
+
+Pure torch, static shapes, no host reads; knows nothing of SGLang.
+
+Legend: B requests, W beam rows, K topk, D steps, M candidates, N nodes of a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
+from sglang_c2t.tree import Trees, best_per_request, closed_keys, grow
+
+#: Measurements that differ between the children of one row; the rest belong to the row.
+PER_NODE = frozenset({"margin"})
+
+
+@dataclass(frozen=True)
+class Beams:
+    """The rows that are forwarded next, of every request; dead ones included."""
+
+    tokens: Tensor
+    """[B, K] int64."""
+
+    parent_row: Tensor
+    """[B, K] int64: row in the layer before (0, the root, for the first)."""
+
+    alive: Tensor
+    """[B, K] bool: whether anybody reads what this row drafts."""
+
+    candidate: Tensor
+    """[B, K] int64: number of the node itself."""
+
+    joint: Tensor
+    """[B, K] float32: product of q along the path."""
+
+
+class TreeGrowth:
+    """The trees of one step.
+
+    Args:
+        policy: What enters and what is forwarded.
+        shape: How large trees may become.
+        batch: B.
+        device: Where draft probabilities live.
+    """
+
+    def __init__(
+        self, policy: TreePolicy, shape: TreeShape, batch: int, device: torch.device | str
+    ) -> None:
+        self._policy = policy
+        # Copied only on demand: a layer brings its whole ancestry.
+        self._reads_parent = getattr(policy, "reads_parent", False)
+        self._shape = shape
+        self.batch = batch
+        self.device = device
+        self._layers: list[TreeLayer] = []
+        self._tokens: list[Tensor] = []  # each [B, W * K], like the next three
+        self._parents: list[Tensor] = []
+        self._keys: list[Tensor] = []
+        self._verify: list[Tensor | None] = []
+        self._beams = self._root()
+        self._ancestor_rows = torch.zeros((batch, 1, 0), dtype=torch.int64, device=device)
+
+    @property
+    def layers(self) -> list[TreeLayer]:
+        """The layers so far, shallowest first."""
+        return self._layers
+
+    @property
+    def beams(self) -> Beams:
+        """The rows of the next forward, or the root."""
+        return self._beams
+
+    @property
+    def ancestor_rows(self) -> Tensor:
+        """[B, K, d]: of each beam behind d layers, the rows its path was forwarded in.
+
+        The last one is its own. Example above after layer 2: c is row 0 below a in row 0,
+        e is row 1 below b in row 1: [[0, 0], [1, 1]]; were d chosen for e, [[0, 0], [0, 1]].
+        """
+        return self._ancestor_rows
+
+    def add(self, tokens: Tensor, prob: Tensor, measured: Mapping[str, Tensor]) -> Beams:
+        """Judge one layer of children and choose the next beams.
+
+        Args:
+            tokens: [B, W, K] int64, by falling probability.
+            prob: [B, W, K] float32, q(child | path).
+            measured: By name, [B * W, ...] where it belongs to the row, [B * W * K] where
+                it belongs to the child (:data:`PER_NODE`); ``entropy`` and what the
+                policy needs.
+        """
+        layer = self._layer(prob, measured)
+        growth = self._policy.grow(layer)
+        alive = layer.grid(layer.nodes.alive)
+        key = growth.key.float().masked_fill(~alive, -torch.inf).flatten(1)  # [B, W * K]
+        first = sum(t.shape[1] for t in self._tokens)  # number of this layer's first candidate
+        self._layers.append(layer)
+        self._tokens.append(tokens.flatten(1))
+        self._parents.append(self._beams.candidate.repeat_interleave(self._shape.topk, dim=1))
+        self._keys.append(key)
+        self._verify.append(None if growth.verify is None else growth.verify.flatten(1))
+        if len(self._layers) < self._shape.num_steps:
+            expand = growth.expand.float().flatten(1).masked_fill(key == -torch.inf, -torch.inf)
+            self._choose(expand, tokens.flatten(1), layer.joint.flatten(1), first)
+        return self._beams
+
+    def finish(self, roots: Tensor) -> tuple[Trees, Tensor]:
+        """The trees, and [B, N] float32 what their nodes are ranked by (inf for the root).
+
+        ``roots`` is [B]. Padding has -inf. A tree holds no more than N nodes.
+        """
+        depth = len(self._layers)
+        parents, closed = torch.cat(self._parents, dim=1), torch.cat(self._keys, dim=1)
+        closed = closed_keys(closed, closed > -torch.inf, parents, depth)
+        chosen = best_per_request(closed, self._shape.num_draft_tokens - 1)
+        if any(verify is not None for verify in self._verify):
+            wanted = torch.cat([torch.ones_like(key, dtype=torch.bool) if verify is None else verify
+                                for key, verify in zip(self._keys, self._verify, strict=True)],
+                               dim=1)  # fmt: skip
+            chosen = chosen & (closed_keys(closed, wanted, parents, depth) > -torch.inf)
+        depths = torch.cat(
+            [torch.full_like(tokens, d) for d, tokens in enumerate(self._tokens, start=1)], dim=1
+        )
+        trees = grow(
+            roots.long(),
+            torch.cat(self._tokens, dim=1),
+            parents,
+            depths,
+            chosen,
+            self._shape.num_draft_tokens,
+        )
+        keys = closed.gather(1, trees.source.clamp(min=0)).masked_fill(trees.source < 0, -torch.inf)
+        keys[:, 0] = torch.inf
+        return trees, keys
+
+    # -- the books ------------------------------------------------------------------------
+
+    def _root(self) -> Beams:
+        zero = torch.zeros((self.batch, 1), dtype=torch.int64, device=self.device)
+        one = torch.ones_like(zero)
+        return Beams(zero, zero, one.bool(), zero - 1, one.float())
+
+    def _layer(self, prob: Tensor, measured: Mapping[str, Tensor]) -> TreeLayer:
+        """The layer as policies read it: one row per node."""
+        topk = self._shape.topk
+        joint = prob.float() * self._beams.joint[:, :, None]
+        per_node = {
+            name: values if name in PER_NODE else values.repeat_interleave(topk, dim=0)
+            for name, values in measured.items()
+        }
+        nodes = DraftLayer(
+            depth=len(self._layers) + 1,
+            prob=prob.flatten().float(),
+            joint=joint.flatten(),
+            entropy=per_node["entropy"],
+            alive=self._beams.alive.flatten().repeat_interleave(topk),
+            measured=per_node,
+            parent=self._parent_nodes() if self._reads_parent else None,
+        )
+        return TreeLayer(nodes, self.batch, topk)
+
+    def _parent_nodes(self) -> DraftLayer | None:
+        """[B * W * K]: each child's parent, taken from the layer before."""
+        if not self._layers:
+            return None
+        before = self._layers[-1].nodes
+        first = sum(t.shape[1] for t in self._tokens[:-1])
+        width = self._tokens[-1].shape[1]
+        request = torch.arange(self.batch, device=self.device)[:, None] * width
+        rows = (request + self._beams.candidate - first).flatten()  # [B * W]
+        return before.take(rows.repeat_interleave(self._shape.topk))
+
+    def _choose(self, expand: Tensor, tokens: Tensor, joint: Tensor, first: int) -> None:
+        """The K best of a layer become the beams, of equals the first; all [B, W * K]."""
+        topk = self._shape.topk
+        chosen = expand.argsort(dim=1, descending=True, stable=True)[:, :topk]  # [B, K]
+        row = chosen // topk
+        self._beams = Beams(
+            tokens=tokens.gather(1, chosen),
+            parent_row=row,
+            alive=expand.gather(1, chosen) > -torch.inf,
+            candidate=chosen + first,
+            joint=joint.gather(1, chosen),
+        )
+        depth = self._ancestor_rows.shape[2]
+        above = self._ancestor_rows.gather(1, row[:, :, None].expand(-1, -1, depth))
+        own = torch.arange(topk, device=self.device).expand(self.batch, topk)
+        self._ancestor_rows = torch.cat((above, own[:, :, None]), dim=2)
+
+
+def node_margins(prob: Tensor) -> Tensor:
+    """[R * K] float32: log q of each child less that of the best *other* child of its row.
+
+    ``prob`` [R, K], K >= 2, descending. Equals :func:`~sglang_c2t.draft_layer.measure`'s
+    margin for the first child and is negative for the others (0 for a tie).
+    """
+    log = prob.float().clamp(min=torch.finfo(torch.float32).tiny).log()
+    rival = torch.cat((log[:, 1:2], log[:, :1].expand(-1, log.shape[1] - 1)), dim=1)
+    return (log - rival).flatten()

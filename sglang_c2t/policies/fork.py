@@ -1,0 +1,74 @@
+"""Fork: several first tokens, and behind each a chain.
+
+Layer 1 keeps the ``width`` most likely tokens, deeper layers the most likely child of each
+row: width x depth nodes, a size that grows linearly with depth. The shape of Lu et al.,
+"Improving Multi-candidate Speculative Decoding" (arXiv:2409.10644), sections 3.1 and 3.2,
+there 16 wide and 5 deep (section 4.1); its decision models are ``mcsd``.
+
+First tokens. The paper samples them from the *target* ("target initialised"), at the price
+of one more target forward. SGLang has already committed one target sample per round, the
+root of the next draft. A second sample beside it could never be accepted: the output must
+go on with the one that was drawn, and choosing between them by the length of what follows
+would change the distribution. The lossless form is a deferred bonus: commit no sample,
+feed the last accepted token again as the root, and give it the k *distinct* most likely
+tokens of the target's (cached) distribution as children; the sample is then drawn at the
+root and matched as everywhere. It costs one verified row and, per tine, one row of draft
+extension. Duplicates (samples with replacement) are legal only where the sample is drawn
+first and matched then. What is here is the draft-initialised form, with distinct first
+tokens behind the committed sample: nothing extra to run, and lossless as it is.
+
+Sliced mask (section 3.2). The paper builds one mask and cuts it where drafting stops. Here
+nodes are numbered layer by layer, tine by tine, so that the mask of a fork of depth d is
+the leading block of 1 + width x d rows and columns of any deeper fork's.
+
+Where a cap or a budget of the batch bites, the least likely tines lose their tails: nodes
+rank by joint probability.
+
+Sampled drafts: safe to drop while no cap bites, because the shape depends on no token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sglang_c2t.config import ConfigError
+from sglang_c2t.policies.base import Growth, TreeLayer, TreeShape
+
+
+@dataclass(frozen=True)
+class Fork:
+    """``width`` chains with distinct first tokens; ``None``: as many as topk."""
+
+    width: int | None = None
+    name: ClassVar[str] = "fork"
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Reject a width that is no count."""
+        width = self.width
+        if width is not None and (
+            not isinstance(width, int) or isinstance(width, bool) or width < 1
+        ):
+            raise ConfigError(f"policy fork: width must be a whole number >= 1, got {width!r}")
+
+    def check(self, shape: TreeShape) -> None:
+        """Refuse a fork that is wider than the draft's layers."""
+        if self.width is not None and self.width > shape.topk:
+            raise ConfigError(
+                f"policy fork: width {self.width} needs --speculative-eagle-topk {self.width} "
+                f"or more, got {shape.topk}"
+            )
+
+    def grow(self, layer: TreeLayer) -> Growth:
+        """First layer: the first ``width`` children. Behind it: the first child of each row."""
+        joint = layer.joint
+        width = layer.topk if self.width is None else self.width
+        child = torch.arange(layer.topk, device=joint.device)
+        beyond = child >= (width if layer.depth == 1 else 1)
+        # Tines keep their order from layer to layer.
+        place = torch.arange(joint[0].numel(), device=joint.device).view(joint[0].shape)
+        expand = (-place.float()).expand_as(joint).masked_fill(beyond, -torch.inf)
+        return Growth(key=joint.masked_fill(beyond, -torch.inf), expand=expand)

@@ -1,0 +1,109 @@
+"""C2T on trees: prune while the tree grows (Algorithm 1), or after EAGLE-2 chose its nodes.
+
+Algorithm 1 (arXiv:2502.13652): of each layer's children, those with confidence >= beta
+enter the tree and are expanded further. The draft forwards at most K nodes per layer, the
+most confident ones ("second pruning", section 4.2.2); ``layer_limit`` lets no more than so
+many of a layer into the tree either, as the paper's topK rows do. Where the cap N bites,
+the least confident go.
+
+``GatedEAGLE2`` grows and reranks by joint probability like EAGLE-2 and prunes the result:
+the classifier as a filter behind the tree that users already have.
+
+Any gate with a confidence will do: the trained ones, ``dyjoint`` (the joint probability
+itself as the confidence) or ``dymax``.
+
+Sampled drafts: keep-then-stop or safe to drop as the gate itself says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglang_c2t.config import ConfigError
+from sglang_c2t.policies.base import Gate, Growth, TreeLayer, TreeShape
+
+
+@dataclass(frozen=True)
+class GatedTree:
+    """A gate prunes each layer before the next is drafted."""
+
+    gate: Gate
+    layer_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Reject a limit that is no count."""
+        limit = self.layer_limit
+        if limit is not None and (
+            not isinstance(limit, int) or isinstance(limit, bool) or limit < 1
+        ):
+            raise ConfigError(
+                f"policy {self.name}: layer_limit must be a whole number >= 1, got {limit!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        """The gate's."""
+        return self.gate.name
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the gate reads."""
+        return self.gate.needs
+
+    @property
+    def reads_parent(self) -> bool:
+        """Whether the gate does."""
+        return getattr(self.gate, "reads_parent", False)
+
+    def check(self, shape: TreeShape) -> None:
+        """Any shape will do."""
+
+    def grow(self, layer: TreeLayer) -> Growth:
+        """The confident ones enter and go on."""
+        confidence = layer.grid(self.gate.confidence(layer.nodes)).float()
+        passed = (confidence >= self.gate.beta) & layer.grid(layer.nodes.alive)
+        key = confidence.masked_fill(~passed, -torch.inf)
+        if self.layer_limit is not None:
+            key = key.masked_fill(_rank(key) >= self.layer_limit, -torch.inf)
+        return Growth(key=key, expand=key)
+
+
+@dataclass(frozen=True)
+class GatedEAGLE2:
+    """EAGLE-2's tree, less the nodes the gate does not believe in."""
+
+    gate: Gate
+
+    @property
+    def name(self) -> str:
+        """The gate's, and what it prunes."""
+        return f"{self.gate.name}-eagle2"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the gate reads."""
+        return self.gate.needs
+
+    @property
+    def reads_parent(self) -> bool:
+        """Whether the gate does."""
+        return getattr(self.gate, "reads_parent", False)
+
+    def check(self, shape: TreeShape) -> None:
+        """Any shape will do."""
+
+    def grow(self, layer: TreeLayer) -> Growth:
+        """Rank by joint probability; the gate has the second word."""
+        verify = layer.grid(self.gate.confidence(layer.nodes)) >= self.gate.beta
+        return Growth(key=layer.joint, expand=layer.joint, verify=verify)
+
+
+def _rank(key: Tensor) -> Tensor:
+    """[B, W, K] int64: place among the nodes of the request's layer, 0 for the best."""
+    flat = key.flatten(1)
+    order = flat.argsort(dim=1, descending=True, stable=True)
+    place = torch.arange(flat.shape[1], device=key.device).expand_as(order)
+    return torch.zeros_like(order).scatter(1, order, place).view_as(key)

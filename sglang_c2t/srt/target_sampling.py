@@ -1,0 +1,64 @@
+"""One target token per verified row, by the sampler that serves decoding without speculation.
+
+"Sample, then match": whatever the drafts are, the tokens that come out are the ones sampled
+here, so the output has the target's distribution for chains and trees of any shape, equal
+siblings included. As a row draws at its own position and with its request's seed, a seeded
+request gets the very tokens it would get without speculation.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from typing import Any
+
+import torch
+from sglang.srt.layers.sampler import create_sampler
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor
+
+from sglang_c2t.cpu.sampling import repeat_rows
+
+# B requests, T verified rows of all requests, V vocabulary
+
+
+def sample_rows(
+    logits: Tensor, sampling_info: Any, num_rows: int | Tensor, positions: Tensor
+) -> Tensor:
+    """[T] int64: a sample from each row's target distribution, equal on all ranks.
+
+    Args:
+        logits: [T, V], penalties, bias and grammar applied.
+        sampling_info: SGLang's ``SamplingBatchInfo`` of the B requests.
+        num_rows: Rows of each request, one count or [B].
+        positions: [T] int64, of the row itself.
+    """
+    tokens = _sampler()(
+        types.SimpleNamespace(next_token_logits=logits.clone()),  # the sampler works in place
+        per_row(sampling_info, num_rows),
+        False,  # return_logprob
+        None,
+        None,
+        positions,
+    ).to(torch.int64)
+    group = get_parallel().tp_group
+    if group.world_size > 1:  # ranks must accept the same drafts
+        group.broadcast(tokens, src=0)
+    return tokens
+
+
+def per_row(info: Any, num_rows: int | Tensor) -> Any:
+    """A batch's sampling parameters, repeated for every verified row."""
+    expanded = copy.copy(info)
+    for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"):
+        setattr(expanded, name, repeat_rows(getattr(info, name), num_rows))
+    # The caller applied these; what eagle_sample ignores (custom processors) stays ignored.
+    expanded.grammars = expanded.sampling_mask_batch_indices = None
+    expanded.has_custom_logit_processor = False
+    return expanded
+
+
+@functools.lru_cache(maxsize=1)
+def _sampler() -> Any:
+    return create_sampler()

@@ -1,0 +1,156 @@
+"""Tree drafting: SGLang's draft loop, with our choice of what grows.
+
+SGLang's ``draft_forward`` asks two functions what to do: ``select_top_k_tokens`` once per
+layer, which rows are forwarded next, and ``organize_draft_results`` at the end, which
+nodes are verified. Both are module globals; inside our ``draft_forward`` they are ours.
+The result travels as SGLang's own 4-tuple of batch-major tensors, so that a CUDA graph
+runner that captures ``draft_forward`` can slice it:
+
+    parent_list       [B, N, 3]  parents, depths and sources of the trees' nodes
+    top_scores_index  [B, N]     the nodes' keys
+    draft_tokens      [B, N]     their tokens, roots not filled in
+    draft_probs       None
+
+Exact ancestors: a draft model's KV stays in the beam row that wrote it while the beams are
+re-sorted, so stock rows attend to the keys of their *row* and not of their ancestors
+(sgl-project/sglang#8409). The attention backend of each step is told the true rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.speculative import eagle_worker_v2
+from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
+from torch import Tensor
+
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.draft import DraftWatcher, no_forward
+from sglang_c2t.srt.reporting import COUNTERS
+from sglang_c2t.srt.tree_verify import TreeVerifyInput, build_verify_input
+from sglang_c2t.tree import Trees
+from sglang_c2t.tree_gate import TreeGate
+
+# B requests, W beam rows, K topk, D steps, N nodes of a tree, H draft hidden size
+
+
+class TreeDraftMixin(DraftWatcher):
+    """Grows trees with the gate's policy."""
+
+    gate: TreeGate
+
+    packed = False
+    """Whether the target forwards live nodes only; else N rows per request."""
+
+    exact_ancestors = True
+    """Whether draft nodes attend to their ancestors; else to their beam rows, as stock."""
+
+    def draft_forward(self, forward_batch: Any) -> Any:
+        """Grow the trees of a batch; see the top of the file for what comes back."""
+        if forward_batch.forward_mode.is_idle():
+            return super().draft_forward(forward_batch)  # type: ignore[misc]
+        self.gate.begin(forward_batch.req_pool_indices)
+        with (
+            self._watching(self._draft_layer),
+            compat.swapped(eagle_worker_v2, "select_top_k_tokens", self._select),
+            compat.swapped(eagle_worker_v2, "organize_draft_results", self._organize),
+        ):
+            return super().draft_forward(forward_batch)  # type: ignore[misc]
+
+    def draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """SGLang's, up to the verify input, which is ours."""
+        with compat.swapped(
+            eagle_worker_v2,
+            "build_eagle_verify_input",
+            self._around_build(eagle_worker_v2.build_eagle_verify_input),
+        ):
+            return super().draft(batch, *args, **kwargs)  # type: ignore[misc]
+
+    def _draft_extend_for_decode(self, batch: Any, batch_result: Any, **kwargs: Any) -> None:
+        """Extend the draft over the accepted path, at most D + 1 rows of a tree's N."""
+        verify_input = batch.spec_info
+        if not isinstance(verify_input, TreeVerifyInput):
+            return super()._draft_extend_for_decode(batch, batch_result, **kwargs)
+        width = verify_input.max_tree_depth
+        batch.out_cache_loc = verify_input.window[:, :width].flatten()
+        with compat.swapped(self, "speculative_num_draft_tokens", width):
+            return super()._draft_extend_for_decode(batch, batch_result, **kwargs)
+
+    # -- what SGLang's loop calls ---------------------------------------------------------
+
+    def _select(
+        self,
+        step: int,
+        topk_p: Tensor,
+        topk_index: Tensor,
+        hidden_states: Tensor | None,
+        scores: Any,
+        topk: int,
+    ) -> tuple[Tensor, Tensor | None, None, tuple[None, None, None]]:
+        """In place of ``select_top_k_tokens``: (ids [B * K], hidden [B * K, H], -, -).
+
+        ``topk_p`` and ``topk_index`` are [B * W, K], ``hidden_states`` [B * W, H].
+        """
+        batch, width = self.gate.batch, topk_p.shape[0] // self.gate.batch
+        beams = self.gate.add(topk_index.view(batch, width, topk), topk_p.view(batch, width, topk))
+        if step < self.speculative_num_steps - 1:  # type: ignore[attr-defined]
+            if hidden_states is not None:
+                first_row = torch.arange(batch, device=hidden_states.device)[:, None] * width
+                hidden_states = hidden_states[(first_row + beams.parent_row).flatten()]
+            if self.exact_ancestors and step > 0:  # in the first step rows are ancestors
+                backend = self.draft_attn_backend.attn_backends[step]  # type: ignore[attr-defined]
+                compat.use_ancestors(backend, self.gate.ancestor_rows)
+        return beams.tokens.flatten(), hidden_states, None, (None, None, None)
+
+    def _draft_layer(self, forward_batch: Any, run: Callable[[], Any]) -> Any:
+        # Reads the host once per layer, as for chains: it buys a whole draft forward
+        # whenever every tree of the batch has stopped growing.
+        if self.gate.any_alive():
+            output = run()
+        else:
+            COUNTERS.draft_forwards_skipped += 1
+            output = no_forward(forward_batch, choices=self.topk)  # type: ignore[attr-defined]
+        logits_output = output.logits_output
+        self.gate.observe(logits_output.next_token_logits, logits_output.hidden_states)
+        return output
+
+    def _organize(
+        self, _scores: Any, _tokens: Any, _parents: Any, _num_draft_tokens: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """In place of ``organize_draft_results``."""
+        trees, keys = self.gate.finish()
+        books = torch.stack((trees.parents, trees.depth, trees.source), dim=2)
+        return books, keys, trees.tokens
+
+    def _around_build(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """In place of ``build_eagle_verify_input``; stock's for idle ranks."""
+
+        def build(
+            batch: Any, draft_input: Any, books: Tensor, keys: Tensor, tokens: Tensor,
+            *args: Any, **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            if batch.forward_mode.is_idle():
+                return stock(batch, draft_input, books, keys, tokens, *args, **kwargs)
+            parents, depth, source = books.unbind(dim=2)
+            drafted = Trees(tokens, parents, depth, (parents >= 0).sum(dim=1) + 1, source)
+            trees = self.gate.settle(drafted, keys, draft_input.bonus_tokens)
+            return build_verify_input(
+                trees,
+                batch,
+                num_steps=self.speculative_num_steps,  # type: ignore[attr-defined]
+                topk=self.topk,  # type: ignore[attr-defined]
+                packed=self.packed,
+            )
+
+        return build
+
+
+class C2TEagleTreeDraftWorker(TreeDraftMixin, EagleDraftWorker):
+    """Tree-growing draft worker of EAGLE, EAGLE3 and NEXTN."""
+
+
+class C2TStandaloneTreeDraftWorker(TreeDraftMixin, StandaloneDraftWorker):
+    """Tree-growing draft worker of STANDALONE."""

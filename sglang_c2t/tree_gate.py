@@ -1,0 +1,115 @@
+"""The trees of a server's batch: what was relayed, what the draft says, what is verified.
+
+Around :class:`~sglang_c2t.growth.TreeGrowth`: measures draft logits for the policy, leaves
+exploring steps whole, and fits the batch into the rows of one target forward.
+
+Pure torch; knows nothing of SGLang.
+
+Legend: B requests, W beam rows, K topk, N nodes of a tree, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_c2t.draft_layer import measure
+from sglang_c2t.growth import PER_NODE, Beams, TreeGrowth, node_margins
+from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
+from sglang_c2t.policies.eagle2 import EAGLE2
+from sglang_c2t.relay import FirstTokenRelay
+from sglang_c2t.tree import Trees, within_budget
+
+
+class TreeGate(FirstTokenRelay):
+    """Grows the trees of a batch with the policy.
+
+    Args:
+        policy: What enters a tree and what is expanded.
+        shape: How large trees may become.
+        max_rows: Nodes of the whole batch that one target forward may verify, roots
+            included (each request keeps its root); ``None``: no limit.
+        agree: Makes an int64 tensor equal on all tensor-parallel ranks, in place or not,
+            and returns it. Identity on one rank.
+        relay: See :class:`~sglang_c2t.relay.FirstTokenRelay`.
+
+    Raises:
+        ConfigError: The policy's trees do not fit into ``shape``.
+    """
+
+    def __init__(
+        self,
+        policy: TreePolicy,
+        shape: TreeShape,
+        *,
+        max_rows: int | None = None,
+        agree: Callable[[Tensor], Tensor] = lambda decision: decision,
+        **relay: Any,
+    ) -> None:
+        super().__init__(policy, **relay)
+        policy.check(shape)
+        self._policy = policy
+        self._shape = shape
+        self._max_rows = max_rows
+        self._agree = agree
+        self._growth: TreeGrowth
+        self._rows: dict[str, Tensor] = {}  # measurements of the layer to come, [B * W, ...]
+
+    def begin(self, slots: Tensor) -> None:
+        """Start a step for the requests in ``slots`` [B]."""
+        self._rows = self._begin(slots)
+        # An exploring step records what any policy could have chosen.
+        policy = EAGLE2() if self.exploring else self._policy
+        self._growth = TreeGrowth(policy, self._shape, len(slots), slots.device)
+
+    def observe(self, logits: Tensor, hidden: Tensor | None = None) -> None:
+        """Measure the rows of the layer to come: draft ``logits`` [B * K, V]."""
+        self._rows = measure(logits, self._names - PER_NODE, hidden=hidden)
+
+    def add(self, tokens: Tensor, prob: Tensor) -> Beams:
+        """Judge a layer, [B, W, K] each; returns the rows to forward next."""
+        measured = {name: v for name, v in self._rows.items() if name not in {"prob", *PER_NODE}}
+        if "margin" in self._names:
+            measured["margin"] = node_margins(prob.flatten(0, 1))
+        return self._growth.add(tokens, prob, measured)
+
+    @property
+    def batch(self) -> int:
+        """B of the step in progress."""
+        return self._growth.batch
+
+    @property
+    def ancestor_rows(self) -> Tensor:
+        """[B, K, d] int64: where the beams' ancestors were forwarded (d layers so far)."""
+        return self._growth.ancestor_rows
+
+    @property
+    def layers(self) -> list[TreeLayer]:
+        """The layers judged in this step, shallowest first."""
+        return self._growth.layers
+
+    def any_alive(self) -> bool:
+        """Whether any tree may still grow. Reads the host: eager mode only."""
+        return bool(self._growth.beams.alive.any())
+
+    def finish(self) -> tuple[Trees, Tensor]:
+        """Each request's tree by itself, roots not filled in, and its nodes' keys [B, N].
+
+        Static shapes, no host read: may stand inside a CUDA graph.
+        """
+        return self._growth.finish(
+            torch.zeros(self._growth.batch, dtype=torch.int64, device=self._growth.device)
+        )
+
+    def settle(self, trees: Trees, keys: Tensor, roots: Tensor) -> Trees:
+        """What the target verifies: within the batch's budget, equal on all ranks.
+
+        ``roots`` [B] are the committed bonus tokens.
+        """
+        trees = trees.rooted(roots)
+        if self._max_rows is not None and not self.exploring:
+            trees = within_budget(trees, keys, self._max_rows)
+        return trees.agreed(self._agree)

@@ -1,0 +1,670 @@
+"""Growing trees against one request and one node at a time.
+
+The draft model is a function of the tokens it has read, as real ones are. Its probabilities
+and confidences are multiples of 1/8: products down to four layers are exact, and ties are
+common.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sglang_c2t import tree
+from sglang_c2t.draft_layer import DraftLayer, measure
+from sglang_c2t.growth import Beams, TreeGrowth, node_margins
+from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.dymax import DyMax
+from sglang_c2t.policies.eagle2 import EAGLE2
+from sglang_c2t.policies.entropy_width import EntropyWidth
+from sglang_c2t.policies.fork import Fork
+from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
+from sglang_c2t.policies.static_tree import StaticTree
+from tests import oracles
+
+NEVER = float("-inf")
+
+# -- a draft model ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the draft says behind one path."""
+
+    tokens: list[int]  # distinct, by falling probability
+    probs: list[float]
+    marks: list[float]  # one free number per child, which gates of this file read
+    entropy: float
+    secret: float  # one number per row
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A batch of requests; equal seeds are equal models."""
+
+    seed: int
+    topk: int
+    steps: int
+    batch: int
+    max_nodes: int
+    fine: bool = False
+    """Probabilities of 24 random bits instead of multiples of 1/8."""
+
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(self.topk, self.steps, self.max_nodes)
+
+    def __call__(self, request: int, text: tuple[int, ...]) -> Row:
+        rng = random.Random(repr((self.seed, request, text)))
+        chance = rng.random if self.fine else lambda: rng.randint(1, 8) / 8
+        return Row(
+            tokens=rng.sample(range(50), self.topk),
+            probs=sorted((chance() for _ in range(self.topk)), reverse=True),
+            marks=[rng.randint(0, 8) / 8 for _ in range(self.topk)],
+            entropy=rng.choice([0.01, 0.5, 0.75, 1.0, 1.5, 3.0]),
+            secret=rng.random(),
+        )
+
+    def root(self, request: int) -> int:
+        return 100 + request
+
+
+@st.composite
+def drafts(draw: st.DrawFn) -> Draft:
+    """Every size of tree that K, D <= 4 allow, and cuts of it; K is mostly above 1."""
+    topk, steps = draw(st.sampled_from([2, 2, 3, 4, 1])), draw(st.integers(1, 4))
+    most = TreeShape(topk, steps, 0).num_candidates + 1
+    max_nodes = draw(st.one_of(st.just(most), st.integers(1, most)))
+    return Draft(draw(st.integers(0, 2**20)), topk, steps, draw(st.integers(1, 3)), max_nodes)
+
+
+@dataclass
+class Run:
+    """A batch of trees grown from a draft, and what was seen on the way."""
+
+    draft: Draft
+    growth: TreeGrowth
+    beams: list[Beams] = field(default_factory=list)  # behind each layer
+    texts: list[list[list[tuple[int, ...]]]] = field(default_factory=list)  # [layer][b][row]
+    trees: tree.Trees = None  # type: ignore[assignment]
+    keys: Tensor = None  # type: ignore[assignment]
+
+
+def grown(draft: Draft, policy: TreePolicy) -> Run:
+    """Drafts with the policy. What a dead row reads is nonsense: nobody may look at it."""
+    run = Run(draft, TreeGrowth(policy, draft.shape, draft.batch, "cpu"))
+    texts: list[list[tuple[int, ...]]] = [[()] for _ in range(draft.batch)]
+    alive = [[True]] * draft.batch
+    nonsense = Row([-7] * draft.topk, [float("nan")] * draft.topk, [9.0] * draft.topk, -1, -1)
+    for _ in range(draft.steps):
+        rows = [
+            [
+                draft(b, text) if live else nonsense
+                for text, live in zip(texts[b], alive[b], strict=True)
+            ]
+            for b in range(draft.batch)
+        ]
+        flat = [row for request in rows for row in request]
+        beams = run.growth.add(
+            torch.tensor([[row.tokens for row in request] for request in rows]),
+            torch.tensor([[row.probs for row in request] for request in rows]),
+            {
+                "entropy": torch.tensor([row.entropy for row in flat]),
+                "margin": torch.tensor([row.marks for row in flat]).flatten(),
+                "hidden": torch.tensor([[row.secret, -row.secret] for row in flat]),
+            },
+        )
+        texts = [
+            [
+                (*texts[b][parent], token)
+                for parent, token in zip(
+                    beams.parent_row[b].tolist(), beams.tokens[b].tolist(), strict=True
+                )
+            ]
+            for b in range(draft.batch)
+        ]
+        alive = beams.alive.tolist()
+        run.beams.append(beams)
+        run.texts.append(texts)
+    roots = torch.tensor([draft.root(b) for b in range(draft.batch)])
+    run.trees, run.keys = run.growth.finish(roots)
+    return run
+
+
+# -- the same trees, node by node ---------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Node:
+    """A drafted token of one request."""
+
+    parent: Node | None
+    rank: int
+    token: int
+    prob: float
+    mark: float
+    entropy: float
+    secret: float
+    number: int = -1  # among all candidates, dead ones included
+    closed: float = NEVER
+
+    @property
+    def path(self) -> list[Node]:
+        return [*(self.parent.path if self.parent else []), self]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(node.rank for node in self.path)
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        return tuple(node.token for node in self.path)
+
+    @property
+    def depth(self) -> int:
+        return len(self.path)
+
+    @property
+    def joint(self) -> float:
+        product = 1.0
+        for node in self.path:
+            product *= node.prob
+        return product
+
+
+def children(draft: Draft, request: int, parent: Node | None) -> list[Node]:
+    row = draft(request, parent.text if parent else ())
+    return [
+        Node(parent, rank, row.tokens[rank], row.probs[rank], row.marks[rank], row.entropy,
+             row.secret)
+        for rank in range(draft.topk)
+    ]  # fmt: skip
+
+
+Score = Callable[[Node], float]
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A tree rule, one node at a time. Of equals the first, everywhere."""
+
+    enters: Callable[[Node], bool]
+    key: Score
+    expand: Score | None = None  # by key
+    limit: int | None = None  # nodes of one layer, by key
+    after: Callable[[Node], bool] | None = None  # second look, behind the cap
+
+    def layers(self, draft: Draft, request: int) -> tuple[list[list[Node]], list[list[Node]]]:
+        """What enters, and what is forwarded behind it, layer by layer."""
+        topk = draft.topk
+        all_entered, all_beams = [], []
+        beams: list[Node | None] = [None]
+        first = 0
+        for _ in range(draft.steps):
+            entered = []
+            for row, parent in enumerate(beams):
+                for node in children(draft, request, parent):
+                    node.number = first + row * topk + node.rank
+                    if self.enters(node):
+                        entered.append(node)
+            if self.limit is not None:
+                best = sorted(entered, key=lambda node: -self.key(node))[: self.limit]
+                entered = [node for node in entered if node in best]
+            beams = sorted(entered, key=lambda node: -(self.expand or self.key)(node))[:topk]
+            first += topk * (topk if all_entered else 1)
+            all_entered.append(entered)
+            all_beams.append(beams)
+        return all_entered, all_beams
+
+    def tree(self, draft: Draft, request: int) -> list[Node]:
+        """The nodes to verify, in order, root left out."""
+        nodes = [node for layer in self.layers(draft, request)[0] for node in layer]
+        for node in nodes:
+            node.closed = min(self.key(other) for other in node.path)
+        best = sorted(nodes, key=lambda node: (-node.closed, node.number))[: draft.max_nodes - 1]
+        after = self.after
+        if after is not None:
+            best = [node for node in best if all(after(other) for other in node.path)]
+        return sorted(best, key=lambda node: node.number)
+
+
+def assert_trees(run: Run, expected: Callable[[int], Sequence[Node]]) -> None:
+    """The trees hold exactly these nodes, in this order; and say so in every field."""
+    size = run.draft.max_nodes
+    for b in range(run.draft.batch):
+        nodes = list(expected(b))
+        pad = size - 1 - len(nodes)
+        number = {None: 0, **{node: i for i, node in enumerate(nodes, start=1)}}
+        assert run.trees.num_nodes[b] == len(nodes) + 1
+        assert run.trees.tokens[b].tolist() == [
+            run.draft.root(b), *(node.token for node in nodes), *[0] * pad
+        ]  # fmt: skip
+        assert run.trees.parents[b].tolist() == [
+            -1, *(number[node.parent] for node in nodes), *[-1] * pad
+        ]  # fmt: skip
+        assert run.trees.depth[b].tolist() == [0, *(node.depth for node in nodes), *[0] * pad]
+        assert run.trees.source[b].tolist() == [-1, *(n.number for n in nodes), *[-1] * pad]
+        assert run.keys[b].tolist() == [
+            float("inf"), *(node.closed for node in nodes), *[NEVER] * pad
+        ]  # fmt: skip
+
+
+def assert_beams(run: Run, oracle: Oracle) -> None:
+    """The rows that live are the oracle's, in its order; the last layer forwards nothing."""
+    for b in range(run.draft.batch):
+        _, layers = oracle.layers(run.draft, b)
+        for beams, nodes in zip(run.beams[:-1], layers[:-1], strict=True):
+            dead = run.draft.topk - len(nodes)
+            live = len(nodes)
+            assert beams.alive[b].tolist() == [True] * live + [False] * dead
+            assert beams.tokens[b, :live].tolist() == [node.token for node in nodes]
+            assert beams.candidate[b, :live].tolist() == [node.number for node in nodes]
+
+
+# -- gates of this file -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ByMark:
+    """The draft's free number as the confidence: not monotone along a path, full of ties."""
+
+    beta: float
+    name = "by-mark"
+    needs = frozenset({"margin"})
+
+    def confidence(self, layer: DraftLayer) -> Tensor:
+        return layer.measured["margin"]
+
+    def keep(self, layer: DraftLayer) -> Tensor:
+        return self.confidence(layer) >= self.beta
+
+
+@dataclass(frozen=True)
+class AlongPath(ByMark):
+    """Product of the free numbers down to the token, read from the parents like ``logistic``."""
+
+    reads_parent = True
+
+    def confidence(self, layer: DraftLayer) -> Tensor:
+        own = layer.measured["margin"]
+        return own if layer.parent is None else own * self.confidence(layer.parent)
+
+
+def mark(node: Node) -> float:
+    return node.mark
+
+
+def joint(node: Node) -> float:
+    return node.joint
+
+
+def along_path(node: Node) -> float:
+    product = 1.0
+    for other in node.path:
+        product *= other.mark
+    return product
+
+
+betas = st.integers(0, 9).map(lambda eighths: eighths / 8)
+
+# -- every rule against its oracle --------------------------------------------------------
+
+
+@given(drafts(), betas, st.none() | st.integers(1, 5))
+def test_algorithm_1_is_what_it_is_node_by_node(
+    draft: Draft, beta: float, limit: int | None
+) -> None:
+    """Pruned by confidence, expanded by confidence, capped by confidence."""
+    oracle = Oracle(lambda node: node.mark >= beta, key=mark, limit=limit)
+    run = grown(draft, GatedTree(ByMark(beta), limit))
+    assert_trees(run, lambda b: oracle.tree(draft, b))
+    assert_beams(run, oracle)
+
+
+@given(drafts(), betas)
+def test_a_gate_that_reads_parents_gets_each_nodes_own(draft: Draft, beta: float) -> None:
+    oracle = Oracle(lambda node: along_path(node) >= beta, key=along_path)
+    run = grown(draft, GatedTree(AlongPath(beta)))
+    assert_trees(run, lambda b: oracle.tree(draft, b))
+    assert_beams(run, oracle)
+
+
+@given(drafts(), betas)
+def test_the_gates_that_need_no_training_prune_trees_too(draft: Draft, beta: float) -> None:
+    by_joint = Oracle(lambda node: node.joint >= beta, key=joint)
+    assert_trees(grown(draft, GatedTree(DyJoint(beta))), lambda b: by_joint.tree(draft, b))
+    own = Oracle(lambda node: node.prob >= beta, key=lambda node: node.prob)
+    assert_trees(grown(draft, GatedTree(DyMax(beta))), lambda b: own.tree(draft, b))
+
+
+@given(drafts())
+def test_eagle2_verifies_the_most_likely_nodes_of_all(draft: Draft) -> None:
+    oracle = Oracle(lambda node: True, key=joint)
+    run = grown(draft, EAGLE2())
+    assert_trees(run, lambda b: oracle.tree(draft, b))
+    assert_beams(run, oracle)
+    assert (run.trees.num_nodes == draft.max_nodes).all(), "every tree has the same size"
+
+
+@given(drafts(), betas)
+def test_a_gate_behind_eagle2_prunes_its_tree_and_nothing_takes_the_place(
+    draft: Draft, beta: float
+) -> None:
+    oracle = Oracle(lambda node: True, key=joint, after=lambda node: node.mark >= beta)
+    run = grown(draft, GatedEAGLE2(ByMark(beta)))
+    assert_trees(run, lambda b: oracle.tree(draft, b))
+    assert_beams(run, oracle)
+    full = grown(draft, EAGLE2())
+    for kept, all_of_it in zip(run.trees.source.tolist(), full.trees.source.tolist(), strict=True):
+        assert set(kept) <= set(all_of_it) | {-1}
+
+
+@given(drafts(), st.sampled_from(["fixed", "dynamic"]))
+def test_entropy_width_gives_each_row_its_own_number_of_children(draft: Draft, depth: str) -> None:
+    width = {0.01: 1, 0.5: 2, 0.75: 2, 1.0: 4, 1.5: 6, 3.0: 7}
+
+    def enters(node: Node) -> bool:
+        stopped = depth == "dynamic" and node.entropy > 1
+        return node.rank < width[node.entropy] and not stopped
+
+    oracle = Oracle(enters, key=joint)
+    run = grown(draft, EntropyWidth(depth))
+    assert_trees(run, lambda b: oracle.tree(draft, b))
+    assert_beams(run, oracle)
+
+
+def nodes_on(draft: Draft, request: int, paths: Iterable[tuple[int, ...]]) -> list[Node]:
+    """The nodes with these ranks, parents before children; linked, not numbered."""
+    made: dict[tuple[int, ...], Node] = {}
+    for path in sorted(paths, key=lambda path: (len(path), path)):
+        parent = made.get(path[:-1])
+        assert parent is not None or len(path) == 1
+        made[path] = children(draft, request, parent)[path[-1]]
+    return list(made.values())
+
+
+def shapes(run: Run) -> list[list[tuple[int, int]]]:
+    """Of each tree the (parent, token) of its nodes."""
+    sizes = run.trees.num_nodes.tolist()
+    pairs = zip(run.trees.parents.tolist(), run.trees.tokens.tolist(), sizes, strict=True)
+    return [list(zip(p[1:n], t[1:n], strict=True)) for p, t, n in pairs]
+
+
+def linked(nodes: Sequence[Node]) -> list[tuple[int, int]]:
+    number = {None: 0, **{node: i for i, node in enumerate(nodes, start=1)}}
+    return [(number[node.parent], node.token) for node in nodes]
+
+
+@st.composite
+def templates(draw: st.DrawFn) -> tuple[Draft, list[list[int]]]:
+    """A draft, and a tree of paths that it has room for; shuffled lists, as JSON may hold."""
+    draft = draw(drafts())
+    rng = random.Random(draw(st.integers(0, 2**20)))
+    paths: list[list[int]] = []
+    internal: list[list[int]] = [[]]
+    for _ in range(draft.steps):
+        layer = [
+            [*path, rank]
+            for path in internal
+            for rank in rng.sample(range(draft.topk), rng.randint(1, draft.topk))
+        ]
+        paths += layer
+        internal = rng.sample(layer, rng.randint(0, min(draft.topk, len(layer))))
+    rng.shuffle(paths)
+    room = max(draft.max_nodes, len(paths) + 1)
+    return Draft(draft.seed, draft.topk, draft.steps, draft.batch, room), paths
+
+
+@given(templates())
+def test_a_static_tree_has_its_paths_in_every_request(
+    template: tuple[Draft, list[list[int]]],
+) -> None:
+    draft, paths = template
+    policy = StaticTree(paths)
+    policy.check(draft.shape)
+    run = grown(draft, policy)
+    expected = [
+        linked(nodes_on(draft, b, [tuple(path) for path in paths])) for b in range(draft.batch)
+    ]
+    assert shapes(run) == expected
+    assert ((run.keys == 1.0).sum(dim=1) == len(paths)).all()
+
+
+@given(drafts(), st.none() | st.integers(1, 4))
+def test_a_fork_drops_the_tails_of_its_least_likely_tines_where_the_cap_bites(
+    draft: Draft, width: int | None
+) -> None:
+    tines = min(width or draft.topk, draft.topk)
+    run = grown(draft, Fork(width))
+    for b, shape in enumerate(shapes(run)):
+        paths = [(r, *[0] * depth) for depth in range(draft.steps) for r in range(tines)]
+        nodes = nodes_on(draft, b, paths)
+        best = sorted(nodes, key=lambda node: (-node.joint, node.depth, node.ranks))
+        kept = set(best[: draft.max_nodes - 1])
+        assert shape == linked([node for node in nodes if node in kept])
+
+
+# -- sizes at the ends --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_nodes", [1, 2, 7])
+@pytest.mark.parametrize("after", [False, True], ids=["algorithm-1", "behind-eagle2"])
+def test_a_tree_may_be_its_root_alone(max_nodes: int, after: bool) -> None:
+    """Nothing is confident enough; or there is no room for anything."""
+    draft = Draft(seed=1, topk=2, steps=3, batch=3, max_nodes=max_nodes)
+    gate = ByMark(1.5)
+    run = grown(draft, GatedEAGLE2(gate) if after else GatedTree(gate))
+    assert run.trees.num_nodes.tolist() == [1, 1, 1]
+    assert_trees(run, lambda b: [])
+    assert (run.trees.depth == 0).all()
+
+
+@pytest.mark.parametrize("max_nodes", [1, 2, 7, 11])
+def test_a_tree_that_nothing_prunes_has_as_many_nodes_as_fit(max_nodes: int) -> None:
+    draft = Draft(seed=1, topk=2, steps=3, batch=3, max_nodes=max_nodes)
+    for policy in (GatedTree(ByMark(0.0)), GatedEAGLE2(ByMark(0.0)), EAGLE2()):
+        assert grown(draft, policy).trees.num_nodes.tolist() == [max_nodes] * 3
+
+
+def test_room_for_more_nodes_than_the_draft_proposes_stays_empty() -> None:
+    draft = Draft(seed=1, topk=2, steps=2, batch=2, max_nodes=10)
+    run = grown(draft, EAGLE2())
+    assert run.trees.num_nodes.tolist() == [7, 7]
+    assert run.trees.parents[:, 7:].tolist() == [[-1] * 3] * 2
+
+
+# -- the books ----------------------------------------------------------------------------
+
+
+@given(drafts(), betas)
+def test_the_rows_of_a_beams_ancestors_hold_the_tokens_of_its_path(
+    draft: Draft, beta: float
+) -> None:
+    """A draft writes a row's KV when it forwards the row; attention must find its own path."""
+    run = grown(draft, GatedTree(ByMark(beta)))
+    fresh = TreeGrowth(GatedTree(ByMark(beta)), draft.shape, draft.batch, "cpu")
+    assert fresh.ancestor_rows.shape == (draft.batch, 1, 0)
+    forwards = run.beams[:-1]  # behind the last layer nothing is forwarded
+    if not forwards:
+        return
+    rows = run.growth.ancestor_rows
+    assert rows.shape == (draft.batch, draft.topk, len(forwards))
+    for b in range(draft.batch):
+        for k, text in enumerate(run.texts[len(forwards) - 1][b]):
+            written = [
+                int(beams.tokens[b, row])
+                for beams, row in zip(forwards, rows[b, k].tolist(), strict=True)
+            ]
+            assert written == list(text)
+            assert rows[b, k, -1] == k
+
+
+def test_ancestor_rows_of_the_example() -> None:
+    """Two roads from a and b: c and e go on, or c and d do."""
+
+    @dataclass(frozen=True)
+    class Chosen(EAGLE2):
+        second: tuple[float, ...] = ()
+
+        def grow(self, layer: TreeLayer) -> Any:
+            growth = super().grow(layer)
+            if layer.depth == 1:
+                return growth
+            return growth._replace(expand=torch.tensor(self.second).view(1, 2, 2))
+
+    for second, expected in [
+        ((4.0, 2.0, 3.0, 1.0), [[0, 0], [1, 1]]),
+        ((4.0, 3.0, 2.0, 1.0), [[0, 0], [0, 1]]),
+    ]:
+        growth = TreeGrowth(Chosen(second=second), TreeShape(2, 3, 11), 1, "cpu")
+        growth.add(torch.tensor([[[1, 2]]]), torch.tensor([[[0.5, 0.25]]]),
+                   {"entropy": torch.zeros(1)})  # fmt: skip
+        growth.add(torch.tensor([[[3, 4], [5, 6]]]), torch.full((1, 2, 2), 0.5),
+                   {"entropy": torch.zeros(2)})  # fmt: skip
+        assert growth.ancestor_rows[0].tolist() == expected
+
+
+@given(drafts(), betas)
+def test_a_policy_sees_every_node_with_its_own_measurements_and_its_own_parents(
+    draft: Draft, beta: float
+) -> None:
+    """All the way up to the first layer, for every node that lives."""
+    oracle = Oracle(lambda node: node.mark >= beta, key=mark)
+
+    @dataclass(frozen=True)
+    class Curious(ByMark):
+        reads_parent = True
+
+    run = grown(draft, GatedTree(Curious(beta)))
+    assert len(run.growth.layers) == draft.steps
+    for depth, layer in enumerate(run.growth.layers, start=1):
+        assert layer.depth == depth
+        rows = layer.joint.shape[1]
+        for b in range(draft.batch):
+            beams: list[Node | None] = [None]
+            if depth > 1:
+                beams = list(oracle.layers(draft, b)[1][depth - 2])
+            assert layer.grid(layer.nodes.alive)[b, :, 0].tolist() == [
+                row < len(beams) for row in range(rows)
+            ]
+            for row, parent in enumerate(beams):
+                for node in children(draft, b, parent):
+                    at = (b * rows + row) * draft.topk + node.rank
+                    assert layer.joint[b, row, node.rank] == node.joint
+                    assert layer.entropy[b, row, node.rank] == torch.tensor(node.entropy)
+                    assert_is(layer.nodes, at, node)
+
+
+def assert_is(layer: DraftLayer | None, at: int, node: Node | None) -> None:
+    """The token at this place is that node; so is its parent, and so on."""
+    if node is None:
+        assert layer is None
+        return
+    assert layer is not None
+    assert layer.depth == node.depth
+    assert (layer.prob[at], layer.joint[at]) == (node.prob, node.joint)
+    assert layer.measured["margin"][at] == node.mark
+    assert layer.entropy[at] == torch.tensor(node.entropy)
+    assert torch.equal(layer.measured["hidden"][at], torch.tensor([node.secret, -node.secret]))
+    assert bool(layer.alive[at])
+    assert_is(layer.parent, at, node.parent)
+
+
+@given(drafts(), betas, st.integers(0, 30))
+def test_keys_rank_the_nodes_of_a_whole_batch_and_keep_trees_closed(
+    draft: Draft, beta: float, max_rows: int
+) -> None:
+    """Cut to so many rows, the batch keeps the nodes with the largest keys."""
+    assume(draft.max_nodes > 1)
+    run = grown(draft, GatedTree(ByMark(beta)))
+    cut = tree.within_budget(run.trees, run.keys, max_rows)
+    ranked = sorted(
+        (-float(run.keys[b, node]), node, b)
+        for b in range(draft.batch)
+        for node in range(1, int(run.trees.num_nodes[b]))
+    )
+    kept = sorted((b, node) for _, node, b in ranked[: max(max_rows - draft.batch, 0)])
+    for b in range(draft.batch):
+        nodes = [node for request, node in kept if request == b]
+        assert cut.source[b, 1 : int(cut.num_nodes[b])].tolist() == [
+            int(run.trees.source[b, node]) for node in nodes
+        ]
+        assert all(int(run.trees.parents[b, node]) in [0, *nodes] for node in nodes), "closed"
+
+
+@given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 2**16))
+def test_the_margin_of_a_child_is_to_its_best_sibling(rows: int, topk: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(0, 6, (rows, 8), generator=generator).float()
+    prob = logits.softmax(dim=1).topk(topk).values
+    margins = node_margins(prob).view(rows, topk)
+    for row in range(rows):
+        for child in range(topk):
+            rival = max(prob[row, other] for other in range(topk) if other != child)
+            expected = prob[row, child].log() - rival.log()
+            assert margins[row, child] == pytest.approx(float(expected), abs=1e-6)
+    first = measure(logits, ["margin"])["margin"]
+    assert torch.allclose(margins[:, 0], first, atol=1e-5), "a chain's margin"
+
+
+def test_a_child_without_a_chance_has_a_finite_margin() -> None:
+    assert node_margins(torch.tensor([[1.0, 0.0, 0.0]])).isfinite().all()
+
+
+# -- SGLang's own tree --------------------------------------------------------------------
+
+
+@settings(max_examples=50)
+@given(drafts())
+def test_eagle2_is_the_tree_that_sglang_drafts(draft: Draft) -> None:
+    """Its loop and its reranking, wherever no two joint probabilities are equal."""
+    pytest.importorskip("sglang", reason="SGLang is not installed")
+    from sglang.srt.speculative.eagle_utils import organize_draft_results
+    from sglang.srt.speculative.spec_utils import select_top_k_tokens
+
+    draft = Draft(draft.seed, draft.topk, draft.steps, draft.batch, draft.max_nodes, fine=True)
+    texts: list[list[tuple[int, ...]]] = [[()] for _ in range(draft.batch)]
+    scores: Any = None
+    lists: tuple[list[Tensor], ...] = ([], [], [])
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(draft.steps):
+            rows = [draft(b, text) for b in range(draft.batch) for text in texts[b]]
+            probs = torch.tensor([row.probs for row in rows])
+            tokens = torch.tensor([row.tokens for row in rows])
+            ids, _, scores, info = select_top_k_tokens(
+                step, probs, tokens, None, scores, draft.topk
+            )
+            for values, new in zip(lists, info, strict=True):
+                values.append(new)
+            if step == 0:
+                rows_of = torch.zeros((draft.batch, draft.topk), dtype=torch.long)
+            else:
+                first = draft.topk + (step - 1) * draft.topk**2
+                rows_of = (info[2] - first) // draft.topk
+            texts = [
+                [
+                    (*texts[b][row], token)
+                    for row, token in zip(rows_of[b].tolist(), new_ids, strict=True)
+                ]
+                for b, new_ids in enumerate(ids.view(draft.batch, -1).tolist())
+            ]
+    for row in torch.cat([s.flatten(1) for s in lists[0]], dim=1).tolist():
+        assume(len(set(row)) == len(row))
+    parent_list, selected, tokens = organize_draft_results(*lists, draft.max_nodes)
+    run = grown(draft, EAGLE2())
+    assert torch.equal(run.trees.source[:, 1:], selected)
+    assert torch.equal(run.trees.tokens[:, 1:], tokens)
+    for b in range(draft.batch):
+        parents, *_ = oracles.tree_from_candidates(
+            parent_list[b].tolist(), selected[b].tolist(), draft.topk
+        )
+        assert run.trees.parents[b].tolist() == parents
