@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang_c2t.tree import child_links
+from sglang_c2t.tree import child_links, visible_nodes
 
-__all__ = ["build_tree", "parent_positions", "root_paths"]
+__all__ = ["build_tree", "parent_positions"]
 
 # Values of sglang.srt.speculative.eagle_utils.TreeMaskMode (0.5.17 .. 0.5.23)
 FULL_MASK, QLEN_ONLY = 0, 1
@@ -46,21 +46,6 @@ def parent_positions(
     return torch.cat((position.new_full((bs, 1), -1), position), dim=1)
 
 
-def root_paths(parents: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
-    """``(visible [B, N, N] bool, depth [B, N])``: ancestors, root and self; root depth 0."""
-    bs, num_nodes = parents.shape
-    visible = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(bs, 1, 1)
-    visible[:, :, 0] = True
-    depth = torch.zeros_like(parents)
-    above = parents
-    for _ in range(max_depth):
-        depth += above >= 0
-        # orphans and the root point at column 0, which is set already
-        visible.scatter_(2, above.clamp(min=0).unsqueeze(2), True)
-        above = torch.where(above > 0, parents.gather(1, above.clamp(min=0)), -1)
-    return visible, depth
-
-
 def build_tree(
     parent_list: Tensor,  # [B, K*(D-1)+1] int64
     selected_index: Tensor,  # [B, N-1] int64
@@ -79,7 +64,9 @@ def build_tree(
     bs = verified_seq_len.shape[0]
     parents = parent_positions(parent_list, selected_index, topk)
     next_token, next_sibling = child_links(parents)
-    visible, node_depth = root_paths(parents, depth)
+    visible = visible_nodes(parents, depth)
+    # Ancestors without the node itself; the root sees nobody else, nor does it matter for orphans.
+    node_depth = (visible.sum(dim=2) - 1).masked_fill_(parents < 0, 0)
     retrive_index.copy_(
         torch.arange(bs * draft_token_num, device=parents.device).view(bs, draft_token_num)
     )

@@ -147,6 +147,71 @@ SEAMS: tuple[Seam, ...] = (
         ],
     ),
     Seam(
+        f"{EAGLE_WORKER}.select_top_k_tokens",
+        "chooses which nodes of a tree are expanded",
+        ["i", "topk_p", "topk_index", "hidden_states", "scores", "topk"],
+    ),
+    Seam(
+        f"{EAGLE_WORKER}.organize_draft_results",
+        "chooses which nodes of a tree are verified",
+        ["score_list", "token_list", "parents_list", "num_draft_token"],
+    ),
+    Seam(
+        f"{EAGLE_WORKER}.build_eagle_verify_input",
+        "builds the verify input of differently shaped trees",
+        ["batch", "draft_input", "parent_list", "top_scores_index", "draft_tokens"],
+    ),
+    Seam(f"{EAGLE_WORKER}.EagleDraftWorker.draft", "calls it by its global name", ["batch"]),
+    Seam(
+        f"{EAGLE_COMMON}.eagle_sample",
+        "samples a token per row of a tree, then matches",
+        ["verify_input", "batch", "logits_output", "grammar_mask"],
+    ),
+    Seam(
+        f"{EAGLE_COMMON}._finalize_accept_tree_path",
+        "moves the accepted path of a tree to the front",
+        [
+            "batch",
+            "accept_index",
+            "accept_lens",
+            "predict",
+            "logits_output",
+            "token_to_kv_pool_allocator",
+            "num_draft_tokens",
+        ],
+    ),
+    Seam(
+        "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func",
+        "walks trees",
+        [
+            "predicts",
+            "accept_index",
+            "accept_token_num",
+            "candidates",
+            "retrieve_index",
+            "retrieve_next_token",
+            "retrieve_next_sibling",
+            "target_predict",
+            "topk",
+        ],
+    ),
+    Seam(
+        "sglang.srt.speculative.eagle_info.EagleVerifyInput.generate_attn_arg_prefill",
+        "tells FlashInfer the rows and the mask of each tree",
+        ["req_pool_indices", "paged_kernel_lens", "paged_kernel_lens_sum", "translator", "plan"],
+    ),
+    Seam(
+        "sglang.srt.constrained.base_grammar_backend.GrammarMask",
+        "constrains the rows of a tree",
+        fields=["vocab_mask"],
+    ),
+    Seam("sglang.srt.layers.sampler.create_sampler", "samples as plain decoding does"),
+    Seam(
+        "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties",
+        "penalises the rows of a tree",
+    ),
+    Seam("sglang.srt.utils.async_probe.sanitize_nan_logits", "guards sampling"),
+    Seam(
         "sglang.srt.speculative.ragged_verify.RaggedVerifyLayout.from_verify_lens_device",
         "tells attention the rows of each request",
         ["verify_lens", "graph_num_tokens"],
@@ -154,7 +219,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.managers.utils.GenerationBatchResult",
         "carries verify lengths to meta_info and labels to recordings",
-        fields=["cap_lens", "accept_lens", "logits_output"],
+        fields=["cap_lens", "accept_lens", "logits_output", "speculative_output_stride"],
     ),
     Seam(
         "sglang.srt.layers.logits_processor.LogitsProcessorOutput",
@@ -282,17 +347,6 @@ def is_flashinfer(backend: Any) -> bool:
     mask of a verify input as they are. By name: importing it needs FlashInfer.
     """
     return type(backend).__name__ == "FlashInferAttnBackend"
-
-
-def can_use_ancestors(draft_backend: Any) -> bool:
-    """Whether a multi-step draft backend can be told its rows' ancestors."""
-    steps = draft_backend.attn_backends if draft_backend is not None else []
-    return all(hasattr(step, "use_ancestors") for step in steps)
-
-
-def use_ancestors(step_backend: Any, ancestor_rows: Any) -> None:
-    """Tell one draft step's attention where its rows' ancestors were forwarded [B, K, i + 1]."""
-    step_backend.use_ancestors(ancestor_rows)
 
 
 def sglang_version() -> str:

@@ -11,9 +11,7 @@ runner that captures ``draft_forward`` can slice it:
     draft_tokens      [B, N]     their tokens, roots not filled in
     draft_probs       None
 
-Exact ancestors: a draft model's KV stays in the beam row that wrote it while the beams are
-re-sorted, so stock rows attend to the keys of their *row* and not of their ancestors
-(sgl-project/sglang#8409). The attention backend of each step is told the true rows.
+What is drafted also depends on what draft rows attend to: see ``ancestors.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from torch import Tensor
 
 from sglang_c2t.srt import compat
+from sglang_c2t.srt.ancestors import Follow
 from sglang_c2t.srt.draft import DraftWatcher, no_forward
 from sglang_c2t.srt.reporting import COUNTERS
 from sglang_c2t.srt.tree_verify import TreeVerifyInput, build_verify_input
@@ -45,8 +44,8 @@ class TreeDraftMixin(DraftWatcher):
     packed = False
     """Whether the target forwards live nodes only; else N rows per request."""
 
-    exact_ancestors = True
-    """Whether draft nodes attend to their ancestors; else to their beam rows, as stock."""
+    follow_ancestors: Follow | None = None
+    """Tells attention where a row's ancestors are; ``None``: rows attend as in stock."""
 
     def draft_forward(self, forward_batch: Any) -> Any:
         """Grow the trees of a batch; see the top of the file for what comes back."""
@@ -89,7 +88,7 @@ class TreeDraftMixin(DraftWatcher):
         hidden_states: Tensor | None,
         scores: Any,
         topk: int,
-    ) -> tuple[Tensor, Tensor | None, None, tuple[None, None, None]]:
+    ) -> tuple[Tensor, Tensor | None, None, tuple[None, None, Tensor]]:
         """In place of ``select_top_k_tokens``: (ids [B * K], hidden [B * K, H], -, -).
 
         ``topk_p`` and ``topk_index`` are [B * W, K], ``hidden_states`` [B * W, H].
@@ -100,10 +99,10 @@ class TreeDraftMixin(DraftWatcher):
             if hidden_states is not None:
                 first_row = torch.arange(batch, device=hidden_states.device)[:, None] * width
                 hidden_states = hidden_states[(first_row + beams.parent_row).flatten()]
-            if self.exact_ancestors and step > 0:  # in the first step rows are ancestors
-                backend = self.draft_attn_backend.attn_backends[step]  # type: ignore[attr-defined]
-                compat.use_ancestors(backend, self.gate.ancestor_rows)
-        return beams.tokens.flatten(), hidden_states, None, (None, None, None)
+            if self.follow_ancestors is not None and step > 0:  # a first row has no ancestors
+                self.follow_ancestors(step, self.gate.ancestor_rows)
+        # The numbers of the expanded nodes are for a SGLang that follows ancestors itself.
+        return beams.tokens.flatten(), hidden_states, None, (None, None, beams.candidate)
 
     def _draft_layer(self, forward_batch: Any, run: Callable[[], Any]) -> Any:
         # Reads the host once per layer, as for chains: it buys a whole draft forward

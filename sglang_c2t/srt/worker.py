@@ -18,7 +18,7 @@ from sglang_c2t.config import C2TConfig, active
 from sglang_c2t.policies import build_policy, build_tree_policy
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.relay import FirstTokenRelay
-from sglang_c2t.srt import compat, ragged_verify, tree_verify
+from sglang_c2t.srt import ancestors, compat, ragged_verify, tree_verify
 from sglang_c2t.srt.draft import (
     C2TEagleDraftWorker,
     C2TStandaloneDraftWorker,
@@ -148,12 +148,25 @@ class TreeWorkerMixin(WorkerMixin):
         draft, config = self._draft_worker, self._config
         runner = self.target_worker.model_runner  # type: ignore[attr-defined]
         draft.packed = tree_verify.decide(config.verify, runner)
-        draft.exact_ancestors = config.exact_ancestors and compat.can_use_ancestors(
-            draft.draft_attn_backend  # type: ignore[attr-defined]
-        )
-        ancestors = "exact" if draft.exact_ancestors else "stock"
         rows = "packed" if draft.packed else "padded"
-        self._announce(f"{rows} verification of trees, {ancestors} ancestors")
+        self._announce(f"{rows} verification of trees, {self._follow_ancestors()} ancestors")
+
+    def _follow_ancestors(self) -> str:
+        """Have draft rows attend to their ancestors where that can be; returns what they do."""
+        backend = self._draft_worker.draft_attn_backend  # type: ignore[attr-defined]
+        if ancestors.sglang_follows(backend):
+            return "SGLang's exact"
+        if not self._config.exact_ancestors:
+            return "stock"
+        self._draft_worker.follow_ancestors = ancestors.follower(backend)
+        if self._draft_worker.follow_ancestors is None and backend is not None:
+            logger.warning(
+                "C2T: draft attention %s cannot be told a node's ancestors: same output, but "
+                "fewer drafts will be accepted",
+                type(backend).__name__,
+            )
+            return "stock"
+        return "exact"
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify the batch's trees and report their sizes."""

@@ -1,0 +1,54 @@
+"""Exact ancestors: which KV slots a draft step's beam rows attend to, per attention backend.
+
+Stock SGLang gives row t of step i the slots that row t wrote in steps 0..i. The beams are
+re-sorted between steps, so these are not the row's ancestors (sgl-project/sglang#8409,
+closed). The lengths are right and only the slots are wrong, so plans stay valid and the
+last i + 1 index entries of each row are rewritten in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_c2t.srt.cpu_attention import TorchCpuMultiStepDraftBackend
+
+#: Called before draft forward ``step`` with :attr:`TreeGrowth.ancestor_rows` [B, K, step + 1].
+Follow = Callable[[int, Tensor], None]
+
+
+def sglang_follows(draft_backend: Any) -> bool:
+    """Whether SGLang tells this backend the ancestors by itself (patches/, or a fix to come)."""
+    return hasattr(draft_backend, "set_draft_ancestors")
+
+
+def follower(draft_backend: Any) -> Follow | None:
+    """How to tell a multi-step draft backend its rows' ancestors; ``None``: no way is known."""
+    if isinstance(draft_backend, TorchCpuMultiStepDraftBackend):
+        return lambda step, rows: draft_backend.attn_backends[step].use_ancestors(rows)
+    if type(draft_backend).__name__ == "FlashInferMultiStepDraftBackend":
+        return lambda step, rows: _in_flashinfer(draft_backend.attn_backends[step], rows)
+    return None
+
+
+def _in_flashinfer(backend: Any, rows: Tensor) -> None:
+    # Two wrappers (sliding window, cross attention) would share one index buffer.
+    (wrapper,) = backend.forward_metadata.decode_wrappers
+    follow_ancestors(wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf, rows)
+
+
+def follow_ancestors(kv_indptr: Tensor, kv_indices: Tensor, ancestor_rows: Tensor) -> None:
+    """Point each beam row's last index entries at its ancestors' slots, in place.
+
+    ``kv_indptr`` [>= B * K + 1] and ``kv_indices`` [entries] int32 come in as stock fills
+    them: a row ends with the d slots it wrote itself, one per step. ``ancestor_rows`` is
+    [B, K, d] int64. Static shapes, no host read.
+    """
+    batch, topk, depth = ancestor_rows.shape
+    ends = kv_indptr[1 : batch * topk + 1].long()[:, None]
+    tail = ends - depth + torch.arange(depth, device=ends.device)  # [B * K, d]
+    written = kv_indices[tail].view(batch, topk, depth)
+    kv_indices[tail] = written.gather(1, ancestor_rows).view(batch * topk, depth)
