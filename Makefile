@@ -52,8 +52,9 @@ models: $(STAMP)  ## Train the demo models again: make models DATA=dir (about 50
 classifier: $(STAMP)  ## Train the shipped classifiers again: make classifier [TRAIN=dir]
 	$(BIN)/python -m eval.record_default $(if $(TRAIN),--train-sets $(TRAIN))
 
-tables: $(STAMP)  ## Compare all stopping rules in eval/TABLES.md: make tables [TEST=dir TRAIN=dir]
+tables: $(STAMP)  ## Compare all rules in eval/TABLES.md and TREES.md: make tables [TEST=dir TRAIN=dir]
 	$(BIN)/python -m eval.tables $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN))
+	$(BIN)/python -m eval.tree_tables $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN))
 
 patch: $(STAMP)  ## Apply patches/ to the installed SGLang and FlashInfer (optional, see patches/README.md)
 	$(BIN)/python patches/apply.py apply

@@ -1,4 +1,4 @@
-"""Recordings of the demo models, made once and kept: every root, whole chains of ten.
+"""Recordings of the demo models, made once and kept: every root, whole chains or wide trees.
 
 ``test`` prompts are measured on, ``train`` prompts are learnt from; the two share none.
 """
@@ -12,7 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
@@ -27,10 +27,27 @@ from eval.prompts import (
 from eval.server import DRAFTS, TARGET, Launch, running, speculative_flags
 from sglang_c2t.classifier.recording import Recording, read_recording
 from sglang_c2t.client import greedy, run_load
+from sglang_c2t.policies.base import TreeShape
 
 NUM_STEPS = 10
 MAX_NEW_TOKENS = 96
 CONCURRENCY = 32
+
+
+class Recorded(NamedTuple):
+    """What is drafted behind every token."""
+
+    num_steps: int
+    topk: int = 1
+    max_new_tokens: int = MAX_NEW_TOKENS
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """The root and all candidates."""
+        return 1 + TreeShape(self.topk, self.num_steps, 0).num_candidates
+
+
+CHAINS = Recorded(NUM_STEPS)
 MANIFEST = "manifest.json"
 
 #: A STANDALONE draft behind a cached prefix depends on who cached it: SGLang's draft keeps
@@ -46,17 +63,19 @@ def prompts(split: str, n: int, folder: Path | None) -> list[Prompt]:
     return mix
 
 
-def record(algorithm: str, texts: Sequence[Prompt], directory: Path) -> Recording:
+def record(
+    algorithm: str, texts: Sequence[Prompt], directory: Path, what: Recorded = CHAINS
+) -> Recording:
     """The recording in ``directory``, made if it is not there; complete or absent.
 
     Raises ValueError when it is of other prompts, models or settings.
     """
-    made_from = manifest(algorithm, texts)
+    made_from = manifest(algorithm, texts, what)
     if not directory.exists():
         partial = directory.with_name(directory.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _serve(algorithm, texts, partial)
+        _serve(algorithm, texts, partial, what)
         (partial / MANIFEST).write_text(json.dumps(made_from, indent=2) + "\n")
         partial.rename(directory)
     found = directory / MANIFEST
@@ -71,31 +90,39 @@ def record(algorithm: str, texts: Sequence[Prompt], directory: Path) -> Recordin
     return recording.select(recording.drafts["request"].new_tensor(mask).bool())
 
 
-def manifest(algorithm: str, texts: Sequence[Prompt]) -> dict[str, Any]:
+def manifest(algorithm: str, texts: Sequence[Prompt], what: Recorded = CHAINS) -> dict[str, Any]:
     """What a recording depends on."""
     prompts_of = json.dumps([[prompt.family, prompt.text] for prompt in texts])
     models = (TARGET / "model.safetensors", DRAFTS[algorithm] / "model.safetensors")
     return {
         "prompts": hashlib.sha256(prompts_of.encode()).hexdigest(),
         "models": [hashlib.sha256(path.read_bytes()).hexdigest() for path in models],
-        "num_steps": NUM_STEPS,
-        "max_new_tokens": MAX_NEW_TOKENS,
+        "num_steps": what.num_steps,
+        "max_new_tokens": what.max_new_tokens,
+        **({"topk": what.topk} if what.topk > 1 else {}),
     }
 
 
-def _serve(algorithm: str, texts: Sequence[Prompt], directory: Path) -> None:
+def named_bodies(texts: Sequence[Prompt], max_new_tokens: int) -> list[dict[str, Any]]:
+    """Greedy requests whose ids say family and number."""
     numbers: Counter[str] = Counter()
     bodies = []
     for prompt in texts:
         rid = f"{prompt.family}/{numbers[prompt.family]}"
-        bodies.append(greedy(prompt.text, MAX_NEW_TOKENS) | {"rid": rid})
+        bodies.append(greedy(prompt.text, max_new_tokens) | {"rid": rid})
         numbers[prompt.family] += 1
-    extra = ["topk_prob", "entropy_top100", "entropy_top500"]
-    extra += [] if algorithm == "STANDALONE" else ["hidden"]
+    return bodies
+
+
+def _serve(algorithm: str, texts: Sequence[Prompt], directory: Path, what: Recorded) -> None:
+    bodies = named_bodies(texts, what.max_new_tokens)
+    chains = what.topk == 1  # of trees there are many nodes: only what every rule reads
+    extra = ["topk_prob", "entropy_top100", "entropy_top500"] if chains else []
+    extra += ["hidden"] if chains and algorithm != "STANDALONE" else []
     config = directory / "config.json"
     config.write_text(
         json.dumps({
-            "policy": "fixed",
+            "policy": "fixed" if chains else "eagle2",
             "record": str(directory.resolve()),
             "record_roots": "every",
             "record_extra": extra,
@@ -103,7 +130,7 @@ def _serve(algorithm: str, texts: Sequence[Prompt], directory: Path) -> None:
         })
     )  # fmt: skip
     flags = (
-        *speculative_flags(algorithm, NUM_STEPS),
+        *speculative_flags(algorithm, what.num_steps, what.topk, what.num_draft_tokens),
         *WITHOUT_PREFIX_CACHE,
         "--c2t",
         "--c2t-config",

@@ -91,8 +91,11 @@ class Server:
         return self._post("/generate", timeout, json=body).json()
 
     def flush_cache(self) -> None:
-        """Forget cached prefixes, so that one run does not serve the next."""
-        self._post("/flush_cache", 30.0)
+        """Forget cached prefixes, so that one run does not serve the next.
+
+        Waits for requests that still end, such as those whose client is gone.
+        """
+        self._post("/flush_cache?timeout=20", 30.0)
 
     def c2t_state(self) -> dict[str, Any]:
         """What the plugin reports in /server_info; {} when it reports nothing."""

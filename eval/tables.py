@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 
 from eval.demo import git_revision
+from eval.markdown import bold, bracket, row, rule, signed, with_interval
 from eval.recordings import MAX_NEW_TOKENS, NUM_STEPS, prompts, record
 from eval.server import DRAFTS
 from sglang_c2t.classifier.checkpoint import Classifier
@@ -225,7 +226,7 @@ def main_tables(
         steps = (measured.once @ curve.num_steps.T)[0, 0]
         drafted = (measured.once @ curve.num_drafted.T)[0, 0] / steps
         tau, gamma = (
-            _with_interval(f(measured.once)[:, 0], f(measured.drawn)[:, 0])
+            with_interval(f(measured.once)[:, 0], f(measured.drawn)[:, 0])
             for f in (curve.tau, curve.gamma)
         )
         lines.append(f"| {name} | {threshold} | {drafted:.2f} | {tau} | {gamma} |")
@@ -239,19 +240,19 @@ def main_tables(
         "because all rules share the spread of the prompts; the paired differences below are "
         "sharper.",
         "",
-        _header("method", [f"tau {t:.3f} ({_name(n)})" for n, t in _targets(measured)]),
-        _rule(len(TARGETS)),
+        row("method", [f"tau {t:.3f} ({_name(n)})" for n, t in _targets(measured)]),
+        rule(len(TARGETS)),
     ]
     table = {name: measured.gammas(curve) for name, curve in curves.items()}
     best = [min(column) for column in zip(*table.values(), strict=True)]
     fixed = [_fixed_gamma(measured, target) for target in TARGETS]
-    lines.append(_row("fixed", [f"{g:.2f}" for g in fixed]))
-    for name, row in table.items():
+    lines.append(row("fixed", [f"{g:.2f}" for g in fixed]))
+    for name, gammas in table.items():
         cells = []
-        for found, least, target in zip(row, best, TARGETS, strict=True):
+        for found, least, target in zip(gammas, best, TARGETS, strict=True):
             drawn = curves[name].gamma_at(measured.target(target, measured.drawn), measured.drawn)
-            cells.append(_bold(f"{found:.3f}", found <= least) + _bracket(drawn))
-        lines.append(_row(name, cells))
+            cells.append(bold(f"{found:.3f}", found <= least) + bracket(drawn))
+        lines.append(row(name, cells))
     return [*lines, ""]
 
 
@@ -264,13 +265,13 @@ def difference_table(measured: Measured, curves: dict[str, Curve]) -> list[str]:
         "negative: fewer drafts verified. Bold: the interval excludes zero and we win; "
         "italic: it excludes zero and we lose.",
         "",
-        _header("ours against", [_name(t) for t in TARGETS]),
-        _rule(len(TARGETS)),
+        row("ours against", [_name(t) for t in TARGETS]),
+        rule(len(TARGETS)),
     ]
     for rival in ("DyJoint", "logistic, margin", "logistic, largest q", "MCSD, top-k"):
         for name in OURS:
-            cells = [_signed(*d) for d in measured.differences(curves[name], curves[rival])]
-            lines.append(_row(f"{name} - {rival}", cells))
+            cells = [signed(*d) for d in measured.differences(curves[name], curves[rival])]
+            lines.append(row(f"{name} - {rival}", cells))
     return [*lines, ""]
 
 
@@ -283,14 +284,14 @@ def family_table(measured: Measured, curves: dict[str, Curve]) -> list[str]:
         "",
     ]
     names = ["DyJoint", "logistic, margin", "logistic, largest q", *OURS]
-    lines += [_header("family", ["n", "tau", *names]), _rule(len(names) + 2)]
+    lines += [row("family", ["n", "tau", *names]), rule(len(names) + 2)]
     for family in sorted(set(measured.draft.groups)):
         weights = everyone(measured.draft.groups, only=family)
         tau = measured.target(3, weights)
         gammas = [float(curves[name].gamma_at(tau, weights)[0]) for name in names]
         best = min(gammas)
         cells = [str(int(weights.sum())), f"{tau[0]:.3f}"]
-        lines.append(_row(family, cells + [_bold(f"{g:.3f}", g <= best) for g in gammas]))
+        lines.append(row(family, cells + [bold(f"{g:.3f}", g <= best) for g in gammas]))
     return [*lines, ""]
 
 
@@ -328,11 +329,11 @@ def variant_table(measured: Measured, rival: Curve) -> list[str]:
         "AUC and calibration error (ECE, 15 bins) over all recorded test tokens, then gamma at "
         "equal accept length. M: largest probabilities in the entropy.",
         "",
-        _header("classifier", ["parameters", "AUC", "ECE", *map(_name, TARGETS)]),
-        _rule(len(TARGETS) + 3),
+        row("classifier", ["parameters", "AUC", "ECE", *map(_name, TARGETS)]),
+        rule(len(TARGETS) + 3),
     ]
     layer, labels = draft.test.layer(), draft.test.nodes["accept"].float()
-    lines.append(_row("joint probability (DyJoint)", [
+    lines.append(row("joint probability (DyJoint)", [
         "0", f"{auc(layer.joint, labels):.4f}",
         f"{expected_calibration_error(layer.joint, labels):.3f}",
         *(f"{g:.3f}" for g in measured.gammas(rival))]))  # fmt: skip
@@ -340,7 +341,7 @@ def variant_table(measured: Measured, rival: Curve) -> list[str]:
         classifier = train_classifier(draft.train, recipe)
         scores = classifier.confidence(layer)
         gammas = measured.gammas(sweep(gate("c2t", classifier), draft.chains))
-        lines.append(_row(name, [
+        lines.append(row(name, [
             str(classifier.training["parameters"]),
             f"{auc(scores, labels):.4f}",
             f"{expected_calibration_error(scores, labels):.3f}",
@@ -363,8 +364,8 @@ def history_table(measured: Measured, plain: Classifier) -> list[str]:
         "request's previous verification. All trained on the same roots, those that C2T-log at "
         "0.3 visits in the training prompts.",
         "",
-        _header("inputs", [_name(t) for t in TARGETS]),
-        _rule(len(TARGETS)),
+        row("inputs", [_name(t) for t in TARGETS]),
+        rule(len(TARGETS)),
     ]
     names = RECIPES["c2t-log"].names
     for label, extra in (
@@ -375,7 +376,7 @@ def history_table(measured: Measured, plain: Classifier) -> list[str]:
         recipe = Recipe((*names, *extra), balance=False)
         classifier = train_classifier(visited, recipe)
         curve = sweep(gate("c2t", classifier), draft.chains, ODDS_GRID[::2])
-        lines.append(_row(label, [f"{g:.3f}" for g in measured.gammas(curve)]))
+        lines.append(row(label, [f"{g:.3f}" for g in measured.gammas(curve)]))
     return [*lines, ""]
 
 
@@ -413,8 +414,8 @@ def _between_drafts(drafts: dict[str, Measured], recipe: str) -> list[str]:
         "difference from DyJoint in per cent. Fine-tuned: learning rate 1e-4 on a tenth of the "
         "column's own training prompts.",
         "",
-        _header("trained on", list(drafts)),
-        _rule(len(drafts)),
+        row("trained on", list(drafts)),
+        rule(len(drafts)),
     ]
     own = {name: train_classifier(m.draft.train, RECIPES[recipe]) for name, m in drafts.items()}
     tenth = {name: share_of_prompts(m.draft.train, FINE_TUNE_SHARE) for name, m in drafts.items()}
@@ -429,8 +430,8 @@ def _between_drafts(drafts: dict[str, Measured], recipe: str) -> list[str]:
     rows["the column's tenth alone, from scratch"] = {
         there: train_classifier(tenth[there], RECIPES[recipe]) for there in drafts
     }
-    for label, row in rows.items():
-        lines.append(_row(label, [_transferred(drafts[there], c) for there, c in row.items()]))
+    for label, used in rows.items():
+        lines.append(row(label, [_transferred(drafts[there], c) for there, c in used.items()]))
     return [*lines, ""]
 
 
@@ -452,7 +453,7 @@ def _between_families(measured: Measured, recipe: str) -> list[str]:
         if family == "all of them":
             mask = torch.ones(draft.train.num_drafts, dtype=torch.bool)
         classifier = train_classifier(draft.train.select(mask), RECIPES[recipe])
-        lines.append(_row(family, [_transferred(measured, classifier)]))
+        lines.append(row(family, [_transferred(measured, classifier)]))
     return [*lines, ""]
 
 
@@ -480,36 +481,6 @@ def _fixed_gamma(measured: Measured, target: int | str) -> float:
     names = [f.name for f in fields(Curve)]
     joined = Curve(*(np.concatenate([getattr(c, f) for c in lengths]) for f in names))
     return float(joined.gamma_at(measured.target(target, measured.once), measured.once)[0])
-
-
-def _header(first: str, columns: Sequence[str]) -> str:
-    return _row(first, columns)
-
-
-def _rule(num_columns: int) -> str:
-    return "|---|" + "---:|" * num_columns
-
-
-def _row(first: str, cells: Sequence[str]) -> str:
-    return f"| {first} | " + " | ".join(cells) + " |"
-
-
-def _bold(text: str, yes: bool) -> str:
-    return f"**{text}**" if yes else text
-
-
-def _with_interval(once: Array, drawn: Array) -> str:
-    return f"{once[0]:.2f}" + _bracket(drawn)
-
-
-def _bracket(drawn: Array) -> str:
-    low, high = interval(drawn)
-    return " (not always reached)" if np.isnan(low) else f" [{low:.2f}, {high:.2f}]"
-
-
-def _signed(value: float, low: float, high: float) -> str:
-    text = f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
-    return f"**{text}**" if high < 0 else f"*{text}*" if low > 0 else text
 
 
 # --- the run ------------------------------------------------------------------------------------

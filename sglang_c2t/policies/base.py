@@ -52,7 +52,10 @@ class Gate(ChainPolicy, Protocol):
     so with a class attribute ``reads_parent = True``.
     """
 
-    beta: float
+    @property
+    def beta(self) -> float:
+        """Threshold of the confidence."""
+        ...
 
     def confidence(self, layer: DraftLayer) -> Tensor:
         """[B] float32, the larger the better; ``keep`` is ``confidence >= beta``."""

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from eval import tables
+from eval.markdown import signed
 from eval.prompts import EVALUATION_SETS, TRAINING_SETS, public_mix
 from eval.recordings import MANIFEST, manifest, prompts, record
 from sglang_c2t.classifier.train import RECIPES, train_classifier
@@ -48,9 +49,9 @@ def test_remembered_confidences_draw_the_same_curve(monkeypatch: pytest.MonkeyPa
 
 
 def test_only_an_interval_off_zero_is_marked() -> None:
-    assert tables._signed(-3.0, -5.0, -1.0) == "**-3.0 [-5.0, -1.0]**"
-    assert tables._signed(+3.0, +1.0, +5.0) == "*+3.0 [+1.0, +5.0]*"
-    assert tables._signed(-3.0, -5.0, +1.0) == "-3.0 [-5.0, +1.0]"
+    assert signed(-3.0, -5.0, -1.0) == "**-3.0 [-5.0, -1.0]**"
+    assert signed(+3.0, +1.0, +5.0) == "*+3.0 [+1.0, +5.0]*"
+    assert signed(-3.0, -5.0, +1.0) == "-3.0 [-5.0, +1.0]"
 
 
 def write_sets(folder: Path, sets: dict) -> None:

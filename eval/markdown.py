@@ -1,0 +1,41 @@
+"""Cells, rows and intervals of the Markdown tables under ``eval/``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sglang_c2t.compare import Array, interval
+
+
+def rule(num_columns: int) -> str:
+    """The line under a header: one column to the left, ``num_columns`` to the right."""
+    return "|---|" + "---:|" * num_columns
+
+
+def row(first: str, cells: Sequence[str]) -> str:
+    """One line, header or body."""
+    return f"| {first} | " + " | ".join(cells) + " |"
+
+
+def bold(text: str, yes: bool) -> str:
+    """The text, bold if so."""
+    return f"**{text}**" if yes else text
+
+
+def with_interval(once: Array, drawn: Array) -> str:
+    """A value [1] and the interval of its resamples [S]."""
+    return f"{once[0]:.2f}" + bracket(drawn)
+
+
+def bracket(drawn: Array) -> str:
+    """The interval of resamples [S]; says so where some of them have no value."""
+    low, high = interval(drawn)
+    return " (not always reached)" if np.isnan(low) else f" [{low:.2f}, {high:.2f}]"
+
+
+def signed(value: float, low: float, high: float) -> str:
+    """A difference: bold where the interval says less, italic where it says more."""
+    text = f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
+    return f"**{text}**" if high < 0 else f"*{text}*" if low > 0 else text

@@ -1,0 +1,389 @@
+"""``make tables``, second half: every tree policy on the same recorded trees.
+
+For each demo draft: record EAGLE-2's full tree of K = 8 and six layers behind every token of
+every answer, train the classifiers on other prompts' trees, replay each policy on the test
+prompts, and serve a few of them live with and without exact ancestors. Counts only, no timing.
+Writes ``eval/TREES.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from eval.demo import git_revision
+from eval.markdown import bracket, row, rule, signed, with_interval
+from eval.prompts import Prompt
+from eval.recordings import Recorded, named_bodies, prompts, record
+from eval.server import DRAFTS, Launch, running, speculative_flags
+from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
+from sglang_c2t.classifier.recording import Recording
+from sglang_c2t.classifier.scores import auc
+from sglang_c2t.classifier.train import RECIPES, train_classifier
+from sglang_c2t.client import run_load
+from sglang_c2t.compare import Array, Curve, everyone, interval, resamples
+from sglang_c2t.policies.base import TreePolicy, TreeShape
+from sglang_c2t.policies.c2t import C2T
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.eagle2 import EAGLE2
+from sglang_c2t.policies.entropy_width import EntropyWidth
+from sglang_c2t.policies.fork import Fork
+from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
+from sglang_c2t.policies.static_tree import StaticTree
+from sglang_c2t.tree_replay import Forest, TreeOutcome, replay_trees
+
+RECORDED = Recorded(num_steps=6, topk=8, max_new_tokens=48)
+FULL = TreeShape(RECORDED.topk, RECORDED.num_steps, RECORDED.num_draft_tokens)
+#: EAGLE-2's own size: 60 drafted nodes.
+SIXTY = FULL._replace(num_draft_tokens=61)
+NUM_RESAMPLES = 1000
+
+#: Thresholds for curves: even in log odds.
+GRID = tuple(float(x) for x in 1 / (1 + np.exp(-np.linspace(-7, 3, 16))))
+#: Sizes of EAGLE-2's trees, drafted nodes.
+SIZES = (2, 4, 6, 8, 12, 16, 20, 26, 33, 40, 50, 60, 80, 100, 140, 200, FULL.num_candidates)
+#: EAGLE-2 trees whose accept length the others are compared at.
+TARGETS = (8, 16, 26, 60)
+BETAS = (0.2, 0.3, 0.5, 0.7, 0.85)
+
+#: A policy, and how large its trees may be.
+Setting = tuple[TreePolicy, TreeShape]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One draft model, the trees to measure on, and what was learnt from others."""
+
+    algorithm: str
+    forest: Forest
+    test: Recording
+    classifiers: dict[str, Classifier]
+    once: Array  # [1, Q]
+    drawn: Array  # [S, Q]
+
+    def replay(self, setting: Setting) -> TreeOutcome:
+        """Exact wherever ``num_uncovered`` is 0."""
+        return replay_trees(setting[0], self.forest, setting[1])
+
+    def sweep(self, make: Callable[[float], Setting], grid: Sequence[float]) -> Curve:
+        """One replay per threshold or size."""
+        return Curve.of([self.replay(make(value)) for value in grid])
+
+
+def of_size(drafts: float) -> Setting:
+    """EAGLE-2 with so many drafted nodes."""
+    return EAGLE2(), FULL._replace(num_draft_tokens=int(drafts) + 1)
+
+
+def gated(gate: Callable[[float], Any], **options: Any) -> Callable[[float], Setting]:
+    """Algorithm 1, open in its threshold."""
+    return lambda beta: (GatedTree(gate(beta), **options), FULL)
+
+
+def after_eagle2(gate: Callable[[float], Any]) -> Callable[[float], Setting]:
+    """EAGLE-2's tree of 60 nodes, pruned afterwards; open in its threshold."""
+    return lambda beta: (GatedEAGLE2(gate(beta)), SIXTY)
+
+
+def curves_of(draft: Draft) -> dict[str, tuple[Callable[[float], Setting], Sequence[float]]]:
+    """Every rule with a threshold or a size."""
+    made: dict[str, tuple[Callable[[float], Setting], Sequence[float]]] = {
+        "EAGLE-2, N": (of_size, SIZES),
+        "joint threshold": (gated(DyJoint), GRID),
+    }
+    for name, classifier in draft.classifiers.items():
+        made[name] = (gated(lambda beta, c=classifier: C2T(c, beta)), GRID)  # type: ignore[misc]
+    for name in ("C2T", "C2T-log"):
+        made[f"{name} on EAGLE-2 (N = 60)"] = (
+            after_eagle2(lambda beta, c=draft.classifiers[name]: C2T(c, beta)),  # type: ignore[misc]
+            GRID,
+        )
+    return made
+
+
+def settings(draft: Draft) -> dict[str, Setting]:
+    """Every rule at settings of its paper."""
+    shallow = FULL._replace(num_steps=4)
+    found: dict[str, Setting] = {"EAGLE-1 static, 25 nodes": (StaticTree(), FULL)}
+    found |= {f"EAGLE-2, N = {n}": of_size(n) for n in (8, 16, 25, 40, 60, 100)}
+    found |= {f"joint >= {beta:g}": (GatedTree(DyJoint(beta)), FULL) for beta in (0.3, 0.1, 0.03)}
+    for name in ("C2T", "C2T-log", "C2T-plus"):
+        gates = {beta: C2T(draft.classifiers[name], beta) for beta in BETAS}
+        found |= {f"{name}, beta {b:g}": (GatedTree(gate), FULL) for b, gate in gates.items()}
+    for name in ("C2T", "C2T-log"):
+        for beta in (0.3, 0.5):
+            pruned = GatedEAGLE2(C2T(draft.classifiers[name], beta)), SIXTY
+            found[f"{name} on EAGLE-2 (N = 60), beta {beta:g}"] = pruned
+    found["entropy-width, fixed depth 4"] = (EntropyWidth(), shallow)
+    found["entropy-width, dynamic depth"] = (EntropyWidth(depth="dynamic"), FULL)
+    five = FULL._replace(num_steps=5)
+    found |= {f"fork, {width} chains of 5": (Fork(width=width), five) for width in (2, 4, 8)}
+    return found
+
+
+# --- the tables ---------------------------------------------------------------------------------
+
+
+def settings_table(draft: Draft) -> list[str]:
+    """Accept length and nodes of every rule where its paper puts it."""
+    lines = [
+        f"### {draft.algorithm}: at each rule's own setting",
+        "",
+        "tau: tokens per verification, bonus included. gamma: nodes verified per verification, "
+        "the root not counted. In brackets: 95 % intervals over requests. Not in the recording: "
+        "share of expansions that a rule wanted and EAGLE-2's beam had not made; they count as "
+        "leaves.",
+        "",
+        row("method", ["tau", "gamma", "draft forwards", "not in the recording"]),
+        rule(4),
+    ]
+    for name, setting in settings(draft).items():
+        outcome = draft.replay(setting)
+        lines.append(row(name, _cells(draft, outcome)))
+    return [*lines, ""]
+
+
+def _cells(draft: Draft, outcome: TreeOutcome) -> list[str]:
+    curve = Curve.of([outcome])
+    steps = float(outcome.num_steps.sum())
+    tau, gamma = (
+        with_interval(f(draft.once)[:, 0], f(draft.drawn)[:, 0]) for f in (curve.tau, curve.gamma)
+    )
+    forwards = float(outcome.num_drafted.sum()) / steps
+    return [tau, gamma, f"{forwards:.2f}", f"{float(outcome.num_uncovered.sum()) / steps:.2f}"]
+
+
+def equal_tau_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:
+    """Nodes at EAGLE-2's accept lengths, and the difference from it."""
+    rival = curves["EAGLE-2, N"]
+
+    def target(size: int, weights: Array) -> Array:
+        return rival.tau(weights)[:, SIZES.index(size)]
+
+    heads = [f"tau {float(target(n, draft.once)[0]):.3f} (EAGLE-2, N = {n})" for n in TARGETS]
+    lines = [
+        f"### {draft.algorithm}: at equal accept length",
+        "",
+        "gamma at the accept length of EAGLE-2's trees, thresholds swept, linear between them; "
+        "behind it the difference from EAGLE-2 in per cent with its 95 % interval from "
+        f"{NUM_RESAMPLES} paired resamples of the requests. Bold: fewer nodes, interval off zero; "
+        "italic: more.",
+        "",
+        row("method", heads),
+        rule(len(TARGETS)),
+    ]
+    for name, curve in curves.items():
+        cells = []
+        for size in TARGETS:
+            gamma = [
+                c.gamma_at(target(size, w), w)
+                for w in (draft.once, draft.drawn)
+                for c in (curve, rival)
+            ]
+            cell = f"{float(gamma[0][0]):.2f}"
+            if curve is not rival:
+                low, high = interval(100 * (gamma[2] / gamma[3] - 1))
+                change = float(100 * (gamma[0] / gamma[1] - 1)[0])
+                known = np.isfinite(low)
+                cell += f", {signed(change, low, high)}" if known else ", not always reached"
+            cells.append(cell)
+        lines.append(row(name, cells))
+    return [*lines, ""]
+
+
+def variation_table(draft: Draft) -> list[str]:
+    """The paper's appendix B.6: the second pruning, by beta."""
+    limits: tuple[int | None, ...] = (2, 4, 8, 16, None)
+    lines = [
+        f"### {draft.algorithm}: beta and second pruning of C2T",
+        "",
+        "tau / gamma. Columns: at most so many nodes of a layer enter the tree, the most "
+        "confident ones (the paper's topK); the draft forwards at most 8 a layer throughout.",
+        "",
+        row("beta", ["no limit" if limit is None else str(limit) for limit in limits]),
+        rule(len(limits)),
+    ]
+    for beta in BETAS:
+        cells = []
+        for limit in limits:
+            gate = C2T(draft.classifiers["C2T"], beta)
+            outcome = draft.replay((GatedTree(gate, layer_limit=limit), FULL))
+            cells.append(f"{outcome.accept_length():.3f} / {outcome.gamma():.2f}")
+        lines.append(row(f"{beta:g}", cells))
+    return [*lines, ""]
+
+
+def classifier_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:
+    """Whether classifiers learn more from trees than from chains."""
+    layer, labels = draft.test.layer(), draft.test.nodes["accept"].float()
+    shown = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:300_000]
+    sample, truth = layer.take(shown), labels[shown]
+    lines = [
+        f"### {draft.algorithm}: classifiers on tree nodes",
+        "",
+        f"AUC over {len(shown)} recorded test nodes, {100 * float(labels.mean()):.2f} % of them "
+        "accepted; gamma at the accept length of EAGLE-2, N = 26.",
+        "",
+        row("confidence", ["AUC", "gamma"]),
+        rule(2),
+    ]
+    tau = curves["EAGLE-2, N"].tau(draft.once)[:, SIZES.index(26)]
+    scores = {"joint threshold": sample.joint}
+    scores |= {name: c.confidence(sample) for name, c in draft.classifiers.items()}
+    for name, score in scores.items():
+        gamma = float(curves[name].gamma_at(tau, draft.once)[0])
+        lines.append(row(name, [f"{auc(score, truth):.4f}", f"{gamma:.2f}"]))
+    return [*lines, ""]
+
+
+#: Served live, with and without exact ancestors; trees of up to 60 nodes.
+LIVE: dict[str, dict[str, Any]] = {
+    "EAGLE-2, N = 60": {"policy": "eagle2"},
+    "C2T, beta 0.5": {"policy": "c2t", "beta": 0.5},
+    "C2T-log, beta 0.5": {"policy": "c2t-log", "beta": 0.5},
+}
+
+
+def ancestor_table(draft: Draft, texts: Sequence[Prompt], work: Path) -> list[str]:
+    """What attending to true ancestors does, measured on live servers."""
+    lines = [
+        f"### {draft.algorithm}: exact ancestors, live",
+        "",
+        f"Real servers, {len(texts)} test prompts, trees of up to 60 nodes, K = 8, six layers; "
+        "stock: draft nodes attend to their beam rows (sgl-project/sglang#8409). Outputs were "
+        "identical. In brackets: 95 % intervals over requests; of the difference, paired.",
+        "",
+        row("method", ["tau, stock", "tau, exact", "difference", "gamma, stock", "gamma, exact"]),
+        rule(5),
+    ]
+    bodies = named_bodies(texts, RECORDED.max_new_tokens)
+    drawn = resamples([prompt.family for prompt in texts], NUM_RESAMPLES)
+    once = everyone([prompt.family for prompt in texts])
+    for name, config in LIVE.items():
+        found, outputs = [], []
+        for exact in (False, True):
+            label = f"{draft.algorithm}-{config['policy']}-{'exact' if exact else 'stock'}"
+            file = work / f"{label}.json"
+            file.write_text(json.dumps({**config, "exact_ancestors": exact}))
+            flags = speculative_flags(
+                draft.algorithm, SIXTY.num_steps, SIXTY.topk, SIXTY.num_draft_tokens
+            )
+            launch = Launch(label, (*flags, "--c2t", "--c2t-config", str(file)))
+            with running(launch, work) as server:
+                result = run_load(server.url, bodies, concurrency=16)
+            found.append(_live_curve([answer.meta_info for answer in result.answers]))
+            outputs.append(result.outputs)
+        if outputs[0] != outputs[1]:
+            raise RuntimeError(f"{draft.algorithm}, {name}: outputs differ with exact ancestors")
+        taus = [(c.tau(once)[:, 0], c.tau(drawn)[:, 0]) for c in found]
+        gammas = [f"{float(c.gamma(once)[0, 0]):.2f}" for c in found]
+        change = signed_tau(taus[0], taus[1])
+        lines.append(row(name, [with_interval(*taus[0]), with_interval(*taus[1]), change, *gammas]))
+    return [*lines, ""]
+
+
+def signed_tau(stock: tuple[Array, Array], exact: tuple[Array, Array]) -> str:
+    """Difference of tau in per cent, paired."""
+    once = 100 * (exact[0] / stock[0] - 1)
+    return f"{float(once[0]):+.1f} %" + bracket(100 * (exact[1] / stock[1] - 1))
+
+
+def _live_curve(metas: Sequence[dict[str, Any]]) -> Curve:
+    """Counts per request from ``meta_info``; a request that needed no verification has none."""
+    steps = np.array([float(meta.get("spec_verify_ct", 0)) for meta in metas])
+    correct = np.array([float(meta.get("spec_num_correct_drafts", 0)) for meta in metas])
+    rows = [
+        sum(size * n for size, n in enumerate(meta.get("spec_cap_lens_histogram", [])))
+        for meta in metas
+    ]
+    verified = np.array(rows, dtype=float) - steps
+    return Curve(steps[None], correct[None], verified[None], verified[None])
+
+
+# --- the run ------------------------------------------------------------------------------------
+
+
+def learn(train: Recording) -> dict[str, Classifier]:
+    """Classifiers from this draft's trees, and the shipped one, which learnt from chains."""
+    found = {
+        label: train_classifier(train, RECIPES[recipe])
+        for label, recipe in (("C2T", "c2t"), ("C2T-log", "c2t-log"), ("C2T-plus", "c2t-plus"))
+    }
+    found["C2T, shipped (learnt from chains)"] = load_classifier("c2t")
+    found["C2T-log, shipped (learnt from chains)"] = load_classifier("c2t-log")
+    return found
+
+
+def report(draft: Draft, texts: Sequence[Prompt], work: Path, console: Console) -> list[str]:
+    """All tables of one draft model."""
+    lines = settings_table(draft)
+    console.print("  replayed the settings")
+    curves = {}
+    for name, (make, grid) in curves_of(draft).items():
+        curves[name] = draft.sweep(make, grid)
+        console.print(f"  swept {name}")
+    lines += equal_tau_table(draft, curves)
+    lines += variation_table(draft)
+    lines += classifier_table(draft, curves)
+    lines += ancestor_table(draft, texts, work)
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Record what is not recorded yet, then write the tables."""
+    parser = argparse.ArgumentParser(prog="python -m eval.tree_tables", description=__doc__)
+    parser.add_argument("--test-sets", type=Path, help="folder with the public test prompts")
+    parser.add_argument("--train-sets", type=Path, help="folder with the public training prompts")
+    parser.add_argument("--num-test", type=int, default=8, help="prompts per family")
+    parser.add_argument("--num-train", type=int, default=5, help="prompts per family")
+    parser.add_argument("--algorithms", nargs="+", choices=sorted(DRAFTS), default=sorted(DRAFTS))
+    parser.add_argument("--work", type=Path, default=Path("runs/trees"), help="recordings, kept")
+    parser.add_argument("--out", type=Path, default=Path("eval/TREES.md"))
+    args = parser.parse_args(argv)
+
+    console = Console()
+    test = prompts("test", args.num_test, args.test_sets)
+    train = prompts("train", args.num_train, args.train_sets)
+    lines: list[str] = []
+    for algorithm in args.algorithms:
+        console.print(algorithm)
+        tested = record(algorithm, test, args.work / f"test-{algorithm}", RECORDED)
+        trained = record(algorithm, train, args.work / f"train-{algorithm}", RECORDED)
+        forest = Forest.from_recording(tested)
+        groups = [rid.rsplit("/", 1)[0] for rid in forest.requests]
+        draft = Draft(algorithm, forest, tested, learn(trained), everyone(groups),
+                      resamples(groups, NUM_RESAMPLES))  # fmt: skip
+        if not lines:
+            lines = ["# Draft trees on the demo models", "", conditions(groups), ""]
+        lines += [f"## {algorithm}", "", *report(draft, test, args.work, console)]
+    args.out.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    console.print(f"wrote {args.out}")
+    return 0
+
+
+def conditions(groups: Sequence[str]) -> str:
+    """What the numbers depend on, in one paragraph."""
+    mix = ", ".join(f"{groups.count(name)} {name}" for name in sorted(set(groups)))
+    return (
+        f"Made by `make tables` at {git_revision()}. Demo models, temperature 0, at most "
+        f"{RECORDED.max_new_tokens} new tokens, exact ancestors unless said; EAGLE-2's full tree "
+        f"of K = {RECORDED.topk} and {RECORDED.num_steps} layers "
+        f"({FULL.num_candidates} candidates) recorded behind every token by the real server, rules "
+        f"replayed on it. Test prompts, which no model saw: {mix}. Classifiers are trained per "
+        "draft model on the trees of other prompts, seed 0, one training each; thresholds and "
+        "sizes are swept on the test prompts for every rule alike. One target and three small "
+        "drafts on a CPU: which rule wins is a property of these models, not a law."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
