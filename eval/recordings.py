@@ -48,6 +48,8 @@ class Recorded(NamedTuple):
 
 
 CHAINS = Recorded(NUM_STEPS)
+#: EAGLE-2's full tree, about as wide as its paper's; shorter answers, because it is 328 nodes.
+TREES = Recorded(num_steps=6, topk=8, max_new_tokens=48)
 MANIFEST = "manifest.json"
 
 #: A STANDALONE draft behind a cached prefix depends on who cached it: SGLang's draft keeps

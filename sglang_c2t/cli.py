@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--beta", type=float, default=0.5, help="default: %(default)s")
     evaluate.add_argument(
         "--policies", nargs="*", default=["c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax"],
-        help="to replay beside it, at their defaults, when every root was recorded; "
+        help="to replay beside it, at their defaults, when chains of every root were recorded; "
         "default: %(default)s",
     )  # fmt: skip
     evaluate.add_argument("--out", type=Path, help="directory for report.md, .json and figures")
@@ -152,7 +152,9 @@ def _evaluate(args: argparse.Namespace) -> int:
     classifier = load_classifier(args.classifier)
     report = evaluate(recording, classifier, args.beta)
     text = report.to_markdown()
-    if recording.roots == "every":
+    if recording.topk > 1:
+        text += "\nNot replayed: this recording holds trees, and only chains are replayed here.\n"
+    elif recording.roots == "every":
         mine = C2TConfig(policy_of(classifier), beta=args.beta, classifier=args.classifier)
         text += "\n" + _replayed(recording, mine, args.policies)
     print(text)

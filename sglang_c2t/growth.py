@@ -100,7 +100,13 @@ class TreeGrowth:
         """
         return self._ancestor_rows
 
-    def add(self, tokens: Tensor, prob: Tensor, measured: Mapping[str, Tensor]) -> Beams:
+    def add(
+        self,
+        tokens: Tensor,
+        prob: Tensor,
+        measured: Mapping[str, Tensor],
+        exists: Tensor | None = None,
+    ) -> Beams:
         """Judge one layer of children and choose the next beams.
 
         Args:
@@ -109,8 +115,9 @@ class TreeGrowth:
             measured: By name, [B * W, ...] where it belongs to the row, [B * W * K] where
                 it belongs to the child (:data:`PER_NODE`); ``entropy`` and what the
                 policy needs.
+            exists: [B, W, K] bool: the others are dead from the start; ``None``: all do.
         """
-        layer = self._layer(prob, measured)
+        layer = self._layer(prob, measured, exists)
         growth = self._policy.grow(layer)
         alive = layer.grid(layer.nodes.alive)
         key = growth.key.float().masked_fill(~alive, -torch.inf).flatten(1)  # [B, W * K]
@@ -161,9 +168,14 @@ class TreeGrowth:
         one = torch.ones_like(zero)
         return Beams(zero, zero, one.bool(), zero - 1, one.float())
 
-    def _layer(self, prob: Tensor, measured: Mapping[str, Tensor]) -> TreeLayer:
+    def _layer(
+        self, prob: Tensor, measured: Mapping[str, Tensor], exists: Tensor | None
+    ) -> TreeLayer:
         """The layer as policies read it: one row per node."""
         topk = self._shape.topk
+        alive = self._beams.alive.flatten().repeat_interleave(topk)
+        if exists is not None:
+            alive = alive & exists.flatten()
         joint = prob.float() * self._beams.joint[:, :, None]
         per_node = {
             name: values if name in PER_NODE else values.repeat_interleave(topk, dim=0)
@@ -174,7 +186,7 @@ class TreeGrowth:
             prob=prob.flatten().float(),
             joint=joint.flatten(),
             entropy=per_node["entropy"],
-            alive=self._beams.alive.flatten().repeat_interleave(topk),
+            alive=alive,
             measured=per_node,
             parent=self._parent_nodes() if self._reads_parent else None,
         )

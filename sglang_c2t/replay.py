@@ -4,15 +4,17 @@ A recording of every root (``roots: every``) holds the draft behind each token o
 answer. Greedy answers do not depend on the policy, so walking over them gives the very
 steps that a live server takes: from a root, the policy's own code decides how many drafts
 are verified, the recorded labels say how many are accepted, and the next root stands
-behind them. Only :mod:`policies` and the gate decide; this file counts.
+behind them. Only :mod:`policies` and the gate decide; this file counts. Chains are here,
+trees in :mod:`~sglang_c2t.tree_replay`.
 
 Legend: R roots, D drafted tokens, Q requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +22,48 @@ from torch import Tensor
 from sglang_c2t.classifier.recording import MEASURED, NODE_COLUMNS, Recording
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import HISTORY, DraftLayer
-from sglang_c2t.policies.base import ChainPolicy
+from sglang_c2t.policies.base import ChainPolicy, TreePolicy
+
+
+class Roots(NamedTuple):
+    """Where the drafts of a recording stand, sorted by request and position."""
+
+    first_root: Tensor
+    """[Q + 1] int64: the roots of request q are first_root[q] .. first_root[q + 1] - 1."""
+
+    requests: list[str]
+    """Ids [Q], in the order of ``first_root``; those without a draft are left out."""
+
+    draft_row: Tensor
+    """[R] int64: row of the recording's draft table."""
+
+    @classmethod
+    def from_recording(cls, recording: Recording) -> Roots:
+        """Raises :class:`ConfigError` unless each request has a draft behind every token."""
+        if recording.roots != "every":
+            raise ConfigError(
+                "this recording holds only the roots that its server visited: replay needs one "
+                "made with --c2t-record-roots every"
+            )
+        drafts = recording.drafts
+        # Two stable sorts: by position within request.
+        order = drafts["position"].argsort(stable=True)
+        order = order[drafts["request"][order].argsort(stable=True)]
+        request = drafts["request"][order].long()
+        roots_of = torch.bincount(request, minlength=len(recording.requests))
+        seen = roots_of > 0
+        position = drafts["position"][order].long()
+        gaps = (position[1:] - position[:-1] != 1) & (request[1:] == request[:-1])
+        if bool(gaps.any()):
+            where = recording.requests[int(request[1:][gaps][0])]
+            raise ConfigError(
+                f"request {where} lacks roots: the recording was cut, record it again"
+            )
+        return cls(
+            first_root=torch.cat((torch.zeros(1, dtype=torch.long), roots_of[seen].cumsum(0))),
+            requests=[rid for rid, here in zip(recording.requests, seen, strict=True) if here],
+            draft_row=order,
+        )
 
 
 @dataclass(frozen=True)
@@ -55,37 +98,25 @@ class Chains:
     @classmethod
     def from_recording(cls, recording: Recording) -> Chains:
         """Raises :class:`ConfigError` unless the recording holds one chain per token."""
-        if recording.roots != "every":
+        if recording.topk > 1:
             raise ConfigError(
-                "this recording holds only the roots that its server visited: replay needs one "
-                "made with --c2t-record-roots every"
+                f"this recording holds trees (topk {recording.topk}), chains are replayed on a "
+                "recording of a server with --speculative-eagle-topk 1"
             )
-        nodes, drafts = recording.nodes, recording.drafts
+        roots = Roots.from_recording(recording)
+        nodes, order = recording.nodes, roots.draft_row
         lengths = torch.bincount(nodes["draft"].long(), minlength=recording.num_drafts)
         width = int(lengths.max())
         if int(lengths.min()) != width or bool((nodes["rank"] != 0).any()):
             raise ConfigError("replay needs whole chains of one length, got drafts of several")
-        # Two stable sorts: by position within request.
-        order = drafts["position"].argsort(stable=True)
-        order = order[drafts["request"][order].argsort(stable=True)]
-        request = drafts["request"][order].long()
-        roots_of = torch.bincount(request, minlength=len(recording.requests))
-        seen = roots_of > 0
-        position = drafts["position"][order].long()
-        gaps = (position[1:] - position[:-1] != 1) & (request[1:] == request[:-1])
-        if bool(gaps.any()):
-            where = recording.requests[int(request[1:][gaps][0])]
-            raise ConfigError(
-                f"request {where} lacks roots: the recording was cut, record it again"
-            )
         names = sorted(set(nodes) - set(NODE_COLUMNS) | MEASURED | {"prob", "entropy"})
         accept = nodes["accept"].view(recording.num_drafts, width)[order]
         return cls(
             stats={n: nodes[n].view(recording.num_drafts, width, *nodes[n].shape[1:])[order]
                    for n in names},
             num_correct=accept.long().cumprod(dim=1).sum(dim=1),
-            first_root=torch.cat((torch.zeros(1, dtype=torch.long), roots_of[seen].cumsum(0))),
-            requests=[rid for rid, here in zip(recording.requests, seen, strict=True) if here],
+            first_root=roots.first_root,
+            requests=roots.requests,
             draft_row=order,
         )  # fmt: skip
 
@@ -168,30 +199,60 @@ def replay(
     Raises:
         ConfigError: The policy reads what was not recorded.
     """
-    if missing := sorted(policy.needs - set(chains.stats) - HISTORY):
-        raise ConfigError(
-            f"policy {policy.name} reads {', '.join(missing)}, which this recording lacks: record "
-            f"again with record_extra {missing}"
-        )
+    refuse_unrecorded(policy, set(chains.stats) | HISTORY)
     whole_batch = getattr(policy, "batch_wide", False)
     memoryless = not whole_batch and not policy.needs & HISTORY
     if batch_size is None:
         batch_size = 1 if whole_batch else chains.num_requests
     limit = chains.max_length if max_length is None else min(max_length, chains.max_length)
-    root, end = chains.first_root[:-1].clone(), chains.first_root[1:]
-    history = {name: torch.full((len(root),), -1.0) for name in sorted(HISTORY)}
-    counts = torch.zeros(4, len(root), dtype=torch.float64)
     if memoryless:  # then one call decides all roots, and walking is a table look-up
         table = chains.lengths(policy, torch.arange(int(chains.first_root[-1])), {})
+
+    def step(at: Tensor, past: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        kept = (table[at] if memoryless else chains.lengths(policy, at, past)).clamp(max=limit)
+        return torch.minimum(chains.num_correct[at], kept), kept, (kept + 1).clamp(max=limit)
+
+    return Outcome(*walk(chains.first_root, step, batch_size, visit))
+
+
+Visit = Callable[[Tensor, dict[str, Tensor]], None]
+
+
+def walk(
+    first_root: Tensor,
+    step: Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, ...]],
+    batch_size: int,
+    visit: Visit,
+) -> Tensor:
+    """[1 + C, Q] float64: steps taken, and the sums of what ``step`` counted on the way.
+
+    ``step`` gets roots [L] and their history, and returns C counts [L] int64: accepted and
+    verified drafts, and whatever else. ``first_root`` [Q + 1], ``batch_size`` and ``visit``
+    are those of :func:`replay`.
+    """
+    root, end = first_root[:-1].clone(), first_root[1:]
+    history = {name: torch.full((len(root),), -1.0) for name in sorted(HISTORY)}
+    num_steps = torch.zeros(len(root), dtype=torch.float64)
+    sums: list[Tensor] = []
     while len(lane := (root < end).nonzero().flatten()[:batch_size]):
         at = root[lane]
         past = {name: column[lane] for name, column in history.items()}
         visit(at, past)
-        kept = (table[at] if memoryless else chains.lengths(policy, at, past)).clamp(max=limit)
-        correct = torch.minimum(chains.num_correct[at], kept)
-        drafted = (kept + 1).clamp(max=limit)
-        counts[:, lane] += torch.stack((torch.ones_like(kept), correct, kept, drafted)).double()
-        history["last_accept"][lane] = correct.float()
-        history["last_verified"][lane] = kept.float()
-        root[lane] = at + correct + 1
-    return Outcome(*counts)
+        counts = step(at, past)
+        sums = sums or [torch.zeros_like(num_steps) for _ in counts]
+        num_steps[lane] += 1
+        for total, count in zip(sums, counts, strict=True):
+            total[lane] += count.double()
+        history["last_accept"][lane] = counts[0].float()
+        history["last_verified"][lane] = counts[1].float()
+        root[lane] = at + counts[0] + 1
+    return torch.stack((num_steps, *sums))
+
+
+def refuse_unrecorded(policy: ChainPolicy | TreePolicy, recorded: Collection[str]) -> None:
+    """Raise :class:`ConfigError` where the policy reads what is not among ``recorded``."""
+    if missing := sorted(policy.needs - set(recorded)):
+        raise ConfigError(
+            f"policy {policy.name} reads {', '.join(missing)}, which this recording lacks: record "
+            f"again with record_extra {missing}"
+        )

@@ -24,9 +24,15 @@ from sglang_c2t.classifier.recording import (
     RecordingWriter,
 )
 from sglang_c2t.draft_layer import TOPK_PROBS
+from sglang_c2t.policies.base import TreeShape
 
 ORIGIN = {"algorithm": "EAGLE3", "draft": "d", "target": "t"}
 HIDDEN_SIZE = 8
+
+
+def tree_origin(shape: TreeShape) -> dict[str, Any]:
+    """Of a recording of trees."""
+    return {**ORIGIN, **shape._asdict()}
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,56 @@ def random_chains(num_requests: int, roots: int, depth: int, seed: int = 0) -> l
     return drafts
 
 
+def random_trees(
+    num_requests: int,
+    roots: int,
+    *,
+    topk: int,
+    num_steps: int,
+    num_draft_tokens: int | None = None,
+    seed: int = 0,
+) -> list[Draft]:
+    """EAGLE-2's tree behind each of the ``roots`` tokens of each request's answer.
+
+    Of ``num_draft_tokens`` nodes, all candidates by default. Probabilities are sums of
+    powers of two, so that ties are frequent and products exact.
+    """
+    rng = random.Random(seed)
+    size = num_draft_tokens or 1 + topk + (num_steps - 1) * topk**2
+    drafts = []
+    for request in range(num_requests):
+        for root in range(roots):
+            of_draft = {"request": f"math/{request}", "prompt": request, "position": 5 + root}
+            drafts.append(_eagle2_tree(rng, topk, num_steps, size, of_draft))
+    return drafts
+
+
+def _eagle2_tree(
+    rng: random.Random, topk: int, num_steps: int, size: int, of_draft: dict[str, Any]
+) -> Draft:
+    parents, prob, joint = [], [], []
+    beams = [-1]  # the root
+    for _ in range(num_steps):
+        first = len(parents)
+        for beam in beams:
+            row = sorted((rng.choice((0.0625, 0.25, 0.5, 1.0)) for _ in range(topk)), reverse=True)
+            parents += [beam] * topk
+            prob += row
+            joint += [p * (1.0 if beam < 0 else joint[beam]) for p in row]
+        layer = range(first, len(parents))
+        beams = sorted(layer, key=lambda node: -joint[node])[:topk]
+    # Parents are no less likely than children and come first, so this is a closed set.
+    kept = sorted(sorted(range(len(parents)), key=lambda node: -joint[node])[: size - 1])
+    place = {-1: -1, **{node: i for i, node in enumerate(kept)}}
+    on_path = {-1}
+    for node in kept:  # the target takes one child of an accepted node, or none
+        taken = any(parents[other] == parents[node] for other in on_path - {-1})
+        if parents[node] in on_path and not taken and rng.random() < 0.6:
+            on_path.add(node)
+    accept = [int(node in on_path) for node in kept]
+    return Draft([place[parents[n]] for n in kept], accept, [prob[n] for n in kept], **of_draft)
+
+
 @st.composite
 def trees(draw: st.DrawFn, max_nodes: int = 6) -> Draft:
     """A chain, a bush, or anything between, of 1 to ``max_nodes`` tokens."""
@@ -88,12 +144,14 @@ def tables(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     """What :meth:`RecordingWriter.add` takes: nodes, drafts, request ids."""
     rows: dict[str, list[float]] = {n: [] for n in ("draft", "parent", "rank", "depth", "joint")}
+    eldest: list[int] = []  # of the node and its siblings
     for number, draft in enumerate(drafts):
         depth: list[int] = []
         joint: list[float] = []
         for i, parent in enumerate(draft.parents):
             depth.append(1 if parent < 0 else depth[parent] + 1)
             joint.append(draft.prob[i] * (1.0 if parent < 0 else joint[parent]))
+            eldest.append(len(rows["draft"]) - i + list(draft.parents).index(parent))
             rows["draft"].append(number)
             rows["parent"].append(parent)
             rows["rank"].append(list(draft.parents[:i]).count(parent))
@@ -106,7 +164,8 @@ def tables(
 
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(len(prob), HIDDEN_SIZE, generator=generator)  # [n, H]
-    nodes["entropy"] = noise[:, 0] - prob.log()
+    # What is measured of a distribution is the same for all tokens it offers.
+    nodes["entropy"] = (noise[:, 0] - prob.log())[eldest]
     nodes["entropy_top1000"] = 0.9 * nodes["entropy"]
     nodes["margin"] = torch.logit(prob, eps=1e-3).clamp(min=0) + noise[:, 1]
     rest = (1 - prob)[:, None] / TOPK_PROBS
@@ -114,7 +173,7 @@ def tables(
         "topk_prob": torch.cat((prob[:, None], rest.repeat(1, TOPK_PROBS - 1)), dim=1),
         "hidden": torch.cat((prob[:, None], noise[:, 1:]), dim=1),
     }
-    nodes |= {name: wide[name] if name in wide else nodes["entropy"] for name in extra}
+    nodes |= {name: wide[name][eldest] if name in wide else nodes["entropy"] for name in extra}
     of_draft = {
         "prompt": torch.tensor([draft.prompt for draft in drafts]),
         "position": torch.tensor([draft.position for draft in drafts]),
@@ -123,7 +182,12 @@ def tables(
 
 
 def recording(
-    drafts: Sequence[Draft], *, roots: str = "visited", extra: Collection[str] = (), seed: int = 0
+    drafts: Sequence[Draft],
+    *,
+    roots: str = "visited",
+    extra: Collection[str] = (),
+    seed: int = 0,
+    origin: dict[str, Any] = ORIGIN,
 ) -> Recording:
     """The drafts in memory, as they would come from the disk."""
     nodes, of_draft, requests = tables(drafts, extra=extra, seed=seed)
@@ -135,7 +199,7 @@ def recording(
         drafts={name: of_draft[name].to(dtype) for name, dtype in DRAFT_COLUMNS.items()}
         | {"origin": torch.zeros(len(drafts), dtype=torch.int32)},
         requests=ids,
-        origins=[ORIGIN],
+        origins=[origin],
         roots=roots,
     )
 

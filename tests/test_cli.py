@@ -9,12 +9,13 @@ import pytest
 
 from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.cli import main
-from tests.recordings import ORIGIN, random_chains, write
+from sglang_c2t.policies.base import TreeShape
+from tests.recordings import ORIGIN, random_chains, random_trees, tree_origin, write
 
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``every`` root, the ``visited`` ones, one prompt only, and two draft models together."""
+    """``every`` root, the ``visited`` ones, one prompt only, two draft models, and trees."""
     root = tmp_path_factory.mktemp("recordings")
     chains = random_chains(20, roots=6, depth=4)
     write(root / "every", chains, roots="every")
@@ -22,6 +23,8 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(root / "one", chains[:6])
     write(root / "mixed", chains)
     write(root / "mixed", chains, origin={**ORIGIN, "draft": "another"})
+    trees = random_trees(20, 3, topk=3, num_steps=3)
+    write(root / "trees", trees, roots="every", origin=tree_origin(TreeShape(3, 3, 22)))
     return root
 
 
@@ -92,6 +95,20 @@ def test_a_recording_of_visited_roots_is_evaluated_without_replay(
     assert run("train {r}/every --out {t}/mine.safetensors --epochs 1") == 0
     assert run("evaluate {r}/visited --classifier {t}/mine.safetensors") == 0
     assert "## Replay" not in capsys.readouterr().out
+
+
+def test_trees_train_a_classifier_and_are_evaluated_without_replay(
+    run: Callable[[str], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """21 nodes in each of 60 trees."""
+    assert run("train {r}/trees --out {t}/mine.safetensors --epochs 1") == 0
+    assert load_classifier(tmp_path / "mine.safetensors").training["tokens"] == 21 * 60
+    flags = "--classifier {t}/mine.safetensors --out {t}/report"
+    assert run("evaluate {r}/trees " + flags) == 0
+    out = capsys.readouterr().out
+    assert "## Replay" not in out
+    assert out.count("Not replayed: this recording holds trees") == 1
+    assert "Not replayed" in (tmp_path / "report" / "report.md").read_text()
 
 
 OUT = "--out {t}/mine.safetensors"

@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "growth": {"draft_layer", "policies", "tree"},
     "tree_gate": {"draft_layer", "policies", "growth", "relay", "tree"},
     "replay": {"config", "draft_layer", "classifier", "policies"},
+    "tree_replay": {"config", "draft_layer", "classifier", "policies", "growth", "replay"},
     "compare": {"policies", "replay"},
     "srt": {
         "config",

@@ -153,6 +153,84 @@ def test_links_masks_and_rows_describe_the_same_tree(batch: Candidates, max_draf
     assert (trees.positions(torch.arange(len(rows)))[:, 0] == torch.arange(len(rows))).all()
 
 
+@given(batches(), st.integers(0, 9), st.integers(0, 2**16))
+def test_masks_are_cut_to_the_rows_that_are_forwarded(
+    batch: Candidates, max_drafts: int, seed: int
+) -> None:
+    """Live nodes only or some padding as well, with and without the prefix in front."""
+    rng = random.Random(seed)
+    trees = batch.grown(tree.best_per_request(batch.closed(), max_drafts), max_drafts + 1)
+    visible = tree.visible_nodes(trees.parents, 9)
+    rows = [rng.randint(1, max_drafts + 1) for _ in range(len(batch.roots))]
+    prefix = [rng.randint(0, 5) for _ in rows]
+    blocks, with_prefix = [], []
+    for b, count in enumerate(rows):
+        for i in range(count):
+            own = [bool(visible[b, i, j]) for j in range(count)]
+            blocks += own
+            with_prefix += [True] * prefix[b] + own
+    counts, lengths = torch.tensor(rows), torch.tensor(prefix)
+    assert tree.visible_blocks(visible, counts).tolist() == blocks
+    assert tree.prefixed_mask(visible, counts, lengths).tolist() == with_prefix
+    assert tree.prefixed_mask(visible, counts.int(), lengths.int()).tolist() == with_prefix
+
+
+def test_a_root_alone_sees_its_prefix_and_itself() -> None:
+    visible = torch.ones((2, 1, 1), dtype=torch.bool)
+    one = torch.tensor([1, 1])
+    assert tree.visible_blocks(visible, one).tolist() == [True] * 2
+    assert tree.prefixed_mask(visible, one, torch.tensor([3, 0])).tolist() == [True] * 5
+
+
+def keys_of(batch: Candidates, trees: tree.Trees) -> torch.Tensor:
+    """[B, N]: closed keys of the trees' nodes, the root first."""
+    keys = batch.closed().gather(1, trees.source.clamp(min=0))
+    keys = keys.masked_fill(trees.source < 0, -torch.inf)
+    keys[:, 0] = torch.inf
+    return keys
+
+
+@given(batches(), st.integers(0, 9), st.integers(1, 40))
+def test_a_budget_cuts_the_trees_of_a_batch_to_its_best_nodes(
+    batch: Candidates, max_drafts: int, max_rows: int
+) -> None:
+    """Roots count and stay; ties go by node number, then by request; N = 1 is a tree, too."""
+    trees = batch.grown(tree.best_per_request(batch.closed(), max_drafts), max_drafts + 1)
+    size = len(batch.roots)
+    cut = tree.within_budget(trees, keys_of(batch, trees), max_rows)
+    ranks = [
+        (-key, node, b)
+        for b in range(size)
+        for node, candidate in enumerate(trees.source[b].tolist())
+        if node > 0 and candidate >= 0
+        for key, same in ranked(batch, b)
+        if same == candidate
+    ]
+    kept = {(b, node) for _, node, b in sorted(ranks)[: max(max_rows - size, 0)]}
+    for b in range(size):
+        nodes = [0, *(node for node in range(1, max_drafts + 1) if (b, node) in kept)]
+        pad = [0] * (max_drafts + 1 - len(nodes))
+        parents = [int(trees.parents[b, node]) for node in nodes]
+        assert cut.num_nodes[b] == len(nodes)
+        assert cut.tokens[b].tolist() == [int(trees.tokens[b, n]) for n in nodes] + pad
+        assert cut.depth[b].tolist() == [int(trees.depth[b, n]) for n in nodes] + pad
+        assert cut.source[b].tolist() == [int(trees.source[b, n]) for n in nodes] + [
+            -1 for _ in pad
+        ]
+        assert cut.parents[b].tolist() == [
+            -1, *(nodes.index(parent) for parent in parents[1:]), *(-1 for _ in pad)
+        ]  # fmt: skip
+    assert int(cut.num_nodes.sum()) <= max(max_rows, size)
+
+
+@given(batches(), st.integers(0, 9))
+def test_a_budget_with_room_for_all_changes_nothing(batch: Candidates, max_drafts: int) -> None:
+    trees = batch.grown(tree.best_per_request(batch.closed(), max_drafts), max_drafts + 1)
+    cut = tree.within_budget(trees, keys_of(batch, trees), int(trees.num_nodes.sum()))
+    for name, values in vars(trees).items():
+        assert torch.equal(getattr(cut, name), values), name
+
+
 @pytest.mark.parametrize("num_nodes", [1, 63, 64, 65, 130])
 def test_every_bit_of_the_ancestor_words_is_one_cell_of_the_mask(num_nodes: int) -> None:
     generator = torch.Generator().manual_seed(num_nodes)

@@ -23,11 +23,12 @@ before children, so a chain of D tokens is D rows with parents -1, 0, 1, ...:
 
 and, when asked for, any other measurement of ``draft_layer`` by its name (``hidden``,
 ``topk_prob`` as float16). A shard's metadata carries the format's version, how things
-were measured (:class:`FeatureSpec`), the models (``origin``), the request ids, and
-``roots``:
+were measured (:class:`FeatureSpec`), the models and the drafts' shape (``origin``; its
+``topk`` is 1 for chains), the request ids, and ``roots``:
 
     visited     roots the server really verified from, whole drafts
-    every       one root per generated token: such a recording replays any policy exactly
+    every       one root per generated token, to replay policies: for chains any of them exactly,
+                for trees see ``tree_replay``
 
 Reading refuses to mix formats, measures, kinds of roots, or two draft models.
 """
@@ -101,6 +102,11 @@ class Recording:
     def num_drafts(self) -> int:
         """Verifications."""
         return self.drafts["request"].numel()
+
+    @property
+    def topk(self) -> int:
+        """Children offered per node, the most of all origins; 1 for chains."""
+        return max((int(origin.get("topk") or 1) for origin in self.origins), default=1)
 
     def layer(self) -> DraftLayer:
         """All nodes as one layer whose depth is a tensor: what a classifier reads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier, shipped
@@ -94,6 +95,9 @@ TREE_POLICIES: dict[str, Callable[..., TreePolicy]] = {
 #: Behind a gate's name: EAGLE-2 grows the tree, the gate prunes it afterwards.
 ON_EAGLE2 = "-eagle2"
 
+#: Behind a policy's name: its shipped classifier for trees.
+ON_TREES = "-tree"
+
 
 def policy_of(classifier: Classifier) -> str:
     """Name of the policy that serves this classifier."""
@@ -137,15 +141,19 @@ def build_tree_policy(config: C2TConfig) -> TreePolicy:
 
 
 def _gate(config: C2TConfig, name: str, options: dict[str, Any]) -> Gate:
+    """A gate for trees: with a classifier that learnt from trees, and a threshold for them."""
     if name in TREE_POLICIES:
         raise ConfigError(f"policy {config.policy}: {name} is no gate that could prune a tree")
+    if config.classifier == "default" and shipped(name + ON_TREES) is not None:
+        config = replace(config, classifier=name + ON_TREES)
     gate = _built(config, name, options)
     if not isinstance(gate, Gate):
         raise ConfigError(
             f"policy {config.policy} cuts chains only: set --speculative-eagle-topk 1, or choose "
             f"one of {', '.join(tree_policy_names())}"
         )
-    return gate
+    beta = options.get("beta", getattr(gate, "tree_beta", gate.beta))
+    return replace(gate, beta=beta) if is_dataclass(gate) else gate
 
 
 def check_policy(config: C2TConfig) -> None:
@@ -156,7 +164,8 @@ def check_policy(config: C2TConfig) -> None:
         try:
             build_tree_policy(config)
         except ConfigError as no_trees:
-            raise (no_trees if _only_trees(config.policy) else no_chains) from None
+            for_trees = _only_trees(config.policy) or "layer_limit" in config.policy_options
+            raise (no_trees if for_trees else no_chains) from None
 
 
 def tree_policy_names() -> list[str]:

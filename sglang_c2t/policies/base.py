@@ -48,8 +48,9 @@ class ChainPolicy(Protocol):
 class Gate(ChainPolicy, Protocol):
     """A chain policy that also ranks: token by token, a confidence and its threshold.
 
-    What Algorithm 1 needs to prune trees. A gate that reads :attr:`DraftLayer.parent` says
-    so with a class attribute ``reads_parent = True``.
+    What Algorithm 1 needs to prune trees. Class attributes may say ``tree_beta``, the default
+    threshold there (siblings share the probability that a chain's token has alone), and
+    ``reads_parent = True``, that it reads :attr:`DraftLayer.parent`.
     """
 
     @property

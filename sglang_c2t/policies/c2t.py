@@ -26,6 +26,7 @@ class C2T:
     classifier: Classifier
     beta: float = 0.5  # arXiv:2502.13652, the main setting for trees
     name: ClassVar[str] = "c2t"
+    tree_beta: ClassVar[float] = 0.5
     reads: ClassVar[frozenset[str]] = frozenset({"joint", "entropy", "entropy_top1000", "depth"})
     label: ClassVar[str] = "survives"
 

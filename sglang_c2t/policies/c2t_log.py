@@ -22,4 +22,5 @@ class C2TLog(C2T):
     """Confidence gate with a classifier that reads the log joint probability."""
 
     name: ClassVar[str] = "c2t-log"
+    tree_beta: ClassVar[float] = 0.03  # ours: about a dozen nodes on the demo models
     reads: ClassVar[frozenset[str]] = frozenset({"log_joint", "entropy", "depth"})

@@ -22,4 +22,5 @@ class C2TPlus(C2T):
     """Confidence gate with a classifier that also reads the token's top-2 margin."""
 
     name: ClassVar[str] = "c2t-plus"
+    tree_beta: ClassVar[float] = 0.03  # ours: about a dozen nodes on the demo models
     reads: ClassVar[frozenset[str]] = frozenset({"log_joint", "margin", "entropy", "depth"})

@@ -23,6 +23,7 @@ class DyJoint:
 
     beta: float = 0.08
     name: ClassVar[str] = "dyjoint"
+    tree_beta: ClassVar[float] = 0.03  # ours: about a dozen nodes on the demo models
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def confidence(self, layer: DraftLayer) -> Tensor:

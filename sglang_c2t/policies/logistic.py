@@ -29,6 +29,7 @@ class Logistic:
     classifier: Classifier
     beta: float = 0.3
     name: ClassVar[str] = "logistic"
+    tree_beta: ClassVar[float] = 0.03  # ours: about a dozen nodes on the demo models
     reads: ClassVar[frozenset[str]] = frozenset({"margin", "logit_prob", "depth"})
     label: ClassVar[str] = "accepts"
     reads_parent: ClassVar[bool] = True

@@ -1,8 +1,9 @@
-"""``--c2t-record``: from verified chains in the server to drafts of a recording.
+"""``--c2t-record``: from verified chains and trees in the server to drafts of a recording.
 
-A share of the steps explores: the gate leaves its drafts whole, the target verifies all
-of them, and the step is recorded. With ``--c2t-record-roots every`` each step explores and
-commits a single token, so that the draft behind each token gets recorded.
+A share of the steps explores: the gate leaves its drafts whole (trees: grows EAGLE-2's),
+the target verifies all of them, and the step is recorded. With ``--c2t-record-roots
+every`` each step explores and commits a single token, so that the draft behind each token
+gets recorded.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from sglang_c2t.chain import matched_drafts
 from sglang_c2t.classifier.recording import MEASURED, RecordingWriter
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.policies.base import TreeLayer
 from sglang_c2t.relay import Exploration
 from sglang_c2t.srt.reporting import BEFORE_REPORT, RECORDING
+from sglang_c2t.tree import Trees, least_on_path
 
 logger = logging.getLogger(__name__)
 
 #: Between writes of a server nobody asks; one file each, so not too often.
 FLUSH_SECONDS = 60.0
 
-# B requests, D drafted tokens
+# B requests, D drafted tokens of a chain or layers of a tree, N nodes of a tree, M candidates,
+# T rows of the target's forward, V vocabulary
 
 
 class Recorder(Exploration):
@@ -73,6 +77,8 @@ class Recorder(Exploration):
             "draft": Path(server_args.speculative_draft_model_path).name,
             "algorithm": server_args.speculative_algorithm,
             "num_steps": server_args.speculative_num_steps,
+            "topk": server_args.speculative_eagle_topk or 1,
+            "num_draft_tokens": server_args.speculative_num_draft_tokens,
             "policy": config.policy,
         }
         writer = RecordingWriter(
@@ -104,31 +110,63 @@ class Recorder(Exploration):
         draft_tokens: Tensor,
         result: Any,
     ) -> None:
-        """Record one exploring step.
+        """Record one exploring step of chains.
 
         ``recordable`` [B] bool: the first token was measured in full. ``draft_tokens`` is
         [B * (D + 1)] with the roots, ``result`` what SGLang's ``verify`` returned.
         """
-        if self._stopped or not layers:
+        rows = self._rows(batch, recordable)
+        if not rows.numel() or not layers:
             return
         width = len(layers) + 1
-        # The host reads of recording: one per exploring step and column.
         if self.every_position:
             target = result.logits_output.next_token_logits.argmax(dim=-1)  # [B * (D + 1)]
             num_correct = matched_drafts(draft_tokens.view(-1, width), target.view(-1, width))
-            plain = torch.tensor([_greedy(req) for req in batch.reqs])
-            recordable = recordable.cpu() & plain
         else:
             num_correct = result.accept_lens - 1
-        rows = recordable.cpu().nonzero().flatten()
+        self._put(batch, rows, chain_nodes(layers, rows, num_correct.cpu()[rows], self._extra))
+
+    def add_trees(
+        self,
+        batch: Any,
+        layers: list[TreeLayer],
+        recordable: Tensor,
+        trees: Trees,
+        target_rows: Tensor,
+        result: Any,
+    ) -> None:
+        """Record one exploring step of trees.
+
+        As :meth:`add`. ``trees`` is what the target verified, with its roots, and
+        ``target_rows`` [B, N] says where each node stood in the target's forward.
+        """
+        rows = self._rows(batch, recordable)
         if not rows.numel():
             return
+        if self.every_position:
+            target = result.logits_output.next_token_logits.argmax(dim=-1)  # [T]
+            accepted = matched_nodes(trees, target[target_rows], len(layers))
+        else:
+            accepted = walked_nodes(target_rows, result.accept_index, result.accept_lens)
+        self._put(batch, rows, tree_nodes(layers, trees, rows, accepted, self._extra))
+
+    def _rows(self, batch: Any, recordable: Tensor) -> Tensor:
+        """[R] int64 on the host: the requests to record, of those ``recordable`` [B]."""
+        if self._stopped:
+            return torch.empty(0, dtype=torch.int64)
+        # The host reads of recording: one per exploring step and column.
+        recordable = recordable.cpu()
+        if self.every_position:
+            recordable = recordable & torch.tensor([_greedy(req) for req in batch.reqs])
+        return recordable.nonzero().flatten()
+
+    def _put(self, batch: Any, rows: Tensor, nodes: dict[str, Tensor]) -> None:
+        """Hand the drafts of the requests ``rows`` [R] to the writer."""
         reqs = [batch.reqs[i] for i in rows.tolist()]
         drafts = {
             "prompt": torch.tensor([_checksum(req.origin_input_ids) for req in reqs]),
             "position": batch.seq_lens.cpu()[rows],
         }
-        nodes = chain_nodes(layers, rows, num_correct.cpu()[rows], self._extra)
         self._write(lambda: self._writer.add(nodes, drafts, [req.rid for req in reqs]))
         RECORDING.drafts += len(reqs)
 
@@ -182,6 +220,67 @@ def chain_nodes(
             for name in sorted(MEASURED | set(extra))
         },
     }
+
+
+def tree_nodes(
+    layers: list[TreeLayer], trees: Trees, rows: Tensor, accepted: Tensor, extra: list[str]
+) -> dict[str, Tensor]:
+    """Node columns of the trees ``rows`` [R], tree by tree; the roots are left out.
+
+    ``accepted`` is [B, N] bool. Tree root -> a b, a -> c, all but b accepted: parents -1, -1, 0
+    and accept 1, 0, 1.
+    """
+    topk = layers[0].topk
+    parents = trees.parents.cpu()[rows]  # [R, N]
+    live = parents >= 0
+    draft = live.nonzero()[:, 0]  # [n], like every column
+    source = trees.source.cpu()[rows][live]
+
+    def column(per_layer: list[Tensor]) -> Tensor:
+        """From values [B * W * K, ...] of each layer."""
+        batch = layers[0].batch
+        candidates = torch.cat([v.view(batch, -1, *v.shape[1:]) for v in per_layer], dim=1)
+        return candidates.cpu()[rows[draft], source]  # of [B, M, ...]
+
+    def measurement(name: str) -> Tensor:
+        return column([layer.nodes.measured[name] for layer in layers])
+
+    return {
+        "draft": draft,
+        "parent": parents[live] - 1,  # nodes count the root, drafts do not
+        "rank": source % topk,
+        "depth": trees.depth.cpu()[rows][live],
+        "accept": accepted.cpu()[rows][live],
+        "prob": column([layer.nodes.prob for layer in layers]),
+        "joint": column([layer.nodes.joint for layer in layers]),
+        "entropy": column([layer.nodes.entropy for layer in layers]),
+        **{name: measurement(name) for name in sorted(MEASURED | set(extra))},
+    }
+
+
+def matched_nodes(trees: Trees, target: Tensor, num_steps: int) -> Tensor:
+    """[B, N] bool: nodes on the path that a greedy target takes; false for the root.
+
+    ``target`` [B, N] is the target's choice behind each node. Siblings differ, so there is
+    one path.
+    """
+    wanted = target.gather(1, trees.parents.clamp(min=0))
+    matched = (trees.parents >= 0) & (trees.tokens == wanted)
+    above = torch.where(trees.parents > 0, trees.parents, -1)  # paths start behind the root
+    return least_on_path(matched.long(), above, num_steps).bool()
+
+
+def walked_nodes(target_rows: Tensor, accept_index: Tensor, accept_lens: Tensor) -> Tensor:
+    """[B, N] bool: nodes on the accepted path, root included.
+
+    ``accept_index`` [B, S] are rows like ``target_rows`` [B, N], the first ``accept_lens`` [B]
+    of them on the path.
+    """
+    place = torch.arange(accept_index.shape[1], device=accept_index.device)
+    node = accept_index.long() - target_rows[:, :1]
+    # What is behind the path falls on the root, which is on it anyway.
+    node = node.masked_fill(place >= accept_lens[:, None], 0)
+    return torch.zeros_like(target_rows, dtype=torch.bool).scatter(1, node, True)
 
 
 def _greedy(req: Any) -> bool:

@@ -168,21 +168,25 @@ REFUSALS: tuple[Refusal, ...] = (
 def refusals(cfg: Any) -> list[str]:
     """The sentences that apply to these resolved arguments; empty when all is served."""
     sentences = [refusal.sentence for refusal in REFUSALS if refusal.applies(cfg)]
-    if sentences or not _trees(cfg):
-        return sentences
-    return _misfit(cfg)
+    return sentences or _misfit(cfg)
 
 
 def _misfit(cfg: Any) -> list[str]:
-    """Why the policy's trees do not fit the arguments' shape; empty when they do."""
+    """Why the policy cannot draft what the arguments ask for; empty when it can."""
     config = active()
     if config is None:
         return []
-    shape = TreeShape(
-        cfg.speculative_eagle_topk, cfg.speculative_num_steps, cfg.speculative_num_draft_tokens
-    )
     try:
-        build_tree_policy(config).check(shape)
+        if not _trees(cfg):
+            build_policy(config)
+        else:
+            build_tree_policy(config).check(
+                TreeShape(
+                    cfg.speculative_eagle_topk,
+                    cfg.speculative_num_steps,
+                    cfg.speculative_num_draft_tokens,
+                )
+            )
     except ConfigError as error:
         return [str(error)]
     return []

@@ -172,12 +172,20 @@ class TreeWorkerMixin(WorkerMixin):
         """Verify the batch's trees and report their sizes."""
         if batch.forward_mode.is_idle():
             return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
+        gate, recorder = self._draft_worker.gate, self._recorder
         verify_input = batch.spec_info
+        if self._config.visits_every_root:  # every rank must: see ChainWorkerMixin.verify
+            links = verify_input.retrieve_next_token
+            verify_input.retrieve_next_token = torch.full_like(links, -1)
         with tree_verify.verifying():
             result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
         result.speculative_output_stride = verify_input.max_tree_depth
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         result.cap_lens = verify_input.trees.num_nodes.to(torch.int32)
+        if recorder is not None and gate.exploring:
+            complete = gate.first_tokens_complete(batch.req_pool_indices)
+            rows = verify_input.retrieve_index
+            recorder.add_trees(batch, gate.layers, complete, verify_input.trees, rows, result)
         return result
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_c2t.cpu.attention import (
     Workspace,
+    ancestor_mask,
     attend,
     draft_mask,
     group_by_cost,
@@ -121,6 +122,37 @@ def test_draft_beams_see_the_prefix_and_their_own_slots(committed, topk, steps, 
         sees = [oracles.masked_sees(beams, n + own) for n in committed]
         kv_lens = [n + own for n in committed]
         _check(k, v, req_to_token, rows, q, [topk] * len(committed), kv_lens, sees, plan)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 4),
+    topk=st.integers(1, 4),
+    steps=st.integers(2, 5),
+    seed=st.integers(0, 2**16),
+)
+def test_ancestor_mask_shows_each_beam_one_slot_per_step(batch, topk, steps, seed):
+    """Step j of beam row r stands in slot r*D + j; rows name the ancestors, the own last."""
+    rng = random.Random(seed)
+    for depth in range(1, steps):
+        rows = [
+            [[rng.randrange(topk) for _ in range(depth)] for _ in range(topk)] for _ in range(batch)
+        ]
+        mask = ancestor_mask(torch.tensor(rows), topk * steps)
+        assert mask.shape == (batch, topk, topk * steps)
+        for b in range(batch):
+            for t in range(topk):
+                own = {row * steps + step for step, row in enumerate(rows[b][t])}
+                assert mask[b, t].nonzero().flatten().tolist() == sorted(own)
+
+
+def test_beams_that_never_changed_rows_see_what_stock_shows_them():
+    """Then the two masks are one."""
+    topk, steps = 3, 4
+    for step in range(steps - 1):
+        rows = torch.arange(topk).view(1, topk, 1).expand(2, topk, step + 1)
+        exact = ancestor_mask(rows, topk * steps)
+        assert torch.equal(exact.flatten(), draft_mask(2, topk, steps, step))
 
 
 def test_bidirectional_attention_sees_every_key():

@@ -128,3 +128,51 @@ for step in range(2):
 print("agree")
 """)
     assert out.splitlines()[-1] == "agree"
+
+
+@pytest.mark.timeout(900)
+def test_draft_rows_attend_to_the_path_that_led_to_them():
+    """Beams are re-sorted between the steps; a row's keys are the prefix and its ancestors,
+    wherever these were forwarded. Without being told, rows would see their own beam row.
+    """
+    out = _run("""
+TOPK, STEPS = 3, 5
+draft = TorchCpuMultiStepDraftBackend(runner, topk=TOPK, speculative_num_steps=STEPS)
+fb = batch(ForwardMode.DECODE, out_cache_loc=None)
+draft.init_forward_metadata(fb)
+slot = lambda b, t, s: int(table[rows[b], committed[b] + t * STEPS + s])
+
+def dense(query, slots):  # [4, 8] heads, one row over the keys in these slots
+    keys = runner.token_to_kv_pool.k[slots].repeat_interleave(2, dim=1)
+    values = runner.token_to_kv_pool.v[slots].repeat_interleave(2, dim=1)
+    weights = (torch.einsum("hd,khd->hk", query, keys) * 0.3).softmax(dim=1)
+    return torch.einsum("hk,khd->hd", weights, values).flatten()
+
+paths = {(b, t): [t] for b in range(2) for t in range(TOPK)}
+misled = 0.0
+for step in range(STEPS - 1):
+    if step:  # each beam hangs below some beam of the step before
+        above = torch.randint(TOPK, (2, TOPK)).tolist()
+        paths = {(b, t): [*paths[b, above[b][t]], t] for b, t in paths}
+        ancestors = [[paths[b, t] for t in range(TOPK)] for b in range(2)]
+    q, k, v = torch.randn(6, 32), torch.randn(6, 16), torch.randn(6, 16)
+    fb.out_cache_loc = torch.tensor([slot(b, t, step) for b in range(2) for t in range(TOPK)])
+    backend = draft.attn_backends[step]
+    told = lambda: backend.forward(q, k, v, layer(), fb).view(2, TOPK, 32)
+    stock = told()
+    if step:
+        backend.use_ancestors(torch.tensor(ancestors))
+    got = told()
+    misled = max(misled, float((stock - got).abs().max()))
+    for b in range(2):
+        prefix = table[rows[b], :committed[b]].tolist()
+        for t in range(TOPK):
+            own = [slot(b, row, s) for s, row in enumerate(paths[b, t])]
+            want = dense(q.view(2, TOPK, 4, 8)[b, t], prefix + own)
+            assert (got[b, t] - want).abs().max() < 1e-5, (step, b, t)
+assert misled > 0.01, misled
+draft.init_forward_metadata(fb)  # the next round starts from stock's rows
+assert draft.attn_backends[1]._lengths.tree_mask.view(2, TOPK, -1).sum() == 2 * TOPK * 2
+print("agree")
+""")
+    assert out.splitlines()[-1] == "agree"

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from eval.prompts import demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
 from sglang_c2t.client import Answer, LoadResult, greedy, run_load
 from tests.e2e.server_policies import MODES, Switchable
+from tests.e2e.witness import Witness
 
 REPOSITORY = Path(__file__).parents[2]
 CONCURRENCY = 16
@@ -41,10 +46,17 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def expected(logs: Path) -> list[tuple[int, ...]]:
-    """Greedy outputs of BODIES without speculation, one request at a time."""
+def plain(logs: Path) -> Iterator[Server]:
+    """A server without speculation; it sleeps while nobody asks."""
     with running(Launch("reference"), logs) as server:
-        return run_load(server.url, BODIES, concurrency=1).outputs
+        yield server
+
+
+@pytest.fixture(scope="session")
+def expected(plain: Server) -> list[tuple[int, ...]]:
+    """Greedy outputs of BODIES without speculation, one request at a time."""
+    plain.flush_cache()
+    return run_load(plain.url, BODIES, concurrency=1).outputs
 
 
 @dataclass(frozen=True)
@@ -68,12 +80,18 @@ def switchable_flags(
     control: Path, config_dir: Path, measured: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """``--c2t`` with the test policy; its options travel in a config file."""
+    options = {"control": str(control), "measured": list(measured)}
+    return own_policy_flags(Switchable, control, config_dir, options)
+
+
+def own_policy_flags(
+    policy: type, control: Path, config_dir: Path, options: dict[str, Any], **settings: Any
+) -> tuple[str, ...]:
+    """``--c2t`` with a policy class of the tests and further settings."""
     control.write_text("c2t")
     config = config_dir / f"{control.name}.json"
-    config.write_text(json.dumps({
-        "policy": f"{Switchable.__module__}:{Switchable.__name__}",
-        "policy_options": {"control": str(control), "measured": list(measured)},
-    }))  # fmt: skip
+    name = f"{policy.__module__}:{policy.__name__}"
+    config.write_text(json.dumps({"policy": name, "policy_options": options, **settings}))
     return ("--c2t", "--c2t-config", str(config))
 
 
@@ -86,6 +104,73 @@ def gated(request: pytest.FixtureRequest, logs: Path) -> Iterator[GatedServer]:
     launch = Launch(f"gated-{algorithm}", flags, env={"PYTHONPATH": str(REPOSITORY)})
     with running(launch, logs) as server:
         yield GatedServer(server, algorithm, control)
+
+
+TREE = {"num_steps": 5, "topk": 4, "num_draft_tokens": 28}
+"""Trees large enough for the static tree of EAGLE-1, which has 26 nodes."""
+
+
+def tree_launch(
+    name: str, logs: Path, *flags: str, algorithm: str = "EAGLE3",
+    env: dict[str, str] | None = None, **settings: Any,
+) -> tuple[Launch, Path]:  # fmt: skip
+    """A ``--c2t`` server whose tree policy a test can switch, and its control file.
+
+    Tests that make the folder ``<control>.notes`` find notes there, see :class:`Witness`.
+    """
+    control = logs / f"tree-{name}"
+    options = {"control": str(control), "notes": str(notes_of(control))}
+    every = (
+        *speculative_flags(algorithm, **TREE),
+        *own_policy_flags(Witness, control, logs, options, **settings),
+        *flags,
+    )
+    environment = {"PYTHONPATH": str(REPOSITORY), **(env or {})}
+    return Launch(f"tree-{name}", every, env=environment), control
+
+
+def notes_of(control: Path) -> Path:
+    """The folder in which the server of this control file leaves its notes."""
+    return control.with_suffix(".notes")
+
+
+@pytest.fixture(scope="module", params=sorted(DRAFTS))
+def trees(request: pytest.FixtureRequest, logs: Path) -> Iterator[GatedServer]:
+    """One tree server per draft kind."""
+    launch, control = tree_launch(request.param, logs, algorithm=request.param)
+    with running(launch, logs) as server:
+        yield GatedServer(server, request.param, control)
+
+
+def verified(answer: Answer) -> bool:
+    """Whether the request lived long enough to be verified."""
+    return "spec_verify_ct" in answer.meta_info
+
+
+def abort_in_a_loop(url: str, stop: threading.Event) -> None:
+    """Start long requests and end each after a moment; at most 200.
+
+    Every other one is aborted by name, the rest lose their client.
+    """
+    text = demo_mix(1, seed=9)[0].text
+    for number in range(200):
+        if stop.is_set():
+            return
+        rid = f"victim-{number}"
+        body: dict[str, Any] = {**greedy(text, 400), "rid": rid}
+        body["sampling_params"]["ignore_eos"] = True
+        patience = 60.0 if number % 2 else 0.05
+        sender = threading.Thread(target=_post_patiently, args=(url, body, patience))
+        sender.start()
+        time.sleep(0.05)
+        if number % 2:
+            requests.post(f"{url}/abort_request", json={"rid": rid}, timeout=60)
+        sender.join(timeout=60)
+
+
+def _post_patiently(url: str, body: dict[str, Any], seconds: float) -> None:
+    with contextlib.suppress(requests.Timeout):
+        requests.post(f"{url}/generate", json=body, timeout=seconds)
 
 
 def verified_rows_reported(answers: list[Answer]) -> int:

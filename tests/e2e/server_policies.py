@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.policies import ChainPolicy, DraftLayer, build_policy
+from sglang_c2t.policies import (
+    ChainPolicy,
+    DraftLayer,
+    TreePolicy,
+    build_policy,
+    build_tree_policy,
+)
+from sglang_c2t.policies.base import Growth, TreeLayer, TreeShape
 
 MODES = ("c2t", "full", "none", "random")
 
@@ -50,3 +57,50 @@ class Switchable:
             config = C2TConfig() if mode == "c2t" else C2TConfig.from_json(mode, source="control")
             self._policies[mode] = build_policy(config)
         return self._policies[mode].keep(layer)
+
+
+@dataclass
+class SwitchableTree:
+    """The same for trees: reads from the file ``control`` which policy to be.
+
+    ``full`` is EAGLE-2, ``none`` keeps nothing, ``c2t`` is the default configuration, and
+    ``random`` keeps a random share of each request's layer, seeded as above.
+    """
+
+    control: str
+    measured: list[str] = field(default_factory=list)
+    name: ClassVar[str] = "switchable-tree"
+    reads_parent: ClassVar[bool] = True
+    _generator: torch.Generator = field(
+        default_factory=lambda: torch.Generator().manual_seed(os.getpid())
+    )
+    _shape: TreeShape | None = None
+    _policies: dict[str, TreePolicy] = field(default_factory=dict)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Whatever any of the policies to be needs."""
+        return frozenset(self.measured)
+
+    def check(self, shape: TreeShape) -> None:
+        """Keep the shape for the policies to be."""
+        self._shape = shape
+
+    def grow(self, layer: TreeLayer) -> Growth:
+        """As the current mode says."""
+        mode = Path(self.control).read_text()
+        joint = layer.joint
+        if mode in ("full", "none", "random"):
+            drawn = torch.rand(joint.shape, generator=self._generator)
+            share = torch.rand(len(joint), 1, 1, generator=self._generator)
+            if mode != "random":
+                share = torch.full_like(share, mode == "full")
+            key = joint.masked_fill(drawn >= share, -torch.inf)
+            return Growth(key=key, expand=key)
+        if mode not in self._policies:
+            config = C2TConfig() if mode == "c2t" else C2TConfig.from_json(mode, source="control")
+            policy = build_tree_policy(config)
+            assert self._shape is not None
+            policy.check(self._shape)
+            self._policies[mode] = policy
+        return self._policies[mode].grow(layer)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
-from typing import Any
 
 import pytest
-import requests
 
-from eval.prompts import demo_mix
-from sglang_c2t.client import differing, greedy, run_load
+from sglang_c2t.client import differing, run_load
 from tests.e2e.conftest import (
     BODIES,
     CONCURRENCY,
     GatedServer,
+    abort_in_a_loop,
+    verified,
     verified_rows_reported,
 )
 from tests.e2e.server_policies import MODES
@@ -47,14 +45,14 @@ def test_no_draft_forward_runs_when_every_chain_has_ended(gated: GatedServer) ->
     after = gated.server.c2t_state()["counters"]
     assert after["draft_forwards"] == before["draft_forwards"]
     assert after["draft_forwards_skipped"] > before["draft_forwards_skipped"]
-    assert {a.meta_info["spec_cap_length"] for a in result.answers if _verified(a)} == {1.0}
+    assert {a.meta_info["spec_cap_length"] for a in result.answers if verified(a)} == {1.0}
 
 
 def test_the_gate_shortens_drafts_and_lengths_differ(gated: GatedServer) -> None:
     """Otherwise the equalities above would prove nothing about ragged batches."""
     answers = gated.run("c2t").answers
     histogram = [0] * 7
-    for answer in filter(_verified, answers):
+    for answer in filter(verified, answers):
         for length, count in enumerate(answer.meta_info["spec_cap_lens_histogram"]):
             histogram[length] += count
     assert sum(1 for count in histogram if count) >= 4, histogram
@@ -65,7 +63,7 @@ def test_the_gate_shortens_drafts_and_lengths_differ(gated: GatedServer) -> None
 def test_meta_info_reports_the_drafts_that_were_really_proposed(
     gated: GatedServer, mode: str
 ) -> None:
-    for answer in filter(_verified, gated.run(mode).answers):
+    for answer in filter(verified, gated.run(mode).answers):
         meta = answer.meta_info
         histogram = meta["spec_cap_lens_histogram"]
         proposed = sum((length - 1) * count for length, count in enumerate(histogram) if count)
@@ -82,7 +80,7 @@ def test_aborted_requests_leave_the_others_untouched(
     gated.control.write_text("random")
     gated.server.flush_cache()
     stop = threading.Event()
-    victims = threading.Thread(target=_abort_in_a_loop, args=(gated.server.url, stop))
+    victims = threading.Thread(target=abort_in_a_loop, args=(gated.server.url, stop))
     victims.start()
     try:
         result = run_load(gated.server.url, BODIES, concurrency=CONCURRENCY)
@@ -90,25 +88,3 @@ def test_aborted_requests_leave_the_others_untouched(
         stop.set()
         victims.join(timeout=60)
     assert differing(result.outputs, expected) == []
-
-
-def _abort_in_a_loop(url: str, stop: threading.Event) -> None:
-    """Start long requests and abort each after a moment; at most 200."""
-    text = demo_mix(1, seed=9)[0].text
-    for number in range(200):
-        if stop.is_set():
-            return
-        rid = f"victim-{number}"
-        body: dict[str, Any] = {**greedy(text, 400), "rid": rid}
-        body["sampling_params"]["ignore_eos"] = True
-        sender = threading.Thread(
-            target=lambda body=body: requests.post(f"{url}/generate", json=body, timeout=60)
-        )
-        sender.start()
-        time.sleep(0.05)
-        requests.post(f"{url}/abort_request", json={"rid": rid}, timeout=60)
-        sender.join(timeout=60)
-
-
-def _verified(answer: Any) -> bool:
-    return "spec_verify_ct" in answer.meta_info

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eval.prompts import demo_mix
 from eval.server import Launch, running, speculative_flags
 from sglang_c2t.client import differing, run_load
-from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags
+from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags, tree_launch
 
 VOCAB = 8
 PROMPT = [3, 1, 4, 1, 5]
@@ -135,58 +134,84 @@ def sample(gated: GatedServer, mode: str) -> Counter[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
+CUTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "top_p": {"top_p": 0.9},
+    "top_k": {"top_k": 20, "top_p": 0.95},
+}
+"""How a run's requests cut the target's distribution, all alike: SGLang's seeded sampler
+numbers candidates by rank as soon as one request of the batch cuts it (greedy ones do), so
+that mixed batches do not reproduce even without speculation.
+"""
+
+
+@pytest.mark.parametrize("cut", ["whole", "top_p"])
 def test_a_seed_gives_the_same_tokens_with_and_without_speculation(
-    seeded: SeededServers, top_p: float
+    seeded: GatedServer, seeded_outputs: dict[str, list[tuple[int, ...]]], cut: str
 ) -> None:
-    """Per-request seeds, full, gated and random draft lengths, another batch composition.
-
-    All requests of a run sample alike: SGLang's seeded sampler numbers candidates by rank
-    as soon as one request of the batch cuts the distribution (top-k, top-p or greedy), so
-    that mixed batches do not reproduce even without speculation.
-    """
-    expected = seeded.expected[top_p]
+    """Per-request seeds, full, gated and random draft lengths, another batch composition."""
     for mode in ("full", "c2t", "random"):
-        got = seeded.gated.run(mode, seeded_bodies(top_p), 8).outputs
-        assert differing(got, expected) == [], mode
+        got = seeded.run(mode, seeded_bodies(cut), 8).outputs
+        assert differing(got, seeded_outputs[cut]) == [], mode
 
 
-def seeded_bodies(top_p: float) -> list[dict[str, Any]]:
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_seed_gives_the_same_tokens_whatever_tree_was_verified(
+    seeded_trees: GatedServer, seeded_outputs: dict[str, list[tuple[int, ...]]], cut: str
+) -> None:
+    """A row draws at its own place in the sequence, wherever it stands in tree and batch."""
+    for mode, concurrency in (("full", 16), ("c2t", 16), ("random", 16), ("random", 1)):
+        count = 6 if concurrency == 1 else None
+        got = seeded_trees.run(mode, seeded_bodies(cut)[:count], concurrency)
+        assert differing(got.outputs, seeded_outputs[cut][:count]) == [], (mode, concurrency)
+        drafts = sum(a.meta_info.get("spec_num_correct_drafts", 0) for a in got.answers)
+        assert drafts > 0, "nothing was drafted right, so little was shown"
+
+
+def seeded_bodies(cut: str) -> list[dict[str, Any]]:
     """Sampled requests of different temperature and length, each with its own seed."""
     return [
         {
             "text": prompt.text,
             "sampling_params": {
                 "temperature": (1.0, 0.7)[i % 2],
-                "top_p": top_p,
                 "max_new_tokens": (40, 9, 25)[i % 3],
                 "sampling_seed": 1000 + i,
+                **CUTS[cut],
             },
         }
         for i, prompt in enumerate(demo_mix(24, seed=3))
     ]
 
 
-@dataclass(frozen=True)
-class SeededServers:
-    """A gated server, and what the server without speculation gave, by top_p."""
-
-    gated: GatedServer
-    expected: dict[float, list[tuple[int, ...]]]
+SEEDED = ("--enable-deterministic-inference",)
+"""Only then do seeds count."""
 
 
 @pytest.fixture(scope="module")
-def seeded(logs: Path) -> Iterator[SeededServers]:
-    """Seeds count only under SGLang's deterministic inference."""
-    deterministic = ("--enable-deterministic-inference",)
+def seeded_outputs(logs: Path) -> dict[str, list[tuple[int, ...]]]:
+    """What the server without speculation gives, by cut."""
     expected = {}
-    with running(Launch("seeded-plain", deterministic), logs) as server:
-        for top_p in (1.0, 0.9):
-            expected[top_p] = run_load(server.url, seeded_bodies(top_p), concurrency=8).outputs
-            again = run_load(server.url, seeded_bodies(top_p), concurrency=3).outputs
-            assert differing(again, expected[top_p]) == [], "the oracle depends on the batch"
+    with running(Launch("seeded-plain", SEEDED), logs) as server:
+        for cut in CUTS:
+            expected[cut] = run_load(server.url, seeded_bodies(cut), concurrency=8).outputs
+            again = run_load(server.url, seeded_bodies(cut), concurrency=3).outputs
+            assert differing(again, expected[cut]) == [], "the oracle depends on the batch"
+    return expected
+
+
+@pytest.fixture(scope="module")
+def seeded(logs: Path) -> Iterator[GatedServer]:
+    """Chains."""
     control = logs / "gate-seeded"
-    flags = (*speculative_flags("STANDALONE"), *deterministic, *switchable_flags(control, logs))
+    flags = (*speculative_flags("STANDALONE"), *SEEDED, *switchable_flags(control, logs))
     launch = Launch("seeded-gated", flags, env={"PYTHONPATH": str(REPOSITORY)})
     with running(launch, logs) as server:
-        yield SeededServers(GatedServer(server, "STANDALONE", control), expected)
+        yield GatedServer(server, "STANDALONE", control)
+
+
+@pytest.fixture(scope="module")
+def seeded_trees(logs: Path) -> Iterator[GatedServer]:
+    launch, control = tree_launch("seeded", logs, *SEEDED)
+    with running(launch, logs) as server:
+        yield GatedServer(server, "EAGLE3", control)

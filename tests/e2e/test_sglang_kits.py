@@ -32,7 +32,7 @@ from sglang.test.kits.spec_server_kits import (
 from transformers import AutoTokenizer
 
 from eval.prompts import demo_mix
-from eval.server import TARGET, Launch, running, speculative_flags
+from eval.server import TARGET, Launch, Server, running, speculative_flags
 from sglang_c2t.client import greedy
 
 
@@ -41,15 +41,16 @@ class KitServer(unittest.TestCase):
 
     base_url: ClassVar[str]
     process: ClassVar[Any]
+    drafts: ClassVar[dict[str, int]] = {}
     model = str(TARGET)
 
     @pytest.fixture(autouse=True, scope="class")
-    def _serve(self, request: pytest.FixtureRequest, logs: Path) -> Any:
-        with running(Launch("kits-reference"), logs) as server:
-            prompts = SpecParityKit.parity_prompts
-            request.cls.parity_ref_outputs = {p: _greedy(server.url, p) for p in prompts}
-        flags = (*speculative_flags("EAGLE3"), "--c2t", "--enable-return-hidden-states")
-        with running(Launch("kits", flags), logs) as server:
+    def _serve(self, request: pytest.FixtureRequest, logs: Path, plain: Server) -> Any:
+        prompts = SpecParityKit.parity_prompts
+        request.cls.parity_ref_outputs = {p: _greedy(plain.url, p) for p in prompts}
+        drafts = speculative_flags("EAGLE3", **request.cls.drafts)
+        flags = (*drafts, "--c2t", "--enable-return-hidden-states")
+        with running(Launch(f"kits-{request.cls.__name__}", flags), logs) as server:
             request.cls.base_url = server.url
             request.cls.process = server.process
             request.cls.tokenizer = AutoTokenizer.from_pretrained(TARGET)
@@ -89,7 +90,7 @@ class TestSglangKits(
     SpecPenaltyKit,
     KitServer,
 ):
-    """One server, every kit that the CPU engine can run, at the demo models' scale."""
+    """One server of chains, every kit that the CPU engine can run, at the demo models' scale."""
 
     # float32 throughout: decode and prefill differ by rounding only (upstream: 0.5 for bf16).
     logprob_match_delta = 1e-3
@@ -122,6 +123,12 @@ class TestSglangKits(
         monkeypatch.setattr(radix_kit, "random", _DemoVocabulary(0))
         tree = functools.partial(radix_kit.gen_radix_tree, num_nodes=100, chunk_len=48)
         monkeypatch.setattr(radix_kit, "gen_radix_tree", tree)
+
+
+class TestSglangKitsOnTrees(TestSglangKits):
+    """The same, every draft a tree."""
+
+    drafts: ClassVar[dict[str, int]] = {"topk": 4, "num_draft_tokens": 16}
 
 
 class _DemoVocabulary(random.Random):

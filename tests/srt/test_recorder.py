@@ -17,16 +17,6 @@ from sglang_c2t.draft_layer import DraftLayer
 from tests.recordings import ORIGIN
 
 
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module, with a state of its own; importing it loads SGLang."""
-    from sglang_c2t.srt import recorder, reporting
-
-    monkeypatch.setattr(recorder, "RECORDING", reporting.RecordingState())
-    monkeypatch.setattr(recorder, "BEFORE_REPORT", [])
-    return recorder
-
-
 def layers(depths: int, batch: int) -> list[DraftLayer]:
     """Layer d of request b: probability 0.b, joint 0.b ** d, everything else told apart, too."""
     prob = torch.tensor([(b + 1) / 10 for b in range(batch)])
@@ -233,9 +223,13 @@ def test_a_recording_at_its_limit_ends_likewise(recorder: ModuleType, tmp_path: 
 # -- configuration ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "topk"), [(0, 1), (0, None), (1, 1)])
 def test_rank_zero_records_under_the_names_of_the_models(
-    recorder: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int
+    recorder: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    rank: int,
+    topk: int | None,
 ) -> None:
     """Names and not paths; and whoever asks for the state finds the drafts on the disk."""
     group = SimpleNamespace(rank_in_group=rank)
@@ -246,6 +240,8 @@ def test_rank_zero_records_under_the_names_of_the_models(
         speculative_draft_model_path="org/draft",
         speculative_algorithm="EAGLE3",
         speculative_num_steps=2,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=3,
     )
     of = recorder.Recorder.from_config(config, server_args)
     if rank == 1:
@@ -260,8 +256,8 @@ def test_rank_zero_records_under_the_names_of_the_models(
     assert read.roots == "every"
     assert read.nodes["hidden"].tolist() == torch.tensor([[0.1, 1.0], [0.1, 2.0]]).half().tolist()
     assert read.origins == [
-        {"target": "target", "draft": "draft", "algorithm": "EAGLE3", "num_steps": 2,
-         "policy": "c2t"}
+        {"target": "target", "draft": "draft", "algorithm": "EAGLE3", "num_steps": 2, "topk": 1,
+         "num_draft_tokens": 3, "policy": "c2t"}
     ]  # fmt: skip
 
 

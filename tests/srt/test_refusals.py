@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from eval.server import TARGET, speculative_flags
 from sglang_c2t import config
 
 EAGLE3 = list(speculative_flags("EAGLE3"))
+TREES = list(speculative_flags("EAGLE3", topk=4, num_draft_tokens=16))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,10 +110,6 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
     [
         ([], "needs a draft model: add --speculative-algorithm"),
         (["--speculative-algorithm", "NGRAM"], "serves --speculative-algorithm EAGLE, EAGLE3"),
-        (
-            [*EAGLE3[:-3], "4", "--speculative-num-draft-tokens", "8"],
-            "set --speculative-eagle-topk 1",
-        ),
         ([*EAGLE3, "--speculative-adaptive"], "--speculative-adaptive both set the draft length"),
         ([*EAGLE3, "--enable-lora"], "drop --enable-lora"),
         ([*EAGLE3, "--lora-paths", "adapter=/absent"], "drop --enable-lora and --lora-paths"),
@@ -129,6 +127,111 @@ def test_an_unsupported_combination_is_refused_by_name(capsys, flags: list[str],
     assert said in refusal(capsys, *flags, "--c2t")
 
 
+# -- trees --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"policy": "c2t-eagle2", "max_verify_rows": 100, "exact_ancestors": False},
+        {"policy": "c2t", "policy_options": {"layer_limit": 3}},
+        {"policy": "eagle2", "verify": "static"},
+        {"policy": "fork", "policy_options": {"width": 4}},
+        {"policy": "static", "policy_options": {"paths": [[0], [1], [0, 3]]}},
+        {"policy": "tests.e2e.server_policies:SwitchableTree", "policy_options": {"control": "/"}},
+    ],
+)
+def test_trees_are_served(tmp_path: Path, settings: dict[str, Any]) -> None:
+    path = tmp_path / "c2t.json"
+    path.write_text(json.dumps(settings))
+    launch(*TREES, "--c2t", "--c2t-config", str(path))
+    assert config.active() == config.C2TConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--attention-backend", "torch_native"], "trees with --attention-backend flashinfer, int"),
+        (["--attention-backend", "triton"], "or set --speculative-eagle-topk 1"),
+        (["--speculative-accept-threshold-single", "0.9"], "drop --speculative-accept-threshold-s"),
+        (["--speculative-accept-threshold-acc", "0.9"], "and --speculative-accept-threshold-acc"),
+        (["--watermark-config", "{}"], "does not serve --watermark-config with --speculative-eag"),
+        (["--enable-lora"], "drop --enable-lora"),
+        (
+            ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+            "does not serve DP attention",
+        ),
+        (["--c2t-policy", "fixed"], "fixed cuts chains only: set --speculative-eagle-topk 1, or"),
+        (["--c2t-policy", "entropy"], "choose one of c2t, c2t-eagle2"),
+        (["--c2t-policy", "static"], "needs at least --speculative-num-draft-tokens 26"),
+        (["--c2t-policy", "eagle2-eagle2"], "eagle2 is no gate that could prune a tree"),
+        (["--c2t-max-verify-rows", "0"], "must be a whole number of nodes >= 1, got 0"),
+    ],
+)
+def test_trees_that_are_not_served_are_refused_by_name(capsys, flags: list[str], said: str) -> None:
+    assert said in refusal(capsys, *TREES, "--c2t", *flags)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"policy": "fork", "policy_options": {"width": 5}}, "needs --speculative-eagle-topk 5"),
+        ({"policy": "fork", "policy_options": {"widht": 2}}, "options (['widht'])"),
+        ({"policy_options": {"layer_limit": 0}}, "layer_limit must be a whole number >= 1, got 0"),
+        ({"policy": "static", "policy_options": {"paths": [[0, 0]]}}, "needs its ancestor [0]"),
+        ({"exact_ancestors": "no"}, "exact_ancestors must be true or false, got 'no'"),
+    ],
+)
+def test_wrong_settings_of_trees_are_refused(
+    capsys, tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
+    path = tmp_path / "c2t.json"
+    path.write_text(json.dumps(settings))
+    assert said in refusal(capsys, *TREES, "--c2t", "--c2t-config", str(path))
+
+
+@pytest.mark.parametrize("policy", ["eagle2", "c2t-eagle2", "entropy-width", "fork", "static"])
+def test_a_policy_that_grows_trees_is_refused_for_chains(capsys, policy: str) -> None:
+    """Before a model loads, as everything."""
+    said = refusal(capsys, *EAGLE3, "--c2t", "--c2t-policy", policy)
+    assert f"policy {policy} grows trees: set --speculative-eagle-topk above 1" in said
+
+
+def test_an_option_for_trees_is_refused_for_chains(capsys, tmp_path: Path) -> None:
+    path = tmp_path / "c2t.json"
+    path.write_text(json.dumps({"policy_options": {"layer_limit": 3}}))
+    said = refusal(capsys, *EAGLE3, "--c2t", "--c2t-config", str(path))
+    assert "does not take these options (['layer_limit'])" in said
+
+
+def test_verification_planned_before_the_draft_is_known_is_refused(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
+    assert "unset SGLANG_ENABLE_OVERLAP_PLAN_STREAM" in refusal(capsys, *TREES, "--c2t")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"page_size": 16}, "set --page-size 1 with --speculative-eagle-topk above 1"),
+        (
+            {"speculative_use_rejection_sampling": True},
+            "does not serve --speculative-use-rejection-sampling",
+        ),
+    ],
+)
+def test_what_sglang_refuses_here_would_be_refused_by_us_elsewhere(
+    changed: dict[str, Any], said: str
+) -> None:
+    """SGLang serves pages of 16 with trees on GPU backends, and may come to serve the other."""
+    from sglang_c2t.srt import compat, refusals
+
+    args = compat.resolved(launch(*TREES, "--c2t"))
+    assert refusals.refusals(args) == []
+    (sentence,) = refusals.refusals(Changed(args, **changed))
+    assert said in sentence
+
+
 def test_a_recording_of_what_nobody_measures_is_refused(capsys, tmp_path: Path) -> None:
     settings = tmp_path / "c2t.json"
     settings.write_text(json.dumps({"record": str(tmp_path / "r"), "record_extra": ["tokens"]}))
@@ -144,12 +247,12 @@ def test_a_hidden_state_that_the_draft_does_not_pass_on_is_refused(capsys, tmp_p
     assert "a STANDALONE draft passes no hidden state on" in said
 
 
-class OnCuda:
-    """Resolved arguments of this machine, said to be those of a GPU."""
+class Changed:
+    """Resolved arguments, some of them said to be others."""
 
-    def __init__(self, resolved: object) -> None:
+    def __init__(self, resolved: object, **changed: object) -> None:
         self._resolved = resolved
-        self.device = "cuda"
+        vars(self).update(changed)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._resolved, name)
@@ -164,7 +267,7 @@ def test_cuda_graphs_are_refused_until_they_are_switched_off(
     """The sentence names the flag that helps, and the flag helps."""
     from sglang_c2t.srt import compat, refusals
 
-    found = refusals.refusals(OnCuda(compat.resolved(launch(*EAGLE3, *flags))))
+    found = refusals.refusals(Changed(compat.resolved(launch(*EAGLE3, *flags)), device="cuda"))
     assert len(found) == (0 if served else 1), found
     assert served or "add --cuda-graph-backend-decode disabled" in found[0]
 

@@ -1,0 +1,452 @@
+"""Tree verification without a server: what the target forwards, and what comes of its logits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sglang_c2t.config import ConfigError
+from sglang_c2t.cpu.tree_verify import verify_tree
+from sglang_c2t.tree import Trees
+from tests import oracles
+
+pytest.importorskip("sglang", reason="SGLang is not installed")
+
+VOCAB = 4  # so small that drafts are often right, and siblings sometimes equal
+NEVER = float("-inf")
+
+fast = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def verify() -> ModuleType:
+    """The module; importing it loads SGLang."""
+    from sglang_c2t.srt import tree_verify
+
+    return tree_verify
+
+
+@pytest.fixture(autouse=True)
+def _acceptance_on_the_cpu(verify: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang picks its kernel by the platform it saw first in this process."""
+
+    def walk(*, predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor,
+             candidates: Tensor, retrieve_index: Tensor, retrieve_next_token: Tensor,
+             retrieve_next_sibling: Tensor, target_predict: Tensor, topk: int,
+             ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        assert topk == -1
+        verify_tree(predicts, accept_index, accept_token_num, candidates, retrieve_index,
+                    retrieve_next_token, retrieve_next_sibling, target_predict)  # fmt: skip
+        return predicts, accept_index, accept_token_num
+
+    monkeypatch.setattr(verify.compat, "verify_tree_greedy", walk)
+
+
+# -- batches of trees ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch, as lists: request b has the nodes of ``parents[b]``, root first."""
+
+    parents: list[list[int]]
+    tokens: list[list[int]]
+    max_nodes: int
+    num_steps: int
+    seq_lens: list[int]
+    slots: list[int]  # rows of the request table
+    table: Tensor  # [rows, places], no slot twice, slot 0 nowhere
+    packed: bool
+    seed: int
+
+    def depth(self, b: int, node: int) -> int:
+        return len(oracles.ancestors(self.parents[b], node)) - 1
+
+    def trees(self) -> Trees:
+        def padded(rows: list[list[int]], pad: int) -> Tensor:
+            return torch.tensor([[*row, *[pad] * (self.max_nodes - len(row))] for row in rows])
+
+        depths = [[self.depth(b, n) for n in range(len(p))] for b, p in enumerate(self.parents)]
+        sources = [[-1, *range(len(p) - 1)] for p in self.parents]
+        return Trees(
+            padded(self.tokens, 0), padded(self.parents, -1), padded(depths, 0),
+            torch.tensor([len(p) for p in self.parents]), padded(sources, -1),
+        )  # fmt: skip
+
+    def verify_input(self, verify: ModuleType) -> Any:
+        return verify.build_verify_input(
+            self.trees(), self.batch(), num_steps=self.num_steps, topk=3, packed=self.packed
+        )
+
+    def batch(self, **fields: Any) -> Any:
+        return SimpleNamespace(
+            req_to_token_pool=SimpleNamespace(req_to_token=self.table),
+            req_pool_indices=torch.tensor(self.slots),
+            seq_lens=torch.tensor(self.seq_lens),
+            **fields,
+        )
+
+    @property
+    def forwarded(self) -> list[tuple[int, int]]:
+        """(request, node) of each row of the target's forward; padding where not packed."""
+        counts = [len(p) if self.packed else self.max_nodes for p in self.parents]
+        return [(b, node) for b, count in enumerate(counts) for node in range(count)]
+
+    def kv_slot(self, b: int, place: int) -> int:
+        """Where request b keeps the place-th token behind its committed prefix."""
+        return int(self.table[self.slots[b], self.seq_lens[b] + place])
+
+    def sees(self, b: int, row: int, column: int) -> bool:
+        """Whether a row attends to another; padding attends to itself and the root."""
+        if row >= len(self.parents[b]):
+            return column in (0, row)
+        return column in oracles.ancestors(self.parents[b], row)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """1 to 4 trees of 1 to N <= 8 nodes: roots alone, chains, bushes, full ones."""
+    rng = random.Random(draw(st.integers(0, 2**20)))
+    max_nodes = draw(st.integers(1, 8))
+    sizes = draw(st.lists(st.integers(1, max_nodes), min_size=1, max_size=4))
+    parents = []
+    for size in sizes:
+        chain = rng.random() < 0.3
+        parents.append([-1, *(n - 1 if chain else rng.randrange(n) for n in range(1, size))])
+    deepest = max(len(oracles.ancestors(p, n)) - 1 for p in parents for n in range(len(p)))
+    rows, places = 6, 24
+    table = torch.tensor(rng.sample(range(1, 200), rows * places)).view(rows, places)
+    return Case(
+        parents=parents,
+        tokens=[[rng.randrange(VOCAB) for _ in p] for p in parents],
+        max_nodes=max_nodes,
+        num_steps=max(deepest, 1) + rng.randrange(3),
+        seq_lens=[rng.randrange(10) for _ in parents],
+        slots=rng.sample(range(rows), len(parents)),
+        table=table.int(),
+        packed=draw(st.booleans()),
+        seed=rng.randrange(2**20),
+    )
+
+
+# -- what goes into the target ------------------------------------------------------------
+
+
+@fast
+@given(cases())
+def test_a_verify_input_is_its_trees_and_names_the_rows_of_the_forward(
+    verify: ModuleType, case: Case
+) -> None:
+    found = case.verify_input(verify)
+    width = max(case.max_nodes, case.num_steps + 1)
+    assert found.max_tree_depth == case.num_steps + 1
+    assert found.rows.tolist() == [b * case.max_nodes + node for b, node in case.forwarded]
+    for b, parents in enumerate(case.parents):
+        rows = [row for row, (owner, _) in enumerate(case.forwarded) if owner == b]
+        assert found.num_rows[b] == len(rows)
+        assert found.window[b].tolist() == [case.kv_slot(b, place) for place in range(width)]
+        for node in range(len(parents)):
+            flat = b * case.max_nodes + node
+            assert found.draft_token[flat] == case.tokens[b][node]
+            assert found.positions[flat] == case.seq_lens[b] + case.depth(b, node)
+            assert found.retrieve_index[b, node] == rows[node]
+
+
+@fast
+@given(cases())
+def test_the_target_is_given_live_nodes_with_their_slots_and_masks(
+    verify: ModuleType, case: Case
+) -> None:
+    """Packed back to back; the tables of the whole batch stay as they were."""
+    whole = case.verify_input(verify)
+    packed = whole.packed()
+    tokens = whole.draft_token.tolist()
+    positions = whole.positions.tolist()
+    at = [b * case.max_nodes + node for b, node in case.forwarded]
+    assert packed.draft_token.tolist() == [tokens[i] for i in at]
+    assert packed.positions.tolist() == [positions[i] for i in at]
+    assert packed.prepared_out_cache_loc.tolist() == [case.kv_slot(*row) for row in case.forwarded]
+    assert packed.custom_mask.tolist() == [
+        case.sees(b, row, column)
+        for b, row in case.forwarded
+        for owner, column in case.forwarded
+        if owner == b
+    ]
+    layout = packed.ragged_verify_layout
+    assert layout.verify_lens.tolist() == whole.num_rows.tolist()
+    assert layout.graph_num_tokens == len(at)
+    assert whole.draft_token.numel() == len(case.parents) * case.max_nodes
+    assert whole.ragged_verify_layout is None
+
+
+class Translator:
+    """Stands in for SGLang's: slot ids are what the request table says."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+
+    def pack_read_stream(
+        self, plan: Any, *, req_pool_indices: Tensor, seq_lens: Tensor, indptr: Tensor,
+        out: Tensor, num_token_blocks: int | None, kv_lens_sum: int, kind: str,
+    ) -> None:  # fmt: skip
+        assert (plan, kind, kv_lens_sum) == ("plan", "full", len(out))
+        for row, length, first in zip(req_pool_indices, seq_lens, indptr, strict=False):
+            out[first : first + length] = self.table[row, :length]
+
+
+@fast
+@given(cases())
+def test_flashinfer_is_given_ragged_rows_their_keys_and_their_mask(
+    verify: ModuleType, case: Case
+) -> None:
+    packed = case.verify_input(verify).packed()
+    kv_indices, kv_indptr, qo_indptr, mask = packed.generate_attn_arg_prefill(
+        req_pool_indices=torch.tensor(case.slots),
+        paged_kernel_lens=torch.tensor(case.seq_lens),
+        paged_kernel_lens_sum=sum(case.seq_lens),
+        translator=Translator(case.table),
+        plan="plan",
+        kind="full",
+    )
+    keys: list[int] = []
+    cells: list[bool] = []
+    row_starts, key_starts = [0], [0]
+    for b, length in enumerate(case.seq_lens):
+        rows = [node for owner, node in case.forwarded if owner == b]
+        keys += case.table[case.slots[b], : length + len(rows)].tolist()
+        for row in rows:
+            cells += [True] * length + [case.sees(b, row, column) for column in rows]
+        row_starts.append(row_starts[-1] + len(rows))
+        key_starts.append(len(keys))
+    assert kv_indices.tolist() == keys
+    assert kv_indptr.tolist() == key_starts
+    assert qo_indptr.tolist() == row_starts
+    assert mask.tolist() == cells
+    assert kv_indices.dtype == kv_indptr.dtype == qo_indptr.dtype == torch.int32
+
+
+# -- what comes of the logits -------------------------------------------------------------
+
+
+def logits_of(case: Case) -> Tensor:
+    """[T, V], without ties, negative ones as well."""
+    generator = torch.Generator().manual_seed(case.seed)
+    return torch.randn(len(case.forwarded), VOCAB, generator=generator)
+
+
+def sampling_info(**fields: Any) -> Any:
+    """SGLang's, of a greedy batch."""
+    base: dict[str, Any] = dict.fromkeys(
+        ("acc_additive_penalties", "acc_scaling_penalties", "logit_bias")
+    )
+    return SimpleNamespace(**{**base, "is_all_greedy": True, **fields})
+
+
+def matched(
+    verify: ModuleType, case: Case, logits: Tensor, mask: Any = None, **info: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch = case.batch(sampling_info=sampling_info(**info))
+    return verify.sample_and_match(
+        case.verify_input(verify), batch, SimpleNamespace(next_token_logits=logits), mask
+    )
+
+
+def assert_accepts(
+    case: Case, target: list[int], found: tuple[Tensor, Tensor, Tensor]
+) -> list[list[int]]:
+    """``found`` is the walk along the targets [T]; returns the accepted nodes by request."""
+    predict, accept_lens, accept_index = found
+    paths = []
+    for b, parents in enumerate(case.parents):
+        row_of = {node: row for row, (owner, node) in enumerate(case.forwarded) if owner == b}
+        told = [target[row_of[node]] for node in range(len(parents))]
+        path = oracles.accepted_path(parents, case.tokens[b], told)
+        rows = [row_of[node] for node in path]
+        assert accept_lens[b] == len(path)
+        assert accept_index[b].tolist() == rows + [-1] * (case.num_steps + 1 - len(path))
+        assert predict[rows].tolist() == [told[node] for node in path]
+        paths.append(path)
+    return paths
+
+
+@fast
+@given(cases())
+def test_greedy_acceptance_follows_the_targets_argmax(verify: ModuleType, case: Case) -> None:
+    logits = logits_of(case)
+    target = logits.argmax(dim=1).tolist()
+    assert_accepts(case, target, matched(verify, case, logits))
+
+
+@fast
+@given(cases())
+def test_sampled_acceptance_follows_one_draw_per_row_at_the_rows_own_position(
+    verify: ModuleType, case: Case
+) -> None:
+    rng = random.Random(case.seed)
+    target = [rng.randrange(VOCAB) for _ in case.forwarded]
+    asked = []
+
+    def draw(logits: Tensor, info: Any, num_rows: Tensor, positions: Tensor) -> Tensor:
+        asked.append((logits.clone(), num_rows.tolist(), positions.tolist()))
+        return torch.tensor(target)
+
+    logits = logits_of(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "sample_rows", draw)
+        assert_accepts(case, target, matched(verify, case, logits, is_all_greedy=False))
+    ((seen, num_rows, positions),) = asked
+    assert torch.equal(seen, logits)
+    for row, (b, node) in enumerate(case.forwarded):
+        depth = case.depth(b, node) if node < len(case.parents[b]) else 0
+        assert positions[row] == case.seq_lens[b] + depth
+    assert num_rows == [sum(owner == b for owner, _ in case.forwarded)
+                        for b in range(len(case.parents))]  # fmt: skip
+
+
+@fast
+@given(cases())
+def test_penalties_and_biases_of_a_request_reach_all_its_rows(
+    verify: ModuleType, case: Case
+) -> None:
+    """SGLang's scaling penalty divides positive logits and multiplies negative ones."""
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    shape = (len(case.parents), VOCAB)
+    additive, bias = (torch.randn(shape, generator=generator) for _ in range(2))
+    scaling = torch.rand(shape, generator=generator) + 1
+    before, logits = logits_of(case), logits_of(case)
+    found = matched(
+        verify, case, logits,
+        acc_additive_penalties=additive, acc_scaling_penalties=scaling, logit_bias=bias,
+    )  # fmt: skip
+    target = []
+    for row, (b, _) in enumerate(case.forwarded):
+        expected = []
+        for v in range(VOCAB):
+            x = float(before[row, v]) + float(additive[b, v])
+            x = x / float(scaling[b, v]) if x > 0 else x * float(scaling[b, v])
+            expected.append(x + float(bias[b, v]))
+        assert logits[row].tolist() == pytest.approx(expected, abs=1e-5)
+        target.append(int(logits[row].argmax()))
+    assert_accepts(case, target, found)
+
+
+class Grammar:
+    """Masks as xgrammar does, only with one bool per token."""
+
+    def apply_vocab_mask(self, logits: Tensor, vocab_mask: Tensor) -> None:
+        assert logits.shape == vocab_mask.shape
+        logits.masked_fill_(~vocab_mask, NEVER)
+
+
+@fast
+@given(cases())
+def test_each_row_is_constrained_by_its_own_nodes_grammar_mask(
+    verify: ModuleType, case: Case
+) -> None:
+    """SGLang fills a mask for all B * N nodes; T rows were forwarded."""
+    from sglang.srt.constrained.base_grammar_backend import GrammarMask
+
+    rng = random.Random(case.seed)
+    allowed = [
+        [[v == must or rng.random() < 0.4 for v in range(VOCAB)]
+         for must in (rng.randrange(VOCAB) for _ in range(case.max_nodes))]
+        for _ in case.parents
+    ]  # fmt: skip
+    logits = logits_of(case)
+    before = logits.clone()
+    mask = GrammarMask(grammar=Grammar(), vocab_mask=torch.tensor(allowed).flatten(0, 1))
+    found = matched(verify, case, logits, mask)
+    target = []
+    for row, (b, node) in enumerate(case.forwarded):
+        choices = [v for v in range(VOCAB) if allowed[b][node][v]]
+        target.append(max(choices, key=lambda v, row=row: float(before[row, v])))
+    assert_accepts(case, target, found)
+
+
+# -- the accepted path --------------------------------------------------------------------
+
+
+class Pool:
+    """A KV pool of one number per slot, in two layers."""
+
+    def __init__(self) -> None:
+        self.layers = [torch.arange(200.0), -torch.arange(200.0)]
+
+    def get_kvcache(self) -> Pool:
+        return self
+
+    def move_kv_cache(self, target: Tensor, source: Tensor) -> None:
+        for layer in self.layers:
+            layer[target] = layer[source].clone()
+
+
+@fast
+@given(cases(), st.booleans())
+def test_the_accepted_path_moves_to_the_front_and_nothing_else_changes(
+    verify: ModuleType, case: Case, with_hidden: bool
+) -> None:
+    logits = logits_of(case)
+    target = logits.argmax(dim=1).tolist()
+    verify_input = case.verify_input(verify)
+    found = matched(verify, case, logits)
+    paths = assert_accepts(case, target, found)
+    predict, accept_lens, accept_index = found
+    pool = Pool()
+    hidden = torch.arange(2.0 * len(logits)).view(-1, 2)
+    output = SimpleNamespace(hidden_states=hidden.clone() if with_hidden else None)
+    case.table.zero_()  # the scheduler may have given the requests' rows away by now
+    batch = case.batch(spec_info=verify_input)
+    slots = verify_input.window.tolist()
+    tokens = verify.accepted_to_front(
+        batch, accept_index, accept_lens, predict, output, len(case.parents),
+        token_to_kv_pool_allocator=pool, num_draft_tokens=case.max_nodes,
+    )  # fmt: skip
+    width = case.num_steps + 1
+    holds = {slot: slot for slot in range(200)}  # what stands in each slot, by its first slot
+    for b, path in enumerate(paths):
+        row_of = {node: row for row, (owner, node) in enumerate(case.forwarded) if owner == b}
+        for place, node in enumerate(path):
+            holds[slots[b][place]] = slots[b][node]
+            row = row_of[node]
+            assert tokens[b * width + place] == target[row]
+            if with_hidden:
+                assert output.hidden_states[b * width + place].tolist() == hidden[row].tolist()
+    for sign, layer in zip((1, -1), pool.layers, strict=True):
+        assert layer.tolist() == [sign * holds[slot] for slot in range(200)]
+    assert tokens.shape == (len(case.parents) * width,)
+    assert with_hidden or output.hidden_states is None
+
+
+# -- where trees can be verified ----------------------------------------------------------
+
+
+class FlashInferAttnBackend:
+    """Only its name counts."""
+
+
+def runner(backend: object) -> Any:
+    return SimpleNamespace(attn_backend=backend, model_config=None)
+
+
+@pytest.mark.parametrize(("mode", "packed"), [("auto", True), ("ragged", True), ("static", False)])
+def test_flashinfer_verifies_trees_packed_unless_told_otherwise(
+    verify: ModuleType, mode: str, packed: bool
+) -> None:
+    assert verify.decide(mode, runner(FlashInferAttnBackend())) is packed
+
+
+@pytest.mark.parametrize("mode", ["auto", "ragged", "static"])
+def test_a_backend_that_reads_no_masks_of_ours_is_refused_by_name(
+    verify: ModuleType, mode: str
+) -> None:
+    """There is no full-width way out for trees: their mask is ours as well."""
+    with pytest.raises(ConfigError, match="cannot verify trees: attention backend Bare is not"):
+        verify.decide(mode, runner(type("Bare", (), {})()))

@@ -1,0 +1,398 @@
+"""Tree replay against a server in plain loops, for random recordings and many kinds of policy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_c2t.classifier.recording import Recording
+from sglang_c2t.config import ConfigError
+from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.dymax import DyMax
+from sglang_c2t.policies.eagle2 import EAGLE2
+from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
+from sglang_c2t.policies.static_tree import StaticTree
+from sglang_c2t.replay import Chains
+from sglang_c2t.tree_replay import Forest, TreeOutcome, replay_trees
+from tests.recordings import (
+    ORIGIN,
+    Draft,
+    random_chains,
+    random_trees,
+    recording,
+    tree_origin,
+)
+
+
+@dataclass(eq=False)
+class Node:
+    """A recorded node as the oracle sees it."""
+
+    parent: Node | None
+    rank: int
+    prob: float
+    joint: float
+    entropy: float
+    margin: float
+    accept: bool
+    number: int = -1  # among the candidates of the tree that is grown
+
+    @property
+    def path(self) -> list[Node]:
+        return [*(self.parent.path if self.parent else []), self]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(node.rank for node in self.path)
+
+
+# -- policies, and the same rules node by node ---------------------------------------------
+
+
+class Timid:
+    """Expands the least likely: what EAGLE-2 did not."""
+
+    name = "timid"
+    needs: frozenset[str] = frozenset()
+
+    def check(self, shape: TreeShape) -> None: ...
+
+    def grow(self, layer: TreeLayer) -> Growth:
+        return Growth(key=layer.joint, expand=-layer.joint)
+
+
+class Measured:
+    """A gate that reads a row's measurement, a child's, and the parent's probability."""
+
+    name = "measured"
+    needs = frozenset({"margin"})
+    reads_parent = True
+    beta = 0.0
+
+    def confidence(self, layer: DraftLayer) -> torch.Tensor:
+        above = 0.0 if layer.parent is None else layer.parent.prob
+        return layer.measured["margin"] - layer.entropy + above
+
+    def keep(self, layer: DraftLayer) -> torch.Tensor:
+        return self.confidence(layer) >= self.beta
+
+
+def measured(node: Node) -> float:
+    above = node.parent.prob if node.parent else 0.0
+    return (torch.tensor(node.margin) - torch.tensor(node.entropy) + above).item()
+
+
+PATHS = [(0,), (1,), (0, 1), (1, 0), (0, 1, 0)]
+SMALLEST = TreeShape(2, 3, 6)  # that holds PATHS
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A tree rule, one node at a time. Of equals the first, everywhere."""
+
+    enters: Callable[[Node], bool]
+    key: Callable[[Node], float]
+    expand: Callable[[Node], float | None] | None = None  # by key; None: not at all
+    limit: int | None = None  # nodes of one layer, by key
+    after: Callable[[Node], bool] | None = None  # second look, behind the cap
+
+
+def joint(node: Node) -> float:
+    return node.joint
+
+
+def by_path(node: Node) -> float | None:
+    inner = [path for path in PATHS if any(other[:-1] == path for other in PATHS)]
+    return -float(sorted(inner).index(node.ranks)) if node.ranks in inner else None
+
+
+RULES: dict[str, tuple[TreePolicy, Rule]] = {
+    "eagle2": (EAGLE2(), Rule(lambda n: True, joint)),
+    "joint": (GatedTree(DyJoint(beta=0.25)), Rule(lambda n: n.joint >= 0.25, joint)),
+    "own": (
+        GatedTree(DyMax(beta=0.5), layer_limit=2),
+        Rule(lambda n: n.prob >= 0.5, lambda n: n.prob, limit=2),
+    ),
+    "filter": (
+        GatedEAGLE2(DyMax(beta=0.5)),
+        Rule(lambda n: True, joint, after=lambda n: n.prob >= 0.5),
+    ),
+    "measured": (GatedTree(Measured()), Rule(lambda n: measured(n) >= 0.0, measured)),
+    "timid": (Timid(), Rule(lambda n: True, joint, expand=lambda n: -n.joint)),
+    "static": (StaticTree(PATHS), Rule(lambda n: n.ranks in PATHS, lambda n: 1.0, by_path)),
+    "nothing": (GatedTree(DyMax(beta=0.99), 1), Rule(lambda n: n.prob >= 0.99, joint, limit=1)),
+}
+
+
+# -- the oracle ----------------------------------------------------------------------------
+
+Step = tuple[int, int, int, int]  # accepted and verified nodes, layers drafted, uncovered beams
+
+
+def nodes_of(data: Recording, row: int) -> list[Node]:
+    """The nodes of one recorded draft; what belongs to the row is read off the eldest child."""
+    found: list[Node] = []
+    eldest: dict[Node | None, float] = {}
+    for at in (data.nodes["draft"] == row).nonzero().flatten().tolist():
+        column = {name: values[at].item() for name, values in data.nodes.items()}
+        parent = found[int(column["parent"])] if column["parent"] >= 0 else None
+        entropy = eldest.setdefault(parent, column["entropy"])
+        found.append(
+            Node(parent, int(column["rank"]), column["prob"], column["joint"], entropy,
+                 column["margin"], column["accept"] == 1)
+        )  # fmt: skip
+    return found
+
+
+def grow(rule: Rule, recorded: list[Node], shape: TreeShape) -> Step:
+    """One step of a server whose draft knows the recorded nodes only."""
+    beams: list[Node | None] = [None]
+    entered: list[Node] = []
+    first = drafted = uncovered = 0
+    for depth in range(shape.num_steps):
+        if not beams:
+            break
+        drafted += 1
+        layer = []
+        for row, beam in enumerate(beams):
+            children = [n for n in recorded if n.parent is beam and n.rank < shape.topk]
+            uncovered += len(children) < shape.topk
+            for node in children:
+                node.number = first + row * shape.topk + node.rank
+                if rule.enters(node):
+                    layer.append(node)
+        if rule.limit is not None:
+            layer = sorted(layer, key=lambda node: (-rule.key(node), node.number))[: rule.limit]
+        first += shape.topk * (shape.topk if depth else 1)
+        entered += layer
+        scores = {node: (rule.expand or rule.key)(node) for node in layer}
+        ranked = [(-score, node.number, node) for node, score in scores.items()
+                  if score is not None]  # fmt: skip
+        beams = [node for _, _, node in sorted(ranked, key=lambda r: r[:2])[: shape.topk]]
+    closed = {node: min(rule.key(other) for other in node.path) for node in entered}
+    best = sorted(entered, key=lambda node: (-closed[node], node.number))
+    tree = best[: shape.num_draft_tokens - 1]
+    if rule.after is not None:
+        tree = [node for node in tree if all(rule.after(other) for other in node.path)]
+    return sum(node.accept for node in tree), len(tree), drafted, uncovered
+
+
+def serve(rule: Rule, data: Recording, shape: TreeShape) -> dict[str, tuple[list[int], list[int]]]:
+    """By request: steps and sums over them, and the positions of the roots that were visited."""
+    served = {}
+    for number, rid in enumerate(data.requests):
+        rows = (data.drafts["request"] == number).nonzero().flatten().tolist()
+        rows.sort(key=lambda row: int(data.drafts["position"][row]))
+        sums, visited, root = [0] * 5, [], 0
+        while root < len(rows):
+            step = grow(rule, nodes_of(data, rows[root]), shape)
+            visited.append(int(data.drafts["position"][rows[root]]))
+            sums = [total + count for total, count in zip(sums, (1, *step), strict=True)]
+            root += step[0] + 1
+        served[rid] = (sums, visited)
+    return served
+
+
+def replayed(
+    policy: TreePolicy, data: Recording, shape: TreeShape | None
+) -> dict[str, tuple[list[int], list[int]]]:
+    """The same from the replay."""
+    forest = Forest.from_recording(data)
+    seen: list[int] = []
+    outcome = replay_trees(
+        policy, forest, shape, visit=lambda roots, _: seen.extend(roots.tolist())
+    )
+    served = {}
+    for q, rid in enumerate(forest.requests):
+        of_request = range(int(forest.first_root[q]), int(forest.first_root[q + 1]))
+        rows = [int(forest.draft_row[root]) for root in sorted(set(seen) & set(of_request))]
+        positions = [int(data.drafts["position"][row]) for row in rows]
+        served[rid] = (counts(outcome, q), positions)
+    return served
+
+
+def counts(outcome: TreeOutcome, request: int) -> list[int]:
+    columns = (outcome.num_steps, outcome.num_correct, outcome.num_verified, outcome.num_drafted,
+               outcome.num_uncovered)  # fmt: skip
+    return [int(column[request]) for column in columns]
+
+
+# -- replay equals serving -----------------------------------------------------------------
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Recording, TreeShape]:
+    """A recording of 1 to 3 requests in any order, and a shape to serve, no larger."""
+    topk, num_steps = draw(st.integers(2, 4)), draw(st.integers(3, 4))
+    recorded = TreeShape(topk, num_steps, 1 + TreeShape(topk, num_steps, 0).num_candidates)
+    if draw(st.booleans()):
+        recorded = recorded._replace(num_draft_tokens=draw(st.integers(6, 12)))
+    drafts = random_trees(
+        draw(st.integers(1, 3)), draw(st.integers(1, 5)), **recorded._asdict(),
+        seed=draw(st.integers(0, 999)),
+    )  # fmt: skip
+    random.Random(draw(st.integers(0, 9))).shuffle(drafts)
+    served = TreeShape(*(draw(st.integers(low, high))
+                         for low, high in zip(SMALLEST, recorded, strict=True)))  # fmt: skip
+    return recording(drafts, roots="every", origin=tree_origin(recorded)), served
+
+
+@pytest.mark.parametrize("name", RULES)
+@given(case=cases())
+def test_tree_replay_takes_the_very_steps_that_serving_takes(
+    name: str, case: tuple[Recording, TreeShape]
+) -> None:
+    policy, rule = RULES[name]
+    data, shape = case
+    assert replayed(policy, data, shape) == serve(rule, data, shape)
+
+
+@given(case=cases())
+def test_roots_may_be_grown_a_few_at_a_time(case: tuple[Recording, TreeShape]) -> None:
+    data, shape = case
+    at_once = replayed(EAGLE2(), data, shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sglang_c2t.tree_replay.ROOTS_AT_ONCE", 2)
+        assert replayed(EAGLE2(), data, shape) == at_once
+
+
+WHOLE = TreeShape(3, 3, 22)
+
+
+def forest(roots: int = 30, requests: int = 4) -> Forest:
+    shape = {"topk": WHOLE.topk, "num_steps": WHOLE.num_steps}
+    drafts = random_trees(requests, roots, **shape)
+    return Forest.from_recording(recording(drafts, roots="every", origin=tree_origin(WHOLE)))
+
+
+def test_eagle2_as_recorded_verifies_all_that_was_recorded_and_misses_nothing() -> None:
+    outcome = replay_trees(EAGLE2(), forest())
+    assert outcome.gamma() == WHOLE.num_draft_tokens - 1 == WHOLE.num_candidates
+    assert outcome.draft_length() == WHOLE.num_steps
+    assert outcome.num_uncovered.tolist() == [0.0] * 4
+
+
+def test_a_policy_that_goes_where_eagle2_did_not_is_told_so() -> None:
+    outcome = replay_trees(Timid(), forest())
+    assert (outcome.num_uncovered > 0).all()
+    assert outcome.num_uncovered.sum() <= outcome.num_steps.sum() * WHOLE.topk
+
+
+def test_a_tree_replayed_by_hand() -> None:
+    """Root -> a b, a -> c d, b -> e f; the target takes a and d. One step, 3 of 7 tokens."""
+    origin = tree_origin(TreeShape(2, 2, 7))
+    draft = Draft(
+        parents=[-1, -1, 0, 0, 1, 1],
+        prob=[0.5, 0.25, 0.5, 0.25, 0.5, 0.5],
+        accept=[1, 0, 0, 1, 0, 0],
+    )
+    data = recording([draft], roots="every", origin=origin)
+    # Joint: a 0.5, b c 0.25, d e f 0.125; four drafts leave room for a b c d.
+    outcome = replay_trees(EAGLE2(), Forest.from_recording(data), TreeShape(2, 2, 5))
+    assert counts(outcome, 0) == [1, 2, 4, 2, 0]
+    outcome = replay_trees(EAGLE2(), Forest.from_recording(data), TreeShape(2, 2, 4))
+    assert counts(outcome, 0) == [1, 1, 3, 2, 0]
+    # A gate that wants 0.3: a alone enters and goes on, c and d do not enter.
+    outcome = replay_trees(GatedTree(DyJoint(beta=0.3)), Forest.from_recording(data))
+    assert counts(outcome, 0) == [1, 1, 1, 2, 0]
+
+
+def test_a_row_that_lost_its_unlikely_children_counts_as_uncovered() -> None:
+    """The recording's server verified 2 of 3 first tokens; who knows what the third was."""
+    draft = Draft(parents=[-1, -1], prob=[0.5, 0.25], accept=[0, 1])
+    data = recording([draft], roots="every", origin=tree_origin(TreeShape(3, 1, 3)))
+    grown = Forest.from_recording(data)
+    assert counts(replay_trees(EAGLE2(), grown), 0) == [1, 1, 2, 1, 1]
+    assert counts(replay_trees(EAGLE2(), grown, TreeShape(2, 1, 3)), 0) == [1, 1, 2, 1, 0]
+
+
+def test_wide_measurements_belong_to_the_row() -> None:
+    """A gate that reads the hidden state sees the same one for all children of a row."""
+    seen: list[torch.Tensor] = []
+
+    class Reader(Timid):
+        needs = frozenset({"hidden"})
+
+        def grow(self, layer: TreeLayer) -> Growth:
+            seen.append(layer.nodes.measured["hidden"])
+            return EAGLE2().grow(layer)
+
+    drafts = random_trees(1, 4, topk=3, num_steps=2)
+    origin = tree_origin(TreeShape(3, 2, 13))
+    data = recording(drafts, roots="every", extra=("hidden",), origin=origin)
+    replay_trees(Reader(), Forest.from_recording(data))
+    second = seen[1].view(4, 3, 3, -1)  # [B, W, K, H]
+    assert torch.equal(second[:, :, :1].expand_as(second), second)
+    # The rows are the layer's three nodes, by probability, of equals the first.
+    hidden = data.nodes["hidden"].float().view(4, 12, -1)[:, 3:].view(4, 3, 3, -1)
+    recorded_rows = {tuple(row.tolist()) for row in hidden[:, :, 0].flatten(0, 1)}
+    assert {tuple(row.tolist()) for row in second[:, :, 0].flatten(0, 1)} == recorded_rows
+
+
+# -- refusals ------------------------------------------------------------------------------
+
+
+def refused(action: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as error:
+        action()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_chains_are_not_replayed_as_trees_nor_trees_as_chains() -> None:
+    """Also chains recorded before recordings named a topk."""
+    for origin in (ORIGIN, {**ORIGIN, "topk": 1, "num_steps": 3, "num_draft_tokens": 4}):
+        data = recording(random_chains(2, roots=3, depth=3), roots="every", origin=origin)
+        assert "holds chains" in refused(lambda data=data: Forest.from_recording(data))
+        Chains.from_recording(data)
+    drafts = random_trees(1, 3, topk=2, num_steps=2)
+    data = recording(drafts, roots="every", origin=tree_origin(TreeShape(2, 2, 7)))
+    assert "holds trees (topk 2)" in refused(lambda: Chains.from_recording(data))
+
+
+def test_a_recording_of_visited_roots_or_with_gaps_is_refused() -> None:
+    drafts = random_trees(2, 4, topk=2, num_steps=2)
+    origin = tree_origin(TreeShape(2, 2, 7))
+    visited = recording(drafts, origin=origin)
+    cut = recording(drafts[:1] + drafts[2:], roots="every", origin=origin)
+    assert "only the roots that its server" in refused(lambda: Forest.from_recording(visited))
+    assert "math/0 lacks roots" in refused(lambda: Forest.from_recording(cut))
+
+
+def test_trees_of_two_shapes_are_refused() -> None:
+    data = recording(random_trees(1, 3, topk=2, num_steps=2), roots="every")
+    data.origins[:] = [tree_origin(TreeShape(2, 2, 7)), tree_origin(TreeShape(2, 2, 6))]
+    said = refused(lambda: Forest.from_recording(data))
+    assert "2 shapes" in said
+    assert "(2, 2, 6), (2, 2, 7)" in said
+    data.origins.clear()
+
+
+@pytest.mark.parametrize("name", TreeShape._fields)
+def test_a_shape_larger_than_the_recorded_one_is_refused(name: str) -> None:
+    larger = WHOLE._replace(**{name: getattr(WHOLE, name) + 1})
+    said = refused(lambda: replay_trees(EAGLE2(), forest(1), larger))
+    recorded = getattr(WHOLE, name)
+    assert said == f"cannot replay {name} {recorded + 1} on trees recorded with {recorded}"
+
+
+def test_a_tree_policy_that_cannot_be_replayed_is_refused() -> None:
+    """It reads what was not recorded, or a history, or its trees do not fit."""
+
+    class Hungry(Timid):
+        needs = frozenset({"topk_prob", "margin"})
+
+    class Remembers(Timid):
+        needs = frozenset({"last_accept"})
+
+    assert "reads topk_prob, which this" in refused(lambda: replay_trees(Hungry(), forest(1)))
+    assert "reads last_accept: in replay" in refused(lambda: replay_trees(Remembers(), forest(1)))
+    assert "does not fit" in refused(lambda: replay_trees(StaticTree(), forest(1)))
