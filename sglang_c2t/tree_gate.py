@@ -34,6 +34,7 @@ class TreeGate(FirstTokenRelay):
             included (each request keeps its root); ``None``: no limit.
         agree: Makes an int64 tensor equal on all tensor-parallel ranks, in place or not,
             and returns it. Identity on one rank.
+        recording: Whether some rank explores; only one of them knows when.
         relay: See :class:`~sglang_c2t.relay.FirstTokenRelay`.
 
     Raises:
@@ -47,6 +48,7 @@ class TreeGate(FirstTokenRelay):
         *,
         max_rows: int | None = None,
         agree: Callable[[Tensor], Tensor] = lambda decision: decision,
+        recording: bool = False,
         **relay: Any,
     ) -> None:
         super().__init__(policy, **relay)
@@ -55,12 +57,15 @@ class TreeGate(FirstTokenRelay):
         self._shape = shape
         self._max_rows = max_rows
         self._agree = agree
+        self._recording = recording
         self._growth: TreeGrowth
         self._rows: dict[str, Tensor] = {}  # measurements of the layer to come, [B * W, ...]
 
     def begin(self, slots: Tensor) -> None:
         """Start a step for the requests in ``slots`` [B]."""
         self._rows = self._begin(slots)
+        if self._recording:
+            self.exploring = bool(self._agree(torch.tensor([int(self.exploring)]).to(slots)))
         # An exploring step records what any policy could have chosen.
         policy = EAGLE2() if self.exploring else self._policy
         self._growth = TreeGrowth(policy, self._shape, len(slots), slots.device)
@@ -92,8 +97,11 @@ class TreeGate(FirstTokenRelay):
         return self._growth.layers
 
     def any_alive(self) -> bool:
-        """Whether any tree may still grow. Reads the host: eager mode only."""
-        return bool(self._growth.beams.alive.any())
+        """Whether any tree may still grow. Reads the host: eager mode only.
+
+        The same on all ranks, because it decides whether they forward.
+        """
+        return bool(self._agree(self._growth.beams.alive.long()).any())
 
     def finish(self) -> tuple[Trees, Tensor]:
         """Each request's tree by itself, roots not filled in, and its nodes' keys [B, N].

@@ -164,6 +164,11 @@ def _recorded_shape(recording: Recording) -> TreeShape:
             "this recording holds chains, trees are replayed on a recording of a server with "
             "--speculative-eagle-topk above 1"
         )
+    if not all(origin.get("exact_ancestors", True) for origin in recording.origins):
+        raise ConfigError(
+            "these trees were drafted with exact_ancestors false, where a node's measurements "
+            "depend on the other nodes: record again without it"
+        )
     shapes = {TreeShape(*(o[name] for name in TreeShape._fields)) for o in recording.origins}
     if len(shapes) > 1:
         raise ConfigError(

@@ -376,6 +376,13 @@ def test_trees_of_two_shapes_are_refused() -> None:
     data.origins.clear()
 
 
+def test_trees_whose_nodes_did_not_attend_to_their_ancestors_are_refused() -> None:
+    shape = TreeShape(2, 2, 7)
+    origin = {**tree_origin(shape), "exact_ancestors": False}
+    data = recording(random_trees(1, 3, topk=2, num_steps=2), roots="every", origin=origin)
+    assert "exact_ancestors false" in refused(lambda: Forest.from_recording(data))
+
+
 @pytest.mark.parametrize("name", TreeShape._fields)
 def test_a_shape_larger_than_the_recorded_one_is_refused(name: str) -> None:
     larger = WHOLE._replace(**{name: getattr(WHOLE, name) + 1})

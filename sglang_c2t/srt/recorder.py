@@ -80,6 +80,7 @@ class Recorder(Exploration):
             "topk": server_args.speculative_eagle_topk or 1,
             "num_draft_tokens": server_args.speculative_num_draft_tokens,
             "policy": config.policy,
+            "exact_ancestors": config.exact_ancestors,
         }
         writer = RecordingWriter(
             config.record,

@@ -140,6 +140,7 @@ class TreeWorkerMixin(WorkerMixin):
             shape,
             max_rows=self._config.max_verify_rows,
             agree=agreement(),
+            recording=self._config.record is not None,
         )
 
     def init_attention_backends(self) -> None:

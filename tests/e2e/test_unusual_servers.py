@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.prompts import demo_mix
 from eval.server import TARGET, Launch, Server, running, speculative_flags
 from sglang_c2t.client import differing, greedy, run_load
-from tests.e2e.conftest import BODIES, REPOSITORY, GatedServer, switchable_flags
+from tests.e2e.conftest import BODIES, REPOSITORY, GatedServer, switchable_flags, tree_launch
 
 PYTHONPATH = {"PYTHONPATH": str(REPOSITORY)}
 
@@ -23,21 +24,32 @@ def gated_launch(name: str, logs: Path, *flags: str, algorithm: str = "EAGLE3",
     return Launch(name, every, env={**PYTHONPATH, **(env or {})}), control
 
 
+#: SGLang binds CPU ranks to NUMA nodes unless told otherwise; a laptop has one.
+BIND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+@pytest.fixture(scope="module")
+def expected_of_two_ranks(logs: Path) -> list[tuple[int, ...]]:
+    """Without speculation."""
+    with running(Launch("tp2-plain", ("--tp-size", "2"), env=BIND), logs) as server:
+        return run_load(server.url, BODIES, concurrency=4).outputs
+
+
+@pytest.mark.parametrize("kind", ["chains", "trees"])
 def test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_without_speculation(
-    logs: Path,
+    logs: Path, expected_of_two_ranks: list[tuple[int, ...]], kind: str
 ) -> None:
-    """Each rank draws other random lengths; unless rank 0's win, the ranks' rows differ and
-    their next collective hangs. Recording leaves some drafts whole, as only rank 0 knows.
+    """Each rank draws other random lengths and trees; unless rank 0's win, the ranks' rows
+    differ and their next collective hangs. Recording leaves some drafts whole, as only rank 0
+    knows.
     """
-    # SGLang binds CPU ranks to NUMA nodes unless told otherwise; a laptop has one.
-    bind = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with running(Launch("tp2-plain", ("--tp-size", "2"), env=bind), logs) as server:
-        expected = run_load(server.url, BODIES, concurrency=4).outputs
-    launch, control = gated_launch("tp2", logs, "--tp-size", "2", *recording(logs), env=bind)
+    make = gated_launch if kind == "chains" else tree_launch
+    flags = ("--tp-size", "2", *recording(logs / kind))
+    launch, control = make(f"tp2-{kind}", logs, *flags, env=BIND)
     with running(launch, logs) as server:
         gated = GatedServer(server, "EAGLE3", control)
         for mode in ("c2t", "random"):
-            assert differing(gated.run(mode).outputs, expected) == [], mode
+            assert differing(gated.run(mode).outputs, expected_of_two_ranks) == [], mode
         assert server.c2t_state()["recording"]["drafts_written"] > 0
 
 

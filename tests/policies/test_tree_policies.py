@@ -472,3 +472,29 @@ def test_a_gate_of_the_users_own_prunes_trees() -> None:
     assert build_tree_policy(config) == GatedTree(ByMark(0.3), 4)
     after = C2TConfig(policy=f"{__name__}:ByMark-eagle2", beta=0.3)
     assert build_tree_policy(after) == GatedEAGLE2(ByMark(0.3))
+
+
+# -- what trees use by default ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["c2t", "c2t-log", "c2t-plus"])
+def test_trees_use_the_shipped_classifier_that_learnt_from_trees(name: str) -> None:
+    for_trees = build_tree_policy(C2TConfig(policy=name)).gate.classifier
+    for_chains = build_policy(C2TConfig(policy=name)).classifier
+    assert {origin["topk"] for origin in for_trees.training["origins"]} == {8}
+    assert for_trees.features == for_chains.features
+    assert for_trees.training != for_chains.training
+
+
+def test_a_named_classifier_is_the_one_that_is_used() -> None:
+    gate = build_tree_policy(C2TConfig(policy="c2t", classifier="c2t")).gate
+    assert gate.classifier.training == build_policy(C2TConfig(policy="c2t")).classifier.training
+
+
+@pytest.mark.parametrize("name", ["c2t", "c2t-log", "c2t-plus", "dyjoint", "logistic"])
+def test_the_default_threshold_of_a_tree_is_its_own(name: str) -> None:
+    gate = build_tree_policy(C2TConfig(policy=name)).gate
+    assert gate.beta == type(gate).tree_beta
+    assert build_tree_policy(C2TConfig(policy=f"{name}-eagle2")).gate.beta == gate.beta
+    assert build_tree_policy(C2TConfig(policy=name, beta=0.2)).gate.beta == 0.2
+    assert build_policy(C2TConfig(policy=name)).beta == type(gate).beta

@@ -257,7 +257,7 @@ def test_rank_zero_records_under_the_names_of_the_models(
     assert read.nodes["hidden"].tolist() == torch.tensor([[0.1, 1.0], [0.1, 2.0]]).half().tolist()
     assert read.origins == [
         {"target": "target", "draft": "draft", "algorithm": "EAGLE3", "num_steps": 2, "topk": 1,
-         "num_draft_tokens": 3, "policy": "c2t"}
+         "num_draft_tokens": 3, "policy": "c2t", "exact_ancestors": True}
     ]  # fmt: skip
 
 
