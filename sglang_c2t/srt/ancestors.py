@@ -29,13 +29,16 @@ def follower(draft_backend: Any) -> Follow | None:
     """How to tell a multi-step draft backend its rows' ancestors; ``None``: no way is known."""
     if isinstance(draft_backend, TorchCpuMultiStepDraftBackend):
         return lambda step, rows: draft_backend.attn_backends[step].use_ancestors(rows)
-    if type(draft_backend).__name__ == "FlashInferMultiStepDraftBackend":
+    if type(draft_backend).__name__ == "FlashInferMultiStepDraftBackend" and all(
+        # Two wrappers (sliding window, cross attention) would share one index buffer.
+        step.num_wrappers == 1
+        for step in draft_backend.attn_backends
+    ):
         return lambda step, rows: _in_flashinfer(draft_backend.attn_backends[step], rows)
     return None
 
 
 def _in_flashinfer(backend: Any, rows: Tensor) -> None:
-    # Two wrappers (sliding window, cross attention) would share one index buffer.
     (wrapper,) = backend.forward_metadata.decode_wrappers
     follow_ancestors(wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf, rows)
 
