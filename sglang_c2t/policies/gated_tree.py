@@ -27,21 +27,10 @@ from sglang_c2t.policies.base import Gate, Growth, TreeLayer, TreeShape
 
 
 @dataclass(frozen=True)
-class GatedTree:
-    """A gate prunes each layer before the next is drafted."""
+class _Gated:
+    """What both kinds of pruning take over from their gate."""
 
     gate: Gate
-    layer_limit: int | None = None
-
-    def __post_init__(self) -> None:
-        """Reject a limit that is no count."""
-        limit = self.layer_limit
-        if limit is not None and (
-            not isinstance(limit, int) or isinstance(limit, bool) or limit < 1
-        ):
-            raise ConfigError(
-                f"policy {self.name}: layer_limit must be a whole number >= 1, got {limit!r}"
-            )
 
     @property
     def name(self) -> str:
@@ -61,6 +50,23 @@ class GatedTree:
     def check(self, shape: TreeShape) -> None:
         """Any shape will do."""
 
+
+@dataclass(frozen=True)
+class GatedTree(_Gated):
+    """A gate prunes each layer before the next is drafted."""
+
+    layer_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Reject a limit that is no count."""
+        limit = self.layer_limit
+        if limit is None:
+            return
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise ConfigError(
+                f"policy {self.name}: layer_limit must be a whole number >= 1, got {limit!r}"
+            )
+
     def grow(self, layer: TreeLayer) -> Growth:
         """The confident ones enter and go on."""
         confidence = layer.grid(self.gate.confidence(layer.nodes)).float()
@@ -72,28 +78,13 @@ class GatedTree:
 
 
 @dataclass(frozen=True)
-class GatedEAGLE2:
+class GatedEAGLE2(_Gated):
     """EAGLE-2's tree, less the nodes the gate does not believe in."""
-
-    gate: Gate
 
     @property
     def name(self) -> str:
         """The gate's, and what it prunes."""
         return f"{self.gate.name}-eagle2"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the gate reads."""
-        return self.gate.needs
-
-    @property
-    def reads_parent(self) -> bool:
-        """Whether the gate does."""
-        return getattr(self.gate, "reads_parent", False)
-
-    def check(self, shape: TreeShape) -> None:
-        """Any shape will do."""
 
     def grow(self, layer: TreeLayer) -> Growth:
         """Rank by joint probability; the gate has the second word."""
