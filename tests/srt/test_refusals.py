@@ -26,8 +26,13 @@ def plugin() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_USE_CPU_ENGINE", "1")
         from sglang.srt.plugins import load_plugins
+        from sglang.srt.utils.common import is_cpu
 
+        from sglang_c2t.srt import cpu_engine
+
+        is_cpu.cache_clear()  # another test may have loaded SGLang, and us, for a GPU
         load_plugins()
+        cpu_engine.install()
         yield
 
 
