@@ -48,6 +48,11 @@ def _policy(cfg: Any) -> ChainPolicy | TreePolicy | None:
     return build_tree_policy(config) if _trees(cfg) else build_policy(config)
 
 
+def _bounds_rows() -> bool:
+    config = active()
+    return config is not None and config.max_verify_rows is not None
+
+
 def _reads_hidden(cfg: Any) -> bool:
     config, policy = active(), _policy(cfg)
     return (
@@ -73,6 +78,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: cfg.speculative_algorithm not in (None, *ALGORITHMS),
         f"--c2t serves --speculative-algorithm {', '.join(ALGORITHMS)} and no other",
+    ),
+    Refusal(
+        lambda cfg: cfg.speculative_eagle_topk == 1 and _bounds_rows(),
+        "--c2t-max-verify-rows bounds trees: set --speculative-eagle-topk above 1, or drop it",
     ),
     Refusal(
         lambda cfg: _trees(cfg) and cfg.page_size > 1,

@@ -196,6 +196,11 @@ def test_wrong_settings_of_trees_are_refused(
     assert said in refusal(capsys, *TREES, "--c2t", "--c2t-config", str(path))
 
 
+def test_a_bound_on_the_rows_of_trees_is_refused_for_chains(capsys) -> None:
+    said = refusal(capsys, *EAGLE3, "--c2t", "--c2t-max-verify-rows", "64")
+    assert "--c2t-max-verify-rows bounds trees: set --speculative-eagle-topk above 1" in said
+
+
 @pytest.mark.parametrize("policy", ["eagle2", "c2t-eagle2", "entropy-width", "fork", "static"])
 def test_a_policy_that_grows_trees_is_refused_for_chains(capsys, policy: str) -> None:
     """Before a model loads, as everything."""
