@@ -83,10 +83,13 @@ def decide(mode: str, target_runner: Any) -> bool:
     return False
 
 
-def obstacle(target_runner: Any) -> str | None:
-    """Why packed rows cannot be verified by this runner; ``None`` when they can."""
+def obstacle(target_runner: Any, *, reads_rows: bool = False) -> str | None:
+    """Why packed rows cannot be verified by this runner; ``None`` when they can.
+
+    ``reads_rows``: the backend is known to read them, although it does not say so.
+    """
     backend = target_runner.attn_backend
-    if not getattr(backend, "supports_ragged_verify_eager", False):
+    if not reads_rows and not getattr(backend, "supports_ragged_verify_eager", False):
         return f"attention backend {type(backend).__name__} is not known to read packed rows"
     if compat.has_recurrent_state(target_runner.model_config):
         return "the target keeps recurrent state per verified row"

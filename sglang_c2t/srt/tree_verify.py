@@ -162,9 +162,8 @@ def decide(mode: str, target_runner: Any) -> bool:
     Trees need a backend that reads our masks at all, so there is no full-width way out for
     others, as there is for chains.
     """
-    hindrance = (
-        None if compat.is_flashinfer(target_runner.attn_backend) else obstacle(target_runner)
-    )
+    backend = target_runner.attn_backend
+    hindrance = obstacle(target_runner, reads_rows=compat.is_flashinfer(backend))
     if hindrance is not None:
         raise ConfigError(f"--c2t cannot verify trees: {hindrance}")
     return mode != "static"

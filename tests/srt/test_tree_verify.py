@@ -438,9 +438,18 @@ def runner(backend: object) -> Any:
 
 @pytest.mark.parametrize(("mode", "packed"), [("auto", True), ("ragged", True), ("static", False)])
 def test_flashinfer_verifies_trees_packed_unless_told_otherwise(
-    verify: ModuleType, mode: str, packed: bool
+    verify: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: str, packed: bool
 ) -> None:
+    monkeypatch.setattr(verify.compat, "has_recurrent_state", lambda model_config: False)
     assert verify.decide(mode, runner(FlashInferAttnBackend())) is packed
+
+
+def test_a_target_with_state_per_row_is_refused_whatever_its_attention(
+    verify: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify.compat, "has_recurrent_state", lambda model_config: True)
+    with pytest.raises(ConfigError, match="cannot verify trees: the target keeps recurrent state"):
+        verify.decide("auto", runner(FlashInferAttnBackend()))
 
 
 @pytest.mark.parametrize("mode", ["auto", "ragged", "static"])
