@@ -28,7 +28,7 @@ from torch import Tensor
 
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
-from sglang_c2t.tree import Trees, best_per_request, closed_keys, grow
+from sglang_c2t.tree import Trees, best_per_request, closed_keys, grow, least_on_path
 
 #: Measurements that differ between the children of one row; the rest belong to the row.
 PER_NODE = frozenset({"margin"})
@@ -138,8 +138,8 @@ class TreeGrowth:
         ``roots`` is [B]. Padding has -inf. A tree holds no more than N nodes.
         """
         depth = len(self._layers)
-        parents, closed = torch.cat(self._parents, dim=1), torch.cat(self._keys, dim=1)
-        closed = closed_keys(closed, closed > -torch.inf, parents, depth)
+        parents = torch.cat(self._parents, dim=1)
+        closed = least_on_path(torch.cat(self._keys, dim=1), parents, depth)
         chosen = best_per_request(closed, self._shape.num_draft_tokens - 1)
         if any(verify is not None for verify in self._verify):
             wanted = torch.cat([torch.ones_like(key, dtype=torch.bool) if verify is None else verify

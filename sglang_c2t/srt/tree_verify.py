@@ -13,7 +13,6 @@ verification, and the way out where an attention backend cannot read packed rows
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -32,8 +31,6 @@ from sglang_c2t.srt import compat
 from sglang_c2t.srt.ragged_verify import obstacle, verify_window
 from sglang_c2t.srt.target_sampling import sample_rows
 from sglang_c2t.tree import Trees, child_links, prefixed_mask, visible_blocks, visible_nodes
-
-logger = logging.getLogger(__name__)
 
 # B requests, N nodes of a padded tree, T rows of the target's forward, V vocabulary,
 # S = D + 1 nodes of the longest path, L committed length (the root not counted)

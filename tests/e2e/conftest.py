@@ -147,6 +147,20 @@ def verified(answer: Answer) -> bool:
     return "spec_verify_ct" in answer.meta_info
 
 
+def run_beside_aborts(gated: GatedServer) -> LoadResult:
+    """Serve all of BODIES in mode ``random``, while other requests come and vanish."""
+    gated.control.write_text("random")
+    gated.server.flush_cache()  # before the others come: a busy server refuses
+    stop = threading.Event()
+    victims = threading.Thread(target=abort_in_a_loop, args=(gated.server.url, stop))
+    victims.start()
+    try:
+        return run_load(gated.server.url, BODIES, concurrency=CONCURRENCY)
+    finally:
+        stop.set()
+        victims.join(timeout=60)
+
+
 def abort_in_a_loop(url: str, stop: threading.Event) -> None:
     """Start long requests and end each after a moment; at most 200.
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from sglang_c2t.client import differing, run_load
+from sglang_c2t.client import differing
 from tests.e2e.conftest import (
-    BODIES,
-    CONCURRENCY,
     GatedServer,
-    abort_in_a_loop,
+    run_beside_aborts,
     verified,
     verified_rows_reported,
 )
@@ -77,14 +73,4 @@ def test_aborted_requests_leave_the_others_untouched(
     gated: GatedServer, expected: list[tuple[int, ...]]
 ) -> None:
     """Requests that join, are aborted mid-draft and leave, among ones that are checked."""
-    gated.control.write_text("random")
-    gated.server.flush_cache()
-    stop = threading.Event()
-    victims = threading.Thread(target=abort_in_a_loop, args=(gated.server.url, stop))
-    victims.start()
-    try:
-        result = run_load(gated.server.url, BODIES, concurrency=CONCURRENCY)
-    finally:
-        stop.set()
-        victims.join(timeout=60)
-    assert differing(result.outputs, expected) == []
+    assert differing(run_beside_aborts(gated).outputs, expected) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,8 +22,8 @@ from tests.e2e.conftest import (
     CONCURRENCY,
     TREE,
     GatedServer,
-    abort_in_a_loop,
     notes_of,
+    run_beside_aborts,
     tree_launch,
     verified,
     verified_rows_reported,
@@ -173,17 +172,7 @@ def test_aborted_requests_leave_the_others_untouched(
     trees: GatedServer, expected: list[tuple[int, ...]]
 ) -> None:
     """Requests that join, are aborted or lose their client, among ones that are checked."""
-    trees.control.write_text("random")
-    trees.server.flush_cache()
-    stop = threading.Event()
-    victims = threading.Thread(target=abort_in_a_loop, args=(trees.server.url, stop))
-    victims.start()
-    try:
-        result = run_load(trees.server.url, BODIES, concurrency=CONCURRENCY)
-    finally:
-        stop.set()
-        victims.join(timeout=60)
-    assert differing(result.outputs, expected) == []
+    assert differing(run_beside_aborts(trees).outputs, expected) == []
 
 
 # -- the same log-probabilities, constraints, KV ------------------------------------------
