@@ -13,12 +13,16 @@ import sys
 import torch
 import triton
 from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
-from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_triton
 from torch import Tensor
 
 from sglang_c2t import tree
 from sglang_c2t.cpu.tree_verify import verify_tree
 from tests import oracles
+
+try:
+    from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_triton
+except ImportError:  # where SGLang 0.5.17 has it
+    from sglang.srt.speculative.eagle_utils import verify_tree_greedy_triton
 
 VOCABULARY = 3  # small: siblings often carry the same token
 UNTOUCHED = -7

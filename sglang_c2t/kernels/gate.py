@@ -1,0 +1,592 @@
+"""The gate of one drafted layer: draft logits in, best tokens and which to keep out.
+
+C_k = F(P_k, H, d) and keep = C_k >= beta (C2T, arXiv:2502.13652, eq. 6-8 and Algorithm 1),
+with the features of :mod:`sglang_c2t.classifier` and its one-hidden-layer network. One read
+of the logits and two launches per draft step, whatever K is::
+
+    logit_partials   grid (R, C): each chunk of 4096 logits becomes max, sums and 64 maxima
+    judge            grid (R,):   merges them, finds the K best tokens, asks the network
+
+The entropy needs no second read. With m = max l, s = sum e^(l-m), t = sum e^(l-m) (l-m):
+H = ln s - t/s. Neither do the K best tokens: they lie in those K groups of 64 logits whose
+maxima are best, for each of these groups offers one token that is at least as good as any
+token outside. So only K * 64 logits are read again, from cache.
+
+No atomics, no host reads, static shapes: may stand in a CUDA graph. Weights and threshold
+are data in one device buffer, so a captured graph sees new ones at its next replay.
+Of equal logits the lowest token id wins. -inf and nan logits have probability zero. A row of
+nothing else, as the padding of a graph may be, gets valid ids and meaningless numbers.
+
+Triton on CUDA, plain torch (:func:`judge_layer_reference`) elsewhere. Knows nothing of
+SGLang, policies or classifier files.
+
+Legend: R rows, V draft vocabulary, K topk, C chunks, F features, H hidden units.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+MAX_TOPK = 16
+MAX_HIDDEN = 64
+
+#: What the network may read; names and meanings are the classifier's.
+FEATURES = ("joint", "log_joint", "prob", "log_prob", "margin", "entropy", "depth")
+
+CHUNK = 4096  # logits per program: 8 or 16 KB, enough programs even for one row
+GROUP = 64  # logits per maximum
+
+MIN_PROB = tl.constexpr(1e-9)  # classifier.features.MIN_PROB
+MAX_MARGIN = tl.constexpr(50.0)  # draft_layer.MAX_MARGIN
+# Stands for -inf. Finite, so that e^(l-m) * (l-m) is 0 and not nan where l is -inf.
+FLOOR = tl.constexpr(-1e30)
+NO_KEY = tl.constexpr(-(2**63))  # below every key
+
+
+class Judged(NamedTuple):
+    """What is known about the K best children of each row, best first."""
+
+    tokens: Tensor
+    """[R, K] int64: target token ids."""
+
+    draft_ids: Tensor
+    """[R, K] int64: ids in the draft's vocabulary; the same without a token map."""
+
+    prob: Tensor
+    """[R, K] float32: draft probability at temperature 1."""
+
+    joint: Tensor
+    """[R, K] float32: product of ``prob`` along the path, this token included."""
+
+    margin: Tensor
+    """[R, K] float32: log prob less that of the best other token, within +-50 nats."""
+
+    confidence: Tensor
+    """[R, K] float32 in [0, 1]: what is compared with beta."""
+
+    keep: Tensor
+    """[R, K] bool: the parent is alive and the confidence reaches beta."""
+
+    entropy: Tensor
+    """[R] float32, nats: of the whole distribution."""
+
+    @classmethod
+    def empty(cls, rows: int, topk: int, device: torch.device | str) -> Judged:
+        """Room for a layer."""
+        kinds = _kinds(rows, topk)
+        return cls(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds))
+
+
+class Weights(NamedTuple):
+    """A network of one hidden layer, ``sigmoid(out @ relu(hidden @ x))``, on any device.
+
+    In the order of ``ConfidenceNet.parameters()``.
+    """
+
+    hidden_weight: Tensor  # [H, F]
+    hidden_bias: Tensor  # [H]
+    out_weight: Tensor  # [1, H]
+    out_bias: Tensor  # [1]
+
+
+class GateProgram:
+    """A network and a threshold, in device memory that captured graphs keep reading.
+
+    Args:
+        names: Features in the network's order, of :data:`FEATURES`; with no network
+            exactly one, itself the confidence (``joint``: DyJoint, ``prob``: DyMax).
+        weights: The network, or ``None``.
+        beta: Least confidence of a token that is kept.
+        device: Where the logits will be.
+
+    Raises:
+        ValueError: See :meth:`refusal`; or weights of other shapes.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        weights: Weights | None,
+        *,
+        beta: float,
+        device: torch.device | str,
+    ) -> None:
+        self.names = tuple(names)
+        self.hidden_size = 0 if weights is None else weights.hidden_weight.shape[0]
+        reason = self.refusal(self.names, () if weights is None else (self.hidden_size,))
+        if reason is not None:
+            raise ValueError(reason)
+        size = 2 + (2 + len(self.names)) * self.hidden_size
+        #: [2 + 2 H + F H] float32: beta, out_bias, hidden_bias, out_weight, and
+        #: hidden_weight transposed, since the kernel adds one feature to all units at once.
+        self.buffer = torch.zeros(size, dtype=torch.float32, device=device)
+        self.set_beta(beta)
+        if weights is not None:
+            self.load(weights)
+
+    @staticmethod
+    def refusal(names: Sequence[str], hidden_sizes: Sequence[int]) -> str | None:
+        """Why the kernels cannot run such a gate, or ``None`` if they can."""
+        strange = [name for name in names if name not in FEATURES]
+        if strange:
+            return f"the gate kernel reads {', '.join(FEATURES)}, not {', '.join(strange)}"
+        if not hidden_sizes and tuple(names) not in {("joint",), ("prob",)}:
+            return f"without a network the confidence must be joint or prob, got {tuple(names)}"
+        if len(hidden_sizes) > 1 or not all(1 <= size <= MAX_HIDDEN for size in hidden_sizes):
+            return (
+                f"the gate kernel runs one hidden layer of at most {MAX_HIDDEN} units, "
+                f"got {list(hidden_sizes)}"
+            )
+        return None
+
+    def load(self, weights: Weights) -> None:
+        """Write other weights into the buffer, in one copy on the current stream."""
+        hidden, features = self.hidden_size, len(self.names)
+        shapes = [tuple(t.shape) for t in weights]
+        expected = [(hidden, features), (hidden,), (1, hidden), (1,)]
+        if hidden == 0 or shapes != expected:
+            raise ValueError(f"this gate's weights have the shapes {expected}, got {shapes}")
+        parts = (weights.out_bias, weights.hidden_bias, weights.out_weight, weights.hidden_weight.T)
+        packed = torch.cat([part.detach().float().flatten() for part in parts])
+        self.buffer[1:].copy_(packed)
+
+    def set_beta(self, beta: float) -> None:
+        """Write another threshold into the buffer, on the current stream."""
+        self.buffer[0].fill_(beta)
+
+    @property
+    def beta(self) -> Tensor:
+        """[] float32: a view of the buffer, like :attr:`weights`."""
+        return self.buffer[0]
+
+    @property
+    def weights(self) -> Weights:
+        """The network as the buffer holds it."""
+        hidden = self.hidden_size
+        _, out_bias, hidden_bias, out_weight, columns = self.buffer.split(
+            [1, 1, hidden, hidden, len(self.names) * hidden]
+        )
+        return Weights(columns.view(-1, hidden).T, hidden_bias, out_weight[None], out_bias)
+
+
+def judge_layer(
+    logits: Tensor,  # [R, V] bf16, fp16 or fp32; rows may lie further apart than V
+    program: GateProgram,
+    *,
+    depth: int,  # 1 for the children of the root
+    topk: int,  # K, at most MAX_TOPK and V
+    joint: Tensor | None = None,  # [R] float32 of the parents; None: 1, as for the root
+    alive: Tensor | None = None,  # [R] bool, the parents'; None: all
+    token_map: Tensor | None = None,  # [V] int64: target id of each draft id (EAGLE-3)
+    num_kept: Tensor | None = None,  # [R] int32, in place: += keep[:, 0]
+    out: Judged | None = None,  # written in place and returned
+) -> Judged:
+    """The K best children of each row, and which of them to keep.
+
+    ``joint`` and ``alive`` may be ``out``'s own memory (K = 1): each row is read before it
+    is written. With ``num_kept`` a step of a chain is these two launches and nothing else.
+
+    Logits ln [0.6, 0.4], parents' joint [0.5], names ("joint",), beta 0.25, K 2: tokens
+    [[0, 1]], joint [[0.3, 0.2]], keep [[True, False]].
+
+    Raises:
+        ValueError: Shapes, types or strides that do not fit.
+    """
+    if not (logits.is_cuda or triton.knobs.runtime.interpret):
+        return judge_layer_reference(
+            logits,
+            program,
+            depth=depth,
+            topk=topk,
+            joint=joint,
+            alive=alive,
+            token_map=token_map,
+            num_kept=num_kept,
+            out=out,
+        )
+    _check(logits, topk, joint, alive, token_map, num_kept, out)
+    rows, vocab = logits.shape
+    out = Judged.empty(rows, topk, logits.device) if out is None else out
+    if rows == 0:
+        return out
+    num_chunks = triton.cdiv(vocab, CHUNK)
+    maxima = logits.new_empty((rows, num_chunks * (CHUNK // GROUP)), dtype=torch.float32)
+    partials = logits.new_empty((rows, 3, num_chunks), dtype=torch.float32)
+    logit_partials[(rows, num_chunks)](
+        logits, logits.stride(0), vocab, maxima, partials, CHUNK=CHUNK, GROUP=GROUP, num_warps=4
+    )
+    judge[(rows,)](
+        logits,
+        logits.stride(0),
+        vocab,
+        maxima,
+        partials,
+        program.buffer,
+        float(depth),  # an int would be compiled in where it is 1
+        joint,
+        alive,
+        token_map,
+        num_kept,
+        *out,
+        **judge_constants(program.names, program.hidden_size, topk, num_chunks),
+        num_warps=4,
+    )
+    return out
+
+
+def judge_constants(
+    names: tuple[str, ...], hidden_size: int, topk: int, num_chunks: int
+) -> dict[str, object]:
+    """What the kernel ``judge`` is compiled for."""
+    return {
+        "NAMES": names,
+        "HIDDEN": hidden_size,
+        "K": topk,
+        "PAD_K": triton.next_power_of_2(max(topk, 2)),
+        "CHUNKS": num_chunks,
+        "PAD_CHUNKS": triton.next_power_of_2(num_chunks),
+        "PAD_HIDDEN": max(16, triton.next_power_of_2(hidden_size)),
+        "GROUPS": CHUNK // GROUP,
+        "GROUP": GROUP,
+    }
+
+
+def judge_layer_reference(
+    logits: Tensor,
+    program: GateProgram,
+    *,
+    depth: int,
+    topk: int,
+    joint: Tensor | None = None,
+    alive: Tensor | None = None,
+    token_map: Tensor | None = None,
+    num_kept: Tensor | None = None,
+    out: Judged | None = None,
+) -> Judged:
+    """:func:`judge_layer` in plain torch, on any device; reads the logits K + 5 times."""
+    _check(logits, topk, joint, alive, token_map, num_kept, out)
+    x = logits.float()
+    floored = x.where(x > FLOOR.value, FLOOR.value)
+    log_probs = floored.log_softmax(dim=-1)
+    entropy = -(log_probs.exp() * log_probs).sum(dim=-1)  # [R]
+
+    best = []
+    for _ in range(max(topk, 2)):
+        best.append(floored.max(dim=-1, keepdim=True))  # of equals the first
+        floored = floored.scatter(1, best[-1].indices, -torch.inf)
+    values = torch.cat([b.values for b in best], dim=-1)  # [R, max(K, 2)]
+    draft_ids = torch.cat([b.indices for b in best[:topk]], dim=-1)  # [R, K]
+
+    prob = log_probs.gather(1, draft_ids).exp()
+    parents = prob if joint is None else prob * joint[:, None]
+    rival = torch.cat((values[:, 1:2], values[:, :1].expand(-1, topk - 1)), dim=1)
+    margin = (values[:, :topk] - rival).clamp(-MAX_MARGIN.value, MAX_MARGIN.value)
+    columns = {
+        "joint": parents,
+        "log_joint": parents.clamp(min=MIN_PROB.value).log(),
+        "prob": prob,
+        "log_prob": prob.clamp(min=MIN_PROB.value).log(),
+        "margin": margin,
+        "entropy": entropy[:, None].expand_as(prob),
+        "depth": torch.full_like(prob, depth),
+    }
+    confidence = _confidence(program, torch.stack([columns[n] for n in program.names], dim=-1))
+    keep = confidence >= program.beta
+    if alive is not None:
+        keep = keep & alive[:, None]
+    if num_kept is not None:
+        num_kept += keep[:, 0]
+    tokens = draft_ids if token_map is None else token_map[draft_ids].long()
+    judged = Judged(
+        tokens, draft_ids, prob, parents, margin, confidence, keep, entropy.clamp(min=0)
+    )
+    if out is None:
+        return judged
+    for there, here in zip(out, judged, strict=True):
+        there.copy_(here)
+    return out
+
+
+def _confidence(program: GateProgram, features: Tensor) -> Tensor:
+    """[R, K] from features [R, K, F]."""
+    if program.hidden_size == 0:
+        return features[..., 0]
+    weights = program.weights
+    hidden = torch.relu(features @ weights.hidden_weight.T + weights.hidden_bias)
+    return torch.sigmoid((hidden @ weights.out_weight.T + weights.out_bias).squeeze(-1))
+
+
+def _kinds(rows: int, topk: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each field of :class:`Judged`."""
+    dtypes = (torch.int64,) * 2 + (torch.float32,) * 4 + (torch.bool,)
+    return [*(((rows, topk), dtype) for dtype in dtypes), ((rows,), torch.float32)]
+
+
+def _check(
+    logits: Tensor,
+    topk: int,
+    joint: Tensor | None,
+    alive: Tensor | None,
+    token_map: Tensor | None,
+    num_kept: Tensor | None,
+    out: Judged | None,
+) -> None:
+    if logits.dim() != 2 or logits.dtype not in {torch.bfloat16, torch.float16, torch.float32}:
+        raise ValueError(
+            "logits must be [R, V] bfloat16, float16 or float32, "
+            f"got {list(logits.shape)} {logits.dtype}"
+        )
+    rows, vocab = logits.shape
+    if not 1 <= topk <= min(MAX_TOPK, vocab) or vocab < 2:
+        raise ValueError(f"topk must be in [1, {MAX_TOPK}] and fit into V = {vocab}, got {topk}")
+    if logits.stride(1) != 1:
+        raise ValueError(f"the logits of a row must be neighbours, strides are {logits.stride()}")
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]] = {
+        "joint": (joint, (rows,), torch.float32),
+        "alive": (alive, (rows,), torch.bool),
+        "token_map": (token_map, (vocab,), torch.int64),
+        "num_kept": (num_kept, (rows,), torch.int32),
+    }
+    for name, (tensor, shape, dtype) in expected.items():
+        _require(name, tensor, shape, dtype, logits.device)
+    if out is not None:
+        for name, tensor, kind in zip(out._fields, out, _kinds(rows, topk), strict=True):
+            _require(f"out.{name}", tensor, *kind, logits.device)
+
+
+def _require(
+    name: str,
+    tensor: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """A contiguous tensor of exactly this kind, or none at all."""
+    if tensor is None:
+        return
+    fits = tensor.shape == shape and tensor.dtype == dtype and tensor.device == device
+    if not fits or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous, {list(shape)} {dtype} on {device}, got "
+            f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}"
+        )
+
+
+# -- kernels ------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load(row_logits, ids, vocab):
+    """Float32 logits; -inf, nan and what lies behind the vocabulary become the floor."""
+    x = tl.load(row_logits + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+    return tl.where(x > FLOOR, x, FLOOR)
+
+
+@triton.jit
+def logit_partials(
+    logits, row_stride, vocab, maxima, partials, CHUNK: tl.constexpr, GROUP: tl.constexpr
+):
+    """What one chunk of a row contributes; the only read of all logits.
+
+    logits [R, V], maxima [R, C * CHUNK / GROUP] float32, partials [R, 3, C] float32: m, s
+    and t (see the top of the file). Grid (R, C).
+
+    Floor: R * V * itemsize read, R * V / 16 bytes written: 256 rows of 32000 bf16 logits
+    are 16.4 + 0.5 MB, 3.5 us at 4.8 TB/s.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    num_chunks = tl.num_programs(1)
+    group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+    ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = _load(logits + row * row_stride, ids, vocab)
+    group_max = tl.max(x, axis=1)
+    tl.store(maxima + row * num_chunks * (CHUNK // GROUP) + group, group_max)
+
+    m = tl.max(group_max, axis=0)
+    e = tl.exp(x - m)
+    s = tl.sum(tl.sum(e, axis=1), axis=0)
+    t = tl.sum(tl.sum(e * (x - m), axis=1), axis=0)
+    here = partials + row * 3 * num_chunks + chunk
+    tl.store(here, m)
+    tl.store(here + num_chunks, s)
+    tl.store(here + 2 * num_chunks, t)
+
+
+@triton.jit
+def _key(value, index):
+    """int64 that orders by value, then by lowest index; no two are equal."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, with which it ties
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def _value_of(key):
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _index_of(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _largest(keys, COUNT: tl.constexpr, PAD: tl.constexpr):
+    """[PAD] int64: the COUNT largest of all keys, descending; NO_KEY behind them."""
+    place = tl.arange(0, PAD)
+    found = tl.full([PAD], NO_KEY, tl.int64)
+    last = tl.max(keys)
+    found = tl.where(place == 0, last, found)
+    for k in range(1, COUNT):
+        last = tl.max(tl.where(keys < last, keys, NO_KEY))
+        found = tl.where(place == k, last, found)
+    return found
+
+
+@triton.jit
+def _feature(NAMES: tl.constexpr, F: tl.constexpr, prob, joint, margin, entropy, depth):
+    """[K] float32."""
+    x = tl.zeros_like(prob)
+    if NAMES[F] == "joint":
+        x += joint
+    elif NAMES[F] == "log_joint":
+        x += tl.log(tl.maximum(joint, MIN_PROB))
+    elif NAMES[F] == "prob":
+        x += prob
+    elif NAMES[F] == "log_prob":
+        x += tl.log(tl.maximum(prob, MIN_PROB))
+    elif NAMES[F] == "margin":
+        x += margin
+    elif NAMES[F] == "entropy":
+        x += entropy
+    else:
+        tl.static_assert(NAMES[F] == "depth")
+        x += depth
+    return x
+
+
+@triton.jit
+def judge(
+    logits,
+    row_stride,
+    vocab,
+    maxima,
+    partials,
+    program,
+    depth,
+    parent_joint,
+    parent_alive,
+    token_map,
+    num_kept,
+    tokens_out,
+    draft_ids_out,
+    prob_out,
+    joint_out,
+    margin_out,
+    confidence_out,
+    keep_out,
+    entropy_out,
+    NAMES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    K: tl.constexpr,
+    PAD_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PAD_CHUNKS: tl.constexpr,
+    PAD_HIDDEN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Judge one row from what :func:`logit_partials` left; grid (R,).
+
+    Pointers are those of :func:`judge_layer`; ``parent_joint``, ``parent_alive``,
+    ``token_map`` and ``num_kept`` may be None. ``program`` is ``GateProgram.buffer``.
+
+    Reads per row, from L2: V / 16 bytes of maxima, 12 C of partials, K * 64 logits, the
+    weights (964 bytes for 3-48-1). Bound by latency, not by bytes: 2 max(K, 2) reductions,
+    one after the other.
+    """
+    # K = 1 needs the runner-up too, for the margin.
+    BEST: tl.constexpr = K if K > 1 else 2
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PAD_K)
+
+    chunk = tl.arange(0, PAD_CHUNKS)
+    exists = chunk < CHUNKS
+    chunk_partials = partials + row * 3 * CHUNKS + chunk
+    chunk_m = tl.load(chunk_partials, mask=exists, other=FLOOR)
+    chunk_s = tl.load(chunk_partials + CHUNKS, mask=exists, other=0.0)
+    chunk_t = tl.load(chunk_partials + 2 * CHUNKS, mask=exists, other=0.0)
+    m = tl.max(chunk_m, axis=0)
+    scale = tl.exp(chunk_m - m)
+    s = tl.sum(scale * chunk_s, axis=0)
+    t = tl.sum(scale * (chunk_t + chunk_s * (chunk_m - m)), axis=0)
+    entropy = tl.maximum(tl.log(s) - t / s, 0.0)
+    tl.store(entropy_out + row, entropy)
+
+    # The best tokens lie in the groups with the best maxima. What stands behind the vocabulary
+    # or the groups is at the floor and has the highest numbers: never among the best.
+    num_groups = CHUNKS * GROUPS
+    group = tl.arange(0, PAD_CHUNKS * GROUPS)
+    group_max = tl.load(maxima + row * num_groups + group, mask=group < num_groups, other=FLOOR)
+    best_groups = _index_of(_largest(_key(group_max, group), BEST, PAD_K))
+    best_groups = tl.where(place < BEST, best_groups, num_groups)  # behind the vocabulary
+    ids = best_groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    values = _load(logits + row * row_stride, ids, vocab)
+    best = _largest(_key(values, ids), BEST, PAD_K)
+    value = tl.where(place < BEST, _value_of(best), FLOOR)
+    draft_ids = tl.where(place < K, _index_of(best), 0)
+
+    prob = tl.exp(value - m) / s
+    joint = prob
+    if parent_joint is not None:
+        joint = prob * tl.load(parent_joint + row)
+    second = tl.sum(tl.where(place == 1, value, 0.0), axis=0)
+    margin = value - tl.where(place == 0, second, m)
+    margin = tl.minimum(tl.maximum(margin, -MAX_MARGIN), MAX_MARGIN)
+
+    if HIDDEN == 0:
+        confidence = _feature(NAMES, 0, prob, joint, margin, entropy, depth)
+    else:
+        unit = tl.arange(0, PAD_HIDDEN)
+        used = unit < HIDDEN
+        hidden_bias = tl.load(program + 2 + unit, mask=used, other=0.0)
+        out_weight = tl.load(program + 2 + HIDDEN + unit, mask=used, other=0.0)
+        hidden = tl.zeros([PAD_K, PAD_HIDDEN], tl.float32) + hidden_bias[None, :]
+        for f in tl.static_range(len(NAMES)):
+            x = _feature(NAMES, f, prob, joint, margin, entropy, depth)
+            weight = tl.load(program + 2 + (2 + f) * HIDDEN + unit, mask=used, other=0.0)
+            hidden += x[:, None] * weight[None, :]
+        activity = tl.maximum(hidden, 0.0) * out_weight[None, :]
+        confidence = tl.sigmoid(tl.sum(activity, axis=1) + tl.load(program + 1))
+
+    keep = confidence >= tl.load(program)
+    if parent_alive is not None:
+        keep = keep & (tl.load(parent_alive + row) != 0)
+    if num_kept is not None:
+        first = tl.sum(tl.where(place == 0, keep.to(tl.int32), 0), axis=0)
+        tl.store(num_kept + row, tl.load(num_kept + row) + first)
+
+    # The parents' memory may be the children's: nobody writes before all warps have read.
+    tl.debug_barrier()
+    here = row * K + place
+    wanted = place < K
+    tokens = draft_ids.to(tl.int64)
+    tl.store(draft_ids_out + here, tokens, mask=wanted)
+    if token_map is not None:
+        tokens = tl.load(token_map + draft_ids, mask=wanted, other=0)
+    tl.store(tokens_out + here, tokens, mask=wanted)
+    tl.store(prob_out + here, prob, mask=wanted)
+    tl.store(joint_out + here, joint, mask=wanted)
+    tl.store(margin_out + here, margin, mask=wanted)
+    tl.store(confidence_out + here, confidence, mask=wanted)
+    tl.store(keep_out + here, keep, mask=wanted)

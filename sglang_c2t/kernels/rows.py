@@ -1,0 +1,519 @@
+"""Packed rows for the target's forward: which they are, gathered, scattered back, and indexed.
+
+Each of B requests has N strided rows, of which the first ``verify_lens[b]`` are verified;
+packed, they stand one request behind the other, padded to a token tier T::
+
+    verify_lens [3, 1], N = 4, T = 6     strided   0 1 2 . | 4 . . .
+                                         packed    0 1 2 4 8 8        (8 = B * N: the sink)
+
+Everything here has static shapes and reads nothing on the host. A kernel runs on CUDA tensors
+(or under TRITON_INTERPRET=1); elsewhere a twin in torch does, ``NAME_torch``, with the same
+arguments. All of it is a few kB a step except for :func:`scatter_rows`,
+:func:`gather_rows` and :func:`ragged_kv_indices`: the cost is the launch. Knows nothing of
+SGLang.
+
+Legend: B requests, N rows a request, T packed rows (>= the sum of verify_lens), S >= B slots.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+#: Thread blocks that fill a large GPU several times: the loops over keys are cut into so many.
+FULL_GRID = 1024
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Whether kernels take this tensor: it is on a GPU, or Triton interprets."""
+    return tensor.is_cuda or triton.knobs.runtime.interpret
+
+
+def block_of(size: int) -> int:
+    """The power of two that covers ``size`` lanes; at least 1."""
+    return triton.next_power_of_2(max(size, 1))
+
+
+def splits_of(batch: int) -> int:
+    """Thread blocks that share one request's loop."""
+    return max(FULL_GRID // max(batch, 1), 1)
+
+
+@triton.jit
+def rows_before(verify_lens, request, batch, BLOCK_B: tl.constexpr):
+    """Rows of the requests in front of this one; request number ``batch`` gives all."""
+    index = tl.arange(0, BLOCK_B)
+    lens = tl.load(verify_lens + index, mask=index < tl.minimum(request, batch), other=0)
+    return tl.sum(lens.to(tl.int64))
+
+
+# -- which rows ---------------------------------------------------------------------------
+
+
+class PackedRows(NamedTuple):
+    """What stands at each of T packed places."""
+
+    rows: Tensor
+    """[T] int64: number of the strided row, ascending; B * N (the sink) on padding."""
+
+    request: Tensor
+    """[T] int64: its request; 0 on padding, so that tables [B] can be gathered."""
+
+    valid: Tensor
+    """[T] bool: not padding."""
+
+
+@triton.jit
+def _packed_rows_kernel(
+    verify_lens, rows, request, valid, batch, width, num_tokens,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # One program a request, and a last one for the padding.
+    this = tl.program_id(0)
+    first = rows_before(verify_lens, this, batch, BLOCK_B)
+    lane = tl.arange(0, BLOCK_N)
+    if this < batch:
+        place = first + lane
+        live = (lane < tl.load(verify_lens + this)) & (place < num_tokens)
+        row = this.to(tl.int64) * width + lane
+        tl.store(rows + place, row, mask=live)
+        tl.store(request + place, this, mask=live)
+        tl.store(valid + place, True, mask=live)
+    else:
+        for start in range(first, num_tokens, BLOCK_N):
+            place = start + lane
+            behind = place < num_tokens
+            tl.store(rows + place, this.to(tl.int64) * width, mask=behind)
+            tl.store(request + place, 0, mask=behind)
+            tl.store(valid + place, False, mask=behind)
+
+
+def packed_rows(verify_lens: Tensor, width: int, num_tokens: int) -> PackedRows:
+    """Which of the B * N strided rows stands at each packed place.
+
+    ``verify_lens`` [B] int in [0, N], N = ``width``, T = ``num_tokens``. One launch, 17 T bytes.
+    Source: ``chain.packed_rows``, whose shape depends on the data.
+    """
+    if not runs_triton(verify_lens):
+        return packed_rows_torch(verify_lens, width, num_tokens)
+    batch = len(verify_lens)
+    packed = PackedRows(
+        rows=verify_lens.new_empty(num_tokens, dtype=torch.int64),
+        request=verify_lens.new_empty(num_tokens, dtype=torch.int64),
+        valid=verify_lens.new_empty(num_tokens, dtype=torch.bool),
+    )
+    _packed_rows_kernel[(batch + 1,)](
+        verify_lens, *packed, batch, width, num_tokens,
+        BLOCK_B=block_of(batch), BLOCK_N=block_of(width),
+    )  # fmt: skip
+    return packed
+
+
+def packed_rows_torch(verify_lens: Tensor, width: int, num_tokens: int) -> PackedRows:
+    """Twin of :func:`packed_rows`."""
+    batch = len(verify_lens)
+    ends = verify_lens.long().cumsum(0)  # [B]
+    place = torch.arange(num_tokens, device=verify_lens.device)
+    request = torch.searchsorted(ends, place, right=True)  # [T], B on padding
+    valid = request < batch
+    if batch == 0:
+        return PackedRows(torch.zeros_like(place), torch.zeros_like(place), valid)
+    request = request.masked_fill(~valid, 0)
+    row = request * width + place - (ends - verify_lens)[request]
+    return PackedRows(row.masked_fill(~valid, batch * width), request, valid)
+
+
+# -- the target's inputs ------------------------------------------------------------------
+
+
+class PackedInputs(NamedTuple):
+    """What the target's forward gets, T entries each; padding is 0, SGLang's dummy KV slot."""
+
+    input_ids: Tensor
+    positions: Tensor
+    out_cache_loc: Tensor
+
+
+@triton.jit
+def _pack_inputs_kernel(
+    verify_lens, draft_token, positions, req_to_token, req_pool_indices, seq_lens,
+    out_ids, out_positions, out_locs, batch, width, num_tokens, pool_stride,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    this = tl.program_id(0)
+    first = rows_before(verify_lens, this, batch, BLOCK_B)
+    lane = tl.arange(0, BLOCK_N)
+    if this < batch:
+        place = first + lane
+        live = (lane < tl.load(verify_lens + this)) & (place < num_tokens)
+        row = this * width + lane
+        slots = req_to_token + tl.load(req_pool_indices + this).to(tl.int64) * pool_stride
+        slots += tl.load(seq_lens + this)
+        tl.store(out_ids + place, tl.load(draft_token + row, mask=live), mask=live)
+        tl.store(out_positions + place, tl.load(positions + row, mask=live), mask=live)
+        tl.store(out_locs + place, tl.load(slots + lane, mask=live), mask=live)
+    else:
+        for start in range(first, num_tokens, BLOCK_N):
+            place = start + lane
+            behind = place < num_tokens
+            tl.store(out_ids + place, 0, mask=behind)
+            tl.store(out_positions + place, 0, mask=behind)
+            tl.store(out_locs + place, 0, mask=behind)
+
+
+def pack_inputs(
+    verify_lens: Tensor,
+    draft_token: Tensor,
+    positions: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    out: PackedInputs | None = None,
+) -> PackedInputs:
+    """Token, position and KV slot of every packed row.
+
+    Row j of request b writes slot ``req_to_token[req_pool_indices[b], seq_lens[b] + j]``.
+    One launch, 44 T bytes. Source: ``verify_window`` and three gathers.
+
+    Args:
+        verify_lens: [B] int in [0, N].
+        draft_token: [B * N] int.
+        positions: [B * N] int.
+        req_to_token: [pool, >= seq_lens + N] int32, the last dimension contiguous.
+        req_pool_indices: [B] int.
+        seq_lens: [B] int, the root not counted.
+        num_tokens: T.
+        out: Buffers of at least T integers, written up to T; new int64 ones otherwise.
+    """
+    if out is None:
+        out = PackedInputs(*(draft_token.new_empty(num_tokens, dtype=torch.int64) for _ in "123"))
+    if not runs_triton(verify_lens):
+        return pack_inputs_torch(
+            verify_lens, draft_token, positions, req_to_token, req_pool_indices, seq_lens,
+            num_tokens, out,
+        )  # fmt: skip
+    batch = len(verify_lens)
+    width = draft_token.numel() // max(batch, 1)
+    _pack_inputs_kernel[(batch + 1,)](
+        verify_lens, draft_token, positions, req_to_token, req_pool_indices, seq_lens, *out,
+        batch, width, num_tokens, req_to_token.stride(0),
+        BLOCK_B=block_of(batch), BLOCK_N=block_of(width),
+    )  # fmt: skip
+    return PackedInputs(*(buffer[:num_tokens] for buffer in out))
+
+
+def pack_inputs_torch(
+    verify_lens: Tensor,
+    draft_token: Tensor,
+    positions: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    out: PackedInputs,
+) -> PackedInputs:
+    """Twin of :func:`pack_inputs`."""
+    batch = len(verify_lens)
+    packed = PackedInputs(*(buffer[:num_tokens] for buffer in out))
+    width = draft_token.numel() // max(batch, 1)
+    rows, request, valid = packed_rows_torch(verify_lens, width, num_tokens)
+    if batch == 0:
+        for buffer in packed:
+            buffer.zero_()
+        return packed
+    rows = rows.masked_fill(~valid, 0)
+    slot = torch.where(valid, seq_lens[request] + rows % width, 0)
+    found = draft_token[rows], positions[rows], req_to_token[req_pool_indices[request], slot]
+    for buffer, values in zip(packed, found, strict=True):
+        buffer.copy_(values.masked_fill(~valid, 0))
+    return packed
+
+
+# -- tables of rows -----------------------------------------------------------------------
+
+
+@triton.jit
+def _scatter_rows_kernel(
+    packed, verify_lens, out, batch, width, columns, packed_stride, out_stride,
+    BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    request = row // width
+    node = row - request * width
+    source = rows_before(verify_lens, request, batch, BLOCK_B) + node
+    column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    inside = column < columns
+    live = inside & (node < tl.load(verify_lens + request))
+    values = tl.load(packed + source * packed_stride + column, mask=live, other=0)
+    tl.store(out + row.to(tl.int64) * out_stride + column, values, mask=inside)
+
+
+def scatter_rows(
+    packed: Tensor, verify_lens: Tensor, width: int, out: Tensor | None = None
+) -> Tensor:
+    """[B * N, W]: packed rows back at their strided places; rows not verified are 0.
+
+    ``packed`` is [T, W], any dtype, the last dimension contiguous; ``verify_lens`` [B], N =
+    ``width``. Fills ``out`` [>= B * N, W] if given and returns its first B * N rows.
+
+    One launch over the destination, (R + B * N) W elements moved, R = sum of verify_lens: the
+    least for a zero-filled table (fill and copy move R W elements more). Source:
+    ``chain.unpack_rows``; SGLang's ``ScatterCompactToStrided``.
+    """
+    batch, columns = len(verify_lens), packed.shape[1]
+    if out is None:
+        out = packed.new_empty(batch * width, columns)
+    if not runs_triton(packed):
+        return scatter_rows_torch(packed, verify_lens, width, out)
+    full = out[: batch * width]
+    assert packed.stride(1) == full.stride(1) == 1, (packed.stride(), full.stride())
+    if full.numel() == 0:
+        return full
+    block = min(block_of(columns), 4096)
+    _scatter_rows_kernel[(batch * width, triton.cdiv(columns, block))](
+        packed, verify_lens, full, batch, width, columns, packed.stride(0), full.stride(0),
+        BLOCK_B=block_of(batch), BLOCK_W=block,
+    )  # fmt: skip
+    return full
+
+
+def scatter_rows_torch(packed: Tensor, verify_lens: Tensor, width: int, out: Tensor) -> Tensor:
+    """Twin of :func:`scatter_rows`."""
+    full = out[: len(verify_lens) * width]
+    lens = verify_lens.long()[:, None]
+    node = torch.arange(width, device=packed.device)
+    live = node < lens  # [B, N]
+    source = (lens.cumsum(0) - lens + node).masked_fill(~live, 0)
+    if full.numel():
+        full.copy_(packed[source.flatten()].masked_fill(~live.flatten()[:, None], 0))
+    return full
+
+
+@triton.jit
+def _gather_rows_kernel(
+    full, rows, out, num_rows, columns, full_stride, out_stride, BLOCK_W: tl.constexpr
+):
+    place = tl.program_id(0)
+    row = tl.load(rows + place).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    inside = column < columns
+    values = tl.load(full + row * full_stride + column, mask=inside & (row < num_rows), other=0)
+    tl.store(out + place.to(tl.int64) * out_stride + column, values, mask=inside)
+
+
+def gather_rows(full: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """[T, W]: row ``rows[i]`` of ``full`` [M, W] at place i; 0 where ``rows[i]`` >= M.
+
+    ``rows`` [T] are :attr:`PackedRows.rows`; any dtype, the last dimension contiguous. Fills
+    ``out`` [>= T, W] if given and returns its first T rows. One launch, at most 2 T W elements
+    moved, padding only written.
+    """
+    if out is None:
+        out = full.new_empty(len(rows), full.shape[1])
+    if not runs_triton(full):
+        return gather_rows_torch(full, rows, out)
+    packed = out[: len(rows)]
+    assert full.stride(1) == packed.stride(1) == 1, (full.stride(), packed.stride())
+    if packed.numel() == 0:
+        return packed
+    block = min(block_of(full.shape[1]), 4096)
+    _gather_rows_kernel[(len(rows), triton.cdiv(full.shape[1], block))](
+        full, rows, packed, len(full), full.shape[1], full.stride(0), packed.stride(0),
+        BLOCK_W=block,
+    )  # fmt: skip
+    return packed
+
+
+def gather_rows_torch(full: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    """Twin of :func:`gather_rows`."""
+    packed = out[: len(rows)]
+    if len(full) == 0:
+        return packed.zero_()
+    sink = rows >= len(full)
+    return packed.copy_(full[rows.masked_fill(sink, 0)].masked_fill(sink[:, None], 0))
+
+
+# -- FlashInfer's index arrays ------------------------------------------------------------
+
+
+@triton.jit
+def _indptr_kernel(
+    lengths, prefix_lens, out, batch, slots, ghost,
+    HAS_PREFIX: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    slot = tl.arange(0, BLOCK_S)
+    live = slot < batch
+    length = tl.load(lengths + slot, mask=live, other=0).to(tl.int64)
+    if HAS_PREFIX:
+        length += tl.load(prefix_lens + slot, mask=live, other=0)
+    length = tl.where(live, length, ghost)
+    tl.store(out + slot + 1, tl.cumsum(length, 0).to(tl.int32), mask=slot < slots)
+    tl.store(out, 0)
+
+
+def indptr(
+    lengths: Tensor,
+    slots: int,
+    *,
+    prefix_lens: Tensor | None = None,
+    ghost: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """[S + 1] int32: where each slot starts, and the end.
+
+    ``lengths`` [B] int, plus ``prefix_lens`` [B] if given; the slots behind B are ``ghost``
+    long. Lengths 3, 1 in 4 slots: 0, 3, 4, 4, 4. Fills ``out`` [>= S + 1] if given. One launch
+    of one block. Source: SGLang's ``BuildQoIndptr``.
+    """
+    if out is None:
+        out = lengths.new_empty(slots + 1, dtype=torch.int32)
+    if not runs_triton(lengths):
+        return indptr_torch(lengths, slots, prefix_lens=prefix_lens, ghost=ghost, out=out)
+    _indptr_kernel[(1,)](
+        lengths, lengths if prefix_lens is None else prefix_lens, out, len(lengths), slots, ghost,
+        HAS_PREFIX=prefix_lens is not None, BLOCK_S=block_of(slots),
+    )  # fmt: skip
+    return out[: slots + 1]
+
+
+def indptr_torch(
+    lengths: Tensor, slots: int, *, prefix_lens: Tensor | None, ghost: int, out: Tensor
+) -> Tensor:
+    """Twin of :func:`indptr`."""
+    total = lengths.long() if prefix_lens is None else lengths.long() + prefix_lens
+    padded = torch.nn.functional.pad(total, (0, slots - len(lengths)), value=ghost)
+    starts = out[: slots + 1]
+    starts[0] = 0
+    starts[1:] = padded.cumsum(0)
+    return starts
+
+
+@triton.jit
+def _kv_indices_kernel(
+    req_to_token, req_pool_indices, seq_lens, verify_lens, kv_indptr, out,
+    pool_stride, capacity, BLOCK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    slots = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * pool_stride
+    start = tl.load(kv_indptr + request).to(tl.int64)
+    length = (tl.load(seq_lens + request) + tl.load(verify_lens + request)).to(tl.int32)
+    # A request's blocks go round its programs.
+    first, step = tl.program_id(1) * BLOCK, tl.num_programs(1) * BLOCK
+    for begin in range(first, length, step):
+        entry = begin + tl.arange(0, BLOCK)
+        inside = (entry < length) & (start + entry < capacity)
+        slot = tl.load(slots + entry, mask=inside)
+        tl.store(out + start + entry, slot.to(tl.int32), mask=inside)
+
+
+def ragged_kv_indices(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    verify_lens: Tensor,
+    kv_indptr: Tensor,
+    out: Tensor,
+) -> Tensor:
+    """FlashInfer's page-size-1 kv_indices: each request's committed slots, then its rows'.
+
+    One launch, 8 bytes a key. Entries behind the B requests (those of ghost slots) are left
+    alone: no row reads them. Source: SGLang's ``create_flashinfer_kv_indices_triton``, one
+    thread block a request.
+
+    Args:
+        req_to_token: [pool, >= seq_lens + verify_lens] int32, the last dimension contiguous.
+        req_pool_indices: [B] int.
+        seq_lens: [B] int, the root not counted.
+        verify_lens: [B] int.
+        kv_indptr: [>= B + 1] int32, ``indptr(verify_lens, slots, prefix_lens=seq_lens)``.
+        out: [capacity] int32, written in place.
+    """
+    if not runs_triton(out):
+        return ragged_kv_indices_torch(
+            req_to_token, req_pool_indices, seq_lens, verify_lens, kv_indptr, out
+        )
+    batch = len(verify_lens)
+    if batch:
+        _kv_indices_kernel[(batch, splits_of(batch))](
+            req_to_token, req_pool_indices, seq_lens, verify_lens, kv_indptr, out,
+            req_to_token.stride(0), len(out), BLOCK=1024,
+        )  # fmt: skip
+    return out
+
+
+def ragged_kv_indices_torch(
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    verify_lens: Tensor,
+    kv_indptr: Tensor,
+    out: Tensor,
+) -> Tensor:
+    """Twin of :func:`ragged_kv_indices`."""
+    batch = len(verify_lens)
+    if batch == 0:
+        return out
+    entry = torch.arange(len(out), device=out.device)
+    request = torch.searchsorted(kv_indptr[1 : batch + 1].long(), entry, right=True)
+    request = request.clamp(max=batch - 1)
+    key = entry - kv_indptr[request]
+    inside = key < (seq_lens + verify_lens)[request]
+    slot = req_to_token[req_pool_indices[request], key.masked_fill(~inside, 0)]
+    return out.copy_(torch.where(inside, slot, out))
+
+
+# -- exact ancestors in draft attention ---------------------------------------------------
+
+
+@triton.jit
+def _follow_ancestors_kernel(
+    kv_indptr, kv_indices, ancestor_rows, topk, depth, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    request = tl.program_id(0)
+    row = tl.arange(0, BLOCK_K)[:, None]
+    step = tl.arange(0, BLOCK_D)[None, :]
+    inside = (row < topk) & (step < depth)
+    ends = kv_indptr + request * topk + 1
+    own_tail = tl.load(ends + row, mask=row < topk, other=0) - depth  # [K, 1]
+    ancestor = tl.load(ancestor_rows + (request * topk + row) * depth + step, mask=inside, other=0)
+    tail = tl.load(ends + ancestor, mask=inside, other=0) - depth
+    slot = tl.load(kv_indices + tail + step, mask=inside)
+    # All loads of the block come before its first store: a request's rows read one another's
+    # entries, and no other request's. Without the barrier one warp may store while another
+    # has yet to load.
+    tl.debug_barrier()
+    tl.store(kv_indices + own_tail + step, slot, mask=inside)
+
+
+def follow_ancestors(kv_indptr: Tensor, kv_indices: Tensor, ancestor_rows: Tensor) -> None:
+    """Point each beam row's last index entries at its ancestors' slots, in place.
+
+    ``kv_indptr`` [>= B * K + 1] and ``kv_indices`` [entries] int32 come in as stock fills
+    them: a row ends with the d slots it wrote itself, one per step. ``ancestor_rows`` is
+    [B, K, d] int64. One launch, one thread block a request, 16 B K d bytes; safe in a CUDA
+    graph.
+    """
+    if not runs_triton(kv_indices):
+        return follow_ancestors_torch(kv_indptr, kv_indices, ancestor_rows)
+    batch, topk, depth = ancestor_rows.shape
+    if ancestor_rows.numel():
+        _follow_ancestors_kernel[(batch,)](
+            kv_indptr, kv_indices, ancestor_rows.contiguous(), topk, depth,
+            BLOCK_K=block_of(topk), BLOCK_D=block_of(depth),
+        )  # fmt: skip
+
+
+def follow_ancestors_torch(kv_indptr: Tensor, kv_indices: Tensor, ancestor_rows: Tensor) -> None:
+    """Twin of :func:`follow_ancestors`."""
+    batch, topk, depth = ancestor_rows.shape
+    ends = kv_indptr[1 : batch * topk + 1].long()[:, None]
+    tail = ends - depth + torch.arange(depth, device=ends.device)  # [B * K, d]
+    written = kv_indices[tail].view(batch, topk, depth)
+    kv_indices[tail] = written.gather(1, ancestor_rows).view(batch * topk, depth)

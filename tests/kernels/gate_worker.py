@@ -1,0 +1,424 @@
+"""The gate's Triton kernels against float64 lists: interpreted on the CPU, or compiled only.
+
+``TRITON_INTERPRET=1 python -m tests.kernels.gate_worker interpret`` and ``python -m
+tests.kernels.gate_worker compile``: processes of their own, since Triton reads the variable
+once. The last line of output is JSON, {case: traceback or ""}. `test_gate` starts them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+
+import torch
+import triton
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sglang_c2t.kernels import gate
+from sglang_c2t.kernels.gate import (
+    GateProgram,
+    Judged,
+    Weights,
+    judge_layer,
+    judge_layer_reference,
+)
+
+#: Feature sets of c2t, c2t-log and c2t-plus; then what else a classifier may read.
+NETWORKS = [
+    ("joint", "entropy", "depth"),
+    ("log_joint", "entropy", "depth"),
+    ("log_joint", "margin", "entropy", "depth"),
+    ("depth", "log_prob", "prob"),
+]
+#: DyJoint and DyMax.
+THRESHOLDS = [("joint",), ("prob",)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+# -- what is expected ---------------------------------------------------------------------
+
+
+def random_weights(features: int, hidden: int, seed: int = 0) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(hidden, features), (hidden,), (1, hidden), (1,)]
+    return Weights(*(torch.randn(shape, generator=generator) * 0.3 for shape in shapes))
+
+
+def program(names: tuple[str, ...], hidden: int = 48, beta: float = 0.4) -> GateProgram:
+    weights = None if names in THRESHOLDS else random_weights(len(names), hidden)
+    return GateProgram(names, weights, beta=beta, device="cpu")
+
+
+def confidence_by_hand(
+    names: tuple[str, ...], weights: Weights | None, known: dict[str, float]
+) -> float:
+    x = [known[name] for name in names]
+    if weights is None:
+        return x[0]
+    rows, biases, out, (out_bias,) = (t.double().tolist() for t in weights)
+    units = [
+        max(sum(w * v for w, v in zip(row, x, strict=True)) + b, 0.0)
+        for row, b in zip(rows, biases, strict=True)
+    ]
+    return 1 / (1 + math.exp(-sum(w * u for w, u in zip(out[0], units, strict=True)) - out_bias))
+
+
+def judged_by_hand(
+    logits: Tensor,
+    names: tuple[str, ...],
+    weights: Weights | None,
+    beta: float,
+    depth: int,
+    topk: int,
+    joint: Tensor | None = None,
+    alive: Tensor | None = None,
+    token_map: Tensor | None = None,
+) -> Judged:
+    """Row by row and token by token in float64; at least one logit of a row is finite."""
+    rows = []
+    for r, row in enumerate(logits.double().tolist()):
+        high = max(row)
+        raised = [math.exp(x - high) for x in row]
+        total = math.fsum(raised)
+        probs = [e / total for e in raised]
+        entropy = -math.fsum(p * math.log(p) for p in probs if p > 0)
+        order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+        for place, token in enumerate(order[:topk]):
+            rival = order[1] if place == 0 else order[0]
+            p = probs[token] * (1.0 if joint is None else joint[r].item())
+            known = {
+                "joint": p,
+                "log_joint": math.log(max(p, 1e-9)),
+                "prob": probs[token],
+                "log_prob": math.log(max(probs[token], 1e-9)),
+                "margin": min(max(row[token] - row[rival], -50.0), 50.0),
+                "entropy": entropy,
+                "depth": float(depth),
+            }
+            sure = confidence_by_hand(names, weights, known)
+            keep = sure >= beta and (alive is None or bool(alive[r]))
+            target = token if token_map is None else token_map[token].item()
+            rows.append((target, token, probs[token], p, known["margin"], sure, keep, entropy))
+    columns = [list(column) for column in zip(*rows, strict=True)] or [[]] * 8
+    types = [torch.int64] * 2 + [torch.float64] * 4 + [torch.bool, torch.float64]
+    tensors = [
+        torch.tensor(column, dtype=dtype).view(len(logits), topk)
+        for column, dtype in zip(columns, types, strict=True)
+    ]
+    return Judged(*tensors[:7], tensors[7][:, 0])
+
+
+def assert_same(got: Judged, expected: Judged, beta: float) -> None:
+    """Ids exactly; numbers to float32; decisions wherever beta is not a rounding away."""
+    for name in ("tokens", "draft_ids"):
+        mine, theirs = getattr(got, name), getattr(expected, name)
+        assert mine.dtype == torch.int64
+        assert torch.equal(mine, theirs), f"{name}: {mine.tolist()} != {theirs.tolist()}"
+    for name in ("prob", "joint", "margin", "confidence", "entropy"):
+        mine, theirs = getattr(got, name), getattr(expected, name).float()
+        worst = (mine - theirs).abs().max().item() if mine.numel() else 0.0
+        close = torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+        assert close, f"{name}: differs by {worst}"
+    sure = (expected.confidence - beta).abs() > 1e-5
+    assert torch.equal(got.keep & sure, expected.keep & sure), "keep"
+
+
+def verify_against_hand(logits: Tensor, gate_program: GateProgram, **layer: object) -> None:
+    """The kernels (where they run) and their twin both say what the lists say."""
+    beta = gate_program.beta.item()
+    weights = gate_program.weights if gate_program.hidden_size else None
+    expected = judged_by_hand(logits, gate_program.names, weights, beta, **layer)
+    assert_same(judge_layer_reference(logits, gate_program, **layer), expected, beta)
+    assert_same(judge_layer(logits, gate_program, **layer), expected, beta)
+
+
+def random_layer(
+    rows: int, vocab: int, topk: int, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Tensor, dict[str, object]]:
+    """Logits and the parents they belong to; the first parent is dead."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(rows, vocab, generator=generator) * 4).to(dtype)
+    alive = torch.arange(rows) != 0
+    joint = torch.rand(rows, generator=generator)
+    return logits, {"depth": 1 + seed % 6, "topk": topk, "joint": joint, "alive": alive}
+
+
+# -- interpreted cases --------------------------------------------------------------------
+
+
+def each_feature_set_and_type_of_logits() -> None:
+    for names, dtype in itertools.product(NETWORKS + THRESHOLDS, DTYPES):
+        logits, layer = random_layer(3, 150, 4, dtype=dtype)
+        verify_against_hand(logits, program(names), **layer)
+        logits, layer = random_layer(3, 150, 1, dtype=dtype, seed=1)
+        verify_against_hand(logits, program(names), **layer)
+
+
+def each_width_of_network() -> None:
+    for hidden in (1, 16, 32, 48, 64):
+        logits, layer = random_layer(2, 70, 3, seed=hidden)
+        verify_against_hand(logits, program(NETWORKS[1], hidden=hidden), **layer)
+
+
+def each_topk_down_to_vocabularies_of_just_that_size() -> None:
+    for topk in range(1, gate.MAX_TOPK + 1):
+        for vocab in (max(topk, 2), gate.GROUP + 1):
+            logits, layer = random_layer(2, vocab, topk, seed=topk)
+            verify_against_hand(logits, program(NETWORKS[2]), **layer)
+    logits, layer = random_layer(2, gate.CHUNK + 1, gate.MAX_TOPK)
+    verify_against_hand(logits, program(NETWORKS[2]), **layer)
+
+
+def equal_logits_go_to_the_lowest_id() -> None:
+    """Within a group, across groups and across chunks; 0.0 and -0.0 are equal."""
+    for vocab, topk in itertools.product((40, 200, 9000), (1, 10)):
+        generator = torch.Generator().manual_seed(vocab)
+        few = torch.randint(0, 3, (2, vocab), generator=generator).float()
+        few[0] = 0.0
+        few[0, ::2] = -0.0
+        layer = {"depth": 1, "topk": topk}
+        verify_against_hand(few, program(NETWORKS[2]), **layer)
+        verify_against_hand(-few, program(NETWORKS[2]), **layer)
+
+
+def masked_logits_have_no_probability() -> None:
+    """Whole chunks, all tokens but one, and more children wanted than tokens are left."""
+    for dtype in DTYPES:
+        logits, layer = random_layer(5, 2 * gate.CHUNK + 100, 8, dtype=dtype)
+        logits[0, : gate.CHUNK] = -torch.inf
+        logits[1, gate.CHUNK :] = -torch.inf
+        logits[2] = -torch.inf
+        logits[2, gate.CHUNK + 77] = -3.0
+        logits[3, torch.arange(logits.shape[1]) % 4000 != 5] = -torch.inf
+        verify_against_hand(logits, program(NETWORKS[2]), **layer)
+        verify_against_hand(logits, program(NETWORKS[2]), **{**layer, "topk": 1})
+
+
+def real_vocabularies() -> None:
+    """Llama 2, Llama 3, an odd one; as SGLang gives them, in rows wider than V."""
+    sizes = ((32000, torch.bfloat16, 1), (128256, torch.float32, 10), (32003, torch.bfloat16, 8))
+    for vocab, dtype, topk in sizes:
+        wide, layer = random_layer(2 if vocab < 1e5 else 1, vocab + 61, topk, dtype=dtype)
+        layer["token_map"] = torch.randperm(vocab) + 1000
+        logits = wide[:, :vocab]
+        wide[:, vocab:] = 1e4  # would win if it were read
+        verify_against_hand(logits, program(NETWORKS[1]), **layer)
+
+
+def rows_of_nothing_but_nan_harm_nobody() -> None:
+    logits, layer = random_layer(3, 500, 5)
+    logits[1] = torch.nan
+    layer["token_map"] = torch.randperm(500)
+    judged = judge_layer(logits, program(NETWORKS[1]), **layer)
+    assert judged.draft_ids[1].tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(judged.tokens, layer["token_map"][judged.draft_ids])
+    others = [0, 2]
+    of_others = {n: v[others] for n, v in layer.items() if n in {"joint", "alive"}}
+    alone = judge_layer(logits[others], program(NETWORKS[1]), **{**layer, **of_others})
+    for mine, theirs in zip(judged, alone, strict=True):
+        assert torch.equal(mine[others], theirs)
+
+
+def results_land_in_given_memory_and_nowhere_else() -> None:
+    for topk in (1, 3, 10):
+        logits, layer = random_layer(4, 90, topk)
+        expected = judge_layer(logits, program(NETWORKS[2]), **layer)
+        for run in (judge_layer, judge_layer_reference):
+            around = [torch.zeros(t.numel() + 64, dtype=t.dtype) for t in expected]
+            out = Judged(*(a[:-64].view_as(t) for a, t in zip(around, expected, strict=True)))
+            assert run(logits, program(NETWORKS[2]), **layer, out=out) is out
+            for mine, theirs in zip(out, expected, strict=True):
+                assert torch.allclose(mine.double(), theirs.double(), rtol=1e-5, atol=1e-5)
+            assert not any(a[-64:].any() for a in around)
+
+
+def chains_keep_their_books_in_place() -> None:
+    """Three steps of K = 1 on one set of buffers count like loops over single tokens."""
+    rows, steps = 6, 3
+    gate_program = program(("joint",), beta=0.2)
+    for run in (judge_layer, judge_layer_reference):
+        books = Judged.empty(rows, 1, "cpu")
+        books.joint.fill_(1.0)
+        books.keep.fill_(True)
+        num_kept = torch.zeros(rows, dtype=torch.int32)
+        probs = []
+        for depth in range(1, steps + 1):
+            logits, _ = random_layer(rows, 30, 1, seed=depth)
+            state = {"joint": books.joint[:, 0], "alive": books.keep[:, 0], "num_kept": num_kept}
+            run(logits, gate_program, depth=depth, topk=1, out=books, **state)
+            probs.append(logits.double().softmax(-1).amax(-1).tolist())
+        kept = []
+        for of_request in zip(*probs, strict=True):
+            joints = list(itertools.accumulate(of_request, lambda a, b: a * b))
+            kept.append(len(list(itertools.takewhile(lambda p: p >= 0.2, joints))))
+        assert num_kept.tolist() == kept, (num_kept.tolist(), kept)
+        assert len(set(kept)) > 1, "the example should have chains of different length"
+
+
+def new_weights_and_thresholds_are_seen_at_once() -> None:
+    logits, layer = random_layer(3, 50, 4)
+    swapped = program(NETWORKS[0])
+    memory = swapped.buffer.data_ptr()
+    for seed, beta in ((1, 0.3), (2, 0.9), (3, 0.0)):
+        swapped.load(random_weights(3, 48, seed))
+        swapped.set_beta(beta)
+        verify_against_hand(logits, swapped, **layer)
+    assert swapped.buffer.data_ptr() == memory
+
+
+# No shrinking: it takes minutes in the interpreter.
+@settings(
+    max_examples=40,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+)
+@given(
+    rows=st.integers(0, 3),
+    vocab=st.one_of(st.integers(2, 300), st.integers(4000, 5000)),
+    data=st.data(),
+    bf16=st.booleans(),
+    names=st.sampled_from(NETWORKS + THRESHOLDS),
+)
+def any_shape(
+    rows: int, vocab: int, data: st.DataObject, bf16: bool, names: tuple[str, ...]
+) -> None:
+    topk = data.draw(st.integers(1, min(gate.MAX_TOPK, vocab)))
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    logits, layer = random_layer(rows, vocab, topk, dtype=dtype, seed=data.draw(st.integers(0, 99)))
+    for given_one in data.draw(st.sets(st.sampled_from(["joint", "alive"]))):
+        layer[given_one] = None
+    verify_against_hand(logits, program(names), **layer)
+
+
+INTERPRETED = [
+    each_feature_set_and_type_of_logits,
+    each_width_of_network,
+    each_topk_down_to_vocabularies_of_just_that_size,
+    equal_logits_go_to_the_lowest_id,
+    masked_logits_have_no_probability,
+    real_vocabularies,
+    rows_of_nothing_but_nan_harm_nobody,
+    results_land_in_given_memory_and_nowhere_else,
+    chains_keep_their_books_in_place,
+    new_weights_and_thresholds_are_seen_at_once,
+    any_shape,
+]
+
+
+# -- compiled cases -----------------------------------------------------------------------
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+POINTERS = {
+    "maxima": "*fp32",
+    "partials": "*fp32",
+    "program": "*fp32",
+    "parent_joint": "*fp32",
+    "parent_alive": "*i1",
+    "token_map": "*i64",
+    "num_kept": "*i32",
+    "tokens_out": "*i64",
+    "draft_ids_out": "*i64",
+    "prob_out": "*fp32",
+    "joint_out": "*fp32",
+    "margin_out": "*fp32",
+    "confidence_out": "*fp32",
+    "keep_out": "*i1",
+    "entropy_out": "*fp32",
+}
+SCALARS = {"row_stride": "i32", "vocab": "i32", "depth": "fp32"}
+
+
+def resources(
+    kernel: triton.JITFunction, dtype: str, constants: dict[str, object]
+) -> dict[str, int]:
+    """What ptxas gave the kernel on Hopper: REG, STACK, LOCAL, ... per cuobjdump."""
+    types = {"logits": f"*{dtype}", **POINTERS, **SCALARS}
+    types = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
+    # What a launch finds out by itself: tensors start at multiples of 16, and so is V.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if types[name].startswith("*") or types[name] == "i32"
+    }
+    source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": 4})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    fields = next(line for line in usage.splitlines() if "REG:" in line).split()
+    found = {name: int(value) for name, value in (f.split(":") for f in fields if "[" not in f)}
+    return {**found, "shared": compiled.metadata.shared}
+
+
+def require_no_spills(used: dict[str, int], what: str) -> None:
+    print(what, used)
+    # 128 registers a thread: four blocks of 128 threads share a multiprocessor.
+    assert used["LOCAL"] == used["STACK"] == 0, f"{what} spills: {used}"
+    assert used["REG"] <= 128, f"{what} takes too many registers: {used}"
+
+
+def logit_partials_compiles_without_spills() -> None:
+    for dtype in ("bf16", "fp16", "fp32"):
+        used = resources(gate.logit_partials, dtype, {"CHUNK": gate.CHUNK, "GROUP": gate.GROUP})
+        require_no_spills(used, f"logit_partials {dtype}")
+
+
+def judge_compiles_without_spills() -> None:
+    for topk, vocab in itertools.product((1, 8, 10, 16), (32000, 151936)):
+        chunks = triton.cdiv(vocab, gate.CHUNK)
+        constants = gate.judge_constants(NETWORKS[2], 48, topk, chunks)
+        # Chains count what they keep, trees do not; EAGLE-3 alone brings a token map.
+        absent = {"num_kept": None} if topk > 1 else {"token_map": None}
+        used = resources(gate.judge, "bf16", {**constants, **absent})
+        require_no_spills(used, f"judge K={topk} V={vocab}")
+
+
+def judge_compiles_without_a_network() -> None:
+    absent = {"num_kept": None, "token_map": None, "parent_joint": None, "parent_alive": None}
+    for names in THRESHOLDS:
+        used = resources(gate.judge, "fp32", {**gate.judge_constants(names, 0, 4, 8), **absent})
+        require_no_spills(used, f"judge {names}")
+
+
+COMPILED = [
+    logit_partials_compiles_without_spills,
+    judge_compiles_without_spills,
+    judge_compiles_without_a_network,
+]
+
+
+def run(cases: list[Callable[[], None]]) -> dict[str, str]:
+    """Traceback of each case by name, empty where it passed."""
+    failures = {}
+    for case in cases:
+        failures[case.__name__] = ""
+        try:
+            case()
+        except Exception:
+            failures[case.__name__] = traceback.format_exc()
+    return failures
+
+
+if __name__ == "__main__":
+    mode = sys.argv[1]
+    assert triton.knobs.runtime.interpret == (mode == "interpret"), "set or unset TRITON_INTERPRET"
+    print(json.dumps(run({"interpret": INTERPRETED, "compile": COMPILED}[mode])))

@@ -1,0 +1,292 @@
+"""The gate of a drafted layer: kernels, twin and float64 lists agree, and so do our policies.
+
+The kernels run in Triton's interpreter and compile for Hopper without a GPU (`gate_worker`);
+on a GPU they are compared with the twin and replayed in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from sglang_c2t.classifier.checkpoint import load_classifier
+from sglang_c2t.classifier.features import MIN_PROB
+from sglang_c2t.draft_layer import MAX_MARGIN, DraftLayer, measure
+from sglang_c2t.growth import node_margins
+from sglang_c2t.kernels import gate
+from sglang_c2t.kernels.gate import (
+    GateProgram,
+    Judged,
+    Weights,
+    judge_layer,
+    judge_layer_reference,
+)
+from tests.gpu import gpu
+from tests.kernels import gate_worker
+from tests.kernels.gate_worker import NETWORKS, THRESHOLDS, assert_same, program, random_layer
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ("c2t", "c2t-log", "c2t-plus", "c2t-tree", "c2t-log-tree", "c2t-plus-tree")
+
+
+@functools.cache
+def failures(mode: str) -> dict[str, str]:
+    """All cases of `gate_worker` in one fresh process."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    env.pop("TRITON_INTERPRET", None)
+    if mode == "interpret":
+        env["TRITON_INTERPRET"] = "1"
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "tests.kernels.gate_worker", mode],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env={**env, "TRITON_CACHE_DIR": cache},  # compiles here and now
+            cwd=ROOT,
+        )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", [case.__name__ for case in gate_worker.INTERPRETED])
+def test_the_interpreted_kernels_say_what_lists_of_float64_say(case: str) -> None:
+    traceback = failures("interpret")[case]
+    assert not traceback, traceback
+
+
+@pytest.mark.parametrize("case", [case.__name__ for case in gate_worker.COMPILED])
+def test_for_hopper(case: str) -> None:
+    traceback = failures("compile")[case]
+    assert not traceback, traceback
+
+
+# -- the twin -----------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.integers(0, 4),
+    vocab=st.integers(2, 80),
+    topk=st.integers(1, gate.MAX_TOPK),
+    dtype=st.sampled_from(gate_worker.DTYPES),
+    names=st.sampled_from(NETWORKS + THRESHOLDS),
+    seed=st.integers(0, 10**6),
+    masked=st.floats(0, 1),
+)
+def test_the_twin_says_what_lists_of_float64_say(
+    rows: int,
+    vocab: int,
+    topk: int,
+    dtype: torch.dtype,
+    names: tuple[str, ...],
+    seed: int,
+    masked: float,
+) -> None:
+    logits, layer = random_layer(rows, vocab, min(topk, vocab), dtype=dtype, seed=seed)
+    gone = torch.rand(logits.shape, generator=torch.Generator().manual_seed(seed)) < masked
+    gone[:, 0] = False
+    gate_worker.verify_against_hand(logits.masked_fill(gone, -torch.inf), program(names), **layer)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("topk", [1, 8])
+def test_the_gate_is_as_sure_as_the_shipped_classifier(name: str, topk: int) -> None:
+    """From the same logits, through `measure`, `node_margins` and the classifier itself."""
+    classifier = load_classifier(name)
+    assert classifier.isotonic is None, "the gate knows no isotonic calibration"
+    weights = Weights(*classifier.net.parameters())
+    shipped = GateProgram(classifier.features.names, weights, beta=0.5, device="cpu")
+    logits, given_layer = random_layer(20, 300, topk, seed=3)
+    judged = judge_layer(logits, shipped, **given_layer)
+
+    stats = measure(logits, ["margin"])
+    prob = logits.softmax(-1).topk(topk).values
+    margin = stats["margin"] if topk == 1 else node_margins(prob)
+    joint = (prob * given_layer["joint"][:, None]).flatten()
+    layer = DraftLayer(
+        depth=given_layer["depth"],
+        prob=prob.flatten(),
+        joint=joint,
+        entropy=stats["entropy"].repeat_interleave(topk),
+        alive=given_layer["alive"].repeat_interleave(topk),
+        measured={"margin": margin},
+    )
+    torch.testing.assert_close(judged.prob[:, 0], stats["prob"])
+    torch.testing.assert_close(judged.entropy, stats["entropy"])
+    torch.testing.assert_close(judged.margin.flatten(), margin, rtol=1e-5, atol=1e-5)
+    confidence = classifier.confidence(layer)
+    torch.testing.assert_close(judged.confidence.flatten(), confidence, rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_child_has_the_margin_of_a_chain_even_without_a_second_token() -> None:
+    logits = torch.full((1, 70), -torch.inf)
+    logits[0, 66] = 2.0
+    chain = judge_layer(logits, program(("prob",)), depth=1, topk=1)
+    tree = judge_layer(logits, program(("prob",)), depth=1, topk=3)
+    assert measure(logits, ["margin"])["margin"].tolist() == [MAX_MARGIN]
+    assert chain.margin.tolist() == [[MAX_MARGIN]]
+    assert tree.margin.tolist() == [[MAX_MARGIN, -MAX_MARGIN, -MAX_MARGIN]]
+    assert tree.draft_ids.tolist() == [[66, 0, 1]]
+
+
+def test_the_constants_are_the_classifiers() -> None:
+    assert gate.MIN_PROB.value == MIN_PROB
+    assert gate.MAX_MARGIN.value == MAX_MARGIN
+
+
+def test_the_example_of_the_docstring() -> None:
+    judged = judge_layer(
+        torch.tensor([[0.6, 0.4]]).log(),
+        program(("joint",), beta=0.25),
+        depth=2,
+        topk=2,
+        joint=torch.tensor([0.5]),
+    )
+    assert judged.tokens.tolist() == [[0, 1]]
+    assert judged.joint[0].tolist() == pytest.approx([0.3, 0.2])
+    assert judged.keep.tolist() == [[True, False]]
+
+
+# -- programs -----------------------------------------------------------------------------
+
+
+def test_a_program_gives_back_what_was_loaded() -> None:
+    weights = gate_worker.random_weights(3, 48)
+    loaded = GateProgram(NETWORKS[0], weights, beta=0.25, device="cpu")
+    for mine, theirs in zip(loaded.weights, weights, strict=True):
+        assert torch.equal(mine, theirs)
+    assert loaded.beta.item() == 0.25
+    assert loaded.buffer.numel() == 241 + 1
+
+
+@pytest.mark.parametrize(
+    ("names", "hidden_sizes", "reason"),
+    [
+        (("joint", "entropy_top1000"), (48,), "entropy_top1000"),
+        (("hidden",), (48,), "hidden"),
+        (("topk_prob", "last_accept"), (48,), "topk_prob, last_accept"),
+        (("joint",), (48, 48), "one hidden layer"),
+        (("joint",), (65,), "at most 64 units"),
+        (("joint",), (0,), "at most 64 units"),
+        (("entropy",), (), "must be joint or prob"),
+        ((), (), "must be joint or prob"),
+    ],
+)
+def test_what_the_kernels_cannot_run_is_refused_with_the_reason(
+    names: tuple[str, ...], hidden_sizes: tuple[int, ...], reason: str
+) -> None:
+    said = GateProgram.refusal(names, hidden_sizes)
+    assert said is not None
+    assert reason in said
+
+
+@pytest.mark.parametrize("names", NETWORKS)
+def test_the_networks_of_the_policies_are_not_refused(names: tuple[str, ...]) -> None:
+    assert GateProgram.refusal(names, (48,)) is None
+
+
+def test_weights_of_another_network_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(48, 3\)"):
+        program(NETWORKS[0]).load(gate_worker.random_weights(4, 48))
+    with pytest.raises(ValueError, match="shapes"):
+        program(("joint",)).load(gate_worker.random_weights(1, 16))
+    with pytest.raises(ValueError, match="entropy_top5"):
+        GateProgram(("entropy_top5",), gate_worker.random_weights(1, 16), beta=0.5, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(2, 9).double()}, "float64"),
+        ({"logits": torch.zeros(9)}, r"\[R, V\]"),
+        ({"logits": torch.zeros(9, 2).T}, "neighbours"),
+        ({"topk": 10}, "fit into V = 9, got 10"),
+        ({"topk": 0}, "got 0"),
+        ({"logits": torch.zeros(2, 40), "topk": 17}, "got 17"),
+        ({"joint": torch.zeros(3)}, "joint must be"),
+        ({"joint": torch.zeros(2, 2)[:, 0]}, "joint must be"),
+        ({"alive": torch.zeros(2)}, "alive must be"),
+        ({"token_map": torch.arange(8)}, "token_map must be"),
+        ({"num_kept": torch.zeros(2).long()}, "num_kept must be"),
+        ({"out": Judged.empty(2, 3, "cpu")}, "out.tokens must be"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
+    layer = {"logits": torch.zeros(2, 9), "depth": 1, "topk": 2, **change}
+    with pytest.raises(ValueError, match=message):
+        judge_layer(layer.pop("logits"), program(("joint",)), **layer)
+
+
+# -- on a GPU -----------------------------------------------------------------------------
+
+
+def on_gpu(
+    rows: int, vocab: int, topk: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[torch.Tensor, dict[str, object]]:
+    _, layer = random_layer(rows, 1, topk, seed=seed)
+    moved = {n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in layer.items()}
+    generator = torch.Generator("cuda").manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator, device="cuda") * 4
+    return logits.to(dtype), moved
+
+
+@gpu
+@pytest.mark.parametrize("topk", [1, 10, 16])
+@pytest.mark.parametrize("vocab", [32000, 32003, 151936])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_and_twin_agree_on_a_gpu(topk: int, vocab: int, dtype: torch.dtype) -> None:
+    for rows, names in ((1, NETWORKS[0]), (64, NETWORKS[2]), (256, THRESHOLDS[0])):
+        logits, layer = on_gpu(rows, vocab, topk, dtype)
+        logits[0, :9000] = -torch.inf
+        layer["token_map"] = torch.randperm(vocab, device="cuda")
+        weights = None if names in THRESHOLDS else gate_worker.random_weights(len(names), 48)
+        here = GateProgram(names, weights, beta=0.4, device="cuda")
+        twin = judge_layer_reference(logits, here, **layer)
+        assert_same(judge_layer(logits, here, **layer), twin, beta=0.4)
+
+
+@gpu
+@pytest.mark.parametrize("run", [judge_layer, judge_layer_reference])
+@pytest.mark.parametrize("topk", [1, 10])
+def test_a_captured_gate_sees_new_logits_weights_and_thresholds(run: object, topk: int) -> None:
+    logits, layer = on_gpu(32, 32000, topk, torch.bfloat16)
+    weights = [gate_worker.random_weights(3, 48, seed) for seed in range(3)]
+    here = GateProgram(NETWORKS[0], weights[0], beta=0.4, device="cuda")
+    num_kept = torch.zeros(32, dtype=torch.int32, device="cuda")
+    out = Judged.empty(32, topk, "cuda")
+    run(logits, here, **layer, num_kept=num_kept, out=out)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(logits, here, **layer, num_kept=num_kept, out=out)
+    for seed, beta in ((1, 0.3), (2, 0.6)):
+        logits.copy_(on_gpu(32, 32000, topk, torch.bfloat16, seed)[0])
+        here.load(weights[seed])
+        here.set_beta(beta)
+        num_kept.zero_()
+        graph.replay()
+        expected = judge_layer_reference(logits, here, **layer)
+        assert_same(out, expected, beta)
+        assert torch.equal(num_kept, out.keep[:, 0].int())
+
+
+@gpu
+def test_the_kernels_say_the_same_every_time() -> None:
+    logits, layer = on_gpu(100, 128256, 10, torch.bfloat16)
+    here = GateProgram(NETWORKS[2], gate_worker.random_weights(4, 48), beta=0.4, device="cuda")
+    first = judge_layer(logits, here, **layer)
+    for _ in range(5):
+        for mine, theirs in zip(judge_layer(logits, here, **layer), first, strict=True):
+            assert torch.equal(mine, theirs)

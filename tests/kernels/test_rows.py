@@ -1,0 +1,201 @@
+"""Packed rows: kernels, twins and loops agree, whatever the lengths; kernels compile for an H100.
+
+The kernels run in Triton's interpreter (`rows_worker`), and where there is one on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from sglang_c2t import chain
+from sglang_c2t.kernels import rows
+from tests.gpu import gpu
+from tests.kernels import rows_worker
+from tests.kernels.hopper import compiled
+from tests.kernels.rows_worker import Batch, check, check_follow_ancestors, random_batch
+
+ROOT = Path(__file__).parents[2]
+INT32, INT64 = torch.int32, torch.int64
+
+
+def interpret(worker: str) -> None:
+    """A worker module in a fresh process, by Triton's interpreter."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env.pop("SGLANG_USE_CPU_ENGINE", None)  # makes SGLang ask for sgl_kernel's CPU ops
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.kernels.{worker}"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=env,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_interpreted_kernels_do_what_loops_do() -> None:
+    interpret("rows_worker")
+
+
+@given(st.integers(0, 2**20), st.sampled_from([1, 2, 16, 63, 64, 65, 100]))
+def test_twins_do_what_loops_do(seed: int, width: int) -> None:
+    check(random_batch(random.Random(seed), width))
+
+
+@given(st.integers(0, 2**20), st.integers(0, 4), st.integers(1, 10), st.integers(1, 8))
+def test_ancestors_twin_does_what_loops_do(seed: int, size: int, topk: int, depth: int) -> None:
+    check_follow_ancestors(random.Random(seed), size, topk, depth)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(1, 9))
+def test_without_padding_rows_and_unpacking_are_those_of_chains(
+    lens: list[int], columns: int
+) -> None:
+    """Equal to `chain.packed_rows` and `chain.unpack_rows`, which read the host."""
+    verify_lens, num_tokens = torch.tensor(lens), max(sum(lens), 1)
+    packed = rows.packed_rows(verify_lens, 5, num_tokens)
+    assert torch.equal(packed.rows[packed.valid], chain.packed_rows(verify_lens, 5))
+    table = torch.rand(num_tokens, columns)
+    expected = chain.unpack_rows(table[: sum(lens)], packed.rows[packed.valid], 5 * len(lens))
+    assert torch.equal(rows.scatter_rows(table, verify_lens, 5), expected)
+
+
+def test_the_example_of_the_docstring() -> None:
+    packed = rows.packed_rows(torch.tensor([3, 1]), 4, 6)
+    assert packed.rows.tolist() == [0, 1, 2, 4, 8, 8]
+    assert packed.request.tolist() == [0, 0, 0, 1, 0, 0]
+
+
+def test_twins_have_static_shapes_and_read_nothing_on_the_host() -> None:
+    """Tensors without values would raise at the first read."""
+    with FakeTensorMode():
+        lens = torch.empty(3, dtype=INT32)
+        seq_lens = torch.empty(3, dtype=INT64)
+        pool = torch.empty(8, 40, dtype=INT32)
+        draft = torch.empty(12, dtype=INT64)
+        packed = rows.packed_rows(lens, 4, 8)
+        assert packed.rows.shape == (8,)
+        inputs = rows.pack_inputs(lens, draft, draft, pool, seq_lens, seq_lens, 8)
+        assert inputs.out_cache_loc.shape == (8,)
+        strided = rows.scatter_rows(torch.empty(8, 5), lens, 4)
+        assert strided.shape == (12, 5)
+        assert rows.gather_rows(strided, packed.rows).shape == (8, 5)
+        kv_indptr = rows.indptr(lens, 6, prefix_lens=seq_lens, ghost=1)
+        assert kv_indptr.shape == (7,)
+        kv_indices = torch.empty(90, dtype=INT32)
+        rows.ragged_kv_indices(pool, seq_lens, seq_lens, lens, kv_indptr, kv_indices)
+        rows.follow_ancestors(kv_indptr, kv_indices, torch.empty(3, 2, 2, dtype=INT64))
+
+
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("integers", [INT32, INT64])
+def test_kernels_compile_for_an_h100(size: int, integers: torch.dtype) -> None:
+    """Also where sizes are 1, which the compiler turns into constants."""
+    blocks: dict[str, Any] = {"BLOCK_B": 8, "BLOCK_N": 8}
+    compiled(
+        rows._packed_rows_kernel, integers, INT64, INT64, torch.bool, size, size, size, **blocks
+    )
+    compiled(
+        rows._pack_inputs_kernel,
+        integers, INT64, INT64, INT32, integers, integers, INT64, INT64, integers,
+        size, size, size, size, **blocks,
+    )  # fmt: skip
+    for dtype in (torch.bfloat16, torch.float32, INT32):
+        sizes = [size] * 5
+        compiled(
+            rows._scatter_rows_kernel, dtype, integers, dtype, *sizes, BLOCK_B=256, BLOCK_W=4096
+        )
+        compiled(rows._gather_rows_kernel, dtype, INT64, dtype, *sizes[:4], BLOCK_W=4096)
+    for has_prefix in (False, True):
+        compiled(
+            rows._indptr_kernel, integers, INT64, INT32, size, size, size,
+            HAS_PREFIX=has_prefix, BLOCK_S=64,
+        )  # fmt: skip
+    compiled(
+        rows._kv_indices_kernel, INT32, integers, integers, INT32, INT32, INT32, size, size,
+        BLOCK=1024,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("topk", "depth"), [(1, 1), (4, 5), (10, 8), (16, 64)])
+def test_all_ancestors_are_read_before_any_is_written(topk: int, depth: int) -> None:
+    """In the machine code: loads, then a barrier of the thread block, then stores."""
+    kernel = compiled(
+        rows._follow_ancestors_kernel, INT32, INT32, INT64, topk, depth,
+        BLOCK_K=rows.block_of(topk), BLOCK_D=rows.block_of(depth),
+    )  # fmt: skip
+    steps = re.findall(r"ld\.global|bar\.sync|st\.global", kernel.asm["ptx"])
+    last_load = max(i for i, step in enumerate(steps) if step == "ld.global")
+    first_store = steps.index("st.global")
+    assert "bar.sync" in steps[last_load:first_store], steps
+
+
+@gpu
+@pytest.mark.parametrize("width", [1, 2, 16, 63, 64, 65, 100])
+def test_kernels_do_what_loops_do_on_a_gpu(width: int) -> None:
+    rng = random.Random(width)
+    for _ in range(8):
+        check(random_batch(rng, width, "cuda"))
+
+
+@gpu
+def test_wide_tables_and_long_prefixes_on_a_gpu() -> None:
+    rng = random.Random(0)
+    for columns in (4096, 4099, 12345):
+        rows_worker.check_scatter_and_gather(
+            random_batch(rng, 4, "cuda", size=5), columns, torch.bfloat16
+        )
+    lens, prefixes = [3, 5], [200_000, 2]
+    rows_worker.check_kv_indices(Batch(lens, prefixes, 5, 2, 8, device="cuda"))
+
+
+@gpu
+def test_ancestors_are_followed_on_a_gpu_time_and_again() -> None:
+    """Many warps a block: a store that overtakes a load would show."""
+    rng = random.Random(0)
+    for _ in range(50):
+        check_follow_ancestors(rng, size=32, topk=16, depth=16, device="cuda")
+
+
+@gpu
+def test_a_replayed_graph_packs_other_lengths() -> None:
+    """Captured once with all rows, replayed with every batch that fits."""
+    rng = random.Random(0)
+    lens = torch.full((4,), 6, dtype=INT32, device="cuda")
+    pool = torch.randint(1, 999, (9, 80), dtype=INT32, device="cuda")
+    draft = torch.arange(24, device="cuda")
+    slots = torch.tensor([5, 0, 8, 2], device="cuda")
+    seq_lens = torch.tensor([50, 0, 7, 20], device="cuda")
+
+    def run(pack: Any, scatter: Any, *scatter_out: Any) -> tuple[Any, Any]:
+        inputs = pack(lens, draft, draft, pool, slots, seq_lens, 24, *scatter_out[:1])
+        return inputs, scatter(inputs.input_ids[:, None], lens, 6, *scatter_out[1:])
+
+    run(rows.pack_inputs, rows.scatter_rows)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inputs, strided = run(rows.pack_inputs, rows.scatter_rows)
+    for _ in range(20):
+        lens.copy_(torch.tensor([rng.randint(0, 6) for _ in range(4)]))
+        graph.replay()
+        buffers = rows.PackedInputs(*torch.empty(3, 24, dtype=INT64, device="cuda"))
+        expected = run(
+            rows.pack_inputs_torch, rows.scatter_rows_torch, buffers, torch.empty_like(strided)
+        )
+        for found, wanted in zip(inputs, expected[0], strict=True):
+            assert torch.equal(found, wanted)
+        assert torch.equal(strided, expected[1])
