@@ -3,10 +3,18 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Two at a time, a file of tests in one process: files share servers, and a server uses about
+# one core.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# The oldest SGLang we serve, beside which one small test runs.
+OLD       := 0.5.17
+OLD_VENV  := .venv-$(OLD)
+OLD_STAMP := $(OLD_VENV)/.installed
+COMPILE   := uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test unit check lint types e2e models classifier tables \
-  patch unpatch patch-check lock clean
+  parity-old patch unpatch patch-check lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -29,15 +37,25 @@ demo: $(STAMP)  ## Serve a mixed batch without speculation, with fixed lengths, 
 
 test: $(STAMP)  ## All tests: lint, types, unit, and real servers on the CPU
 	$(MAKE) lint types
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 unit: $(STAMP)  ## Tests that start no server (about a minute)
-	$(BIN)/python -m pytest -m "not server"
+	$(PYTEST) -m "not server"
 
 e2e: $(STAMP)  ## Only the tests that start real servers
-	$(BIN)/python -m pytest -m server
+	$(PYTEST) -m server
 
 check: lint types unit  ## Lint, types and unit tests
+
+parity-old: $(OLD_STAMP)  ## The same outputs beside the oldest SGLang served, in .venv-0.5.17
+	$(OLD_VENV)/bin/python -m pytest tests/e2e/test_parity_smoke.py
+
+$(OLD_STAMP): $(STAMP) pyproject.toml requirements-$(OLD).lock
+	test -x $(OLD_VENV)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(OLD_VENV)
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(OLD_VENV)/bin/python \
+	  -r requirements-$(OLD).lock
+	$(BIN)/uv pip install --quiet --python $(OLD_VENV)/bin/python --no-deps -e .
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -66,8 +84,9 @@ patch-check: $(STAMP)  ## Do the patches fit what is installed?
 	$(BIN)/python patches/apply.py check
 
 lock: $(STAMP)  ## Pin the versions that pyproject.toml resolves to now
-	$(BIN)/uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url \
-	  --extra dev pyproject.toml -o requirements.lock
+	$(BIN)/$(COMPILE) --extra dev pyproject.toml -o requirements.lock
+	echo sglang==$(OLD) | $(BIN)/$(COMPILE) --extra dev pyproject.toml --constraint - \
+	  -o requirements-$(OLD).lock
 
 clean:  ## Remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) $(OLD_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

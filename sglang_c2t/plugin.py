@@ -30,7 +30,7 @@ def register() -> None:
     HookRegistry.register(compat.INTERNAL_STATE, reporting.add_counters, HookType.AFTER)
     if reporting.counting():
         HookRegistry.register(compat.MODEL_FORWARD, reporting.count_forward, HookType.AROUND)
-    compat.on_resolution(refusals.check_resolved_arguments)
+    compat.on_resolution(compat.SPECULATIVE_STEP, refusals.check_resolved_arguments)
 
     try:
         if active() is not None:  # switched on by the environment, no flag was parsed

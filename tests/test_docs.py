@@ -38,11 +38,20 @@ def test_the_file_tree_of_the_readme_matches_the_disk() -> None:
 
 
 def test_every_make_target_of_the_readme_exists() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"`?make ([a-z]+)", README)) <= targets
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`?make ([a-z-]+)", README)) <= targets
 
 
-def test_the_readme_table_of_versions_matches_the_pin() -> None:
-    pin = re.search(r'"sglang==([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
-    assert pin is not None
-    assert f"| {pin.group(1)} | CPU engine" in README
+def test_the_readme_table_of_versions_lists_what_is_admitted_and_locked() -> None:
+    """The newest and the oldest SGLang, and none between them."""
+    admitted = re.search(
+        r'"sglang>=([0-9.]+),<=([0-9.]+)((?:,![^,"]+)+)"', (ROOT / "pyproject.toml").read_text()
+    )
+    assert admitted is not None
+    oldest, newest, excluded = admitted.groups()
+    assert re.findall(r"\| [0-9.]+ \| ([0-9.]+) \| CPU engine", README) == [newest, oldest]
+    series, last = newest.rsplit(".", 1)
+    between = range(int(oldest.rsplit(".", 1)[1]) + 1, int(last))
+    assert excluded == "".join(f",!={series}.{number}.*" for number in between)
+    for version, lock in ((newest, "requirements.lock"), (oldest, f"requirements-{oldest}.lock")):
+        assert f"sglang=={version}" in (ROOT / lock).read_text().splitlines()

@@ -2,7 +2,9 @@
 
 SGLang's plugin loader logs and swallows exceptions, so a seam that moved would leave a
 server that looks right and runs without C2T. Therefore each seam is listed here with
-what it is for, and ``--c2t`` refuses to start when one is missing.
+what it is for, and ``--c2t`` refuses to start when one is missing. Where a seam moved
+between the releases we serve, both places are listed, and the functions at the end of
+the file take the one that is there.
 """
 
 from __future__ import annotations
@@ -14,13 +16,26 @@ import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
+
+from torch import Tensor
 
 from sglang_c2t.config import ConfigError
 
 EAGLE_WORKER = "sglang.srt.speculative.eagle_worker_v2"
+DRAFT_EXTEND_GRAPHS = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner"
+DECODE_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
+FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend"
+MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 STANDALONE_WORKER = "sglang.srt.speculative.standalone_worker_v2"
 EAGLE_COMMON = "sglang.srt.speculative.eagle_worker_common"
+EAGLE_INFO = "sglang.srt.speculative.eagle_info"
+CACHE_LOCS = "sglang.kernels.ops.speculative.cache_locs"
+OVERRIDES = "sglang.srt.arg_groups.overrides"
+RESOLUTION_HOOKS = "sglang.srt.arg_groups.resolution_hooks"
+SERVER_ARGS = "sglang.srt.server_args"
+WATERMARKING = "sglang.srt.sampling.watermarking"
 
 # Hook targets, named once: plugin.py registers on them, the probes below look them up.
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
@@ -33,13 +48,20 @@ INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 MODEL_FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 #: Attention backends that may read packed rows, by SGLang's name; ragged_verify.py looks at
 #: the backend itself once it exists.
-RAGGED_BACKENDS = ("intel_amx",)
+RAGGED_BACKENDS = ("fa3", "flashinfer", "intel_amx")
 
 #: Attention backends that read our tree masks, by SGLang's name; the CPU one is ours, see
 #: cpu_engine.py.
 TREE_BACKENDS = ("flashinfer", "intel_amx")
 
-RESOLUTION_STEP = "handle_speculative_decoding"
+#: Steps of SGLang's argument resolution that we wrap, by the names of its resolution hooks,
+#: and the functions that are these steps in an SGLang without resolution hooks.
+SPECULATIVE_STEP = "handle_speculative_decoding"
+ATTENTION_STEP = "handle_attention_backend_compatibility"
+STEP_FUNCTIONS = {
+    SPECULATIVE_STEP: f"sglang.srt.arg_groups.speculative_hook.{SPECULATIVE_STEP}",
+    ATTENTION_STEP: f"{SERVER_ARGS}.ServerArgs._{ATTENTION_STEP}",
+}
 
 
 class SeamError(ConfigError):
@@ -52,6 +74,7 @@ class Seam:
 
     ``parameters`` are names the callable must accept; ``fields`` are names the
     dataclass must have. ``hook`` marks targets of SGLang's own hook registry.
+    ``otherwise`` is what we hold on to in an SGLang that does not offer this.
     """
 
     target: str
@@ -59,9 +82,23 @@ class Seam:
     parameters: Sequence[str] = ()
     fields: Sequence[str] = ()
     hook: bool = False
+    otherwise: Seam | None = None
+
+    def chosen(self) -> Seam:
+        """The seam itself or, where it does not fit and another does, that one."""
+        if self._own_defect() is None or self.otherwise is None:
+            return self
+        return self if self.otherwise.defect() is not None else self.otherwise.chosen()
 
     def defect(self) -> str | None:
         """What is wrong with the seam in this SGLang; ``None`` when it fits."""
+        own = self._own_defect()
+        if own is None or self.otherwise is None:
+            return own
+        other = self.otherwise.defect()
+        return None if other is None else f"{own}; nor {self.otherwise.target}: {other}"
+
+    def _own_defect(self) -> str | None:
         try:
             found = pkgutil.resolve_name(self.target)
         except (ImportError, AttributeError) as error:
@@ -85,18 +122,28 @@ def _field_names(cls: type) -> set[str]:
     return fields | {name for name in dir(cls) if not name.startswith("__")}
 
 
+def resolution_seam(step: str, purpose: str) -> Seam:
+    """What :func:`on_resolution` holds on to for this step."""
+    return Seam(
+        f"{RESOLUTION_HOOKS}.register_resolution_hook",
+        purpose,
+        ["name"],
+        otherwise=Seam(STEP_FUNCTIONS[step], purpose, hook=True),
+    )
+
+
 SEAMS: tuple[Seam, ...] = (
     Seam(ADD_CLI_ARGS, "adds the --c2t flags", ["parser"], hook=True),
     Seam(FROM_CLI_ARGS, "reads the --c2t flags", ["args"], hook=True),
     Seam(CREATE_WORKER, "swaps in the C2T worker", ["server_args"], hook=True),
     Seam(SPEC_METRICS, "corrects spec_accept_rate", ["meta_info", "recv_obj", "i"], hook=True),
     Seam(INTERNAL_STATE, "reports counters in /server_info", ["recv_req"], hook=True),
+    resolution_seam(SPECULATIVE_STEP, "refuses unsupported combinations before a model loads"),
     Seam(
-        "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook",
-        "refuses unsupported combinations before a model loads",
-        ["name"],
+        f"{OVERRIDES}.resolving_view",
+        "reads resolved server arguments",
+        otherwise=Seam(f"{OVERRIDES}.resolved_view", "reads resolved server arguments"),
     ),
-    Seam("sglang.srt.arg_groups.overrides.resolving_view", "reads resolved server arguments"),
     Seam(f"{EAGLE_WORKER}.EAGLEWorkerV2", "worker of EAGLE, EAGLE3 and NEXTN"),
     Seam(f"{EAGLE_WORKER}.EAGLEWorkerV2.verify", "cuts drafts before verification", ["batch"]),
     Seam(
@@ -133,7 +180,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(f"{EAGLE_COMMON}.run_eagle_verify", "calls eagle_prepare_for_verify by its global name"),
     Seam(
-        "sglang.srt.speculative.eagle_info.EagleVerifyInput",
+        f"{EAGLE_INFO}.EagleVerifyInput",
         "is cut and packed",
         fields=[
             "draft_token",
@@ -141,10 +188,18 @@ SEAMS: tuple[Seam, ...] = (
             "retrieve_next_token",
             "draft_token_num",
             "custom_mask",
-            "prepared_out_cache_loc",
-            "kv_loc_plan",
             "ragged_verify_layout",
         ],
+    ),
+    Seam(
+        f"{EAGLE_INFO}.EagleVerifyInput",
+        "says where the packed rows are written",
+        fields=["prepared_out_cache_loc", "kv_loc_plan"],
+        otherwise=Seam(
+            f"{CACHE_LOCS}.assign_extend_cache_locs_uniform_func",
+            "says where the packed rows are written",
+            ["req_pool_indices", "start_offset", "draft_token_num"],
+        ),
     ),
     Seam(
         f"{EAGLE_WORKER}.select_top_k_tokens",
@@ -196,11 +251,6 @@ SEAMS: tuple[Seam, ...] = (
         ],
     ),
     Seam(
-        "sglang.srt.speculative.eagle_info.EagleVerifyInput.generate_attn_arg_prefill",
-        "tells FlashInfer the rows and the mask of each tree",
-        ["req_pool_indices", "paged_kernel_lens", "paged_kernel_lens_sum", "translator", "plan"],
-    ),
-    Seam(
         "sglang.srt.constrained.base_grammar_backend.GrammarMask",
         "constrains the rows of a tree",
         fields=["vocab_mask"],
@@ -219,7 +269,17 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.managers.utils.GenerationBatchResult",
         "carries verify lengths to meta_info and labels to recordings",
-        fields=["cap_lens", "accept_lens", "logits_output", "speculative_output_stride"],
+        fields=["cap_lens", "accept_lens", "logits_output"],
+    ),
+    Seam(
+        "sglang.srt.managers.utils.GenerationBatchResult",
+        "tells how many tokens a row of results holds",
+        fields=["speculative_output_stride"],
+        otherwise=Seam(
+            "sglang.srt.managers.utils.GenerationBatchResult",
+            "tells how many tokens a row of results holds",
+            fields=["speculative_num_draft_tokens"],
+        ),
     ),
     Seam(
         "sglang.srt.layers.logits_processor.LogitsProcessorOutput",
@@ -240,6 +300,56 @@ SEAMS: tuple[Seam, ...] = (
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         "unpacks the target's output",
         ["forward_batch"],
+    ),
+    Seam(
+        f"{EAGLE_WORKER}.EagleDraftWorker._capture_cuda_graphs",
+        "captures drafting together with its gate",
+    ),
+    Seam(
+        f"{EAGLE_WORKER}.EagleDraftWorker.init_attention_backend",
+        "gives graphs of other lengths an attention of their own",
+    ),
+    Seam(
+        "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner",
+        "captures drafts of several lengths",
+        ["draft_attn_backend", "speculative_num_steps"],
+    ),
+    Seam(
+        f"{DRAFT_EXTEND_GRAPHS}.resolve_num_tokens_per_req",
+        "captures draft extend at the width of a tree's longest path",
+        ["phase"],
+    ),
+    Seam(f"{MODEL_RUNNER}._decode_cuda_graph_runner_cls", "captures verification per token tier"),
+    Seam(f"{MODEL_RUNNER}.max_decode_logits_rows", "makes room for padding rows in CUDA graphs"),
+    *(
+        Seam(f"{DECODE_GRAPHS}.{name}", "captures verification per token tier")
+        for name in (
+            "ragged_verify_compact_graphs_enabled",
+            "get_batch_sizes_to_capture",
+            "DecodeCudaGraphRunner._build_ragged_verify_token_buckets",
+            "DecodeCudaGraphRunner._ragged_capture_slots",
+            "DecodeCudaGraphRunner._capture_one_stream",
+        )
+    ),
+    Seam(
+        f"{DECODE_GRAPHS}.DecodeCudaGraphRunner.get_spec_info",
+        "captures packed rows",
+        ["num_tokens"],
+    ),
+    Seam(
+        f"{FLASHINFER}.FlashInferAttnBackend.init_forward_metadata_out_graph",
+        "plans packed rows for CUDA graphs",
+        ["forward_batch", "in_capture"],
+    ),
+    Seam(
+        f"{FLASHINFER}.FlashInferAttnBackend.init_cuda_graph_state",
+        "allocates what graphs of packed rows read",
+        ["max_bs", "max_num_tokens", "kv_indices_buf"],
+    ),
+    Seam(
+        f"{FLASHINFER}.fast_prefill_plan",
+        "plans packed rows without reading the device",
+        ["qo_indptr_host", "kv_indptr_host", "kv_lens_host", "max_q_len", "max_kv_len"],
     ),
     Seam("sglang.srt.runtime_context.get_parallel", "knows the tensor-parallel group"),
 )
@@ -262,7 +372,7 @@ def missing_hooks() -> list[str]:
     return [
         f"SGLang {sglang_version()} did not apply the hook on {seam.target}; "
         f"C2T needs it because it {seam.purpose}"
-        for seam in SEAMS
+        for seam in map(Seam.chosen, SEAMS)
         if seam.hook and seam.target not in HookRegistry._patched
     ]
 
@@ -274,23 +384,29 @@ def require_seams() -> None:
         raise SeamError("; ".join(defects))
 
 
-def on_resolution(hook: Callable[[Any, Callable[[Any], None]], None]) -> None:
-    """Run ``hook(server_args, previous)`` around SGLang's speculative argument checks.
+def on_resolution(step: str, hook: Callable[[Any, Callable[[Any], None]], None]) -> None:
+    """Run ``hook(server_args, previous)`` around a step of SGLang's argument resolution.
 
-    Silent when the registry is gone: :func:`require_seams` then names it.
+    Silent when the step is gone as well: :func:`missing_hooks` then names it.
     """
     try:
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     except ImportError:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        def around(previous: Callable[[Any], None], server_args: Any) -> None:
+            hook(server_args, previous)
+
+        HookRegistry.register(STEP_FUNCTIONS[step], around, HookType.AROUND)
         return
-    register_resolution_hook(RESOLUTION_STEP)(hook)
+    register_resolution_hook(step)(hook)
 
 
 def resolved(server_args: Any) -> Any:
     """A view of the arguments with SGLang's own decisions applied."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    return resolving_view(server_args)
+    overrides = importlib.import_module(OVERRIDES)
+    view = getattr(overrides, "resolving_view", None) or overrides.resolved_view
+    return view(server_args)
 
 
 def argument(cfg: Any, name: str) -> Any:
@@ -305,6 +421,22 @@ def argument(cfg: Any, name: str) -> Any:
             f"SGLang {sglang_version()} has no server argument {name}; "
             "C2T checks it to refuse combinations it does not serve"
         ) from error
+
+
+def uses_dp_attention(cfg: Any) -> bool:
+    """Whether attention is data parallel: asked for by its size, in older SGLang by a flag."""
+    if hasattr(cfg, "attn_dp_size") and cfg.attn_dp_size > 1:
+        return True
+    return bool(argument(cfg, "enable_dp_attention"))
+
+
+def watermarks(cfg: Any) -> bool:
+    """Whether sampling watermarks the output; never in an SGLang that knows no watermarks."""
+    try:
+        importlib.import_module(WATERMARKING)
+    except ImportError:
+        return False
+    return bool(argument(cfg, "watermark_config"))
 
 
 def decode_graphs_enabled(cfg: Any) -> bool:
@@ -342,11 +474,116 @@ def verify_tree_greedy(**tables: Any) -> Any:
     return eagle_utils.verify_tree_greedy_func(**tables)
 
 
-def is_flashinfer(backend: Any) -> bool:
-    """Whether an attention backend is FlashInfer's, which takes the ragged arguments and the
-    mask of a verify input as they are. By name: importing it needs FlashInfer.
+@contextmanager
+def writing_rows(verify_input: Any, locs: Tensor) -> Iterator[None]:
+    """``eagle_prepare_for_verify`` binds the rows of ``verify_input`` to ``locs`` [T] int64.
+
+    By itself it would bind ``draft_token_num`` rows of each request.
     """
-    return type(backend).__name__ == "FlashInferAttnBackend"
+    if hasattr(verify_input, "prepared_out_cache_loc"):
+        verify_input.prepared_out_cache_loc = locs
+        verify_input.kv_loc_plan = None  # it would bind the full window again
+        yield
+        return
+    module, name = importlib.import_module(CACHE_LOCS), "assign_extend_cache_locs_uniform_func"
+    bound = []
+
+    def assign(**_uniform: Any) -> Tensor:
+        bound.append(locs)
+        return locs
+
+    with swapped(module, name, assign):
+        yield
+    assert bound, f"SGLang bound the rows to verify without {CACHE_LOCS}.{name}"
+
+
+def set_output_stride(result: Any, stride: int) -> None:
+    """Say that ``result.next_token_ids`` holds ``stride`` tokens per request."""
+    new, old = "speculative_output_stride", "speculative_num_draft_tokens"
+    setattr(result, new if hasattr(result, new) else old, stride)
+
+
+@contextmanager
+def draft_extend_width(width: int) -> Iterator[None]:
+    """CUDA graphs of draft extend captured inside the block take ``width`` rows per request."""
+    with swapped(
+        importlib.import_module(DRAFT_EXTEND_GRAPHS),
+        "resolve_num_tokens_per_req",
+        lambda **_: width,
+    ):
+        yield
+
+
+def is_flashinfer(backend: Any) -> bool:
+    """Whether an attention backend is FlashInfer's. By name: importing it needs FlashInfer."""
+    return any(cls.__name__ == "FlashInferAttnBackend" for cls in type(backend).__mro__)
+
+
+def reads_packed_rows(backend: Any) -> bool:
+    """Whether an attention backend is known to read a ``RaggedVerifyLayout``: ours for the CPU
+    says so, and FA3's (and FA4's) takes the layouts of DSPARK.
+    """
+    if getattr(backend, "supports_ragged_verify_eager", False):
+        return True
+    return type(backend).__name__ == "FlashAttentionBackend" and backend.topk <= 1
+
+
+def attention_fallback() -> tuple[ModuleType, str]:
+    """The module global through which :data:`ATTENTION_STEP` leaves a CPU's own backend."""
+    name = "_attention_backend_platform_fallbacks"
+    try:  # it imports the function when it is loaded, older SGLang when the step runs
+        return importlib.import_module("sglang.srt.arg_groups.attention_hook"), name
+    except ImportError:
+        return importlib.import_module(OVERRIDES), name
+
+
+def backend_choices() -> ModuleType:
+    """The module that keeps SGLang's lists of attention backends."""
+    try:
+        return importlib.import_module("sglang.srt.arg_groups.choices")
+    except ImportError:
+        return importlib.import_module(SERVER_ARGS)
+
+
+def made_backend(factory: Any, name: str, backend: Any) -> Any:
+    """What a method of SGLang's ``DraftBackendFactory`` returns for a backend that it made.
+
+    Newer SGLang wants its name with it, to stamp it on the backend's steps.
+    """
+    return (name, backend) if "stamps_children" in _parameters(factory._create_backend) else backend
+
+
+def uses_mla(server_args: Any) -> bool:
+    """Whether the target's attention is MLA."""
+    try:
+        from sglang.srt.arg_groups.attention_hook import use_mla_backend
+    except ImportError:
+        return bool(server_args.use_mla_backend())
+    return bool(use_mla_backend(server_args))
+
+
+def supply_seed_hash(torch_hash: Callable[..., Any]) -> bool:
+    """Have seeded sampling on a CPU hash with ``torch_hash(seed, positions, col_indices)``.
+
+    Returns False, and does nothing, where SGLang's function looks for a CPU op by itself;
+    older SGLang only has a Triton kernel.
+    """
+    from sglang.kernels.ops.sampling import murmur_hash
+
+    if "murmur_hash32_cpu" in murmur_hash.murmur_hash32.__code__.co_names:
+        return False
+    from sglang.srt.layers import sampler
+
+    for module in (murmur_hash, sampler):
+        setattr(module, "murmur_hash32", torch_hash)  # noqa: B010 - a module attribute, for mypy
+    return True
+
+
+def without_sampling_masks(info: Any) -> Any:
+    """Have the sampler leave out the support masks it would return per request; ``info``."""
+    info.sampling_mask_batch_indices = None
+    info.return_sampling_masks = None  # what older SGLang reads
+    return info
 
 
 def sglang_version() -> str:

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from sglang_c2t import cpu
+from sglang_c2t.cpu import OPS
 from sglang_c2t.srt import compat
 
 __all__ = ["install", "supplied"]
@@ -47,6 +48,8 @@ def install() -> list[str]:
         names.append("--enable-deterministic-inference: seeds, without batch-invariant kernels")
     _leave_nccl_out()
     names.append("tensor parallelism over gloo: NCCL left out")
+    if compat.supply_seed_hash(OPS["murmur_hash32_cpu"].run):
+        names.append("hash of --enable-deterministic-inference")
     _install_sampling()  # stock has no sampling verification on any CPU
     names.append("speculative verification that samples")
     _supplied.extend(names)  # last: a failed install is tried, and fails, again
@@ -102,41 +105,43 @@ def _create_backend(runner: Any) -> Any:
     return TorchCpuAttnBackend(runner)
 
 
-def _create_draft_decode_backend(factory: Any) -> tuple[str, Any]:
+def _create_draft_decode_backend(factory: Any) -> Any:
     from sglang_c2t.srt.cpu_attention import TorchCpuMultiStepDraftBackend
 
     backend = TorchCpuMultiStepDraftBackend(
         factory.draft_model_runner, factory.topk, factory.speculative_num_steps
     )
-    return BACKEND, backend
+    return compat.made_backend(factory, BACKEND, backend)
 
 
-def _create_draft_extend_backend(factory: Any) -> tuple[str, Any]:
-    return BACKEND, _create_backend(factory.draft_model_runner)
+def _create_draft_extend_backend(factory: Any) -> Any:
+    return compat.made_backend(factory, BACKEND, _create_backend(factory.draft_model_runner))
 
 
 def _keep_backend_name() -> None:
     """SGLang replaces `intel_amx` by `torch_native` (no verification) where AMX is missing."""
-    register = _seam("sglang.srt.arg_groups.resolution_hooks", "register_resolution_hook")
+    defect = compat.resolution_seam(compat.ATTENTION_STEP, "keeps its attention backend").defect()
+    if defect is not None:
+        raise _missing(f"the resolution step {compat.ATTENTION_STEP} ({defect})")
 
     def keep(server_args: Any, previous: Callable[[Any], None]) -> None:
-        hook = importlib.import_module("sglang.srt.arg_groups.attention_hook")
-        fall_back = _seam(hook.__name__, "_attention_backend_platform_fallbacks")
-        has_mla = _seam(hook.__name__, "use_mla_backend")(server_args)
+        module, name = compat.attention_fallback()
+        fall_back = _seam(module.__name__, name)
+        has_mla = compat.uses_mla(server_args)
 
         def stay(view: Any) -> dict[str, Any]:
             ours = view.attention_backend == BACKEND and view.device == "cpu" and not has_mla
             return {} if ours else fall_back(view)
 
-        with compat.swapped(hook, "_attention_backend_platform_fallbacks", stay):
+        with compat.swapped(module, name, stay):
             previous(server_args)
 
-    register("handle_attention_backend_compatibility")(keep)
+    compat.on_resolution(compat.ATTENTION_STEP, keep)
 
 
 def _allow_deterministic_inference() -> None:
     """Per-request seeds need --enable-deterministic-inference, which stock refuses on CPU."""
-    choices = "sglang.srt.arg_groups.choices"
+    choices = compat.backend_choices().__name__
     _seam(choices, "add_deterministic_attention_backend_choices")([BACKEND])
     _seam(choices, "add_radix_supported_deterministic_attention_backend_choices")([BACKEND])
     package = "sglang.srt.batch_invariant_ops"  # ModelRunner imports the function from here

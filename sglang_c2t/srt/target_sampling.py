@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from sglang_c2t.cpu.sampling import repeat_rows
+from sglang_c2t.srt import compat
 
 # B requests, T verified rows of all requests, V vocabulary
 
@@ -54,9 +55,9 @@ def per_row(info: Any, num_rows: int | Tensor) -> Any:
     for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"):
         setattr(expanded, name, repeat_rows(getattr(info, name), num_rows))
     # The caller applied these; what eagle_sample ignores (custom processors) stays ignored.
-    expanded.grammars = expanded.sampling_mask_batch_indices = None
+    expanded.grammars = None
     expanded.has_custom_logit_processor = False
-    return expanded
+    return compat.without_sampling_masks(expanded)
 
 
 @functools.lru_cache(maxsize=1)
