@@ -55,6 +55,11 @@ class C2TConfig:
     """Trees: nodes one target forward may verify over the whole batch, roots included;
     the best ones stay. ``None``: no limit."""
 
+    draft_steps: tuple[int, ...] | None = None
+    """Chains on a GPU: numbers of layers that a step may draft for the whole batch, besides
+    ``--speculative-num-steps``; one is chosen by how long recent drafts got. ``None``: a third
+    and two thirds of it. Empty: always all."""
+
     exact_ancestors: bool = True
     """Trees: drafted nodes attend to their true ancestors. ``false``: to their beam rows,
     as stock SGLang (sgl-project/sglang#8409). Same output, fewer tokens accepted."""
@@ -97,6 +102,15 @@ class C2TConfig:
             raise ConfigError(
                 f"c2t max_verify_rows must be a whole number of nodes >= 1, got {rows!r}"
             )
+        steps = self.draft_steps
+        if steps is not None:
+            if not isinstance(steps, (list, tuple)) or not all(
+                isinstance(s, int) and not isinstance(s, bool) and s >= 1 for s in steps
+            ):
+                raise ConfigError(
+                    f"c2t draft_steps must be a list of whole numbers >= 1, got {steps!r}"
+                )
+            object.__setattr__(self, "draft_steps", tuple(steps))  # JSON has lists
         if not isinstance(self.exact_ancestors, bool):
             raise ConfigError(
                 f"c2t exact_ancestors must be true or false, got {self.exact_ancestors!r}"

@@ -56,6 +56,7 @@ class DraftLayer:
     ``last_accept``      [B] float32: drafts accepted in the request's previous
                          verification, -1 before its first
     ``last_verified``    [B] float32: drafts verified then, -1 before its first
+    ``confidence``       [B] float32 in [0, 1]: the gate's own, where a kernel has computed it
     """
 
     parent: DraftLayer | None = None
@@ -127,7 +128,13 @@ def unknown(name: str, size: int = 1) -> Tensor:
         return torch.nn.functional.one_hot(torch.tensor([0]), TOPK_PROBS).float()
     if name == "hidden":
         return torch.zeros(1, size)
-    value = {"prob": 1.0, "margin": MAX_MARGIN, "last_accept": -1.0, "last_verified": -1.0}
+    value = {
+        "prob": 1.0,
+        "margin": MAX_MARGIN,
+        "confidence": torch.inf,
+        "last_accept": -1.0,
+        "last_verified": -1.0,
+    }
     return torch.full((1,), value.get(name, 0.0))
 
 

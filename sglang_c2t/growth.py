@@ -26,12 +26,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.draft_layer import MAX_MARGIN, DraftLayer
 from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.tree import Trees, best_per_request, closed_keys, grow, least_on_path
 
 #: Measurements that differ between the children of one row; the rest belong to the row.
-PER_NODE = frozenset({"margin"})
+PER_NODE = frozenset({"margin", "confidence"})
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,8 @@ def node_margins(prob: Tensor) -> Tensor:
     """[R * K] float32: log q of each child less that of the best *other* child of its row.
 
     ``prob`` [R, K], K >= 2, descending. Equals :func:`~sglang_c2t.draft_layer.measure`'s
-    margin for the first child and is negative for the others (0 for a tie).
+    margin for the first child and is negative for the others (0 for a tie); within +-50 nats.
     """
     log = prob.float().clamp(min=torch.finfo(torch.float32).tiny).log()
     rival = torch.cat((log[:, 1:2], log[:, :1].expand(-1, log.shape[1] - 1)), dim=1)
-    return (log - rival).flatten()
+    return (log - rival).clamp(-MAX_MARGIN, MAX_MARGIN).flatten()

@@ -4,20 +4,31 @@ SGLang drafts the first token (in trees: the first layer) of a step at the end o
 before, in draft extend. What was measured there waits in a table with one row per request
 slot, because between two steps requests come, go and change places.
 
-Pure torch; knows nothing of SGLang.
+On a GPU most gates are kernels (:mod:`sglang_c2t.kernels.gate`) that measure and judge at
+once. In exploring steps, on a CPU, and where the policy has no such kernel, measuring and
+the policy are torch. Both read and write the same table.
+
+Knows nothing of SGLang.
 
 Legend: B requests, V draft vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import HISTORY, measure, unknown
+from sglang_c2t.kernels.gate import GateProgram, judge_layer
+from sglang_c2t.policies.fused import fused_gate
+
+#: What a :class:`GateProgram` says about a first token.
+JUDGED = ("prob", "entropy", "margin", "confidence")
 
 
 class Exploration:
@@ -42,7 +53,13 @@ class FirstTokenRelay:
         policy: Has ``name`` and ``needs``, what it reads beyond ``prob`` and ``entropy``.
         num_slots: Rows of SGLang's ``req_to_token`` table.
         device: Where draft logits live.
+        topk: Children per row.
+        program: The policy's gate as a kernel program. ``None``: on CUDA
+            :func:`~sglang_c2t.policies.fused.fused_gate`'s, if it has one; elsewhere none.
         exploration: Which steps are left whole.
+        agree: Makes an integer tensor equal on all tensor-parallel ranks, in place or not,
+            and returns it. Identity on one rank.
+        recording: Whether some rank explores; only one of them knows when.
 
     Raises:
         ConfigError: The policy reads a request's history, which only replay supplies.
@@ -54,20 +71,39 @@ class FirstTokenRelay:
         *,
         num_slots: int,
         device: torch.device | str,
+        topk: int = 1,
+        program: GateProgram | None = None,
         exploration: Exploration | None = None,
+        agree: Callable[[Tensor], Tensor] = lambda decision: decision,
+        recording: bool = False,
     ) -> None:
         if history := policy.needs & HISTORY:
             raise ConfigError(
                 f"policy {policy.name} reads {', '.join(sorted(history))}: experimental, in replay "
                 "only; choose another --c2t-policy"
             )
+        classifier = getattr(getattr(policy, "gate", policy), "classifier", None)
+        if isinstance(classifier, Classifier):
+            classifier.to(device)  # torch asks it there, program or not
         self._needs: frozenset[str] = policy.needs
         self._exploration = exploration or Exploration()
+        self._agree = agree
+        self._recording = recording
+        if program is None and torch.device(device).type == "cuda":
+            program = fused_gate(policy, device, topk=topk)
+        self._program = program
         self._table = _SlotTable(num_slots, device)
-        self._explore_next = self._exploration.next_step_explores()
+        for name in self._needs - {"hidden"}:
+            self._table.reserve(name)  # a captured CUDA graph must not make them
         self._names: frozenset[str] = frozenset()  # measured in the step in progress
-        self.exploring = False
-        """Whether the step in progress verifies full drafts."""
+        self.exploring = self._explores()
+        """Whether the step in progress, or behind its last token the next one, verifies full
+        drafts."""
+
+    @property
+    def program(self) -> GateProgram | None:
+        """What judges the step in progress; ``None``: the policy, or nobody as it explores."""
+        return None if self.exploring else self._program
 
     def join(self, slots: Tensor, logits: Tensor, hidden: Tensor | None = None) -> None:
         """Requests [B] enter with the logits [B, V] of the first token behind their prompt.
@@ -84,8 +120,8 @@ class FirstTokenRelay:
         ``slots`` is [B] (``req_pool_indices``), ``logits`` [B, V] of the draft, ``hidden``
         [B, H] its hidden state.
         """
-        self._explore_next = self._exploration.next_step_explores()
-        extra = self._exploration.names if self._explore_next else frozenset()
+        self.exploring = self._explores()
+        extra = self._exploration.names if self.exploring else frozenset()
         self._relay(slots, logits, hidden, extra)
 
     def first_tokens_complete(self, slots: Tensor) -> Tensor:
@@ -94,33 +130,66 @@ class FirstTokenRelay:
 
     def _begin(self, slots: Tensor) -> dict[str, Tensor]:
         """A step starts: what was relayed for the requests in ``slots`` [B], by name."""
-        self.exploring = self._explore_next
         extra = self._exploration.names if self.exploring else frozenset()
         self._names = self._needs | extra
+        if self.program is not None:
+            return self._table.get_judged(slots)
         return {name: self._table.get(name, slots) for name in ("prob", "entropy", *self._names)}
+
+    def _explores(self) -> bool:
+        explores = self._exploration.next_step_explores()
+        if self._recording:
+            flag = torch.tensor([int(explores)], device=self._table.device)
+            explores = bool(self._agree(flag))  # once per step, and only while recording
+        return explores
 
     def _relay(
         self, slots: Tensor, logits: Tensor, hidden: Tensor | None, extra: frozenset[str]
     ) -> None:
-        names = self._needs | extra
-        for name, value in measure(logits, names, hidden=hidden).items():
-            self._table.put(name, slots, value)
+        if self._program is not None:
+            said = judge_layer(logits, self._program, depth=1, topk=1)
+            self._table.put_judged(
+                slots, said.prob[:, 0], said.entropy, said.margin[:, 0], said.confidence[:, 0]
+            )
+        measured: dict[str, Tensor] = {}
+        if self._program is None or extra:
+            measured = measure(logits, self._needs | extra, hidden=hidden)
+            for name, value in measured.items():
+                self._table.put(name, slots, value)
         if self._exploration.names:
-            complete = float(self._exploration.names <= names)
+            complete = float(self._exploration.names <= measured.keys())
             self._table.put("complete", slots, torch.full((1,), complete))
 
 
 class _SlotTable:
-    """One row per request slot and name, made when the name is first seen."""
+    """One row per request slot and name, made when the name is first seen.
+
+    Except :data:`JUDGED`: these stand together, so that one launch writes or reads them all.
+    """
 
     def __init__(self, num_slots: int, device: torch.device | str) -> None:
         self._num_slots = num_slots
-        self._device = device
-        self._columns: dict[str, Tensor] = {}  # [num_slots] or [num_slots, width]
+        self.device = device
+        certain = torch.cat([unknown(name) for name in JUDGED]).to(device)
+        self._judged = certain[:, None].repeat(1, num_slots)  # [names, num_slots]
+        # [num_slots] or [num_slots, width]
+        self._columns: dict[str, Tensor] = dict(zip(JUDGED, self._judged, strict=True))
+
+    def put_judged(self, slots: Tensor, *columns: Tensor) -> None:
+        """Write :data:`JUDGED`, each [B] float32, to the rows ``slots`` [B]."""
+        self._judged[:, slots] = torch.stack(columns)
+
+    def get_judged(self, slots: Tensor) -> dict[str, Tensor]:
+        """:data:`JUDGED` by name, each [B] float32, contiguous and the caller's own."""
+        return dict(zip(JUDGED, self._judged.index_select(1, slots), strict=True))
+
+    def reserve(self, name: str) -> None:
+        """Make the column of one number per request, or of a known width."""
+        self._column(name, 1)
 
     def put(self, name: str, slots: Tensor, value: Tensor) -> None:
         """Write ``value`` [B, ...] (or [1, ...] for all) to the rows ``slots`` [B]."""
-        self._column(name, value.shape[-1])[slots] = value.to(self._device, torch.float32)
+        self._column(name, value.shape[-1])[slots] = value.to(self.device, torch.float32)
 
     def get(self, name: str, slots: Tensor) -> Tensor:
         """[B, ...] float32; what :func:`unknown` says where nobody ever wrote."""
@@ -128,6 +197,6 @@ class _SlotTable:
 
     def _column(self, name: str, width: int) -> Tensor:
         if name not in self._columns:
-            row = unknown(name, width).to(self._device)
+            row = unknown(name, width).to(self.device)
             self._columns[name] = row.repeat(self._num_slots, *([1] * (row.dim() - 1)))
         return self._columns[name]

@@ -1,16 +1,17 @@
 """The trees of a server's batch: what was relayed, what the draft says, what is verified.
 
 Around :class:`~sglang_c2t.growth.TreeGrowth`: measures draft logits for the policy, leaves
-exploring steps whole, and fits the batch into the rows of one target forward.
+exploring steps whole, and fits the batch into the rows of one target forward. With a
+program (:mod:`sglang_c2t.kernels.gate`) one kernel call per layer measures, finds the K
+best children and computes the gate's confidence.
 
-Pure torch; knows nothing of SGLang.
+Knows nothing of SGLang.
 
 Legend: B requests, W beam rows, K topk, N nodes of a tree, V draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from sglang_c2t.draft_layer import measure
 from sglang_c2t.growth import PER_NODE, Beams, TreeGrowth, node_margins
+from sglang_c2t.kernels.gate import Judged, judge_layer
 from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.relay import FirstTokenRelay
@@ -32,9 +34,6 @@ class TreeGate(FirstTokenRelay):
         shape: How large trees may become.
         max_rows: Nodes of the whole batch that one target forward may verify, roots
             included (each request keeps its root); ``None``: no limit.
-        agree: Makes an int64 tensor equal on all tensor-parallel ranks, in place or not,
-            and returns it. Identity on one rank.
-        recording: Whether some rank explores; only one of them knows when.
         relay: See :class:`~sglang_c2t.relay.FirstTokenRelay`.
 
     Raises:
@@ -47,35 +46,61 @@ class TreeGate(FirstTokenRelay):
         shape: TreeShape,
         *,
         max_rows: int | None = None,
-        agree: Callable[[Tensor], Tensor] = lambda decision: decision,
-        recording: bool = False,
         **relay: Any,
     ) -> None:
-        super().__init__(policy, **relay)
+        super().__init__(policy, topk=shape.topk, **relay)
         policy.check(shape)
         self._policy = policy
         self._shape = shape
         self._max_rows = max_rows
-        self._agree = agree
-        self._recording = recording
         self._growth: TreeGrowth
-        self._rows: dict[str, Tensor] = {}  # measurements of the layer to come, [B * W, ...]
+        # Of the layer to come: [B * W, ...], or all that a program says about its children.
+        self._rows: dict[str, Tensor] = {}
+        self._judged: Judged | None = None
 
     def begin(self, slots: Tensor) -> None:
         """Start a step for the requests in ``slots`` [B]."""
-        self._rows = self._begin(slots)
-        if self._recording:
-            self.exploring = bool(self._agree(torch.tensor([int(self.exploring)]).to(slots)))
+        self._rows, self._judged = self._begin(slots), None
         # An exploring step records what any policy could have chosen.
         policy = EAGLE2() if self.exploring else self._policy
         self._growth = TreeGrowth(policy, self._shape, len(slots), slots.device)
 
-    def observe(self, logits: Tensor, hidden: Tensor | None = None) -> None:
-        """Measure the rows of the layer to come: draft ``logits`` [B * K, V]."""
-        self._rows = measure(logits, self._names - PER_NODE, hidden=hidden)
+    def observe(
+        self, logits: Tensor, hidden: Tensor | None = None, token_map: Tensor | None = None
+    ) -> Judged | None:
+        """Measure the rows of the layer to come: draft ``logits`` [B * K, V].
+
+        With a program also their children, which it returns: :meth:`add` takes no others.
+        ``token_map`` [V] int64 are the target ids of the draft's; ``None``: the same.
+        """
+        if self.program is None:
+            self._rows = measure(logits, self._names - PER_NODE, hidden=hidden)
+            return None
+        beams = self._growth.beams
+        self._judged = judge_layer(
+            logits,
+            self.program,
+            depth=len(self.layers) + 1,
+            topk=self._shape.topk,
+            joint=beams.joint.flatten(),
+            alive=beams.alive.flatten(),
+            token_map=token_map,
+        )
+        return self._judged
 
     def add(self, tokens: Tensor, prob: Tensor) -> Beams:
-        """Judge a layer, [B, W, K] each; returns the rows to forward next."""
+        """Judge a layer, [B, W, K] each; returns the rows to forward next.
+
+        Behind the first layer a program has chosen the children itself.
+        """
+        if self._judged is not None:
+            judged, shape = self._judged, tokens.shape
+            measured = {
+                "entropy": judged.entropy,
+                "margin": judged.margin.flatten(),
+                "confidence": judged.confidence.flatten(),
+            }
+            return self._growth.add(judged.tokens.view(shape), judged.prob.view(shape), measured)
         measured = {name: v for name, v in self._rows.items() if name not in {"prob", *PER_NODE}}
         if "margin" in self._names:
             measured["margin"] = node_margins(prob.flatten(0, 1))

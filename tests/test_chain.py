@@ -1,24 +1,28 @@
 """Draft chains: gating, truncation, packing, against loops that are obviously right."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_c2t import chain, relay
 from sglang_c2t.chain import (
     ChainGate,
     matched_drafts,
-    packed_rows,
     truncated_chains,
-    unpack_rows,
 )
-from sglang_c2t.config import ConfigError
+from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft_layer import HISTORY, measure
-from sglang_c2t.policies import DraftLayer
-from sglang_c2t.policies.fixed import Fixed
+from sglang_c2t.kernels.gate import Judged, judge_layer
+from sglang_c2t.policies import DraftLayer, build_policy
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.fused import fused_gate
 from sglang_c2t.relay import Exploration
+from tests.gpu import gpu
 
 # A batch of verify lengths and the width of a full chain; empty batch, all 1, all full included.
 lens_and_width = st.integers(1, 9).flatmap(
@@ -232,14 +236,226 @@ def test_without_exploration_nothing_more_is_measured() -> None:
 
 
 def test_rank_zero_decides_for_all_ranks() -> None:
-    """What ``agree`` returns wins over the local policy."""
+    """What ``agree`` returns wins over the local policy, in lengths and in early exits."""
     gate = ChainGate(
-        Fixed(),
+        Scripted([[False, False, False]]),
         num_slots=3,
         device="cpu",
-        agree=lambda keep: torch.tensor([1, 0, 1], dtype=torch.uint8),
+        agree=lambda mine: torch.tensor([3, 1, 2], dtype=mine.dtype),
     )
-    assert run_gate(gate, torch.zeros(2, 3, 4)).tolist() == [3, 1, 3]
+    assert run_gate(gate, torch.zeros(1, 3, 4)).tolist() == [1, 1, 1]
+    assert gate.settle(gate.verify_lens).tolist() == [3, 1, 2]
+    assert gate.any_alive()
+
+
+# -- with a kernel program ----------------------------------------------------------------
+
+GATES = {
+    "c2t": 0.3,
+    "c2t-log": 0.3,
+    "c2t-plus": 0.3,
+    "dyjoint": 0.1,
+    "dymax": 0.5,
+}  # thresholds that cut about half of the chains below
+
+
+def policy_of(name: str) -> Any:
+    return build_policy(C2TConfig(policy=name, beta=GATES[name]))
+
+
+def fused(policy: Any, **options: Any) -> ChainGate:
+    """A gate that asks the kernel, here its twin in torch."""
+    program = fused_gate(policy, "cpu")
+    assert program is not None
+    return ChainGate(policy, **{"num_slots": 9, "device": "cpu", "program": program, **options})
+
+
+def draft_logits(*shape: int, seed: int) -> torch.Tensor:
+    return 4 * torch.randn(*shape, 50, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_program_decides_as_its_policy(name: str) -> None:
+    """Over steps of different requests in different places, all lengths and early exits."""
+    gates = fused(policy_of(name)), ChainGate(policy_of(name), num_slots=9, device="cpu")
+    seen = set()
+    steps = [([3, 1, 7], [1, 3]), ([1, 7, 3, 5], [5]), ([5, 8, 0, 0], [8]), ([8], []), ([7, 3], [])]
+    for seed, (slots, joining) in enumerate(steps):
+        logits = draft_logits(5, len(slots), seed=10 * seed)
+        for gate in gates:
+            if joining:
+                gate.join(torch.tensor(joining), draft_logits(len(joining), seed=10 * seed + 1))
+            gate.begin(torch.tensor(slots))
+        for layer in logits:
+            assert gates[0].any_alive() == gates[1].any_alive()
+            for gate in gates:
+                gate.observe(layer)
+        lens = [gate.verify_lens for gate in gates]
+        assert lens[0].tolist() == lens[1].tolist()
+        assert lens[0].dtype == torch.int32
+        assert gates[0].depth == gates[1].depth == 6
+        seen |= set(lens[0].tolist())
+        for gate in gates:  # the requests at 0 are a graph's padding, of which nobody hears
+            real = [slot for slot in slots if slot]
+            next_first = draft_logits(len(real), seed=10 * seed + 2)
+            gate.relay_first_token(torch.tensor(real), next_first)
+    assert len(seen) > 2, "no choice"
+
+
+@pytest.mark.parametrize("batch", [0, 1, 5])
+def test_a_layer_is_one_call_of_the_kernel_and_nothing_else(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Judged:
+        calls.append(kwargs["depth"])
+        return judge_layer(*args, **kwargs)
+
+    gate, slots = fused(DyJoint()), torch.arange(batch)
+    for module in (chain, relay):
+        monkeypatch.setattr(module, "judge_layer", counted)
+    gate.relay_first_token(slots, draft_logits(batch, seed=0))
+    gate.begin(slots)
+    assert calls == [1]
+    for depth in (2, 3):
+        gate.observe(draft_logits(batch, seed=depth))
+    assert calls == [1, 2, 3]
+    assert gate.layers == []
+
+    monkeypatch.setattr(chain, "judge_layer", lambda *args, **kwargs: None)
+    logits = draft_logits(batch, seed=4)
+    with Launches() as launches:
+        gate.observe(logits)
+    assert launches.names == []
+
+
+class Launches(TorchDispatchMode):
+    """Names every torch operation inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_a_step_said_outlives_the_next_step() -> None:
+    """Graphs and the scheduler read lengths while the next step is under way."""
+    gate, slots = fused(DyJoint(0.9)), torch.arange(4)
+    gate.join(slots, draft_logits(4, seed=0))
+    gate.begin(slots)
+    gate.observe(draft_logits(4, seed=1))
+    lens = gate.verify_lens
+    before = lens.tolist()
+    gate.relay_first_token(slots, 100 * torch.eye(4, 50))
+    gate.begin(slots)
+    gate.observe(100 * torch.eye(4, 50))
+    assert gate.verify_lens.tolist() == [3] * 4
+    assert lens.tolist() == before != [3] * 4
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_first_token_nobody_measured_leaves_a_program_open(name: str) -> None:
+    """It counts as certain, and so its probability does not weigh on the next one."""
+    gate = fused(policy_of(name))
+    gate.begin(torch.tensor([4]))
+    assert gate.verify_lens.tolist() == [2]
+    gate.observe(100 * torch.eye(1, 50))
+    assert gate.verify_lens.tolist() == [3]
+
+
+def test_a_new_threshold_counts_from_the_next_step_on() -> None:
+    """First tokens too, although they were relayed before."""
+    gate, slots = fused(DyJoint(0.0)), torch.arange(4)
+    gate.join(slots, draft_logits(4, seed=0))
+    gate.begin(slots)
+    assert gate.verify_lens.tolist() == [2] * 4
+    assert gate.program is not None
+    gate.program.set_beta(1.1)
+    gate.begin(slots)
+    assert gate.verify_lens.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("name", ["c2t-plus", "dymax"])
+def test_exploring_steps_are_measured_in_torch_and_the_others_by_the_program(name: str) -> None:
+    """Recordings do not depend on the machine, and requests may change between the kinds."""
+    explored = False, True, False, True, False
+    gates = [
+        make(policy_of(name), num_slots=9, device="cpu", exploration=Scheduled(*explored))
+        for make in (fused, ChainGate)
+    ]
+    batches = [0, 1, 2], [2, 0, 4], [4, 1, 0], [1, 2, 4], [0, 1, 2]
+    for seed, (explores, slots) in enumerate(zip(explored, batches, strict=True)):
+        here = torch.tensor(slots)
+        for gate in gates:
+            if seed < 2:
+                joining = torch.tensor([[0, 1, 2], [4]][seed])
+                gate.join(joining, draft_logits(len(joining), seed=100 + seed))
+            gate.begin(here)
+            for layer in draft_logits(3, 3, seed=seed):
+                gate.observe(layer)
+            assert gate.exploring == explores
+            assert (gate.program is None) == (explores or gate is gates[1])
+        mine, theirs = gates
+        assert mine.verify_lens.tolist() == theirs.verify_lens.tolist()
+        if explores:
+            complete = [gate.first_tokens_complete(here) for gate in gates]
+            # Margins of this policy's own steps are the program's: not recorded.
+            assert not (complete[0] & ~complete[1]).any()
+            rows = complete[0].nonzero().flatten()
+            assert rows.numel() >= 2
+            for left, right in zip(mine.layers, theirs.layers, strict=True):
+                assert torch.equal(left.joint[rows], right.joint[rows])
+                assert left.measured.keys() == right.measured.keys()
+                for statistic, values in left.measured.items():
+                    assert torch.equal(values[rows], right.measured[statistic][rows])
+        for gate in gates:
+            if seed < 4:
+                gate.relay_first_token(here, draft_logits(3, seed=200 + seed))
+
+
+@gpu
+@pytest.mark.parametrize("name", GATES)
+def test_a_captured_step_decides_as_the_policy_in_torch(name: str) -> None:
+    """Other requests, logits and joins at each replay; the last two rows are padding."""
+    policy, batch, depth = policy_of(name), 6, 4
+    gate = ChainGate(policy, num_slots=9, device="cuda")
+    slots = torch.zeros(batch, dtype=torch.int64, device="cuda")
+    logits = draft_logits(depth, batch, seed=0).cuda()
+    lens = torch.zeros(batch, dtype=torch.int32, device="cuda")
+
+    def step() -> None:
+        gate.begin(slots)
+        for layer in logits:
+            gate.observe(layer)
+        lens.copy_(gate.verify_lens)
+
+    gate.join(slots[:1], logits[0, :1])  # compiles
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    slow = ChainGate(policy_of(name), num_slots=9, device="cpu")
+    for seed in range(1, 6):
+        here = torch.randperm(8, generator=torch.Generator().manual_seed(seed))[:4] + 1
+        first, later = draft_logits(4, seed=10 * seed), draft_logits(depth, batch, seed=seed)
+        gate.relay_first_token(here.cuda(), first.cuda())
+        slow.relay_first_token(here, first)
+        slots[:4].copy_(here)
+        logits.copy_(later)
+        graph.replay()
+        slow.begin(here)
+        for layer in later:
+            slow.observe(layer[:4])
+        assert lens[:4].tolist() == slow.verify_lens.tolist()
+
+
+# -- packing ------------------------------------------------------------------------------
 
 
 @given(lens_and_width)
@@ -249,27 +465,6 @@ def test_a_cut_chain_links_to_nothing_behind_its_last_row(case: tuple[list[int],
     cut = truncated_chains(link, torch.tensor(lens, dtype=torch.int32))
     for row, length in zip(cut.tolist(), lens, strict=True):
         assert row == [j + 1 if j < length - 1 else -1 for j in range(width)]
-
-
-@given(lens_and_width)
-def test_packing_keeps_exactly_the_surviving_rows_in_order(case: tuple[list[int], int]) -> None:
-    lens, width = case
-    rows = packed_rows(torch.tensor(lens, dtype=torch.int32), width)
-    assert rows.tolist() == [b * width + j for b, n in enumerate(lens) for j in range(n)]
-
-
-@given(lens_and_width)
-def test_unpacking_is_the_inverse_of_packing_with_zeros_between(
-    case: tuple[list[int], int],
-) -> None:
-    lens, width = case
-    rows = packed_rows(torch.tensor(lens, dtype=torch.int32), width)
-    num_rows = len(lens) * width
-    full = torch.arange(1.0, num_rows * 2 + 1).reshape(num_rows, 2)
-    unpacked = unpack_rows(full[rows], rows, num_rows)
-    kept = set(rows.tolist())
-    for i in range(num_rows):
-        assert unpacked[i].tolist() == (full[i].tolist() if i in kept else [0.0, 0.0])
 
 
 @given(

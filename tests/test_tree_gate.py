@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from sglang_c2t.config import ConfigError
+from sglang_c2t import relay, tree_gate
+from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft_layer import measure
 from sglang_c2t.growth import TreeGrowth, node_margins
-from sglang_c2t.policies.base import Growth, TreeLayer, TreeShape
+from sglang_c2t.kernels.gate import Judged, judge_layer
+from sglang_c2t.policies import build_tree_policy
+from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.fork import Fork
+from sglang_c2t.policies.fused import fused_gate
+from sglang_c2t.policies.gated_tree import GatedTree
 from sglang_c2t.relay import Exploration
 from sglang_c2t.tree import Trees, within_budget
 from sglang_c2t.tree_gate import TreeGate
@@ -70,18 +79,28 @@ def choices(of: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run_step(
-    gate: TreeGate, slots: Tensor, first: Tensor, *, seed: int = 5
+    gate: TreeGate,
+    slots: Tensor,
+    first: Tensor,
+    *,
+    seed: int = 5,
+    offered: Callable[[Tensor], tuple[Tensor, Tensor]] = choices,
+    token_map: Tensor | None = None,
 ) -> tuple[Trees, Tensor]:
-    """A whole step as SGLang drives it; ``first`` [B, V] was drafted in the step before."""
+    """A whole step as SGLang drives it; ``first`` [B, V] was drafted in the step before.
+
+    ``offered``: what its loop chooses from the logits behind the first layer.
+    """
     gate.begin(slots)
     batch, of, width = len(slots), first, 1
     for step in range(SHAPE.num_steps):
-        token, prob = choices(of)
+        token, prob = offered(of) if step else choices(of)
+        token = token if token_map is None else token_map[token]
         gate.add(*(values.view(batch, width, SHAPE.topk) for values in (token, prob)))
         if step < SHAPE.num_steps - 1:
             width = SHAPE.topk
             of = logits(batch * width, seed + step)
-            gate.observe(of)
+            gate.observe(of, token_map=token_map)
     return gate.finish()
 
 
@@ -235,6 +254,154 @@ def test_the_gate_grows_what_its_policy_grows() -> None:
     alone, same_keys = growth.finish(torch.zeros(2))
     assert same(trees, alone)
     assert torch.equal(keys, same_keys)
+
+
+# -- with a kernel program ----------------------------------------------------------------
+
+#: Thresholds that prune some of the trees below.
+BETAS = {"c2t": 0.8, "c2t-log": 0.1, "c2t-plus": 0.1, "dyjoint": 0.1, "dymax": 0.3}
+GATED = [name + how for name in BETAS for how in ("", "-eagle2")]
+
+
+def gated(name: str) -> TreePolicy:
+    return build_tree_policy(C2TConfig(policy=name, beta=BETAS[name.removesuffix("-eagle2")]))
+
+
+def fused(policy: TreePolicy, **options: Any) -> TreeGate:
+    """A gate that asks the kernel, here its twin in torch."""
+    program = fused_gate(policy, "cpu", topk=SHAPE.topk)
+    assert program is not None
+    return gate_of(policy, program=program, **options)
+
+
+def nonsense(of: Tensor) -> tuple[Tensor, Tensor]:
+    """What SGLang's loop offers behind a program's first layer."""
+    none = torch.full((len(of), SHAPE.topk), -1)
+    return none, none.float()
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_a_program_grows_its_policys_trees(name: str) -> None:
+    """Behind the first layer from the draft logits alone, over steps of other requests."""
+    gates = fused(gated(name)), gate_of(gated(name))
+    sizes = set()
+    for seed, slots in enumerate(([1, 5], [5, 3], [0, 1])):
+        here, first = torch.tensor(slots), 2 * logits(2, seed)
+        done = []
+        for gate in gates:
+            gate.relay_first_token(here[seed > 1 :], first[seed > 1 :])  # 0 joins unmeasured
+            offered = nonsense if gate.program is not None else choices
+            done.append(run_step(gate, here, first, seed=10 * seed, offered=offered))
+        (mine, my_keys), (theirs, their_keys) = done
+        assert same(mine, theirs)
+        torch.testing.assert_close(my_keys, their_keys, rtol=1e-5, atol=1e-5)
+        assert [layer.depth for layer in gates[0].layers] == [1, 2, 3]
+        sizes |= set(mine.num_nodes.tolist())
+    assert len(sizes) > 1, "no choice"
+
+
+def test_the_policy_sees_what_a_program_measured() -> None:
+    """The same numbers that torch measures, and the gate's confidence beside them."""
+    policies = Scripted(needs=frozenset({"margin"})), Scripted(needs=frozenset({"margin"}))
+    program = fused_gate(GatedTree(DyMax()), "cpu")
+    slots, first = torch.tensor([1, 5]), logits(2, 0)
+    for policy, options in zip(policies, ({"program": program}, {}), strict=True):
+        gate = gate_of(policy, **options)
+        gate.join(slots, first)
+        run_step(gate, slots, first)
+    for depth, (mine, theirs) in enumerate(zip(*(p.seen for p in policies), strict=True), start=1):
+        for name in ("prob", "joint", "entropy", "alive"):
+            here, there = getattr(mine.nodes, name), getattr(theirs.nodes, name)
+            torch.testing.assert_close(here, there)
+        margins = [layer.nodes.measured["margin"] for layer in (mine, theirs)]
+        torch.testing.assert_close(*margins, rtol=1e-5, atol=1e-5)
+        # The first layer is SGLang's, and nobody but the policy has judged it.
+        confidence = mine.nodes.measured.get("confidence")
+        assert (confidence is None) == (depth == 1)
+        if confidence is not None:
+            assert torch.equal(confidence, mine.nodes.prob)
+
+
+def test_a_program_speaks_of_the_targets_tokens() -> None:
+    """Where the draft has a vocabulary of its own."""
+    policy, token_map = gated("dyjoint"), torch.arange(VOCAB) * 7 + 100
+    slots, first = torch.tensor([1, 5]), logits(2, 0)
+    trees = []
+    for gate, offered in ((fused(policy), nonsense), (gate_of(policy), choices)):
+        gate.join(slots, first)
+        trees.append(run_step(gate, slots, first, offered=offered, token_map=token_map)[0])
+    assert same(*trees)
+    assert (trees[0].depth > 1).any()
+
+
+def test_a_layer_is_one_call_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    torch_calls: list[Tensor] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Judged:
+        calls.append(kwargs["depth"])
+        return judge_layer(*args, **kwargs)
+
+    gate = fused(gated("c2t-log"))
+    slots, first = torch.tensor([1, 5]), logits(2, 0)
+    for module in (tree_gate, relay):
+        monkeypatch.setattr(module, "judge_layer", counted)
+        monkeypatch.setattr(module, "measure", lambda of, *_, **__: torch_calls.append(of))
+    gate.relay_first_token(slots, first)
+    run_step(gate, slots, first)
+    assert calls == [1, 2, 3]
+    assert torch_calls == []
+
+
+def test_exploring_trees_are_eagle2s_and_measured_in_torch() -> None:
+    slots, first = torch.tensor([1, 5]), logits(2, 0)
+    gate = fused(gated("dyjoint"), exploration=Scheduled(True, False))
+    plain = gate_of(gated("dyjoint"), exploration=Scheduled(True, False))
+    for each in (gate, plain):
+        each.join(slots, first)
+        assert each.program is None
+        assert same(settled(each, slots, first), eagle2_trees(slots, first))
+    for mine, theirs in zip(gate.layers, plain.layers, strict=True):
+        assert mine.nodes.measured.keys() == theirs.nodes.measured.keys()
+        for name, values in mine.nodes.measured.items():
+            assert torch.equal(values, theirs.nodes.measured[name])
+    for each in (gate, plain):
+        each.relay_first_token(slots, first)
+    assert gate.program is not None
+    assert same(settled(gate, slots, first), settled(plain, slots, first))
+
+
+# -- SGLang's loop ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_sglangs_loop_chooses_among_k_numbers_where_a_program_has_chosen(kept: bool) -> None:
+    """And forwards nothing once no tree grows: the choices there are of no vocabulary."""
+    tree_draft = pytest.importorskip("sglang_c2t.srt.tree_draft")
+    gate = fused(GatedTree(DyJoint(0.0 if kept else 1.1)))
+    slots, first, hidden = torch.tensor([1, 5]), logits(2, 0), torch.rand(6, 4)
+    gate.join(slots, first)
+    gate.begin(slots)
+    token, prob = choices(first)
+    gate.add(token[:, None], prob[:, None])
+
+    worker = tree_draft.TreeDraftMixin()
+    worker.gate, worker.topk, worker.hot_token_id = gate, SHAPE.topk, torch.arange(VOCAB) + 50
+    batch = SimpleNamespace(
+        input_ids=torch.zeros(6, dtype=torch.int64), spec_info=SimpleNamespace(hidden_states=hidden)
+    )
+    forwarded = SimpleNamespace(next_token_logits=logits(6, 1), hidden_states=hidden)
+    output = worker._draft_layer(batch, lambda: SimpleNamespace(logits_output=forwarded))
+    assert output.logits_output.next_token_logits.shape == (6, SHAPE.topk)
+    assert output.logits_output.hidden_states is hidden
+    gate.add(*(values.view(2, 3, 3) for values in nonsense(torch.zeros(6, 1))))
+    if kept:
+        expected = choices(logits(6, 1))[0].view(2, 9) + 50
+        drafted = gate.finish()[0]
+        for request in range(2):
+            deep = drafted.tokens[request][drafted.depth[request] == 2]
+            assert set(deep.tolist()) <= set(expected[request].tolist())
+            assert len(deep)
 
 
 # -- what is refused ----------------------------------------------------------------------

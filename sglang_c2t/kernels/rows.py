@@ -98,7 +98,7 @@ def packed_rows(verify_lens: Tensor, width: int, num_tokens: int) -> PackedRows:
     """Which of the B * N strided rows stands at each packed place.
 
     ``verify_lens`` [B] int in [0, N], N = ``width``, T = ``num_tokens``. One launch, 17 T bytes.
-    Source: ``chain.packed_rows``, whose shape depends on the data.
+    Static shapes: which rows survive is data.
     """
     if not runs_triton(verify_lens):
         return packed_rows_torch(verify_lens, width, num_tokens)
@@ -265,7 +265,7 @@ def scatter_rows(
 
     One launch over the destination, (R + B * N) W elements moved, R = sum of verify_lens: the
     least for a zero-filled table (fill and copy move R W elements more). Source:
-    ``chain.unpack_rows``; SGLang's ``ScatterCompactToStrided``.
+    SGLang's ``ScatterCompactToStrided``.
     """
     batch, columns = len(verify_lens), packed.shape[1]
     if out is None:

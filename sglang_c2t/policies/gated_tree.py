@@ -50,6 +50,12 @@ class _Gated:
     def check(self, shape: TreeShape) -> None:
         """Any shape will do."""
 
+    def confidence(self, layer: TreeLayer) -> Tensor:
+        """[B, W, K] float32: the gate's, asked only where no kernel has computed it."""
+        known = layer.nodes.measured.get("confidence")
+        values = self.gate.confidence(layer.nodes) if known is None else known
+        return layer.grid(values).float()
+
 
 @dataclass(frozen=True)
 class GatedTree(_Gated):
@@ -69,7 +75,7 @@ class GatedTree(_Gated):
 
     def grow(self, layer: TreeLayer) -> Growth:
         """The confident ones enter and go on."""
-        confidence = layer.grid(self.gate.confidence(layer.nodes)).float()
+        confidence = self.confidence(layer)
         passed = (confidence >= self.gate.beta) & layer.grid(layer.nodes.alive)
         key = confidence.masked_fill(~passed, -torch.inf)
         if self.layer_limit is not None:
@@ -88,7 +94,7 @@ class GatedEAGLE2(_Gated):
 
     def grow(self, layer: TreeLayer) -> Growth:
         """Rank by joint probability; the gate has the second word."""
-        verify = layer.grid(self.gate.confidence(layer.nodes)) >= self.gate.beta
+        verify = self.confidence(layer) >= self.gate.beta
         return Growth(key=layer.joint, expand=layer.joint, verify=verify)
 
 

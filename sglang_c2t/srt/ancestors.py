@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from sglang_c2t.kernels.rows import follow_ancestors
 from sglang_c2t.srt.cpu_attention import TorchCpuMultiStepDraftBackend
 
 #: Called before draft forward ``step`` with :attr:`TreeGrowth.ancestor_rows` [B, K, step + 1].
@@ -41,17 +41,3 @@ def follower(draft_backend: Any) -> Follow | None:
 def _in_flashinfer(backend: Any, rows: Tensor) -> None:
     (wrapper,) = backend.forward_metadata.decode_wrappers
     follow_ancestors(wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf, rows)
-
-
-def follow_ancestors(kv_indptr: Tensor, kv_indices: Tensor, ancestor_rows: Tensor) -> None:
-    """Point each beam row's last index entries at its ancestors' slots, in place.
-
-    ``kv_indptr`` [>= B * K + 1] and ``kv_indices`` [entries] int32 come in as stock fills
-    them: a row ends with the d slots it wrote itself, one per step. ``ancestor_rows`` is
-    [B, K, d] int64. Static shapes, no host read.
-    """
-    batch, topk, depth = ancestor_rows.shape
-    ends = kv_indptr[1 : batch * topk + 1].long()[:, None]
-    tail = ends - depth + torch.arange(depth, device=ends.device)  # [B * K, d]
-    written = kv_indices[tail].view(batch, topk, depth)
-    kv_indices[tail] = written.gather(1, ancestor_rows).view(batch * topk, depth)

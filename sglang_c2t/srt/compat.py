@@ -423,6 +423,12 @@ def argument(cfg: Any, name: str) -> Any:
         ) from error
 
 
+def accepts_exactly(cfg: Any) -> bool:
+    """Whether a draft is accepted with the target's own probability: thresholds of 1."""
+    thresholds = "speculative_accept_threshold_single", "speculative_accept_threshold_acc"
+    return all(argument(cfg, name) == 1.0 for name in thresholds)
+
+
 def uses_dp_attention(cfg: Any) -> bool:
     """Whether attention is data parallel: asked for by its size, in older SGLang by a flag."""
     if hasattr(cfg, "attn_dp_size") and cfg.attn_dp_size > 1:

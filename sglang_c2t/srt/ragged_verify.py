@@ -1,18 +1,19 @@
-"""Ragged verification: the target forwards only surviving rows, packed over the batch.
+"""Ragged verification of chains: the target forwards only surviving rows, packed.
 
 SGLang's verification works on [B, N] rows: sampling, grammar, log-probabilities and
 bookkeeping all rely on it. So only the target's forward sees packed rows::
 
-    EagleVerifyInput [B * N] --pack--> target forward [T] --unpack--> logits [B * N]
+    EagleVerifyInput [B * N] --pack--> target forward [T] --accept--> tokens [B * N]
 
 The attention backend learns the rows of each request from SGLang's own
-``RaggedVerifyLayout`` (which DSPARK uses). Rows that were not forwarded come back as
-zeros and are never read, because the cut chains end before them.
+``RaggedVerifyLayout`` (which DSPARK uses). Acceptance looks at the packed logits (``matching.py``);
+only where SGLang's own must read them, for log-probabilities and acceptance thresholds, are they
+unpacked: rows that were not forwarded come back as zeros and are never read, because the cut
+chains end before them. Hidden states always are, since draft extend reads them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,26 +21,30 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.speculative import eagle_worker_common
 from torch import Tensor
 
-from sglang_c2t.chain import packed_rows, unpack_rows
 from sglang_c2t.config import ConfigError
-from sglang_c2t.srt import compat
+from sglang_c2t.kernels.rows import scatter_rows
+from sglang_c2t.srt import compat, graphs
+from sglang_c2t.srt.matching import match_rows
+from sglang_c2t.srt.packing import Packing
 
 logger = logging.getLogger(__name__)
 
-# B requests, N rows of a full chain, T surviving rows
+# B requests, N rows of a full chain, T rows of the target's forward
 
 
-class Packing(NamedTuple):
-    """How packed rows map back: row i stands at ``rows[i]`` of ``num_rows`` = B * N."""
+class _Verification(NamedTuple):
+    """A verification in progress."""
 
-    rows: Tensor  # [T] int64
-    num_rows: int
+    packing: Packing
+    unpack_logits: bool
+    """SGLang's own acceptance reads them."""
 
 
-#: Verify lengths [B] of the verification in progress; None: full width.
-_verify_lens: ContextVar[Tensor | None] = ContextVar("c2t_verify_lens", default=None)
+#: None: full width.
+_verification: ContextVar[_Verification | None] = ContextVar("c2t_verification", default=None)
 
 
 def install(target_worker: Any) -> None:
@@ -51,7 +56,7 @@ def install(target_worker: Any) -> None:
         result = forward(*args, **kwargs)
         forward_batch = kwargs.get("forward_batch")
         packing = getattr(getattr(forward_batch, "spec_info", None), "c2t_packing", None)
-        if packing is not None:
+        if packing is not None and packing.parents is None:
             _unpack_output(result.logits_output, packing)
         return result
 
@@ -59,23 +64,46 @@ def install(target_worker: Any) -> None:
 
 
 @contextmanager
-def packing(verify_lens: Tensor | None) -> Iterator[None]:
-    """Verify inside the block with these lengths [B]; ``None`` leaves full width."""
-    token = _verify_lens.set(verify_lens)
-    try:
+def packed(packing: Packing | None, batch: Any, *, own_acceptance: bool) -> Iterator[None]:
+    """Verify chains inside the block with these rows; ``None`` leaves full width.
+
+    ``own_acceptance``: tokens are accepted by sampling and matching, as thresholds of 1 ask for.
+    """
+    if packing is None:
         yield
+        return
+    unpack_logits = batch.return_logprob or not own_acceptance
+    token = _verification.set(_Verification(packing, unpack_logits))
+    stock = eagle_worker_common.eagle_sample
+    sample = stock if unpack_logits else _sample_and_match
+    try:
+        with compat.swapped(eagle_worker_common, "eagle_sample", sample):
+            yield
     finally:
-        _verify_lens.reset(token)
+        _verification.reset(token)
+
+
+def _sample_and_match(
+    verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any = None,
+    *_args: Any, **_kwargs: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """In place of ``eagle_sample``, on packed logits. Rows are numbered as in [B * N]."""
+    verification = _verification.get()
+    assert verification is not None, "called outside of packed()"
+    packing = verification.packing
+    return match_rows(verify_input, packing, packing.rows, batch, logits_output, grammar_mask)
 
 
 def decide(mode: str, target_runner: Any) -> bool:
-    """Whether to pack, given ``--c2t-verify``.
+    """Whether to pack, given ``--c2t-verify``, and prepare the target for it.
 
     Backends are on an allow-list: one that ignores the layout would read wrong rows
     without an error. Raises :class:`ConfigError` when ragged was asked for by name.
     """
     reason = obstacle(target_runner)
     if mode == "static" or reason is None:
+        if mode != "static":
+            prepare(target_runner, trees=False, max_rows=None)
         return mode != "static"
     if mode == "ragged":
         raise ConfigError(f"--c2t-verify ragged cannot be served: {reason}")
@@ -83,17 +111,29 @@ def decide(mode: str, target_runner: Any) -> bool:
     return False
 
 
-def obstacle(target_runner: Any, *, reads_rows: bool = False) -> str | None:
-    """Why packed rows cannot be verified by this runner; ``None`` when they can.
-
-    ``reads_rows``: the backend is known to read them, although it does not say so.
-    """
+def obstacle(target_runner: Any) -> str | None:
+    """Why packed rows cannot be verified by this runner; ``None`` when they can."""
     backend = target_runner.attn_backend
-    if not reads_rows and not getattr(backend, "supports_ragged_verify_eager", False):
+    if compat.is_flashinfer(backend):
+        from sglang_c2t.srt import flashinfer_verify
+
+        if (reason := flashinfer_verify.hindrance(backend)) is not None:
+            return reason
+    elif not compat.reads_packed_rows(backend):
         return f"attention backend {type(backend).__name__} is not known to read packed rows"
     if compat.has_recurrent_state(target_runner.model_config):
         return "the target keeps recurrent state per verified row"
     return None
+
+
+def prepare(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
+    """Have the target's attention and CUDA graphs take packed rows."""
+    if compat.is_flashinfer(target_runner.attn_backend):
+        from sglang_c2t.srt import flashinfer_verify
+
+        flashinfer_verify.adopt(target_runner.attn_backend)
+    if target_runner.device == "cuda":
+        graphs.use_tiers(target_runner, trees=trees, max_rows=max_rows)
 
 
 def _prepare_packed(
@@ -104,23 +144,25 @@ def _prepare_packed(
     target_worker: Any,
 ) -> Any:
     """Around ``eagle_prepare_for_verify``: build the target's forward batch from packed rows."""
-    verify_lens = _verify_lens.get()
-    if verify_lens is None or batch.forward_mode.is_idle():
+    verification = _verification.get()
+    if verification is None or batch.forward_mode.is_idle():
         return original(verify_input, req_to_token_pool, batch, target_worker)
-    full_locs = verify_window(
-        req_to_token_pool.req_to_token,
-        batch.req_pool_indices,
-        batch.seq_lens,
-        verify_input.draft_token_num,
-    ).flatten()
-    packed = pack_verify_input(verify_input, verify_lens, full_locs)
-    batch.spec_info = packed
+    forwarded, slots = verification.packing.forwarded(
+        verify_input, batch, target_worker.model_runner
+    )
+    batch.spec_info = forwarded
     try:
-        return original(packed, req_to_token_pool, batch, target_worker)
+        with compat.writing_rows(forwarded, slots):
+            return original(forwarded, req_to_token_pool, batch, target_worker)
     finally:
         batch.spec_info = verify_input
         # Draft extend writes the whole window of each request, not the packed rows.
-        batch.out_cache_loc = full_locs
+        batch.out_cache_loc = verify_window(
+            req_to_token_pool.req_to_token,
+            batch.req_pool_indices,
+            batch.seq_lens,
+            verify_input.draft_token_num,
+        ).flatten()
 
 
 def verify_window(req_to_token: Tensor, slots: Tensor, seq_lens: Tensor, width: int) -> Tensor:
@@ -129,29 +171,11 @@ def verify_window(req_to_token: Tensor, slots: Tensor, seq_lens: Tensor, width: 
     return req_to_token[slots[:, None], positions].to(torch.int64)
 
 
-def pack_verify_input(verify_input: Any, verify_lens: Tensor, full_locs: Tensor) -> Any:
-    """A copy of the verify input [B * N] that holds only the surviving rows [T]."""
-    from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
-
-    rows = packed_rows(verify_lens, verify_input.draft_token_num)
-    packed = dataclasses.replace(
-        verify_input,
-        draft_token=verify_input.draft_token[rows],
-        positions=verify_input.positions[rows],
-        prepared_out_cache_loc=full_locs[rows],
-        kv_loc_plan=None,  # it would bind the full window again
-        custom_mask=None,  # a chain needs none, and the full mask has the wrong shape
-    )
-    # An attribute, not a field: dataclasses.replace() would drop it.
-    packed.ragged_verify_layout = RaggedVerifyLayout.from_verify_lens_device(
-        verify_lens=verify_lens, graph_num_tokens=rows.numel()
-    )
-    packed.c2t_packing = Packing(rows, num_rows=verify_input.draft_token.numel())
-    return packed
-
-
 def _unpack_output(output: Any, packing: Packing) -> None:
-    """Scatter the target's [T, ...] outputs back to [B * N, ...], in place."""
-    output.next_token_logits = unpack_rows(output.next_token_logits, *packing)
+    """Scatter what is read as [B * N, ...] of the target's [T, ...] outputs, in place."""
+    rows = packing.num_rows, packing.width
+    verification = _verification.get()
+    if verification is None or verification.unpack_logits:
+        output.next_token_logits = scatter_rows(output.next_token_logits, *rows)
     if output.hidden_states is not None:
-        output.hidden_states = unpack_rows(output.hidden_states, *packing)
+        output.hidden_states = scatter_rows(output.hidden_states, *rows)

@@ -62,11 +62,17 @@ def _reads_hidden(cfg: Any) -> bool:
     )
 
 
+def _policy_needs(cfg: Any, name: str) -> bool:
+    policy = _policy(cfg)
+    return policy is not None and name in policy.needs
+
+
+def _graphs(cfg: Any) -> bool:
+    return cfg.device == "cuda" and compat.decode_graphs_enabled(cfg)
+
+
 def _ignores_accept_thresholds(cfg: Any) -> bool:
-    single = compat.argument(cfg, "speculative_accept_threshold_single")
-    return _trees(cfg) and (
-        single != 1.0 or compat.argument(cfg, "speculative_accept_threshold_acc") != 1.0
-    )
+    return _trees(cfg) and not compat.accepts_exactly(cfg)
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -100,7 +106,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--speculative-accept-threshold-acc",
     ),
     Refusal(
-        lambda cfg: _trees(cfg) and _set("watermark_config")(cfg),
+        lambda cfg: _trees(cfg) and compat.watermarks(cfg),
         "--c2t does not serve --watermark-config with --speculative-eagle-topk above 1",
     ),
     Refusal(
@@ -124,8 +130,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(_set("enable_multi_layer_eagle"), "--c2t does not serve --enable-multi-layer-eagle"),
     Refusal(
-        # SGLang turns the deprecated flag into the size before this step.
-        lambda cfg: compat.argument(cfg, "attn_dp_size") > 1 or _set("enable_dp_attention")(cfg),
+        compat.uses_dp_attention,
         "--c2t does not serve DP attention: drop --attn-dp-size or --enable-dp-attention",
     ),
     Refusal(_set("enable_two_batch_overlap"), "--c2t does not serve --enable-two-batch-overlap"),
@@ -146,8 +151,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "--c2t does not serve --disaggregation-mode",
     ),
     Refusal(
-        lambda cfg: cfg.device != "cpu" and compat.decode_graphs_enabled(cfg),
-        "--c2t does not run inside CUDA graphs yet: add --cuda-graph-backend-decode disabled",
+        lambda cfg: _graphs(cfg) and _set("disable_cuda_graph_padding")(cfg),
+        "--c2t pads rows to token tiers in CUDA graphs: drop --disable-cuda-graph-padding",
+    ),
+    Refusal(
+        lambda cfg: _graphs(cfg) and _policy_needs(cfg, "hidden"),
+        "a --c2t-policy that reads hidden states does not run inside CUDA graphs: add "
+        "--cuda-graph-backend-decode disabled",
     ),
     Refusal(
         lambda cfg: cfg.device not in ("cpu", "cuda"),

@@ -17,6 +17,7 @@ What is drafted also depends on what draft rows attend to: see ``ancestors.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.ancestors import Follow
 from sglang_c2t.srt.draft import DraftWatcher, no_forward
+from sglang_c2t.srt.lookback import Lookback, packing_of
 from sglang_c2t.srt.reporting import COUNTERS
 from sglang_c2t.srt.tree_verify import TreeVerifyInput, build_verify_input
 from sglang_c2t.tree import Trees
@@ -43,6 +45,8 @@ class TreeDraftMixin(DraftWatcher):
 
     packed = False
     """Whether the target forwards live nodes only; else N rows per request."""
+
+    lookback: Lookback
 
     follow_ancestors: Follow | None = None
     """Tells attention where a row's ancestors are; ``None``: rows attend as in stock."""
@@ -61,12 +65,21 @@ class TreeDraftMixin(DraftWatcher):
 
     def draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """SGLang's, up to the verify input, which is ours."""
-        with compat.swapped(
-            eagle_worker_v2,
-            "build_eagle_verify_input",
-            self._around_build(eagle_worker_v2.build_eagle_verify_input),
+        with (
+            self._eager_if_recorded(),
+            compat.swapped(
+                eagle_worker_v2,
+                "build_eagle_verify_input",
+                self._around_build(eagle_worker_v2.build_eagle_verify_input),
+            ),
         ):
             return super().draft(batch, *args, **kwargs)  # type: ignore[misc]
+
+    def _capture_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
+        """Capture draft extend at the width that :meth:`_draft_extend_for_decode` gives it."""
+        width = self.speculative_num_steps + 1  # type: ignore[attr-defined]
+        with compat.draft_extend_width(width):
+            super()._capture_cuda_graphs(*args, **kwargs)
 
     def _draft_extend_for_decode(self, batch: Any, batch_result: Any, **kwargs: Any) -> None:
         """Extend the draft over the accepted path, at most D + 1 rows of a tree's N."""
@@ -107,14 +120,23 @@ class TreeDraftMixin(DraftWatcher):
     def _draft_layer(self, forward_batch: Any, run: Callable[[], Any]) -> Any:
         # Reads the host once per layer, as for chains: it buys a whole draft forward
         # whenever every tree of the batch has stopped growing.
-        if self.gate.any_alive():
-            output = run()
+        if not self._reads_host or self.gate.any_alive():
+            output, token_map = run(), self.hot_token_id  # type: ignore[attr-defined]
         else:
             COUNTERS.draft_forwards_skipped += 1
             output = no_forward(forward_batch, choices=self.topk)  # type: ignore[attr-defined]
-        logits_output = output.logits_output
-        self.gate.observe(logits_output.next_token_logits, logits_output.hidden_states)
-        return output
+            token_map = None  # the choices are no vocabulary's
+        said = output.logits_output
+        judged = self.gate.observe(said.next_token_logits, said.hidden_states, token_map)
+        if judged is None:
+            return output
+        # The gate has chosen already: SGLang's softmax and top-K run over K numbers, and
+        # _select does not look at what they say.
+        return SimpleNamespace(
+            logits_output=SimpleNamespace(
+                next_token_logits=judged.prob, hidden_states=said.hidden_states
+            )
+        )
 
     def _organize(
         self, _scores: Any, _tokens: Any, _parents: Any, _num_draft_tokens: int
@@ -141,7 +163,14 @@ class TreeDraftMixin(DraftWatcher):
                 batch,
                 num_steps=self.speculative_num_steps,  # type: ignore[attr-defined]
                 topk=self.topk,  # type: ignore[attr-defined]
-                packed=self.packed,
+                packing=packing_of(
+                    self.lookback,
+                    trees.num_nodes,
+                    trees.tokens.shape[1],
+                    packed=self.packed,
+                    parents=trees.parents,
+                    num_steps=self.speculative_num_steps,  # type: ignore[attr-defined]
+                ),
             )
 
         return build

@@ -25,6 +25,7 @@ from sglang_c2t.srt.draft import (
     ChainDraftMixin,
     DraftWatcher,
 )
+from sglang_c2t.srt.lookback import Lookback, packing_of
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.tensor_parallel import agreement
 from sglang_c2t.srt.tree_draft import (
@@ -55,6 +56,7 @@ class WorkerMixin:
         self._config: C2TConfig = config
         self._recorder = Recorder.from_config(config, self.server_args)  # type: ignore[attr-defined]
         self._draft_worker.watch(self._gate_maker(), self._recorder)
+        self._lookback = Lookback(self.target_worker, agreement())  # type: ignore[attr-defined]
 
     def _gate_maker(self) -> Callable[..., FirstTokenRelay]:
         """The gate, still to be given its request table."""
@@ -79,16 +81,23 @@ class ChainWorkerMixin(WorkerMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._ragged = False
+        self._draft_worker.draft_steps = self._config.draft_steps
         ragged_verify.install(self.target_worker)  # type: ignore[attr-defined]
 
     def _gate_maker(self) -> Callable[..., FirstTokenRelay]:
-        return partial(ChainGate, build_policy(self._config), agree=agreement())
+        return partial(
+            ChainGate,
+            build_policy(self._config),
+            agree=agreement(),
+            recording=self._config.record is not None,
+        )
 
     def init_attention_backends(self) -> None:
         """Learn whether the target's backend can verify packed rows."""
         super().init_attention_backends()  # type: ignore[misc]
         runner = self.target_worker.model_runner  # type: ignore[attr-defined]
         self._ragged = ragged_verify.decide(self._config.verify, runner)
+        self._matches_exactly = compat.accepts_exactly(self.server_args)  # type: ignore[attr-defined]
         self._announce(f"{'ragged' if self._ragged else 'static'} verification of chains")
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,11 +105,19 @@ class ChainWorkerMixin(WorkerMixin):
         if batch.forward_mode.is_idle():
             return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
         gate, recorder = self._draft_worker.gate, self._recorder
-        verify_lens = gate.verify_lens  # [B] int32
+        verify_lens = self._draft_worker.verify_lens  # [B] int32
         assert len(verify_lens) == len(batch.seq_lens), (
             f"gate saw {len(verify_lens)} requests, verification {len(batch.seq_lens)}"
         )
         verify_input = batch.spec_info
+        packing = None
+        if self._ragged:
+            packing = packing_of(
+                self._lookback,
+                verify_lens,
+                verify_input.draft_token_num,
+                depth=self._draft_worker.depth,
+            )
         # Every rank must cut alike, and only rank 0 has a recorder: ask the configuration.
         commit_lens = (
             torch.ones_like(verify_lens) if self._config.visits_every_root else verify_lens
@@ -109,7 +126,7 @@ class ChainWorkerMixin(WorkerMixin):
             verify_input.retrieve_next_token, commit_lens
         )
         draft_tokens = verify_input.draft_token
-        with ragged_verify.packing(verify_lens if self._ragged else None):
+        with ragged_verify.packed(packing, batch, own_acceptance=self._matches_exactly):
             result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         result.cap_lens = verify_lens
@@ -147,8 +164,9 @@ class TreeWorkerMixin(WorkerMixin):
         """Learn what the attention backends of target and draft can do with trees."""
         super().init_attention_backends()  # type: ignore[misc]
         draft, config = self._draft_worker, self._config
+        draft.lookback = self._lookback
         runner = self.target_worker.model_runner  # type: ignore[attr-defined]
-        draft.packed = tree_verify.decide(config.verify, runner)
+        draft.packed = tree_verify.decide(config, runner)
         rows = "packed" if draft.packed else "padded"
         self._announce(f"{rows} verification of trees, {self._follow_ancestors()} ancestors")
 
@@ -180,7 +198,7 @@ class TreeWorkerMixin(WorkerMixin):
             verify_input.retrieve_next_token = torch.full_like(links, -1)
         with tree_verify.verifying():
             result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
-        result.speculative_output_stride = verify_input.max_tree_depth
+        compat.set_output_stride(result, verify_input.max_tree_depth)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         result.cap_lens = verify_input.trees.num_nodes.to(torch.int32)
         if recorder is not None and gate.exploring:

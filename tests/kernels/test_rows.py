@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from sglang_c2t import chain
 from sglang_c2t.kernels import rows
 from tests.gpu import gpu
 from tests.kernels import rows_worker
@@ -59,19 +58,6 @@ def test_twins_do_what_loops_do(seed: int, width: int) -> None:
 @given(st.integers(0, 2**20), st.integers(0, 4), st.integers(1, 10), st.integers(1, 8))
 def test_ancestors_twin_does_what_loops_do(seed: int, size: int, topk: int, depth: int) -> None:
     check_follow_ancestors(random.Random(seed), size, topk, depth)
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(1, 9))
-def test_without_padding_rows_and_unpacking_are_those_of_chains(
-    lens: list[int], columns: int
-) -> None:
-    """Equal to `chain.packed_rows` and `chain.unpack_rows`, which read the host."""
-    verify_lens, num_tokens = torch.tensor(lens), max(sum(lens), 1)
-    packed = rows.packed_rows(verify_lens, 5, num_tokens)
-    assert torch.equal(packed.rows[packed.valid], chain.packed_rows(verify_lens, 5))
-    table = torch.rand(num_tokens, columns)
-    expected = chain.unpack_rows(table[: sum(lens)], packed.rows[packed.valid], 5 * len(lens))
-    assert torch.equal(rows.scatter_rows(table, verify_lens, 5), expected)
 
 
 def test_the_example_of_the_docstring() -> None:

@@ -29,7 +29,7 @@ SHIPPED = TRAINED[:-1]
 FILES = sorted(
     path
     for path in Path(sglang_c2t.policies.__file__).parent.glob("*.py")
-    if path.stem not in ("__init__", "base")
+    if path.stem not in ("__init__", "base", "fused")
 )
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from eval.server import TARGET, speculative_flags
 from sglang_c2t import config
+from sglang_c2t.srt import compat
 
 EAGLE3 = list(speculative_flags("EAGLE3"))
 TREES = list(speculative_flags("EAGLE3", topk=4, num_draft_tokens=16))
@@ -26,6 +27,7 @@ def plugin() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_USE_CPU_ENGINE", "1")
         from sglang.srt.plugins import load_plugins
+        from sglang.srt.plugins.hook_registry import HookRegistry
         from sglang.srt.utils.common import is_cpu
 
         from sglang_c2t.srt import cpu_engine
@@ -33,6 +35,7 @@ def plugin() -> Iterator[None]:
         is_cpu.cache_clear()  # another test may have loaded SGLang, and us, for a GPU
         load_plugins()
         cpu_engine.install()
+        HookRegistry.apply_hooks()  # those of an install() after load_plugins()
         yield
 
 
@@ -46,7 +49,8 @@ def launch(*flags: str) -> object:
     from sglang.srt.server_args import prepare_server_args
 
     args = prepare_server_args(["--model-path", str(TARGET), "--device", "cpu", *flags])
-    args.resolve_once()
+    if hasattr(args, "resolve_once"):  # older SGLang resolves when it parses
+        args.resolve_once()
     return args
 
 
@@ -115,7 +119,10 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
     [
         ([], "needs a draft model: add --speculative-algorithm"),
         (["--speculative-algorithm", "NGRAM"], "serves --speculative-algorithm EAGLE, EAGLE3"),
-        ([*EAGLE3, "--speculative-adaptive"], "--speculative-adaptive both set the draft length"),
+        (
+            [*speculative_flags("EAGLE3", num_steps=3), "--speculative-adaptive"],
+            "--speculative-adaptive both set the draft length",
+        ),
         ([*EAGLE3, "--enable-lora"], "drop --enable-lora"),
         ([*EAGLE3, "--lora-paths", "adapter=/absent"], "drop --enable-lora and --lora-paths"),
         (
@@ -124,7 +131,7 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
         ),
         (
             [*EAGLE3, "--c2t-verify", "ragged", "--attention-backend", "torch_native"],
-            "needs an attention backend that reads packed rows (intel_amx)",
+            "needs an attention backend that reads packed rows (fa3, flashinfer, intel_amx)",
         ),
     ],
 )
@@ -161,7 +168,6 @@ def test_trees_are_served(tmp_path: Path, settings: dict[str, Any]) -> None:
         (["--attention-backend", "triton"], "or set --speculative-eagle-topk 1"),
         (["--speculative-accept-threshold-single", "0.9"], "drop --speculative-accept-threshold-s"),
         (["--speculative-accept-threshold-acc", "0.9"], "and --speculative-accept-threshold-acc"),
-        (["--watermark-config", "{}"], "does not serve --watermark-config with --speculative-eag"),
         (["--enable-lora"], "drop --enable-lora"),
         (
             ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
@@ -176,6 +182,12 @@ def test_trees_are_served(tmp_path: Path, settings: dict[str, Any]) -> None:
 )
 def test_trees_that_are_not_served_are_refused_by_name(capsys, flags: list[str], said: str) -> None:
     assert said in refusal(capsys, *TREES, "--c2t", *flags)
+
+
+def test_trees_with_watermarks_are_refused(capsys) -> None:
+    pytest.importorskip(compat.WATERMARKING, reason="this SGLang knows no watermarks")
+    said = refusal(capsys, *TREES, "--c2t", "--watermark-config", "{}")
+    assert "does not serve --watermark-config with --speculative-eagle-topk above 1" in said
 
 
 @pytest.mark.parametrize(
@@ -268,16 +280,36 @@ class Changed:
         return getattr(self._resolved, name)
 
 
+def on_a_gpu(*flags: str, settings: config.C2TConfig | None = None, **changed: object) -> list[str]:
+    """What is refused where CUDA graphs are on unless a flag switches them off."""
+    from sglang_c2t.srt import compat, refusals
+
+    resolved = compat.resolved(launch(*EAGLE3, *flags))
+    config.publish(settings or config.C2TConfig())
+    return refusals.refusals(Changed(resolved, device="cuda", **changed))
+
+
+def test_cuda_graphs_are_served() -> None:
+    assert on_a_gpu() == []
+
+
+def test_cuda_graphs_without_padding_are_refused() -> None:
+    assert ["drop --disable-cuda-graph-padding" in s for s in on_a_gpu(
+        disable_cuda_graph_padding=True)] == [True]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("flags", "served"), [([], False), (["--cuda-graph-backend-decode", "disabled"], True)]
 )
-def test_cuda_graphs_are_refused_until_they_are_switched_off(
+def test_a_rule_that_reads_hidden_states_is_refused_until_graphs_are_switched_off(
     flags: list[str], served: bool
 ) -> None:
     """The sentence names the flag that helps, and the flag helps."""
-    from sglang_c2t.srt import compat, refusals
-
-    found = refusals.refusals(Changed(compat.resolved(launch(*EAGLE3, *flags)), device="cuda"))
+    settings = config.C2TConfig(
+        policy="tests.e2e.server_policies:Switchable",
+        policy_options={"control": "nowhere", "measured": ["hidden"]},
+    )
+    found = on_a_gpu(*flags, settings=settings)
     assert len(found) == (0 if served else 1), found
     assert served or "add --cuda-graph-backend-decode disabled" in found[0]
 

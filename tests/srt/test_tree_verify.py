@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_c2t.config import ConfigError
+from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.cpu.tree_verify import verify_tree
+from sglang_c2t.tiers import Tiers
 from sglang_c2t.tree import Trees
 from tests import oracles
 
@@ -50,6 +51,10 @@ def _acceptance_on_the_cpu(verify: ModuleType, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(verify.compat, "verify_tree_greedy", walk)
 
 
+#: A target that has captured no CUDA graphs.
+EAGER = SimpleNamespace(decode_cuda_graph_runner=None)
+
+
 # -- batches of trees ---------------------------------------------------------------------
 
 
@@ -82,8 +87,15 @@ class Case:
         )  # fmt: skip
 
     def verify_input(self, verify: ModuleType) -> Any:
+        trees = self.trees()
+        shape: Any = {"parents": trees.parents, "num_steps": self.num_steps}
+        packing = (
+            verify.Packing(trees.num_nodes, self.max_nodes, **shape)
+            if self.packed
+            else verify.Packing.full(len(self.parents), self.max_nodes, "cpu", **shape)
+        )
         return verify.build_verify_input(
-            self.trees(), self.batch(), num_steps=self.num_steps, topk=3, packed=self.packed
+            trees, self.batch(), num_steps=self.num_steps, topk=3, packing=packing
         )
 
     def batch(self, **fields: Any) -> Any:
@@ -151,7 +163,7 @@ def test_a_verify_input_is_its_trees_and_names_the_rows_of_the_forward(
     assert found.rows.tolist() == [b * case.max_nodes + node for b, node in case.forwarded]
     for b, parents in enumerate(case.parents):
         rows = [row for row, (owner, _) in enumerate(case.forwarded) if owner == b]
-        assert found.num_rows[b] == len(rows)
+        assert found.packing.num_rows[b] == len(rows)
         assert found.window[b].tolist() == [case.kv_slot(b, place) for place in range(width)]
         for node in range(len(parents)):
             flat = b * case.max_nodes + node
@@ -167,13 +179,13 @@ def test_the_target_is_given_live_nodes_with_their_slots_and_masks(
 ) -> None:
     """Packed back to back; the tables of the whole batch stay as they were."""
     whole = case.verify_input(verify)
-    packed = whole.packed()
+    packed, slots = whole.packing.forwarded(whole, case.batch(), EAGER)
     tokens = whole.draft_token.tolist()
     positions = whole.positions.tolist()
     at = [b * case.max_nodes + node for b, node in case.forwarded]
     assert packed.draft_token.tolist() == [tokens[i] for i in at]
     assert packed.positions.tolist() == [positions[i] for i in at]
-    assert packed.prepared_out_cache_loc.tolist() == [case.kv_slot(*row) for row in case.forwarded]
+    assert slots.tolist() == [case.kv_slot(*row) for row in case.forwarded]
     assert packed.custom_mask.tolist() == [
         case.sees(b, row, column)
         for b, row in case.forwarded
@@ -181,56 +193,29 @@ def test_the_target_is_given_live_nodes_with_their_slots_and_masks(
         if owner == b
     ]
     layout = packed.ragged_verify_layout
-    assert layout.verify_lens.tolist() == whole.num_rows.tolist()
+    assert layout.verify_lens.tolist() == whole.packing.num_rows.tolist()
     assert layout.graph_num_tokens == len(at)
     assert whole.draft_token.numel() == len(case.parents) * case.max_nodes
     assert whole.ragged_verify_layout is None
 
 
-class Translator:
-    """Stands in for SGLang's: slot ids are what the request table says."""
-
-    def __init__(self, table: Tensor) -> None:
-        self.table = table
-
-    def pack_read_stream(
-        self, plan: Any, *, req_pool_indices: Tensor, seq_lens: Tensor, indptr: Tensor,
-        out: Tensor, num_token_blocks: int | None, kv_lens_sum: int, kind: str,
-    ) -> None:  # fmt: skip
-        assert (plan, kind, kv_lens_sum) == ("plan", "full", len(out))
-        for row, length, first in zip(req_pool_indices, seq_lens, indptr, strict=False):
-            out[first : first + length] = self.table[row, :length]
-
-
 @fast
 @given(cases())
-def test_flashinfer_is_given_ragged_rows_their_keys_and_their_mask(
+def test_a_graph_is_given_rows_up_to_its_tier_the_last_ones_padding(
     verify: ModuleType, case: Case
 ) -> None:
-    packed = case.verify_input(verify).packed()
-    kv_indices, kv_indptr, qo_indptr, mask = packed.generate_attn_arg_prefill(
-        req_pool_indices=torch.tensor(case.slots),
-        paged_kernel_lens=torch.tensor(case.seq_lens),
-        paged_kernel_lens_sum=sum(case.seq_lens),
-        translator=Translator(case.table),
-        plan="plan",
-        kind="full",
-    )
-    keys: list[int] = []
-    cells: list[bool] = []
-    row_starts, key_starts = [0], [0]
-    for b, length in enumerate(case.seq_lens):
-        rows = [node for owner, node in case.forwarded if owner == b]
-        keys += case.table[case.slots[b], : length + len(rows)].tolist()
-        for row in rows:
-            cells += [True] * length + [case.sees(b, row, column) for column in rows]
-        row_starts.append(row_starts[-1] + len(rows))
-        key_starts.append(len(keys))
-    assert kv_indices.tolist() == keys
-    assert kv_indptr.tolist() == key_starts
-    assert qo_indptr.tolist() == row_starts
-    assert mask.tolist() == cells
-    assert kv_indices.dtype == kv_indptr.dtype == qo_indptr.dtype == torch.int32
+    whole = case.verify_input(verify)
+    tiers = Tiers(len(case.parents) + 1, case.max_nodes)
+    runner = SimpleNamespace(decode_cuda_graph_runner=SimpleNamespace(tiers=tiers))
+    packed, slots = whole.packing.forwarded(whole, case.batch(), runner)
+    live = len(case.forwarded)
+    tier = tiers.pick(live, len(case.parents))
+    assert tier is not None
+    assert packed.ragged_verify_layout.graph_num_tokens == tier
+    for values in (packed.draft_token, packed.positions, slots):
+        assert len(values) == tier
+        assert values[live:].tolist() == [0] * (tier - live)  # slot 0 is nobody's
+    assert slots[:live].tolist() == [case.kv_slot(*row) for row in case.forwarded]
 
 
 # -- what comes of the logits -------------------------------------------------------------
@@ -300,7 +285,7 @@ def test_sampled_acceptance_follows_one_draw_per_row_at_the_rows_own_position(
 
     logits = logits_of(case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "sample_rows", draw)
+        patch.setattr("sglang_c2t.srt.matching.sample_rows", draw)
         assert_accepts(case, target, matched(verify, case, logits, is_all_greedy=False))
     ((seen, num_rows, positions),) = asked
     assert torch.equal(seen, logits)
@@ -429,11 +414,17 @@ def test_the_accepted_path_moves_to_the_front_and_nothing_else_changes(
 
 
 class FlashInferAttnBackend:
-    """Only its name counts."""
+    """Only its name and its number of wrappers count."""
+
+    num_wrappers = 1
 
 
 def runner(backend: object) -> Any:
-    return SimpleNamespace(attn_backend=backend, model_config=None)
+    return SimpleNamespace(attn_backend=backend, model_config=None, device="cpu")
+
+
+def config(mode: str) -> C2TConfig:
+    return C2TConfig(verify=mode)
 
 
 @pytest.mark.parametrize(("mode", "packed"), [("auto", True), ("ragged", True), ("static", False)])
@@ -441,7 +432,8 @@ def test_flashinfer_verifies_trees_packed_unless_told_otherwise(
     verify: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: str, packed: bool
 ) -> None:
     monkeypatch.setattr(verify.compat, "has_recurrent_state", lambda model_config: False)
-    assert verify.decide(mode, runner(FlashInferAttnBackend())) is packed
+    monkeypatch.setattr(verify, "prepare", lambda *_, **__: None)
+    assert verify.decide(config(mode), runner(FlashInferAttnBackend())) is packed
 
 
 def test_a_target_with_state_per_row_is_refused_whatever_its_attention(
@@ -449,7 +441,7 @@ def test_a_target_with_state_per_row_is_refused_whatever_its_attention(
 ) -> None:
     monkeypatch.setattr(verify.compat, "has_recurrent_state", lambda model_config: True)
     with pytest.raises(ConfigError, match="cannot verify trees: the target keeps recurrent state"):
-        verify.decide("auto", runner(FlashInferAttnBackend()))
+        verify.decide(config("auto"), runner(FlashInferAttnBackend()))
 
 
 @pytest.mark.parametrize("mode", ["auto", "ragged", "static"])
@@ -458,4 +450,4 @@ def test_a_backend_that_reads_no_masks_of_ours_is_refused_by_name(
 ) -> None:
     """There is no full-width way out for trees: their mask is ours as well."""
     with pytest.raises(ConfigError, match="cannot verify trees: attention backend Bare is not"):
-        verify.decide(mode, runner(type("Bare", (), {})()))
+        verify.decide(config(mode), runner(type("Bare", (), {})()))

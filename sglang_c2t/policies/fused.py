@@ -1,0 +1,55 @@
+"""Which policies the gate kernel can run in place of torch: C2T's family, DyJoint, DyMax.
+
+Only the measuring and asking moves into :mod:`sglang_c2t.kernels.gate`; the rule and its
+threshold stay the policy's. Whatever the kernel does not know is asked in torch: other
+networks, isotonic calibration, rules of the user's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_c2t.classifier.model import ConfidenceNet
+from sglang_c2t.kernels.gate import MAX_TOPK, GateProgram, Weights
+from sglang_c2t.policies.c2t import C2T
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.dymax import DyMax
+from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
+
+#: The confidence of gates without a network.
+_PLAIN = {DyJoint: "joint", DyMax: "prob"}
+
+
+def fused_gate(policy: Any, device: torch.device | str, *, topk: int = 1) -> GateProgram | None:
+    """The policy's gate for the kernel, or ``None`` if it must be asked in torch.
+
+    Args:
+        policy: For chains or for trees; of a tree policy its gate.
+        device: Where the logits will be.
+        topk: Children per row.
+    """
+    gate = policy.gate if type(policy) in {GatedTree, GatedEAGLE2} else policy
+    if topk > MAX_TOPK:
+        return None
+    for rule, name in _PLAIN.items():
+        if _follows(gate, rule):
+            return GateProgram((name,), None, beta=gate.beta, device=device)
+    if not _follows(gate, C2T):
+        return None
+    net, names = gate.classifier.net, gate.classifier.features.names
+    if (
+        not isinstance(net, ConfidenceNet)
+        or len(net.hidden_sizes) != 1
+        or gate.classifier.isotonic is not None
+        or GateProgram.refusal(names, net.hidden_sizes) is not None
+    ):
+        return None
+    return GateProgram(names, Weights(*net.parameters()), beta=gate.beta, device=device)
+
+
+def _follows(gate: Any, rule: type[Any]) -> bool:
+    """Whether the gate decides by ``rule``'s own methods, as a subclass may or may not."""
+    kind = type(gate)
+    return isinstance(gate, rule) and kind.keep is rule.keep and kind.confidence is rule.confidence

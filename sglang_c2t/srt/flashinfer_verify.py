@@ -1,0 +1,256 @@
+"""FlashInfer attention for verification of packed rows: chains and trees, eager and in graphs.
+
+FlashInfer's kernel takes any number of rows per request, and in a CUDA graph other numbers at
+each replay, as long as slots S and rows in all stay within what was captured (FlashInfer's
+``scheduler.cuh``, ``PrefillSplitQOKVIndptr``). SGLang's backend plans one width for all
+requests and keys its graphs by the batch size; here they are keyed by (S, T) and planned from
+the rows of each request, which :class:`~sglang_c2t.srt.packing.Packing` knows on the host:
+no further transfer, no mask of bools, no ``segment_packbits``.
+
+Chains are causal. A tree's mask is packed straight from its nodes' ancestors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.layers.attention.flashinfer_backend import (
+    FlashInferAttnBackend,
+    PrefillMetadata,
+    fast_prefill_plan,
+)
+from torch import Tensor
+
+from sglang_c2t.kernels.masks import mask_indptr, pack_tree_mask
+from sglang_c2t.kernels.rows import indptr, ragged_kv_indices
+from sglang_c2t.srt.packing import Packing
+
+# B requests, S >= B slots, T rows of a graph, L committed length, n rows of a request
+
+
+class HostPlan(NamedTuple):
+    """What FlashInfer's planner reads on the host: int32 tensors for S slots.
+
+    Slots without a request have no rows and one key, which nobody reads.
+    """
+
+    qo_indptr: Tensor  # [S + 1]
+    kv_indptr: Tensor  # [S + 1]
+    kv_lens: Tensor  # [S]
+
+    @classmethod
+    def of(cls, num_rows: Tensor, prefix_lens: Tensor, slots: int) -> HostPlan:
+        """From the rows [B] and committed lengths [B] of the requests, on the host."""
+        batch = len(num_rows)
+        rows = torch.zeros(slots, dtype=torch.int32)
+        keys = torch.ones(slots, dtype=torch.int32)
+        rows[:batch] = num_rows
+        keys[:batch] = prefix_lens + num_rows
+        return cls(_starts(rows), _starts(keys), keys)
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of the packed mask: each request's rows times keys, in whole bytes."""
+        rows = self.qo_indptr.diff().long()
+        return int(((rows * self.kv_lens + 7) // 8).sum())
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+class _GraphBuffers(NamedTuple):
+    """What captured kernels read; shared by all tiers, since each replay plans anew."""
+
+    qo_indptr: Tensor  # [slots + 1] int32
+    kv_indptr: Tensor  # [slots + 1] int32
+    kv_indices: Tensor  # [slots * context + rows] int32
+    last_page_len: Tensor  # [slots] int32, ones: pages of one token
+    mask_indptr: Tensor  # [slots + 1] int32
+    mask: Tensor  # [rows * context] uint8, an eighth of it used
+
+
+class RaggedFlashInferBackend(FlashInferAttnBackend):
+    """SGLang's backend, for verify inputs that carry a packing; stock for all else."""
+
+    supports_ragged_verify_graph = True
+    supports_ragged_verify_eager = True
+
+    _c2t_buffers: _GraphBuffers
+    _c2t_wrappers: dict[tuple[int, int], Any]
+    """FlashInfer's wrapper of each (S, T)."""
+
+    def init_cuda_graph_state(
+        self, max_bs: int, max_num_tokens: int, kv_indices_buf: Tensor | None = None
+    ) -> None:
+        """Allocate what graphs read. Stock would reserve a whole context per *row*."""
+        device = self.workspace_buffer.device
+        if kv_indices_buf is None:
+            capacity = max_bs * self.max_context_len + max_num_tokens
+            kv_indices_buf = torch.zeros(capacity, dtype=torch.int32, device=device)
+        super().init_cuda_graph_state(max_bs, max_num_tokens, kv_indices_buf)
+        starts = lambda: torch.zeros(max_bs + 1, dtype=torch.int32, device=device)  # noqa: E731
+        self._c2t_buffers = _GraphBuffers(
+            qo_indptr=starts(),
+            kv_indptr=starts(),
+            kv_indices=kv_indices_buf,
+            last_page_len=torch.ones(max_bs, dtype=torch.int32, device=device),
+            mask_indptr=starts(),
+            mask=self.cuda_graph_custom_mask,
+        )
+        self._c2t_wrappers = {}
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Plan the attention of one replay, or of a capture."""
+        packing = _packing(forward_batch)
+        if packing is None:
+            super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+            return
+        slots, buffers = forward_batch.batch_size, self._c2t_buffers
+        key = slots, forward_batch.spec_info.ragged_verify_layout.graph_num_tokens
+        if in_capture:
+            self._c2t_wrappers[key] = self._graph_wrapper(slots, masked=packing.words is not None)
+        wrapper = self._c2t_wrappers[key]
+        host = _host_plan(forward_batch, packing)
+        self._fill(forward_batch, packing, buffers)
+        if in_capture:  # FlashInfer chooses its module and freezes S and T in a plan of its own
+            self._begin(wrapper, host, buffers.kv_indices[:0])
+        else:
+            # Writes the wrapper's pinned memory. The copy out of it that the last plan started
+            # is over: this verification waited for sizes computed behind it.
+            fast_prefill_plan(
+                wrapper,
+                buffers.qo_indptr[: slots + 1],
+                buffers.kv_indptr[: slots + 1],
+                buffers.kv_indices[:0],  # already where the kernel reads them
+                buffers.last_page_len[:slots],
+                *self._shape(),
+                **self._dtypes(),
+                qo_indptr_host=host.qo_indptr,
+                kv_indptr_host=host.kv_indptr,
+                kv_lens_host=host.kv_lens,
+                max_q_len=int(packing.host_rows.max()),
+                max_kv_len=int(host.kv_lens.max()),
+            )
+        self.forward_metadata = PrefillMetadata([wrapper], False, False)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan an eager forward."""
+        packing = _packing(forward_batch)
+        if packing is None:
+            super().init_forward_metadata(forward_batch)
+            return
+        slots, device = forward_batch.batch_size, forward_batch.seq_lens.device
+        host = _host_plan(forward_batch, packing)
+        empty = lambda size, dtype: torch.empty(size, dtype=dtype, device=device)  # noqa: E731
+        buffers = _GraphBuffers(
+            qo_indptr=empty(slots + 1, torch.int32),
+            kv_indptr=empty(slots + 1, torch.int32),
+            kv_indices=empty(int(host.kv_indptr[-1]), torch.int32),
+            last_page_len=torch.ones(slots, dtype=torch.int32, device=device),
+            mask_indptr=empty(slots + 1, torch.int32),
+            mask=empty(host.mask_bytes, torch.uint8),
+        )
+        self._fill(forward_batch, packing, buffers)
+        wrapper = self.prefill_wrappers_verify[0]
+        self._begin(wrapper, host, buffers.kv_indices)
+        if packing.words is not None:  # the plan knows no mask; only run() looks for one
+            wrapper._custom_mask_buf, wrapper._mask_indptr_buf = buffers.mask, buffers.mask_indptr
+        self.forward_metadata = PrefillMetadata([wrapper], False, False)
+
+    def _begin(self, wrapper: Any, host: HostPlan, kv_indices: Tensor) -> None:
+        """FlashInfer's own plan; given host tensors it copies none back from the device."""
+        last_page_len = torch.ones_like(host.kv_lens)
+        wrapper.begin_forward(
+            host.qo_indptr,
+            host.kv_indptr,
+            kv_indices,
+            last_page_len,
+            *self._shape(),
+            **self._dtypes(),
+            non_blocking=True,
+        )
+
+    def _fill(self, forward_batch: Any, packing: Packing, buffers: _GraphBuffers) -> None:
+        """Write what the attention kernel reads."""
+        rows, batch, slots = packing.num_rows, len(packing.num_rows), forward_batch.batch_size
+        prefix = forward_batch.seq_lens[:batch]
+        indptr(rows, slots, out=buffers.qo_indptr)
+        indptr(rows, slots, prefix_lens=prefix, ghost=1, out=buffers.kv_indptr)
+        ragged_kv_indices(
+            self.indices_updater_prefill.req_to_token,
+            forward_batch.req_pool_indices[:batch],
+            prefix,
+            rows,
+            buffers.kv_indptr,
+            buffers.kv_indices,
+        )
+        if packing.words is not None:
+            mask_indptr(prefix, rows, slots, out=buffers.mask_indptr)
+            pack_tree_mask(packing.words, prefix, rows, buffers.mask_indptr, buffers.mask)
+
+    def _graph_wrapper(self, slots: int, *, masked: bool) -> Any:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        buffers = self._c2t_buffers
+        mask = (
+            {"custom_mask_buf": buffers.mask, "mask_indptr_buf": buffers.mask_indptr[: slots + 1]}
+            if masked
+            else {}
+        )
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            self.workspace_buffer,
+            "NHD",
+            use_cuda_graph=True,
+            backend=self.prefill_backend,
+            qo_indptr_buf=buffers.qo_indptr[: slots + 1],
+            paged_kv_indptr_buf=buffers.kv_indptr[: slots + 1],
+            paged_kv_indices_buf=buffers.kv_indices,
+            paged_kv_last_page_len_buf=buffers.last_page_len[:slots],
+            **mask,
+        )
+        first = next(iter(self._c2t_wrappers.values()), wrapper)
+        # 8 MB on the device and 8 MB pinned, each; one pair serves all tiers, as one plan is
+        # alive at a time.
+        wrapper._int_workspace_buffer = first._int_workspace_buffer
+        wrapper._pin_memory_int_workspace_buffer = first._pin_memory_int_workspace_buffer
+        return wrapper
+
+    def _shape(self) -> tuple[int, int, int, int]:
+        """Query heads, KV heads, head size, page size."""
+        updater = self.indices_updater_prefill
+        return updater.num_qo_heads, updater.num_kv_heads, updater.head_dim, 1
+
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        updater = self.indices_updater_prefill
+        return {"q_data_type": updater.q_data_type, "kv_data_type": updater.data_type}
+
+
+def _packing(forward_batch: Any) -> Packing | None:
+    if not forward_batch.forward_mode.is_target_verify():
+        return None
+    return getattr(forward_batch.spec_info, "c2t_packing", None)
+
+
+def _host_plan(forward_batch: Any, packing: Packing) -> HostPlan:
+    prefix = forward_batch.seq_lens_cpu[: len(packing.host_rows)]
+    return HostPlan.of(packing.host_rows, prefix, forward_batch.batch_size)
+
+
+def adopt(backend: FlashInferAttnBackend) -> None:
+    """Have SGLang's backend of the target verify packed rows.
+
+    By its class, since SGLang has built it already and its graphs are yet to be captured.
+    """
+    backend.__class__ = RaggedFlashInferBackend
+
+
+def hindrance(backend: Any) -> str | None:
+    """Why a FlashInfer backend cannot verify packed rows; ``None`` when it can."""
+    if backend.num_wrappers != 1:
+        return "FlashInfer with sliding windows or cross attention plans two attentions at once"
+    translator = getattr(backend, "kv_index_translator", None)
+    if translator is not None and translator.reads_are_translated:
+        return "the KV pool hands out translated slots"
+    return None

@@ -1,0 +1,127 @@
+"""CUDA graphs of the target's verification, captured per token tier instead of per batch size.
+
+SGLang's decode graph runner can do that already, for DSPARK: inputs packed and padded to a
+tier, the rows of each request in a ``RaggedVerifyLayout``. What it ties to that algorithm is
+overridden here: which tiers there are, and that the batch captured carries a layout. A verify
+batch without a layout, or too large for every tier, runs eagerly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.runner import decode_cuda_graph_runner
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, build_capture_verify_lens
+
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.packing import HostSizes, Packing
+from sglang_c2t.tiers import Tiers
+
+# T rows of a tier, S its request slots
+
+
+class TieredGraphRunner(DecodeCudaGraphRunner):
+    """The target's verify graphs, one per tier."""
+
+    #: Set on a subclass: see :class:`~sglang_c2t.tiers.Tiers`.
+    rows_per_slot = 1
+    max_rows: int | None = None
+
+    #: Set on a subclass: whether rows attend along trees, by masks the backend is given.
+    trees = False
+
+    tiers: Tiers
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with (
+            compat.swapped(
+                decode_cuda_graph_runner, "ragged_verify_compact_graphs_enabled", lambda _: True
+            ),
+            compat.swapped(
+                decode_cuda_graph_runner,
+                "get_batch_sizes_to_capture",
+                _one_slot_more(decode_cuda_graph_runner.get_batch_sizes_to_capture),
+            ),
+        ):
+            super().__init__(*args, **kwargs)
+        # SGLang may record the preparation of a replay in a graph of its own, which would
+        # freeze what our attention plans read on the host.
+        self._metadata_glue = None
+
+    def _build_ragged_verify_token_buckets(self) -> list[int]:
+        self.tiers = Tiers(
+            max(self.capture_bs),
+            self.captured_req_width,
+            max_rows=self.max_rows,
+            rows_per_slot=self.rows_per_slot,
+        )
+        return self.tiers.rows
+
+    def _ragged_capture_slots(self, num_tokens: int) -> int:
+        return self.tiers.slots(num_tokens)
+
+    def _capture_one_stream(self, *args: Any, **kwargs: Any) -> None:
+        """One graph per tier: SGLang captures ``capture_bs`` times the width of a request."""
+        with (
+            compat.swapped(self, "capture_bs", self.tiers.rows),
+            compat.swapped(self, "captured_req_width", 1),
+        ):
+            super()._capture_one_stream(*args, **kwargs)
+
+    def get_spec_info(self, num_tokens: int) -> Any:
+        """The verify input a graph is captured with: T rows over S requests."""
+        spec_info = super().get_spec_info(num_tokens)
+        layout = self._layout(num_tokens)
+        spec_info.custom_mask = None
+        spec_info.ragged_verify_layout = layout
+        parents = None
+        if self.trees:  # bushes of depth 1: a replay brings its own
+            parents = torch.zeros((layout.bs, self.tiers.width), dtype=torch.int64)
+            parents[:, 0] = -1
+            parents = parents.to(self.device)
+        spec_info.c2t_packing = Packing(
+            layout.verify_lens,
+            self.tiers.width,
+            sizes=HostSizes(torch.tensor(layout.verify_lens_cpu, dtype=torch.int32)),
+            parents=parents,
+            num_steps=1,
+        )
+        return spec_info
+
+    def _layout(self, num_tokens: int) -> RaggedVerifyLayout:
+        # Kept by SGLang's runner: a captured graph may read it, and replays refresh it in place.
+        if num_tokens not in self._captured_ragged_layouts:
+            self._captured_ragged_layouts[num_tokens] = RaggedVerifyLayout.from_verify_lens(
+                verify_lens_cpu=build_capture_verify_lens(
+                    num_tokens=num_tokens,
+                    num_slots=self.tiers.slots(num_tokens),
+                    num_draft_tokens=self.tiers.width,
+                ),
+                device=self.device,
+                grid=self.capture_num_tokens,
+            )
+        return self._captured_ragged_layouts[num_tokens]
+
+
+def _one_slot_more(stock: Any) -> Any:
+    """``get_batch_sizes_to_capture`` with a slot for padding rows beside the largest batch."""
+
+    def sizes(*args: Any, **kwargs: Any) -> Any:
+        capture_bs, compile_bs = stock(*args, **kwargs)
+        return [*capture_bs[:-1], capture_bs[-1] + 1], compile_bs
+
+    return sizes
+
+
+def use_tiers(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
+    """Make the target capture :class:`TieredGraphRunner` graphs instead of stock's."""
+    attributes = {"trees": trees, "rows_per_slot": 2 if trees else 1, "max_rows": max_rows}
+    runner_class = type("C2TGraphRunner", (TieredGraphRunner,), attributes)
+    target_runner._decode_cuda_graph_runner_cls = lambda: runner_class
+    stock_rows = target_runner.max_decode_logits_rows
+    # Room for the slot that `_one_slot_more` adds.
+    target_runner.max_decode_logits_rows = lambda: (
+        stock_rows() + target_runner.decode_num_tokens_per_req()
+    )

@@ -1,0 +1,109 @@
+"""Learns from the steps that were, for the next: draft depth, and whether packing pays.
+
+Sizes of a step reach the host while it runs and are looked at in the next one; device times
+of target forwards come from events that are read once they are over. Nothing here waits for
+the device, except that ranks of a tensor-parallel server agree on the measured times once in
+:data:`AGREE_EVERY` steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_c2t.load import DraftDepth, PackingRule
+from sglang_c2t.srt.packing import HostSizes, Packing
+
+AGREE_EVERY = 64
+"""Steps between two looks at the measured times."""
+
+
+class Lookback:
+    """What the server has learnt; see :mod:`sglang_c2t.load` for what follows from it.
+
+    Args:
+        target_worker: SGLang's, whose verify forwards are timed (on CUDA).
+        agree: Makes a tensor equal on all tensor-parallel ranks; identity on one rank.
+    """
+
+    def __init__(self, target_worker: Any, agree: Callable[[Tensor], Tensor]) -> None:
+        self._agree = agree
+        self._rule = PackingRule()
+        self._steps = 0
+        self._previous: tuple[HostSizes, DraftDepth | None, int] | None = None
+        self._rows_per_request: float | None = None
+        self._timed: deque[tuple[int, Any, Any]] = deque()  # rows and events of forwards
+        self._on_cuda = target_worker.model_runner.device == "cuda"
+        if self._on_cuda:
+            self._time(target_worker)
+
+    def start(self, sizes: Tensor, depth: DraftDepth | None = None) -> HostSizes:
+        """Send the rows of each request [B] to the host; learn from those of the step before.
+
+        ``depth`` chose how many layers this step drafted.
+        """
+        previous = self._previous
+        on_their_way = HostSizes(sizes)
+        self._previous = on_their_way, depth, depth.steps if depth else 0
+        if previous is not None:
+            arrived, chooser, drafted = previous
+            rows = arrived.wait().tolist()
+            self._rows_per_request = sum(rows) / max(len(rows), 1)
+            if chooser is not None:
+                chooser.observe(rows, drafted)
+        self._steps += 1
+        if self._on_cuda and self._steps % AGREE_EVERY == 0:
+            self._decide()
+        return on_their_way
+
+    def packs(self, requests: int, width: int) -> bool:
+        """Whether the next verification is worth packing: B ``requests`` of up to N rows."""
+        if not self._on_cuda or self._rows_per_request is None:
+            return True
+        return self._rule.pays(requests * width, requests * self._rows_per_request)
+
+    def _time(self, target_worker: Any) -> None:
+        forward = target_worker.forward_batch_generation
+
+        def timed_forward(*args: Any, **kwargs: Any) -> Any:
+            forward_batch: Any = kwargs.get("forward_batch")
+            packing = getattr(getattr(forward_batch, "spec_info", None), "c2t_packing", None)
+            if packing is None:
+                return forward(*args, **kwargs)
+            if packing.arrived is not None:
+                self._rule.waited((time.perf_counter() - packing.arrived) * 1e3)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            result = forward(*args, **kwargs)
+            end.record()
+            self._timed.append((len(forward_batch.input_ids), begin, end))
+            while self._timed and self._timed[0][2].query():
+                rows, begin, end = self._timed.popleft()
+                self._rule.forward_took(rows, begin.elapsed_time(end))
+            return result
+
+        target_worker.forward_batch_generation = timed_forward
+
+    def _decide(self) -> None:
+        measured = torch.tensor(self._rule.measured, dtype=torch.float32, device="cuda")
+        per_row, wait = self._agree(measured).tolist()
+        self._rule.decide_on(per_row, wait)
+
+
+def packing_of(
+    lookback: Lookback, num_rows: Tensor, width: int, *, depth: DraftDepth | None = None,
+    packed: bool = True, **trees: Any,
+) -> Packing:  # fmt: skip
+    """The rows to verify: ``num_rows`` [B] of each request, or all N where that is cheaper.
+
+    Rows behind a cut are forwarded but lie behind its links, so the output is the same.
+    """
+    sizes = lookback.start(num_rows, depth)
+    if packed and lookback.packs(len(num_rows), width):
+        return Packing(num_rows, width, sizes=sizes, **trees)
+    return Packing.full(len(num_rows), width, num_rows.device, **trees)

@@ -1,0 +1,147 @@
+"""A verification's packed rows: how many per request, where they come from, where they go.
+
+What the target forwards is sized by how many rows survive, and the gate knows that on the
+device. So one number per request travels to the host per verification (:class:`HostSizes`),
+started as soon as the drafts are judged and awaited where the forward is laid out. It is the
+only transfer that verification adds, and it serves all that needs sizes: the token tier of
+the CUDA graph, attention plans, recordings.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_c2t.kernels.masks import ancestor_words_from_parents
+from sglang_c2t.kernels.rows import PackedInputs, pack_inputs, packed_rows
+from sglang_c2t.tree import visible_blocks, visible_nodes
+
+# B requests, N most rows of a request, R rows that are verified, T >= R rows of the forward
+
+
+class HostSizes:
+    """[B] integers that the device may still be computing, on their way to the host."""
+
+    def __init__(self, sizes: Tensor) -> None:
+        self._arrived: Any = None
+        self._host = sizes
+        if sizes.is_cuda:
+            # Pinned memory from torch's caching allocator, so that the copy waits for nobody.
+            self._host = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
+            self._host.copy_(sizes, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    @property
+    def transferred(self) -> bool:
+        """Whether they come from a device, so that the host may have to wait."""
+        return self._arrived is not None
+
+    def wait(self) -> Tensor:
+        """The sizes on the host, once they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
+
+
+class Packing:
+    """The rows of one verification.
+
+    Args:
+        num_rows: [B] integers on the device, rows of each request, in [1, N].
+        width: N.
+        sizes: ``num_rows`` on the way to the host; ``None`` starts the transfer here.
+        parents: [B, N] int64 of trees, see :class:`~sglang_c2t.tree.Trees`; ``None``: chains.
+        num_steps: D, the depth of the deepest node.
+    """
+
+    def __init__(
+        self,
+        num_rows: Tensor,
+        width: int,
+        *,
+        sizes: HostSizes | None = None,
+        parents: Tensor | None = None,
+        num_steps: int = 0,
+    ) -> None:
+        self.num_rows = num_rows
+        self.width = width
+        self.parents = parents
+        self._num_steps = num_steps
+        self._sizes = HostSizes(num_rows) if sizes is None else sizes
+        self.arrived: float | None = None
+        """When the host learnt the sizes, if it had to wait (``time.perf_counter``)."""
+
+    @classmethod
+    def full(cls, batch: int, width: int, device: torch.device | str, **trees: Any) -> Packing:
+        """All N rows of every request; nothing to wait for."""
+        rows = torch.full((batch,), width, dtype=torch.int32)
+        return cls(rows.to(device, non_blocking=True), width, sizes=HostSizes(rows), **trees)
+
+    @cached_property
+    def host_rows(self) -> Tensor:
+        """[B] int32 on the host. Waits for the device, once."""
+        rows = self._sizes.wait().to(torch.int32)
+        if self._sizes.transferred:
+            self.arrived = time.perf_counter()
+        return rows
+
+    @cached_property
+    def total(self) -> int:
+        """R."""
+        return int(self.host_rows.sum())
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[R] int64: which of the B * N rows are verified, in order."""
+        return packed_rows(self.num_rows, self.width, self.total).rows
+
+    @cached_property
+    def words(self) -> Tensor | None:
+        """[B, N, W] int64: what each row of a tree sees, as bits; ``None`` for chains."""
+        if self.parents is None:
+            return None
+        return ancestor_words_from_parents(self.parents, self._num_steps)
+
+    def forwarded(self, verify_input: Any, batch: Any, target_runner: Any) -> tuple[Any, Tensor]:
+        """A copy of the verify input [B * N] with the rows of the forward [T], and their KV slots.
+
+        T is the token tier of a CUDA graph, its last T - R rows padding; or R.
+        """
+        from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+
+        tier = _tier(target_runner, self.total, len(self.num_rows)) or self.total
+        inputs: PackedInputs = pack_inputs(
+            self.num_rows,
+            verify_input.draft_token,
+            verify_input.positions,
+            batch.req_to_token_pool.req_to_token,
+            batch.req_pool_indices,
+            batch.seq_lens,
+            tier,
+        )
+        packed = copy.copy(verify_input)
+        packed.draft_token, packed.positions = inputs.input_ids, inputs.positions
+        packed.custom_mask = self._mask_of_bools() if inputs.input_ids.is_cpu else None
+        packed.ragged_verify_layout = RaggedVerifyLayout.from_verify_lens_device(
+            verify_lens=self.num_rows.to(torch.int32), graph_num_tokens=tier
+        )
+        packed.c2t_packing = self
+        return packed, inputs.out_cache_loc
+
+    def _mask_of_bools(self) -> Tensor | None:
+        """Trees: [sum(n_b * n_b)] bool, which CPU attention reads; chains are causal."""
+        if self.parents is None:
+            return None
+        return visible_blocks(visible_nodes(self.parents, self._num_steps), self.num_rows)
+
+
+def _tier(target_runner: Any, rows: int, requests: int) -> int | None:
+    """T for R ``rows`` of B ``requests``; ``None``: they run eagerly, unpadded."""
+    tiers = getattr(target_runner.decode_cuda_graph_runner, "tiers", None)
+    return None if tiers is None else tiers.pick(rows, requests)

@@ -1,0 +1,141 @@
+"""Which policies become a kernel program, and that the program is the policy's gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang_c2t.chain import ChainGate
+from sglang_c2t.classifier.calibration import Isotonic
+from sglang_c2t.classifier.checkpoint import Classifier
+from sglang_c2t.classifier.features import FeatureSpec
+from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
+from sglang_c2t.config import C2TConfig
+from sglang_c2t.kernels.gate import MAX_HIDDEN, MAX_TOPK
+from sglang_c2t.policies import DraftLayer, build_policy, build_tree_policy
+from sglang_c2t.policies.c2t import C2T
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.dymax import DyMax
+from sglang_c2t.policies.fused import fused_gate
+from sglang_c2t.policies.gated_tree import GatedTree
+from tests.gpu import gpu
+
+TRAINED = ("c2t", "c2t-log", "c2t-plus")
+
+
+def gate_with(
+    *names: str, hidden_sizes: tuple[int, ...] = (48,), isotonic: Isotonic | None = None
+) -> C2T:
+    net = ConfidenceNet(len(names), hidden_sizes)
+    return C2T(Classifier(net, FeatureSpec(names=names), {}, isotonic=isotonic))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("suffix", ["", "-eagle2"])
+@pytest.mark.parametrize("trees", [False, True])
+def test_a_trained_gate_becomes_its_network_and_its_threshold(
+    name: str, suffix: str, trees: bool
+) -> None:
+    config = C2TConfig(policy=name + suffix * trees)
+    policy = (build_tree_policy if trees else build_policy)(config)
+    gate: Any = policy.gate if trees else policy  # type: ignore[attr-defined]
+    program = fused_gate(policy, "cpu")
+    assert program is not None
+    assert program.names == gate.classifier.features.names
+    assert program.beta.item() == pytest.approx(gate.beta)
+    for mine, theirs in zip(program.weights, gate.classifier.net.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("gate", "feature"), [(DyJoint(0.2), "joint"), (DyMax(0.2), "prob")])
+def test_a_plain_gate_is_one_feature_and_its_threshold(gate: Any, feature: str) -> None:
+    for policy in (gate, GatedTree(gate)):
+        program = fused_gate(policy, "cpu")
+        assert program is not None
+        assert (program.names, program.hidden_size) == ((feature,), 0)
+        assert program.beta.item() == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    "name", ["logistic", "mcsd", "entropy", "fixed", "eagle2", "fork", "static", "logistic-eagle2"]
+)
+def test_other_rules_are_asked_in_torch(name: str) -> None:
+    config = C2TConfig(policy=name)
+    trees = name in {"eagle2", "fork", "static", "logistic-eagle2"}
+    assert fused_gate((build_tree_policy if trees else build_policy)(config), "cpu") is None
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        gate_with("joint", hidden_sizes=(8, 8)),
+        gate_with("joint", hidden_sizes=()),
+        gate_with("joint", hidden_sizes=(MAX_HIDDEN + 1,)),
+        gate_with("joint", "entropy_top1000"),
+        gate_with("joint", isotonic=Isotonic(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))),
+        C2T(Classifier(DepthLogistic(3), FeatureSpec(names=("joint", "depth")), {})),
+    ],
+    ids=["two layers", "no layer", "too wide", "unknown feature", "isotonic", "no network"],
+)
+def test_networks_the_kernel_does_not_know_are_asked_in_torch(gate: C2T) -> None:
+    assert fused_gate(gate, "cpu") is None
+
+
+class Another(DyJoint):
+    """Decides as its rule does."""
+
+
+class Stricter(DyJoint):
+    """A decision of its own."""
+
+    def keep(self, layer: DraftLayer) -> Tensor:
+        return layer.joint >= 2 * self.beta
+
+
+class Hotter(DyJoint):
+    """A confidence of its own."""
+
+    def confidence(self, layer: DraftLayer) -> Tensor:
+        return layer.joint**0.5
+
+
+@dataclass(frozen=True)
+class OwnTree(GatedTree):
+    """May grow otherwise."""
+
+
+def test_only_a_rules_own_methods_are_replaced() -> None:
+    """A subclass may decide otherwise, and its word counts."""
+    assert fused_gate(Another(), "cpu") is not None
+    for policy in (Stricter(), Hotter(), GatedTree(Stricter()), OwnTree(DyJoint())):
+        assert fused_gate(policy, "cpu") is None
+
+
+def test_wider_trees_than_the_kernel_sorts_are_asked_in_torch() -> None:
+    assert fused_gate(GatedTree(DyJoint()), "cpu", topk=MAX_TOPK) is not None
+    assert fused_gate(GatedTree(DyJoint()), "cpu", topk=MAX_TOPK + 1) is None
+
+
+def test_on_a_cpu_every_policy_is_asked_in_torch() -> None:
+    """So that servers decide bit by bit as recordings are replayed."""
+    assert ChainGate(DyJoint(), num_slots=1, device="cpu").program is None
+
+
+@gpu
+def test_on_a_gpu_the_kernel_is_asked() -> None:
+    gate = ChainGate(build_policy(C2TConfig(policy="c2t-log")), num_slots=1, device="cuda")
+    assert gate.program is not None
+    assert gate.program.buffer.is_cuda
+
+
+@gpu
+@pytest.mark.parametrize("name", ["logistic", "c2t"])
+def test_on_a_gpu_the_classifier_is_where_the_logits_are(name: str) -> None:
+    """Also beside a program: the first layer of a tree is judged in torch."""
+    policy: Any = build_policy(C2TConfig(policy=name))
+    ChainGate(policy, num_slots=1, device="cuda")
+    assert all(weight.is_cuda for weight in policy.classifier.net.parameters())

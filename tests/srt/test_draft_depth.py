@@ -1,0 +1,179 @@
+"""Drafting chains of several lengths: which graphs there are, and what a shorter step gives."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_c2t.chain import ChainGate
+from sglang_c2t.policies.fixed import Fixed
+
+pytest.importorskip("sglang", reason="SGLang is not installed")
+
+STEPS, BATCH, VOCAB = 6, 3, 8
+
+
+@pytest.fixture(scope="module")
+def draft() -> ModuleType:
+    """The module; importing it loads SGLang."""
+    from sglang_c2t.srt import draft
+
+    return draft
+
+
+class Graphs:
+    """Stands in for SGLang's runner of captured graphs, and remembers what it was made of."""
+
+    def __init__(
+        self, worker: Any, *, draft_attn_backend: Any = None, speculative_num_steps: int = STEPS
+    ) -> None:
+        self.speculative_num_steps = speculative_num_steps
+        self.backend = draft_attn_backend
+        assert worker.speculative_num_steps == speculative_num_steps
+        assert not worker._reads_host
+        assert worker.draft_attn_backend is draft_attn_backend or draft_attn_backend is None
+        self.draft_forward = worker.draft_forward
+
+    def execute(self, forward_batch: Any) -> Any:
+        return self.draft_forward(forward_batch)
+
+
+class StockWorker:
+    """What SGLang's draft worker does, as far as the number of layers goes."""
+
+    topk = 1
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.speculative_num_steps = STEPS
+        self.draft_runner = SimpleNamespace(
+            forward=self.forward, draft_attn_backend="stock", attn_backend="stock extend"
+        )
+        self.draft_attn_backend: Any = "stock"
+        self.draft_extend_attn_backend = "stock extend"
+        self.cuda_graph_runner: Any = None
+        self.layers_run = 0
+        self.built: list[dict[str, Any]] = []
+
+    def alloc_memory_pool(self) -> None:
+        self.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(8, 16))
+
+    def init_attention_backend(self) -> None:
+        self.draft_attn_backend = f"{self.speculative_num_steps} steps"
+        self.draft_extend_attn_backend = "another"
+        self.draft_runner.draft_attn_backend = self.draft_attn_backend
+        self.draft_runner.attn_backend = "another"
+
+    def _capture_cuda_graphs(self) -> None:
+        self.cuda_graph_runner = Graphs(self)
+
+    def forward(self, forward_batch: Any) -> Any:
+        self.layers_run += 1
+        logits = torch.zeros(BATCH, VOCAB)
+        return SimpleNamespace(
+            logits_output=SimpleNamespace(next_token_logits=logits, hidden_states=None)
+        )
+
+    def draft(self, batch: Any) -> Any:
+        from sglang.srt.speculative import eagle_worker_v2
+
+        runner = self.cuda_graph_runner
+        run = self.draft_forward if runner is None else runner.execute
+        tokens = run(batch)[2]
+        return eagle_worker_v2.build_eagle_verify_input(
+            tokens, num_steps=self.speculative_num_steps
+        )
+
+    def draft_forward(self, forward_batch: Any) -> Any:
+        for _ in range(self.speculative_num_steps - 1):
+            self.draft_runner.forward(forward_batch)
+        tokens = torch.full((BATCH, self.speculative_num_steps), 7)
+        return "parents", "scores", tokens, None
+
+
+@pytest.fixture
+def worker(draft: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ours over the stand-in, its graphs captured; keeps every token."""
+    monkeypatch.setattr(
+        draft.eagle_worker_v2,
+        "build_eagle_verify_input",
+        lambda tokens, **settings: SimpleNamespace(tokens=tokens, **settings),
+    )
+    made = type("Worker", (draft.ChainDraftMixin, StockWorker), {})()
+    made.watch(lambda **relay: ChainGate(Fixed(), **relay), None)
+    made.alloc_memory_pool()
+    made._capture_cuda_graphs()
+    return made
+
+
+def batch() -> Any:
+    return SimpleNamespace(
+        forward_mode=SimpleNamespace(is_idle=lambda: False),
+        req_pool_indices=torch.arange(BATCH),
+        seq_lens=torch.ones(BATCH),
+        batch_size=BATCH,
+    )
+
+
+def test_graphs_are_captured_for_a_third_two_thirds_and_all_layers(worker: Any) -> None:
+    captured = {steps: graphs.cuda_graph_runner for steps, graphs in worker._graphs.items()}
+    assert sorted(captured) == [1, 2, 4]  # all six are SGLang's own
+    assert captured[1] is None  # draft extend has made that token already
+    assert worker.depth.steps == STEPS
+
+
+def test_each_number_of_layers_has_an_attention_of_its_own_and_sglangs_stays(worker: Any) -> None:
+    backends = {s: g.cuda_graph_runner.backend for s, g in worker._graphs.items() if s > 1}
+    assert backends == {2: "2 steps", 4: "4 steps"}
+    assert (worker.draft_attn_backend, worker.draft_extend_attn_backend) == (
+        "stock",
+        "stock extend",
+    )
+    assert vars(worker.draft_runner)["draft_attn_backend"] == "stock"
+    assert vars(worker.draft_runner)["attn_backend"] == "stock extend"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 6])
+def test_a_shorter_step_runs_fewer_layers_and_still_builds_full_chains(
+    worker: Any, steps: int
+) -> None:
+    worker.depth.steps = steps
+    worker.layers_run = 0
+    verify_input = worker.draft(batch())
+    assert worker.layers_run == steps - 1
+    assert verify_input.num_steps == STEPS
+    assert verify_input.tokens.tolist() == [[7] * steps + [0] * (STEPS - steps)] * BATCH
+    assert worker.verify_lens.tolist() == [steps + 1] * BATCH
+    assert worker.speculative_num_steps == STEPS  # only for that step
+
+
+def test_lengths_of_a_step_outlive_the_next_step(worker: Any) -> None:
+    """The scheduler may still be reading them."""
+    worker.depth.steps = 4
+    worker.draft(batch())
+    lens = worker.verify_lens
+    worker.depth.steps = 2
+    worker.draft(batch())
+    assert lens.tolist() == [5] * BATCH
+    assert worker.verify_lens.tolist() == [3] * BATCH
+
+
+def test_a_recorded_step_drafts_all_layers_eagerly(worker: Any) -> None:
+    worker.depth.steps = 2
+    worker.gate.exploring = True
+    worker.cuda_graph_runner.execute = None  # must not be called
+    worker.layers_run = 0
+    assert worker.draft(batch()).tokens.shape == (BATCH, STEPS)
+    assert worker.layers_run == STEPS - 1
+
+
+def test_no_other_lengths_are_captured_if_so_configured(
+    draft: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert draft._choices(None, 6) == [2, 4, 6]
+    assert draft._choices(None, 1) == [1]
+    assert draft._choices((), 6) == [6]
+    assert draft._choices((3, 9), 6) == [3, 6]

@@ -1,0 +1,76 @@
+"""What the server remembers of a step for the next one."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_c2t.load import DraftDepth
+
+pytest.importorskip("sglang", reason="SGLang is not installed")
+
+
+@pytest.fixture(scope="module")
+def lookback() -> ModuleType:
+    """The module; importing it loads SGLang."""
+    from sglang_c2t.srt import lookback
+
+    return lookback
+
+
+def on_cpu(lookback: ModuleType) -> Any:
+    target = SimpleNamespace(model_runner=SimpleNamespace(device="cpu"))
+    return lookback.Lookback(target, lambda tensor: tensor)
+
+
+def test_a_step_is_learnt_from_when_the_next_one_starts(lookback: ModuleType) -> None:
+    memory, depth = on_cpu(lookback), DraftDepth([2, 4], smoothing=1.0)
+    memory.start(torch.tensor([1, 1]), depth)
+    assert depth.steps == 4
+    memory.start(torch.tensor([1, 1]), depth)
+    assert depth.steps == 2
+
+
+def test_a_step_is_learnt_from_with_the_depth_it_was_drafted_with(lookback: ModuleType) -> None:
+    """Although another one has been chosen since."""
+    memory, depth = on_cpu(lookback), DraftDepth([2, 4], smoothing=1.0)
+    memory.start(torch.tensor([5, 5]), depth)  # four layers, all alive
+    depth.steps = 2
+    memory.start(torch.tensor([3, 3]), depth)
+    assert depth.steps == 4
+
+
+def test_on_a_cpu_packing_always_pays(lookback: ModuleType) -> None:
+    memory = on_cpu(lookback)
+    memory.start(torch.tensor([6, 6]))
+    memory.start(torch.tensor([6, 6]))
+    assert memory.packs(2, 6)
+
+
+def test_ranks_decide_by_what_they_agreed_on(
+    lookback: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times differ between ranks; rank 0's count."""
+    memory = on_cpu(lookback)
+    monkeypatch.setattr(
+        torch, "tensor", lambda data, dtype, device: torch.asarray(data, dtype=dtype)
+    )
+    memory._agree = lambda mine: torch.asarray([0.01, 0.5])
+    memory._decide()
+    memory._on_cuda, memory._rows_per_request = True, 2.0
+    assert memory.packs(requests=64, width=6)  # 256 rows fewer: 2.6 ms against 0.5
+    assert not memory.packs(requests=8, width=6)  # 32 rows fewer
+
+
+def test_full_width_keeps_all_rows_and_still_learns(lookback: ModuleType) -> None:
+    memory = on_cpu(lookback)
+    packing = lookback.packing_of(memory, torch.tensor([1, 3]), 4, packed=False)
+    assert packing.host_rows.tolist() == [4, 4]
+    assert packing.total == 8
+    packed = lookback.packing_of(memory, torch.tensor([1, 3]), 4)
+    assert packed.host_rows.tolist() == [1, 3]
+    assert packed.rows.tolist() == [0, 4, 5, 6]
+    assert memory._rows_per_request == 2.0
