@@ -1,0 +1,1 @@
+"""Measuring on a GPU: models of real size with random weights, acceptance from recorded traces."""

@@ -1,0 +1,352 @@
+"""What each part that C2T adds to a step costs on this GPU, against the bytes it must move.
+
+    python -m eval.gpu.microbench --ceilings runs/gpu/ceilings.json --out runs/gpu/micro.json
+
+Parts: the gate of one drafted layer, packing rows and masks, FlashInfer's planner, the one
+device-to-host transfer of a step, and what trace replay adds to a benchmark. Device work is
+timed as replays of a graph over several input sets, host work with the device idle around it.
+Floors count each byte once, at the bandwidth that a large copy reaches; work of a few kB is
+bound by its launch instead, some 2 us in a graph.
+
+Legend: B requests, V draft vocabulary, N rows a request, T packed rows, L committed tokens.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+# Kernel modules annotate only what is called from Python; some of it is still in the making.
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.gpu.roofline import Ceilings, measure
+from eval.gpu.timing import Timing, by_graph, by_host
+
+BATCHES = (1, 8, 32, 64, 128, 256)
+VOCABS = (32_000, 128_256)
+WIDTH = 8  # rows of a chain of 7, root included
+TREE = 32  # nodes of a tree, root included
+PREFIX = 512  # committed tokens of every request
+HIDDEN = 48  # units of C2T's network
+HEADS = (32, 8, 128)  # of the target: query heads, key heads, size of one
+BF16, FLOAT32, INT64, INT32 = 2, 4, 8, 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: a part at one size."""
+
+    part: str
+    size: str
+    timing: Timing
+    floor_bytes: int
+    kind: str
+    """``graph``: on the device, in a captured graph; ``host``: wall time, the device idle."""
+
+
+# -- floors: bytes read plus bytes written, each once ----------------------------------------
+
+
+def gate_bytes(batch: int, vocab: int) -> int:
+    """Logits in; token, id, probability, joint, margin, confidence, keep and entropy out."""
+    return batch * (vocab * BF16 + 2 * INT64 + 5 * FLOAT32 + 1)
+
+
+def pack_bytes(rows: int) -> int:
+    """Token, position and KV slot of T packed rows, read (the slot as int32) and written."""
+    return rows * (2 * INT64 + INT32 + 3 * INT64)
+
+
+def scatter_bytes(batch: int, width: int, rows: int, columns: int) -> int:
+    """T packed float32 rows read, B * N rows written, the missing ones as zeros."""
+    return (rows + batch * width) * columns * FLOAT32
+
+
+def kv_indices_bytes(batch: int, prefix: int, rows: int) -> int:
+    """A KV slot in and out for every key of every request."""
+    return 2 * INT32 * (batch * prefix + rows)
+
+
+def mask_bytes(batch: int, prefix: int, nodes: int) -> int:
+    """Ancestors as words in, a bit for each row and key out."""
+    words = -(-nodes // 64) * 8
+    return batch * (nodes * words + -(-nodes * (prefix + nodes) // 8))
+
+
+# -- parts --------------------------------------------------------------------------------
+
+
+def inputs_of(num_bytes: int) -> int:
+    """Input sets to go round, so that 256 MB pass before one comes again; 8 at most."""
+    return min(max(256_000_000 // max(num_bytes, 1), 2), 8)
+
+
+def gates(batch: int, vocab: int) -> list[Row]:
+    """One drafted layer of a chain: our kernels, and the same in plain torch."""
+    from sglang_c2t.kernels.gate import (
+        GateProgram,
+        Judged,
+        Weights,
+        judge_layer,
+        judge_layer_reference,
+    )
+
+    draw = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731 - short
+    weights = Weights(draw(HIDDEN, 3), draw(HIDDEN), draw(1, HIDDEN), draw(1))
+    program = GateProgram(("joint", "entropy", "depth"), weights, beta=0.5, device="cuda")
+    floor = gate_bytes(batch, vocab)
+    sets = [
+        (draw(batch, vocab).mul_(4).bfloat16(), Judged.empty(batch, 1, "cuda"))
+        for _ in range(inputs_of(floor))
+    ]
+    joint = torch.rand(batch, device="cuda")
+    alive = torch.ones(batch, dtype=torch.bool, device="cuda")
+    kept = torch.zeros(batch, dtype=torch.int32, device="cuda")
+
+    def calls(function: Callable[..., Any]) -> list[Callable[[], object]]:
+        return [
+            lambda logits=logits, out=out: function(  # type: ignore[misc]
+                logits, program, depth=2, topk=1, joint=joint, alive=alive, num_kept=kept, out=out
+            )
+            for logits, out in sets
+        ]
+
+    size = f"B {batch}, V {vocab}"
+    return [
+        Row("gate of a layer", size, by_graph(calls(judge_layer)), floor, "graph"),
+        Row("the same in torch", size, by_graph(calls(judge_layer_reference)), floor, "graph"),
+    ]
+
+
+def packing(batch: int) -> list[Row]:
+    """Rows of chains: which, their inputs, FlashInfer's indices, logits back to their places."""
+    from sglang_c2t.kernels import rows as kernels
+
+    lens = torch.randint(1, WIDTH + 1, (batch,), dtype=torch.int32, device="cuda")
+    total = int(lens.sum())
+    # int32 as in SGLang, whose tables hold slots
+    table = torch.arange(batch * 1024, dtype=torch.int32, device="cuda").view(batch, 1024)
+    slots = torch.arange(batch, device="cuda")
+    seq_lens = torch.full((batch,), PREFIX, device="cuda")
+    tokens = torch.randint(0, 32_000, (batch * WIDTH,), device="cuda")
+    starts = kernels.indptr(lens, batch, prefix_lens=seq_lens)
+    indices = torch.empty(batch * 1024, dtype=torch.int32, device="cuda")
+    vocab = VOCABS[-1]
+    packed = torch.randn(total, vocab, device="cuda")
+    full = torch.empty(batch * WIDTH, vocab, device="cuda")
+    inputs = kernels.pack_inputs(lens, tokens, tokens, table, slots, seq_lens, total)
+
+    parts: list[tuple[str, Callable[[], object], int]] = [
+        ("row numbers", lambda: kernels.packed_rows(lens, WIDTH, total),
+         batch * INT32 + 17 * total),
+        ("packed inputs",
+         lambda: kernels.pack_inputs(lens, tokens, tokens, table, slots, seq_lens, total, inputs),
+         pack_bytes(total)),
+        ("KV indices",
+         lambda: kernels.ragged_kv_indices(table, slots, seq_lens, lens, starts, indices),
+         kv_indices_bytes(batch, PREFIX, total)),
+        (f"logits unpacked, V {vocab}",
+         lambda: kernels.scatter_rows(packed, lens, WIDTH, full),
+         scatter_bytes(batch, WIDTH, total, vocab)),
+    ]  # fmt: skip
+    return [
+        Row(name, f"B {batch}, T {total}", by_graph([work]), floor, "graph")
+        for name, work, floor in parts
+    ]
+
+
+def trees(batch: int, nodes: int = TREE) -> tuple[Tensor, Tensor]:
+    """Random parents [B, N] int64 and rows [B] in [1, N]; padding is the root's child."""
+    node = torch.arange(nodes)
+    parents = (torch.rand(batch, nodes) * node).long()
+    parents[:, 0] = -1
+    return parents, torch.randint(1, nodes + 1, (batch,))
+
+
+def masks(batch: int) -> list[Row]:
+    """FlashInfer's packed tree mask, straight from parents."""
+    from sglang_c2t.kernels import masks as kernels
+
+    parents, num_rows = (tensor.cuda() for tensor in trees(batch))
+    num_rows = num_rows.to(torch.int32)
+    prefix = torch.full((batch,), PREFIX, device="cuda")
+    words = kernels.ancestor_words_from_parents(parents, TREE)
+    starts = kernels.mask_indptr(prefix, num_rows, batch)
+    capacity = kernels.mask_capacity(batch * TREE, batch, PREFIX + TREE)
+    out = torch.zeros(capacity, dtype=torch.uint8, device="cuda")
+    size = f"B {batch}, {TREE} nodes, L {PREFIX}"
+    words_floor = batch * TREE * (INT64 + 8 * -(-TREE // 64))
+    parts: list[tuple[str, Callable[[], object], int]] = [
+        ("ancestor words", lambda: kernels.ancestor_words_from_parents(parents, TREE),
+         words_floor),
+        ("packed tree mask",
+         lambda: kernels.pack_tree_mask(words, prefix, num_rows, starts, out),
+         mask_bytes(batch, PREFIX, TREE)),
+    ]  # fmt: skip
+    return [Row(name, size, by_graph([work]), floor, "graph") for name, work, floor in parts]
+
+
+def planning(batch: int) -> list[Row]:
+    """FlashInfer's planner on host-known lengths, as each replay of a verify graph runs it."""
+    from functools import partial
+
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+    from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
+
+    heads, kv_heads, head_dim = HEADS
+    rows = torch.full((batch,), WIDTH, dtype=torch.int32)
+    keys = torch.full((batch,), PREFIX + WIDTH, dtype=torch.int32)
+    starts = lambda lengths: torch.nn.functional.pad(  # noqa: E731 - used twice
+        lengths.cumsum(0), (1, 0)
+    ).to(torch.int32)
+    qo, kv = starts(rows), starts(keys)
+    device = lambda tensor: tensor.cuda()  # noqa: E731 - used below
+    indices = torch.arange(int(kv[-1]), dtype=torch.int32, device="cuda")
+    last = torch.ones(batch, dtype=torch.int32, device="cuda")
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_cuda_graph=True,
+        qo_indptr_buf=device(qo), paged_kv_indptr_buf=device(kv), paged_kv_indices_buf=indices,
+        paged_kv_last_page_len_buf=last, backend="fa2",
+    )  # fmt: skip
+    shape = (heads, kv_heads, head_dim, 1)
+    types = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    on_device = device(qo), device(kv), indices, last
+    wrapper.plan(*on_device, *shape, causal=True, **types)
+    fast = partial(
+        fast_prefill_plan, wrapper, *on_device, *shape, causal=True, **types, qo_indptr_host=qo,
+        kv_indptr_host=kv, kv_lens_host=keys, max_q_len=WIDTH, max_kv_len=PREFIX + WIDTH,
+    )  # fmt: skip
+    again = partial(wrapper.plan, *on_device, *shape, causal=True, **types)
+    size = f"B {batch}, L {PREFIX}"
+    return [
+        Row("FlashInfer plan, host lengths", size, by_host(fast), 0, "host"),
+        Row("FlashInfer plan, stock", size, by_host(again), 0, "host"),
+    ]
+
+
+def transfer(batch: int) -> list[Row]:
+    """Lengths to the host, which chooses the graph by their sum: the one wait of a step."""
+    lens = torch.randint(1, WIDTH + 1, (batch,), dtype=torch.int32, device="cuda")
+    pinned = torch.empty(batch, dtype=torch.int32, pin_memory=True)
+
+    def through_pinned() -> None:
+        pinned.copy_(lens, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+
+    return [
+        Row("lengths to the host", f"B {batch}", by_host(lens.cpu), batch * INT32, "host"),
+        Row("the same, pinned", f"B {batch}", by_host(through_pinned), batch * INT32, "host"),
+    ]
+
+
+def replay_overhead(batch: int) -> list[Row]:
+    """What ``trace_replay.py`` adds to a speculative step, on the device and on the host."""
+    from eval.gpu.methods import POLICIES
+    from eval.gpu.trace_replay import Replay, Settings, lengths_of, prompt, replayed
+    from eval.gpu.traces import DEMO, load
+
+    loaded = load(DEMO)
+    lengths = lengths_of(loaded, Settings(str(DEMO), POLICIES))
+    replay = Replay(loaded, lengths, num_slots=batch + 1, max_positions=2048, device="cuda")
+    slots = torch.arange(1, batch + 1, device="cuda")
+    replay.join(slots, [prompt(lane, 0, 4) for lane in range(batch)])
+    flat = torch.arange(batch * WIDTH, device="cuda").view(batch, WIDTH)
+    column = torch.arange(WIDTH, device="cuda")
+    verify_input = SimpleNamespace(
+        draft_token_num=WIDTH,
+        retrieve_next_token=torch.where(column + 1 < WIDTH, column + 1, -1).expand(batch, -1),
+        draft_token=flat.flatten(),
+    )
+    scheduled = SimpleNamespace(
+        req_pool_indices=slots, seq_lens=torch.full((batch,), 20, device="cuda")
+    )
+    sampled = (
+        torch.zeros(batch * WIDTH, dtype=torch.int32, device="cuda"),
+        torch.ones(batch, dtype=torch.int32, device="cuda"),
+        flat.to(torch.int32),
+    )
+    work = lambda: replayed(replay, verify_input, scheduled, *sampled)  # noqa: E731 - used twice
+    size = f"B {batch}"
+    return [
+        Row("trace replay, on the device", size, by_graph([work]), 0, "graph"),
+        Row("trace replay, launched", size, by_host(work), 0, "host"),
+    ]
+
+
+def parts_of(batches: Sequence[int]) -> list[tuple[str, Callable[[], list[Row]]]]:
+    """Everything, by name, in the order of a step."""
+    made: list[tuple[str, Callable[[], list[Row]]]] = []
+    for batch in batches:
+        made += [(f"gate, V {v}", lambda b=batch, v=v: gates(b, v)) for v in VOCABS]  # type: ignore[misc]
+        made += [
+            ("packing", lambda b=batch: packing(b)),  # type: ignore[misc]
+            ("masks", lambda b=batch: masks(b)),  # type: ignore[misc]
+            ("planning", lambda b=batch: planning(b)),  # type: ignore[misc]
+            ("transfer", lambda b=batch: transfer(b)),  # type: ignore[misc]
+            ("trace replay", lambda b=batch: replay_overhead(b)),  # type: ignore[misc]
+        ]
+    return made
+
+
+def line(row: Row, ceilings: Ceilings) -> str:
+    """A line of the table."""
+    micro = [1e6 * seconds for seconds in row.timing]
+    floor = 1e6 * row.floor_bytes / ceilings.bytes_per_s
+    factor = f"{micro[0] / floor:.1f}" if floor > 0.01 else "-"
+    return (
+        f"| {row.part} | {row.size} | {row.kind} | {micro[0]:.1f} [{micro[1]:.1f}, {micro[2]:.1f}] "
+        f"| {floor:.2f} | {factor} |"
+    )
+
+
+HEADER = (
+    "| part | size | timed | us, median [10 %, 90 %] | floor, us | time / floor |\n"
+    "|---|---|---|---:|---:|---:|"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Time all parts; a part that fails is told and leaves the others alone."""
+    parser = argparse.ArgumentParser(prog="python -m eval.gpu.microbench", description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--ceilings", type=Path, help="from roofline.py; measured here without it")
+    parser.add_argument("--out", type=Path, help="JSON of all rows")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("eval.gpu.microbench: needs a CUDA device", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    ceilings = Ceilings.read(args.ceilings) if args.ceilings else measure()
+    print(f"{ceilings.gpu}, copies at {ceilings.bytes_per_s / 1e12:.2f} TB/s\n\n{HEADER}")
+    rows: list[Row] = []
+    failed = []
+    for name, part in parts_of(args.batches):
+        try:
+            found = part()
+        except Exception as error:  # one missing kernel must not cost the other numbers
+            failed.append(f"{name}: {type(error).__name__}: {error}")
+            continue
+        rows += found
+        for row in found:
+            print(line(row, ceilings), flush=True)
+        torch.cuda.empty_cache()
+    for told in failed:
+        print(f"FAILED {told}", file=sys.stderr)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        document = {"ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""The least a decode step can take, from the bytes and operations of a model's shape.
+
+    python -m eval.gpu.roofline --out runs/gpu/ceilings.json      # measures the two ceilings
+
+A forward reads its weights and the keys and values of its batch once, and multiplies every
+row with every weight; it cannot end before the slower of the two. Bandwidth and rate are those
+that a large copy and a large matrix product reach on this very machine, not the data sheet's.
+Activations, sampling, launches and the host count as nothing: what a step takes beyond its
+floor is theirs.
+
+Legend: B requests, R rows verified by the whole batch, D drafts per chain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from eval.gpu.models import BYTES_PER_WEIGHT, Shape
+from eval.gpu.timing import by_events
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a machine reaches."""
+
+    gpu: str
+    bytes_per_s: float
+    """Of a copy on the device, bytes read plus bytes written."""
+
+    flops_per_s: float
+    """Of a bfloat16 matrix product."""
+
+    @classmethod
+    def read(cls, path: Path) -> Ceilings:
+        """From a file of :func:`main`."""
+        return cls(**json.loads(path.read_text()))
+
+
+class Forward(NamedTuple):
+    """Work of one forward."""
+
+    num_bytes: float
+    flops: float
+
+    def seconds(self, ceilings: Ceilings) -> float:
+        """The longer of moving the bytes and doing the operations."""
+        return max(self.num_bytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
+
+
+def target_forward(shape: Shape, *, rows: float, batch: int, context: float) -> Forward:
+    """The target on R ``rows`` of B requests with ``context`` tokens each."""
+    attention = 4 * rows * context * shape.num_heads * shape.head_dim * shape.num_layers
+    return Forward(
+        BYTES_PER_WEIGHT * shape.target_weights + batch * context * shape.kv_bytes_per_token,
+        2 * rows * shape.target_weights + attention,
+    )
+
+
+def draft_forward(shape: Shape, *, rows: float, batch: int, context: float) -> Forward:
+    """The same of the draft head."""
+    attention = 4 * rows * context * shape.num_heads * shape.head_dim
+    return Forward(
+        BYTES_PER_WEIGHT * shape.draft_weights + batch * context * shape.draft_kv_bytes_per_token,
+        2 * rows * shape.draft_weights + attention,
+    )
+
+
+class Floor(NamedTuple):
+    """The least seconds of a step, by part."""
+
+    verify: float
+    draft: float
+
+    @property
+    def total(self) -> float:
+        """Both, one after the other."""
+        return self.verify + self.draft
+
+
+def step_floor(
+    shape: Shape, ceilings: Ceilings, *, rows: float, batch: int, context: float, num_steps: int
+) -> Floor:
+    """One step: D = ``num_steps`` drafts per request, then R ``rows`` verified.
+
+    Drafting is D - 1 forwards of B rows and the draft extend, which runs over the rows that were
+    verified. ``num_steps`` 0: no speculation, no draft.
+    """
+    verify = target_forward(shape, rows=rows, batch=batch, context=context).seconds(ceilings)
+    if num_steps == 0:
+        return Floor(verify, 0.0)
+    single = draft_forward(shape, rows=batch, batch=batch, context=context).seconds(ceilings)
+    extend = draft_forward(shape, rows=rows, batch=batch, context=context).seconds(ceilings)
+    return Floor(verify, (num_steps - 1) * single + extend)
+
+
+# -- measuring ----------------------------------------------------------------------------
+
+
+def measure() -> Ceilings:
+    """Median of 20 copies of 4 GiB and of 20 products of 8192 cubed, on random data."""
+    size = 4 * 2**30
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+    copy = by_events(torch.empty_like(source).copy_, source).median
+    side = 8192
+    left, right = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in "ab")
+    product = by_events(torch.matmul, left, right).median
+    return Ceilings(torch.cuda.get_device_name(), 2 * size / copy, 2 * side**3 / product)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the ceilings of this machine."""
+    parser = argparse.ArgumentParser(prog="python -m eval.gpu.roofline", description=__doc__)
+    parser.add_argument("--out", type=Path, help="JSON, for the report")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("eval.gpu.roofline: needs a CUDA device", file=sys.stderr)
+        return 2
+    found = measure()
+    text = json.dumps(asdict(found))
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text + "\n")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
