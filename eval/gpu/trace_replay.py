@@ -206,9 +206,10 @@ def _attach() -> None:
     from sglang.srt.speculative import eagle_worker_common
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker, EAGLEWorkerV2
 
+    from sglang_c2t.srt import ragged_verify
+
     # The draft worker's, because C2T makes its gate right behind it.
     alloc, forward = EagleDraftWorker.alloc_memory_pool, EAGLEWorkerV2.forward_batch_generation
-    sample = eagle_worker_common.eagle_sample
 
     # wraps: C2T looks at the parameters of what it attaches to.
     @functools.wraps(alloc)
@@ -224,17 +225,22 @@ def _attach() -> None:
             _replay.join(batch.req_pool_indices, [req.origin_input_ids for req in batch.reqs])
         return forward(worker, batch, *args, **kwargs)
 
-    @functools.wraps(sample)
-    def eagle_sample(verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        sampled = sample(verify_input, batch, *args, **kwargs)
-        if batch.forward_mode.is_idle():
-            return sampled
-        assert _replay is not None, "no request table yet"
-        return replayed(_replay, verify_input, batch, *sampled)
+    def replaying(sample: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(sample)
+        def sample_and_replay(verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            sampled = sample(verify_input, batch, *args, **kwargs)
+            if batch.forward_mode.is_idle():
+                return sampled
+            assert _replay is not None, "no request table yet"
+            return replayed(_replay, verify_input, batch, *sampled)
+
+        return sample_and_replay
 
     EagleDraftWorker.alloc_memory_pool = alloc_memory_pool
     EAGLEWorkerV2.forward_batch_generation = forward_batch_generation
-    eagle_worker_common.eagle_sample = eagle_sample
+    # SGLang's, and what C2T puts in its place for packed rows.
+    eagle_worker_common.eagle_sample = replaying(eagle_worker_common.eagle_sample)
+    ragged_verify.sample_and_match = replaying(ragged_verify.sample_and_match)
     _replace_gate()
 
 

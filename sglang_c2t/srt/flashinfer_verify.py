@@ -117,8 +117,8 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         if in_capture:  # FlashInfer chooses its module and freezes S and T in a plan of its own
             self._begin(wrapper, host, buffers.kv_indices[:0])
         else:
-            # Writes the wrapper's pinned memory. The copy out of it that the last plan started
-            # is over: this verification waited for sizes computed behind it.
+            # Writes the wrapper's pinned memory. The copy out of it that the last plan started is
+            # over: FlashInfer has SGLang read the committed lengths, which stand behind it.
             fast_prefill_plan(
                 wrapper,
                 buffers.qo_indptr[: slots + 1],

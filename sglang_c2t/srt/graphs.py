@@ -100,7 +100,7 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
                     num_draft_tokens=self.tiers.width,
                 ),
                 device=self.device,
-                grid=self.capture_num_tokens,
+                grid=[num_tokens],
             )
         return self._captured_ragged_layouts[num_tokens]
 

@@ -28,11 +28,15 @@ class Lookback:
 
     Args:
         target_worker: SGLang's, whose verify forwards are timed (on CUDA).
+        max_rows: Rows of a batch that may be verified; ``None``: no limit.
         agree: Makes a tensor equal on all tensor-parallel ranks; identity on one rank.
     """
 
-    def __init__(self, target_worker: Any, agree: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, target_worker: Any, agree: Callable[[Tensor], Tensor], max_rows: int | None = None
+    ) -> None:
         self._agree = agree
+        self._max_rows = max_rows
         self._rule = PackingRule()
         self._steps = 0
         self._previous: tuple[HostSizes, DraftDepth | None, int] | None = None
@@ -64,6 +68,8 @@ class Lookback:
     def packs(self, requests: int, width: int) -> bool:
         """Whether the next verification is worth packing: B ``requests`` of up to N rows."""
         if not self._on_cuda or self._rows_per_request is None:
+            return True
+        if self._max_rows is not None and requests * width > self._max_rows:
             return True
         return self._rule.pays(requests * width, requests * self._rows_per_request)
 

@@ -75,7 +75,7 @@ def packed(packing: Packing | None, batch: Any, *, own_acceptance: bool) -> Iter
     unpack_logits = batch.return_logprob or not own_acceptance
     token = _verification.set(_Verification(packing, unpack_logits))
     stock = eagle_worker_common.eagle_sample
-    sample = stock if unpack_logits else _sample_and_match
+    sample = stock if unpack_logits else sample_and_match
     try:
         with compat.swapped(eagle_worker_common, "eagle_sample", sample):
             yield
@@ -83,7 +83,7 @@ def packed(packing: Packing | None, batch: Any, *, own_acceptance: bool) -> Iter
         _verification.reset(token)
 
 
-def _sample_and_match(
+def sample_and_match(
     verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any = None,
     *_args: Any, **_kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip

@@ -56,7 +56,11 @@ class WorkerMixin:
         self._config: C2TConfig = config
         self._recorder = Recorder.from_config(config, self.server_args)  # type: ignore[attr-defined]
         self._draft_worker.watch(self._gate_maker(), self._recorder)
-        self._lookback = Lookback(self.target_worker, agreement())  # type: ignore[attr-defined]
+        self._lookback = Lookback(
+            self.target_worker,  # type: ignore[attr-defined]
+            agreement(),
+            config.max_verify_rows,
+        )
 
     def _gate_maker(self) -> Callable[..., FirstTokenRelay]:
         """The gate, still to be given its request table."""

@@ -65,6 +65,17 @@ def test_ranks_decide_by_what_they_agreed_on(
     assert not memory.packs(requests=8, width=6)  # 32 rows fewer
 
 
+def test_a_batch_that_would_exceed_its_limit_is_packed_whatever_it_costs(
+    lookback: ModuleType,
+) -> None:
+    target = SimpleNamespace(model_runner=SimpleNamespace(device="cpu"))
+    memory = lookback.Lookback(target, lambda tensor: tensor, max_rows=16)
+    memory._on_cuda, memory._rows_per_request = True, 3.0
+    memory._rule.decide_on(0.0, 1.0)
+    assert not memory.packs(requests=4, width=4)
+    assert memory.packs(requests=5, width=4)
+
+
 def test_full_width_keeps_all_rows_and_still_learns(lookback: ModuleType) -> None:
     memory = on_cpu(lookback)
     packing = lookback.packing_of(memory, torch.tensor([1, 3]), 4, packed=False)
