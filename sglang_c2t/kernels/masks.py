@@ -23,7 +23,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from sglang_c2t.kernels.rows import block_of, runs_triton, splits_of
+from sglang_c2t.kernels.rows import block_of, block_of_batch, runs_triton, splits_of
 from sglang_c2t.tree import WORD_BITS, ancestor_words, visible_nodes
 
 INT32_MAX = 2**31 - 1
@@ -94,7 +94,7 @@ def mask_capacity(num_tokens: int, slots: int, max_kv_len: int) -> int:
     return size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "slots"])
 def _mask_indptr_kernel(prefix_lens, num_rows, out, batch, slots, BLOCK_S: tl.constexpr):
     slot = tl.arange(0, BLOCK_S)
     rows = tl.load(num_rows + slot, mask=slot < batch, other=0).to(tl.int64)
@@ -119,7 +119,7 @@ def mask_indptr(
     if not runs_triton(num_rows):
         return mask_indptr_torch(prefix_lens, num_rows, slots, out)
     _mask_indptr_kernel[(1,)](
-        prefix_lens, num_rows, out, len(num_rows), slots, BLOCK_S=block_of(slots)
+        prefix_lens, num_rows, out, len(num_rows), slots, BLOCK_S=block_of_batch(slots)
     )
     return out[: slots + 1]
 
@@ -138,7 +138,7 @@ def mask_indptr_torch(prefix_lens: Tensor, num_rows: Tensor, slots: int, out: Te
 # -- bytes --------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _pack_tree_mask_kernel(
     words, prefix_lens, num_rows, mask_indptr, out, max_rows, num_words, capacity,
     BLOCK: tl.constexpr,

@@ -10,7 +10,8 @@ Everything here has static shapes and reads nothing on the host. A kernel runs o
 (or under TRITON_INTERPRET=1); elsewhere a twin in torch does, ``NAME_torch``, with the same
 arguments. All of it is a few kB a step except for :func:`scatter_rows`,
 :func:`gather_rows` and :func:`ragged_kv_indices`: the cost is the launch. Knows nothing of
-SGLang.
+SGLang. Sizes that change from step to step are no constants of a kernel, so that a server
+compiles each once per 32, 64, 128, ... requests and not in the middle of serving.
 
 Legend: B requests, N rows a request, T packed rows (>= the sum of verify_lens), S >= B slots.
 """
@@ -38,6 +39,11 @@ def runs_triton(tensor: Tensor) -> bool:
 def block_of(size: int) -> int:
     """The power of two that covers ``size`` lanes; at least 1."""
     return triton.next_power_of_2(max(size, 1))
+
+
+def block_of_batch(batch: int) -> int:
+    """Lanes for all requests of a batch: few different ones, because each is compiled anew."""
+    return max(block_of(batch), 32)
 
 
 def splits_of(batch: int) -> int:
@@ -69,7 +75,7 @@ class PackedRows(NamedTuple):
     """[T] bool: not padding."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "num_tokens"])
 def _packed_rows_kernel(
     verify_lens, rows, request, valid, batch, width, num_tokens,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -110,7 +116,7 @@ def packed_rows(verify_lens: Tensor, width: int, num_tokens: int) -> PackedRows:
     )
     _packed_rows_kernel[(batch + 1,)](
         verify_lens, *packed, batch, width, num_tokens,
-        BLOCK_B=block_of(batch), BLOCK_N=block_of(width),
+        BLOCK_B=block_of_batch(batch), BLOCK_N=block_of(width),
     )  # fmt: skip
     return packed
 
@@ -140,7 +146,7 @@ class PackedInputs(NamedTuple):
     out_cache_loc: Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "num_tokens"])
 def _pack_inputs_kernel(
     verify_lens, draft_token, positions, req_to_token, req_pool_indices, seq_lens,
     out_ids, out_positions, out_locs, batch, width, num_tokens, pool_stride,
@@ -204,7 +210,7 @@ def pack_inputs(
     _pack_inputs_kernel[(batch + 1,)](
         verify_lens, draft_token, positions, req_to_token, req_pool_indices, seq_lens, *out,
         batch, width, num_tokens, req_to_token.stride(0),
-        BLOCK_B=block_of(batch), BLOCK_N=block_of(width),
+        BLOCK_B=block_of_batch(batch), BLOCK_N=block_of(width),
     )  # fmt: skip
     return PackedInputs(*(buffer[:num_tokens] for buffer in out))
 
@@ -239,7 +245,7 @@ def pack_inputs_torch(
 # -- tables of rows -----------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _scatter_rows_kernel(
     packed, verify_lens, out, batch, width, columns, packed_stride, out_stride,
     BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -279,7 +285,7 @@ def scatter_rows(
     block = min(block_of(columns), 4096)
     _scatter_rows_kernel[(batch * width, triton.cdiv(columns, block))](
         packed, verify_lens, full, batch, width, columns, packed.stride(0), full.stride(0),
-        BLOCK_B=block_of(batch), BLOCK_W=block,
+        BLOCK_B=block_of_batch(batch), BLOCK_W=block,
     )  # fmt: skip
     return full
 
@@ -296,7 +302,7 @@ def scatter_rows_torch(packed: Tensor, verify_lens: Tensor, width: int, out: Ten
     return full
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gather_rows_kernel(
     full, rows, out, num_rows, columns, full_stride, out_stride, BLOCK_W: tl.constexpr
 ):
@@ -343,7 +349,7 @@ def gather_rows_torch(full: Tensor, rows: Tensor, out: Tensor) -> Tensor:
 # -- FlashInfer's index arrays ------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "slots", "ghost"])
 def _indptr_kernel(
     lengths, prefix_lens, out, batch, slots, ghost,
     HAS_PREFIX: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -378,7 +384,7 @@ def indptr(
         return indptr_torch(lengths, slots, prefix_lens=prefix_lens, ghost=ghost, out=out)
     _indptr_kernel[(1,)](
         lengths, lengths if prefix_lens is None else prefix_lens, out, len(lengths), slots, ghost,
-        HAS_PREFIX=prefix_lens is not None, BLOCK_S=block_of(slots),
+        HAS_PREFIX=prefix_lens is not None, BLOCK_S=block_of_batch(slots),
     )  # fmt: skip
     return out[: slots + 1]
 
@@ -395,7 +401,7 @@ def indptr_torch(
     return starts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _kv_indices_kernel(
     req_to_token, req_pool_indices, seq_lens, verify_lens, kv_indptr, out,
     pool_stride, capacity, BLOCK: tl.constexpr,

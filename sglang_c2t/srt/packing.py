@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import time
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_c2t.kernels.masks import ancestor_words_from_parents
-from sglang_c2t.kernels.rows import PackedInputs, pack_inputs, packed_rows
+from sglang_c2t.kernels.rows import PackedInputs, pack_inputs, packed_rows, scatter_rows
 from sglang_c2t.tree import visible_blocks, visible_nodes
 
 # B requests, N most rows of a request, R rows that are verified, T >= R rows of the forward
@@ -139,6 +140,34 @@ class Packing:
         if self.parents is None:
             return None
         return visible_blocks(visible_nodes(self.parents, self._num_steps), self.num_rows)
+
+
+def warm_up(
+    target_runner: Any, width: int, max_requests: int, *, trees: bool, num_steps: int
+) -> None:
+    """Compile what packing launches, for every batch size, before a request has to wait for it.
+
+    What attention and the gate launch has been compiled when graphs were captured.
+    """
+    device = target_runner.device
+    for batch in {min(1 << n, max_requests) for n in range(max_requests.bit_length() + 1)}:
+        rows = torch.ones(batch, dtype=torch.int64 if trees else torch.int32, device=device)
+        zeros = torch.zeros(batch * width, dtype=torch.int64, device=device)
+        parents = zeros.view(batch, width) - 1 if trees else None
+        packing = Packing(rows, width, parents=parents, num_steps=num_steps)
+        requests = SimpleNamespace(
+            req_to_token_pool=target_runner.req_to_token_pool,
+            req_pool_indices=zeros[:batch],
+            seq_lens=zeros[:batch],
+        )
+        packing.forwarded(
+            SimpleNamespace(draft_token=zeros, positions=zeros), requests, target_runner
+        )
+        _ = packing.rows, packing.words
+        if not trees:
+            size = target_runner.model_config.hidden_size
+            states = torch.zeros((batch, size), dtype=target_runner.dtype, device=device)
+            scatter_rows(states, rows, width)
 
 
 def _tier(target_runner: Any, rows: int, requests: int) -> int | None:

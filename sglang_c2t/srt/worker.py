@@ -26,6 +26,7 @@ from sglang_c2t.srt.draft import (
     DraftWatcher,
 )
 from sglang_c2t.srt.lookback import Lookback, packing_of
+from sglang_c2t.srt.packing import warm_up
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.tensor_parallel import agreement
 from sglang_c2t.srt.tree_draft import (
@@ -66,6 +67,24 @@ class WorkerMixin:
         """The gate, still to be given its request table."""
         raise NotImplementedError
 
+    def init_cuda_graphs(self) -> None:
+        """Capture, and have ready what runs outside of the graphs."""
+        super().init_cuda_graphs()  # type: ignore[misc]
+        runner = self.target_worker.model_runner  # type: ignore[attr-defined]
+        if runner.device == "cuda" and self._packs:
+            warm_up(
+                runner,
+                self.speculative_num_draft_tokens,  # type: ignore[attr-defined]
+                runner.max_running_requests,
+                trees=self.topk > 1,  # type: ignore[attr-defined]
+                num_steps=self.speculative_num_steps,  # type: ignore[attr-defined]
+            )
+
+    @property
+    def _packs(self) -> bool:
+        """Whether verification may be packed."""
+        raise NotImplementedError
+
     def _announce(self, what: str) -> None:
         """One line at the start that says what this server does."""
         logger.info("C2T: policy %s, %s, settings %s", self._config.policy, what,
@@ -103,6 +122,10 @@ class ChainWorkerMixin(WorkerMixin):
         self._ragged = ragged_verify.decide(self._config.verify, runner)
         self._matches_exactly = compat.accepts_exactly(self.server_args)  # type: ignore[attr-defined]
         self._announce(f"{'ragged' if self._ragged else 'static'} verification of chains")
+
+    @property
+    def _packs(self) -> bool:
+        return self._ragged
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Cut the drafts of the batch, verify, and report the lengths."""
@@ -190,6 +213,10 @@ class TreeWorkerMixin(WorkerMixin):
             )
             return "stock"
         return "exact"
+
+    @property
+    def _packs(self) -> bool:
+        return True  # padded trees go the same way, with all rows
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify the batch's trees and report their sizes."""

@@ -40,6 +40,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.server)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that a running server may be reading: it sees the old text or the new."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
 @pytest.fixture(scope="session")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("servers")
@@ -71,7 +78,7 @@ class GatedServer:
             concurrency: int = CONCURRENCY) -> LoadResult:  # fmt: skip
         """Serve ``bodies`` under the gate ``mode``, from an empty cache."""
         assert mode in MODES or mode.startswith("{")
-        self.control.write_text(mode)
+        replace_text(self.control, mode)
         self.server.flush_cache()
         return run_load(self.server.url, bodies, concurrency=concurrency)
 
@@ -149,7 +156,7 @@ def verified(answer: Answer) -> bool:
 
 def run_beside_aborts(gated: GatedServer) -> LoadResult:
     """Serve all of BODIES in mode ``random``, while other requests come and vanish."""
-    gated.control.write_text("random")
+    replace_text(gated.control, "random")
     gated.server.flush_cache()  # before the others come: a busy server refuses
     stop = threading.Event()
     victims = threading.Thread(target=abort_in_a_loop, args=(gated.server.url, stop))

@@ -16,7 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eval.prompts import demo_mix
 from eval.server import Launch, running, speculative_flags
 from sglang_c2t.client import differing, run_load
-from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags, tree_launch
+from tests.e2e.conftest import (
+    REPOSITORY,
+    GatedServer,
+    replace_text,
+    switchable_flags,
+    tree_launch,
+)
 
 VOCAB = 8
 PROMPT = [3, 1, 4, 1, 5]
@@ -125,7 +131,7 @@ def sample(gated: GatedServer, mode: str) -> Counter[tuple[int, ...]]:
             "temperature": 1.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True, "n": copies,
         },
     }  # fmt: skip
-    gated.control.write_text(mode)
+    replace_text(gated.control, mode)
     gated.server.flush_cache()
     found: Counter[tuple[int, ...]] = Counter()
     for _ in range(NUM_SAMPLES // copies):
