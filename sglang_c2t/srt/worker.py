@@ -143,7 +143,8 @@ class ChainWorkerMixin(WorkerMixin):
                 self._lookback,
                 verify_lens,
                 verify_input.draft_token_num,
-                depth=self._draft_worker.depth,
+                # A recorded step drafts all layers, and its lengths say nothing of the gate.
+                depth=None if gate.exploring else self._draft_worker.depth,
             )
         # Every rank must cut alike, and only rank 0 has a recorder: ask the configuration.
         commit_lens = (
