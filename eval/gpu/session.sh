@@ -29,7 +29,7 @@ case "$STAGE" in
   check)
     run check "$PYTHON" -m eval.gpu.check "$@" ;;
   tests)
-    run tests "$PYTHON" -m pytest -m gpu tests/cuda tests/kernels \
+    run tests "$PYTHON" -m pytest -m gpu tests/cuda tests/kernels tests/test_chain.py tests/policies \
       -p no:cacheprovider -rA --tb=short "$@" ;;
   microbench)
     run ceilings "$PYTHON" -m eval.gpu.roofline --out "$OUT/ceilings.json" &&
