@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sglang_c2t.kernels.masks import mask_indptr, pack_tree_mask
 from sglang_c2t.kernels.rows import indptr, ragged_kv_indices
-from sglang_c2t.srt.packing import Packing
+from sglang_c2t.srt.packing import Packing, packing_of
 
 # B requests, S >= B slots, T rows of a graph, L committed length, n rows of a request
 
@@ -103,7 +103,7 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Plan the attention of one replay, or of a capture."""
-        packing = _packing(forward_batch)
+        packing = packing_of(forward_batch)
         if packing is None:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             return
@@ -137,7 +137,7 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan an eager forward."""
-        packing = _packing(forward_batch)
+        packing = packing_of(forward_batch)
         if packing is None:
             super().init_forward_metadata(forward_batch)
             return
@@ -225,12 +225,6 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
     def _dtypes(self) -> dict[str, torch.dtype]:
         updater = self.indices_updater_prefill
         return {"q_data_type": updater.q_data_type, "kv_data_type": updater.data_type}
-
-
-def _packing(forward_batch: Any) -> Packing | None:
-    if not forward_batch.forward_mode.is_target_verify():
-        return None
-    return getattr(forward_batch.spec_info, "c2t_packing", None)
 
 
 def _host_plan(forward_batch: Any, packing: Packing) -> HostPlan:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.load import DraftDepth, PackingRule
-from sglang_c2t.srt.packing import HostSizes, Packing
+from sglang_c2t.srt.packing import HostSizes, Packing, packing_of
 
 AGREE_EVERY = 64
 """Steps between two looks at the measured times."""
@@ -78,7 +78,7 @@ class Lookback:
 
         def timed_forward(*args: Any, **kwargs: Any) -> Any:
             forward_batch: Any = kwargs.get("forward_batch")
-            packing = getattr(getattr(forward_batch, "spec_info", None), "c2t_packing", None)
+            packing = packing_of(forward_batch)
             if packing is None:
                 return forward(*args, **kwargs)
             if packing.arrived is not None:
@@ -101,7 +101,7 @@ class Lookback:
         self._rule.decide_on(per_row, wait)
 
 
-def packing_of(
+def choose_packing(
     lookback: Lookback, num_rows: Tensor, width: int, *, depth: DraftDepth | None = None,
     packed: bool = True, **trees: Any,
 ) -> Packing:  # fmt: skip

@@ -142,6 +142,11 @@ class Packing:
         return visible_blocks(visible_nodes(self.parents, self._num_steps), self.num_rows)
 
 
+def packing_of(forward_batch: Any) -> Packing | None:
+    """The packing of a verify forward; ``None`` for any other forward."""
+    return getattr(getattr(forward_batch, "spec_info", None), "c2t_packing", None)
+
+
 def warm_up(
     target_runner: Any, width: int, max_requests: int, *, trees: bool, num_steps: int
 ) -> None:

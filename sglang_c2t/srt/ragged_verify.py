@@ -28,7 +28,7 @@ from sglang_c2t.config import ConfigError
 from sglang_c2t.kernels.rows import scatter_rows
 from sglang_c2t.srt import compat, graphs
 from sglang_c2t.srt.matching import match_rows
-from sglang_c2t.srt.packing import Packing
+from sglang_c2t.srt.packing import Packing, packing_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,7 @@ def install(target_worker: Any) -> None:
 
     def unpacking_forward(*args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
-        forward_batch = kwargs.get("forward_batch")
-        packing = getattr(getattr(forward_batch, "spec_info", None), "c2t_packing", None)
+        packing = packing_of(kwargs.get("forward_batch"))
         if packing is not None and packing.parents is None:
             _unpack_output(result.logits_output, packing)
         return result
@@ -100,11 +99,12 @@ def decide(mode: str, target_runner: Any) -> bool:
     Backends are on an allow-list: one that ignores the layout would read wrong rows
     without an error. Raises :class:`ConfigError` when ragged was asked for by name.
     """
+    if mode == "static":
+        return False
     reason = obstacle(target_runner)
-    if mode == "static" or reason is None:
-        if mode != "static":
-            prepare(target_runner, trees=False, max_rows=None)
-        return mode != "static"
+    if reason is None:
+        prepare(target_runner, trees=False, max_rows=None)
+        return True
     if mode == "ragged":
         raise ConfigError(f"--c2t-verify ragged cannot be served: {reason}")
     logger.warning("C2T: verifying full width (same output, no saving): %s", reason)

@@ -29,7 +29,7 @@ from torch import Tensor
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.ancestors import Follow
 from sglang_c2t.srt.draft import DraftWatcher, no_forward
-from sglang_c2t.srt.lookback import Lookback, packing_of
+from sglang_c2t.srt.lookback import Lookback, choose_packing
 from sglang_c2t.srt.reporting import COUNTERS
 from sglang_c2t.srt.tree_verify import TreeVerifyInput, build_verify_input
 from sglang_c2t.tree import Trees
@@ -163,7 +163,7 @@ class TreeDraftMixin(DraftWatcher):
                 batch,
                 num_steps=self.speculative_num_steps,  # type: ignore[attr-defined]
                 topk=self.topk,  # type: ignore[attr-defined]
-                packing=packing_of(
+                packing=choose_packing(
                     self.lookback,
                     trees.num_nodes,
                     trees.tokens.shape[1],

@@ -25,7 +25,7 @@ from sglang_c2t.srt.draft import (
     ChainDraftMixin,
     DraftWatcher,
 )
-from sglang_c2t.srt.lookback import Lookback, packing_of
+from sglang_c2t.srt.lookback import Lookback, choose_packing
 from sglang_c2t.srt.packing import warm_up
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.tensor_parallel import agreement
@@ -139,7 +139,7 @@ class ChainWorkerMixin(WorkerMixin):
         verify_input = batch.spec_info
         packing = None
         if self._ragged:
-            packing = packing_of(
+            packing = choose_packing(
                 self._lookback,
                 verify_lens,
                 verify_input.draft_token_num,

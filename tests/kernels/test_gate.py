@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,29 +32,19 @@ from sglang_c2t.kernels.gate import (
 from tests.gpu import gpu
 from tests.kernels import gate_worker
 from tests.kernels.gate_worker import NETWORKS, THRESHOLDS, assert_same, program, random_layer
+from tests.kernels.processes import run_worker
 
-ROOT = Path(__file__).parents[2]
 SHIPPED = ("c2t", "c2t-log", "c2t-plus", "c2t-tree", "c2t-log-tree", "c2t-plus-tree")
 
 
 @functools.cache
 def failures(mode: str) -> dict[str, str]:
     """All cases of `gate_worker` in one fresh process."""
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    env.pop("TRITON_INTERPRET", None)
-    if mode == "interpret":
-        env["TRITON_INTERPRET"] = "1"
-    with tempfile.TemporaryDirectory() as cache:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "tests.kernels.gate_worker", mode],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env={**env, "TRITON_CACHE_DIR": cache},  # compiles here and now
-            cwd=ROOT,
+    with tempfile.TemporaryDirectory() as cache:  # compiles here and now
+        said = run_worker(
+            "gate_worker", mode, interpret=mode == "interpret", TRITON_CACHE_DIR=cache
         )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(said.splitlines()[-1])
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in gate_worker.INTERPRETED])

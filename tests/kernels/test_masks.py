@@ -20,13 +20,13 @@ from tests.gpu import gpu
 from tests.kernels import masks_worker
 from tests.kernels.hopper import compiled
 from tests.kernels.masks_worker import Forest, check_mask, check_words, random_forest
-from tests.kernels.test_rows import interpret
+from tests.kernels.processes import run_worker
 
 INT32, INT64 = torch.int32, torch.int64
 
 
 def test_interpreted_kernels_do_what_loops_do() -> None:
-    interpret("masks_worker")
+    run_worker("masks_worker")
 
 
 @given(st.integers(0, 2**20), st.sampled_from([1, 2, 16, 63, 64, 65, 100]))

@@ -5,12 +5,8 @@ The kernels run in Triton's interpreter (`rows_worker`), and where there is one 
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,29 +21,14 @@ from sglang_c2t.kernels import rows
 from tests.gpu import gpu
 from tests.kernels import rows_worker
 from tests.kernels.hopper import compiled
+from tests.kernels.processes import run_worker
 from tests.kernels.rows_worker import Batch, check, check_follow_ancestors, random_batch
 
-ROOT = Path(__file__).parents[2]
 INT32, INT64 = torch.int32, torch.int64
 
 
-def interpret(worker: str) -> None:
-    """A worker module in a fresh process, by Triton's interpreter."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env.pop("SGLANG_USE_CPU_ENGINE", None)  # makes SGLang ask for sgl_kernel's CPU ops
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.kernels.{worker}"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=env,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_interpreted_kernels_do_what_loops_do() -> None:
-    interpret("rows_worker")
+    run_worker("rows_worker")
 
 
 @given(st.integers(0, 2**20), st.sampled_from([1, 2, 16, 63, 64, 65, 100]))

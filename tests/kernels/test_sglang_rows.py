@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("sglang", reason="SGLang is not installed")
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.kernels.test_rows import interpret
+from tests.kernels.processes import run_worker
 
 
 def test_rows_and_masks_are_those_of_sglang() -> None:
-    interpret("sglang_rows_worker")
+    run_worker("sglang_rows_worker")

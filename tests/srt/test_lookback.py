@@ -78,10 +78,10 @@ def test_a_batch_that_would_exceed_its_limit_is_packed_whatever_it_costs(
 
 def test_full_width_keeps_all_rows_and_still_learns(lookback: ModuleType) -> None:
     memory = on_cpu(lookback)
-    packing = lookback.packing_of(memory, torch.tensor([1, 3]), 4, packed=False)
+    packing = lookback.choose_packing(memory, torch.tensor([1, 3]), 4, packed=False)
     assert packing.host_rows.tolist() == [4, 4]
     assert packing.total == 8
-    packed = lookback.packing_of(memory, torch.tensor([1, 3]), 4)
+    packed = lookback.choose_packing(memory, torch.tensor([1, 3]), 4)
     assert packed.host_rows.tolist() == [1, 3]
     assert packed.rows.tolist() == [0, 4, 5, 6]
     assert memory._rows_per_request == 2.0
