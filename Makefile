@@ -13,8 +13,8 @@ OLD_STAMP := $(OLD_VENV)/.installed
 COMPILE   := uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit check lint types e2e models classifier tables \
-  parity-old patch unpatch patch-check lock clean
+.PHONY: help setup demo bench lossless soak test unit check lint types e2e models classifier \
+  tables parity-old patch unpatch patch-check lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,6 +34,17 @@ $(STAMP): pyproject.toml requirements.lock
 
 demo: $(STAMP)  ## Serve a mixed batch without speculation, with fixed lengths, with --c2t; compare
 	$(BIN)/python -m eval.demo
+
+# CONFIG, OUT and so on: see the heads of the files in eval/configs and `--help`.
+bench: $(STAMP)  ## Benchmark of all methods and its report: make bench [CONFIG=file OUT=dir]
+	$(BIN)/python -m eval.run $(or $(CONFIG),eval/configs/demo.toml) --out $(or $(OUT),runs/bench)
+	$(BIN)/python -m eval.report $(or $(OUT),runs/bench)
+
+lossless: $(STAMP)  ## Are outputs those without speculation? Thousands of requests
+	$(BIN)/python -m eval.lossless $(ARGS)
+
+soak: $(STAMP)  ## 15 minutes of load and faults against a --c2t server
+	$(BIN)/python -m eval.soak $(ARGS)
 
 test: $(STAMP)  ## All tests: lint, types, unit, and real servers on the CPU
 	$(MAKE) lint types

@@ -43,13 +43,20 @@ class ChainGate(FirstTokenRelay):
         self._layers: list[DraftLayer] = []
         self._alive = torch.ones(0, dtype=torch.bool)  # [B]
         self._num_kept = torch.zeros(0, dtype=torch.int32)  # [B]
+        self._keeps_all: Tensor | None = None  # [B] bool; None: of nobody
         self._joint = torch.ones(0)  # [B]; like the next only with a program
         self._books: Judged
+
+    def switch(self, policy: ChainPolicy, *, captured: bool) -> None:
+        """Ask another policy; see :meth:`FirstTokenRelay.switch`."""
+        super().switch(policy, captured=captured)
+        self._policy = policy
 
     def begin(self, slots: Tensor) -> None:
         """Start a step for the requests in ``slots`` [B], and judge their first tokens."""
         self._depth = 0
         self._layers = []
+        self._keeps_all = self._whole_of(slots)
         stats = self._begin(slots)
         if self.program is None:
             self._alive = torch.ones(slots.shape, dtype=torch.bool, device=slots.device)
@@ -86,15 +93,20 @@ class ChainGate(FirstTokenRelay):
 
         The same on all ranks, because it decides whether they forward.
         """
-        return bool(self._agree(self._alive.to(torch.uint8)).any())
+        alive = self._alive if self._keeps_all is None else self._alive | self._keeps_all
+        return bool(self._agree(alive.to(torch.uint8)).any())
 
     @property
     def verify_lens(self) -> Tensor:
         """[B] int32 in [1, D + 1]: rows to verify, root included, as this rank sees it.
 
+        Chains of requests that opted out end at the last layer that was judged.
         Static shapes, no host read: may be computed inside a CUDA graph.
         """
-        return self._num_kept + 1
+        kept = self._num_kept
+        if self._keeps_all is not None:
+            kept = kept.masked_fill(self._keeps_all, self._depth)
+        return kept + 1
 
     def settle(self, verify_lens: Tensor) -> Tensor:
         """[B] int32: the lengths that all ranks verify, rank 0's."""

@@ -16,7 +16,16 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_c2t.config import ConfigError, active
-    from sglang_c2t.srt import args, compat, refusals, reporting, worker_factory
+    from sglang_c2t.srt import (
+        args,
+        compat,
+        control,
+        opt_out,
+        refusals,
+        reporting,
+        step_metrics,
+        worker_factory,
+    )
 
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         from sglang_c2t.srt import cpu_engine
@@ -28,6 +37,13 @@ def register() -> None:
     HookRegistry.register(compat.CREATE_WORKER, worker_factory.create_worker, HookType.AROUND)
     HookRegistry.register(compat.SPEC_METRICS, reporting.correct_accept_rate, HookType.AFTER)
     HookRegistry.register(compat.INTERNAL_STATE, reporting.add_counters, HookType.AFTER)
+    HookRegistry.register(compat.SET_INTERNAL_STATE, control.set_internal_state, HookType.AROUND)
+    HookRegistry.register(compat.TOKENIZER_MANAGER, control.add_routes, HookType.AFTER)
+    HookRegistry.register(
+        compat.VERIFY_SAMPLING_PARAMS, opt_out.check_sampling_params, HookType.AFTER
+    )
+    HookRegistry.register(compat.RESOLVE_RESULT, step_metrics.count_step, HookType.AROUND)
+    HookRegistry.register(compat.LOG_STATS, step_metrics.correct_gauge, HookType.BEFORE)
     if reporting.counting():
         HookRegistry.register(compat.MODEL_FORWARD, reporting.count_forward, HookType.AROUND)
     compat.on_resolution(compat.SPECULATIVE_STEP, refusals.check_resolved_arguments)

@@ -15,7 +15,7 @@ Legend: B requests, V draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,24 +77,17 @@ class FirstTokenRelay:
         agree: Callable[[Tensor], Tensor] = lambda decision: decision,
         recording: bool = False,
     ) -> None:
-        if history := policy.needs & HISTORY:
-            raise ConfigError(
-                f"policy {policy.name} reads {', '.join(sorted(history))}: experimental, in replay "
-                "only; choose another --c2t-policy"
-            )
-        classifier = getattr(getattr(policy, "gate", policy), "classifier", None)
-        if isinstance(classifier, Classifier):
-            classifier.to(device)  # torch asks it there, program or not
-        self._needs: frozenset[str] = policy.needs
+        _refuse_history(policy)
         self._exploration = exploration or Exploration()
         self._agree = agree
         self._recording = recording
-        if program is None and torch.device(device).type == "cuda":
-            program = fused_gate(policy, device, topk=topk)
-        self._program = program
+        self._topk = topk
         self._table = _SlotTable(num_slots, device)
-        for name in self._needs - {"hidden"}:
-            self._table.reserve(name)  # a captured CUDA graph must not make them
+        self._needs: frozenset[str] = frozenset()
+        self._program = program or self._fused(policy)
+        self._adopt(policy)
+        self._opted_out: set[int] = set()
+        self._whole = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self._names: frozenset[str] = frozenset()  # measured in the step in progress
         self.exploring = self._explores()
         """Whether the step in progress, or behind its last token the next one, verifies full
@@ -104,6 +97,55 @@ class FirstTokenRelay:
     def program(self) -> GateProgram | None:
         """What judges the step in progress; ``None``: the policy, or nobody as it explores."""
         return None if self.exploring else self._program
+
+    def switch(self, policy: Any, *, captured: bool) -> None:
+        """Ask another policy from the next step on.
+
+        First tokens that wait in the table were measured for the old one. What the new one
+        reads beyond that is unknown of them, or stale: for one step it may decide badly.
+
+        Args:
+            policy: As in the constructor.
+            captured: CUDA graphs hold the kernels of the old one, so that only their data
+                can be replaced: the program must read the same features, with a network of
+                the same size.
+
+        Raises:
+            ConfigError: The policy cannot be served; the old one stays.
+        """
+        _refuse_history(policy)
+        program = self._fused(policy)
+        if not captured:
+            self._program = program
+        elif program is None or self._program is None or not program.fits(self._program):
+            raise ConfigError(
+                f"policy {policy.name} cannot take over in captured CUDA graphs, whose gate reads "
+                f"{', '.join(self._program.names) if self._program else 'what its policy does'}: "
+                "choose a policy that reads the same, or start the server with it"
+            )
+        else:
+            self._program.buffer.copy_(program.buffer)
+        self._adopt(policy)
+
+    def opt(self, slots: Sequence[int], out: Sequence[bool]) -> None:
+        """Requests take ``slots`` [B]; the drafts of those that opt ``out`` [B] stay whole.
+
+        Writes to the device only where a slot's answer changes: hardly ever, and then at the
+        prefill of its request.
+        """
+        changed = {s: o for s, o in zip(slots, out, strict=True) if o != (s in self._opted_out)}
+        if not changed:
+            return
+        self._opted_out = (self._opted_out | changed.keys()) - {
+            s for s, o in changed.items() if not o
+        }
+        rows = torch.tensor(list(changed), device=self._whole.device)
+        self._whole[rows] = torch.tensor(list(changed.values()), device=self._whole.device)
+
+    @property
+    def anyone_opted_out(self) -> bool:
+        """Whether some slot's last request opted out; its request may have ended."""
+        return bool(self._opted_out)
 
     def join(self, slots: Tensor, logits: Tensor, hidden: Tensor | None = None) -> None:
         """Requests [B] enter with the logits [B, V] of the first token behind their prompt.
@@ -127,6 +169,27 @@ class FirstTokenRelay:
     def first_tokens_complete(self, slots: Tensor) -> Tensor:
         """[B] bool: the first tokens of this step carry all that exploration measures."""
         return self._table.get("complete", slots).bool()
+
+    def _whole_of(self, slots: Tensor) -> Tensor | None:
+        """[B] bool: whose drafts stay whole; ``None``: nobody's.
+
+        A CUDA graph is captured once for all, hence never ``None`` there.
+        """
+        return self._whole[slots] if self._opted_out or self._whole.is_cuda else None
+
+    def _fused(self, policy: Any) -> GateProgram | None:
+        """The policy's program where gates are kernels."""
+        device = torch.device(self._table.device)
+        return fused_gate(policy, device, topk=self._topk) if device.type == "cuda" else None
+
+    def _adopt(self, policy: Any) -> None:
+        """Bring what the policy reads to where the logits are."""
+        classifier = getattr(getattr(policy, "gate", policy), "classifier", None)
+        if isinstance(classifier, Classifier):
+            classifier.to(self._table.device)  # torch asks it there, program or not
+        self._needs = policy.needs
+        for name in self._needs - {"hidden"}:
+            self._table.reserve(name)  # a captured CUDA graph must not make them
 
     def _begin(self, slots: Tensor) -> dict[str, Tensor]:
         """A step starts: what was relayed for the requests in ``slots`` [B], by name."""
@@ -159,6 +222,14 @@ class FirstTokenRelay:
         if self._exploration.names:
             complete = float(self._exploration.names <= measured.keys())
             self._table.put("complete", slots, torch.full((1,), complete))
+
+
+def _refuse_history(policy: Any) -> None:
+    if history := policy.needs & HISTORY:
+        raise ConfigError(
+            f"policy {policy.name} reads {', '.join(sorted(history))}: experimental, in replay "
+            "only; choose another --c2t-policy"
+        )
 
 
 class _SlotTable:

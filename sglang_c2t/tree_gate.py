@@ -12,16 +12,19 @@ Legend: B requests, W beam rows, K topk, N nodes of a tree, V draft vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sglang_c2t.draft_layer import measure
+from sglang_c2t.config import ConfigError
+from sglang_c2t.draft_layer import DraftLayer, measure
 from sglang_c2t.growth import PER_NODE, Beams, TreeGrowth, node_margins
-from sglang_c2t.kernels.gate import Judged, judge_layer
-from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
+from sglang_c2t.kernels.gate import GateProgram, Judged, judge_layer
+from sglang_c2t.policies.base import Gate, Growth, TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
+from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
 from sglang_c2t.relay import FirstTokenRelay
 from sglang_c2t.tree import Trees, within_budget
 
@@ -50,7 +53,7 @@ class TreeGate(FirstTokenRelay):
     ) -> None:
         super().__init__(policy, topk=shape.topk, **relay)
         policy.check(shape)
-        self._policy = policy
+        self._policy = self._with_live_beta(policy)
         self._shape = shape
         self._max_rows = max_rows
         self._growth: TreeGrowth
@@ -58,11 +61,37 @@ class TreeGate(FirstTokenRelay):
         self._rows: dict[str, Tensor] = {}
         self._judged: Judged | None = None
 
+    def switch(self, policy: TreePolicy, *, captured: bool) -> None:
+        """Ask another policy; see :meth:`FirstTokenRelay.switch`.
+
+        In captured graphs trees must also grow by the same rule.
+        """
+        policy.check(self._shape)
+        if captured and _rule(policy) != _rule(self._policy):
+            raise ConfigError(
+                f"policy {policy.name} grows trees by another rule than the one that CUDA graphs "
+                "were captured with: start the server with it"
+            )
+        super().switch(policy, captured=captured)
+        self._policy = self._with_live_beta(policy)
+
+    def _with_live_beta(self, policy: TreePolicy) -> TreePolicy:
+        """The policy, its threshold read from the program's memory: a captured graph would
+        keep a number for ever.
+        """
+        if self._program is None or not isinstance(policy, (GatedTree, GatedEAGLE2)):
+            return policy
+        live: Any = _LiveBeta(policy.gate, self._program)
+        return replace(policy, gate=live)
+
     def begin(self, slots: Tensor) -> None:
         """Start a step for the requests in ``slots`` [B]."""
         self._rows, self._judged = self._begin(slots), None
         # An exploring step records what any policy could have chosen.
         policy = EAGLE2() if self.exploring else self._policy
+        whole = self._whole_of(slots)
+        if whole is not None:
+            policy = _WholeFor(whole, policy)
         self._growth = TreeGrowth(policy, self._shape, len(slots), slots.device)
 
     def observe(
@@ -146,3 +175,67 @@ class TreeGate(FirstTokenRelay):
         if self._max_rows is not None and not self.exploring:
             trees = within_budget(trees, keys, self._max_rows)
         return trees.agreed(self._agree)
+
+
+def _rule(policy: TreePolicy) -> tuple[type, int | None]:
+    """What of a policy a captured graph holds beyond the gate's data."""
+    return type(policy), getattr(policy, "layer_limit", None)
+
+
+@dataclass(frozen=True)
+class _LiveBeta:
+    """A gate whose threshold is data in device memory."""
+
+    gate: Gate
+    program: GateProgram
+
+    @property
+    def name(self) -> str:
+        return self.gate.name
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.gate.needs
+
+    @property
+    def reads_parent(self) -> bool:
+        return getattr(self.gate, "reads_parent", False)
+
+    @property
+    def beta(self) -> Tensor:
+        return self.program.beta
+
+    def confidence(self, layer: DraftLayer) -> Tensor:
+        return self.gate.confidence(layer)
+
+
+@dataclass(frozen=True)
+class _WholeFor:
+    """EAGLE-2's trees for requests that opted out, the policy's for the others."""
+
+    whole: Tensor  # [B] bool
+    policy: TreePolicy
+
+    @property
+    def name(self) -> str:
+        return self.policy.name
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.policy.needs
+
+    @property
+    def reads_parent(self) -> bool:
+        return getattr(self.policy, "reads_parent", False)
+
+    def check(self, shape: TreeShape) -> None:
+        self.policy.check(shape)
+
+    def grow(self, layer: TreeLayer) -> Growth:
+        own, all_of_it = self.policy.grow(layer), EAGLE2().grow(layer)
+        whole = self.whole[:, None, None]
+        return Growth(
+            key=torch.where(whole, all_of_it.key, own.key),
+            expand=torch.where(whole, all_of_it.expand, own.expand),
+            verify=None if own.verify is None else own.verify | whole,
+        )

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "relay": {"config", "draft_layer", "classifier", "kernels", "policies"},
     "chain": {"draft_layer", "kernels", "policies", "relay"},
     "growth": {"draft_layer", "policies", "tree"},
-    "tree_gate": {"draft_layer", "kernels", "policies", "growth", "relay", "tree"},
+    "tree_gate": {"config", "draft_layer", "kernels", "policies", "growth", "relay", "tree"},
     "replay": {"config", "draft_layer", "classifier", "policies"},
     "tree_replay": {"config", "draft_layer", "classifier", "policies", "growth", "replay"},
     "compare": {"policies", "replay"},

@@ -147,6 +147,10 @@ class GateProgram:
             )
         return None
 
+    def fits(self, other: GateProgram) -> bool:
+        """Whether kernels compiled for ``other`` can run this one: only the data differ."""
+        return (self.names, self.hidden_size) == (other.names, other.hidden_size)
+
     def load(self, weights: Weights) -> None:
         """Write other weights into the buffer, in one copy on the current stream."""
         hidden, features = self.hidden_size, len(self.names)

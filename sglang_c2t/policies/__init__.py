@@ -35,6 +35,7 @@ __all__ = [
     "build_policy",
     "build_tree_policy",
     "check_policy",
+    "policy_for",
     "policy_of",
     "tree_policy_names",
 ]
@@ -138,6 +139,11 @@ def build_tree_policy(config: C2TConfig) -> TreePolicy:
         return _built(config, name, options)
     limit = {"layer_limit": options.pop("layer_limit")} if "layer_limit" in options else {}
     return GatedTree(_gate(config, name, options), **limit)
+
+
+def policy_for(config: C2TConfig, topk: int) -> Any:
+    """The configured policy for drafts of ``topk`` children per node: chains if 1, else trees."""
+    return build_policy(config) if topk == 1 else build_tree_policy(config)
 
 
 def _gate(config: C2TConfig, name: str, options: dict[str, Any]) -> Gate:

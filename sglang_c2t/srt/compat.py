@@ -35,6 +35,8 @@ CACHE_LOCS = "sglang.kernels.ops.speculative.cache_locs"
 OVERRIDES = "sglang.srt.arg_groups.overrides"
 RESOLUTION_HOOKS = "sglang.srt.arg_groups.resolution_hooks"
 SERVER_ARGS = "sglang.srt.server_args"
+AUTH = "sglang.srt.utils.auth"
+IO_STRUCT = "sglang.srt.managers.io_struct"
 WATERMARKING = "sglang.srt.sampling.watermarking"
 
 # Hook targets, named once: plugin.py registers on them, the probes below look them up.
@@ -45,6 +47,14 @@ SPEC_METRICS = (
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
 )
 INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
+SET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.set_internal_state"
+TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__"
+VERIFY_SAMPLING_PARAMS = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
+RESOLVE_RESULT = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor."
+    "SchedulerBatchResultProcessor._resolve_spec_v2_tokens"
+)
+LOG_STATS = "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats"
 MODEL_FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 #: Attention backends that may read packed rows, by SGLang's name; ragged_verify.py looks at
 #: the backend itself once it exists.
@@ -138,6 +148,18 @@ SEAMS: tuple[Seam, ...] = (
     Seam(CREATE_WORKER, "swaps in the C2T worker", ["server_args"], hook=True),
     Seam(SPEC_METRICS, "corrects spec_accept_rate", ["meta_info", "recv_obj", "i"], hook=True),
     Seam(INTERNAL_STATE, "reports counters in /server_info", ["recv_req"], hook=True),
+    Seam(SET_INTERNAL_STATE, "changes the policy of a running server", ["recv_req"], hook=True),
+    Seam(TOKENIZER_MANAGER, "answers /c2t", hook=True),
+    *(
+        Seam(f"{TOKENIZER_MANAGER.removesuffix('.__init__')}.{name}", "answers /c2t")
+        for name in ("get_internal_state", "set_internal_state")
+    ),
+    Seam(f"{AUTH}.auth_level", "protects /c2t", ["level"]),
+    Seam(f"{IO_STRUCT}.SetInternalStateReq", "answers /c2t", ["server_args"]),
+    Seam(f"{IO_STRUCT}.SetInternalStateReqOutput", "answers /c2t", ["updated"]),
+    Seam(VERIFY_SAMPLING_PARAMS, "checks who opts out", hook=True),
+    Seam(RESOLVE_RESULT, "counts what was verified", ["batch", "result"], hook=True),
+    Seam(LOG_STATS, "corrects sglang:spec_accept_rate", ["stats"], hook=True),
     resolution_seam(SPECULATIVE_STEP, "refuses unsupported combinations before a model loads"),
     Seam(
         f"{OVERRIDES}.resolving_view",
@@ -518,6 +540,13 @@ def draft_extend_width(width: int) -> Iterator[None]:
         lambda **_: width,
     ):
         yield
+
+
+def request_slot(req: Any) -> int:
+    """The row of a running request in SGLang's ``req_to_token`` table."""
+    slot = req.req_pool_idx if hasattr(req, "req_pool_idx") else req.kv.req_pool_idx
+    assert slot is not None, f"request {req.rid} has no slot"
+    return int(slot)
 
 
 def is_flashinfer(backend: Any) -> bool:

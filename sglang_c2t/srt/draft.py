@@ -30,7 +30,8 @@ from sglang_c2t.chain import ChainGate
 from sglang_c2t.load import DraftDepth
 from sglang_c2t.relay import Exploration, FirstTokenRelay
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.reporting import COUNTERS
+from sglang_c2t.srt.opt_out import opts_out
+from sglang_c2t.srt.reporting import COUNTERS, GATE_CLOCK
 
 # B requests, V draft vocabulary
 
@@ -140,7 +141,10 @@ class DraftWatcher:
                 batch, *args, **kwargs
             )
         if not batch.forward_mode.is_idle():
-            self.gate.join(batch.req_pool_indices, *output())
+            slots = [compat.request_slot(req) for req in batch.reqs]
+            self.gate.opt(slots, [opts_out(req) for req in batch.reqs])
+            with GATE_CLOCK:
+                self.gate.join(batch.req_pool_indices, *output())
         return result
 
     def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -148,7 +152,8 @@ class DraftWatcher:
         with self._last_output() as output:
             super()._draft_extend_for_decode(batch, *args, **kwargs)  # type: ignore[misc]
         if not batch.forward_mode.is_idle():
-            self.gate.relay_first_token(batch.req_pool_indices, *output())
+            with GATE_CLOCK:
+                self.gate.relay_first_token(batch.req_pool_indices, *output())
 
     @contextmanager
     def _last_output(self) -> Iterator[Callable[[], tuple[Tensor, Tensor | None]]]:
@@ -187,6 +192,9 @@ class ChainDraftMixin(DraftWatcher):
     depth: DraftDepth | None = None
     """How many layers the next step drafts; ``None``: always D."""
 
+    steps: int
+    """Layers that the step in progress drafts at most."""
+
     draft_steps: tuple[int, ...] | None = None
     """Numbers of layers to choose from, as configured."""
 
@@ -202,18 +210,27 @@ class ChainDraftMixin(DraftWatcher):
         """Draft chains; afterwards :attr:`verify_lens` says where each ends."""
         if batch.forward_mode.is_idle():
             return super().draft(batch, *args, **kwargs)  # type: ignore[misc]
-        steps = self.depth.steps if self.depth and not self.gate.exploring else self._all_steps
-        with self._eager_if_recorded(), self._drafting(steps):
+        self.steps = self._steps_for(batch)
+        with self._eager_if_recorded(), self._drafting(self.steps):
             verify_input = super().draft(batch, *args, **kwargs)  # type: ignore[misc]
         # A copy: the next step writes the same memory while the scheduler reads these.
         self.verify_lens = self.gate.settle(self._lens[: len(batch.seq_lens)].clone())
         return verify_input
 
+    def _steps_for(self, batch: Any) -> int:
+        """Layers to draft: all where somebody reads all."""
+        if self.depth is None or self.gate.exploring:
+            return self._all_steps
+        if self.gate.anyone_opted_out and any(map(opts_out, batch.reqs)):
+            return self._all_steps
+        return self.depth.steps
+
     def draft_forward(self, forward_batch: Any) -> Any:
         """SGLang's draft loop, with the gate asked after each layer."""
         if forward_batch.forward_mode.is_idle():
             return super().draft_forward(forward_batch)  # type: ignore[misc]
-        self.gate.begin(forward_batch.req_pool_indices)
+        with GATE_CLOCK:
+            self.gate.begin(forward_batch.req_pool_indices)
         with self._watching(self._draft_layer):
             parents, scores, tokens, probs = super().draft_forward(forward_batch)  # type: ignore[misc]
         self._lens[: len(forward_batch.req_pool_indices)] = self.gate.verify_lens
@@ -283,7 +300,8 @@ class ChainDraftMixin(DraftWatcher):
             return no_forward(forward_batch)
         output = run()
         logits_output = output.logits_output
-        self.gate.observe(logits_output.next_token_logits, logits_output.hidden_states)
+        with GATE_CLOCK:
+            self.gate.observe(logits_output.next_token_logits, logits_output.hidden_states)
         return output
 
 

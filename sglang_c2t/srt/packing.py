@@ -77,6 +77,8 @@ class Packing:
         self._sizes = HostSizes(num_rows) if sizes is None else sizes
         self.arrived: float | None = None
         """When the host learnt the sizes, if it had to wait (``time.perf_counter``)."""
+        self.forwarded_rows = 0
+        """T, once the forward is laid out."""
 
     @classmethod
     def full(cls, batch: int, width: int, device: torch.device | str, **trees: Any) -> Packing:
@@ -117,6 +119,7 @@ class Packing:
         from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
         tier = _tier(target_runner, self.total, len(self.num_rows)) or self.total
+        self.forwarded_rows = tier
         inputs: PackedInputs = pack_inputs(
             self.num_rows,
             verify_input.draft_token,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -43,6 +44,35 @@ class RecordingState:
 
 RECORDING = RecordingState()
 
+
+@dataclass
+class ControlState:
+    """What ``POST /c2t`` did to this scheduler process."""
+
+    switches: int = 0
+    refusal: str | None = None  # why the last one was refused, if it was
+
+
+CONTROL = ControlState()
+
+
+class Clock:
+    """Seconds spent inside its ``with`` blocks, which do not nest."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *_exception: object) -> None:
+        self.seconds += time.perf_counter() - self._since
+
+
+#: Host time of this process in the gate: its kernels' launches on a GPU, all of it on a CPU.
+GATE_CLOCK = Clock()
+
 #: Called before the state is told, so that whoever asks finds everything on the disk.
 BEFORE_REPORT: list[Callable[[], None]] = []
 
@@ -80,6 +110,7 @@ def add_counters(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> No
         for flush in BEFORE_REPORT:
             flush()
         state["recording"] = asdict(RECORDING)
+        state["control"] = asdict(CONTROL)
     if counting():
         state["counters"] = asdict(COUNTERS)
         backend = scheduler.tp_worker.model_runner.attn_backend

@@ -30,7 +30,7 @@ from sglang_c2t.srt import compat
 from sglang_c2t.srt.ancestors import Follow
 from sglang_c2t.srt.draft import DraftWatcher, no_forward
 from sglang_c2t.srt.lookback import Lookback, choose_packing
-from sglang_c2t.srt.reporting import COUNTERS
+from sglang_c2t.srt.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.tree_verify import TreeVerifyInput, build_verify_input
 from sglang_c2t.tree import Trees
 from sglang_c2t.tree_gate import TreeGate
@@ -55,7 +55,8 @@ class TreeDraftMixin(DraftWatcher):
         """Grow the trees of a batch; see the top of the file for what comes back."""
         if forward_batch.forward_mode.is_idle():
             return super().draft_forward(forward_batch)  # type: ignore[misc]
-        self.gate.begin(forward_batch.req_pool_indices)
+        with GATE_CLOCK:
+            self.gate.begin(forward_batch.req_pool_indices)
         with (
             self._watching(self._draft_layer),
             compat.swapped(eagle_worker_v2, "select_top_k_tokens", self._select),
@@ -107,7 +108,9 @@ class TreeDraftMixin(DraftWatcher):
         ``topk_p`` and ``topk_index`` are [B * W, K], ``hidden_states`` [B * W, H].
         """
         batch, width = self.gate.batch, topk_p.shape[0] // self.gate.batch
-        beams = self.gate.add(topk_index.view(batch, width, topk), topk_p.view(batch, width, topk))
+        children = topk_index.view(batch, width, topk), topk_p.view(batch, width, topk)
+        with GATE_CLOCK:
+            beams = self.gate.add(*children)
         if step < self.speculative_num_steps - 1:  # type: ignore[attr-defined]
             if hidden_states is not None:
                 first_row = torch.arange(batch, device=hidden_states.device)[:, None] * width
@@ -127,7 +130,8 @@ class TreeDraftMixin(DraftWatcher):
             output = no_forward(forward_batch, choices=self.topk)  # type: ignore[attr-defined]
             token_map = None  # the choices are no vocabulary's
         said = output.logits_output
-        judged = self.gate.observe(said.next_token_logits, said.hidden_states, token_map)
+        with GATE_CLOCK:
+            judged = self.gate.observe(said.next_token_logits, said.hidden_states, token_map)
         if judged is None:
             return output
         # The gate has chosen already: SGLang's softmax and top-K run over K numbers, and
@@ -142,7 +146,8 @@ class TreeDraftMixin(DraftWatcher):
         self, _scores: Any, _tokens: Any, _parents: Any, _num_draft_tokens: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """In place of ``organize_draft_results``."""
-        trees, keys = self.gate.finish()
+        with GATE_CLOCK:
+            trees, keys = self.gate.finish()
         books = torch.stack((trees.parents, trees.depth, trees.source), dim=2)
         return books, keys, trees.tokens
 

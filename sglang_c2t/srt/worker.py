@@ -14,8 +14,8 @@ from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
 from sglang_c2t.chain import ChainGate, truncated_chains
-from sglang_c2t.config import C2TConfig, active
-from sglang_c2t.policies import build_policy, build_tree_policy
+from sglang_c2t.config import C2TConfig, ConfigError, active
+from sglang_c2t.policies import policy_for
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.relay import FirstTokenRelay
 from sglang_c2t.srt import ancestors, compat, ragged_verify, tree_verify
@@ -28,6 +28,7 @@ from sglang_c2t.srt.draft import (
 from sglang_c2t.srt.lookback import Lookback, choose_packing
 from sglang_c2t.srt.packing import warm_up
 from sglang_c2t.srt.recorder import Recorder
+from sglang_c2t.srt.step_metrics import Step
 from sglang_c2t.srt.tensor_parallel import agreement
 from sglang_c2t.srt.tree_draft import (
     C2TEagleTreeDraftWorker,
@@ -80,6 +81,20 @@ class WorkerMixin:
                 num_steps=self.speculative_num_steps,  # type: ignore[attr-defined]
             )
 
+    def switch(self, config: C2TConfig) -> None:
+        """Serve the policy of another configuration from the next step on.
+
+        Raises :class:`~sglang_c2t.config.ConfigError` where that needs a restart; then nothing
+        has changed.
+        """
+        if self._config.record is not None:
+            raise ConfigError("the policy of a server that records stays: restart it without")
+        policy = policy_for(config, self.topk)  # type: ignore[attr-defined]
+        draft: Any = self._draft_worker
+        graphs = "cuda_graph_runner", "cuda_graph_runner_for_draft_extend"
+        draft.gate.switch(policy, captured=any(getattr(draft, g, None) for g in graphs))
+        self._config = config
+
     @property
     def _packs(self) -> bool:
         """Whether verification may be packed."""
@@ -110,7 +125,7 @@ class ChainWorkerMixin(WorkerMixin):
     def _gate_maker(self) -> Callable[..., FirstTokenRelay]:
         return partial(
             ChainGate,
-            build_policy(self._config),
+            policy_for(self._config, topk=1),
             agree=agreement(),
             recording=self._config.record is not None,
         )
@@ -158,6 +173,12 @@ class ChainWorkerMixin(WorkerMixin):
             result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         result.cap_lens = verify_lens
+        width = verify_input.draft_token_num
+        result.c2t_step = Step(
+            full=width,
+            drafted=self._draft_worker.steps + 1,
+            forwarded_rows=packing.forwarded_rows if packing else width * len(verify_lens),
+        )
         if recorder is not None and gate.exploring:
             complete = gate.first_tokens_complete(batch.req_pool_indices)
             recorder.add(batch, gate.layers, complete, draft_tokens, result)
@@ -181,7 +202,7 @@ class TreeWorkerMixin(WorkerMixin):
         )
         return partial(
             TreeGate,
-            build_tree_policy(self._config),
+            policy_for(self._config, self.topk),  # type: ignore[attr-defined]
             shape,
             max_rows=self._config.max_verify_rows,
             agree=agreement(),
@@ -233,6 +254,13 @@ class TreeWorkerMixin(WorkerMixin):
         compat.set_output_stride(result, verify_input.max_tree_depth)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         result.cap_lens = verify_input.trees.num_nodes.to(torch.int32)
+        width = verify_input.draft_token_num
+        result.c2t_step = Step(
+            full=width,
+            drafted=width,
+            forwarded_rows=verify_input.packing.forwarded_rows,
+            max_rows=self._config.max_verify_rows,
+        )
         if recorder is not None and gate.exploring:
             complete = gate.first_tokens_complete(batch.req_pool_indices)
             rows = verify_input.retrieve_index

@@ -1,0 +1,158 @@
+"""Prometheus series of C2T, counted where SGLang keeps its own books of a request.
+
+A verification leaves a :class:`Step` on its result. When the result reaches the scheduler,
+each request that SGLang counts the verification for is counted here, from the same numbers:
+sums over finished requests' ``meta_info`` and the series agree exactly. SGLang's ``/metrics``
+collects the series of all processes by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_c2t.config import active
+from sglang_c2t.srt.reporting import GATE_CLOCK
+
+STEP = "c2t_step"
+"""Attribute of a ``GenerationBatchResult``."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the host knows of a verification beyond its result."""
+
+    full: int
+    """Most rows of a request, root included: N."""
+
+    drafted: int
+    """Rows of a request that all was drafted for; less than ``full`` if the batch drafted
+    fewer layers."""
+
+    forwarded_rows: int
+    """Rows of the target's forward, padding included."""
+
+    max_rows: int | None = None
+    """``--c2t-max-verify-rows``."""
+
+    def reason(self, rows: int, batch_rows: int) -> str:
+        """Why a request's draft of ``rows`` rows ended, in a batch of ``batch_rows``.
+
+        ``full``: nothing more may be verified. ``depth``: the batch drafted no deeper.
+        ``budget``: the rows of the batch were used up. ``policy``: all else.
+        """
+        if rows >= self.full:
+            return "full"
+        if rows >= self.drafted:
+            return "depth"
+        if self.max_rows is not None and batch_rows >= self.max_rows:
+            return "budget"
+        return "policy"
+
+
+class Series:
+    """The series of one scheduler process.
+
+    Args:
+        labels: What SGLang labels its own series with.
+        full: N; draft lengths get a bucket each up to 16, and powers of two behind.
+    """
+
+    def __init__(self, labels: dict[str, str], full: int) -> None:
+        # SGLang sets PROMETHEUS_MULTIPROC_DIR, which the import reads, after plugins load.
+        from prometheus_client import Counter, Histogram
+
+        names = tuple(labels)
+
+        def counter(name: str, documentation: str) -> Any:
+            return Counter(f"c2t:{name}", documentation, names).labels(**labels)
+
+        self.steps = counter("steps", "Verification forwards of the target.")
+        self.verifications = counter("verifications", "Verifications, one per request and step.")
+        self.proposed = counter("proposed_drafts", "Draft tokens verified, roots not included.")
+        self.correct = counter("correct_drafts", "Draft tokens accepted.")
+        self.rows = counter("verify_rows", "Rows the target was asked to verify, with roots.")
+        self.padding = counter("verify_padding_rows", "Rows forwarded beyond those asked for.")
+        self.gate_seconds = counter(
+            "gate_seconds", "Host time in the gate; what CUDA graphs replay is not seen."
+        )
+        stops = Counter(
+            "c2t:draft_stops", "Drafts by why they ended.", (*names, "reason")
+        )  # fmt: skip
+        self.stops = {
+            reason: stops.labels(**labels, reason=reason)
+            for reason in ("policy", "full", "depth", "budget")
+        }
+        self.draft_length = Histogram(
+            "c2t:draft_length",
+            "Draft tokens verified per verification.",
+            names,
+            buckets=_buckets(full - 1),
+        ).labels(**labels)
+        self._gate_seconds_told = 0.0
+
+    def add(self, step: Step, batch_rows: int, counted: list[tuple[int, int]]) -> None:
+        """Count a step: (rows, accepted drafts) of each request that SGLang counts it for."""
+        self.steps.inc()
+        self.rows.inc(batch_rows)
+        self.padding.inc(step.forwarded_rows - batch_rows)
+        spent = GATE_CLOCK.seconds
+        self.gate_seconds.inc(spent - self._gate_seconds_told)
+        self._gate_seconds_told = spent
+        for rows, num_correct in counted:
+            self.verifications.inc()
+            self.proposed.inc(rows - 1)
+            self.correct.inc(num_correct)
+            self.draft_length.observe(rows - 1)
+            self.stops[step.reason(rows, batch_rows)].inc()
+
+
+def _buckets(most: int) -> list[int]:
+    """0, 1, ... 16, 32, 64, ... up to ``most``."""
+    doubling = (1 << n for n in range(5, max(most, 1).bit_length()))
+    return sorted({*range(min(most, 16) + 1), *doubling, most})
+
+
+@functools.cache
+def _series(labels: tuple[tuple[str, str], ...], full: int) -> Series:
+    return Series(dict(labels), full)
+
+
+def count_step(
+    original: Callable[..., Any], processor: Any, result: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND hook on ``SchedulerBatchResultProcessor._resolve_spec_v2_tokens``.
+
+    SGLang leaves out requests that ended or were retracted meanwhile, so its own counts, before
+    and after, say who is counted.
+    """
+    step: Step | None = getattr(result, STEP, None)
+    reporter = processor.metrics_reporter
+    if step is None or not reporter.current_scheduler_metrics_enabled:
+        return original(processor, result, batch, *args, **kwargs)
+    before = [_books(req) for req in batch.reqs]
+    resolved = original(processor, result, batch, *args, **kwargs)
+    series = _series(tuple(reporter.metrics_collector.labels.items()), step.full)
+    counted = []
+    for req, (verify_ct, num_rows, num_correct) in zip(batch.reqs, before, strict=True):
+        now = _books(req)
+        if now[0] > verify_ct:
+            counted.append((now[1] - num_rows, now[2] - num_correct))
+    series.add(step, result.num_cap_tokens, counted)
+    return resolved
+
+
+def _books(req: Any) -> tuple[int, int, int]:
+    return req.spec_verify_ct, req.spec_num_cap_tokens, req.spec_num_correct_drafts
+
+
+def correct_gauge(_collector: Any, stats: Any) -> None:
+    """BEFORE hook on ``SchedulerMetricsCollector.log_stats``: sglang:spec_accept_rate.
+
+    SGLang divides accepted drafts by full ones. Both mean lengths count one row or token per
+    verification that is no draft.
+    """
+    if active() is not None and stats.spec_cap_length > 1:
+        stats.spec_accept_rate = (stats.spec_accept_length - 1) / (stats.spec_cap_length - 1)
