@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 import time
@@ -166,6 +167,31 @@ def run_beside_aborts(gated: GatedServer) -> LoadResult:
     finally:
         stop.set()
         victims.join(timeout=60)
+
+
+def run_beside_posts(
+    url: str, posts: Sequence[dict[str, Any]], headers: dict[str, str]
+) -> tuple[LoadResult, int]:
+    """Serve all of BODIES while /c2t is changed over and over; also how often that was done."""
+    stop, done = threading.Event(), 0
+
+    def change() -> None:
+        nonlocal done
+        for settings in itertools.islice(itertools.cycle(posts), 1000):
+            if stop.is_set():
+                return
+            answer = requests.post(f"{url}/c2t", json=settings, headers=headers, timeout=60)
+            answer.raise_for_status()
+            done += 1
+
+    changer = threading.Thread(target=change)
+    changer.start()
+    try:
+        result = run_load(url, BODIES, concurrency=CONCURRENCY)
+    finally:
+        stop.set()
+        changer.join(timeout=60)
+    return result, done
 
 
 def abort_in_a_loop(url: str, stop: threading.Event) -> None:

@@ -1,0 +1,240 @@
+"""A running server: its series, its policy changed over HTTP, requests that opt out."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+
+from eval.server import Launch, Server, running, speculative_flags
+from sglang_c2t.client import Answer, LoadResult, post_all, run_load
+from tests.e2e.conftest import BODIES, CONCURRENCY, TREE, run_beside_posts, verified
+
+KEY = "sesame"
+ADMIN = {"Authorization": f"Bearer {KEY}"}
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """A ``--c2t`` server that anyone with the key may change."""
+
+    server: Server
+    full: int
+    """Rows of a draft nobody cut, root included."""
+
+    def post(self, **settings: Any) -> dict[str, Any]:
+        """Change settings; raises unless they were taken."""
+        response = requests.post(f"{self.server.url}/c2t", json=settings, headers=ADMIN, timeout=60)
+        assert response.status_code == 200, response.text
+        told: dict[str, Any] = response.json()
+        return told
+
+    def refusal(self, body: Any, headers: dict[str, str] = ADMIN) -> str:
+        """What a POST is answered that must be refused."""
+        response = requests.post(f"{self.server.url}/c2t", json=body, headers=headers, timeout=60)
+        assert 400 <= response.status_code < 500, response.text
+        return response.text
+
+    def settings(self) -> dict[str, Any]:
+        told: dict[str, Any] = requests.get(f"{self.server.url}/c2t", timeout=60).json()
+        return told
+
+    def flush_cache(self) -> None:
+        url = f"{self.server.url}/flush_cache?timeout=20"
+        requests.post(url, headers=ADMIN, timeout=60).raise_for_status()
+
+    def serve(self, bodies: list[dict[str, Any]] = BODIES) -> LoadResult:
+        self.flush_cache()
+        return run_load(self.server.url, bodies, concurrency=CONCURRENCY)
+
+    def series(self) -> dict[str, float]:
+        """Value of each series of ours, by name and the one label that is ours."""
+        text = requests.get(f"{self.server.url}/metrics", timeout=60).text
+        return {
+            sample.name + "".join(sample.labels.get(own, "") for own in ("reason", "le")):
+                sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name.startswith("c2t:") or sample.name == "sglang:spec_accept_rate"
+        }  # fmt: skip
+
+
+SHAPES = {"chains": ("EAGLE3", {}, 6), "trees": ("EAGLE", TREE, TREE["num_draft_tokens"])}
+
+
+@pytest.fixture(scope="module", params=sorted(SHAPES))
+def controlled(request: pytest.FixtureRequest, logs: Path) -> Iterator[Controlled]:
+    algorithm, shape, full = SHAPES[request.param]
+    flags = (*speculative_flags(algorithm, **shape), "--c2t", "--enable-metrics",
+             "--admin-api-key", KEY, "--decode-log-interval", "1")  # fmt: skip
+    with running(Launch(f"controlled-{request.param}", flags), logs) as server:
+        yield Controlled(server, full)
+
+
+def counted(answers: list[Answer]) -> dict[str, int]:
+    """Sums over what the answers say of themselves."""
+    metas = [answer.meta_info for answer in answers if verified(answer)]
+    sums = {
+        "c2t:verifications_total": sum(meta["spec_verify_ct"] for meta in metas),
+        "c2t:proposed_drafts_total": sum(meta["spec_num_proposed_drafts"] for meta in metas),
+        "c2t:correct_drafts_total": sum(meta["spec_num_correct_drafts"] for meta in metas),
+    }
+    at_most: dict[int, int] = {}
+    for meta in metas:
+        for rows, times in enumerate(meta["spec_cap_lens_histogram"]):
+            at_most[rows - 1] = at_most.get(rows - 1, 0) + times
+    for length in sorted(at_most):
+        if 0 <= length <= 16:
+            below = sum(times for other, times in at_most.items() if other <= length)
+            sums[f"c2t:draft_length_bucket{float(length)}"] = below
+    sums["c2t:draft_length_count"] = sums["c2t:verifications_total"]
+    sums["c2t:draft_length_sum"] = sums["c2t:proposed_drafts_total"]
+    return sums
+
+
+def test_series_agree_exactly_with_what_requests_say_of_themselves(controlled: Controlled) -> None:
+    controlled.post(policy="c2t")
+    before = controlled.series()
+    answers = controlled.serve().answers
+    after = controlled.series()
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    expected = counted(answers)
+    assert expected["c2t:proposed_drafts_total"] > 0
+    assert {name: grown[name] for name in expected} == expected
+    # This engine verifies one step at a time, so that no row is verified for nothing.
+    rows = expected["c2t:verifications_total"] + expected["c2t:proposed_drafts_total"]
+    assert grown["c2t:verify_rows_total"] == rows
+    assert grown["c2t:verify_padding_rows_total"] == 0
+    stops = {name: value for name, value in grown.items() if "draft_stops_total" in name}
+    assert sum(stops.values()) == expected["c2t:verifications_total"]
+    assert stops["c2t:draft_stops_totalpolicy"] > 0
+    assert 0 < grown["c2t:gate_seconds_total"] < 60
+
+
+def test_the_accept_rate_gauge_divides_by_drafts_that_were_verified(
+    controlled: Controlled,
+) -> None:
+    controlled.post(policy="c2t")
+    # With an interval of one step the gauge tells of the last one.
+    only = [copy.deepcopy(BODIES[1])]
+    meta = controlled.serve(only).answers[0].meta_info
+    lengths = meta["spec_cap_lens_histogram"]
+    assert lengths[-1] < meta["spec_verify_ct"], "some draft must be shorter than the longest"
+    last = controlled.series()["sglang:spec_accept_rate"]
+    assert 0 <= last <= 1
+    log = re.findall(r"accept len: ([\d.]+), accept rate: [\d.]+, cap len: ([\d.]+)",
+                     controlled.server.log.read_text(errors="replace"))  # fmt: skip
+    accept, cap = map(float, log[-1])
+    assert last == pytest.approx((accept - 1) / (cap - 1) if cap > 1 else last, abs=0.02)
+
+
+def test_a_changed_policy_verifies_other_drafts_and_answers_the_same(
+    controlled: Controlled, expected: list[tuple[int, ...]]
+) -> None:
+    proposed = {}
+    for policy, beta in (("c2t", None), ("c2t-plus", None), ("c2t-plus", 0.9), ("dyjoint", 0.2)):
+        told = controlled.post(policy=policy, beta=beta)
+        assert (told["policy"], told["beta"]) == (policy, beta)
+        assert {**told, "switches": controlled.settings()["switches"]} == controlled.settings()
+        result = controlled.serve()
+        assert result.outputs == expected
+        proposed[policy, beta] = counted(result.answers)["c2t:proposed_drafts_total"]
+    assert len(set(proposed.values())) == len(proposed)
+    assert proposed["c2t-plus", 0.9] < proposed["c2t-plus", None]
+
+
+def test_a_threshold_alone_keeps_the_policy_and_a_policy_brings_its_own(
+    controlled: Controlled,
+) -> None:
+    controlled.post(policy="c2t-log", beta=0.7)
+    assert controlled.post(beta=0.6)["policy"] == "c2t-log"
+    assert controlled.post(policy="c2t")["beta"] is None
+
+
+def test_changes_under_load_leave_outputs_as_they_were(
+    controlled: Controlled, expected: list[tuple[int, ...]]
+) -> None:
+    policies = ["c2t", "c2t-plus", "dyjoint", "logistic", "c2t-log"]
+    posts = [{"policy": name, "beta": beta} for name in policies for beta in (None, 0.9, 0.01)]
+    controlled.flush_cache()
+    switches = controlled.settings()["switches"]
+    result, num_posts = run_beside_posts(controlled.server.url, posts, ADMIN)
+    assert num_posts >= 3
+    assert controlled.settings()["switches"] == [switches[0] + num_posts]
+    assert result.outputs == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"beta": 2}, "beta must be a number in (0, 1), got 2"),
+        ({"policy": "nope"}, "unknown c2t policy 'nope'"),
+        ({"policy": 3}, "policy must be a non-empty string"),
+        ({"verify": "static"}, "verify cannot change while the server runs"),
+        ({"classifier": "/nowhere.safetensors"}, "cannot read its card"),
+        ({"policy": "c2t", "policy_options": {"colour": 1}}, "does not take these options"),
+        ({}, "nothing to change"),
+        ([], "must be a JSON object"),
+    ],
+)
+def test_a_refused_change_says_why_and_changes_nothing(
+    controlled: Controlled, body: Any, reason: str
+) -> None:
+    before = controlled.settings()
+    assert reason in controlled.refusal(body)
+    assert controlled.settings() == before
+
+
+def test_only_who_has_the_key_may_change_the_policy(controlled: Controlled) -> None:
+    before = controlled.settings()
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        assert "nauthorized" in controlled.refusal({"policy": "c2t-plus"}, headers)
+    assert controlled.settings() == before
+
+
+def test_a_request_that_opts_out_has_its_drafts_verified_whole(
+    controlled: Controlled, expected: list[tuple[int, ...]]
+) -> None:
+    controlled.post(policy="c2t-plus", beta=0.9)
+    bodies = copy.deepcopy(BODIES)
+    for body in bodies[::2]:
+        body["sampling_params"]["custom_params"] = {"c2t": False}
+    for body in bodies[1::4]:
+        body["sampling_params"]["custom_params"] = {"c2t": True}
+    result = controlled.serve(bodies)
+    assert result.outputs == expected
+    for number, answer in enumerate(result.answers):
+        if not verified(answer):
+            continue
+        whole = answer.meta_info["spec_cap_length"] == controlled.full
+        assert whole == (number % 2 == 0)
+
+
+@pytest.mark.parametrize("value", ["no", 0, None, {}])
+def test_an_opt_out_that_is_no_truth_value_is_refused(controlled: Controlled, value: Any) -> None:
+    body = copy.deepcopy(BODIES[0])
+    body["sampling_params"]["custom_params"] = {"c2t": value}
+    response = requests.post(f"{controlled.server.url}/generate", json=body, timeout=60)
+    assert response.status_code == 400
+    assert "c2t must be true or false" in response.text
+
+
+def test_chat_requests_may_opt_out_too(controlled: Controlled) -> None:
+    controlled.post(policy="c2t-plus", beta=0.9)
+    chat = {"model": "demo", "prompt": BODIES[1]["text"], "max_tokens": 24, "temperature": 0,
+            "custom_params": {"c2t": False}}  # fmt: skip
+    before = controlled.series()
+    post_all(controlled.server.url, [("/v1/completions", chat)], concurrency=1)
+    after = controlled.series()
+    full, all_of_them = (
+        after[name] - before[name]
+        for name in ("c2t:draft_stops_totalfull", "c2t:verifications_total")
+    )
+    assert full == all_of_them > 0
