@@ -84,6 +84,7 @@ class FirstTokenRelay:
         self._topk = topk
         self._table = _SlotTable(num_slots, device)
         self._needs: frozenset[str] = frozenset()
+        self._fuses = program is not None or torch.device(device).type == "cuda"
         self._program = program or self._fused(policy)
         self._adopt(policy)
         self._opted_out: set[int] = set()
@@ -179,8 +180,8 @@ class FirstTokenRelay:
 
     def _fused(self, policy: Any) -> GateProgram | None:
         """The policy's program where gates are kernels."""
-        device = torch.device(self._table.device)
-        return fused_gate(policy, device, topk=self._topk) if device.type == "cuda" else None
+        device = self._table.device
+        return fused_gate(policy, device, topk=self._topk) if self._fuses else None
 
     def _adopt(self, policy: Any) -> None:
         """Bring what the policy reads to where the logits are."""

@@ -381,6 +381,72 @@ def test_a_new_threshold_counts_from_the_next_step_on() -> None:
     assert gate.verify_lens.tolist() == [1] * 4
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_another_policy_judges_from_the_next_step_on(captured: bool) -> None:
+    """As a gate that was built with it; captured or not, and in torch."""
+    slots, first, later = torch.arange(5), draft_logits(5, seed=0), draft_logits(3, 5, seed=1)
+    expected = run_gate(fused(DyJoint(0.3)), torch.cat((first[None], later)))
+    gates = [fused(DyJoint(0.9))]
+    if not captured:
+        gates.append(ChainGate(build_policy(C2TConfig(policy="mcsd")), num_slots=9, device="cpu"))
+    for gate in gates:
+        run_gate(gate, draft_logits(4, 5, seed=2))
+        gate.switch(DyJoint(0.3), captured=captured)
+        gate.relay_first_token(slots, first)
+        gate.begin(slots)
+        for layer in later:
+            gate.observe(layer)
+        assert gate.verify_lens.tolist() == expected.tolist() != [1] * 5
+
+
+def test_captured_graphs_take_new_weights_but_no_other_network() -> None:
+    """What they replay reads the same memory for ever."""
+    gate = fused(policy_of("c2t-plus"))
+    memory = gate.program.buffer.data_ptr() if gate.program else 0
+    gate.switch(build_policy(C2TConfig(policy="c2t-plus", beta=0.9)), captured=True)
+    assert gate.program is not None
+    assert gate.program.beta.item() == pytest.approx(0.9)
+    assert gate.program.buffer.data_ptr() == memory
+    for name in ("c2t", "dyjoint", "entropy"):
+        with pytest.raises(ConfigError, match="cannot take over in captured CUDA graphs"):
+            gate.switch(build_policy(C2TConfig(policy=name)), captured=True)
+    assert gate.program.beta.item() == pytest.approx(0.9)
+    with pytest.raises(ConfigError, match="cannot take over in captured CUDA graphs"):
+        ChainGate(DyJoint(0.5), num_slots=2, device="cpu").switch(DyJoint(0.4), captured=True)
+
+
+def test_a_policy_that_reads_what_was_not_measured_yet_decides_badly_for_one_step_only() -> None:
+    gate, slots = ChainGate(DyJoint(0.3), num_slots=5, device="cpu"), torch.arange(5)
+    gate.join(slots, draft_logits(5, seed=0))
+    gate.switch(policy_of("c2t-plus"), captured=False)
+    gate.begin(slots)  # the margins of these first tokens are unknown
+    first = draft_logits(5, seed=3)
+    gate.relay_first_token(slots, first)
+    gate.begin(slots)
+    expected = run_gate(ChainGate(policy_of("c2t-plus"), num_slots=5, device="cpu"), first[None])
+    assert gate.verify_lens.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("program", [False, True])
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=6))
+def test_drafts_of_requests_that_opted_out_stay_whole(
+    program: bool, answers: list[tuple[bool, bool]]
+) -> None:
+    """By the slot's last request; the others are judged as if there were none."""
+    num, layers = len(answers), draft_logits(3, max(len(answers), 1), seed=4)[:, : len(answers)]
+    make = fused if program else ChainGate
+    gate, plain = (make(DyJoint(0.2), num_slots=max(num, 9), device="cpu") for _ in range(2))
+    for request in (0, 1):
+        gate.opt(range(num), [answer[request] for answer in answers])
+    out = [answer[1] for answer in answers]
+    assert gate.anyone_opted_out == any(out)
+    alone = run_gate(plain, layers).tolist()
+    assert run_gate(gate, layers).tolist() == [
+        4 if opted else length for opted, length in zip(out, alone, strict=True)
+    ]
+    assert gate.any_alive() == (any(out) or plain.any_alive())
+
+
 @pytest.mark.parametrize("name", ["c2t-plus", "dymax"])
 def test_exploring_steps_are_measured_in_torch_and_the_others_by_the_program(name: str) -> None:
     """Recordings do not depend on the machine, and requests may change between the kinds."""

@@ -407,6 +407,54 @@ def test_sglangs_loop_chooses_among_k_numbers_where_a_program_has_chosen(kept: b
 # -- what is refused ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", ["c2t-log", "c2t-log-eagle2"])
+def test_another_threshold_grows_other_trees_from_the_next_step_on(
+    name: str, captured: bool
+) -> None:
+    """A captured graph too: the threshold is read from memory, in every layer."""
+    slots, first = torch.tensor([3, 1]), logits(2, 1)
+
+    def tree_policy(beta: float) -> TreePolicy:
+        return build_tree_policy(C2TConfig(policy=name, beta=beta))
+
+    gate, fresh = fused(tree_policy(0.9)), fused(tree_policy(0.001))
+    before = relayed_step(gate, slots, first)
+    gate.switch(tree_policy(0.001), captured=captured)
+    assert same(relayed_step(gate, slots, first), relayed_step(fresh, slots, first))
+    assert not same(before, relayed_step(fresh, slots, first))
+
+
+def test_captured_trees_keep_the_rule_they_grow_by() -> None:
+    gate = fused(gated("c2t-log"))
+    for other in ("c2t-log-eagle2", "eagle2"):
+        with pytest.raises(ConfigError, match="grows trees by another rule"):
+            gate.switch(build_tree_policy(C2TConfig(policy=other)), captured=True)
+    gate.switch(build_tree_policy(C2TConfig(policy="eagle2")), captured=False)
+    slots, first = torch.tensor([3, 1]), logits(2, 1)
+    assert same(relayed_step(gate, slots, first), eagle2_trees(slots, first))
+
+
+@pytest.mark.parametrize("program", [False, True])
+def test_trees_of_requests_that_opted_out_are_eagle2s(program: bool) -> None:
+    slots, first = torch.tensor([3, 1]), logits(2, 1)
+    gate = (fused if program else gate_of)(gated("c2t-log"))
+    alone = relayed_step(gate, slots, first)
+    gate.opt([1], [True])
+    both, whole = relayed_step(gate, slots, first), eagle2_trees(slots, first)
+    assert both.num_nodes.tolist() == [alone.num_nodes[0], whole.num_nodes[1]]
+    assert torch.equal(both.tokens[0], alone.tokens[0])
+    assert torch.equal(both.tokens[1], whole.tokens[1])
+    gate.opt([1], [False])
+    assert same(relayed_step(gate, slots, first), alone)
+
+
+def relayed_step(gate: TreeGate, slots: Tensor, first: Tensor) -> Trees:
+    """A step behind its first layer's measurement."""
+    gate.join(slots, first)
+    return settled(gate, slots, first)
+
+
 def test_a_policy_that_does_not_fit_the_trees_is_refused() -> None:
     with pytest.raises(ConfigError, match="width 4 needs --speculative-eagle-topk 4"):
         gate_of(Fork(4))

@@ -1,0 +1,117 @@
+"""Why drafts end, and in which buckets their lengths are counted."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_c2t.srt import step_metrics
+from sglang_c2t.srt.step_metrics import Step, _buckets, correct_gauge, count_step
+
+
+@pytest.mark.parametrize(
+    ("rows", "drafted", "max_rows", "reason"),
+    [
+        (6, 6, None, "full"),
+        (6, 6, 12, "full"),
+        (5, 6, None, "policy"),
+        (1, 6, None, "policy"),
+        (3, 3, None, "depth"),
+        (2, 3, None, "policy"),
+        (5, 6, 12, "budget"),
+        (5, 6, 13, "policy"),
+    ],
+)
+def test_a_draft_ends_for_one_reason(
+    rows: int, drafted: int, max_rows: int | None, reason: str
+) -> None:
+    """Of a batch that has 12 rows to verify."""
+    step = Step(full=6, drafted=drafted, forwarded_rows=16, max_rows=max_rows)
+    assert step.reason(rows, 12) == reason
+
+
+@given(st.integers(0, 300))
+def test_each_short_length_has_a_bucket_and_every_length_has_one(most: int) -> None:
+    buckets = _buckets(most)
+    assert buckets == sorted(set(buckets))
+    assert buckets[: min(most, 16) + 1] == list(range(min(most, 16) + 1))
+    assert buckets[-1] == most
+    assert all(wide <= 2 * narrow for narrow, wide in itertools.pairwise(buckets[1:]))
+
+
+def request(ended: bool) -> SimpleNamespace:
+    return SimpleNamespace(
+        spec_verify_ct=7, spec_num_cap_tokens=20, spec_num_correct_drafts=9, ended=ended
+    )
+
+
+def sglang_books(_processor: Any, result: Any, batch: Any) -> str:
+    """SGLang's function, as far as books go: requests that ended are left out."""
+    for req, rows, correct in zip(batch.reqs, result.rows, result.correct, strict=True):
+        if not req.ended:
+            req.spec_verify_ct += 1
+            req.spec_num_cap_tokens += rows
+            req.spec_num_correct_drafts += correct
+    result.num_cap_tokens = sum(result.rows)
+    return "resolved"
+
+
+def sample(name: str, **labels: str) -> float | None:
+    return prometheus_client.REGISTRY.get_sample_value(name, labels)
+
+
+def test_what_is_counted_is_what_sglang_counts_for_its_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request that ended meanwhile was verified, yet is not in anybody's books."""
+    monkeypatch.setattr(step_metrics.GATE_CLOCK, "seconds", 0.25)
+    collector = SimpleNamespace(labels={"model_name": "demo"})
+    processor = SimpleNamespace(
+        metrics_reporter=SimpleNamespace(
+            current_scheduler_metrics_enabled=True, metrics_collector=collector
+        )
+    )
+    batch = SimpleNamespace(reqs=[request(False), request(True), request(False)])
+    result = SimpleNamespace(rows=[6, 4, 1], correct=[3, 2, 0])
+    assert count_step(sglang_books, processor, result, batch) == "resolved"
+    assert sample("c2t:steps_total", model_name="demo") is None  # not one of our verifications
+    result.c2t_step = Step(full=6, drafted=6, forwarded_rows=16)
+    for _ in range(2):
+        assert count_step(sglang_books, processor, result, batch) == "resolved"
+    expected = {
+        "steps": 2,
+        "verifications": 4,
+        "proposed_drafts": 10,
+        "correct_drafts": 6,
+        "verify_rows": 22,
+        "verify_padding_rows": 10,
+        "gate_seconds": 0.25,
+    }
+    for name, value in expected.items():
+        assert sample(f"c2t:{name}_total", model_name="demo") == value
+    assert sample("c2t:draft_stops_total", model_name="demo", reason="full") == 2
+    assert sample("c2t:draft_stops_total", model_name="demo", reason="policy") == 2
+    assert sample("c2t:draft_stops_total", model_name="demo", reason="depth") == 0
+    assert sample("c2t:draft_length_bucket", model_name="demo", le="0.0") == 2
+    assert sample("c2t:draft_length_sum", model_name="demo") == 10
+    processor.metrics_reporter.current_scheduler_metrics_enabled = False
+    count_step(sglang_books, processor, result, batch)
+    assert sample("c2t:steps_total", model_name="demo") == 2
+
+
+@pytest.mark.parametrize(
+    ("c2t", "cap", "rate"), [(True, 4.0, 0.5), (True, 1.0, 0.3), (False, 4.0, 0.3)]
+)
+def test_the_gauge_divides_by_real_drafts(
+    c2t: bool, cap: float, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_metrics, "active", lambda: object() if c2t else None)
+    stats = SimpleNamespace(spec_accept_length=2.5, spec_cap_length=cap, spec_accept_rate=0.3)
+    correct_gauge(None, stats)
+    assert stats.spec_accept_rate == rate
