@@ -6,6 +6,7 @@ STAMP  := $(VENV)/.installed
 # Two at a time, a file of tests in one process: files share servers, and a server uses about
 # one core.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+DEMO   := eval/demo_models/weights
 # The oldest SGLang we serve, beside which one small test runs.
 OLD       := 0.5.17
 OLD_VENV  := .venv-$(OLD)
@@ -13,7 +14,7 @@ OLD_STAMP := $(OLD_VENV)/.installed
 COMPILE   := uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench lossless soak test unit check lint types e2e models classifier \
+.PHONY: help setup demo serve bench lossless soak test unit check lint types e2e models classifier \
   tables parity-old patch unpatch patch-check lock clean
 
 help:  ## List the targets
@@ -34,6 +35,15 @@ $(STAMP): pyproject.toml requirements.lock
 
 demo: $(STAMP)  ## Serve a mixed batch without speculation, with fixed lengths, with --c2t; compare
 	$(BIN)/python -m eval.demo
+
+# A command as users type it: real flags, nothing hidden in a script.
+serve: $(STAMP)  ## The demo models behind --c2t on port 30000: make serve [PORT=n ARGS=...]
+	SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m sglang.launch_server \
+	  --model-path $(DEMO)/target --port $(or $(PORT),30000) --device cpu --dtype float32 \
+	  --max-total-tokens 32768 --max-running-requests 64 --sleep-on-idle \
+	  --speculative-algorithm EAGLE3 --speculative-draft-model-path $(DEMO)/eagle3 \
+	  --speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6 \
+	  --c2t --enable-metrics $(ARGS)
 
 # CONFIG, OUT and so on: see the heads of the files in eval/configs and `--help`.
 bench: $(STAMP)  ## Benchmark of all methods and its report: make bench [CONFIG=file OUT=dir]

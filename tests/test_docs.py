@@ -1,30 +1,38 @@
-"""The README keeps its promises: flags, files and targets it names exist, and the reverse."""
+"""README and guides keep their promises: what they name exists, and the reverse."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+GUIDES = ROOT / "sglang_c2t" / "guides"
 README = (ROOT / "README.md").read_text()
+PRODUCTION = (GUIDES / "production.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "eval" / "README.md", *sorted(GUIDES.glob("*.md"))]
 
 
-def test_the_readme_names_every_flag_and_no_other() -> None:
+def test_the_pages_name_every_flag_and_no_other() -> None:
     from sglang_c2t.srt.args import add_arguments
 
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(None, parser)
     flags = {option for action in parser._actions for option in action.option_strings}
-    assert flags == set(re.findall(r"--c2t(?:-[a-z]+)*", README))
+    assert flags == set(re.findall(r"--c2t(?:-[a-z]+)*", PRODUCTION))
+    for page in PAGES:
+        assert set(re.findall(r"--c2t(?:-[a-z]+)*", page.read_text())) <= flags, page
 
 
-def test_the_readme_names_every_setting_of_the_config_file() -> None:
+def test_the_guide_names_every_setting_of_the_config_file() -> None:
     import dataclasses
 
     from sglang_c2t.config import C2TConfig
 
-    row = next(line for line in README.splitlines() if line.startswith("| `--c2t-config FILE`"))
+    row = next(line for line in PRODUCTION.splitlines() if line.startswith("| `--c2t-config FILE`"))
     for field in dataclasses.fields(C2TConfig):
         assert f"`{field.name}`" in row
 
@@ -37,9 +45,62 @@ def test_the_file_tree_of_the_readme_matches_the_disk() -> None:
         assert (folder / name).exists(), name
 
 
-def test_every_make_target_of_the_readme_exists() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_make_target_of_a_page_exists(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"`?make ([a-z-]+)", README)) <= targets
+    named = re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE)
+    assert set(named) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            assert anchor in {
+                re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in heads
+            }
+
+
+def anchor_of(head: str) -> str:
+    """GitHub's."""
+    return re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_a_page_runs_exists(page: Path) -> None:
+    for module in re.findall(r"python -m (eval[\w.]*|sglang_c2t[\w.]*)", page.read_text()):
+        assert importlib.util.find_spec(module) is not None, module
+
+
+def test_the_guide_names_every_policy_and_no_other() -> None:
+    from sglang_c2t.policies import POLICIES, tree_policy_names
+
+    tables = PRODUCTION.split("## Policies")[1].split("## Sizing")[0]
+    chains, trees = tables.split("Trees (")
+    assert set(first_column(chains)) == set(POLICIES)
+    named = set(first_column(trees))
+    assert named <= set(tree_policy_names())
+    # Gates that prune EAGLE-2's tree are named by example.
+    assert {name for name in tree_policy_names() if not name.endswith("-eagle2")} <= named
+
+
+def first_column(table: str) -> list[str]:
+    """Names in backquotes of the first column of Markdown rows."""
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+def test_the_guide_names_every_series_and_no_other() -> None:
+    dashboard = (GUIDES / "grafana.json").read_text()
+    drawn = {name.removesuffix("_bucket") for name in re.findall(r"c2t:\w+", dashboard)}
+    rows = PRODUCTION.split("## Watch it")[1].split("tau is")[0]
+    assert set(re.findall(r"\| `(c2t:\w+)", rows)) == drawn
 
 
 def test_the_readme_table_of_versions_lists_what_is_admitted_and_locked() -> None:

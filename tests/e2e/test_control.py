@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from eval.server import Launch, Server, running, speculative_flags
 from sglang_c2t.client import Answer, LoadResult, post_all, run_load
-from tests.e2e.conftest import BODIES, CONCURRENCY, TREE, run_beside_posts, verified
+from tests.e2e.conftest import (
+    BODIES,
+    CONCURRENCY,
+    REPOSITORY,
+    TREE,
+    run_beside_posts,
+    verified,
+)
 
 KEY = "sesame"
 ADMIN = {"Authorization": f"Bearer {KEY}"}
@@ -238,3 +246,26 @@ def test_chat_requests_may_opt_out_too(controlled: Controlled) -> None:
         for name in ("c2t:draft_stops_totalfull", "c2t:verifications_total")
     )
     assert full == all_of_them > 0
+
+
+def test_every_series_of_the_dashboard_is_served(controlled: Controlled) -> None:
+    """Names and labels: a panel that asks for something else would stay empty for ever."""
+    controlled.serve(BODIES[:4])
+    text = requests.get(f"{controlled.server.url}/metrics", timeout=60).text
+    labels_of: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels_of.setdefault(sample.name, set()).update(sample.labels)
+    dashboard = json.loads((REPOSITORY / "sglang_c2t/guides/grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [variable["query"] for variable in dashboard["templating"]["list"]]
+    asked: dict[str, set[str]] = {}
+    for query in queries:
+        for name, matchers in re.findall(r"((?:c2t|sglang):\w+)(?:\{([^}]*)\})?", query):
+            asked.setdefault(name, set()).update(re.findall(r"(\w+)\s*=~?", matchers))
+    assert {name for name in asked if name.startswith("c2t:")} == {
+        name for name in labels_of if name.startswith("c2t:") and not name.endswith(
+            ("_created", "draft_length_sum", "draft_length_count"))
+    }  # fmt: skip
+    for name, labels in asked.items():
+        assert labels <= labels_of[name], name
