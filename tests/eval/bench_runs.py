@@ -120,11 +120,12 @@ def made_cell(
     seconds = tokens / rate
     gated = made.method.kind.startswith("c2t")
     told = {
-        'c2t:verifications_total{rank="0"}': float(verify_ct),
-        'c2t:correct_drafts_total{rank="0"}': float(correct),
-        'c2t:proposed_drafts_total{rank="0"}': float(proposed),
-        "c2t:draft_length_count": float(verify_ct),
-        "c2t:draft_length_sum": float(proposed),
+        "c2t:verifications_total{rank='0'}": float(verify_ct),
+        "c2t:correct_drafts_total{rank='0'}": float(correct),
+        "c2t:proposed_drafts_total{rank='0'}": float(proposed),
+        "c2t:verify_rows_total{rank='0'}": float(verify_ct + proposed),
+        "c2t:draft_length_count{rank='0'}": float(verify_ct),
+        "c2t:draft_length_sum{rank='0'}": float(proposed),
     }
     return Cell(
         method=made.method.name,

@@ -1,0 +1,78 @@
+"""What a benchmark run shows, as one HTML page and as Markdown with its plots beside it.
+
+    python -m eval.report DIR [--out FOLDER]            report.html, report.md, plots/
+    python -m eval.report compare A B [--out FOLDER]    compare.html, compare.md, plots/
+
+Reads what ``python -m eval.run`` wrote, also while it still runs. Every number is made from the
+records; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from eval.bench.records import RecordError
+from eval.reporting.cells import Results, load
+from eval.reporting.compare import compare
+from eval.reporting.report import report, write
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write a report; 0, or 2 where there is nothing to report on."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    console = Console(stderr=True)
+    try:
+        paths = _compare(argv[1:], console) if argv[:1] == ["compare"] else _report(argv, console)
+    except (RecordError, OSError) as error:
+        print(f"eval.report: error: {error}", file=sys.stderr)
+        return 2
+    for path in paths:
+        print(f"wrote {path}")
+    return 0
+
+
+def _report(argv: Sequence[str], console: Console) -> list[Path]:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="DIR", help="folder of a benchmark run")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write; default: DIR")
+    args = parser.parse_args(argv)
+    results = _load(args.run, console)
+    with console.status("tables and plots"):
+        return write(report(results), args.out or args.run)
+
+
+def _compare(argv: Sequence[str], console: Console) -> list[Path]:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.report compare", description="What differs between two runs."
+    )
+    parser.add_argument("before", type=Path, metavar="A", help="folder of a benchmark run")
+    parser.add_argument("after", type=Path, metavar="B", help="folder of another")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="where to write; default: compare in B"
+    )
+    args = parser.parse_args(argv)
+    before, after = _load(args.before, console), _load(args.after, console)
+    with console.status("tables and plots"):
+        document = compare(before, after, (str(args.before), str(args.after)))
+        return write(document, args.out or args.after / "compare", stem="compare")
+
+
+def _load(folder: Path, console: Console) -> Results:
+    def progress(rungs: Sequence[list[Path]]) -> Iterable[list[Path]]:
+        return track(rungs, f"reading {folder}", console=console, transient=True)
+
+    return load(folder, progress)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

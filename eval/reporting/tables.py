@@ -1,0 +1,523 @@
+"""The report's tables and texts, in its order."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from eval.bench.records import CellKey
+from eval.reporting.cells import UNTOLD_DRAFTS, Results, steady, whole
+from eval.reporting.document import (
+    ABSENT,
+    Block,
+    Bullets,
+    Entry,
+    Heading,
+    Mark,
+    Table,
+    Text,
+)
+from eval.reporting.intervals import LEVEL, NUM_RESAMPLES, Acceptance, Estimate, Ratio
+from eval.reporting.verdict import (
+    failure_sentence,
+    metric_sentence,
+    output_sentence,
+    rungs,
+    speed_sentences,
+)
+
+TARGET_ROWS = ("target_decode_rows", "verify_rows")
+DRAFT_FORWARDS = ("draft_forwards",)
+MAX_LISTED = 20
+POOLED = "All concurrencies and repeats together."
+FAILED = " †"
+
+WORDS = {Mark.LOSS: " loss", Mark.TIE: " tie"}
+
+
+def ratio_entry(ratio: Ratio | None, words: Mapping[Mark, str] = WORDS) -> Entry:
+    """A speed-up: a loss or a tie says so, a win is bold."""
+    if ratio is None:
+        return ABSENT
+    return Entry(ratio.text() + words.get(ratio.mark, ""), ratio.mark)
+
+
+def number(value: float | None, digits: int = 2) -> Entry:
+    """A number, or a dash."""
+    return ABSENT if value is None else Entry(f"{value:.{digits}f}")
+
+
+def rate_digits(value: float) -> int:
+    """Three figures or more of a rate."""
+    return 0 if value >= 100 else 1
+
+
+def verdict(results: Results) -> Iterator[Block]:
+    """What the run comes to."""
+    yield Heading(2, "Verdict")
+    yield Bullets(speed_sentences(results))
+    for text, mark in (
+        output_sentence(results),
+        metric_sentence(results),
+        failure_sentence(results, len(missing(results))),
+    ):
+        yield Text(text, mark)
+    yield Table(
+        "The fastest method at each concurrency",
+        ["temperature", "at once", "fastest", "tokens/s", "over no speculation",
+         "not told apart from it", "slower than no speculation"],
+        [
+            (
+                f"{r.temperature:g}",
+                [
+                    Entry(str(r.concurrency)),
+                    Entry(r.best, Mark.BEST),
+                    number(r.speed, rate_digits(r.speed)),
+                    ratio_entry(r.ratio),
+                    Entry(", ".join(r.level_with) or "-"),
+                    Entry(", ".join(r.losers), Mark.LOSS) if r.losers else ABSENT,
+                ],
+            )
+            for r in rungs(results)
+        ],
+        "The fastest is picked from the same numbers that it is shown with, so its lead is told "
+        "somewhat too large. The last two columns need two repeats.",
+        numeric=False,
+    )  # fmt: skip
+
+
+def conditions(results: Results) -> Iterator[Block]:
+    """What was measured, on what, how."""
+    run, provenance = results.run, results.run.provenance
+    yield Heading(2, "What was measured")
+    repeats = Counter(
+        len(
+            [key for key in results.cells if (key.method, key.temperature, key.concurrency) == cell]
+        )
+        for cell in {(key.method, key.temperature, key.concurrency) for key in results.cells}
+    )
+    items = [
+        f"started: {run.started}",
+        f"methods: {', '.join(results.names)}",
+        *(
+            f"requests at once, temperature {t:g}: {', '.join(map(str, results.concurrencies(t)))}"
+            for t in results.temperatures
+        ),
+        "repeats: " + ", ".join(f"{n} of {count} cells" for n, count in sorted(repeats.items())),
+        *(f"{name}: {_flat(provenance[name])}" for name in ("hardware", "versions", "revision")
+          if name in provenance),
+        *([f"command: `{command}`"] if (command := _command(provenance)) else []),
+    ]  # fmt: skip
+    yield Bullets(items)
+    dataset = run.dataset
+    yield Table(
+        f"Prompts: {dataset.get('name', 'data set')}",
+        ["part", "family", "n", "sha256, 16 digits", "source"],
+        [(str(part.get("name", "")), _facts(part)) for part in dataset.get("parts", ())]
+        + [("all", _facts(dataset))],
+        numeric=False,
+    )
+    yield Table(
+        "Methods",
+        ["method", "kind", "beta", "flags of its own"],
+        [
+            (
+                method.name + (" (baseline)" if method.baseline else ""),
+                [
+                    Entry(method.kind),
+                    Entry("-" if method.beta is None else f"{method.beta:g}"),
+                    Entry(shlex.join(method.flags) or "-"),
+                ],
+            )
+            for method in results.methods
+        ],
+        numeric=False,
+    )
+
+
+def _facts(part: Mapping[str, Any]) -> list[Entry]:
+    told = [str(part.get(name, "-")) for name in ("family", "n", "sha256", "source")]
+    told[2] = told[2][:16]
+    return [Entry(text) for text in told]
+
+
+def _command(provenance: Mapping[str, Any]) -> str:
+    return str(provenance.get("command") or shlex.join(provenance.get("argv", ())))
+
+
+def _flat(value: Any) -> str:
+    """A mapping as ``name value, name value``."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_flat(item)}" for name, item in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return " ".join(_flat(item) for item in value) or "none"
+    return str(value)
+
+
+def reading(results: Results) -> Iterator[Block]:
+    """How to read what follows."""
+    yield Heading(2, "How to read it")
+    percent = f"{100 * LEVEL:.0f} %"
+    items = [
+        "**tau**: tokens gained per verification, the bonus token included: (verifications + "
+        "accepted drafts) / verifications. 1 is no gain. The C2T paper leaves the bonus token "
+        "out, so its tau is smaller by 1.",
+        "**gamma**: draft tokens that the target verified per verification, the root not counted. "
+        "The C2T paper gives their sum over the data set. The work table has both.",
+        "**target rows per token**: rows of the target's decode and verify forwards per output "
+        "token, prefill left out. **draft forwards per token**: forwards of the draft loop, each "
+        "of the whole batch at once, per output token; the first layer of drafts comes with the "
+        "draft model's extend pass, which all methods have and which is not counted. Both are "
+        "counted inside the server, also without `--c2t`.",
+        "**tokens/s**: output tokens of a cell over its duration, first request sent to last "
+        "answer read; the geometric mean over repeats, in brackets the slowest and the fastest.",
+        "**speed-up**: ratio of tokens/s to no speculation, the geometric mean of ratios within "
+        f"repeats; n = {len(results.repeats)} repeats at most, whose methods ran interleaved. Its "
+        f"interval is a {percent} t interval on logarithms. The noise is estimated from all "
+        "methods at that concurrency together, each repeat a block, and so taken to be alike for "
+        "them; with one repeat there is none. A win (interval above 1) is bold, a loss (below 1) "
+        "and a tie (1 inside) say so. Intervals are for each entry alone: among twenty ties, one "
+        "is expected to look like a win or a loss.",
+        f"Intervals of tau and gamma: {percent}, from {NUM_RESAMPLES} resamples of the prompts "
+        "within their families; repeats of a prompt are drawn together. They tell how far other "
+        "prompts of the same kind would move the number, not how far other kinds would.",
+        f"{FAILED.strip()} marks speeds of cells in which requests failed.",
+    ]
+    yield Bullets(items)
+
+
+Value = Callable[[str, int], Entry]
+
+
+def by_concurrency(
+    results: Results, temperature: float, title: str, value: Value, note: str = ""
+) -> Table:
+    """Methods down, concurrencies across."""
+    concurrencies = results.concurrencies(temperature)
+    return Table(
+        title,
+        ["method", *(f"c = {concurrency}" for concurrency in concurrencies)],
+        [
+            (name, [value(name, concurrency) for concurrency in concurrencies])
+            for name in results.names
+        ],
+        note,
+    )
+
+
+def speed_tables(results: Results, temperature: float) -> Iterator[Table]:
+    """Speed-ups and tokens per second at one temperature."""
+    fastest = {r.concurrency: r.best for r in rungs(results) if r.temperature == temperature}
+
+    def throughput(name: str, concurrency: int) -> Entry:
+        best = fastest.get(concurrency) == name
+        return rate_entry(results, name, temperature, concurrency, best)
+
+    if (base := results.baseline) is not None:
+        yield speedup_table(results, temperature, base)
+    yield by_concurrency(
+        results, temperature, f"Output tokens per second, temperature {temperature:g}", throughput,
+        "c: requests at once. Geometric mean [slowest, fastest repeat]. Bold: the fastest.",
+    )  # fmt: skip
+
+
+def rate_entry(
+    results: Results, name: str, temperature: float, concurrency: int, best: bool
+) -> Entry:
+    """Tokens per second with its spread; marked where requests failed."""
+    speed = results.speed(name, temperature, concurrency)
+    if speed is None:
+        failed = results.of(name, temperature, concurrency)
+        return Entry("failed", Mark.BAD) if failed else ABSENT
+    text = speed.spread.text(rate_digits(speed.mean)) + (FAILED if speed.num_failed else "")
+    return Entry(text, Mark.BEST if best else Mark.PLAIN)
+
+
+def speedup_table(results: Results, temperature: float, base: str) -> Table:
+    """Ratios to no speculation."""
+    others = [name for name in results.names if name != base]
+    concurrencies = results.concurrencies(temperature)
+    return Table(
+        f"Speed-up over no speculation, temperature {temperature:g}",
+        ["method", *(f"c = {c}" for c in concurrencies), "all"],
+        [
+            (
+                name,
+                [
+                    *(
+                        ratio_entry(results.ratio(name, base, temperature, c))
+                        for c in concurrencies
+                    ),
+                    ratio_entry(results.overall_ratio(name, base, temperature)),
+                ],
+            )
+            for name in others
+        ],
+        "all: geometric mean over all concurrencies, its interval over repeats.",
+    )
+
+
+def work_table(results: Results, temperature: float) -> Table:
+    """Accept length tau and gamma in the papers' form, over all concurrencies and repeats."""
+    rows = []
+    for name in results.names:
+        counts = results.counts(results.of(name, temperature))
+        told = counts is not None and results.kind(name) not in UNTOLD_DRAFTS
+        proposed = counts.proposed.sum() if told and counts is not None else 0.0
+        rate = counts.correct.sum() / proposed if proposed and counts is not None else None
+        entries = [
+            *tau_gamma(results.acceptance(name, temperature)),
+            Entry(f"{proposed:.0f}") if proposed else ABSENT,
+            number(rate),
+            *work_entries(results, name, temperature),
+        ]
+        rows.append((name, entries))
+    return Table(
+        f"Work, temperature {temperature:g}",
+        ["method", "tau", "gamma", "drafts verified", "accept rate", "draft forwards per token",
+         "target rows per token"],
+        rows,
+        POOLED + _incomplete_note(results) + _adaptive_note(results),
+    )  # fmt: skip
+
+
+def _incomplete_note(results: Results) -> str:
+    if not missing(results):
+        return ""
+    return " Cells are missing, so methods may be told over different ones."
+
+
+def _adaptive_note(results: Results) -> str:
+    if not UNTOLD_DRAFTS & {method.kind for method in results.methods}:
+        return ""
+    return (
+        " SGLang reports an adaptive method's drafts as if all had the length of its flags; its "
+        "gamma is taken from counted target rows, without interval, and only where all prompts "
+        "are taken together."
+    )
+
+
+def tau_gamma(found: Acceptance | None) -> list[Entry]:
+    """Both with their intervals."""
+    if found is None:
+        return [ABSENT, ABSENT]
+    return [Entry(found.tau.text()), ABSENT if found.gamma is None else Entry(found.gamma.text())]
+
+
+def work_entries(
+    results: Results, name: str, temperature: float, concurrency: int | None = None
+) -> list[Entry]:
+    """Draft forwards and target rows per token."""
+    return [
+        number(results.per_token(counters, name, temperature, concurrency), 3)
+        for counters in (DRAFT_FORWARDS, TARGET_ROWS)
+    ]
+
+
+def family_table(results: Results, temperature: float) -> Table:
+    """Accept length tau and gamma of each family of prompts."""
+    names = [name for name in results.names if results.acceptance(name, temperature) is not None]
+    return Table(
+        f"tau and gamma by family, temperature {temperature:g}",
+        ["method", *(f"{family} {which}" for family in results.families for which in
+                     ("tau", "gamma"))],
+        [
+            (name, [entry for family in results.families
+                    for entry in tau_gamma(results.acceptance(name, temperature, family=family))])
+            for name in names
+        ],
+        POOLED + _incomplete_note(results),
+    )  # fmt: skip
+
+
+def length_table(results: Results, temperature: float) -> Table | None:
+    """Mean and quantiles of accept and draft lengths; None where no server told any."""
+    rows = []
+    for name in results.names:
+        lengths = (results.accept_lengths(name, temperature),
+                   results.draft_lengths(name, temperature))  # fmt: skip
+        if any(lengths):
+            rows.append((name, [entry for one in lengths for entry in _quantiles(one)]))
+    names = ("mean", "10\u00a0%", "median", "90\u00a0%", "longest")  # no line break within
+    return Table(
+        f"Lengths per verification, temperature {temperature:g}",
+        ["method", *(f"{which} {name}" for which in ("accept", "draft") for name in names)],
+        rows,
+        "accept: tokens gained, bonus included. draft: tokens verified, root left out. Stock "
+        "servers tell no draft lengths; fixed chains and trees have one.",
+    ) if rows else None  # fmt: skip
+
+
+def _quantiles(lengths: Counter[int]) -> list[Entry]:
+    if not lengths:
+        return [ABSENT] * 5
+    values, counts = zip(*sorted(lengths.items()), strict=True)
+    shares = np.cumsum(counts) / sum(counts)
+    mean = float(np.dot(values, counts)) / sum(counts)
+    at = [values[int(np.searchsorted(shares, share))] for share in (0.1, 0.5, 0.9)]
+    return [number(mean), *(Entry(str(value)) for value in (*at, values[-1]))]
+
+
+def rung_table(results: Results, temperature: float, concurrency: int) -> Table:
+    """Everything at one temperature and concurrency, one line per method."""
+    base = results.baseline
+    at = (temperature, concurrency)
+    speeds = {name: results.speed(name, *at) for name in results.names}
+    top = max((speed.mean for speed in speeds.values() if speed is not None), default=0.0)
+    rows = []
+    for name, speed in speeds.items():
+        best = speed is not None and speed.mean == top
+        rows.append((name, [
+            *tau_gamma(results.acceptance(name, *at)),
+            rate_entry(results, name, *at, best),
+            *work_entries(results, name, *at),
+            Entry("1") if name == base else
+            ratio_entry(results.ratio(name, base, *at) if base is not None else None),
+        ]))  # fmt: skip
+    return Table(
+        f"Temperature {temperature:g}, {concurrency} at once",
+        ["method", "tau", "gamma", "tokens/s", "draft forwards per token",
+         "target rows per token", "speed-up"],
+        rows,
+    )  # fmt: skip
+
+
+def latency_table(results: Results, temperature: float, concurrency: int) -> Table:
+    """Steady-state throughput beside the whole cell's, and times of requests."""
+    base = results.baseline
+    at = (temperature, concurrency)
+    rows = []
+    for name in results.names:
+        cells = results.of(name, *at)
+        ratio = results.ratio(name, base, *at, steady) if base not in (None, name) else None
+        entries = [
+            *(_rate(results, name, at, rate) for rate in (whole, steady)),
+            Entry("1") if name == base else ratio_entry(ratio),
+            _window(cells),
+        ]
+        for times in ("ttft_s", "per_token_s"):
+            values = np.concatenate([getattr(cell, times) for cell in cells] or [np.empty(0)])
+            entries += [number(1e3 * float(np.quantile(values, q)), 1) if values.size else ABSENT
+                        for q in (0.5, 0.99)]  # fmt: skip
+        rows.append((name, entries))
+    return Table(
+        f"Steady state and latency, temperature {temperature:g}, {concurrency} at once",
+        ["method", "tokens/s", "steady tokens/s", "steady speed-up", "steady share",
+         "first token, ms", "its 99 %", "per token, ms", "its 99 %"],
+        rows,
+    )  # fmt: skip
+
+
+def _rate(results: Results, name: str, at: tuple[float, int], rate: Any) -> Entry:
+    speed = results.speed(name, *at, rate)
+    return ABSENT if speed is None else number(speed.mean, rate_digits(speed.mean))
+
+
+def _window(cells: Sequence[Any]) -> Entry:
+    """Share of the cells' time that was steady."""
+    shares = [
+        100 * cell.steady["duration"] / cell.duration_s
+        for cell in cells
+        if cell.steady and cell.steady.get("duration") and cell.duration_s
+    ]
+    return Entry(f"{sum(shares) / len(shares):.0f} %") if shares else ABSENT
+
+
+def missing(results: Results) -> list[CellKey]:
+    """Cells of the configured grid that have no file."""
+    config = results.run.config
+    found = [(t, results.concurrencies(t)) for t in results.temperatures]
+    loads = [(load["temperature"], load["concurrency"]) for load in config.get("load", ())]
+    first = results.repeats[0]
+    repeats = range(first, first + config["repeats"]) if "repeats" in config else results.repeats
+    return [
+        key
+        for temperature, concurrencies in loads or found
+        for concurrency in concurrencies
+        for method in results.names
+        for repeat in repeats
+        if (key := CellKey(method, temperature, concurrency, repeat)) not in results.cells
+    ]
+
+
+def checks(results: Results) -> Iterator[Block]:
+    """Outputs, metrics, failures, holes."""
+    yield Heading(2, "Checks")
+    yield Heading(3, "Outputs")
+    text, mark = output_sentence(results)
+    yield Text(text, mark)
+    if any(entry.compared for entry in results.outputs.values()):
+        yield Text(
+            "Each cell is compared with no speculation at the same temperature and concurrency. "
+            "Where repeats of no speculation differ among themselves, the batch alone changes "
+            "outputs, through the order of floating-point sums."
+        )
+        yield _output_table(results)
+    yield Heading(3, "Metrics and requests")
+    text, mark = metric_sentence(results)
+    yield Text(text, mark)
+    wrong = [s for cell in results.cells.values() for s in cell.disagreements or ()]
+    if wrong:
+        yield Bullets(_shortened(wrong))
+    yield Heading(3, "Failures and missing cells")
+    absent = missing(results)
+    text, mark = failure_sentence(results, len(absent))
+    yield Text(text, mark)
+    failures = [
+        f"{key}: {len(cell.errors)} of {cell.num_requests} requests failed, the first with: "
+        f"{cell.errors[0].strip().splitlines()[0][:200] if cell.errors[0].strip() else 'no word'}"
+        for key, cell in results.cells.items()
+        if cell.errors
+    ]
+    for listed in (failures, [f"missing: {key}" for key in absent], results.problems):
+        if listed:
+            yield Bullets(_shortened(listed))
+
+
+def _shortened(sentences: Sequence[str]) -> list[str]:
+    rest = len(sentences) - MAX_LISTED
+    return [*sentences[:MAX_LISTED], *([f"and {rest} more"] if rest > 0 else [])]
+
+
+def _output_table(results: Results) -> Table:
+    rows = []
+    for name, entry in results.outputs.items():
+        if not entry.compared:
+            continue
+        wrong = sum(len(difference.prompts) for difference in entry.differences)
+        verdict = Entry(f"{wrong} differ", Mark.BAD) if wrong else Entry("yes")
+        first = str(entry.differences[0]) if wrong else "-"
+        rows.append((name, [Entry(str(entry.compared)), verdict, Entry(first)]))
+    return Table(
+        "Outputs compared with those without speculation",
+        ["method", "compared", "identical", "first cell that differs"],
+        rows,
+        numeric=False,
+    )
+
+
+def appendix(results: Results) -> Iterator[Block]:
+    """Configuration and servers, as recorded."""
+    yield Heading(2, "Configuration and servers")
+    yield Bullets(
+        [f"{name}: `{json.dumps(value)}`" for name, value in results.run.config.items()]
+        or ["no configuration was recorded"]
+    )
+    argvs = {key.method: cell.server_argv for key, cell in results.cells.items()}
+    yield Bullets(
+        [f"{name}: `{shlex.join(argvs[name])}`" for name in results.names if argvs.get(name)]
+        or ["no server was recorded"]
+    )
+
+
+def difference_entry(estimate: Estimate, digits: int = 2) -> Entry:
+    """A difference with its sign."""
+    text = f"{estimate.value:+.{digits}f}"
+    if estimate.has_interval:
+        text += f" [{estimate.low:+.{digits}f}, {estimate.high:+.{digits}f}]"
+    return Entry(text)
