@@ -20,9 +20,9 @@ def register() -> None:
         args,
         compat,
         control,
-        opt_out,
         refusals,
         reporting,
+        requests,
         step_metrics,
         worker_factory,
     )
@@ -40,8 +40,9 @@ def register() -> None:
     HookRegistry.register(compat.SET_INTERNAL_STATE, control.set_internal_state, HookType.AROUND)
     HookRegistry.register(compat.TOKENIZER_MANAGER, control.add_routes, HookType.AFTER)
     HookRegistry.register(
-        compat.VERIFY_SAMPLING_PARAMS, opt_out.check_sampling_params, HookType.AFTER
+        compat.VERIFY_SAMPLING_PARAMS, requests.check_sampling_params, HookType.AFTER
     )
+    HookRegistry.register(compat.VALIDATE_REQUEST, requests.check_request, HookType.AROUND)
     HookRegistry.register(compat.RESOLVE_RESULT, step_metrics.count_step, HookType.AROUND)
     HookRegistry.register(compat.LOG_STATS, step_metrics.correct_gauge, HookType.BEFORE)
     if reporting.counting():

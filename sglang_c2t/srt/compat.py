@@ -49,6 +49,7 @@ SPEC_METRICS = (
 INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 SET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.set_internal_state"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__"
+VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
 VERIFY_SAMPLING_PARAMS = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
 RESOLVE_RESULT = (
     "sglang.srt.managers.scheduler_components.batch_result_processor."
@@ -158,6 +159,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{IO_STRUCT}.SetInternalStateReq", "answers /c2t", ["server_args"]),
     Seam(f"{IO_STRUCT}.SetInternalStateReqOutput", "answers /c2t", ["updated"]),
     Seam(VERIFY_SAMPLING_PARAMS, "checks who opts out", hook=True),
+    Seam(VALIDATE_REQUEST, "refuses what would end the server", ["obj", "input_ids"], hook=True),
     Seam(RESOLVE_RESULT, "counts what was verified", ["batch", "result"], hook=True),
     Seam(LOG_STATS, "corrects sglang:spec_accept_rate", ["stats"], hook=True),
     resolution_seam(SPECULATIVE_STEP, "refuses unsupported combinations before a model loads"),

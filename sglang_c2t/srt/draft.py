@@ -30,8 +30,8 @@ from sglang_c2t.chain import ChainGate
 from sglang_c2t.load import DraftDepth
 from sglang_c2t.relay import Exploration, FirstTokenRelay
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.opt_out import opts_out
 from sglang_c2t.srt.reporting import COUNTERS, GATE_CLOCK
+from sglang_c2t.srt.requests import opts_out
 
 # B requests, V draft vocabulary
 
