@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from eval.bench.provenance import git_revision
 from eval.prompts import Prompt, demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
 from sglang_c2t import __version__
@@ -124,13 +124,6 @@ def conditions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> str:
         f"{args.max_new_tokens} new tokens; servers run one after the other; one run, no repeats. "
         "Tiny models on a CPU: tokens/s says nothing about a GPU; the other columns count work."
     )
-
-
-def git_revision() -> str:
-    """Short commit of this checkout, marked when files differ from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    return ended.stdout.strip() or "no git checkout"
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from eval.demo import git_revision
+from eval.bench.provenance import git_revision
 from eval.markdown import bold, bracket, row, rule, signed, with_interval
 from eval.recordings import MAX_NEW_TOKENS, NUM_STEPS, prompts, record
 from eval.server import DRAFTS

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from eval.demo import git_revision
+from eval.bench.provenance import git_revision
 from eval.markdown import bracket, row, rule, signed, with_interval
 from eval.prompts import Prompt
 from eval.record_default import settings_of

@@ -1,0 +1,389 @@
+r"""The mixed batch of a benchmark: where its prompts come from, and in which order they are sent.
+
+A part of the batch has one of three sources:
+
+    demo:math                  one of our generators (math, code, chat); nothing is downloaded
+    prompts/mine.jsonl         a prompt file, see :mod:`sglang_c2t.prompts`
+    gsm8k                      a public set of :data:`PUBLIC`: looked for in a local folder, then
+                               in the Hugging Face cache and on the hub
+
+Prompts to a model with a chat template are sent as one user message. A part's ``template``
+overrides that: ``raw`` sends the text as it is, ``Question: {prompt}\nAnswer:`` wraps it, and a
+name such as ``nq`` takes the shape that the demo models know that set in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.bench.config import DatasetConfig, PartConfig
+from eval.demo_models.corpus import FAMILIES
+from eval.prompts import EVALUATION_SETS, TRAINING_SETS, demo_mix
+from sglang_c2t.config import ConfigError
+from sglang_c2t.prompts import PromptRow, read_prompts
+
+GENERATED = "demo:"
+RAW = "raw"
+
+#: Shapes by name, as the demo models were trained on them.
+SHAPES = {name: shape for name, (_, shape) in {**EVALUATION_SETS, **TRAINING_SETS}.items()}
+
+
+@dataclass(frozen=True)
+class Hub:
+    """Where the Hugging Face hub has a set, and how a row becomes a user's message."""
+
+    path: str
+    config: str | None
+    split: str
+    text: Callable[[Mapping[str, Any]], str]
+
+
+@dataclass(frozen=True)
+class PublicSet:
+    """A set by name. ``sha256`` is that of its prompts, see :func:`prompts_sha256`."""
+
+    family: str
+    files: tuple[str, ...]
+    count: int
+    sha256: str | None = None
+    hub: Hub | None = None
+    origin: str = ""
+
+
+def _column(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: str(row[name])
+
+
+def _first_turn(row: Mapping[str, Any]) -> str:
+    return str(row["prompt"][0])
+
+
+def _instruction(row: Mapping[str, Any]) -> str:
+    return f"{row['instruction']}\n\n{row['input']}" if row["input"] else str(row["instruction"])
+
+
+def _article(row: Mapping[str, Any]) -> str:
+    return f"Summarize the following news article.\n\n{row['article']}"
+
+
+_EAGLE = "github.com/SafeAILab/EAGLE, eagle/data"
+_SPEC_BENCH = "github.com/hemingkx/Spec-Bench, data/spec_bench/question.jsonl"
+
+#: Hashes were computed from the files themselves; a set without one is only counted.
+PUBLIC: dict[str, PublicSet] = {
+    "gsm8k": PublicSet(
+        "math",
+        ("gsm8k_test.jsonl",),
+        1319,
+        "b5107a2ee9aca7016c3179c2354bb2c5f84ad0b4946c25ce2258b14a43179934",
+        Hub("openai/gsm8k", "main", "test", _column("question")),
+    ),
+    "gsm8k-80": PublicSet(
+        "math",
+        ("gsm8k_eagle80.jsonl", "gsm8k/question.jsonl"),
+        80,
+        "3266f1d38225201f1e0774e729456b0b547bde88948db213d07979a25a541aac",
+        origin=f"{_EAGLE}/gsm8k/question.jsonl",
+    ),
+    "humaneval": PublicSet(
+        "code",
+        ("humaneval.jsonl", "HumanEval.jsonl"),
+        164,
+        "2bffccd5458ee7486a43bbd02c9fa731d16911f4c89206ffe296bbeaf98824d6",
+        Hub("openai/openai_humaneval", None, "test", _column("prompt")),
+    ),
+    "humaneval-80": PublicSet(
+        "code",
+        ("humaneval_eagle80.jsonl", "humaneval/question.jsonl"),
+        80,
+        "e7e9264d13cedd2c13c9ba7d4d5d200363a2598419f89d9e2690665538e576fa",
+        origin=f"{_EAGLE}/humaneval/question.jsonl",
+    ),
+    "mt_bench": PublicSet(
+        "instruction",
+        ("mt_bench.jsonl", "mt_bench/question.jsonl"),
+        80,
+        "ac24dc007537ebc10c8cdb8c69fcb2aaa4a37b00a48086f3b6949b5a48cb36b7",
+        Hub("HuggingFaceH4/mt_bench_prompts", None, "train", _first_turn),
+    ),
+    "alpaca": PublicSet(
+        "instruction",
+        ("alpaca.jsonl",),
+        52_002,
+        None,
+        Hub("tatsu-lab/alpaca", None, "train", _instruction),
+    ),
+    "alpaca-80": PublicSet(
+        "instruction",
+        ("alpaca_eagle80.jsonl", "alpaca/question.jsonl"),
+        80,
+        None,
+        origin=f"{_EAGLE}/alpaca/question.jsonl",
+    ),
+    "cnn_dailymail": PublicSet(
+        "summarisation",
+        ("cnn_dailymail.jsonl",),
+        11_490,
+        None,
+        Hub("abisee/cnn_dailymail", "3.0.0", "test", _article),
+    ),
+    "cnn_dailymail-80": PublicSet(
+        "summarisation",
+        ("sum_eagle80.jsonl", "sum/question.jsonl"),
+        80,
+        None,
+        origin=f"{_EAGLE}/sum/question.jsonl",
+    ),
+    "natural_questions": PublicSet(
+        "qa",
+        ("nq_open.jsonl",),
+        3610,
+        None,
+        Hub("google-research-datasets/nq_open", None, "validation", _column("question")),
+    ),
+    "natural_questions-80": PublicSet(
+        "qa",
+        ("nq_eagle80.jsonl", "qa/question.jsonl"),
+        80,
+        "9c01027baa26d76b6281bce5cc06ab5dd3e17fae196d1bcdfb182726adaa35bd",
+        origin=f"{_EAGLE}/qa/question.jsonl",
+    ),
+    "spec-bench": PublicSet(
+        "spec-bench",
+        ("spec_bench.jsonl", "spec_bench/question.jsonl"),
+        480,
+        None,
+        origin=_SPEC_BENCH,
+    ),
+    "spec-bench-240": PublicSet(
+        "spec-bench",
+        ("spec_bench_open240.jsonl",),
+        240,
+        "48ee2e94eff1c81b710082f9f22eeb2f6ccc18f26a57bb983ac89c7db91b56a8",
+        origin=f"{_SPEC_BENCH}: tasks mt_bench, qa and math_reasoning",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt of the batch: ``prompt`` is a text, or token ids where a template made them."""
+
+    family: str
+    prompt: str | list[int]
+    prompt_len: int  # tokens
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The batch in the order of sending, and what run.json says of it."""
+
+    samples: list[Sample]
+    facts: dict[str, Any]
+
+
+def load(config: DatasetConfig, tokenizer: Any, folders: Sequence[Path]) -> Dataset:
+    """Read, check, draw and interleave all parts; :class:`ConfigError` says what is missing."""
+    drawn, facts = [], []
+    for part in config.parts:
+        rows, where = rows_of(part, config.seed, folders)
+        found = check(part, rows, where)
+        drawn.append(draw(part, rows, config, tokenizer))
+        families = sorted({sample.family for sample in drawn[-1]})
+        facts.append(
+            {
+                "name": part.source,
+                "family": ", ".join(families),
+                "n": part.n,
+                "count": len(rows),
+                "sha256": found,
+                "source": where,
+            }
+        )
+    samples = interleaved(drawn, config.seed)
+    parts = " + ".join(f"{part.n} {part.source}" for part in config.parts)
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(json.dumps([sample.family, sample.prompt]).encode() + b"\0")
+    return Dataset(
+        samples,
+        {"name": parts, "n": len(samples), "sha256": digest.hexdigest(), "parts": facts},
+    )
+
+
+# -- sources --------------------------------------------------------------------------------
+
+
+def rows_of(part: PartConfig, seed: int, folders: Sequence[Path]) -> tuple[list[PromptRow], str]:
+    """All prompts of a source, and where they came from."""
+    if part.source.startswith(GENERATED):
+        return generated(part.source.removeprefix(GENERATED), part.n, seed), "our generator"
+    if part.source.endswith(".jsonl"):
+        return read_prompts(part.source), part.source
+    if part.source not in PUBLIC:
+        families = ", ".join(GENERATED + family for family in FAMILIES)
+        raise ConfigError(
+            f"dataset source {part.source!r} is unknown; give a .jsonl file, one of our "
+            f"generators ({families}) or one of {', '.join(PUBLIC)}"
+        )
+    return _public(part.source, folders)
+
+
+def generated(family: str, n: int, seed: int) -> list[PromptRow]:
+    """The first ``n`` prompts of one family of the demo mix."""
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"dataset source {GENERATED}{family}: the generators are {', '.join(FAMILIES)}"
+        )
+    mix = demo_mix(n * len(FAMILIES), seed)
+    return [PromptRow(family, text=one.text) for one in mix if one.family == family]
+
+
+def _public(name: str, folders: Sequence[Path]) -> tuple[list[PromptRow], str]:
+    wanted = PUBLIC[name]
+    for path in (folder / file for folder in folders for file in wanted.files):
+        if path.is_file():
+            return [_regrouped(row, wanted.family) for row in read_prompts(path)], str(path)
+    looked = ", ".join(map(str, folders)) or "no folder (give one with --data)"
+    missing = f"dataset {name} was not found. Looked for {' or '.join(wanted.files)} in {looked}. "
+    if wanted.hub is None:
+        raise ConfigError(f"{missing}Download it from {wanted.origin}.")
+    try:
+        return _from_hub(wanted.hub, wanted.family), f"huggingface.co/datasets/{wanted.hub.path}"
+    except Exception as error:  # whatever the libraries below raise, it means: not there
+        raise ConfigError(
+            f"{missing}Nor could the Hugging Face cache or hub give {wanted.hub.path} "
+            f"({type(error).__name__}: {str(error)[:200]}). Put the file into a folder and name "
+            f"it with --data, or run `hf download --repo-type dataset {wanted.hub.path}` where "
+            "the hub can be reached."
+        ) from error
+
+
+def _from_hub(hub: Hub, family: str) -> list[PromptRow]:
+    """Rows of a set on the hub; its cached copy where the hub cannot be reached."""
+    import datasets  # type: ignore[import-untyped]
+
+    download = datasets.DownloadConfig(max_retries=1)
+    rows = datasets.load_dataset(hub.path, hub.config, split=hub.split, download_config=download)
+    texts = (hub.text(row) for row in rows)
+    return [PromptRow(family, messages=[{"role": "user", "content": text}]) for text in texts]
+
+
+def _regrouped(row: PromptRow, family: str) -> PromptRow:
+    return PromptRow(family, row.text, row.messages)
+
+
+# -- checks ---------------------------------------------------------------------------------
+
+
+def check(part: PartConfig, rows: Sequence[PromptRow], where: str) -> str:
+    """The hash of the prompts; ConfigError where count or hash are not those expected."""
+    known = PUBLIC.get(part.source)
+    count = part.count or (known.count if known else None)
+    if count is not None and len(rows) != count:
+        raise ConfigError(
+            f"dataset {part.source} from {where} has {len(rows)} prompts, expected {count}. Get "
+            f"the published file, or set count = {len(rows)} on this part to accept it."
+        )
+    found = prompts_sha256(rows)
+    sha256 = part.sha256 or (known.sha256 if known and not part.count else None)
+    if sha256 and found != sha256:
+        raise ConfigError(
+            f"the prompts of dataset {part.source} from {where} have sha256 {found}, expected "
+            f'{sha256}. Get the published file, or set sha256 = "{found}" on this part to '
+            "accept it."
+        )
+    return found
+
+
+def prompts_sha256(rows: Iterable[PromptRow]) -> str:
+    r"""SHA-256 of the prompts in their order, whoever packed them.
+
+    Each prompt, stripped and with ``\n`` line ends, in UTF-8 and behind it a zero byte.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(content(row).replace("\r\n", "\n").strip().encode() + b"\0")
+    return digest.hexdigest()
+
+
+def content(row: PromptRow) -> str:
+    """What the user says: the text, or all messages."""
+    if row.text is not None:
+        return row.text
+    return "\n\n".join(str(message.get("content", "")) for message in row.messages or ())
+
+
+# -- the batch ------------------------------------------------------------------------------
+
+
+def draw(
+    part: PartConfig, rows: Sequence[PromptRow], config: DatasetConfig, tokenizer: Any
+) -> list[Sample]:
+    """The first ``n`` prompts of a seeded order that are short enough."""
+    order = list(rows)
+    random.Random(f"{config.seed}/{part.source}").shuffle(order)
+    samples = (sample(part, row, tokenizer) for row in order)
+    fitting = (one for one in samples if one.prompt_len <= config.max_prompt_tokens)
+    drawn = list(itertools.islice(fitting, part.n))
+    if len(drawn) < part.n:
+        raise ConfigError(
+            f"dataset {part.source} has {len(drawn)} prompts of at most "
+            f"{config.max_prompt_tokens} tokens, n asks for {part.n}: lower n or raise "
+            "dataset.max_prompt_tokens"
+        )
+    return drawn
+
+
+def sample(part: PartConfig, row: PromptRow, tokenizer: Any) -> Sample:
+    """A prompt as it is sent."""
+    family = part.family or row.group
+    if part.template or row.messages is None:
+        text = shaped(part.template, content(row))
+        return Sample(family, text, len(tokenizer.encode(text)))
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            f"the model has no chat template for the messages of dataset {part.source}: give "
+            f'this part a template, such as template = "{RAW}"'
+        )
+    ids = tokenizer.apply_chat_template(
+        row.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return Sample(family, list(ids), len(ids))
+
+
+def shaped(template: str, text: str) -> str:
+    """The text as the template wants it."""
+    if template in ("", RAW):
+        return text
+    if "{prompt}" in template:
+        return template.replace("{prompt}", text)
+    if template in SHAPES:
+        return SHAPES[template](text)
+    raise ConfigError(
+        f"template {template!r} is neither {RAW!r}, nor a text with {{prompt}} in it, nor one of "
+        f"{', '.join(SHAPES)}"
+    )
+
+
+def interleaved(parts: Sequence[Sequence[Sample]], seed: int) -> list[Sample]:
+    """All parts as one batch, of which every stretch holds them in about their proportions.
+
+    Prompt k of n belongs somewhere in [k/n, (k+1)/n) of the batch; a seeded draw says where.
+    """
+    rng = random.Random(f"{seed}/order")
+    placed = [
+        ((k + rng.random()) / len(part), number, one)
+        for number, part in enumerate(parts)
+        for k, one in enumerate(part)
+    ]
+    placed.sort(key=lambda item: item[:2])
+    return [one for _, _, one in placed]

@@ -1,0 +1,232 @@
+"""Which servers a run needs, which methods each of them serves, and in which order it measures.
+
+All servers get the same flags but those of speculation. Methods of ours that draft the same
+shape may share a server: they are switched over ``/c2t`` while it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from eval.bench.config import DEMO, BenchConfig, MethodConfig, ModelConfig
+from eval.bench.records import CellKey, Method, slug
+from eval.gpu.launch import speculative_flags
+from eval.server import CPU_FLAGS, DRAFTS, TARGET, Launch
+
+
+class BenchLaunch(Launch):
+    """A server with the flags as given, nothing added for a CPU."""
+
+    def argv(self, port: int) -> list[str]:
+        """The command line a user would type."""
+        return [
+            sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model),
+            "--host", "127.0.0.1", "--port", str(port), *self.flags,
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Host:
+    """A server to start and the methods it serves, several only where it can be switched."""
+
+    launch: BenchLaunch
+    methods: tuple[MethodConfig, ...]
+    shared: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the server and of its log."""
+        return self.launch.name
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """A cell to measure and how many prompts it gets."""
+
+    key: CellKey
+    prompts: int
+
+
+def hosts(config: BenchConfig, folder: Path) -> list[Host]:
+    """All servers of a run; ``folder`` is where :func:`write_options` writes."""
+    shared: dict[tuple[str, ...], list[MethodConfig]] = {}
+    alone: list[list[MethodConfig]] = []
+    for method in config.methods:
+        if method.gated and config.server.share and not method.own_server:
+            shared.setdefault(drafting(config.model, method), []).append(method)
+        else:
+            alone.append([method])
+    together = [group for group in shared.values() if len(group) > 1]
+    alone += [group for group in shared.values() if len(group) == 1]
+    return [
+        *(Host(_launch(config, slug(one.name), one, folder), (one,)) for (one,) in alone),
+        *(
+            Host(_launch(config, f"shared-{n}", group[0], folder), tuple(group), shared=True)
+            for n, group in enumerate(together, start=1)
+        ),
+    ]
+
+
+def _launch(config: BenchConfig, name: str, first: MethodConfig, folder: Path) -> BenchLaunch:
+    flags = (*_common_flags(config), *method_flags(config.model, first, folder))
+    return BenchLaunch(name, flags, target_of(config.model), _environment(config))
+
+
+def target_of(model: ModelConfig) -> Path:
+    """Folder of the target model, or its name on the hub."""
+    return TARGET if model.target == DEMO else Path(model.target)
+
+
+def _common_flags(config: BenchConfig) -> tuple[str, ...]:
+    for_cpu = CPU_FLAGS if config.server.device == "cpu" else ()
+    return (*for_cpu, "--enable-metrics", *config.server.flags)
+
+
+def _environment(config: BenchConfig) -> dict[str, str]:
+    """What differs from :func:`eval.server.running`'s environment, which is fit for a CPU."""
+    if config.server.device == "cpu":
+        return dict(config.server.env)
+    threads = os.environ.get("OMP_NUM_THREADS", "8")
+    return {
+        "SGLANG_USE_CPU_ENGINE": "0",
+        "SGLANG_C2T_COUNTERS": "0",  # counting forwards is not free, and not under CUDA graphs
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
+        "OMP_NUM_THREADS": threads,
+        **config.server.env,
+    }
+
+
+def drafting(model: ModelConfig, method: MethodConfig) -> tuple[str, ...]:
+    """Flags that say how it drafts; () without speculation."""
+    if method.kind == "none":
+        return method.flags
+    draft = DRAFTS[model.algorithm] if model.draft == DEMO else Path(model.draft)
+    nodes = method.num_draft_tokens or method.num_steps + 1
+    steps, topk = method.num_steps, method.topk
+    flags = speculative_flags(draft, steps, algorithm=model.algorithm, topk=topk, nodes=nodes)
+    return (*flags, *method.flags)
+
+
+def method_flags(model: ModelConfig, method: MethodConfig, folder: Path) -> tuple[str, ...]:
+    """Flags of one method; policy options, which have no flag, are in a file in ``folder``."""
+    flags = drafting(model, method)
+    if method.kind == "adaptive":
+        return (*flags, "--speculative-adaptive")
+    if not method.gated:
+        return flags
+    c2t = ["--c2t", "--c2t-policy", method.policy, "--c2t-classifier", method.classifier]
+    if method.beta is not None:
+        c2t += ["--c2t-beta", str(method.beta)]
+    if method.policy_options:
+        c2t += ["--c2t-config", str(_options_file(method, folder))]
+    return (*flags, *c2t)
+
+
+def write_options(config: BenchConfig, folder: Path) -> None:
+    """Write the files that the flags of :func:`method_flags` name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for method in config.methods:
+        if method.policy_options:
+            text = json.dumps({"policy_options": method.policy_options}) + "\n"
+            _options_file(method, folder).write_text(text)
+
+
+def _options_file(method: MethodConfig, folder: Path) -> Path:
+    return folder / f"{slug(method.name)}.json"
+
+
+def record_of(config: BenchConfig, method: MethodConfig, folder: Path) -> Method:
+    """The method as run.json tells it."""
+    flags = list(method_flags(config.model, method, folder))
+    assert not isinstance(method.beta, tuple)
+    return Method(method.name, method.kind, flags, method.beta, baseline=method.kind == "none")
+
+
+# -- switching ------------------------------------------------------------------------------
+
+
+class SwitchError(RuntimeError):
+    """The server did not take the settings of a method."""
+
+
+def switch(url: str, method: MethodConfig) -> None:
+    """Make a running ``--c2t`` server serve ``method``, and ask it whether it does."""
+    wanted = settings(method)
+    reply = requests.post(f"{url}/c2t", json=wanted, timeout=60)
+    if not reply.ok:
+        raise SwitchError(f"POST /c2t for {method.name} answered {reply.status_code}: {reply.text}")
+    in_force = requests.get(f"{url}/c2t", timeout=60).json()
+    differing = {key: in_force.get(key) for key in wanted if in_force.get(key) != wanted[key]}
+    if differing:
+        raise SwitchError(f"POST /c2t for {method.name} asked for {wanted}, in force: {differing}")
+
+
+def settings(method: MethodConfig) -> dict[str, Any]:
+    """Body of POST /c2t."""
+    config = method.c2t()
+    return {
+        "policy": config.policy,
+        "beta": config.beta,
+        "classifier": config.classifier,
+        "policy_options": dict(config.policy_options),
+    }
+
+
+# -- order ----------------------------------------------------------------------------------
+
+
+def plan(config: BenchConfig, only: Sequence[str] = ()) -> list[PlannedCell]:
+    """All cells in the order of measuring, if all servers are up.
+
+    Repeat by repeat, rung by rung; on each rung every method once, in an order drawn anew, so
+    that what drifts on the machine falls on all methods alike.
+    """
+    rng = random.Random(f"{config.seed}/cells")
+    names = [method.name for method in config.methods]
+    cells = []
+    for repeat in range(config.repeats):
+        for load in config.load:
+            for concurrency, prompts in zip(load.concurrency, load.prompts, strict=True):
+                order = rng.sample(names, len(names))  # drawn for all, so --only changes nothing
+                cells += [
+                    PlannedCell(CellKey(name, load.temperature, concurrency, repeat), prompts)
+                    for name in order
+                    if not only or name in only
+                ]
+    return cells
+
+
+def passes(
+    config: BenchConfig, cells: Sequence[PlannedCell], servers: Sequence[Host]
+) -> list[tuple[Host, list[PlannedCell]]]:
+    """The cells of a run with one server at a time: each repeat is a pass over the servers.
+
+    The servers' order is drawn anew in each pass. On a server the rungs come in their order, and
+    methods that share it take turns on each rung.
+    """
+    rng = random.Random(f"{config.seed}/servers")
+    result = []
+    for repeat in range(config.repeats):
+        for host in rng.sample(list(servers), len(servers)):
+            names = {method.name for method in host.methods}
+            mine = [c for c in cells if c.key.repeat == repeat and c.key.method in names]
+            if mine:
+                result.append((host, mine))
+    return result
+
+
+def reduced(servers: Sequence[Host], names: set[str]) -> list[Host]:
+    """Servers that are still needed, for methods of these names."""
+    kept = [
+        replace(host, methods=tuple(m for m in host.methods if m.name in names)) for host in servers
+    ]
+    return [host for host in kept if host.methods]

@@ -1,0 +1,301 @@
+"""Runs the cells of a plan on real servers: starts them, switches them, measures, keeps.
+
+A cell that fails, or a server that dies, is reported and the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from eval.bench import client
+from eval.bench.client import Target
+from eval.bench.config import BenchConfig, MethodConfig
+from eval.bench.datasets import Sample
+from eval.bench.methods import Host, PlannedCell, SwitchError, passes, reduced, switch
+from eval.bench.records import Cell, has_cell, write_cell
+from eval.server import Server, ServerError, running
+from sglang_c2t.client import run_load
+
+WARM_UP_TOKENS = 32
+LOG_LINES = 5
+SPARE_GIB = 1.5  # for the client, and for files the servers have mapped
+FAILED = "failed"
+
+
+class CellError(RuntimeError):
+    """A cell could not be measured."""
+
+
+#: What a server that misbehaves or is gone can raise here.
+ERRORS = (
+    CellError,
+    SwitchError,
+    aiohttp.ClientError,
+    OSError,
+    ValueError,
+)
+
+
+@dataclass
+class Runner:
+    """Measures the cells that are not done yet; ``failures`` says what went wrong."""
+
+    config: BenchConfig
+    folder: Path
+    samples: Sequence[Sample]
+    tokenizer: str
+    servers: Sequence[Host]
+    console: Console
+    failures: list[str] = field(default_factory=list)
+    _warm: set[tuple[int, str, float]] = field(default_factory=set)
+
+    def run(self, cells: Sequence[PlannedCell]) -> None:
+        """Measure ``cells`` but those that are done."""
+        todo = [cell for cell in cells if not has_cell(self.folder, cell.key)]
+        if done := len(cells) - len(todo):
+            self.console.print(f"{done} of {len(cells)} cells are done already.")
+        if not todo:
+            return
+        needed = reduced(self.servers, {cell.key.method for cell in todo})
+        together = self._together_is_possible(len(needed))
+        with _progress(self.console) as progress:
+            bars = Bars(progress, len(todo))
+            (self._together if together else self._in_turn)(todo, needed, bars)
+
+    def _together_is_possible(self, num_servers: int) -> bool:
+        """Whether all servers run at once; "auto" asks for the memory and says what it found."""
+        server = self.config.server
+        if server.mode != "auto":
+            return server.mode == "together"
+        needed = num_servers * server.memory_gib + SPARE_GIB
+        free = psutil.virtual_memory().available / 2**30
+        how = "all at once" if free >= needed else "one at a time"
+        self.console.print(
+            f"{num_servers} servers, {how}: together they need {needed:.1f} GiB of memory, "
+            f"{free:.1f} GiB are free"
+        )
+        return free >= needed
+
+    def _together(self, todo: Sequence[PlannedCell], needed: Sequence[Host], bars: Bars) -> None:
+        with self._fleet(needed, bars) as fleet:
+            by_method = {m.name: (host, m) for host in needed for m in host.methods}
+            for cell in todo:
+                host, method = by_method[cell.key.method]
+                self._try(cell, method, host, fleet.get(host.name), bars)
+
+    def _in_turn(self, todo: Sequence[PlannedCell], needed: Sequence[Host], bars: Bars) -> None:
+        for host, cells in passes(self.config, todo, needed):
+            methods = {method.name: method for method in host.methods}
+            with self._fleet([host], bars) as fleet:
+                for cell in cells:
+                    self._try(cell, methods[cell.key.method], host, fleet.get(host.name), bars)
+
+    @contextlib.contextmanager
+    def _fleet(self, hosts: Sequence[Host], bars: Bars) -> Iterator[dict[str, Server]]:
+        """Running servers by name, started a few at a time; those that fail are left out."""
+        workers = ThreadPoolExecutor(self.config.server.starting)
+        bars.starting(len(hosts))
+        stacks = {host.name: contextlib.ExitStack() for host in hosts}
+
+        def start(host: Host) -> tuple[Host, Server | ServerError]:
+            try:
+                server = running(host.launch, self.folder / "logs")
+                return host, stacks[host.name].enter_context(server)
+            except ServerError as error:
+                return host, error
+
+        try:
+            fleet = {}
+            for host, server in workers.map(start, hosts):
+                bars.started()
+                if isinstance(server, ServerError):
+                    last = "\n".join(str(server).splitlines()[-LOG_LINES:])
+                    log = self.folder / "logs" / f"{host.name}.log"
+                    self._fail(f"server {host.name} did not start, see {log}: ...\n{last}")
+                else:
+                    fleet[host.name] = server
+            yield fleet
+        finally:
+            workers.shutdown(cancel_futures=True)  # servers that are just starting end first
+            with ThreadPoolExecutor(len(hosts)) as closing:
+                list(closing.map(contextlib.ExitStack.close, stacks.values()))
+
+    def _try(
+        self, cell: PlannedCell, method: MethodConfig, host: Host, server: Server | None, bars: Bars
+    ) -> None:
+        """Measure a cell and keep it, or say why not."""
+        bars.begin(cell)
+        if server is None or server.process.poll() is not None:
+            self._fail(f"{cell.key}: not measured, server {host.name} is not running")
+        else:
+            try:
+                measured = self.measure(cell, method, host, server, bars.answered)
+                write_cell(self.folder, measured)
+                speed = f"{measured.tokens_per_second:.0f} tokens/s"
+                self.console.print(f"{bars.position} {cell.key}: {speed}", markup=False)
+            except ERRORS as error:
+                self._fail(f"{cell.key}: {error}")
+        bars.end()
+
+    def _fail(self, reason: str) -> None:
+        self.failures.append(reason)
+        self.console.print(f"FAILED {reason}", markup=False)
+
+    def measure(
+        self,
+        cell: PlannedCell,
+        method: MethodConfig,
+        host: Host,
+        server: Server,
+        on_answer: Callable[[], None] = lambda: None,
+    ) -> Cell:
+        """One cell, from an empty cache; CellError if any of its requests fails."""
+        if host.shared:
+            switch(server.url, method)
+        samples = self.samples[: cell.prompts]
+        bodies = [self.body(cell, index) for index in range(len(samples))]
+        self._warm_up(cell, server, bodies)
+        server.flush_cache()
+        series, counters = client.scrape(server.url), _counters(server)
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        measured = client.measure(
+            Target(server.url, self.tokenizer),
+            samples,
+            cell.key.concurrency,
+            bodies,
+            self.config.requests,
+            self.folder / "logs" / "client.log",
+            on_answer,
+        )
+        result = Cell(
+            method=cell.key.method,
+            temperature=cell.key.temperature,
+            concurrency=cell.key.concurrency,
+            repeat=cell.key.repeat,
+            started=started,
+            duration_s=measured.duration_s,
+            output_tokens=measured.output_tokens,
+            tokens_per_second=measured.output_tokens / measured.duration_s,
+            steady=measured.steady,
+            client=measured.client,
+            work=client.grown(counters, _counters(server)),
+            metrics=client.grown(series, client.scrape(server.url)),
+            server_argv=_argv(server),
+            requests=tuple(measured.requests),
+        )
+        if failed := measured.failures:
+            path = write_cell(self.folder / FAILED, result)
+            raise CellError(
+                f"{len(failed)} of {len(samples)} requests failed, prompt {failed[0].index} with: "
+                f"{failed[0].error}; all answers: {path}"
+            )
+        return result
+
+    def body(self, cell: PlannedCell, index: int) -> dict[str, Any]:
+        """What a request says beside its prompt; the seed is the same for all methods."""
+        wanted = self.config.requests
+        params: dict[str, Any] = {
+            "temperature": cell.key.temperature,
+            "max_new_tokens": wanted.max_new_tokens,
+            "ignore_eos": wanted.ignore_eos,
+        }
+        if wanted.top_p < 1:
+            params["top_p"] = wanted.top_p
+        if wanted.seeded and cell.key.temperature > 0:
+            params["sampling_seed"] = (self.config.seed + cell.key.repeat) * 1_000_003 + index
+        return {"sampling_params": params, "stream": wanted.stream}
+
+    def _warm_up(self, cell: PlannedCell, server: Server, bodies: Sequence[dict[str, Any]]) -> None:
+        """A few short requests, once for each method and temperature on a server."""
+        once = (server.process.pid, cell.key.method, cell.key.temperature)
+        if once in self._warm:
+            return
+        warm = [
+            {
+                **({"text": s.prompt} if isinstance(s.prompt, str) else {"input_ids": s.prompt}),
+                "sampling_params": {**body["sampling_params"], "max_new_tokens": WARM_UP_TOKENS},
+            }
+            for s, body in zip(self.samples, bodies, strict=False)
+        ][: self.config.requests.warm_up]
+        if warm:
+            run_load(server.url, warm, concurrency=cell.key.concurrency)
+        self._warm.add(once)
+
+
+def _counters(server: Server) -> dict[str, Any]:
+    return dict(server.c2t_state().get("counters", {}))
+
+
+def _argv(server: Server) -> list[str]:
+    return [str(part) for part in server.process.args]  # type: ignore[union-attr]
+
+
+# -- progress -------------------------------------------------------------------------------
+
+
+def _progress(console: Console) -> Progress:
+    """Bars that keep off stdout's redirection, which the client's prints go through."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        speed_estimate_period=600,
+    )
+
+
+class Bars:
+    """Servers started, cells done with the time that is left, requests of the current cell."""
+
+    def __init__(self, progress: Progress, num_cells: int) -> None:
+        self._progress = progress
+        self._num_cells = num_cells
+        self._done = 0
+        self._servers = progress.add_task("servers", total=None, visible=False)
+        self._cells = progress.add_task("cells", total=num_cells)
+        self._requests = progress.add_task("", total=None, visible=False)
+
+    @property
+    def position(self) -> str:
+        """Number of the current cell."""
+        return f"[{self._done + 1}/{self._num_cells}]"
+
+    def starting(self, num_servers: int) -> None:
+        """Servers are being started."""
+        self._progress.reset(
+            self._servers, total=num_servers, visible=True, description="starting servers"
+        )
+
+    def started(self) -> None:
+        """One of them is up, or did not start."""
+        self._progress.advance(self._servers)
+
+    def begin(self, cell: PlannedCell) -> None:
+        """A cell's turn."""
+        self._progress.update(self._servers, visible=False)
+        self._progress.reset(
+            self._requests, total=cell.prompts, visible=True, description=str(cell.key)
+        )
+
+    def answered(self) -> None:
+        """One of its requests is done."""
+        self._progress.advance(self._requests)
+
+    def end(self) -> None:
+        """The cell is done, or failed."""
+        self._done += 1
+        self._progress.advance(self._cells)

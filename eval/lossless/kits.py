@@ -1,0 +1,425 @@
+# mypy: allow-subclassing-any
+"""SGLang's own test kits, from its wheel, against servers of the demo models.
+
+Kits are patched in scale only: prompts that the demo models know, token ids within their
+vocabulary, lengths that fit their 2,048 positions. What they assert stays as it is. A host
+class needs :func:`attach` before its tests run; ``python -m eval.lossless kits`` and the
+repository's own tests do so. What is not run, and why: ``NOT_RUN`` in eval/lossless/outcome.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import random
+import time
+import unittest
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+import openai
+import requests
+from sglang.test import kl_test_utils
+from sglang.test.kits import (
+    basic_scheduler_stress_kit,
+    cache_hit_kit,
+    radix_cache_server_kit,
+    streaming_session_kit,
+    unified_radix_cache_kit,
+)
+from sglang.test.kits.abort_timeout_kit import (
+    AbortAllMixin,
+    RunningTimeoutTwoWaveMixin,
+    WaitingTimeoutMixin,
+)
+from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
+from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
+from sglang.test.kits.ebnf_constrained_kit import EBNFConstrainedMixin
+from sglang.test.kits.json_constrained_kit import JSONConstrainedMixin
+from sglang.test.kits.json_mode_kit import JSONModeMixin
+from sglang.test.kits.kl_divergence_kit import KLDivergenceMixin
+from sglang.test.kits.matched_stop_kit import MatchedStopMixin
+from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
+from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
+from sglang.test.kits.spec_server_kits import (
+    SpecCorrectnessKit,
+    SpecFeatureKit,
+    SpecGrammarKit,
+    SpecHiddenStatesKit,
+    SpecLogprobKit,
+    SpecParityKit,
+    SpecPenaltyKit,
+    _greedy,
+)
+from sglang.test.kits.streaming_session_kit import StreamingSessionKitMixin
+from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
+from sglang.test.server_fixtures import streaming_session_fixture
+from transformers import AutoTokenizer
+
+from eval.demo_models.modeling import VOCAB
+from eval.lossless.outcome import Outcome
+from eval.lossless.servers import Models
+from eval.prompts import demo_mix
+from eval.server import TARGET, Launch, Server
+from sglang_c2t.client import greedy
+
+STOPS_PROMPT = demo_mix(11)[10].text
+"""Answered with line ends, "or" and a full stop, as text and as a chat."""
+
+MAX_NEW_TOKENS = 64
+BIG_PROMPT = 1200  # tokens; many chunks of prefill, and within the demo models' positions
+
+
+class DemoKit(unittest.TestCase):
+    """What SGLang's fixtures give its kits, on the demo models and the CPU.
+
+    To be run within :func:`demo_scale`.
+    """
+
+    flags: ClassVar[tuple[str, ...]] = ()  # of the server
+    env: ClassVar[dict[str, str]] = {}
+    base_url: ClassVar[str]
+    process: ClassVar[Any]
+    tokenizer: ClassVar[Any]
+    client: ClassVar[Any]
+    parity_ref_outputs: ClassVar[Mapping[str, str]]
+    model = str(TARGET)
+
+
+@dataclass(frozen=True)
+class References:
+    """Greedy texts of a server without speculation, where a kit compares with such."""
+
+    parity: Mapping[str, str]
+    concurrent: Sequence[tuple[str, str]]
+    """(prompt behind the kit's prefix, the answer in lower case)."""
+
+    @classmethod
+    def of(cls, url: str) -> References:
+        """Ask the server without speculation at ``url``."""
+        prefix = basic_scheduler_stress_kit._CONCURRENT_PREFIX
+        prompts = [prompt.text for prompt in demo_mix(8, seed=2)]
+        return cls(
+            {prompt: _greedy(url, prompt) for prompt in SpecParityKit.parity_prompts},
+            [(p, _greedy(url, prefix + p, MAX_NEW_TOKENS).lower()) for p in prompts],
+        )
+
+
+def attach(kit: type[DemoKit], server: Server, references: References) -> None:
+    """Point a class of kits to a running server."""
+    kit.base_url = server.url
+    kit.process = server.process
+    kit.tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    kit.client = _client(openai.Client(api_key="none", base_url=f"{server.url}/v1"))
+    kit.parity_ref_outputs = references.parity
+
+
+def assert_prefill_cached(result: dict[str, Any], prefix_len: int, label: str) -> None:
+    """Stands for the cache kit's default, which is for servers without speculation.
+
+    With EAGLE drafts SGLang's cache is keyed by pairs of tokens, and the last one has no pair.
+    """
+    actual = result["meta_info"]["cached_tokens"]
+    assert actual == prefix_len - 1, f"{label}: {actual} tokens cached of {prefix_len}"
+
+
+def assert_decode_cached(
+    result: dict[str, Any], history_len: int, output_len: int, label: str
+) -> None:
+    """The same behind an answer, whose last token may have no KV: it ended by its length."""
+    actual = result["meta_info"]["cached_tokens"]
+    total = history_len + output_len
+    assert actual in (total - 1, total - 2), f"{label}: {actual} tokens cached of {total}"
+
+
+class ServingKits(
+    SpecCorrectnessKit,
+    SpecFeatureKit,
+    SpecGrammarKit,
+    SpecHiddenStatesKit,
+    SpecLogprobKit,
+    SpecParityKit,
+    SpecPenaltyKit,
+    BasicAPIContractMixin,
+    BasicSchedulerStressMixin,
+    AbortAllMixin,
+    PauseResumeInPlaceMixin,
+    RegexConstrainedMixin,
+    EBNFConstrainedMixin,
+    JSONConstrainedMixin,
+    JSONModeMixin,
+    MatchedStopMixin,
+    KLDivergenceMixin,
+    UnifiedRadixTreeTestMixin,
+    StreamingSessionKitMixin,
+    DemoKit,
+):
+    """Every kit that one server can host."""
+
+    flags = ("--enable-return-hidden-states", "--enable-streaming-session")
+
+    # float32 throughout: decode and prefill differ by rounding only (upstream: 0.5 for bf16,
+    # and KL divergences around 1e-3).
+    logprob_match_delta = 1e-3
+    kl_div_thres = 1e-9
+    kl_threshold = 1e-9
+    # The kits' prompts are foreign to the demo models, so hardly a draft is accepted.
+    acc_length_thres = 1.0
+    batch_accept_len_thres = 1.0
+    # Same keys as upstream's schemas, but no value can outgrow the kits' 128 or 256 tokens: a
+    # tiny model need not know how to close a string.
+    grammar_json_schema = json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
+                "population": {"type": "integer", "minimum": 0, "maximum": 9999},
+                "country": {"type": "string", "pattern": "^[a-z ]{1,8}$"},
+                "capital": {"type": "string", "pattern": "^[a-z ]{1,8}$"},
+            },
+            "required": ["name", "population", "country", "capital"],
+        }
+    )
+    json_schema = json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
+                "population": {"type": "integer", "minimum": 0, "maximum": 9999},
+            },
+            "required": ["name", "population"],
+            "additionalProperties": False,
+        }
+    )
+    abort_all_max_new_tokens = 1600
+    pause_max_new_tokens = 256
+    pause_duration = 2
+    pause_ignore_eos = True
+    kl_div_max_samples = 8
+    kl_div_prefill_max_new_tokens = MAX_NEW_TOKENS
+    kl_div_decode_max_new_tokens = MAX_NEW_TOKENS
+    max_new_tokens = 24
+    prefix_len = 100
+    prefill_cache_assert = staticmethod(assert_prefill_cached)
+    decode_cache_assert = staticmethod(assert_decode_cached)
+    test_gsm8k = None
+    test_finish_stop_eos = None
+    test_regex_generate_complex_json = None
+    test_ebnf_generate_complex_json = None
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """The parity kit would launch its reference for a GPU; :func:`attach` brought one."""
+
+    @property
+    def input_ids(self) -> list[list[int]]:
+        """Prompts of the cache kit."""
+        return demo_token_ids(4, 2 * self.prefix_len)
+
+    def run_decode(self, sampling_params: dict[str, Any]) -> None:
+        """Used by the penalty kit."""
+        params = {"temperature": 0, "max_new_tokens": 64, **sampling_params}
+        body: dict[str, Any] = {"text": demo_mix(1)[0].text, "sampling_params": params}
+        self._ok(requests.post(f"{self.base_url}/generate", json=body, timeout=120))
+
+    def send_request(self) -> None:
+        """Used by the abort test: requests that must finish."""
+        for prompt in demo_mix(4):
+            body = greedy(prompt.text, 64)
+            self._ok(requests.post(f"{self.base_url}/generate", json=body, timeout=120))
+
+    def send_requests_abort(self) -> None:
+        """Used by the abort test: requests whose client hangs up."""
+        for prompt in demo_mix(4, seed=1):
+            body = greedy(prompt.text, 512)
+            body["sampling_params"]["ignore_eos"] = True
+            try:
+                requests.post(f"{self.base_url}/generate", json=body, timeout=0.05)
+            except requests.Timeout:
+                continue
+            raise AssertionError("the request ended before its client hung up")
+
+    def _ok(self, response: requests.Response) -> None:
+        assert response.status_code == 200, response.text
+
+    def _run_completions_generation(self, prompt: str = STOPS_PROMPT, **kwargs: Any) -> None:
+        """The stop kit's, with a prompt whose answer holds the stops."""
+        super()._run_completions_generation(prompt=prompt, **kwargs)
+
+    def _run_chat_completions_generation(self, prompt: str = STOPS_PROMPT, **kwargs: Any) -> None:
+        super()._run_chat_completions_generation(prompt=prompt, **kwargs)
+
+    def test_multiturn_cache_hits(self) -> None:
+        """cache_hit_kit is a function; it asserts what each turn finds in the cache."""
+        cache_hit_kit.run_multiturn_cache_hit_test(
+            self.base_url, self.model, request_length=96, output_length=24,
+            miss_tolerance=2,  # see assert_prefill_cached
+        )  # fmt: skip
+
+
+class RunningTimeoutKits(RunningTimeoutTwoWaveMixin, DemoKit):
+    """Requests that exceed their time while others run."""
+
+    env: ClassVar[dict[str, str]] = {"SGLANG_REQ_RUNNING_TIMEOUT": "1"}
+    running_timeout_sleep = 1
+    running_timeout_max_new_tokens = 1600
+
+
+class WaitingTimeoutKits(WaitingTimeoutMixin, DemoKit):
+    """A request that waits too long behind another."""
+
+    flags = ("--max-running-requests", "1")
+    env: ClassVar[dict[str, str]] = {"SGLANG_REQ_WAITING_TIMEOUT": "0.001"}
+
+
+# -- scale ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def demo_scale(references: References) -> Iterator[None]:
+    """Kits of prompts and lengths that the demo models can take, for the time of the block."""
+    tree = functools.partial(radix_cache_server_kit.gen_radix_tree, num_nodes=100, chunk_len=48)
+    with contextlib.ExitStack() as patches:
+        for module, name, fit in (
+            (radix_cache_server_kit, "random", DemoVocabulary(0)),
+            (radix_cache_server_kit, "gen_radix_tree", tree),
+            (unified_radix_cache_kit, "_random_suffixes", _suffixes),
+            (unified_radix_cache_kit, "random", SimpleNamespace(Random=DemoVocabulary)),
+            (kl_test_utils, "get_input_ids", _kl_prompts),
+            (cache_hit_kit, "sample_random_requests", _cache_prompts),
+            (basic_scheduler_stress_kit, "_CONCURRENT_QA", references.concurrent),
+            (basic_scheduler_stress_kit, "requests", Requests(_with_known_text)),
+            (streaming_session_kit, "requests", Requests(_within_positions)),
+            (streaming_session_fixture, "CONCURRENT_LOGPROB_ROUNDS", 1),
+            (streaming_session_fixture, "STRESS_NUM_TURNS", 2),
+        ):
+            patches.enter_context(mock.patch.object(module, name, fit))
+        yield
+
+
+class DemoVocabulary(random.Random):
+    """Draws no number that is not a token of the demo models."""
+
+    def randint(self, a: int, b: int) -> int:
+        """As ``random.Random``, the upper end cut."""
+        return super().randint(a, min(b, VOCAB - 1))
+
+
+def demo_token_ids(num: int, length: int, seed: int = 4) -> list[list[int]]:
+    """``num`` different prompts of ``length`` tokens, no two with a common prefix."""
+    rng = DemoVocabulary(seed)
+    return [[rng.randint(2, VOCAB) for _ in range(length)] for _ in range(num)]
+
+
+def _suffixes(num: int, length: int, seed: int) -> list[list[int]]:
+    """The turns of the cache kit, a fourth as long: three of them and their answers must fit."""
+    return demo_token_ids(num, length // 4, seed)
+
+
+def _kl_prompts(num_samples: int, **_: Any) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    return [tokenizer(prompt.text)["input_ids"] for prompt in demo_mix(num_samples, seed=4)]
+
+
+def _cache_prompts(input_len: int, num_prompts: int, **_: Any) -> list[SimpleNamespace]:
+    ids = demo_token_ids(num_prompts, input_len, seed=input_len + num_prompts)
+    return [SimpleNamespace(prompt=prompt) for prompt in ids]
+
+
+def _client(client: openai.Client) -> SimpleNamespace:
+    """The client of the JSON kit, whose prompt stands in its code: here one of JSON objects."""
+
+    def create(messages: list[dict[str, str]], **kwargs: Any) -> Any:
+        example = '{"name": "Vera", "age": 31, "city": "Lyon"}\n'
+        question: Any = {"role": "user", "content": 6 * example}
+        return client.chat.completions.create(messages=[question], **kwargs)
+
+    completions = SimpleNamespace(create=create)
+    return SimpleNamespace(chat=SimpleNamespace(completions=completions))
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The module ``requests`` of a kit whose prompts and lengths stand in its code."""
+
+    scaled: Callable[[dict[str, Any]], dict[str, Any]]
+
+    get = staticmethod(requests.get)
+
+    def post(self, url: str, json: Any = None, **kwargs: Any) -> requests.Response:
+        """As ``requests.post``, but what goes to /generate is scaled."""
+        body = self.scaled(json) if url.endswith("/generate") else json
+        return requests.post(url, json=body, **kwargs)
+
+
+def _with_known_text(body: dict[str, Any]) -> dict[str, Any]:
+    """For the stress kit: what the demo models answer with Paris, and not 15,000 tokens."""
+    text = body["text"]
+    if text.startswith("Q: What is the capital of France"):
+        text = "Paris, Paris, Paris, Paris, Paris,"
+    return {**body, "text": text[-2 * BIG_PROMPT :]}
+
+
+def _within_positions(body: dict[str, Any]) -> dict[str, Any]:
+    """For the session kit, which aborts answers of 100,000 tokens in the middle."""
+    params = body["sampling_params"]
+    if params["max_new_tokens"] <= BIG_PROMPT:
+        return body
+    long = {"max_new_tokens": BIG_PROMPT, "ignore_eos": True}
+    return {**body, "sampling_params": {**params, **long}}
+
+
+# -- running them ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Host:
+    """A server to be, and the kits it serves: a class of its own, which holds its address."""
+
+    launch: Launch
+    kit: type[DemoKit]
+
+
+def hosts(models: Models, shapes: Sequence[str]) -> dict[str, Host]:
+    """Where kits are run, by the name of the server: timeouts need settings of their own."""
+    served: list[tuple[str, type[DemoKit]]] = [(shape, ServingKits) for shape in shapes]
+    served += [(shapes[0], RunningTimeoutKits), (shapes[-1], WaitingTimeoutKits)]
+    found = {}
+    for shape, kit in served:
+        suffix = f", {kit.__name__}"
+        launch = models.gated("EAGLE3", shape, *kit.flags, suffix=suffix, env=kit.env)
+        found[launch.name] = Host(launch, type(kit.__name__, (kit,), {}))
+    return found
+
+
+def tests_of(kit: type[DemoKit]) -> list[unittest.TestCase]:
+    """Its tests, each still to be run."""
+    return [kit(name) for name in unittest.defaultTestLoader.getTestCaseNames(kit)]
+
+
+def run_test(server: str, test: unittest.TestCase, on_end: Callable[[], None]) -> Outcome:
+    """Run one, within :func:`demo_scale`."""
+    result, start = unittest.TestResult(), time.perf_counter()
+    test.run(result)
+    on_end()
+    failures = [text for _, text in (*result.failures, *result.errors)]
+    name = test.id().rsplit(".", 1)[1]
+    return Outcome(
+        server=server,
+        kit=_home(type(test), name),
+        test=name,
+        passed=not failures,
+        seconds=time.perf_counter() - start,
+        message="\n".join(failures)[-2000:],
+    )
+
+
+def _home(kit: type, test: str) -> str:
+    """The module of the wheel that a test comes from; one is ours, around a function."""
+    modules = [base.__module__ for base in kit.__mro__ if test in vars(base)]
+    name = modules[0] if modules[0].startswith("sglang.") else cache_hit_kit.__name__
+    return name.rsplit(".", 1)[1]

@@ -1,0 +1,167 @@
+"""Which servers are compared: one without speculation, and one per draft kind and shape.
+
+The demo models on the CPU, or models of the user's own. Knows nothing of what is sent.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import requests
+
+from eval.server import DRAFTS, TARGET, Launch, Server, ServerError, running, stop
+
+SHAPES = ("chains", "trees")
+
+#: Prompts of a thousand tokens are prefilled in several chunks, on the demo models too.
+CHUNKED = ("--chunked-prefill-size", "256")
+
+#: On a GPU; other attention backends refuse float32, or round its products to TF32.
+FLOAT32 = ("--dtype", "float32", "--attention-backend", "torch_native", "--disable-cuda-graph")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DraftSize:
+    """How much is drafted; SGLang's own settings."""
+
+    num_steps: int = 5
+    topk: int = 4
+    num_draft_tokens: int = 16
+
+
+class OwnLaunch(Launch):
+    """A server of the user's model: nothing is added to its flags, nothing set for a CPU."""
+
+    def argv(self, port: int) -> list[str]:
+        """The command line a user would type."""
+        whole = Launch(self.name, (), self.model).argv(port)
+        return [*whole[: whole.index(str(port)) + 1], *self.flags]
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target, its drafts by algorithm, and the flags that all their servers share."""
+
+    target: str
+    drafts: Mapping[str, str]
+    flags: Sequence[str] = ()
+    float32_flags: Sequence[str] = FLOAT32
+    size: DraftSize = field(default_factory=DraftSize)
+    demo: bool = False
+
+    @classmethod
+    def of_the_demo(cls, flags: Sequence[str] = (), size: DraftSize | None = None) -> Models:
+        """The demo target with its three drafts, in float32 on the CPU."""
+        drafts = {algorithm: str(path) for algorithm, path in DRAFTS.items()}
+        every = (*CHUNKED, *flags)
+        exact = ("--dtype", "float32")
+        return cls(str(TARGET), drafts, every, exact, size or DraftSize(), demo=True)
+
+    def only(self, algorithms: Sequence[str]) -> Models:
+        """The same with some of the drafts."""
+        return replace(self, drafts={name: self.drafts[name] for name in algorithms})
+
+    def kinds(self, shapes: Sequence[str]) -> list[tuple[str, str]]:
+        """(algorithm, shape) of every ``--c2t`` server."""
+        return [(algorithm, shape) for shape in shapes for algorithm in sorted(self.drafts)]
+
+    def plain(self, name: str = "no speculation", *more: str) -> Launch:
+        """Without speculation."""
+        return self._launch(name, more)
+
+    def gated(
+        self, algorithm: str, shape: str, *more: str, suffix: str = "", env: Mapping[str, str] = {}
+    ) -> Launch:
+        """With ``--c2t``; named after its kind."""
+        trees = shape == "trees"
+        nodes = self.size.num_draft_tokens if trees else self.size.num_steps + 1
+        drafts = (
+            "--speculative-algorithm", algorithm,
+            "--speculative-draft-model-path", self.drafts[algorithm],
+            "--speculative-num-steps", str(self.size.num_steps),
+            "--speculative-eagle-topk", str(self.size.topk if trees else 1),
+            "--speculative-num-draft-tokens", str(nodes),
+            "--c2t",
+        )  # fmt: skip
+        return self._launch(f"{algorithm} {shape}{suffix}", (*drafts, *more), env)
+
+    def float32(self) -> Launch:
+        """Without speculation, in float32: which token is likelier, but for rounding."""
+        return self._launch("float32", self.float32_flags)
+
+    def _launch(self, name: str, more: Sequence[str], env: Mapping[str, str] = {}) -> Launch:
+        flags = (*self.flags, *more)
+        if self.demo:
+            return Launch(name, flags, Path(self.target), env)
+        outer = {"SGLANG_USE_CPU_ENGINE": "0", "HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "8"}
+        kept = {key: os.environ.get(key, value) for key, value in outer.items()}
+        return OwnLaunch(name, flags, Path(self.target), {**kept, **env})
+
+
+class CannotSwitchError(RuntimeError):
+    """A server does not take the settings it was asked to take."""
+
+
+#: What a server does that breaks: it dies, refuses, answers with an error or not in time.
+BREAKS = (
+    ServerError, CannotSwitchError, aiohttp.ClientError, requests.RequestException, TimeoutError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Broken:
+    """What a server broke with, instead of a result."""
+
+    server: str
+    message: str
+
+
+def visit_all(
+    launches: Sequence[Launch],
+    work: Callable[[Launch, Server], T],
+    logs: Path,
+    at_once: int = 1,
+) -> list[T | Broken]:
+    """Start each server, do ``work`` with it, stop it; results in the order of ``launches``.
+
+    At most ``at_once`` servers live at a time. A server that breaks does not keep the others
+    from being visited; any other error, an interruption too, ends them all.
+    """
+    live: set[subprocess.Popen[bytes]] = set()
+
+    def visit(launch: Launch) -> T | Broken:
+        try:
+            with running(launch, logs) as server:
+                live.add(server.process)
+                try:
+                    return work(launch, server)
+                finally:
+                    live.discard(server.process)
+        except BREAKS as error:
+            return Broken(launch.name, f"{type(error).__name__}: {error}")
+
+    with ThreadPoolExecutor(at_once) as pool:
+        visits = [pool.submit(visit, launch) for launch in launches]
+        try:
+            return [visit.result() for visit in visits]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in live.copy():  # whoever waits for its answer stops waiting
+                stop(process)
+            raise
+
+
+def switch(server: Server, **settings: Any) -> None:
+    """Change a running ``--c2t`` server; CannotSwitchError with what it answered."""
+    reply = requests.post(f"{server.url}/c2t", json=settings, timeout=60)
+    if not reply.ok:
+        raise CannotSwitchError(f"POST /c2t {settings}: {reply.status_code} {reply.text[:300]}")

@@ -1,0 +1,303 @@
+"""Benchmark of speculation methods on real servers, over a mixed batch of prompts.
+
+    python -m eval.run eval/configs/demo.toml --out runs/bench
+    python -m eval.report runs/bench
+
+The configuration says which model pair, methods, prompts and concurrencies; those in
+``eval/configs`` explain every key. Each measured cell (method, temperature, concurrency, repeat)
+is one file as soon as it is there, with the record of every request: a run that was interrupted
+goes on where it stopped.
+
+Exit code 0: all cells are measured, all outputs that must be equal are, and the servers' metrics
+agree with the requests. 1: not so; what is wrong is printed and kept in DIR/checks.json. 2: the
+command or the configuration is wrong. 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from eval.bench.checks import metric_disagreements, output_differences
+from eval.bench.config import BenchConfig, as_dict, read_config
+from eval.bench.datasets import Dataset, load
+from eval.bench.methods import Host, PlannedCell, hosts, plan, record_of, target_of, write_options
+from eval.bench.provenance import provenance
+from eval.bench.records import (
+    RUN_FILE,
+    RecordError,
+    Run,
+    has_cell,
+    read_cells,
+    read_run,
+    write_run,
+)
+from eval.bench.runner import Runner
+from sglang_c2t.config import ConfigError
+from sglang_c2t.files import write_whole
+
+CHECKS_FILE = "checks.json"
+INTERRUPTED = 130
+
+#: May differ when a run goes on: more repeats only add cells.
+EXTENSIBLE = ("config.repeats",)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What checks.json holds."""
+
+    failures: list[str]
+    output_differences: list[str]
+    outputs_compared: int
+    metric_disagreements: list[str]
+    cells_with_metrics: int
+    unreadable: list[str]
+    missing_cells: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; see the module for exit codes."""
+    args = _parser().parse_args(argv)
+    console = _console()
+    try:
+        config = read_config(args.config)
+        _check_names(args.only, config)
+        cells = plan(config, args.only)
+        servers = hosts(config, args.out / "logs")
+        if args.list:
+            console.print(listing(cells, servers), *ladder(cells), sep="\n")
+            console.print(amount(config, cells, servers))
+            return 0
+        return _measure(args, config, cells, servers, console)
+    except (ConfigError, RecordError) as error:
+        print(f"eval.run: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", type=Path, help="a .toml file, such as eval/configs/demo.toml")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/bench"), help="folder of the run (%(default)s)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="METHOD", help="measure these methods only"
+    )
+    parser.add_argument("--data", type=Path, help="folder with files of public prompt sets")
+    parser.add_argument("--list", action="store_true", help="print what would be measured; no run")
+    return parser
+
+
+def _console() -> Console:
+    # The file is bound here: the client's prints are redirected later, these are not.
+    console = Console(file=sys.stdout, highlight=False)
+    return console if console.is_terminal else Console(file=sys.stdout, width=110, highlight=False)
+
+
+def _check_names(only: Sequence[str], config: BenchConfig) -> None:
+    known = [method.name for method in config.methods]
+    for name in only:
+        if name not in known:
+            raise ConfigError(
+                f"--only {name!r} is no method of this run; known: {', '.join(known)}"
+            )
+
+
+def _measure(
+    args: argparse.Namespace,
+    config: BenchConfig,
+    cells: Sequence[PlannedCell],
+    servers: Sequence[Host],
+    console: Console,
+) -> int:
+    tokenizer = str(target_of(config.model))
+    folders = [folder for folder in (args.data, Path(config.dataset.data or ".")) if folder]
+    dataset = load(config.dataset, _tokenizer(tokenizer), folders)
+    run = open_run(args.out, config, dataset)
+    console.print(amount(config, cells, servers))
+    runner = Runner(config, args.out, dataset.samples, tokenizer, servers, console)
+    write_options(config, args.out / "logs")
+    with _interrupted_by_sigterm():
+        runner.run(cells)
+    verdict = judge(args.out, config, run, cells, runner.failures)
+    text = json.dumps(asdict(verdict), indent=1) + "\n"
+    write_whole({args.out / CHECKS_FILE: lambda path: path.write_text(text)})
+    return report(verdict, console, may_differ=config.requests.equal_outputs == "report")
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Servers are process groups of their own: they would outlive us if we just ended."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _tokenizer(name: str) -> Any:
+    from sglang.benchmark.utils import get_tokenizer
+
+    return get_tokenizer(name)
+
+
+def open_run(folder: Path, config: BenchConfig, dataset: Dataset) -> Run:
+    """Begin a run, or go on with the one in ``folder`` if its conditions are the same."""
+    methods = tuple(record_of(config, method, folder / "logs") for method in config.methods)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    run = Run(started, as_dict(config), provenance(["python", "-m", "eval.run", *sys.argv[1:]]), dataset.facts, methods)
+    if (folder / RUN_FILE).exists():
+        found = read_run(folder)
+        if differing := differing_conditions(found, run):
+            raise RecordError(
+                f"{folder} was measured under other conditions: {'; '.join(differing)}. Choose "
+                "another folder with --out, or delete this one"
+            )
+        run = Run(found.started, run.config, found.provenance, found.dataset, found.methods)
+    write_run(folder, run)
+    return run
+
+
+def differing_conditions(found: Run, wanted: Run) -> list[str]:
+    """What keeps two runs from being one, each as ``key: then -> now``."""
+    then, now = _conditions(found), _conditions(wanted)
+    return [
+        f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
+        for key in sorted({*then, *now})
+        if then.get(key) != now.get(key) and key not in EXTENSIBLE
+    ]
+
+
+def _conditions(run: Run) -> dict[str, Any]:
+    return _flat(
+        {
+            "config": run.config,
+            "dataset": {key: run.dataset.get(key) for key in ("n", "sha256")},
+            "methods": [asdict(method) for method in run.methods],
+            **{key: run.provenance.get(key) for key in ("versions", "revision", "hardware")},
+        }
+    )
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Leaves of nested tables and lists, by their dotted names."""
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = dict(enumerate(value)).items()
+    else:
+        return {name: value}
+    return {
+        key: leaf
+        for part, inner in items
+        for key, leaf in _flat(inner, f"{name}.{part}" if name else str(part)).items()
+    }
+
+
+def judge(
+    folder: Path,
+    config: BenchConfig,
+    run: Run,
+    cells: Sequence[PlannedCell],
+    failures: Sequence[str],
+) -> Verdict:
+    """Check everything that is in ``folder``, what earlier calls measured included."""
+    measured, unreadable = read_cells(folder)
+    seeded = config.requests.equal_outputs == "seeded"
+    baseline = next((method.name for method in run.methods if method.baseline), "")
+    differences, compared = output_differences(measured, baseline, seeded=seeded)
+    gated = {method.name for method in config.methods if method.gated}
+    with_metrics = [cell for cell in measured if cell.method in gated]
+    return Verdict(
+        failures=list(failures),
+        output_differences=[str(difference) for difference in differences],
+        outputs_compared=compared,
+        metric_disagreements=[s for cell in with_metrics for s in metric_disagreements(cell)],
+        cells_with_metrics=len(with_metrics),
+        unreadable=unreadable,
+        missing_cells=sum(not has_cell(folder, cell.key) for cell in cells),
+    )
+
+
+def report(verdict: Verdict, console: Console, *, may_differ: bool = False) -> int:
+    """Print the verdict; the exit code."""
+    for sentence in (
+        *verdict.unreadable,
+        *verdict.output_differences,
+        *verdict.metric_disagreements,
+    ):
+        console.print(sentence, markup=False)
+    console.print(
+        f"outputs compared with the baseline's: {verdict.outputs_compared}, cells with "
+        f"differences: {len(verdict.output_differences)}"
+    )
+    console.print(
+        f"cells whose metrics were compared with their requests: {verdict.cells_with_metrics}, "
+        f"disagreements: {len(verdict.metric_disagreements)}"
+    )
+    if verdict.missing_cells:
+        console.print(
+            f"{verdict.missing_cells} cells are missing; the same command tries them again"
+        )
+    bad = (
+        verdict.failures,
+        verdict.unreadable,
+        verdict.metric_disagreements,
+        verdict.missing_cells,
+        () if may_differ else verdict.output_differences,
+    )
+    return 1 if any(bad) else 0
+
+
+def listing(cells: Sequence[PlannedCell], servers: Sequence[Host]) -> Table:
+    """What would be measured: methods, their servers and how each is started."""
+    names = {cell.key.method for cell in cells}
+    table = Table("method", "kind", "server", box=box.SIMPLE)
+    for host in servers:
+        for method in host.methods:
+            if method.name in names:
+                table.add_row(method.name, method.kind, host.name)
+    return table
+
+
+def ladder(cells: Sequence[PlannedCell]) -> list[str]:
+    """One line for each rung."""
+    rungs = sorted({(c.key.temperature, c.key.concurrency, c.prompts) for c in cells})
+    return [f"temperature {t:g}, {c} at once: {n} prompts" for t, c, n in rungs]
+
+
+def amount(config: BenchConfig, cells: Sequence[PlannedCell], servers: Sequence[Host]) -> str:
+    """How much there is to do."""
+    names = {cell.key.method for cell in cells}
+    needed = [host for host in servers if any(m.name in names for m in host.methods)]
+    num_requests = sum(cell.prompts for cell in cells)
+    tokens = num_requests * config.requests.max_new_tokens
+    return (
+        f"{config.name}: {len(cells)} cells ({len(names)} methods, {len(needed)} servers, "
+        f"{config.repeats} repeats), "
+        f"{num_requests} requests, {tokens} tokens at most"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

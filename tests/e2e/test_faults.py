@@ -1,0 +1,74 @@
+"""What goes wrong around a running server: its children die, its classifier file goes away."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from eval.server import Launch, Server, running, speculative_flags
+from eval.soak.faults import END_SECONDS, NO_CORE_DUMP, ClassifierFile, kill_child
+from sglang_c2t.client import run_load
+from tests.e2e.conftest import BODIES, CONCURRENCY
+
+
+@pytest.fixture(scope="module")
+def classifier(logs: Path) -> ClassifierFile:
+    return ClassifierFile.copied(logs / "losable", "c2t")
+
+
+@pytest.fixture(scope="module")
+def serving(logs: Path, classifier: ClassifierFile) -> Iterator[Server]:
+    """A server whose classifier file the tests may harm."""
+    flags = (*speculative_flags("EAGLE3"), "--c2t", "--c2t-classifier", str(classifier.path))
+    with running(Launch("losable", flags), logs) as server:
+        yield server
+
+
+def settings(server: Server) -> dict[str, Any]:
+    told: dict[str, Any] = requests.get(f"{server.url}/c2t", timeout=60).json()
+    return told
+
+
+def reload(server: Server, classifier: ClassifierFile) -> requests.Response:
+    body = {"policy": "c2t", "classifier": str(classifier.path)}
+    return requests.post(f"{server.url}/c2t", json=body, timeout=60)
+
+
+HARMS: dict[str, Callable[[ClassifierFile], contextlib.AbstractContextManager[None]]] = {
+    "lost": ClassifierFile.lost,
+    "corrupt": ClassifierFile.corrupt,
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_server_outlives_its_classifier_file_and_takes_no_broken_one(
+    serving: Server, classifier: ClassifierFile, expected: list[tuple[int, ...]], harm: str
+) -> None:
+    """The file is overwritten where it lies: a server that had only mapped it would fall over."""
+    before = settings(serving)
+    with HARMS[harm](classifier):
+        assert run_load(serving.url, BODIES, concurrency=CONCURRENCY).outputs == expected
+        refused = reload(serving, classifier)
+        assert refused.status_code == 400
+        assert str(classifier.path) in refused.json()["error"]["message"]
+        assert settings(serving) == before
+        assert run_load(serving.url, BODIES[:6], concurrency=6).outputs == expected[:6]
+    assert reload(serving, classifier).status_code == 200
+
+
+@pytest.mark.parametrize("child", ["sglang::scheduler", "sglang::detokenizer"])
+def test_a_server_whose_child_is_killed_ends_and_leaves_nothing_behind(
+    logs: Path, child: str
+) -> None:
+    """By itself, with an exit code that is not 0."""
+    name = child.rpartition(":")[2]
+    flags = (*speculative_flags("EAGLE3"), "--c2t")
+    with running(Launch(f"killed-{name}", flags, env=NO_CORE_DUMP), logs) as server:
+        ending = kill_child(server, child)
+    assert ending.clean, ending
+    assert ending.seconds < END_SECONDS

@@ -1,0 +1,125 @@
+"""What a run must show of itself: equal outputs, and metrics that agree with the requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from eval.bench.checks import metric_disagreements, output_differences
+from eval.bench.records import Cell, Request
+
+BASELINE = "no speculation"
+
+
+def cell(
+    method: str, outputs: list[tuple[int, ...]], *, temperature: float = 0.0, concurrency: int = 4,
+    repeat: int = 0,
+) -> Cell:  # fmt: skip
+    requests = tuple(
+        Request(i, "math", 5, len(ids), ids, 0.0, 1.0, 0.5, True) for i, ids in enumerate(outputs)
+    )
+    return Cell(method, temperature, concurrency, repeat, "", 1.0, 3, 3.0, None, {}, {}, {}, [],
+                requests)  # fmt: skip
+
+
+ONE = [(1, 2), (3,)]
+OTHER = [(1, 2), (4,)]
+
+
+def test_equal_outputs_are_counted_and_no_difference() -> None:
+    found = output_differences([cell(BASELINE, ONE), cell("c2t", ONE)], BASELINE)
+    assert found == ([], 2)
+
+
+def test_one_differing_token_is_found_and_named() -> None:
+    (found,), compared = output_differences([cell("c2t", OTHER), cell(BASELINE, ONE)], BASELINE)
+    assert (found.prompts, found.compared, compared) == ([1], 2, 2)
+    assert str(found) == (
+        "c2t, temperature 0, 4 at once, repeat 0: 1 of 2 outputs differ from the baseline's, "
+        "first at prompt 1"
+    )
+
+
+def test_a_baseline_that_differs_from_itself_is_found() -> None:
+    cells = [cell(BASELINE, ONE), cell(BASELINE, OTHER, repeat=1)]
+    (found,), _ = output_differences(cells, BASELINE)
+    assert (found.cell.method, found.cell.repeat) == (BASELINE, 1)
+
+
+def test_every_repeat_is_compared_at_temperature_0() -> None:
+    cells = [cell(BASELINE, ONE), cell("c2t", ONE, repeat=1), cell("c2t", OTHER, repeat=2)]
+    found, compared = output_differences(cells, BASELINE)
+    assert [difference.cell.repeat for difference in found] == [2]
+    assert compared == 4
+
+
+def test_sampled_outputs_are_compared_only_with_seeds_and_within_a_repeat() -> None:
+    cells = [
+        cell(method, outputs, temperature=1.0, repeat=repeat)
+        for repeat, outputs in enumerate([ONE, OTHER])
+        for method in (BASELINE, "c2t")
+    ]
+    assert output_differences(cells, BASELINE) == ([], 0)
+    assert output_differences(cells, BASELINE, seeded=True) == ([], 4)
+    wrong = [*cells[:3], replace(cells[3], requests=cells[1].requests)]
+    (found,), _ = output_differences(wrong, BASELINE, seeded=True)
+    assert (found.cell.method, found.cell.repeat) == ("c2t", 1)
+
+
+def test_without_a_baseline_nothing_is_compared() -> None:
+    assert output_differences([cell("c2t", ONE)], BASELINE) == ([], 0)
+    elsewhere = cell(BASELINE, OTHER, concurrency=8)
+    assert output_differences([cell("c2t", ONE), elsewhere], BASELINE) == ([], 0)
+
+
+def test_a_lost_answer_is_an_error_not_a_match() -> None:
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        output_differences([cell(BASELINE, ONE), cell("c2t", ONE[:1])], BASELINE)
+
+
+#: Two requests. The first: 3 verifications of 1, 2 and 3 rows, so 0, 1 and 2 drafts, 2 of them
+#: accepted. The second ended with its first token and was never verified.
+META = {
+    "spec_verify_ct": 3,
+    "spec_num_proposed_drafts": 3,
+    "spec_num_correct_drafts": 2,
+    "spec_cap_lens_histogram": [0, 1, 1, 1],
+}
+SERIES = {
+    "c2t:verifications_total{tp_rank='0'}": 3.0,
+    "c2t:proposed_drafts_total{tp_rank='0'}": 3.0,
+    "c2t:correct_drafts_total{tp_rank='0'}": 2.0,
+    "c2t:verify_rows_total{tp_rank='0'}": 6.0,
+    "c2t:draft_length_bucket{le='0.0',tp_rank='0'}": 1.0,
+    "c2t:draft_length_bucket{le='1.0',tp_rank='0'}": 2.0,
+    "c2t:draft_length_bucket{le='2.0',tp_rank='0'}": 3.0,
+    "c2t:draft_length_bucket{le='4.0',tp_rank='0'}": 3.0,
+    "c2t:draft_length_bucket{le='+Inf',tp_rank='0'}": 3.0,
+    "c2t:draft_length_count{tp_rank='0'}": 3.0,
+    "c2t:draft_length_sum{tp_rank='0'}": 3.0,
+    "c2t:gate_seconds_total{tp_rank='0'}": 0.1,
+}
+
+
+def measured(series: dict[str, float]) -> Cell:
+    made = cell("c2t", ONE)
+    requests = (replace(made.requests[0], meta=META), made.requests[1])
+    return replace(made, metrics=series, requests=requests)
+
+
+def test_metrics_that_sum_up_the_requests_agree() -> None:
+    assert metric_disagreements(measured(SERIES)) == []
+
+
+@pytest.mark.parametrize("series", [name for name in SERIES if "gate_seconds" not in name])
+@pytest.mark.parametrize("error", [1.0, -1.0])
+def test_a_series_that_is_off_by_one_is_found(series: str, error: float) -> None:
+    wrong = {**SERIES, series: SERIES[series] + error}
+    (sentence,) = metric_disagreements(measured(wrong))
+    assert series.split("{")[0] in sentence
+    assert f"grew by {SERIES[series] + error:g}, the requests say {SERIES[series]:g}" in sentence
+
+
+def test_a_server_without_our_series_disagrees() -> None:
+    assert len(metric_disagreements(measured({}))) == 6

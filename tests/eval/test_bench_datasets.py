@@ -1,0 +1,200 @@
+"""The mixed batch: proportions, order, checks, and where prompts are looked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eval.bench import datasets
+from eval.bench.config import DatasetConfig, PartConfig
+from eval.bench.datasets import PUBLIC, Sample, interleaved, load, prompts_sha256, shaped
+from sglang_c2t.config import ConfigError
+from sglang_c2t.prompts import PromptRow
+
+
+class Tokenizer:
+    """One token per word."""
+
+    chat_template: str | None = "a template"
+
+    def encode(self, text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
+        return [1, *self.encode(messages[0]["content"]), 2]
+
+
+class Plain(Tokenizer):
+    chat_template = None
+
+
+def write(path: Path, texts: list[str], key: str = "turns") -> Path:
+    rows = [{key: [text] if key == "turns" else text} for text in texts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def loaded(*parts: PartConfig, seed: int = 0, folder: Path = Path(), **more: Any) -> Any:
+    return load(DatasetConfig(parts, seed=seed, **more), Tokenizer(), [folder])
+
+
+DEMO = [PartConfig(f"demo:{family}", 80) for family in ("math", "chat", "code")]
+
+
+def test_the_mix_holds_its_parts_in_their_proportions_and_says_so() -> None:
+    batch = loaded(*DEMO)
+    assert Counter(s.family for s in batch.samples) == {"math": 80, "chat": 80, "code": 80}
+    assert batch.facts["n"] == 240
+    assert [part["n"] for part in batch.facts["parts"]] == [80, 80, 80]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    seed=st.integers(0, 9),
+    end=st.floats(0, 1),
+)
+def test_every_beginning_of_the_mix_has_about_its_proportions(
+    sizes: list[int], seed: int, end: float
+) -> None:
+    """Cells of few prompts take the first ones: no part may be more than two prompts off."""
+    parts = [[Sample(str(i), f"{i}/{k}", 1) for k in range(n)] for i, n in enumerate(sizes)]
+    mix = interleaved(parts, seed)
+    assert Counter(s.prompt for s in mix) == Counter(s.prompt for part in parts for s in part)
+    first = mix[: int(end * len(mix))]
+    for i, size in enumerate(sizes):
+        share = len(first) * size / len(mix)
+        here = sum(s.family == str(i) for s in first)
+        assert abs(here - share) <= 1 + len(sizes)
+
+
+def test_a_seed_gives_one_order_and_another_seed_another() -> None:
+    first, again, other = (loaded(*DEMO, seed=seed).samples for seed in (0, 0, 1))
+    assert first == again
+    assert [s.prompt for s in first] != [s.prompt for s in other]
+
+
+def test_a_smaller_draw_is_the_beginning_of_a_larger_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", [f"prompt {i}" for i in range(30)], key="prompt")
+    small, large = (loaded(PartConfig(str(path), n)).samples for n in (5, 20))
+    assert small == large[:5]
+    assert [s.prompt for s in small] != [f"prompt {i}" for i in range(5)], "not in file order"
+
+
+def test_the_hash_is_of_the_prompts_not_of_their_packing(tmp_path: Path) -> None:
+    texts = ["one\r\ntwo", " three "]
+    as_text = [PromptRow("a", text=text) for text in texts]
+    as_chat = [PromptRow("b", messages=[{"role": "user", "content": t}]) for t in texts]
+    clean = [PromptRow("c", text=text) for text in ("one\ntwo", "three")]
+    assert prompts_sha256(as_text) == prompts_sha256(as_chat) == prompts_sha256(clean)
+    assert prompts_sha256(as_text) != prompts_sha256(as_text[::-1])
+    split = [PromptRow("d", text=t) for t in ("one", "two", "three")]
+    assert prompts_sha256(split) != prompts_sha256(clean)
+
+
+def test_a_public_set_of_another_size_is_refused_unless_accepted(tmp_path: Path) -> None:
+    write(tmp_path / "mt_bench.jsonl", [f"question {i}" for i in range(79)])
+    with pytest.raises(ConfigError, match=r"has 79 prompts, expected 80.*count = 79"):
+        loaded(PartConfig("mt_bench", 5), folder=tmp_path)
+    assert len(loaded(PartConfig("mt_bench", 5, count=79), folder=tmp_path).samples) == 5
+
+
+def test_a_public_set_of_other_prompts_is_refused_unless_accepted(tmp_path: Path) -> None:
+    write(tmp_path / "mt_bench.jsonl", [f"question {i}" for i in range(80)])
+    with pytest.raises(ConfigError, match="have sha256 ") as refused:
+        loaded(PartConfig("mt_bench", 5), folder=tmp_path)
+    found = str(refused.value).split("have sha256 ")[1].split(",")[0]
+    accepted = loaded(PartConfig("mt_bench", 5, sha256=found), folder=tmp_path)
+    assert accepted.facts["parts"][0]["sha256"] == found
+
+
+def test_a_set_that_is_nowhere_is_asked_for_by_name_and_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"gsm8k/question\.jsonl.*EAGLE.*gsm8k/question"):
+        loaded(PartConfig("gsm8k-80", 5), folder=tmp_path)
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setitem(sys.modules, "datasets", hub(unreachable))
+    with pytest.raises(ConfigError, match=r"openai/gsm8k.*no route.*--data"):
+        loaded(PartConfig("gsm8k", 5), folder=tmp_path)
+
+
+def hub(load_dataset: Any) -> Any:
+    """A stand-in for the ``datasets`` library."""
+    fake = types.ModuleType("datasets")
+    fake.DownloadConfig = dict  # type: ignore[attr-defined]
+    fake.load_dataset = load_dataset  # type: ignore[attr-defined]
+    return fake
+
+
+def test_a_set_that_no_folder_has_comes_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def load_dataset(path: str, name: str | None, split: str, **_: Any) -> list[dict[str, str]]:
+        asked.append((path, name, split))
+        return [
+            {"instruction": "Translate.", "input": "Guten Tag", "output": "Good day"},
+            {"instruction": "Name a colour.", "input": "", "output": "red"},
+        ]
+
+    monkeypatch.setitem(sys.modules, "datasets", hub(load_dataset))
+    batch = loaded(PartConfig("alpaca", 2, count=2, template="raw"), folder=tmp_path)
+    assert asked == [("tatsu-lab/alpaca", None, "train")]
+    assert {s.prompt for s in batch.samples} == {"Translate.\n\nGuten Tag", "Name a colour."}
+    assert {s.family for s in batch.samples} == {"instruction"}
+
+
+def test_messages_go_through_the_chat_template_and_text_does_not(tmp_path: Path) -> None:
+    chat = write(tmp_path / "chat.jsonl", ["two words"])
+    text = write(tmp_path / "text.jsonl", ["two words"], key="prompt")
+    assert loaded(PartConfig(str(chat), 1)).samples[0].prompt == [1, 3, 5, 2]
+    assert loaded(PartConfig(str(text), 1)).samples[0].prompt == "two words"
+    wrapped = PartConfig(str(chat), 1, template="Question: {prompt}\nAnswer:")
+    assert loaded(wrapped).samples[0] == Sample("chat", "Question: two words\nAnswer:", 4)
+
+
+def test_messages_to_a_model_without_a_chat_template_need_one(tmp_path: Path) -> None:
+    part = PartConfig(str(write(tmp_path / "chat.jsonl", ["two words"])), 1)
+    with pytest.raises(ConfigError, match=r"no chat template.*template = "):
+        load(DatasetConfig((part,)), Plain(), [])
+
+
+def test_shapes_of_the_demo_models_go_by_name_and_others_are_refused() -> None:
+    assert shaped("gsm8k", "1 + 1?") == "Question: 1 + 1?\nAnswer:"
+    with pytest.raises(ConfigError, match=r"'gms8k' is neither.*gsm8k"):
+        shaped("gms8k", "1 + 1?")
+
+
+def test_prompts_that_are_too_long_are_passed_over(tmp_path: Path) -> None:
+    texts = ["word " * n for n in range(1, 11)]
+    path = write(tmp_path / "mine.jsonl", texts, key="prompt")
+    short = loaded(PartConfig(str(path), 4), max_prompt_tokens=4).samples
+    assert sorted(s.prompt_len for s in short) == [1, 2, 3, 4]
+    with pytest.raises(ConfigError, match="has 4 prompts of at most 4 tokens, n asks for 5"):
+        loaded(PartConfig(str(path), 5), max_prompt_tokens=4)
+
+
+def test_an_unknown_source_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'gsm9k' is unknown.*demo:math.*gsm8k, "):
+        loaded(PartConfig("gsm9k", 5))
+    with pytest.raises(ConfigError, match="generators are math, code, chat"):
+        loaded(PartConfig("demo:poems", 5))
+
+
+def test_every_public_set_can_be_found_somewhere() -> None:
+    for name, one in PUBLIC.items():
+        assert one.files, name
+        assert one.hub or one.origin, name
+    assert datasets.GENERATED == "demo:"

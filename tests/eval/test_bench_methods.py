@@ -1,0 +1,176 @@
+"""Servers a benchmark needs, their flags, and the order of its cells."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.bench import methods as module
+from eval.bench.config import BenchConfig, MethodConfig
+from eval.bench.methods import (
+    PlannedCell,
+    SwitchError,
+    hosts,
+    passes,
+    plan,
+    reduced,
+    switch,
+    write_options,
+)
+from tests.eval.bench_configs import TABLE, config
+
+METHODS = [m.name for m in config().methods]
+
+
+def rungs(config: BenchConfig) -> list[tuple[float, int]]:
+    return [(load.temperature, c) for load in config.load for c in load.concurrency]
+
+
+def test_each_repeat_measures_each_method_once_on_each_rung() -> None:
+    keys = [cell.key for cell in plan(config())]
+    counted = Counter((k.method, k.temperature, k.concurrency, k.repeat) for k in keys)
+    assert counted == Counter(
+        (method, *rung, repeat)
+        for method in METHODS
+        for rung in rungs(config())
+        for repeat in range(2)
+    )
+
+
+def test_methods_take_turns_on_a_rung_in_an_order_that_changes() -> None:
+    cells = plan(config(repeats=6))
+    orders = [
+        tuple(c.key.method for c in cells[at : at + len(METHODS)])
+        for at in range(0, len(cells), len(METHODS))
+    ]
+    assert all(sorted(order) == sorted(METHODS) for order in orders)
+    assert len(set(orders)) > len(orders) / 2
+    assert plan(config(repeats=6)) == cells, "the order is seeded"
+
+
+def test_more_repeats_and_fewer_methods_leave_the_order_as_it_is() -> None:
+    cells = plan(config())
+    assert plan(config(repeats=3))[: len(cells)] == cells
+    only = ["c2t", "fixed 3"]
+    assert plan(config(), only) == [cell for cell in cells if cell.key.method in only]
+
+
+def test_cells_get_the_prompts_of_their_rung() -> None:
+    prompts = {(c.key.temperature, c.key.concurrency): c.prompts for c in plan(config())}
+    assert prompts == {(0.0, 1): 2, (0.0, 4): 8, (1.0, 4): 6}
+
+
+def test_one_server_at_a_time_still_measures_every_cell_once(tmp_path: Path) -> None:
+    cells = plan(config())
+    servers = hosts(config(), tmp_path)
+    seen: list[PlannedCell] = []
+    last_repeat = 0
+    for host, mine in passes(config(), cells, servers):
+        repeats = {cell.key.repeat for cell in mine}
+        assert len(repeats) == 1, "a pass is one repeat"
+        assert (last_repeat := max(repeats)) >= last_repeat
+        assert {c.key.method for c in mine} <= {m.name for m in host.methods}
+        seen += mine
+    assert Counter(c.key for c in seen) == Counter(c.key for c in cells)
+
+
+def test_methods_of_one_drafting_shape_share_a_server(tmp_path: Path) -> None:
+    names = [[m.name for m in host.methods] for host in hosts(config(), tmp_path)]
+    assert names == [
+        ["no speculation"],
+        ["fixed 3"],
+        ["c2t-plus tree"],
+        ["c2t", "dyjoint beta 0.2", "dyjoint beta 0.5"],
+    ]
+    assert [host.shared for host in hosts(config(), tmp_path)] == [False, False, False, True]
+    apart = hosts(config(server__share=False), tmp_path)
+    assert [len(host.methods) for host in apart] == [1] * len(METHODS)
+    assert not any(host.shared for host in apart)
+
+
+def test_servers_differ_in_speculation_only(tmp_path: Path) -> None:
+    plain, fixed, tree, shared = (list(host.launch.argv(1)) for host in hosts(config(), tmp_path))
+    assert fixed[: len(plain)] == tree[: len(plain)] == shared[: len(plain)] == plain
+    assert "--enable-metrics" in plain
+    assert fixed[len(plain) :][::2] == [
+        "--speculative-algorithm", "--speculative-draft-model-path", "--speculative-num-steps",
+        "--speculative-eagle-topk", "--speculative-num-draft-tokens",
+    ]  # fmt: skip
+    assert "--c2t" in shared
+    assert "--c2t" in tree
+    assert tree[tree.index("--speculative-eagle-topk") + 1] == "4"
+    assert tree[tree.index("--speculative-num-draft-tokens") + 1] == "16"
+
+
+def test_policy_options_reach_the_server_in_a_file(tmp_path: Path) -> None:
+    fixed = {"kind": "c2t", "policy": "fixed", "policy_options": {"length": 3}}
+    folder = tmp_path / "logs"
+    (host,) = hosts(config(methods=[fixed]), folder)
+    assert not folder.exists(), "a listing must not write"
+    write_options(config(methods=[fixed]), folder)
+    argv = host.launch.argv(1)
+    written = json.loads(Path(argv[argv.index("--c2t-config") + 1]).read_text())
+    assert written == {"policy_options": {"length": 3}}
+
+
+def test_servers_that_nothing_is_left_for_are_not_started(tmp_path: Path) -> None:
+    (only,) = reduced(hosts(config(), tmp_path), {"c2t"})
+    assert [m.name for m in only.methods] == ["c2t"]
+    assert only.shared, "it must still be switched: the server may start with another policy"
+
+
+class Control:
+    """A server's /c2t, which takes what ``takes`` lets through."""
+
+    def __init__(self, status: int = 200, ignored: tuple[str, ...] = ()) -> None:
+        self.status, self.ignored = status, ignored
+        self.in_force: dict[str, Any] = {"policy": "c2t", "beta": 0.9, "switches": [0]}
+
+    def post(self, url: str, json: dict[str, Any], timeout: float) -> Any:
+        self.in_force |= {k: v for k, v in json.items() if k not in self.ignored}
+        return Reply(self.status, {"error": {"message": "not so"}})
+
+    def get(self, url: str, timeout: float) -> Any:
+        return Reply(200, self.in_force)
+
+
+class Reply:
+    def __init__(self, status_code: int, body: Any) -> None:
+        self.status_code, self._body = status_code, body
+        self.ok, self.text = status_code < 400, json.dumps(body)
+
+    def json(self) -> Any:
+        return self._body
+
+
+DYJOINT = MethodConfig("c2t", name="dyjoint", policy="dyjoint", beta=0.25)
+
+
+def test_switching_sets_everything_the_method_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    control = Control()
+    monkeypatch.setattr(module, "requests", control)
+    switch("http://server", DYJOINT)
+    assert control.in_force == {
+        "policy": "dyjoint", "beta": 0.25, "classifier": "default", "policy_options": {},
+        "switches": [0],
+    }  # fmt: skip
+
+
+def test_a_server_that_refuses_or_ignores_settings_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "requests", Control(status=400))
+    with pytest.raises(SwitchError, match=r"dyjoint answered 400: .*not so"):
+        switch("http://server", DYJOINT)
+    monkeypatch.setattr(module, "requests", Control(ignored=("beta",)))
+    with pytest.raises(SwitchError, match=r"in force: \{'beta': 0\.9\}"):
+        switch("http://server", DYJOINT)
+
+
+def test_the_tables_of_these_tests_are_left_as_they_are() -> None:
+    config(repeats=5, server__mode="in-turn")
+    assert (TABLE["repeats"], TABLE["server"]["mode"]) == (2, "together")

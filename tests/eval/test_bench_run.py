@@ -1,0 +1,376 @@
+"""``python -m eval.run``: going on, refusing, judging; without servers but for the last test."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from eval import run as module
+from eval.bench import runner as runner_module
+from eval.bench.datasets import Dataset, Sample
+from eval.bench.methods import PlannedCell, hosts, plan
+from eval.bench.records import (
+    Cell,
+    RecordError,
+    Request,
+    has_cell,
+    read_cells,
+    read_run,
+    write_cell,
+)
+from eval.bench.runner import CellError, Runner
+from eval.run import CHECKS_FILE, differing_conditions, judge, main, open_run
+from eval.server import ServerError
+from tests.eval.bench_configs import config
+
+SAMPLES = [Sample("math", f"prompt {i}", 2) for i in range(8)]
+DATASET = Dataset(SAMPLES, {"name": "made up", "n": 8, "sha256": "00", "parts": []})
+
+TOML = """
+name = "tiny"
+repeats = 1
+[server]
+device = "cpu"
+mode = "together"
+starting = 2
+[requests]
+max_new_tokens = 24
+warm_up = 2
+[[load]]
+temperature = 0.0
+concurrency = [1, 4]
+prompts = [2, 8]
+[dataset]
+[[dataset.parts]]
+source = "demo:math"
+n = 4
+[[dataset.parts]]
+source = "demo:chat"
+n = 4
+[[methods]]
+kind = "none"
+[[methods]]
+kind = "c2t"
+policy = "c2t"
+[[methods]]
+kind = "c2t"
+policy = "dyjoint"
+"""
+
+
+def made(cell: PlannedCell, token: int = 1) -> Cell:
+    """A cell as if measured: its outputs depend on ``token`` only, nothing was drafted."""
+    requests = tuple(
+        Request(i, "math", 2, 2, (i, token), 0.0, 1.0, 0.5, True) for i in range(cell.prompts)
+    )
+    key = cell.key
+    return Cell(
+        key.method, key.temperature, key.concurrency, key.repeat, "", 1.0, 2 * len(requests),
+        2.0 * len(requests), None, {}, {}, {}, [], requests,
+    )  # fmt: skip
+
+
+class Fleet:
+    """Servers that start at once; those in ``broken`` do not, those in ``dead`` are gone."""
+
+    def __init__(self, broken: str = "", dead: str = "") -> None:
+        self.broken, self.dead = broken, dead
+        self.running: list[str] = []
+        self.started: list[str] = []
+
+    def __call__(self, launch: Any, log_dir: Path) -> FakeServer:
+        return FakeServer(self, launch.name)
+
+
+class FakeServer:
+    """A context manager that gives itself, with what the runner looks at."""
+
+    def __init__(self, fleet: Fleet, name: str) -> None:
+        self.fleet, self.name = fleet, name
+        self.process = self
+        self.url = "http://nowhere"
+
+    def poll(self) -> int | None:
+        return 1 if self.name == self.fleet.dead else None
+
+    def __enter__(self) -> FakeServer:
+        if self.name == self.fleet.broken:
+            raise ServerError("out of memory\nlast words")
+        self.fleet.started.append(self.name)
+        self.fleet.running.append(self.name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.fleet.running.remove(self.name)
+
+
+class MadeRunner(Runner):
+    """Measures nothing; cells whose method is in ``failing`` fail."""
+
+    failing = ""
+    measured: list[PlannedCell]
+
+    def measure(self, cell: PlannedCell, *_: Any, **__: Any) -> Cell:
+        if cell.key.method == self.failing:
+            raise CellError("2 of 8 requests failed")
+        self.measured.append(cell)
+        return made(cell)
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    fleet = Fleet()
+    monkeypatch.setattr(runner_module, "running", fleet)
+    return fleet
+
+
+def make_runner(folder: Path, **changes: Any) -> tuple[MadeRunner, list[PlannedCell]]:
+    settings = config(**changes)
+    runner = MadeRunner(settings, folder, SAMPLES, "", hosts(settings, folder), Console(quiet=True))
+    runner.measured = []
+    return runner, plan(settings)
+
+
+@pytest.mark.parametrize("mode", ["together", "in-turn"])
+def test_every_cell_is_measured_once_and_all_servers_are_stopped(
+    tmp_path: Path, fleet: Fleet, mode: str
+) -> None:
+    runner, cells = make_runner(tmp_path, server__mode=mode)
+    runner.run(cells)
+    assert sorted(c.key for c in runner.measured) == sorted(c.key for c in cells)
+    assert all(has_cell(tmp_path, c.key) for c in cells)
+    assert runner.failures == []
+    assert fleet.running == []
+    assert len(fleet.started) == len(runner.servers) * (2 if mode == "in-turn" else 1)
+
+
+@pytest.mark.parametrize(("free_gib", "starts"), [(11.6, 4), (11.4, 8)])
+def test_servers_run_at_once_only_if_they_fit_into_memory(
+    tmp_path: Path, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, free_gib: float, starts: int
+) -> None:
+    """Four servers of 2.5 GiB, and 1.5 to spare; in turn, each starts once in each repeat."""
+    memory = types.SimpleNamespace(available=free_gib * 2**30)
+    monkeypatch.setattr(runner_module.psutil, "virtual_memory", lambda: memory)
+    runner, cells = make_runner(tmp_path, server__mode="auto", server__memory_gib=2.5)
+    runner.run(cells)
+    assert len(runner.measured) == len(cells)
+    assert len(fleet.started) == starts
+
+
+def test_cells_that_are_there_are_not_measured_again(tmp_path: Path, fleet: Fleet) -> None:
+    runner, cells = make_runner(tmp_path)
+    runner.run(cells)
+    lost = [c for c in cells if c.key.method == "c2t" and c.key.repeat == 1]
+    for cell in lost:
+        (tmp_path / "cells" / cell.key.file_name).unlink()
+    fleet.started.clear()
+    again, _ = make_runner(tmp_path)
+    again.run(cells)
+    assert again.measured == lost
+    assert fleet.started == ["shared-1"], "servers that nothing is left for stay down"
+    third, _ = make_runner(tmp_path)
+    third.run(cells)
+    assert (third.measured, fleet.started) == ([], ["shared-1"])
+
+
+def test_a_failing_method_is_reported_and_the_others_go_on(tmp_path: Path, fleet: Fleet) -> None:
+    runner, cells = make_runner(tmp_path)
+    runner.failing = "fixed 3"
+    runner.run(cells)
+    mine = [c for c in cells if c.key.method == "fixed 3"]
+    assert [str(c.key) for c in mine] == [f.split(":")[0] for f in runner.failures]
+    assert "2 of 8 requests failed" in runner.failures[0]
+    assert len(runner.measured) == len(cells) - len(mine)
+    assert not any(has_cell(tmp_path, c.key) for c in mine), "the next call tries them again"
+
+
+@pytest.mark.parametrize("how", ["broken", "dead"])
+def test_a_server_that_is_not_there_costs_its_own_cells_only(
+    tmp_path: Path, fleet: Fleet, how: str
+) -> None:
+    setattr(fleet, how, "shared-1")
+    runner, cells = make_runner(tmp_path)
+    runner.run(cells)
+    shared = {"c2t", "dyjoint beta 0.2", "dyjoint beta 0.5"}
+    lost = [c for c in cells if c.key.method in shared]
+    assert {c.key for c in runner.measured} == {c.key for c in cells} - {c.key for c in lost}
+    assert sum("server shared-1 is not running" in f for f in runner.failures) == len(lost)
+    assert any("last words" in f for f in runner.failures) == (how == "broken")
+    assert fleet.running == []
+
+
+def test_an_interrupt_stops_all_servers_and_keeps_what_is_done(
+    tmp_path: Path, fleet: Fleet
+) -> None:
+    runner, cells = make_runner(tmp_path)
+
+    def interrupted(cell: PlannedCell, *_: Any) -> Cell:
+        if len(list((tmp_path / "cells").glob("*.jsonl"))) == 3:
+            raise KeyboardInterrupt
+        return made(cell)
+
+    runner.measure = interrupted  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(cells)
+    assert fleet.started != []
+    assert fleet.running == []
+    assert [has_cell(tmp_path, c.key) for c in cells[:4]] == [True, True, True, False]
+
+
+# -- conditions -----------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_under_the_same_conditions_and_remembers_its_start(tmp_path: Path) -> None:
+    first = open_run(tmp_path, config(), DATASET)
+    again = open_run(tmp_path, config(repeats=5), DATASET)
+    assert again.started == first.started
+    assert read_run(tmp_path).config["repeats"] == 5, "more repeats only add cells"
+
+
+OTHER_CONDITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "config": ({"requests__max_new_tokens": 17}, {}, r"config\.requests\.max_new_tokens: 16 -> 17"),
+    "a method": (
+        {"methods": [{"kind": "none"}]}, {}, r"methods\.1\.name: fixed 3 -> absent",
+    ),
+    "prompts": ({}, {"sha256": "11"}, r"dataset\.sha256: 00 -> 11"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHER_CONDITIONS)
+def test_other_conditions_are_refused_by_name(tmp_path: Path, case: str) -> None:
+    changes, facts, message = OTHER_CONDITIONS[case]
+    open_run(tmp_path, config(), DATASET)
+    with pytest.raises(RecordError, match=message):
+        open_run(tmp_path, config(**changes), Dataset(SAMPLES, {**DATASET.facts, **facts}))
+
+
+def test_another_machine_or_revision_is_another_run(tmp_path: Path) -> None:
+    run = open_run(tmp_path, config(), DATASET)
+    assert run.provenance["command"]
+    assert set(run.provenance["versions"]) >= {"sglang", "torch", "python", "sglang-c2t"}
+    moved = replace(run, provenance={**run.provenance, "revision": "another"})
+    (sentence,) = differing_conditions(run, moved)
+    assert sentence == f"revision: {run.provenance['revision']} -> another"
+    elsewhere = {**run.provenance, "argv": ["other"], "command": "other"}
+    assert differing_conditions(run, replace(run, provenance=elsewhere)) == []
+
+
+# -- verdict --------------------------------------------------------------------------------
+
+
+def judged(folder: Path, fleet: Fleet, edit: Any = lambda cell: cell, **changes: Any) -> int:
+    """Exit code of a run whose cells are edited after they were measured."""
+    runner, cells = make_runner(folder, **changes)
+    run = open_run(folder, runner.config, DATASET)
+    runner.run(cells)
+    for cell in read_cells(folder)[0]:
+        write_cell(folder, edit(cell))
+    verdict = judge(folder, runner.config, run, cells, runner.failures)
+    may_differ = runner.config.requests.equal_outputs == "report"
+    return module.report(verdict, Console(quiet=True), may_differ=may_differ)
+
+
+NOT_GATED = {"methods": [{"kind": "none"}, {"kind": "fixed", "num_steps": 3}]}
+
+
+def test_a_whole_run_with_equal_outputs_ends_with_0(tmp_path: Path, fleet: Fleet) -> None:
+    assert judged(tmp_path, fleet, **NOT_GATED) == 0
+
+
+def differ(cell: Cell) -> Cell:
+    if cell.method != "fixed 3" or cell.temperature > 0:
+        return cell
+    return replace(cell, requests=tuple(replace(r, output_ids=(9,)) for r in cell.requests))
+
+
+def test_other_outputs_end_with_1_unless_they_need_not_be_equal(
+    tmp_path: Path, fleet: Fleet
+) -> None:
+    assert judged(tmp_path / "strict", fleet, differ, **NOT_GATED) == 1
+    lax = {**NOT_GATED, "requests__equal_outputs": "report"}
+    assert judged(tmp_path / "lax", fleet, differ, **lax) == 0
+
+
+def test_metrics_that_disagree_end_with_1(tmp_path: Path, fleet: Fleet) -> None:
+    def counted(cell: Cell) -> Cell:
+        return replace(cell, metrics={"c2t:verifications_total{}": 1.0})
+
+    gated = {"methods": [{"kind": "c2t", "policy": "c2t"}]}
+    assert judged(tmp_path / "silent", fleet, **gated) == 0
+    assert judged(tmp_path / "counted", fleet, counted, **gated) == 1
+
+
+def test_a_missing_cell_ends_with_1(tmp_path: Path, fleet: Fleet) -> None:
+    fleet.broken = "fixed-3"
+    assert judged(tmp_path, fleet, **NOT_GATED) == 1
+
+
+# -- the command ----------------------------------------------------------------------------
+
+
+def test_a_wrong_configuration_ends_with_2_and_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TOML.replace("repeats = 1", "repeat = 1"))
+    assert main([str(path), "--out", str(tmp_path / "run")]) == 2
+    assert "unknown key repeat; known here: " in capsys.readouterr().err
+    path.write_text(TOML)
+    assert main([str(path), "--out", str(tmp_path / "run"), "--only", "c3t"]) == 2
+    assert "'c3t' is no method of this run" in capsys.readouterr().err
+
+
+def test_a_listing_starts_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TOML)
+    assert main([str(path), "--out", str(tmp_path / "run"), "--list"]) == 0
+    out = capsys.readouterr().out
+    assert "6 cells (3 methods, 2 servers, 1 repeats), 30 requests, 720 tokens at most" in out
+    assert "temperature 0, 4 at once: 8 prompts" in out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.server
+def test_a_tiny_run_on_real_servers_goes_on_and_shows_what_it_must(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two servers, three methods: outputs equal, metrics exact; one lost cell is measured again."""
+    path, folder = tmp_path / "tiny.toml", tmp_path / "run"
+    path.write_text(TOML)
+    assert main([str(path), "--out", str(folder)]) == 0, capsys.readouterr().out
+
+    cells, broken = read_cells(folder)
+    assert (len(cells), broken) == (6, [])
+    verdict = json.loads((folder / CHECKS_FILE).read_text())
+    assert verdict["outputs_compared"] == 20
+    assert verdict["cells_with_metrics"] == 4
+    for cell in cells:
+        gated = cell.method != "no speculation"
+        assert (cell.totals.verify_ct > 0) == gated
+        assert bool(cell.metrics) == gated
+        assert (cell.work["verify_rows"] > 0) == gated
+        assert cell.output_tokens == sum(len(ids) for ids in cell.outputs) > 0
+    drafted = {c.method: c.totals.num_proposed_drafts for c in cells if c.concurrency == 4}
+    assert drafted["c2t"] != drafted["dyjoint"], "the shared server was switched"
+
+    (lost,) = (c for c in cells if c.method == "dyjoint" and c.concurrency == 4)
+    shutil.move(folder / "cells" / lost.key.file_name, tmp_path / "lost.jsonl")
+    before = {file: file.stat().st_mtime_ns for file in (folder / "cells").iterdir()}
+    assert main([str(path), "--out", str(folder)]) == 0, capsys.readouterr().out
+    (again,) = (c for c in read_cells(folder)[0] if c.key == lost.key)
+    assert again.outputs == lost.outputs
+    assert again.totals == lost.totals
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+
+    path.write_text(TOML.replace("max_new_tokens = 24", "max_new_tokens = 25"))
+    assert main([str(path), "--out", str(folder)]) == 2
+    assert "requests.max_new_tokens: 24 -> 25" in capsys.readouterr().err
