@@ -165,7 +165,8 @@ def open_run(folder: Path, config: BenchConfig, dataset: Dataset) -> Run:
     """Begin a run, or go on with the one in ``folder`` if its conditions are the same."""
     methods = tuple(record_of(config, method, folder / "logs") for method in config.methods)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    run = Run(started, as_dict(config), provenance(["python", "-m", "eval.run", *sys.argv[1:]]), dataset.facts, methods)
+    came_from = provenance(["python", "-m", "eval.run", *sys.argv[1:]])
+    run = Run(started, as_dict(config), came_from, dataset.facts, methods)
     if (folder / RUN_FILE).exists():
         found = read_run(folder)
         if differing := differing_conditions(found, run):
