@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -160,11 +161,16 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port nobody listens on now, below those that the system gives to outgoing connections.
+
+    A server binds its port half a minute after it was chosen; one of theirs could be taken by then.
+    """
+    dice = random.SystemRandom()  # whoever seeds ``random`` must not make two servers' ports equal
+    while True:
+        port = dice.randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _wait_until_ready(server: Server) -> None:

@@ -264,7 +264,8 @@ class ServingKits(
 class RunningTimeoutKits(RunningTimeoutTwoWaveMixin, DemoKit):
     """Requests that exceed their time while others run."""
 
-    env: ClassVar[dict[str, str]] = {"SGLANG_REQ_RUNNING_TIMEOUT": "1"}
+    flags = ("--skip-server-warmup",)  # which is a request, and may take too long itself
+    env: ClassVar[dict[str, str]] = {"SGLANG_REQ_RUNNING_TIMEOUT": "3"}
     running_timeout_sleep = 1
     running_timeout_max_new_tokens = 1600
 
@@ -272,7 +273,7 @@ class RunningTimeoutKits(RunningTimeoutTwoWaveMixin, DemoKit):
 class WaitingTimeoutKits(WaitingTimeoutMixin, DemoKit):
     """A request that waits too long behind another."""
 
-    flags = ("--max-running-requests", "1")
+    flags = ("--skip-server-warmup", "--max-running-requests", "1")
     env: ClassVar[dict[str, str]] = {"SGLANG_REQ_WAITING_TIMEOUT": "0.001"}
 
 
