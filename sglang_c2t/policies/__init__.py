@@ -43,7 +43,16 @@ __all__ = [
 
 def _plain(cls: Callable[..., Any]) -> Callable[..., Any]:
     """A policy that needs nothing but its own options."""
-    return lambda config, **options: cls(**options)
+
+    def build(config: C2TConfig, **options: Any) -> Any:
+        if config.classifier != "default":
+            raise ConfigError(
+                f"policy {config.policy} reads no classifier: drop {config.classifier}, or "
+                "choose a policy that learnt one"
+            )
+        return cls(**options)
+
+    return build
 
 
 def _trained(cls: Any) -> Callable[..., ChainPolicy]:

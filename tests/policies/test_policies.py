@@ -307,3 +307,9 @@ def test_a_policy_of_the_users_own_is_loaded_by_module_and_class() -> None:
         C2TConfig(policy="sglang_c2t.policies.fixed:Fixed", policy_options={"length": 1})
     )
     assert policy == POLICIES["fixed"](C2TConfig(), length=1)
+
+
+@pytest.mark.parametrize("name", ["dyjoint", "entropy", "fixed"])
+def test_a_classifier_that_nobody_would_read_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"policy {name} reads no classifier: drop mine"):
+        build_policy(C2TConfig(policy=name, classifier="mine.safetensors"))
