@@ -196,7 +196,7 @@ class ServingKits(
         }
     )
     abort_all_max_new_tokens = 1600
-    pause_max_new_tokens = 256
+    pause_max_new_tokens = 128
     pause_duration = 2
     pause_ignore_eos = True
     kl_div_max_samples = 8
