@@ -1,9 +1,9 @@
 """Requests that no client should send. Knows nothing of how a server answers them.
 
 What is right is not written here: a server without speculation answers each of them first. Where
-it refuses (4xx) a ``--c2t`` server must refuse; where it does not, that is SGLang's own, the
-summary says so, and ``--c2t`` may not do worse. :data:`FATAL` ones end a stock SGLang 0.5.23
-server on the CPU (``--fatal`` shows it, on servers of their own); ``--c2t`` must refuse them.
+it refuses (4xx) or fails (5xx) a ``--c2t`` server must refuse; what it takes, ``--c2t`` may take,
+and the summary says so. :data:`FATAL` ones end a stock SGLang 0.5.23 server on the CPU
+(``--fatal`` shows it, on servers of their own); ``--c2t`` must refuse them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from rich.table import Table
 from eval.soak.faults import Ending
 from eval.soak.health import Drift, Growth, Idle
 from eval.soak.storm import Outcome, counted
-from eval.soak.verdicts import GOOD, harm, own_of_stock
+from eval.soak.verdicts import GOOD, allowed_harm, own_of_stock
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def checks(found: Findings, bounds: Bounds) -> list[Check]:
     """Everything that must hold."""
     verdicts = Counter(outcome.verdict for outcome in found.outcomes)
     malformed = [o for o in found.outcomes if o.kind == "malformed"]
-    to_refuse = {n for n, status in found.stock.items() if status is None or harm(status) == 0}
+    to_refuse = {name for name, status in found.stock.items() if allowed_harm(status) == 0}
     refused = ("refused", "cut")  # cut: aborted before the scheduler had refused it
     not_refused = [o for o in malformed if o.name in to_refuse and o.verdict not in refused]
     wrong, unexpected = verdicts["wrong"], verdicts["unexpected"]

@@ -82,7 +82,7 @@ def judge_malformed(
     """
     if 400 <= reply.status < 500:
         return "refused"
-    if stock_status is not None and harm(reply.status) <= harm(stock_status):
+    if harm(reply.status) <= allowed_harm(stock_status):
         return "as stock"
     aborted = "abort" in reply.problem.lower() and interruptions.meets(reply)
     return "cut" if aborted else "unexpected"
@@ -93,6 +93,13 @@ def harm(status: int) -> int:
     if 400 <= status < 500:
         return 0
     return 1 if 200 <= status < 400 else 2 if status >= 500 else 3
+
+
+def allowed_harm(stock_status: int | None) -> int:
+    """What ``--c2t`` may answer where stock answers so (None: it would end): what stock takes may
+    be taken, everything else must be refused.
+    """
+    return 1 if stock_status is not None and harm(stock_status) == 1 else 0
 
 
 def own_of_stock(stock: Mapping[str, int | None]) -> dict[str, int | None]:

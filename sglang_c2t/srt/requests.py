@@ -4,11 +4,13 @@
 
 Some requests end a stock server: a prompt of no tokens, or of tokens that do not exist, fails in
 the model's forward, and more top log-probabilities than there are tokens fail in the sampler. A
-server that serves many should not die of one, so they are refused here.
+server that serves many should not die of one, so they are refused here, and so are two that it
+answers with 500: a client's mistake should not look like the server's.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,10 +42,26 @@ def check_request(
     original: Callable[..., None], manager: Any, obj: Any, input_ids: Any, *args: Any, **kwargs: Any
 ) -> None:
     """AROUND hook on ``TokenizerManager._validate_one_request``; ValueErrors are answered 400."""
+    if active() is not None:
+        refuse_unreadable(obj.sampling_params)
     original(manager, obj, input_ids, *args, **kwargs)
     # Prompts of images and sounds hold placeholders that are no tokens.
     if active() is not None and not manager.model_config.is_multimodal:
         refuse_fatal(input_ids, manager.model_config.vocab_size, obj)
+
+
+def refuse_unreadable(sampling_params: Any) -> None:
+    """Raise ValueError for sampling parameters that are none, or hold a pattern that is none."""
+    if sampling_params is None:
+        return
+    if not isinstance(sampling_params, Mapping):
+        raise ValueError(f"sampling_params must be an object, got {sampling_params!r}")
+    patterns = sampling_params.get("stop_regex")
+    for pattern in [patterns] if isinstance(patterns, str) else patterns or []:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError, RecursionError, OverflowError) as error:
+            raise ValueError(f"stop_regex: {pattern!r} is no pattern: {error}") from error
 
 
 def refuse_fatal(input_ids: Any, vocab_size: int, obj: Any) -> None:

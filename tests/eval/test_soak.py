@@ -131,7 +131,7 @@ def test_a_sampled_answer_must_only_be_whole() -> None:
         (400, 400, "refused"), (404, 200, "refused"), (422, 500, "refused"),
         (200, 400, "unexpected"), (500, 400, "unexpected"), (0, 400, "unexpected"),
         (200, 200, "as stock"), (500, 200, "unexpected"), (0, 500, "unexpected"),
-        (200, 500, "as stock"), (500, 500, "as stock"),
+        (200, 500, "unexpected"), (500, 500, "unexpected"),
         (400, None, "refused"), (200, None, "unexpected"), (0, None, "unexpected"),
     ],
 )  # fmt: skip

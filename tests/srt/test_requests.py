@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from sglang_c2t.srt import requests
-from sglang_c2t.srt.requests import check_request, check_sampling_params, opts_out, refuse_fatal
+from sglang_c2t.srt.requests import (
+    check_request,
+    check_sampling_params,
+    opts_out,
+    refuse_fatal,
+    refuse_unreadable,
+)
 
 VOCABULARY = 100
 
@@ -45,10 +51,22 @@ def test_placeholders_of_images_and_stock_servers_are_left_alone(
     monkeypatch.setattr(requests, "active", lambda: object() if c2t else None)
     config = SimpleNamespace(is_multimodal=multimodal, vocab_size=VOCABULARY)
     called = []
+    obj = SimpleNamespace(sampling_params={})
     check_request(
-        lambda *args: called.append(args), SimpleNamespace(model_config=config), "obj", [-200]
+        lambda *args: called.append(args), SimpleNamespace(model_config=config), obj, [-200]
     )
     assert len(called) == 1
+
+
+@pytest.mark.parametrize("params", [None, {}, {"stop_regex": "a+"}, {"stop_regex": ["a", "b"]}])
+def test_readable_sampling_parameters_pass(params: Any) -> None:
+    refuse_unreadable(params)
+
+
+@pytest.mark.parametrize("params", [[{}], "hot", {"stop_regex": "("}, {"stop_regex": ["a", "["]}])
+def test_what_stock_answers_with_500_is_refused(params: Any) -> None:
+    with pytest.raises(ValueError, match=r"sampling_params must be an object|is no pattern"):
+        refuse_unreadable(params)
 
 
 def parameters(custom: Any) -> SimpleNamespace:
