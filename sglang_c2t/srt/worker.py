@@ -90,6 +90,10 @@ class WorkerMixin:
         if self._config.record is not None:
             raise ConfigError("the policy of a server that records stays: restart it without")
         policy = policy_for(config, self.topk)  # type: ignore[attr-defined]
+        if "hidden" in policy.needs and isinstance(self, StandaloneWorkerV2):
+            raise ConfigError(
+                f"policy {policy.name} reads hidden states, and a STANDALONE draft passes none on"
+            )
         draft: Any = self._draft_worker
         graphs = "cuda_graph_runner", "cuda_graph_runner_for_draft_extend"
         draft.gate.switch(policy, captured=any(getattr(draft, g, None) for g in graphs))
