@@ -12,14 +12,14 @@ Legend: B requests, W beam rows, K topk, N nodes of a tree, V draft vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_c2t.config import ConfigError
-from sglang_c2t.draft_layer import DraftLayer, measure
+from sglang_c2t.draft_layer import measure
 from sglang_c2t.growth import PER_NODE, Beams, TreeGrowth, node_margins
 from sglang_c2t.kernels.gate import GateProgram, Judged, judge_layer
 from sglang_c2t.policies.base import Gate, Growth, TreeLayer, TreePolicy, TreeShape
@@ -88,7 +88,7 @@ class TreeGate(FirstTokenRelay):
         """Start a step for the requests in ``slots`` [B]."""
         self._rows, self._judged = self._begin(slots), None
         # An exploring step records what any policy could have chosen.
-        policy = EAGLE2() if self.exploring else self._policy
+        policy: Any = EAGLE2() if self.exploring else self._policy
         whole = self._whole_of(slots)
         if whole is not None:
             policy = _WholeFor(whole, policy)
@@ -182,58 +182,34 @@ def _rule(policy: TreePolicy) -> tuple[type, int | None]:
     return type(policy), getattr(policy, "layer_limit", None)
 
 
-@dataclass(frozen=True)
 class _LiveBeta:
     """A gate whose threshold is data in device memory."""
 
-    gate: Gate
-    program: GateProgram
+    def __init__(self, gate: Gate, program: GateProgram) -> None:
+        self._gate = gate
+        self._program = program
 
-    @property
-    def name(self) -> str:
-        return self.gate.name
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.gate.needs
-
-    @property
-    def reads_parent(self) -> bool:
-        return getattr(self.gate, "reads_parent", False)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gate, name)
 
     @property
     def beta(self) -> Tensor:
-        return self.program.beta
-
-    def confidence(self, layer: DraftLayer) -> Tensor:
-        return self.gate.confidence(layer)
+        return self._program.beta
 
 
-@dataclass(frozen=True)
 class _WholeFor:
-    """EAGLE-2's trees for requests that opted out, the policy's for the others."""
+    """EAGLE-2's trees for requests that opted out, ``whole`` [B], the policy's for the others."""
 
-    whole: Tensor  # [B] bool
-    policy: TreePolicy
+    def __init__(self, whole: Tensor, policy: TreePolicy) -> None:
+        self._whole = whole
+        self._policy = policy
 
-    @property
-    def name(self) -> str:
-        return self.policy.name
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.policy.needs
-
-    @property
-    def reads_parent(self) -> bool:
-        return getattr(self.policy, "reads_parent", False)
-
-    def check(self, shape: TreeShape) -> None:
-        self.policy.check(shape)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
 
     def grow(self, layer: TreeLayer) -> Growth:
-        own, all_of_it = self.policy.grow(layer), EAGLE2().grow(layer)
-        whole = self.whole[:, None, None]
+        own, all_of_it = self._policy.grow(layer), EAGLE2().grow(layer)
+        whole = self._whole[:, None, None]
         return Growth(
             key=torch.where(whole, all_of_it.key, own.key),
             expand=torch.where(whole, all_of_it.expand, own.expand),
