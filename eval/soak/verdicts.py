@@ -66,9 +66,9 @@ def judge(
 
 
 def _says_timeout(job: Job, reply: Reply) -> bool:
-    """OpenAI endpoints say of an answer that was begun only that it was aborted."""
+    """OpenAI endpoints and streams say of an answer that was begun only that it was aborted."""
     told = [reply.problem, *(output.message for output in reply.outputs)]
-    silent = job.path != "/generate" and reply.status == 200
+    silent = (job.stream or job.path != "/generate") and reply.status == 200
     return silent or any("timeout reached" in text for text in told)
 
 
