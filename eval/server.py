@@ -63,6 +63,17 @@ class Launch:
         ]  # fmt: skip
 
 
+class BareLaunch(Launch):
+    """A server with the flags as given, nothing added for a CPU."""
+
+    def argv(self, port: int) -> list[str]:
+        """The command line a user would type."""
+        return [
+            sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model),
+            "--host", "127.0.0.1", "--port", str(port), *self.flags,
+        ]  # fmt: skip
+
+
 def speculative_flags(
     algorithm: str, num_steps: int = 5, topk: int = 1, num_draft_tokens: int | None = None
 ) -> tuple[str, ...]:

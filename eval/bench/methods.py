@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,25 +19,14 @@ import requests
 from eval.bench.config import DEMO, BenchConfig, MethodConfig, ModelConfig
 from eval.bench.records import CellKey, Method, slug
 from eval.gpu.launch import speculative_flags
-from eval.server import CPU_FLAGS, DRAFTS, TARGET, Launch
-
-
-class BenchLaunch(Launch):
-    """A server with the flags as given, nothing added for a CPU."""
-
-    def argv(self, port: int) -> list[str]:
-        """The command line a user would type."""
-        return [
-            sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model),
-            "--host", "127.0.0.1", "--port", str(port), *self.flags,
-        ]  # fmt: skip
+from eval.server import CPU_FLAGS, DRAFTS, TARGET, BareLaunch
 
 
 @dataclass(frozen=True)
 class Host:
     """A server to start and the methods it serves, several only where it can be switched."""
 
-    launch: BenchLaunch
+    launch: BareLaunch
     methods: tuple[MethodConfig, ...]
     shared: bool = False
 
@@ -76,9 +64,9 @@ def hosts(config: BenchConfig, folder: Path) -> list[Host]:
     ]
 
 
-def _launch(config: BenchConfig, name: str, first: MethodConfig, folder: Path) -> BenchLaunch:
+def _launch(config: BenchConfig, name: str, first: MethodConfig, folder: Path) -> BareLaunch:
     flags = (*_common_flags(config), *method_flags(config.model, first, folder))
-    return BenchLaunch(name, flags, target_of(config.model), _environment(config))
+    return BareLaunch(name, flags, target_of(config.model), _environment(config))
 
 
 def target_of(model: ModelConfig) -> Path:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import aiohttp
 import requests
 
-from eval.server import DRAFTS, TARGET, Launch, Server, ServerError, running, stop
+from eval.server import DRAFTS, TARGET, BareLaunch, Launch, Server, ServerError, running, stop
 
 SHAPES = ("chains", "trees")
 
@@ -36,15 +36,6 @@ class DraftSize:
     num_steps: int = 5
     topk: int = 4
     num_draft_tokens: int = 16
-
-
-class OwnLaunch(Launch):
-    """A server of the user's model: nothing is added to its flags, nothing set for a CPU."""
-
-    def argv(self, port: int) -> list[str]:
-        """The command line a user would type."""
-        whole = Launch(self.name, (), self.model).argv(port)
-        return [*whole[: whole.index(str(port)) + 1], *self.flags]
 
 
 @dataclass(frozen=True)
@@ -104,7 +95,7 @@ class Models:
             return Launch(name, flags, Path(self.target), env)
         outer = {"SGLANG_USE_CPU_ENGINE": "0", "HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "8"}
         kept = {key: os.environ.get(key, value) for key, value in outer.items()}
-        return OwnLaunch(name, flags, Path(self.target), {**kept, **env})
+        return BareLaunch(name, flags, Path(self.target), {**kept, **env})
 
 
 class CannotSwitchError(RuntimeError):

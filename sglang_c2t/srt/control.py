@@ -55,7 +55,8 @@ def changed(config: C2TConfig, values: object) -> C2TConfig:
 
 def settings(config: C2TConfig) -> dict[str, Any]:
     """What can change, by name."""
-    return {name: json.loads(config.to_json())[name] for name in CHANGEABLE}
+    values = json.loads(config.to_json())
+    return {name: values[name] for name in CHANGEABLE}
 
 
 # -- in the scheduler -----------------------------------------------------------------------

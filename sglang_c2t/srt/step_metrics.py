@@ -16,13 +16,10 @@ from typing import Any
 from sglang_c2t.config import active
 from sglang_c2t.srt.reporting import GATE_CLOCK
 
-STEP = "c2t_step"
-"""Attribute of a ``GenerationBatchResult``."""
-
 
 @dataclass(frozen=True)
 class Step:
-    """What the host knows of a verification beyond its result."""
+    """What the host knows of a verification beyond its result, whose ``c2t_step`` it is."""
 
     full: int
     """Most rows of a request, root included: N."""
@@ -128,7 +125,7 @@ def count_step(
     SGLang leaves out requests that ended or were retracted meanwhile, so its own counts, before
     and after, say who is counted.
     """
-    step: Step | None = getattr(result, STEP, None)
+    step: Step | None = getattr(result, "c2t_step", None)
     reporter = processor.metrics_reporter
     if step is None or not reporter.current_scheduler_metrics_enabled:
         return original(processor, result, batch, *args, **kwargs)

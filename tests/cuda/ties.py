@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from eval.lossless import diverge
+
 #: Nats between the two best tokens. Logits of 16 to 32, the largest of the demo models, are
 #: multiples of 1/8 in bfloat16: two of these steps, one for each of the two tokens.
 TIE = 0.25
@@ -37,11 +39,7 @@ class Reference:
 
 def parting(reference: Reference, tokens: Sequence[int]) -> int | None:
     """The first place where the answers differ, ``None`` where they do not."""
-    for place, (wanted, got) in enumerate(zip(reference.tokens, tokens, strict=False)):
-        if wanted != got:
-            return place
-    shorter = min(len(reference.tokens), len(tokens))
-    return None if len(reference.tokens) == len(tokens) else shorter
+    return diverge.parting(reference.tokens, tokens)
 
 
 def excused(reference: Reference, tokens: Sequence[int], tie: float = TIE) -> bool:
