@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sglang_c2t.draft_layer import DraftLayer, measure
 from sglang_c2t.kernels.gate import Judged, judge_layer
-from sglang_c2t.policies.base import ChainPolicy
+from sglang_c2t.policies.base import ChainPolicy, kept
 from sglang_c2t.relay import FirstTokenRelay
 
 
@@ -135,10 +135,19 @@ class ChainGate(FirstTokenRelay):
             measured=stats,
             parent=parent,
         )
-        keep = self._alive if self.exploring else self._policy.keep(layer) & self._alive
-        self._alive = keep
+        self._alive = self._kept(layer)
         self._num_kept = self._num_kept + self._alive
         self._layers.append(layer)
+
+    def _kept(self, layer: DraftLayer) -> Tensor:
+        """[B] bool: which chains go on; all that do so far where nobody can say."""
+        if self.exploring or self.fell_back:
+            return self._alive
+        try:
+            return kept(self._policy, layer)
+        except Exception as error:
+            self._fall_back(self._policy, error)
+            return self._alive
 
 
 def truncated_chains(retrieve_next_token: Tensor, verify_lens: Tensor) -> Tensor:

@@ -10,22 +10,28 @@ A leaf: imports neither torch nor sglang.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_c2t.checks import ConfigError, is_number, is_whole, nearest, parse_json, require, shown
+
+__all__ = ["C2TConfig", "ConfigError", "active", "publish", "resolve"]
+
 CONFIG_ENV = "SGLANG_C2T_CONFIG"
 
 VERIFY_MODES = ("auto", "ragged", "static")
 RECORD_ROOTS = ("visited", "every")
 
+#: Settings that reach the policy by themselves: no option may say them a second time.
+POLICY_SETTINGS = ("policy", "beta", "classifier")
 
-class ConfigError(ValueError):
-    """A setting that cannot be served; its message is one line for the user."""
+#: Longest name of a policy, or of an option.
+LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -85,63 +91,91 @@ class C2TConfig:
     policy_options: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the policy, e.g. ``{"length": 3}`` for ``fixed``."""
 
+    classifier_dir: str | None = None
+    """Directory whose classifiers ``POST /c2t`` may name; ``None``: those shipped only."""
+
+    loopback_control: bool = False
+    """Whether ``POST /c2t`` takes changes from the machine itself on a server that has no
+    admin key; else nobody may post there."""
+
     def __post_init__(self) -> None:
         """Check each field by itself; the policy checks its own options when built."""
         for name in ("policy", "classifier", "verify"):
             value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise ConfigError(f"c2t {name} must be a non-empty string, got {value!r}")
-        if self.verify not in VERIFY_MODES:
-            raise ConfigError(
-                f"c2t verify must be one of {', '.join(VERIFY_MODES)}, got {self.verify!r}"
+            require(
+                isinstance(value, str) and value != "", f"c2t {name}", "a non-empty string", value
             )
-        if self.beta is not None and not (_is_number(self.beta) and 0.0 < self.beta < 1.0):
-            raise ConfigError(f"c2t beta must be a number in (0, 1), got {self.beta!r}")
+        require(
+            len(self.policy) <= LONGEST_NAME and self.policy.isprintable(),
+            "c2t policy",
+            f"a name of at most {LONGEST_NAME} printable characters",
+            self.policy,
+        )
+        _require_one_of(self.verify, VERIFY_MODES, "c2t verify")
+        require(
+            self.beta is None or (is_number(self.beta) and 0.0 < self.beta < 1.0),
+            "c2t beta",
+            "a number in (0, 1)",
+            self.beta,
+        )
         rows = self.max_verify_rows
-        if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
-            raise ConfigError(
-                f"c2t max_verify_rows must be a whole number of nodes >= 1, got {rows!r}"
-            )
+        require(
+            rows is None or is_whole(rows, 1),
+            "c2t max_verify_rows",
+            "a whole number of nodes >= 1",
+            rows,
+        )
         steps = self.draft_steps
+        require(
+            steps is None or _is_list(steps) and all(is_whole(s, 1) for s in steps),
+            "c2t draft_steps",
+            "a list of whole numbers >= 1",
+            steps,
+        )
         if steps is not None:
-            if not isinstance(steps, (list, tuple)) or not all(
-                isinstance(s, int) and not isinstance(s, bool) and s >= 1 for s in steps
-            ):
-                raise ConfigError(
-                    f"c2t draft_steps must be a list of whole numbers >= 1, got {steps!r}"
-                )
             object.__setattr__(self, "draft_steps", tuple(steps))  # JSON has lists
-        if not isinstance(self.exact_ancestors, bool):
-            raise ConfigError(
-                f"c2t exact_ancestors must be true or false, got {self.exact_ancestors!r}"
-            )
-        if self.record is not None and (not isinstance(self.record, str) or not self.record):
-            raise ConfigError(f"c2t record must be a directory, got {self.record!r}")
-        if not (_is_number(self.record_share) and 0.0 < self.record_share <= 1.0):
-            raise ConfigError(
-                f"c2t record_share must be a number in (0, 1], got {self.record_share!r}"
-            )
-        if not (_is_number(self.record_limit_mb) and 0 < self.record_limit_mb < math.inf):
-            raise ConfigError(
-                f"c2t record_limit_mb must be a number of megabytes > 0, "
-                f"got {self.record_limit_mb!r}"
-            )
-        if self.record_roots not in RECORD_ROOTS:
-            raise ConfigError(
-                f"c2t record_roots must be one of {', '.join(RECORD_ROOTS)}, "
-                f"got {self.record_roots!r}"
-            )
-        if not isinstance(self.record_extra, (list, tuple)) or not all(
-            isinstance(name, str) for name in self.record_extra
-        ):
-            raise ConfigError(
-                f"c2t record_extra must be a list of measurements, got {self.record_extra!r}"
-            )
-        object.__setattr__(self, "record_extra", tuple(self.record_extra))  # JSON has lists
-        if not isinstance(self.policy_options, Mapping):
-            raise ConfigError(
-                f"c2t policy_options must be an object of options, got {self.policy_options!r}"
-            )
+        for name in ("exact_ancestors", "loopback_control"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), f"c2t {name}", "true or false", value)
+        for name in ("record", "classifier_dir"):
+            value = getattr(self, name)
+            fits = value is None or (isinstance(value, str) and value != "" and "\0" not in value)
+            require(fits, f"c2t {name}", "a directory", value)
+        require(
+            is_number(self.record_share) and 0.0 < self.record_share <= 1.0,
+            "c2t record_share",
+            "a number in (0, 1]",
+            self.record_share,
+        )
+        require(
+            is_number(self.record_limit_mb) and self.record_limit_mb > 0,
+            "c2t record_limit_mb",
+            "a number of megabytes > 0",
+            self.record_limit_mb,
+        )
+        _require_one_of(self.record_roots, RECORD_ROOTS, "c2t record_roots")
+        extra = self.record_extra
+        require(
+            _is_list(extra) and all(isinstance(name, str) for name in extra),
+            "c2t record_extra",
+            "a list of measurements",
+            extra,
+        )
+        object.__setattr__(self, "record_extra", tuple(extra))  # JSON has lists
+        self._check_options()
+
+    def _check_options(self) -> None:
+        options = self.policy_options
+        named = isinstance(options, Mapping) and all(
+            isinstance(name, str) and len(name) <= LONGEST_NAME for name in options
+        )
+        require(named, "c2t policy_options", "an object of options", options)
+        for name in POLICY_SETTINGS:
+            if name in options:
+                raise ConfigError(
+                    f"c2t policy_options: {name} is a setting of its own: give --c2t-{name}, or "
+                    f"{name} beside policy_options"
+                )
 
     @property
     def visits_every_root(self) -> bool:
@@ -154,16 +188,16 @@ class C2TConfig:
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                raise ConfigError(f"unknown c2t setting {key!r}; allowed: {', '.join(known)}")
+                raise ConfigError(
+                    f"unknown c2t setting {shown(key)}; allowed: {', '.join(known)}"
+                    f"{nearest(str(key), known)}"
+                )
         return cls(**values)
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> C2TConfig:
         """Parse JSON; ``source`` names the file or variable in error messages."""
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{source} is not valid JSON: {error}") from error
+        values = parse_json(text, source=source)
         if not isinstance(values, dict):
             raise ConfigError(f"{source} must hold a JSON object, got {type(values).__name__}")
         return cls.from_mapping(values)
@@ -195,14 +229,29 @@ def publish(config: C2TConfig) -> None:
 
 
 def active() -> C2TConfig | None:
-    """The configuration of this process; ``None`` when C2T is off."""
+    """The configuration of this process; ``None`` when C2T is off.
+
+    Asked on every request, so parsed once: where the variable names a file, the file's contents
+    take its place, for this process and its children. What becomes of the file then is nothing
+    to a running server.
+    """
     text = os.environ.get(CONFIG_ENV)
     if not text:
         return None
-    if text.lstrip().startswith("{"):
-        return C2TConfig.from_json(text, source=f"environment variable {CONFIG_ENV}")
-    return C2TConfig.from_file(text)
+    if not text.lstrip().startswith("{"):
+        publish(C2TConfig.from_file(text))
+        text = os.environ[CONFIG_ENV]
+    return _parsed(text)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+@functools.lru_cache(maxsize=8)
+def _parsed(text: str) -> C2TConfig:
+    return C2TConfig.from_json(text, source=f"environment variable {CONFIG_ENV}")
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _require_one_of(value: object, choices: tuple[str, ...], what: str) -> None:
+    require(value in choices, what, f"one of {', '.join(choices)}", value)

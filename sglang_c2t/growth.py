@@ -20,14 +20,15 @@ Legend: B requests, W beam rows, K topk, D steps, M candidates, N nodes of a tre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sglang_c2t.draft_layer import MAX_MARGIN, DraftLayer
-from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
+from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape, grown
+from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.tree import Trees, best_per_request, closed_keys, grow, least_on_path
 
 #: Measurements that differ between the children of one row; the rest belong to the row.
@@ -62,12 +63,19 @@ class TreeGrowth:
         shape: How large trees may become.
         batch: B.
         device: Where draft probabilities live.
+        failed: Told what the policy raised; the tree is then EAGLE-2's. ``None``: raised on.
     """
 
     def __init__(
-        self, policy: TreePolicy, shape: TreeShape, batch: int, device: torch.device | str
+        self,
+        policy: TreePolicy,
+        shape: TreeShape,
+        batch: int,
+        device: torch.device | str,
+        failed: Callable[[Exception], None] | None = None,
     ) -> None:
         self._policy = policy
+        self._failed = failed
         # Copied only on demand: a layer brings its whole ancestry.
         self._reads_parent = getattr(policy, "reads_parent", False)
         self._shape = shape
@@ -118,9 +126,8 @@ class TreeGrowth:
             exists: [B, W, K] bool: the others are dead from the start; ``None``: all do.
         """
         layer = self._layer(prob, measured, exists)
-        growth = self._policy.grow(layer)
-        alive = layer.grid(layer.nodes.alive)
-        key = growth.key.float().masked_fill(~alive, -torch.inf).flatten(1)  # [B, W * K]
+        growth = self._grown(layer)
+        key = _live(growth.key, layer)
         first = sum(t.shape[1] for t in self._tokens)  # number of this layer's first candidate
         self._layers.append(layer)
         self._tokens.append(tokens.flatten(1))
@@ -128,7 +135,9 @@ class TreeGrowth:
         self._keys.append(key)
         self._verify.append(None if growth.verify is None else growth.verify.flatten(1))
         if len(self._layers) < self._shape.num_steps:
-            expand = growth.expand.float().flatten(1).masked_fill(key == -torch.inf, -torch.inf)
+            # Not where the node stays out, and not where its rank is nan.
+            grows = (key > -torch.inf) & (growth.expand.flatten(1) > -torch.inf)
+            expand = growth.expand.float().flatten(1).masked_fill(~grows, -torch.inf)
             self._choose(expand, tokens.flatten(1), layer.joint.flatten(1), first)
         return self._beams
 
@@ -160,6 +169,19 @@ class TreeGrowth:
         keys = closed.gather(1, trees.source.clamp(min=0)).masked_fill(trees.source < 0, -torch.inf)
         keys[:, 0] = torch.inf
         return trees, keys
+
+    def _grown(self, layer: TreeLayer) -> Growth:
+        """The policy's decision; where it fails, EAGLE-2's on this layer and all others."""
+        if self._failed is None:
+            return grown(self._policy, layer)
+        try:
+            return grown(self._policy, layer)
+        except Exception as error:
+            self._failed(error)
+        self._policy = EAGLE2()
+        self._keys = [_live(self._policy.grow(layer).key, layer) for layer in self._layers]
+        self._verify = [None] * len(self._layers)
+        return self._policy.grow(layer)
 
     # -- the books ------------------------------------------------------------------------
 
@@ -219,6 +241,12 @@ class TreeGrowth:
         above = self._ancestor_rows.gather(1, row[:, :, None].expand(-1, -1, depth))
         own = torch.arange(topk, device=self.device).expand(self.batch, topk)
         self._ancestor_rows = torch.cat((above, own[:, :, None]), dim=2)
+
+
+def _live(key: Tensor, layer: TreeLayer) -> Tensor:
+    """[B, W * K] float32: the layer's keys; -inf for dead nodes, and for nan."""
+    live = layer.grid(layer.nodes.alive) & (key > -torch.inf)
+    return key.float().masked_fill(~live, -torch.inf).flatten(1)
 
 
 def node_margins(prob: Tensor) -> Tensor:

@@ -8,6 +8,9 @@ On a GPU most gates are kernels (:mod:`sglang_c2t.kernels.gate`) that measure an
 once. In exploring steps, on a CPU, and where the policy has no such kernel, measuring and
 the policy are torch. Both read and write the same table.
 
+A policy may be anybody's and may raise anything while it serves. Then the drafts of the step
+go on whole: the same output, and no saving (:meth:`FirstTokenRelay._fall_back`).
+
 Knows nothing of SGLang.
 
 Legend: B requests, V draft vocabulary.
@@ -15,17 +18,22 @@ Legend: B requests, V draft vocabulary.
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sglang_c2t.checks import told
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import HISTORY, measure, unknown
 from sglang_c2t.kernels.gate import GateProgram, judge_layer
 from sglang_c2t.policies.fused import fused_gate
+
+logger = logging.getLogger(__name__)
 
 #: What a :class:`GateProgram` says about a first token.
 JUDGED = ("prob", "entropy", "margin", "confidence")
@@ -87,6 +95,10 @@ class FirstTokenRelay:
         self._fuses = program is not None or torch.device(device).type == "cuda"
         self._program = program or self._fused(policy)
         self._adopt(policy)
+        self.fell_back = False
+        """Whether the policy failed in the step in progress, so that nothing more is cut."""
+        self.capturing = False
+        """Whether what is launched goes into a CUDA graph: a failure there is no step's."""
         self._opted_out: set[int] = set()
         self._whole = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self._names: frozenset[str] = frozenset()  # measured in the step in progress
@@ -116,17 +128,18 @@ class FirstTokenRelay:
         """
         _refuse_history(policy)
         program = self._fused(policy)
-        if not captured:
-            self._program = program
-        elif program is None or self._program is None or not program.fits(self._program):
+        fits = program is not None and self._program is not None and program.fits(self._program)
+        if captured and not fits:
             raise ConfigError(
                 f"policy {policy.name} cannot take over in captured CUDA graphs, whose gate reads "
                 f"{', '.join(self._program.names) if self._program else 'what its policy does'}: "
                 "choose a policy that reads the same, or start the server with it"
             )
-        else:
-            self._program.buffer.copy_(program.buffer)
         self._adopt(policy)
+        if captured and program is not None and self._program is not None:
+            self._program.buffer.copy_(program.buffer)
+        else:
+            self._program = program
 
     def opt(self, slots: Sequence[int], out: Sequence[bool]) -> None:
         """Requests take ``slots`` [B]; the drafts of those that opt ``out`` [B] stay whole.
@@ -188,17 +201,43 @@ class FirstTokenRelay:
         classifier = getattr(getattr(policy, "gate", policy), "classifier", None)
         if isinstance(classifier, Classifier):
             classifier.to(self._table.device)  # torch asks it there, program or not
-        self._needs = policy.needs
-        for name in self._needs - {"hidden"}:
+        needs = frozenset(policy.needs)
+        for name in needs - {"hidden"}:
             self._table.reserve(name)  # a captured CUDA graph must not make them
+        self._needs = needs
+        self._failure_told = False
 
     def _begin(self, slots: Tensor) -> dict[str, Tensor]:
         """A step starts: what was relayed for the requests in ``slots`` [B], by name."""
+        self.fell_back = False
         extra = self._exploration.names if self.exploring else frozenset()
         self._names = self._needs | extra
         if self.program is not None:
             return self._table.get_judged(slots)
         return {name: self._table.get(name, slots) for name in ("prob", "entropy", *self._names)}
+
+    def _fall_back(self, policy: Any, error: Exception) -> None:
+        """The policy failed: for the rest of the step nothing is cut.
+
+        One log line per policy. In a captured graph the failure would be replayed for ever, so
+        there it is a :class:`ConfigError`.
+        """
+        if self.capturing:
+            raise ConfigError(
+                f"policy {policy.name} fails in a CUDA graph: {told(error)}; choose another, or "
+                "add --cuda-graph-backend-decode disabled"
+            ) from error
+        self.fell_back = True
+        if not self._failure_told:
+            self._failure_told = True
+            frames = traceback.extract_tb(error.__traceback__)
+            logger.error(
+                "C2T: policy %s failed, and drafts stay whole where it does: %s (%s, line %s)",
+                policy.name,
+                told(error),
+                frames[-1].filename,
+                frames[-1].lineno,
+            )
 
     def _explores(self) -> bool:
         explores = self._exploration.next_step_explores()

@@ -13,6 +13,7 @@ Legend: B requests, W beam rows, K topk, N nodes of a tree, V draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,8 @@ class TreeGate(FirstTokenRelay):
         whole = self._whole_of(slots)
         if whole is not None:
             policy = _WholeFor(whole, policy)
-        self._growth = TreeGrowth(policy, self._shape, len(slots), slots.device)
+        failed = partial(self._fall_back, self._policy)
+        self._growth = TreeGrowth(policy, self._shape, len(slots), slots.device, failed)
 
     def observe(
         self, logits: Tensor, hidden: Tensor | None = None, token_map: Tensor | None = None

@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "sglang_c2t"
 # Each part may import from the parts named behind it, itself included, and nothing else of
 # the package. Leaves come first.
 MAY_IMPORT = {
-    "config": set(),
+    "checks": set(),
+    "config": {"checks"},
     "metrics": set(),
     "tree": set(),
     "cpu": {"tree"},
@@ -25,9 +26,9 @@ MAY_IMPORT = {
     "files": set(),
     "prompts": {"config"},
     "record": {"config", "client", "prompts"},
-    "classifier": {"config", "draft_layer", "files"},
-    "policies": {"config", "draft_layer", "classifier", "kernels"},
-    "relay": {"config", "draft_layer", "classifier", "kernels", "policies"},
+    "classifier": {"checks", "config", "draft_layer", "files"},
+    "policies": {"checks", "config", "draft_layer", "classifier", "kernels"},
+    "relay": {"checks", "config", "draft_layer", "classifier", "kernels", "policies"},
     "chain": {"draft_layer", "kernels", "policies", "relay"},
     "growth": {"draft_layer", "policies", "tree"},
     "tree_gate": {"config", "draft_layer", "kernels", "policies", "growth", "relay", "tree"},
@@ -35,6 +36,7 @@ MAY_IMPORT = {
     "tree_replay": {"config", "draft_layer", "classifier", "policies", "growth", "replay"},
     "compare": {"policies", "replay"},
     "srt": {
+        "checks",
         "config",
         "metrics",
         "draft_layer",

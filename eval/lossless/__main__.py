@@ -30,7 +30,7 @@ from eval.lossless.suite import PARTS, Settings, Suite
 from eval.prompts import demo_mix
 from eval.server import DRAFTS
 from sglang_c2t.config import C2TConfig, ConfigError
-from sglang_c2t.policies import policy_for
+from sglang_c2t.policies import build_policy, build_tree_policy
 from sglang_c2t.prompts import PromptRow, read_prompts
 
 #: Greedy requests over all servers, and samples per distribution test.
@@ -115,7 +115,8 @@ def policies(
     for shape in shapes:
         for name in names:
             try:
-                policy_for(C2TConfig(policy=name), topk if shape == "trees" else 1)
+                build = build_tree_policy if shape == "trees" and topk > 1 else build_policy
+                build(C2TConfig(policy=name))
                 found[shape].append(name)
             except ConfigError as error:
                 refusals[name] = str(error)

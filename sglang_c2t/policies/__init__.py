@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection
 from dataclasses import is_dataclass, replace
 from typing import Any
 
+from sglang_c2t.checks import nearest, shown, told
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier, shipped
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft_layer import DraftLayer
-from sglang_c2t.policies.base import ChainPolicy, Gate, TreePolicy, is_tree_policy
+from sglang_c2t.policies.base import ChainPolicy, Gate, TreePolicy, TreeShape, is_tree_policy
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.c2t_log import C2TLog
 from sglang_c2t.policies.c2t_plus import C2TPlus
@@ -25,6 +27,7 @@ from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
 from sglang_c2t.policies.logistic import Logistic
 from sglang_c2t.policies.mcsd import MCSD, MCSDHidden
 from sglang_c2t.policies.static_tree import StaticTree
+from sglang_c2t.policies.trial import try_policy
 
 __all__ = [
     "POLICIES",
@@ -50,7 +53,7 @@ def _plain(cls: Callable[..., Any]) -> Callable[..., Any]:
                 f"policy {config.policy} reads no classifier: drop {config.classifier}, or "
                 "choose a policy that learnt one"
             )
-        return cls(**options)
+        return _made(cls, config, options)
 
     return build
 
@@ -77,9 +80,39 @@ def _trained(cls: Any) -> Callable[..., ChainPolicy]:
                 f"policy {cls.name} wants a confidence that a token {cls.label}, but classifier "
                 f"{config.classifier} was trained to say that it {classifier.label}"
             )
-        return cls(classifier=classifier, **options)
+        return _made(cls, config, options, classifier=classifier)
 
     return build
+
+
+def _made(cls: Any, config: C2TConfig, options: dict[str, Any], **given: Any) -> Any:
+    """The policy; whatever its constructor raises, which may be anything, is one line."""
+    _refuse_options(cls, config, options)
+    try:
+        return cls(**given, **options)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"policy {config.policy} cannot be built: {told(error)}") from error
+
+
+def _refuse_options(cls: Any, config: C2TConfig, options: Collection[str]) -> None:
+    """Raise :class:`ConfigError` for options that the policy's constructor does not take."""
+    parameters = inspect.signature(cls).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    strange = sorted(name for name in options if name not in parameters)
+    if "beta" in strange:
+        raise ConfigError(f"policy {config.policy} has no threshold: drop --c2t-beta (beta)")
+    if not strange:
+        return
+    takes = [name for name in parameters if name not in {"beta", "classifier"}]
+    if hasattr(cls, "confidence"):
+        takes.append("layer_limit (in trees)")
+    raise ConfigError(
+        f"policy {config.policy} does not take these options ({shown(strange)}): it takes "
+        f"{', '.join(takes) or 'none'}{nearest(strange[0], takes)}"
+    )
 
 
 #: Policies with a classifier, in the order in which :func:`policy_of` looks.
@@ -150,9 +183,19 @@ def build_tree_policy(config: C2TConfig) -> TreePolicy:
     return GatedTree(_gate(config, name, options), **limit)
 
 
-def policy_for(config: C2TConfig, topk: int) -> Any:
-    """The configured policy for drafts of ``topk`` children per node: chains if 1, else trees."""
-    return build_policy(config) if topk == 1 else build_tree_policy(config)
+def policy_for(config: C2TConfig, shape: TreeShape) -> Any:
+    """The configured policy for drafts of this shape, chains if ``topk`` is 1, tried once.
+
+    Raises :class:`ConfigError` for what can be neither built nor asked.
+    """
+    policy: Any
+    if shape.topk == 1:
+        policy = build_policy(config)
+    else:
+        policy = build_tree_policy(config)
+        policy.check(shape)
+    try_policy(policy, shape)
+    return policy
 
 
 def _gate(config: C2TConfig, name: str, options: dict[str, Any]) -> Gate:
@@ -167,7 +210,7 @@ def _gate(config: C2TConfig, name: str, options: dict[str, Any]) -> Gate:
             f"policy {config.policy} cuts chains only: set --speculative-eagle-topk 1, or choose "
             f"one of {', '.join(tree_policy_names())}"
         )
-    beta = options.get("beta", getattr(gate, "tree_beta", gate.beta))
+    beta = getattr(gate, "tree_beta", gate.beta) if config.beta is None else config.beta
     return replace(gate, beta=beta) if is_dataclass(gate) else gate
 
 
@@ -181,6 +224,11 @@ def check_policy(config: C2TConfig) -> None:
         except ConfigError as no_trees:
             for_trees = _only_trees(config.policy) or "layer_limit" in config.policy_options
             raise (no_trees if for_trees else no_chains) from None
+
+
+def policy_names() -> list[str]:
+    """All names on the menu."""
+    return sorted({*POLICIES, *tree_policy_names()})
 
 
 def tree_policy_names() -> list[str]:
@@ -201,14 +249,7 @@ def _only_trees(name: str) -> bool:
 
 
 def _built(config: C2TConfig, name: str, options: dict[str, Any]) -> Any:
-    factory = _factory(name)
-    try:
-        return factory(config, **options)
-    except TypeError as error:
-        # The only TypeError a policy's constructor raises is about its arguments.
-        raise ConfigError(
-            f"policy {config.policy} does not take these options ({sorted(options)}): {error}"
-        ) from error
+    return _factory(name)(config, **options)
 
 
 def _factory(name: str) -> Callable[..., Any]:
@@ -222,11 +263,22 @@ def _own_class(name: str) -> Any:
     """The class behind ``module:Class``."""
     if ":" not in name:
         raise ConfigError(
-            f"unknown c2t policy {name!r}; known: "
-            f"{', '.join(sorted({*POLICIES, *tree_policy_names()}))}, or module:Class of your own"
+            f"unknown c2t policy {shown(name)}; known: {', '.join(policy_names())}, or "
+            f"module:Class of your own{nearest(name, policy_names())}"
         )
     module_name, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"cannot load c2t policy {name!r}: {error}") from error
+        found = getattr(importlib.import_module(module_name), attribute)
+    except SyntaxError as error:
+        where = f"{error.filename}, line {error.lineno}"
+        raise ConfigError(f"cannot load c2t policy {shown(name)}: {error.msg} ({where})") from error
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        raise ConfigError(f"cannot load c2t policy {shown(name)}: {told(error)}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"c2t policy {shown(name)} is no class, but {shown(found)}")
+    if not (hasattr(found, "keep") or hasattr(found, "grow")):
+        raise ConfigError(
+            f"c2t policy {shown(name)} is no policy: the class has neither keep, which cuts "
+            "chains, nor grow, which shapes trees"
+        )
+    return found

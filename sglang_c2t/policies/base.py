@@ -18,11 +18,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from sglang_c2t.draft_layer import DraftLayer
 
-__all__ = ["ChainPolicy", "DraftLayer", "Gate", "Growth", "TreeLayer", "TreePolicy", "TreeShape"]
+__all__ = [
+    "ChainPolicy",
+    "DraftLayer",
+    "Gate",
+    "Growth",
+    "TreeLayer",
+    "TreePolicy",
+    "TreeShape",
+    "grown",
+    "is_tree_policy",
+    "kept",
+]
 
 
 class ChainPolicy(Protocol):
@@ -158,3 +170,36 @@ class TreePolicy(Protocol):
 def is_tree_policy(policy: Any) -> bool:
     """Whether the policy grows trees (and does not cut chains)."""
     return hasattr(policy, "grow")
+
+
+# -- asking ---------------------------------------------------------------------------------
+# A policy may be anybody's: what it returns is looked at before shapes depend on it.
+
+
+def kept(policy: ChainPolicy, layer: DraftLayer) -> Tensor:
+    """[B] bool: what the policy keeps of the chains that are alive.
+
+    TypeError for an answer that is no such tensor; besides, whatever the policy raises.
+    """
+    keep = policy.keep(layer)
+    _require_tensor("keep", keep, layer.alive.shape, keep.dtype == torch.bool, "bool")
+    return keep & layer.alive
+
+
+def grown(policy: TreePolicy, layer: TreeLayer) -> Growth:
+    """The policy's decision about a layer; TypeError where it is none, as for :func:`kept`."""
+    growth, shape = policy.grow(layer), layer.joint.shape
+    for name, values in (("key", growth.key), ("expand", growth.expand)):
+        _require_tensor(name, values, shape, values.is_floating_point(), "float32")
+    if growth.verify is not None:
+        _require_tensor("verify", growth.verify, shape, growth.verify.dtype == torch.bool, "bool")
+    return growth
+
+
+def _require_tensor(
+    name: str, value: Tensor, shape: torch.Size, right_dtype: bool, dtype: str
+) -> None:
+    if value.shape != shape or not right_dtype:
+        raise TypeError(
+            f"{name} must be {dtype} {list(shape)}, got {value.dtype} {list(value.shape)}"
+        )

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sglang_c2t.config import ConfigError
+from sglang_c2t.checks import is_number, require
 from sglang_c2t.policies.base import DraftLayer
 
 
@@ -28,14 +28,12 @@ class Entropy:
 
     def __post_init__(self) -> None:
         """Reject what is no entropy."""
-        number = isinstance(self.max_entropy, (int, float)) and not isinstance(
-            self.max_entropy, bool
+        require(
+            is_number(self.max_entropy) and self.max_entropy >= 0,
+            "policy entropy: max_entropy",
+            "a number of nats >= 0",
+            self.max_entropy,
         )
-        if not number or not self.max_entropy >= 0:
-            raise ConfigError(
-                f"policy entropy: max_entropy must be a number of nats >= 0, "
-                f"got {self.max_entropy!r}"
-            )
 
     def keep(self, layer: DraftLayer) -> Tensor:
         """[B] bool: the entropy does not exceed the threshold."""

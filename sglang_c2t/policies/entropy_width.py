@@ -28,7 +28,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sglang_c2t.config import ConfigError
+from sglang_c2t.checks import is_number, require
 from sglang_c2t.policies.base import Growth, TreeLayer, TreeShape
 
 DEPTHS = ("fixed", "dynamic")
@@ -55,17 +55,18 @@ class EntropyWidth:
 
     def __post_init__(self) -> None:
         """Reject unknown depths and what is no entropy."""
-        if self.depth not in DEPTHS:
-            raise ConfigError(
-                f"policy entropy-width: depth must be one of {', '.join(DEPTHS)}, "
-                f"got {self.depth!r}"
-            )
-        stop = self.stop_entropy
-        number = isinstance(stop, (int, float)) and not isinstance(stop, bool)
-        if not number or not stop >= 0:
-            raise ConfigError(
-                f"policy entropy-width: stop_entropy must be a number of nats >= 0, got {stop!r}"
-            )
+        require(
+            self.depth in DEPTHS,
+            "policy entropy-width: depth",
+            f"one of {', '.join(DEPTHS)}",
+            self.depth,
+        )
+        require(
+            is_number(self.stop_entropy) and self.stop_entropy >= 0,
+            "policy entropy-width: stop_entropy",
+            "a number of nats >= 0",
+            self.stop_entropy,
+        )
 
     def check(self, shape: TreeShape) -> None:
         """Any shape will do; a topk below 7 narrows the widest rows."""

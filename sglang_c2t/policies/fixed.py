@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sglang_c2t.config import ConfigError
+from sglang_c2t.checks import is_whole, require
 from sglang_c2t.policies.base import DraftLayer
 
 
@@ -28,11 +28,12 @@ class Fixed:
 
     def __post_init__(self) -> None:
         """Reject lengths that are not whole non-negative numbers."""
-        valid = isinstance(self.length, int) and not isinstance(self.length, bool)
-        if self.length is not None and not (valid and self.length >= 0):
-            raise ConfigError(
-                f"policy fixed: length must be a whole number >= 0, got {self.length!r}"
-            )
+        require(
+            self.length is None or is_whole(self.length),
+            "policy fixed: length",
+            "a whole number >= 0",
+            self.length,
+        )
 
     def keep(self, layer: DraftLayer) -> Tensor:
         """[B] bool: depth is within the fixed length."""

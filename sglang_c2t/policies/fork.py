@@ -34,7 +34,7 @@ from typing import ClassVar
 
 import torch
 
-from sglang_c2t.config import ConfigError
+from sglang_c2t.checks import ConfigError, is_whole, require
 from sglang_c2t.policies.base import Growth, TreeLayer, TreeShape
 
 
@@ -48,11 +48,12 @@ class Fork:
 
     def __post_init__(self) -> None:
         """Reject a width that is no count."""
-        width = self.width
-        if width is not None and (
-            not isinstance(width, int) or isinstance(width, bool) or width < 1
-        ):
-            raise ConfigError(f"policy fork: width must be a whole number >= 1, got {width!r}")
+        require(
+            self.width is None or is_whole(self.width, 1),
+            "policy fork: width",
+            "a whole number >= 1",
+            self.width,
+        )
 
     def check(self, shape: TreeShape) -> None:
         """Refuse a fork that is wider than the draft's layers."""

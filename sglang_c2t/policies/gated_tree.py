@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_c2t.config import ConfigError
+from sglang_c2t.checks import is_whole, require
 from sglang_c2t.policies.base import Gate, Growth, TreeLayer, TreeShape
 
 
@@ -65,13 +65,12 @@ class GatedTree(_Gated):
 
     def __post_init__(self) -> None:
         """Reject a limit that is no count."""
-        limit = self.layer_limit
-        if limit is None:
-            return
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise ConfigError(
-                f"policy {self.name}: layer_limit must be a whole number >= 1, got {limit!r}"
-            )
+        require(
+            self.layer_limit is None or is_whole(self.layer_limit, 1),
+            f"policy {self.name}: layer_limit",
+            "a whole number >= 1",
+            self.layer_limit,
+        )
 
     def grow(self, layer: TreeLayer) -> Growth:
         """The confident ones enter and go on."""

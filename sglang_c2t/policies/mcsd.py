@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from sglang_c2t.checks import require
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.policies.base import DraftLayer
 
@@ -34,6 +35,15 @@ class MCSD:
     name: ClassVar[str] = "mcsd"
     reads: ClassVar[frozenset[str]] = frozenset({"topk_prob", "entropy"})
     label: ClassVar[str] = "accepts"
+
+    def __post_init__(self) -> None:
+        """Reject what says neither."""
+        require(
+            isinstance(self.per_request, bool),
+            f"policy {self.name}: per_request",
+            "true or false",
+            self.per_request,
+        )
 
     @property
     def needs(self) -> frozenset[str]:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sglang_c2t.config import ConfigError
+from sglang_c2t.checks import ConfigError, is_whole, require, shown
 from sglang_c2t.policies.base import Growth, TreeLayer, TreeShape
 
 Path = tuple[int, ...]
@@ -108,36 +108,33 @@ class StaticTree:
 
 def _parsed(paths: Any) -> tuple[Path, ...]:
     """The paths, checked and sorted."""
-    if not _is_list(paths) or not paths:
-        raise ConfigError(
-            f"policy static: paths must be a list of paths such as [[0], [1], [0, 0]], "
-            f"got {paths!r}"
-        )
+    require(
+        _is_list(paths) and len(paths) > 0,
+        "policy static: paths",
+        "a list of paths such as [[0], [1], [0, 0]]",
+        paths,
+    )
     for path in paths:
-        if not _is_list(path) or not path or not all(_is_rank(rank) for rank in path):
+        if not _is_list(path) or not path or not all(is_whole(rank) for rank in path):
             raise ConfigError(
-                f"policy static: a path is a list of ranks, whole numbers >= 0, got {path!r}"
+                f"policy static: a path is a list of ranks, whole numbers >= 0, got {shown(path)}"
             )
     known = {tuple(path) for path in paths}
     if len(known) < len(paths):
         twice = next(path for path in paths if _is_twice(path, paths))
-        raise ConfigError(f"policy static: path {list(twice)} is given twice")
+        raise ConfigError(f"policy static: path {shown(list(twice))} is given twice")
     for path in sorted(known):
         for length in range(1, len(path)):
             if path[:length] not in known:
                 raise ConfigError(
-                    f"policy static: path {list(path)} needs its ancestor {list(path[:length])}, "
-                    "which is missing"
+                    f"policy static: path {shown(list(path))} needs its ancestor "
+                    f"{shown(list(path[:length]))}, which is missing"
                 )
     return tuple(sorted(known))
 
 
 def _is_list(value: object) -> bool:
     return isinstance(value, (list, tuple))
-
-
-def _is_rank(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_twice(path: Sequence[int], paths: Iterable[Sequence[int]]) -> bool:

@@ -108,6 +108,7 @@ class DraftWatcher:
         with (
             compat.swapped(self, "_reads_host", False),
             compat.swapped(self.gate, "exploring", False),
+            compat.swapped(self.gate, "capturing", True),
         ):
             yield
 

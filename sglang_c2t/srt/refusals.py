@@ -10,7 +10,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sglang_c2t.config import ConfigError, active
-from sglang_c2t.policies import ChainPolicy, TreePolicy, build_policy, build_tree_policy
+from sglang_c2t.policies import (
+    ChainPolicy,
+    TreePolicy,
+    build_policy,
+    build_tree_policy,
+    policy_for,
+)
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.args import exit_with, parsed_from_command_line
@@ -195,17 +201,13 @@ def _misfit(cfg: Any) -> list[str]:
     config = active()
     if config is None:
         return []
+    shape = TreeShape(
+        cfg.speculative_eagle_topk if _trees(cfg) else 1,
+        cfg.speculative_num_steps,
+        cfg.speculative_num_draft_tokens,
+    )
     try:
-        if not _trees(cfg):
-            build_policy(config)
-        else:
-            build_tree_policy(config).check(
-                TreeShape(
-                    cfg.speculative_eagle_topk,
-                    cfg.speculative_num_steps,
-                    cfg.speculative_num_draft_tokens,
-                )
-            )
+        policy_for(config, shape)
     except ConfigError as error:
         return [str(error)]
     return []

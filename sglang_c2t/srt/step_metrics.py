@@ -34,6 +34,9 @@ class Step:
     max_rows: int | None = None
     """``--c2t-max-verify-rows``."""
 
+    fell_back: bool = False
+    """Whether the policy failed, so that drafts stayed whole."""
+
     def reason(self, rows: int, batch_rows: int) -> str:
         """Why a request's draft of ``rows`` rows ended, in a batch of ``batch_rows``.
 
@@ -72,6 +75,9 @@ class Series:
         self.correct = counter("correct_drafts", "Draft tokens accepted.")
         self.rows = counter("verify_rows", "Rows the target was asked to verify, with roots.")
         self.padding = counter("verify_padding_rows", "Rows forwarded beyond those asked for.")
+        self.policy_failures = counter(
+            "policy_failures", "Steps in which the policy failed, so that drafts stayed whole."
+        )
         self.gate_seconds = counter(
             "gate_seconds", "Host time in the gate; what CUDA graphs replay is not seen."
         )
@@ -95,6 +101,7 @@ class Series:
         self.steps.inc()
         self.rows.inc(batch_rows)
         self.padding.inc(step.forwarded_rows - batch_rows)
+        self.policy_failures.inc(step.fell_back)
         spent = GATE_CLOCK.seconds
         self.gate_seconds.inc(spent - self._gate_seconds_told)
         self._gate_seconds_told = spent

@@ -89,7 +89,7 @@ class WorkerMixin:
         """
         if self._config.record is not None:
             raise ConfigError("the policy of a server that records stays: restart it without")
-        policy = policy_for(config, self.topk)  # type: ignore[attr-defined]
+        policy = policy_for(config, self._shape)
         if "hidden" in policy.needs and isinstance(self, StandaloneWorkerV2):
             raise ConfigError(
                 f"policy {policy.name} reads hidden states, and a STANDALONE draft passes none on"
@@ -98,6 +98,14 @@ class WorkerMixin:
         graphs = "cuda_graph_runner", "cuda_graph_runner_for_draft_extend"
         draft.gate.switch(policy, captured=any(getattr(draft, g, None) for g in graphs))
         self._config = config
+
+    @property
+    def _shape(self) -> TreeShape:
+        return TreeShape(
+            self.topk,  # type: ignore[attr-defined]
+            self.speculative_num_steps,  # type: ignore[attr-defined]
+            self.speculative_num_draft_tokens,  # type: ignore[attr-defined]
+        )
 
     @property
     def _packs(self) -> bool:
@@ -129,7 +137,7 @@ class ChainWorkerMixin(WorkerMixin):
     def _gate_maker(self) -> Callable[..., FirstTokenRelay]:
         return partial(
             ChainGate,
-            policy_for(self._config, topk=1),
+            policy_for(self._config, self._shape),
             agree=agreement(),
             recording=self._config.record is not None,
         )
@@ -182,6 +190,7 @@ class ChainWorkerMixin(WorkerMixin):
             full=width,
             drafted=self._draft_worker.steps + 1,
             forwarded_rows=packing.forwarded_rows if packing else width * len(verify_lens),
+            fell_back=gate.fell_back,
         )
         if recorder is not None and gate.exploring:
             complete = gate.first_tokens_complete(batch.req_pool_indices)
@@ -199,15 +208,10 @@ class TreeWorkerMixin(WorkerMixin):
     _draft_worker: TreeDraftMixin
 
     def _gate_maker(self) -> Callable[..., FirstTokenRelay]:
-        shape = TreeShape(
-            self.topk,  # type: ignore[attr-defined]
-            self.speculative_num_steps,  # type: ignore[attr-defined]
-            self.speculative_num_draft_tokens,  # type: ignore[attr-defined]
-        )
         return partial(
             TreeGate,
-            policy_for(self._config, self.topk),  # type: ignore[attr-defined]
-            shape,
+            policy_for(self._config, self._shape),
+            self._shape,
             max_rows=self._config.max_verify_rows,
             agree=agreement(),
             recording=self._config.record is not None,
@@ -264,6 +268,7 @@ class TreeWorkerMixin(WorkerMixin):
             drafted=width,
             forwarded_rows=verify_input.packing.forwarded_rows,
             max_rows=self._config.max_verify_rows,
+            fell_back=gate.fell_back,
         )
         if recorder is not None and gate.exploring:
             complete = gate.first_tokens_complete(batch.req_pool_indices)

@@ -412,11 +412,11 @@ def test_the_default_policy_prunes_trees_with_its_shipped_classifier() -> None:
 
 
 def test_layer_limit_belongs_to_the_tree_and_other_options_to_the_gate() -> None:
-    options = {"layer_limit": 3, "beta": 0.7}
-    policy = build_tree_policy(C2TConfig(policy="dymax", policy_options=options))
+    options = {"layer_limit": 3}
+    policy = build_tree_policy(C2TConfig(policy="dymax", beta=0.7, policy_options=options))
     assert isinstance(policy, GatedTree)
     assert (policy.layer_limit, policy.gate.beta) == (3, 0.7)
-    assert options == {"layer_limit": 3, "beta": 0.7}, "the configuration stays as it was"
+    assert options == {"layer_limit": 3}, "the configuration stays as it was"
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_layer_limit_belongs_to_the_tree_and_other_options_to_the_gate() -> None
         ("dymax-eagle2", {"layer_limit": 2}, {}, "does not take these options (['layer_limit'])"),
         ("dymax", {"width": 2}, {}, "policy dymax does not take these options (['width'])"),
         ("eagle2", {"width": 2}, {}, "policy eagle2 does not take these options (['width'])"),
-        ("eagle2", {}, {"beta": 0.5}, "policy eagle2 does not take these options (['beta'])"),
+        ("eagle2", {}, {"beta": 0.5}, "policy eagle2 has no threshold: drop --c2t-beta"),
         ("static", {"_tables": {}}, {}, "policy static does not take these options"),
         ("nonsense", {}, {}, "unknown c2t policy 'nonsense'; known: c2t, c2t-eagle2, "),
         ("no_such_module:Rule", {}, {}, "cannot load c2t policy"),

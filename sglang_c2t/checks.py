@@ -1,0 +1,120 @@
+"""Checks of values that people and clients wrote, and how a refusal repeats them.
+
+A leaf: standard library only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+#: Largest whole number that settings may have: what an int32 tensor holds.
+MAX_WHOLE = 2**31 - 1
+
+#: Largest number that a float32 tensor holds.
+MAX_NUMBER = (2 - 2**-23) * 2.0**127
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be served; its message is one line for the user."""
+
+
+def require(fits: bool, what: str, allowed: str, value: object) -> None:
+    """Raise :class:`ConfigError` unless ``value`` ``fits``: "``what`` must be ``allowed``"."""
+    if not fits:
+        raise ConfigError(f"{what} must be {allowed}, got {shown(value)}")
+
+
+def is_number(value: object) -> bool:
+    """Whether the value is a finite number that a float32 tensor holds; a bool is none."""
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and -MAX_NUMBER <= value <= MAX_NUMBER  # false for nan
+    )
+
+
+def is_whole(value: object, least: int = 0, most: int = MAX_WHOLE) -> bool:
+    """Whether the value is a whole number in [least, most]; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def shown(value: object, longest: int = 80) -> str:
+    """The value for a message: one line, escaped, shortened."""
+    try:
+        text = ascii(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, a deep list
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
+
+
+def told(error: BaseException, longest: int = 300) -> str:
+    """What was raised, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:longest]}" if text else type(error).__name__
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the known name that is most like ``name``, or nothing."""
+    found = difflib.get_close_matches(name[:100], known, n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def parse_json(text: str, *, source: str) -> Any:
+    """Parse JSON that means one thing only.
+
+    :class:`ConfigError` names the ``source``: not JSON, nan or infinite numbers, a key given
+    twice, nested deeper than Python follows, NUL or half characters in strings.
+    """
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_without_repeats,
+            parse_constant=_no_number,
+            parse_float=_finite,
+        )
+        _require_characters(value)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source} is nested too deeply") from error
+    except ValueError as error:  # ours, and integers of thousands of digits
+        raise ConfigError(f"{source}: {error}") from error
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {shown(twice)} is given twice")
+    return values
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return value
+
+
+def _require_characters(value: Any) -> None:
+    """Refuse strings that files and logs could not hold."""
+    if isinstance(value, str):
+        if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+            raise ValueError(f"{shown(value)} holds NUL or half a character")
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            _require_characters(name)
+            _require_characters(item)
+    elif isinstance(value, list):
+        for item in value:
+            _require_characters(item)

@@ -1,0 +1,88 @@
+"""Asking a policy once, about drafts that nobody made, before it serves any.
+
+What fails here fails always, and is refused while somebody looks; what fails later falls back
+to whole drafts (:mod:`sglang_c2t.relay`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_c2t.checks import ConfigError, shown, told
+from sglang_c2t.draft_layer import DraftLayer, known_measurement, measure, unknown
+from sglang_c2t.policies.base import TreeLayer, TreeShape, grown, is_tree_policy, kept
+
+BATCH = 2
+VOCABULARY = 64
+
+
+def try_policy(policy: Any, shape: TreeShape) -> None:
+    """Ask for two layers of a made-up draft, on the CPU.
+
+    Raises :class:`ConfigError` for an object that lacks parts of a policy, needs what nobody
+    can measure, or answers with anything but the tensors that a policy owes. A policy that
+    reads hidden states is not asked: their width is the draft model's.
+    """
+    parts = (
+        ("name", "needs", "grow", "check") if is_tree_policy(policy) else ("name", "needs", "keep")
+    )
+    try:
+        missing = [part for part in parts if not hasattr(policy, part)]
+        if missing:
+            raise ConfigError(
+                f"c2t policy {type(policy).__name__} is no policy: it has no {', '.join(missing)}"
+            )
+        for name in policy.needs:
+            if not known_measurement(name):
+                raise ConfigError(
+                    f"policy {policy.name} needs {shown(name)}, which nobody measures"
+                )
+        if "hidden" not in policy.needs:
+            _ask(policy, shape)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"policy {policy.name} fails on a made-up draft: {told(error)}"
+        ) from error
+
+
+@torch.inference_mode()
+def _ask(policy: Any, shape: TreeShape) -> None:
+    topk, layer, rows = shape.topk, None, BATCH
+    for depth in range(1, min(2, shape.num_steps) + 1):
+        layer = _layer(depth, rows, topk, policy.needs, layer)
+        if is_tree_policy(policy):
+            grown(policy, TreeLayer(layer, BATCH, topk))
+        else:
+            kept(policy, layer)
+        rows = BATCH * topk  # all children of the first layer are forwarded
+
+
+def _layer(
+    depth: int, rows: int, topk: int, needs: frozenset[str], before: DraftLayer | None
+) -> DraftLayer:
+    """[rows * topk] tokens: the ``topk`` best children of each row, some of them dead."""
+    logits = 3 * torch.sin(torch.arange(rows * VOCABULARY).float()).view(rows, VOCABULARY)
+    stats = {name: unknown(name).expand(rows) for name in needs}  # history, which is not measured
+    stats |= measure(logits, needs)
+    measured = {name: _per_child(values, topk) for name, values in stats.items()}
+    prob = logits.softmax(dim=1).topk(topk).values.flatten()
+    nodes = torch.arange(rows * topk)
+    parent = None if before is None else before.take(nodes // topk)
+    return DraftLayer(
+        depth=depth,
+        prob=prob,
+        joint=prob if parent is None else prob * parent.joint,
+        entropy=measured["entropy"],
+        alive=nodes % 3 < 2,
+        measured=measured,
+        parent=parent,
+    )
+
+
+def _per_child(values: Tensor, topk: int) -> Tensor:
+    return values.repeat_interleave(topk, dim=0)
