@@ -127,7 +127,7 @@ class C2TConfig:
         )
         steps = self.draft_steps
         require(
-            steps is None or _is_list(steps) and all(is_whole(s, 1) for s in steps),
+            steps is None or (_is_list(steps) and all(is_whole(s, 1) for s in steps)),
             "c2t draft_steps",
             "a list of whole numbers >= 1",
             steps,

@@ -20,6 +20,7 @@ def register() -> None:
         args,
         compat,
         control,
+        hidden_keys,
         refusals,
         reporting,
         requests,
@@ -38,11 +39,17 @@ def register() -> None:
     HookRegistry.register(compat.SPEC_METRICS, reporting.correct_accept_rate, HookType.AFTER)
     HookRegistry.register(compat.INTERNAL_STATE, reporting.add_counters, HookType.AFTER)
     HookRegistry.register(compat.SET_INTERNAL_STATE, control.set_internal_state, HookType.AROUND)
+    HookRegistry.register(compat.ASK_INTERNAL_STATE, control.refuse_our_names, HookType.AROUND)
     HookRegistry.register(compat.TOKENIZER_MANAGER, control.add_routes, HookType.AFTER)
+    if compat.can_hide_keys():
+        for seam, hook in zip(compat.TOLD_ARGUMENTS, hidden_keys.HOOKS, strict=True):
+            HookRegistry.register(seam.target, hook, HookType.AFTER)
     HookRegistry.register(
         compat.VERIFY_SAMPLING_PARAMS, requests.check_sampling_params, HookType.AFTER
     )
     HookRegistry.register(compat.VALIDATE_REQUEST, requests.check_request, HookType.AROUND)
+    HookRegistry.register(compat.CREATE_MESSAGE, requests.check_message, HookType.AROUND)
+    HookRegistry.register(compat.NORMALIZE_REQUEST, requests.check_batch, HookType.AROUND)
     HookRegistry.register(compat.RESOLVE_RESULT, step_metrics.count_step, HookType.AROUND)
     HookRegistry.register(compat.LOG_STATS, step_metrics.correct_gauge, HookType.BEFORE)
     if reporting.counting():

@@ -131,6 +131,11 @@ def shipped(name: str) -> Path | None:
     return path if path.exists() else None
 
 
+def shipped_names() -> list[str]:
+    """The classifiers that come with the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.safetensors"))
+
+
 def _isotonic(tensors: dict[str, Tensor], source: str) -> Isotonic | None:
     """Take the knots out of ``tensors``, if there are any."""
     knots = [tensors.pop(key) for key in ("calibration.x", "calibration.y") if key in tensors]

@@ -27,6 +27,8 @@ _FLAG_FIELDS = {
     "c2t_record": "record",
     "c2t_record_share": "record_share",
     "c2t_record_roots": "record_roots",
+    "c2t_classifier_dir": "classifier_dir",
+    "c2t_loopback_control": "loopback_control",
 }
 
 
@@ -106,6 +108,17 @@ def add_arguments(_result: None, parser: argparse.ArgumentParser) -> None:
         help="'every' records the draft behind every token, for replay; slow. Default: visited.",
     )
     group.add_argument(
+        "--c2t-classifier-dir",
+        default=unset,
+        help="Directory whose classifiers POST /c2t may name. Default: only those shipped.",
+    )
+    group.add_argument(
+        "--c2t-loopback-control",
+        action="store_true",
+        default=unset,
+        help="Without an admin key: take POST /c2t from the machine itself. Default: from nobody.",
+    )
+    group.add_argument(
         "--c2t-config",
         default=unset,
         help="JSON file with any of these settings; flags win over the file.",
@@ -143,6 +156,8 @@ def _publish_flags(typed: dict[str, Any]) -> None:
     check_extra(config.record_extra)
     if config.record is not None:
         _require_directory(config.record)
+    if config.classifier_dir is not None and not os.path.isdir(config.classifier_dir):
+        raise ConfigError(f"c2t classifier_dir {config.classifier_dir} is no directory")
     publish(config)
 
 

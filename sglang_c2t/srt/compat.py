@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from sglang_c2t.config import ConfigError
+from sglang_c2t.policies.base import TreeShape
 
 EAGLE_WORKER = "sglang.srt.speculative.eagle_worker_v2"
 DRAFT_EXTEND_GRAPHS = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner"
@@ -48,8 +49,11 @@ SPEC_METRICS = (
 )
 INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 SET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.set_internal_state"
+ASK_INTERNAL_STATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.set_internal_state"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__"
 VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+CREATE_MESSAGE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
+NORMALIZE_REQUEST = f"{IO_STRUCT}.GenerateReqInput.normalize_batch_and_arguments"
 VERIFY_SAMPLING_PARAMS = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
 RESOLVE_RESULT = (
     "sglang.srt.managers.scheduler_components.batch_result_processor."
@@ -151,15 +155,15 @@ SEAMS: tuple[Seam, ...] = (
     Seam(INTERNAL_STATE, "reports counters in /server_info", ["recv_req"], hook=True),
     Seam(SET_INTERNAL_STATE, "changes the policy of a running server", ["recv_req"], hook=True),
     Seam(TOKENIZER_MANAGER, "answers /c2t", hook=True),
-    *(
-        Seam(f"{TOKENIZER_MANAGER.removesuffix('.__init__')}.{name}", "answers /c2t")
-        for name in ("get_internal_state", "set_internal_state")
-    ),
+    Seam(f"{TOKENIZER_MANAGER.removesuffix('.__init__')}.get_internal_state", "answers /c2t"),
+    Seam(ASK_INTERNAL_STATE, "lets nobody but /c2t change the policy", ["obj"], hook=True),
     Seam(f"{AUTH}.auth_level", "protects /c2t", ["level"]),
     Seam(f"{IO_STRUCT}.SetInternalStateReq", "answers /c2t", ["server_args"]),
     Seam(f"{IO_STRUCT}.SetInternalStateReqOutput", "answers /c2t", ["updated"]),
     Seam(VERIFY_SAMPLING_PARAMS, "checks who opts out", hook=True),
     Seam(VALIDATE_REQUEST, "refuses what would end the server", ["obj", "input_ids"], hook=True),
+    Seam(CREATE_MESSAGE, "refuses what would end the server", ["obj", "input_ids"], hook=True),
+    Seam(NORMALIZE_REQUEST, "refuses what would end the server", hook=True),
     Seam(RESOLVE_RESULT, "counts what was verified", ["batch", "result"], hook=True),
     Seam(LOG_STATS, "corrects sglang:spec_accept_rate", ["stats"], hook=True),
     resolution_seam(SPECULATIVE_STEP, "refuses unsupported combinations before a model loads"),
@@ -379,6 +383,30 @@ SEAMS: tuple[Seam, ...] = (
 )
 
 
+#: Through which newer SGLang tells its arguments: see hidden_keys.py.
+TOLD_ARGUMENTS = (
+    Seam(f"{SERVER_ARGS}.ServerArgs.resolved_dict", "hides keys", hook=True),
+    Seam(
+        "sglang.srt.utils.common.build_server_info",
+        "hides keys",
+        ["server_args", "scheduler_info"],
+        hook=True,
+    ),
+)
+
+
+def can_hide_keys() -> bool:
+    """Whether this SGLang tells its arguments through functions that can be hooked."""
+    return all(seam.defect() is None for seam in TOLD_ARGUMENTS)
+
+
+def keys_are_hidden() -> bool:
+    """Whether the hooks are in place that keep keys out of ``/server_info``."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return all(seam.target in HookRegistry._patched for seam in TOLD_ARGUMENTS)
+
+
 def broken_seams() -> list[str]:
     """One sentence per seam that this SGLang does not offer; empty when all fit."""
     return [
@@ -445,6 +473,36 @@ def argument(cfg: Any, name: str) -> Any:
             f"SGLang {sglang_version()} has no server argument {name}; "
             "C2T checks it to refuse combinations it does not serve"
         ) from error
+
+
+def require_readable(message: Any) -> None:
+    """Raise ValueError unless a scheduler can read this message for it.
+
+    Newer SGLang sends what was never checked, and reads it by its types: one wrong, and the
+    scheduler ends. Older SGLang pickles. The prompt has been read by then, and is long.
+    """
+    io_struct = importlib.import_module(IO_STRUCT)
+    if not hasattr(io_struct, "msgpack_encode"):
+        return
+    import msgspec
+
+    skipped = {"input_ids", "input_embeds", "input_text", "mm_inputs", "token_type_ids"}
+    unread = skipped.union({"time_stats"}).intersection(message.__struct_fields__)
+    light = msgspec.structs.replace(message, **dict.fromkeys(unread))
+    try:
+        io_struct.msgpack_decode(io_struct.msgpack_encode(light))
+    except (msgspec.MsgspecError, TypeError, OverflowError, UnicodeError) as error:
+        raise ValueError(f"the request cannot be read: {error}") from error
+
+
+def draft_shape(server_args: Any) -> TreeShape:
+    """What drafts of a server look like."""
+    cfg = resolved(server_args)
+    return TreeShape(
+        argument(cfg, "speculative_eagle_topk"),
+        argument(cfg, "speculative_num_steps"),
+        argument(cfg, "speculative_num_draft_tokens"),
+    )
 
 
 def accepts_exactly(cfg: Any) -> bool:

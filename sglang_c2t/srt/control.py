@@ -1,14 +1,19 @@
 """``/c2t``: the policy and the threshold of a running server.
 
-The HTTP process checks what is asked for, then every scheduler takes it between two steps.
-Requests in flight go on: what changes is how much of their drafts is verified, never what
-they are answered.
+The HTTP process checks what is asked for, then every scheduler checks it again and takes it
+between two steps. Requests in flight go on: what changes is how much of their drafts is verified,
+never what they are answered.
 
     GET /c2t
     POST /c2t  {"policy": "c2t-plus", "beta": 0.4}
 
 Settings not named stay, but a new policy brings its own threshold, classifier and options.
-POST is authenticated as SGLang's own endpoints that change a server; GET as those that do not.
+Who may post: see :mod:`~sglang_c2t.srt.http_guard`. GET is authenticated as SGLang's endpoints
+that change nothing.
+
+Nothing that a client sends is imported, and no path that a client sends is opened: names are
+looked up among those of the menu, of the shipped classifiers, of one directory named at start,
+and of what the server was started with.
 """
 
 from __future__ import annotations
@@ -17,12 +22,21 @@ import asyncio
 import dataclasses
 import json
 import logging
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
+from sglang_c2t.checks import nearest, parse_json, shown
+from sglang_c2t.classifier.checkpoint import load_classifier, shipped_names
 from sglang_c2t.config import C2TConfig, ConfigError, active, publish
-from sglang_c2t.policies import policy_for
+from sglang_c2t.policies import policy_for, policy_names
+from sglang_c2t.policies.base import TreeShape
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.http_guard import RefusedError, authorise, read_body
 from sglang_c2t.srt.reporting import CONTROL
 
 logger = logging.getLogger(__name__)
@@ -33,48 +47,159 @@ CHANGEABLE = ("policy", "beta", "classifier", "policy_options")
 #: SGLang's message to its schedulers carries numbers by name; ours travel in a name.
 _PREFIX = "c2t "
 
+#: A file in the classifier directory: no separators, no leading dot.
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,100}\.safetensors")
 
-def changed(config: C2TConfig, values: object) -> C2TConfig:
-    """``config`` with the ``values`` of a POST; ConfigError where they make no sense."""
+
+# -- what may be asked for --------------------------------------------------------------------
+
+
+def changed(in_force: C2TConfig, values: object, start: C2TConfig) -> C2TConfig:
+    """``in_force`` with the ``values`` of a POST to a server that started with ``start``.
+
+    :class:`ConfigError` where they make no sense, or name what no client may choose. Reads no
+    files; :func:`approved` does.
+    """
     if not isinstance(values, Mapping):
         raise ConfigError(f"the body must be a JSON object, got {type(values).__name__}")
     for name in values:
         if name not in CHANGEABLE:
             raise ConfigError(
-                f"c2t {name} cannot change while the server runs; what can: {', '.join(CHANGEABLE)}"
+                f"c2t {shown(name)} cannot change while the server runs; what can: "
+                f"{', '.join(CHANGEABLE)}{nearest(str(name), CHANGEABLE)}"
             )
     if not values:
         raise ConfigError(f"nothing to change; give one of {', '.join(CHANGEABLE)}")
+    values = dict(values)
     if "policy" in values:
-        defaults = C2TConfig()
-        config = dataclasses.replace(
-            config, **{name: getattr(defaults, name) for name in CHANGEABLE}
+        defaults = start if _is_own(values["policy"], start) else C2TConfig()
+        in_force = dataclasses.replace(
+            in_force, **{name: getattr(defaults, name) for name in CHANGEABLE}
         )
-    return dataclasses.replace(config, **values)
+    if "classifier" in values:
+        values["classifier"] = _classifier(values["classifier"], start)
+    config = dataclasses.replace(in_force, **values)
+    if _is_own(config.policy, start):
+        if config.policy_options != start.policy_options:
+            raise ConfigError(
+                f"policy {config.policy} keeps the policy_options that the server was started with"
+            )
+    elif config.policy not in policy_names():
+        raise ConfigError(
+            f"unknown c2t policy {shown(config.policy)}; known here: {', '.join(policy_names())}"
+            f"{nearest(config.policy, policy_names())}"
+        )
+    return config
+
+
+def approved(config: C2TConfig, start: C2TConfig, shape: TreeShape) -> Any:
+    """The policy of a config that :func:`changed` made.
+
+    Raises :class:`ConfigError`, whose sentence is fit for clients: it names files, but tells
+    neither where they are nor what they hold.
+    """
+    name = shown_classifier(config)
+    path = Path(config.classifier)
+    if config.classifier != start.classifier and path.is_absolute():
+        _require_inside(path, start)
+    try:
+        if config.classifier != "default":
+            load_classifier(config.classifier)
+    except ConfigError as error:
+        logger.warning("C2T: POST /c2t: %s", error)
+        raise ConfigError(
+            f"classifier {shown(name)} cannot be used: the server's log says why"
+        ) from error
+    try:
+        return policy_for(config, shape)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(config.classifier, name)) from error
 
 
 def settings(config: C2TConfig) -> dict[str, Any]:
-    """What can change, by name."""
+    """What can change, by name, as clients are told: no paths."""
     values = json.loads(config.to_json())
-    return {name: values[name] for name in CHANGEABLE}
+    told = {name: values[name] for name in CHANGEABLE}
+    told["classifier"] = shown_classifier(config)
+    if config.policy not in policy_names():  # one's own: its options may be anything
+        told["policy_options"] = dict.fromkeys(told["policy_options"], "as at start")
+    return told
+
+
+def shown_classifier(config: C2TConfig) -> str:
+    """The classifier's name: of a file its own, without the directory."""
+    return Path(config.classifier).name
+
+
+def _is_own(policy: object, start: C2TConfig) -> bool:
+    """Whether this is the policy that the server was started with, and not on the menu."""
+    return policy == start.policy and policy not in policy_names()
+
+
+def _classifier(value: object, start: C2TConfig) -> str:
+    """The classifier that a client means: a name we know, or a file of the named directory."""
+    if value in (start.classifier, shown_classifier(start)):
+        return start.classifier
+    known = ["default", *shipped_names()]
+    if value in known:
+        return str(value)
+    if start.classifier_dir is None:
+        raise ConfigError(
+            f"classifier must be one of {', '.join(known)}: this server was started without "
+            f"--c2t-classifier-dir, got {shown(value)}"
+        )
+    files = _files(Path(start.classifier_dir))
+    if not isinstance(value, str) or not _FILE_NAME.fullmatch(value) or value not in files:
+        raise ConfigError(
+            f"classifier must be one of {', '.join([*known, *files])}, got {shown(value)}"
+        )
+    return str(Path(start.classifier_dir).absolute() / value)
+
+
+def _files(folder: Path) -> list[str]:
+    """Names of the classifiers in a directory, at most a hundred."""
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        logger.warning("C2T: cannot list the classifier directory: %s", error)
+        return []
+    return [name for name in names if _FILE_NAME.fullmatch(name)][:100]
+
+
+def _require_inside(path: Path, start: C2TConfig) -> None:
+    """Refuse links that lead out of the classifier directory, the weights' or the card's."""
+    folder = Path(start.classifier_dir or "").resolve()
+    for part in (path, path.with_suffix(".json")):
+        if part.resolve().parent != folder:
+            raise ConfigError(f"classifier {shown(path.name)} is no file of its directory")
 
 
 # -- in the scheduler -----------------------------------------------------------------------
 
 
 def set_internal_state(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """AROUND hook on ``Scheduler.set_internal_state``: takes what :func:`_post` sends."""
-    texts = [name for name in recv_req.server_args if name.startswith(_PREFIX)]
-    if not texts:
+    """AROUND hook on ``Scheduler.set_internal_state``: takes what :func:`_post` sends.
+
+    Trusts nobody: it is sent the values that a client named, and checks them as the HTTP process
+    did. Whatever goes wrong is a refusal.
+    """
+    names = list(recv_req.server_args)
+    if not any(name.startswith(_PREFIX) for name in names):
         return original(scheduler, recv_req)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     try:
-        config = C2TConfig.from_json(texts[0].removeprefix(_PREFIX), source="POST /c2t")
-        scheduler.draft_worker.switch(config)
+        if len(names) > 1:
+            raise ConfigError("one change at a time")
+        values = parse_json(names[0].removeprefix(_PREFIX), source="POST /c2t")
+        config = scheduler.draft_worker.change(values)
     except ConfigError as error:
         CONTROL.refusal = str(error)
         logger.warning("C2T: settings stay as they are: %s", error)
+        return SetInternalStateReqOutput(updated=False)
+    except Exception:
+        CONTROL.refusal = "the settings cannot be served: the server's log says why"
+        logger.exception("C2T: settings stay as they are")
         return SetInternalStateReqOutput(updated=False)
     publish(config)
     CONTROL.switches += 1
@@ -85,29 +210,54 @@ def set_internal_state(original: Callable[..., Any], scheduler: Any, recv_req: A
 
 # -- in the HTTP process --------------------------------------------------------------------
 
+_posting: ContextVar[bool] = ContextVar("posting", default=False)
+
+
+async def refuse_our_names(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
+    """AROUND hook on ``TokenizerManager.set_internal_state``, which SGLang's own endpoint calls.
+
+    Names that mean us come from :func:`_post` or from nobody.
+    """
+    ours = any(name.startswith(_PREFIX.strip()) for name in obj.server_args)
+    if ours and active() is not None and not _posting.get():
+        from fastapi import HTTPException
+
+        raise HTTPException(400, "the settings of C2T change over POST /c2t only")
+    return await original(manager, obj)
+
 
 def add_routes(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> None:
     """AFTER hook on ``TokenizerManager.__init__``, where there is an HTTP server."""
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
-    if active() is None or http_server is None:
+    start = active()
+    if start is None or http_server is None:
         return
     from fastapi import Request
     from fastapi.responses import JSONResponse
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     one_at_a_time = asyncio.Lock()
+    keys = _keys(manager.server_args)
 
     async def read() -> JSONResponse:
         return JSONResponse(_told(await _states(manager)))
 
     async def change(request: Request) -> JSONResponse:
-        async with one_at_a_time:
-            try:
-                return JSONResponse(await _post(manager, await request.body()))
-            except ConfigError as error:
-                told = {"message": str(error), "type": "BadRequest", "code": 400}
-                return JSONResponse({"error": told}, status_code=400)
+        try:
+            authorise(request, **keys, loopback=start.loopback_control)
+            body = await read_body(request)  # before the lock: a slow client waits alone
+            async with one_at_a_time:
+                return JSONResponse(await _post(manager, body, start))
+        except RefusedError as refused:
+            return _error(refused.status, refused.sentence)
+        except ConfigError as error:
+            return _error(400, str(error))
 
+    def _error(status: int, sentence: str) -> JSONResponse:
+        told = {"message": sentence, "type": "BadRequest", "code": status}
+        return JSONResponse({"error": told}, status_code=status)
+
+    # SGLang's middleware asks for the keys as well, where it runs.
     auth_level(AuthLevel.ADMIN_OPTIONAL)(change)
     # A string annotation would be looked up in this module, where fastapi is not imported.
     change.__annotations__["request"] = Request
@@ -115,25 +265,53 @@ def add_routes(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> None
         http_server.app.add_api_route("/c2t", endpoint, methods=[method], response_model=None)
 
 
-async def _post(manager: Any, body: bytes) -> dict[str, Any]:
+def _keys(server_args: Any) -> dict[str, str | None]:
+    """The server's keys. Where SGLang shows the admin key to everybody, it is none."""
+    keys = {name: compat.argument(server_args, name) for name in ("api_key", "admin_api_key")}
+    if keys["admin_api_key"] and not compat.keys_are_hidden():
+        logger.warning(
+            "C2T: this SGLang shows --admin-api-key on /server_info to %s",
+            "whoever has --api-key" if keys["api_key"] else "everybody: POST /c2t stays closed",
+        )
+        if not keys["api_key"]:
+            keys["admin_api_key"] = None
+    return keys
+
+
+async def _post(manager: Any, body: bytes, start: C2TConfig) -> dict[str, Any]:
     from sglang.srt.managers.io_struct import SetInternalStateReq
 
-    try:
-        values = json.loads(body)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the body is not valid JSON: {error}") from error
+    values = _parsed(body)
     in_force = C2TConfig.from_json((await _states(manager))[0]["config"], source="/c2t")
-    config = changed(in_force, values)
+    config = changed(in_force, values, start)
     # Reads files: not on the loop that serves all requests.
-    await asyncio.to_thread(policy_for, config, manager.server_args.speculative_eagle_topk)
-    taken = await manager.set_internal_state(
-        SetInternalStateReq(server_args={_PREFIX + config.to_json(): 1})
-    )
+    await asyncio.to_thread(approved, config, start, compat.draft_shape(manager.server_args))
+    with _posted():
+        taken = await manager.set_internal_state(
+            SetInternalStateReq(server_args={_PREFIX + json.dumps(values): 1})
+        )
     states = await _states(manager)
     if not all(taken):
         reasons = {state["control"]["refusal"] for state in states} - {None}
         raise ConfigError("; ".join(sorted(reasons)) or "a scheduler refused the settings")
     return _told(states)
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        raise ConfigError("the body is not valid JSON: it is not UTF-8") from None
+    return parse_json(text, source="the body")
+
+
+@contextmanager
+def _posted() -> Iterator[None]:
+    token = _posting.set(True)
+    try:
+        yield
+    finally:
+        _posting.reset(token)
 
 
 async def _states(manager: Any) -> list[dict[str, Any]]:

@@ -2,21 +2,47 @@
 
 ``custom_params = {"c2t": false}`` has a request's drafts verified whole.
 
-Some requests end a stock server: a prompt of no tokens, or of tokens that do not exist, fails in
-the model's forward, and more top log-probabilities than there are tokens fail in the sampler. A
-server that serves many should not die of one, so they are refused here, and so are two that it
-answers with 500: a client's mistake should not look like the server's.
+Some requests end a stock server, because what the HTTP process lets through fails in the
+scheduler: a prompt of no tokens or of tokens that do not exist in the model's forward, numbers
+that the tensors made of them cannot hold in the sampler, a field of the wrong type where the
+message is read. A server that serves many should not die of one, so they are refused here, in two
+steps: every message must be one that the scheduler can read (SGLang's own types say what that
+is), and the numbers in it must lie in :data:`RANGES`.
+
+Requests that SGLang answers with 500 are refused as well: a client's mistake should not look like
+the server's.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+from sglang_c2t.checks import MAX_WHOLE, is_number, is_whole, shown, told
 from sglang_c2t.config import active
+from sglang_c2t.srt import compat
 
 KEY = "c2t"
+
+#: Copies of a request that one client may ask for: SGLang makes them in one go, and serves nobody
+#: meanwhile.
+MOST_SAMPLES = 1024
+
+#: Sampling parameters that become tensors, and what these hold. Beyond that is an overflow where
+#: the tensor is made, or a zero, an infinity or a nan where tokens are drawn from it.
+RANGES: dict[str, tuple[float, float]] = {
+    "top_k": (1, MAX_WHOLE),
+    "max_new_tokens": (0, MAX_WHOLE),
+    "min_new_tokens": (0, MAX_WHOLE),
+    "stream_interval": (1, MAX_WHOLE),
+    "temperature": (0, 1e30),
+    "repetition_penalty": (1e-6, 2),
+}
+
+#: Largest logit_bias of either sign. A logit that is infinite at a low temperature is nan later.
+MOST_BIAS = 1e30
 
 
 def opts_out(req: Any) -> bool:
@@ -29,25 +55,79 @@ def check_sampling_params(_result: None, params: Any, *_args: Any) -> None:
     if active() is None or params.custom_params is None:
         return
     if not isinstance(params.custom_params, Mapping):
-        raise ValueError(f"custom_params must be an object, got {params.custom_params!r}")
+        raise ValueError(f"custom_params must be an object, got {shown(params.custom_params)}")
     value = params.custom_params.get(KEY, True)
     if not isinstance(value, bool):
         raise ValueError(
-            f"custom_params: {KEY} must be true or false, got {value!r}; false has this request's "
+            f"custom_params: {KEY} must be true or false, got {shown(value)}; false has this "
+            "request's "
             "drafts verified whole"
         )
 
 
+def check_batch(original: Callable[..., None], obj: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND hook on ``GenerateReqInput.normalize_batch_and_arguments``; ValueErrors are answered
+    400.
+    """
+    if active() is None:
+        return original(obj, *args, **kwargs)
+    with _reading():
+        refuse_copies(obj.sampling_params)
+        original(obj, *args, **kwargs)
+        refuse_names(obj.rid)
+
+
 def check_request(
-    original: Callable[..., None], manager: Any, obj: Any, input_ids: Any, *args: Any, **kwargs: Any
+    original: Callable[..., None], manager: Any, obj: Any, *args: Any, **kwargs: Any
 ) -> None:
     """AROUND hook on ``TokenizerManager._validate_one_request``; ValueErrors are answered 400."""
-    if active() is not None:
+    if active() is None:
+        return original(manager, obj, *args, **kwargs)
+    with _reading():
         refuse_unreadable(obj.sampling_params)
-    original(manager, obj, input_ids, *args, **kwargs)
-    # Prompts of images and sounds hold placeholders that are no tokens.
-    if active() is not None and not manager.model_config.is_multimodal:
-        refuse_fatal(input_ids, manager.model_config.vocab_size, obj)
+        return original(manager, obj, *args, **kwargs)
+
+
+def check_message(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook on ``TokenizerManager._create_tokenized_object``: what the scheduler is sent."""
+    if active() is None:
+        return original(manager, *args, **kwargs)
+    with _reading():
+        message = original(manager, *args, **kwargs)
+        compat.require_readable(message)
+    vocab_size = manager.model_config.vocab_size
+    if not manager.model_config.is_multimodal:  # whose placeholders are no tokens
+        refuse_prompt(message.input_ids, vocab_size)
+    refuse_sampling(message.sampling_params, vocab_size)
+    refuse_logprobs(message, vocab_size)
+    return message
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """What fails inside is the request's fault: SGLang only reads it."""
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"the request cannot be read: {told(error)}") from error
+
+
+def refuse_copies(sampling_params: Any) -> None:
+    """Raise ValueError for more copies of a request than a server makes in a moment."""
+    each = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+    for params in each:
+        count = params.get("n", 1) if isinstance(params, Mapping) else 1
+        if count is not None and not is_whole(count, -MAX_WHOLE, MOST_SAMPLES):
+            raise ValueError(
+                f"n must be a whole number of samples, at most {MOST_SAMPLES}, got {shown(count)}"
+            )
+
+
+def refuse_names(rid: Any) -> None:
+    """Raise ValueError for request ids that are none, one per request."""
+    each = rid if isinstance(rid, list) else [rid]
+    if not all(isinstance(name, str) for name in each):
+        raise ValueError(f"rid must be a string for each request, got {shown(rid)}")
 
 
 def refuse_unreadable(sampling_params: Any) -> None:
@@ -55,30 +135,55 @@ def refuse_unreadable(sampling_params: Any) -> None:
     if sampling_params is None:
         return
     if not isinstance(sampling_params, Mapping):
-        raise ValueError(f"sampling_params must be an object, got {sampling_params!r}")
+        raise ValueError(f"sampling_params must be an object, got {shown(sampling_params)}")
     patterns = sampling_params.get("stop_regex")
     for pattern in [patterns] if isinstance(patterns, str) else patterns or []:
         try:
             re.compile(pattern)
         except (re.error, TypeError, RecursionError, OverflowError) as error:
-            raise ValueError(f"stop_regex: {pattern!r} is no pattern: {error}") from error
+            raise ValueError(
+                f"stop_regex: {shown(pattern)} is no pattern: {told(error)}"
+            ) from error
 
 
-def refuse_fatal(input_ids: Any, vocab_size: int, obj: Any) -> None:
-    """Raise ValueError for what no forward of a text model survives.
+def refuse_prompt(input_ids: Any, vocab_size: int) -> None:
+    """Raise ValueError for a prompt that no forward of a text model survives.
 
     ``input_ids`` are the prompt's tokens, ``None`` where it came as embeddings.
     """
-    if input_ids is not None:
-        if len(input_ids) == 0:
-            raise ValueError("the prompt has no tokens: give at least one")
-        for token in (min(input_ids), max(input_ids)):
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"input_ids: {token} is no token of this model, which has 0 to {vocab_size - 1}"
-                )
-    top = getattr(obj, "top_logprobs_num", None) or 0
-    if top > vocab_size:
-        raise ValueError(
-            f"top_logprobs_num must be at most {vocab_size}, the model's vocabulary, got {top}"
-        )
+    if input_ids is None:
+        return
+    if len(input_ids) == 0:
+        raise ValueError("the prompt has no tokens: give at least one")
+    for token in (min(input_ids), max(input_ids)):
+        _require(token, 0, vocab_size - 1, "input_ids: a token of this model")
+
+
+def refuse_sampling(params: Any, vocab_size: int) -> None:
+    """Raise ValueError for what the sampler cannot hold."""
+    for name, (least, most) in RANGES.items():
+        value = getattr(params, name, None)
+        if value is not None:
+            _require(value, least, most, name)
+    for bias in (params.logit_bias or {}).values():
+        _require(bias, -MOST_BIAS, MOST_BIAS, "logit_bias")
+    if params.min_new_tokens:  # they become columns of the penalties
+        for token in params.stop_token_ids or ():
+            _require(token, 0, vocab_size - 1, "stop_token_ids with min_new_tokens")
+
+
+def refuse_logprobs(message: Any, vocab_size: int) -> None:
+    """Raise ValueError for log-probabilities that nobody can give; embeddings have none."""
+    start = getattr(message, "logprob_start_len", None)
+    if start is not None:
+        _require(start, -1, MAX_WHOLE, "logprob_start_len")
+    top = getattr(message, "top_logprobs_num", None)
+    if top is not None:
+        _require(top, 0, vocab_size, "top_logprobs_num, of this model's vocabulary,")
+    for token in getattr(message, "token_ids_logprob", None) or ():
+        _require(token, 0, vocab_size - 1, "token_ids_logprob: a token of this model")
+
+
+def _require(value: Any, least: float, most: float, what: str) -> None:
+    if not (is_number(value) and least <= value <= most):
+        raise ValueError(f"{what} must be in [{least}, {most}], got {shown(value)}")

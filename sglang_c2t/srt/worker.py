@@ -19,6 +19,7 @@ from sglang_c2t.policies import policy_for
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.relay import FirstTokenRelay
 from sglang_c2t.srt import ancestors, compat, ragged_verify, tree_verify
+from sglang_c2t.srt.control import approved, changed
 from sglang_c2t.srt.draft import (
     C2TEagleDraftWorker,
     C2TStandaloneDraftWorker,
@@ -55,7 +56,7 @@ class WorkerMixin:
             super().__init__(*args, **kwargs)
         config = active()
         assert config is not None, "the factory builds this worker only when C2T is on"
-        self._config: C2TConfig = config
+        self._config = self._start = config
         self._recorder = Recorder.from_config(config, self.server_args)  # type: ignore[attr-defined]
         self._draft_worker.watch(self._gate_maker(), self._recorder)
         self._lookback = Lookback(
@@ -81,15 +82,17 @@ class WorkerMixin:
                 num_steps=self.speculative_num_steps,  # type: ignore[attr-defined]
             )
 
-    def switch(self, config: C2TConfig) -> None:
-        """Serve the policy of another configuration from the next step on.
+    def change(self, values: object) -> C2TConfig:
+        """Serve the policy of other settings from the next step on; returns all settings.
 
-        Raises :class:`~sglang_c2t.config.ConfigError` where that needs a restart; then nothing
-        has changed.
+        ``values`` are what a client asks for, see :mod:`~sglang_c2t.srt.control`. Raises
+        :class:`~sglang_c2t.config.ConfigError` where that needs a restart; then nothing has
+        changed.
         """
         if self._config.record is not None:
             raise ConfigError("the policy of a server that records stays: restart it without")
-        policy = policy_for(config, self._shape)
+        config = changed(self._config, values, self._start)
+        policy = approved(config, self._start, self._shape)
         if "hidden" in policy.needs and isinstance(self, StandaloneWorkerV2):
             raise ConfigError(
                 f"policy {policy.name} reads hidden states, and a STANDALONE draft passes none on"
@@ -98,6 +101,7 @@ class WorkerMixin:
         graphs = "cuda_graph_runner", "cuda_graph_runner_for_draft_extend"
         draft.gate.switch(policy, captured=any(getattr(draft, g, None) for g in graphs))
         self._config = config
+        return config
 
     @property
     def _shape(self) -> TreeShape:
