@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -492,7 +493,10 @@ def require_readable(message: Any) -> None:
     try:
         io_struct.msgpack_decode(io_struct.msgpack_encode(light))
     except (msgspec.MsgspecError, TypeError, OverflowError, UnicodeError) as error:
-        raise ValueError(f"the request cannot be read: {error}") from error
+        # Messages travel as arrays: a number in place of the field's name, and a tag at 0.
+        place = re.search(r"`\$\[(\d+)\]", str(error))
+        field = message.__struct_fields__[int(place[1]) - 1] if place else "the request"
+        raise ValueError(f"{field} cannot be read: {error}") from error
 
 
 def draft_shape(server_args: Any) -> TreeShape:

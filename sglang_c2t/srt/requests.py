@@ -74,7 +74,9 @@ def check_batch(original: Callable[..., None], obj: Any, *args: Any, **kwargs: A
     with _reading():
         refuse_copies(obj.sampling_params)
         original(obj, *args, **kwargs)
-        refuse_names(obj.rid)
+        refuse_names(obj.rid, single=obj.is_single)
+        if not obj.is_single:
+            obj[len(obj.rid) - 1]  # fails where a list is too short, before anything is sent
 
 
 def check_request(
@@ -123,9 +125,9 @@ def refuse_copies(sampling_params: Any) -> None:
             )
 
 
-def refuse_names(rid: Any) -> None:
-    """Raise ValueError for request ids that are none, one per request."""
-    each = rid if isinstance(rid, list) else [rid]
+def refuse_names(rid: Any, *, single: bool) -> None:
+    """Raise ValueError for request ids that are none, after SGLang gave each request its own."""
+    each = [rid] if single else rid
     if not all(isinstance(name, str) for name in each):
         raise ValueError(f"rid must be a string for each request, got {shown(rid)}")
 

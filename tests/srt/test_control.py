@@ -1,25 +1,38 @@
-"""What a POST to /c2t makes of the settings in force."""
+"""What a POST to /c2t makes of the settings in force, and what of it no client may say."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import sglang_c2t.policies
+from sglang_c2t.classifier.checkpoint import SHIPPED
 from sglang_c2t.config import C2TConfig, ConfigError
-from sglang_c2t.srt.control import changed, settings
+from sglang_c2t.policies import policy_names
+from sglang_c2t.policies.base import TreeShape
+from sglang_c2t.srt import control
+from sglang_c2t.srt.control import approved, changed, settings
+from sglang_c2t.srt.reporting import CONTROL
 
-IN_FORCE = C2TConfig(policy="c2t-log", beta=0.4, classifier="mine.safetensors", max_verify_rows=64)
+START = C2TConfig(policy="c2t-log", beta=0.3, classifier="at/start/mine.safetensors")
+IN_FORCE = C2TConfig(policy="c2t-log", beta=0.4, classifier="c2t-log", max_verify_rows=64)
+CHAIN = TreeShape(1, 5, 6)
 
 
 def test_what_is_not_named_stays() -> None:
-    new = changed(IN_FORCE, {"beta": 0.7})
+    new = changed(IN_FORCE, {"beta": 0.7}, START)
     assert settings(new) == {**settings(IN_FORCE), "beta": 0.7}
     assert new.max_verify_rows == 64
 
 
 def test_a_policy_brings_its_own_threshold_and_classifier() -> None:
-    new = changed(IN_FORCE, {"policy": "fixed", "policy_options": {"length": 3}})
+    new = changed(IN_FORCE, {"policy": "fixed", "policy_options": {"length": 3}}, START)
     assert settings(new) == {
         "policy": "fixed",
         "beta": None,
@@ -35,11 +48,252 @@ def test_a_policy_brings_its_own_threshold_and_classifier() -> None:
         ({"beta": "0.5"}, "beta must be a number"),
         ({"max_verify_rows": 3}, "cannot change while the server runs; what can: policy, beta"),
         ({"record": "x"}, "cannot change"),
+        ({"classifier_dir": "/"}, "cannot change"),
+        ({"loopback_control": True}, "cannot change"),
+        ({"polcy": "fixed"}, "did you mean 'policy'?"),
         ({}, "nothing to change"),
         ("c2t", "must be a JSON object, got str"),
         (None, "must be a JSON object, got NoneType"),
+        ({"policy": "os:system"}, "unknown c2t policy 'os:system'"),
+        ({"policy": "tests.e2e.server_policies:Switchable"}, "unknown c2t policy"),
+        ({"policy": "c2t-pls"}, "did you mean 'c2t-plus'?"),
+        ({"policy": "os:system-eagle2"}, "unknown c2t policy"),
+        ({"policy": "\u00e9" * 5000}, "at most 200 printable characters"),
+        ({"policy": ["c2t"]}, "policy must be a non-empty string"),
+        ({"classifier": ["c2t"]}, "classifier must be one of default, c2t, "),
+        ({"policy_options": {"beta": 0.5}}, "beta is a setting of its own"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(body: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        changed(IN_FORCE, body)
+    with pytest.raises(ConfigError) as error:
+        changed(IN_FORCE, body, START)
+    assert said in str(error.value)
+    assert str(error.value).isascii()
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(control.CHANGEABLE) | st.text(max_size=5),
+        st.sampled_from([*policy_names(), "default"])
+        | st.text()
+        | st.floats()
+        | st.dictionaries(st.text(), st.integers())
+        | st.lists(st.integers()),
+    )  # fmt: skip
+)
+def test_whatever_is_posted_names_only_what_is_known(values: dict[str, Any]) -> None:
+    """No name that a client made up gets past, so none reaches an import or a file."""
+    try:
+        new = changed(IN_FORCE, values, START)
+    except ConfigError:
+        return
+    assert new.policy in policy_names()
+    assert new.classifier in {
+        "default", START.classifier, IN_FORCE.classifier, *(p.stem for p in SHIPPED.iterdir()),
+    }  # fmt: skip
+
+
+# -- a policy of one's own -----------------------------------------------------------------
+
+OWN = C2TConfig(policy="tests.e2e.server_policies:Switchable", policy_options={"control": "/a/b"})
+
+
+def test_the_policy_given_at_start_comes_back_as_it_was() -> None:
+    away = changed(OWN, {"policy": "fixed"}, OWN)
+    back = changed(away, {"policy": OWN.policy}, OWN)
+    assert back == OWN
+
+
+@pytest.mark.parametrize(
+    "values", [{"policy": OWN.policy, "policy_options": {"control": "/etc"}},
+               {"policy_options": {"control": "/etc"}}, {"policy_options": {}}],
+)  # fmt: skip
+def test_its_options_are_nobodys_to_choose(values: dict[str, Any]) -> None:
+    """They may be files."""
+    with pytest.raises(ConfigError, match="keeps the policy_options that the server was started"):
+        changed(OWN, values, OWN)
+
+
+def test_clients_are_told_no_paths() -> None:
+    told = settings(C2TConfig(policy=OWN.policy, policy_options={"control": "/a/b"},
+                              classifier="/x/y/mine.safetensors"))  # fmt: skip
+    assert "/" not in json.dumps(told)
+    assert told["classifier"] == "mine.safetensors"
+    assert told["policy_options"] == {"control": "as at start"}
+
+
+# -- classifiers ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A directory with a good classifier, a broken one, links out of it, and files beside it."""
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    for ending in (".safetensors", ".json"):
+        data = (SHIPPED / "c2t").with_suffix(ending).read_bytes()
+        (inside / "good").with_suffix(ending).write_bytes(data)
+        (tmp_path / "outside").with_suffix(ending).write_bytes(data)
+        (inside / "link").with_suffix(ending).symlink_to((tmp_path / "outside").with_suffix(ending))
+    (inside / "half.safetensors").write_bytes((inside / "good.safetensors").read_bytes())
+    (inside / "half.json").symlink_to(tmp_path / "outside.json")
+    (inside / "broken.safetensors").write_bytes(b"secret weights")
+    (inside / "broken.json").write_text('{"format": "top secret"}')
+    (inside / ".hidden.safetensors").write_bytes(b"")
+    return inside
+
+
+def taken(value: object, start: C2TConfig) -> C2TConfig:
+    """The configuration after both checks."""
+    config = changed(C2TConfig(), {"classifier": value}, start)
+    approved(config, start, CHAIN)
+    return config
+
+
+def test_a_file_of_the_directory_is_taken_by_its_name(folder: Path) -> None:
+    config = taken("good.safetensors", C2TConfig(classifier_dir=str(folder)))
+    assert config.classifier == str(folder / "good.safetensors")
+    assert settings(config)["classifier"] == "good.safetensors"
+
+
+def test_a_shipped_classifier_and_the_one_given_at_start_are_taken_by_their_names(
+    folder: Path,
+) -> None:
+    start = C2TConfig(classifier=str(folder.parent / "outside.safetensors"))
+    for value in (start.classifier, "outside.safetensors"):
+        assert taken(value, start).classifier == start.classifier
+    assert taken("c2t", start).classifier == "c2t"
+    assert taken("default", start).classifier == "default"
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["../outside.safetensors", "/etc/passwd", "inside/good.safetensors", ".hidden.safetensors",
+     "good", "good.json", "good.safetensors\n", "GOOD.safetensors/../good.safetensors", "",
+     "absent.safetensors", "..", "x" * 5000, "good.safetensors\0", 3],
+)  # fmt: skip
+def test_no_other_file_is_taken_and_none_is_told_of(folder: Path, value: Any) -> None:
+    start = C2TConfig(classifier_dir=str(folder))
+    with pytest.raises(ConfigError) as error:
+        taken(value, start)
+    told = str(error.value)
+    assert told.startswith("classifier must be one of default, c2t, ")
+    assert str(folder) not in told
+    assert len(told) < 600
+
+
+def test_the_answer_is_the_same_whether_a_file_outside_exists(folder: Path) -> None:
+    start = C2TConfig(classifier_dir=str(folder))
+    answers = set()
+    for name in ("outside", "nothing"):
+        path = str(folder.parent / f"{name}.safetensors")
+        with pytest.raises(ConfigError) as error:
+            taken(path, start)
+        answers.add(str(error.value).split(", got")[0])
+    assert len(answers) == 1
+
+
+@pytest.mark.parametrize("name", ["link", "half"])
+def test_a_link_that_leaves_the_directory_is_refused(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}.safetensors' is no file of its directory"):
+        taken(f"{name}.safetensors", C2TConfig(classifier_dir=str(folder)))
+
+
+def test_what_a_file_holds_is_told_to_the_log_alone(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        taken("broken.safetensors", C2TConfig(classifier_dir=str(folder)))
+    assert "'broken.safetensors' cannot be used: the server's log says why" in str(error.value)
+    assert "secret" not in str(error.value)
+    assert "top secret" in caplog.text
+
+
+def test_a_classifier_of_another_policy_is_told_without_its_path(folder: Path) -> None:
+    start = C2TConfig(classifier_dir=str(folder))
+    config = changed(C2TConfig(), {"policy": "c2t-plus", "classifier": "good.safetensors"}, start)
+    with pytest.raises(ConfigError) as error:
+        approved(config, start, CHAIN)
+    assert "classifier good.safetensors wants joint" in str(error.value)
+    assert str(folder) not in str(error.value)
+
+
+def test_a_directory_that_vanished_holds_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must be one of default.*, got 'x\.safetensors'"):
+        taken("x.safetensors", C2TConfig(classifier_dir=str(tmp_path / "gone")))
+
+
+# -- in the scheduler -----------------------------------------------------------------------
+
+
+class Worker:
+    """Takes settings as :meth:`WorkerMixin.change` does, less the gate."""
+
+    def __init__(self, start: C2TConfig) -> None:
+        self.start = self.config = start
+
+    def change(self, values: object) -> C2TConfig:
+        config = changed(self.config, values, self.start)
+        approved(config, self.start, CHAIN)
+        self.config = config
+        return config
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    monkeypatch.setattr(control, "publish", lambda config: None)
+    monkeypatch.setattr(CONTROL, "switches", 0)
+    monkeypatch.setattr(CONTROL, "refusal", None)
+    return SimpleNamespace(draft_worker=Worker(C2TConfig()))
+
+
+def sent(scheduler: Any, *names: str) -> bool:
+    """Whether a message with these names was taken."""
+    message = SimpleNamespace(server_args=dict.fromkeys(names, 1))
+    return bool(control.set_internal_state(lambda *_: pytest.fail("stock"), scheduler, message)
+                .updated)  # fmt: skip
+
+
+def test_a_scheduler_takes_what_is_right(scheduler: Any) -> None:
+    assert sent(scheduler, 'c2t {"policy": "dyjoint", "beta": 0.2}')
+    assert scheduler.draft_worker.config == C2TConfig(policy="dyjoint", beta=0.2)
+    assert (CONTROL.switches, CONTROL.refusal) == (1, None)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["c2t "], ["c2t {"], ["c2t " + "[" * 100_000], ["c2t []"], ["c2t {}"],
+        ['c2t {"policy": "os:system", "policy_options": {"command": "true"}}'],
+        ['c2t {"policy": "c2t", "policy": "fixed"}'], ['c2t {"beta": 1e999}'],
+        ['c2t {"classifier": "/etc/passwd"}'], ['c2t {"policy": "\\u0000"}'],
+        ['c2t {"beta": 0.5}', 'c2t {"beta": 0.6}'], ['c2t {"beta": 0.5}', "max_micro_batch_size"],
+    ],
+)  # fmt: skip
+def test_a_scheduler_trusts_nobody(scheduler: Any, names: list[str]) -> None:
+    assert not sent(scheduler, *names)
+    assert scheduler.draft_worker.config == C2TConfig()
+    assert CONTROL.refusal
+
+
+def test_no_error_ends_a_scheduler(scheduler: Any) -> None:
+    def fail(values: object) -> C2TConfig:
+        raise MemoryError("the path /a/b")
+
+    scheduler.draft_worker.change = fail
+    assert not sent(scheduler, 'c2t {"beta": 0.5}')
+    assert CONTROL.refusal == "the settings cannot be served: the server's log says why"
+    assert not sent(SimpleNamespace(draft_worker=None), 'c2t {"beta": 0.5}')
+
+
+def test_stocks_own_names_go_to_stock(scheduler: Any) -> None:
+    message = SimpleNamespace(server_args={"pp_max_micro_batch_size": 8})
+    assert control.set_internal_state(lambda *got: got, scheduler, message) == (scheduler, message)
+
+
+def test_nothing_is_imported_for_a_client(monkeypatch: pytest.MonkeyPatch, scheduler: Any) -> None:
+    monkeypatch.setattr(
+        sglang_c2t.policies.importlib, "import_module", lambda name: pytest.fail(f"imports {name}")
+    )
+    for policy in ("os:system", "tests.canary:Policy", ":x", "a.b:c-eagle2"):
+        assert not sent(scheduler, "c2t " + json.dumps({"policy": policy}))

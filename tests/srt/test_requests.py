@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_c2t.srt import requests
 from sglang_c2t.srt.requests import (
+    MOST_SAMPLES,
+    check_batch,
+    check_message,
     check_request,
     check_sampling_params,
     opts_out,
-    refuse_fatal,
     refuse_unreadable,
 )
 
@@ -24,38 +29,165 @@ def _switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "active", lambda: object())
 
 
-@pytest.mark.parametrize("ids", [None, [0], [99], [0, 99, 5]])
-def test_prompts_of_the_models_tokens_pass(ids: Any) -> None:
-    refuse_fatal(ids, VOCABULARY, SimpleNamespace(top_logprobs_num=VOCABULARY))
-    refuse_fatal(ids, VOCABULARY, SimpleNamespace())
+def manager(*, multimodal: bool = False) -> SimpleNamespace:
+    config = SimpleNamespace(is_multimodal=multimodal, vocab_size=VOCABULARY)
+    return SimpleNamespace(model_config=config)
+
+
+def message(ids: list[int] | None = None, *, sampling: Any = None, **fields: Any) -> Any:
+    """What SGLang's HTTP process makes of a request, in its own types."""
+    params = SamplingParams(**(sampling or {}))
+    params.normalize(SimpleNamespace(encode=lambda text, **_: [1] * len(text)))
+    values = {
+        "input_text": "A",
+        "input_ids": array("q", [5] if ids is None else ids),
+        "input_embeds": None,
+        "mm_inputs": None,
+        "token_type_ids": None,
+        "sampling_params": params,
+        "return_logprob": False,
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "token_ids_logprob": None,
+        "stream": False,
+        "rid": "one",
+    }
+    return TokenizedGenerateReqInput(**{**values, **fields})
+
+
+def sent(told: Any, *, multimodal: bool = False) -> Any:
+    """The message, if the hook lets it through."""
+    return check_message(lambda _: told, manager(multimodal=multimodal))
+
+
+@pytest.mark.parametrize("ids", [[0], [99], [0, 99, 5]])
+def test_prompts_of_the_models_tokens_pass(ids: list[int]) -> None:
+    told = message(ids, top_logprobs_num=VOCABULARY, token_ids_logprob=[0, 99])
+    assert sent(told) is told
+
+
+def test_a_prompt_of_embeddings_passes() -> None:
+    sent(message(input_ids=None, input_embeds=[[0.5]]))
 
 
 @pytest.mark.parametrize(
-    ("ids", "top", "said"),
+    ("fields", "said"),
     [
-        ([], 0, "no tokens"),
-        ([1, 100], 0, "100 is no token of this model, which has 0 to 99"),
-        ([-1, 5], None, "-1 is no token"),
-        ([5], 101, "top_logprobs_num must be at most 100"),
+        ({"ids": []}, "the prompt has no tokens"),
+        ({"ids": [1, 100]}, r"a token of this model must be in \[0, 99\], got 100"),
+        ({"ids": [-1, 5]}, r"a token of this model must be in \[0, 99\], got -1"),
+        ({"top_logprobs_num": 101}, r"top_logprobs_num.* must be in \[0, 100\], got 101"),
+        ({"top_logprobs_num": -1}, r"top_logprobs_num.* must be in \[0, 100\], got -1"),
+        ({"logprob_start_len": -5}, r"logprob_start_len must be in \[-1, 2147483647\], got -5"),
+        ({"token_ids_logprob": [100]}, "token_ids_logprob: a token of this model must be in"),
+        ({"sampling": {"top_k": 2**31}}, r"top_k must be in \[1, 2147483647\], got 2147483648"),
+        ({"sampling": {"top_k": -5}}, "top_k must be in"),
+        ({"sampling": {"max_new_tokens": None, "min_new_tokens": 2**31}}, "min_new_tokens must"),
+        ({"sampling": {"max_new_tokens": 2**31}}, "max_new_tokens must be in"),
+        ({"sampling": {"stream_interval": 0}}, r"stream_interval must be in \[1, "),
+        ({"sampling": {"temperature": 1e300}}, "temperature must be in"),
+        ({"sampling": {"temperature": float("nan")}}, "temperature must be in .* got nan"),
+        ({"sampling": {"repetition_penalty": 1e-300}}, "repetition_penalty must be in"),
+        ({"sampling": {"logit_bias": {"5": 1e300}}}, "logit_bias must be in"),
+        ({"sampling": {"logit_bias": {"5": float("nan")}}}, "logit_bias must be in"),
+        (
+            {"sampling": {"min_new_tokens": 1, "stop_token_ids": [100]}},
+            "stop_token_ids with min_new_tokens must be in",
+        ),
     ],
 )
-def test_what_no_forward_survives_is_refused(ids: list[int], top: int | None, said: str) -> None:
+def test_what_ends_a_server_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        refuse_fatal(ids, VOCABULARY, SimpleNamespace(top_logprobs_num=top))
+        sent(message(**fields))
 
 
-@pytest.mark.parametrize(("multimodal", "c2t"), [(True, True), (False, False)])
-def test_placeholders_of_images_and_stock_servers_are_left_alone(
-    multimodal: bool, c2t: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(requests, "active", lambda: object() if c2t else None)
-    config = SimpleNamespace(is_multimodal=multimodal, vocab_size=VOCABULARY)
-    called = []
-    obj = SimpleNamespace(sampling_params={})
-    check_request(
-        lambda *args: called.append(args), SimpleNamespace(model_config=config), obj, [-200]
-    )
-    assert len(called) == 1
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"top_logprobs_num": [1]}, "top_logprobs_num cannot be read: Expected `int`"),
+        ({"return_logprob": "yes"}, "return_logprob cannot be read: Expected `bool`"),
+        ({"priority": 1.5}, "priority cannot be read: Expected `int"),
+        ({"logprob_start_len": 2**70}, "cannot be read"),
+        ({"sampling": {"ignore_eos": "x"}}, "sampling_params cannot be read: Expected `bool`"),
+        ({"sampling": {"custom_params": {"a": {"b": {}}}}}, "sampling_params cannot be read"),
+        ({"sampling": {"stop_token_ids": [2**70]}}, "cannot be read"),
+    ],
+)
+def test_what_the_scheduler_could_not_read_is_not_sent(fields: dict[str, Any], said: str) -> None:
+    """It reads by SGLang's own types, and a message that does not fit ends it."""
+    with pytest.raises(ValueError, match=said):
+        sent(message(**fields))
+
+
+@pytest.mark.parametrize("start", [-1, 0, 1, 2**31 - 1])
+def test_what_the_scheduler_judges_itself_is_sent(start: int) -> None:
+    sent(message(logprob_start_len=start, sampling={"stop_token_ids": [10**9], "top_k": 2**31 - 1}))
+
+
+def test_placeholders_of_images_are_no_tokens() -> None:
+    sent(message([-200]), multimodal=True)
+
+
+def test_stock_servers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "active", lambda: None)
+    told = message([-200], logprob_start_len=-5)
+    assert sent(told) is told
+    called: list[Any] = []
+    check_request(lambda *args: called.append(args), manager(), SimpleNamespace())
+    check_batch(called.append, SimpleNamespace())
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("x"), KeyError("x"), AttributeError("x"), OverflowError(), RecursionError()]
+)
+def test_what_sglang_stumbles_over_is_the_requests_fault(error: Exception) -> None:
+    def stumble(*_: Any) -> None:
+        raise error
+
+    obj = SimpleNamespace(sampling_params={}, rid="one", is_single=True)
+    for hook in (lambda: check_batch(stumble, obj), lambda: check_request(stumble, manager(), obj),
+                 lambda: check_message(stumble, manager())):  # fmt: skip
+        with pytest.raises(ValueError, match="the request cannot be read: " + type(error).__name__):
+            hook()
+
+
+def test_what_is_no_fault_of_the_request_stays_an_error() -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        check_message(fail, manager())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"sampling_params": {"n": MOST_SAMPLES + 1}}, "n must be a whole number of samples, at"),
+        ({"sampling_params": {"n": "two"}}, "n must be a whole number of samples"),
+        ({"sampling_params": {"n": True}}, "n must be a whole number of samples"),
+        ({"rid": ["x"]}, "rid must be a string for each request"),
+        ({"rid": 7}, "rid must be a string for each request"),
+        ({"text": ["A", "B"], "rid": ["x", ["y"]]}, "cannot be read|rid must be a string"),
+        ({"text": ["A", "B"], "return_logprob": [True], "sampling_params": [7]}, "cannot be read"),
+        ({"text": ["A", "B"], "return_logprob": [True]}, "cannot be read: IndexError"),
+        ({"text": ["A", "B"], "sampling_params": [{}]}, "cannot be read: IndexError"),
+    ],
+)
+def test_a_batch_that_cannot_be_made_is_refused(fields: dict[str, Any], said: str) -> None:
+    obj = GenerateReqInput(**{"text": "A", "sampling_params": {}, **fields})
+    with pytest.raises(ValueError, match=said):
+        check_batch(GenerateReqInput.normalize_batch_and_arguments, obj)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"rid": "x"}, {"text": ["A", "B"], "rid": ["x", "y"]}, {"sampling_params": {"n": 3}}],
+)
+def test_a_batch_that_can_be_made_passes(fields: dict[str, Any]) -> None:
+    obj = GenerateReqInput(**{"text": "A", "sampling_params": {}, **fields})
+    check_batch(GenerateReqInput.normalize_batch_and_arguments, obj)
+    assert obj.rid
 
 
 @pytest.mark.parametrize("params", [None, {}, {"stop_regex": "a+"}, {"stop_regex": ["a", "b"]}])
