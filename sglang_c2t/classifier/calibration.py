@@ -26,11 +26,15 @@ class Isotonic(NamedTuple):
 
     def __call__(self, confidence: Tensor) -> Tensor:
         """[...] calibrated; outside the knots the nearest knot's value."""
-        x, y = self.x.to(confidence.device), self.y.to(confidence.device)
+        x, y = self.x, self.y
         right = torch.searchsorted(x, confidence.contiguous()).clamp(1, len(x) - 1)
         left = right - 1
         share = ((confidence - x[left]) / (x[right] - x[left])).clamp(0, 1)
         return y[left] + share * (y[right] - y[left])
+
+    def to(self, device: torch.device | str) -> Isotonic:
+        """The same map on ``device``, where the confidences are."""
+        return Isotonic(self.x.to(device), self.y.to(device))
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:

@@ -41,7 +41,7 @@ SHIPPED = Path(__file__).parent / "default"
 LABELS = ("survives", "accepts")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Classifier:
     """A trained network with the contract of its inputs."""
 
@@ -59,8 +59,10 @@ class Classifier:
         return confidence if self.isotonic is None else self.isotonic(confidence)
 
     def to(self, device: torch.device | str) -> Classifier:
-        """The same classifier on ``device``."""
+        """Moves to ``device``, in place as networks do; a copy while serving would be too late."""
         self.net.to(device)
+        if self.isotonic is not None:
+            self.isotonic = self.isotonic.to(device)
         return self
 
 

@@ -1,4 +1,4 @@
-"""Random draws that depend on (seed, position, column) only, and rows that repeat a request.
+"""Random draws that depend on (seed, position, column) only.
 
 Verification samples ONE token per verified row and then matches the drafts against it
 (`sglang_c2t.cpu.tree_verify`). Whatever the drafts were, the emitted tokens are the sampled
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["murmur_hash32", "repeat_rows"]
+__all__ = ["murmur_hash32"]
 
 _LOW = 0xFFFFFFFF
 
@@ -52,13 +52,3 @@ def murmur_hash32(
     state = _mix(state, positions.to(torch.int64) & _LOW)
     hashed = _finish(_mix(state.unsqueeze(1), (col_indices.to(torch.int64) & _LOW).unsqueeze(0)))
     return hashed.to(torch.uint32)
-
-
-def repeat_rows(
-    per_request: Tensor | None,  # [B, ...]
-    rows_per_request: int | Tensor,  # one count, or [B] counts
-) -> Tensor | None:
-    """A request's sampling parameter, once for each of its verified rows."""
-    if per_request is None:
-        return None
-    return torch.repeat_interleave(per_request, rows_per_request, dim=0)

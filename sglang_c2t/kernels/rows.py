@@ -149,7 +149,7 @@ class PackedInputs(NamedTuple):
 @triton.jit(do_not_specialize=["batch", "num_tokens"])
 def _pack_inputs_kernel(
     verify_lens, draft_token, positions, req_to_token, req_pool_indices, seq_lens,
-    out_ids, out_positions, out_locs, batch, width, num_tokens, pool_stride,
+    out_ids, out_positions, out_locs, batch, width, num_tokens, pool_stride, pool_width,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     this = tl.program_id(0)
@@ -160,10 +160,12 @@ def _pack_inputs_kernel(
         live = (lane < tl.load(verify_lens + this)) & (place < num_tokens)
         row = this * width + lane
         slots = req_to_token + tl.load(req_pool_indices + this).to(tl.int64) * pool_stride
-        slots += tl.load(seq_lens + this)
+        slot = tl.load(seq_lens + this) + lane
         tl.store(out_ids + place, tl.load(draft_token + row, mask=live), mask=live)
         tl.store(out_positions + place, tl.load(positions + row, mask=live), mask=live)
-        tl.store(out_locs + place, tl.load(slots + lane, mask=live), mask=live)
+        # Behind the row another request's begins.
+        loc = tl.load(slots + slot, mask=live & (slot < pool_width), other=0)
+        tl.store(out_locs + place, loc, mask=live)
     else:
         for start in range(first, num_tokens, BLOCK_N):
             place = start + lane
@@ -192,7 +194,8 @@ def pack_inputs(
         verify_lens: [B] int in [0, N].
         draft_token: [B * N] int.
         positions: [B * N] int.
-        req_to_token: [pool, >= seq_lens + N] int32, the last dimension contiguous.
+        req_to_token: [pool, places] int32, the last dimension contiguous. Rows that would
+            stand behind the last place get slot 0.
         req_pool_indices: [B] int.
         seq_lens: [B] int, the root not counted.
         num_tokens: T.
@@ -209,7 +212,7 @@ def pack_inputs(
     width = draft_token.numel() // max(batch, 1)
     _pack_inputs_kernel[(batch + 1,)](
         verify_lens, draft_token, positions, req_to_token, req_pool_indices, seq_lens, *out,
-        batch, width, num_tokens, req_to_token.stride(0),
+        batch, width, num_tokens, req_to_token.stride(0), req_to_token.shape[1],
         BLOCK_B=block_of_batch(batch), BLOCK_N=block_of(width),
     )  # fmt: skip
     return PackedInputs(*(buffer[:num_tokens] for buffer in out))
@@ -236,7 +239,9 @@ def pack_inputs_torch(
         return packed
     rows = rows.masked_fill(~valid, 0)
     slot = torch.where(valid, seq_lens[request] + rows % width, 0)
-    found = draft_token[rows], positions[rows], req_to_token[req_pool_indices[request], slot]
+    last = req_to_token.shape[1] - 1
+    locs = req_to_token[req_pool_indices[request], slot.clamp(max=last)].masked_fill(slot > last, 0)
+    found = draft_token[rows], positions[rows], locs
     for buffer, values in zip(packed, found, strict=True):
         buffer.copy_(values.masked_fill(~valid, 0))
     return packed

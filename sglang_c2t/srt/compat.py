@@ -28,11 +28,15 @@ from sglang_c2t.policies.base import TreeShape
 EAGLE_WORKER = "sglang.srt.speculative.eagle_worker_v2"
 DRAFT_EXTEND_GRAPHS = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner"
 DECODE_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
+GRAPH_BACKEND = (
+    "sglang.srt.model_executor.runner_backend.base_cuda_graph_backend.BaseCudaGraphBackend"
+)
 FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend"
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 STANDALONE_WORKER = "sglang.srt.speculative.standalone_worker_v2"
 EAGLE_COMMON = "sglang.srt.speculative.eagle_worker_common"
 EAGLE_INFO = "sglang.srt.speculative.eagle_info"
+FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 CACHE_LOCS = "sglang.kernels.ops.speculative.cache_locs"
 OVERRIDES = "sglang.srt.arg_groups.overrides"
 RESOLUTION_HOOKS = "sglang.srt.arg_groups.resolution_hooks"
@@ -231,6 +235,11 @@ SEAMS: tuple[Seam, ...] = (
         ),
     ),
     Seam(
+        f"{FORWARD_BATCH}.compute_spec_mrope_positions",
+        "packs the positions of M-RoPE targets",
+        ["model_runner", "batch", "seq_positions"],
+    ),
+    Seam(
         f"{EAGLE_WORKER}.select_top_k_tokens",
         "chooses which nodes of a tree are expanded",
         ["i", "topk_p", "topk_index", "hidden_states", "scores", "topk"],
@@ -365,6 +374,7 @@ SEAMS: tuple[Seam, ...] = (
         "captures packed rows",
         ["num_tokens"],
     ),
+    Seam(f"{GRAPH_BACKEND}.replay", "times graphs from where they begin"),
     Seam(
         f"{FLASHINFER}.FlashInferAttnBackend.init_forward_metadata_out_graph",
         "plans packed rows for CUDA graphs",
@@ -587,6 +597,46 @@ def writing_rows(verify_input: Any, locs: Tensor) -> Iterator[None]:
     with swapped(module, name, assign):
         yield
     assert bound, f"SGLang bound the rows to verify without {CACHE_LOCS}.{name}"
+
+
+@contextmanager
+def rotating_rows(
+    verify_input: Any, positions: Tensor, pack: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """M-RoPE targets: the forward batch made inside the block for ``verify_input`` [T] gets what
+    SGLang computes for all rows' ``positions`` [B * N], [3, B * N], put through ``pack``: [3, T].
+
+    By itself it takes equally many rows of each request for granted.
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    if hasattr(verify_input, "prepared_mrope_positions"):
+        verify_input.prepared_mrope_positions = None  # they would be taken as they are
+    compute = ForwardBatch.compute_spec_mrope_positions
+
+    def compute_packed(forward_batch: Any, model_runner: Any, batch: Any) -> None:
+        compute(forward_batch, model_runner, batch, seq_positions=positions)
+        forward_batch.mrope_positions = pack(forward_batch.mrope_positions)
+
+    with swapped(ForwardBatch, "compute_spec_mrope_positions", compute_packed):
+        yield
+
+
+@contextmanager
+def before_replay(target_runner: Any, action: Callable[[], None]) -> Iterator[None]:
+    """A CUDA graph of the target that is replayed inside the block begins with ``action()``."""
+    graphs = target_runner.decode_cuda_graph_runner
+    if graphs is None:
+        yield
+        return
+    replay = graphs.backend.replay
+
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return replay(*args, **kwargs)
+
+    with swapped(graphs.backend, "replay", announced):
+        yield
 
 
 def set_output_stride(result: Any, stride: int) -> None:

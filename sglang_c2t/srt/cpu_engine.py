@@ -21,6 +21,8 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from sglang_c2t import cpu
 from sglang_c2t.cpu import OPS
 from sglang_c2t.srt import compat
@@ -210,11 +212,10 @@ def _matching_sampled(
     def match(*args: Any, **kwargs: Any) -> Any:
         from sglang_c2t.srt.target_sampling import sample_rows
 
+        width, positions = int(verify_input.draft_token_num), verify_input.positions
+        request = torch.arange(len(positions)) // width
         sampled = sample_rows(
-            logits_output.next_token_logits,
-            batch.sampling_info,
-            int(verify_input.draft_token_num),
-            verify_input.positions,
+            logits_output.next_token_logits, batch.sampling_info, request, positions
         )
         kwargs["target_predict"] = sampled.view(kwargs["target_predict"].shape)
         return stock(*args, **kwargs)

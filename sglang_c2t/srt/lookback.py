@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.load import DraftDepth, PackingRule
+from sglang_c2t.srt import compat
 from sglang_c2t.srt.packing import HostSizes, Packing, packing_of
 
 AGREE_EVERY = 64
@@ -29,11 +30,14 @@ class Lookback:
     Args:
         target_worker: SGLang's, whose verify forwards are timed (on CUDA).
         max_rows: Rows of a batch that may be verified; ``None``: no limit.
-        agree: Makes a tensor equal on all tensor-parallel ranks; identity on one rank.
+        agree: Makes a tensor equal on all tensor-parallel ranks; ``None`` on one rank.
     """
 
     def __init__(
-        self, target_worker: Any, agree: Callable[[Tensor], Tensor], max_rows: int | None = None
+        self,
+        target_worker: Any,
+        agree: Callable[[Tensor], Tensor] | None = None,
+        max_rows: int | None = None,
     ) -> None:
         self._agree = agree
         self._max_rows = max_rows
@@ -85,7 +89,9 @@ class Lookback:
                 self._rule.waited((time.perf_counter() - packing.arrived) * 1e3)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            result = forward(*args, **kwargs)
+            # Again, before a graph: the device idles until its replay has been launched.
+            with compat.before_replay(target_worker.model_runner, begin.record):
+                result = forward(*args, **kwargs)
             end.record()
             self._timed.append((len(forward_batch.input_ids), begin, end))
             while self._timed and self._timed[0][2].query():
@@ -96,8 +102,10 @@ class Lookback:
         target_worker.forward_batch_generation = timed_forward
 
     def _decide(self) -> None:
-        measured = torch.tensor(self._rule.measured, dtype=torch.float32, device="cuda")
-        per_row, wait = self._agree(measured).tolist()
+        per_row, wait = self._rule.measured
+        if self._agree is not None:
+            measured = torch.tensor([per_row, wait], dtype=torch.float32, device="cuda")
+            per_row, wait = self._agree(measured).tolist()
         self._rule.decide_on(per_row, wait)
 
 

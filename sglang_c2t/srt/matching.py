@@ -49,7 +49,7 @@ def match_rows(
     logits = logits_output.next_token_logits[: packing.total]  # [R, V]
     info = batch.sampling_info
     sanitize_nan_logits(logits, "verify: target model logits")
-    _apply_biases(logits, info, packing.num_rows)
+    _apply_biases(logits, info, packing.request)
     if grammar_mask is not None:
         mask = grammar_mask._replace(vocab_mask=grammar_mask.vocab_mask[packing.rows])
         mask.apply(logits)
@@ -57,7 +57,7 @@ def match_rows(
         target = logits.argmax(dim=-1)
     else:
         positions = verify_input.positions[packing.rows]
-        target = sample_rows(logits, info, packing.num_rows, positions)
+        target = sample_rows(logits, info, packing.request, positions)
 
     batch_size, max_nodes = verify_input.retrieve_index.shape
     device = logits.device
@@ -80,15 +80,11 @@ def match_rows(
     return predict, num_correct + 1, accept_index
 
 
-def _apply_biases(logits: Tensor, info: Any, num_rows: Tensor) -> None:
-    """Penalties and logit bias [B, V], on every row of their request, in place."""
-
-    def per_row(values: Tensor) -> Tensor:
-        return values.repeat_interleave(num_rows, dim=0, output_size=len(logits))
-
+def _apply_biases(logits: Tensor, info: Any, request: Tensor) -> None:
+    """Penalties and logit bias [B, V], on every row of their ``request`` [R], in place."""
     if info.acc_additive_penalties is not None:
-        logits.add_(per_row(info.acc_additive_penalties))
+        logits.add_(info.acc_additive_penalties[request])
     if info.acc_scaling_penalties is not None:
-        apply_scaling_penalties(logits, per_row(info.acc_scaling_penalties))
+        apply_scaling_penalties(logits, info.acc_scaling_penalties[request])
     if info.logit_bias is not None:
-        logits.add_(per_row(info.logit_bias))
+        logits.add_(info.logit_bias[request])

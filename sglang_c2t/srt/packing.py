@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.kernels.masks import ancestor_words_from_parents
-from sglang_c2t.kernels.rows import PackedInputs, pack_inputs, packed_rows, scatter_rows
+from sglang_c2t.kernels.rows import PackedInputs, PackedRows, pack_inputs, packed_rows, scatter_rows
 from sglang_c2t.tree import visible_blocks, visible_nodes
 
 # B requests, N most rows of a request, R rows that are verified, T >= R rows of the forward
@@ -83,8 +83,10 @@ class Packing:
     @classmethod
     def full(cls, batch: int, width: int, device: torch.device | str, **trees: Any) -> Packing:
         """All N rows of every request; nothing to wait for."""
-        rows = torch.full((batch,), width, dtype=torch.int32)
-        return cls(rows.to(device, non_blocking=True), width, sizes=HostSizes(rows), **trees)
+        # Made on both sides: a copy from pageable memory would wait for the device.
+        on_host = torch.full((batch,), width, dtype=torch.int32)
+        on_device = torch.full((batch,), width, dtype=torch.int32, device=device)
+        return cls(on_device, width, sizes=HostSizes(on_host), **trees)
 
     @cached_property
     def host_rows(self) -> Tensor:
@@ -99,10 +101,19 @@ class Packing:
         """R."""
         return int(self.host_rows.sum())
 
-    @cached_property
+    @property
     def rows(self) -> Tensor:
         """[R] int64: which of the B * N rows are verified, in order."""
-        return packed_rows(self.num_rows, self.width, self.total).rows
+        return self._verified.rows
+
+    @property
+    def request(self) -> Tensor:
+        """[R] int64: which of the B requests each of them belongs to."""
+        return self._verified.request
+
+    @cached_property
+    def _verified(self) -> PackedRows:
+        return packed_rows(self.num_rows, self.width, self.total)
 
     @cached_property
     def words(self) -> Tensor | None:
@@ -137,6 +148,11 @@ class Packing:
         )
         packed.c2t_packing = self
         return packed, inputs.out_cache_loc
+
+    def rotated(self, positions: Tensor) -> Tensor:
+        """[3, T] int64: M-RoPE positions [3, B * N] of the rows of the forward, 0 on padding."""
+        rows = packed_rows(self.num_rows, self.width, self.forwarded_rows).rows
+        return torch.nn.functional.pad(positions, (0, 1))[:, rows]  # padding is row B * N
 
     def _mask_of_bools(self) -> Tensor | None:
         """Trees: [sum(n_b * n_b)] bool, which CPU attention reads; chains are causal."""

@@ -147,12 +147,14 @@ def _prepare_packed(
     verification = _verification.get()
     if verification is None or batch.forward_mode.is_idle():
         return original(verify_input, req_to_token_pool, batch, target_worker)
-    forwarded, slots = verification.packing.forwarded(
-        verify_input, batch, target_worker.model_runner
-    )
+    packing = verification.packing
+    forwarded, slots = packing.forwarded(verify_input, batch, target_worker.model_runner)
     batch.spec_info = forwarded
     try:
-        with compat.writing_rows(forwarded, slots):
+        with (
+            compat.writing_rows(forwarded, slots),
+            compat.rotating_rows(forwarded, verify_input.positions, packing.rotated),
+        ):
             return original(forwarded, req_to_token_pool, batch, target_worker)
     finally:
         batch.spec_info = verify_input
@@ -166,9 +168,14 @@ def _prepare_packed(
 
 
 def verify_window(req_to_token: Tensor, slots: Tensor, seq_lens: Tensor, width: int) -> Tensor:
-    """[B, width] int64: KV locations of the positions behind each committed prefix."""
+    """[B, width] int64: KV locations of the positions behind each committed prefix.
+
+    Those behind the context limit, where the table ends, are 0: SGLang's padding slot.
+    """
     positions = seq_lens[:, None] + torch.arange(width, device=seq_lens.device)
-    return req_to_token[slots[:, None], positions].to(torch.int64)
+    last = req_to_token.shape[1] - 1
+    locations = req_to_token[slots[:, None], positions.clamp(max=last)]
+    return locations.masked_fill(positions > last, 0).to(torch.int64)
 
 
 def _unpack_output(output: Any, packing: Packing) -> None:

@@ -18,26 +18,23 @@ from sglang.srt.layers.sampler import create_sampler
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from sglang_c2t.cpu.sampling import repeat_rows
 from sglang_c2t.srt import compat
 
 # B requests, T verified rows of all requests, V vocabulary
 
 
-def sample_rows(
-    logits: Tensor, sampling_info: Any, num_rows: int | Tensor, positions: Tensor
-) -> Tensor:
+def sample_rows(logits: Tensor, sampling_info: Any, request: Tensor, positions: Tensor) -> Tensor:
     """[T] int64: a sample from each row's target distribution, equal on all ranks.
 
     Args:
         logits: [T, V], penalties, bias and grammar applied.
         sampling_info: SGLang's ``SamplingBatchInfo`` of the B requests.
-        num_rows: Rows of each request, one count or [B].
+        request: [T] int64, which of the B each row belongs to.
         positions: [T] int64, of the row itself.
     """
     tokens = _sampler()(
         types.SimpleNamespace(next_token_logits=logits.clone()),  # the sampler works in place
-        per_row(sampling_info, num_rows),
+        per_row(sampling_info, request),
         False,  # return_logprob
         None,
         None,
@@ -49,11 +46,12 @@ def sample_rows(
     return tokens
 
 
-def per_row(info: Any, num_rows: int | Tensor) -> Any:
-    """A batch's sampling parameters, repeated for every verified row."""
+def per_row(info: Any, request: Tensor) -> Any:
+    """A batch's sampling parameters for rows, each of one ``request`` [T]."""
     expanded = copy.copy(info)
     for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"):
-        setattr(expanded, name, repeat_rows(getattr(info, name), num_rows))
+        values = getattr(info, name)  # [B, ...]
+        setattr(expanded, name, None if values is None else values[request])
     # The caller applied these; what eagle_sample ignores (custom processors) stays ignored.
     expanded.grammars = None
     expanded.has_custom_logit_processor = False

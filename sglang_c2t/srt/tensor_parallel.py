@@ -12,6 +12,11 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 
+def ranks() -> int:
+    """How many tensor-parallel ranks serve one model."""
+    return int(get_parallel().tp_group.world_size)
+
+
 def agreement() -> Callable[[Tensor], Tensor]:
     """A function that makes a tensor equal on all ranks; the identity on one rank."""
     group = get_parallel().tp_group

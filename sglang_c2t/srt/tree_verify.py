@@ -123,11 +123,14 @@ def _around_prepare(stock: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(
         verify_input: TreeVerifyInput, req_to_token_pool: Any, batch: Any, target_worker: Any
     ) -> Any:
-        runner = target_worker.model_runner
-        packed, slots = verify_input.packing.forwarded(verify_input, batch, runner)
+        packing, runner = verify_input.packing, target_worker.model_runner
+        packed, slots = packing.forwarded(verify_input, batch, runner)
         batch.spec_info = packed
         try:
-            with compat.writing_rows(packed, slots):
+            with (
+                compat.writing_rows(packed, slots),
+                compat.rotating_rows(packed, verify_input.positions, packing.rotated),
+            ):
                 return stock(packed, req_to_token_pool, batch, target_worker)
         finally:
             batch.spec_info = verify_input

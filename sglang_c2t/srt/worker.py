@@ -30,7 +30,7 @@ from sglang_c2t.srt.lookback import Lookback, choose_packing
 from sglang_c2t.srt.packing import warm_up
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.step_metrics import Step
-from sglang_c2t.srt.tensor_parallel import agreement
+from sglang_c2t.srt.tensor_parallel import agreement, ranks
 from sglang_c2t.srt.tree_draft import (
     C2TEagleTreeDraftWorker,
     C2TStandaloneTreeDraftWorker,
@@ -61,7 +61,7 @@ class WorkerMixin:
         self._draft_worker.watch(self._gate_maker(), self._recorder)
         self._lookback = Lookback(
             self.target_worker,  # type: ignore[attr-defined]
-            agreement(),
+            agreement() if ranks() > 1 else None,
             config.max_verify_rows,
         )
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_c2t.cpu.sampling import murmur_hash32, repeat_rows
+from sglang_c2t.cpu.sampling import murmur_hash32
 from sglang_c2t.cpu.tree_verify import verify_tree
 from sglang_c2t.tree import child_links
 from tests import oracles
@@ -39,14 +39,6 @@ def test_hash_of_a_batch_is_the_hash_of_its_rows():
     for i in range(3):
         alone = murmur_hash32(seeds[i : i + 1], positions[i : i + 1], columns)
         assert torch.equal(batch[i : i + 1], alone)
-
-
-def test_rows_repeat_their_request():
-    """A request's parameter for each of its rows, by one count or by a count per request."""
-    temperatures = torch.tensor([[0.5], [2.0]])
-    assert repeat_rows(temperatures, 2).tolist() == [[0.5], [0.5], [2.0], [2.0]]
-    assert repeat_rows(temperatures, torch.tensor([1, 3])).tolist() == [[0.5], [2], [2], [2]]
-    assert repeat_rows(None, 2) is None
 
 
 def _target(prefix: tuple[int, ...]) -> torch.Tensor:

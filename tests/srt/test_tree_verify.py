@@ -279,21 +279,20 @@ def test_sampled_acceptance_follows_one_draw_per_row_at_the_rows_own_position(
     target = [rng.randrange(VOCAB) for _ in case.forwarded]
     asked = []
 
-    def draw(logits: Tensor, info: Any, num_rows: Tensor, positions: Tensor) -> Tensor:
-        asked.append((logits.clone(), num_rows.tolist(), positions.tolist()))
+    def draw(logits: Tensor, info: Any, request: Tensor, positions: Tensor) -> Tensor:
+        asked.append((logits.clone(), request.tolist(), positions.tolist()))
         return torch.tensor(target)
 
     logits = logits_of(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sglang_c2t.srt.matching.sample_rows", draw)
         assert_accepts(case, target, matched(verify, case, logits, is_all_greedy=False))
-    ((seen, num_rows, positions),) = asked
+    ((seen, request, positions),) = asked
     assert torch.equal(seen, logits)
     for row, (b, node) in enumerate(case.forwarded):
         depth = case.depth(b, node) if node < len(case.parents[b]) else 0
         assert positions[row] == case.seq_lens[b] + depth
-    assert num_rows == [sum(owner == b for owner, _ in case.forwarded)
-                        for b in range(len(case.parents))]  # fmt: skip
+    assert request == [owner for owner, _ in case.forwarded]
 
 
 @fast

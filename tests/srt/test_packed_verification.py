@@ -1,0 +1,289 @@
+"""What surrounds the target's forward over packed rows: positions, KV slots, outputs, ranks."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sglang_c2t.config import ConfigError
+from sglang_c2t.tiers import Tiers
+
+pytest.importorskip("sglang", reason="SGLang is not installed")
+
+VOCAB = 5
+
+
+@pytest.fixture(scope="module")
+def srt() -> ModuleType:
+    """The package; importing its modules loads SGLang."""
+    import sglang_c2t.srt.ragged_verify
+    import sglang_c2t.srt.target_sampling
+    import sglang_c2t.srt.tree_verify
+
+    return sglang_c2t.srt
+
+
+# -- M-RoPE -------------------------------------------------------------------------------
+
+
+class MRope:
+    """A batch of an M-RoPE target. ``deltas``: how far an image has pushed the positions of
+    each request's tokens; ``None`` where there is none.
+    """
+
+    def __init__(self, lens: list[int], width: int, deltas: list[int | None], padded: bool) -> None:
+        from sglang.srt.managers.schedule_batch import MultimodalInputs
+
+        self.lens, self.width, self.deltas = lens, width, deltas
+        rng = random.Random(sum(lens))
+        self.positions = [rng.randrange(100) for _ in range(len(lens) * width)]
+        tiers = Tiers(len(lens) + 1, width) if padded else None
+        self.runner = SimpleNamespace(
+            device="cpu", decode_cuda_graph_runner=SimpleNamespace(tiers=tiers)
+        )
+        self.spec_info: Any = None
+        self.batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_idle=lambda: False),
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(9, 200, dtype=torch.int32)),
+            req_pool_indices=torch.arange(len(lens)),
+            seq_lens=torch.ones(len(lens), dtype=torch.int64),
+            multimodal_inputs=[
+                None if delta is None else MultimodalInputs(
+                    mm_items=[], mrope_position_delta=torch.tensor([[delta]])
+                )
+                for delta in deltas
+            ],
+        )  # fmt: skip
+
+    def verify_input(self, **fields: Any) -> Any:
+        from sglang.srt.speculative.eagle_info import EagleVerifyInput
+
+        rows = len(self.positions)
+        unread = dict.fromkeys(
+            ("custom_mask", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling",
+             "retrieve_cum_len", "capture_hidden_mode", "seq_lens_sum", "seq_lens_cpu")
+        )  # fmt: skip
+        return EagleVerifyInput(
+            draft_token=torch.zeros(rows, dtype=torch.int64),
+            positions=torch.tensor(self.positions), spec_steps=self.width - 1, topk=1,
+            draft_token_num=self.width, **unread, **fields,
+        )  # fmt: skip
+
+    def init_new(self, verify_input: Any, _pool: Any, batch: Any, worker: Any) -> Tensor:
+        """``eagle_prepare_for_verify`` as far as positions go: [3, T]."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+        assert batch.spec_info is verify_input
+        if verify_input.prepared_mrope_positions is not None:
+            prepared: Tensor = verify_input.prepared_mrope_positions
+            return prepared
+        forward_batch = ForwardBatch.__new__(ForwardBatch)
+        forward_batch.seq_lens = batch.seq_lens
+        forward_batch.compute_spec_mrope_positions(worker.model_runner, batch)
+        return forward_batch.mrope_positions
+
+    def rows_of_the_forward(self) -> list[int]:
+        """The position of each row, row by row; 0 on padding."""
+        live = [
+            self.positions[b * self.width + j] + (self.deltas[b] or 0)
+            for b, length in enumerate(self.lens)
+            for j in range(length)
+        ]
+        tiers = self.runner.decode_cuda_graph_runner.tiers
+        tier = None if tiers is None else tiers.pick(len(live), len(self.lens))
+        return live + [0] * ((tier or len(live)) - len(live))
+
+
+@st.composite
+def mropes(draw: st.DrawFn) -> MRope:
+    """1 to 4 requests; often T is divisible by B, where wrong positions have a right shape."""
+    width = draw(st.integers(1, 6))
+    lens = draw(st.lists(st.integers(1, width), min_size=1, max_size=4))
+    if draw(st.booleans()):
+        lens[-1] = max((n for n in range(1, width + 1)
+                        if (sum(lens[:-1]) + n) % len(lens) == 0), default=lens[-1])  # fmt: skip
+    deltas = [draw(st.one_of(st.none(), st.integers(-40, 40))) for _ in lens]
+    return MRope(lens, width, deltas, draw(st.booleans()))
+
+
+@given(mropes(), st.sampled_from(["chains", "trees"]), st.booleans())
+def test_packed_rows_have_the_mrope_positions_of_their_requests(
+    srt: ModuleType, case: MRope, kind: str, prepared: bool
+) -> None:
+    """Also where SGLang has prepared those of the full window."""
+    full = torch.full((3, len(case.positions)), -1)
+    whole = case.verify_input(**({"prepared_mrope_positions": full} if prepared else {}))
+    case.batch.spec_info = whole
+    packing = srt.packing.Packing(torch.tensor(case.lens, dtype=torch.int32), case.width)
+    worker = SimpleNamespace(model_runner=case.runner)
+    pool = case.batch.req_to_token_pool
+    if kind == "chains":
+        with srt.ragged_verify.packed(
+            packing, SimpleNamespace(return_logprob=False), own_acceptance=True
+        ):
+            found = srt.ragged_verify._prepare_packed(
+                case.init_new, whole, pool, case.batch, worker
+            )
+    else:
+        whole.packing = packing
+        found = srt.tree_verify._around_prepare(case.init_new)(whole, pool, case.batch, worker)
+    assert found.tolist() == [case.rows_of_the_forward()] * 3
+    assert case.batch.spec_info is whole
+    assert (whole.prepared_mrope_positions is full) == prepared
+
+
+# -- near the context limit ---------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=4),
+    st.integers(1, 9),
+    st.integers(0, 12),
+    st.integers(0, 2**20),
+)
+def test_a_window_behind_the_end_of_the_request_table_is_the_padding_slot(
+    srt: ModuleType, seq_lens: list[int], width: int, room: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    places = max(seq_lens) + room
+    table = [rng.sample(range(1, 200), max(places, 1)) for _ in range(6)]
+    slots = rng.sample(range(6), len(seq_lens))
+    found = srt.ragged_verify.verify_window(
+        torch.tensor(table, dtype=torch.int32), torch.tensor(slots), torch.tensor(seq_lens), width
+    )
+    assert found.dtype == torch.int64
+    assert found.tolist() == [
+        [dict(enumerate(table[slot])).get(length + j, 0) for j in range(width)]
+        for slot, length in zip(slots, seq_lens, strict=True)
+    ]
+
+
+# -- what comes back ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("return_logprob", [False, True])
+@pytest.mark.parametrize("own_acceptance", [False, True])
+@pytest.mark.parametrize("has_hidden", [False, True])
+def test_outputs_are_unpacked_for_whoever_reads_them_full(
+    srt: ModuleType, return_logprob: bool, own_acceptance: bool, has_hidden: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Draft extend reads hidden states; SGLang's own acceptance and log-probabilities logits."""
+    common = srt.ragged_verify.eagle_worker_common
+    logits = torch.arange(4.0 * VOCAB).view(4, VOCAB)
+    hidden = torch.arange(8.0).view(4, 2) if has_hidden else None
+
+    def forward(**_kwargs: Any) -> Any:
+        output = SimpleNamespace(next_token_logits=logits, hidden_states=hidden)
+        return SimpleNamespace(logits_output=output)
+
+    target = SimpleNamespace(forward_batch_generation=forward)
+    monkeypatch.setattr(srt.compat, "wrap_global", lambda *_: None)
+    srt.ragged_verify.install(target)
+    packing = srt.packing.Packing(torch.tensor([3, 1], dtype=torch.int32), 3)
+    forward_batch = SimpleNamespace(spec_info=SimpleNamespace(c2t_packing=packing))
+    batch, stock = SimpleNamespace(return_logprob=return_logprob), common.eagle_sample
+    with srt.ragged_verify.packed(packing, batch, own_acceptance=own_acceptance):
+        output = target.forward_batch_generation(forward_batch=forward_batch).logits_output
+        sampler = common.eagle_sample
+    reads_full = return_logprob or not own_acceptance
+    assert (sampler is stock) == reads_full
+    assert (sampler is srt.ragged_verify.sample_and_match) != reads_full
+    assert common.eagle_sample is stock
+
+    def unpacked(rows: Tensor) -> list[list[float]]:
+        nothing = [0.0] * rows.shape[1]
+        return [*rows.tolist(), nothing, nothing]
+
+    assert output.next_token_logits.tolist() == (
+        unpacked(logits) if reads_full else logits.tolist()
+    )
+    if hidden is None:
+        assert output.hidden_states is None
+    else:
+        assert output.hidden_states.tolist() == unpacked(hidden)
+
+
+class Unknown:
+    """An attention backend of which nothing is known."""
+
+
+@pytest.mark.parametrize(("mode", "refused"), [("ragged", True), ("auto", False)])
+def test_an_attention_backend_nobody_knows_verifies_full_width_unless_ragged_was_asked_for(
+    srt: ModuleType, mode: str, refused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = SimpleNamespace(attn_backend=Unknown(), device="cpu", model_config=None)
+    expectation = (
+        pytest.raises(ConfigError, match="--c2t-verify ragged cannot be served: attention backend")
+        if refused
+        else nullcontext()
+    )
+    with expectation:
+        assert srt.ragged_verify.decide(mode, runner) is False
+    told = [record.message for record in caplog.records if "verifying full width" in record.message]
+    assert len(told) == (not refused)
+
+
+# -- ranks --------------------------------------------------------------------------------
+
+
+class Rank:
+    """A tensor-parallel group as rank 1 of it sees things: rank 0 sends ``sends``."""
+
+    world_size = 2
+
+    def __init__(self, sends: Tensor) -> None:
+        self._sends = sends
+
+    def broadcast(self, input_: Tensor, src: int = 0) -> Tensor:
+        """In place, as SGLang's."""
+        assert src == 0
+        assert input_.dtype == self._sends.dtype
+        return input_.copy_(self._sends)
+
+
+def test_the_double_of_a_group_is_called_as_sglangs() -> None:
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+    ours, theirs = (inspect.signature(c.broadcast).parameters for c in (Rank, GroupCoordinator))
+    assert list(ours) == list(theirs)[: len(ours)]
+    assert theirs["src"].default == 0
+
+
+def test_ranks_accept_the_tokens_that_rank_zero_sampled(
+    srt: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank draws by itself: seeds apart, the draws differ."""
+    theirs = torch.tensor([4, 3, 2, 1])
+    parallel = SimpleNamespace(tp_group=Rank(theirs))
+    monkeypatch.setattr(srt.target_sampling, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(srt.target_sampling, "_sampler", lambda: lambda *_: torch.zeros(4).long())
+    info = SimpleNamespace(
+        **dict.fromkeys(("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"))
+    )
+    rows = torch.tensor([0, 0, 0, 1])
+    found = srt.target_sampling.sample_rows(torch.zeros(4, VOCAB), info, rows, rows)
+    assert found.tolist() == theirs.tolist()
+
+
+def test_a_row_samples_with_the_parameters_of_its_request(srt: ModuleType) -> None:
+    info = SimpleNamespace(
+        temperatures=torch.tensor([[0.5], [2.0]]), top_ps=torch.tensor([0.1, 0.2]),
+        top_ks=torch.tensor([7, 8]), min_ps=torch.tensor([0.3, 0.4]), sampling_seed=None,
+    )  # fmt: skip
+    rows = srt.target_sampling.per_row(info, torch.tensor([0, 1, 1]))
+    assert rows.temperatures.tolist() == [[0.5], [2.0], [2.0]]
+    assert rows.top_ps.tolist() == pytest.approx([0.1, 0.2, 0.2])
+    assert rows.top_ks.tolist() == [7, 8, 8]
+    assert rows.min_ps.tolist() == pytest.approx([0.3, 0.4, 0.4])
+    assert rows.sampling_seed is None
+    assert info.top_ks.tolist() == [7, 8]

@@ -1,0 +1,270 @@
+"""What a decode step may launch on a GPU, and that it neither waits for it nor copies to it.
+
+Numbers are upper bounds: fewer launches are welcome, more need a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from sglang_c2t.chain import ChainGate, truncated_chains
+from sglang_c2t.classifier.calibration import Isotonic
+from sglang_c2t.config import C2TConfig
+from sglang_c2t.policies import POLICIES, build_policy, build_tree_policy
+from sglang_c2t.policies.base import TreeShape
+from sglang_c2t.policies.c2t import C2T
+from sglang_c2t.tree import Trees
+from sglang_c2t.tree_gate import TreeGate
+from tests.fake_cuda import HostRead, Launches, fake_cuda
+
+B, D, V, N = 8, 5, 512, 6
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with fake_cuda(monkeypatch):
+        yield
+
+
+def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def integers(*shape: int) -> Tensor:
+    return on_device(*shape, dtype=torch.int64)
+
+
+# -- the helper itself finds what it is for -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.repeat_interleave(x.long()),
+        lambda x: x.cpu(),
+        lambda x: x.to("cpu", non_blocking=True),
+        lambda x: torch.zeros(3).to(x.device),
+        lambda x: torch.tensor([1, 2], device=x.device),
+        lambda x: x[torch.tensor([1, 2])],
+        lambda x: x.copy_(torch.zeros(4)),
+    ],
+)
+def test_waiting_for_the_device_and_copies_are_found(step: Any) -> None:
+    x = on_device(4)
+    with pytest.raises(HostRead), Launches():
+        step(x)
+
+
+def test_launches_are_counted_and_views_are_free() -> None:
+    x = on_device(4, 3)
+    with Launches() as launches:
+        (x.view(3, 4).T[1:] + 1.0).relu_()
+    assert launches.names == ["aten.add.Tensor", "aten.relu_.default"]
+
+
+# -- chains -------------------------------------------------------------------------------
+
+#: Launches of a chain's step from the relayed first tokens to those of the next step, five
+#: layers. A program has eight around its ten kernels.
+CHAINS = {
+    "c2t": 18,
+    "c2t-log": 18,
+    "c2t-plus": 18,
+    "dyjoint": 18,
+    "dymax": 18,
+    "entropy": 78,
+    "fixed": 78,
+    "logistic": 240,
+    "mcsd": 130,
+}
+
+
+def test_every_policy_that_comes_with_its_classifier_has_a_budget() -> None:
+    assert set(CHAINS) == set(POLICIES) - {"mcsd-hidden"}
+
+
+@pytest.mark.parametrize("name", sorted(CHAINS))
+def test_a_chain_step_stays_within_its_budget(name: str) -> None:
+    with unset_fake_temporarily():
+        policy = build_policy(C2TConfig(policy=name))
+    assert len(chain_step(policy)) <= CHAINS[name]
+
+
+def test_a_calibrated_classifier_is_asked_where_the_logits_are() -> None:
+    """Its knots move with it: copied while a CUDA graph is captured, they end the server."""
+    with unset_fake_temporarily():
+        policy = build_policy(C2TConfig(policy="c2t"))
+        assert isinstance(policy, C2T)
+        knots = Isotonic(torch.tensor([0.0, 0.5, 1.0]), torch.tensor([0.1, 0.4, 0.9]))
+        calibrated = replace(policy, classifier=replace(policy.classifier, isotonic=knots))
+    assert "judge" not in chain_step(calibrated)  # in torch, or nothing would be shown
+
+
+def chain_step(policy: Any) -> list[str]:
+    """What is launched."""
+    gate = ChainGate(policy, num_slots=64, device="cuda")
+    slots, logits, hidden = integers(B), on_device(B, V), on_device(B, 32)
+    gate.relay_first_token(slots, logits, hidden)
+    with Launches() as launches:
+        gate.begin(slots)
+        for _ in range(D - 1):
+            gate.observe(logits, hidden)
+        _ = gate.verify_lens
+        gate.relay_first_token(slots, logits, hidden)
+    return launches.names
+
+
+# -- trees --------------------------------------------------------------------------------
+
+SHAPE = TreeShape(topk=4, num_steps=D, num_draft_tokens=16)
+#: Launches of a tree's step, up to what the target verifies.
+TREES = {"c2t": 229, "c2t-eagle2": 260, "eagle2": 236, "entropy-width": 296, "fork": 271}
+
+
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_a_tree_step_stays_within_its_budget(name: str) -> None:
+    with unset_fake_temporarily():
+        policy = build_tree_policy(C2TConfig(policy=name))
+    gate = TreeGate(policy, SHAPE, num_slots=64, device="cuda")
+    slots, logits, topk = integers(B), on_device(B, V), SHAPE.topk
+    gate.relay_first_token(slots, logits)
+    with Launches() as launches:
+        gate.begin(slots)
+        gate.add(integers(B, 1, topk), on_device(B, 1, topk))
+        for _ in range(D - 1):
+            gate.observe(on_device(B * topk, V))
+            gate.add(integers(B, topk, topk), on_device(B, topk, topk))
+        trees, keys = gate.finish()
+        gate.settle(trees, keys, integers(B))
+    assert len(launches.names) <= TREES[name]
+
+
+# -- verification -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def srt() -> ModuleType:
+    """The package; importing its modules loads SGLang."""
+    pytest.importorskip("sglang", reason="SGLang is not installed")
+    with unset_fake_temporarily():
+        import sglang_c2t.srt.matching
+        import sglang_c2t.srt.tree_verify
+    return sglang_c2t.srt
+
+
+def batch(**fields: Any) -> Any:
+    """What packing reads of a batch."""
+    return SimpleNamespace(
+        **fields,
+        req_to_token_pool=SimpleNamespace(req_to_token=on_device(64, 200, dtype=torch.int32)),
+        req_pool_indices=integers(B),
+        seq_lens=integers(B),
+    )
+
+
+def packing_of_two_thirds(srt: ModuleType, width: int, **trees: Any) -> Any:
+    """Its sizes have arrived: R and T of two thirds of the rows."""
+    sizes = on_device(B, dtype=torch.int64 if trees else torch.int32)
+    packing = srt.packing.Packing(sizes, width, sizes=SimpleNamespace(), **trees)
+    packing.total = 2 * B * width // 3
+    return packing
+
+
+#: A target that has captured no CUDA graphs.
+EAGER = SimpleNamespace(decode_cuda_graph_runner=None)
+
+
+def test_packing_chains_is_two_kernels_and_what_the_layout_takes(srt: ModuleType) -> None:
+    verify_input = SimpleNamespace(
+        draft_token=integers(B * N), positions=integers(B * N), ragged_verify_layout=None
+    )
+    links, here = integers(B, N), batch()
+    packing = packing_of_two_thirds(srt, N)
+    with Launches() as launches:
+        truncated_chains(links, packing.num_rows)
+        packing.forwarded(verify_input, here, EAGER)
+        _ = packing.rows
+    assert launches.names.count("_pack_inputs_kernel") == 1
+    assert launches.names.count("_packed_rows_kernel") == 1
+    assert len(launches.names) <= 7
+
+
+def test_full_width_needs_no_copy_of_its_sizes(srt: ModuleType) -> None:
+    with Launches() as launches:
+        srt.packing.Packing.full(B, N, "cuda")
+    assert launches.names == ["aten.full.default"]
+
+
+def test_packing_trees_stays_within_its_budget(srt: ModuleType) -> None:
+    trees = Trees(integers(B, N), integers(B, N), integers(B, N), integers(B), integers(B, N))
+    here = batch()
+    packing = packing_of_two_thirds(srt, N, parents=trees.parents, num_steps=D)
+    with Launches() as launches:
+        verify_input = srt.tree_verify.build_verify_input(
+            trees, here, num_steps=D, topk=4, packing=packing
+        )
+        packing.forwarded(verify_input, here, EAGER)
+        _ = packing.rows, packing.words
+    assert len(launches.names) <= 36
+
+
+def sampling_info(**fields: Any) -> Any:
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    return SamplingBatchInfo(
+        temperatures=on_device(B, 1), top_ps=on_device(B), min_ps=on_device(B),
+        top_ks=on_device(B, dtype=torch.int32), sampling_seed=integers(B), is_all_greedy=False,
+        is_any_greedy=False, need_top_p_sampling=True, need_top_k_sampling=True,
+        need_min_p_sampling=True, vocab_size=V, **fields,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("greedy", "budget"), [(True, 13), (False, 20)])
+def test_acceptance_stays_within_its_budget(
+    srt: ModuleType, greedy: bool, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties and bias included; SGLang's sampler and walk of the links are not."""
+    packing = packing_of_two_thirds(srt, N)
+    rows = packing.total
+    info = sampling_info(
+        acc_additive_penalties=on_device(B, V),
+        acc_scaling_penalties=on_device(B, V),
+        logit_bias=on_device(B, V),
+    )
+    info.is_all_greedy = greedy
+    monkeypatch.setattr(srt.target_sampling, "_sampler", lambda: lambda *_: integers(rows))
+    one_rank = SimpleNamespace(tp_group=SimpleNamespace(world_size=1))
+    monkeypatch.setattr(srt.target_sampling, "get_parallel", lambda: one_rank)
+    monkeypatch.setattr(srt.matching, "sanitize_nan_logits", lambda *_: None)
+    monkeypatch.setattr(
+        srt.matching, "apply_scaling_penalties", lambda logits, scale: logits.mul_(scale)
+    )
+    monkeypatch.setattr(
+        srt.compat,
+        "verify_tree_greedy",
+        lambda **tables: (tables["predicts"], tables["accept_index"], tables["accept_token_num"]),
+    )
+    verify_input = SimpleNamespace(
+        positions=integers(B * N), draft_token=integers(B * N), max_tree_depth=N, tree_topk=1,
+        **{f"retrieve_{name}": integers(B, N) for name in ("index", "next_token", "next_sibling")},
+    )  # fmt: skip
+    output = SimpleNamespace(next_token_logits=on_device(rows + 3, V))
+    with Launches() as launches:
+        srt.matching.match_rows(
+            verify_input, packing, packing.rows, batch(sampling_info=info), output
+        )
+    assert len(launches.names) <= budget
