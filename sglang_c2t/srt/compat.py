@@ -9,8 +9,11 @@ the file take the one that is there.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
@@ -81,11 +84,12 @@ class SeamError(ConfigError):
 
 @dataclass(frozen=True)
 class Seam:
-    """One symbol of SGLang that we call, override or wrap.
+    """One symbol of SGLang or FlashInfer that we call, override, wrap or write.
 
-    ``parameters`` are names the callable must accept; ``fields`` are names the
-    dataclass must have. ``hook`` marks targets of SGLang's own hook registry.
-    ``otherwise`` is what we hold on to in an SGLang that does not offer this.
+    ``parameters`` are names the callable must accept; ``fields`` are names that instances of
+    the class must have (:func:`attribute_names`). ``hook`` marks targets of SGLang's own hook
+    registry. ``otherwise`` is what we hold on to in an SGLang that does not offer this.
+    ``only_with`` names a module: without it there is nothing that we would hold on to.
     """
 
     target: str
@@ -94,6 +98,7 @@ class Seam:
     fields: Sequence[str] = ()
     hook: bool = False
     otherwise: Seam | None = None
+    only_with: str | None = None
 
     def chosen(self) -> Seam:
         """The seam itself or, where it does not fit and another does, that one."""
@@ -110,6 +115,8 @@ class Seam:
         return None if other is None else f"{own}; nor {self.otherwise.target}: {other}"
 
     def _own_defect(self) -> str | None:
+        if self.only_with is not None and not _exists(self.only_with):
+            return None
         try:
             found = pkgutil.resolve_name(self.target)
         except (ImportError, AttributeError) as error:
@@ -117,7 +124,7 @@ class Seam:
         missing = [p for p in self.parameters if p not in _parameters(found)]
         if missing:
             return f"lacks the parameters {missing}"
-        missing = [f for f in self.fields if f not in _field_names(found)]
+        missing = [f for f in self.fields if f not in attribute_names(found)]
         if missing:
             return f"lacks the fields {missing}"
         return None
@@ -127,10 +134,49 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(inspect.unwrap(function)).parameters)
 
 
-def _field_names(cls: type) -> set[str]:
-    """Dataclass fields and class-level defaults."""
+def _exists(module: str) -> bool:
+    """Whether a module can be found; it is not imported, only the packages around it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package around it
+        return False
+
+
+@functools.cache
+def attribute_names(cls: type) -> frozenset[str]:
+    """What instances of ``cls`` have, without making one (that may take a GPU): fields of a
+    dataclass, attributes of the class, and what its methods assign to ``self`` by their source.
+    """
     fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-    return fields | {name for name in dir(cls) if not name.startswith("__")}
+    return frozenset(dir(cls)).union(fields, *map(_assigned, cls.__mro__))
+
+
+@functools.cache
+def _assigned(cls: type) -> frozenset[str]:
+    """Attributes that the methods of this very class assign to their first argument."""
+    if cls.__module__.split(".")[0] not in ("sglang", "sglang_c2t", "flashinfer"):
+        return frozenset()  # a base class of another package, whose attributes we leave alone
+    return _assignments(cls.__module__).get(cls.__name__, frozenset())
+
+
+@functools.cache
+def _assignments(module: str) -> dict[str, frozenset[str]]:
+    """What the methods of each class of a module assign to their first argument."""
+    tree = ast.parse(inspect.getsource(importlib.import_module(module)))
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {
+        cls.name: frozenset(
+            node.attr
+            for method in ast.walk(cls)
+            if isinstance(method, ast.FunctionDef) and method.args.args
+            for node in ast.walk(method)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == method.args.args[0].arg
+        )
+        for cls in classes
+    }
 
 
 def resolution_seam(step: str, purpose: str) -> Seam:

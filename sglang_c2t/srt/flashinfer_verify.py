@@ -179,7 +179,7 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         indptr(rows, slots, out=buffers.qo_indptr)
         indptr(rows, slots, prefix_lens=prefix, ghost=1, out=buffers.kv_indptr)
         ragged_kv_indices(
-            self.indices_updater_prefill.req_to_token,
+            self.req_to_token_pool.req_to_token,
             forward_batch.req_pool_indices[:batch],
             prefix,
             rows,
