@@ -125,12 +125,12 @@ def _around_prepare(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         runner = target_worker.model_runner
         packed, slots = verify_input.packing.forwarded(verify_input, batch, runner)
-        batch.spec_info = packed
+        compat.write(batch, spec_info=packed)
         try:
             with compat.writing_rows(packed, slots):
                 return stock(packed, req_to_token_pool, batch, target_worker)
         finally:
-            batch.spec_info = verify_input
+            compat.write(batch, spec_info=verify_input)
 
     return prepare
 
@@ -176,5 +176,5 @@ def accepted_to_front(
     written = slots[row].masked_fill(~accepted, 0)
     token_to_kv_pool_allocator.get_kvcache().move_kv_cache(front.flatten(), written.flatten())
     if logits_output.hidden_states is not None:
-        logits_output.hidden_states = logits_output.hidden_states[row.flatten()]
+        compat.write(logits_output, hidden_states=logits_output.hidden_states[row.flatten()])
     return predict[row.flatten()]

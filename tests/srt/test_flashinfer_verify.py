@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_c2t.srt.compat import FLASHINFER, attribute_names
+from sglang_c2t.srt.compat import attribute_names
 from tests.doubles import double
 from tests.srt import test_tree_verify
 from tests.srt.test_tree_verify import Case, cases
@@ -51,13 +51,13 @@ def test_every_row_finds_its_keys_and_its_part_of_the_mask(
     batch = len(case.parents)
     slots = batch + ghosts
     forward_batch = double(
-        "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+        "ForwardBatch",
         batch_size=slots,
         seq_lens=torch.tensor(case.seq_lens + [1] * ghosts),
         seq_lens_cpu=torch.tensor(case.seq_lens + [1] * ghosts),
         req_pool_indices=torch.tensor(case.slots + [0] * ghosts),
     )
-    pool = double("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", req_to_token=case.table)
+    pool = double("ReqToTokenPool", req_to_token=case.table)
     backend = double(backend_module.RaggedFlashInferBackend, req_to_token_pool=pool)
     room = 1000
     buffers = backend_module._GraphBuffers(
@@ -89,7 +89,7 @@ def test_every_row_finds_its_keys_and_its_part_of_the_mask(
 
 
 def flashinfer(**attributes: Any) -> Any:
-    return double(f"{FLASHINFER}.FlashInferAttnBackend", **{"num_wrappers": 1, **attributes})
+    return double("FlashInferAttnBackend", **{"num_wrappers": 1, **attributes})
 
 
 def test_a_backend_is_adopted_with_all_that_sglang_gave_it(backend_module: ModuleType) -> None:
@@ -105,7 +105,7 @@ def test_a_pool_or_model_that_one_plan_cannot_serve_is_named(backend_module: Mod
     if "kv_index_translator" not in attribute_names(type(flashinfer())):
         return  # this SGLang does not translate
     pools = double(
-        "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator",
+        "KVIndexTranslator",
         reads_are_translated=True,
     )
     assert "translated" in backend_module.hindrance(flashinfer(kv_index_translator=pools))
