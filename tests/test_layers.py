@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "kernels": {"tree"},
     "draft_layer": set(),
     "tiers": set(),
+    "load": set(),
     "client": set(),
     "files": set(),
     "prompts": {"config"},
@@ -47,6 +48,7 @@ MAY_IMPORT = {
         "tree",
         "tree_gate",
         "tiers",
+        "load",
         "kernels",
         "cpu",
     },
@@ -86,6 +88,9 @@ def imports(path: Path) -> set[str]:
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
+#: Names of the package itself, not of a part.
+OWN_NAMES = {"__version__"}
+
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_a_file_imports_only_from_layers_below_it(path: Path) -> None:
@@ -94,8 +99,14 @@ def test_a_file_imports_only_from_layers_below_it(path: Path) -> None:
         if not name.startswith("sglang_c2t."):
             continue
         there = name.split(".")[1]
-        if there in MAY_IMPORT:  # anything else is a name of the package itself
-            assert there == here or there in MAY_IMPORT[here], f"{path} imports {name}"
+        if there in OWN_NAMES:
+            continue
+        assert there in MAY_IMPORT, f"{path} imports {name}, of which no layer is known"
+        assert there == here or there in MAY_IMPORT[here], f"{path} imports {name}"
+
+
+def test_every_part_of_the_package_has_a_layer() -> None:
+    assert {part(path) for path in FILES} == MAY_IMPORT.keys()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -26,6 +25,7 @@ from sglang_c2t.policies.gated_tree import GatedTree
 from sglang_c2t.relay import Exploration
 from sglang_c2t.tree import Trees, within_budget
 from sglang_c2t.tree_gate import TreeGate
+from tests.doubles import double
 
 VOCAB = 12
 SHAPE = TreeShape(topk=3, num_steps=3, num_draft_tokens=9)
@@ -387,11 +387,18 @@ def test_sglangs_loop_chooses_among_k_numbers_where_a_program_has_chosen(kept: b
 
     worker = tree_draft.TreeDraftMixin()
     worker.gate, worker.topk, worker.hot_token_id = gate, SHAPE.topk, torch.arange(VOCAB) + 50
-    batch = SimpleNamespace(
-        input_ids=torch.zeros(6, dtype=torch.int64), spec_info=SimpleNamespace(hidden_states=hidden)
+    batch = double(
+        "ForwardBatch",
+        input_ids=torch.zeros(6, dtype=torch.int64),
+        spec_info=double("sglang.srt.speculative.eagle_info.EagleDraftInput", hidden_states=hidden),
     )
-    forwarded = SimpleNamespace(next_token_logits=logits(6, 1), hidden_states=hidden)
-    output = worker._draft_layer(batch, lambda: SimpleNamespace(logits_output=forwarded))
+    forwarded = double(
+        "LogitsProcessorOutput", next_token_logits=logits(6, 1), hidden_states=hidden
+    )
+    ran = double(
+        "sglang.srt.model_executor.model_runner.ModelRunnerOutput", logits_output=forwarded
+    )
+    output = worker._draft_layer(batch, lambda: ran)
     assert output.logits_output.next_token_logits.shape == (6, SHAPE.topk)
     assert output.logits_output.hidden_states is hidden
     gate.add(*(values.view(2, 3, 3) for values in nonsense(torch.zeros(6, 1))))

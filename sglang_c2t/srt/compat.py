@@ -4,13 +4,17 @@ SGLang's plugin loader logs and swallows exceptions, so a seam that moved would 
 server that looks right and runs without C2T. Therefore each seam is listed here with
 what it is for, and ``--c2t`` refuses to start when one is missing. Where a seam moved
 between the releases we serve, both places are listed, and the functions at the end of
-the file take the one that is there.
+the file take the one that is there. What is written to SGLang's or FlashInfer's objects goes
+through :func:`write` or :func:`swapped`, which want it to be there.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -44,6 +48,13 @@ SERVER_ARGS = "sglang.srt.server_args"
 AUTH = "sglang.srt.utils.auth"
 IO_STRUCT = "sglang.srt.managers.io_struct"
 WATERMARKING = "sglang.srt.sampling.watermarking"
+METADATA_GLUE = "sglang.srt.model_executor.runner.metadata_glue_graph"
+KV_INDEX_TRANSLATOR = "sglang.srt.mem_cache.kv_index_translator"
+RAGGED_VERIFY = "sglang.srt.speculative.ragged_verify"
+SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
+SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+FLASHINFER_PREFILL = "flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper"
+FLASHINFER_DECODE = "flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper"
 
 # Hook targets, named once: plugin.py registers on them, the probes below look them up.
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
@@ -90,11 +101,12 @@ class SeamError(ConfigError):
 
 @dataclass(frozen=True)
 class Seam:
-    """One symbol of SGLang that we call, override or wrap.
+    """One symbol of SGLang or FlashInfer that we call, override, wrap or write.
 
-    ``parameters`` are names the callable must accept; ``fields`` are names the
-    dataclass must have. ``hook`` marks targets of SGLang's own hook registry.
-    ``otherwise`` is what we hold on to in an SGLang that does not offer this.
+    ``parameters`` are names the callable must accept; ``fields`` are names that instances of
+    the class must have (:func:`attribute_names`). ``hook`` marks targets of SGLang's own hook
+    registry. ``otherwise`` is what we hold on to in an SGLang that does not offer this.
+    ``only_with`` names a module: without it there is nothing that we would hold on to.
     """
 
     target: str
@@ -103,6 +115,7 @@ class Seam:
     fields: Sequence[str] = ()
     hook: bool = False
     otherwise: Seam | None = None
+    only_with: str | None = None
 
     def chosen(self) -> Seam:
         """The seam itself or, where it does not fit and another does, that one."""
@@ -119,6 +132,8 @@ class Seam:
         return None if other is None else f"{own}; nor {self.otherwise.target}: {other}"
 
     def _own_defect(self) -> str | None:
+        if self.only_with is not None and not _exists(self.only_with):
+            return None
         try:
             found = pkgutil.resolve_name(self.target)
         except (ImportError, AttributeError) as error:
@@ -126,7 +141,7 @@ class Seam:
         missing = [p for p in self.parameters if p not in _parameters(found)]
         if missing:
             return f"lacks the parameters {missing}"
-        missing = [f for f in self.fields if f not in _field_names(found)]
+        missing = [f for f in self.fields if f not in attribute_names(found)]
         if missing:
             return f"lacks the fields {missing}"
         return None
@@ -136,10 +151,49 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(inspect.unwrap(function)).parameters)
 
 
-def _field_names(cls: type) -> set[str]:
-    """Dataclass fields and class-level defaults."""
+def _exists(module: str) -> bool:
+    """Whether a module can be found; it is not imported, only the packages around it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package around it
+        return False
+
+
+@functools.cache
+def attribute_names(cls: type) -> frozenset[str]:
+    """What instances of ``cls`` have, without making one (that may take a GPU): fields of a
+    dataclass, attributes of the class, and what its methods assign to ``self`` by their source.
+    """
     fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-    return fields | {name for name in dir(cls) if not name.startswith("__")}
+    return frozenset(dir(cls)).union(fields, *map(_assigned, cls.__mro__))
+
+
+@functools.cache
+def _assigned(cls: type) -> frozenset[str]:
+    """Attributes that the methods of this very class assign to their first argument."""
+    if cls.__module__.split(".")[0] not in ("sglang", "sglang_c2t", "flashinfer"):
+        return frozenset()  # a base class of another package, whose attributes we leave alone
+    return _assignments(cls.__module__).get(cls.__name__, frozenset())
+
+
+@functools.cache
+def _assignments(module: str) -> dict[str, frozenset[str]]:
+    """What the methods of each class of a module assign to their first argument."""
+    tree = ast.parse(inspect.getsource(importlib.import_module(module)))
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {
+        cls.name: frozenset(
+            node.attr
+            for method in ast.walk(cls)
+            if isinstance(method, ast.FunctionDef) and method.args.args
+            for node in ast.walk(method)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == method.args.args[0].arg
+        )
+        for cls in classes
+    }
 
 
 def resolution_seam(step: str, purpose: str) -> Seam:
@@ -183,6 +237,10 @@ SEAMS: tuple[Seam, ...] = (
         f"{EAGLE_WORKER}.EAGLEWorkerV2.init_attention_backends",
         "learns which verification the attention backend supports",
     ),
+    Seam(
+        f"{EAGLE_WORKER}.EAGLEWorkerV2.init_cuda_graphs",
+        "compiles what packing launches before a request waits for it",
+    ),
     Seam(f"{EAGLE_WORKER}.EagleDraftWorker", "draft worker of EAGLE, EAGLE3 and NEXTN"),
     Seam(
         f"{EAGLE_WORKER}.EagleDraftWorker.draft_forward",
@@ -218,8 +276,12 @@ SEAMS: tuple[Seam, ...] = (
         fields=[
             "draft_token",
             "positions",
+            "retrieve_index",
             "retrieve_next_token",
+            "retrieve_next_sibling",
             "draft_token_num",
+            "max_tree_depth",
+            "tree_topk",
             "custom_mask",
             "ragged_verify_layout",
         ],
@@ -300,14 +362,29 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam("sglang.srt.utils.async_probe.sanitize_nan_logits", "guards sampling"),
     Seam(
-        "sglang.srt.speculative.ragged_verify.RaggedVerifyLayout.from_verify_lens_device",
+        f"{RAGGED_VERIFY}.RaggedVerifyLayout.from_verify_lens_device",
         "tells attention the rows of each request",
         ["verify_lens", "graph_num_tokens"],
     ),
     Seam(
+        f"{RAGGED_VERIFY}.RaggedVerifyLayout",
+        "tells attention the rows of each request",
+        fields=["verify_lens", "verify_lens_cpu", "bs", "graph_num_tokens"],
+    ),
+    Seam(
+        f"{RAGGED_VERIFY}.RaggedVerifyLayout.from_verify_lens",
+        "captures packed rows",
+        ["verify_lens_cpu", "device", "grid"],
+    ),
+    Seam(
+        f"{RAGGED_VERIFY}.build_capture_verify_lens",
+        "captures packed rows",
+        ["num_tokens", "num_slots", "num_draft_tokens"],
+    ),
+    Seam(
         "sglang.srt.managers.utils.GenerationBatchResult",
         "carries verify lengths to meta_info and labels to recordings",
-        fields=["cap_lens", "accept_lens", "logits_output"],
+        fields=["cap_lens", "accept_lens", "accept_index", "logits_output", "num_cap_tokens"],
     ),
     Seam(
         "sglang.srt.managers.utils.GenerationBatchResult",
@@ -325,20 +402,150 @@ SEAMS: tuple[Seam, ...] = (
         fields=["next_token_logits", "hidden_states"],
     ),
     Seam(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch",
+        f"{SCHEDULE_BATCH}.ScheduleBatch",
         "knows the requests of a step",
-        fields=["reqs", "seq_lens", "req_pool_indices"],
+        fields=[
+            "reqs",
+            "seq_lens",
+            "req_pool_indices",
+            "req_to_token_pool",
+            "forward_mode",
+            "sampling_info",
+            "return_logprob",
+        ],
     ),
     Seam(
-        "sglang.srt.managers.schedule_batch.Req",
+        f"{SCHEDULE_BATCH}.ScheduleBatch",
+        "hands the target a packed batch",
+        fields=["spec_info", "out_cache_loc"],
+    ),
+    Seam(
+        f"{SCHEDULE_BATCH}.Req",
         "names requests and prompts in recordings",
         ["rid", "origin_input_ids", "sampling_params"],
+    ),
+    Seam(
+        f"{SCHEDULE_BATCH}.Req",
+        "counts what was verified",
+        fields=["spec_verify_ct", "spec_num_cap_tokens", "spec_num_correct_drafts"],
+    ),
+    Seam(
+        f"{SCHEDULE_BATCH}.Req",
+        "finds a request's row in the table of KV slots",
+        fields=["kv"],
+        otherwise=Seam(
+            f"{SCHEDULE_BATCH}.Req",
+            "finds a request's row in the table of KV slots",
+            fields=["req_pool_idx"],
+        ),
+    ),
+    Seam(
+        SAMPLING_INFO,
+        "samples a token per row",
+        fields=[
+            "temperatures",
+            "top_ps",
+            "top_ks",
+            "min_ps",
+            "sampling_seed",
+            "grammars",
+            "has_custom_logit_processor",
+            "is_all_greedy",
+            "acc_additive_penalties",
+            "acc_scaling_penalties",
+            "logit_bias",
+        ],
+    ),
+    Seam(
+        SAMPLING_INFO,
+        "leaves out the support masks of packed rows",
+        fields=["sampling_mask_batch_indices"],
+        otherwise=Seam(
+            SAMPLING_INFO,
+            "leaves out the support masks of packed rows",
+            fields=["return_sampling_masks"],
+        ),
+    ),
+    Seam(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+        "plans the attention of packed rows",
+        fields=[
+            "batch_size",
+            "input_ids",
+            "seq_lens",
+            "seq_lens_cpu",
+            "req_pool_indices",
+            "spec_info",
+            "forward_mode",
+        ],
+    ),
+    Seam(
+        "sglang.srt.observability.metrics_collector.SchedulerStats",
+        "corrects sglang:spec_accept_rate",
+        fields=["spec_accept_rate", "spec_accept_length", "spec_cap_length"],
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter",
+        "counts what was verified",
+        fields=["current_scheduler_metrics_enabled", "metrics_collector"],
     ),
     Seam(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         "unpacks the target's output",
         ["forward_batch"],
     ),
+    Seam(
+        "sglang.srt.managers.tp_worker.TpModelWorker",
+        "prepares the target for packed rows",
+        fields=["model_runner"],
+    ),
+    Seam(
+        f"{EAGLE_WORKER}.EAGLEWorkerV2",
+        "knows the size of drafts",
+        fields=[
+            "server_args",
+            "target_worker",
+            "_draft_worker",
+            "topk",
+            "speculative_num_steps",
+            "speculative_num_draft_tokens",
+        ],
+    ),
+    *(
+        Seam(
+            worker,
+            "drafts several numbers of layers, each with its CUDA graphs and attention",
+            fields=[
+                "draft_runner",
+                "req_to_token_pool",
+                "device",
+                "topk",
+                "hot_token_id",
+                "speculative_num_steps",
+                "speculative_num_draft_tokens",
+                "cuda_graph_runner",
+                "cuda_graph_runner_for_draft_extend",
+                "draft_attn_backend",
+                "draft_extend_attn_backend",
+            ],
+        )
+        for worker in (
+            f"{EAGLE_WORKER}.EagleDraftWorker",
+            f"{STANDALONE_WORKER}.StandaloneDraftWorker",
+        )
+    ),
+    *(
+        Seam(
+            f"sglang.srt.speculative.{graphs}.execute",
+            "watches what CUDA graphs draft",
+            ["forward_batch"],
+        )
+        for graphs in (
+            "eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner",
+            "eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner",
+        )
+    ),
+    Seam(f"{MODEL_RUNNER}.forward", "watches the drafted layers", ["forward_batch"]),
     Seam(
         f"{EAGLE_WORKER}.EagleDraftWorker._capture_cuda_graphs",
         "captures drafting together with its gate",
@@ -359,6 +566,20 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(f"{MODEL_RUNNER}._decode_cuda_graph_runner_cls", "captures verification per token tier"),
     Seam(f"{MODEL_RUNNER}.max_decode_logits_rows", "makes room for padding rows in CUDA graphs"),
+    Seam(f"{MODEL_RUNNER}.decode_num_tokens_per_req", "makes room for padding rows in CUDA graphs"),
+    Seam(
+        MODEL_RUNNER,
+        "prepares the target for packed rows",
+        fields=[
+            "attn_backend",
+            "decode_cuda_graph_runner",
+            "device",
+            "dtype",
+            "max_running_requests",
+            "model_config",
+            "req_to_token_pool",
+        ],
+    ),
     *(
         Seam(f"{DECODE_GRAPHS}.{name}", "captures verification per token tier")
         for name in (
@@ -368,6 +589,23 @@ SEAMS: tuple[Seam, ...] = (
             "DecodeCudaGraphRunner._ragged_capture_slots",
             "DecodeCudaGraphRunner._capture_one_stream",
         )
+    ),
+    Seam(
+        f"{DECODE_GRAPHS}.DecodeCudaGraphRunner",
+        "captures verification per token tier",
+        fields=[
+            "attn_backend",
+            "capture_bs",
+            "captured_req_width",
+            "device",
+            "_captured_ragged_layouts",
+        ],
+    ),
+    Seam(
+        f"{DECODE_GRAPHS}.DecodeCudaGraphRunner",
+        "plans each replay on the host",
+        fields=["_metadata_glue"],
+        only_with=METADATA_GLUE,
     ),
     Seam(
         f"{DECODE_GRAPHS}.DecodeCudaGraphRunner.get_spec_info",
@@ -390,6 +628,90 @@ SEAMS: tuple[Seam, ...] = (
         "plans packed rows without reading the device",
         ["qo_indptr_host", "kv_indptr_host", "kv_lens_host", "max_q_len", "max_kv_len"],
     ),
+    Seam(
+        f"{FLASHINFER}.FlashInferAttnBackend",
+        "plans packed rows",
+        fields=[
+            "cuda_graph_custom_mask",
+            "forward_metadata",
+            "indices_updater_prefill",
+            "max_context_len",
+            "num_wrappers",
+            "prefill_backend",
+            "prefill_wrappers_verify",
+            "req_to_token_pool",
+            "supports_ragged_verify_graph",
+            "workspace_buffer",
+        ],
+    ),
+    Seam(
+        f"{FLASHINFER}.FlashInferAttnBackend",
+        "reads the slots of keys as they stand in the request table",
+        fields=["kv_index_translator"],
+        only_with=KV_INDEX_TRANSLATOR,
+    ),
+    Seam(
+        f"{KV_INDEX_TRANSLATOR}.KVIndexTranslator",
+        "reads the slots of keys as they stand in the request table",
+        fields=["reads_are_translated"],
+        only_with=KV_INDEX_TRANSLATOR,
+    ),
+    Seam(
+        f"{FLASHINFER}.FlashInferIndicesUpdaterPrefill",
+        "plans packed rows",
+        fields=["num_qo_heads", "num_kv_heads", "head_dim", "q_data_type", "data_type"],
+    ),
+    Seam(
+        f"{FLASHINFER}.PrefillMetadata",
+        "plans packed rows",
+        ["prefill_wrappers", "use_ragged", "extend_no_prefix"],
+    ),
+    Seam(
+        f"{FLASHINFER}.DecodeMetadata",
+        "tells draft rows their ancestors",
+        fields=["decode_wrappers"],
+    ),
+    Seam(
+        f"{FLASHINFER}.FlashInferMultiStepDraftBackend",
+        "tells draft rows their ancestors",
+        fields=["attn_backends"],
+    ),
+    Seam(
+        FLASHINFER_PREFILL,
+        "plans packed rows for CUDA graphs",
+        [
+            "float_workspace_buffer",
+            "kv_layout",
+            "use_cuda_graph",
+            "qo_indptr_buf",
+            "paged_kv_indptr_buf",
+            "paged_kv_indices_buf",
+            "paged_kv_last_page_len_buf",
+            "custom_mask_buf",
+            "mask_indptr_buf",
+            "backend",
+        ],
+        fields=["_int_workspace_buffer", "_pin_memory_int_workspace_buffer"],
+        only_with="flashinfer",
+    ),
+    Seam(
+        FLASHINFER_PREFILL,
+        "masks what tree nodes do not see",
+        fields=["_custom_mask_buf", "_mask_indptr_buf"],
+        only_with="flashinfer",
+    ),
+    Seam(
+        f"{FLASHINFER_PREFILL}.begin_forward",
+        "plans packed rows",
+        ["q_data_type", "kv_data_type", "non_blocking"],
+        only_with="flashinfer",
+    ),
+    Seam(
+        FLASHINFER_DECODE,
+        "tells draft rows their ancestors",
+        fields=["_paged_kv_indptr_buf", "_paged_kv_indices_buf"],
+        only_with="flashinfer",
+    ),
     Seam("sglang.srt.runtime_context.get_parallel", "knows the tensor-parallel group"),
 )
 
@@ -402,6 +724,70 @@ TOLD_ARGUMENTS = (
         "hides keys",
         ["server_args", "scheduler_info"],
         hook=True,
+    ),
+)
+
+_CHOICES = "add_{}deterministic_attention_backend_choices"
+
+#: What makes SGLang's CPU engine run without its AMX kernels (`cpu_engine.py`); nothing else
+#: needs them.
+CPU_SEAMS: tuple[Seam, ...] = (
+    Seam("sglang.srt.utils.common.cpu_has_amx_support", "knows which kernels are missing"),
+    resolution_seam(ATTENTION_STEP, "keeps the attention backend of the CPU"),
+    Seam(
+        "sglang.srt.arg_groups.attention_hook._attention_backend_platform_fallbacks",
+        "keeps the attention backend of the CPU",
+        otherwise=Seam(
+            f"{OVERRIDES}._attention_backend_platform_fallbacks",
+            "keeps the attention backend of the CPU",
+        ),
+    ),
+    Seam(
+        "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
+        "brings an attention backend for the CPU",
+    ),
+    Seam(
+        "sglang.srt.speculative.draft_utils.DraftBackendFactory",
+        "brings an attention backend for the CPU",
+        fields=[
+            "_create_intel_amx_decode_backend",
+            "_create_intel_amx_prefill_backend",
+            "_create_backend",
+            "draft_model_runner",
+            "topk",
+            "speculative_num_steps",
+        ],
+    ),
+    *(
+        Seam(
+            f"sglang.srt.arg_groups.choices.{name}",
+            "draws by seed on a CPU",
+            otherwise=Seam(f"{SERVER_ARGS}.{name}", "draws by seed on a CPU"),
+        )
+        for name in (_CHOICES.format(""), _CHOICES.format("radix_supported_"))
+    ),
+    Seam("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", "draws by seed on a CPU"),
+    *(
+        Seam(f"{module}.murmur_hash32", "draws by seed on a CPU")
+        for module in ("sglang.kernels.ops.sampling.murmur_hash", "sglang.srt.layers.sampler")
+    ),
+    Seam(
+        "sglang.srt.distributed.device_communicators.pynccl.NCCLLibrary",
+        "leaves NCCL out on a CPU",
+    ),
+    *(
+        Seam(f"sglang.srt.speculative.eagle_utils.{name}", "verifies with samples on a CPU")
+        for name in ("eagle_sample", "verify_tree_greedy_func")
+    ),
+    Seam(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
+        "brings an attention backend for the CPU",
+        fields=["init_forward_metadata", "forward_extend", "forward_decode", "support_triton"],
+    ),
+    Seam(
+        "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool",
+        "reads sliding windows on a CPU",
+        fields=["swa_layer_nums", "layers_mapping", "translate_loc_from_full_to_swa"],
     ),
 )
 
@@ -418,12 +804,12 @@ def keys_are_hidden() -> bool:
     return all(seam.target in HookRegistry._patched for seam in TOLD_ARGUMENTS)
 
 
-def broken_seams() -> list[str]:
+def broken_seams(seams: Sequence[Seam] | None = None) -> list[str]:
     """One sentence per seam that this SGLang does not offer; empty when all fit."""
     return [
         f"SGLang {sglang_version()} does not offer the seam {seam.target}: {defect}; "
         f"C2T needs it because it {seam.purpose}"
-        for seam in SEAMS
+        for seam in (SEAMS if seams is None else seams)
         if (defect := seam.defect()) is not None
     ]
 
@@ -440,9 +826,9 @@ def missing_hooks() -> list[str]:
     ]
 
 
-def require_seams() -> None:
+def require_seams(seams: Sequence[Seam] | None = None) -> None:
     """Raise :class:`SeamError` naming every broken seam."""
-    defects = broken_seams()
+    defects = broken_seams(seams)
     if defects:
         raise SeamError("; ".join(defects))
 
@@ -583,8 +969,8 @@ def writing_rows(verify_input: Any, locs: Tensor) -> Iterator[None]:
     By itself it would bind ``draft_token_num`` rows of each request.
     """
     if hasattr(verify_input, "prepared_out_cache_loc"):
-        verify_input.prepared_out_cache_loc = locs
-        verify_input.kv_loc_plan = None  # it would bind the full window again
+        # Else the plan would bind the full window again.
+        write(verify_input, prepared_out_cache_loc=locs, kv_loc_plan=None)
         yield
         return
     module, name = importlib.import_module(CACHE_LOCS), "assign_extend_cache_locs_uniform_func"
@@ -641,8 +1027,10 @@ def before_replay(target_runner: Any, action: Callable[[], None]) -> Iterator[No
 
 def set_output_stride(result: Any, stride: int) -> None:
     """Say that ``result.next_token_ids`` holds ``stride`` tokens per request."""
-    new, old = "speculative_output_stride", "speculative_num_draft_tokens"
-    setattr(result, new if hasattr(result, new) else old, stride)
+    if hasattr(result, "speculative_output_stride"):
+        write(result, speculative_output_stride=stride)
+    else:
+        write(result, speculative_num_draft_tokens=stride)
 
 
 @contextmanager
@@ -724,15 +1112,26 @@ def supply_seed_hash(torch_hash: Callable[..., Any]) -> bool:
     from sglang.srt.layers import sampler
 
     for module in (murmur_hash, sampler):
-        setattr(module, "murmur_hash32", torch_hash)  # noqa: B010 - a module attribute, for mypy
+        write(module, murmur_hash32=torch_hash)
     return True
 
 
 def without_sampling_masks(info: Any) -> Any:
     """Have the sampler leave out the support masks it would return per request; ``info``."""
-    info.sampling_mask_batch_indices = None
-    info.return_sampling_masks = None  # what older SGLang reads
+    if hasattr(info, "sampling_mask_batch_indices"):
+        write(info, sampling_mask_batch_indices=None)
+    write(info, return_sampling_masks=None)  # what older SGLang reads
     return info
+
+
+def plan_every_replay(graph_runner: Any) -> None:
+    """Have SGLang prepare every replay of a decode graph on the host.
+
+    Newer SGLang may record the preparation in a graph of its own, which would freeze what our
+    attention plans read there.
+    """
+    if _exists(METADATA_GLUE):
+        write(graph_runner, _metadata_glue=None)
 
 
 def sglang_version() -> str:
@@ -749,7 +1148,7 @@ def wrap_global(module_name: str, name: str, wrapper: Callable[..., Any]) -> Non
     would import the module in every process, also in those that never verify.
     """
     module = importlib.import_module(module_name)
-    original = getattr(module, name)
+    original = _present(module, name)
     if getattr(original, "c2t_wrapper", None) is wrapper:
         return
 
@@ -760,10 +1159,34 @@ def wrap_global(module_name: str, name: str, wrapper: Callable[..., Any]) -> Non
     setattr(module, name, wrapped)
 
 
+def write(owner: Any, **values: Any) -> None:
+    """``owner.name = value`` for each of them, on an object or module of SGLang or FlashInfer.
+
+    Raises :class:`SeamError` where nothing of that name is there: it would not be read.
+    """
+    for name, value in values.items():
+        _present(owner, name)
+        setattr(owner, name, value)
+
+
+def _present(owner: Any, name: str) -> Any:
+    """``owner.name``; :class:`SeamError` where upstream has no such thing."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        what = getattr(owner, "__name__", type(owner).__qualname__)
+        seams = (*SEAMS, *CPU_SEAMS)
+        purposes = [s.purpose for s in seams if name in (*s.fields, s.target.rpartition(".")[2])]
+        raise SeamError(
+            f"SGLang {sglang_version()} has no {name} on {what}; "
+            f"C2T needs it because it {(purposes or ['writes it'])[0]}"
+        ) from error
+
+
 @contextmanager
 def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` inside the block."""
-    original = getattr(owner, name)
+    """``owner.name`` is ``value`` inside the block; :class:`SeamError` if it was not there."""
+    original = _present(owner, name)
     setattr(owner, name, value)
     try:
         yield

@@ -17,7 +17,6 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -41,10 +40,13 @@ def install() -> list[str]:
     if not _is_cpu_engine() or _supplied:
         return supplied()
     names = cpu.install()
+    compat.require_seams(compat.CPU_SEAMS)  # behind it: importing them may take a stand-in
     if getattr(importlib.import_module("sgl_kernel"), "IS_STAND_IN", False):
         stand_in = "sgl_kernel: stand-in package"  # a spawned process inherits it with sys.path
         names = [stand_in, *(name for name in names if "stand-in" not in name)]
-    if not _seam("sglang.srt.utils.common", "cpu_has_amx_support")():
+    from sglang.srt.utils.common import cpu_has_amx_support
+
+    if not cpu_has_amx_support():
         _install_attention()
         names.append(f"attention backend {BACKEND}: torch, with tree masks and ragged verify")
         names.append("--enable-deterministic-inference: seeds, without batch-invariant kernels")
@@ -64,22 +66,9 @@ def supplied() -> list[str]:
 
 
 def _is_cpu_engine() -> bool:
-    return bool(_seam("sglang.srt.utils.common", "is_cpu")())
+    from sglang.srt.utils.common import is_cpu
 
-
-def _seam(module: str, symbol: str) -> Any:
-    """An upstream object we depend on; its absence is an error that names it."""
-    try:
-        return getattr(importlib.import_module(module), symbol)
-    except (AttributeError, ModuleNotFoundError) as error:
-        raise _missing(f"{module}.{symbol}") from error
-
-
-def _missing(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"sglang-c2t's CPU runtime needs {name}, "
-        f"which SGLang {metadata.version('sglang')} does not have."
-    )
+    return bool(is_cpu())
 
 
 # -- attention ----------------------------------------------------------------------------
@@ -89,16 +78,15 @@ def _install_attention() -> None:
     """Serve `intel_amx` with our backend and keep SGLang from leaving it for torch_native."""
     _keep_backend_name()
     _allow_deterministic_inference()
-    registry = _seam("sglang.srt.layers.attention.attention_registry", "ATTENTION_BACKENDS")
-    registry[BACKEND] = _create_backend
-    factory = _seam("sglang.srt.speculative.draft_utils", "DraftBackendFactory")
-    for name, create in (
-        ("_create_intel_amx_decode_backend", _create_draft_decode_backend),
-        ("_create_intel_amx_prefill_backend", _create_draft_extend_backend),
-    ):
-        if not hasattr(factory, name):
-            raise _missing(f"{factory.__module__}.{factory.__qualname__}.{name}")
-        setattr(factory, name, create)
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+    ATTENTION_BACKENDS[BACKEND] = _create_backend
+    compat.write(
+        DraftBackendFactory,
+        _create_intel_amx_decode_backend=_create_draft_decode_backend,
+        _create_intel_amx_prefill_backend=_create_draft_extend_backend,
+    )
 
 
 def _create_backend(runner: Any) -> Any:
@@ -122,13 +110,10 @@ def _create_draft_extend_backend(factory: Any) -> Any:
 
 def _keep_backend_name() -> None:
     """SGLang replaces `intel_amx` by `torch_native` (no verification) where AMX is missing."""
-    defect = compat.resolution_seam(compat.ATTENTION_STEP, "keeps its attention backend").defect()
-    if defect is not None:
-        raise _missing(f"the resolution step {compat.ATTENTION_STEP} ({defect})")
 
     def keep(server_args: Any, previous: Callable[[Any], None]) -> None:
         module, name = compat.attention_fallback()
-        fall_back = _seam(module.__name__, name)
+        fall_back = getattr(module, name)
         has_mla = compat.uses_mla(server_args)
 
         def stay(view: Any) -> dict[str, Any]:
@@ -143,12 +128,11 @@ def _keep_backend_name() -> None:
 
 def _allow_deterministic_inference() -> None:
     """Per-request seeds need --enable-deterministic-inference, which stock refuses on CPU."""
-    choices = compat.backend_choices().__name__
-    _seam(choices, "add_deterministic_attention_backend_choices")([BACKEND])
-    _seam(choices, "add_radix_supported_deterministic_attention_backend_choices")([BACKEND])
+    choices = compat.backend_choices()
+    choices.add_deterministic_attention_backend_choices([BACKEND])
+    choices.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
     package = "sglang.srt.batch_invariant_ops"  # ModelRunner imports the function from here
-    _seam(package, "enable_batch_invariant_mode")
-    setattr(importlib.import_module(package), "enable_batch_invariant_mode", _only_seeds)  # noqa: B010
+    compat.write(importlib.import_module(package), enable_batch_invariant_mode=_only_seeds)
 
 
 def _only_seeds(enable_bmm: bool = True) -> None:
@@ -165,8 +149,7 @@ def _only_seeds(enable_bmm: bool = True) -> None:
 def _leave_nccl_out() -> None:
     """SGLang takes gloo where NCCL cannot be loaded; torch's CUDA build has it even on a CPU."""
     pynccl = "sglang.srt.distributed.device_communicators.pynccl"
-    _seam(pynccl, "NCCLLibrary")
-    setattr(importlib.import_module(pynccl), "NCCLLibrary", _no_nccl)  # noqa: B010
+    compat.write(importlib.import_module(pynccl), NCCLLibrary=_no_nccl)
 
 
 def _no_nccl(*args: Any, **kwargs: Any) -> None:
@@ -179,9 +162,9 @@ def _no_nccl(*args: Any, **kwargs: Any) -> None:
 
 def _install_sampling() -> None:
     """Wrap `eagle_sample` wherever it was imported to."""
-    stock = _seam("sglang.srt.speculative.eagle_utils", "eagle_sample")
-    utils = importlib.import_module("sglang.srt.speculative.eagle_utils")
-    _seam(utils.__name__, "verify_tree_greedy_func")
+    from sglang.srt.speculative import eagle_utils as utils
+
+    stock = utils.eagle_sample
 
     @functools.wraps(stock)
     def eagle_sample(
@@ -193,11 +176,11 @@ def _install_sampling() -> None:
         with compat.swapped(utils, "verify_tree_greedy_func", match):
             return stock(verify_input, batch, logits_output, *args, **kwargs)
 
-    setattr(utils, "eagle_sample", eagle_sample)  # noqa: B010 - a module attribute, for mypy
+    compat.write(utils, eagle_sample=eagle_sample)
     for name in ("eagle_worker_common", "ngram_worker"):
         module = sys.modules.get(f"sglang.srt.speculative.{name}")
         if module is not None and getattr(module, "eagle_sample", None) is stock:
-            setattr(module, "eagle_sample", eagle_sample)  # noqa: B010
+            compat.write(module, eagle_sample=eagle_sample)
 
 
 def _matching_sampled(

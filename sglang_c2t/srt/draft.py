@@ -64,7 +64,7 @@ class DraftWatcher:
             run = lambda: forward(forward_batch, *args, **kwargs)  # noqa: E731 - passed on
             return run() if self._watcher is None else self._watcher(forward_batch, run)
 
-        runner.forward = watched_forward
+        compat.write(runner, forward=watched_forward)
 
     @contextmanager
     def _watching(self, watcher: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
@@ -100,7 +100,7 @@ class DraftWatcher:
             output = run() if self._watcher is None else self._watcher(forward_batch, run)
             return output.logits_output
 
-        extend.execute = watched_execute
+        compat.write(extend, execute=watched_execute)
 
     @contextmanager
     def _as_captured(self) -> Iterator[None]:
@@ -124,7 +124,7 @@ class DraftWatcher:
             COUNTERS.draft_rows += forwards * forward_batch.batch_size * topk
             return execute(forward_batch, *args, **kwargs)
 
-        graphs.execute = counted_execute
+        compat.write(graphs, execute=counted_execute)
 
     @contextmanager
     def _eager_if_recorded(self) -> Iterator[None]:
@@ -268,8 +268,7 @@ class ChainDraftMixin(DraftWatcher):
                 graphs = runner_class(self, draft_attn_backend=backend, speculative_num_steps=steps)
         finally:
             for owner, values in ((self, mine), (runner, theirs)):
-                for name, value in values.items():
-                    setattr(owner, name, value)
+                compat.write(owner, **values)
         self._count_replays(graphs)
         return _DraftGraphs(graphs, backend)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sglang_c2t.kernels.masks import mask_indptr, pack_tree_mask
 from sglang_c2t.kernels.rows import indptr, ragged_kv_indices
+from sglang_c2t.srt import compat
 from sglang_c2t.srt.packing import Packing, packing_of
 
 # B requests, S >= B slots, T rows of a graph, L committed length, n rows of a request
@@ -156,7 +157,9 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         wrapper = self.prefill_wrappers_verify[0]
         self._begin(wrapper, host, buffers.kv_indices)
         if packing.words is not None:  # the plan knows no mask; only run() looks for one
-            wrapper._custom_mask_buf, wrapper._mask_indptr_buf = buffers.mask, buffers.mask_indptr
+            compat.write(
+                wrapper, _custom_mask_buf=buffers.mask, _mask_indptr_buf=buffers.mask_indptr
+            )
         self.forward_metadata = PrefillMetadata([wrapper], False, False)
 
     def _begin(self, wrapper: Any, host: HostPlan, kv_indices: Tensor) -> None:
@@ -179,7 +182,7 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         indptr(rows, slots, out=buffers.qo_indptr)
         indptr(rows, slots, prefix_lens=prefix, ghost=1, out=buffers.kv_indptr)
         ragged_kv_indices(
-            self.indices_updater_prefill.req_to_token,
+            self.req_to_token_pool.req_to_token,
             forward_batch.req_pool_indices[:batch],
             prefix,
             rows,
@@ -213,8 +216,11 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         first = next(iter(self._c2t_wrappers.values()), wrapper)
         # 8 MB on the device and 8 MB pinned, each; one pair serves all tiers, as one plan is
         # alive at a time.
-        wrapper._int_workspace_buffer = first._int_workspace_buffer
-        wrapper._pin_memory_int_workspace_buffer = first._pin_memory_int_workspace_buffer
+        compat.write(
+            wrapper,
+            _int_workspace_buffer=first._int_workspace_buffer,
+            _pin_memory_int_workspace_buffer=first._pin_memory_int_workspace_buffer,
+        )
         return wrapper
 
     def _shape(self) -> tuple[int, int, int, int]:

@@ -46,9 +46,7 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
             ),
         ):
             super().__init__(*args, **kwargs)
-        # SGLang may record the preparation of a replay in a graph of its own, which would
-        # freeze what our attention plans read on the host.
-        self._metadata_glue = None
+        compat.plan_every_replay(self)
 
     def _build_ragged_verify_token_buckets(self) -> list[int]:
         self.tiers = Tiers(
@@ -74,8 +72,7 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
         """The verify input a graph is captured with: T rows over S requests."""
         spec_info = super().get_spec_info(num_tokens)
         layout = self._layout(num_tokens)
-        spec_info.custom_mask = None
-        spec_info.ragged_verify_layout = layout
+        compat.write(spec_info, custom_mask=None, ragged_verify_layout=layout)
         parents = None
         if self.trees:  # bushes of depth 1: a replay brings its own
             parents = torch.zeros((layout.bs, self.tiers.width), dtype=torch.int64)
@@ -119,9 +116,10 @@ def use_tiers(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
     """Make the target capture :class:`TieredGraphRunner` graphs instead of stock's."""
     attributes = {"trees": trees, "rows_per_slot": 2 if trees else 1, "max_rows": max_rows}
     runner_class = type("C2TGraphRunner", (TieredGraphRunner,), attributes)
-    target_runner._decode_cuda_graph_runner_cls = lambda: runner_class
     stock_rows = target_runner.max_decode_logits_rows
-    # Room for the slot that `_one_slot_more` adds.
-    target_runner.max_decode_logits_rows = lambda: (
-        stock_rows() + target_runner.decode_num_tokens_per_req()
+    compat.write(
+        target_runner,
+        _decode_cuda_graph_runner_cls=lambda: runner_class,
+        # Room for the slot that `_one_slot_more` adds.
+        max_decode_logits_rows=lambda: stock_rows() + target_runner.decode_num_tokens_per_req(),
     )

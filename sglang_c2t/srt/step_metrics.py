@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_c2t.config import active
+from sglang_c2t.srt import compat
 from sglang_c2t.srt.reporting import GATE_CLOCK
 
 
@@ -159,4 +160,5 @@ def correct_gauge(_collector: Any, stats: Any) -> None:
     verification that is no draft.
     """
     if active() is not None and stats.spec_cap_length > 1:
-        stats.spec_accept_rate = (stats.spec_accept_length - 1) / (stats.spec_cap_length - 1)
+        rate = (stats.spec_accept_length - 1) / (stats.spec_cap_length - 1)
+        compat.write(stats, spec_accept_rate=rate)

@@ -88,7 +88,7 @@ class TreeDraftMixin(DraftWatcher):
         if not isinstance(verify_input, TreeVerifyInput):
             return super()._draft_extend_for_decode(batch, batch_result, **kwargs)
         width = verify_input.max_tree_depth
-        batch.out_cache_loc = verify_input.window[:, :width].flatten()
+        compat.write(batch, out_cache_loc=verify_input.window[:, :width].flatten())
         with compat.swapped(self, "speculative_num_draft_tokens", width):
             return super()._draft_extend_for_decode(batch, batch_result, **kwargs)
 

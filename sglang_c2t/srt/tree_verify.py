@@ -125,7 +125,7 @@ def _around_prepare(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         packing, runner = verify_input.packing, target_worker.model_runner
         packed, slots = packing.forwarded(verify_input, batch, runner)
-        batch.spec_info = packed
+        compat.write(batch, spec_info=packed)
         try:
             with (
                 compat.writing_rows(packed, slots),
@@ -133,7 +133,7 @@ def _around_prepare(stock: Callable[..., Any]) -> Callable[..., Any]:
             ):
                 return stock(packed, req_to_token_pool, batch, target_worker)
         finally:
-            batch.spec_info = verify_input
+            compat.write(batch, spec_info=verify_input)
 
     return prepare
 
@@ -179,5 +179,5 @@ def accepted_to_front(
     written = slots[row].masked_fill(~accepted, 0)
     token_to_kv_pool_allocator.get_kvcache().move_kv_cache(front.flatten(), written.flatten())
     if logits_output.hidden_states is not None:
-        logits_output.hidden_states = logits_output.hidden_states[row.flatten()]
+        compat.write(logits_output, hidden_states=logits_output.hidden_states[row.flatten()])
     return predict[row.flatten()]

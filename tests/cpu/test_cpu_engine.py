@@ -40,7 +40,7 @@ def test_a_missing_seam_is_an_error_that_names_it():
         "del registry.ATTENTION_BACKENDS\n"
         "try:\n"
         "    cpu_engine.install()\n"
-        "except RuntimeError as error:\n"
+        "except ValueError as error:\n"
         "    print(metadata.version('sglang') in str(error), error)",
         cpu_engine=True,
     )

@@ -13,6 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.doubles import double
+
 
 @pytest.fixture(scope="module", autouse=True)
 def ancestors() -> Iterator[Any]:
@@ -69,36 +71,34 @@ def test_each_row_reads_its_ancestors_slots_behind_its_prefix(
     assert indices.tolist() == [*chain(*expected), *range(7)]
 
 
-class FlashInferMultiStepDraftBackend:
-    """Stands for the class of that name, which only a GPU can build."""
-
-    def __init__(self, num_wrappers: int = 1) -> None:
-        self.indices = torch.tensor([9, 10, 11, 9, 20, 21], dtype=torch.int32)
-        wrapper = SimpleNamespace(
-            _paged_kv_indptr_buf=torch.tensor([0, 3, 6], dtype=torch.int32),
-            _paged_kv_indices_buf=self.indices,
-        )
-        metadata = SimpleNamespace(decode_wrappers=[wrapper])
-        step = SimpleNamespace(num_wrappers=num_wrappers, forward_metadata=metadata)
-        self.attn_backends = [step, step]
+def flashinfer(indices: list[int], num_wrappers: int = 1) -> Any:
+    """SGLang's backend of two draft steps over these KV slots, as each step's plan left it."""
+    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    wrapper = double(
+        "flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper",
+        _paged_kv_indptr_buf=torch.tensor([0, 3, 6], dtype=torch.int32),
+        _paged_kv_indices_buf=torch.tensor(indices, dtype=torch.int32),
+    )
+    metadata = double("DecodeMetadata", decode_wrappers=[wrapper])
+    step = double("FlashInferAttnBackend", num_wrappers=num_wrappers, forward_metadata=metadata)
+    return double("FlashInferMultiStepDraftBackend", attn_backends=[step, step])
 
 
 def test_flashinfers_own_index_buffer_is_rewritten(ancestors: Any) -> None:
     """Two beams behind a prefix of one slot; the first descends from the second's first node."""
-    backend = FlashInferMultiStepDraftBackend()
+    backend = flashinfer([9, 10, 11, 9, 20, 21])
     follow = ancestors.follower(backend)
     follow(1, torch.tensor([[[1, 0], [0, 1]]]))
-    assert backend.indices.tolist() == [9, 20, 11, 9, 10, 21]
+    (wrapper,) = backend.attn_backends[1].forward_metadata.decode_wrappers
+    assert wrapper._paged_kv_indices_buf.tolist() == [9, 20, 11, 9, 10, 21]
 
 
-@pytest.mark.parametrize(
-    "backend", [FlashInferMultiStepDraftBackend(num_wrappers=2), SimpleNamespace(attn_backends=[])]
-)
-def test_other_backends_are_left_alone(ancestors: Any, backend: Any) -> None:
-    assert ancestors.follower(backend) is None
+def test_other_backends_are_left_alone(ancestors: Any) -> None:
+    assert ancestors.follower(flashinfer([], num_wrappers=2)) is None
+    assert ancestors.follower(SimpleNamespace(attn_backends=[])) is None
 
 
 def test_a_sglang_that_follows_ancestors_itself_is_recognised(ancestors: Any) -> None:
     patched = SimpleNamespace(set_draft_ancestors=lambda step, rows: None)
     assert ancestors.sglang_follows(patched)
-    assert not ancestors.sglang_follows(FlashInferMultiStepDraftBackend())
+    assert not ancestors.sglang_follows(flashinfer([]))

@@ -10,6 +10,7 @@ import torch
 
 from sglang_c2t.chain import ChainGate
 from sglang_c2t.policies.fixed import Fixed
+from tests.doubles import double, invented
 
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
@@ -49,9 +50,8 @@ class StockWorker:
 
     def __init__(self) -> None:
         self.speculative_num_steps = STEPS
-        self.draft_runner = SimpleNamespace(
-            forward=self.forward, draft_attn_backend="stock", attn_backend="stock extend"
-        )
+        self.draft_runner = double("ModelRunner", forward=self.forward, attn_backend="stock extend")
+        self.draft_runner.draft_attn_backend = "stock"  # the worker gives it to its runner
         self.draft_attn_backend: Any = "stock"
         self.draft_extend_attn_backend = "stock extend"
         self.cuda_graph_runner: Any = None
@@ -59,7 +59,7 @@ class StockWorker:
         self.built: list[dict[str, Any]] = []
 
     def alloc_memory_pool(self) -> None:
-        self.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(8, 16))
+        self.req_to_token_pool = double("ReqToTokenPool", req_to_token=torch.zeros(8, 16))
 
     def init_attention_backend(self) -> None:
         self.draft_attn_backend = f"{self.speculative_num_steps} steps"
@@ -73,8 +73,9 @@ class StockWorker:
     def forward(self, forward_batch: Any) -> Any:
         self.layers_run += 1
         logits = torch.zeros(BATCH, VOCAB)
-        return SimpleNamespace(
-            logits_output=SimpleNamespace(next_token_logits=logits, hidden_states=None)
+        output = double("LogitsProcessorOutput", next_token_logits=logits, hidden_states=None)
+        return double(
+            "sglang.srt.model_executor.model_runner.ModelRunnerOutput", logits_output=output
         )
 
     def draft(self, batch: Any) -> Any:
@@ -110,12 +111,19 @@ def worker(draft: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def batch() -> Any:
-    return SimpleNamespace(
-        forward_mode=SimpleNamespace(is_idle=lambda: False),
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    return double(
+        "ForwardBatch",
+        forward_mode=ForwardMode.DECODE,
         req_pool_indices=torch.arange(BATCH),
         seq_lens=torch.ones(BATCH),
         batch_size=BATCH,
     )
+
+
+def test_the_worker_stood_in_for_has_nothing_that_sglangs_has_not() -> None:
+    assert invented(StockWorker(), "EagleDraftWorker") == {"forward", "layers_run", "built"}
 
 
 def test_graphs_are_captured_for_a_third_two_thirds_and_all_layers(worker: Any) -> None:

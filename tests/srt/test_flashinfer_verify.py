@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang_c2t.srt.compat import attribute_names
+from tests.doubles import double
 from tests.srt import test_tree_verify
 from tests.srt.test_tree_verify import Case, cases
 
@@ -48,14 +50,15 @@ def test_every_row_finds_its_keys_and_its_part_of_the_mask(
         packing.parents = None
     batch = len(case.parents)
     slots = batch + ghosts
-    forward_batch: Any = SimpleNamespace(
+    forward_batch = double(
+        "ForwardBatch",
         batch_size=slots,
         seq_lens=torch.tensor(case.seq_lens + [1] * ghosts),
         seq_lens_cpu=torch.tensor(case.seq_lens + [1] * ghosts),
         req_pool_indices=torch.tensor(case.slots + [0] * ghosts),
     )
-    backend = object.__new__(backend_module.RaggedFlashInferBackend)
-    backend.indices_updater_prefill = SimpleNamespace(req_to_token=case.table)
+    pool = double("ReqToTokenPool", req_to_token=case.table)
+    backend = double(backend_module.RaggedFlashInferBackend, req_to_token_pool=pool)
     room = 1000
     buffers = backend_module._GraphBuffers(
         *(torch.full((room,), -1, dtype=torch.int32) for _ in range(5)),
@@ -85,12 +88,24 @@ def test_every_row_finds_its_keys_and_its_part_of_the_mask(
     assert host.kv_lens.tolist() == host.kv_indptr.diff().tolist()
 
 
+def flashinfer(**attributes: Any) -> Any:
+    return double("FlashInferAttnBackend", **{"num_wrappers": 1, **attributes})
+
+
+def test_a_backend_is_adopted_with_all_that_sglang_gave_it(backend_module: ModuleType) -> None:
+    backend = flashinfer(page_size=1)
+    backend_module.adopt(backend)
+    assert isinstance(backend, backend_module.RaggedFlashInferBackend)
+    assert backend.page_size == 1
+
+
 def test_a_pool_or_model_that_one_plan_cannot_serve_is_named(backend_module: ModuleType) -> None:
-    plain = SimpleNamespace(num_wrappers=1)
-    assert backend_module.hindrance(plain) is None
-    windows = SimpleNamespace(num_wrappers=2)
-    assert "sliding windows" in backend_module.hindrance(windows)
-    translated = SimpleNamespace(
-        num_wrappers=1, kv_index_translator=SimpleNamespace(reads_are_translated=True)
+    assert backend_module.hindrance(flashinfer()) is None
+    assert "sliding windows" in backend_module.hindrance(flashinfer(num_wrappers=2))
+    if "kv_index_translator" not in attribute_names(type(flashinfer())):
+        return  # this SGLang does not translate
+    pools = double(
+        "KVIndexTranslator",
+        reads_are_translated=True,
     )
-    assert "translated" in backend_module.hindrance(translated)
+    assert "translated" in backend_module.hindrance(flashinfer(kv_index_translator=pools))

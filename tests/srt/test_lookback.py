@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from sglang_c2t.load import DraftDepth
+from tests.doubles import double
 
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
@@ -21,9 +22,9 @@ def lookback() -> ModuleType:
     return lookback
 
 
-def on_cpu(lookback: ModuleType) -> Any:
-    target = SimpleNamespace(model_runner=SimpleNamespace(device="cpu"))
-    return lookback.Lookback(target, lambda tensor: tensor)
+def on_cpu(lookback: ModuleType, **limits: Any) -> Any:
+    target = double("TpModelWorker", model_runner=double("ModelRunner", device="cpu"))
+    return lookback.Lookback(target, lambda tensor: tensor, **limits)
 
 
 def test_a_step_is_learnt_from_when_the_next_one_starts(lookback: ModuleType) -> None:
@@ -68,8 +69,7 @@ def test_ranks_decide_by_what_they_agreed_on(
 def test_a_batch_that_would_exceed_its_limit_is_packed_whatever_it_costs(
     lookback: ModuleType,
 ) -> None:
-    target = SimpleNamespace(model_runner=SimpleNamespace(device="cpu"))
-    memory = lookback.Lookback(target, lambda tensor: tensor, max_rows=16)
+    memory = on_cpu(lookback, max_rows=16)
     memory._on_cuda, memory._rows_per_request = True, 3.0
     memory._rule.decide_on(0.0, 1.0)
     assert not memory.packs(requests=4, width=4)

@@ -14,6 +14,7 @@ import torch
 from sglang_c2t.classifier.recording import Recording, RecordingWriter, read_recording
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft_layer import DraftLayer
+from tests.doubles import double
 from tests.recordings import ORIGIN
 
 
@@ -38,10 +39,8 @@ def layers(depths: int, batch: int) -> list[DraftLayer]:
 
 
 def request(rid: str, prompt: list[int], *, top_k: int = 1, grammar: object = None) -> Any:
-    params = SimpleNamespace(top_k=top_k)
-    return SimpleNamespace(
-        rid=rid, origin_input_ids=prompt, sampling_params=params, grammar=grammar
-    )
+    params = double("SamplingParams", top_k=top_k)
+    return double("Req", rid=rid, origin_input_ids=prompt, sampling_params=params, grammar=grammar)
 
 
 def add(
@@ -59,13 +58,14 @@ def add(
     if target is not None:
         logits = torch.nn.functional.one_hot(torch.tensor(target).flatten(), 9).float()
     of.add(
-        SimpleNamespace(reqs=reqs, seq_lens=torch.arange(100, 100 + len(reqs))),
+        double("ScheduleBatch", reqs=reqs, seq_lens=torch.arange(100, 100 + len(reqs))),
         layers(depths, len(reqs)),
         torch.tensor([True] * len(reqs) if recordable is None else recordable),
         torch.tensor(drafts or [[0] * (depths + 1)] * len(reqs)).flatten(),
-        SimpleNamespace(
+        double(
+            "GenerationBatchResult",
             accept_lens=torch.tensor(accept_lens or [1] * len(reqs)),
-            logits_output=SimpleNamespace(next_token_logits=logits),
+            logits_output=double("LogitsProcessorOutput", next_token_logits=logits),
         ),
     )
 
@@ -232,10 +232,11 @@ def test_rank_zero_records_under_the_names_of_the_models(
     topk: int | None,
 ) -> None:
     """Names and not paths; and whoever asks for the state finds the drafts on the disk."""
-    group = SimpleNamespace(rank_in_group=rank)
+    group = double("sglang.srt.distributed.parallel_state.GroupCoordinator", rank_in_group=rank)
     monkeypatch.setattr(recorder, "get_parallel", lambda: SimpleNamespace(tp_group=group))
     config = C2TConfig(record=str(tmp_path), record_roots="every", record_extra=("hidden",))
-    server_args = SimpleNamespace(
+    server_args = double(
+        "ServerArgs",
         model_path="/models/target",
         speculative_draft_model_path="org/draft",
         speculative_algorithm="EAGLE3",
@@ -264,7 +265,7 @@ def test_rank_zero_records_under_the_names_of_the_models(
 def test_without_a_directory_nothing_records(
     recorder: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = SimpleNamespace(rank_in_group=0)
+    group = double("sglang.srt.distributed.parallel_state.GroupCoordinator", rank_in_group=0)
     monkeypatch.setattr(recorder, "get_parallel", lambda: SimpleNamespace(tp_group=group))
     assert recorder.Recorder.from_config(C2TConfig(), SimpleNamespace()) is None
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +60,193 @@ def test_a_broken_seam_is_refused_in_a_sentence_that_names_it(monkeypatch) -> No
         compat.require_seams()
     assert f"{compat.EAGLE_COMMON}.eagle_prepare_for_verify" in str(error.value)
     assert f"SGLang {compat.sglang_version()}" in str(error.value)
+
+
+def all_seams() -> list[compat.Seam]:
+    """As this SGLang offers them, those that hold nothing here left out."""
+    chosen = [seam.chosen() for seam in (*compat.SEAMS, *compat.CPU_SEAMS)]
+    return [
+        dataclasses.replace(seam, otherwise=None)
+        for seam in chosen
+        if seam.only_with is None or compat._exists(seam.only_with)
+    ]
+
+
+def named(seam: compat.Seam) -> str:
+    return f"{seam.target.removeprefix('sglang.srt.')}-{seam.purpose}"
+
+
+def owners_of(target: str) -> tuple[list[Any], str]:
+    """Where a dotted name stands: the module, or the class and those it is inherited from."""
+    owner_name, _, name = target.rpartition(".")
+    owner = pkgutil.resolve_name(owner_name)
+    bases = owner.__mro__ if isinstance(owner, type) else (owner,)
+    return [base for base in bases if name in vars(base) and base is not object], name
+
+
+def refused(seam: compat.Seam) -> bool:
+    """Whether a start is refused in a sentence that names the seam and what it is for."""
+    with pytest.raises(compat.SeamError) as error:
+        compat.require_seams((seam,))
+    return seam.target in str(error.value) and seam.purpose in str(error.value)
+
+
+@pytest.mark.parametrize("seam", all_seams(), ids=named)
+def test_whatever_is_renamed_of_a_seam_the_start_is_refused(
+    seam: compat.Seam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its symbol, each parameter and each attribute."""
+    found = pkgutil.resolve_name(seam.target)
+    owners, name = owners_of(seam.target)
+    with monkeypatch.context() as patch:
+        for owner in owners:
+            patch.delattr(owner, name)
+        assert name == "__init__" or refused(seam)  # no class is without
+    for parameter in seam.parameters:
+        others = [p for p in compat._parameters(found) if p != parameter]
+        with monkeypatch.context() as patch:
+            patch.setattr(compat, "_parameters", _instead(compat._parameters, found, others))
+            assert refused(seam)
+    for field in seam.fields:
+        others = list(compat.attribute_names(found) - {field})
+        with monkeypatch.context() as patch:
+            names = _instead(compat.attribute_names, found, others)
+            patch.setattr(compat, "attribute_names", names)
+            assert refused(seam)
+
+
+def _instead(function: Any, of: Any, answer: list[str]) -> Any:
+    return lambda asked: set(answer) if asked == of else function(asked)
+
+
+class Base:
+    """Has an attribute of the class, and one that a method gives it."""
+
+    on_class = 1
+
+    def __init__(self) -> None:
+        self.in_init = self.on_class
+        (self.left, _), other = (1, 2), self
+        other.not_its_own = 3
+
+
+class Derived(Base):
+    annotated: int
+
+    def later(this) -> None:
+        this.in_method: int = 4
+
+
+def test_attributes_are_found_where_a_class_gives_them_to_its_instances(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the test of every seam above would prove little."""
+    source = inspect.getsource(Base) + inspect.getsource(Derived)
+    for cls in (Base, Derived):
+        monkeypatch.setattr(cls, "__module__", "sglang_c2t.imagined")
+    real = compat._assignments.__wrapped__
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib, "import_module", lambda name: name)
+        patch.setattr(inspect, "getsource", lambda module: source)
+        assignments = real("sglang_c2t.imagined")
+    monkeypatch.setattr(compat, "_assignments", lambda module: assignments)
+    names = compat.attribute_names.__wrapped__(Derived)
+    assert {"on_class", "in_init", "left", "in_method", "later"} <= names
+    assert not {"not_its_own", "annotated", "other"} & names
+
+
+def test_fields_of_a_dataclass_are_attributes() -> None:
+    assert {"prepared_out_cache_loc", "kv_loc_plan"} <= compat.attribute_names(NewVerifyInput)
+
+
+def test_what_is_not_there_is_not_written() -> None:
+    """SGLang would not read it, and nobody would notice."""
+    old = OldVerifyInput()
+    with pytest.raises(compat.SeamError, match="no kv_loc_plan on OldVerifyInput; C2T needs it"):
+        compat.write(old, kv_loc_plan=None)
+    assert not vars(old)
+    with pytest.raises(compat.SeamError, match="says where the packed rows are written"):
+        compat.swapped(old, "kv_loc_plan", 1).__enter__()
+    new = NewVerifyInput()
+    compat.write(new, kv_loc_plan="ours")
+    assert new.kv_loc_plan == "ours"
+
+
+# -- every write is listed ----------------------------------------------------------------
+
+SOURCES = sorted(Path(compat.__file__).parent.glob("*.py"))
+
+#: Names that hold objects of ours in these sources, or copies made for a call.
+OURS = {"self", "self._draft_worker", "COUNTERS", "CONTROL", "RECORDING", "wrapped", "group"}
+
+
+@functools.cache
+def listed() -> set[str]:
+    """Every name of a symbol or attribute in the list of seams."""
+    found = set()
+    for seam in (*compat.SEAMS, *compat.CPU_SEAMS):
+        each: compat.Seam | None = seam
+        while each is not None:
+            found |= {*each.fields, each.target.rpartition(".")[2]}
+            each = each.otherwise
+    return found
+
+
+def written_names(source: str) -> set[str]:
+    """Attributes written to objects that are not ours: assigned, or by :mod:`compat`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) not in OURS:
+                found.add(node.attr)
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func).removeprefix("compat.")
+            if called == "write":
+                found |= {keyword.arg for keyword in node.keywords if keyword.arg}
+            elif called in ("swapped", "wrap_global", "setattr"):
+                name = node.args[1]
+                if isinstance(name, ast.Constant) and ast.unparse(node.args[0]) != "self.gate":
+                    found.add(str(name.value))
+    return found
+
+
+#: Attributes of our own, on objects of ours that have no name of their own above.
+OWN = {"draft_steps", "lookback", "packed", "follow_ancestors", "_reads_host", "__class__"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_every_attribute_of_sglang_that_is_written_is_listed(path: Path) -> None:
+    foreign = {n for n in written_names(path.read_text()) if not n.startswith("c2t_")}
+    assert foreign - OWN <= listed()
+
+
+def our_classes() -> list[type]:
+    """Those with a base class of SGLang."""
+    found = []
+    for path in SOURCES:
+        module = importlib.import_module(f"sglang_c2t.srt.{path.stem}")
+        for cls in vars(module).values():
+            if isinstance(cls, type) and cls.__module__ == module.__name__:
+                found += [cls] if foreign_bases(cls) else []
+    return found
+
+
+def foreign_bases(cls: type) -> list[type]:
+    return [base for base in cls.__mro__ if base.__module__.split(".")[0] == "sglang"]
+
+
+def test_what_our_classes_assign_or_override_of_sglangs_is_listed() -> None:
+    """An attribute of ours that SGLang comes to use itself is found here as well."""
+    classes = our_classes()
+    assert {cls.__name__ for cls in classes} >= {"C2TEagleWorker", "RaggedFlashInferBackend"}
+    for cls in classes:
+        theirs = frozenset[str]().union(*map(compat.attribute_names, foreign_bases(cls)))
+        ours = [base for base in cls.__mro__ if base.__module__.startswith("sglang_c2t")]
+        written = frozenset[str]().union(
+            *map(compat._assigned, ours),
+            *({n for n in vars(base) if not n.startswith("__")} for base in ours),
+        )
+        assert (written & theirs) - OWN - {"_abc_impl"} <= listed(), cls
 
 
 def test_a_seam_that_moved_fits_where_either_place_is_there() -> None:

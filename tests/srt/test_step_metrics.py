@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_c2t.srt import step_metrics
 from sglang_c2t.srt.step_metrics import Step, _buckets, correct_gauge, count_step
+from tests.doubles import double
 
 
 @pytest.mark.parametrize(
@@ -45,20 +45,24 @@ def test_each_short_length_has_a_bucket_and_every_length_has_one(most: int) -> N
     assert all(wide <= 2 * narrow for narrow, wide in itertools.pairwise(buckets[1:]))
 
 
-def request(ended: bool) -> SimpleNamespace:
-    return SimpleNamespace(
-        spec_verify_ct=7, spec_num_cap_tokens=20, spec_num_correct_drafts=9, ended=ended
+def request(ended: bool) -> Any:
+    return double(
+        "Req",
+        spec_verify_ct=7,
+        spec_num_cap_tokens=20,
+        spec_num_correct_drafts=9,
+        finished_reason="ended" if ended else None,
     )
 
 
 def sglang_books(_processor: Any, result: Any, batch: Any) -> str:
     """SGLang's function, as far as books go: requests that ended are left out."""
-    for req, rows, correct in zip(batch.reqs, result.rows, result.correct, strict=True):
-        if not req.ended:
+    for req, rows, tokens in zip(batch.reqs, result.cap_lens, result.accept_lens, strict=True):
+        if req.finished_reason is None:
             req.spec_verify_ct += 1
             req.spec_num_cap_tokens += rows
-            req.spec_num_correct_drafts += correct
-    result.num_cap_tokens = sum(result.rows)
+            req.spec_num_correct_drafts += tokens - 1
+    result.num_cap_tokens = sum(result.cap_lens)
     return "resolved"
 
 
@@ -71,14 +75,21 @@ def test_what_is_counted_is_what_sglang_counts_for_its_requests(
 ) -> None:
     """A request that ended meanwhile was verified, yet is not in anybody's books."""
     monkeypatch.setattr(step_metrics.GATE_CLOCK, "seconds", 0.25)
-    collector = SimpleNamespace(labels={"model_name": "demo"})
-    processor = SimpleNamespace(
-        metrics_reporter=SimpleNamespace(
-            current_scheduler_metrics_enabled=True, metrics_collector=collector
-        )
+    components = "sglang.srt.managers.scheduler_components"
+    reporter = double(
+        f"{components}.metrics_reporter.SchedulerMetricsReporter",
+        current_scheduler_metrics_enabled=True,
+        metrics_collector=double(
+            "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector",
+            labels={"model_name": "demo"},
+        ),
     )
-    batch = SimpleNamespace(reqs=[request(False), request(True), request(False)])
-    result = SimpleNamespace(rows=[6, 4, 1], correct=[3, 2, 0])
+    processor = double(
+        f"{components}.batch_result_processor.SchedulerBatchResultProcessor",
+        metrics_reporter=reporter,
+    )
+    batch = double("ScheduleBatch", reqs=[request(False), request(True), request(False)])
+    result = double("GenerationBatchResult", cap_lens=[6, 4, 1], accept_lens=[4, 3, 1])
     assert count_step(sglang_books, processor, result, batch) == "resolved"
     assert sample("c2t:steps_total", model_name="demo") is None  # not one of our verifications
     result.c2t_step = Step(full=6, drafted=6, forwarded_rows=16)
@@ -112,6 +123,11 @@ def test_the_gauge_divides_by_real_drafts(
     c2t: bool, cap: float, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_metrics, "active", lambda: object() if c2t else None)
-    stats = SimpleNamespace(spec_accept_length=2.5, spec_cap_length=cap, spec_accept_rate=0.3)
+    stats = double(
+        "sglang.srt.observability.metrics_collector.SchedulerStats",
+        spec_accept_length=2.5,
+        spec_cap_length=cap,
+        spec_accept_rate=0.3,
+    )
     correct_gauge(None, stats)
     assert stats.spec_accept_rate == rate

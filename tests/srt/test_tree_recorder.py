@@ -20,6 +20,7 @@ from sglang_c2t.policies.base import TreeLayer, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.tree import Trees, child_links
 from sglang_c2t.tree_replay import Forest, replay_trees
+from tests.doubles import double
 from tests.oracles import accepted_path
 from tests.recordings import tree_origin
 from tests.srt.test_recorder import request, written
@@ -61,14 +62,15 @@ class Step:
         )  # fmt: skip
         return index, num_correct + 1
 
-    def result(self) -> SimpleNamespace:
+    def result(self) -> Any:
         """What SGLang's verification returns."""
         index, lens = self.accepted()
         logits = torch.nn.functional.one_hot(self.flat_target, VOCABULARY).float()
-        return SimpleNamespace(
+        return double(
+            "GenerationBatchResult",
             accept_index=index,
             accept_lens=lens,
-            logits_output=SimpleNamespace(next_token_logits=logits),
+            logits_output=double("LogitsProcessorOutput", next_token_logits=logits),
         )
 
 
@@ -102,7 +104,7 @@ def explored(batch: int, shape: TreeShape, *, packed: bool = True, seed: int = 0
 def add(of: Any, reqs: list[Any], step: Step, recordable: list[bool] | None = None) -> None:
     """Record the step as the worker does; positions are 100, 101, ..."""
     of.add_trees(
-        SimpleNamespace(reqs=reqs, seq_lens=torch.arange(100, 100 + len(reqs))),
+        double("ScheduleBatch", reqs=reqs, seq_lens=torch.arange(100, 100 + len(reqs))),
         step.layers,
         torch.tensor([True] * len(reqs) if recordable is None else recordable),
         step.trees,
@@ -242,9 +244,10 @@ def test_a_stopped_recording_takes_no_trees(recorder: ModuleType, tmp_path: Path
 def test_a_recording_of_trees_names_their_shape(
     recorder: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    group = SimpleNamespace(rank_in_group=0)
+    group = double("sglang.srt.distributed.parallel_state.GroupCoordinator", rank_in_group=0)
     monkeypatch.setattr(recorder, "get_parallel", lambda: SimpleNamespace(tp_group=group))
-    server_args = SimpleNamespace(
+    server_args = double(
+        "ServerArgs",
         model_path="target",
         speculative_draft_model_path="draft",
         speculative_algorithm="EAGLE3",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from sglang_c2t.cpu.tree_verify import verify_tree
 from sglang_c2t.tiers import Tiers
 from sglang_c2t.tree import Trees
 from tests import oracles
+from tests.doubles import double
 
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
@@ -51,8 +52,9 @@ def _acceptance_on_the_cpu(verify: ModuleType, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(verify.compat, "verify_tree_greedy", walk)
 
 
-#: A target that has captured no CUDA graphs.
-EAGER = SimpleNamespace(decode_cuda_graph_runner=None)
+def target_runner(graphs: Any = None) -> Any:
+    """SGLang's runner of the target, with CUDA graphs or without."""
+    return double("ModelRunner", decode_cuda_graph_runner=graphs)
 
 
 # -- batches of trees ---------------------------------------------------------------------
@@ -99,8 +101,9 @@ class Case:
         )
 
     def batch(self, **fields: Any) -> Any:
-        return SimpleNamespace(
-            req_to_token_pool=SimpleNamespace(req_to_token=self.table),
+        return double(
+            "ScheduleBatch",
+            req_to_token_pool=double("ReqToTokenPool", req_to_token=self.table),
             req_pool_indices=torch.tensor(self.slots),
             seq_lens=torch.tensor(self.seq_lens),
             **fields,
@@ -179,7 +182,7 @@ def test_the_target_is_given_live_nodes_with_their_slots_and_masks(
 ) -> None:
     """Packed back to back; the tables of the whole batch stay as they were."""
     whole = case.verify_input(verify)
-    packed, slots = whole.packing.forwarded(whole, case.batch(), EAGER)
+    packed, slots = whole.packing.forwarded(whole, case.batch(), target_runner())
     tokens = whole.draft_token.tolist()
     positions = whole.positions.tolist()
     at = [b * case.max_nodes + node for b, node in case.forwarded]
@@ -206,8 +209,8 @@ def test_a_graph_is_given_rows_up_to_its_tier_the_last_ones_padding(
 ) -> None:
     whole = case.verify_input(verify)
     tiers = Tiers(len(case.parents) + 1, case.max_nodes)
-    runner = SimpleNamespace(decode_cuda_graph_runner=SimpleNamespace(tiers=tiers))
-    packed, slots = whole.packing.forwarded(whole, case.batch(), runner)
+    graphs = double("sglang_c2t.srt.graphs.TieredGraphRunner", tiers=tiers)
+    packed, slots = whole.packing.forwarded(whole, case.batch(), target_runner(graphs))
     live = len(case.forwarded)
     tier = tiers.pick(live, len(case.parents))
     assert tier is not None
@@ -232,7 +235,7 @@ def sampling_info(**fields: Any) -> Any:
     base: dict[str, Any] = dict.fromkeys(
         ("acc_additive_penalties", "acc_scaling_penalties", "logit_bias")
     )
-    return SimpleNamespace(**{**base, "is_all_greedy": True, **fields})
+    return double("SamplingBatchInfo", **{**base, "is_all_greedy": True, **fields})
 
 
 def matched(
@@ -240,7 +243,10 @@ def matched(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = case.batch(sampling_info=sampling_info(**info))
     return verify.sample_and_match(
-        case.verify_input(verify), batch, SimpleNamespace(next_token_logits=logits), mask
+        case.verify_input(verify),
+        batch,
+        double("LogitsProcessorOutput", next_token_logits=logits),
+        mask,
     )
 
 
@@ -385,7 +391,7 @@ def test_the_accepted_path_moves_to_the_front_and_nothing_else_changes(
     predict, accept_lens, accept_index = found
     pool = Pool()
     hidden = torch.arange(2.0 * len(logits)).view(-1, 2)
-    output = SimpleNamespace(hidden_states=hidden.clone() if with_hidden else None)
+    output = double("LogitsProcessorOutput", hidden_states=hidden.clone() if with_hidden else None)
     case.table.zero_()  # the scheduler may have given the requests' rows away by now
     batch = case.batch(spec_info=verify_input)
     slots = verify_input.window.tolist()
@@ -412,14 +418,12 @@ def test_the_accepted_path_moves_to_the_front_and_nothing_else_changes(
 # -- where trees can be verified ----------------------------------------------------------
 
 
-class FlashInferAttnBackend:
-    """Only its name and its number of wrappers count."""
-
-    num_wrappers = 1
-
-
 def runner(backend: object) -> Any:
-    return SimpleNamespace(attn_backend=backend, model_config=None, device="cpu")
+    return double("ModelRunner", attn_backend=backend, model_config=None, device="cpu")
+
+
+def flashinfer() -> Any:
+    return double("FlashInferAttnBackend", num_wrappers=1)
 
 
 def config(mode: str) -> C2TConfig:
@@ -432,7 +436,7 @@ def test_flashinfer_verifies_trees_packed_unless_told_otherwise(
 ) -> None:
     monkeypatch.setattr(verify.compat, "has_recurrent_state", lambda model_config: False)
     monkeypatch.setattr(verify, "prepare", lambda *_, **__: None)
-    assert verify.decide(config(mode), runner(FlashInferAttnBackend())) is packed
+    assert verify.decide(config(mode), runner(flashinfer())) is packed
 
 
 def test_a_target_with_state_per_row_is_refused_whatever_its_attention(
@@ -440,7 +444,7 @@ def test_a_target_with_state_per_row_is_refused_whatever_its_attention(
 ) -> None:
     monkeypatch.setattr(verify.compat, "has_recurrent_state", lambda model_config: True)
     with pytest.raises(ConfigError, match="cannot verify trees: the target keeps recurrent state"):
-        verify.decide(config("auto"), runner(FlashInferAttnBackend()))
+        verify.decide(config("auto"), runner(flashinfer()))
 
 
 @pytest.mark.parametrize("mode", ["auto", "ragged", "static"])
