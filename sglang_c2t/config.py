@@ -4,7 +4,7 @@ The launcher resolves the configuration once (flags over file over defaults) and
 its JSON into one environment variable; SGLang's child processes inherit it. Users of
 ``sglang.Engine`` set the same variable themselves, to JSON or to a file's path.
 
-A leaf: imports neither torch nor sglang.
+Imports neither torch nor sglang.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from sglang_c2t.hints import did_you_mean
 
 CONFIG_ENV = "SGLANG_C2T_CONFIG"
 
@@ -154,7 +156,10 @@ class C2TConfig:
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                raise ConfigError(f"unknown c2t setting {key!r}; allowed: {', '.join(known)}")
+                raise ConfigError(
+                    f"unknown c2t setting {key!r}; allowed: {', '.join(known)}"
+                    f"{did_you_mean(key, known)}"
+                )
         return cls(**values)
 
     @classmethod

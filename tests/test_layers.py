@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "sglang_c2t"
 # Each part may import from the parts named behind it, itself included, and nothing else of
 # the package. Leaves come first.
 MAY_IMPORT = {
-    "config": set(),
+    "hints": set(),
+    "config": {"hints"},
     "metrics": set(),
     "tree": set(),
     "cpu": {"tree"},
@@ -26,7 +27,7 @@ MAY_IMPORT = {
     "prompts": {"config"},
     "record": {"config", "client", "prompts"},
     "classifier": {"config", "draft_layer", "files"},
-    "policies": {"config", "draft_layer", "classifier", "kernels"},
+    "policies": {"config", "hints", "draft_layer", "classifier", "kernels"},
     "relay": {"config", "draft_layer", "classifier", "kernels", "policies"},
     "chain": {"draft_layer", "kernels", "policies", "relay"},
     "growth": {"draft_layer", "policies", "tree"},
@@ -36,6 +37,7 @@ MAY_IMPORT = {
     "compare": {"policies", "replay"},
     "srt": {
         "config",
+        "hints",
         "metrics",
         "draft_layer",
         "classifier",
@@ -50,6 +52,7 @@ MAY_IMPORT = {
     },
     "cli": {
         "config",
+        "hints",
         "files",
         "classifier",
         "policies",
