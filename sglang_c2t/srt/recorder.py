@@ -74,7 +74,8 @@ class Recorder(Exploration):
         origin = {
             # Names only: a card travels, and the paths of one machine mean nothing on another.
             "target": Path(server_args.model_path).name,
-            "draft": Path(server_args.speculative_draft_model_path).name,
+            # None: draft layers of the target's own checkpoint.
+            "draft": Path(server_args.speculative_draft_model_path or server_args.model_path).name,
             "algorithm": server_args.speculative_algorithm,
             "num_steps": server_args.speculative_num_steps,
             "topk": server_args.speculative_eagle_topk or 1,

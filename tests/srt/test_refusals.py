@@ -314,6 +314,41 @@ def test_a_rule_that_reads_hidden_states_is_refused_until_graphs_are_switched_of
     assert served or "add --cuda-graph-backend-decode disabled" in found[0]
 
 
+def without_draft_path(algorithm: str) -> list[str]:
+    """All flags of drafting but the path."""
+    flags = list(speculative_flags("EAGLE")[2:])
+    at = flags.index("--speculative-draft-model-path")
+    return ["--speculative-algorithm", algorithm, *flags[:at], *flags[at + 2 :]]
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+def test_a_draft_model_that_is_not_named_is_refused(capsys, algorithm: str) -> None:
+    """SGLang would load the whole target a second time as its own draft."""
+    said = refusal(capsys, *without_draft_path(algorithm), "--c2t")
+    assert "add --speculative-draft-model-path" in said
+
+
+@pytest.mark.parametrize(("algorithm", "served"), [("NEXTN", True), ("EAGLE3", False)])
+def test_draft_layers_in_the_targets_checkpoint_need_no_path(
+    capsys, tmp_path: Path, algorithm: str, served: bool
+) -> None:
+    """MTP layers, here MiMo's, which SGLang finds when it builds the draft's configuration."""
+    model = json.loads((TARGET / "config.json").read_text())
+    model |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    flags = [*without_draft_path(algorithm), "--c2t", "--model-path", str(tmp_path)]
+    if served:
+        launch(*flags)
+    else:
+        assert "add --speculative-draft-model-path" in refusal(capsys, *flags)
+
+
+def test_pages_of_trees_are_refused_in_our_sentence_not_in_sglangs_traceback(capsys) -> None:
+    """SGLang raises for this backend, before it would ask us."""
+    said = refusal(capsys, *TREES, "--page-size", "16", "--c2t")
+    assert "set --page-size 1 with --speculative-eagle-topk above 1" in said
+
+
 def test_engine_users_get_an_exception_instead_of_an_exit(monkeypatch) -> None:
     """Switched on by the environment, a refusal must not end the caller's process."""
     from sglang_c2t.srt import args
