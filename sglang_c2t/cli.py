@@ -6,10 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from sglang_c2t import __version__
 from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.hints import hints_for
 
 if TYPE_CHECKING:
     from sglang_c2t.classifier.evaluation import Report
@@ -26,8 +27,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what was probably meant by a command or flag that does not exist."""
+
+    def error(self, message: str) -> NoReturn:
+        """Usage and one line, as argparse does."""
+        super().error(message + hints_for(message, self._names()))
+
+    def _names(self) -> set[str]:
+        """Flags and commands, those of the commands included."""
+        names = {flag for action in self._actions for flag in action.option_strings}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, command in action.choices.items():
+                    names |= {name, *command._names()}
+            elif action.choices is not None:
+                names |= set(action.choices)
+        return names
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sglang_c2t", description=__doc__)
+    parser = _Parser(prog="python -m sglang_c2t", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -97,6 +117,11 @@ def _record(args: argparse.Namespace) -> int:
         concurrency=args.concurrency,
     )
     print(f"recorded {state['new_drafts']} drafts in {state['directory']}")
+    if not state["named"]:
+        print(
+            f"{state['directory']} is not on this machine, or not ours to write: reports will not "
+            "tell the groups of this prompt file apart"
+        )
     return 0
 
 

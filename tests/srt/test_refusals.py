@@ -96,6 +96,33 @@ def test_a_wrong_setting_is_refused(capsys, flags: list[str], said: str) -> None
     assert said in refusal(capsys, *EAGLE3, "--c2t", *flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--c2t-bta", "0.5"], "--c2t-bta 0.5; did you mean --c2t-beta?"),
+        (["--c2-policy=fixed"], "--c2-policy=fixed; did you mean --c2t-policy?"),
+        (["--c2t_record", "d"], "--c2t_record d; did you mean --c2t-record?"),
+        (["--c2t-beta"], "argument --c2t-beta: expected one argument"),
+    ],
+)
+def test_a_typo_in_our_flags_is_one_line(capsys, flags: list[str], said: str) -> None:
+    """Without SGLang's usage, hundreds of lines before the error."""
+    with pytest.raises(SystemExit) as exit_:
+        launch(*EAGLE3, "--c2t", *flags)
+    assert exit_.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.rstrip().endswith(said)
+
+
+def test_a_typo_in_sglangs_flags_is_left_to_sglang(capsys) -> None:
+    with pytest.raises(SystemExit):
+        launch(*EAGLE3, "--speculative-nun-steps", "5")
+    err = capsys.readouterr().err
+    assert err.startswith("usage: ")
+    assert "did you mean" not in err
+
+
 def test_an_unknown_key_of_the_config_file_is_refused(capsys, tmp_path: Path) -> None:
     path = tmp_path / "c2t.json"
     path.write_text(json.dumps({"betta": 0.5}))
