@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument("--url", default="http://127.0.0.1:30000", help="default: %(default)s")
     record.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
     record.add_argument("--concurrency", type=int, default=32, help="default: %(default)s")
+    record.add_argument(
+        "--api-key", metavar="KEY",
+        help="the server's --api-key; safer in the environment variable SGLANG_API_KEY, which "
+        "no list of processes shows",
+    )  # fmt: skip
     record.set_defaults(run=_record)
 
     train = commands.add_parser("train", help="fit a classifier to a recording")
@@ -104,17 +111,21 @@ def _check(_args: argparse.Namespace) -> int:
 
 def _record(args: argparse.Namespace) -> int:
     from sglang_c2t.prompts import read_prompts
-    from sglang_c2t.record import record_prompts
+    from sglang_c2t.record import API_KEY_ENV, record_prompts
 
     for name in ("max_new_tokens", "concurrency"):
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} must be 1 or more, got {getattr(args, name)}")
+    api_key = args.api_key or os.environ.get(API_KEY_ENV) or None
+    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
+        raise ConfigError("the API key must be ASCII without spaces; it is not shown here")
     state = record_prompts(
         args.url.rstrip("/"),
         read_prompts(args.prompts),
         max_new_tokens=args.max_new_tokens,
         concurrency=args.concurrency,
+        api_key=api_key,
     )
     print(f"recorded {state['new_drafts']} drafts in {state['directory']}")
     if not state["named"]:
