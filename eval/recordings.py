@@ -28,6 +28,7 @@ from eval.server import DRAFTS, TARGET, Launch, running, speculative_flags
 from sglang_c2t.classifier.recording import Recording, read_recording
 from sglang_c2t.client import greedy, run_load
 from sglang_c2t.policies.base import TreeShape
+from sglang_c2t.request_names import name_requests
 
 NUM_STEPS = 10
 MAX_NEW_TOKENS = 96
@@ -145,3 +146,4 @@ def _serve(algorithm: str, texts: Sequence[Prompt], directory: Path, what: Recor
         state = server.c2t_state()["recording"]  # writes what is pending
         if state["stopped"] or state["drafts_written"] != state["drafts"]:
             raise RuntimeError(f"recording is not complete: {state}")
+        name_requests(directory, state["id_key"], [body["rid"] for body in bodies])

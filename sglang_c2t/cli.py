@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from sglang_c2t import __version__
 from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.hints import hints_for
 
 if TYPE_CHECKING:
     from sglang_c2t.classifier.evaluation import Report
@@ -26,8 +29,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what was probably meant by a command or flag that does not exist."""
+
+    def error(self, message: str) -> NoReturn:
+        """Usage and one line, as argparse does."""
+        super().error(message + hints_for(message, self._names()))
+
+    def _names(self) -> set[str]:
+        """Flags and commands, those of the commands included."""
+        names = {flag for action in self._actions for flag in action.option_strings}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, command in action.choices.items():
+                    names |= {name, *command._names()}
+            elif action.choices is not None:
+                names |= set(action.choices)
+        return names
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sglang_c2t", description=__doc__)
+    parser = _Parser(prog="python -m sglang_c2t", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -39,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument("--url", default="http://127.0.0.1:30000", help="default: %(default)s")
     record.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
     record.add_argument("--concurrency", type=int, default=32, help="default: %(default)s")
+    record.add_argument(
+        "--api-key", metavar="KEY",
+        help="the server's --api-key; safer in the environment variable SGLANG_API_KEY, which "
+        "no list of processes shows",
+    )  # fmt: skip
     record.set_defaults(run=_record)
 
     train = commands.add_parser("train", help="fit a classifier to a recording")
@@ -84,19 +111,28 @@ def _check(_args: argparse.Namespace) -> int:
 
 def _record(args: argparse.Namespace) -> int:
     from sglang_c2t.prompts import read_prompts
-    from sglang_c2t.record import record_prompts
+    from sglang_c2t.record import API_KEY_ENV, record_prompts
 
     for name in ("max_new_tokens", "concurrency"):
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} must be 1 or more, got {getattr(args, name)}")
+    api_key = args.api_key or os.environ.get(API_KEY_ENV) or None
+    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
+        raise ConfigError("the API key must be ASCII without spaces; it is not shown here")
     state = record_prompts(
         args.url.rstrip("/"),
         read_prompts(args.prompts),
         max_new_tokens=args.max_new_tokens,
         concurrency=args.concurrency,
+        api_key=api_key,
     )
     print(f"recorded {state['new_drafts']} drafts in {state['directory']}")
+    if not state["named"]:
+        print(
+            f"{state['directory']} is not on this machine, or not ours to write: reports will not "
+            "tell the groups of this prompt file apart"
+        )
     return 0
 
 

@@ -73,9 +73,15 @@ def post_all(
     *,
     concurrency: int,
     on_answer: Callable[[], None] = lambda: None,
+    api_key: str | None = None,
 ) -> tuple[list[dict[str, Any]], float]:
     """POST every (path, body) once; the replies in order, and seconds for all of them."""
-    return asyncio.run(_post_all(url, requests, concurrency, on_answer))
+    return asyncio.run(_post_all(url, requests, concurrency, on_answer, authorization(api_key)))
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The header that SGLang's ``--api-key`` asks for; none without a key."""
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
 async def _post_all(
@@ -83,11 +89,14 @@ async def _post_all(
     requests: Sequence[tuple[str, dict[str, Any]]],
     concurrency: int,
     on_answer: Callable[[], None],
+    headers: dict[str, str],
 ) -> tuple[list[dict[str, Any]], float]:
     gate = asyncio.Semaphore(concurrency)
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
     connector = aiohttp.TCPConnector(limit=concurrency)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=connector, headers=headers
+    ) as session:
 
         async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
             async with gate, session.post(f"{url}{path}", json=body) as response:
@@ -103,9 +112,10 @@ async def _post_all(
         return list(replies), time.perf_counter() - start
 
 
-def c2t_state(url: str) -> dict[str, Any]:
+def c2t_state(url: str, api_key: str | None = None) -> dict[str, Any]:
     """What the plugin reports in /server_info; {} when it reports nothing."""
-    with urllib.request.urlopen(f"{url}/server_info", timeout=30) as response:
+    asked = urllib.request.Request(f"{url}/server_info", headers=authorization(api_key))
+    with urllib.request.urlopen(asked, timeout=30) as response:
         info = json.load(response)
     state: dict[str, Any] = info["internal_states"][0].get("c2t", {})
     return state

@@ -4,7 +4,7 @@ The launcher resolves the configuration once (flags over file over defaults) and
 its JSON into one environment variable; SGLang's child processes inherit it. Users of
 ``sglang.Engine`` set the same variable themselves, to JSON or to a file's path.
 
-A leaf: imports neither torch nor sglang.
+Imports neither torch nor sglang.
 """
 
 from __future__ import annotations

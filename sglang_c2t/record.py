@@ -10,7 +10,9 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import aiohttp
 from rich.progress import Progress
@@ -18,18 +20,29 @@ from rich.progress import Progress
 from sglang_c2t.client import c2t_state, post_all
 from sglang_c2t.config import ConfigError
 from sglang_c2t.prompts import PromptRow, request
+from sglang_c2t.request_names import name_requests
+
+#: Holds the server's key; unlike a flag it is in no list of processes and no shell history.
+API_KEY_ENV = "SGLANG_API_KEY"
 
 
 def record_prompts(
-    url: str, rows: Sequence[PromptRow], *, max_new_tokens: int, concurrency: int
+    url: str,
+    rows: Sequence[PromptRow],
+    *,
+    max_new_tokens: int,
+    concurrency: int,
+    api_key: str | None = None,
 ) -> dict[str, Any]:
     """Send ``rows`` and return the server's recording state, all drafts written.
 
     Request ids are ``GROUP/NUMBER-RUN``, so that reports can tell groups apart, and replay the
-    runs that went into one directory.
+    runs that went into one directory. The server records hashes of them; the names are put
+    beside, where the directory is on this machine (``named`` in the state that is returned).
+    ``api_key`` is the server's ``--api-key``, if it has one.
     Raises :class:`ConfigError` when the server does not record or stops recording.
     """
-    before = _recording_state(url)
+    before = _recording_state(url, api_key)
     run = uuid.uuid4().hex[:8]
     numbers: Counter[str] = Counter()
     requests = []
@@ -45,17 +58,36 @@ def record_prompts(
                 requests,
                 concurrency=concurrency,
                 on_answer=lambda: progress.advance(task),
+                api_key=api_key,
             )
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             why = str(error) or type(error).__name__
             raise ConfigError(f"the server at {url} failed a request: {why}") from error
-    state = _recording_state(url)  # a server that is asked writes what is pending
-    return {**state, "new_drafts": state["drafts_written"] - before["drafts_written"]}
+    state = _recording_state(url, api_key)  # a server that is asked writes what is pending
+    named = _name(state, [body["rid"] for _, body in requests])
+    new_drafts = state["drafts_written"] - before["drafts_written"]
+    return {**state, "new_drafts": new_drafts, "named": named}
 
 
-def _recording_state(url: str) -> dict[str, Any]:
+def _name(state: dict[str, Any], rids: list[str]) -> bool:
+    """Whether the names of the requests could be put into the recording."""
     try:
-        state = c2t_state(url)
+        name_requests(Path(state["directory"]), state["id_key"], rids)
+    except OSError:  # the server's directory, and perhaps another machine's
+        return False
+    return True
+
+
+def _recording_state(url: str, api_key: str | None) -> dict[str, Any]:
+    try:
+        state = c2t_state(url, api_key)
+    except HTTPError as error:
+        if error.code in (401, 403):
+            raise ConfigError(
+                f"the server at {url} wants {'another' if api_key else 'its'} key: set "
+                f"{API_KEY_ENV} to what its --api-key says, or add --api-key"
+            ) from error
+        raise ConfigError(f"no SGLang server answers at {url}: {error}") from error
     except (OSError, HTTPException, LookupError, TypeError, AttributeError, ValueError) as error:
         why = str(error).strip()
         raise ConfigError(f"no SGLang server answers at {url}: {why}") from error

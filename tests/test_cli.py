@@ -179,6 +179,24 @@ class Hungry:
 
 
 @pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("chek", "check"),
+        ("evalute {r}/every", "evaluate"),
+        ("record prompts.jsonl --concurency 3", "--concurrency"),
+        ("train {r}/every --out x --calibration isotnic", "isotonic"),
+    ],
+)
+def test_a_typo_is_answered_with_what_was_meant(
+    run: Callable[[str], int], capsys: pytest.CaptureFixture[str], line: str, meant: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run(line)
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.strip().endswith(f"; did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
     "line", ["", "train", "train {r}/every", "train {r}/every --out x --calibration platt", "serve"]
 )
 def test_an_incomplete_command_explains_its_use(

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "sglang_c2t"
 # the package. Leaves come first.
 MAY_IMPORT = {
     "checks": set(),
+    "hints": set(),
     "config": {"checks"},
     "metrics": set(),
     "tree": set(),
@@ -26,8 +27,9 @@ MAY_IMPORT = {
     "client": set(),
     "files": set(),
     "prompts": {"config"},
-    "record": {"config", "client", "prompts"},
-    "classifier": {"checks", "config", "draft_layer", "files"},
+    "request_names": {"config", "files"},
+    "record": {"config", "client", "prompts", "request_names"},
+    "classifier": {"checks", "config", "draft_layer", "files", "request_names"},
     "policies": {"checks", "config", "draft_layer", "classifier", "kernels"},
     "relay": {"checks", "config", "draft_layer", "classifier", "kernels", "policies"},
     "chain": {"draft_layer", "kernels", "policies", "relay"},
@@ -39,11 +41,13 @@ MAY_IMPORT = {
     "srt": {
         "checks",
         "config",
+        "hints",
         "metrics",
         "draft_layer",
         "classifier",
         "policies",
         "relay",
+        "request_names",
         "chain",
         "tree",
         "tree_gate",
@@ -54,6 +58,7 @@ MAY_IMPORT = {
     },
     "cli": {
         "config",
+        "hints",
         "files",
         "classifier",
         "policies",

@@ -7,13 +7,16 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_c2t.cli import main
 from sglang_c2t.config import ConfigError
 from sglang_c2t.prompts import PromptRow
 from sglang_c2t.record import record_prompts
+from sglang_c2t.request_names import names_in, recorded_id
 
 ROWS = [
     PromptRow("math", text="a"),
@@ -26,22 +29,41 @@ class FakeServer:
     """Records three drafts a request; whoever asks how far it is finds all of them written."""
 
     def __init__(self) -> None:
-        self.state = {"directory": "/drafts", "drafts": 0, "drafts_written": 0, "stopped": None}
+        self.state = {
+            "directory": "/drafts",
+            "drafts": 0,
+            "drafts_written": 0,
+            "stopped": None,
+            "id_key": "00" * 16,
+        }
         self.info: Any = {"internal_states": [{"c2t": {"recording": self.state}}]}
         self.status = 200
+        self.key: str | None = None
         self.reply = b"{}"
         self.stops_after: int | None = None  # requests
         self.got: list[tuple[str, dict[str, Any]]] = []
         server = self
 
         class Handler(BaseHTTPRequestHandler):
+            def admitted(self) -> bool:
+                """As SGLang's --api-key; answers 401 otherwise."""
+                wanted = None if server.key is None else f"Bearer {server.key}"
+                if self.headers["Authorization"] == wanted:
+                    return True
+                self.answer(401, b"{}")
+                return False
+
             def do_GET(self) -> None:
                 assert self.path == "/server_info"
+                if not self.admitted():
+                    return
                 server.state["drafts_written"] = server.state["drafts"]
                 self.answer(200, json.dumps(server.info).encode())
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if not self.admitted():
+                    return
                 server.got.append((self.path, body))
                 server.state["drafts"] += 3
                 if len(server.got) == server.stops_after:
@@ -106,6 +128,61 @@ def test_the_state_behind_the_last_answer_is_returned(server: FakeServer) -> Non
     assert state["drafts_written"] == state["drafts"] == 49
     assert state["new_drafts"] == 9
     assert state["directory"] == "/drafts"
+
+
+def test_the_key_is_sent_with_every_request(server: FakeServer) -> None:
+    server.key = "secret"
+    record_prompts(server.url, ROWS, max_new_tokens=16, concurrency=2, api_key="secret")
+    assert len(server.got) == len(ROWS)
+
+
+@pytest.mark.parametrize(("key", "said"), [(None, "wants its key"), ("no", "wants another key")])
+def test_a_missing_or_wrong_key_is_one_line_that_says_where_to_put_it(
+    server: FakeServer, key: str | None, said: str
+) -> None:
+    server.key = "secret"
+    with pytest.raises(ConfigError, match=f"{said}: set SGLANG_API_KEY") as error:
+        record_prompts(server.url, ROWS, max_new_tokens=16, concurrency=2, api_key=key)
+    assert "secret" not in str(error.value)
+    assert server.got == []
+
+
+@pytest.mark.parametrize("by", ["flag", "environment", "flag over environment"])
+def test_the_command_takes_the_key_from_its_flag_or_the_environment(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    server.key = "secret"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "a"}\n')
+    monkeypatch.setenv("SGLANG_API_KEY", {"flag": "", "environment": "secret"}.get(by, "wrong"))
+    flag = [] if by == "environment" else ["--api-key", "secret"]
+    assert main(["record", str(prompts), "--url", server.url, *flag]) == 0
+
+
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "a"}\n')
+    assert main(["record", str(prompts), "--url", server.url, "--api-key", "se\ncret"]) == 2
+    err = capsys.readouterr().err
+    assert "the API key must be ASCII without spaces" in err
+    assert "cret" not in err
+
+
+def test_the_requests_are_named_in_a_recording_that_is_on_this_machine(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    """The server records hashes; who sent the prompts knows what they stand for."""
+    assert drive(server.url)["named"] is False
+    server.state["directory"] = str(tmp_path)
+    for runs in (1, 2):
+        server.got.clear()
+        assert drive(server.url)["named"] is True
+        names = names_in(tmp_path)
+        rids = {body["rid"] for _, body in server.got}
+        assert {recorded_id(rid, "00" * 16): rid for rid in rids}.items() <= names.items()
+        assert len(names) == 3 * runs
 
 
 @pytest.mark.parametrize(

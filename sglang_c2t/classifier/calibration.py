@@ -30,7 +30,8 @@ class Isotonic(NamedTuple):
         right = torch.searchsorted(x, confidence.contiguous()).clamp(1, len(x) - 1)
         left = right - 1
         share = ((confidence - x[left]) / (x[right] - x[left])).clamp(0, 1)
-        return y[left] + share * (y[right] - y[left])
+        # Exact at both ends; y[left] + share * (y[right] - y[left]) is not at the right one.
+        return torch.lerp(y[left], y[right], share)
 
     def to(self, device: torch.device | str) -> Isotonic:
         """The same map on ``device``, where the confidences are."""

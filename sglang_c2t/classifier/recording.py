@@ -24,7 +24,8 @@ before children, so a chain of D tokens is D rows with parents -1, 0, 1, ...:
 and, when asked for, any other measurement of ``draft_layer`` by its name (``hidden``,
 ``topk_prob`` as float16). A shard's metadata carries the format's version, how things
 were measured (:class:`FeatureSpec`), the models and the drafts' shape (``origin``; its
-``topk`` is 1 for chains), the request ids, and ``roots``:
+``topk`` is 1 for chains), the request ids (keyed hashes of the clients', which may hold
+anything; ``request_names.py`` gives them their names back), and ``roots``:
 
     visited     roots the server really verified from, whole drafts
     every       one root per generated token, to replay policies: for chains any of them exactly,
@@ -51,6 +52,7 @@ from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import HISTORY, DraftLayer
 from sglang_c2t.files import write_whole
+from sglang_c2t.request_names import names_in
 
 FORMAT = "c2t-recording"
 VERSION = 2
@@ -140,7 +142,7 @@ class Recording:
 
     def groups(self) -> list[str]:
         """Per request, the part of its id before the last slash: a task, where
-        ``sglang_c2t record`` made the ids; the whole id without one.
+        ``sglang_c2t record`` named the requests; the whole id without one.
         """
         return [rid.rsplit("/", 1)[0] for rid in self.requests]
 
@@ -246,11 +248,13 @@ def read_recording(*directories: str | os.PathLike[str], mix_drafts: bool = Fals
     ``mix_drafts`` admits several draft models, for a classifier that is to serve them all.
     """
     paths: list[Path] = []
+    names: dict[str, str] = {}
     for directory in directories:
         shards = sorted(Path(directory).glob("*.safetensors"))
         if not shards:
             raise ConfigError(f"no recording in {directory}: no *.safetensors shard found")
         paths += shards
+        names |= names_in(Path(directory))
     nodes: list[dict[str, Tensor]] = []
     drafts: list[dict[str, Tensor]] = []
     origins: list[dict[str, Any]] = []
@@ -270,7 +274,7 @@ def read_recording(*directories: str | os.PathLike[str], mix_drafts: bool = Fals
                 "trained for one: keep the recordings apart, or add --mix-drafts"
             )
         here = origins.index(origin)
-        rids = metadata["requests"]
+        rids = [names.get(rid, rid) for rid in metadata["requests"]]
         index = torch.tensor([requests.setdefault((here, r), len(requests)) for r in rids])
         draft = {name: tensors[f"draft.{name}"] for name in DRAFT_COLUMNS}
         tensors = {name: t for name, t in tensors.items() if not name.startswith("draft.")}

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from sglang_c2t.config import RECORD_ROOTS, VERIFY_MODES, ConfigError, publish, resolve
 from sglang_c2t.draft_layer import HISTORY, known_measurement
+from sglang_c2t.hints import hints_for
 from sglang_c2t.policies import POLICIES, check_policy, tree_policy_names
 from sglang_c2t.srt import compat
 
@@ -53,6 +54,7 @@ class _EnableC2T(argparse._StoreTrueAction):
 
 def add_arguments(_result: None, parser: argparse.ArgumentParser) -> None:
     """AFTER hook on ``ServerArgs.add_cli_args``."""
+    shorten_our_errors(parser)
     group = parser.add_argument_group("C2T (sglang-c2t plugin)")
     unset = argparse.SUPPRESS  # a flag the user did not type must not override --c2t-config
     group.add_argument(
@@ -123,6 +125,23 @@ def add_arguments(_result: None, parser: argparse.ArgumentParser) -> None:
         default=unset,
         help="JSON file with any of these settings; flags win over the file.",
     )
+
+
+def shorten_our_errors(parser: argparse.ArgumentParser) -> None:
+    """One line for errors about our flags.
+
+    argparse would print SGLang's usage first, which is hundreds of lines long.
+    """
+    with_usage = parser.error
+
+    def error(message: str) -> NoReturn:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        hints = hints_for(message, flags)
+        if "--c2t" not in message + hints:
+            with_usage(message)
+        parser.exit(2, f"{parser.prog}: error: {message}{hints}\n")
+
+    parser.error = error  # type: ignore[method-assign]
 
 
 _parsed_from_command_line = False

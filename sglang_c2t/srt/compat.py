@@ -231,6 +231,11 @@ SEAMS: tuple[Seam, ...] = (
         "reads resolved server arguments",
         otherwise=Seam(f"{OVERRIDES}.resolved_view", "reads resolved server arguments"),
     ),
+    Seam(
+        "sglang.srt.configs.model_config.ModelConfig.from_server_args",
+        "learns whether the target's checkpoint holds a draft",
+        ["server_args", "is_draft_model"],
+    ),
     Seam(f"{EAGLE_WORKER}.EAGLEWorkerV2", "worker of EAGLE, EAGLE3 and NEXTN"),
     Seam(f"{EAGLE_WORKER}.EAGLEWorkerV2.verify", "cuts drafts before verification", ["batch"]),
     Seam(
@@ -932,6 +937,19 @@ def decode_graphs_enabled(cfg: Any) -> bool:
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
     return bool(cfg.cuda_graph_config.decode.backend != Backend.DISABLED)
+
+
+def bundles_draft(cfg: Any) -> bool:
+    """Whether SGLang takes draft layers out of the target's own checkpoint (MTP): as a draft
+    the target's path then stands for another architecture.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    target, draft = (
+        ModelConfig.from_server_args(cfg, is_draft_model=as_draft).hf_config.architectures
+        for as_draft in (False, True)
+    )
+    return bool(target != draft)
 
 
 def simulates_acceptance() -> bool:

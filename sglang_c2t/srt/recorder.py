@@ -29,6 +29,7 @@ from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.policies.base import TreeLayer
 from sglang_c2t.relay import Exploration
+from sglang_c2t.request_names import new_key, recorded_id
 from sglang_c2t.srt.reporting import BEFORE_REPORT, RECORDING
 from sglang_c2t.tree import Trees, least_on_path
 
@@ -61,6 +62,7 @@ class Recorder(Exploration):
         self._extra = sorted(extra)
         self._share = share
         self._random = random.Random(0)
+        self.id_key = RECORDING.id_key = new_key()
         self._writer = writer
         self._lock = threading.Lock()
         self._stopped = False
@@ -74,7 +76,8 @@ class Recorder(Exploration):
         origin = {
             # Names only: a card travels, and the paths of one machine mean nothing on another.
             "target": Path(server_args.model_path).name,
-            "draft": Path(server_args.speculative_draft_model_path).name,
+            # None: draft layers of the target's own checkpoint.
+            "draft": Path(server_args.speculative_draft_model_path or server_args.model_path).name,
             "algorithm": server_args.speculative_algorithm,
             "num_steps": server_args.speculative_num_steps,
             "topk": server_args.speculative_eagle_topk or 1,
@@ -168,7 +171,8 @@ class Recorder(Exploration):
             "prompt": torch.tensor([_checksum(req.origin_input_ids) for req in reqs]),
             "position": batch.seq_lens.cpu()[rows],
         }
-        self._write(lambda: self._writer.add(nodes, drafts, [req.rid for req in reqs]))
+        ids = [recorded_id(req.rid, self.id_key) for req in reqs]
+        self._write(lambda: self._writer.add(nodes, drafts, ids))
         RECORDING.drafts += len(reqs)
 
     def _flush_forever(self) -> None:

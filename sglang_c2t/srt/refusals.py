@@ -7,7 +7,7 @@ run on SGLang's *resolved* arguments, so values that SGLang chose by itself coun
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from sglang_c2t.config import ConfigError, active
 from sglang_c2t.policies import (
@@ -54,6 +54,16 @@ def _policy(cfg: Any) -> ChainPolicy | TreePolicy | None:
     return build_tree_policy(config) if _trees(cfg) else build_policy(config)
 
 
+def _lacks_draft(cfg: Any) -> bool:
+    """No draft model is named, and SGLang finds none in the target's own checkpoint.
+
+    It would draft with the whole target instead.
+    """
+    if cfg.speculative_algorithm not in ALGORITHMS or cfg.speculative_draft_model_path is not None:
+        return False
+    return cfg.speculative_algorithm not in ("EAGLE", "NEXTN") or not compat.bundles_draft(cfg)
+
+
 def _bounds_rows() -> bool:
     config = active()
     return config is not None and config.max_verify_rows is not None
@@ -81,6 +91,23 @@ def _ignores_accept_thresholds(cfg: Any) -> bool:
     return _trees(cfg) and not compat.accepts_exactly(cfg)
 
 
+def _pages_of_trees(cfg: Any) -> bool:
+    """Of arguments that may still be as they were typed."""
+    algorithm = (cfg.speculative_algorithm or "").upper()
+    return (
+        algorithm in ALGORITHMS
+        and (cfg.speculative_eagle_topk or 1) > 1
+        and (cfg.page_size or 1) > 1
+    )
+
+
+#: Looked at before SGLang's own checks, too: it refuses this on some backends only, and with a
+#: traceback.
+PAGES_OF_TREES = Refusal(
+    _pages_of_trees,
+    "--c2t grows trees on single KV slots: set --page-size 1 with --speculative-eagle-topk above 1",
+)
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: cfg.speculative_algorithm is None,
@@ -96,10 +123,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "--c2t-max-verify-rows bounds trees: set --speculative-eagle-topk above 1, or drop it",
     ),
     Refusal(
-        lambda cfg: _trees(cfg) and cfg.page_size > 1,
-        "--c2t grows trees on single KV slots: set --page-size 1 with --speculative-eagle-topk "
-        "above 1",
+        _lacks_draft,
+        "--c2t needs a draft model: add --speculative-draft-model-path; only EAGLE and NEXTN do "
+        "without, where the target's own checkpoint holds draft layers",
     ),
+    PAGES_OF_TREES,
     Refusal(
         lambda cfg: _trees(cfg) and cfg.attention_backend not in compat.TREE_BACKENDS,
         "--c2t verifies trees with --attention-backend "
@@ -215,6 +243,8 @@ def _misfit(cfg: Any) -> list[str]:
 
 def check_resolved_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Resolution hook around SGLang's own speculative checks."""
+    if active() is not None and PAGES_OF_TREES.applies(compat.resolved(server_args)):
+        _refuse([PAGES_OF_TREES.sentence])
     previous(server_args)
     if active() is None:
         return
@@ -223,7 +253,11 @@ def check_resolved_arguments(server_args: Any, previous: Callable[[Any], None]) 
     except ConfigError as unbuildable:
         sentences = [str(unbuildable)]
     if sentences:
-        error = ConfigError("; ".join(sentences))
-        if parsed_from_command_line():
-            exit_with(error)
-        raise error
+        _refuse(sentences)
+
+
+def _refuse(sentences: list[str]) -> NoReturn:
+    error = ConfigError("; ".join(sentences))
+    if parsed_from_command_line():
+        exit_with(error)
+    raise error

@@ -40,6 +40,7 @@ class RecordingState:
     drafts: int = 0
     drafts_written: int = 0
     stopped: str | None = None  # why, once it has
+    id_key: str | None = None  # turns a request's id into the recorded one, see request_names.py
 
 
 RECORDING = RecordingState()

@@ -103,6 +103,19 @@ def test_between_two_knots_the_map_is_a_straight_line() -> None:
     )
 
 
+def test_at_a_knot_the_map_is_the_knots_value_to_the_last_bit() -> None:
+    """Else tokens of one block get two confidences, which two bins of the ECE may part.
+
+    In float32 1/7 + (2/5 - 1/7) is 0.39999998, one bin below 2/5.
+    """
+    x, y = torch.tensor([0.0, 0.3, 0.7]), torch.tensor([1 / 7, 2 / 5, 2 / 5])
+    assert torch.equal(Isotonic(x, y)(x), y)
+    labels = torch.tensor([1.0] + [0.0] * 6 + [1, 1, 0, 0, 0] + [1, 1, 0, 0, 0])
+    tokens = torch.tensor([0.0] * 7 + [0.3] * 5 + [0.7] * 5)
+    calibrated = fit_isotonic(tokens, labels)(tokens)
+    assert calibrated.unique().tolist() == torch.tensor([1 / 7, 2 / 5]).tolist()
+
+
 def test_equal_confidences_cannot_be_calibrated() -> None:
     with pytest.raises(ConfigError, match="all confidences are equal"):
         fit_isotonic(torch.full((5,), 0.3), torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]))

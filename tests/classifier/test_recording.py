@@ -21,6 +21,7 @@ from sglang_c2t.classifier.recording import (
     read_recording,
 )
 from sglang_c2t.config import ConfigError
+from sglang_c2t.request_names import name_requests, recorded_id
 from tests.recordings import ORIGIN, Draft, chain, random_chains, recording, tables, trees, write
 
 CHAINS = random_chains(4, roots=3, depth=3)
@@ -101,6 +102,25 @@ def test_the_same_request_id_from_two_origins_stays_two_requests(tmp_path: Path)
 def test_the_same_request_in_two_shards_stays_one_request(tmp_path: Path) -> None:
     write(tmp_path, [chain([0.5], [1], request=rid) for rid in "abcab"], shard_nodes=1)
     assert read_recording(tmp_path).requests == ["a", "b", "c"]
+
+
+def test_a_file_of_names_gives_hashed_requests_their_names_back(tmp_path: Path) -> None:
+    """Of those it knows; the groups are the names'."""
+    ids = [recorded_id(rid, "ab") for rid in ("math/0", "a client's", "math/1")]
+    write(tmp_path, [chain([0.5], [1], request=rid) for rid in ids])
+    assert read_recording(tmp_path).requests == ids
+    name_requests(tmp_path, "ab", ["math/0", "math/1"])
+    read = read_recording(tmp_path)
+    assert read.requests == ["math/0", ids[1], "math/1"]
+    assert read.groups() == ["math", ids[1], "math"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', "\xff"])
+def test_a_broken_file_of_names_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    write(tmp_path, [chain([0.5], [1])])
+    (tmp_path / "names-1.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"names-1\.json"):
+        read_recording(tmp_path)
 
 
 def test_groups_are_the_ids_up_to_the_last_slash() -> None:

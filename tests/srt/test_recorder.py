@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from sglang_c2t.classifier.recording import Recording, RecordingWriter, read_recording
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.request_names import name_requests
 from tests.doubles import double
 from tests.recordings import ORIGIN
 
@@ -70,8 +72,10 @@ def add(
     )
 
 
-def written(directory: Path, of: Any) -> Recording:
+def written(directory: Path, of: Any, reqs: list[Any]) -> Recording:
+    """What was recorded, by somebody who knows the requests."""
     of.flush()
+    name_requests(directory, of.id_key, [req.rid for req in reqs])
     return read_recording(directory)
 
 
@@ -111,13 +115,35 @@ def test_an_exploring_step_is_labelled_by_what_the_server_accepted(
     reqs = [request("math/0", [1, 2]), request("math/1", [3], top_k=50)]
     add(of, reqs, accept_lens=[3, 1])
     add(of, reqs[:1], accept_lens=[2])
-    read = written(tmp_path, of)
+    read = written(tmp_path, of, reqs)
     assert read.nodes["accept"].view(3, 2).tolist() == [[1, 1], [0, 0], [1, 0]]
     assert [read.requests[i] for i in read.drafts["request"]] == ["math/0", "math/1", "math/0"]
     assert read.drafts["position"].tolist() == [100, 101, 100]
     prompts = read.drafts["prompt"].tolist()
     assert prompts[0] == prompts[2] != prompts[1]
     assert (recorder.RECORDING.drafts, recorder.RECORDING.drafts_written) == (3, 3)
+
+
+def test_nothing_of_what_a_client_calls_its_requests_is_written(
+    recorder: ModuleType, tmp_path: Path
+) -> None:
+    """Nor can it be guessed: the hash is of a key that is not on the disk."""
+    of = recorder.Recorder(RecordingWriter(tmp_path, origin=ORIGIN))
+    rids = ["anna@example.org/0", "anna@example.org/1", "\ud800"]
+    for rid in rids:
+        add(of, [request(rid, [1])])
+    of.flush()
+    (shard,) = tmp_path.iterdir()
+    assert b"anna" not in shard.read_bytes()
+    assert of.id_key.encode() not in shard.read_bytes()
+    assert of.id_key == recorder.RECORDING.id_key
+    read = read_recording(tmp_path)
+    assert all(re.fullmatch("[0-9a-f]{32}", rid) for rid in read.requests)
+    assert len(set(read.requests)) == 3
+    another = recorder.Recorder(RecordingWriter(tmp_path / "b", origin=ORIGIN))
+    add(another, [request(rids[0], [1])])
+    another.flush()
+    assert read_recording(tmp_path / "b").requests[0] != read.requests[0]
 
 
 def test_drafts_whose_first_token_was_not_measured_are_left_out(
@@ -127,7 +153,7 @@ def test_drafts_whose_first_token_was_not_measured_are_left_out(
     reqs = [request(rid, [1]) for rid in ("a", "b", "c")]
     add(of, reqs, accept_lens=[3, 2, 1], recordable=[False, True, False])
     add(of, reqs, recordable=[False] * 3)
-    read = written(tmp_path, of)
+    read = written(tmp_path, of, reqs)
     assert read.requests == ["b"]
     assert read.nodes["accept"].tolist() == [1, 0]
     assert read.nodes["prob"].tolist() == pytest.approx([0.2, 0.2])
@@ -138,21 +164,22 @@ def test_every_position_labels_by_the_targets_argmax_and_skips_who_does_not_foll
 ) -> None:
     """Sampled and grammar requests; what the server accepted says nothing in this mode."""
     of = recorder.Recorder(RecordingWriter(tmp_path, origin=ORIGIN), every_position=True)
+    reqs = [
+        request("greedy", [1]),
+        request("sampled", [1], top_k=50),
+        request("grammar", [1], grammar=object()),
+        request("unmeasured", [1]),
+        request("also greedy", [1]),
+    ]
     add(
         of,
-        [
-            request("greedy", [1]),
-            request("sampled", [1], top_k=50),
-            request("grammar", [1], grammar=object()),
-            request("unmeasured", [1]),
-            request("also greedy", [1]),
-        ],
+        reqs,
         recordable=[True, True, True, False, True],
         # Root, then two drafts; the target's choice stands one row before the draft.
         drafts=[[9, 1, 2]] * 5,
         target=[[1, 3, 4], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 0]],
     )
-    read = written(tmp_path, of)
+    read = written(tmp_path, of, reqs)
     assert [read.requests[i] for i in read.drafts["request"]] == ["greedy", "also greedy"]
     assert read.nodes["accept"].view(2, 2).tolist() == [[1, 0], [1, 1]]
 

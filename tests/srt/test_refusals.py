@@ -96,6 +96,33 @@ def test_a_wrong_setting_is_refused(capsys, flags: list[str], said: str) -> None
     assert said in refusal(capsys, *EAGLE3, "--c2t", *flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--c2t-bta", "0.5"], "--c2t-bta 0.5; did you mean --c2t-beta?"),
+        (["--c2-policy=fixed"], "--c2-policy=fixed; did you mean --c2t-policy?"),
+        (["--c2t_record", "d"], "--c2t_record d; did you mean --c2t-record?"),
+        (["--c2t-beta"], "argument --c2t-beta: expected one argument"),
+    ],
+)
+def test_a_typo_in_our_flags_is_one_line(capsys, flags: list[str], said: str) -> None:
+    """Without SGLang's usage, hundreds of lines before the error."""
+    with pytest.raises(SystemExit) as exit_:
+        launch(*EAGLE3, "--c2t", *flags)
+    assert exit_.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.rstrip().endswith(said)
+
+
+def test_a_typo_in_sglangs_flags_is_left_to_sglang(capsys) -> None:
+    with pytest.raises(SystemExit):
+        launch(*EAGLE3, "--speculative-nun-steps", "5")
+    err = capsys.readouterr().err
+    assert err.startswith("usage: ")
+    assert "did you mean" not in err
+
+
 def test_an_unknown_key_of_the_config_file_is_refused(capsys, tmp_path: Path) -> None:
     path = tmp_path / "c2t.json"
     path.write_text(json.dumps({"betta": 0.5}))
@@ -316,6 +343,41 @@ def test_a_rule_that_reads_hidden_states_is_refused_until_graphs_are_switched_of
     found = on_a_gpu(*flags, settings=settings)
     assert len(found) == (0 if served else 1), found
     assert served or "add --cuda-graph-backend-decode disabled" in found[0]
+
+
+def without_draft_path(algorithm: str) -> list[str]:
+    """All flags of drafting but the path."""
+    flags = list(speculative_flags("EAGLE")[2:])
+    at = flags.index("--speculative-draft-model-path")
+    return ["--speculative-algorithm", algorithm, *flags[:at], *flags[at + 2 :]]
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+def test_a_draft_model_that_is_not_named_is_refused(capsys, algorithm: str) -> None:
+    """SGLang would load the whole target a second time as its own draft."""
+    said = refusal(capsys, *without_draft_path(algorithm), "--c2t")
+    assert "add --speculative-draft-model-path" in said
+
+
+@pytest.mark.parametrize(("algorithm", "served"), [("NEXTN", True), ("EAGLE3", False)])
+def test_draft_layers_in_the_targets_checkpoint_need_no_path(
+    capsys, tmp_path: Path, algorithm: str, served: bool
+) -> None:
+    """MTP layers, here MiMo's, which SGLang finds when it builds the draft's configuration."""
+    model = json.loads((TARGET / "config.json").read_text())
+    model |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    flags = [*without_draft_path(algorithm), "--c2t", "--model-path", str(tmp_path)]
+    if served:
+        launch(*flags)
+    else:
+        assert "add --speculative-draft-model-path" in refusal(capsys, *flags)
+
+
+def test_pages_of_trees_are_refused_in_our_sentence_not_in_sglangs_traceback(capsys) -> None:
+    """SGLang raises for this backend, before it would ask us."""
+    said = refusal(capsys, *TREES, "--page-size", "16", "--c2t")
+    assert "set --page-size 1 with --speculative-eagle-topk above 1" in said
 
 
 def test_engine_users_get_an_exception_instead_of_an_exit(monkeypatch) -> None:

@@ -202,7 +202,7 @@ def test_a_step_of_trees_is_recorded_with_its_labels(
     ]
     step = explored(5, shape, seed=3)
     add(of, reqs, step, recordable=[False, True, True, True, True])
-    read = written(tmp_path, of)
+    read = written(tmp_path, of, reqs)
     expected = [1, 4] if every_position else [1, 2, 3, 4]
     assert [read.requests[i] for i in read.drafts["request"]] == [reqs[b].rid for b in expected]
     assert read.drafts["position"].tolist() == [100 + b for b in expected]
@@ -224,7 +224,7 @@ def test_what_was_recorded_replays_to_what_the_server_accepted(
     steps = [explored(2, shape, seed=seed) for seed in range(6)]
     for number, step in enumerate(steps):
         add(of, [request(f"math/{2 * number + b}", [1]) for b in range(2)], step)
-    outcome = replay_trees(EAGLE2(), Forest.from_recording(written(tmp_path, of)))
+    outcome = replay_trees(EAGLE2(), Forest.from_recording(written(tmp_path, of, [])))
     lens = torch.cat([step.accepted()[1] for step in steps])
     assert outcome.num_correct.tolist() == (lens - 1).tolist()
     assert outcome.num_verified.tolist() == [21.0] * 12
@@ -259,4 +259,4 @@ def test_a_recording_of_trees_names_their_shape(
         C2TConfig(record=str(tmp_path), record_roots="every"), server_args
     )
     add(of, [request("a", [1])], explored(1, TreeShape(3, 2, 13)))
-    assert Forest.from_recording(written(tmp_path, of)).shape == TreeShape(3, 2, 13)
+    assert Forest.from_recording(written(tmp_path, of, [])).shape == TreeShape(3, 2, 13)

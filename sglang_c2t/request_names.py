@@ -1,0 +1,52 @@
+"""Ids of requests in a recording, and the names that whoever sent the requests gave them.
+
+Clients choose request ids and may put anything into them, a user's address, say. A recording
+holds keyed hashes instead; the key is made anew by each server that records, which tells it in
+``/server_info`` and writes it nowhere. Who drove a prompt file through the server knows its own
+ids: :func:`name_requests` puts them beside the shards, in a file that the server has no part in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+from sglang_c2t.config import ConfigError
+from sglang_c2t.files import write_whole
+
+PATTERN = "names-*.json"
+
+
+def new_key() -> str:
+    """A random key, as hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
+def recorded_id(rid: str, key: str) -> str:
+    """What stands for ``rid`` in a recording: 32 hexadecimal digits."""
+    told = rid.encode("utf-8", errors="surrogatepass")  # JSON may hold half a surrogate pair
+    return hashlib.blake2b(told, key=bytes.fromhex(key), digest_size=16).hexdigest()
+
+
+def name_requests(directory: Path, key: str, rids: Iterable[str]) -> None:
+    """Write a file of names: who reads the recording in ``directory`` gets these ids back."""
+    text = json.dumps({recorded_id(rid, key): rid for rid in rids}, indent=0) + "\n"
+    path = directory / PATTERN.replace("*", secrets.token_hex(4))
+    write_whole({path: lambda tmp: tmp.write_text(text, encoding="utf-8")})
+
+
+def names_in(directory: Path) -> dict[str, str]:
+    """Names by recorded id, of all files of names in ``directory``."""
+    names: dict[str, str] = {}
+    for path in sorted(directory.glob(PATTERN)):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ConfigError(f"cannot read the names of requests in {path}: {error}") from error
+        if not isinstance(found, dict) or not all(isinstance(n, str) for n in found.values()):
+            raise ConfigError(f"{path} must hold a JSON object of names of requests")
+        names |= found
+    return names
