@@ -96,7 +96,16 @@ def test_tables_tell_all_counts_and_each_divergence() -> None:
     console = Console(file=io.StringIO(), width=160, record=True)
     summary.show(replace(clean(), **WRONG["a defect"]), decode, console)
     text = console.export_text()
-    for shown in ("100 (64)", "10000", "0.070", "45", "24 (16)", "0.500", "json_mode_kit", "NO, 1 defect"):
+    for shown in (
+        "100 (64)",
+        "10000",
+        "0.070",
+        "45",
+        "24 (16)",
+        "0.500",
+        "json_mode_kit",
+        "NO, 1 defect",
+    ):
         assert shown in text
     assert "DEFECT: EAGLE chains, c2t, 64 at once, request 3 (ordinary), token 0: 't5' (5)" in text
     assert "Prompt: ...'t1 t2'" in text
