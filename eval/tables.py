@@ -2,7 +2,8 @@
 
 For each demo draft: record full chains behind every token of every answer, train each
 classifier on the training prompts, replay each rule on the test prompts. Exact replay, no
-timing: what is counted does not depend on the machine. Writes ``eval/TABLES.md``.
+timing: what is counted does not depend on the machine. Writes ``eval/TABLES.md``, and
+``eval/VARIANTS.md``: other inputs and sizes of the classifier, and training elsewhere.
 """
 
 from __future__ import annotations
@@ -589,10 +590,12 @@ def draft_report(
     draft = measured.draft
     lines = main_tables(measured, curves, threshold_rules(classifiers), classifiers)
     lines += difference_tables(measured, curves, draft.algorithm)
-    lines += family_table(measured, curves, draft.algorithm)
-    lines += variant_table(measured, curves["DyJoint"])
-    lines += history_table(measured, classifiers["c2t-log"])
-    return lines
+    return lines + family_table(measured, curves, draft.algorithm)
+
+
+def variant_report(measured: Measured, plain: Classifier) -> list[str]:
+    """What was tried beside the menu; ``plain`` is C2T-log."""
+    return variant_table(measured, measured.dyjoint) + history_table(measured, plain)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -611,6 +614,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--algorithms", nargs="+", choices=sorted(DRAFTS), default=sorted(DRAFTS))
     parser.add_argument("--work", type=Path, default=Path("runs/tables"), help="recordings, kept")
     parser.add_argument("--out", type=Path, default=Path("eval/TABLES.md"))
+    parser.add_argument("--variants", type=Path, default=Path("eval/VARIANTS.md"))
+    parser.add_argument("--no-variants", action="store_true", help="leave that file as it is")
     args = parser.parse_args(argv)
 
     try:
@@ -632,6 +637,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             others[algorithm] = measured_on(algorithm, trained, tested)
 
     body: list[str] = []
+    tried: list[str] = []
     pools: dict[str, tuple[Measured, dict[str, Curve]]] = {}
     for algorithm, measured in drafts.items():
         console.print(algorithm)
@@ -640,6 +646,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         curves = swept(rules, measured.draft.chains, console)
         pools[algorithm] = measured, curves
         body += [f"## {algorithm}", "", *draft_report(measured, classifiers, curves)]
+        if not args.no_variants:
+            tried += [f"## {algorithm}", "", *variant_report(measured, classifiers["c2t-log"])]
         if algorithm in others:
             seen = others[algorithm]
             named = {name: rules[name] for name in (*RIVALS, *OURS, *SHIPPED)}
@@ -647,17 +655,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             pools[f"{algorithm}, other sets"] = seen, curves
             title = f"{algorithm} on other sets"
             body += difference_tables(seen, curves, title) + family_table(seen, curves, title)
-    command = sys.argv[1:] if argv is None else argv
-    lines = ["# Stopping rules on the demo models", "",
-             provenance.conditions("eval.tables", command), "",
-             conditions(drafts, others), "", *headline_table(pools)]  # fmt: skip
-    lines += thresholds.table(
+    lines = headline_table(pools) + thresholds.table(
         {name: Chains.from_recording(m.draft.train) for name, m in drafts.items()},
         {name: m.draft.chains for name, m in drafts.items()},
     )
-    lines += body + transfer_tables(drafts)
-    args.out.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-    console.print(f"wrote {args.out}")
+    made = provenance.conditions("eval.tables", sys.argv[1:] if argv is None else argv)
+    head = ["", made, "", conditions(drafts, others), ""]
+    files = {args.out: ["# Stopping rules on the demo models", *head, *lines, *body]}
+    if not args.no_variants:
+        title = "# Variants of the classifiers on the demo models"
+        files[args.variants] = [title, *head, *tried, *transfer_tables(drafts)]
+    for path, text in files.items():
+        path.write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
+        console.print(f"wrote {path}")
     return 0
 
 
