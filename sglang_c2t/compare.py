@@ -57,15 +57,18 @@ class Curve:
         return (weights @ self.num_verified.T) / (weights @ self.num_steps.T)
 
     def gamma_at(self, tau: Array, weights: Array) -> Array:
-        """[S] gamma where the curve reaches ``tau`` [S], linear between thresholds; nan where
-        it never does.
+        """[S] least gamma with which the curve reaches ``tau`` [S], linear between thresholds.
+
+        Least, because longer drafts do not always accept more: a step that gets further also
+        begins the next one elsewhere. nan where the curve never reaches ``tau``.
         """
         taus, gammas = self.tau(weights), self.gamma(weights)
+        order = np.argsort(taus, axis=1, kind="stable")
+        taus, gammas = (np.take_along_axis(values, order, axis=1) for values in (taus, gammas))
+        gammas = np.minimum.accumulate(gammas[:, ::-1], axis=1)[:, ::-1]  # of those that reach it
         result = np.full(len(tau), np.nan)
-        for i, wanted in enumerate(tau):
-            order = np.argsort(taus[i], kind="stable")
-            if wanted <= taus[i].max():
-                result[i] = np.interp(wanted, taus[i][order], gammas[i][order])
+        for i in np.flatnonzero(tau <= taus[:, -1]):
+            result[i] = np.interp(tau[i], taus[i], gammas[i])
         return result
 
     def threshold_at(self, tau: float, grid: Sequence[float], weights: Array) -> float:

@@ -51,6 +51,12 @@ def test_gamma_is_interpolated_between_thresholds() -> None:
     assert found.gamma_at(np.array([3.0]), ONE) == pytest.approx(4.0)
 
 
+def test_of_thresholds_that_reach_an_accept_length_the_cheapest_counts() -> None:
+    """A curve may turn back: (2.9, 9.0) drafts more than (3.0, 4.0) and accepts less."""
+    found = curve([(2.0, 1.0), (3.0, 4.0), (2.9, 9.0)])
+    assert found.gamma_at(np.array([2.9, 3.0]), ONE[[0, 0]]) == pytest.approx([4.0, 4.0])
+
+
 def test_an_accept_length_that_is_never_reached_has_no_gamma() -> None:
     assert np.isnan(curve([(2.0, 1.0), (3.0, 4.0)]).gamma_at(np.array([3.1]), ONE)[0])
 

@@ -71,6 +71,21 @@ def test_a_difference_is_taken_resample_by_resample(monkeypatch: pytest.MonkeyPa
     assert drawn.min() < once[0] < drawn.max()
 
 
+def test_an_accept_length_that_whole_drafts_miss_is_lowered_to_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It happens by chance; no rule could reach it. Such resamples are counted."""
+    about = measured(monkeypatch)
+    short = about.fixed(3)
+    assert about.num_lowered(3, [None]) == 0
+    about._fixed[3] = replace(short, num_correct=short.num_correct * 4)
+    whole = about.fixed(6).tau(about.drawn)[:, 0]
+    assert (about.target(3, about.drawn) == whole).all()
+    assert about.num_lowered(3, [None]) == about.num_lowered(3, ["code", "math"]) == 10
+    curve = sweep(DyJoint, about.draft.chains)
+    assert np.isfinite(curve.gamma_at(whole, about.drawn)).all()
+
+
 def test_the_mean_over_families_weighs_them_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each at its own accept length; compared with each family measured by itself."""
     about = measured(monkeypatch)
