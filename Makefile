@@ -60,7 +60,7 @@ test: $(STAMP)  ## All tests: lint, types, unit, and real servers on the CPU
 	$(MAKE) lint types
 	$(PYTEST)
 
-unit: $(STAMP)  ## Tests that start no server (about a minute)
+unit: $(STAMP)  ## Tests that start no server
 	$(PYTEST) -m "not server"
 
 e2e: $(STAMP)  ## Only the tests that start real servers
@@ -78,21 +78,22 @@ $(OLD_STAMP): $(STAMP) pyproject.toml requirements-$(OLD).lock
 	$(BIN)/uv pip install --quiet --python $(OLD_VENV)/bin/python --no-deps -e .
 	touch $@
 
-lint: $(STAMP)
+lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)
+types: $(STAMP)  ## mypy, strict
 	$(BIN)/mypy
 
-models: $(STAMP)  ## Train the demo models again: make models DATA=dir (about 50 minutes)
+models: $(STAMP)  ## Train the demo models again: make models DATA=dir (by the clock, see --minutes)
 	$(BIN)/python -m eval.demo_models.train --data $(DATA) --out eval/demo_models/weights
 
 classifier: $(STAMP)  ## Train the shipped classifiers again: make classifier [TRAIN=dir]
 	$(BIN)/python -m eval.record_default $(if $(TRAIN),--train-sets $(TRAIN))
 
-tables: $(STAMP)  ## Compare all rules in eval/TABLES.md and TREES.md: make tables [TEST=dir TRAIN=dir]
-	$(BIN)/python -m eval.tables $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN))
+tables: $(STAMP)  ## Compare all rules in eval/*.md: make tables [TEST=dir TRAIN=dir OTHER="dir dir"]
+	$(BIN)/python -m eval.tables $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN)) \
+	  $(if $(OTHER),--other-sets $(OTHER))
 	$(BIN)/python -m eval.tree_tables $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN))
 
 patch: $(STAMP)  ## Apply patches/ to the installed SGLang and FlashInfer (optional, see patches/README.md)

@@ -30,9 +30,24 @@ def with_interval(once: Array, drawn: Array) -> str:
 
 
 def bracket(drawn: Array) -> str:
-    """The interval of resamples [S]; says so where some of them have no value."""
+    """The interval of resamples [S]; instead of it, how many have no value, if some have none."""
     low, high = interval(drawn)
-    return " (not always reached)" if np.isnan(low) else f" [{low:.2f}, {high:.2f}]"
+    return unreached(drawn) or f" [{low:.2f}, {high:.2f}]"
+
+
+def unreached(drawn: Array) -> str:
+    """In how many of the resamples [S] a curve did not reach the accept length; empty if in all."""
+    missing = int(np.isnan(drawn).sum())
+    return f" (not reached in {missing} of {len(drawn)})" if missing else ""
+
+
+def difference(once: Array, drawn: Array) -> str:
+    """A paired difference [1] with the interval of its resamples [S], marked as by `signed`."""
+    return (
+        f"{once[0]:+.1f}" + unreached(drawn)
+        if np.isnan(drawn).any()
+        else signed(float(once[0]), *interval(drawn))
+    )
 
 
 def signed(value: float, low: float, high: float) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eval.demo_models.corpus import FAMILIES, generate
 
@@ -73,8 +74,28 @@ TRAINING_SETS: dict[str, tuple[str, Callable[[str], str]]] = {
 }
 
 
+def _opening(row: dict[str, Any]) -> str:
+    """The beginning of a text, up to the last blank before 200 characters."""
+    text: str = row["text"]
+    return text if len(text) <= 200 else text[:200].rpartition(" ")[0] or text[:200]
+
+
+#: Sets beside the evaluation sets, to see whether a result holds on other prompts: the file, and
+#: the prompt of one of its rows. No demo model and no classifier of ours learnt from them.
+OTHER_SETS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "gsm8k_others": ("gsm8k_test.jsonl", lambda row: _question(row["turns"][0])),
+    "humaneval_others": ("humaneval.jsonl", lambda row: row["turns"][0]),
+    "mt_bench_second": ("mt_bench.jsonl", lambda row: _chat(row["turns"][1])),
+    "algorithms": ("code_keon_algorithms.jsonl", _opening),
+    "rust_book": ("rust_book.jsonl", _opening),
+    "shakespeare": ("tinyshakespeare.jsonl", _opening),
+}
+
 #: Longer prompts are skipped: they would not fit the demo models' 2,048 positions.
 MAX_CHARS = 4000
+
+#: Prompts that share so many words in a row are not two.
+SHARED_WORDS = 13
 
 
 def public_mix(
@@ -83,11 +104,42 @@ def public_mix(
     """The first `n` fitting prompts of each set in `folder`; ValueError for a missing file."""
     prompts = []
     for family, (name, shape) in sets.items():
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{folder} must hold {name}, the prompts of {family}.")
-        with path.open(encoding="utf-8") as lines:
-            texts = (shape(json.loads(line)["turns"][0]) for line in lines)
-            fitting = (text for text in texts if len(text) <= MAX_CHARS)
-            prompts += [Prompt(family, text) for text in itertools.islice(fitting, n)]
+        texts = (shape(row["turns"][0]) for row in _rows([folder], name, family))
+        prompts += [Prompt(family, text) for text in itertools.islice(_fitting(texts), n)]
     return prompts
+
+
+def other_mix(folders: Sequence[Path], n: int, apart_from: Sequence[Prompt]) -> list[Prompt]:
+    """The first `n` fitting prompts of each of `OTHER_SETS`, looked for in all `folders`.
+
+    Left out is what shares `SHARED_WORDS` words in a row with a prompt of `apart_from`.
+    ValueError for a missing file.
+    """
+    taken = {run for prompt in apart_from for run in _runs(prompt.text)}
+    prompts = []
+    for family, (name, shape) in OTHER_SETS.items():
+        texts = (shape(row) for row in _rows(folders, name, family))
+        apart = (text for text in _fitting(texts) if taken.isdisjoint(_runs(text)))
+        prompts += [Prompt(family, text) for text in itertools.islice(apart, n)]
+    return prompts
+
+
+def _runs(text: str) -> set[tuple[str, ...]]:
+    words = text.split()
+    last = max(len(words) - SHARED_WORDS, 0)
+    return {tuple(words[start : start + SHARED_WORDS]) for start in range(last + 1)}
+
+
+def _fitting(texts: Iterator[str]) -> Iterator[str]:
+    return (text for text in texts if len(text) <= MAX_CHARS)
+
+
+def _rows(folders: Sequence[Path], name: str, family: str) -> Iterator[dict[str, Any]]:
+    """Rows of the first file of that name; missing files are told before the first row."""
+    found = [folder / name for folder in folders if (folder / name).is_file()]
+    if not found:
+        where = " or ".join(map(str, folders))
+        raise ValueError(f"{where} must hold {name}, the prompts of {family}.")
+    # Not splitlines(): a text may hold other line ends than its file.
+    lines = found[0].read_text(encoding="utf-8").split("\n")
+    return (json.loads(line) for line in lines if line)

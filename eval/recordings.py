@@ -22,6 +22,7 @@ from eval.prompts import (
     Prompt,
     classifier_mix,
     demo_mix,
+    other_mix,
     public_mix,
 )
 from eval.server import DRAFTS, TARGET, Launch, running, speculative_flags
@@ -61,7 +62,15 @@ WITHOUT_PREFIX_CACHE = ("--disable-radix-cache",)
 def prompts(split: str, n: int, folder: Path | None) -> list[Prompt]:
     """``n`` prompts of each family: our generators', and the public sets' if there is a folder."""
     own, sets = (demo_mix, EVALUATION_SETS) if split == "test" else (classifier_mix, TRAINING_SETS)
-    mix = own(3 * n) + (public_mix(folder, sets, n) if folder is not None else [])
+    return _shuffled(own(3 * n) + (public_mix(folder, sets, n) if folder is not None else []))
+
+
+def other_prompts(n: int, folders: Sequence[Path], apart_from: Sequence[Prompt]) -> list[Prompt]:
+    """``n`` prompts of each set that neither tables nor classifiers use otherwise."""
+    return _shuffled(other_mix(folders, n, apart_from))
+
+
+def _shuffled(mix: list[Prompt]) -> list[Prompt]:
     random.Random(0).shuffle(mix)  # families share batches, as in production
     return mix
 

@@ -2,8 +2,8 @@
 
 For each demo draft: record full chains behind every token of every answer, train each
 classifier on the training prompts, replay each rule on the test prompts. Exact replay, no
-timing: what is counted does not depend on the machine. Writes ``eval/TABLES.md``, and the
-numbers behind it as JSON.
+timing: what is counted does not depend on the machine. Writes ``eval/TABLES.md``, and
+``eval/VARIANTS.md``: other inputs and sizes of the classifier, and training elsewhere.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from eval.bench.provenance import git_revision
-from eval.markdown import bold, bracket, row, rule, signed, with_interval
-from eval.recordings import MAX_NEW_TOKENS, NUM_STEPS, prompts, record
+from eval import thresholds
+from eval.bench import provenance
+from eval.markdown import bold, bracket, difference, row, rule, with_interval
+from eval.recordings import MAX_NEW_TOKENS, NUM_STEPS, other_prompts, prompts, record
 from eval.server import DRAFTS
-from sglang_c2t.classifier.checkpoint import Classifier
+from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.classifier.scores import auc, expected_calibration_error
 from sglang_c2t.classifier.train import (
@@ -40,13 +42,14 @@ from sglang_c2t.compare import (
     Array,
     Curve,
     everyone,
-    interval,
     resamples,
     sweep,
 )
 from sglang_c2t.draft_layer import HISTORY, DraftLayer
 from sglang_c2t.policies.base import ChainPolicy
 from sglang_c2t.policies.c2t import C2T
+from sglang_c2t.policies.c2t_log import C2TLog
+from sglang_c2t.policies.c2t_plus import C2TPlus
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.entropy import Entropy
@@ -95,6 +98,11 @@ class Draft:
         """Family of each request."""
         return [rid.rsplit("/", 1)[0] for rid in self.chains.requests]
 
+    @property
+    def families(self) -> list[str]:
+        """Each family once."""
+        return sorted(set(self.groups))
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -104,6 +112,12 @@ class Measured:
     once: Array  # [1, Q]
     drawn: Array  # [S, Q]
     _fixed: dict[int, Curve] = field(default_factory=dict, repr=False)
+    _known: dict[Any, tuple[Curve, Array, Array]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def dyjoint(self) -> Curve:
+        """The rival of every other table."""
+        return sweep(DyJoint, self.draft.chains)
 
     @classmethod
     def of(cls, draft: Draft) -> Measured:
@@ -118,28 +132,56 @@ class Measured:
         return self._fixed[length]
 
     def target(self, name: int | str, weights: Array) -> Array:
-        """[S] accept length to compare at."""
+        """[S] accept length to compare at: one that every rule reaches, as whole drafts do."""
+        whole = self.fixed(self.draft.chains.max_length).tau(weights)[:, 0]
         if isinstance(name, int):
-            return self.fixed(name).tau(weights)[:, 0]
-        return SHARE_OF_MAX * self.fixed(self.draft.chains.max_length).tau(weights)[:, 0]
+            return np.minimum(self.fixed(name).tau(weights)[:, 0], whole)
+        return SHARE_OF_MAX * whole
+
+    def num_lowered(self, name: int | str, families: Sequence[str | None]) -> int:
+        """Resamples in which whole drafts accept less than this fixed length, in some family."""
+        lowered = np.zeros(len(self.drawn), dtype=bool)
+        for family in families:
+            weights = self.drawn * everyone(self.draft.groups, only=family)
+            wanted = self.fixed(name).tau(weights) if isinstance(name, int) else 0.0
+            lowered |= (self.target(name, weights)[:, None] < wanted).any(axis=1)
+        return int(lowered.sum())
 
     def gammas(self, curve: Curve, weights: Array | None = None) -> list[float]:
         """Gamma at each target."""
         weights = self.once if weights is None else weights
         return [float(curve.gamma_at(self.target(t, weights), weights)[0]) for t in TARGETS]
 
-    def differences(self, curve: Curve, rival: Curve) -> list[tuple[float, float, float]]:
-        """At each target: relative difference of gamma in per cent, and its interval."""
-        found = []
-        for target in TARGETS:
-            gamma = [
-                c.gamma_at(self.target(target, w), w)
-                for w in (self.once, self.drawn)
-                for c in (curve, rival)
-            ]
-            low, high = interval(100 * (gamma[2] / gamma[3] - 1))
-            found.append((float(100 * (gamma[0] / gamma[1] - 1)[0]), low, high))
-        return found
+    def difference(
+        self, curve: Curve, rival: Curve, target: int | str, family: str | None = None
+    ) -> tuple[Array, Array]:
+        """[1] and [S]: relative difference of gamma in per cent, of one family if it is named.
+
+        Paired: both curves are read in the same resample, at the accept length of that resample.
+        """
+        mine, other = (self._gammas(c, target, family) for c in (curve, rival))
+        once, drawn = (100 * (a / b - 1) for a, b in zip(mine, other, strict=True))
+        return once, drawn
+
+    def _gammas(self, curve: Curve, target: int | str, family: str | None) -> tuple[Array, Array]:
+        """[1] and [S]: gamma of the family at its own accept length; kept, as tables share them."""
+        key = id(curve), target, family
+        if key not in self._known:
+            members = everyone(self.draft.groups, only=family)
+            drawn = (self.once * members, self.drawn * members)
+            once, many = (curve.gamma_at(self.target(target, w), w) for w in drawn)
+            self._known[key] = curve, once, many  # the curve, so that its id stays its own
+        return self._known[key][1:]
+
+    def mean_difference(self, curve: Curve, rival: Curve, target: int | str) -> tuple[Array, Array]:
+        """[1] and [S]: the mean of :meth:`difference` over families.
+
+        Each family is compared at its own accept length, so with a threshold of its own.
+        """
+        families = self.draft.families
+        found = [self.difference(curve, rival, target, family) for family in families]
+        once, drawn = (np.mean(values, axis=0) for values in zip(*found, strict=True))
+        return once, drawn
 
 
 def threshold_rules(classifiers: dict[str, Classifier]) -> dict[str, tuple[Any, Sequence[float]]]:
@@ -151,6 +193,8 @@ def threshold_rules(classifiers: dict[str, Classifier]) -> dict[str, tuple[Any, 
     }
     for name, classifier in classifiers.items():
         rules[LABELS[name]] = (gate(name, classifier), ODDS_GRID)
+    for label, name in SHIPPED.items():
+        rules[label] = (gate(name, load_classifier(name)), ODDS_GRID)
     return rules
 
 
@@ -165,6 +209,18 @@ LABELS = {
     "c2t-plus": "C2T-plus",
 }
 OURS = ("C2T", "C2T-log", "C2T-plus")
+#: The classifiers that come with the package: from all three drafts together.
+SHIPPED = {"C2T, shipped": "c2t", "C2T-plus, shipped": "c2t-plus"}
+#: What ours are compared with.
+RIVALS = ("DyJoint", "logistic, margin", "logistic, largest q", "MCSD, top-k")
+#: Ours and a rival, in the table that goes first.
+HEADLINES = (
+    ("C2T", "DyJoint"),
+    ("C2T-log", "DyJoint"),
+    ("C2T-plus", "DyJoint"),
+    ("C2T-plus", "logistic, largest q"),
+    ("C2T-plus, shipped", "DyJoint"),
+)
 #: Thresholds of the papers; ours, and the logistic, which has none published.
 DEFAULTS = {
     "DyMax": 0.3,
@@ -175,8 +231,10 @@ DEFAULTS = {
     "logistic, margin": 0.3,
     "logistic, largest q": 0.3,
     "C2T": 0.85,
-    "C2T-log": 0.5,
-    "C2T-plus": 0.5,
+    "C2T-log": C2TLog.beta,
+    "C2T-plus": C2TPlus.beta,
+    "C2T, shipped": C2T.beta,
+    "C2T-plus, shipped": C2TPlus.beta,
 }
 
 
@@ -256,36 +314,75 @@ def main_tables(
     return [*lines, ""]
 
 
-def difference_table(measured: Measured, curves: dict[str, Curve]) -> list[str]:
-    """Ours against the strongest rivals, paired over requests."""
+def headline_table(pools: dict[str, tuple[Measured, dict[str, Curve]]]) -> list[str]:
+    """What can be said in short: per family first, then pooled."""
+    shown = (3, 5)
     lines = [
-        f"### {measured.draft.algorithm}: difference of gamma at equal accept length",
+        "## In short",
         "",
-        f"In per cent, with 95 % intervals from {NUM_RESAMPLES} paired resamples of the requests; "
-        "negative: fewer drafts verified. Bold: the interval excludes zero and we win; "
-        "italic: it excludes zero and we lose.",
+        "Difference of gamma, the drafts verified per verification, at the accept length of fixed "
+        "3 and of fixed 5, in per cent with 95 % intervals; negative: fewer. **Per family**: each "
+        "family of prompts is compared at its own accept length, with a threshold of its own, and "
+        "the mean over families is taken; that is what a server with one kind of traffic can "
+        "expect. **Pooled**: one threshold for all families together; that is mixed traffic, where "
+        "a confidence that means the same in every family can also move drafts from one family to "
+        "the other. Bold: the interval is below zero; italic: above.",
         "",
-        row("ours against", [_name(t) for t in TARGETS]),
-        rule(len(TARGETS)),
-    ]
-    for rival in ("DyJoint", "logistic, margin", "logistic, largest q", "MCSD, top-k"):
-        for name in OURS:
-            cells = [signed(*d) for d in measured.differences(curves[name], curves[rival])]
-            lines.append(row(f"{name} - {rival}", cells))
+        row("draft, prompts: ours - rival", [f"{kind}, {_name(t)}" for t in shown
+                                             for kind in ("per family", "pooled")]),
+        rule(2 * len(shown)),
+    ]  # fmt: skip
+    for label, (measured, curves) in pools.items():
+        for name, rival in HEADLINES:
+            cells = []
+            for target in shown:
+                pair = curves[name], curves[rival], target
+                cells += [difference(*measured.mean_difference(*pair)),
+                          difference(*measured.difference(*pair))]  # fmt: skip
+            lines.append(row(f"{label}: {name} - {rival}", cells))
     return [*lines, ""]
 
 
-def family_table(measured: Measured, curves: dict[str, Curve]) -> list[str]:
-    """Where the pooled figures come from."""
+def difference_tables(measured: Measured, curves: dict[str, Curve], title: str) -> list[str]:
+    """Ours against the strongest rivals, paired over requests: per family, then pooled."""
+    families: list[str | None] = [*measured.draft.families]
+    kinds: dict[str, tuple[Any, list[str | None]]] = {
+        f"mean over {len(families)} families": (measured.mean_difference, families),
+        "pooled": (measured.difference, [None]),
+    }
+    lines = []
+    for kind, (differences, among) in kinds.items():
+        lowered = ", ".join(f"{measured.num_lowered(t, among)} at {_name(t)}" for t in TARGETS)
+        lines += [
+            f"### {title}: difference of gamma at equal accept length, {kind}",
+            "",
+            f"In per cent, with 95 % intervals from {NUM_RESAMPLES} paired resamples of the "
+            "requests; negative: fewer drafts verified. Bold: the interval excludes zero and we "
+            "win; italic: it excludes zero and we lose. Resamples in which whole drafts accept "
+            f"less than that fixed length, and which are compared at theirs: {lowered}.",
+            "",
+            row("ours against", [_name(t) for t in TARGETS]),
+            rule(len(TARGETS)),
+        ]
+        for rival in RIVALS:
+            for name in (*OURS, *SHIPPED):
+                cells = [difference(*differences(curves[name], curves[rival], t)) for t in TARGETS]
+                lines.append(row(f"{name} - {rival}", cells))
+        lines.append("")
+    return lines
+
+
+def family_table(measured: Measured, curves: dict[str, Curve], title: str) -> list[str]:
+    """Where the means come from."""
     lines = [
-        f"### {measured.draft.algorithm}: by family, at the accept length of fixed 3",
+        f"### {title}: by family, at the accept length of fixed 3",
         "",
         "gamma at the family's own accept length of fixed 3, one threshold per family.",
         "",
     ]
-    names = ["DyJoint", "logistic, margin", "logistic, largest q", *OURS]
+    names = ["DyJoint", "logistic, margin", "logistic, largest q", *OURS, "C2T-plus, shipped"]
     lines += [row("family", ["n", "tau", *names]), rule(len(names) + 2)]
-    for family in sorted(set(measured.draft.groups)):
+    for family in measured.draft.families:
         weights = everyone(measured.draft.groups, only=family)
         tau = measured.target(3, weights)
         gammas = [float(curves[name].gamma_at(tau, weights)[0]) for name in names]
@@ -460,8 +557,7 @@ def _between_families(measured: Measured, recipe: str) -> list[str]:
 def _transferred(measured: Measured, classifier: Classifier) -> str:
     tau = measured.target(3, measured.once)
     mine = sweep(gate("c2t", classifier), measured.draft.chains)
-    rival = sweep(DyJoint, measured.draft.chains)
-    a, b = (float(curve.gamma_at(tau, measured.once)[0]) for curve in (mine, rival))
+    a, b = (float(c.gamma_at(tau, measured.once)[0]) for c in (mine, measured.dyjoint))
     return f"{a:.3f} ({100 * (a / b - 1):+.1f})"
 
 
@@ -486,26 +582,39 @@ def _fixed_gamma(measured: Measured, target: int | str) -> float:
 # --- the run ------------------------------------------------------------------------------------
 
 
-def draft_report(measured: Measured, console: Console) -> list[str]:
-    """All tables of one draft model."""
-    draft = measured.draft
+def classifiers_of(draft: Draft, console: Console) -> dict[str, Classifier]:
+    """Every classifier of the main table, trained on this draft's recording."""
     recipes = [r for r in LABELS if r != "mcsd-hidden" or draft.algorithm != "STANDALONE"]
-    classifiers = {}
+    found = {}
     for recipe in recipes:
         start = time.perf_counter()
-        classifiers[recipe] = train_classifier(draft.train, RECIPES[recipe])
+        found[recipe] = train_classifier(draft.train, RECIPES[recipe])
         console.print(f"  trained {recipe} in {time.perf_counter() - start:.1f} s")
-    rules = threshold_rules(classifiers)
+    return found
+
+
+def swept(rules: dict[str, Any], chains: Chains, console: Console) -> dict[str, Curve]:
+    """The curve of each rule."""
     curves = {}
     for name, (make, grid) in rules.items():
-        curves[name] = sweep(make, draft.chains, grid)
+        curves[name] = sweep(make, chains, grid)
         console.print(f"  replayed {name}")
-    lines = main_tables(measured, curves, rules, classifiers)
-    lines += difference_table(measured, curves)
-    lines += family_table(measured, curves)
-    lines += variant_table(measured, curves["DyJoint"])
-    lines += history_table(measured, classifiers["c2t-log"])
-    return lines
+    return curves
+
+
+def draft_report(
+    measured: Measured, classifiers: dict[str, Classifier], curves: dict[str, Curve]
+) -> list[str]:
+    """All tables of one draft model."""
+    draft = measured.draft
+    lines = main_tables(measured, curves, threshold_rules(classifiers), classifiers)
+    lines += difference_tables(measured, curves, draft.algorithm)
+    return lines + family_table(measured, curves, draft.algorithm)
+
+
+def variant_report(measured: Measured, plain: Classifier) -> list[str]:
+    """What was tried beside the menu; ``plain`` is C2T-log."""
+    return variant_table(measured, measured.dyjoint) + history_table(measured, plain)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -513,48 +622,123 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.tables", description=__doc__)
     parser.add_argument("--test-sets", type=Path, help="folder with the public test prompts")
     parser.add_argument("--train-sets", type=Path, help="folder with the public training prompts")
-    parser.add_argument("--num-test", type=int, default=80, help="prompts per family")
-    parser.add_argument("--num-train", type=int, default=100, help="prompts per family")
+    parser.add_argument("--other-sets", type=Path, nargs="+", default=[],
+                        help="folders with the files of eval.prompts.OTHER_SETS: six more "
+                        "families to measure on")  # fmt: skip
+    parser.add_argument("--other-algorithms", nargs="+", choices=sorted(DRAFTS),
+                        default=["EAGLE3"], help="drafts measured on those, too")  # fmt: skip
+    parser.add_argument("--num-test", nargs="+", default=["80"], metavar="N",
+                        help="prompts per family; 80 EAGLE=40: 40 for that draft")  # fmt: skip
+    parser.add_argument("--num-train", nargs="+", default=["100"], metavar="N", help="likewise")
     parser.add_argument("--algorithms", nargs="+", choices=sorted(DRAFTS), default=sorted(DRAFTS))
     parser.add_argument("--work", type=Path, default=Path("runs/tables"), help="recordings, kept")
     parser.add_argument("--out", type=Path, default=Path("eval/TABLES.md"))
+    parser.add_argument("--variants", type=Path, default=Path("eval/VARIANTS.md"))
+    parser.add_argument("--no-variants", action="store_true", help="leave that file as it is")
     args = parser.parse_args(argv)
 
+    try:
+        num_test, num_train = per_draft(args.num_test), per_draft(args.num_train)
+    except ValueError as error:
+        parser.error(str(error))
     console = Console()
-    test = prompts("test", args.num_test, args.test_sets)
-    train = prompts("train", args.num_train, args.train_sets)
     drafts: dict[str, Measured] = {}
+    others: dict[str, Measured] = {}
     for algorithm in args.algorithms:
-        tested = record(algorithm, test, args.work / f"test-{algorithm}")
+        train = prompts("train", num_train[algorithm], args.train_sets)
+        test = prompts("test", num_test[algorithm], args.test_sets)
         trained = record(algorithm, train, args.work / f"train-{algorithm}")
-        chains = Chains.from_recording(tested)
-        drafts[algorithm] = Measured.of(Draft(algorithm, trained, tested, chains))
-    lines = ["# Stopping rules on the demo models", "", conditions(drafts), ""]
+        tested = record(algorithm, test, args.work / f"test-{algorithm}")
+        drafts[algorithm] = measured_on(algorithm, trained, tested)
+        if args.other_sets and algorithm in args.other_algorithms:
+            other = other_prompts(num_test[algorithm], args.other_sets, test + train)
+            tested = record(algorithm, other, args.work / f"other-{algorithm}")
+            others[algorithm] = measured_on(algorithm, trained, tested)
+
+    body: list[str] = []
+    tried: list[str] = []
+    pools: dict[str, tuple[Measured, dict[str, Curve]]] = {}
     for algorithm, measured in drafts.items():
         console.print(algorithm)
-        lines += [f"## {algorithm}", "", *draft_report(measured, console)]
-    lines += transfer_tables(drafts)
-    args.out.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-    console.print(f"wrote {args.out}")
+        classifiers = classifiers_of(measured.draft, console)
+        rules = threshold_rules(classifiers)
+        curves = swept(rules, measured.draft.chains, console)
+        pools[algorithm] = measured, curves
+        body += [f"## {algorithm}", "", *draft_report(measured, classifiers, curves)]
+        if not args.no_variants:
+            tried += [f"## {algorithm}", "", *variant_report(measured, classifiers["c2t-log"])]
+        if algorithm in others:
+            seen = others[algorithm]
+            named = {name: rules[name] for name in (*RIVALS, *OURS, *SHIPPED)}
+            curves = swept(named, seen.draft.chains, console)
+            pools[f"{algorithm}, other sets"] = seen, curves
+            title = f"{algorithm} on other sets"
+            body += difference_tables(seen, curves, title) + family_table(seen, curves, title)
+    lines = headline_table(pools) + thresholds.table(
+        {name: Chains.from_recording(m.draft.train) for name, m in drafts.items()},
+        {name: m.draft.chains for name, m in drafts.items()},
+    )
+    made = provenance.conditions("eval.tables", sys.argv[1:] if argv is None else argv)
+    head = ["", made, "", conditions(drafts, others), ""]
+    files = {args.out: ["# Stopping rules on the demo models", *head, *lines, *body]}
+    if not args.no_variants:
+        title = "# Variants of the classifiers on the demo models"
+        files[args.variants] = [title, *head, *tried, *transfer_tables(drafts)]
+    for path, text in files.items():
+        path.write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
+        console.print(f"wrote {path}")
     return 0
 
 
-def conditions(drafts: dict[str, Measured]) -> str:
-    """What the numbers depend on, in one paragraph."""
-    first = next(iter(drafts.values())).draft
-    families = {name: first.groups.count(name) for name in sorted(set(first.groups))}
-    mix = ", ".join(f"{n} {family}" for family, n in families.items())
-    asked = first.train.drafts["request"].unique().tolist()
-    learnt = sorted({first.train.groups()[request] for request in asked})
+def per_draft(words: Sequence[str]) -> dict[str, int]:
+    """Prompts per family of each draft: ``80 EAGLE=40``; ValueError for anything else."""
+    found = dict.fromkeys(DRAFTS, 0)
+    for word in words:
+        name, _, number = word.rpartition("=")
+        if (name and name not in DRAFTS) or not number.isdecimal() or int(number) < 1:
+            raise ValueError(f"{word!r} is no number of prompts: 80, or EAGLE=40 behind it")
+        found |= {name: int(number)} if name else dict.fromkeys(DRAFTS, int(number))
+    if 0 in found.values():
+        raise ValueError(f"{' '.join(words)} leaves a draft without prompts: begin with a number")
+    return found
+
+
+def measured_on(algorithm: str, trained: Recording, tested: Recording) -> Measured:
+    """One draft model on one set of prompts."""
+    return Measured.of(Draft(algorithm, trained, tested, Chains.from_recording(tested)))
+
+
+def conditions(drafts: dict[str, Measured], others: dict[str, Measured]) -> str:
+    """What was measured, in one paragraph."""
+    tests = "; ".join(f"{name}: {_mix(m.draft.groups)}" for name, m in drafts.items())
+    learnt = "; ".join(f"{name}: {_learnt(m.draft.train)}" for name, m in drafts.items())
+    also = ""
+    if others:
+        of = next(iter(others.values())).draft
+        also = (
+            f"Other sets, for {', '.join(others)}: {_mix(of.groups)}; no demo model learnt from "
+            "them, and what shares 13 words in a row with a prompt of the first pool or of "
+            "training is left out. "
+        )
     return (
-        f"Made by `make tables` at {git_revision()}. Demo models, temperature 0, at most "
-        f"{MAX_NEW_TOKENS} new tokens; chains of {NUM_STEPS} recorded behind every token by the "
-        f"real server, rules replayed exactly. Test prompts, which no model saw: {mix}. "
-        f"Classifiers are trained per draft model on other prompts, families {', '.join(learnt)}; "
-        "defaults of `sglang_c2t train`, seed 0, one training each. Thresholds are swept on the "
+        f"Demo models in float32, temperature 0, at most {MAX_NEW_TOKENS} new tokens, no prefix "
+        f"cache; chains of {NUM_STEPS} recorded behind every token by the "
+        f"real server, rules replayed exactly. Test prompts, which no model saw: {tests}. {also}"
+        f"Classifiers are trained per draft model on other prompts ({learnt}); "
+        "defaults of `sglang_c2t train`, seed 0, one training each; `shipped` ones learnt from all "
+        "three drafts. Thresholds are swept on the "
         "test prompts for every rule alike. One target and three small drafts on a CPU: which "
         "rule wins is a property of these models, not a law."
     )
+
+
+def _learnt(train: Recording) -> str:
+    family_of = train.groups()
+    return _mix([family_of[request] for request in train.drafts["request"].unique().tolist()])
+
+
+def _mix(groups: Sequence[str]) -> str:
+    return ", ".join(f"{groups.count(name)} {name}" for name in sorted(set(groups)))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from eval.bench.provenance import git_revision
-from eval.markdown import bracket, row, rule, signed, with_interval
+from eval.bench import provenance
+from eval.markdown import bracket, difference, row, rule, with_interval
 from eval.prompts import Prompt
 from eval.record_default import settings_of
 from eval.recordings import TREES, named_bodies, prompts, record
@@ -31,7 +31,7 @@ from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.classifier.scores import auc
 from sglang_c2t.classifier.train import RECIPES, train_classifier
 from sglang_c2t.client import run_load
-from sglang_c2t.compare import Array, Curve, everyone, interval, resamples
+from sglang_c2t.compare import Array, Curve, everyone, resamples
 from sglang_c2t.policies.base import TreePolicy, TreeShape
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.dyjoint import DyJoint
@@ -191,10 +191,8 @@ def equal_tau_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:
                 curve.gamma_at(target(size, weights), weights)
                 for weights in (draft.once, draft.drawn)
             )
-            low, high = interval(100 * (drawn / size - 1))
-            change = signed(float(100 * (once[0] / size - 1)), low, high)
-            known = np.isfinite(low)
-            cells.append(f"{once[0]:.2f}, " + (change if known else "not always reached"))
+            change = difference(100 * (once / size - 1), 100 * (drawn / size - 1))
+            cells.append(f"{once[0]:.2f}, {change}")
         lines.append(row(name, cells))
     return [*lines, ""]
 
@@ -360,7 +358,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         draft = Draft(algorithm, forest, tested, learn(trained), everyone(groups),
                       resamples(groups, NUM_RESAMPLES))  # fmt: skip
         if not lines:
-            lines = ["# Draft trees on the demo models", "", conditions(groups), ""]
+            command = sys.argv[1:] if argv is None else argv
+            lines = ["# Draft trees on the demo models", "",
+                     provenance.conditions("eval.tree_tables", command), "",
+                     conditions(groups), ""]  # fmt: skip
         lines += [f"## {algorithm}", "", *report(draft, test, args.work, console)]
     args.out.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     console.print(f"wrote {args.out}")
@@ -368,10 +369,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def conditions(groups: Sequence[str]) -> str:
-    """What the numbers depend on, in one paragraph."""
+    """What was measured, in one paragraph."""
     mix = ", ".join(f"{groups.count(name)} {name}" for name in sorted(set(groups)))
     return (
-        f"Made by `make tables` at {git_revision()}. Demo models, temperature 0, at most "
+        "Demo models in float32, temperature 0, no prefix cache, at most "
         f"{TREES.max_new_tokens} new tokens, exact ancestors unless said; EAGLE-2's full tree "
         f"of K = {TREES.topk} and {TREES.num_steps} layers "
         f"({FULL.num_candidates} candidates) recorded behind every token by the real server, rules "

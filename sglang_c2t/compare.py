@@ -23,10 +23,14 @@ from sglang_c2t.replay import Chains, Outcome, replay
 
 Array = NDArray[np.float64]
 
-#: Where confidences, probabilities and products of them are cut: even in log odds.
-ODDS_GRID = tuple(float(x) for x in 1 / (1 + np.exp(-np.linspace(-8, 6, 57))))
-#: Nats.
-ENTROPY_GRID = tuple(float(x) for x in np.exp(np.linspace(-5, 2, 57)))
+#: Where confidences, probabilities and products of them are cut: even in log odds, coarser where
+#: hardly a draft ends, and 0. A rule keeps every draft there, so that its curve reaches every
+#: accept length that whole drafts reach, in every resample.
+ODDS_GRID = tuple(
+    float(x) for x in 1 / (1 + np.exp(-np.r_[-np.inf, np.arange(-16, -8), np.linspace(-8, 6, 57)]))
+)
+#: Nats, and the end at which every draft is kept.
+ENTROPY_GRID = tuple(float(x) for x in np.exp(np.r_[np.linspace(-5, 2, 57), np.inf]))
 
 
 @dataclass(frozen=True)
@@ -53,16 +57,33 @@ class Curve:
         return (weights @ self.num_verified.T) / (weights @ self.num_steps.T)
 
     def gamma_at(self, tau: Array, weights: Array) -> Array:
-        """[S] gamma where the curve reaches ``tau`` [S], linear between thresholds; nan where
-        it never does.
+        """[S] least gamma with which the curve reaches ``tau`` [S], linear between thresholds.
+
+        Least, because longer drafts do not always accept more: a step that gets further also
+        begins the next one elsewhere. nan where the curve never reaches ``tau``.
         """
         taus, gammas = self.tau(weights), self.gamma(weights)
+        order = np.argsort(taus, axis=1, kind="stable")
+        taus, gammas = (np.take_along_axis(values, order, axis=1) for values in (taus, gammas))
+        gammas = np.minimum.accumulate(gammas[:, ::-1], axis=1)[:, ::-1]  # of those that reach it
         result = np.full(len(tau), np.nan)
-        for i, wanted in enumerate(tau):
-            order = np.argsort(taus[i], kind="stable")
-            if wanted <= taus[i].max():
-                result[i] = np.interp(wanted, taus[i][order], gammas[i][order])
+        for i in np.flatnonzero(tau <= taus[:, -1]):
+            result[i] = np.interp(tau[i], taus[i], gammas[i])
         return result
+
+    def threshold_at(self, tau: float, grid: Sequence[float], weights: Array) -> float:
+        """The threshold of ``grid`` [T] at which the curve reaches ``tau``, linear between them.
+
+        ``weights`` is [1, Q]. Raises ValueError where the curve reaches ``tau`` nowhere.
+        """
+        taus = self.tau(weights)[0]
+        if not taus.min() <= tau <= taus.max():
+            raise ValueError(
+                f"no threshold gives {tau:.3f} tokens per verification: the curve reaches from "
+                f"{taus.min():.3f} to {taus.max():.3f}"
+            )
+        order = np.argsort(taus, kind="stable")
+        return float(np.interp(tau, taus[order], np.array(grid)[order]))
 
 
 def sweep(
@@ -90,7 +111,10 @@ def resamples(groups: Sequence[str], num: int, seed: int = 0) -> Array:
 
 
 def interval(values: Array, level: float = 0.95) -> tuple[float, float]:
-    """Percentile interval of resampled ``values`` [S]; nan if any of them is."""
+    """Percentile interval of resampled ``values`` [S]; nan if any of them is.
+
+    Left out they would be missing at one end only; callers say how many there are.
+    """
     low, high = np.percentile(values, [50 * (1 - level), 50 * (1 + level)])
     return float(low), float(high)
 

@@ -8,8 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.compare import Curve, everyone, interval, replay_text, resamples, sweep
+from sglang_c2t.compare import (
+    ENTROPY_GRID,
+    ODDS_GRID,
+    Curve,
+    everyone,
+    interval,
+    replay_text,
+    resamples,
+    sweep,
+)
 from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.entropy import Entropy
 from sglang_c2t.policies.fixed import Fixed
 from sglang_c2t.replay import Chains, replay
 from tests.recordings import chain, recording
@@ -41,8 +51,35 @@ def test_gamma_is_interpolated_between_thresholds() -> None:
     assert found.gamma_at(np.array([3.0]), ONE) == pytest.approx(4.0)
 
 
+def test_of_thresholds_that_reach_an_accept_length_the_cheapest_counts() -> None:
+    """A curve may turn back: (2.9, 9.0) drafts more than (3.0, 4.0) and accepts less."""
+    found = curve([(2.0, 1.0), (3.0, 4.0), (2.9, 9.0)])
+    assert found.gamma_at(np.array([2.9, 3.0]), ONE[[0, 0]]) == pytest.approx([4.0, 4.0])
+
+
 def test_an_accept_length_that_is_never_reached_has_no_gamma() -> None:
     assert np.isnan(curve([(2.0, 1.0), (3.0, 4.0)]).gamma_at(np.array([3.1]), ONE)[0])
+
+
+@pytest.mark.parametrize(("rule", "grid"), [(DyJoint, ODDS_GRID), (Entropy, ENTROPY_GRID)])
+def test_every_curve_reaches_what_whole_drafts_reach(rule: type, grid: tuple[float, ...]) -> None:
+    """However unlikely a draft is that the target accepts; else intervals would have no end."""
+    unlikely = [
+        chain([1e-5, 1e-5, 1e-5], [1, 1, q % 2], request=f"a/{q}", position=5) for q in range(4)
+    ]
+    table = Chains.from_recording(recording(unlikely, roots="every"))
+    drawn = resamples(["a"] * 4, 50)
+    whole = Curve.of([replay(Fixed(), table)])
+    gammas = sweep(rule, table, grid).gamma_at(whole.tau(drawn)[:, 0], drawn)
+    assert np.array_equal(gammas, whole.gamma(drawn)[:, 0])
+
+
+def test_a_threshold_is_read_where_the_curve_reaches_the_accept_length() -> None:
+    found = curve([(3.0, 4.0), (2.0, 1.0)])
+    assert found.threshold_at(2.5, [0.2, 0.6], ONE) == pytest.approx(0.4)
+    assert found.threshold_at(3.0, [0.2, 0.6], ONE) == pytest.approx(0.2)
+    with pytest.raises(ValueError, match=r"no threshold gives 3\.100 tokens"):
+        found.threshold_at(3.1, [0.2, 0.6], ONE)
 
 
 def test_totals_are_summed_before_they_are_divided() -> None:

@@ -116,3 +116,21 @@ def test_the_readme_table_of_versions_lists_what_is_admitted_and_locked() -> Non
     assert excluded == "".join(f",!={series}.{number}.*" for number in between)
     for version, lock in ((newest, "requirements.lock"), (oldest, f"requirements-{oldest}.lock")):
         assert f"sglang=={version}" in (ROOT / lock).read_text().splitlines()
+
+
+def test_the_guide_names_the_default_threshold_of_every_gate() -> None:
+    from sglang_c2t.policies import TRAINED
+    from sglang_c2t.policies.dyjoint import DyJoint
+    from sglang_c2t.policies.dymax import DyMax
+
+    chains = PRODUCTION.split("## Policies")[1].split("Trees (")[0]
+    told = dict(re.findall(r"^\| `([a-z0-9-]+)` \|.*\| ([0-9.]+) \| `--c2t-beta`", chains, re.M))
+    assert told == {kind.name: f"{kind.beta:g}" for kind in (*TRAINED, DyJoint, DyMax)}
+
+
+def test_default_thresholds_are_those_that_the_tables_chose() -> None:
+    from eval.thresholds import CHOSEN
+
+    tables = (ROOT / "eval" / "TABLES.md").read_text()
+    chosen = {name: float(beta) for beta, name in re.findall(r"([0-9.]+) for `(c2t-\w+)`", tables)}
+    assert chosen == {kind.name: kind.beta for kind in CHOSEN}

@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,22 @@ def provenance(argv: Sequence[str]) -> dict[str, Any]:
         "argv": list(argv),
         "command": shlex.join(argv),
     }
+
+
+def conditions(module: str, argv: Sequence[str]) -> str:
+    """The same as one paragraph, for tables: command, date, revision, versions, hardware.
+
+    Folders in the command are shown as DIR: where they lie says nothing.
+    """
+    words = ["DIR" if Path(word).is_dir() else word for word in argv]
+    machine = hardware()
+    installed = ", ".join(f"{name} {number}" for name, number in versions().items())
+    gpus = ", ".join(machine["gpus"]) or "no GPU"
+    return (
+        f"Made on {datetime.now(UTC):%Y-%m-%d} at {git_revision()} by "
+        f"`{shlex.join(['python', '-m', module, *words])}`: {installed}; {machine['cpu']}, "
+        f"{machine['cores']} cores, {machine['memory_gib']:g} GiB, {gpus}, {machine['system']}."
+    )
 
 
 def versions() -> dict[str, str]:

@@ -55,6 +55,11 @@ def parser() -> argparse.ArgumentParser:
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="drafts (both)")
     add("--policies", nargs="+", metavar="NAME", help="for shapes that know them (several)")
     add("--prompts", type=Path, help="JSONL, see sglang_c2t.prompts (generated ones)")
+    add(
+        "--stock",
+        action="store_true",
+        help="send all greedy requests to stock speculation, and to the plain server again, too",
+    )
     add("--seed", type=int, default=0, help="of the mixed batches (0)")
     add("--out", type=Path, default=Path("runs/lossless"), help="logs and summary.json")
     add("--at-once", type=_positive, help="servers alive at a time (2; own models 1)")
@@ -142,6 +147,7 @@ def settings(args: argparse.Namespace, demo: bool) -> Settings:
         at_once=args.at_once or (2 if demo else 1),
         seed=args.seed,
         logs=args.out / "logs",
+        stock=args.stock,
     )
 
 

@@ -22,8 +22,8 @@ POLICIES = {
 #: At once, and the share of a policy's requests; the rest goes to the largest batch.
 BATCHES = ((1, 0.05), (8, 0.15), (64, 1.0))
 
-#: The batch of the reference, and another one that shows how far it repeats itself.
-REFERENCE_BATCH, CONTROL_BATCH = 16, 64
+#: The batch of the reference.
+REFERENCE_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,20 @@ def check(
     waves = []
     for policy, mine in zip(policies, blocks(len(asked), len(policies)), strict=True):
         switch(server, policy=policy)
-        for concurrency, part in dealt(len(asked[mine])):
-            some, wanted = asked[mine][part], expected[mine][part]
-            if some:
-                served = ask(server, some, concurrency, on_answer)
-                waves.append(wave(name, policy, concurrency, some, wanted, served))
+        waves += in_batches(server, name, policy, asked[mine], expected[mine], on_answer)
+    return waves
+
+
+def in_batches(
+    server: Server, name: str, policy: str, asked: Sequence[Asked], expected: Sequence[Output],
+    on_answer: Callable[[], None],
+) -> list[Wave]:  # fmt: skip
+    """All of ``asked`` on a server as it is, dealt to the batch sizes."""
+    waves = []
+    for concurrency, part in dealt(len(asked)):
+        if some := asked[part]:
+            served = ask(server, some, concurrency, on_answer)
+            waves.append(wave(name, policy, concurrency, some, expected[part], served))
     return waves
 
 

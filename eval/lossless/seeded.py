@@ -3,7 +3,8 @@
 SGLang reads seeds under ``--enable-deterministic-inference`` only. Requests of a run cut the
 target's distribution all alike: SGLang's seeded sampler numbers candidates by rank as soon as
 one request of the batch cuts it (greedy ones do), so that mixed batches do not reproduce even
-without speculation.
+without speculation. How far they do is counted as well: the same requests, all kinds in one
+batch. Only greedy ones must come out the same there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 """How a run's requests cut the target's distribution."""
 
+#: Kinds of requests that a mixed batch holds, in turn.
+KINDS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, **CUTS}
+MIXED = ", mixed"
+
 #: At once: of the reference, of its control, and of the servers under test.
 REFERENCE_BATCH, CONTROL_BATCH = 8, 3
 BATCHES = (16, 1)
@@ -40,10 +45,11 @@ class Reproduced:
     tokens: int
     accepted_drafts: int
     differing: list[int]  # numbers of requests
+    promised: bool = True  # that none differs
 
 
-def bodies(prompts: Sequence[Sequence[int]], cut: str) -> list[dict[str, Any]]:
-    """A sampled request per prompt, of different temperature and length, each with its seed."""
+def bodies(prompts: Sequence[Sequence[int]], kind: str) -> list[dict[str, Any]]:
+    """A request per prompt, of different temperature and length, each with its seed."""
     return [
         {
             "input_ids": list(prompt),
@@ -51,7 +57,7 @@ def bodies(prompts: Sequence[Sequence[int]], cut: str) -> list[dict[str, Any]]:
                 "temperature": (1.0, 0.7)[i % 2],
                 "max_new_tokens": (40, 9, 25)[i % 3],
                 "sampling_seed": 1000 + i,
-                **CUTS[cut],
+                **KINDS[kind],
             },
         }
         for i, prompt in enumerate(prompts)
@@ -60,7 +66,7 @@ def bodies(prompts: Sequence[Sequence[int]], cut: str) -> list[dict[str, Any]]:
 
 def reproduced(
     name: str, cut: str, concurrency: int, answers: Sequence[Answer],
-    expected: Sequence[tuple[int, ...]],
+    expected: Sequence[tuple[int, ...]], promised: bool = True,
 ) -> Reproduced:  # fmt: skip
     """Compare answers with what was expected."""
     outputs = [answer.output_ids for answer in answers]
@@ -72,6 +78,7 @@ def reproduced(
         tokens=sum(map(len, outputs)),
         accepted_drafts=sum(a.meta_info.get("spec_num_correct_drafts", 0) for a in answers),
         differing=differing(outputs, expected),
+        promised=promised,
     )
 
 
@@ -80,15 +87,23 @@ def check(
     expected: dict[str, list[tuple[int, ...]]], batches: Sequence[int],
     on_answer: Callable[[], None],
 ) -> list[Reproduced]:  # fmt: skip
-    """Every cut at every batch size, from an empty cache."""
+    """Every cut at every batch size, then all kinds mixed, each from an empty cache."""
     done = []
-    for cut, wanted in expected.items():
+    for cut in CUTS:
         for concurrency in batches:
             count = num_asked(len(prompts), concurrency)
             asked = bodies(prompts, cut)[:count]
             server.flush_cache()
             result = run_load(server.url, asked, concurrency=concurrency, on_answer=on_answer)
-            done.append(reproduced(name, cut, concurrency, result.answers, wanted[:count]))
+            done.append(reproduced(name, cut, concurrency, result.answers, expected[cut][:count]))
+    server.flush_cache()
+    turns = [body for prompt in zip(*(bodies(prompts, kind) for kind in KINDS), strict=True)
+             for body in prompt]  # fmt: skip
+    result = run_load(server.url, turns, concurrency=batches[0], on_answer=on_answer)
+    for first, kind in enumerate(KINDS):
+        answers = result.answers[first :: len(KINDS)]
+        done.append(reproduced(name, kind + MIXED, batches[0], answers, expected[kind],
+                               promised=kind == "greedy"))  # fmt: skip
     return done
 
 
@@ -99,4 +114,5 @@ def num_asked(num_prompts: int, concurrency: int) -> int:
 
 def num_answers(num_prompts: int, batches: Sequence[int]) -> int:
     """How many answers :func:`check` waits for."""
-    return len(CUTS) * sum(num_asked(num_prompts, concurrency) for concurrency in batches)
+    alike = len(CUTS) * sum(num_asked(num_prompts, concurrency) for concurrency in batches)
+    return alike + len(KINDS) * num_prompts

@@ -73,17 +73,23 @@ class Models:
         self, algorithm: str, shape: str, *more: str, suffix: str = "", env: Mapping[str, str] = {}
     ) -> Launch:
         """With ``--c2t``; named after its kind."""
+        flags = (*self._drafting(algorithm, shape), "--c2t", *more)
+        return self._launch(f"{algorithm} {shape}{suffix}", flags, env)
+
+    def stock(self, algorithm: str, shape: str) -> Launch:
+        """With SGLang's own speculation of that kind, no ``--c2t``."""
+        return self._launch(f"{algorithm} {shape}, stock", self._drafting(algorithm, shape))
+
+    def _drafting(self, algorithm: str, shape: str) -> tuple[str, ...]:
         trees = shape == "trees"
         nodes = self.size.num_draft_tokens if trees else self.size.num_steps + 1
-        drafts = (
+        return (
             "--speculative-algorithm", algorithm,
             "--speculative-draft-model-path", self.drafts[algorithm],
             "--speculative-num-steps", str(self.size.num_steps),
             "--speculative-eagle-topk", str(self.size.topk if trees else 1),
             "--speculative-num-draft-tokens", str(nodes),
-            "--c2t",
         )  # fmt: skip
-        return self._launch(f"{algorithm} {shape}{suffix}", (*drafts, *more), env)
 
     def float32(self) -> Launch:
         """Without speculation, in float32: which token is likelier, but for rounding."""

@@ -54,13 +54,14 @@ class Settings:
     at_once: int  # servers
     seed: int
     logs: Path
+    stock: bool = False  # ask stock speculation, and the plain server again, all of it as well
 
 
 @dataclass
 class Found:
     """Everything a run found."""
 
-    control: list[greedy.Wave] = field(default_factory=list)
+    control: list[greedy.Wave] = field(default_factory=list)  # of servers without --c2t
     waves: list[greedy.Wave] = field(default_factory=list)
     noise: diverge.Noise | None = None
     tests: list[sampling.SampleTest] = field(default_factory=list)
@@ -70,11 +71,13 @@ class Found:
 
     @property
     def defects(self) -> int:
-        """How much is wrong. What the plain server alone repeats differently is not."""
+        """How much is wrong. What stock servers repeat differently is not, nor is what nobody
+        promises to repeat.
+        """
         return (
             sum(len(wave.divergences) - wave.count("tie") for wave in self.waves)
             + sum(not test.passed for test in self.tests)
-            + sum(len(run.differing) for run in self.seeded)
+            + sum(len(run.differing) for run in self.seeded if run.promised)
             + sum(not outcome.passed for outcome in self.kits)
             + len(self.broken)
         )
@@ -135,7 +138,26 @@ class Suite:
         for waves, tests in self._visit([self.models.gated(*kind) for kind in kinds], work):
             self.found.waves += waves
             self.found.tests += tests
+        if self.settings.stock and asked:
+            self._ask_stock(kinds, list(shares.values()), asked, oracle.expected)
         self._classify(oracle.leads)
+
+    def _ask_stock(
+        self, kinds: Sequence[tuple[str, str]], shares: Sequence[slice], asked: Sequence[Asked],
+        expected: Sequence[diverge.Output],
+    ) -> None:  # fmt: skip
+        """How far SGLang's own speculation repeats the plain server, on the same requests."""
+        launches = [self.models.stock(*kind) for kind in kinds]
+        share_of = dict(zip([launch.name for launch in launches], shares, strict=True))
+
+        def work(launch: Launch, server: Server) -> list[greedy.Wave]:
+            mine = share_of[launch.name]
+            some, wanted = asked[mine], expected[mine]
+            advance = self._bar(f"{launch.name}, greedy", len(some))
+            return greedy.in_batches(server, launch.name, "-", some, wanted, advance)
+
+        for waves in self._visit(launches, work):
+            self.found.control += waves
 
     def _asked(self, num_servers: int) -> list[Asked]:
         """No greedy requests where that part is not asked for."""
@@ -147,13 +169,10 @@ class Suite:
         control: list[greedy.Wave] = []
         leads: list[diverge.Led] = []
         if asked:
-            some = asked[: max(len(asked) // 6, 1)]
+            some = asked if self.settings.stock else asked[: max(len(asked) // 6, 1)]
             advance = self._bar(f"{name}, greedy answers", len(asked) + len(some))
             expected = greedy.ask(server, asked, greedy.REFERENCE_BATCH, advance).outputs
-            again = greedy.ask(server, some, greedy.CONTROL_BATCH, advance)
-            control = [
-                greedy.wave(name, "-", greedy.CONTROL_BATCH, some, expected[: len(some)], again)
-            ]
+            control = greedy.in_batches(server, name, "-", some, expected[: len(some)], advance)
             leads = diverge.leads(server.url, self.prompts[:NOISE_ANSWERS])
         plan = self._plan(server)
         tests = self._check_samples(name, server, plan)
@@ -210,10 +229,10 @@ class Suite:
 
         def expect(launch: Launch, server: Server) -> tuple[Expected, list[seeded.Reproduced]]:
             expected = {
-                cut: run_load(
-                    server.url, seeded.bodies(prompts, cut), concurrency=seeded.REFERENCE_BATCH
+                kind: run_load(
+                    server.url, seeded.bodies(prompts, kind), concurrency=seeded.REFERENCE_BATCH
                 ).outputs
-                for cut in seeded.CUTS
+                for kind in seeded.KINDS
             }
             batches = (seeded.CONTROL_BATCH,)
             advance = self._bar(launch.name, seeded.num_answers(len(prompts), batches))

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.lossless import diverge
-from eval.lossless.greedy import CONTROL_BATCH, REFERENCE_BATCH, Wave
+from eval.lossless.greedy import REFERENCE_BATCH, Wave
 from eval.lossless.outcome import NOT_RUN, Outcome
 from eval.lossless.sampling import FAMILY_ALPHA, POWER, SampleTest
 from eval.lossless.seeded import Reproduced
@@ -74,8 +74,9 @@ def show(found: Found, decode: Decode, console: Console) -> None:
     if found.waves:
         console.print(greedy_table([*found.control, *found.waves]))
         console.print(
-            f"[dim]Expected: answers of the plain server, {REFERENCE_BATCH} at once; its own row "
-            f"repeats some of them {CONTROL_BATCH} at once.[/dim]"
+            f"[dim]Expected: answers of the plain server, {REFERENCE_BATCH} at once; rows "
+            "without a policy are servers without --c2t, which need not repeat it either. Lead: in "
+            "float32, of the likelier token at the place of parting, the row's largest.[/dim]"
         )
         for wave in (*found.control, *found.waves):
             for divergence in wave.divergences:
@@ -151,7 +152,7 @@ def greedy_table(waves: Sequence[Wave]) -> Table:
     """One row per server and policy, its batch sizes added up."""
     table = _table(
         "Greedy equality", "server", "policy", *_right("requests (at once)", "tokens", "tau",
-        "gamma", "ties", "defects"),
+        "gamma", "ties", "lead", "defects"),
     )  # fmt: skip
     for (server, policy), group in groupby(waves, key=lambda wave: (wave.server, wave.policy)):
         rows = list(group)
@@ -162,7 +163,7 @@ def greedy_table(waves: Sequence[Wave]) -> Table:
         tau, gamma = rows[-1].accept_length, rows[-1].draft_length
         table.add_row(
             server, policy, batches, str(sum(row.tokens for row in rows)), _number(tau),
-            _number(gamma), str(ties), _alarm(defects),
+            _number(gamma), str(ties), _lead(rows), _alarm(defects),
         )  # fmt: skip
     return table
 
@@ -195,9 +196,14 @@ def seeded_table(runs: Sequence[Reproduced]) -> Table:
         table.add_row(
             server, cut, batches, *(str(sum(values)) for values in (
                 [row.tokens for row in rows], [row.accepted_drafts for row in rows])),
-            _alarm(sum(len(row.differing) for row in rows)),
+            _differing(rows),
         )  # fmt: skip
     return table
+
+
+def _differing(rows: Sequence[Reproduced]) -> str:
+    count = sum(len(row.differing) for row in rows)
+    return _alarm(count) if all(row.promised for row in rows) else f"{count} (not promised)"
 
 
 def kits_table(outcomes: Sequence[Outcome]) -> Table:
@@ -234,6 +240,11 @@ def _requests(wave: Wave) -> int:
 
 def _ties(wave: Wave) -> int:
     return wave.count("tie")
+
+
+def _lead(waves: Sequence[Wave]) -> str:
+    leads = [d.lead for wave in waves for d in wave.divergences if d.lead is not None]
+    return f"{max(leads):.3f}" if leads else "-"
 
 
 def _alarm(count: int) -> str:

@@ -6,6 +6,11 @@ sample, so that C_i is a probability and beta means the same for every draft mod
 probabilities of deep tokens crowd near zero, where the network cannot part them; their
 logarithms lie apart.
 
+Default threshold, chains: the one at which the shipped classifier accepts as much as ``c2t`` at
+its published 0.5, on training prompts of the demo drafts (``eval/thresholds.py``); with fewer
+drafts verified, then. At 0.5 it would accept less than ``c2t``: confidences differ in kind,
+because ``c2t`` learns from as many accepted as rejected tokens.
+
 Sampled drafts: keep-then-stop, because P_i contains the probability of the drawn token.
 """
 
@@ -21,6 +26,7 @@ from sglang_c2t.policies.c2t import C2T
 class C2TLog(C2T):
     """Confidence gate with a classifier that reads the log joint probability."""
 
+    beta: float = 0.24  # accepts what c2t does at 0.5: eval/thresholds.py
     name: ClassVar[str] = "c2t-log"
     tree_beta: ClassVar[float] = 0.03  # ours: about a dozen nodes on the demo models
     reads: ClassVar[frozenset[str]] = frozenset({"log_joint", "entropy", "depth"})

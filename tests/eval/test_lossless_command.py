@@ -78,6 +78,16 @@ def test_one_wrong_thing_of_any_kind_is_a_defect(what: str) -> None:
     assert "NO, 1 defect" in summary.verdict(found)
 
 
+def test_what_nobody_promises_to_repeat_is_counted_and_no_defect() -> None:
+    """Seeded requests in batches of several kinds; stock gives them other tokens as well."""
+    mixed = Reproduced("EAGLE trees", "top_p, mixed", 16, 24, 500, 90, [1, 2, 3], promised=False)
+    found = replace(clean(), seeded=[*clean().seeded, mixed])
+    assert found.defects == 0
+    console = Console(file=io.StringIO(), width=160, record=True)
+    summary.show(found, decode, console)
+    assert "3 (not promised)" in console.export_text()
+
+
 def decode(ids: Any) -> str:
     return " ".join(f"t{token}" for token in ids)
 
@@ -86,7 +96,16 @@ def test_tables_tell_all_counts_and_each_divergence() -> None:
     console = Console(file=io.StringIO(), width=160, record=True)
     summary.show(replace(clean(), **WRONG["a defect"]), decode, console)
     text = console.export_text()
-    for shown in ("100 (64)", "10000", "0.070", "45", "24 (16)", "json_mode_kit", "NO, 1 defect"):
+    for shown in (
+        "100 (64)",
+        "10000",
+        "0.070",
+        "45",
+        "24 (16)",
+        "0.500",
+        "json_mode_kit",
+        "NO, 1 defect",
+    ):
         assert shown in text
     assert "DEFECT: EAGLE chains, c2t, 64 at once, request 3 (ordinary), token 0: 't5' (5)" in text
     assert "Prompt: ...'t1 t2'" in text
@@ -180,6 +199,13 @@ def test_chains_have_one_node_a_step_and_the_root() -> None:
     argv = Models.of_the_demo().gated("EAGLE", "chains").argv(30000)
     assert argv[argv.index("--speculative-num-draft-tokens") + 1] == "6"
     assert argv[argv.index("--speculative-eagle-topk") + 1] == "1"
+
+
+def test_stock_speculation_is_the_same_but_for_the_flag() -> None:
+    models = Models.of_the_demo()
+    for kind in models.kinds(("chains", "trees")):
+        gated = models.gated(*kind).argv(30000)
+        assert models.stock(*kind).argv(30000) == [flag for flag in gated if flag != "--c2t"]
 
 
 def test_a_server_that_does_not_start_is_found_and_keeps_no_other_from_running(

@@ -23,6 +23,7 @@ from eval.lossless.sampling import (
     Cells,
     Cut,
     Exact,
+    Plan,
     Tokens,
     detectable,
     exact_cells,
@@ -227,6 +228,13 @@ def test_pooling_keeps_the_totals_and_leaves_no_small_cell(
     assert large.sum() == pytest.approx(counts.sum())
     assert seen.sum() == observed.sum()
     assert len(large) == 1 or (large >= LEAST_EXPECTED - 1e-9).all()
+
+
+def test_the_tests_of_a_run_share_one_false_alarm_in_a_thousand_runs() -> None:
+    """Neither more, or alarms would be noise, nor less, or deviations would pass."""
+    with fake_server(tiny_llama(0)) as server:
+        plan = Plan.of(server, [PROMPT, [2, 7, 1]], samples=400, num_tests=35, most=VOCAB)
+    assert plan.alpha == ALPHA
 
 
 def test_more_samples_and_fewer_cells_find_smaller_deviations() -> None:
