@@ -307,6 +307,16 @@ SEAMS: tuple[Seam, ...] = (
         ["model_runner", "batch", "seq_positions"],
     ),
     Seam(
+        # An older SGLang prepares none, and has no field that a rename could hide.
+        f"{EAGLE_INFO}.EagleVerifyInput",
+        "packs the positions of M-RoPE targets",
+        fields=["prepared_mrope_positions"],
+        otherwise=Seam(
+            f"{CACHE_LOCS}.assign_extend_cache_locs_uniform_func",
+            "packs the positions of M-RoPE targets",
+        ),
+    ),
+    Seam(
         f"{EAGLE_WORKER}.select_top_k_tokens",
         "chooses which nodes of a tree are expanded",
         ["i", "topk_p", "topk_index", "hidden_states", "scores", "topk"],
@@ -482,6 +492,7 @@ SEAMS: tuple[Seam, ...] = (
             "req_pool_indices",
             "spec_info",
             "forward_mode",
+            "mrope_positions",
         ],
     ),
     Seam(
@@ -1015,12 +1026,12 @@ def rotating_rows(
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     if hasattr(verify_input, "prepared_mrope_positions"):
-        verify_input.prepared_mrope_positions = None  # they would be taken as they are
+        write(verify_input, prepared_mrope_positions=None)  # they would be taken as they are
     compute = ForwardBatch.compute_spec_mrope_positions
 
     def compute_packed(forward_batch: Any, model_runner: Any, batch: Any) -> None:
         compute(forward_batch, model_runner, batch, seq_positions=positions)
-        forward_batch.mrope_positions = pack(forward_batch.mrope_positions)
+        write(forward_batch, mrope_positions=pack(forward_batch.mrope_positions))
 
     with swapped(ForwardBatch, "compute_spec_mrope_positions", compute_packed):
         yield
