@@ -43,7 +43,7 @@ serve: $(STAMP)  ## The demo models behind --c2t on port 30000: make serve [PORT
 	  --max-total-tokens 32768 --max-running-requests 64 --sleep-on-idle \
 	  --speculative-algorithm EAGLE3 --speculative-draft-model-path $(DEMO)/eagle3 \
 	  --speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6 \
-	  --c2t --enable-metrics $(ARGS)
+	  --c2t --c2t-loopback-control --enable-metrics $(ARGS)
 
 # CONFIG, OUT and so on: see the heads of the files in eval/configs and `--help`.
 bench: $(STAMP)  ## Benchmark of all methods and its report: make bench [CONFIG=file OUT=dir]

@@ -54,6 +54,8 @@ class Launch:
     flags: Sequence[str] = ()
     model: Path = TARGET
     env: Mapping[str, str] = field(default_factory=dict)
+    control: bool = True
+    """Whether a ``--c2t`` server without an admin key takes POST /c2t from this machine."""
 
     def argv(self, port: int) -> list[str]:
         """The command line a user would type."""
@@ -129,8 +131,8 @@ def running(launch: Launch, log_dir: Path) -> Iterator[Server]:
     with log.open("wb") as sink:
         # A session of its own, so that stopping it reaches SGLang's child processes.
         process = subprocess.Popen(
-            launch.argv(port), stdout=sink, stderr=subprocess.STDOUT, env=env,
-            start_new_session=True,
+            [*launch.argv(port), *_control(launch)], stdout=sink, stderr=subprocess.STDOUT,
+            env=env, start_new_session=True,
         )  # fmt: skip
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
@@ -147,6 +149,14 @@ def run_to_exit(launch: Launch, timeout: float = READY_SECONDS) -> subprocess.Co
         timeout=timeout,
         check=False,
     )  # fmt: skip
+
+
+def _control(launch: Launch) -> tuple[str, ...]:
+    """What lets us switch policies on our own servers; one with an admin key asks for that."""
+    controlled = launch.control and "--c2t" in launch.flags
+    return (
+        ("--c2t-loopback-control",) if controlled and "--admin-api-key" not in launch.flags else ()
+    )
 
 
 def _environment(launch: Launch) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -65,7 +67,22 @@ def test_recording_is_off_and_cheap_by_default() -> None:
         ({"record_extra": "hidden"}, "record_extra must be a list of measurements, got 'hidden'"),
         ({"record_extra": [1]}, "record_extra must be a list of measurements, got [1]"),
         ({"policy_options": [1]}, "policy_options must be an object"),
+        ({"policy_options": {1: 2}}, "policy_options must be an object"),
+        ({"policy_options": {"x" * 300: 2}}, "policy_options must be an object"),
+        ({"policy_options": {"beta": 0.5}}, "beta is a setting of its own: give --c2t-beta, or"),
+        ({"policy": "a\nb"}, "policy must be a name of at most 200 printable characters"),
+        ({"policy": "x" * 201}, "policy must be a name of at most 200 printable characters"),
+        ({"max_verify_rows": True}, "max_verify_rows must be a whole number of nodes >= 1"),
+        ({"max_verify_rows": 2**31}, "max_verify_rows must be a whole number of nodes >= 1"),
+        ({"draft_steps": 3}, "draft_steps must be a list of whole numbers >= 1, got 3"),
+        ({"draft_steps": [True]}, "draft_steps must be a list of whole numbers >= 1"),
+        ({"beta": math.nan}, "beta must be a number in (0, 1), got nan"),
+        ({"beta": 10**400}, "beta must be a number in (0, 1), got 1000"),
+        ({"record": "a\0b"}, "record must be a directory"),
+        ({"classifier_dir": ""}, "classifier_dir must be a directory, got ''"),
+        ({"loopback_control": 1}, "loopback_control must be true or false, got 1"),
         ({"betta": 0.5}, "unknown c2t setting 'betta'; allowed: policy, beta"),
+        ({"betta": 0.5}, "did you mean 'beta'?"),
     ],
 )
 def test_a_wrong_setting_is_refused_in_one_line(values: dict, said: str) -> None:
@@ -111,3 +128,44 @@ def test_the_environment_switches_c2t_on(monkeypatch, tmp_path) -> None:
     path.write_text('{"policy": "fixed"}')
     monkeypatch.setenv(config.CONFIG_ENV, str(path))
     assert config.active() == C2TConfig(policy="fixed")
+
+
+def test_a_file_is_read_once_and_its_text_travels_on(monkeypatch, tmp_path) -> None:
+    """Asked on every request: a file that vanishes or is overwritten is nothing to a server, and
+    the processes it starts are told what was read, not where.
+    """
+    path = tmp_path / "c2t.json"
+    path.write_text(json.dumps({"policy": "fixed"}))
+    monkeypatch.setenv(config.CONFIG_ENV, str(path))
+    first = config.active()
+    assert first == C2TConfig(policy="fixed")
+    path.write_text("{")
+    assert config.active() is first
+    path.unlink()
+    assert config.active() is first
+    child = "import sglang_c2t.config as c; print(c.active().policy)"
+    told = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True)
+    assert told.stdout == "fixed\n"
+
+
+def test_a_configuration_is_parsed_once(monkeypatch) -> None:
+    monkeypatch.setenv(config.CONFIG_ENV, '{"beta": 0.75}')
+    first = config.active()
+    monkeypatch.setattr(C2TConfig, "from_json", lambda *_, **__: pytest.fail("parsed again"))
+    assert config.active() is first
+
+
+def test_a_published_configuration_takes_the_place_of_the_old(monkeypatch) -> None:
+    monkeypatch.setenv(config.CONFIG_ENV, '{"beta": 0.75}')
+    assert config.active() == C2TConfig(beta=0.75)
+    config.publish(C2TConfig(beta=0.5))
+    assert config.active() == C2TConfig(beta=0.5)
+
+
+def test_a_broken_file_is_refused_each_time(monkeypatch, tmp_path) -> None:
+    path = tmp_path / "c2t.json"
+    path.write_text("{")
+    monkeypatch.setenv(config.CONFIG_ENV, str(path))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="is not valid JSON"):
+            config.active()

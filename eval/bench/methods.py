@@ -50,7 +50,9 @@ def hosts(config: BenchConfig, folder: Path) -> list[Host]:
     alone: list[list[MethodConfig]] = []
     for method in config.methods:
         if method.gated and config.server.share and not method.own_server:
-            shared.setdefault(drafting(config.model, method), []).append(method)
+            # A server takes no classifier file over HTTP but the one it was started with.
+            kind = (*drafting(config.model, method), method.classifier)
+            shared.setdefault(kind, []).append(method)
         else:
             alone.append([method])
     together = [group for group in shared.values() if len(group) > 1]
@@ -153,7 +155,8 @@ def switch(url: str, method: MethodConfig) -> None:
     if not reply.ok:
         raise SwitchError(f"POST /c2t for {method.name} answered {reply.status_code}: {reply.text}")
     in_force = requests.get(f"{url}/c2t", timeout=60).json()
-    differing = {key: in_force.get(key) for key in wanted if in_force.get(key) != wanted[key]}
+    expected = {**wanted, "classifier": Path(wanted["classifier"]).name}  # clients see no paths
+    differing = {key: in_force.get(key) for key in expected if in_force.get(key) != expected[key]}
     if differing:
         raise SwitchError(f"POST /c2t for {method.name} asked for {wanted}, in force: {differing}")
 

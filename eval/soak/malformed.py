@@ -157,11 +157,15 @@ OPTIONS = (
     _option("unknown field", nonsense=1),
     _option("stream is a string", stream="yes"),
     _option("rid is a number", rid=7),
+    _option("rid is a list for one prompt", rid=["x"]),
+    _generate("fewer sampling_params than prompts", text=["A", "B"], sampling_params=[{}]),
+    _generate("fewer return_logprob than prompts", text=["A", "B"], return_logprob=[True]),
     _generate("one rid twice", text=["A", "B"], rid=["x", "x"]),
     _generate("fewer rids than prompts", text=["A", "B"], rid=["x"]),
     _option("logprob_start_len behind the prompt", return_logprob=True, logprob_start_len=10**6),
     _option("logprob_start_len is -9", return_logprob=True, logprob_start_len=-9),
     _option("top_logprobs_num is negative", return_logprob=True, top_logprobs_num=-1),
+    _option("top_logprobs_num is a list", return_logprob=True, top_logprobs_num=[1]),
     _option("top_logprobs_num is a string", return_logprob=True, top_logprobs_num="x"),
     _option("token_ids_logprob is no token", return_logprob=True, token_ids_logprob=[NO_TOKEN]),
     _option("logit processor that is switched off", custom_logit_processor="x"),
@@ -229,7 +233,8 @@ ENDPOINTS = (
 MALFORMED = (*BODIES, *PROMPTS, *SAMPLING, *GRAMMARS, *OPTIONS, *OPENAI, *ENDPOINTS)
 
 #: What ends a stock server: a prompt of no tokens or of tokens that do not exist fails in the
-#: model's forward, more top log-probabilities than tokens in the sampler.
+#: model's forward, more top log-probabilities than tokens in the sampler, a top_k that is no int32
+#: where its tensor is made, a start before the prompt's where its log-probabilities are cut out.
 FATAL = (
     _generate("empty text", text="", sampling_params={"max_new_tokens": 2}),
     _generate("a batch of an empty prompt", input_ids=[[]], sampling_params={"max_new_tokens": 2}),
@@ -237,7 +242,11 @@ FATAL = (
     _generate("a negative token", input_ids=[-1]),
     _completion("a token that does not exist", prompt=[NO_TOKEN]),
     _option("10**6 top log-probabilities", return_logprob=True, top_logprobs_num=10**6),
+    _sampling("top_k is 2**31", temperature=1, top_k=2**31),
+    _completion("top_k is 2**31", prompt="A", top_k=2**31),
+    _chat("top_k is 2**31", top_k=2**31),
+    _option("logprob_start_len is -5", return_logprob=True, logprob_start_len=-5),
 )
 
-#: What keeps any server busy for minutes: it is valid, and copied in one go.
+#: What keeps a stock server busy for minutes: it is valid, and copied in one go.
 HANGING = (_sampling("n is 10**5", n=10**5),)

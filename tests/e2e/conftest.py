@@ -18,7 +18,7 @@ import requests
 from eval.prompts import demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
 from sglang_c2t.client import Answer, LoadResult, greedy, run_load
-from tests.e2e.server_policies import MODES, Switchable
+from tests.e2e.server_policies import FAILS, MODES, Switchable
 from tests.e2e.witness import Witness
 
 REPOSITORY = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ class GatedServer:
     def run(self, mode: str, bodies: list[dict[str, Any]] = BODIES,
             concurrency: int = CONCURRENCY) -> LoadResult:  # fmt: skip
         """Serve ``bodies`` under the gate ``mode``, from an empty cache."""
-        assert mode in MODES or mode.startswith("{")
+        assert mode in (*MODES, FAILS) or mode.startswith("{")
         replace_text(self.control, mode)
         self.server.flush_cache()
         return run_load(self.server.url, bodies, concurrency=concurrency)

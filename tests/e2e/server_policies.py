@@ -22,6 +22,14 @@ from sglang_c2t.policies.base import Growth, TreeLayer, TreeShape
 
 MODES = ("c2t", "full", "none", "random")
 
+#: As ``random``, but raises now and then, and not on all ranks at once.
+FAILS = "fails"
+
+
+def _fail(mode: str, generator: torch.Generator) -> None:
+    if mode == FAILS and torch.rand((), generator=generator) < 0.3:
+        raise RuntimeError("this policy was told to fail")
+
 
 @dataclass
 class Switchable:
@@ -49,7 +57,8 @@ class Switchable:
     def keep(self, layer: DraftLayer) -> Tensor:
         """[B] bool, as the current mode says."""
         mode = Path(self.control).read_text()
-        if mode == "random":
+        if mode in ("random", FAILS):
+            _fail(mode, self._generator)
             return torch.rand(layer.alive.shape, generator=self._generator) < 0.7
         if mode in ("full", "none"):
             return torch.full_like(layer.alive, mode == "full")
@@ -90,10 +99,11 @@ class SwitchableTree:
         """As the current mode says."""
         mode = Path(self.control).read_text()
         joint = layer.joint
-        if mode in ("full", "none", "random"):
+        if mode in ("full", "none", "random", FAILS):
+            _fail(mode, self._generator)
             drawn = torch.rand(joint.shape, generator=self._generator)
             share = torch.rand(len(joint), 1, 1, generator=self._generator)
-            if mode != "random":
+            if mode in ("full", "none"):
                 share = torch.full_like(share, mode == "full")
             key = joint.masked_fill(drawn >= share, -torch.inf)
             return Growth(key=key, expand=key)

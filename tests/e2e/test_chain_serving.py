@@ -11,7 +11,7 @@ from tests.e2e.conftest import (
     verified,
     verified_rows_reported,
 )
-from tests.e2e.server_policies import MODES
+from tests.e2e.server_policies import FAILS, MODES
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -21,6 +21,18 @@ def test_greedy_outputs_equal_those_without_speculation(
     """For the classifier, full drafts, no drafts and random lengths per request and step."""
     result = gated.run(mode)
     assert differing(result.outputs, expected) == []
+
+
+def test_a_policy_that_raises_now_and_then_costs_no_answer_and_no_server(
+    gated: GatedServer, expected: list[tuple[int, ...]]
+) -> None:
+    """Its drafts go on whole, and the log says so once."""
+    result = gated.run(FAILS)
+    assert differing(result.outputs, expected) == []
+    lines = gated.server.log.read_text(errors="replace").splitlines()
+    said = [line for line in lines if "and drafts stay whole where it does" in line]
+    assert len(said) == 1
+    assert "RuntimeError: this policy was told to fail (" in said[0]
 
 
 @pytest.mark.parametrize("mode", MODES)

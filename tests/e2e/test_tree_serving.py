@@ -28,6 +28,7 @@ from tests.e2e.conftest import (
     verified,
     verified_rows_reported,
 )
+from tests.e2e.server_policies import FAILS
 from tests.e2e.witness import WATCHED
 
 N = TREE["num_draft_tokens"]
@@ -35,6 +36,7 @@ MODES = {
     "full": "full",
     "none": "none",
     "random": "random",
+    FAILS: FAILS,
     "c2t": '{"policy": "c2t"}',
     "c2t-eagle2": '{"policy": "c2t-eagle2"}',
     "fork": '{"policy": "fork"}',

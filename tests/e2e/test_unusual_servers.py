@@ -12,6 +12,7 @@ from eval.prompts import demo_mix
 from eval.server import TARGET, Launch, Server, running, speculative_flags
 from sglang_c2t.client import differing, greedy, run_load
 from tests.e2e.conftest import BODIES, REPOSITORY, GatedServer, switchable_flags, tree_launch
+from tests.e2e.server_policies import FAILS
 
 PYTHONPATH = {"PYTHONPATH": str(REPOSITORY)}
 
@@ -41,14 +42,14 @@ def test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_without_specula
 ) -> None:
     """Each rank draws other random lengths and trees; unless rank 0's win, the ranks' rows
     differ and their next collective hangs. Recording leaves some drafts whole, as only rank 0
-    knows.
+    knows. A policy may fail on one of them alone.
     """
     make = gated_launch if kind == "chains" else tree_launch
     flags = ("--tp-size", "2", *recording(logs / kind))
     launch, control = make(f"tp2-{kind}", logs, *flags, env=BIND)
     with running(launch, logs) as server:
         gated = GatedServer(server, "EAGLE3", control)
-        for mode in ("c2t", "random"):
+        for mode in ("c2t", "random", FAILS):
             assert differing(gated.run(mode).outputs, expected_of_two_ranks) == [], mode
         assert server.c2t_state()["recording"]["drafts_written"] > 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,9 @@ class Witness(SwitchableTree):
     name: ClassVar[str] = "witness"
 
     def grow(self, layer: TreeLayer) -> Growth:
-        """Only processes that draft get here, so the hooks go in now."""
-        _watch_worker(Path(self.notes))
+        """The hooks go in where drafts are made; the launcher only tries the policy."""
+        if "sglang_c2t.srt.worker" in sys.modules:
+            _watch_worker(Path(self.notes))
         return super().grow(layer)
 
 

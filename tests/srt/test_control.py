@@ -79,7 +79,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(body: Any, said: str) -> None:
         | st.floats()
         | st.dictionaries(st.text(), st.integers())
         | st.lists(st.integers()),
-    )  # fmt: skip
+    )
 )
 def test_whatever_is_posted_names_only_what_is_known(values: dict[str, Any]) -> None:
     """No name that a client made up gets past, so none reaches an import or a file."""

@@ -126,7 +126,7 @@ def test_no_page_may_post_whatever_it_knows(
 
 @pytest.mark.parametrize(
     "headers",
-    [{"X-Forwarded-For": "127.0.0.1"}, {"X-Forwarded-Host": "localhost"}, {"X-Real-IP": "127.0.0.1"},
+    [{"X-Forwarded-For": "127.0.0.1"}, {"X-Forwarded-Host": "a"}, {"X-Real-IP": "127.0.0.1"},
      {"Forwarded": "for=127.0.0.1"}, {"Via": "1.1 proxy"}, {"X-Forwarded-Proto": "http"}],
 )  # fmt: skip
 def test_what_came_through_a_proxy_is_not_from_this_machine(

@@ -92,11 +92,12 @@ def test_what_is_counted_is_what_sglang_counts_for_its_requests(
     result = double("GenerationBatchResult", cap_lens=[6, 4, 1], accept_lens=[4, 3, 1])
     assert count_step(sglang_books, processor, result, batch) == "resolved"
     assert sample("c2t:steps_total", model_name="demo") is None  # not one of our verifications
-    result.c2t_step = Step(full=6, drafted=6, forwarded_rows=16)
-    for _ in range(2):
+    for fell_back in (False, True):
+        result.c2t_step = Step(full=6, drafted=6, forwarded_rows=16, fell_back=fell_back)
         assert count_step(sglang_books, processor, result, batch) == "resolved"
     expected = {
         "steps": 2,
+        "policy_failures": 1,
         "verifications": 4,
         "proposed_drafts": 10,
         "correct_drafts": 6,

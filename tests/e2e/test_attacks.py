@@ -1,0 +1,301 @@
+"""Live servers attacked as an outsider, a client or a web page would: over HTTP, and only refused.
+
+Each combination of keys gets a server. What is tried must be answered with 4xx, run no code, tell
+of no file, and leave a server that answers as before. Then hundreds of malformed requests.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from eval.server import Launch, Server, running, speculative_flags
+from eval.soak.malformed import FATAL, HANGING, Malformed
+from eval.soak.mutations import mutants
+from sglang_c2t.client import greedy
+from tests.e2e.conftest import REPOSITORY
+
+API, ADMIN = "for-clients", "for-admins"
+JSON = {"Content-Type": "application/json"}
+SECRET = "nobody may read this"
+
+CANARY = """
+from pathlib import Path
+Path({sung!r}).write_text("imported")
+class Policy:
+    name, needs = "canary", frozenset()
+    def keep(self, layer): return layer.alive
+"""
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """A server, what it was started with, and where code that ran would leave a trace."""
+
+    server: Server
+    api: bool
+    admin: bool
+    loopback: bool
+    folder: Path
+
+    @property
+    def client(self) -> dict[str, str]:
+        """What every client of the server sends."""
+        return {**JSON, **({"Authorization": f"Bearer {API}"} if self.api else {})}
+
+    @property
+    def owner(self) -> dict[str, str] | None:
+        """What whoever may change the server sends; ``None``: nobody may."""
+        if self.admin:
+            return {**JSON, "Authorization": f"Bearer {ADMIN}"}
+        return self.client if self.loopback else None
+
+    def post(self, path: str, body: Any, headers: dict[str, str]) -> requests.Response:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return requests.post(f"{self.server.url}{path}", data=data, headers=headers, timeout=60)
+
+    def outputs(self) -> list[Any]:
+        """Greedy answers, which no attack may change; raises if the server is gone."""
+        bodies = [greedy(text, 12) for text in ("Question: What is 7 plus 5?", "A", "Once upon")]
+        return [self._answered(body)["output_ids"] for body in bodies]
+
+    def _answered(self, body: dict[str, Any]) -> dict[str, Any]:
+        response = self.post("/generate", body, self.client)
+        response.raise_for_status()
+        told: dict[str, Any] = response.json()
+        return told
+
+    def settings(self) -> dict[str, Any]:
+        told: dict[str, Any] = requests.get(
+            f"{self.server.url}/c2t", headers=self.client, timeout=60
+        ).json()
+        return told
+
+    def sung(self) -> list[str]:
+        """Traces of code that ran."""
+        return [path.name for path in self.folder.glob("sung-*")]
+
+
+COMBINATIONS = {
+    "no key": (),
+    "no key, loopback": ("--c2t-loopback-control",),
+    "API key": ("--api-key", API),
+    "admin key": ("--admin-api-key", ADMIN),
+    "both keys": ("--api-key", API, "--admin-api-key", ADMIN),
+}
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS)
+def attacked(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Attacked]:
+    folder = tmp_path_factory.mktemp("attacked")
+    (folder / "canary.py").write_text(CANARY.format(sung=str(folder / "sung-import")))
+    (folder / "secret.safetensors").write_text(SECRET)
+    (folder / "secret.json").write_text(json.dumps({"format": SECRET}))
+    (folder / "classifiers").mkdir()
+    keys = COMBINATIONS[request.param]
+    flags = (*speculative_flags("EAGLE3"), "--context-length", "256", *keys,
+             "--c2t", "--c2t-classifier-dir", str(folder / "classifiers"))  # fmt: skip
+    env = {"PYTHONPATH": f"{REPOSITORY}:{folder}"}
+    launch = Launch(request.param.replace(" ", "-"), flags, env=env, control=False)
+    with running(launch, folder) as server:
+        yield Attacked(server, API in keys, ADMIN in keys, "--c2t-loopback-control" in keys, folder)
+
+
+def bodies_of_attacks(folder: Path) -> list[Any]:
+    """What must be refused whoever sends it."""
+    secret = str(folder / "secret.safetensors")
+    return [
+        {"policy": "os:system", "policy_options": {"command": f"touch {folder}/sung-system"}},
+        {"policy": "canary:Policy"},
+        {"policy": "canary:Policy-eagle2"},
+        {"policy": "subprocess:getoutput", "policy_options": {"cmd": f"touch {folder}/sung-sub"}},
+        {"policy": "json:JSONDecoder"},
+        {"policy": "sys:exit"},
+        {"policy": ":x"},
+        {"policy": "x:"},
+        {"policy": "a\0b:c"},
+        {"policy": "x" * 5000},
+        {"policy": "\ud800"},
+        {"policy": ["c2t"]},
+        {"classifier": secret},
+        {"classifier": str(folder / "nothing.safetensors")},
+        {"classifier": "../secret.safetensors"},
+        {"classifier": "/etc/passwd"},
+        {"classifier": "/proc/self/environ"},
+        {"classifier": "\0"},
+        {"policy": "dyjoint", "policy_options": {"beta": "0.6"}},
+        {"policy": "dyjoint", "policy_options": {"beta": 7}},
+        {"policy": "fixed", "policy_options": {"length": "2"}},
+        {"policy": "fixed", "policy_options": {"length": 10**30}},
+        {"policy": "mcsd", "policy_options": {"per_request": "no"}},
+        {"policy": "entropy", "policy_options": {"max_entropy": "1"}},
+        {"policy": "c2t", "policy_options": {"classifier": secret}},
+        {"beta": True},
+        {"verify": "static"},
+        {"record": str(folder / "sung-record")},
+        {"classifier_dir": "/"},
+        {"loopback_control": True},
+        b"[" * 16_000,
+        b'{"policy":' * 1600,
+        b"[" * 1_000_000,
+        b'{"beta": NaN}',
+        b'{"beta": 0.4, "beta": 0.5}',
+        b'{"beta": ' + b"1" * 5000 + b"}",
+        b'{"beta"',
+        b"\xff\xfe",
+        b"",
+    ]
+
+
+def test_nothing_that_is_posted_runs_code_or_opens_files(attacked: Attacked) -> None:
+    """By whoever may change the server; else by anybody with any key."""
+    before, in_force = attacked.outputs(), attacked.settings()
+    for body in bodies_of_attacks(attacked.folder):
+        response = attacked.post("/c2t", body, attacked.owner or attacked.client)
+        assert 400 <= response.status_code < 500, (str(body)[:80], response.text)
+        assert SECRET not in response.text
+        assert "root:" not in response.text
+        assert len(response.text) < 1000
+    assert attacked.sung() == []
+    assert attacked.settings() == in_force
+    assert attacked.outputs() == before
+
+
+def test_a_file_outside_is_told_of_neither_by_its_presence_nor_by_its_absence(
+    attacked: Attacked,
+) -> None:
+    answers = {
+        attacked.post(
+            "/c2t", {"classifier": str(attacked.folder / name)}, attacked.owner or attacked.client
+        ).text.replace(name, "NAME")
+        for name in ("secret.safetensors", "nothin.safetensors")
+    }
+    assert len(answers) == 1
+
+
+def test_only_who_may_changes_the_server(attacked: Attacked) -> None:
+    """The one who may, last: so that the others were refused and not only late."""
+    change, in_force = {"policy": "fixed"}, attacked.settings()
+    tokens = (None, "wrong", API, ADMIN, f"{ADMIN}x", "")
+    for token in tokens:
+        headers = {**JSON} if token is None else {**JSON, "Authorization": f"Bearer {token}"}
+        if headers == attacked.owner or (
+            attacked.loopback and not attacked.api and not attacked.admin
+        ):
+            continue
+        status = attacked.post("/c2t", change, headers).status_code
+        assert status in (401, 403), token
+    assert attacked.settings() == in_force
+    if attacked.owner is None:
+        return
+    assert attacked.post("/c2t", change, attacked.owner).status_code == 200
+    assert attacked.settings()["policy"] == "fixed"
+    assert attacked.post("/c2t", {"policy": "c2t"}, attacked.owner).status_code == 200
+
+
+def test_no_page_and_no_proxy_may_post(attacked: Attacked) -> None:
+    sender = attacked.owner or attacked.client
+    in_force = attacked.settings()
+    for header, value in {
+        "Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site",
+        "Content-Type": "text/plain",
+    }.items():  # fmt: skip
+        status = attacked.post("/c2t", {"policy": "fixed"}, {**sender, header: value}).status_code
+        assert status in (403, 415), header
+    if not attacked.admin:
+        for header, value in {
+            "X-Forwarded-For": "127.0.0.1", "Via": "1.1 x", "Host": "evil.example",
+        }.items():  # fmt: skip
+            status = attacked.post("/c2t", {"policy": "fixed"}, {**sender, header: value})
+            assert status.status_code == 403, header
+    assert attacked.settings() == in_force
+
+
+def test_sglangs_own_endpoint_does_not_change_the_policy(attacked: Attacked) -> None:
+    """It asks for other keys than we do, so it must not lead to the same place."""
+    in_force = attacked.settings()
+    command = {"policy": "os:system", "policy_options": {"command": "true"}}
+    names = ["c2t {}", 'c2t {"policy": "fixed"}', "c2t " + json.dumps(command), "c2t " + "[" * 5000,
+             "c2t", "c2t \0"]  # fmt: skip
+    for name in names:
+        for sender in (attacked.owner or attacked.client, attacked.client):
+            response = attacked.post("/set_internal_state", {"server_args": {name: 1}}, sender)
+            assert 400 <= response.status_code < 500, response.text
+    assert attacked.settings() == in_force
+    attacked.outputs()
+
+
+def test_no_key_is_told_to_anybody(attacked: Attacked) -> None:
+    for path in ("/server_info", "/get_server_info", "/model_info", "/v1/models", "/v1/loads"):
+        response = requests.get(f"{attacked.server.url}{path}", headers=attacked.client, timeout=60)
+        assert response.ok, path
+        assert ADMIN not in response.text, path
+        assert API not in response.text, path
+    assert str(attacked.folder) not in json.dumps(attacked.settings())
+
+
+def test_a_slow_client_keeps_nobody_waiting(attacked: Attacked) -> None:
+    if attacked.owner is None:
+        return
+    host, port = attacked.server.url.removeprefix("http://").split(":")
+    lines = [f"{name}: {value}" for name, value in attacked.owner.items()]
+    head = "\r\n".join(["POST /c2t HTTP/1.1", "Host: localhost", "Content-Length: 30", *lines])
+    with socket.create_connection((host, int(port)), timeout=60) as slow:
+        slow.sendall(f"{head}\r\n\r\n{{".encode())
+        time.sleep(0.3)
+        started = time.monotonic()
+        assert attacked.post("/c2t", {"policy": "c2t"}, attacked.owner).status_code == 200
+        assert time.monotonic() - started < 8
+        assert b" 408 " in slow.recv(100)
+
+
+# -- malformed requests -----------------------------------------------------------------------
+
+NUM_MUTANTS = 500
+
+
+def answered(attacked: Attacked, case: Malformed) -> int:
+    """The status; 0 for no answer."""
+    headers = {**(attacked.owner or attacked.client), "Content-Type": case.content_type}
+    try:
+        return requests.request(
+            case.method, f"{attacked.server.url}{case.path}", data=case.raw, headers=headers,
+            timeout=60,
+        ).status_code  # fmt: skip
+    except requests.RequestException:
+        return 0
+
+
+def test_malformed_requests_are_refused_or_served_and_never_fail(attacked: Attacked) -> None:
+    """On the one server that lets everybody in everywhere."""
+    if attacked.api or attacked.admin or not attacked.loopback:
+        return
+    before = attacked.outputs()
+    cases = [*mutants(NUM_MUTANTS), *FATAL, *HANGING]
+    with ThreadPoolExecutor(4) as pool:
+        statuses = list(pool.map(lambda case: answered(attacked, case), cases))
+    failed = [
+        (case.name, case.raw[:300], status)
+        for case, status in zip(cases, statuses, strict=True)
+        if not (200 <= status < 300 or 400 <= status < 500)
+    ]
+    assert failed == []
+    assert not any(200 <= status < 300 for status in statuses[NUM_MUTANTS:]), "these end servers"
+    tally = Counter(status // 100 for status in statuses[:NUM_MUTANTS])
+    assert tally[4] > NUM_MUTANTS / 2, tally
+    assert tally[2] > NUM_MUTANTS / 20, tally
+    attacked.post("/c2t", {"policy": "c2t"}, JSON)
+    assert attacked.outputs() == before
+    assert attacked.sung() == []
