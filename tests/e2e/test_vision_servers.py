@@ -88,7 +88,10 @@ SHAPES = {"chains": (5, 1, 6), "trees": (12, 3, 8)}
 
 
 @pytest.fixture(scope="module", params=sorted(SHAPES))
-def seeing(request: pytest.FixtureRequest, models: Path, logs: Path) -> Iterator[Server]:
+def seeing(
+    request: pytest.FixtureRequest, models: Path, logs: Path,
+    expected_of_seeing: list[tuple[int, ...]],  # so that its server has gone
+) -> Iterator[Server]:  # fmt: skip
     steps, topk, rows = SHAPES[request.param]
     flags = (
         "--speculative-algorithm", "EAGLE3",

@@ -1,4 +1,4 @@
-"""``python -m tests.e2e.vision_server``: SGLang's server, on a CPU without its kernels, for Qwen-VL.
+"""``python -m tests.e2e.vision_server``: SGLang's server for Qwen-VL on any CPU.
 
 SGLang reads the images of all Qwen models with one module, whose imports look four kernels of
 Qwen3.5 up that no other model calls. Where they are missing they are declared here, and nothing
