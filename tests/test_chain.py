@@ -20,6 +20,7 @@ from sglang_c2t.draft_layer import HISTORY, measure
 from sglang_c2t.kernels.gate import Judged, judge_layer
 from sglang_c2t.policies import DraftLayer, build_policy
 from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.fused import fused_gate
 from sglang_c2t.relay import Exploration
 from tests.gpu import gpu
@@ -445,6 +446,67 @@ def test_drafts_of_requests_that_opted_out_stay_whole(
         4 if opted else length for opted, length in zip(out, alone, strict=True)
     ]
     assert gate.any_alive() == (any(out) or plain.any_alive())
+
+
+@pytest.mark.parametrize("program", [False, True])
+def test_a_batch_goes_on_drafting_while_anybody_in_it_opted_out(program: bool) -> None:
+    """Else its drafts would be placeholders from the layer on at which the others end."""
+    make = fused if program else ChainGate
+    seen = []
+
+    def agree(alive: torch.Tensor) -> torch.Tensor:
+        seen.append(alive.tolist())
+        return alive
+
+    gate = make(DyJoint(1.1), num_slots=9, device="cpu", agree=agree)  # which keeps nothing
+    gate.opt([2, 5], [True, False])
+    gate.join(torch.arange(9), draft_logits(9, seed=0))
+    for switched in (False, True):
+        if switched:
+            gate.switch(DyJoint(1.2), captured=False)
+        for slots, someone in (([5, 2, 7], True), ([5, 7, 3], False)):
+            gate.begin(torch.tensor(slots))
+            assert gate.any_alive() == someone
+            gate.observe(draft_logits(3, seed=1))
+            assert gate.any_alive() == someone
+            assert gate.verify_lens.tolist() == [3 if slot == 2 else 1 for slot in slots]
+    assert seen[0] == [0, 1, 0]  # rank 0's word on it, like on everything
+    gate.opt([2], [False])  # by the slot's next request
+    gate.begin(torch.tensor([5, 2, 7]))
+    assert not gate.any_alive()
+
+
+@pytest.mark.parametrize("program", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_token_exactly_at_the_threshold_is_kept(program: bool, depth: int) -> None:
+    """The first one, which was judged in the step before, and later ones."""
+    logits = draft_logits(2, 3, seed=0)
+    logits[2 - depth] *= 100  # the other layer is certain
+    policy = DyMax(measure(logits[depth - 1], [])["prob"][1].item())
+    gate = (fused if program else ChainGate)(policy, num_slots=3, device="cpu")
+    if gate.program is not None:
+        judged = judge_layer(logits[depth - 1], gate.program, depth=depth, topk=1)
+        gate.program.set_beta(judged.confidence[1].item())
+    assert run_gate(gate, logits)[1] == 3
+
+
+def test_ranks_leave_a_step_whole_when_rank_zero_does() -> None:
+    """It alone has a recorder, and so knows when to."""
+    gate = ChainGate(
+        Scripted([[False]] * 2), num_slots=1, device="cpu", recording=True,
+        agree=torch.ones_like,
+    )  # fmt: skip
+    assert gate.exploring
+    assert run_gate(gate, torch.zeros(2, 1, 4)).tolist() == [3]
+    gate.relay_first_token(torch.tensor([0]), torch.zeros(1, 4))
+    assert gate.exploring
+
+
+def test_without_a_recorder_ranks_ask_nobody_when_to_explore() -> None:
+    asked: list[torch.Tensor] = []
+    gate = ChainGate(Scripted([[True]]), num_slots=1, device="cpu", agree=asked.append)
+    gate.relay_first_token(torch.tensor([0]), torch.zeros(1, 4))
+    assert asked == []
 
 
 @pytest.mark.parametrize("name", ["c2t-plus", "dymax"])

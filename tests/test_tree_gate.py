@@ -202,6 +202,18 @@ def test_trees_that_nobody_keeps_are_their_roots_and_stop_drafting() -> None:
     assert not trees.tokens[:, 1:].any()
 
 
+def test_trees_go_on_while_rank_zeros_do() -> None:
+    """Whether a layer is forwarded at all must be the same everywhere."""
+    for mine, theirs in ((False, True), (True, False)):
+        gate = gate_of(
+            Scripted(keep=mine), agree=lambda alive, theirs=theirs: torch.full_like(alive, theirs)
+        )
+        token, prob = choices(logits(2, 0))
+        gate.begin(torch.tensor([1, 5]))
+        gate.add(token[:, None], prob[:, None])
+        assert gate.any_alive() == theirs
+
+
 @pytest.mark.parametrize("max_rows", [1, 2, 7, 12, 100])
 def test_a_batch_is_cut_to_its_budget(max_rows: int) -> None:
     slots, first = torch.tensor([1, 5]), logits(2, 0)

@@ -76,6 +76,9 @@ class Controlled:
 
 SHAPES = {"chains": ("EAGLE3", {}, 6), "trees": ("EAGLE", TREE, TREE["num_draft_tokens"])}
 
+#: What cuts nothing, by the rows of a whole draft.
+WHOLE = {SHAPES["chains"][2]: "fixed", SHAPES["trees"][2]: "eagle2"}
+
 
 @pytest.fixture(scope="module", params=sorted(SHAPES))
 def controlled(request: pytest.FixtureRequest, logs: Path) -> Iterator[Controlled]:
@@ -211,6 +214,9 @@ def test_only_who_has_the_key_may_change_the_policy(controlled: Controlled) -> N
 def test_a_request_that_opts_out_has_its_drafts_verified_whole(
     controlled: Controlled, expected: list[tuple[int, ...]]
 ) -> None:
+    """The very drafts it has on a server that cuts nothing, though the others stop at once."""
+    controlled.post(policy=WHOLE[controlled.full])
+    uncut = controlled.serve().answers
     controlled.post(policy="c2t-plus", beta=0.9)
     bodies = copy.deepcopy(BODIES)
     for body in bodies[::2]:
@@ -219,11 +225,13 @@ def test_a_request_that_opts_out_has_its_drafts_verified_whole(
         body["sampling_params"]["custom_params"] = {"c2t": True}
     result = controlled.serve(bodies)
     assert result.outputs == expected
-    for number, answer in enumerate(result.answers):
+    for number, (answer, other) in enumerate(zip(result.answers, uncut, strict=True)):
         if not verified(answer):
             continue
         whole = answer.meta_info["spec_cap_length"] == controlled.full
         assert whole == (number % 2 == 0)
+        for count in ("spec_verify_ct", "spec_num_correct_drafts"):
+            assert not whole or answer.meta_info[count] == other.meta_info[count], (number, count)
 
 
 @pytest.mark.parametrize("value", ["no", 0, None, {}])

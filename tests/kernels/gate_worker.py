@@ -265,6 +265,22 @@ def chains_keep_their_books_in_place() -> None:
         assert len(set(kept)) > 1, "the example should have chains of different length"
 
 
+def a_confidence_exactly_at_the_threshold_is_kept() -> None:
+    """And dropped where the threshold is the next float above it."""
+    for names in (*THRESHOLDS, NETWORKS[1]):
+        for run in (judge_layer, judge_layer_reference):
+            logits, layer = random_layer(2, 40, 3, seed=5)
+            layer["alive"] = None
+            gate_program = program(names)
+            confidence = run(logits, gate_program, **layer).confidence.flatten()
+            above = confidence.nextafter(torch.tensor(2.0))
+            for place in range(len(confidence)):
+                for beta, kept in ((confidence[place], True), (above[place], False)):
+                    gate_program.set_beta(beta.item())
+                    judged = run(logits, gate_program, **layer)
+                    assert judged.keep.flatten()[place] == kept, (names, run.__name__)
+
+
 def new_weights_and_thresholds_are_seen_at_once() -> None:
     logits, layer = random_layer(3, 50, 4)
     swapped = program(NETWORKS[0])
@@ -312,6 +328,7 @@ INTERPRETED = [
     rows_of_nothing_but_nan_harm_nobody,
     results_land_in_given_memory_and_nowhere_else,
     chains_keep_their_books_in_place,
+    a_confidence_exactly_at_the_threshold_is_kept,
     new_weights_and_thresholds_are_seen_at_once,
     any_shape,
 ]

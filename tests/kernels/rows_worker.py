@@ -95,15 +95,23 @@ def check_packed_rows(batch: Batch) -> None:
 
 
 def check_pack_inputs(batch: Batch) -> None:
-    """Three gathers, zero behind; buffers beyond the tier stay as they were."""
+    """Three gathers, zero behind; buffers beyond the tier stay as they were.
+
+    The request table may end before a request's last row.
+    """
     pool, slots = batch.pool()
+    pool = pool[:, : pool.shape[1] - batch.rng.choice([0, batch.rng.randint(0, batch.width + 2)])]
     draft, positions = (batch.table(batch.num_rows, dtype=torch.int64) for _ in range(2))
     padding = [0] * (batch.num_tokens - sum(batch.lens))
     strided = [b * batch.width + j for b, j in batch.live()]
     expected = (
         [draft[row].item() for row in strided] + padding,
         [positions[row].item() for row in strided] + padding,
-        [pool[slots[b], batch.prefixes[b] + j].item() for b, j in batch.live()] + padding,
+        [
+            pool[slots[b], place].item() if (place := batch.prefixes[b] + j) < pool.shape[1] else 0
+            for b, j in batch.live()
+        ]
+        + padding,
     )
     arguments = (
         batch.ints(batch.lens), draft, positions, pool, slots, batch.ints(batch.prefixes),

@@ -79,7 +79,7 @@ def test_kernels_compile_for_an_h100(size: int, integers: torch.dtype) -> None:
     compiled(
         rows._pack_inputs_kernel,
         integers, INT64, INT64, INT32, integers, integers, INT64, INT64, integers,
-        size, size, size, size, **blocks,
+        size, size, size, size, size, **blocks,
     )  # fmt: skip
     for dtype in (torch.bfloat16, torch.float32, INT32):
         sizes = [size] * 5

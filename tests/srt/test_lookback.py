@@ -22,9 +22,9 @@ def lookback() -> ModuleType:
     return lookback
 
 
-def on_cpu(lookback: ModuleType, **limits: Any) -> Any:
+def on_cpu(lookback: ModuleType, agree: Any = lambda tensor: tensor, **limits: Any) -> Any:
     target = double("TpModelWorker", model_runner=double("ModelRunner", device="cpu"))
-    return lookback.Lookback(target, lambda tensor: tensor, **limits)
+    return lookback.Lookback(target, agree, **limits)
 
 
 def test_a_step_is_learnt_from_when_the_next_one_starts(lookback: ModuleType) -> None:
@@ -64,6 +64,73 @@ def test_ranks_decide_by_what_they_agreed_on(
     memory._on_cuda, memory._rows_per_request = True, 2.0
     assert memory.packs(requests=64, width=6)  # 256 rows fewer: 2.6 ms against 0.5
     assert not memory.packs(requests=8, width=6)  # 32 rows fewer
+
+
+def test_one_rank_asks_nobody_and_makes_no_trip_to_the_device(
+    lookback: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = on_cpu(lookback, agree=None)
+    monkeypatch.delattr(torch, "tensor")
+    memory._rule.waited(0.5)
+    memory._decide()
+    assert memory._rule._decided_on == (0.0, 0.5)
+
+
+class Event:
+    """In place of ``torch.cuda.Event``: when it was recorded last, on a clock that ticks."""
+
+    clock = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = -1
+
+    def record(self) -> None:
+        self.at = Event.clock
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_forward_is_timed_from_where_the_device_begins_with_it(
+    lookback: ModuleType, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    """Before the replay of its graph the device idles for as long as the host prepares."""
+    from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import (
+        BaseCudaGraphBackend,
+    )
+
+    def work(*_args: Any) -> str:
+        Event.clock += 7
+        return "output"
+
+    kind: Any = type("Backend", (BaseCudaGraphBackend,), {"replay": work})
+    kind.__abstractmethods__ = frozenset()
+    backend = kind()
+
+    def forward(**_kwargs: Any) -> Any:
+        Event.clock += 100  # the host prepares
+        return backend.replay("key", None) if captured else work()
+
+    runner = SimpleNamespace(
+        device="cuda",
+        decode_cuda_graph_runner=SimpleNamespace(backend=backend) if captured else None,
+    )
+    worker = SimpleNamespace(model_runner=runner, forward_batch_generation=forward)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    memory, took = lookback.Lookback(worker), []
+    monkeypatch.setattr(memory._rule, "forward_took", lambda *of: took.append(of))
+    packing = SimpleNamespace(arrived=None)
+    batch = SimpleNamespace(
+        spec_info=SimpleNamespace(c2t_packing=packing), input_ids=torch.zeros(12)
+    )
+    assert worker.forward_batch_generation(forward_batch=batch) == "output"
+    assert took == [(12, 7 if captured else 107)]
+    assert backend.replay.__func__ is work  # as it was
 
 
 def test_a_batch_that_would_exceed_its_limit_is_packed_whatever_it_costs(

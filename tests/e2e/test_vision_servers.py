@@ -1,0 +1,118 @@
+"""Targets that see (M-RoPE), and requests that fill their context: the same tokens as without."""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from eval.prompts import demo_mix
+from eval.server import Launch, Server, running
+from sglang_c2t.client import differing, run_load
+from tests.e2e import vision_models
+from tests.e2e.conftest import REPOSITORY
+
+CONTEXT = 160
+CONCURRENCY = 6
+
+
+@dataclass(frozen=True)
+class SeeingLaunch(Launch):
+    """SGLang's server, see ``vision_server.py``."""
+
+    def argv(self, port: int) -> list[str]:
+        """The command line."""
+        argv = super().argv(port)
+        argv[argv.index("sglang.launch_server")] = "tests.e2e.vision_server"
+        return [*argv, "--context-length", str(CONTEXT)]
+
+
+def picture(width: int, height: int, seed: int) -> str:
+    """Noise, as a data URL."""
+    noise = random.Random(seed).randbytes(3 * width * height)
+    file = io.BytesIO()
+    Image.frombytes("RGB", (width, height), noise).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def bodies() -> list[dict[str, Any]]:
+    """A third without a picture, the others with one of several sizes; some run into the end of
+    the context.
+    """
+    found = []
+    for number, prompt in enumerate(demo_mix(12)):
+        length = (7, 400, 24, 1, 33, 400)[number % 6]
+        sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": length == 400}
+        body: dict[str, Any] = {"text": prompt.text, "sampling_params": sampling}
+        if number % 3:
+            size = 56 * (1 + number % 4), 56 * (1 + number % 3)
+            body["text"] = vision_models.IMAGE + prompt.text
+            body["image_data"] = [picture(*size, seed=number)]
+        found.append(body)
+    return found
+
+
+BODIES = bodies()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seeing")
+    vision_models.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected_of_seeing(models: Path, logs: Path) -> list[tuple[int, ...]]:
+    """Without speculation, one at a time."""
+    launch = SeeingLaunch("seeing-plain", (), models / "target", PYTHONPATH)
+    with running(launch, logs) as server:
+        answers = run_load(server.url, BODIES, concurrency=1).answers
+    ends = [a.meta_info["prompt_tokens"] + a.meta_info["completion_tokens"] for a in answers]
+    assert sum(end >= CONTEXT - 2 for end in ends) >= 3, ends
+    return [answer.output_ids for answer in answers]
+
+
+PYTHONPATH = {"PYTHONPATH": str(REPOSITORY)}
+
+#: Steps, topk and rows. Twelve layers of trees with few rows: their windows are longer than
+#: SGLang leaves room for behind the context.
+SHAPES = {"chains": (5, 1, 6), "trees": (12, 3, 8)}
+
+
+@pytest.fixture(scope="module", params=sorted(SHAPES))
+def seeing(
+    request: pytest.FixtureRequest, models: Path, logs: Path,
+    expected_of_seeing: list[tuple[int, ...]],  # so that its server has gone
+) -> Iterator[Server]:  # fmt: skip
+    steps, topk, rows = SHAPES[request.param]
+    flags = (
+        "--speculative-algorithm", "EAGLE3",
+        "--speculative-draft-model-path", str(models / "draft"),
+        "--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk),
+        "--speculative-num-draft-tokens", str(rows), "--c2t",
+    )  # fmt: skip
+    launch = SeeingLaunch(f"seeing-{request.param}", flags, models / "target", PYTHONPATH)
+    with running(launch, logs) as server:
+        yield server
+
+
+def test_outputs_equal_those_without_speculation_to_the_end_of_the_context(
+    seeing: Server, expected_of_seeing: list[tuple[int, ...]]
+) -> None:
+    """Pictures push the positions of the tokens behind them, in each request by another number.
+
+    Requests that would not stop end at the context limit, beside others that go on.
+    """
+    result = run_load(seeing.url, BODIES, concurrency=CONCURRENCY)
+    assert differing(result.outputs, expected_of_seeing) == []
+    correct = sum(a.meta_info.get("spec_num_correct_drafts", 0) for a in result.answers)
+    assert correct > 0, "nothing was drafted right, so little was shown"
+    assert seeing.process.poll() is None
