@@ -13,6 +13,7 @@ Legend: B requests, R rows, T rows of a tier, S its slots, N most rows of one re
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,9 +39,19 @@ class Tiers:
     request: with S = T they are the smallest, and read the keys again for every few rows of a
     large tree. Then again a tier with S < T cannot hold T bare roots."""
 
+    admits: Callable[[int, int], bool] | None = None
+    """Whether attention can serve a graph of T rows and S slots; ``None``: any."""
+
     @cached_property
     def rows(self) -> list[int]:
         """T of every tier, rising. For 4 requests of up to 6 rows: 1, 2, 4, 8, 16, 24."""
+        if self.admits is None:
+            return self.all_rows
+        return [rows for rows in self.all_rows if self.admits(rows, self.slots(rows))]
+
+    @cached_property
+    def all_rows(self) -> list[int]:
+        """T of every tier, those included that attention cannot serve."""
         most = self.max_requests * self.width
         if self.max_rows is not None:
             most = min(most, max(self.max_rows, self.max_requests))

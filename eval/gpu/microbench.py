@@ -202,7 +202,15 @@ def planning(batch: int) -> list[Row]:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
     from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
 
+    from sglang_c2t.srt.compat import flashinfer_counts_rows
+    from sglang_c2t.srt.flashinfer_verify import workspace_bytes
+
     heads, kv_heads, head_dim = HEADS
+    workspace = workspace_bytes(
+        batch * WIDTH, batch, heads=(heads, kv_heads), head_dim=head_dim,
+        num_sm=torch.cuda.get_device_properties("cuda").multi_processor_count,
+        by_rows=flashinfer_counts_rows(),
+    )  # fmt: skip
     rows = torch.full((batch,), WIDTH, dtype=torch.int32)
     keys = torch.full((batch,), PREFIX + WIDTH, dtype=torch.int32)
     starts = lambda lengths: torch.nn.functional.pad(  # noqa: E731 - used twice
@@ -213,7 +221,7 @@ def planning(batch: int) -> list[Row]:
     indices = torch.arange(int(kv[-1]), dtype=torch.int32, device="cuda")
     last = torch.ones(batch, dtype=torch.int32, device="cuda")
     wrapper = BatchPrefillWithPagedKVCacheWrapper(
-        torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_cuda_graph=True,
+        torch.empty(workspace, dtype=torch.uint8, device="cuda"), "NHD", use_cuda_graph=True,
         qo_indptr_buf=device(qo), paged_kv_indptr_buf=device(kv), paged_kv_indices_buf=indices,
         paged_kv_last_page_len_buf=last, backend="fa2",
     )  # fmt: skip

@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -594,6 +595,7 @@ SEAMS: tuple[Seam, ...] = (
             "max_running_requests",
             "model_config",
             "req_to_token_pool",
+            "server_args",
         ],
     ),
     *(
@@ -604,6 +606,7 @@ SEAMS: tuple[Seam, ...] = (
             "DecodeCudaGraphRunner._build_ragged_verify_token_buckets",
             "DecodeCudaGraphRunner._ragged_capture_slots",
             "DecodeCudaGraphRunner._capture_one_stream",
+            "DecodeCudaGraphRunner._autotune_buffers",
         )
     ),
     Seam(
@@ -614,6 +617,7 @@ SEAMS: tuple[Seam, ...] = (
             "capture_bs",
             "captured_req_width",
             "device",
+            "max_num_token",
             "_captured_ragged_layouts",
         ],
     ),
@@ -622,6 +626,15 @@ SEAMS: tuple[Seam, ...] = (
         "plans each replay on the host",
         fields=["_metadata_glue"],
         only_with=METADATA_GLUE,
+    ),
+    Seam(
+        f"{DECODE_GRAPHS}.DecodeCudaGraphRunner._alloc_dummy_decode_buffers",
+        "tunes kernels with graphs of fewer rows than requests times width",
+        ["num_tokens_per_req"],
+    ),
+    Seam(
+        "sglang.srt.utils.common.require_gathered_buffer",
+        "knows whether row counts must be equal on all ranks",
     ),
     Seam(
         f"{DECODE_GRAPHS}.DecodeCudaGraphRunner.get_spec_info",
@@ -1083,6 +1096,26 @@ def request_slot(req: Any) -> int:
 def is_flashinfer(backend: Any) -> bool:
     """Whether an attention backend is FlashInfer's. By name: importing it needs FlashInfer."""
     return any(cls.__name__ == "FlashInferAttnBackend" for cls in type(backend).__mro__)
+
+
+def flashinfer_counts_rows() -> bool:
+    """Whether FlashInfer's planner sizes partial outputs by rows, as its source says; older ones
+    by (row, query head of the group) pairs, which is never less.
+    """
+    import flashinfer
+
+    source = Path(flashinfer.__file__).parent / "data/include/flashinfer/attention/scheduler.cuh"
+    return source.is_file() and "max_partial_rows" in source.read_text()
+
+
+def gathers_rows(server_args: Any) -> bool:
+    """Whether ranks exchange rows inside the model (MoE all-to-all, smaller dense groups).
+
+    SGLang then agrees on row counts, multiples of the ranks, before it forwards.
+    """
+    from sglang.srt.utils.common import require_gathered_buffer as gathers
+
+    return bool(gathers(server_args) if "server_args" in _parameters(gathers) else gathers())
 
 
 def reads_packed_rows(backend: Any) -> bool:

@@ -12,6 +12,8 @@ Chains are causal. A tree's mask is packed straight from its nodes' ancestors.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +61,50 @@ class HostPlan(NamedTuple):
 
 def _starts(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def workspace_bytes(
+    rows: int, slots: int, *, heads: tuple[int, int], head_dim: int, num_sm: int, by_rows: bool
+) -> int:
+    """Bytes that FlashInfer reserves in its float workspace for a graph of T rows and S slots.
+
+    Partial outputs of requests whose keys are cut into chunks: float32, a vector and a number
+    for each packed row and query head. Source: ``PrefillPlanImpl`` and
+    ``PrefillSplitQOKVIndptr`` in FlashInfer's ``scheduler.cuh``.
+
+    Args:
+        rows: T.
+        slots: S.
+        heads: Query heads, KV heads.
+        head_dim: Of keys and values.
+        num_sm: Multiprocessors of the device.
+        by_rows: This FlashInfer counts rows; older ones reserve a (row, query head of its
+            group) pair for each, so as many times more as a group has heads.
+    """
+    num_heads, kv_heads = heads
+    group = num_heads // kv_heads
+    longest = (rows - slots + 1) * group
+    short = 64 if longest > 16 else 16
+    tile = 128 if longest > 64 and head_dim < 256 else short
+    tiles = -(-rows * group // tile) + slots - 1
+    blocks = max(2 * num_sm // kv_heads, tiles)
+    partial_rows = -(-blocks * tile // (group if by_rows else 1))
+    vectors = num_heads * partial_rows * head_dim * 4
+    return -(-vectors // 16) * 16 + num_heads * partial_rows * 4
+
+
+def room(backend: Any) -> Callable[[int, int], bool]:
+    """Whether a backend's workspace holds a graph of (T rows, S slots)."""
+    updater, workspace = backend.indices_updater_prefill, backend.workspace_buffer
+    device = torch.cuda.get_device_properties(workspace.device)
+    need = functools.partial(
+        workspace_bytes,
+        heads=(updater.num_qo_heads, updater.num_kv_heads),
+        head_dim=updater.head_dim,
+        num_sm=device.multi_processor_count,
+        by_rows=compat.flashinfer_counts_rows(),
+    )
+    return lambda rows, slots: need(rows, slots) <= workspace.numel() * workspace.element_size()
 
 
 class _GraphBuffers(NamedTuple):

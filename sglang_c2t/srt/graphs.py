@@ -8,6 +8,8 @@ batch without a layout, or too large for every tier, runs eagerly.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +17,15 @@ from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, build_capture_verify_lens
 
+from sglang_c2t.config import ConfigError
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.packing import HostSizes, Packing
 from sglang_c2t.tiers import Tiers
+
+logger = logging.getLogger(__name__)
+
+_TOO_SMALL = "FlashInfer's workspace has room for"
+_HOW_TO_RAISE = "SGLANG_FLASHINFER_WORKSPACE_SIZE (bytes) makes it larger"
 
 # T rows of a tier, S its request slots
 
@@ -54,8 +62,36 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
             self.captured_req_width,
             max_rows=self.max_rows,
             rows_per_slot=self.rows_per_slot,
+            admits=self._admits(),
         )
+        if not self.tiers.rows:
+            raise ConfigError(f"{_TOO_SMALL} no CUDA graph of packed rows: {_HOW_TO_RAISE}")
+        if self.tiers.rows != self.tiers.all_rows:
+            logger.warning(
+                "C2T: %s CUDA graphs of up to %d packed rows, of %d; what is larger verifies "
+                "without a graph. %s", _TOO_SMALL, max(self.tiers.rows),
+                max(self.tiers.all_rows), _HOW_TO_RAISE,
+            )  # fmt: skip
         return self.tiers.rows
+
+    def _admits(self) -> Callable[[int, int], bool] | None:
+        """Which tiers attention has room for, where it says so."""
+        if not compat.is_flashinfer(self.attn_backend):
+            return None
+        from sglang_c2t.srt import flashinfer_verify
+
+        return flashinfer_verify.room(self.attn_backend)
+
+    def _autotune_buffers(self) -> tuple[Any, int]:
+        """Buffers for SGLang's dummy forward, and B of it: full width, N rows for each request.
+
+        Ours may hold fewer rows than N for each of ``max_bs``: see ``max_rows``.
+        """
+        buffers, requests = super()._autotune_buffers()
+        width = self.captured_req_width
+        if self.max_num_token >= width:
+            return buffers, min(requests, self.max_num_token // width)
+        return self._alloc_dummy_decode_buffers(1, num_tokens_per_req=width), 1
 
     def _ragged_capture_slots(self, num_tokens: int) -> int:
         return self.tiers.slots(num_tokens)

@@ -121,6 +121,11 @@ def obstacle(target_runner: Any) -> str | None:
             return reason
     elif not compat.reads_packed_rows(backend):
         return f"attention backend {type(backend).__name__} is not known to read packed rows"
+    if compat.gathers_rows(target_runner.server_args):
+        return (
+            "ranks exchange rows inside the model (--moe-a2a-backend, --moe-dense-tp-size), and "
+            "agree on full width before it"
+        )
     if compat.has_recurrent_state(target_runner.model_config):
         return "the target keeps recurrent state per verified row"
     return None

@@ -419,7 +419,14 @@ def test_the_accepted_path_moves_to_the_front_and_nothing_else_changes(
 
 
 def runner(backend: object) -> Any:
-    return double("ModelRunner", attn_backend=backend, model_config=None, device="cpu")
+    return double(
+        "ModelRunner", attn_backend=backend, model_config=None, device="cpu", server_args=None
+    )
+
+
+@pytest.fixture
+def _no_exchange(verify: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify.compat, "gathers_rows", lambda server_args: False)
 
 
 def flashinfer() -> Any:
@@ -430,6 +437,7 @@ def config(mode: str) -> C2TConfig:
     return C2TConfig(verify=mode)
 
 
+@pytest.mark.usefixtures("_no_exchange")
 @pytest.mark.parametrize(("mode", "packed"), [("auto", True), ("ragged", True), ("static", False)])
 def test_flashinfer_verifies_trees_packed_unless_told_otherwise(
     verify: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: str, packed: bool
@@ -439,6 +447,7 @@ def test_flashinfer_verifies_trees_packed_unless_told_otherwise(
     assert verify.decide(config(mode), runner(flashinfer())) is packed
 
 
+@pytest.mark.usefixtures("_no_exchange")
 def test_a_target_with_state_per_row_is_refused_whatever_its_attention(
     verify: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,227 @@
+"""CUDA graphs of packed rows: which ones attention has room for, and what SGLang tunes with."""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_c2t.config import ConfigError
+from sglang_c2t.tiers import Tiers
+from tests.doubles import double
+from tests.kernels.flashinfer_plan import Shape
+
+pytest.importorskip("sglang", reason="SGLang is not installed")
+pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+
+MIB = 2**20
+H100_SMS = 132
+
+
+@pytest.fixture(scope="module")
+def graphs() -> ModuleType:
+    """The module; importing it loads SGLang."""
+    from sglang_c2t.srt import graphs
+
+    return graphs
+
+
+@pytest.fixture(scope="module")
+def flashinfer() -> ModuleType:
+    from sglang_c2t.srt import flashinfer_verify
+
+    return flashinfer_verify
+
+
+# -- FlashInfer's workspace ---------------------------------------------------------------
+
+
+@given(
+    rows=st.integers(1, 4000),
+    slots=st.integers(1, 600),
+    kv_heads=st.sampled_from([1, 2, 4, 8, 32]),
+    group=st.sampled_from([1, 2, 4, 8, 16]),
+    head_dim=st.sampled_from([64, 80, 128, 256]),
+    by_rows=st.booleans(),
+)
+def test_the_need_is_what_flashinfers_planner_reserves(
+    flashinfer: ModuleType,
+    rows: int,
+    slots: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    by_rows: bool,
+) -> None:
+    slots = min(slots, rows)
+    shape = Shape(slots, rows, kv_heads, group, head_dim, H100_SMS)
+    partial = shape.partial_rows if by_rows else shape.grid * shape.tile
+    heads = kv_heads * group
+    aligned = -(-heads * partial * head_dim * 4 // 16) * 16
+    assert aligned + heads * partial * 4 == flashinfer.workspace_bytes(
+        rows, slots, heads=(heads, kv_heads), head_dim=head_dim, num_sm=H100_SMS, by_rows=by_rows
+    )
+
+
+def eight_billion(flashinfer: ModuleType, rows: int, slots: int, *, by_rows: bool = False) -> int:
+    """The need of a target of 32 query heads, 8 KV heads of 128, on an H100."""
+    return int(
+        flashinfer.workspace_bytes(
+            rows, slots, heads=(32, 8), head_dim=128, num_sm=H100_SMS, by_rows=by_rows
+        )
+    )
+
+
+def test_a_slot_more_than_stock_may_be_what_does_not_fit(flashinfer: ModuleType) -> None:
+    """160 requests of 6 rows, in the workspace that SGLang gives by default."""
+    stock, ours = (eight_billion(flashinfer, slots * 6, slots) / MIB for slots in (160, 161))
+    assert (round(stock), round(ours)) == (381, 385)
+    assert stock < 384 < ours
+
+
+@settings(max_examples=200)
+@given(
+    requests=st.integers(1, 400),
+    width=st.integers(2, 64),
+    mib=st.integers(64, 1024),
+    per_slot=st.sampled_from([1, 2]),
+    by_rows=st.booleans(),
+)
+def test_every_graph_fits_the_workspace_and_where_stock_starts_so_do_we(
+    flashinfer: ModuleType, requests: int, width: int, mib: int, per_slot: int, by_rows: bool
+) -> None:
+    def fits(rows: int, slots: int) -> bool:
+        return eight_billion(flashinfer, rows, slots, by_rows=by_rows) <= mib * MIB
+
+    tiers = Tiers(requests + 1, width, rows_per_slot=per_slot, admits=fits)
+    assert all(fits(rows, tiers.slots(rows)) for rows in tiers.rows)
+    if fits(requests * width, requests):
+        assert tiers.rows
+    unbounded = Tiers(requests + 1, width, rows_per_slot=per_slot)
+    for rows in range(requests, requests * width + 1, max(requests * width // 7, 1)):
+        # No batch loses its graph unless that graph does not fit.
+        found, wanted = tiers.pick(rows, requests), unbounded.pick(rows, requests)
+        assert found == wanted or not fits(wanted or 0, unbounded.slots(wanted or 0))
+
+
+def test_both_releases_of_the_planner_are_told_apart_by_its_source(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    import flashinfer
+
+    from sglang_c2t.srt import compat
+
+    monkeypatch.setattr(flashinfer, "__file__", str(tmp_path / "__init__.py"))
+    assert not compat.flashinfer_counts_rows()  # unknown: what is never too little
+    header = tmp_path / "data/include/flashinfer/attention/scheduler.cuh"
+    header.parent.mkdir(parents=True)
+    header.write_text("num_qo_heads * padded_batch_size * cta_tile_q * head_dim_vo")
+    assert not compat.flashinfer_counts_rows()
+    header.write_text("num_qo_heads * max_partial_rows * head_dim_vo")
+    assert compat.flashinfer_counts_rows()
+
+
+# -- the runner ---------------------------------------------------------------------------
+
+
+def runner(graphs: ModuleType, workspace_mib: float | None, **attributes: Any) -> Any:
+    """Ours, for 160 requests of 6 rows; FlashInfer with a workspace, or another attention."""
+    backend = double("sglang.srt.layers.attention.base_attn_backend.AttentionBackend")
+    if workspace_mib is not None:
+        updater = double(
+            "sglang.srt.layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill",
+            num_qo_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+        )
+        workspace = torch.empty(int(workspace_mib * MIB), dtype=torch.uint8, device="meta")
+        backend = double(
+            "FlashInferAttnBackend", indices_updater_prefill=updater, workspace_buffer=workspace
+        )
+    of = {"capture_bs": [1, 80, 161], "captured_req_width": 6, "attn_backend": backend}
+    return double(graphs.TieredGraphRunner, **{**of, **attributes})
+
+
+@pytest.fixture
+def _h100(monkeypatch: pytest.MonkeyPatch, graphs: ModuleType) -> None:
+    device = SimpleNamespace(multi_processor_count=H100_SMS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(graphs.compat, "flashinfer_counts_rows", lambda: False)
+
+
+@pytest.mark.usefixtures("_h100")
+def test_graphs_that_flashinfer_has_no_room_for_are_left_out_and_said(
+    graphs: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        rows = runner(graphs, 384)._build_ragged_verify_token_buckets()
+    assert max(rows) < 966
+    assert "room for CUDA graphs of up to 960 packed rows, of 966" in caplog.text
+    caplog.clear()
+    assert max(runner(graphs, 512)._build_ragged_verify_token_buckets()) == 966
+    assert max(runner(graphs, None)._build_ragged_verify_token_buckets()) == 966
+    assert not caplog.text
+
+
+@pytest.mark.usefixtures("_h100")
+def test_a_workspace_without_room_for_any_graph_is_refused(graphs: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="SGLANG_FLASHINFER_WORKSPACE_SIZE"):
+        runner(graphs, 0.1)._build_ragged_verify_token_buckets()
+
+
+@given(st.integers(1, 40), st.integers(1, 64), st.none() | st.integers(1, 400))
+def test_sglangs_dummy_forward_fits_the_buffers_it_is_given(
+    graphs: ModuleType, requests: int, width: int, max_rows: int | None
+) -> None:
+    """It forwards N rows for each request; a row limit makes the buffers smaller than that."""
+    most = max(Tiers(requests, width, max_rows=max_rows).rows)
+
+    def buffers(rows: int, slots: int) -> Any:
+        return SimpleNamespace(input_ids=torch.empty(rows), seq_lens=torch.empty(slots))
+
+    ours = runner(
+        graphs, None, captured_req_width=width, max_bs=requests, max_num_token=most,
+        buffers=buffers(most, requests),
+    )  # fmt: skip
+    ours._alloc_dummy_decode_buffers = lambda bs, *, num_tokens_per_req: buffers(
+        bs * num_tokens_per_req, bs
+    )
+    given_buffers, batch = ours._autotune_buffers()
+    # What `_dummy_run` asserts.
+    assert 1 <= batch <= len(given_buffers.seq_lens)
+    assert batch * width <= len(given_buffers.input_ids)
+    if max_rows is None:  # then as stock
+        assert (given_buffers, batch) == (ours.buffers, requests)
+
+
+# -- ranks that exchange rows -------------------------------------------------------------
+
+
+def test_packed_rows_are_refused_by_name_where_ranks_exchange_rows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """MoE all-to-all wants multiples of the ranks, and row counts agreed on before."""
+    from sglang.srt.utils import common
+
+    from sglang_c2t.config import C2TConfig
+    from sglang_c2t.srt import ragged_verify, tree_verify
+
+    monkeypatch.setattr(common, "require_gathered_buffer", lambda: True)
+    target = double(
+        "ModelRunner",
+        attn_backend=double("FlashInferAttnBackend", num_wrappers=1),
+        server_args=None,
+        device="cuda",
+    )
+    with pytest.raises(ConfigError, match="--moe-a2a-backend"):
+        ragged_verify.decide("ragged", target)
+    with pytest.raises(ConfigError, match=r"cannot verify trees: .*--moe-a2a-backend"):
+        tree_verify.decide(C2TConfig(), target)
+    with caplog.at_level(logging.WARNING):
+        assert ragged_verify.decide("auto", target) is False
+    assert "--moe-a2a-backend" in caplog.text
