@@ -104,8 +104,8 @@ unpatch: $(STAMP)  ## Take them out again
 patch-check: $(STAMP)  ## Do the patches fit what is installed?
 	$(BIN)/python patches/apply.py check
 
-lock: $(STAMP)  ## Pin the versions that pyproject.toml resolves to now
-	$(BIN)/$(COMPILE) --extra dev pyproject.toml -o requirements.lock
+lock: $(STAMP)  ## Pin what pyproject.toml resolves to now, with its SGLang and the oldest one
+	$(BIN)/$(COMPILE) --extra dev --extra tested pyproject.toml -o requirements.lock
 	echo sglang==$(OLD) | $(BIN)/$(COMPILE) --extra dev pyproject.toml --constraint - \
 	  -o requirements-$(OLD).lock
 
