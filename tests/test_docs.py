@@ -56,6 +56,20 @@ def test_every_make_target_of_a_page_exists(page: Path) -> None:
     assert set(named) <= targets
 
 
+def test_make_help_lists_every_target_and_what_it_may_be_given() -> None:
+    """A variable that a recipe reads from the command line stands in the target's line."""
+    makefile = (ROOT / "Makefile").read_text()
+    listed = dict(re.findall(r"^([a-z0-9-]+):.*?## (.*)$", makefile, re.MULTILINE))
+    phony = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
+    assert phony is not None
+    assert set(listed) == set(phony[1].replace("\\", "").split())
+    for target, line in listed.items():
+        recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)*)", makefile, re.MULTILINE)
+        assert recipe is not None
+        taken = set(re.findall(r"\b(ARGS|PORT|CONFIG|OUT|DATA|TEST|TRAIN|OTHER)\b\)", recipe[1]))
+        assert {name for name in taken if name not in line} == set(), target
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

@@ -115,9 +115,9 @@ def _verdict(say: Callable[[str], None], problems: list[str]) -> int:
         return NOT_OK
     if untested:
         say(
-            f"UNTESTED: {untested}. All seams are there, so a server with --c2t will start; whether "
-            "each still means what it did, nobody has looked. Measure it before you serve (`python -m "
-            "eval.lossless` in a checkout), or install a tested release"
+            f"UNTESTED: {untested}. All seams are there, so a server with --c2t will start, but "
+            "nobody looked whether each still means what it did. Measure it before you serve "
+            "(`python -m eval.lossless` in a checkout), or install a tested release"
         )
         return UNTESTED
     say("ok: a server with --c2t will start")
