@@ -25,16 +25,16 @@ setup: $(STAMP)  ## Make .venv with SGLang, torch and this package (about 11 GB)
 # The lock pins what was tested. Bytecode is compiled here because a server starts three
 # Python processes, and each would compile SGLang again where .pyc files are not written.
 $(STAMP): pyproject.toml requirements.lock
-	test -x $(BIN)/python || ( $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
-	  "Python 3.11 or newer is needed, for instance: make setup PYTHON=python3.11")' \
+	test -x $(BIN)/python || ( $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13) and \
+	  "Python 3.11 or 3.12 is needed, for instance: make setup PYTHON=python3.11")' \
 	  && $(PYTHON) -m venv $(VENV) )
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
 	touch $@
 
-demo: $(STAMP)  ## Serve a mixed batch without speculation, with fixed lengths, with --c2t; compare
-	$(BIN)/python -m eval.demo
+demo: $(STAMP)  ## A mixed batch without speculation, with a fixed length, with --c2t: make demo [ARGS=--full]
+	$(BIN)/python -m eval.demo $(ARGS)
 
 # A command as users type it: real flags, nothing hidden in a script.
 serve: $(STAMP)  ## The demo models behind --c2t on port 30000: make serve [PORT=n ARGS=...]
@@ -50,10 +50,10 @@ bench: $(STAMP)  ## Benchmark of all methods and its report: make bench [CONFIG=
 	$(BIN)/python -m eval.run $(or $(CONFIG),eval/configs/demo.toml) --out $(or $(OUT),runs/bench)
 	$(BIN)/python -m eval.report $(or $(OUT),runs/bench)
 
-lossless: $(STAMP)  ## Are outputs those without speculation? Thousands of requests
+lossless: $(STAMP)  ## Are outputs those without speculation? Thousands of requests: make lossless [ARGS=...]
 	$(BIN)/python -m eval.lossless $(ARGS)
 
-soak: $(STAMP)  ## 15 minutes of load and faults against a --c2t server
+soak: $(STAMP)  ## 15 minutes of load and faults against --c2t servers, chains and trees: make soak [ARGS=...]
 	$(BIN)/python -m eval.soak $(ARGS)
 
 test: $(STAMP)  ## All tests: lint, types, unit, and real servers on the CPU
@@ -105,10 +105,10 @@ unpatch: $(STAMP)  ## Take them out again
 patch-check: $(STAMP)  ## Do the patches fit what is installed?
 	$(BIN)/python patches/apply.py check
 
-lock: $(STAMP)  ## Pin the versions that pyproject.toml resolves to now
-	$(BIN)/$(COMPILE) --extra dev pyproject.toml -o requirements.lock
+lock: $(STAMP)  ## Pin what pyproject.toml resolves to now, with its SGLang and the oldest one
+	$(BIN)/$(COMPILE) --extra dev --extra tested pyproject.toml -o requirements.lock
 	echo sglang==$(OLD) | $(BIN)/$(COMPILE) --extra dev pyproject.toml --constraint - \
 	  -o requirements-$(OLD).lock
 
-clean:  ## Remove the virtual environment and caches
+clean:  ## Remove virtual environments, caches and runs/
 	rm -rf $(VENV) $(OLD_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

@@ -1,7 +1,8 @@
 """``make demo``: the same mixed batch on real servers, and one table.
 
 No speculation, SGLang's fixed-length chains, and ``--c2t``, one after the other on this
-machine, with the demo models. Exit code 1 if any greedy output differs.
+machine, with the demo models: three servers and a short load, or with ``--full`` the README's
+table. Exit code 1 if any greedy output differs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich import box
@@ -32,6 +34,16 @@ from sglang_c2t.client import LoadResult, differing, greedy, run_load
 from sglang_c2t.metrics import SpecTotals
 
 WARM_UP_REQUESTS = 8
+
+#: What is compared when nothing else is asked for: enough to see every column move.
+SHORT: dict[str, Any] = {
+    "fixed": [5], "policies": ["c2t"], "num_prompts": 48, "max_new_tokens": 64, "concurrency": [16],
+}  # fmt: skip
+#: The README's table.
+FULL: dict[str, Any] = {
+    "fixed": [3, 5], "policies": ["c2t", "c2t-plus"], "num_prompts": 96, "max_new_tokens": 96,
+    "concurrency": [16, 64],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -162,23 +174,37 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 when every output is identical."""
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """What was typed, over the short demo's settings or the full one's."""
     parser = argparse.ArgumentParser(prog="python -m eval.demo", description=__doc__)
     parser.add_argument("--algorithm", choices=sorted(DRAFTS), default="EAGLE3")
     parser.add_argument("--num-steps", type=int, default=5, help="longest draft under --c2t")
-    parser.add_argument(
-        "--fixed", type=int, nargs="+", default=[3, 5], help="chain lengths to compare with"
-    )
-    parser.add_argument(
-        "--policies", nargs="+", default=["c2t", "c2t-plus"], help="gates to compare"
-    )
-    parser.add_argument("--num-prompts", type=int, default=96)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--full", action="store_true", help="the README's table: five servers")
+
+    def add(name: str, help: str = "", **kwargs: Any) -> None:
+        short, full = (
+            " ".join(map(str, value)) if isinstance(value, list) else value
+            for value in (SHORT[name], FULL[name])
+        )
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, help=f"{help}default: {short}; with --full: {full}", **kwargs)
+
+    add("fixed", "chain lengths to compare with; ", type=int, nargs="+")
+    add("policies", "gates to compare; ", nargs="+")
+    add("num_prompts", type=int)
+    add("max_new_tokens", type=int)
+    add("concurrency", "requests at a time; ", type=int, nargs="+")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="logs and raw rows")
     args = parser.parse_args(argv)
+    for name, value in (FULL if args.full else SHORT).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
 
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; 0 when every output is identical."""
+    args = arguments(argv)
     console = Console()
     if not console.is_terminal:  # a log or a pipe: keep each row of the table on one line
         console = Console(width=110)

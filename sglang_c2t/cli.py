@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 on success, 1 when a check fails, 2 on bad input."""
+    """Run one command; 0 on success, 1 when a check fails, 2 on bad input.
+
+    3 when a check finds no fault, but an SGLang that no test ran on.
+    """
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
@@ -53,7 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    check = commands.add_parser("check", help="is the plugin active, on which SGLang and seams")
+    check = commands.add_parser(
+        "check", help="will a server with --c2t start here",
+        epilog="exit code: 0 yes; 1 no, and why; 3 yes, but on an SGLang that no test ran on",
+    )  # fmt: skip
     check.set_defaults(run=_check)
 
     record = commands.add_parser("record", help="drive a prompt file through a recording server")
@@ -103,10 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 def _check(_args: argparse.Namespace) -> int:
     from sglang_c2t.srt.diagnosis import diagnose
 
-    report = diagnose()
-    for line in report.lines:
-        print(line)
-    return 0 if report.healthy else 1
+    return diagnose(functools.partial(print, flush=True))
 
 
 def _record(args: argparse.Namespace) -> int:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from sglang_c2t.srt.versions import TESTED
+
 ROOT = Path(__file__).parents[1]
 GUIDES = ROOT / "sglang_c2t" / "guides"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 README = (ROOT / "README.md").read_text()
 PRODUCTION = (GUIDES / "production.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "eval" / "README.md", *sorted(GUIDES.glob("*.md"))]
@@ -50,6 +54,20 @@ def test_every_make_target_of_a_page_exists(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE)
     assert set(named) <= targets
+
+
+def test_make_help_lists_every_target_and_what_it_may_be_given() -> None:
+    """A variable that a recipe reads from the command line stands in the target's line."""
+    makefile = (ROOT / "Makefile").read_text()
+    listed = dict(re.findall(r"^([a-z0-9-]+):.*?## (.*)$", makefile, re.MULTILINE))
+    phony = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
+    assert phony is not None
+    assert set(listed) == set(phony[1].replace("\\", "").split())
+    for target, line in listed.items():
+        recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)*)", makefile, re.MULTILINE)
+        assert recipe is not None
+        taken = set(re.findall(r"\b(ARGS|PORT|CONFIG|OUT|DATA|TEST|TRAIN|OTHER)\b\)", recipe[1]))
+        assert {name for name in taken if name not in line} == set(), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -103,19 +121,20 @@ def test_the_guide_names_every_series_and_no_other() -> None:
     assert set(re.findall(r"\| `(c2t:\w+)", rows)) == drawn
 
 
-def test_the_readme_table_of_versions_lists_what_is_admitted_and_locked() -> None:
-    """The newest and the oldest SGLang, and none between them."""
-    admitted = re.search(
-        r'"sglang>=([0-9.]+),<=([0-9.]+)((?:,![^,"]+)+)"', (ROOT / "pyproject.toml").read_text()
-    )
-    assert admitted is not None
-    oldest, newest, excluded = admitted.groups()
+def test_the_tested_releases_are_told_locked_and_asked_for_alike() -> None:
+    """README's table, check's list, the locks, the extra for empty machines."""
+    oldest, newest = TESTED
     assert re.findall(r"\| [0-9.]+ \| ([0-9.]+) \| CPU engine", README) == [newest, oldest]
-    series, last = newest.rsplit(".", 1)
-    between = range(int(oldest.rsplit(".", 1)[1]) + 1, int(last))
-    assert excluded == "".join(f",!={series}.{number}.*" for number in between)
     for version, lock in ((newest, "requirements.lock"), (oldest, f"requirements-{oldest}.lock")):
         assert f"sglang=={version}" in (ROOT / lock).read_text().splitlines()
+    assert PROJECT["optional-dependencies"]["tested"] == [f"sglang=={newest}"]
+    assert f"\nOLD       := {oldest}\n" in (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("name", ["sglang", "torch", "numpy", "safetensors", "aiohttp", "scipy"])
+def test_installing_the_plugin_replaces_nothing_that_a_server_runs_on(name: str) -> None:
+    """Bare names: any bound could make pip replace the SGLang or torch of a running service."""
+    assert name in PROJECT["dependencies"]
 
 
 def test_the_guide_names_the_default_threshold_of_every_gate() -> None:

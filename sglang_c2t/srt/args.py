@@ -7,6 +7,7 @@ before any model loads.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from sglang_c2t.config import RECORD_ROOTS, VERIFY_MODES, ConfigError, publish, 
 from sglang_c2t.draft_layer import HISTORY, known_measurement
 from sglang_c2t.hints import hints_for
 from sglang_c2t.policies import POLICIES, check_policy, tree_policy_names
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import compat, versions
+
+logger = logging.getLogger(__name__)
 
 # argparse destination -> field of C2TConfig
 _FLAG_FIELDS = {
@@ -178,6 +181,8 @@ def _publish_flags(typed: dict[str, Any]) -> None:
     if config.classifier_dir is not None and not os.path.isdir(config.classifier_dir):
         raise ConfigError(f"c2t classifier_dir {config.classifier_dir} is no directory")
     publish(config)
+    if sentence := versions.untested():
+        logger.warning("C2T: %s. See `python -m sglang_c2t check`.", sentence)
 
 
 def check_extra(names: tuple[str, ...]) -> None:

@@ -4,64 +4,121 @@ from __future__ import annotations
 
 import contextlib
 import io
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
 from importlib.metadata import entry_points
 
-import torch
-
 from sglang_c2t import __version__
-from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.config import ConfigError, active
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import versions
 
-SHIPPED_NAMES = ("c2t", "c2t-log", "c2t-plus", "logistic", "mcsd")
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """Lines for a person, and whether ``--c2t`` would be served."""
-
-    lines: list[str]
-    healthy: bool
+#: Exit codes. Bad input is 2, as with every command.
+OK, NOT_OK, UNTESTED = 0, 1, 3
 
 
-def diagnose() -> Diagnosis:
-    """Load the plugins as a server does, then look at every seam."""
-    lines = [
-        f"sglang-c2t {__version__}",
-        f"SGLang {compat.sglang_version()}, torch {torch.__version__}, "
-        f"CUDA {'available' if torch.cuda.is_available() else 'not available'}",
+def diagnose(say: Callable[[str], None]) -> int:
+    """Load the plugins as a server does, then look at every seam; an exit code.
+
+    ``say`` gets each line as soon as it is known: imports take from seconds to a minute.
+    """
+    say(f"sglang-c2t {__version__}")
+    if versions.installed() is None:
+        return _verdict(
+            say, ["SGLang is not installed: run `pip install 'sglang-c2t[tested]'` for the one "
+                  f"that the tests run on, {versions.TESTED[-1]}"],
+        )  # fmt: skip
+    say("loading torch and SGLang, which takes from ten seconds to a minute ...")
+    import torch
+
+    cuda, cpu_engine = torch.cuda.is_available(), os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+    say(
+        f"SGLang {versions.installed()}, torch {torch.__version__}, "
+        f"CUDA {'available' if cuda else 'not available'}"
+    )
+    problems = device_problems(cuda=cuda, cpu_engine=cpu_engine)
+    registered = any(
+        ep.value == "sglang_c2t.plugin:register" for ep in entry_points(group="sglang.srt.plugins")
+    )
+    say(f"plugin entry point: {'registered' if registered else 'NOT registered'}")
+    if not registered:
+        problems.append("run `pip install` for this package again")
+    problems += _seam_problems(say)
+    problems += _classifier_problems(say)
+    for line in _cpu_lines(cpu_engine):
+        say(line)
+    try:
+        config = active()
+        say(f"environment: C2T {'off' if config is None else 'on, ' + config.to_json()}")
+    except ConfigError as error:
+        problems.append(str(error))
+    return _verdict(say, problems)
+
+
+def device_problems(*, cuda: bool, cpu_engine: bool) -> list[str]:
+    """Why a server would find nothing to run on; empty where it does."""
+    if cuda or cpu_engine:
+        return []
+    return [
+        "torch sees no CUDA device, and a server would end for want of one: look at the driver "
+        "(`nvidia-smi`), or serve on this CPU with SGLANG_USE_CPU_ENGINE=1 in the environment "
+        "(also of this check) and --device cpu"
     ]
-    plugins = entry_points(group="sglang.srt.plugins")
-    registered = any(ep.value == "sglang_c2t.plugin:register" for ep in plugins)
-    lines.append(f"plugin entry point: {'registered' if registered else 'NOT registered'}")
-    problems = [] if registered else ["run `pip install` for this package again"]
 
-    from sglang.srt.plugins import load_plugins
 
-    with contextlib.redirect_stdout(io.StringIO()):  # SGLang's imports print banners
-        load_plugins()
-    problems += compat.broken_seams() or compat.missing_hooks()
-    lines.append(f"seams: {len(compat.SEAMS)} probed, {len(problems)} broken")
+def _seam_problems(say: Callable[[str], None]) -> list[str]:
+    from sglang_c2t.srt import compat
 
-    for name in SHIPPED_NAMES:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # SGLang's imports print banners
+            from sglang.srt.plugins import load_plugins
+
+            load_plugins()
+            defects = compat.broken_seams() or compat.missing_hooks()
+    except ImportError as error:
+        return [f"SGLang {versions.installed()} cannot be imported here: {error}"]
+    say(f"seams: {len(compat.SEAMS)} probed, {len(defects)} broken")
+    return defects
+
+
+def _classifier_problems(say: Callable[[str], None]) -> list[str]:
+    from sglang_c2t.classifier.checkpoint import SHIPPED, load_classifier
+
+    problems = []
+    for path in sorted(SHIPPED.glob("*.safetensors")):
         try:
-            facts = load_classifier(name).training
-            lines.append(f"classifier {name}: shipped, held-out AUC {facts['heldout_auc']}")
+            facts = load_classifier(path.stem).training
+            say(f"classifier {path.stem}: shipped, held-out AUC {facts['heldout_auc']}")
         except ConfigError as error:
             problems.append(str(error))
-    lines += _cpu_lines()
-    config = active()
-    lines.append(f"environment: C2T {'off' if config is None else 'on, ' + config.to_json()}")
-    lines += [f"PROBLEM: {problem}" for problem in problems]
-    lines.append("ok: a server with --c2t will start" if not problems else "NOT ok")
-    return Diagnosis(lines, healthy=not problems)
+    return problems
 
 
-def _cpu_lines() -> list[str]:
-    from sglang_c2t.srt import cpu_engine
+def _cpu_lines(cpu_engine: bool) -> list[str]:
+    if not cpu_engine:
+        return []
+    from sglang_c2t.srt import cpu_engine as runtime
 
-    supplied = cpu_engine.supplied()
+    supplied = runtime.supplied()
     if not supplied:
-        return ["CPU runtime: nothing supplied (set SGLANG_USE_CPU_ENGINE=1 to serve on a CPU)"]
+        return ["CPU runtime: nothing supplied, this machine has it all"]
     return ["CPU runtime: supplied because this machine lacks it:", *(f"  {s}" for s in supplied)]
+
+
+def _verdict(say: Callable[[str], None], problems: list[str]) -> int:
+    untested = versions.untested()
+    if problems:
+        for problem in problems:
+            say(f"PROBLEM: {problem}")
+        if untested:
+            say(untested)
+        say("NOT ok: a server with --c2t will not start")
+        return NOT_OK
+    if untested:
+        say(
+            f"UNTESTED: {untested}. All seams are there, so a server with --c2t will start, but "
+            "nobody looked whether each still means what it did. Measure it before you serve "
+            "(`python -m eval.lossless` in a checkout), or install a tested release"
+        )
+        return UNTESTED
+    say("ok: a server with --c2t will start")
+    return OK

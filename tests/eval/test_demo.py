@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from eval.demo import Row, mismatches, summarise
+from eval.demo import Row, arguments, methods, mismatches, summarise
 from sglang_c2t.client import Answer, LoadResult
 
 
@@ -40,3 +40,18 @@ def test_a_row_sums_tokens_rows_and_ratios() -> None:
     assert summary.target_rows == 7
     assert summary.draft_forwards == 5
     assert summary.outputs == [(1, 2, 3), (4,)]
+
+
+def names(*argv: str) -> list[str]:
+    return [launch.name for launch in methods(arguments(argv))]
+
+
+def test_the_short_demo_starts_three_servers_and_the_full_one_makes_the_readmes_table() -> None:
+    assert names() == ["no speculation", "fixed 5", "c2t"]
+    assert names("--full") == ["no speculation", "fixed 3", "fixed 5", "c2t", "c2t-plus"]
+
+
+def test_what_is_typed_wins_over_both() -> None:
+    assert names("--fixed", "2") == ["no speculation", "fixed 2", "c2t"]
+    args = arguments(["--full", "--num-prompts", "7"])
+    assert (args.num_prompts, args.max_new_tokens, args.concurrency) == (7, 96, [16, 64])

@@ -1,0 +1,88 @@
+"""``check``: what it says and with which code it ends, on machines and releases we do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from sglang_c2t.cli import main
+from sglang_c2t.srt import compat, diagnosis, versions
+
+
+@pytest.fixture
+def check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, list[str]]]:
+    """Runs the command beside this SGLang, of which a test says what is different."""
+
+    def run(
+        sglang: str | None = versions.TESTED[-1], defects: tuple[str, ...] = (), device: str = "1"
+    ) -> tuple[int, list[str]]:
+        monkeypatch.setattr(versions, "installed", lambda: sglang)
+        monkeypatch.setattr(compat, "broken_seams", lambda: list(defects))
+        monkeypatch.setattr(compat, "missing_hooks", list)
+        monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", device)
+        code = main(["check"])
+        return code, capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_a_tested_release_with_all_seams_is_ok(check: Callable) -> None:
+    code, lines = check()
+    assert code == diagnosis.OK == 0
+    assert lines[-1] == "ok: a server with --c2t will start"
+
+
+def test_a_missing_seam_is_named_and_not_ok(check: Callable) -> None:
+    code, lines = check(defects=("SGLang does not offer the seam x.y",))
+    assert code == diagnosis.NOT_OK == 1
+    assert "PROBLEM: SGLang does not offer the seam x.y" in lines
+    assert lines[-1] == "NOT ok: a server with --c2t will not start"
+
+
+def test_an_untested_release_with_all_seams_is_said_to_be_just_that(check: Callable) -> None:
+    code, lines = check(sglang="0.5.20")
+    assert code == diagnosis.UNTESTED == 3
+    assert "SGLang 0.5.20 is not tested with this version; tested: 0.5.17, 0.5.23" in lines[-1]
+    assert "All seams are there" in lines[-1]
+
+
+def test_an_untested_release_without_a_seam_is_not_ok(check: Callable) -> None:
+    code, lines = check(sglang="0.5.20", defects=("x.y",))
+    assert code == 1
+    assert "PROBLEM: x.y" in lines
+    assert any("0.5.20 is not tested" in line for line in lines)
+
+
+def test_a_machine_without_a_device_is_not_ok_and_told_what_to_do(check: Callable) -> None:
+    """A server would load SGLang and end; the CPU engine is on only when asked for."""
+    code, lines = check(device="0")
+    assert code == 1
+    (problem,) = [line for line in lines if line.startswith("PROBLEM")]
+    assert "SGLANG_USE_CPU_ENGINE=1" in problem
+    assert diagnosis.device_problems(cuda=True, cpu_engine=False) == []
+
+
+def test_without_sglang_there_is_one_problem_and_what_to_install(check: Callable) -> None:
+    code, lines = check(sglang=None)
+    assert code == 1
+    assert "PROBLEM: SGLang is not installed: run `pip install 'sglang-c2t[tested]'`" in lines[1]
+
+
+def test_the_slow_part_is_announced_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports take up to a minute, in which a silent command looks hung."""
+    said: list[str] = []
+
+    def asked() -> bool:
+        said.append("torch asked")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.cuda.is_available", asked)
+    with pytest.raises(KeyboardInterrupt):
+        diagnosis.diagnose(said.append)
+    assert said[1].startswith("loading torch and SGLang")
+    assert said[-1] == "torch asked"
