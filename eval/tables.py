@@ -629,6 +629,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         default=["EAGLE3"], help="drafts measured on those, too")  # fmt: skip
     parser.add_argument("--num-test", nargs="+", default=["80"], metavar="N",
                         help="prompts per family; 80 EAGLE=40: 40 for that draft")  # fmt: skip
+    parser.add_argument("--num-other", type=int, default=80, help="prompts per other set")
     parser.add_argument("--num-train", nargs="+", default=["100"], metavar="N", help="likewise")
     parser.add_argument("--algorithms", nargs="+", choices=sorted(DRAFTS), default=sorted(DRAFTS))
     parser.add_argument("--work", type=Path, default=Path("runs/tables"), help="recordings, kept")
@@ -651,7 +652,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tested = record(algorithm, test, args.work / f"test-{algorithm}")
         drafts[algorithm] = measured_on(algorithm, trained, tested)
         if args.other_sets and algorithm in args.other_algorithms:
-            other = other_prompts(num_test[algorithm], args.other_sets, test + train)
+            other = other_prompts(args.num_other, args.other_sets, test + train)
             tested = record(algorithm, other, args.work / f"other-{algorithm}")
             others[algorithm] = measured_on(algorithm, trained, tested)
 
