@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +104,8 @@ def test_a_forward_is_timed_from_where_the_device_begins_with_it(
         BaseCudaGraphBackend,
     )
 
+    from sglang_c2t.srt import compat
+
     def work(*_args: Any) -> str:
         Event.clock += 7
         return "output"
@@ -116,18 +118,17 @@ def test_a_forward_is_timed_from_where_the_device_begins_with_it(
         Event.clock += 100  # the host prepares
         return backend.replay("key", None) if captured else work()
 
-    runner = SimpleNamespace(
-        device="cuda",
-        decode_cuda_graph_runner=SimpleNamespace(backend=backend) if captured else None,
+    graphs = double(compat.DECODE_GRAPHS + ".DecodeCudaGraphRunner", backend=backend)
+    runner = double(
+        "ModelRunner", device="cuda", decode_cuda_graph_runner=graphs if captured else None
     )
-    worker = SimpleNamespace(model_runner=runner, forward_batch_generation=forward)
+    worker = double("TpModelWorker", model_runner=runner, forward_batch_generation=forward)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     memory, took = lookback.Lookback(worker), []
     monkeypatch.setattr(memory._rule, "forward_took", lambda *of: took.append(of))
-    packing = SimpleNamespace(arrived=None)
-    batch = SimpleNamespace(
-        spec_info=SimpleNamespace(c2t_packing=packing), input_ids=torch.zeros(12)
-    )
+    verify_input = double("EagleVerifyInput")
+    verify_input.c2t_packing = SimpleNamespace(arrived=None)  # ours
+    batch = double("ForwardBatch", spec_info=verify_input, input_ids=torch.zeros(12))
     assert worker.forward_batch_generation(forward_batch=batch) == "output"
     assert took == [(12, 7 if captured else 107)]
     assert backend.replay.__func__ is work  # as it was

@@ -177,7 +177,16 @@ def test_what_is_not_there_is_not_written() -> None:
 SOURCES = sorted(Path(compat.__file__).parent.glob("*.py"))
 
 #: Names that hold objects of ours in these sources, or copies made for a call.
-OURS = {"self", "self._draft_worker", "COUNTERS", "CONTROL", "RECORDING", "wrapped", "group", "parser"}
+OURS = {
+    "self",
+    "self._draft_worker",
+    "COUNTERS",
+    "CONTROL",
+    "RECORDING",
+    "wrapped",
+    "group",
+    "parser",
+}
 
 
 @functools.cache
