@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,7 +16,9 @@ from torch import Tensor
 from sglang_c2t.chain import ChainGate
 from sglang_c2t.config import ConfigError
 from sglang_c2t.policies.base import DraftLayer, Growth, TreeLayer, TreeShape
+from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.eagle2 import EAGLE2
+from sglang_c2t.policies.fused import fused_gate
 from sglang_c2t.tree import Trees
 from sglang_c2t.tree_gate import TreeGate
 
@@ -73,7 +76,7 @@ def chain_step(gate: ChainGate) -> Tensor:
     return gate.settle(gate.verify_lens)
 
 
-def tree_step(policy: Any, *, seed: int, whole: list[int] = []) -> tuple[Trees, TreeGate]:  # noqa: B006
+def tree_step(policy: Any, *, seed: int, whole: Sequence[int] = ()) -> tuple[Trees, TreeGate]:
     """The trees of one step."""
     torch.manual_seed(seed)
     gate = TreeGate(policy, SHAPE, num_slots=8, device="cpu")
@@ -155,8 +158,8 @@ def test_a_tree_is_eagle_2s_where_its_policy_fails(seed: int, depth: int) -> Non
     if depth == 1:
         assert torch.equal(trees.tokens, whole.tokens)
         assert torch.equal(trees.parents, whole.parents)
-    first = trees.tokens[trees.depth == 1].tolist()
-    assert len(first) >= BATCH
+    _, keys = gate.finish()
+    assert bool((keys[trees.parents >= 0] > 0).all()), "all ranked by probability, the first too"
 
 
 @pytest.mark.parametrize(
@@ -193,3 +196,22 @@ def test_a_rank_that_is_no_number_keeps_a_node_out_and_the_tree_closed(depth: in
         for node in range(1, int(trees.num_nodes[row])):
             assert 0 <= trees.parents[row, node] < node
     assert live.any()
+
+
+def test_a_refused_policy_leaves_all_of_the_old_one_in_place() -> None:
+    """Also what it needs to be measured."""
+
+    @dataclass(frozen=True)
+    class Margin(DyJoint):
+        needs: ClassVar[frozenset[str]] = frozenset({"margin"})
+
+        def keep(self, layer: DraftLayer) -> Tensor:
+            return layer.measured["margin"] > 0
+
+    gate = ChainGate(
+        DyJoint(0.5), num_slots=8, device="cpu", program=fused_gate(DyJoint(0.5), "cpu")
+    )
+    with pytest.raises(ConfigError, match="cannot take over in captured CUDA graphs"):
+        gate.switch(Margin(), captured=True)
+    assert gate._needs == frozenset()
+    assert gate.program is not None

@@ -69,6 +69,8 @@ SET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.set_internal_state
 ASK_INTERNAL_STATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.set_internal_state"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__"
 VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+#: FastAPI's, which calls it by its global name.
+READ_BODY = "fastapi.routing", "solve_dependencies"
 CREATE_MESSAGE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
 NORMALIZE_REQUEST = f"{IO_STRUCT}.GenerateReqInput.normalize_batch_and_arguments"
 VERIFY_SAMPLING_PARAMS = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
@@ -222,6 +224,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{IO_STRUCT}.SetInternalStateReqOutput", "answers /c2t", ["updated"]),
     Seam(VERIFY_SAMPLING_PARAMS, "checks who opts out", hook=True),
     Seam(VALIDATE_REQUEST, "refuses what would end the server", ["obj", "input_ids"], hook=True),
+    Seam(".".join(READ_BODY), "answers what cannot be read with 400"),
     Seam(CREATE_MESSAGE, "refuses what would end the server", ["obj", "input_ids"], hook=True),
     Seam(NORMALIZE_REQUEST, "refuses what would end the server", hook=True),
     Seam(RESOLVE_RESULT, "counts what was verified", ["batch", "result"], hook=True),

@@ -38,6 +38,7 @@ from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.http_guard import RefusedError, authorise, read_body
 from sglang_c2t.srt.reporting import CONTROL
+from sglang_c2t.srt.requests import check_body
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +228,9 @@ async def refuse_our_names(original: Callable[..., Any], manager: Any, obj: Any)
 
 
 def add_routes(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> None:
-    """AFTER hook on ``TokenizerManager.__init__``, where there is an HTTP server."""
+    """AFTER hook on ``TokenizerManager.__init__``, where there is an HTTP server: our endpoint, and
+    what has to be wrapped in this process alone.
+    """
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
     start = active()
     if start is None or http_server is None:
@@ -236,6 +239,7 @@ def add_routes(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> None
     from fastapi.responses import JSONResponse
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
+    compat.wrap_global(*compat.READ_BODY, check_body)
     one_at_a_time = asyncio.Lock()
     keys = _keys(manager.server_args)
 

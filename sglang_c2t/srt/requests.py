@@ -41,6 +41,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (1e-6, 2),
 }
 
+#: What reading a request raises that is not what it was thought to be.
+UNREADABLE = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+
 #: Largest logit_bias of either sign. A logit that is infinite at a low temperature is nan later.
 MOST_BIAS = 1e30
 
@@ -105,12 +108,28 @@ def check_message(original: Callable[..., Any], manager: Any, *args: Any, **kwar
     return message
 
 
+async def check_body(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around FastAPI's ``solve_dependencies``, which makes of a body what an endpoint takes.
+
+    SGLang's own validators take it for granted that the body is an object, and fields are.
+    """
+    try:
+        with _reading():
+            return await original(*args, **kwargs)
+    except ValueError as error:
+        if not isinstance(error.__cause__, UNREADABLE):
+            raise
+        from fastapi import HTTPException
+
+        raise HTTPException(400, str(error)) from error
+
+
 @contextmanager
 def _reading() -> Iterator[None]:
     """What fails inside is the request's fault: SGLang only reads it."""
     try:
         yield
-    except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"the request cannot be read: {told(error)}") from error
 
 

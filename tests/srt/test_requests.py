@@ -217,3 +217,49 @@ def test_who_says_false_opts_out(custom: Any, out: bool) -> None:
 def test_what_says_neither_is_refused(custom: Any) -> None:
     with pytest.raises(ValueError, match="custom_params"):
         check_sampling_params(None, parameters(custom))
+
+
+# -- bodies ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's chat endpoint as far as reading the body."""
+    from fastapi import FastAPI, routing
+    from fastapi.testclient import TestClient
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+    app = FastAPI()
+
+    def endpoint(request: Any) -> str:
+        if request.user == "broken":
+            raise TypeError("the server's own fault")
+        return "read"
+
+    endpoint.__annotations__["request"] = ChatCompletionRequest
+    app.post("/chat")(endpoint)
+    original = routing.solve_dependencies
+
+    async def checked(*args: Any, **kwargs: Any) -> Any:
+        return await requests.check_body(original, *args, **kwargs)
+
+    monkeypatch.setattr(routing, "solve_dependencies", checked)
+    return TestClient(app, raise_server_exceptions=False)
+
+
+GOOD = {"model": "m", "messages": [{"role": "user", "content": "A"}]}
+
+
+@pytest.mark.parametrize("body", [[1, "x"], 0, 1.5, "0", {**GOOD, "response_format": 3},
+                                  {**GOOD, "response_format": [[1]]}])  # fmt: skip
+def test_a_body_that_sglangs_validators_stumble_over_is_400(chat: Any, body: Any) -> None:
+    assert chat.post("/chat", json=body).status_code == 400
+
+
+def test_a_body_that_can_be_read_is_read_and_one_that_is_wrong_stays_wrong(chat: Any) -> None:
+    assert chat.post("/chat", json=GOOD).status_code == 200
+    assert chat.post("/chat", json={**GOOD, "top_k": "x"}).status_code == 422
+
+
+def test_the_servers_own_fault_stays_its_own(chat: Any) -> None:
+    assert chat.post("/chat", json={**GOOD, "user": "broken"}).status_code == 500
