@@ -33,6 +33,8 @@ from sglang_c2t.policies.base import TreeShape
 EAGLE_WORKER = "sglang.srt.speculative.eagle_worker_v2"
 DRAFT_EXTEND_GRAPHS = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner"
 DECODE_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
+KV_CACHE = "sglang.srt.mem_cache.kv_cache_configurator"
+ALLOCATION = "sglang.srt.mem_cache.allocation_sizing"
 GRAPH_BACKEND = (
     "sglang.srt.model_executor.runner_backend.base_cuda_graph_backend.BaseCudaGraphBackend"
 )
@@ -644,6 +646,8 @@ SEAMS: tuple[Seam, ...] = (
         "captures packed rows",
         ["num_tokens"],
     ),
+    Seam(f"{KV_CACHE}.get_req_to_token_extra_context_len", "makes room behind the context limit"),
+    Seam(f"{ALLOCATION}.get_alloc_reserve_per_decode", "makes room behind the context limit"),
     Seam(f"{GRAPH_BACKEND}.replay", "times graphs from where they begin"),
     Seam(
         f"{FLASHINFER}.FlashInferAttnBackend.init_forward_metadata_out_graph",
@@ -1051,6 +1055,20 @@ def rotating_rows(
 
     with swapped(ForwardBatch, "compute_spec_mrope_positions", compute_packed):
         yield
+
+
+def widen_request_table() -> None:
+    """Rows of ``req_to_token`` made from now on hold all that SGLang reserves for a step.
+
+    It reserves twice what a step may write, but leaves room for a tree's rows only: near the
+    context limit the rest lands in the row of another request.
+    """
+    wrap_global(KV_CACHE, "get_req_to_token_extra_context_len", _room_for_all_reserved)
+
+
+def _room_for_all_reserved(original: Callable[..., int], *args: Any) -> int:
+    sizing = importlib.import_module(ALLOCATION)
+    return max(original(*args), sizing.get_alloc_reserve_per_decode(*args))
 
 
 @contextmanager

@@ -59,6 +59,7 @@ class WorkerMixin:
         self._config = self._start = config
         self._recorder = Recorder.from_config(config, self.server_args)  # type: ignore[attr-defined]
         self._draft_worker.watch(self._gate_maker(), self._recorder)
+        compat.widen_request_table()  # SGLang makes it once its workers are there
         self._lookback = Lookback(
             self.target_worker,  # type: ignore[attr-defined]
             agreement() if ranks() > 1 else None,

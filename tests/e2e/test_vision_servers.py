@@ -48,8 +48,8 @@ def bodies() -> list[dict[str, Any]]:
     """
     found = []
     for number, prompt in enumerate(demo_mix(12)):
-        length = (7, 400, 24, 1, 33, 400)[number % 6]
-        sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": length == 400}
+        length = (7, None, 24, 1, 33, None)[number % 6]
+        sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": length is None}
         body: dict[str, Any] = {"text": prompt.text, "sampling_params": sampling}
         if number % 3:
             size = 56 * (1 + number % 4), 56 * (1 + number % 3)

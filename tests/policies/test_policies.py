@@ -188,6 +188,17 @@ def test_mcsd_stops_when_no_living_sequence_is_likely(
     assert policy.batch_wide is not per_request
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_confidence_exactly_at_the_threshold_is_kept(name: str) -> None:
+    """And dropped where the threshold is the next float above it."""
+    tokens = layer([0.6, 0.5], margin=[0.4, 0.2], topk_prob=[[0.1] * TOPK_PROBS] * 2,
+                   alive=[True, False])  # fmt: skip
+    confidence = build_policy(C2TConfig(policy=name)).classifier.confidence(tokens)[0]
+    for beta, kept in ((confidence, True), (confidence.nextafter(torch.tensor(2.0)), False)):
+        policy = build_policy(C2TConfig(policy=name, beta=beta.item()))
+        assert policy.keep(tokens)[0] == kept
+
+
 @pytest.mark.parametrize("name", sorted(set(RECIPES) & set(POLICIES)))
 def test_a_policy_reads_what_the_recipe_of_its_name_trains(
     classifier_of: Callable[..., str], name: str

@@ -167,6 +167,23 @@ def test_a_window_behind_the_end_of_the_request_table_is_the_padding_slot(
     ]
 
 
+@pytest.mark.parametrize(("stock", "reserved", "room"), [(10, 24, 24), (32, 24, 32)])
+def test_the_request_table_holds_all_that_is_reserved_behind_the_context_limit(
+    srt: ModuleType, stock: int, reserved: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever arguments the functions take in this SGLang."""
+    from sglang.srt.mem_cache import allocation_sizing, kv_cache_configurator
+
+    name = "get_req_to_token_extra_context_len"
+    assert getattr(kv_cache_configurator, name) is getattr(allocation_sizing, name)
+    given = inspect.signature(getattr(allocation_sizing, name)).parameters
+    monkeypatch.setattr(kv_cache_configurator, name, lambda *args: stock)
+    monkeypatch.setattr(allocation_sizing, "get_alloc_reserve_per_decode", lambda *args: reserved)
+    srt.compat.widen_request_table()
+    srt.compat.widen_request_table()  # by every worker of a process
+    assert getattr(kv_cache_configurator, name)(*given) == room
+
+
 # -- what comes back ----------------------------------------------------------------------
 
 
