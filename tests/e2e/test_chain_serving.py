@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
-from sglang_c2t.client import differing
+from sglang_c2t.client import LoadResult, differing
 from tests.e2e.conftest import (
     GatedServer,
     run_beside_aborts,
@@ -14,13 +19,42 @@ from tests.e2e.conftest import (
 from tests.e2e.server_policies import FAILS, MODES
 
 
+@dataclass(frozen=True)
+class Served:
+    """All of BODIES in one mode, and the server's state on either side of it."""
+
+    result: LoadResult
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+    def counted(self, name: str) -> int:
+        """How much a counter grew meanwhile."""
+        grown: int = self.after["counters"][name] - self.before["counters"][name]
+        return grown
+
+
+Runs = Callable[[str], Served]
+
+
+@pytest.fixture(scope="module")
+def runs(gated: GatedServer) -> Runs:
+    """One load per mode, shared by the tests that look at different sides of it."""
+
+    @functools.cache
+    def served(mode: str) -> Served:
+        before = gated.server.c2t_state()
+        result = gated.run(mode)
+        return Served(result, before, gated.server.c2t_state())
+
+    return served
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_greedy_outputs_equal_those_without_speculation(
-    gated: GatedServer, expected: list[tuple[int, ...]], mode: str
+    runs: Runs, expected: list[tuple[int, ...]], mode: str
 ) -> None:
     """For the classifier, full drafts, no drafts and random lengths per request and step."""
-    result = gated.run(mode)
-    assert differing(result.outputs, expected) == []
+    assert differing(runs(mode).result.outputs, expected) == []
 
 
 def test_a_policy_that_raises_now_and_then_costs_no_answer_and_no_server(
@@ -36,42 +70,47 @@ def test_a_policy_that_raises_now_and_then_costs_no_answer_and_no_server(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_target_forwards_exactly_the_surviving_rows(gated: GatedServer, mode: str) -> None:
+def test_the_target_forwards_exactly_the_surviving_rows(runs: Runs, mode: str) -> None:
     """Rows counted in attention, in the model's forward, and reported per request agree."""
-    before = gated.server.c2t_state()
-    result = gated.run(mode)
-    after = gated.server.c2t_state()
-    rows = after["counters"]["verify_rows"] - before["counters"]["verify_rows"]
-    attention = after["attention_verify_rows"] - before["attention_verify_rows"]
-    assert rows == attention == verified_rows_reported(result.answers)
-
-
-def test_no_draft_forward_runs_when_every_chain_has_ended(gated: GatedServer) -> None:
-    """A gate that keeps nothing leaves the target one row per request and step."""
-    before = gated.server.c2t_state()["counters"]
-    result = gated.run("none")
-    after = gated.server.c2t_state()["counters"]
-    assert after["draft_forwards"] == before["draft_forwards"]
-    assert after["draft_forwards_skipped"] > before["draft_forwards_skipped"]
-    assert {a.meta_info["spec_cap_length"] for a in result.answers if verified(a)} == {1.0}
-
-
-def test_the_gate_shortens_drafts_and_lengths_differ(gated: GatedServer) -> None:
-    """Otherwise the equalities above would prove nothing about ragged batches."""
-    answers = gated.run("c2t").answers
-    histogram = [0] * 7
-    for answer in filter(verified, answers):
-        for length, count in enumerate(answer.meta_info["spec_cap_lens_histogram"]):
-            histogram[length] += count
-    assert sum(1 for count in histogram if count) >= 4, histogram
-    assert sum(i * n for i, n in enumerate(histogram)) < 6 * sum(histogram)
+    served = runs(mode)
+    attention = served.after["attention_verify_rows"] - served.before["attention_verify_rows"]
+    reported = verified_rows_reported(served.result.answers)
+    assert served.counted("verify_rows") == attention == reported
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_meta_info_reports_the_drafts_that_were_really_proposed(
-    gated: GatedServer, mode: str
-) -> None:
-    for answer in filter(verified, gated.run(mode).answers):
+def test_only_a_gate_that_keeps_nothing_saves_draft_forwards(runs: Runs, mode: str) -> None:
+    """It leaves the target one row per request and step."""
+    served = runs(mode)
+    if mode != "none":
+        assert served.counted("draft_forwards") > 0
+        return
+    assert served.counted("draft_forwards") == 0
+    assert served.counted("draft_forwards_skipped") > 0
+    answers = served.result.answers
+    assert {a.meta_info["spec_cap_length"] for a in answers if verified(a)} == {1.0}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_lengths_of_drafts_differ_as_the_gate_decides(runs: Runs, mode: str) -> None:
+    """Otherwise the equalities above would prove nothing about ragged batches."""
+    served = runs(mode)
+    histogram = [0] * 7
+    for answer in filter(verified, served.result.answers):
+        for length, count in enumerate(answer.meta_info["spec_cap_lens_histogram"]):
+            histogram[length] += count
+    seen = {length for length, count in enumerate(histogram) if count}
+    if mode in ("full", "none"):
+        assert seen == {6 if mode == "full" else 1}
+    else:
+        assert len(seen) >= 4, histogram
+        assert sum(i * n for i, n in enumerate(histogram)) < 6 * sum(histogram)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_meta_info_reports_the_drafts_that_were_really_proposed(runs: Runs, mode: str) -> None:
+    served = runs(mode)
+    for answer in filter(verified, served.result.answers):
         meta = answer.meta_info
         histogram = meta["spec_cap_lens_histogram"]
         proposed = sum((length - 1) * count for length, count in enumerate(histogram) if count)
