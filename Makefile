@@ -25,8 +25,8 @@ setup: $(STAMP)  ## Make .venv with SGLang, torch and this package (about 11 GB)
 # The lock pins what was tested. Bytecode is compiled here because a server starts three
 # Python processes, and each would compile SGLang again where .pyc files are not written.
 $(STAMP): pyproject.toml requirements.lock
-	test -x $(BIN)/python || ( $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
-	  "Python 3.11 or newer is needed, for instance: make setup PYTHON=python3.11")' \
+	test -x $(BIN)/python || ( $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13) and \
+	  "Python 3.11 or 3.12 is needed, for instance: make setup PYTHON=python3.11")' \
 	  && $(PYTHON) -m venv $(VENV) )
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock
