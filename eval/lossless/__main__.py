@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="fewer requests and samples")
     add("--requests", type=_positive, help=f"greedy ones over all servers ({FULL[0]}; {QUICK[0]})")
     add("--samples", type=_positive, help=f"per distribution test ({FULL[1]}; {QUICK[1]})")
+    add("--seeded-prompts", type=_positive, default=60, help="of each kind of sampling (60)")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="drafts (both)")
     add("--policies", nargs="+", metavar="NAME", help="for shapes that know them (several)")
     add("--prompts", type=Path, help="JSONL, see sglang_c2t.prompts (generated ones)")
@@ -147,6 +148,7 @@ def settings(args: argparse.Namespace, demo: bool) -> Settings:
         at_once=args.at_once or (2 if demo else 1),
         seed=args.seed,
         logs=args.out / "logs",
+        seeded_prompts=args.seeded_prompts,
         stock=args.stock,
     )
 

@@ -35,8 +35,6 @@ LIKELIEST = 2048
 #: Answers on which the rounding noise is measured.
 NOISE_ANSWERS = 64
 
-SEEDED_PROMPTS = 60
-
 T = TypeVar("T")
 Checked = tuple[list[greedy.Wave], list[sampling.SampleTest]]
 Expected = dict[str, list[tuple[int, ...]]]  # seeded outputs by cut
@@ -54,6 +52,7 @@ class Settings:
     at_once: int  # servers
     seed: int
     logs: Path
+    seeded_prompts: int = 60  # of each kind of sampling
     stock: bool = False  # ask stock speculation, and the plain server again, all of it as well
 
 
@@ -224,7 +223,7 @@ class Suite:
     # -- seeded --------------------------------------------------------------------------
 
     def _seeded(self) -> None:
-        prompts = self.prompts[:SEEDED_PROMPTS]
+        prompts = self.prompts[: self.settings.seeded_prompts]
         plain = self.models.plain("no speculation, seeded", *seeded.FLAGS)
 
         def expect(launch: Launch, server: Server) -> tuple[Expected, list[seeded.Reproduced]]:

@@ -8,8 +8,9 @@ classifier still moves between draft models (C2T, arXiv:2502.13652, is the frame
 
 Default threshold, chains: the one at which the shipped classifier accepts as much as ``c2t`` at
 its published 0.5, on training prompts of the demo drafts (``eval/thresholds.py``); with fewer
-drafts verified, then. At 0.5 it would accept less than ``c2t``: confidences differ in kind,
-because ``c2t`` learns from as many accepted as rejected tokens.
+drafts verified, then. At 0.5 it would accept less than ``c2t``: that one learns from as many
+accepted as rejected tokens, so that its 0.5 means "as likely as the average recorded token", of
+which about a quarter is accepted.
 
 Sampled drafts: keep-then-stop, because P_i contains the probability of the drawn token.
 """

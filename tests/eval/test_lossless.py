@@ -8,10 +8,11 @@ import pytest
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from eval.lossless import diverge, greedy
+from eval.lossless import diverge, greedy, seeded
 from eval.lossless.__main__ import FULL
 from eval.lossless.diverge import Divergence, Led, Noise, Output, Score, compare, judged, parting
 from eval.lossless.workload import LONG_PROMPT, LONGEST_ANSWER, SORTS, Asked, mixed
+from sglang_c2t.client import run_load
 from sglang_c2t.metrics import SpecTotals
 from tests.eval.fake_server import Choose, fake_server, likeliest
 from tests.tiny_llama import VOCAB, tiny_llama
@@ -216,3 +217,28 @@ def test_a_wave_counts_tokens_and_drafts() -> None:
 def test_a_lost_answer_is_an_error_not_an_equality() -> None:
     with pytest.raises(ValueError, match="shorter"):
         greedy.wave("s", "c2t", 8, [REQUEST], [Output((1,))], greedy.Served([], SpecTotals()))
+
+
+# -- seeds ----------------------------------------------------------------------------------
+
+
+def test_kinds_are_sent_alone_and_all_in_one_batch() -> None:
+    """Of the mixed ones only greedy requests are promised; each is held against its own kind."""
+    some = PROMPTS[:3]
+    with fake_server(tiny_llama(0)) as server:
+        expected = {
+            kind: run_load(server.url, seeded.bodies(some, kind), concurrency=8).outputs
+            for kind in seeded.KINDS
+        }
+        expected["top_p"] = [(99,)] * len(some)  # what a server says that draws otherwise
+        runs = seeded.check(server, "s", some, expected, (16, 1), lambda: None)
+    told = {(run.cut, run.concurrency): (len(run.differing), run.promised) for run in runs}
+    few = seeded.num_asked(len(some), 1)
+    assert told == {
+        ("whole", 16): (0, True), ("whole", 1): (0, True),
+        ("top_p", 16): (len(some), True), ("top_p", 1): (few, True),
+        ("top_k", 16): (0, True), ("top_k", 1): (0, True),
+        ("greedy, mixed", 16): (0, True), ("whole, mixed", 16): (0, False),
+        ("top_p, mixed", 16): (len(some), False), ("top_k, mixed", 16): (0, False),
+    }  # fmt: skip
+    assert sum(run.requests for run in runs) == seeded.num_answers(len(some), (16, 1))
