@@ -244,9 +244,8 @@ class TreeGrowth:
 
 
 def _live(key: Tensor, layer: TreeLayer) -> Tensor:
-    """[B, W * K] float32: the layer's keys; -inf for dead nodes, and for nan."""
-    live = layer.grid(layer.nodes.alive) & (key > -torch.inf)
-    return key.float().masked_fill(~live, -torch.inf).flatten(1)
+    """[B, W * K] float32: the layer's keys; -inf for dead nodes."""
+    return key.float().masked_fill(~layer.grid(layer.nodes.alive), -torch.inf).flatten(1)
 
 
 def node_margins(prob: Tensor) -> Tensor:

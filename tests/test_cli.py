@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.cli import main
-from sglang_c2t.policies.base import TreeShape
+from sglang_c2t.policies.base import DraftLayer, TreeShape
 from tests.recordings import ORIGIN, random_chains, random_trees, tree_origin, write
 
 
@@ -176,6 +177,9 @@ class Hungry:
 
     name = "hungry"
     needs = frozenset({"topk_prob"})
+
+    def keep(self, layer: DraftLayer) -> Tensor:
+        return layer.alive
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,8 @@ def test_a_rank_that_is_no_number_keeps_a_node_out_and_the_tree_closed(depth: in
     policy.grow = ranked  # type: ignore[method-assign]
     trees, gate = tree_step(policy, seed=2)
     assert not gate.fell_back
+    _, keys = gate.finish()
+    assert not bool(keys.isnan().any())
     live = trees.parents >= 0
     for row in range(BATCH):
         for node in range(1, int(trees.num_nodes[row])):

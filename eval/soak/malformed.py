@@ -165,7 +165,6 @@ OPTIONS = (
     _option("logprob_start_len behind the prompt", return_logprob=True, logprob_start_len=10**6),
     _option("logprob_start_len is -9", return_logprob=True, logprob_start_len=-9),
     _option("top_logprobs_num is negative", return_logprob=True, top_logprobs_num=-1),
-    _option("top_logprobs_num is a list", return_logprob=True, top_logprobs_num=[1]),
     _option("top_logprobs_num is a string", return_logprob=True, top_logprobs_num="x"),
     _option("token_ids_logprob is no token", return_logprob=True, token_ids_logprob=[NO_TOKEN]),
     _option("logit processor that is switched off", custom_logit_processor="x"),
@@ -246,6 +245,8 @@ FATAL = (
     _completion("top_k is 2**31", prompt="A", top_k=2**31),
     _chat("top_k is 2**31", top_k=2**31),
     _option("logprob_start_len is -5", return_logprob=True, logprob_start_len=-5),
+    # By SGLang's code, where the scheduler decodes its messages.
+    _option("top_logprobs_num is a list", return_logprob=True, top_logprobs_num=[1]),
 )
 
 #: What keeps a stock server busy for minutes: it is valid, and copied in one go.
