@@ -1,6 +1,6 @@
 """What packed verification would compile while it serves, told by Triton's own keys.
 
-``TRITON_INTERPRET=1 python -m tests.kernels.warm_worker chains|trees``: see `rows_worker`.
+``TRITON_INTERPRET=1 python -m tests.kernels.warm_worker``: see `rows_worker`.
 What Triton would compile each launch for is asked of the function that the compiler's binder
 asks. Nothing is run: only dtypes and sizes count.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
 from collections.abc import Hashable
 from typing import Any
 
@@ -128,11 +127,8 @@ class Server:
                 scatter_rows(output, packed.num_rows, self.width)
 
 
-def main(kind: str) -> None:
-    for kernel in (BuildQoIndptr, PaddedToBucket):  # on a CPU SGLang takes their twins in torch
-        kernel.execute = kernel.triton
-    compat.target_hidden_width = lambda draft_runner: 3 * HIDDEN
-    record_keys()
+def check(kind: str) -> None:
+    SEEN.clear()
     server = Server(kind)
     server.capture()
     captured = len(SEEN)
@@ -143,8 +139,13 @@ def main(kind: str) -> None:
         server.verify(batch, rng)
         assert warm == SEEN, f"compiled for a batch of {batch}: {SEEN - warm}"
     assert len(warm) > captured > 0
-    print(f"{len(warm)} kernels, none while serving")
+    print(f"{kind}: {len(warm)} kernels, none while serving")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for kernel in (BuildQoIndptr, PaddedToBucket):  # on a CPU SGLang takes their twins in torch
+        kernel.execute = kernel.triton
+    compat.target_hidden_width = lambda draft_runner: 3 * HIDDEN
+    record_keys()
+    for kind in WIDTH:
+        check(kind)

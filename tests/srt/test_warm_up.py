@@ -13,10 +13,9 @@ pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["chains", "trees"])
-def test_after_the_start_packed_verification_compiles_nothing(kind: str) -> None:
-    """Whatever the batch: its size, its rows, its tier."""
-    assert "none while serving" in run_worker("warm_worker", kind)
+def test_after_the_start_packed_verification_compiles_nothing() -> None:
+    """Whatever the batch: its size, its rows, its tier. Chains and trees."""
+    assert run_worker("warm_worker").count("none while serving") == 2
 
 
 @given(st.integers(1, 300))
