@@ -398,6 +398,16 @@ SEAMS: tuple[Seam, ...] = (
         ["verify_lens_cpu", "device", "grid"],
     ),
     Seam(
+        f"{RAGGED_VERIFY}.RaggedVerifyLayout.padded_to_bucket",
+        "compiles what packing launches before a request waits for it",
+        ["padded_bs", "cap"],
+    ),
+    Seam(
+        "sglang.srt.speculative.eagle_utils.get_draft_input_from_target_hidden_dim",
+        "compiles what packing launches before a request waits for it",
+        ["model_runner"],
+    ),
+    Seam(
         f"{RAGGED_VERIFY}.build_capture_verify_lens",
         "captures packed rows",
         ["num_tokens", "num_slots", "num_draft_tokens"],
@@ -405,7 +415,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.managers.utils.GenerationBatchResult",
         "carries verify lengths to meta_info and labels to recordings",
-        fields=["cap_lens", "accept_lens", "accept_index", "logits_output", "num_cap_tokens"],
+        fields=["cap_lens", "accept_lens", "logits_output", "num_cap_tokens"],
     ),
     Seam(
         "sglang.srt.managers.utils.GenerationBatchResult",
@@ -1105,6 +1115,13 @@ def draft_extend_width(width: int) -> Iterator[None]:
         lambda **_: width,
     ):
         yield
+
+
+def target_hidden_width(draft_runner: Any) -> int:
+    """Columns of the target's hidden states that the draft reads: of several layers for EAGLE3."""
+    from sglang.srt.speculative.eagle_utils import get_draft_input_from_target_hidden_dim
+
+    return int(get_draft_input_from_target_hidden_dim(draft_runner))
 
 
 def request_slot(req: Any) -> int:

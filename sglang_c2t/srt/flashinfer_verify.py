@@ -188,6 +188,17 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         if packing is None:
             super().init_forward_metadata(forward_batch)
             return
+        host, buffers = self.eager_plan(forward_batch, packing)
+        wrapper = self.prefill_wrappers_verify[0]
+        self._begin(wrapper, host, buffers.kv_indices)
+        if packing.words is not None:  # the plan knows no mask; only run() looks for one
+            compat.write(
+                wrapper, _custom_mask_buf=buffers.mask, _mask_indptr_buf=buffers.mask_indptr
+            )
+        self.forward_metadata = PrefillMetadata([wrapper], False, False)
+
+    def eager_plan(self, forward_batch: Any, packing: Packing) -> tuple[HostPlan, _GraphBuffers]:
+        """What the planner and the kernel of an eager forward read."""
         slots, device = forward_batch.batch_size, forward_batch.seq_lens.device
         host = _host_plan(forward_batch, packing)
         empty = lambda size, dtype: torch.empty(size, dtype=dtype, device=device)  # noqa: E731
@@ -200,13 +211,7 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
             mask=empty(host.mask_bytes, torch.uint8),
         )
         self._fill(forward_batch, packing, buffers)
-        wrapper = self.prefill_wrappers_verify[0]
-        self._begin(wrapper, host, buffers.kv_indices)
-        if packing.words is not None:  # the plan knows no mask; only run() looks for one
-            compat.write(
-                wrapper, _custom_mask_buf=buffers.mask, _mask_indptr_buf=buffers.mask_indptr
-            )
-        self.forward_metadata = PrefillMetadata([wrapper], False, False)
+        return host, buffers
 
     def _begin(self, wrapper: Any, host: HostPlan, kv_indices: Tensor) -> None:
         """FlashInfer's own plan; given host tensors it copies none back from the device."""

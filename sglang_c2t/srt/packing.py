@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.kernels.masks import ancestor_words_from_parents
-from sglang_c2t.kernels.rows import PackedInputs, PackedRows, pack_inputs, packed_rows, scatter_rows
+from sglang_c2t.kernels.rows import (
+    PackedInputs,
+    PackedRows,
+    block_of,
+    pack_inputs,
+    packed_rows,
+    scatter_rows,
+)
+from sglang_c2t.srt import compat
+from sglang_c2t.tiers import Tiers
 from sglang_c2t.tree import visible_blocks, visible_nodes
 
 # B requests, N most rows of a request, R rows that are verified, T >= R rows of the forward
@@ -54,7 +63,7 @@ class Packing:
     """The rows of one verification.
 
     Args:
-        num_rows: [B] integers on the device, rows of each request, in [1, N].
+        num_rows: [B] integers on the device, rows of each request, in [1, N]; kept as int32.
         width: N.
         sizes: ``num_rows`` on the way to the host; ``None`` starts the transfer here.
         parents: [B, N] int64 of trees, see :class:`~sglang_c2t.tree.Trees`; ``None``: chains.
@@ -70,11 +79,12 @@ class Packing:
         parents: Tensor | None = None,
         num_steps: int = 0,
     ) -> None:
-        self.num_rows = num_rows
+        # One dtype, as at capture: kernels are compiled anew for another.
+        self.num_rows = num_rows.to(torch.int32)
         self.width = width
         self.parents = parents
         self._num_steps = num_steps
-        self._sizes = HostSizes(num_rows) if sizes is None else sizes
+        self._sizes = HostSizes(self.num_rows) if sizes is None else sizes
         self.arrived: float | None = None
         """When the host learnt the sizes, if it had to wait (``time.perf_counter``)."""
         self.forwarded_rows = 0
@@ -144,7 +154,7 @@ class Packing:
         packed.draft_token, packed.positions = inputs.input_ids, inputs.positions
         packed.custom_mask = self._mask_of_bools() if inputs.input_ids.is_cpu else None
         packed.ragged_verify_layout = RaggedVerifyLayout.from_verify_lens_device(
-            verify_lens=self.num_rows.to(torch.int32), graph_num_tokens=tier
+            verify_lens=self.num_rows, graph_num_tokens=tier
         )
         packed.c2t_packing = self
         return packed, inputs.out_cache_loc
@@ -167,15 +177,21 @@ def packing_of(forward_batch: Any) -> Packing | None:
 
 
 def warm_up(
-    target_runner: Any, width: int, max_requests: int, *, trees: bool, num_steps: int
+    target_runner: Any,
+    draft_runner: Any,
+    width: int,
+    max_requests: int,
+    *,
+    trees: bool,
+    num_steps: int,
 ) -> None:
-    """Compile what packing launches, for every batch size, before a request has to wait for it.
-
-    What attention and the gate launch has been compiled when graphs were captured.
+    """Compile what packed verification launches outside of graphs, for every batch size, before
+    a request has to wait for it. What the gate launches has been compiled when graphs were
+    captured.
     """
     device = target_runner.device
-    for batch in {min(1 << n, max_requests) for n in range(max_requests.bit_length() + 1)}:
-        rows = torch.ones(batch, dtype=torch.int64 if trees else torch.int32, device=device)
+    for batch in one_of_each(max_requests):
+        rows = torch.ones(batch, dtype=torch.int32, device=device)
         zeros = torch.zeros(batch * width, dtype=torch.int64, device=device)
         parents = zeros.view(batch, width) - 1 if trees else None
         packing = Packing(rows, width, parents=parents, num_steps=num_steps)
@@ -188,13 +204,59 @@ def warm_up(
             SimpleNamespace(draft_token=zeros, positions=zeros), requests, target_runner
         )
         _ = packing.rows, packing.words
+        if compat.is_flashinfer(target_runner.attn_backend):
+            requests.batch_size, requests.seq_lens_cpu = batch, torch.zeros(batch)
+            target_runner.attn_backend.eager_plan(requests, packing)
         if not trees:
-            size = target_runner.model_config.hidden_size
-            states = torch.zeros((batch, size), dtype=target_runner.dtype, device=device)
-            scatter_rows(states, rows, width)
+            for columns, dtype in _unpacked_tables(target_runner, draft_runner):
+                scatter_rows(torch.zeros((batch, columns), dtype=dtype, device=device), rows, width)
+    if (tiers := tiers_of(target_runner)) is not None:
+        _warm_up_layouts(tiers, device)
+
+
+def one_of_each(most: int) -> list[int]:
+    """Of the numbers from 1 to ``most`` one for each way in which Triton may compile for it: 1,
+    multiples of 16 and all else are kernels of their own, and so are blocks of 1, 2, 4, ...
+    """
+    kinds: dict[tuple[int, bool, bool], int] = {}
+    for number in range(1, most + 1):
+        kinds.setdefault((block_of(number), number == 1, number % 16 == 0), number)
+    return list(kinds.values())
+
+
+def _unpacked_tables(target_runner: Any, draft_runner: Any) -> list[tuple[int, torch.dtype]]:
+    """Columns and dtype of what :func:`scatter_rows` brings back: hidden states as wide as the
+    draft reads them, and logits.
+    """
+    hidden = compat.target_hidden_width(draft_runner)
+    return [
+        (hidden, target_runner.dtype),
+        (target_runner.model_config.vocab_size, torch.float32),
+    ]
+
+
+def _warm_up_layouts(tiers: Tiers, device: Any) -> None:
+    """SGLang's kernels that pad a layout to the slots of its tier, at each replay."""
+    from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+
+    kinds: dict[tuple[object, ...], tuple[int, int, int]] = {}
+    for rows in tiers.rows:
+        slots = tiers.slots(rows)
+        for batch in one_of_each(slots):
+            kind = block_of(slots), *((n == 1, n % 16 == 0) for n in (batch, slots, rows))
+            kinds.setdefault(kind, (batch, slots, rows))
+    for batch, slots, rows in kinds.values():
+        RaggedVerifyLayout.from_verify_lens_device(
+            verify_lens=torch.ones(batch, dtype=torch.int32, device=device), graph_num_tokens=rows
+        ).padded_to_bucket(padded_bs=slots, cap=tiers.width)
+
+
+def tiers_of(target_runner: Any) -> Tiers | None:
+    """The token tiers of the target's CUDA graphs; ``None`` without such graphs."""
+    return getattr(target_runner.decode_cuda_graph_runner, "tiers", None)
 
 
 def _tier(target_runner: Any, rows: int, requests: int) -> int | None:
     """T for R ``rows`` of B ``requests``; ``None``: they run eagerly, unpadded."""
-    tiers = getattr(target_runner.decode_cuda_graph_runner, "tiers", None)
+    tiers = tiers_of(target_runner)
     return None if tiers is None else tiers.pick(rows, requests)

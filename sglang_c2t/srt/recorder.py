@@ -137,12 +137,14 @@ class Recorder(Exploration):
         recordable: Tensor,
         trees: Trees,
         target_rows: Tensor,
+        accept_index: Tensor,
         result: Any,
     ) -> None:
         """Record one exploring step of trees.
 
-        As :meth:`add`. ``trees`` is what the target verified, with its roots, and
-        ``target_rows`` [B, N] says where each node stood in the target's forward.
+        As :meth:`add`. ``trees`` is what the target verified, with its roots,
+        ``target_rows`` [B, N] says where each node stood in the target's forward, and
+        ``accept_index`` [B, S] which rows were accepted.
         """
         rows = self._rows(batch, recordable)
         if not rows.numel():
@@ -151,7 +153,7 @@ class Recorder(Exploration):
             target = result.logits_output.next_token_logits.argmax(dim=-1)  # [T]
             accepted = matched_nodes(trees, target[target_rows], len(layers))
         else:
-            accepted = walked_nodes(target_rows, result.accept_index, result.accept_lens)
+            accepted = walked_nodes(target_rows, accept_index, result.accept_lens)
         self._put(batch, rows, tree_nodes(layers, trees, rows, accepted, self._extra))
 
     def _rows(self, batch: Any, recordable: Tensor) -> Tensor:

@@ -48,6 +48,9 @@ class TreeVerifyInput(EagleVerifyInput):
     window: Tensor
     """[B, max(N, S)] int64: KV slots behind each committed prefix; node j writes slot j."""
 
+    accept_index: Tensor | None = None
+    """[B, S] rows of the accepted path, once verified: older SGLang's result does not say."""
+
     @property
     def tree_topk(self) -> int:
         """-1: no fixed branching, so that attention and acceptance read mask and links."""
@@ -169,6 +172,7 @@ def accepted_to_front(
     [B * S, H]. Behind the path stand leftovers nobody reads, as in stock.
     """
     verify_input = batch.spec_info
+    verify_input.accept_index = accept_index
     width = accept_index.shape[1]
     accepted = torch.arange(width, device=accept_index.device) < accept_lens[:, None]  # [B, S]
     row = accept_index.long().clamp(min=0)

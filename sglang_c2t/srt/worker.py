@@ -77,6 +77,7 @@ class WorkerMixin:
         if runner.device == "cuda" and self._packs:
             warm_up(
                 runner,
+                self._draft_worker.draft_runner,  # type: ignore[attr-defined]
                 self.speculative_num_draft_tokens,  # type: ignore[attr-defined]
                 runner.max_running_requests,
                 trees=self.topk > 1,  # type: ignore[attr-defined]
@@ -278,7 +279,10 @@ class TreeWorkerMixin(WorkerMixin):
         if recorder is not None and gate.exploring:
             complete = gate.first_tokens_complete(batch.req_pool_indices)
             rows = verify_input.retrieve_index
-            recorder.add_trees(batch, gate.layers, complete, verify_input.trees, rows, result)
+            accepted = verify_input.accept_index
+            recorder.add_trees(
+                batch, gate.layers, complete, verify_input.trees, rows, accepted, result
+            )
         return result
 
 

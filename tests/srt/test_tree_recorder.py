@@ -64,11 +64,10 @@ class Step:
 
     def result(self) -> Any:
         """What SGLang's verification returns."""
-        index, lens = self.accepted()
+        _, lens = self.accepted()
         logits = torch.nn.functional.one_hot(self.flat_target, VOCABULARY).float()
         return double(
             "GenerationBatchResult",
-            accept_index=index,
             accept_lens=lens,
             logits_output=double("LogitsProcessorOutput", next_token_logits=logits),
         )
@@ -109,6 +108,7 @@ def add(of: Any, reqs: list[Any], step: Step, recordable: list[bool] | None = No
         torch.tensor([True] * len(reqs) if recordable is None else recordable),
         step.trees,
         step.rows,
+        step.accepted()[0],
         step.result(),
     )
 

@@ -412,6 +412,7 @@ def test_the_accepted_path_moves_to_the_front_and_nothing_else_changes(
     for sign, layer in zip((1, -1), pool.layers, strict=True):
         assert layer.tolist() == [sign * holds[slot] for slot in range(200)]
     assert tokens.shape == (len(case.parents) * width,)
+    assert verify_input.accept_index is accept_index  # for recordings
     assert with_hidden or output.hidden_states is None
 
 

@@ -1,0 +1,151 @@
+"""What packed verification would compile while it serves, told by Triton's own keys.
+
+``TRITON_INTERPRET=1 python -m tests.kernels.warm_worker``: see `rows_worker`.
+What Triton would compile each launch for is asked of the function that the compiler's binder
+asks. Nothing is run: only dtypes and sizes count.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from sglang.kernels.ops.speculative.ragged_verify_kernels import BuildQoIndptr, PaddedToBucket
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.interpreter import InterpretedFunction
+
+from sglang_c2t.kernels.rows import scatter_rows
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.flashinfer_verify import RaggedFlashInferBackend, _GraphBuffers
+from sglang_c2t.srt.packing import HostSizes, Packing, warm_up
+from sglang_c2t.tiers import Tiers
+from tests.doubles import double
+
+MAX_REQUESTS, CONTEXT, VOCABULARY, HIDDEN = 40, 64, 512, 64
+WIDTH = {"chains": 6, "trees": 9}
+SEEN: set[Hashable] = set()
+
+
+def record_keys() -> None:
+    """Remember in :data:`SEEN` what each launch would be compiled for, instead of launching."""
+
+    def recording(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        signature = inspect.signature(self.fn)
+        settings = {k: v for k, v in kwargs.items() if k in signature.parameters}
+        fixed = self.kwargs["do_not_specialize"] or ()
+        key: list[Hashable] = [self.fn.__name__]
+        for name, value in signature.bind(*args, **settings).arguments.items():
+            if "constexpr" in str(signature.parameters[name].annotation):
+                key.append((name, value))
+            else:
+                specialize = name not in fixed
+                said = native_specialize_impl(CUDABackend, value, False, specialize, True)
+                key.append((name, said))
+        SEEN.add(tuple(key))
+
+    InterpretedFunction.run = recording
+
+
+class Server:
+    """A target with FlashInfer and CUDA graphs, as far as packing goes."""
+
+    def __init__(self, kind: str) -> None:
+        self.trees, self.width = kind == "trees", WIDTH[kind]
+        self.tiers = Tiers(MAX_REQUESTS + 1, self.width, rows_per_slot=2 if self.trees else 1)
+        pool = double(
+            "ReqToTokenPool",
+            req_to_token=torch.zeros((MAX_REQUESTS + 2, CONTEXT), dtype=torch.int32),
+        )
+        config = double(
+            "sglang.srt.configs.model_config.ModelConfig", vocab_size=VOCABULARY,
+            hidden_size=HIDDEN,
+        )  # fmt: skip
+        self.backend = double(RaggedFlashInferBackend, req_to_token_pool=pool)
+        self.runner = double(
+            "ModelRunner", device="cpu", dtype=torch.bfloat16, model_config=config,
+            req_to_token_pool=pool, attn_backend=self.backend,
+            decode_cuda_graph_runner=double(
+                "sglang_c2t.srt.graphs.TieredGraphRunner", tiers=self.tiers
+            ),
+        )  # fmt: skip
+        slots, most = MAX_REQUESTS + 1, max(self.tiers.rows)
+        starts = lambda: torch.zeros(slots + 1, dtype=torch.int32)  # noqa: E731
+        self.buffers = _GraphBuffers(
+            starts(), starts(), torch.zeros(slots * CONTEXT + most, dtype=torch.int32),
+            torch.ones(slots, dtype=torch.int32), starts(),
+            torch.zeros(most * CONTEXT, dtype=torch.uint8),
+        )  # fmt: skip
+
+    def shape(self, batch: int) -> dict[str, Any]:
+        if not self.trees:
+            return {}
+        parents = torch.zeros((batch, self.width), dtype=torch.int64)
+        return {"parents": parents, "num_steps": 3}
+
+    def capture(self) -> None:
+        """What `graphs.py` plans for each tier, with the rows that SGLang's layout has."""
+        for rows in self.tiers.rows:
+            slots = self.tiers.slots(rows)
+            lens = torch.full((slots,), rows // slots, dtype=torch.int32)
+            packed = Packing(lens, self.width, sizes=HostSizes(lens), **self.shape(slots))
+            self.plan(packed, slots)
+
+    def plan(self, packed: Packing, slots: int) -> None:
+        lens = torch.ones(slots, dtype=torch.int64)
+        batch = double(
+            "ForwardBatch", batch_size=slots, seq_lens=lens, seq_lens_cpu=lens,
+            req_pool_indices=torch.zeros(slots, dtype=torch.int64),
+        )  # fmt: skip
+        self.backend._fill(batch, packed, self.buffers)
+
+    def verify(self, batch: int, rng: random.Random) -> None:
+        """A step of a batch, by the dtypes that SGLang and our gates use."""
+        lens = torch.tensor([rng.randint(1, self.width) for _ in range(batch)])
+        lens = lens if self.trees else lens.to(torch.int32)
+        packed = Packing(lens, self.width, **self.shape(batch))
+        table = torch.zeros(batch * self.width, dtype=torch.int64)
+        verify_input = double("EagleVerifyInput", draft_token=table, positions=table)
+        requests = double(
+            "ScheduleBatch", req_to_token_pool=self.runner.req_to_token_pool,
+            req_pool_indices=table[:batch], seq_lens=table[:batch],
+        )  # fmt: skip
+        forwarded, _ = packed.forwarded(verify_input, requests, self.runner)
+        _ = packed.rows
+        layout = forwarded.ragged_verify_layout
+        if layout.graph_num_tokens in self.tiers.rows:
+            slots = self.tiers.slots(layout.graph_num_tokens)
+            layout.padded_to_bucket(padded_bs=slots, cap=self.width)
+            self.plan(packed, slots)
+        if not self.trees:
+            hidden = torch.zeros((layout.graph_num_tokens, 3 * HIDDEN), dtype=torch.bfloat16)
+            logits = torch.zeros((layout.graph_num_tokens, VOCABULARY))
+            for output in (hidden, logits):
+                scatter_rows(output, packed.num_rows, self.width)
+
+
+def check(kind: str) -> None:
+    SEEN.clear()
+    server = Server(kind)
+    server.capture()
+    captured = len(SEEN)
+    warm_up(server.runner, None, server.width, MAX_REQUESTS, trees=server.trees, num_steps=3)
+    warm = set(SEEN)
+    rng = random.Random(0)
+    for batch in [*range(1, MAX_REQUESTS + 1), *(rng.randint(1, MAX_REQUESTS) for _ in range(60))]:
+        server.verify(batch, rng)
+        assert warm == SEEN, f"compiled for a batch of {batch}: {SEEN - warm}"
+    assert len(warm) > captured > 0
+    print(f"{kind}: {len(warm)} kernels, none while serving")
+
+
+if __name__ == "__main__":
+    for kernel in (BuildQoIndptr, PaddedToBucket):  # on a CPU SGLang takes their twins in torch
+        kernel.execute = kernel.triton
+    compat.target_hidden_width = lambda draft_runner: 3 * HIDDEN
+    record_keys()
+    for kind in WIDTH:
+        check(kind)

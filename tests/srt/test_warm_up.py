@@ -1,0 +1,35 @@
+"""No request waits for a kernel to be compiled."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kernels.processes import run_worker
+
+pytest.importorskip("sglang", reason="SGLang is not installed")
+pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+
+
+@pytest.mark.timeout(600)
+def test_after_the_start_packed_verification_compiles_nothing() -> None:
+    """Whatever the batch: its size, its rows, its tier. Chains and trees."""
+    assert run_worker("warm_worker").count("none while serving") == 2
+
+
+@given(st.integers(1, 300))
+def test_every_number_is_compiled_for_like_one_that_is_warmed_up(most: int) -> None:
+    from sglang_c2t.srt.packing import one_of_each
+
+    def kind(number: int) -> tuple[int, bool, bool]:
+        block = 1
+        while block < number:
+            block *= 2
+        return block, number == 1, number % 16 == 0
+
+    chosen = one_of_each(most)
+    assert all(1 <= number <= most for number in chosen)
+    kinds = [kind(number) for number in chosen]
+    assert len(kinds) == len(set(kinds))
+    assert {kind(number) for number in range(1, most + 1)} == set(kinds)
