@@ -19,7 +19,7 @@ OK, NOT_OK, UNTESTED = 0, 1, 3
 def diagnose(say: Callable[[str], None]) -> int:
     """Load the plugins as a server does, then look at every seam; an exit code.
 
-    ``say`` gets each line as soon as it is known: imports take from seconds to a minute.
+    ``say`` gets each line as soon as it is known: imports take up to a minute.
     """
     say(f"sglang-c2t {__version__}")
     if versions.installed() is None:
@@ -27,7 +27,7 @@ def diagnose(say: Callable[[str], None]) -> int:
             say, ["SGLang is not installed: run `pip install 'sglang-c2t[tested]'` for the one "
                   f"that the tests run on, {versions.TESTED[-1]}"],
         )  # fmt: skip
-    say("loading torch and SGLang, which takes from ten seconds to a minute ...")
+    say("loading torch ...")
     import torch
 
     cuda, cpu_engine = torch.cuda.is_available(), os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
@@ -68,6 +68,8 @@ def device_problems(*, cuda: bool, cpu_engine: bool) -> list[str]:
 def _seam_problems(say: Callable[[str], None]) -> list[str]:
     from sglang_c2t.srt import compat
 
+    # Nearly all of the time: what we hold on to is in modules that import most of SGLang.
+    say(f"loading SGLang and looking at {len(compat.SEAMS)} seams, ten seconds to a minute ...")
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # SGLang's imports print banners
             from sglang.srt.plugins import load_plugins
