@@ -70,7 +70,8 @@ def hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": _gpus(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        # Without a build's own suffix, which names whoever built that kernel.
+        "system": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
     }
 
 
