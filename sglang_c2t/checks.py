@@ -5,10 +5,8 @@ A leaf: standard library only.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-from collections.abc import Iterable
 from typing import Any
 
 #: Largest whole number that settings may have: what an int32 tensor holds.
@@ -55,12 +53,6 @@ def told(error: BaseException, longest: int = 300) -> str:
     """What was raised, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:longest]}" if text else type(error).__name__
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the known name that is most like ``name``, or nothing."""
-    found = difflib.get_close_matches(name[:100], known, n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def parse_json(text: str, *, source: str) -> Any:

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_c2t.checks import ConfigError, is_number, is_whole, nearest, parse_json, require, shown
+from sglang_c2t.checks import ConfigError, is_number, is_whole, parse_json, require, shown
+from sglang_c2t.hints import did_you_mean
 
 __all__ = ["C2TConfig", "ConfigError", "active", "publish", "resolve"]
 
@@ -190,7 +191,7 @@ class C2TConfig:
             if key not in known:
                 raise ConfigError(
                     f"unknown c2t setting {shown(key)}; allowed: {', '.join(known)}"
-                    f"{nearest(str(key), known)}"
+                    f"{did_you_mean(str(key), known)}"
                 )
         return cls(**values)
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error message: ``"; did you mean beta?"``, or ``""`` if nothing is close."""
-    close = difflib.get_close_matches(name.lower(), list(known), n=1)
+    # Cut, because comparing takes time in proportion to the length, which clients choose.
+    close = difflib.get_close_matches(name[:100].lower(), list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -15,7 +15,6 @@ from sglang_c2t.checks import (
     ConfigError,
     is_number,
     is_whole,
-    nearest,
     parse_json,
     require,
     shown,
@@ -76,11 +75,6 @@ def test_an_error_is_told_in_one_line() -> None:
     assert told(KeyError("a\nb")) == r"KeyError: 'a\nb'"
     assert told(ValueError("two\n  lines")) == "ValueError: two lines"
     assert told(ValueError()) == "ValueError"
-
-
-def test_a_near_miss_is_suggested_and_nonsense_is_not() -> None:
-    assert nearest("c2t-pls", ["c2t-plus", "fixed"]) == "; did you mean 'c2t-plus'?"
-    assert nearest("zzz", ["c2t-plus", "fixed"]) == ""
 
 
 @given(JSON)

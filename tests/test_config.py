@@ -82,7 +82,7 @@ def test_recording_is_off_and_cheap_by_default() -> None:
         ({"classifier_dir": ""}, "classifier_dir must be a directory, got ''"),
         ({"loopback_control": 1}, "loopback_control must be true or false, got 1"),
         ({"betta": 0.5}, "unknown c2t setting 'betta'; allowed: policy, beta"),
-        ({"betta": 0.5}, "did you mean 'beta'?"),
+        ({"betta": 0.5}, "did you mean beta?"),
     ],
 )
 def test_a_wrong_setting_is_refused_in_one_line(values: dict, said: str) -> None:

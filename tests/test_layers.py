@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "sglang_c2t"
 MAY_IMPORT = {
     "checks": set(),
     "hints": set(),
-    "config": {"checks"},
+    "config": {"checks", "hints"},
     "metrics": set(),
     "tree": set(),
     "cpu": {"tree"},
@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "request_names": {"config", "files"},
     "record": {"config", "client", "prompts", "request_names"},
     "classifier": {"checks", "config", "draft_layer", "files", "request_names"},
-    "policies": {"checks", "config", "draft_layer", "classifier", "kernels"},
+    "policies": {"checks", "config", "hints", "draft_layer", "classifier", "kernels"},
     "relay": {"checks", "config", "draft_layer", "classifier", "kernels", "policies"},
     "chain": {"draft_layer", "kernels", "policies", "relay"},
     "growth": {"draft_layer", "policies", "tree"},

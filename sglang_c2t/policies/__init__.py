@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-from sglang_c2t.checks import nearest, shown, told
+from sglang_c2t.checks import shown, told
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier, shipped
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.hints import did_you_mean
 from sglang_c2t.policies.base import ChainPolicy, Gate, TreePolicy, TreeShape, is_tree_policy
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.c2t_log import C2TLog
@@ -111,7 +112,7 @@ def _refuse_options(cls: Any, config: C2TConfig, options: Collection[str]) -> No
         takes.append("layer_limit (in trees)")
     raise ConfigError(
         f"policy {config.policy} does not take these options ({shown(strange)}): it takes "
-        f"{', '.join(takes) or 'none'}{nearest(strange[0], takes)}"
+        f"{', '.join(takes) or 'none'}{did_you_mean(strange[0], takes)}"
     )
 
 
@@ -264,7 +265,7 @@ def _own_class(name: str) -> Any:
     if ":" not in name:
         raise ConfigError(
             f"unknown c2t policy {shown(name)}; known: {', '.join(policy_names())}, or "
-            f"module:Class of your own{nearest(name, policy_names())}"
+            f"module:Class of your own{did_you_mean(name, policy_names())}"
         )
     module_name, _, attribute = name.partition(":")
     try:

@@ -30,9 +30,10 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from sglang_c2t.checks import nearest, parse_json, shown
+from sglang_c2t.checks import parse_json, shown
 from sglang_c2t.classifier.checkpoint import load_classifier, shipped_names
 from sglang_c2t.config import C2TConfig, ConfigError, active, publish
+from sglang_c2t.hints import did_you_mean
 from sglang_c2t.policies import policy_for, policy_names
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import compat
@@ -67,7 +68,7 @@ def changed(in_force: C2TConfig, values: object, start: C2TConfig) -> C2TConfig:
         if name not in CHANGEABLE:
             raise ConfigError(
                 f"c2t {shown(name)} cannot change while the server runs; what can: "
-                f"{', '.join(CHANGEABLE)}{nearest(str(name), CHANGEABLE)}"
+                f"{', '.join(CHANGEABLE)}{did_you_mean(str(name), CHANGEABLE)}"
             )
     if not values:
         raise ConfigError(f"nothing to change; give one of {', '.join(CHANGEABLE)}")
@@ -88,7 +89,7 @@ def changed(in_force: C2TConfig, values: object, start: C2TConfig) -> C2TConfig:
     elif config.policy not in policy_names():
         raise ConfigError(
             f"unknown c2t policy {shown(config.policy)}; known here: {', '.join(policy_names())}"
-            f"{nearest(config.policy, policy_names())}"
+            f"{did_you_mean(config.policy, policy_names())}"
         )
     return config
 
