@@ -30,7 +30,7 @@ ODDS_GRID = tuple(
     float(x) for x in 1 / (1 + np.exp(-np.r_[-np.inf, np.arange(-16, -8), np.linspace(-8, 6, 57)]))
 )
 #: Nats, and the end at which every draft is kept.
-ENTROPY_GRID = tuple(float(x) for x in np.exp(np.r_[np.linspace(-5, 2, 57), np.inf]))
+ENTROPY_GRID = tuple(float(x) for x in np.exp(np.r_[np.linspace(-5, 2, 57), 5]))
 
 
 @dataclass(frozen=True)

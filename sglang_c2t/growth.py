@@ -135,9 +135,8 @@ class TreeGrowth:
         self._keys.append(key)
         self._verify.append(None if growth.verify is None else growth.verify.flatten(1))
         if len(self._layers) < self._shape.num_steps:
-            # Not where the node stays out, and not where its rank is nan.
-            grows = (key > -torch.inf) & (growth.expand.flatten(1) > -torch.inf)
-            expand = growth.expand.float().flatten(1).masked_fill(~grows, -torch.inf)
+            enters = key > -torch.inf  # not where it is nan either
+            expand = torch.where(enters, growth.expand.float().flatten(1), -torch.inf)
             self._choose(expand, tokens.flatten(1), layer.joint.flatten(1), first)
         return self._beams
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sglang_c2t.config import ConfigError
 from sglang_c2t.tiers import Tiers
+from tests.doubles import double
 
 pytest.importorskip("sglang", reason="SGLang is not installed")
 
@@ -284,18 +285,19 @@ def test_ranks_accept_the_tokens_that_rank_zero_sampled(
     parallel = SimpleNamespace(tp_group=Rank(theirs))
     monkeypatch.setattr(srt.target_sampling, "get_parallel", lambda: parallel)
     monkeypatch.setattr(srt.target_sampling, "_sampler", lambda: lambda *_: torch.zeros(4).long())
-    info = SimpleNamespace(
-        **dict.fromkeys(("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"))
-    )
+    names = "temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "return_sampling_masks"
+    info = double("SamplingBatchInfo", **dict.fromkeys(names))
     rows = torch.tensor([0, 0, 0, 1])
     found = srt.target_sampling.sample_rows(torch.zeros(4, VOCAB), info, rows, rows)
     assert found.tolist() == theirs.tolist()
 
 
 def test_a_row_samples_with_the_parameters_of_its_request(srt: ModuleType) -> None:
-    info = SimpleNamespace(
+    info = double(
+        "SamplingBatchInfo",
         temperatures=torch.tensor([[0.5], [2.0]]), top_ps=torch.tensor([0.1, 0.2]),
         top_ks=torch.tensor([7, 8]), min_ps=torch.tensor([0.3, 0.4]), sampling_seed=None,
+        return_sampling_masks=None,
     )  # fmt: skip
     rows = srt.target_sampling.per_row(info, torch.tensor([0, 1, 1]))
     assert rows.temperatures.tolist() == [[0.5], [2.0], [2.0]]
