@@ -670,7 +670,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             tried += [f"## {algorithm}", "", *variant_report(measured, classifiers["c2t-log"])]
         if algorithm in others:
             seen = others[algorithm]
-            named = {name: rules[name] for name in (*RIVALS, *OURS, *SHIPPED)}
+            fresh = threshold_rules(classifiers)  # those above remember their own prompts
+            named = {name: fresh[name] for name in (*RIVALS, *OURS, *SHIPPED)}
             curves = swept(named, seen.draft.chains, console)
             pools[f"{algorithm}, other sets"] = seen, curves
             title = f"{algorithm} on other sets"
