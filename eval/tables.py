@@ -66,10 +66,8 @@ TARGETS: tuple[int | str, ...] = (2, 3, 5, "98 % of max")
 
 
 class Remembering(Classifier):
-    """Computes each layer's confidence once, for sweeps that only move the threshold.
-
-    Right only while every call brings the same tokens of a depth, as replay does for
-    rules without memory.
+    """Computes a layer's confidence once while the same tokens come again, as they do in sweeps
+    that only move the threshold.
     """
 
     def __init__(self, classifier: Classifier) -> None:
@@ -78,10 +76,11 @@ class Remembering(Classifier):
 
     def confidence(self, layer: DraftLayer) -> torch.Tensor:
         """[B] float32."""
-        seen: dict[Any, torch.Tensor] = self.seen  # type: ignore[attr-defined]
-        if layer.depth not in seen:
-            seen[layer.depth] = super().confidence(layer)
-        return seen[layer.depth]
+        # Of each depth the tokens' joint probabilities and their confidence.
+        seen: dict[Any, tuple[torch.Tensor, torch.Tensor]] = self.seen  # type: ignore[attr-defined]
+        if layer.depth not in seen or not torch.equal(seen[layer.depth][0], layer.joint):
+            seen[layer.depth] = layer.joint, super().confidence(layer)
+        return seen[layer.depth][1]
 
 
 @dataclass(frozen=True)
@@ -670,8 +669,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tried += [f"## {algorithm}", "", *variant_report(measured, classifiers["c2t-log"])]
         if algorithm in others:
             seen = others[algorithm]
-            fresh = threshold_rules(classifiers)  # those above remember their own prompts
-            named = {name: fresh[name] for name in (*RIVALS, *OURS, *SHIPPED)}
+            named = {name: rules[name] for name in (*RIVALS, *OURS, *SHIPPED)}
             curves = swept(named, seen.draft.chains, console)
             pools[f"{algorithm}, other sets"] = seen, curves
             title = f"{algorithm} on other sets"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,20 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> tables.Measured:
     test = recording(halves, roots="every", extra=EXTRA)
     draft = tables.Draft("EAGLE", train, test, Chains.from_recording(test))
     return tables.Measured.of(draft)
+
+
+def test_a_rule_that_was_swept_over_some_prompts_is_right_about_others() -> None:
+    """As many tokens of other prompts, and other numbers of them."""
+    classifier = load_classifier("c2t-plus")
+    remembering = tables.gate("c2t-plus", classifier)
+    forgetful = partial(C2T, classifier)
+    for seed, requests in ((1, 20), (2, 20), (3, 9)):
+        roots = random_chains(requests, 12, 6, seed=seed)
+        chains = Chains.from_recording(recording(roots, roots="every"))
+        for beta in (0.2, 0.6):
+            found, right = (replay(rule(beta), chains) for rule in (remembering, forgetful))
+            for name, values in vars(right).items():
+                assert vars(found)[name].tolist() == values.tolist(), (seed, beta, name)
 
 
 def test_every_rule_has_a_row_at_equal_accept_length(monkeypatch: pytest.MonkeyPatch) -> None:
