@@ -153,10 +153,10 @@ def run_to_exit(launch: Launch, timeout: float = READY_SECONDS) -> subprocess.Co
 
 def _control(launch: Launch) -> tuple[str, ...]:
     """What lets us switch policies on our own servers; one with an admin key asks for that."""
-    controlled = launch.control and "--c2t" in launch.flags
-    return (
-        ("--c2t-loopback-control",) if controlled and "--admin-api-key" not in launch.flags else ()
-    )
+    flags = launch.flags
+    if launch.control and "--c2t" in flags and "--admin-api-key" not in flags:
+        return ("--c2t-loopback-control",)
+    return ()
 
 
 def _environment(launch: Launch) -> dict[str, str]:

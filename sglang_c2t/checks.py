@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from typing import Any
 
 #: Largest whole number that settings may have: what an int32 tensor holds.
@@ -81,8 +82,7 @@ def parse_json(text: str, *, source: str) -> Any:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {shown(twice)} is given twice")
     return values
 
