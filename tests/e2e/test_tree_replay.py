@@ -19,6 +19,7 @@ from sglang_c2t.client import differing, run_load
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.policies import TreePolicy, build_tree_policy
 from sglang_c2t.policies.base import TreeShape
+from sglang_c2t.request_names import name_requests
 from sglang_c2t.tree_replay import Forest, replay_trees
 from tests.e2e.conftest import REPOSITORY, GatedServer, own_policy_flags
 from tests.e2e.server_policies import SwitchableTree
@@ -158,8 +159,10 @@ def test_a_server_that_records_now_and_then_writes_the_very_same_trees(
         "--c2t", "--c2t-config", str(config),
     )  # fmt: skip
     with running(Launch("now-and-then", flags), logs) as server:
-        run_load(server.url, named_bodies(PROMPTS, RECORDED.max_new_tokens), concurrency=9)
+        bodies = named_bodies(PROMPTS, RECORDED.max_new_tokens)
+        run_load(server.url, bodies, concurrency=9)
         state = server.c2t_state()["recording"]
+        name_requests(folder, state["id_key"], [body["rid"] for body in bodies])
     assert state["stopped"] is None
     assert state["drafts"] == state["drafts_written"]
     every = drafts_of(both.recording)
