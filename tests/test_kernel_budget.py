@@ -17,14 +17,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from sglang_c2t.chain import ChainGate, truncated_chains
 from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.config import C2TConfig
+from sglang_c2t.draft.chain import ChainGate, truncated_chains
+from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies import POLICIES, build_policy, build_tree_policy
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.tree import Trees
-from sglang_c2t.tree_gate import TreeGate
 from tests.fake_cuda import HostRead, Launches, fake_cuda
 
 B, D, V, N = 8, 5, 512, 6

@@ -246,7 +246,7 @@ def _attach() -> None:
 
 def _replace_gate() -> None:
     """The lengths that leave the gate are the recorded ones; what it computes is thrown away."""
-    from sglang_c2t.chain import ChainGate
+    from sglang_c2t.draft.chain import ChainGate
 
     begin = ChainGate.begin
 

@@ -26,9 +26,9 @@ from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from torch import Tensor
 
-from sglang_c2t.chain import ChainGate
+from sglang_c2t.draft.chain import ChainGate
+from sglang_c2t.draft.relay import Exploration, FirstTokenRelay
 from sglang_c2t.load import DraftDepth
-from sglang_c2t.relay import Exploration, FirstTokenRelay
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.requests import opts_out
@@ -52,7 +52,7 @@ class DraftWatcher:
         """Start watching the draft runner.
 
         ``make_gate`` takes the keyword arguments of
-        :class:`~sglang_c2t.relay.FirstTokenRelay` once the request table exists.
+        :class:`~sglang_c2t.draft.relay.FirstTokenRelay` once the request table exists.
         """
         self._make_gate = make_gate
         self._exploration = exploration

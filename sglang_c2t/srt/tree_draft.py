@@ -26,6 +26,7 @@ from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from torch import Tensor
 
+from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.ancestors import Follow
 from sglang_c2t.srt.draft import DraftWatcher, no_forward
@@ -33,7 +34,6 @@ from sglang_c2t.srt.lookback import Lookback, choose_packing
 from sglang_c2t.srt.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.tree_verify import TreeVerifyInput, build_verify_input
 from sglang_c2t.tree import Trees
-from sglang_c2t.tree_gate import TreeGate
 
 # B requests, W beam rows, K topk, D steps, N nodes of a tree, H draft hidden size
 

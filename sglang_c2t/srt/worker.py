@@ -13,11 +13,12 @@ from sglang.srt.speculative import eagle_worker_v2, standalone_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
-from sglang_c2t.chain import ChainGate, truncated_chains
 from sglang_c2t.config import C2TConfig, ConfigError, active
+from sglang_c2t.draft.chain import ChainGate, truncated_chains
+from sglang_c2t.draft.relay import FirstTokenRelay
+from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies import policy_for
 from sglang_c2t.policies.base import TreeShape
-from sglang_c2t.relay import FirstTokenRelay
 from sglang_c2t.srt import ancestors, compat, ragged_verify, tree_verify
 from sglang_c2t.srt.control import approved, changed
 from sglang_c2t.srt.draft import (
@@ -36,7 +37,6 @@ from sglang_c2t.srt.tree_draft import (
     C2TStandaloneTreeDraftWorker,
     TreeDraftMixin,
 )
-from sglang_c2t.tree_gate import TreeGate
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.classifier.features import MIN_PROB
+from sglang_c2t.draft.growth import node_margins
 from sglang_c2t.draft_layer import MAX_MARGIN, DraftLayer, measure
-from sglang_c2t.growth import node_margins
 from sglang_c2t.kernels import gate
 from sglang_c2t.kernels.gate import (
     GateProgram,

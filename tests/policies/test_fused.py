@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_c2t.chain import ChainGate
 from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.features import FeatureSpec
 from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
 from sglang_c2t.config import C2TConfig
+from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.kernels.gate import MAX_HIDDEN, MAX_TOPK
 from sglang_c2t.policies import DraftLayer, build_policy, build_tree_policy
 from sglang_c2t.policies.c2t import C2T

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.draft.growth import TreeGrowth
 from sglang_c2t.draft_layer import DraftLayer
-from sglang_c2t.growth import TreeGrowth
 from sglang_c2t.policies import (
     POLICIES,
     TREE_POLICIES,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_c2t.chain import ChainGate
+from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.policies.fixed import Fixed
 from tests.doubles import double, invented
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sglang_c2t.classifier.recording import Recording, RecordingWriter
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.cpu.tree_verify import verify_tree
-from sglang_c2t.growth import TreeGrowth, node_margins
+from sglang_c2t.draft.growth import TreeGrowth, node_margins
 from sglang_c2t.policies.base import TreeLayer, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.tree import Trees, child_links

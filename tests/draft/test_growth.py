@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sglang_c2t import tree
+from sglang_c2t.draft.growth import Beams, TreeGrowth, node_margins
 from sglang_c2t.draft_layer import DraftLayer, measure
-from sglang_c2t.growth import Beams, TreeGrowth, node_margins
 from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax

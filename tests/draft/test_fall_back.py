@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_c2t.chain import ChainGate
 from sglang_c2t.config import ConfigError
+from sglang_c2t.draft.chain import ChainGate
+from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies.base import DraftLayer, Growth, TreeLayer, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.fused import fused_gate
 from sglang_c2t.tree import Trees
-from sglang_c2t.tree_gate import TreeGate
 
 BATCH, STEPS, VOCABULARY = 3, 4, 20
 SHAPE = TreeShape(topk=2, num_steps=3, num_draft_tokens=6)

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_c2t import relay, tree_gate
 from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.draft import relay
+from sglang_c2t.draft import tree as tree_gate
+from sglang_c2t.draft.growth import TreeGrowth, node_margins
+from sglang_c2t.draft.relay import Exploration
+from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.draft_layer import measure
-from sglang_c2t.growth import TreeGrowth, node_margins
 from sglang_c2t.kernels.gate import Judged, judge_layer
 from sglang_c2t.policies import build_tree_policy
 from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape
@@ -22,9 +25,7 @@ from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.fork import Fork
 from sglang_c2t.policies.fused import fused_gate
 from sglang_c2t.policies.gated_tree import GatedTree
-from sglang_c2t.relay import Exploration
 from sglang_c2t.tree import Trees, within_budget
-from sglang_c2t.tree_gate import TreeGate
 from tests.doubles import double
 
 VOCAB = 12

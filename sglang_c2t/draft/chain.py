@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_c2t.draft.relay import FirstTokenRelay
 from sglang_c2t.draft_layer import DraftLayer, measure
 from sglang_c2t.kernels.gate import Judged, judge_layer
 from sglang_c2t.policies.base import ChainPolicy, kept
-from sglang_c2t.relay import FirstTokenRelay
 
 
 class ChainGate(FirstTokenRelay):
@@ -33,7 +33,7 @@ class ChainGate(FirstTokenRelay):
 
     Args:
         policy: Where a chain ends.
-        relay: See :class:`~sglang_c2t.relay.FirstTokenRelay`.
+        relay: See :class:`~sglang_c2t.draft.relay.FirstTokenRelay`.
     """
 
     def __init__(self, policy: ChainPolicy, **relay: Any) -> None:

@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_c2t import chain, relay
-from sglang_c2t.chain import (
+from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.draft import chain, relay
+from sglang_c2t.draft.chain import (
     ChainGate,
     matched_drafts,
     truncated_chains,
 )
-from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.draft.relay import Exploration
 from sglang_c2t.draft_layer import HISTORY, measure
 from sglang_c2t.kernels.gate import Judged, judge_layer
 from sglang_c2t.policies import DraftLayer, build_policy
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.fused import fused_gate
-from sglang_c2t.relay import Exploration
 from tests.gpu import gpu
 
 # A batch of verify lengths and the width of a full chain; empty batch, all 1, all full included.

@@ -1,6 +1,6 @@
 """The trees of a server's batch: what was relayed, what the draft says, what is verified.
 
-Around :class:`~sglang_c2t.growth.TreeGrowth`: measures draft logits for the policy, leaves
+Around :class:`~sglang_c2t.draft.growth.TreeGrowth`: measures draft logits for the policy, leaves
 exploring steps whole, and fits the batch into the rows of one target forward. With a
 program (:mod:`sglang_c2t.kernels.gate`) one kernel call per layer measures, finds the K
 best children and computes the gate's confidence.
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.config import ConfigError
+from sglang_c2t.draft.growth import PER_NODE, Beams, TreeGrowth, node_margins
+from sglang_c2t.draft.relay import FirstTokenRelay
 from sglang_c2t.draft_layer import measure
-from sglang_c2t.growth import PER_NODE, Beams, TreeGrowth, node_margins
 from sglang_c2t.kernels.gate import GateProgram, Judged, judge_layer
 from sglang_c2t.policies.base import Gate, Growth, TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
-from sglang_c2t.relay import FirstTokenRelay
 from sglang_c2t.tree import Trees, within_budget
 
 
@@ -38,7 +38,7 @@ class TreeGate(FirstTokenRelay):
         shape: How large trees may become.
         max_rows: Nodes of the whole batch that one target forward may verify, roots
             included (each request keeps its root); ``None``: no limit.
-        relay: See :class:`~sglang_c2t.relay.FirstTokenRelay`.
+        relay: See :class:`~sglang_c2t.draft.relay.FirstTokenRelay`.
 
     Raises:
         ConfigError: The policy's trees do not fit into ``shape``.
