@@ -9,7 +9,7 @@ behind every request's cut. Here for chains; ``tree_draft.py`` adds trees.
 In a CUDA graph the same code runs once, at capture, and without early exits: what it
 launches is replayed, and what it leaves behind must be in memory that a graph's pool does
 not recycle. Instead of exiting early, chains have graphs of several lengths, one of which is
-chosen before the replay from what recent steps were like (:class:`~sglang_c2t.load.DraftDepth`).
+chosen before the replay from what recent steps were like (:class:`~sglang_c2t.plan.load.DraftDepth`).
 Steps that are recorded draft eagerly, because recordings read every layer.
 """
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.relay import Exploration, FirstTokenRelay
-from sglang_c2t.load import DraftDepth
+from sglang_c2t.plan.load import DraftDepth
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.requests import opts_out

@@ -18,9 +18,9 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, build_capture_verify_lens
 
 from sglang_c2t.config import ConfigError
+from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.packing import HostSizes, Packing
-from sglang_c2t.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _HOW_TO_RAISE = "SGLANG_FLASHINFER_WORKSPACE_SIZE (bytes) makes it larger"
 class TieredGraphRunner(DecodeCudaGraphRunner):
     """The target's verify graphs, one per tier."""
 
-    #: Set on a subclass: see :class:`~sglang_c2t.tiers.Tiers`.
+    #: Set on a subclass: see :class:`~sglang_c2t.plan.tiers.Tiers`.
     rows_per_slot = 1
     max_rows: int | None = None
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_c2t.load import DraftDepth, PackingRule
+from sglang_c2t.plan.load import DraftDepth, PackingRule
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.packing import HostSizes, Packing, packing_of
 
@@ -25,7 +25,7 @@ AGREE_EVERY = 64
 
 
 class Lookback:
-    """What the server has learnt; see :mod:`sglang_c2t.load` for what follows from it.
+    """What the server has learnt; see :mod:`sglang_c2t.plan.load` for what follows from it.
 
     Args:
         target_worker: SGLang's, whose verify forwards are timed (on CUDA).

@@ -27,8 +27,8 @@ from sglang_c2t.kernels.rows import (
     packed_rows,
     scatter_rows,
 )
+from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
-from sglang_c2t.tiers import Tiers
 from sglang_c2t.tree import visible_blocks, visible_nodes
 
 # B requests, N most rows of a request, R rows that are verified, T >= R rows of the forward

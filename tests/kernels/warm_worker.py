@@ -19,10 +19,10 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
 
 from sglang_c2t.kernels.rows import scatter_rows
+from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.flashinfer_verify import RaggedFlashInferBackend, _GraphBuffers
 from sglang_c2t.srt.packing import HostSizes, Packing, warm_up
-from sglang_c2t.tiers import Tiers
 from tests.doubles import double
 
 MAX_REQUESTS, CONTEXT, VOCABULARY, HIDDEN = 40, 64, 512, 64

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_c2t.config import ConfigError
-from sglang_c2t.tiers import Tiers
+from sglang_c2t.plan.tiers import Tiers
 from tests.doubles import double
 from tests.kernels.flashinfer_plan import Shape
 

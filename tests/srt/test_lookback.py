@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_c2t.load import DraftDepth
+from sglang_c2t.plan.load import DraftDepth
 from tests.doubles import double
 
 pytest.importorskip("sglang", reason="SGLang is not installed")

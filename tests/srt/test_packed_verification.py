@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sglang_c2t.config import ConfigError
-from sglang_c2t.tiers import Tiers
+from sglang_c2t.plan.tiers import Tiers
 from tests.doubles import double
 
 pytest.importorskip("sglang", reason="SGLang is not installed")

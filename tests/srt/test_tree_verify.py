@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.cpu.tree_verify import verify_tree
-from sglang_c2t.tiers import Tiers
+from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.tree import Trees
 from tests import oracles
 from tests.doubles import double

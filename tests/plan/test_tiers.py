@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.tiers import Tiers
+from sglang_c2t.plan.tiers import Tiers
 
 servers = st.builds(
     Tiers,

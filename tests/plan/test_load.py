@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.load import DraftDepth, Line, PackingRule
+from sglang_c2t.plan.load import DraftDepth, Line, PackingRule
 
 
 def steps_after(depth: DraftDepth, lens: list[int], times: int = 60) -> int:
