@@ -30,8 +30,8 @@ from eval.bench.provenance import git_revision
 from eval.prompts import Prompt, demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
 from sglang_c2t import __version__
-from sglang_c2t.client import LoadResult, differing, greedy, run_load
-from sglang_c2t.metrics import SpecTotals
+from sglang_c2t.offline.client import LoadResult, differing, greedy, run_load
+from sglang_c2t.offline.metrics import SpecTotals
 
 WARM_UP_REQUESTS = 8
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sglang_c2t.compare import Array, interval
+from sglang_c2t.offline.compare import Array, interval
 
 
 def rule(num_columns: int) -> str:

@@ -16,9 +16,9 @@ from eval.prompts import Prompt
 from eval.recordings import CHAINS, TREES, Recorded, prompts, record
 from eval.server import DRAFTS
 from sglang_c2t.classifier.checkpoint import SHIPPED
-from sglang_c2t.classifier.train import RECIPES as RECIPE_OF
-from sglang_c2t.classifier.train import TrainSettings
 from sglang_c2t.cli import main as c2t
+from sglang_c2t.offline.train import RECIPES as RECIPE_OF
+from sglang_c2t.offline.train import TrainSettings
 from sglang_c2t.policies import ON_TREES
 
 RECIPES = ("c2t", "c2t-log", "c2t-plus", "logistic", "mcsd")

@@ -20,7 +20,7 @@ from rich.progress import track
 
 from eval.prompts import classifier_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
-from sglang_c2t.client import greedy, run_load
+from sglang_c2t.offline.client import greedy, run_load
 
 
 def seconds(server: Server, num_prompts: int, max_new_tokens: int) -> tuple[float, float]:

@@ -27,9 +27,9 @@ from eval.prompts import (
 )
 from eval.server import DRAFTS, TARGET, Launch, running, speculative_flags
 from sglang_c2t.classifier.recording import Recording, read_recording
-from sglang_c2t.client import greedy, run_load
+from sglang_c2t.classifier.request_names import name_requests
+from sglang_c2t.offline.client import greedy, run_load
 from sglang_c2t.policies.base import TreeShape
-from sglang_c2t.request_names import name_requests
 
 NUM_STEPS = 10
 MAX_NEW_TOKENS = 96

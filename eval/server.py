@@ -20,7 +20,7 @@ from typing import Any
 
 import requests
 
-from sglang_c2t.client import c2t_state
+from sglang_c2t.offline.client import c2t_state
 
 READY_SECONDS = 300.0
 STOP_SECONDS = 20.0

@@ -28,15 +28,8 @@ from eval.recordings import MAX_NEW_TOKENS, NUM_STEPS, other_prompts, prompts, r
 from eval.server import DRAFTS
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
 from sglang_c2t.classifier.recording import Recording
-from sglang_c2t.classifier.scores import auc, expected_calibration_error
-from sglang_c2t.classifier.train import (
-    FINE_TUNE_SHARE,
-    RECIPES,
-    Recipe,
-    share_of_prompts,
-    train_classifier,
-)
-from sglang_c2t.compare import (
+from sglang_c2t.draft_layer import HISTORY, DraftLayer
+from sglang_c2t.offline.compare import (
     ENTROPY_GRID,
     ODDS_GRID,
     Array,
@@ -45,7 +38,15 @@ from sglang_c2t.compare import (
     resamples,
     sweep,
 )
-from sglang_c2t.draft_layer import HISTORY, DraftLayer
+from sglang_c2t.offline.replay import Chains, replay
+from sglang_c2t.offline.scores import auc, expected_calibration_error
+from sglang_c2t.offline.train import (
+    FINE_TUNE_SHARE,
+    RECIPES,
+    Recipe,
+    share_of_prompts,
+    train_classifier,
+)
 from sglang_c2t.policies.base import ChainPolicy
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.c2t_log import C2TLog
@@ -56,7 +57,6 @@ from sglang_c2t.policies.entropy import Entropy
 from sglang_c2t.policies.fixed import Fixed
 from sglang_c2t.policies.logistic import Logistic
 from sglang_c2t.policies.mcsd import MCSD
-from sglang_c2t.replay import Chains, replay
 
 NUM_RESAMPLES = 1000
 SHARE_OF_MAX = 0.98

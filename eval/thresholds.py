@@ -16,12 +16,12 @@ import numpy as np
 
 from eval.markdown import row, rule
 from sglang_c2t.classifier.checkpoint import load_classifier
-from sglang_c2t.compare import ODDS_GRID, Array, Curve
+from sglang_c2t.offline.compare import ODDS_GRID, Array, Curve
+from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.policies.base import ChainPolicy
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.c2t_log import C2TLog
 from sglang_c2t.policies.c2t_plus import C2TPlus
-from sglang_c2t.replay import Chains, replay
 
 #: As the README serves: ``--speculative-num-steps``.
 NUM_STEPS = 5

@@ -28,10 +28,11 @@ from eval.recordings import TREES, named_bodies, prompts, record
 from eval.server import DRAFTS, Launch, running, speculative_flags
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
 from sglang_c2t.classifier.recording import Recording
-from sglang_c2t.classifier.scores import auc
-from sglang_c2t.classifier.train import RECIPES, train_classifier
-from sglang_c2t.client import run_load
-from sglang_c2t.compare import Array, Curve, everyone, resamples
+from sglang_c2t.offline.client import run_load
+from sglang_c2t.offline.compare import Array, Curve, everyone, resamples
+from sglang_c2t.offline.scores import auc
+from sglang_c2t.offline.train import RECIPES, train_classifier
+from sglang_c2t.offline.tree_replay import Forest, TreeOutcome, replay_trees
 from sglang_c2t.policies.base import TreePolicy, TreeShape
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.dyjoint import DyJoint
@@ -40,7 +41,6 @@ from sglang_c2t.policies.entropy_width import EntropyWidth
 from sglang_c2t.policies.fork import Fork
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
 from sglang_c2t.policies.static_tree import StaticTree
-from sglang_c2t.tree_replay import Forest, TreeOutcome, replay_trees
 
 FULL = TreeShape(TREES.topk, TREES.num_steps, TREES.num_draft_tokens)
 #: EAGLE-2's own size: 60 drafted nodes.

@@ -16,8 +16,8 @@ from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.hints import hints_for
 
 if TYPE_CHECKING:
-    from sglang_c2t.classifier.evaluation import Report
     from sglang_c2t.classifier.recording import Recording
+    from sglang_c2t.offline.evaluation import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,8 +114,8 @@ def _check(_args: argparse.Namespace) -> int:
 
 
 def _record(args: argparse.Namespace) -> int:
-    from sglang_c2t.prompts import read_prompts
-    from sglang_c2t.record import API_KEY_ENV, record_prompts
+    from sglang_c2t.offline.prompts import read_prompts
+    from sglang_c2t.offline.record import API_KEY_ENV, record_prompts
 
     for name in ("max_new_tokens", "concurrency"):
         if getattr(args, name) < 1:
@@ -143,7 +143,7 @@ def _record(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace) -> int:
     from sglang_c2t.classifier.checkpoint import load_classifier, require_suffix, save_classifier
     from sglang_c2t.classifier.recording import read_recording
-    from sglang_c2t.classifier.train import (
+    from sglang_c2t.offline.train import (
         FINE_TUNE_SHARE,
         recipe_named,
         settings_from,
@@ -184,8 +184,8 @@ def _train(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace) -> int:
     from sglang_c2t.classifier.checkpoint import load_classifier
-    from sglang_c2t.classifier.evaluation import evaluate
     from sglang_c2t.classifier.recording import read_recording
+    from sglang_c2t.offline.evaluation import evaluate
     from sglang_c2t.policies import policy_of
 
     recording = read_recording(*args.recording, mix_drafts=args.mix_drafts)
@@ -205,8 +205,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _write_report(report: Report, text: str, out: Path) -> None:
-    from sglang_c2t.classifier import plots
     from sglang_c2t.files import Write, write_whole
+    from sglang_c2t.offline import plots
 
     files: dict[Path, Write] = {
         out / "report.md": lambda tmp: tmp.write_text(text, encoding="utf-8"),
@@ -224,9 +224,9 @@ def _write_report(report: Report, text: str, out: Path) -> None:
 
 
 def _replayed(recording: Recording, mine: C2TConfig, others: Sequence[str]) -> str:
-    from sglang_c2t.compare import replay_text
+    from sglang_c2t.offline.compare import replay_text
+    from sglang_c2t.offline.replay import Chains
     from sglang_c2t.policies import build_policy
-    from sglang_c2t.replay import Chains
 
     named = {name: build_policy(C2TConfig(policy=name)) for name in others}
     label = f"this classifier, {mine.policy} at {mine.beta:g}"

@@ -124,7 +124,7 @@ def test_only_srt_imports_sglang(path: Path) -> None:
 
 def test_importing_the_package_loads_neither_torch_nor_sglang() -> None:
     code = (
-        "import sys, sglang_c2t, sglang_c2t.config, sglang_c2t.metrics;"
+        "import sys, sglang_c2t, sglang_c2t.config, sglang_c2t.offline.metrics;"
         "assert not {'torch', 'sglang'} & set(sys.modules), 'loaded'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from eval.bench.records import Cell, CellKey
-from sglang_c2t.client import differing
+from sglang_c2t.offline.client import differing
 
 
 @dataclass(frozen=True)

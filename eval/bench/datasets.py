@@ -3,7 +3,7 @@ r"""The mixed batch of a benchmark: where its prompts come from, and in which or
 A part of the batch has one of three sources:
 
     demo:math                  one of our generators (math, code, chat); nothing is downloaded
-    prompts/mine.jsonl         a prompt file, see :mod:`sglang_c2t.prompts`
+    prompts/mine.jsonl         a prompt file, see :mod:`sglang_c2t.offline.prompts`
     gsm8k                      a public set of :data:`PUBLIC`: looked for in a local folder, then
                                in the Hugging Face cache and on the hub
 
@@ -27,7 +27,7 @@ from eval.bench.config import DatasetConfig, PartConfig
 from eval.demo_models.corpus import FAMILIES
 from eval.prompts import EVALUATION_SETS, TRAINING_SETS, demo_mix
 from sglang_c2t.config import ConfigError
-from sglang_c2t.prompts import PromptRow, read_prompts
+from sglang_c2t.offline.prompts import PromptRow, read_prompts
 
 GENERATED = "demo:"
 RAW = "raw"

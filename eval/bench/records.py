@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang_c2t.files import write_whole
-from sglang_c2t.metrics import SpecTotals
+from sglang_c2t.offline.metrics import SpecTotals
 
 FORMAT = 1
 RUN_FILE = "run.json"

@@ -25,7 +25,7 @@ from eval.bench.datasets import Sample
 from eval.bench.methods import Host, PlannedCell, SwitchError, passes, reduced, switch
 from eval.bench.records import Cell, has_cell, write_cell
 from eval.server import Server, ServerError, running
-from sglang_c2t.client import run_load
+from sglang_c2t.offline.client import run_load
 
 WARM_UP_TOKENS = 32
 LOG_LINES = 5

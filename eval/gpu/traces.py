@@ -29,8 +29,8 @@ from torch import Tensor
 from sglang_c2t.classifier.recording import MEASURED, Recording, read_recording
 from sglang_c2t.config import ConfigError
 from sglang_c2t.files import write_whole
+from sglang_c2t.offline.replay import Chains, refuse_unrecorded
 from sglang_c2t.policies.base import ChainPolicy
-from sglang_c2t.replay import Chains, refuse_unrecorded
 
 FORMAT = "c2t-traces"
 VERSION = 1

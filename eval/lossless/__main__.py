@@ -30,8 +30,8 @@ from eval.lossless.suite import PARTS, Settings, Suite
 from eval.prompts import demo_mix
 from eval.server import DRAFTS
 from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.offline.prompts import PromptRow, read_prompts
 from sglang_c2t.policies import build_policy, build_tree_policy
-from sglang_c2t.prompts import PromptRow, read_prompts
 
 #: Greedy requests over all servers, and samples per distribution test.
 FULL, QUICK = (2448, 3000), (408, 800)
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seeded-prompts", type=_positive, default=60, help="of each kind of sampling (60)")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="drafts (both)")
     add("--policies", nargs="+", metavar="NAME", help="for shapes that know them (several)")
-    add("--prompts", type=Path, help="JSONL, see sglang_c2t.prompts (generated ones)")
+    add("--prompts", type=Path, help="JSONL, see sglang_c2t.offline.prompts (generated ones)")
     add(
         "--stock",
         action="store_true",

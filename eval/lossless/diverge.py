@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.lossless.workload import Asked
-from sglang_c2t.client import post_all
+from sglang_c2t.offline.client import post_all
 
 #: Of the noise measured: the largest of thousands of places is not the largest there is.
 SAFETY = 2.0

@@ -10,8 +10,8 @@ from eval.lossless.diverge import Divergence, Output, compare
 from eval.lossless.servers import switch
 from eval.lossless.workload import Asked
 from eval.server import Server
-from sglang_c2t.client import post_all
-from sglang_c2t.metrics import SpecTotals
+from sglang_c2t.offline.client import post_all
+from sglang_c2t.offline.metrics import SpecTotals
 
 #: Policies a running server is switched to, in turn.
 POLICIES = {

@@ -65,7 +65,7 @@ from eval.lossless.outcome import Outcome
 from eval.lossless.servers import Models
 from eval.prompts import demo_mix
 from eval.server import TARGET, Launch, Server
-from sglang_c2t.client import greedy
+from sglang_c2t.offline.client import greedy
 
 STOPS_PROMPT = demo_mix(11)[10].text
 """Answered with line ends, "or" and a full stop, as text and as a chat."""

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 from eval.server import Server
-from sglang_c2t.client import post_all
-from sglang_c2t.metrics import SpecTotals
+from sglang_c2t.offline.client import post_all
+from sglang_c2t.offline.metrics import SpecTotals
 
 Array = NDArray[np.float64]
 Tokens = tuple[int, ...]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.server import Server
-from sglang_c2t.client import Answer, differing, run_load
+from sglang_c2t.offline.client import Answer, differing, run_load
 
 FLAGS = ("--enable-deterministic-inference",)
 

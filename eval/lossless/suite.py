@@ -22,7 +22,7 @@ from eval.lossless.outcome import Outcome
 from eval.lossless.servers import Broken, Models, switch, visit_all
 from eval.lossless.workload import Asked, mixed
 from eval.server import Launch, Server
-from sglang_c2t.client import run_load
+from sglang_c2t.offline.client import run_load
 
 PARTS = ("greedy", "sampling", "seeded", "kits")
 

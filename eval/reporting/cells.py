@@ -33,7 +33,7 @@ from eval.bench.records import (
     read_run,
 )
 from eval.reporting.intervals import Acceptance, Counts, Estimate, Noise, Ratio, acceptance
-from sglang_c2t.compare import Array
+from sglang_c2t.offline.compare import Array
 
 #: Of SGLang's counts per request: index is accepted drafts, and verified rows, root included.
 #: The first has changed its name between releases.

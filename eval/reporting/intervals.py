@@ -15,7 +15,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from eval.reporting.document import Mark
-from sglang_c2t.compare import Array, Curve, everyone, interval, resamples
+from sglang_c2t.offline.compare import Array, Curve, everyone, interval, resamples
 
 LEVEL = 0.95
 NUM_RESAMPLES = 1000

@@ -50,8 +50,8 @@ from eval.soak.storm import Answers, Storm, reference_answers
 from eval.soak.summary import Bounds, Check, Findings, as_json, checks, show
 from eval.soak.traffic import LONGEST, make_jobs
 from eval.soak.verdicts import Interruptions
-from sglang_c2t.client import greedy
 from sglang_c2t.files import write_whole
+from sglang_c2t.offline.client import greedy
 
 #: Seconds a request may decode before the server ends it.
 TIME_LIMIT = 8.0

@@ -19,7 +19,7 @@ from eval.server import Launch, Server, running
 from eval.soak.malformed import FATAL, HANGING, Malformed
 from eval.soak.sender import send_malformed
 from eval.soak.storm import connect
-from sglang_c2t.client import greedy
+from sglang_c2t.offline.client import greedy
 
 #: A server that is going down has gone by then.
 SECONDS = 15.0

@@ -19,8 +19,8 @@ from scipy import stats
 
 from eval.server import Server
 from eval.soak.faults import processes
-from sglang_c2t.client import greedy, run_load
-from sglang_c2t.compare import interval
+from sglang_c2t.offline.client import greedy, run_load
+from sglang_c2t.offline.compare import interval
 
 MIB = 2**20
 IDLE_SECONDS = 60.0

@@ -49,10 +49,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
+from sglang_c2t.classifier.request_names import names_in
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import HISTORY, DraftLayer
 from sglang_c2t.files import write_whole
-from sglang_c2t.request_names import names_in
 
 FORMAT = "c2t-recording"
 VERSION = 2

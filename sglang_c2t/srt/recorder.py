@@ -24,12 +24,12 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from sglang_c2t.classifier.recording import MEASURED, RecordingWriter
+from sglang_c2t.classifier.request_names import new_key, recorded_id
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft.chain import matched_drafts
 from sglang_c2t.draft.relay import Exploration
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.policies.base import TreeLayer
-from sglang_c2t.request_names import new_key, recorded_id
 from sglang_c2t.srt.reporting import BEFORE_REPORT, RECORDING
 from sglang_c2t.tree import Trees, least_on_path
 

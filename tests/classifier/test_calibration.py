@@ -8,8 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sglang_c2t.classifier.calibration import MAX_KNOTS, Isotonic, fit_isotonic, fit_temperature
-from sglang_c2t.classifier.scores import expected_calibration_error
 from sglang_c2t.config import ConfigError
+from sglang_c2t.offline.scores import expected_calibration_error
 
 # (confidence, label) of a few tokens; values repeat.
 TOKENS = st.lists(

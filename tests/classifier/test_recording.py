@@ -20,8 +20,8 @@ from sglang_c2t.classifier.recording import (
     RecordingWriter,
     read_recording,
 )
+from sglang_c2t.classifier.request_names import name_requests, recorded_id
 from sglang_c2t.config import ConfigError
-from sglang_c2t.request_names import name_requests, recorded_id
 from tests.recordings import ORIGIN, Draft, chain, random_chains, recording, tables, trees, write
 
 CHAINS = random_chains(4, roots=3, depth=3)

@@ -17,7 +17,7 @@ import requests
 
 from eval.prompts import demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
-from sglang_c2t.client import Answer, LoadResult, greedy, run_load
+from sglang_c2t.offline.client import Answer, LoadResult, greedy, run_load
 from tests.e2e.server_policies import FAILS, MODES, Switchable
 from tests.e2e.witness import Witness
 

@@ -22,7 +22,7 @@ import requests
 from eval.server import Launch, Server, running, speculative_flags
 from eval.soak.malformed import FATAL, HANGING, Malformed
 from eval.soak.mutations import mutants
-from sglang_c2t.client import greedy
+from sglang_c2t.offline.client import greedy
 from tests.e2e.conftest import REPOSITORY
 
 API, ADMIN = "for-clients", "for-admins"

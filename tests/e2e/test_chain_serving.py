@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_c2t.client import LoadResult, differing
+from sglang_c2t.offline.client import LoadResult, differing
 from tests.e2e.conftest import (
     GatedServer,
     run_beside_aborts,

@@ -15,7 +15,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from eval.server import Launch, Server, running, speculative_flags
-from sglang_c2t.client import Answer, LoadResult, post_all, run_load
+from sglang_c2t.offline.client import Answer, LoadResult, post_all, run_load
 from tests.e2e.conftest import (
     BODIES,
     CONCURRENCY,

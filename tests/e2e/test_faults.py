@@ -12,7 +12,7 @@ import requests
 
 from eval.server import Launch, Server, running, speculative_flags
 from eval.soak.faults import END_SECONDS, NO_CORE_DUMP, ClassifierFile, kill_child
-from sglang_c2t.client import run_load
+from sglang_c2t.offline.client import run_load
 from tests.e2e.conftest import BODIES, CONCURRENCY
 
 

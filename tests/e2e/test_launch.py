@@ -12,10 +12,10 @@ from pathlib import Path
 from eval.prompts import classifier_mix
 from eval.server import Launch, run_to_exit, running, speculative_flags
 from sglang_c2t.classifier.recording import read_recording
-from sglang_c2t.client import greedy, run_load
 from sglang_c2t.config import C2TConfig
+from sglang_c2t.offline.client import greedy, run_load
+from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.policies import build_policy
-from sglang_c2t.replay import Chains, replay
 from tests.e2e.conftest import REPOSITORY
 
 EAGLE3 = speculative_flags("EAGLE3")

@@ -14,7 +14,7 @@ import requests
 
 from eval.prompts import demo_mix
 from eval.server import Launch, Server, running, speculative_flags
-from sglang_c2t.client import LoadResult, differing, greedy, run_load
+from sglang_c2t.offline.client import LoadResult, differing, greedy, run_load
 from tests.e2e.conftest import TREE, verified, verified_rows_reported
 
 # Seeds reach the sampler only with this flag.

@@ -15,12 +15,12 @@ from eval.recordings import WITHOUT_PREFIX_CACHE, record
 from eval.server import DRAFTS, Launch, running, speculative_flags
 from sglang_c2t.classifier.checkpoint import save_classifier
 from sglang_c2t.classifier.recording import Recording
-from sglang_c2t.classifier.train import RECIPES, train_classifier
-from sglang_c2t.client import differing, greedy
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.metrics import SpecTotals
+from sglang_c2t.offline.client import differing, greedy
+from sglang_c2t.offline.metrics import SpecTotals
+from sglang_c2t.offline.replay import Chains, replay
+from sglang_c2t.offline.train import RECIPES, train_classifier
 from sglang_c2t.policies import build_policy
-from sglang_c2t.replay import Chains, replay
 from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags
 
 NUM_STEPS = 10

@@ -13,7 +13,7 @@ from eval.lossless import seeded as seeds
 from eval.lossless.sampling import Cells, Cut, Tokens, exact_cells, fit
 from eval.prompts import demo_mix
 from eval.server import TARGET, Launch, running, speculative_flags
-from sglang_c2t.client import differing, run_load
+from sglang_c2t.offline.client import differing, run_load
 from tests.e2e.conftest import (
     REPOSITORY,
     GatedServer,

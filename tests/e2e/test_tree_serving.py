@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from eval.prompts import demo_mix
 from eval.server import TARGET, Server, running
-from sglang_c2t.client import Answer, LoadResult, differing, greedy, run_load
+from sglang_c2t.offline.client import Answer, LoadResult, differing, greedy, run_load
 from tests.e2e.conftest import (
     BODIES,
     CONCURRENCY,

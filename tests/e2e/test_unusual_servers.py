@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.prompts import demo_mix
 from eval.server import TARGET, Launch, Server, running, speculative_flags
-from sglang_c2t.client import differing, greedy, run_load
+from sglang_c2t.offline.client import differing, greedy, run_load
 from tests.e2e.conftest import BODIES, REPOSITORY, GatedServer, switchable_flags, tree_launch
 from tests.e2e.server_policies import FAILS
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from eval.prompts import demo_mix
 from eval.server import Launch, Server, running
-from sglang_c2t.client import differing, run_load
+from sglang_c2t.offline.client import differing, run_load
 from tests.e2e import vision_models
 from tests.e2e.conftest import REPOSITORY
 

@@ -17,7 +17,7 @@ from eval.bench import datasets
 from eval.bench.config import DatasetConfig, PartConfig
 from eval.bench.datasets import PUBLIC, Sample, interleaved, load, prompts_sha256, shaped
 from sglang_c2t.config import ConfigError
-from sglang_c2t.prompts import PromptRow
+from sglang_c2t.offline.prompts import PromptRow
 
 
 class Tokenizer:

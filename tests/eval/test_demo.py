@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from eval.demo import Row, arguments, methods, mismatches, summarise
-from sglang_c2t.client import Answer, LoadResult
+from sglang_c2t.offline.client import Answer, LoadResult
 
 
 def row(method: str, outputs: list[tuple[int, ...]]) -> Row:

@@ -27,8 +27,8 @@ from eval.gpu.trace_replay import (
     replayed,
 )
 from sglang_c2t.config import ConfigError
+from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.policies.dymax import DyMax
-from sglang_c2t.replay import Chains, replay
 
 POSITIONS = 200
 

@@ -17,13 +17,13 @@ from eval.markdown import bracket, difference, signed
 from eval.prompts import EVALUATION_SETS, OTHER_SETS, TRAINING_SETS, Prompt, other_mix, public_mix
 from eval.recordings import MANIFEST, manifest, prompts, record
 from sglang_c2t.classifier.checkpoint import load_classifier
-from sglang_c2t.classifier.train import RECIPES, train_classifier
-from sglang_c2t.compare import Curve, sweep
+from sglang_c2t.offline.compare import Curve, sweep
+from sglang_c2t.offline.replay import Chains, replay
+from sglang_c2t.offline.train import RECIPES, train_classifier
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.c2t_plus import C2TPlus
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
-from sglang_c2t.replay import Chains, replay
 from tests.recordings import random_chains, recording, write
 
 EXTRA = ("topk_prob", "hidden", "entropy_top100", "entropy_top500")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from eval import tree_tables
-from sglang_c2t.compare import Curve, everyone, resamples
-from sglang_c2t.tree_replay import Forest
+from sglang_c2t.offline.compare import Curve, everyone, resamples
+from sglang_c2t.offline.tree_replay import Forest
 from tests.recordings import random_trees, recording, tree_origin
 
 

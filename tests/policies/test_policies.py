@@ -13,9 +13,9 @@ import sglang_c2t.policies
 from sglang_c2t.classifier.checkpoint import Classifier, save_classifier, shipped
 from sglang_c2t.classifier.features import FeatureSpec
 from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
-from sglang_c2t.classifier.train import RECIPES
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft_layer import TOPK_PROBS
+from sglang_c2t.offline.train import RECIPES
 from sglang_c2t.policies import POLICIES, TREE_POLICIES, DraftLayer, build_policy
 from tests.recordings import HIDDEN_SIZE
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from sglang_c2t.classifier.recording import Recording, RecordingWriter, read_recording
+from sglang_c2t.classifier.request_names import name_requests
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft_layer import DraftLayer
-from sglang_c2t.request_names import name_requests
 from tests.doubles import double
 from tests.recordings import ORIGIN
 

@@ -16,10 +16,10 @@ from sglang_c2t.classifier.recording import Recording, RecordingWriter
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.cpu.tree_verify import verify_tree
 from sglang_c2t.draft.growth import TreeGrowth, node_margins
+from sglang_c2t.offline.tree_replay import Forest, replay_trees
 from sglang_c2t.policies.base import TreeLayer, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.tree import Trees, child_links
-from sglang_c2t.tree_replay import Forest, replay_trees
 from tests.doubles import double
 from tests.oracles import accepted_path
 from tests.recordings import tree_origin

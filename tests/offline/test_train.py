@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic, num_parameters
 from sglang_c2t.classifier.recording import Recording
-from sglang_c2t.classifier.scores import auc
-from sglang_c2t.classifier.train import (
+from sglang_c2t.config import ConfigError
+from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.offline.scores import auc
+from sglang_c2t.offline.train import (
     FINE_TUNE,
     RECIPES,
     TrainSettings,
@@ -23,8 +25,6 @@ from sglang_c2t.classifier.train import (
     split_by_group,
     train_classifier,
 )
-from sglang_c2t.config import ConfigError
-from sglang_c2t.draft_layer import DraftLayer
 from tests.recordings import Draft, random_chains, recording, trees
 
 ONE_EPOCH = TrainSettings(epochs=1)

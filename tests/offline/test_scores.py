@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.classifier.scores import Rates, expected_calibration_error, rates, reliability
+from sglang_c2t.offline.scores import Rates, expected_calibration_error, rates, reliability
 
 PAIRS = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=30)
 SCORED = st.lists(st.tuples(st.floats(0, 1, width=32), st.booleans()), max_size=40)

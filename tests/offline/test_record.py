@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from sglang_c2t.classifier.request_names import names_in, recorded_id
 from sglang_c2t.cli import main
 from sglang_c2t.config import ConfigError
-from sglang_c2t.prompts import PromptRow
-from sglang_c2t.record import record_prompts
-from sglang_c2t.request_names import names_in, recorded_id
+from sglang_c2t.offline.prompts import PromptRow
+from sglang_c2t.offline.record import record_prompts
 
 ROWS = [
     PromptRow("math", text="a"),

@@ -17,10 +17,10 @@ from urllib.error import HTTPError
 import aiohttp
 from rich.progress import Progress
 
-from sglang_c2t.client import c2t_state, post_all
+from sglang_c2t.classifier.request_names import name_requests
 from sglang_c2t.config import ConfigError
-from sglang_c2t.prompts import PromptRow, request
-from sglang_c2t.request_names import name_requests
+from sglang_c2t.offline.client import c2t_state, post_all
+from sglang_c2t.offline.prompts import PromptRow, request
 
 #: Holds the server's key; unlike a flag it is in no list of processes and no shell history.
 API_KEY_ENV = "SGLANG_API_KEY"

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.offline.replay import Chains
+from sglang_c2t.offline.tree_replay import Forest, TreeOutcome, replay_trees
 from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
 from sglang_c2t.policies.static_tree import StaticTree
-from sglang_c2t.replay import Chains
-from sglang_c2t.tree_replay import Forest, TreeOutcome, replay_trees
 from tests.recordings import (
     ORIGIN,
     Draft,
@@ -260,7 +260,7 @@ def test_roots_may_be_grown_a_few_at_a_time(case: tuple[Recording, TreeShape]) -
     data, shape = case
     at_once = replayed(EAGLE2(), data, shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sglang_c2t.tree_replay.ROOTS_AT_ONCE", 2)
+        patch.setattr("sglang_c2t.offline.tree_replay.ROOTS_AT_ONCE", 2)
         assert replayed(EAGLE2(), data, shape) == at_once
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sglang_c2t.config import ConfigError
-from sglang_c2t.prompts import PromptRow, read_prompts, request
+from sglang_c2t.offline.prompts import PromptRow, read_prompts, request
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 

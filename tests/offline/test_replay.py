@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.policies.base import ChainPolicy
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.fixed import Fixed
-from sglang_c2t.replay import Chains, replay
 from tests.recordings import Draft, chain, random_chains, recording
 
 # -- policies, and the same rules over plain numbers ---------------------------------------

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_c2t.offline.replay import Chains, Outcome, replay
 from sglang_c2t.policies.base import ChainPolicy
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.fixed import Fixed
-from sglang_c2t.replay import Chains, Outcome, replay
 
 Array = NDArray[np.float64]
 

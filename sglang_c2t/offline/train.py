@@ -25,8 +25,8 @@ from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.features import FeatureSpec, feature_matrix
 from sglang_c2t.classifier.model import HIDDEN_SIZE, ConfidenceNet, DepthLogistic, num_parameters
 from sglang_c2t.classifier.recording import Recording
-from sglang_c2t.classifier.scores import auc, expected_calibration_error
 from sglang_c2t.config import ConfigError
+from sglang_c2t.offline.scores import auc, expected_calibration_error
 
 
 @dataclass(frozen=True)

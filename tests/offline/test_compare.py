@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.compare import (
+from sglang_c2t.offline.compare import (
     ENTROPY_GRID,
     ODDS_GRID,
     Curve,
@@ -18,10 +18,10 @@ from sglang_c2t.compare import (
     resamples,
     sweep,
 )
+from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.entropy import Entropy
 from sglang_c2t.policies.fixed import Fixed
-from sglang_c2t.replay import Chains, replay
 from tests.recordings import chain, recording
 
 ONE = np.array([[1.0]])

@@ -5,7 +5,7 @@ answer. Greedy answers do not depend on the policy, so walking over them gives t
 steps that a live server takes: from a root, the policy's own code decides how many drafts
 are verified, the recorded labels say how many are accepted, and the next root stands
 behind them. Only :mod:`policies` and the gate decide; this file counts. Chains are here,
-trees in :mod:`~sglang_c2t.tree_replay`.
+trees in :mod:`~sglang_c2t.offline.tree_replay`.
 
 Legend: R roots, D drafted tokens, Q requests.
 """

@@ -1,6 +1,6 @@
 """What a tree policy would have done: replay it on recorded trees, without a model.
 
-As :mod:`~sglang_c2t.replay` does for chains. The recording holds EAGLE-2's tree behind each
+As :mod:`~sglang_c2t.offline.replay` does for chains. The recording holds EAGLE-2's tree behind each
 token of each answer. From a root, :class:`~sglang_c2t.draft.growth.TreeGrowth` grows the policy's
 tree, its children looked up instead of drafted; the recorded labels say which path through
 it the target takes, and the next root stands behind that path.
@@ -26,8 +26,8 @@ from sglang_c2t.classifier.recording import MEASURED, NODE_COLUMNS, Recording
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft.growth import PER_NODE, TreeGrowth
 from sglang_c2t.draft_layer import HISTORY
+from sglang_c2t.offline.replay import Outcome, Roots, Visit, refuse_unrecorded, walk
 from sglang_c2t.policies.base import TreePolicy, TreeShape
-from sglang_c2t.replay import Outcome, Roots, Visit, refuse_unrecorded, walk
 
 #: Grown together: bounds memory to some hundred MB.
 ROOTS_AT_ONCE = 2048

@@ -30,7 +30,9 @@ from torch import Tensor
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.features import DERIVED
 from sglang_c2t.classifier.recording import Recording
-from sglang_c2t.classifier.scores import (
+from sglang_c2t.config import ConfigError
+from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.offline.scores import (
     Bin,
     Rates,
     auc,
@@ -38,9 +40,7 @@ from sglang_c2t.classifier.scores import (
     rates,
     reliability,
 )
-from sglang_c2t.classifier.train import reached
-from sglang_c2t.config import ConfigError
-from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.offline.train import reached
 
 #: Lower ends of the entropy buckets of Table 5, in nats.
 ENTROPY_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)

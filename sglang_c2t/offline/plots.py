@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_c2t.classifier.evaluation import Report, Surface
 from sglang_c2t.config import ConfigError
+from sglang_c2t.offline.evaluation import Report, Surface
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_c2t.classifier.checkpoint import Classifier
-from sglang_c2t.classifier.evaluation import (
+from sglang_c2t.classifier.features import FeatureSpec
+from sglang_c2t.classifier.model import ConfidenceNet
+from sglang_c2t.classifier.recording import Recording
+from sglang_c2t.config import ConfigError
+from sglang_c2t.offline.evaluation import (
     Report,
     acceptance_table,
     decide,
@@ -24,12 +28,8 @@ from sglang_c2t.classifier.evaluation import (
     surfaces,
     threshold_for,
 )
-from sglang_c2t.classifier.features import FeatureSpec
-from sglang_c2t.classifier.model import ConfidenceNet
-from sglang_c2t.classifier.plots import acceptance_plot, reliability_diagram, surface_plots
-from sglang_c2t.classifier.recording import Recording
-from sglang_c2t.classifier.scores import Rates
-from sglang_c2t.config import ConfigError
+from sglang_c2t.offline.plots import acceptance_plot, reliability_diagram, surface_plots
+from sglang_c2t.offline.scores import Rates
 
 #: One token: parent (-1 for the root), prob, joint, entropy, accepted on its own.
 Token = tuple[int, float, float, float, bool]

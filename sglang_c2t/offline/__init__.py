@@ -1,0 +1,1 @@
+"""What no server runs: record, train, evaluate, replay."""
