@@ -16,9 +16,9 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_c2t.config import ConfigError, active
-    from sglang_c2t.srt import (
+    from sglang_c2t.srt import compat
+    from sglang_c2t.srt.hooks import (
         args,
-        compat,
         control,
         hidden_keys,
         refusals,

@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", ROOT / "eval" / "README.md", *sorted(GUIDES.glob("*
 
 
 def test_the_pages_name_every_flag_and_no_other() -> None:
-    from sglang_c2t.srt.args import add_arguments
+    from sglang_c2t.srt.hooks.args import add_arguments
 
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(None, parser)

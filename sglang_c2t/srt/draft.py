@@ -30,8 +30,8 @@ from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.relay import Exploration, FirstTokenRelay
 from sglang_c2t.plan.load import DraftDepth
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.reporting import COUNTERS, GATE_CLOCK
-from sglang_c2t.srt.requests import opts_out
+from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
+from sglang_c2t.srt.hooks.requests import opts_out
 
 # B requests, V draft vocabulary
 

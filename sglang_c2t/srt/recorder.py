@@ -30,7 +30,7 @@ from sglang_c2t.draft.chain import matched_drafts
 from sglang_c2t.draft.relay import Exploration
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.policies.base import TreeLayer
-from sglang_c2t.srt.reporting import BEFORE_REPORT, RECORDING
+from sglang_c2t.srt.hooks.reporting import BEFORE_REPORT, RECORDING
 from sglang_c2t.tree import Trees, least_on_path
 
 logger = logging.getLogger(__name__)

@@ -20,17 +20,17 @@ from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies import policy_for
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import ancestors, compat, ragged_verify, tree_verify
-from sglang_c2t.srt.control import approved, changed
 from sglang_c2t.srt.draft import (
     C2TEagleDraftWorker,
     C2TStandaloneDraftWorker,
     ChainDraftMixin,
     DraftWatcher,
 )
+from sglang_c2t.srt.hooks.control import approved, changed
+from sglang_c2t.srt.hooks.step_metrics import Step
 from sglang_c2t.srt.lookback import Lookback, choose_packing
 from sglang_c2t.srt.packing import warm_up
 from sglang_c2t.srt.recorder import Recorder
-from sglang_c2t.srt.step_metrics import Step
 from sglang_c2t.srt.tensor_parallel import agreement, ranks
 from sglang_c2t.srt.tree_draft import (
     C2TEagleTreeDraftWorker,
@@ -87,7 +87,7 @@ class WorkerMixin:
     def change(self, values: object) -> C2TConfig:
         """Serve the policy of other settings from the next step on; returns all settings.
 
-        ``values`` are what a client asks for, see :mod:`~sglang_c2t.srt.control`. Raises
+        ``values`` are what a client asks for, see :mod:`~sglang_c2t.srt.hooks.control`. Raises
         :class:`~sglang_c2t.config.ConfigError` where that needs a restart; then nothing has
         changed.
         """

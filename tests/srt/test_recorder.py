@@ -298,7 +298,7 @@ def test_without_a_directory_nothing_records(
 
 
 def test_what_nobody_can_measure_is_not_recorded() -> None:
-    from sglang_c2t.srt.args import check_extra
+    from sglang_c2t.srt.hooks.args import check_extra
 
     check_extra(("hidden", "topk_prob", "entropy_top100"))
     for name in ("luck", "entropy_top", "last_accept"):

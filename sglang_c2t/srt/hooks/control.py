@@ -8,7 +8,7 @@ never what they are answered.
     POST /c2t  {"policy": "c2t-plus", "beta": 0.4}
 
 Settings not named stay, but a new policy brings its own threshold, classifier and options.
-Who may post: see :mod:`~sglang_c2t.srt.http_guard`. GET is authenticated as SGLang's endpoints
+Who may post: see :mod:`~sglang_c2t.srt.hooks.http_guard`. GET is authenticated as SGLang's endpoints
 that change nothing.
 
 Nothing that a client sends is imported, and no path that a client sends is opened: names are
@@ -37,9 +37,9 @@ from sglang_c2t.hints import did_you_mean
 from sglang_c2t.policies import policy_for, policy_names
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.http_guard import RefusedError, authorise, read_body
-from sglang_c2t.srt.reporting import CONTROL
-from sglang_c2t.srt.requests import check_body
+from sglang_c2t.srt.hooks.http_guard import RefusedError, authorise, read_body
+from sglang_c2t.srt.hooks.reporting import CONTROL
+from sglang_c2t.srt.hooks.requests import check_body
 
 logger = logging.getLogger(__name__)
 
@@ -320,7 +320,7 @@ def _posted() -> Iterator[None]:
 
 
 async def _states(manager: Any) -> list[dict[str, Any]]:
-    """What each data-parallel scheduler reports, see :mod:`sglang_c2t.srt.reporting`."""
+    """What each data-parallel scheduler reports, see :mod:`sglang_c2t.srt.hooks.reporting`."""
     return [state["c2t"] for state in await manager.get_internal_state()]
 
 

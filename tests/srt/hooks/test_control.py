@@ -16,9 +16,9 @@ from sglang_c2t.classifier.checkpoint import SHIPPED
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.policies import policy_names
 from sglang_c2t.policies.base import TreeShape
-from sglang_c2t.srt import control
-from sglang_c2t.srt.control import approved, changed, settings
-from sglang_c2t.srt.reporting import CONTROL
+from sglang_c2t.srt.hooks import control
+from sglang_c2t.srt.hooks.control import approved, changed, settings
+from sglang_c2t.srt.hooks.reporting import CONTROL
 
 START = C2TConfig(policy="c2t-log", beta=0.3, classifier="at/start/mine.safetensors")
 IN_FORCE = C2TConfig(policy="c2t-log", beta=0.4, classifier="c2t-log", max_verify_rows=64)

@@ -19,7 +19,7 @@ from sglang_c2t.policies import (
 )
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.args import exit_with, parsed_from_command_line
+from sglang_c2t.srt.hooks.args import exit_with, parsed_from_command_line
 
 # NEXTN is an alias that SGLang resolves to EAGLE.
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")

@@ -9,8 +9,9 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.srt import compat, hidden_keys
-from sglang_c2t.srt.hidden_keys import HIDDEN, hide_command, hide_fields
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.hooks import hidden_keys
+from sglang_c2t.srt.hooks.hidden_keys import HIDDEN, hide_command, hide_fields
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.srt import step_metrics
-from sglang_c2t.srt.step_metrics import Step, _buckets, correct_gauge, count_step
+from sglang_c2t.srt.hooks import step_metrics
+from sglang_c2t.srt.hooks.step_metrics import Step, _buckets, correct_gauge, count_step
 from tests.doubles import double
 
 

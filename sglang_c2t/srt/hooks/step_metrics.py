@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_c2t.config import active
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.reporting import GATE_CLOCK
+from sglang_c2t.srt.hooks.reporting import GATE_CLOCK
 
 
 @dataclass(frozen=True)

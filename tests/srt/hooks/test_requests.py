@@ -10,8 +10,8 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_c2t.srt import requests
-from sglang_c2t.srt.requests import (
+from sglang_c2t.srt.hooks import requests
+from sglang_c2t.srt.hooks.requests import (
     MOST_SAMPLES,
     check_batch,
     check_message,

@@ -16,8 +16,9 @@ from fastapi.testclient import TestClient
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.srt import compat, control, http_guard
-from sglang_c2t.srt.http_guard import MOST_BYTES
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.hooks import control, http_guard
+from sglang_c2t.srt.hooks.http_guard import MOST_BYTES
 
 API, ADMIN = "clients", "sesame"
 JSON = {"Content-Type": "application/json"}

@@ -277,7 +277,8 @@ def test_what_sglang_refuses_here_would_be_refused_by_us_elsewhere(
     changed: dict[str, Any], said: str
 ) -> None:
     """SGLang serves pages of 16 with trees on GPU backends, and may come to serve the other."""
-    from sglang_c2t.srt import compat, refusals
+    from sglang_c2t.srt import compat
+    from sglang_c2t.srt.hooks import refusals
 
     args = compat.resolved(launch(*TREES, "--c2t"))
     assert refusals.refusals(args) == []
@@ -313,7 +314,8 @@ class Changed:
 
 def on_a_gpu(*flags: str, settings: config.C2TConfig | None = None, **changed: object) -> list[str]:
     """What is refused where CUDA graphs are on unless a flag switches them off."""
-    from sglang_c2t.srt import compat, refusals
+    from sglang_c2t.srt import compat
+    from sglang_c2t.srt.hooks import refusals
 
     resolved = compat.resolved(launch(*EAGLE3, *flags))
     config.publish(settings or config.C2TConfig())
@@ -382,7 +384,7 @@ def test_pages_of_trees_are_refused_in_our_sentence_not_in_sglangs_traceback(cap
 
 def test_engine_users_get_an_exception_instead_of_an_exit(monkeypatch) -> None:
     """Switched on by the environment, a refusal must not end the caller's process."""
-    from sglang_c2t.srt import args
+    from sglang_c2t.srt.hooks import args
 
     monkeypatch.setattr(args, "_parsed_from_command_line", False)
     monkeypatch.setenv(config.CONFIG_ENV, "{}")
