@@ -19,12 +19,18 @@ from sglang_c2t.draft.relay import FirstTokenRelay
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies import policy_for
 from sglang_c2t.policies.base import TreeShape
-from sglang_c2t.srt import ancestors, compat, ragged_verify, tree_verify
-from sglang_c2t.srt.draft import (
+from sglang_c2t.srt import compat, ragged_verify, tree_verify
+from sglang_c2t.srt.draft.chain import (
     C2TEagleDraftWorker,
     C2TStandaloneDraftWorker,
     ChainDraftMixin,
     DraftWatcher,
+    ancestors,
+)
+from sglang_c2t.srt.draft.tree import (
+    C2TEagleTreeDraftWorker,
+    C2TStandaloneTreeDraftWorker,
+    TreeDraftMixin,
 )
 from sglang_c2t.srt.hooks.control import approved, changed
 from sglang_c2t.srt.hooks.step_metrics import Step
@@ -32,11 +38,6 @@ from sglang_c2t.srt.lookback import Lookback, choose_packing
 from sglang_c2t.srt.packing import warm_up
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.tensor_parallel import agreement, ranks
-from sglang_c2t.srt.tree_draft import (
-    C2TEagleTreeDraftWorker,
-    C2TStandaloneTreeDraftWorker,
-    TreeDraftMixin,
-)
 
 logger = logging.getLogger(__name__)
 

@@ -390,7 +390,7 @@ def test_exploring_trees_are_eagle2s_and_measured_in_torch() -> None:
 @pytest.mark.parametrize("kept", [True, False])
 def test_sglangs_loop_chooses_among_k_numbers_where_a_program_has_chosen(kept: bool) -> None:
     """And forwards nothing once no tree grows: the choices there are of no vocabulary."""
-    tree_draft = pytest.importorskip("sglang_c2t.srt.tree_draft")
+    tree_draft = pytest.importorskip("sglang_c2t.srt.draft.tree")
     gate = fused(GatedTree(DyJoint(0.0 if kept else 1.1)))
     slots, first, hidden = torch.tensor([1, 5]), logits(2, 0), torch.rand(6, 4)
     gate.join(slots, first)

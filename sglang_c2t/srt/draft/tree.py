@@ -28,8 +28,8 @@ from torch import Tensor
 
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.ancestors import Follow
-from sglang_c2t.srt.draft import DraftWatcher, no_forward
+from sglang_c2t.srt.draft.ancestors import Follow
+from sglang_c2t.srt.draft.chain import DraftWatcher, no_forward
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.lookback import Lookback, choose_packing
 from sglang_c2t.srt.tree_verify import TreeVerifyInput, build_verify_input

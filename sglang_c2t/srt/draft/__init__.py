@@ -1,0 +1,1 @@
+"""The draft side: SGLang's draft workers, watched and gated."""
