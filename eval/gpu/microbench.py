@@ -203,7 +203,7 @@ def planning(batch: int) -> list[Row]:
     from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
 
     from sglang_c2t.srt.compat import flashinfer_counts_rows
-    from sglang_c2t.srt.flashinfer_verify import workspace_bytes
+    from sglang_c2t.srt.verify.flashinfer import workspace_bytes
 
     heads, kv_heads, head_dim = HEADS
     workspace = workspace_bytes(

@@ -206,7 +206,7 @@ def _attach() -> None:
     from sglang.srt.speculative import eagle_worker_common
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker, EAGLEWorkerV2
 
-    from sglang_c2t.srt import ragged_verify
+    from sglang_c2t.srt.verify import chain as ragged_verify
 
     # The draft worker's, because C2T makes its gate right behind it.
     alloc, forward = EagleDraftWorker.alloc_memory_pool, EAGLEWorkerV2.forward_batch_generation

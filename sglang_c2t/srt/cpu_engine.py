@@ -193,7 +193,7 @@ def _matching_sampled(
     stock = utils.verify_tree_greedy_func
 
     def match(*args: Any, **kwargs: Any) -> Any:
-        from sglang_c2t.srt.target_sampling import sample_rows
+        from sglang_c2t.srt.verify.sampling import sample_rows
 
         width, positions = int(verify_input.draft_token_num), verify_input.positions
         request = torch.arange(len(positions)) // width

@@ -19,7 +19,7 @@ from sglang_c2t.draft.relay import FirstTokenRelay
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies import policy_for
 from sglang_c2t.policies.base import TreeShape
-from sglang_c2t.srt import compat, ragged_verify, tree_verify
+from sglang_c2t.srt import compat
 from sglang_c2t.srt.draft.chain import (
     C2TEagleDraftWorker,
     C2TStandaloneDraftWorker,
@@ -34,10 +34,12 @@ from sglang_c2t.srt.draft.tree import (
 )
 from sglang_c2t.srt.hooks.control import approved, changed
 from sglang_c2t.srt.hooks.step_metrics import Step
-from sglang_c2t.srt.lookback import Lookback, choose_packing
-from sglang_c2t.srt.packing import warm_up
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.tensor_parallel import agreement, ranks
+from sglang_c2t.srt.verify import chain as ragged_verify
+from sglang_c2t.srt.verify import tree as tree_verify
+from sglang_c2t.srt.verify.lookback import Lookback, choose_packing
+from sglang_c2t.srt.verify.packing import warm_up
 
 logger = logging.getLogger(__name__)
 

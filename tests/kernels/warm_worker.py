@@ -21,8 +21,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from sglang_c2t.kernels.rows import scatter_rows
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.flashinfer_verify import RaggedFlashInferBackend, _GraphBuffers
-from sglang_c2t.srt.packing import HostSizes, Packing, warm_up
+from sglang_c2t.srt.verify.flashinfer import RaggedFlashInferBackend, _GraphBuffers
+from sglang_c2t.srt.verify.packing import HostSizes, Packing, warm_up
 from tests.doubles import double
 
 MAX_REQUESTS, CONTEXT, VOCABULARY, HIDDEN = 40, 64, 512, 64
@@ -69,7 +69,7 @@ class Server:
             "ModelRunner", device="cpu", dtype=torch.bfloat16, model_config=config,
             req_to_token_pool=pool, attn_backend=self.backend,
             decode_cuda_graph_runner=double(
-                "sglang_c2t.srt.graphs.TieredGraphRunner", tiers=self.tiers
+                "sglang_c2t.srt.verify.graphs.TieredGraphRunner", tiers=self.tiers
             ),
         )  # fmt: skip
         slots, most = MAX_REQUESTS + 1, max(self.tiers.rows)

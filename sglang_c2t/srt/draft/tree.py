@@ -31,8 +31,8 @@ from sglang_c2t.srt import compat
 from sglang_c2t.srt.draft.ancestors import Follow
 from sglang_c2t.srt.draft.chain import DraftWatcher, no_forward
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
-from sglang_c2t.srt.lookback import Lookback, choose_packing
-from sglang_c2t.srt.tree_verify import TreeVerifyInput, build_verify_input
+from sglang_c2t.srt.verify.lookback import Lookback, choose_packing
+from sglang_c2t.srt.verify.tree import TreeVerifyInput, build_verify_input
 from sglang_c2t.tree import Trees
 
 # B requests, W beam rows, K topk, D steps, N nodes of a tree, H draft hidden size

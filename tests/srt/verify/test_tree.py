@@ -31,7 +31,7 @@ fast = settings(max_examples=60, suppress_health_check=[HealthCheck.function_sco
 @pytest.fixture(scope="module")
 def verify() -> ModuleType:
     """The module; importing it loads SGLang."""
-    from sglang_c2t.srt import tree_verify
+    from sglang_c2t.srt.verify import tree as tree_verify
 
     return tree_verify
 
@@ -209,7 +209,7 @@ def test_a_graph_is_given_rows_up_to_its_tier_the_last_ones_padding(
 ) -> None:
     whole = case.verify_input(verify)
     tiers = Tiers(len(case.parents) + 1, case.max_nodes)
-    graphs = double("sglang_c2t.srt.graphs.TieredGraphRunner", tiers=tiers)
+    graphs = double("sglang_c2t.srt.verify.graphs.TieredGraphRunner", tiers=tiers)
     packed, slots = whole.packing.forwarded(whole, case.batch(), target_runner(graphs))
     live = len(case.forwarded)
     tier = tiers.pick(live, len(case.parents))
@@ -291,7 +291,7 @@ def test_sampled_acceptance_follows_one_draw_per_row_at_the_rows_own_position(
 
     logits = logits_of(case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sglang_c2t.srt.matching.sample_rows", draw)
+        patch.setattr("sglang_c2t.srt.verify.accept.sample_rows", draw)
         assert_accepts(case, target, matched(verify, case, logits, is_all_greedy=False))
     ((seen, request, positions),) = asked
     assert torch.equal(seen, logits)

@@ -20,7 +20,7 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, build_captu
 from sglang_c2t.config import ConfigError
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.packing import HostSizes, Packing
+from sglang_c2t.srt.verify.packing import HostSizes, Packing
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
         """Which tiers attention has room for, where it says so."""
         if not compat.is_flashinfer(self.attn_backend):
             return None
-        from sglang_c2t.srt import flashinfer_verify
+        from sglang_c2t.srt.verify import flashinfer as flashinfer_verify
 
         return flashinfer_verify.room(self.attn_backend)
 

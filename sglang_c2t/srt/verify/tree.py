@@ -24,9 +24,9 @@ from torch import Tensor
 
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.matching import match_rows
-from sglang_c2t.srt.packing import Packing
-from sglang_c2t.srt.ragged_verify import obstacle, prepare, verify_window
+from sglang_c2t.srt.verify.accept import match_rows
+from sglang_c2t.srt.verify.chain import obstacle, prepare, verify_window
+from sglang_c2t.srt.verify.packing import Packing
 from sglang_c2t.tree import Trees, child_links
 
 # B requests, N nodes of a padded tree, R verified rows, V vocabulary, S = D + 1 nodes of the

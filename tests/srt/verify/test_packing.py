@@ -26,9 +26,9 @@ VOCAB = 5
 @pytest.fixture(scope="module")
 def srt() -> ModuleType:
     """The package; importing its modules loads SGLang."""
-    import sglang_c2t.srt.ragged_verify
-    import sglang_c2t.srt.target_sampling
-    import sglang_c2t.srt.tree_verify
+    import sglang_c2t.srt.verify.chain
+    import sglang_c2t.srt.verify.sampling
+    import sglang_c2t.srt.verify.tree
 
     return sglang_c2t.srt
 

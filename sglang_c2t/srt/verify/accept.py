@@ -14,8 +14,8 @@ from sglang.srt.utils.async_probe import sanitize_nan_logits
 from torch import Tensor
 
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.packing import Packing
-from sglang_c2t.srt.target_sampling import sample_rows
+from sglang_c2t.srt.verify.packing import Packing
+from sglang_c2t.srt.verify.sampling import sample_rows
 
 # B requests, N most rows of a request, R verified rows, S nodes of the longest path, V vocabulary
 

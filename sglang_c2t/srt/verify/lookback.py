@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sglang_c2t.plan.load import DraftDepth, PackingRule
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.packing import HostSizes, Packing, packing_of
+from sglang_c2t.srt.verify.packing import HostSizes, Packing, packing_of
 
 AGREE_EVERY = 64
 """Steps between two looks at the measured times."""

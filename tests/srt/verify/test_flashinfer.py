@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from sglang_c2t.srt.compat import attribute_names
 from tests.doubles import double
-from tests.srt import test_tree_verify
-from tests.srt.test_tree_verify import Case, cases
+from tests.srt.verify import test_tree as test_tree_verify
+from tests.srt.verify.test_tree import Case, cases
 
 pytest.importorskip("sglang", reason="SGLang is not installed")
 pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
@@ -25,7 +25,7 @@ fast = settings(max_examples=60, suppress_health_check=[HealthCheck.function_sco
 
 @pytest.fixture(scope="module")
 def backend_module() -> ModuleType:
-    from sglang_c2t.srt import flashinfer_verify
+    from sglang_c2t.srt.verify import flashinfer as flashinfer_verify
 
     return flashinfer_verify
 

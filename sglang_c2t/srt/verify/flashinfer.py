@@ -4,7 +4,7 @@ FlashInfer's kernel takes any number of rows per request, and in a CUDA graph ot
 each replay, as long as slots S and rows in all stay within what was captured (FlashInfer's
 ``scheduler.cuh``, ``PrefillSplitQOKVIndptr``). SGLang's backend plans one width for all
 requests and keys its graphs by the batch size; here they are keyed by (S, T) and planned from
-the rows of each request, which :class:`~sglang_c2t.srt.packing.Packing` knows on the host:
+the rows of each request, which :class:`~sglang_c2t.srt.verify.packing.Packing` knows on the host:
 no further transfer, no mask of bools, no ``segment_packbits``.
 
 Chains are causal. A tree's mask is packed straight from its nodes' ancestors.
@@ -27,7 +27,7 @@ from torch import Tensor
 from sglang_c2t.kernels.masks import mask_indptr, pack_tree_mask
 from sglang_c2t.kernels.rows import indptr, ragged_kv_indices
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.packing import Packing, packing_of
+from sglang_c2t.srt.verify.packing import Packing, packing_of
 
 # B requests, S >= B slots, T rows of a graph, L committed length, n rows of a request
 

@@ -26,14 +26,14 @@ H100_SMS = 132
 @pytest.fixture(scope="module")
 def graphs() -> ModuleType:
     """The module; importing it loads SGLang."""
-    from sglang_c2t.srt import graphs
+    from sglang_c2t.srt.verify import graphs
 
     return graphs
 
 
 @pytest.fixture(scope="module")
 def flashinfer() -> ModuleType:
-    from sglang_c2t.srt import flashinfer_verify
+    from sglang_c2t.srt.verify import flashinfer as flashinfer_verify
 
     return flashinfer_verify
 
@@ -209,7 +209,8 @@ def test_packed_rows_are_refused_by_name_where_ranks_exchange_rows(
     from sglang.srt.utils import common
 
     from sglang_c2t.config import C2TConfig
-    from sglang_c2t.srt import ragged_verify, tree_verify
+    from sglang_c2t.srt.verify import chain as ragged_verify
+    from sglang_c2t.srt.verify import tree as tree_verify
 
     monkeypatch.setattr(common, "require_gathered_buffer", lambda: True)
     target = double(

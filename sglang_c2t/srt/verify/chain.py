@@ -26,9 +26,10 @@ from torch import Tensor
 
 from sglang_c2t.config import ConfigError
 from sglang_c2t.kernels.rows import scatter_rows
-from sglang_c2t.srt import compat, graphs
-from sglang_c2t.srt.matching import match_rows
-from sglang_c2t.srt.packing import Packing, packing_of
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.verify import graphs
+from sglang_c2t.srt.verify.accept import match_rows
+from sglang_c2t.srt.verify.packing import Packing, packing_of
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def obstacle(target_runner: Any) -> str | None:
     """Why packed rows cannot be verified by this runner; ``None`` when they can."""
     backend = target_runner.attn_backend
     if compat.is_flashinfer(backend):
-        from sglang_c2t.srt import flashinfer_verify
+        from sglang_c2t.srt.verify import flashinfer as flashinfer_verify
 
         if (reason := flashinfer_verify.hindrance(backend)) is not None:
             return reason
@@ -134,7 +135,7 @@ def obstacle(target_runner: Any) -> str | None:
 def prepare(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
     """Have the target's attention and CUDA graphs take packed rows."""
     if compat.is_flashinfer(target_runner.attn_backend):
-        from sglang_c2t.srt import flashinfer_verify
+        from sglang_c2t.srt.verify import flashinfer as flashinfer_verify
 
         flashinfer_verify.adopt(target_runner.attn_backend)
     if target_runner.device == "cuda":

@@ -17,7 +17,7 @@ pytest.importorskip("sglang", reason="SGLang is not installed")
 @pytest.fixture(scope="module")
 def lookback() -> ModuleType:
     """The module; importing it loads SGLang."""
-    from sglang_c2t.srt import lookback
+    from sglang_c2t.srt.verify import lookback
 
     return lookback
 

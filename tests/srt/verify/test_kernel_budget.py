@@ -161,8 +161,8 @@ def srt() -> ModuleType:
     """The package; importing its modules loads SGLang."""
     pytest.importorskip("sglang", reason="SGLang is not installed")
     with unset_fake_temporarily():
-        import sglang_c2t.srt.matching
-        import sglang_c2t.srt.tree_verify
+        import sglang_c2t.srt.verify.accept
+        import sglang_c2t.srt.verify.tree
     return sglang_c2t.srt
 
 

@@ -1,0 +1,1 @@
+"""The target's side: packed verification of chains and trees."""
