@@ -29,7 +29,7 @@ def register() -> None:
     )
 
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        from sglang_c2t.srt import cpu_engine
+        from sglang_c2t.srt.cpu import engine as cpu_engine
 
         cpu_engine.install()
 

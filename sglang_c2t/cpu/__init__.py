@@ -2,7 +2,7 @@
 
 SGLang's CPU engine needs kernels that no PyPI wheel carries. `install` supplies the few small
 ops of its speculative path where they are missing and touches nothing where they exist.
-Knows nothing of SGLang: ``sglang_c2t.srt.cpu_engine`` plugs this in.
+Knows nothing of SGLang: ``sglang_c2t.srt.cpu.engine`` plugs this in.
 
 Two gaps are told apart:
 

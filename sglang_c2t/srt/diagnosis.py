@@ -98,7 +98,7 @@ def _classifier_problems(say: Callable[[str], None]) -> list[str]:
 def _cpu_lines(cpu_engine: bool) -> list[str]:
     if not cpu_engine:
         return []
-    from sglang_c2t.srt import cpu_engine as runtime
+    from sglang_c2t.srt.cpu import engine as runtime
 
     supplied = runtime.supplied()
     if not supplied:

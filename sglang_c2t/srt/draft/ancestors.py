@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from sglang_c2t.kernels.rows import follow_ancestors
-from sglang_c2t.srt.cpu_attention import TorchCpuMultiStepDraftBackend
+from sglang_c2t.srt.cpu.attention import TorchCpuMultiStepDraftBackend
 
 #: Called before draft forward ``step`` with :attr:`TreeGrowth.ancestor_rows` [B, K, step + 1].
 Follow = Callable[[int, Tensor], None]

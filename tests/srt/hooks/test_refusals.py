@@ -30,7 +30,7 @@ def plugin() -> Iterator[None]:
         from sglang.srt.plugins.hook_registry import HookRegistry
         from sglang.srt.utils.common import is_cpu
 
-        from sglang_c2t.srt import cpu_engine
+        from sglang_c2t.srt.cpu import engine as cpu_engine
 
         is_cpu.cache_clear()  # another test may have loaded SGLang, and us, for a GPU
         load_plugins()

@@ -19,7 +19,7 @@ from sglang_c2t.srt import cpu_engine
 cpu_engine.install()
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_c2t.srt.cpu_attention import TorchCpuAttnBackend, TorchCpuMultiStepDraftBackend
+from sglang_c2t.srt.cpu.attention import TorchCpuAttnBackend, TorchCpuMultiStepDraftBackend
 torch.manual_seed(0)
 Bag = types.SimpleNamespace
 

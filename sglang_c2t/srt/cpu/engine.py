@@ -90,13 +90,13 @@ def _install_attention() -> None:
 
 
 def _create_backend(runner: Any) -> Any:
-    from sglang_c2t.srt.cpu_attention import TorchCpuAttnBackend
+    from sglang_c2t.srt.cpu.attention import TorchCpuAttnBackend
 
     return TorchCpuAttnBackend(runner)
 
 
 def _create_draft_decode_backend(factory: Any) -> Any:
-    from sglang_c2t.srt.cpu_attention import TorchCpuMultiStepDraftBackend
+    from sglang_c2t.srt.cpu.attention import TorchCpuMultiStepDraftBackend
 
     backend = TorchCpuMultiStepDraftBackend(
         factory.draft_model_runner, factory.topk, factory.speculative_num_steps

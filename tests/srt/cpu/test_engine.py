@@ -1,4 +1,4 @@
-"""`sglang_c2t.srt.cpu_engine` where it must act, where it must not, and where it must fail."""
+"""`sglang_c2t.srt.cpu.engine` where it must act, where it must not, and where it must fail."""
 
 from __future__ import annotations
 

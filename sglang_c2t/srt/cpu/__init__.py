@@ -1,0 +1,1 @@
+"""SGLang on CPUs without its own kernels."""
