@@ -82,12 +82,12 @@ RESOLVE_RESULT = (
 )
 LOG_STATS = "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats"
 MODEL_FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
-#: Attention backends that may read packed rows, by SGLang's name; ragged_verify.py looks at
+#: Attention backends that may read packed rows, by SGLang's name; verify/chain.py looks at
 #: the backend itself once it exists.
 RAGGED_BACKENDS = ("fa3", "flashinfer", "intel_amx")
 
 #: Attention backends that read our tree masks, by SGLang's name; the CPU one is ours, see
-#: cpu_engine.py.
+#: cpu/engine.py.
 TREE_BACKENDS = ("flashinfer", "intel_amx")
 
 #: Steps of SGLang's argument resolution that we wrap, by the names of its resolution hooks,
@@ -762,7 +762,7 @@ SEAMS: tuple[Seam, ...] = (
 )
 
 
-#: Through which newer SGLang tells its arguments: see hidden_keys.py.
+#: Through which newer SGLang tells its arguments: see hooks/hidden_keys.py.
 TOLD_ARGUMENTS = (
     Seam(f"{SERVER_ARGS}.ServerArgs.resolved_dict", "hides keys", hook=True),
     Seam(
@@ -775,7 +775,7 @@ TOLD_ARGUMENTS = (
 
 _CHOICES = "add_{}deterministic_attention_backend_choices"
 
-#: What makes SGLang's CPU engine run without its AMX kernels (`cpu_engine.py`); nothing else
+#: What makes SGLang's CPU engine run without its AMX kernels (`cpu/engine.py`); nothing else
 #: needs them.
 CPU_SEAMS: tuple[Seam, ...] = (
     Seam("sglang.srt.utils.common.cpu_has_amx_support", "knows which kernels are missing"),

@@ -20,18 +20,18 @@ from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies import policy_for
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import compat
+from sglang_c2t.srt.draft import ancestors
 from sglang_c2t.srt.draft.chain import (
     C2TEagleDraftWorker,
     C2TStandaloneDraftWorker,
     ChainDraftMixin,
-    DraftWatcher,
-    ancestors,
 )
 from sglang_c2t.srt.draft.tree import (
     C2TEagleTreeDraftWorker,
     C2TStandaloneTreeDraftWorker,
     TreeDraftMixin,
 )
+from sglang_c2t.srt.draft.watcher import DraftWatcher
 from sglang_c2t.srt.hooks.control import approved, changed
 from sglang_c2t.srt.hooks.step_metrics import Step
 from sglang_c2t.srt.recorder import Recorder

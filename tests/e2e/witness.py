@@ -39,7 +39,7 @@ class Witness(SwitchableTree):
 
 @functools.cache
 def _watch_worker(notes: Path) -> None:
-    from sglang_c2t.srt.draft.chain import DraftWatcher
+    from sglang_c2t.srt.draft.watcher import DraftWatcher
     from sglang_c2t.srt.worker import TreeWorkerMixin
 
     verify, extend = TreeWorkerMixin.verify, DraftWatcher._draft_extend_for_prefill

@@ -174,7 +174,8 @@ def test_what_is_not_there_is_not_written() -> None:
 
 # -- every write is listed ----------------------------------------------------------------
 
-SOURCES = sorted(Path(compat.__file__).parent.glob("*.py"))
+ROOT = Path(compat.__file__).parents[2]
+SOURCES = sorted(Path(compat.__file__).parent.rglob("*.py"))
 
 #: Names that hold objects of ours in these sources, or copies made for a call.
 OURS = {
@@ -236,7 +237,7 @@ def our_classes() -> list[type]:
     """Those with a base class of SGLang."""
     found = []
     for path in SOURCES:
-        module = importlib.import_module(f"sglang_c2t.srt.{path.stem}")
+        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         for cls in vars(module).values():
             if isinstance(cls, type) and cls.__module__ == module.__name__:
                 found += [cls] if foreign_bases(cls) else []

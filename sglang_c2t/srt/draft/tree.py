@@ -29,7 +29,7 @@ from torch import Tensor
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.draft.ancestors import Follow
-from sglang_c2t.srt.draft.chain import DraftWatcher, no_forward
+from sglang_c2t.srt.draft.watcher import DraftWatcher, no_forward
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.verify.lookback import Lookback, choose_packing
 from sglang_c2t.srt.verify.tree import TreeVerifyInput, build_verify_input

@@ -8,8 +8,8 @@ never what they are answered.
     POST /c2t  {"policy": "c2t-plus", "beta": 0.4}
 
 Settings not named stay, but a new policy brings its own threshold, classifier and options.
-Who may post: see :mod:`~sglang_c2t.srt.hooks.http_guard`. GET is authenticated as SGLang's endpoints
-that change nothing.
+Who may post: see :mod:`~sglang_c2t.srt.hooks.http_guard`. GET is authenticated as SGLang's
+endpoints that change nothing.
 
 Nothing that a client sends is imported, and no path that a client sends is opened: names are
 looked up among those of the menu, of the shipped classifiers, of one directory named at start,

@@ -31,7 +31,7 @@ def match_rows(
     """In place of ``eagle_sample``: (predict, accept_lens, accept_index).
 
     One token per row from the target's processed distribution, then the path along which
-    drafts equal those tokens. Exact for chains and for every tree (see ``target_sampling.py``).
+    drafts equal those tokens. Exact for chains and for every tree (see ``sampling.py``).
 
     Args:
         verify_input: SGLang's, with [B, N] links.

@@ -6,7 +6,7 @@ bookkeeping all rely on it. So only the target's forward sees packed rows::
     EagleVerifyInput [B * N] --pack--> target forward [T] --accept--> tokens [B * N]
 
 The attention backend learns the rows of each request from SGLang's own
-``RaggedVerifyLayout`` (which DSPARK uses). Acceptance looks at the packed logits (``matching.py``);
+``RaggedVerifyLayout`` (which DSPARK uses). Acceptance looks at the packed logits (``accept.py``);
 only where SGLang's own must read them, for log-probabilities and acceptance thresholds, are they
 unpacked: rows that were not forwarded come back as zeros and are never read, because the cut
 chains end before them. Hidden states always are, since draft extend reads them.

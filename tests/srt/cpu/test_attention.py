@@ -15,7 +15,7 @@ pytest.importorskip("sglang", reason="SGLang is not installed")
 
 SETUP = """
 import types, torch
-from sglang_c2t.srt import cpu_engine
+from sglang_c2t.srt.cpu import engine as cpu_engine
 cpu_engine.install()
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode

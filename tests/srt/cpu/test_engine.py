@@ -23,7 +23,7 @@ def test_without_the_cpu_engine_nothing_is_touched():
     """On a GPU server install() is a no-op: no path, no module, no name."""
     done = _run(
         "import sys; before = list(sys.path)\n"
-        "from sglang_c2t.srt import cpu_engine\n"
+        "from sglang_c2t.srt.cpu import engine as cpu_engine\n"
         "print(cpu_engine.install(), cpu_engine.supplied(), sys.path == before,"
         " 'sgl_kernel' in sys.modules)",
         cpu_engine=False,
@@ -35,7 +35,7 @@ def test_a_missing_seam_is_an_error_that_names_it():
     """An SGLang that renamed a symbol fails loudly, with the symbol and the version."""
     done = _run(
         "from importlib import metadata\n"
-        "from sglang_c2t.srt import cpu_engine\n"
+        "from sglang_c2t.srt.cpu import engine as cpu_engine\n"
         "import sglang.srt.layers.attention.attention_registry as registry\n"
         "del registry.ATTENTION_BACKENDS\n"
         "try:\n"
@@ -53,7 +53,7 @@ def test_a_missing_seam_is_an_error_that_names_it():
 def test_install_reports_what_it_supplied():
     """The second call and supplied() give the same names; the sampler of verification is ours."""
     done = _run(
-        "from sglang_c2t.srt import cpu_engine\n"
+        "from sglang_c2t.srt.cpu import engine as cpu_engine\n"
         "names = cpu_engine.install()\n"
         "from sglang.srt.speculative import eagle_utils, eagle_worker_common\n"
         "assert eagle_worker_common.eagle_sample is eagle_utils.eagle_sample\n"

@@ -24,7 +24,7 @@ def ancestors() -> Iterator[Any]:
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
-        from sglang_c2t.srt.draft.chain import ancestors
+        from sglang_c2t.srt.draft import ancestors
 
         yield ancestors
 

@@ -20,7 +20,7 @@ STEPS, BATCH, VOCAB = 6, 3, 8
 @pytest.fixture(scope="module")
 def draft() -> ModuleType:
     """The module; importing it loads SGLang."""
-    from sglang_c2t.srt.draft.chain import chain as draft
+    from sglang_c2t.srt.draft import chain as draft
 
     return draft
 

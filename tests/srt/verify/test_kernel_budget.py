@@ -179,7 +179,7 @@ def batch(**fields: Any) -> Any:
 def packing_of_two_thirds(srt: ModuleType, width: int, **trees: Any) -> Any:
     """Its sizes have arrived: R and T of two thirds of the rows."""
     sizes = on_device(B, dtype=torch.int64 if trees else torch.int32)
-    packing = srt.packing.Packing(sizes, width, sizes=SimpleNamespace(), **trees)
+    packing = srt.verify.packing.Packing(sizes, width, sizes=SimpleNamespace(), **trees)
     packing.total = 2 * B * width // 3
     return packing
 
@@ -205,7 +205,7 @@ def test_packing_chains_is_two_kernels_and_what_the_layout_takes(srt: ModuleType
 
 def test_full_width_needs_no_copy_of_its_sizes(srt: ModuleType) -> None:
     with Launches() as launches:
-        srt.packing.Packing.full(B, N, "cuda")
+        srt.verify.packing.Packing.full(B, N, "cuda")
     assert launches.names == ["aten.full.default"]
 
 
@@ -214,7 +214,7 @@ def test_packing_trees_stays_within_its_budget(srt: ModuleType) -> None:
     here = batch()
     packing = packing_of_two_thirds(srt, N, parents=trees.parents, num_steps=D)
     with Launches() as launches:
-        verify_input = srt.tree_verify.build_verify_input(
+        verify_input = srt.verify.tree.build_verify_input(
             trees, here, num_steps=D, topk=4, packing=packing
         )
         packing.forwarded(verify_input, here, EAGER)
@@ -246,12 +246,12 @@ def test_acceptance_stays_within_its_budget(
         logit_bias=on_device(B, V),
     )
     info.is_all_greedy = greedy
-    monkeypatch.setattr(srt.target_sampling, "_sampler", lambda: lambda *_: integers(rows))
+    monkeypatch.setattr(srt.verify.sampling, "_sampler", lambda: lambda *_: integers(rows))
     one_rank = SimpleNamespace(tp_group=SimpleNamespace(world_size=1))
-    monkeypatch.setattr(srt.target_sampling, "get_parallel", lambda: one_rank)
-    monkeypatch.setattr(srt.matching, "sanitize_nan_logits", lambda *_: None)
+    monkeypatch.setattr(srt.verify.sampling, "get_parallel", lambda: one_rank)
+    monkeypatch.setattr(srt.verify.accept, "sanitize_nan_logits", lambda *_: None)
     monkeypatch.setattr(
-        srt.matching, "apply_scaling_penalties", lambda logits, scale: logits.mul_(scale)
+        srt.verify.accept, "apply_scaling_penalties", lambda logits, scale: logits.mul_(scale)
     )
     monkeypatch.setattr(
         srt.compat,
@@ -264,7 +264,7 @@ def test_acceptance_stays_within_its_budget(
     )  # fmt: skip
     output = SimpleNamespace(next_token_logits=on_device(rows + 3, V))
     with Launches() as launches:
-        srt.matching.match_rows(
+        srt.verify.accept.match_rows(
             verify_input, packing, packing.rows, batch(sampling_info=info), output
         )
     assert len(launches.names) <= budget

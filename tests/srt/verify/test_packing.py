@@ -124,19 +124,19 @@ def test_packed_rows_have_the_mrope_positions_of_their_requests(
     full = torch.full((3, len(case.positions)), -1)
     whole = case.verify_input(**({"prepared_mrope_positions": full} if prepared else {}))
     case.batch.spec_info = whole
-    packing = srt.packing.Packing(torch.tensor(case.lens, dtype=torch.int32), case.width)
+    packing = srt.verify.packing.Packing(torch.tensor(case.lens, dtype=torch.int32), case.width)
     worker = SimpleNamespace(model_runner=case.runner)
     pool = case.batch.req_to_token_pool
     if kind == "chains":
-        with srt.ragged_verify.packed(
+        with srt.verify.chain.packed(
             packing, SimpleNamespace(return_logprob=False), own_acceptance=True
         ):
-            found = srt.ragged_verify._prepare_packed(
+            found = srt.verify.chain._prepare_packed(
                 case.init_new, whole, pool, case.batch, worker
             )
     else:
         whole.packing = packing
-        found = srt.tree_verify._around_prepare(case.init_new)(whole, pool, case.batch, worker)
+        found = srt.verify.tree._around_prepare(case.init_new)(whole, pool, case.batch, worker)
     assert found.tolist() == [case.rows_of_the_forward()] * 3
     assert case.batch.spec_info is whole
     assert (whole.prepared_mrope_positions is full) == prepared
@@ -158,7 +158,7 @@ def test_a_window_behind_the_end_of_the_request_table_is_the_padding_slot(
     places = max(seq_lens) + room
     table = [rng.sample(range(1, 200), max(places, 1)) for _ in range(6)]
     slots = rng.sample(range(6), len(seq_lens))
-    found = srt.ragged_verify.verify_window(
+    found = srt.verify.chain.verify_window(
         torch.tensor(table, dtype=torch.int32), torch.tensor(slots), torch.tensor(seq_lens), width
     )
     assert found.dtype == torch.int64
@@ -196,7 +196,7 @@ def test_outputs_are_unpacked_for_whoever_reads_them_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Draft extend reads hidden states; SGLang's own acceptance and log-probabilities logits."""
-    common = srt.ragged_verify.eagle_worker_common
+    common = srt.verify.chain.eagle_worker_common
     logits = torch.arange(4.0 * VOCAB).view(4, VOCAB)
     hidden = torch.arange(8.0).view(4, 2) if has_hidden else None
 
@@ -206,16 +206,16 @@ def test_outputs_are_unpacked_for_whoever_reads_them_full(
 
     target = SimpleNamespace(forward_batch_generation=forward)
     monkeypatch.setattr(srt.compat, "wrap_global", lambda *_: None)
-    srt.ragged_verify.install(target)
-    packing = srt.packing.Packing(torch.tensor([3, 1], dtype=torch.int32), 3)
+    srt.verify.chain.install(target)
+    packing = srt.verify.packing.Packing(torch.tensor([3, 1], dtype=torch.int32), 3)
     forward_batch = SimpleNamespace(spec_info=SimpleNamespace(c2t_packing=packing))
     batch, stock = SimpleNamespace(return_logprob=return_logprob), common.eagle_sample
-    with srt.ragged_verify.packed(packing, batch, own_acceptance=own_acceptance):
+    with srt.verify.chain.packed(packing, batch, own_acceptance=own_acceptance):
         output = target.forward_batch_generation(forward_batch=forward_batch).logits_output
         sampler = common.eagle_sample
     reads_full = return_logprob or not own_acceptance
     assert (sampler is stock) == reads_full
-    assert (sampler is srt.ragged_verify.sample_and_match) != reads_full
+    assert (sampler is srt.verify.chain.sample_and_match) != reads_full
     assert common.eagle_sample is stock
 
     def unpacked(rows: Tensor) -> list[list[float]]:
@@ -246,7 +246,7 @@ def test_an_attention_backend_nobody_knows_verifies_full_width_unless_ragged_was
         else nullcontext()
     )
     with expectation:
-        assert srt.ragged_verify.decide(mode, runner) is False
+        assert srt.verify.chain.decide(mode, runner) is False
     told = [record.message for record in caplog.records if "verifying full width" in record.message]
     assert len(told) == (not refused)
 
@@ -283,12 +283,12 @@ def test_ranks_accept_the_tokens_that_rank_zero_sampled(
     """Each rank draws by itself: seeds apart, the draws differ."""
     theirs = torch.tensor([4, 3, 2, 1])
     parallel = SimpleNamespace(tp_group=Rank(theirs))
-    monkeypatch.setattr(srt.target_sampling, "get_parallel", lambda: parallel)
-    monkeypatch.setattr(srt.target_sampling, "_sampler", lambda: lambda *_: torch.zeros(4).long())
+    monkeypatch.setattr(srt.verify.sampling, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(srt.verify.sampling, "_sampler", lambda: lambda *_: torch.zeros(4).long())
     names = "temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "return_sampling_masks"
     info = double("SamplingBatchInfo", **dict.fromkeys(names))
     rows = torch.tensor([0, 0, 0, 1])
-    found = srt.target_sampling.sample_rows(torch.zeros(4, VOCAB), info, rows, rows)
+    found = srt.verify.sampling.sample_rows(torch.zeros(4, VOCAB), info, rows, rows)
     assert found.tolist() == theirs.tolist()
 
 
@@ -299,7 +299,7 @@ def test_a_row_samples_with_the_parameters_of_its_request(srt: ModuleType) -> No
         top_ks=torch.tensor([7, 8]), min_ps=torch.tensor([0.3, 0.4]), sampling_seed=None,
         return_sampling_masks=None,
     )  # fmt: skip
-    rows = srt.target_sampling.per_row(info, torch.tensor([0, 1, 1]))
+    rows = srt.verify.sampling.per_row(info, torch.tensor([0, 1, 1]))
     assert rows.temperatures.tolist() == [[0.5], [2.0], [2.0]]
     assert rows.top_ps.tolist() == pytest.approx([0.1, 0.2, 0.2])
     assert rows.top_ks.tolist() == [7, 8, 8]

@@ -1,0 +1,183 @@
+"""Watching SGLang's own draft workers: read their logits, gate, and stop drafting early.
+
+``draft_forward`` and the draft-extend functions are SGLang's. We shadow the draft
+runner's ``forward`` on the instance, read the logits it returns, and, once no draft of
+the batch is alive, return a placeholder instead of running the model: the loop then
+spins through its remaining steps without a forward, and the tokens it collects lie
+behind every request's cut. Here what chains (``chain.py``) and trees (``tree.py``) share.
+
+In a CUDA graph the same code runs once, at capture, and without early exits: what it
+launches is replayed, and what it leaves behind must be in memory that a graph's pool does
+not recycle. Steps that are recorded draft eagerly, because recordings read every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_c2t.draft.relay import Exploration, FirstTokenRelay
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
+from sglang_c2t.srt.hooks.requests import opts_out
+
+# B requests, V draft vocabulary
+
+
+class DraftWatcher:
+    """Reads the draft logits of one of SGLang's draft workers for a gate."""
+
+    gate: FirstTokenRelay
+    _make_gate: Callable[..., FirstTokenRelay]
+    _exploration: Exploration | None
+    _watcher: Callable[[Any, Callable[[], Any]], Any] | None
+    _reads_host = True
+    """Whether the draft loop may look at what it has drafted: not in a CUDA graph."""
+
+    def watch(
+        self, make_gate: Callable[..., FirstTokenRelay], exploration: Exploration | None
+    ) -> None:
+        """Start watching the draft runner.
+
+        ``make_gate`` takes the keyword arguments of
+        :class:`~sglang_c2t.draft.relay.FirstTokenRelay` once the request table exists.
+        """
+        self._make_gate = make_gate
+        self._exploration = exploration
+        self._watcher = None
+        runner = self.draft_runner  # type: ignore[attr-defined]
+        forward = runner.forward
+
+        def watched_forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            run = lambda: forward(forward_batch, *args, **kwargs)  # noqa: E731 - passed on
+            return run() if self._watcher is None else self._watcher(forward_batch, run)
+
+        compat.write(runner, forward=watched_forward)
+
+    @contextmanager
+    def _watching(self, watcher: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
+        self._watcher = watcher
+        try:
+            yield
+        finally:
+            self._watcher = None
+
+    def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        """Size the relay of first-token statistics like SGLang's own request table."""
+        super().alloc_memory_pool(*args, **kwargs)  # type: ignore[misc]
+        self.gate = self._make_gate(
+            num_slots=self.req_to_token_pool.req_to_token.shape[0],  # type: ignore[attr-defined]
+            device=self.device,  # type: ignore[attr-defined]
+            exploration=self._exploration,
+        )
+
+    def _capture_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
+        """Capture drafting with its gate, and watch the graph of draft extend."""
+        with self._as_captured():
+            super()._capture_cuda_graphs(*args, **kwargs)  # type: ignore[misc]
+        self._count_replays(getattr(self, "cuda_graph_runner", None))
+        extend = getattr(self, "cuda_graph_runner_for_draft_extend", None)
+        if extend is None:
+            return
+        execute = extend.execute
+
+        def watched_execute(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            run = lambda: SimpleNamespace(  # noqa: E731 - passed on
+                logits_output=execute(forward_batch, *args, **kwargs)
+            )
+            output = run() if self._watcher is None else self._watcher(forward_batch, run)
+            return output.logits_output
+
+        compat.write(extend, execute=watched_execute)
+
+    @contextmanager
+    def _as_captured(self) -> Iterator[None]:
+        """Drafts inside the block as in a step that no recording needs, and without host reads."""
+        with (
+            compat.swapped(self, "_reads_host", False),
+            compat.swapped(self.gate, "exploring", False),
+            compat.swapped(self.gate, "capturing", True),
+        ):
+            yield
+
+    def _count_replays(self, graphs: Any) -> None:
+        """A replayed graph calls no ``forward`` that could be counted."""
+        if graphs is None:
+            return
+        execute, topk = graphs.execute, self.topk  # type: ignore[attr-defined]
+
+        def counted_execute(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            forwards = graphs.speculative_num_steps - 1
+            COUNTERS.draft_forwards += forwards
+            COUNTERS.draft_rows += forwards * forward_batch.batch_size * topk
+            return execute(forward_batch, *args, **kwargs)
+
+        compat.write(graphs, execute=counted_execute)
+
+    @contextmanager
+    def _eager_if_recorded(self) -> Iterator[None]:
+        """SGLang drafts without its CUDA graph inside the block if the step is recorded."""
+        if not self.gate.exploring or getattr(self, "cuda_graph_runner", None) is None:
+            yield
+            return
+        with compat.swapped(self, "cuda_graph_runner", None):
+            yield
+
+    def _draft_extend_for_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Measure the first token drafted behind each prompt."""
+        with self._last_output() as output:
+            result = super()._draft_extend_for_prefill(  # type: ignore[misc]
+                batch, *args, **kwargs
+            )
+        if not batch.forward_mode.is_idle():
+            slots = [compat.request_slot(req) for req in batch.reqs]
+            self.gate.opt(slots, [opts_out(req) for req in batch.reqs])
+            with GATE_CLOCK:
+                self.gate.join(batch.req_pool_indices, *output())
+        return result
+
+    def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Measure the first token drafted behind each verification."""
+        with self._last_output() as output:
+            super()._draft_extend_for_decode(batch, *args, **kwargs)  # type: ignore[misc]
+        if not batch.forward_mode.is_idle():
+            with GATE_CLOCK:
+                self.gate.relay_first_token(batch.req_pool_indices, *output())
+
+    @contextmanager
+    def _last_output(self) -> Iterator[Callable[[], tuple[Tensor, Tensor | None]]]:
+        """Yields a getter for logits [B, V] and hidden states [B, H] of the draft extend
+        inside the block.
+
+        SGLang selects the last accepted row of each request *in place* on the output
+        object after the forward, so the getter reads it only afterwards.
+        """
+        outputs: list[Any] = []
+
+        def keep(_forward_batch: Any, run: Callable[[], Any]) -> Any:
+            output = run()
+            outputs.append(output.logits_output)
+            return output
+
+        with self._watching(keep):
+            yield lambda: (outputs[-1].next_token_logits, outputs[-1].hidden_states)
+
+
+def no_forward(forward_batch: Any, choices: int = 1) -> Any:
+    """What ``draft_runner.forward`` returns, for a layer nobody will verify.
+
+    ``choices`` equal logits per row make the loop pick tokens from 0 on; the hidden states
+    pass through.
+    """
+    ids = forward_batch.input_ids
+    logits = torch.zeros((len(ids), choices), device=ids.device)
+    return SimpleNamespace(
+        logits_output=SimpleNamespace(
+            next_token_logits=logits, hidden_states=forward_batch.spec_info.hidden_states
+        )
+    )
