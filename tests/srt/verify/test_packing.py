@@ -131,9 +131,7 @@ def test_packed_rows_have_the_mrope_positions_of_their_requests(
         with srt.verify.chain.packed(
             packing, SimpleNamespace(return_logprob=False), own_acceptance=True
         ):
-            found = srt.verify.chain._prepare_packed(
-                case.init_new, whole, pool, case.batch, worker
-            )
+            found = srt.verify.chain._prepare_packed(case.init_new, whole, pool, case.batch, worker)
     else:
         whole.packing = packing
         found = srt.verify.tree._around_prepare(case.init_new)(whole, pool, case.batch, worker)
