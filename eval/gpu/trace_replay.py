@@ -206,7 +206,7 @@ def _attach() -> None:
     from sglang.srt.speculative import eagle_worker_common
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker, EAGLEWorkerV2
 
-    from sglang_c2t.srt.verify import chain as ragged_verify
+    from sglang_c2t.srt.verify.chain import ChainVerifyInput
 
     # The draft worker's, because C2T makes its gate right behind it.
     alloc, forward = EagleDraftWorker.alloc_memory_pool, EAGLEWorkerV2.forward_batch_generation
@@ -225,22 +225,30 @@ def _attach() -> None:
             _replay.join(batch.req_pool_indices, [req.origin_input_ids for req in batch.reqs])
         return forward(worker, batch, *args, **kwargs)
 
-    def replaying(sample: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(sample)
-        def sample_and_replay(verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            sampled = sample(verify_input, batch, *args, **kwargs)
-            if batch.forward_mode.is_idle():
-                return sampled
-            assert _replay is not None, "no request table yet"
-            return replayed(_replay, verify_input, batch, *sampled)
+    sample, accept = eagle_worker_common.eagle_sample, ChainVerifyInput.accept
 
-        return sample_and_replay
+    def of_recording(verify_input: Any, batch: Any, sampled: Any) -> Any:
+        if batch.forward_mode.is_idle():
+            return sampled
+        assert _replay is not None, "no request table yet"
+        return replayed(_replay, verify_input, batch, *sampled)
+
+    @functools.wraps(sample)
+    def sample_replayed(verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return of_recording(verify_input, batch, sample(verify_input, batch, *args, **kwargs))
+
+    @functools.wraps(accept)
+    def accept_replayed(
+        verify_input: Any, stock: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        accepted = accept(verify_input, sample, batch, *args, **kwargs)
+        return of_recording(verify_input, batch, accepted)
 
     EagleDraftWorker.alloc_memory_pool = alloc_memory_pool
     EAGLEWorkerV2.forward_batch_generation = forward_batch_generation
     # SGLang's, and what C2T puts in its place for packed rows.
-    eagle_worker_common.eagle_sample = replaying(eagle_worker_common.eagle_sample)
-    ragged_verify.sample_and_match = replaying(ragged_verify.sample_and_match)
+    eagle_worker_common.eagle_sample = sample_replayed
+    setattr(ChainVerifyInput, "accept", accept_replayed)  # noqa: B010 - mypy
     _replace_gate()
 
 

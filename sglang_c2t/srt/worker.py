@@ -12,9 +12,10 @@ import torch
 from sglang.srt.speculative import eagle_worker_v2, standalone_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
+from torch import Tensor
 
 from sglang_c2t.config import C2TConfig, ConfigError, active
-from sglang_c2t.draft.chain import ChainGate, truncated_chains
+from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.relay import FirstTokenRelay
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies import policy_for
@@ -36,10 +37,10 @@ from sglang_c2t.srt.hooks.control import approved, changed
 from sglang_c2t.srt.hooks.step_metrics import Step
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.tensor_parallel import agreement, ranks
-from sglang_c2t.srt.verify import chain as ragged_verify
-from sglang_c2t.srt.verify import tree as tree_verify
-from sglang_c2t.srt.verify.lookback import Lookback, choose_packing
-from sglang_c2t.srt.verify.packing import warm_up
+from sglang_c2t.srt.verify import chain, tree
+from sglang_c2t.srt.verify.lookback import Lookback
+from sglang_c2t.srt.verify.packed import PackedVerifyInput, verifying
+from sglang_c2t.srt.verify.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,8 @@ class WorkerMixin:
         self._recorder = Recorder.from_config(config, self.server_args)  # type: ignore[attr-defined]
         self._draft_worker.watch(self._gate_maker(), self._recorder)
         compat.widen_request_table()  # SGLang makes it once its workers are there
-        self._lookback = Lookback(
-            self.target_worker,  # type: ignore[attr-defined]
+        self._lookback = self._draft_worker.lookback = Lookback(
+            self.device == "cuda",  # type: ignore[attr-defined]
             agreement() if ranks() > 1 else None,
             config.max_verify_rows,
         )
@@ -77,15 +78,51 @@ class WorkerMixin:
         """Capture, and have ready what runs outside of the graphs."""
         super().init_cuda_graphs()  # type: ignore[misc]
         runner = self.target_worker.model_runner  # type: ignore[attr-defined]
-        if runner.device == "cuda" and self._packs:
+        trees = self.topk > 1  # type: ignore[attr-defined]
+        # Padded trees go the same way as packed ones, with all rows.
+        if runner.device == "cuda" and (self._draft_worker.packed or trees):
             warm_up(
                 runner,
                 self._draft_worker.draft_runner,  # type: ignore[attr-defined]
                 self.speculative_num_draft_tokens,  # type: ignore[attr-defined]
                 runner.max_running_requests,
-                trees=self.topk > 1,  # type: ignore[attr-defined]
+                trees=trees,
                 num_steps=self.speculative_num_steps,  # type: ignore[attr-defined]
             )
+
+    def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Verify what the gate left of the batch's drafts, and report it."""
+        verify_input = batch.spec_info
+        if batch.forward_mode.is_idle() or not isinstance(verify_input, PackedVerifyInput):
+            return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
+        gate, width = self._draft_worker.gate, verify_input.draft_token_num
+        # Every rank must cut alike, and only rank 0 has a recorder: ask the configuration.
+        if self._config.visits_every_root:
+            links = verify_input.retrieve_next_token
+            compat.write(verify_input, retrieve_next_token=torch.full_like(links, -1))
+        with verifying(verify_input, self.target_worker, self._lookback):  # type: ignore[attr-defined]
+            result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
+        compat.set_output_stride(result, verify_input.max_tree_depth)
+        # SGLang carries this field to meta_info["spec_cap_length"] and its log.
+        compat.write(result, cap_lens=verify_input.num_rows)
+        packing = verify_input.packing
+        result.c2t_step = Step(
+            full=width,
+            drafted=self._draft_worker.drafted_rows,
+            forwarded_rows=packing.forwarded_rows if packing else width * len(batch.seq_lens),
+            max_rows=self._config.max_verify_rows,
+            fell_back=gate.fell_back,
+        )
+        if self._recorder is not None and gate.exploring:
+            recordable = gate.first_tokens_complete(batch.req_pool_indices)
+            self._record(self._recorder, batch, recordable, verify_input, result)
+        return result
+
+    def _record(
+        self, recorder: Recorder, batch: Any, recordable: Tensor, verify_input: Any, result: Any
+    ) -> None:
+        """Write an exploring step; ``recordable`` [B] bool: whose first token was measured."""
+        raise NotImplementedError
 
     def change(self, values: object) -> C2TConfig:
         """Serve the policy of other settings from the next step on; returns all settings.
@@ -116,11 +153,6 @@ class WorkerMixin:
             self.speculative_num_draft_tokens,  # type: ignore[attr-defined]
         )
 
-    @property
-    def _packs(self) -> bool:
-        """Whether verification may be packed."""
-        raise NotImplementedError
-
     def _announce(self, what: str) -> None:
         """One line at the start that says what this server does."""
         logger.info("C2T: policy %s, %s, settings %s", self._config.policy, what,
@@ -139,9 +171,7 @@ class ChainWorkerMixin(WorkerMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._ragged = False
         self._draft_worker.draft_steps = self._config.draft_steps
-        ragged_verify.install(self.target_worker)  # type: ignore[attr-defined]
 
     def _gate_maker(self) -> Callable[..., FirstTokenRelay]:
         return partial(
@@ -154,57 +184,16 @@ class ChainWorkerMixin(WorkerMixin):
     def init_attention_backends(self) -> None:
         """Learn whether the target's backend can verify packed rows."""
         super().init_attention_backends()  # type: ignore[misc]
-        runner = self.target_worker.model_runner  # type: ignore[attr-defined]
-        self._ragged = ragged_verify.decide(self._config.verify, runner)
-        self._matches_exactly = compat.accepts_exactly(self.server_args)  # type: ignore[attr-defined]
-        self._announce(f"{'ragged' if self._ragged else 'static'} verification of chains")
+        draft, runner = self._draft_worker, self.target_worker.model_runner  # type: ignore[attr-defined]
+        draft.packed = chain.decide(self._config.verify, runner)
+        draft.exact = compat.accepts_exactly(self.server_args)  # type: ignore[attr-defined]
+        self._announce(f"{'ragged' if draft.packed else 'static'} verification of chains")
 
-    @property
-    def _packs(self) -> bool:
-        return self._ragged
-
-    def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Cut the drafts of the batch, verify, and report the lengths."""
-        if batch.forward_mode.is_idle():
-            return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
-        gate, recorder = self._draft_worker.gate, self._recorder
-        verify_lens = self._draft_worker.verify_lens  # [B] int32
-        assert len(verify_lens) == len(batch.seq_lens), (
-            f"gate saw {len(verify_lens)} requests, verification {len(batch.seq_lens)}"
-        )
-        verify_input = batch.spec_info
-        packing = None
-        if self._ragged:
-            packing = choose_packing(
-                self._lookback,
-                verify_lens,
-                verify_input.draft_token_num,
-                # A recorded step drafts all layers, and its lengths say nothing of the gate.
-                depth=None if gate.exploring else self._draft_worker.depth,
-            )
-        # Every rank must cut alike, and only rank 0 has a recorder: ask the configuration.
-        commit_lens = (
-            torch.ones_like(verify_lens) if self._config.visits_every_root else verify_lens
-        )
-        verify_input.retrieve_next_token = truncated_chains(
-            verify_input.retrieve_next_token, commit_lens
-        )
-        draft_tokens = verify_input.draft_token
-        with ragged_verify.packed(packing, batch, own_acceptance=self._matches_exactly):
-            result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
-        # SGLang carries this field to meta_info["spec_cap_length"] and its log.
-        result.cap_lens = verify_lens
-        width = verify_input.draft_token_num
-        result.c2t_step = Step(
-            full=width,
-            drafted=self._draft_worker.steps + 1,
-            forwarded_rows=packing.forwarded_rows if packing else width * len(verify_lens),
-            fell_back=gate.fell_back,
-        )
-        if recorder is not None and gate.exploring:
-            complete = gate.first_tokens_complete(batch.req_pool_indices)
-            recorder.add(batch, gate.layers, complete, draft_tokens, result)
-        return result
+    def _record(
+        self, recorder: Recorder, batch: Any, recordable: Tensor, verify_input: Any, result: Any
+    ) -> None:
+        layers = self._draft_worker.gate.layers
+        recorder.add(batch, layers, recordable, verify_input.draft_token, result)
 
 
 class TreeWorkerMixin(WorkerMixin):
@@ -229,10 +218,8 @@ class TreeWorkerMixin(WorkerMixin):
     def init_attention_backends(self) -> None:
         """Learn what the attention backends of target and draft can do with trees."""
         super().init_attention_backends()  # type: ignore[misc]
-        draft, config = self._draft_worker, self._config
-        draft.lookback = self._lookback
-        runner = self.target_worker.model_runner  # type: ignore[attr-defined]
-        draft.packed = tree_verify.decide(config, runner)
+        draft, runner = self._draft_worker, self.target_worker.model_runner  # type: ignore[attr-defined]
+        draft.packed = tree.decide(self._config, runner)
         rows = "packed" if draft.packed else "padded"
         self._announce(f"{rows} verification of trees, {self._follow_ancestors()} ancestors")
 
@@ -253,40 +240,12 @@ class TreeWorkerMixin(WorkerMixin):
             return "stock"
         return "exact"
 
-    @property
-    def _packs(self) -> bool:
-        return True  # padded trees go the same way, with all rows
-
-    def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Verify the batch's trees and report their sizes."""
-        if batch.forward_mode.is_idle():
-            return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
-        gate, recorder = self._draft_worker.gate, self._recorder
-        verify_input = batch.spec_info
-        if self._config.visits_every_root:  # every rank must: see ChainWorkerMixin.verify
-            links = verify_input.retrieve_next_token
-            verify_input.retrieve_next_token = torch.full_like(links, -1)
-        with tree_verify.verifying():
-            result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
-        compat.set_output_stride(result, verify_input.max_tree_depth)
-        # SGLang carries this field to meta_info["spec_cap_length"] and its log.
-        result.cap_lens = verify_input.trees.num_nodes.to(torch.int32)
-        width = verify_input.draft_token_num
-        result.c2t_step = Step(
-            full=width,
-            drafted=width,
-            forwarded_rows=verify_input.packing.forwarded_rows,
-            max_rows=self._config.max_verify_rows,
-            fell_back=gate.fell_back,
-        )
-        if recorder is not None and gate.exploring:
-            complete = gate.first_tokens_complete(batch.req_pool_indices)
-            rows = verify_input.retrieve_index
-            accepted = verify_input.accept_index
-            recorder.add_trees(
-                batch, gate.layers, complete, verify_input.trees, rows, accepted, result
-            )
-        return result
+    def _record(
+        self, recorder: Recorder, batch: Any, recordable: Tensor, verify_input: Any, result: Any
+    ) -> None:
+        layers, rows = self._draft_worker.gate.layers, verify_input.retrieve_index
+        accepted = verify_input.accept_index
+        recorder.add_trees(batch, layers, recordable, verify_input.trees, rows, accepted, result)
 
 
 class C2TEagleWorker(ChainWorkerMixin, EAGLEWorkerV2):

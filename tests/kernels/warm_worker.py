@@ -22,7 +22,8 @@ from sglang_c2t.kernels.rows import scatter_rows
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.verify.flashinfer import RaggedFlashInferBackend, _GraphBuffers
-from sglang_c2t.srt.verify.packing import HostSizes, Packing, warm_up
+from sglang_c2t.srt.verify.packing import HostSizes, Packing
+from sglang_c2t.srt.verify.warm_up import warm_up
 from tests.doubles import double
 
 MAX_REQUESTS, CONTEXT, VOCABULARY, HIDDEN = 40, 64, 512, 64
@@ -108,7 +109,9 @@ class Server:
         lens = lens if self.trees else lens.to(torch.int32)
         packed = Packing(lens, self.width, **self.shape(batch))
         table = torch.zeros(batch * self.width, dtype=torch.int64)
-        verify_input = double("EagleVerifyInput", draft_token=table, positions=table)
+        verify_input = double(
+            "EagleVerifyInput", draft_token=table, positions=table, spec_steps=self.width - 1
+        )
         requests = double(
             "ScheduleBatch", req_to_token_pool=self.runner.req_to_token_pool,
             req_pool_indices=table[:batch], seq_lens=table[:batch],

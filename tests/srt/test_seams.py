@@ -222,8 +222,7 @@ def written_names(source: str) -> set[str]:
 
 #: Attributes of our own, on objects of ours that have no name of their own above.
 OWN = {
-    "draft_steps", "lookback", "packed", "follow_ancestors", "_reads_host", "__class__",
-    "accept_index",
+    "draft_steps", "lookback", "packed", "exact", "follow_ancestors", "_reads_host", "__class__",
 }  # fmt: skip
 
 

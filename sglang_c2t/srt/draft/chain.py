@@ -14,7 +14,6 @@ import torch
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
-from torch import Tensor
 
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.plan.load import DraftDepth
@@ -22,6 +21,8 @@ from sglang_c2t.srt import compat
 from sglang_c2t.srt.draft.watcher import DraftWatcher, no_forward
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.hooks.requests import opts_out
+from sglang_c2t.srt.verify.chain import ChainVerifyInput
+from sglang_c2t.srt.verify.lookback import choose_packing
 
 # B requests, D layers
 
@@ -38,17 +39,14 @@ class ChainDraftMixin(DraftWatcher):
 
     gate: ChainGate
 
-    verify_lens: Tensor
-    """[B] int32 in [1, D + 1]: rows to verify of the step in progress, equal on all ranks."""
-
     depth: DraftDepth | None = None
     """How many layers the next step drafts; ``None``: always D."""
 
-    steps: int
-    """Layers that the step in progress drafts at most."""
-
     draft_steps: tuple[int, ...] | None = None
     """Numbers of layers to choose from, as configured."""
+
+    exact = True
+    """Whether drafts are accepted by sampling and matching, as thresholds of 1 ask for."""
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """Also make room for the lengths, where CUDA graphs can write them."""
@@ -59,15 +57,23 @@ class ChainDraftMixin(DraftWatcher):
         self._graphs: dict[int, _DraftGraphs] = {}
 
     def draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Draft chains; afterwards :attr:`verify_lens` says where each ends."""
+        """Draft chains; each ends where the gate ended it."""
         if batch.forward_mode.is_idle():
             return super().draft(batch, *args, **kwargs)  # type: ignore[misc]
-        self.steps = self._steps_for(batch)
-        with self._eager_if_recorded(), self._drafting(self.steps):
+        steps = self._steps_for(batch)
+        self.drafted_rows = steps + 1
+        with self._eager_if_recorded(), self._drafting(steps):
             verify_input = super().draft(batch, *args, **kwargs)  # type: ignore[misc]
         # A copy: the next step writes the same memory while the scheduler reads these.
-        self.verify_lens = self.gate.settle(self._lens[: len(batch.seq_lens)].clone())
-        return verify_input
+        verify_lens = self.gate.settle(self._lens[: len(batch.seq_lens)].clone())
+        packing = None
+        if self.packed:
+            # A recorded step drafts all layers, and its lengths say nothing of the gate.
+            depth = None if self.gate.exploring else self.depth
+            packing = choose_packing(
+                self.lookback, verify_lens, verify_input.draft_token_num, depth=depth
+            )
+        return ChainVerifyInput.cut(verify_input, verify_lens, packing=packing, exact=self.exact)
 
     def _steps_for(self, batch: Any) -> int:
         """Layers to draft: all where somebody reads all."""

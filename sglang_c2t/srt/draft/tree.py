@@ -31,7 +31,7 @@ from sglang_c2t.srt import compat
 from sglang_c2t.srt.draft.ancestors import Follow
 from sglang_c2t.srt.draft.watcher import DraftWatcher, no_forward
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
-from sglang_c2t.srt.verify.lookback import Lookback, choose_packing
+from sglang_c2t.srt.verify.lookback import choose_packing
 from sglang_c2t.srt.verify.tree import TreeVerifyInput, build_verify_input
 from sglang_c2t.tree import Trees
 
@@ -42,11 +42,6 @@ class TreeDraftMixin(DraftWatcher):
     """Grows trees with the gate's policy."""
 
     gate: TreeGate
-
-    packed = False
-    """Whether the target forwards live nodes only; else N rows per request."""
-
-    lookback: Lookback
 
     follow_ancestors: Follow | None = None
     """Tells attention where a row's ancestors are; ``None``: rows attend as in stock."""
@@ -66,6 +61,7 @@ class TreeDraftMixin(DraftWatcher):
 
     def draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """SGLang's, up to the verify input, which is ours."""
+        self.drafted_rows = self.speculative_num_draft_tokens  # type: ignore[attr-defined]
         with (
             self._eager_if_recorded(),
             compat.swapped(
@@ -88,7 +84,6 @@ class TreeDraftMixin(DraftWatcher):
         if not isinstance(verify_input, TreeVerifyInput):
             return super()._draft_extend_for_decode(batch, batch_result, **kwargs)
         width = verify_input.max_tree_depth
-        compat.write(batch, out_cache_loc=verify_input.window[:, :width].flatten())
         with compat.swapped(self, "speculative_num_draft_tokens", width):
             return super()._draft_extend_for_decode(batch, batch_result, **kwargs)
 

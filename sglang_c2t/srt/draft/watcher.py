@@ -25,6 +25,7 @@ from sglang_c2t.draft.relay import Exploration, FirstTokenRelay
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.hooks.requests import opts_out
+from sglang_c2t.srt.verify.lookback import Lookback
 
 # B requests, V draft vocabulary
 
@@ -33,6 +34,15 @@ class DraftWatcher:
     """Reads the draft logits of one of SGLang's draft workers for a gate."""
 
     gate: FirstTokenRelay
+
+    lookback: Lookback
+
+    packed = False
+    """Whether the target forwards surviving rows only; else N rows per request."""
+
+    drafted_rows: int
+    """Rows of a request, root included, that the step in progress drafts at most."""
+
     _make_gate: Callable[..., FirstTokenRelay]
     _exploration: Exploration | None
     _watcher: Callable[[Any, Callable[[], Any]], Any] | None

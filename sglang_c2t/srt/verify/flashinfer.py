@@ -27,7 +27,8 @@ from torch import Tensor
 from sglang_c2t.kernels.masks import mask_indptr, pack_tree_mask
 from sglang_c2t.kernels.rows import indptr, ragged_kv_indices
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.verify.packing import Packing, packing_of
+from sglang_c2t.srt.verify.packed import packing_of
+from sglang_c2t.srt.verify.packing import Packing
 
 # B requests, S >= B slots, T rows of a graph, L committed length, n rows of a request
 

@@ -20,6 +20,7 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, build_captu
 from sglang_c2t.config import ConfigError
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
+from sglang_c2t.srt.verify.packed import PackedVerifyInput
 from sglang_c2t.srt.verify.packing import HostSizes, Packing
 
 logger = logging.getLogger(__name__)
@@ -108,20 +109,21 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
         """The verify input a graph is captured with: T rows over S requests."""
         spec_info = super().get_spec_info(num_tokens)
         layout = self._layout(num_tokens)
-        compat.write(spec_info, custom_mask=None, ragged_verify_layout=layout)
         parents = None
         if self.trees:  # bushes of depth 1: a replay brings its own
             parents = torch.zeros((layout.bs, self.tiers.width), dtype=torch.int64)
             parents[:, 0] = -1
             parents = parents.to(self.device)
-        spec_info.c2t_packing = Packing(
+        packing = Packing(
             layout.verify_lens,
             self.tiers.width,
             sizes=HostSizes(torch.tensor(layout.verify_lens_cpu, dtype=torch.int32)),
             parents=parents,
             num_steps=1,
         )
-        return spec_info
+        captured = PackedVerifyInput.of(spec_info, packing=packing)
+        compat.write(captured, custom_mask=None, ragged_verify_layout=layout)
+        return captured
 
     def _layout(self, num_tokens: int) -> RaggedVerifyLayout:
         # Kept by SGLang's runner: a captured graph may read it, and replays refresh it in place.

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from sglang_c2t.plan.load import DraftDepth, PackingRule
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.verify.packing import HostSizes, Packing, packing_of
+from sglang_c2t.srt.verify.packing import HostSizes, Packing
 
 AGREE_EVERY = 64
 """Steps between two looks at the measured times."""
@@ -28,14 +29,14 @@ class Lookback:
     """What the server has learnt; see :mod:`sglang_c2t.plan.load` for what follows from it.
 
     Args:
-        target_worker: SGLang's, whose verify forwards are timed (on CUDA).
+        on_cuda: Whether verify forwards run on a GPU, where packing has a price.
         max_rows: Rows of a batch that may be verified; ``None``: no limit.
         agree: Makes a tensor equal on all tensor-parallel ranks; ``None`` on one rank.
     """
 
     def __init__(
         self,
-        target_worker: Any,
+        on_cuda: bool,
         agree: Callable[[Tensor], Tensor] | None = None,
         max_rows: int | None = None,
     ) -> None:
@@ -46,9 +47,7 @@ class Lookback:
         self._previous: tuple[HostSizes, DraftDepth | None, int] | None = None
         self._rows_per_request: float | None = None
         self._timed: deque[tuple[int, Any, Any]] = deque()  # rows and events of forwards
-        self._on_cuda = target_worker.model_runner.device == "cuda"
-        if self._on_cuda:
-            self._time(target_worker)
+        self._on_cuda = on_cuda
 
     def start(self, sizes: Tensor, depth: DraftDepth | None = None) -> HostSizes:
         """Send the rows of each request [B] to the host; learn from those of the step before.
@@ -77,14 +76,15 @@ class Lookback:
             return True
         return self._rule.pays(requests * width, requests * self._rows_per_request)
 
-    def _time(self, target_worker: Any) -> None:
+    @contextmanager
+    def timing(self, target_worker: Any, packing: Packing) -> Iterator[None]:
+        """Time the verify forward of ``packing`` inside the block (on CUDA)."""
+        if not self._on_cuda:
+            yield
+            return
         forward = target_worker.forward_batch_generation
 
         def timed_forward(*args: Any, **kwargs: Any) -> Any:
-            forward_batch: Any = kwargs.get("forward_batch")
-            packing = packing_of(forward_batch)
-            if packing is None:
-                return forward(*args, **kwargs)
             if packing.arrived is not None:
                 self._rule.waited((time.perf_counter() - packing.arrived) * 1e3)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -93,13 +93,14 @@ class Lookback:
             with compat.before_replay(target_worker.model_runner, begin.record):
                 result = forward(*args, **kwargs)
             end.record()
-            self._timed.append((len(forward_batch.input_ids), begin, end))
-            while self._timed and self._timed[0][2].query():
-                rows, begin, end = self._timed.popleft()
-                self._rule.forward_took(rows, begin.elapsed_time(end))
+            self._timed.append((packing.forwarded_rows, begin, end))
             return result
 
-        target_worker.forward_batch_generation = timed_forward
+        with compat.swapped(target_worker, "forward_batch_generation", timed_forward):
+            yield
+        while self._timed and self._timed[0][2].query():
+            rows, begin, end = self._timed.popleft()
+            self._rule.forward_took(rows, begin.elapsed_time(end))
 
     def _decide(self) -> None:
         per_row, wait = self._rule.measured

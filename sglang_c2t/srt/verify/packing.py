@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import time
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,13 +21,10 @@ from sglang_c2t.kernels.masks import ancestor_words_from_parents
 from sglang_c2t.kernels.rows import (
     PackedInputs,
     PackedRows,
-    block_of,
     pack_inputs,
     packed_rows,
-    scatter_rows,
 )
 from sglang_c2t.plan.tiers import Tiers
-from sglang_c2t.srt import compat
 from sglang_c2t.tree import visible_blocks, visible_nodes
 
 # B requests, N most rows of a request, R rows that are verified, T >= R rows of the forward
@@ -89,6 +85,9 @@ class Packing:
         """When the host learnt the sizes, if it had to wait (``time.perf_counter``)."""
         self.forwarded_rows = 0
         """T, once the forward is laid out."""
+        self.window: Tensor
+        """[B, W] int64, once the forward is laid out: KV slots behind each committed prefix. Row j
+        of a request is written to slot j; wide enough for N rows and for the longest path."""
 
     @classmethod
     def full(cls, batch: int, width: int, device: torch.device | str, **trees: Any) -> Packing:
@@ -139,15 +138,15 @@ class Packing:
         """
         from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
+        places = batch.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens
+        self.window = verify_window(*places, max(self.width, verify_input.max_tree_depth))
         tier = _tier(target_runner, self.total, len(self.num_rows)) or self.total
         self.forwarded_rows = tier
         inputs: PackedInputs = pack_inputs(
             self.num_rows,
             verify_input.draft_token,
             verify_input.positions,
-            batch.req_to_token_pool.req_to_token,
-            batch.req_pool_indices,
-            batch.seq_lens,
+            *places,
             tier,
         )
         packed = copy.copy(verify_input)
@@ -156,7 +155,6 @@ class Packing:
         packed.ragged_verify_layout = RaggedVerifyLayout.from_verify_lens_device(
             verify_lens=self.num_rows, graph_num_tokens=tier
         )
-        packed.c2t_packing = self
         return packed, inputs.out_cache_loc
 
     def rotated(self, positions: Tensor) -> Tensor:
@@ -171,84 +169,15 @@ class Packing:
         return visible_blocks(visible_nodes(self.parents, self._num_steps), self.num_rows)
 
 
-def packing_of(forward_batch: Any) -> Packing | None:
-    """The packing of a verify forward; ``None`` for any other forward."""
-    return getattr(getattr(forward_batch, "spec_info", None), "c2t_packing", None)
+def verify_window(req_to_token: Tensor, slots: Tensor, seq_lens: Tensor, width: int) -> Tensor:
+    """[B, width] int64: KV locations of the positions behind each committed prefix.
 
-
-def warm_up(
-    target_runner: Any,
-    draft_runner: Any,
-    width: int,
-    max_requests: int,
-    *,
-    trees: bool,
-    num_steps: int,
-) -> None:
-    """Compile what packed verification launches outside of graphs, for every batch size, before
-    a request has to wait for it. What the gate launches has been compiled when graphs were
-    captured.
+    Those behind the context limit, where the table ends, are 0: SGLang's padding slot.
     """
-    device = target_runner.device
-    for batch in one_of_each(max_requests):
-        rows = torch.ones(batch, dtype=torch.int32, device=device)
-        zeros = torch.zeros(batch * width, dtype=torch.int64, device=device)
-        parents = zeros.view(batch, width) - 1 if trees else None
-        packing = Packing(rows, width, parents=parents, num_steps=num_steps)
-        requests = SimpleNamespace(
-            req_to_token_pool=target_runner.req_to_token_pool,
-            req_pool_indices=zeros[:batch],
-            seq_lens=zeros[:batch],
-        )
-        packing.forwarded(
-            SimpleNamespace(draft_token=zeros, positions=zeros), requests, target_runner
-        )
-        _ = packing.rows, packing.words
-        if compat.is_flashinfer(target_runner.attn_backend):
-            requests.batch_size, requests.seq_lens_cpu = batch, torch.zeros(batch)
-            target_runner.attn_backend.eager_plan(requests, packing)
-        if not trees:
-            for columns, dtype in _unpacked_tables(target_runner, draft_runner):
-                scatter_rows(torch.zeros((batch, columns), dtype=dtype, device=device), rows, width)
-    if (tiers := tiers_of(target_runner)) is not None:
-        _warm_up_layouts(tiers, device)
-
-
-def one_of_each(most: int) -> list[int]:
-    """Of the numbers from 1 to ``most`` one for each way in which Triton may compile for it: 1,
-    multiples of 16 and all else are kernels of their own, and so are blocks of 1, 2, 4, ...
-    """
-    kinds: dict[tuple[int, bool, bool], int] = {}
-    for number in range(1, most + 1):
-        kinds.setdefault((block_of(number), number == 1, number % 16 == 0), number)
-    return list(kinds.values())
-
-
-def _unpacked_tables(target_runner: Any, draft_runner: Any) -> list[tuple[int, torch.dtype]]:
-    """Columns and dtype of what :func:`scatter_rows` brings back: hidden states as wide as the
-    draft reads them, and logits.
-    """
-    hidden = compat.target_hidden_width(draft_runner)
-    return [
-        (hidden, target_runner.dtype),
-        (target_runner.model_config.vocab_size, torch.float32),
-    ]
-
-
-def _warm_up_layouts(tiers: Tiers, device: Any) -> None:
-    """SGLang's kernels that pad a layout to the slots of its tier, at each replay."""
-    from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
-
-    kinds: dict[tuple[object, ...], tuple[int, int, int]] = {}
-    for rows in tiers.rows:
-        slots = tiers.slots(rows)
-        for batch in one_of_each(slots):
-            kind = block_of(slots), *((n == 1, n % 16 == 0) for n in (batch, slots, rows))
-            kinds.setdefault(kind, (batch, slots, rows))
-    for batch, slots, rows in kinds.values():
-        RaggedVerifyLayout.from_verify_lens_device(
-            verify_lens=torch.ones(batch, dtype=torch.int32, device=device), graph_num_tokens=rows
-        ).padded_to_bucket(padded_bs=slots, cap=tiers.width)
+    positions = seq_lens[:, None] + torch.arange(width, device=seq_lens.device)
+    last = req_to_token.shape[1] - 1
+    locations = req_to_token[slots[:, None], positions.clamp(max=last)]
+    return locations.masked_fill(positions > last, 0).to(torch.int64)
 
 
 def tiers_of(target_runner: Any) -> Tiers | None:

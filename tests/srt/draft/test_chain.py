@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -95,14 +95,26 @@ class StockWorker:
         return "parents", "scores", tokens, None
 
 
+def built(tokens: torch.Tensor, *, num_steps: int) -> Any:
+    """SGLang's verify input of full chains, behind roots 0; what is not read here is ``None``."""
+    from sglang.srt.speculative.eagle_info import EagleVerifyInput
+
+    unread = dict.fromkeys(
+        ("custom_mask", "positions", "retrieve_index", "retrieve_next_sibling", "retrieve_cum_len",
+         "capture_hidden_mode", "seq_lens_sum", "seq_lens_cpu")
+    )  # fmt: skip
+    links = torch.arange(1, num_steps + 2).repeat(len(tokens), 1)
+    links[:, -1] = -1
+    return EagleVerifyInput(
+        draft_token=torch.nn.functional.pad(tokens, (1, 0)).flatten(), spec_steps=num_steps,
+        draft_token_num=num_steps + 1, topk=1, retrieve_next_token=links, **unread,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def worker(draft: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ours over the stand-in, its graphs captured; keeps every token."""
-    monkeypatch.setattr(
-        draft.eagle_worker_v2,
-        "build_eagle_verify_input",
-        lambda tokens, **settings: SimpleNamespace(tokens=tokens, **settings),
-    )
+    monkeypatch.setattr(draft.eagle_worker_v2, "build_eagle_verify_input", built)
     made = type("Worker", (draft.ChainDraftMixin, StockWorker), {})()
     made.watch(lambda **relay: ChainGate(Fixed(), **relay), None)
     made.alloc_memory_pool()
@@ -152,21 +164,21 @@ def test_a_shorter_step_runs_fewer_layers_and_still_builds_full_chains(
     worker.layers_run = 0
     verify_input = worker.draft(batch())
     assert worker.layers_run == steps - 1
-    assert verify_input.num_steps == STEPS
-    assert verify_input.tokens.tolist() == [[7] * steps + [0] * (STEPS - steps)] * BATCH
-    assert worker.verify_lens.tolist() == [steps + 1] * BATCH
+    assert verify_input.spec_steps == STEPS
+    assert verify_input.draft_token.tolist() == [0, *[7] * steps, *[0] * (STEPS - steps)] * BATCH
+    assert verify_input.num_rows.tolist() == [steps + 1] * BATCH
+    assert worker.drafted_rows == steps + 1
     assert worker.speculative_num_steps == STEPS  # only for that step
 
 
 def test_lengths_of_a_step_outlive_the_next_step(worker: Any) -> None:
     """The scheduler may still be reading them."""
     worker.depth.steps = 4
-    worker.draft(batch())
-    lens = worker.verify_lens
+    before = worker.draft(batch())
     worker.depth.steps = 2
-    worker.draft(batch())
-    assert lens.tolist() == [5] * BATCH
-    assert worker.verify_lens.tolist() == [3] * BATCH
+    after = worker.draft(batch())
+    assert before.num_rows.tolist() == [5] * BATCH
+    assert after.num_rows.tolist() == [3] * BATCH
 
 
 def test_a_recorded_step_drafts_all_layers_eagerly(worker: Any) -> None:
@@ -174,7 +186,7 @@ def test_a_recorded_step_drafts_all_layers_eagerly(worker: Any) -> None:
     worker.gate.exploring = True
     worker.cuda_graph_runner.execute = None  # must not be called
     worker.layers_run = 0
-    assert worker.draft(batch()).tokens.shape == (BATCH, STEPS)
+    assert worker.draft(batch()).draft_token.shape == (BATCH * (STEPS + 1),)
     assert worker.layers_run == STEPS - 1
 
 

@@ -190,8 +190,9 @@ EAGER = SimpleNamespace(decode_cuda_graph_runner=None)
 
 def test_packing_chains_is_two_kernels_and_what_the_layout_takes(srt: ModuleType) -> None:
     verify_input = SimpleNamespace(
-        draft_token=integers(B * N), positions=integers(B * N), ragged_verify_layout=None
-    )
+        draft_token=integers(B * N), positions=integers(B * N), ragged_verify_layout=None,
+        max_tree_depth=N,
+    )  # fmt: skip
     links, here = integers(B, N), batch()
     packing = packing_of_two_thirds(srt, N)
     with Launches() as launches:
@@ -200,7 +201,7 @@ def test_packing_chains_is_two_kernels_and_what_the_layout_takes(srt: ModuleType
         _ = packing.rows
     assert launches.names.count("_pack_inputs_kernel") == 1
     assert launches.names.count("_packed_rows_kernel") == 1
-    assert len(launches.names) <= 7
+    assert len(launches.names) <= 17  # ten of them for the window that draft extend writes
 
 
 def test_full_width_needs_no_copy_of_its_sizes(srt: ModuleType) -> None:

@@ -23,8 +23,7 @@ def lookback() -> ModuleType:
 
 
 def on_cpu(lookback: ModuleType, agree: Any = lambda tensor: tensor, **limits: Any) -> Any:
-    target = double("TpModelWorker", model_runner=double("ModelRunner", device="cpu"))
-    return lookback.Lookback(target, agree, **limits)
+    return lookback.Lookback(False, agree, **limits)
 
 
 def test_a_step_is_learnt_from_when_the_next_one_starts(lookback: ModuleType) -> None:
@@ -124,13 +123,13 @@ def test_a_forward_is_timed_from_where_the_device_begins_with_it(
     )
     worker = double("TpModelWorker", model_runner=runner, forward_batch_generation=forward)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    memory, took = lookback.Lookback(worker), []
+    memory, took = lookback.Lookback(on_cuda=True), []
     monkeypatch.setattr(memory._rule, "forward_took", lambda *of: took.append(of))
-    verify_input = double("EagleVerifyInput")
-    verify_input.c2t_packing = SimpleNamespace(arrived=None)  # ours
-    batch = double("ForwardBatch", spec_info=verify_input, input_ids=torch.zeros(12))
-    assert worker.forward_batch_generation(forward_batch=batch) == "output"
+    packing = SimpleNamespace(arrived=None, forwarded_rows=12)
+    with memory.timing(worker, packing):
+        assert worker.forward_batch_generation(forward_batch=None) == "output"
     assert took == [(12, 7 if captured else 107)]
+    assert worker.forward_batch_generation is forward
     assert backend.replay.__func__ is work  # as it was
 
 

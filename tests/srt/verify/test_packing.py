@@ -53,7 +53,7 @@ class MRope:
         )
         self.spec_info: Any = None
         self.batch = SimpleNamespace(
-            forward_mode=SimpleNamespace(is_idle=lambda: False),
+            out_cache_loc=None,
             req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(9, 200, dtype=torch.int32)),
             req_pool_indices=torch.arange(len(lens)),
             seq_lens=torch.ones(len(lens), dtype=torch.int64),
@@ -116,25 +116,19 @@ def mropes(draw: st.DrawFn) -> MRope:
     return MRope(lens, width, deltas, draw(st.booleans()))
 
 
-@given(mropes(), st.sampled_from(["chains", "trees"]), st.booleans())
+@given(mropes(), st.booleans())
 def test_packed_rows_have_the_mrope_positions_of_their_requests(
-    srt: ModuleType, case: MRope, kind: str, prepared: bool
+    srt: ModuleType, case: MRope, prepared: bool
 ) -> None:
     """Also where SGLang has prepared those of the full window."""
     full = torch.full((3, len(case.positions)), -1)
-    whole = case.verify_input(**({"prepared_mrope_positions": full} if prepared else {}))
-    case.batch.spec_info = whole
     packing = srt.verify.packing.Packing(torch.tensor(case.lens, dtype=torch.int32), case.width)
+    stock = case.verify_input(**({"prepared_mrope_positions": full} if prepared else {}))
+    whole = srt.verify.packed.PackedVerifyInput.of(stock, packing=packing)
+    case.batch.spec_info = whole
     worker = SimpleNamespace(model_runner=case.runner)
     pool = case.batch.req_to_token_pool
-    if kind == "chains":
-        with srt.verify.chain.packed(
-            packing, SimpleNamespace(return_logprob=False), own_acceptance=True
-        ):
-            found = srt.verify.chain._prepare_packed(case.init_new, whole, pool, case.batch, worker)
-    else:
-        whole.packing = packing
-        found = srt.verify.tree._around_prepare(case.init_new)(whole, pool, case.batch, worker)
+    found = srt.verify.packed._prepare(case.init_new, whole, pool, case.batch, worker)
     assert found.tolist() == [case.rows_of_the_forward()] * 3
     assert case.batch.spec_info is whole
     assert (whole.prepared_mrope_positions is full) == prepared
@@ -156,7 +150,7 @@ def test_a_window_behind_the_end_of_the_request_table_is_the_padding_slot(
     places = max(seq_lens) + room
     table = [rng.sample(range(1, 200), max(places, 1)) for _ in range(6)]
     slots = rng.sample(range(6), len(seq_lens))
-    found = srt.verify.chain.verify_window(
+    found = srt.verify.packing.verify_window(
         torch.tensor(table, dtype=torch.int32), torch.tensor(slots), torch.tensor(seq_lens), width
     )
     assert found.dtype == torch.int64
@@ -186,6 +180,46 @@ def test_the_request_table_holds_all_that_is_reserved_behind_the_context_limit(
 # -- what comes back ----------------------------------------------------------------------
 
 
+def chain_input(srt: ModuleType, lens: list[int], width: int, **fields: Any) -> Any:
+    """Chains of which ``lens`` rows are verified."""
+    stock = MRope(lens, width, [None] * len(lens), padded=False).verify_input()
+    stock.retrieve_next_token = torch.arange(1, width + 1).repeat(len(lens), 1)
+    stock.retrieve_next_token[:, -1] = -1
+    num_rows = torch.tensor(lens, dtype=torch.int32)
+    packing = srt.verify.packing.Packing(num_rows, width)
+    return srt.verify.chain.ChainVerifyInput.cut(stock, num_rows, packing=packing, **fields)
+
+
+def test_what_sglang_calls_while_it_verifies_is_ours_and_afterwards_its_own(
+    srt: ModuleType,
+) -> None:
+    """Nothing is replaced where nothing is packed."""
+    common = srt.verify.packed.eagle_worker_common
+    names = "eagle_prepare_for_verify", "eagle_sample", "_finalize_accept_tree_path"
+    before = [getattr(common, name) for name in names]
+    chains = chain_input(srt, [2, 1], width=3)
+    lookback = srt.verify.lookback.Lookback(on_cuda=False)
+    with srt.verify.packed.verifying(chains, None, lookback):
+        inside = [getattr(common, name) for name in names]
+    assert all(ours is not stock for ours, stock in zip(inside, before, strict=True))
+    assert [getattr(common, name) for name in names] == before
+    chains.packing = None
+    with srt.verify.packed.verifying(chains, None, lookback):
+        assert [getattr(common, name) for name in names] == before
+
+
+def test_chains_end_where_they_were_cut_and_keep_what_sglang_hung_on_them(srt: ModuleType) -> None:
+    stock = MRope([2, 3], 3, [None, None], padded=False).verify_input()
+    stock.retrieve_next_token = torch.tensor([[1, 2, -1], [1, 2, -1]])
+    stock.hidden_states = "undeclared"
+    lens = torch.tensor([2, 3], dtype=torch.int32)
+    chains = srt.verify.chain.ChainVerifyInput.cut(stock, lens)
+    assert chains.retrieve_next_token.tolist() == [[1, -1, -1], [1, 2, -1]]
+    assert stock.retrieve_next_token.tolist() == [[1, 2, -1], [1, 2, -1]]
+    assert (chains.hidden_states, chains.draft_token_num) == ("undeclared", 3)
+    assert chains.num_rows is lens
+
+
 @pytest.mark.parametrize("return_logprob", [False, True])
 @pytest.mark.parametrize("own_acceptance", [False, True])
 @pytest.mark.parametrize("has_hidden", [False, True])
@@ -194,27 +228,15 @@ def test_outputs_are_unpacked_for_whoever_reads_them_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Draft extend reads hidden states; SGLang's own acceptance and log-probabilities logits."""
-    common = srt.verify.chain.eagle_worker_common
     logits = torch.arange(4.0 * VOCAB).view(4, VOCAB)
     hidden = torch.arange(8.0).view(4, 2) if has_hidden else None
-
-    def forward(**_kwargs: Any) -> Any:
-        output = SimpleNamespace(next_token_logits=logits, hidden_states=hidden)
-        return SimpleNamespace(logits_output=output)
-
-    target = SimpleNamespace(forward_batch_generation=forward)
-    monkeypatch.setattr(srt.compat, "wrap_global", lambda *_: None)
-    srt.verify.chain.install(target)
-    packing = srt.verify.packing.Packing(torch.tensor([3, 1], dtype=torch.int32), 3)
-    forward_batch = SimpleNamespace(spec_info=SimpleNamespace(c2t_packing=packing))
-    batch, stock = SimpleNamespace(return_logprob=return_logprob), common.eagle_sample
-    with srt.verify.chain.packed(packing, batch, own_acceptance=own_acceptance):
-        output = target.forward_batch_generation(forward_batch=forward_batch).logits_output
-        sampler = common.eagle_sample
+    output = double("LogitsProcessorOutput", next_token_logits=logits, hidden_states=hidden)
+    monkeypatch.setattr(srt.verify.chain, "match_rows", lambda *_: "ours")
+    chains = chain_input(srt, [3, 1], width=3, exact=own_acceptance)
+    batch = SimpleNamespace(return_logprob=return_logprob)
+    accepted = chains.accept(lambda *_: "stock", batch, output)
     reads_full = return_logprob or not own_acceptance
-    assert (sampler is stock) == reads_full
-    assert (sampler is srt.verify.chain.sample_and_match) != reads_full
-    assert common.eagle_sample is stock
+    assert accepted == ("stock" if reads_full else "ours")
 
     def unpacked(rows: Tensor) -> list[list[float]]:
         nothing = [0.0] * rows.shape[1]

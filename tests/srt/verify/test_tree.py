@@ -163,11 +163,14 @@ def test_a_verify_input_is_its_trees_and_names_the_rows_of_the_forward(
     found = case.verify_input(verify)
     width = max(case.max_nodes, case.num_steps + 1)
     assert found.max_tree_depth == case.num_steps + 1
-    assert found.rows.tolist() == [b * case.max_nodes + node for b, node in case.forwarded]
+    assert found.packing.rows.tolist() == [b * case.max_nodes + node for b, node in case.forwarded]
+    found.packing.forwarded(found, case.batch(), target_runner())
     for b, parents in enumerate(case.parents):
         rows = [row for row, (owner, _) in enumerate(case.forwarded) if owner == b]
         assert found.packing.num_rows[b] == len(rows)
-        assert found.window[b].tolist() == [case.kv_slot(b, place) for place in range(width)]
+        assert found.packing.window[b].tolist() == [
+            case.kv_slot(b, place) for place in range(width)
+        ]
         for node in range(len(parents)):
             flat = b * case.max_nodes + node
             assert found.draft_token[flat] == case.tokens[b][node]
@@ -242,12 +245,8 @@ def matched(
     verify: ModuleType, case: Case, logits: Tensor, mask: Any = None, **info: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = case.batch(sampling_info=sampling_info(**info))
-    return verify.sample_and_match(
-        case.verify_input(verify),
-        batch,
-        double("LogitsProcessorOutput", next_token_logits=logits),
-        mask,
-    )
+    output = double("LogitsProcessorOutput", next_token_logits=logits)
+    return case.verify_input(verify).accept(None, batch, output, mask)
 
 
 def assert_accepts(
@@ -392,10 +391,11 @@ def test_the_accepted_path_moves_to_the_front_and_nothing_else_changes(
     pool = Pool()
     hidden = torch.arange(2.0 * len(logits)).view(-1, 2)
     output = double("LogitsProcessorOutput", hidden_states=hidden.clone() if with_hidden else None)
+    verify_input.packing.forwarded(verify_input, case.batch(), target_runner())
     case.table.zero_()  # the scheduler may have given the requests' rows away by now
     batch = case.batch(spec_info=verify_input)
-    slots = verify_input.window.tolist()
-    tokens = verify.accepted_to_front(
+    slots = verify_input.packing.window.tolist()
+    tokens = verify_input.accepted_to_front(
         batch, accept_index, accept_lens, predict, output, len(case.parents),
         token_to_kv_pool_allocator=pool, num_draft_tokens=case.max_nodes,
     )  # fmt: skip
@@ -444,7 +444,7 @@ def test_flashinfer_verifies_trees_packed_unless_told_otherwise(
     verify: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: str, packed: bool
 ) -> None:
     monkeypatch.setattr(verify.compat, "has_recurrent_state", lambda model_config: False)
-    monkeypatch.setattr(verify, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(verify.backends, "prepare", lambda *_, **__: None)
     assert verify.decide(config(mode), runner(flashinfer())) is packed
 
 

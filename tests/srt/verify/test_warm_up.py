@@ -20,7 +20,7 @@ def test_after_the_start_packed_verification_compiles_nothing() -> None:
 
 @given(st.integers(1, 300))
 def test_every_number_is_compiled_for_like_one_that_is_warmed_up(most: int) -> None:
-    from sglang_c2t.srt.verify.packing import one_of_each
+    from sglang_c2t.srt.verify.warm_up import one_of_each
 
     def kind(number: int) -> tuple[int, bool, bool]:
         block = 1

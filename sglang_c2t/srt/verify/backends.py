@@ -1,0 +1,42 @@
+"""Which targets can verify packed rows, and what makes them do so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.verify import graphs
+
+
+def obstacle(target_runner: Any) -> str | None:
+    """Why packed rows cannot be verified by this runner; ``None`` when they can.
+
+    Backends are on an allow-list: one that ignores the layout would read wrong rows without an
+    error.
+    """
+    backend = target_runner.attn_backend
+    if compat.is_flashinfer(backend):
+        from sglang_c2t.srt.verify import flashinfer
+
+        if (reason := flashinfer.hindrance(backend)) is not None:
+            return reason
+    elif not compat.reads_packed_rows(backend):
+        return f"attention backend {type(backend).__name__} is not known to read packed rows"
+    if compat.gathers_rows(target_runner.server_args):
+        return (
+            "ranks exchange rows inside the model (--moe-a2a-backend, --moe-dense-tp-size), and "
+            "agree on full width before it"
+        )
+    if compat.has_recurrent_state(target_runner.model_config):
+        return "the target keeps recurrent state per verified row"
+    return None
+
+
+def prepare(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
+    """Have the target's attention and CUDA graphs take packed rows."""
+    if compat.is_flashinfer(target_runner.attn_backend):
+        from sglang_c2t.srt.verify import flashinfer
+
+        flashinfer.adopt(target_runner.attn_backend)
+    if target_runner.device == "cuda":
+        graphs.use_tiers(target_runner, trees=trees, max_rows=max_rows)

@@ -1,0 +1,133 @@
+"""One target forward over the rows that are worth it: what chains and trees share.
+
+SGLang verifies [B, N] rows, and sampling, grammar, log-probabilities and bookkeeping rely on it.
+Here each request brings its own number of rows, as many as its chain or tree has nodes, and only
+the target's forward sees them packed::
+
+    PackedVerifyInput [B * N] --pack--> target forward [T] --sample, match--> tokens [B * N]
+
+``run_eagle_verify`` stays SGLang's. Three functions that it calls by their global names are ours
+while it verifies such an input (:func:`verifying`): the one that prepares the target's batch, the
+sampler and, for trees, the one that moves the accepted path to the front. The attention backend
+learns the rows of each request from SGLang's own ``RaggedVerifyLayout``, which DSPARK uses, and
+what it needs beyond from the packing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Self
+
+from sglang.srt.speculative import eagle_worker_common
+from sglang.srt.speculative.eagle_info import EagleVerifyInput
+from torch import Tensor
+
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.verify.lookback import Lookback
+from sglang_c2t.srt.verify.packing import Packing
+
+# B requests, N most rows of a request, T rows of the target's forward
+
+#: (predict [B * N], accept_lens [B], accept_index [B, S]): what ``eagle_sample`` returns.
+Accepted = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclasses.dataclass(kw_only=True)
+class PackedVerifyInput(EagleVerifyInput):
+    """A verification of which the target forwards some rows only.
+
+    The inherited fields are SGLang's, [B, N] tables and [B * N] rows.
+    """
+
+    packing: Packing | None = None
+    """Which rows are forwarded; ``None``: all of them, and nothing here is ours."""
+
+    @classmethod
+    def of(cls, stock: EagleVerifyInput, **own: Any) -> Self:
+        """SGLang's verify input, with fields of our ``own``."""
+        fields = {f.name: getattr(stock, f.name) for f in dataclasses.fields(stock) if f.init}
+        made = cls(**(fields | own))
+        for name, value in vars(stock).items():  # SGLang hangs more on it than it declares
+            made.__dict__.setdefault(name, value)
+        return made
+
+    @property
+    def num_rows(self) -> Tensor:
+        """[B] int32: rows of each request that are verified."""
+        raise NotImplementedError
+
+    def accept(
+        self,
+        stock: Callable[..., Accepted],
+        batch: Any,
+        logits_output: Any,
+        grammar_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Accepted:
+        """In place of ``eagle_sample``, the ``stock`` one, on packed outputs [T, ...]."""
+        raise NotImplementedError
+
+    def accepted_to_front(self, *args: Any, **kwargs: Any) -> Tensor:
+        """In place of ``_finalize_accept_tree_path``, which SGLang calls for trees."""
+        raise NotImplementedError
+
+
+@contextmanager
+def verifying(
+    verify_input: PackedVerifyInput, target_worker: Any, lookback: Lookback
+) -> Iterator[None]:
+    """``run_eagle_verify`` verifies the packed rows of ``verify_input`` inside the block.
+
+    ``lookback`` learns what the forward of ``target_worker`` took.
+    """
+    if verify_input.packing is None:
+        yield
+        return
+    common = eagle_worker_common
+    prepare = partial(_prepare, common.eagle_prepare_for_verify)
+    stock_sample = common.eagle_sample
+
+    def sample(_verify_input: Any, *args: Any, **kwargs: Any) -> Accepted:
+        return verify_input.accept(stock_sample, *args, **kwargs)
+
+    with (
+        compat.swapped(common, "eagle_prepare_for_verify", prepare),
+        compat.swapped(common, "eagle_sample", sample),
+        compat.swapped(common, "_finalize_accept_tree_path", verify_input.accepted_to_front),
+        lookback.timing(target_worker, verify_input.packing),
+    ):
+        yield
+
+
+def _prepare(
+    stock: Callable[..., Any],
+    verify_input: PackedVerifyInput,
+    req_to_token_pool: Any,
+    batch: Any,
+    target_worker: Any,
+) -> Any:
+    """Around ``eagle_prepare_for_verify``: the forward batch is built from the packed rows."""
+    packing = verify_input.packing
+    assert packing is not None, "called outside of verifying()"
+    packed, slots = packing.forwarded(verify_input, batch, target_worker.model_runner)
+    compat.write(batch, spec_info=packed)
+    try:
+        with (
+            compat.writing_rows(packed, slots),
+            compat.rotating_rows(packed, verify_input.positions, packing.rotated),
+        ):
+            return stock(packed, req_to_token_pool, batch, target_worker)
+    finally:
+        # Draft extend writes behind the committed prefix, wherever the rows were verified.
+        extended = packing.window[:, : verify_input.max_tree_depth].flatten()
+        compat.write(batch, spec_info=verify_input, out_cache_loc=extended)
+
+
+def packing_of(forward_batch: Any) -> Packing | None:
+    """The packing of a verify forward; ``None`` for any other forward."""
+    verify_input = getattr(forward_batch, "spec_info", None)
+    return verify_input.packing if isinstance(verify_input, PackedVerifyInput) else None
