@@ -82,7 +82,7 @@ RESOLVE_RESULT = (
 )
 LOG_STATS = "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats"
 MODEL_FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
-#: Attention backends that may read packed rows, by SGLang's name; verify/chain.py looks at
+#: Attention backends that may read packed rows, by SGLang's name; verify/backends.py looks at
 #: the backend itself once it exists.
 RAGGED_BACKENDS = ("fa3", "flashinfer", "intel_amx")
 
@@ -280,7 +280,7 @@ SEAMS: tuple[Seam, ...] = (
         "hands the target a packed batch",
         ["verify_input", "req_to_token_pool", "batch", "target_worker"],
     ),
-    Seam(f"{EAGLE_COMMON}.run_eagle_verify", "calls eagle_prepare_for_verify by its global name"),
+    Seam(f"{EAGLE_COMMON}.run_eagle_verify", "calls what packs and accepts by its global name"),
     Seam(
         f"{EAGLE_INFO}.EagleVerifyInput",
         "is cut and packed",
@@ -523,7 +523,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
-        "unpacks the target's output",
+        "is timed while it verifies",
         ["forward_batch"],
     ),
     Seam(
