@@ -17,7 +17,7 @@ from eval.gpu.methods import BASELINE
 from eval.gpu.models import SHAPES
 from eval.gpu.roofline import Ceilings, step_floor
 from eval.gpu.throughput import read
-from eval.markdown import bold, row, rule
+from eval.tables.markdown import bold, row, rule
 
 ABSENT = "-"
 

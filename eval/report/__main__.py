@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import track
 
 from eval.bench.records import RecordError
-from eval.reporting.cells import Results, load
-from eval.reporting.compare import compare
-from eval.reporting.report import report, write
+from eval.report.cells import Results, load
+from eval.report.compare import compare
+from eval.report.report import report, write
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from eval.markdown import bold, row, rule
-from eval.reporting.document import BOLD, Block, Bullets, Document, Entry, Figure, Heading, Table
-from eval.reporting.document import Text as Paragraph
+from eval.report.document import BOLD, Block, Bullets, Document, Entry, Figure, Heading, Table
+from eval.report.document import Text as Paragraph
+from eval.tables.markdown import bold, row, rule
 
 PLOTS = "plots"
 

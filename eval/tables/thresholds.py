@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eval.markdown import row, rule
+from eval.tables.markdown import row, rule
 from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.compare import ODDS_GRID, Array, Curve
 from sglang_c2t.policies.base import ChainPolicy
@@ -73,7 +73,7 @@ def table(train: Mapping[str, Chains], test: Mapping[str, Chains]) -> list[str]:
         "The shipped classifiers, drafts of at most "
         f"{NUM_STEPS} tokens. A default is the threshold at which a rule accepts as much as `c2t` "
         f"at its published {published.beta:g} on the training prompts of all drafts together: "
-        f"{told} (`eval/thresholds.py`). On the test prompts, tau / gamma:",
+        f"{told} (`eval/tables/thresholds.py`). On the test prompts, tau / gamma:",
         "",
         row("rule", ["training prompts, together", *test, "test prompts, together"]),
         rule(len(test) + 2),

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from eval import thresholds
 from eval.bench import provenance
-from eval.markdown import bold, bracket, difference, row, rule, with_interval
 from eval.recordings import MAX_NEW_TOKENS, NUM_STEPS, other_prompts, prompts, record
 from eval.server import DRAFTS
+from eval.tables import thresholds
+from eval.tables.markdown import bold, bracket, difference, row, rule, with_interval
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.classifier.scores import auc, expected_calibration_error

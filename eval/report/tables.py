@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from eval.bench.records import CellKey
-from eval.reporting.cells import UNTOLD_DRAFTS, Results, steady, whole
-from eval.reporting.document import (
+from eval.report.cells import UNTOLD_DRAFTS, Results, steady, whole
+from eval.report.document import (
     ABSENT,
     Block,
     Bullets,
@@ -22,8 +22,8 @@ from eval.reporting.document import (
     Table,
     Text,
 )
-from eval.reporting.intervals import LEVEL, NUM_RESAMPLES, Acceptance, Estimate, Ratio
-from eval.reporting.verdict import (
+from eval.report.intervals import LEVEL, NUM_RESAMPLES, Acceptance, Estimate, Ratio
+from eval.report.verdict import (
     failure_sentence,
     metric_sentence,
     output_sentence,

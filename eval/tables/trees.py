@@ -21,11 +21,11 @@ import torch
 from rich.console import Console
 
 from eval.bench import provenance
-from eval.markdown import bracket, difference, row, rule, with_interval
 from eval.prompts import Prompt
 from eval.record_default import settings_of
 from eval.recordings import TREES, named_bodies, prompts, record
 from eval.server import DRAFTS, Launch, running, speculative_flags
+from eval.tables.markdown import bracket, difference, row, rule, with_interval
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.classifier.scores import auc
@@ -335,7 +335,7 @@ def report(draft: Draft, texts: Sequence[Prompt], work: Path, console: Console) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Record what is not recorded yet, then write the tables."""
-    parser = argparse.ArgumentParser(prog="python -m eval.tree_tables", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m eval.tables.trees", description=__doc__)
     parser.add_argument("--test-sets", type=Path, help="folder with the public test prompts")
     parser.add_argument("--train-sets", type=Path, help="folder with the public training prompts")
     parser.add_argument("--num-test", type=int, default=8, help="prompts per family")
@@ -360,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not lines:
             command = sys.argv[1:] if argv is None else argv
             lines = ["# Draft trees on the demo models", "",
-                     provenance.conditions("eval.tree_tables", command), "",
+                     provenance.conditions("eval.tables.trees", command), "",
                      conditions(groups), ""]  # fmt: skip
         lines += [f"## {algorithm}", "", *report(draft, test, args.work, console)]
     args.out.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from eval import tables, thresholds
 from eval.bench.provenance import conditions
-from eval.markdown import bracket, difference, signed
 from eval.prompts import EVALUATION_SETS, OTHER_SETS, TRAINING_SETS, Prompt, other_mix, public_mix
 from eval.recordings import MANIFEST, manifest, prompts, record
+from eval.tables import chains as tables
+from eval.tables import thresholds
+from eval.tables.markdown import bracket, difference, signed
 from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.classifier.train import RECIPES, train_classifier
 from sglang_c2t.compare import Curve, sweep

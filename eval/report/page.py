@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from html import escape
 
-from eval.markdown import bold
-from eval.reporting.charts import INK, PAPER, RULE
-from eval.reporting.document import BOLD, Block, Bullets, Document, Entry, Figure, Heading, Table
-from eval.reporting.document import Text as Paragraph
+from eval.report.charts import INK, PAPER, RULE
+from eval.report.document import BOLD, Block, Bullets, Document, Entry, Figure, Heading, Table
+from eval.report.document import Text as Paragraph
+from eval.tables.markdown import bold
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2328; --faint: #59636e;

@@ -32,7 +32,7 @@ from eval.bench.records import (
     read_cells,
     read_run,
 )
-from eval.reporting.intervals import Acceptance, Counts, Estimate, Noise, Ratio, acceptance
+from eval.report.intervals import Acceptance, Counts, Estimate, Noise, Ratio, acceptance
 from sglang_c2t.compare import Array
 
 #: Of SGLang's counts per request: index is accepted drafts, and verified rows, root included.

@@ -21,9 +21,9 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from eval.bench.records import Method, slug
-from eval.reporting.cells import Results
-from eval.reporting.document import Figure
-from eval.reporting.intervals import Estimate, Ratio
+from eval.report.cells import Results
+from eval.report.document import Figure
+from eval.report.intervals import Estimate, Ratio
 
 INK, RULE, PAPER = "#1f2328", "#d0d7de", "#fffffe"
 #: Okabe and Ito's, the pale ones darkened to 3:1 on white; the first is no speculation's.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from eval.reporting.cells import Results
-from eval.reporting.charts import charts
-from eval.reporting.document import Block, Document, Heading
-from eval.reporting.markdown import PLOTS, markdown
-from eval.reporting.page import page
-from eval.reporting.tables import (
+from eval.report.cells import Results
+from eval.report.charts import charts
+from eval.report.document import Block, Document, Heading
+from eval.report.markdown import PLOTS, markdown
+from eval.report.page import page
+from eval.report.tables import (
     appendix,
     checks,
     conditions,

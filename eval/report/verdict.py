@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from eval.reporting.cells import Results
-from eval.reporting.document import Mark
-from eval.reporting.intervals import Ratio
+from eval.report.cells import Results
+from eval.report.document import Mark
+from eval.report.intervals import Ratio
 
 
 @dataclass(frozen=True)
