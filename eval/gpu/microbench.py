@@ -38,6 +38,7 @@ TREE = 32  # nodes of a tree, root included
 PREFIX = 512  # committed tokens of every request
 HIDDEN = 48  # units of C2T's network
 HEADS = (32, 8, 128)  # of the target: query heads, key heads, size of one
+POLICIES = ("dymax", "dyjoint", "c2t", "c2t-log", "c2t-plus")  # replayed
 BF16, FLOAT32, INT64, INT32 = 2, 4, 8, 4
 
 
@@ -258,12 +259,11 @@ def transfer(batch: int) -> list[Row]:
 
 def replay_overhead(batch: int) -> list[Row]:
     """What ``trace_replay.py`` adds to a speculative step, on the device and on the host."""
-    from eval.gpu.methods import POLICIES
     from eval.gpu.trace_replay import Replay, Settings, lengths_of, prompt, replayed
     from eval.gpu.traces import DEMO, load
 
     loaded = load(DEMO)
-    lengths = lengths_of(loaded, Settings(str(DEMO), POLICIES))
+    lengths = lengths_of(loaded, Settings(str(DEMO), [{"policy": name} for name in POLICIES]))
     replay = Replay(loaded, lengths, num_slots=batch + 1, max_positions=2048, device="cuda")
     slots = torch.arange(1, batch + 1, device="cuda")
     replay.join(slots, [prompt(lane, 0, 4) for lane in range(batch)])

@@ -16,7 +16,17 @@ from typing import Any, TypeVar
 import aiohttp
 import requests
 
-from eval.server import DRAFTS, TARGET, BareLaunch, Launch, Server, ServerError, running, stop
+from eval.server import (
+    DRAFTS,
+    TARGET,
+    Launch,
+    Server,
+    ServerError,
+    gpu_environment,
+    running,
+    speculative_flags,
+    stop,
+)
 
 SHAPES = ("chains", "trees")
 
@@ -81,15 +91,11 @@ class Models:
         return self._launch(f"{algorithm} {shape}, stock", self._drafting(algorithm, shape))
 
     def _drafting(self, algorithm: str, shape: str) -> tuple[str, ...]:
-        trees = shape == "trees"
-        nodes = self.size.num_draft_tokens if trees else self.size.num_steps + 1
-        return (
-            "--speculative-algorithm", algorithm,
-            "--speculative-draft-model-path", self.drafts[algorithm],
-            "--speculative-num-steps", str(self.size.num_steps),
-            "--speculative-eagle-topk", str(self.size.topk if trees else 1),
-            "--speculative-num-draft-tokens", str(nodes),
-        )  # fmt: skip
+        topk, nodes = (
+            (self.size.topk, self.size.num_draft_tokens) if shape == "trees" else (1, None)
+        )
+        draft = self.drafts[algorithm]
+        return speculative_flags(algorithm, self.size.num_steps, topk, nodes, draft=draft)
 
     def float32(self) -> Launch:
         """Without speculation, in float32: which token is likelier, but for rounding."""
@@ -99,9 +105,9 @@ class Models:
         flags = (*self.flags, *more)
         if self.demo:
             return Launch(name, flags, Path(self.target), env)
-        outer = {"SGLANG_USE_CPU_ENGINE": "0", "HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "8"}
-        kept = {key: os.environ.get(key, value) for key, value in outer.items()}
-        return BareLaunch(name, flags, Path(self.target), {**kept, **env})
+        cpu = {"SGLANG_USE_CPU_ENGINE": os.environ.get("SGLANG_USE_CPU_ENGINE", "0")}
+        outer = {**gpu_environment(), **cpu, **env}
+        return Launch(name, flags, Path(self.target), outer, common=())
 
 
 class CannotSwitchError(RuntimeError):

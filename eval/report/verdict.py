@@ -136,6 +136,19 @@ def metric_sentence(results: Results) -> tuple[str, Mark]:
     )
 
 
+def replay_sentence(results: Results) -> tuple[str, Mark]:
+    """Whether requests took the steps that their traces say; "" where nothing was replayed."""
+    if results.replay is None:
+        return "", Mark.PLAIN
+    if wrong := len(results.replay_disagreements):
+        return f"Replay: in {wrong} cells it DID NOT WORK, and nothing here counts.", Mark.BAD
+    return (
+        "Replay: in every cell all requests took as many verifications as their traces say; up to "
+        "a quarter more where a gated server may draft fewer layers than its policy would verify.",
+        Mark.PLAIN,
+    )
+
+
 def failure_sentence(results: Results, num_missing: int) -> tuple[str, Mark]:
     """How much of the run is not there."""
     failed = sum(len(cell.errors) for cell in results.cells.values())

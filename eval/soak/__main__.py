@@ -68,9 +68,10 @@ STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_REQ_RUNNING_TIMEOUT": str(TIME_LIMIT),
 }
-SHAPES = {
-    "chain": ({"num_steps": 5}, "c2t"),
-    "tree": ({"num_steps": 5, "topk": 4, "num_draft_tokens": 16}, "c2t-tree"),
+#: Layers, width and nodes of a draft, and the classifier it is gated with.
+SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
+    "chain": ((5,), "c2t"),
+    "tree": ((5, 4, 16), "c2t-tree"),
 }
 
 
@@ -78,9 +79,7 @@ def launch_of(shape: str, algorithm: str, classifier: Path) -> Launch:
     """The server that is soaked."""
     draft, _ = SHAPES[shape]
     c2t = ("--c2t", "--c2t-policy", "c2t", "--c2t-classifier", str(classifier))
-    return Launch(
-        shape, (*COMMON, *TIGHT, *speculative_flags(algorithm, **draft), *c2t), env=STRICT
-    )
+    return Launch(shape, (*COMMON, *TIGHT, *speculative_flags(algorithm, *draft), *c2t), env=STRICT)
 
 
 class Soak:

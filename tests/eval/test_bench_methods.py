@@ -19,7 +19,7 @@ from eval.bench.methods import (
     plan,
     reduced,
     switch,
-    write_options,
+    write_files,
 )
 from tests.eval.bench_configs import TABLE, config
 
@@ -111,7 +111,7 @@ def test_policy_options_reach_the_server_in_a_file(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     (host,) = hosts(config(methods=[fixed]), folder)
     assert not folder.exists(), "a listing must not write"
-    write_options(config(methods=[fixed]), folder)
+    write_files(config(methods=[fixed]), folder)
     argv = host.launch.argv(1)
     written = json.loads(Path(argv[argv.index("--c2t-config") + 1]).read_text())
     assert written == {"policy_options": {"length": 3}}
