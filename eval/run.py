@@ -17,21 +17,19 @@ goes on. 130: interrupted.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from eval import terminal
 from eval.bench.checks import compared_outputs, metric_disagreements
 from eval.bench.config import BenchConfig, as_dict, read_config
 from eval.bench.datasets import Dataset, load
@@ -83,7 +81,7 @@ class Verdict:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; see the module for exit codes."""
     args = _parser().parse_args(argv)
-    console = _console()
+    console = terminal.console(width=110)
     try:
         config = read_config(args.config)
         _check_names(args.only, config)
@@ -128,12 +126,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _console() -> Console:
-    # The file is bound here: the client's prints are redirected later, these are not.
-    console = Console(file=sys.stdout, highlight=False)
-    return console if console.is_terminal else Console(file=sys.stdout, width=110, highlight=False)
-
-
 def _check_names(only: Sequence[str], config: BenchConfig) -> None:
     known = [method.name for method in config.methods]
     for name in only:
@@ -157,22 +149,12 @@ def _measure(
     console.print(amount(config, cells, servers))
     runner = Runner(config, args.out, dataset.samples, tokenizer, servers, console, budget)
     write_files(config, args.out / "logs")
-    with _interrupted_by_sigterm():
+    with terminal.interrupted_by_sigterm():
         runner.run(cells)
     verdict = judge(args.out, config, run, cells, runner.failures)
     text = json.dumps(asdict(verdict), indent=1) + "\n"
     write_whole({args.out / CHECKS_FILE: lambda path: path.write_text(text)})
     return report(verdict, console, may_differ=config.requests.equal_outputs == "report")
-
-
-@contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Servers are process groups of their own: they would outlive us if we just ended."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _dataset(args: argparse.Namespace, config: BenchConfig, tokenizer: str) -> Dataset:
@@ -303,7 +285,7 @@ def report(verdict: Verdict, console: Console, *, may_differ: bool = False) -> i
 def listing(cells: Sequence[PlannedCell], servers: Sequence[Host]) -> Table:
     """What would be measured: methods, their servers and how each is started."""
     names = {cell.key.method for cell in cells}
-    table = Table("method", "kind", "server", box=box.SIMPLE)
+    table = terminal.table(None, "method", "kind", "server")
     for host in servers:
         for method in host.methods:
             if method.name in names:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 
 READY_SECONDS = 300.0
@@ -42,6 +43,10 @@ CPU_FLAGS = (
 
 class ServerError(RuntimeError):
     """The server did not start or died; the message ends with the tail of its log."""
+
+
+class SwitchError(RuntimeError):
+    """The server did not take the settings it was asked to take."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,21 @@ class Server:
         """What our plugin tells there; {} when it tells nothing."""
         state: dict[str, Any] = self.internal_state().get("c2t", {})
         return state
+
+    def switch(self, **settings: Any) -> None:
+        """Change a ``--c2t`` server; :class:`SwitchError` with what it answered."""
+        reply = requests.post(f"{self.url}/c2t", json=settings, timeout=60)
+        if not reply.ok:
+            raise SwitchError(f"POST /c2t {settings}: {reply.status_code} {reply.text[:300]}")
+
+    def processes(self) -> list[psutil.Process]:
+        """Its main process and all below it."""
+        main = psutil.Process(self.process.pid)
+        return [main, *main.children(recursive=True)]
+
+    def cpu_seconds(self) -> float:
+        """Processor time of its processes since their start."""
+        return sum(sum(process.cpu_times()[:2]) for process in self.processes())
 
     def _post(self, path: str, timeout: float, **kwargs: Any) -> requests.Response:
         response = requests.post(f"{self.url}{path}", timeout=timeout, **kwargs)

@@ -18,7 +18,16 @@ from eval.bench.config import DEMO, SHAPE, BenchConfig, MethodConfig, ModelConfi
 from eval.bench.records import CellKey, Method, slug
 from eval.bench.replay import Replay
 from eval.gpu import models, plugins
-from eval.server import CPU_FLAGS, DRAFTS, TARGET, Launch, gpu_environment, speculative_flags
+from eval.server import (
+    CPU_FLAGS,
+    DRAFTS,
+    TARGET,
+    Launch,
+    Server,
+    SwitchError,
+    gpu_environment,
+    speculative_flags,
+)
 
 
 @dataclass(frozen=True)
@@ -165,17 +174,11 @@ def record_of(config: BenchConfig, method: MethodConfig, folder: Path) -> Method
 # -- switching ------------------------------------------------------------------------------
 
 
-class SwitchError(RuntimeError):
-    """The server did not take the settings of a method."""
-
-
-def switch(url: str, method: MethodConfig) -> None:
+def switch(server: Server, method: MethodConfig) -> None:
     """Make a running ``--c2t`` server serve ``method``, and ask it whether it does."""
     wanted = method.c2t_settings()
-    reply = requests.post(f"{url}/c2t", json=wanted, timeout=60)
-    if not reply.ok:
-        raise SwitchError(f"POST /c2t for {method.name} answered {reply.status_code}: {reply.text}")
-    in_force = requests.get(f"{url}/c2t", timeout=60).json()
+    server.switch(**wanted)
+    in_force = requests.get(f"{server.url}/c2t", timeout=60).json()
     expected = {**wanted, "classifier": Path(wanted["classifier"]).name}  # clients see no paths
     differing = {key: in_force.get(key) for key in expected if in_force.get(key) != expected[key]}
     if differing:

@@ -19,18 +19,19 @@ from typing import Any
 import aiohttp
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
+from eval import terminal
 from eval.bench import client
 from eval.bench.client import Target
 from eval.bench.config import BenchConfig, MethodConfig
 from eval.bench.datasets import Sample
-from eval.bench.methods import Host, PlannedCell, SwitchError, passes, reduced, switch
+from eval.bench.methods import Host, PlannedCell, passes, reduced, switch
 from eval.bench.records import Cell, has_cell, write_cell
 from eval.bench.replay import Replay
 from eval.gpu import step_clock
 from eval.gpu.step_clock import full_batch
-from eval.server import Server, ServerError, running
+from eval.server import Server, ServerError, SwitchError, running
 from sglang_c2t.client import run_load
 
 WARM_UP_TOKENS = 32
@@ -101,7 +102,7 @@ class Runner:
             return
         needed = reduced(self.servers, {cell.key.method for cell in todo})
         together = self._together_is_possible(len(needed))
-        with _progress(self.console) as progress:
+        with terminal.bars(self.console) as progress:
             bars = Bars(progress, len(todo))
             (self._together if together else self._in_turn)(todo, needed, bars)
 
@@ -200,7 +201,7 @@ class Runner:
         else:
             samples = self.samples[: cell.prompts]
             if host.shared:
-                switch(server.url, method)
+                switch(server, method)
         bodies = [self.body(cell, index) for index in range(len(samples))]
         self._warm_up(cell, server, samples, bodies)
         server.flush_cache()
@@ -301,20 +302,6 @@ def _argv(server: Server) -> list[str]:
 
 
 # -- progress -------------------------------------------------------------------------------
-
-
-def _progress(console: Console) -> Progress:
-    """Bars that keep off stdout's redirection, which the client's prints go through."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        speed_estimate_period=600,
-    )
 
 
 class Bars:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import requests
@@ -22,6 +22,7 @@ from eval.server import (
     Launch,
     Server,
     ServerError,
+    SwitchError,
     gpu_environment,
     running,
     speculative_flags,
@@ -110,13 +111,9 @@ class Models:
         return Launch(name, flags, Path(self.target), outer, common=())
 
 
-class CannotSwitchError(RuntimeError):
-    """A server does not take the settings it was asked to take."""
-
-
 #: What a server does that breaks: it dies, refuses, answers with an error or not in time.
 BREAKS = (
-    ServerError, CannotSwitchError, aiohttp.ClientError, requests.RequestException, TimeoutError,
+    ServerError, SwitchError, aiohttp.ClientError, requests.RequestException, TimeoutError,
 )  # fmt: skip
 
 
@@ -161,10 +158,3 @@ def visit_all(
             for process in live.copy():  # whoever waits for its answer stops waiting
                 stop(process)
             raise
-
-
-def switch(server: Server, **settings: Any) -> None:
-    """Change a running ``--c2t`` server; CannotSwitchError with what it answered."""
-    reply = requests.post(f"{server.url}/c2t", json=settings, timeout=60)
-    if not reply.ok:
-        raise CannotSwitchError(f"POST /c2t {settings}: {reply.status_code} {reply.text[:300]}")

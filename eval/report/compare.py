@@ -71,7 +71,7 @@ def _blocks(before: Results, after: Results, names: tuple[str, str]) -> Iterator
         yield _speed_table(table, temperature, concurrencies)
         yield _speedup_table(before, after, common, temperature, concurrencies)
         yield _acceptance_table(before, after, common, temperature, concurrencies)
-        yield ratio_chart(table, before.names, before.baseline, temperature, concurrencies)
+        yield ratio_chart(before, table, temperature, concurrencies)
 
 
 def _verdict(ratios: Mapping[float, Ratios]) -> Iterator[Block]:

@@ -16,6 +16,7 @@ from eval.prompts import EVALUATION_SETS, OTHER_SETS, TRAINING_SETS, Prompt, oth
 from eval.recordings import MANIFEST, manifest, prompts, record
 from eval.tables import chains as tables
 from eval.tables import thresholds
+from eval.tables.__main__ import per_draft
 from eval.tables.markdown import bracket, difference, signed
 from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.classifier.train import RECIPES, train_classifier
@@ -173,12 +174,12 @@ def test_only_an_interval_off_zero_is_marked() -> None:
 
 
 def test_numbers_of_prompts_may_differ_by_draft() -> None:
-    assert tables.per_draft(["80", "EAGLE=40"]) == {"STANDALONE": 80, "EAGLE": 40, "EAGLE3": 80}
+    assert per_draft(["80", "EAGLE=40"]) == {"STANDALONE": 80, "EAGLE": 40, "EAGLE3": 80}
     for wrong in ("EAGLE4=3", "many", "EAGLE=0", "-3"):
         with pytest.raises(ValueError, match="is no number of prompts"):
-            tables.per_draft([wrong])
+            per_draft([wrong])
     with pytest.raises(ValueError, match="begin with a number"):
-        tables.per_draft(["EAGLE=40"])
+        per_draft(["EAGLE=40"])
 
 
 def write_sets(folder: Path, sets: dict) -> None:
