@@ -29,8 +29,7 @@ from eval.bench.datasets import Sample
 from eval.bench.methods import Host, PlannedCell, passes, reduced, switch
 from eval.bench.records import Cell, has_cell, write_cell
 from eval.bench.replay import Replay
-from eval.gpu import step_clock
-from eval.gpu.step_clock import full_batch
+from eval.gpu.step_clock import KEY, Span, full_batch, since
 from eval.server import Server, ServerError, SwitchError, running
 from sglang_c2t.client import run_load
 
@@ -205,7 +204,7 @@ class Runner:
         bodies = [self.body(cell, index) for index in range(len(samples))]
         self._warm_up(cell, server, samples, bodies)
         server.flush_cache()
-        series, state = self._series(server), server.internal_state()  # forgets older steps
+        series, state = self._series(server), server.internal_state()
         started = datetime.now(UTC).isoformat(timespec="seconds")
         measured = client.measure(
             Target(server.url, self.tokenizer),
@@ -217,8 +216,7 @@ class Runner:
             on_answer,
         )
         after = server.internal_state()
-        steps = after.get(step_clock.KEY)
-        clock = None if steps is None else full_batch(steps, cell.key.concurrency)
+        clock = _clock(state, after, cell.key.concurrency)
         seconds, tokens = (
             (measured.duration_s, measured.output_tokens)
             if clock is None
@@ -295,6 +293,13 @@ class Runner:
 
 def _counters(state: dict[str, Any]) -> dict[str, Any]:
     return dict(state.get("c2t", {}).get("counters", {}))
+
+
+def _clock(before: dict[str, Any], after: dict[str, Any], batch: int) -> Span | None:
+    """What the server's step clock says of the time between; None without one."""
+    if KEY not in after:
+        return None
+    return full_batch(since(before[KEY], after[KEY]), batch)
 
 
 def _argv(server: Server) -> list[str]:

@@ -9,7 +9,9 @@ Costs two passes over the batch's requests on the host, the same for every metho
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +39,8 @@ class Step(NamedTuple):
     """Rows that the target was asked to forward, padding not counted."""
 
 
-_steps: list[Step] = []
+#: The latest ones, many times as many as a measurement takes.
+_steps: deque[Step] = deque(maxlen=10_000)
 
 
 def register() -> None:
@@ -75,9 +78,16 @@ def _rows(batch: int, result: Any) -> int:
 
 
 def _hand_out(result: Any, *_args: Any, **_kwargs: Any) -> None:
-    """AFTER hook on ``get_internal_state``: what happened since somebody last asked."""
+    """AFTER hook on ``get_internal_state``. Forgets nothing: others ask as well, such as SGLang's
+    benchmark client.
+    """
     result.internal_state[KEY] = [list(step) for step in _steps]
-    _steps.clear()
+
+
+def since(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> list[Any]:
+    """Steps of the reading ``after`` that the one ``before`` did not have."""
+    last = before[-1][0] if before else -math.inf
+    return [step for step in after if step[0] > last]
 
 
 class Span(NamedTuple):

@@ -88,6 +88,8 @@ class Measured:
 def measured(cell: Cell) -> Measured:
     """Reduce a cell."""
     answered = [request for request in cell.requests if request.success]
+    # An answer that came in one piece tells nothing of its first token.
+    streamed = [r for r in answered if r.output_len == 1 or r.latency_s > r.ttft_s]
     return Measured(
         key=cell.key,
         duration_s=cell.duration_s,
@@ -102,11 +104,11 @@ def measured(cell: Cell) -> Measured:
         spec={request.index: _spec(request) for request in answered},
         accept_lengths=_histogram(answered, ACCEPT_HISTOGRAMS, shift=1),
         draft_lengths=_histogram(answered, (DRAFT_HISTOGRAM,), shift=-1),
-        ttft_s=np.array([request.ttft_s for request in answered]),
+        ttft_s=np.array([request.ttft_s for request in streamed]),
         per_token_s=np.array(
             [
                 (request.latency_s - request.ttft_s) / (request.output_len - 1)
-                for request in answered
+                for request in streamed
                 if request.output_len > 1
             ]
         ),

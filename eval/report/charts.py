@@ -78,7 +78,8 @@ def _charts(results: Results, temperature: float) -> Iterator[Figure]:
     if len(results.concurrencies(temperature)) > 1:
         yield throughput_chart(results, temperature)
         yield from speedup_chart(results, temperature)
-        yield latency_chart(results, temperature)
+        if any(cell.per_token_s.size for cell in results.cells.values()):
+            yield latency_chart(results, temperature)
     yield from histograms(results, temperature)
 
 

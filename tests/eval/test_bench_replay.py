@@ -235,6 +235,7 @@ def test_the_report_says_what_is_real_and_shows_steps_and_floors(tmp_path: Path)
     steps = text.split("**Per step, batch 4**")[1].split("**")[0]
     assert "| fixed 3 | 16.0 | 20.0 | 100.00 | 6250.0 |" in steps
     assert "measured on made up" in text
+    assert "![Milliseconds per output token" not in text, "answers in one piece tell no latency"
     assert steps.count("| -") == 0
     without = markdown(report(results))
     assert "there are no floors" in without

@@ -90,8 +90,19 @@ def decoded(mode: bool, reqs: list[Request], result: Any, brings: int) -> list[S
     step_clock._timed(process, None, batch, result)
     told = SimpleNamespace(internal_state={})
     step_clock._hand_out(told)
-    assert not step_clock._steps
     return [Step(*row) for row in told.internal_state[step_clock.KEY]]
+
+
+def test_whoever_reads_the_clock_takes_nothing_from_the_others() -> None:
+    """SGLang's benchmark client reads /server_info as well, at the end of a cell."""
+    first = decoded(True, [Request(9)], SimpleNamespace(cap_lens=None), 1)
+    told = SimpleNamespace(internal_state={})
+    step_clock._hand_out(told)
+    again = [Step(*row) for row in told.internal_state[step_clock.KEY]]
+    assert again == first
+    later = [*again, Step(again[-1].seconds + 1, 1, 1, 1, 1)]
+    assert step_clock.since(again, later) == later[-1:]
+    assert step_clock.since([], later) == later
 
 
 def test_the_clock_counts_what_reached_the_requests() -> None:

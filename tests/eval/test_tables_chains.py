@@ -16,7 +16,7 @@ from eval.prompts import EVALUATION_SETS, OTHER_SETS, TRAINING_SETS, Prompt, oth
 from eval.recordings import MANIFEST, manifest, prompts, record
 from eval.tables import chains as tables
 from eval.tables import thresholds
-from eval.tables.__main__ import per_draft
+from eval.tables.__main__ import arguments, per_draft
 from eval.tables.markdown import bracket, difference, signed
 from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.classifier.train import RECIPES, train_classifier
@@ -180,6 +180,16 @@ def test_numbers_of_prompts_may_differ_by_draft() -> None:
             per_draft([wrong])
     with pytest.raises(ValueError, match="begin with a number"):
         per_draft(["EAGLE=40"])
+
+
+def test_trees_have_numbers_and_files_of_their_own() -> None:
+    chains, trees = arguments([]), arguments(["--trees", "--num-test", "9"])
+    assert (chains.num_test["EAGLE"], chains.num_train["EAGLE"]) == (80, 100)
+    assert (trees.num_test["EAGLE"], trees.num_train["EAGLE"]) == (9, 5)
+    assert (chains.out.name, trees.out.name) == ("TABLES.md", "TREES.md")
+    assert chains.work != trees.work
+    with pytest.raises(SystemExit):
+        arguments(["--num-test", "many"])
 
 
 def write_sets(folder: Path, sets: dict) -> None:
