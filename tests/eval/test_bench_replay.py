@@ -21,7 +21,7 @@ from eval.gpu.trace_replay import ENV, MARK
 from eval.report.cells import load
 from eval.report.markdown import markdown
 from eval.report.report import report
-from eval.run import judge
+from eval.run import judge, main
 from eval.server import TARGET
 from sglang_c2t.config import ConfigError
 
@@ -234,6 +234,10 @@ def test_the_report_says_what_is_real_and_shows_steps_and_floors(tmp_path: Path)
     assert "| c2t | 0.75 |" in text.split("Speed-up over the best fixed length")[1]
     steps = text.split("**Per step, batch 4**")[1].split("**")[0]
     assert "| fixed 3 | 16.0 | 20.0 | 100.00 | 6250.0 |" in steps
+    rows = [line.strip("| ").split(" | ") for line in steps.splitlines() if line.startswith("| ")]
+    drafting = {row[0]: float(row[6]) for row in rows[1:]}
+    assert drafting.pop("no speculation") == 0
+    assert min(drafting.values()) == drafting["fixed 3"] > 0, "the others draft seven layers"
     assert "measured on made up" in text
     assert "![Milliseconds per output token" not in text, "answers in one piece tell no latency"
     assert steps.count("| -") == 0
@@ -255,3 +259,39 @@ def test_cells_keep_their_clock(tmp_path: Path) -> None:
     assert {cell.clock["seconds"] for cell in cells if cell.clock} == {1.0}
     assert dataclasses.asdict(cells[0])["clock"]["steps"] == 10
     assert trace_replay.LANE_SHIFT == 29, "files of other shifts would walk other roots"
+
+
+# -- real servers -------------------------------------------------------------------------
+
+
+@pytest.mark.server
+def test_a_replay_on_cpu_servers_walks_its_traces_and_times_whole_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The toy shape, one server of a fixed length and one of two gates; exit code 0 says that
+    every request took the verifications of its trace.
+    """
+    table = as_dict(config())
+    table["model"] |= {"target": "shape:toy", "draft": "shape:toy"}
+    table["server"] |= {
+        "device": "cpu",
+        "flags": ["--load-format", "dummy", "--skip-tokenizer-init", "--context-length", "512",
+                  "--disable-radix-cache", "--grammar-backend", "none"],
+        # The CPU's engine is the plugin's.
+        "env": {"SGLANG_PLUGINS": "c2t,step_clock,trace_replay"},
+    }  # fmt: skip
+    table["load"] = [{"temperature": 0.0, "concurrency": [4], "prompts": [4]}]
+    table["methods"] = [method for method in table["methods"]
+                        if method["name"] in ("fixed 3", "c2t-plus", "dymax")]  # fmt: skip
+    monkeypatch.setattr("eval.run.read_config", lambda _: build(BenchConfig, table, ""))
+    assert main(["toy", "--out", str(tmp_path / "run")]) == 0
+    cells, _ = read_cells(tmp_path / "run")
+    assert len(cells) == 3
+    for cell in cells:
+        assert cell.clock is not None
+        assert cell.clock["steps"] > 4
+        assert cell.tokens_per_second == cell.clock["tokens"] / cell.clock["seconds"]
+    rows = {cell.method: cell.clock["rows"] / cell.clock["steps"] for cell in cells if cell.clock}
+    assert rows["fixed 3"] == 16, "four requests of a root and three drafts"
+    assert 4 < rows["c2t-plus"] < 32
+    assert rows["dymax"] != rows["c2t-plus"], "prompts chose the policies"
