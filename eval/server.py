@@ -65,12 +65,15 @@ class Launch:
 
     def argv(self, port: int) -> list[str]:
         """The command line a user would type."""
-        # A machine without a GPU may have a stand-in for one that has to be started first.
-        launcher = os.environ.get("EVAL_GPU_LAUNCHER", "-m sglang.launch_server")
         return [
-            sys.executable, *launcher.split(), "--model-path", str(self.model),
+            sys.executable, *self._launcher(), "--model-path", str(self.model),
             "--host", "127.0.0.1", "--port", str(port), *self.common, *self.flags,
         ]  # fmt: skip
+
+    def _launcher(self) -> list[str]:
+        """A machine without a GPU may have a stand-in for one, which has to be started first."""
+        stock = "-m sglang.launch_server"
+        return (stock if self.common else os.environ.get("EVAL_GPU_LAUNCHER", stock)).split()
 
 
 def speculative_flags(

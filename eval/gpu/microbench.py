@@ -30,6 +30,7 @@ from torch import Tensor
 
 from eval.gpu.roofline import Ceilings, measure
 from eval.gpu.timing import Timing, by_graph, by_host
+from eval.tables import markdown
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 VOCABS = (32_000, 128_256)
@@ -310,16 +311,12 @@ def line(row: Row, ceilings: Ceilings) -> str:
     micro = [1e6 * seconds for seconds in row.timing]
     floor = 1e6 * row.floor_bytes / ceilings.bytes_per_s
     factor = f"{micro[0] / floor:.1f}" if floor > 0.01 else "-"
-    return (
-        f"| {row.part} | {row.size} | {row.kind} | {micro[0]:.1f} [{micro[1]:.1f}, {micro[2]:.1f}] "
-        f"| {floor:.2f} | {factor} |"
-    )
+    spread = f"{micro[0]:.1f} [{micro[1]:.1f}, {micro[2]:.1f}]"
+    return markdown.row(row.part, [row.size, row.kind, spread, f"{floor:.2f}", factor])
 
 
-HEADER = (
-    "| part | size | timed | us, median [10 %, 90 %] | floor, us | time / floor |\n"
-    "|---|---|---|---:|---:|---:|"
-)
+COLUMNS = ["size", "timed", "us, median [10 %, 90 %]", "floor, us", "time / floor"]
+HEADER = f"{markdown.row('part', COLUMNS)}\n{markdown.rule(3, words=3)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,9 +9,9 @@ import numpy as np
 from sglang_c2t.compare import Array, interval
 
 
-def rule(num_columns: int) -> str:
-    """The line under a header: one column to the left, ``num_columns`` to the right."""
-    return "|---|" + "---:|" * num_columns
+def rule(numbers: int, words: int = 1) -> str:
+    """The line under a header: columns of ``words`` to the left, of ``numbers`` to the right."""
+    return "|" + "---|" * words + "---:|" * numbers
 
 
 def row(first: str, cells: Sequence[str]) -> str:
