@@ -15,7 +15,7 @@ from eval.bench.methods import hosts, passes, plan, record_of, tokenizer_of, wri
 from eval.bench.records import Cell, Request, Run, read_cells, read_run, write_cell, write_run
 from eval.bench.replay import Replay, expected_steps
 from eval.bench.runner import Budget, OutOfTime, Runner
-from eval.gpu import trace_replay
+from eval.gpu import trace_replay, traces
 from eval.gpu.roofline import Ceilings
 from eval.gpu.trace_replay import ENV, MARK
 from eval.report.cells import load
@@ -219,6 +219,18 @@ def test_a_run_out_of_time_starts_no_server(tmp_path: Path, monkeypatch: Any) ->
     with pytest.raises(OutOfTime):
         runner.run(plan(settings))
     assert runner.failures == []
+
+
+def test_a_call_out_of_time_ends_with_3_and_keeps_its_conditions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [str(CONFIGS / "gpu-check.toml"), "--out", str(tmp_path), "--budget-s", "1",
+            "--revision", "abc"]  # fmt: skip
+    assert main(argv) == main(argv) == 3
+    assert "the same command goes on where this one stopped" in capsys.readouterr().out
+    run = read_run(tmp_path)
+    assert run.provenance["revision"] == "abc", "where there is no git"
+    assert run.dataset["sha256"] == traces.fingerprint(traces.DEMO)
 
 
 # -- the report ---------------------------------------------------------------------------
