@@ -94,7 +94,7 @@ classifier: $(STAMP)  ## Train the shipped classifiers again: make classifier [T
 tables: $(STAMP)  ## Compare all rules in eval/*.md: make tables [TEST=dir TRAIN=dir OTHER="dir dir"]
 	$(BIN)/python -m eval.tables $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN)) \
 	  $(if $(OTHER),--other-sets $(OTHER))
-	$(BIN)/python -m eval.tree_tables $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN))
+	$(BIN)/python -m eval.tables --trees $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN))
 
 patch: $(STAMP)  ## Apply patches/ to the installed SGLang and FlashInfer (optional, see patches/README.md)
 	$(BIN)/python patches/apply.py apply

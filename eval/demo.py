@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from eval import terminal
 from eval.bench.provenance import git_revision
 from eval.prompts import Prompt, demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
@@ -143,18 +142,10 @@ def table(rows: Sequence[Row]) -> Table:
     baseline = {
         row.concurrency: row.tokens_per_second for row in rows if row.method == rows[0].method
     }
-    result = Table(
-        "at once",
-        "method",
-        "tokens/s",
-        "ratio",
-        "tau",
-        "gamma",
-        "target rows",
-        "draft forwards",
-        "identical",
-        box=box.SIMPLE,
-    )
+    result = terminal.table(
+        None, "at once", "method", "tokens/s", "ratio", "tau", "gamma", "target rows",
+        "draft forwards", "identical",
+    )  # fmt: skip
     for row in sorted(rows, key=lambda row: row.concurrency):
         result.add_row(
             str(row.concurrency),
@@ -205,12 +196,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 when every output is identical."""
     args = arguments(argv)
-    console = Console()
-    if not console.is_terminal:  # a log or a pipe: keep each row of the table on one line
-        console = Console(width=110)
+    console = terminal.console(width=110)
     prompts = demo_mix(args.num_prompts)
     rows: list[Row] = []
-    with Progress(console=console) as progress:
+    with terminal.bars(console) as progress:
         for launch in methods(args):
             starting = progress.add_task(f"{launch.name}: starting the server", total=None)
             with running(launch, args.out) as server:

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 from rich.progress import track
 
@@ -29,15 +28,9 @@ def seconds(server: Server, num_prompts: int, max_new_tokens: int) -> tuple[floa
     for body in bodies:
         body["sampling_params"]["ignore_eos"] = True  # mostly decoding, few prefills
     server.flush_cache()
-    before = _processor_seconds(server)
+    before = server.cpu_seconds()
     wall = run_load(server.url, bodies, concurrency=num_prompts).seconds
-    return wall, _processor_seconds(server) - before
-
-
-def _processor_seconds(server: Server) -> float:
-    parent = psutil.Process(server.process.pid)
-    times = [process.cpu_times() for process in (parent, *parent.children(recursive=True))]
-    return sum(time.user + time.system for time in times)
+    return wall, server.cpu_seconds() - before
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.progress import Progress
-
 from eval.prompts import (
     EVALUATION_SETS,
     TRAINING_SETS,
@@ -26,6 +24,7 @@ from eval.prompts import (
     public_mix,
 )
 from eval.server import DRAFTS, TARGET, Launch, running, speculative_flags
+from eval.terminal import bars, console
 from sglang_c2t.classifier.recording import Recording, read_recording
 from sglang_c2t.classifier.request_names import name_requests
 from sglang_c2t.offline.client import greedy, run_load
@@ -148,7 +147,10 @@ def _serve(algorithm: str, texts: Sequence[Prompt], directory: Path, what: Recor
         "--c2t-config",
         str(config),
     )
-    with running(Launch(f"record-{algorithm}", flags), directory) as server, Progress() as progress:
+    with (
+        running(Launch(f"record-{algorithm}", flags), directory) as server,
+        bars(console()) as progress,
+    ):
         task = progress.add_task(f"recording {directory.name}", total=len(bodies))
         run_load(server.url, bodies, concurrency=CONCURRENCY,
                  on_answer=lambda: progress.advance(task))  # fmt: skip

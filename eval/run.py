@@ -10,30 +10,38 @@ goes on where it stopped.
 
 Exit code 0: all cells are measured, all outputs that must be equal are, and the servers' metrics
 agree with the requests. 1: not so; what is wrong is printed and kept in DIR/checks.json. 2: the
-command or the configuration is wrong. 130: interrupted.
+command or the configuration is wrong. 3: the seconds of --budget-s are spent, the same command
+goes on. 130: interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import signal
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from eval.bench.checks import metric_disagreements, output_differences
+from eval import terminal
+from eval.bench.checks import compared_outputs, metric_disagreements
 from eval.bench.config import BenchConfig, as_dict, read_config
 from eval.bench.datasets import Dataset, load
-from eval.bench.methods import Host, PlannedCell, hosts, plan, record_of, target_of, write_options
+from eval.bench.methods import (
+    Host,
+    PlannedCell,
+    hosts,
+    plan,
+    record_of,
+    tokenizer_of,
+    write_files,
+)
 from eval.bench.provenance import provenance
 from eval.bench.records import (
     RUN_FILE,
@@ -44,12 +52,13 @@ from eval.bench.records import (
     read_run,
     write_run,
 )
-from eval.bench.runner import Runner
+from eval.bench.replay import Replay
+from eval.bench.runner import Budget, OutOfTime, Runner
 from sglang_c2t.config import ConfigError
 from sglang_c2t.files import write_whole
 
 CHECKS_FILE = "checks.json"
-INTERRUPTED = 130
+UNFINISHED, INTERRUPTED = 3, 130
 
 #: May differ when a run goes on: more repeats only add cells.
 EXTENSIBLE = ("config.repeats",)
@@ -64,6 +73,7 @@ class Verdict:
     outputs_compared: int
     metric_disagreements: list[str]
     cells_with_metrics: int
+    replay_disagreements: list[str]
     unreadable: list[str]
     missing_cells: int
 
@@ -71,11 +81,11 @@ class Verdict:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; see the module for exit codes."""
     args = _parser().parse_args(argv)
-    console = _console()
+    console = terminal.console(width=110)
     try:
         config = read_config(args.config)
         _check_names(args.only, config)
-        cells = plan(config, args.only)
+        cells = plan(config, args.only, args.at_once)
         servers = hosts(config, args.out / "logs")
         if args.list:
             console.print(listing(cells, servers), *ladder(cells), sep="\n")
@@ -85,6 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, RecordError) as error:
         print(f"eval.run: {error}", file=sys.stderr)
         return 2
+    except OutOfTime:
+        console.print("the budget is spent; the same command goes on where this one stopped")
+        return UNFINISHED
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where this one stopped", file=sys.stderr)
         return INTERRUPTED
@@ -103,15 +116,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="METHOD", help="measure these methods only"
     )
+    parser.add_argument(
+        "--at-once", nargs="+", type=int, default=[], metavar="N", help="these concurrencies only"
+    )
+    parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds of this call")
+    parser.add_argument("--revision", help="of this code, where there is no git")
     parser.add_argument("--data", type=Path, help="folder with files of public prompt sets")
     parser.add_argument("--list", action="store_true", help="print what would be measured; no run")
     return parser
-
-
-def _console() -> Console:
-    # The file is bound here: the client's prints are redirected later, these are not.
-    console = Console(file=sys.stdout, highlight=False)
-    return console if console.is_terminal else Console(file=sys.stdout, width=110, highlight=False)
 
 
 def _check_names(only: Sequence[str], config: BenchConfig) -> None:
@@ -130,14 +142,14 @@ def _measure(
     servers: Sequence[Host],
     console: Console,
 ) -> int:
-    tokenizer = str(target_of(config.model))
-    folders = [folder for folder in (args.data, Path(config.dataset.data or ".")) if folder]
-    dataset = load(config.dataset, _tokenizer(tokenizer), folders)
-    run = open_run(args.out, config, dataset)
+    budget = Budget(args.budget_s)
+    tokenizer = tokenizer_of(config.model, args.out / "logs")
+    dataset = _dataset(args, config, tokenizer)
+    run = open_run(args.out, config, dataset, args.revision)
     console.print(amount(config, cells, servers))
-    runner = Runner(config, args.out, dataset.samples, tokenizer, servers, console)
-    write_options(config, args.out / "logs")
-    with _interrupted_by_sigterm():
+    runner = Runner(config, args.out, dataset.samples, tokenizer, servers, console, budget)
+    write_files(config, args.out / "logs")
+    with terminal.interrupted_by_sigterm():
         runner.run(cells)
     verdict = judge(args.out, config, run, cells, runner.failures)
     text = json.dumps(asdict(verdict), indent=1) + "\n"
@@ -145,27 +157,23 @@ def _measure(
     return report(verdict, console, may_differ=config.requests.equal_outputs == "report")
 
 
-@contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Servers are process groups of their own: they would outlive us if we just ended."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _tokenizer(name: str) -> Any:
+def _dataset(args: argparse.Namespace, config: BenchConfig, tokenizer: str) -> Dataset:
+    if config.replay is not None:
+        return Replay(config).dataset()
     from sglang.benchmark.utils import get_tokenizer
 
-    return get_tokenizer(name)
+    folders = [folder for folder in (args.data, Path(config.dataset.data or ".")) if folder]
+    return load(config.dataset, get_tokenizer(tokenizer), folders)
 
 
-def open_run(folder: Path, config: BenchConfig, dataset: Dataset) -> Run:
+def open_run(
+    folder: Path, config: BenchConfig, dataset: Dataset, revision: str | None = None
+) -> Run:
     """Begin a run, or go on with the one in ``folder`` if its conditions are the same."""
     methods = tuple(record_of(config, method, folder / "logs") for method in config.methods)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     came_from = provenance(["python", "-m", "eval.run", *sys.argv[1:]])
+    came_from["revision"] = revision or came_from["revision"]
     run = Run(started, as_dict(config), came_from, dataset.facts, methods)
     if (folder / RUN_FILE).exists():
         found = read_run(folder)
@@ -224,17 +232,19 @@ def judge(
 ) -> Verdict:
     """Check everything that is in ``folder``, what earlier calls measured included."""
     measured, unreadable = read_cells(folder)
-    seeded = config.requests.equal_outputs == "seeded"
-    baseline = next((method.name for method in run.methods if method.baseline), "")
-    differences, compared = output_differences(measured, baseline, seeded=seeded)
+    differences, compared = compared_outputs(measured, run)
+    replay = Replay(config) if config.replay else None
     gated = {method.name for method in config.methods if method.gated}
-    with_metrics = [cell for cell in measured if cell.method in gated]
+    with_metrics = [c for c in measured if c.method in gated and config.server.metrics]
     return Verdict(
         failures=list(failures),
         output_differences=[str(difference) for difference in differences],
         outputs_compared=compared,
         metric_disagreements=[s for cell in with_metrics for s in metric_disagreements(cell)],
         cells_with_metrics=len(with_metrics),
+        replay_disagreements=[
+            s for cell in measured if replay and (s := replay.disagreement(cell))
+        ],
         unreadable=unreadable,
         missing_cells=sum(not has_cell(folder, cell.key) for cell in cells),
     )
@@ -246,6 +256,7 @@ def report(verdict: Verdict, console: Console, *, may_differ: bool = False) -> i
         *verdict.unreadable,
         *verdict.output_differences,
         *verdict.metric_disagreements,
+        *verdict.replay_disagreements,
     ):
         console.print(sentence, markup=False)
     console.print(
@@ -264,6 +275,7 @@ def report(verdict: Verdict, console: Console, *, may_differ: bool = False) -> i
         verdict.failures,
         verdict.unreadable,
         verdict.metric_disagreements,
+        verdict.replay_disagreements,
         verdict.missing_cells,
         () if may_differ else verdict.output_differences,
     )
@@ -273,7 +285,7 @@ def report(verdict: Verdict, console: Console, *, may_differ: bool = False) -> i
 def listing(cells: Sequence[PlannedCell], servers: Sequence[Host]) -> Table:
     """What would be measured: methods, their servers and how each is started."""
     names = {cell.key.method for cell in cells}
-    table = Table("method", "kind", "server", box=box.SIMPLE)
+    table = terminal.table(None, "method", "kind", "server")
     for host in servers:
         for method in host.methods:
             if method.name in names:

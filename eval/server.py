@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
-
-from sglang_c2t.offline.client import c2t_state
 
 READY_SECONDS = 300.0
 STOP_SECONDS = 20.0
@@ -46,6 +45,10 @@ class ServerError(RuntimeError):
     """The server did not start or died; the message ends with the tail of its log."""
 
 
+class SwitchError(RuntimeError):
+    """The server did not take the settings it was asked to take."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """What to start. ``flags`` are SGLang's own, in its spelling."""
@@ -57,39 +60,51 @@ class Launch:
     control: bool = True
     """Whether a ``--c2t`` server without an admin key takes POST /c2t from this machine."""
 
-    def argv(self, port: int) -> list[str]:
-        """The command line a user would type."""
-        return [
-            sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model),
-            "--host", "127.0.0.1", "--port", str(port), *CPU_FLAGS, *self.flags,
-        ]  # fmt: skip
-
-
-class BareLaunch(Launch):
-    """A server with the flags as given, nothing added for a CPU."""
+    common: Sequence[str] = CPU_FLAGS
+    """Put before ``flags``; none for a server that is not ours to set up."""
 
     def argv(self, port: int) -> list[str]:
         """The command line a user would type."""
         return [
-            sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model),
-            "--host", "127.0.0.1", "--port", str(port), *self.flags,
+            sys.executable, *self._launcher(), "--model-path", str(self.model),
+            "--host", "127.0.0.1", "--port", str(port), *self.common, *self.flags,
         ]  # fmt: skip
+
+    def _launcher(self) -> list[str]:
+        """A machine without a GPU may have a stand-in for one, which has to be started first."""
+        stock = "-m sglang.launch_server"
+        return (stock if self.common else os.environ.get("EVAL_GPU_LAUNCHER", stock)).split()
 
 
 def speculative_flags(
-    algorithm: str, num_steps: int = 5, topk: int = 1, num_draft_tokens: int | None = None
+    algorithm: str,
+    num_steps: int = 5,
+    topk: int = 1,
+    num_draft_tokens: int | None = None,
+    *,
+    draft: Path | str | None = None,
 ) -> tuple[str, ...]:
-    """Drafting of ``num_steps`` layers with the demo draft of ``algorithm``.
+    """Drafting of ``num_steps`` layers; with the demo draft of ``algorithm``, if none is named.
 
     Chains by default; trees with ``topk`` above 1, of up to ``num_draft_tokens`` nodes.
     """
     return (
         "--speculative-algorithm", algorithm,
-        "--speculative-draft-model-path", str(DRAFTS[algorithm]),
+        "--speculative-draft-model-path", str(draft or DRAFTS[algorithm]),
         "--speculative-num-steps", str(num_steps),
         "--speculative-eagle-topk", str(topk),
         "--speculative-num-draft-tokens", str(num_draft_tokens or num_steps + 1),
     )  # fmt: skip
+
+
+def gpu_environment() -> dict[str, str]:
+    """What a server on a GPU has in place of the CPU's environment; the caller's own wins."""
+    found = {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "8"}
+    return {
+        "SGLANG_USE_CPU_ENGINE": "0",
+        "SGLANG_C2T_COUNTERS": "0",  # counting forwards is not free, and not under CUDA graphs
+        **{name: os.environ.get(name, value) for name, value in found.items()},
+    }
 
 
 @dataclass(frozen=True)
@@ -111,9 +126,32 @@ class Server:
         """
         self._post("/flush_cache?timeout=20", 30.0)
 
+    def internal_state(self) -> dict[str, Any]:
+        """What the scheduler tells in /server_info, what plugins add included."""
+        response = requests.get(f"{self.url}/server_info", timeout=60)
+        response.raise_for_status()
+        state: dict[str, Any] = response.json()["internal_states"][0]
+        return state
+
     def c2t_state(self) -> dict[str, Any]:
-        """What the plugin reports in /server_info; {} when it reports nothing."""
-        return c2t_state(self.url)
+        """What our plugin tells there; {} when it tells nothing."""
+        state: dict[str, Any] = self.internal_state().get("c2t", {})
+        return state
+
+    def switch(self, **settings: Any) -> None:
+        """Change a ``--c2t`` server; :class:`SwitchError` with what it answered."""
+        reply = requests.post(f"{self.url}/c2t", json=settings, timeout=60)
+        if not reply.ok:
+            raise SwitchError(f"POST /c2t {settings}: {reply.status_code} {reply.text[:300]}")
+
+    def processes(self) -> list[psutil.Process]:
+        """Its main process and all below it."""
+        main = psutil.Process(self.process.pid)
+        return [main, *main.children(recursive=True)]
+
+    def cpu_seconds(self) -> float:
+        """Processor time of its processes since their start."""
+        return sum(sum(process.cpu_times()[:2]) for process in self.processes())
 
     def _post(self, path: str, timeout: float, **kwargs: Any) -> requests.Response:
         response = requests.post(f"{self.url}{path}", timeout=timeout, **kwargs)

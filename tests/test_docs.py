@@ -148,7 +148,7 @@ def test_the_guide_names_the_default_threshold_of_every_gate() -> None:
 
 
 def test_default_thresholds_are_those_that_the_tables_chose() -> None:
-    from eval.thresholds import CHOSEN
+    from eval.tables.thresholds import CHOSEN
 
     tables = (ROOT / "eval" / "TABLES.md").read_text()
     chosen = {name: float(beta) for beta, name in re.findall(r"([0-9.]+) for `(c2t-\w+)`", tables)}

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from eval.bench.records import Cell, CellKey
+from eval.bench.records import Cell, CellKey, Run
 from sglang_c2t.offline.client import differing
 
 
@@ -50,6 +50,15 @@ def output_differences(
         if wrong:
             found.append(Difference(cell.key, wrong, len(cell.requests)))
     return found, compared
+
+
+def compared_outputs(cells: Iterable[Cell], run: Run) -> tuple[list[Difference], int]:
+    """The same as the run's configuration asks for it; of replayed traces outputs say nothing."""
+    wanted = run.config.get("requests", {}).get("equal_outputs")
+    if wanted == "none":
+        return [], 0
+    baseline = next((method.name for method in run.methods if method.baseline), "")
+    return output_differences(cells, baseline, seeded=wanted == "seeded")
 
 
 def _references(cells: Sequence[Cell], baseline: str) -> dict[tuple[float, int, int], Cell]:

@@ -238,7 +238,7 @@ class _Answers:
         meta = answer["meta_info"]
         new = meta["completion_tokens"] - output.output_len
         self.meta[index], self.ids[index] = meta, tuple(answer["output_ids"])
-        output.generated_text = answer["text"]
+        output.generated_text = answer.get("text", "")  # none without a tokenizer
         output.prompt_len = meta["prompt_tokens"]
         if new <= 0:
             return

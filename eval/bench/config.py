@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from eval.gpu.models import SHAPES
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.policies import build_policy, build_tree_policy
 
 DEMO = "demo"
+SHAPE = "shape:"
 SEEDS = "--enable-deterministic-inference"
 
 Kind = Literal["none", "fixed", "adaptive", "tree", "c2t", "c2t-tree"]
@@ -26,11 +28,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The pair that is served. ``demo`` stands for the models in this repository."""
+    """The pair that is served. ``demo`` stands for the models in this repository, ``shape:8b``
+    for a shape of :mod:`eval.gpu.models`, whose weights SGLang draws.
+    """
 
     target: str = DEMO
     draft: str = DEMO
     algorithm: str = "EAGLE3"
+    tokenizer: str = ""
+
+    def __post_init__(self) -> None:
+        for name in (self.target, self.draft):
+            if name.startswith(SHAPE) and name.removeprefix(SHAPE) not in SHAPES:
+                raise ConfigError(f"model: no shape {name}; there are {', '.join(SHAPES)}")
+        if self.target.startswith(SHAPE) and not self.tokenizer:
+            raise ConfigError(f"model: {self.target} brings no tokenizer; name one, such as demo")
 
 
 @dataclass(frozen=True)
@@ -40,10 +52,12 @@ class ServerConfig:
     device: Literal["cpu", "cuda"] = "cuda"
     flags: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
-    mode: Literal["together", "in-turn", "auto"] = "in-turn"
+    mode: Literal["together", "in-turn", "auto", "once"] = "in-turn"
     memory_gib: float = 0.0
     starting: int = 1
     share: bool = True
+    metrics: bool = True
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _at_least("server.starting", self.starting, 1)
@@ -66,7 +80,7 @@ class RequestConfig:
     timeout_s: float = 600.0
     warm_up: int = 16
     steady_ratio: float = 0.8
-    equal_outputs: Literal["greedy", "seeded", "report"] = "greedy"
+    equal_outputs: Literal["greedy", "seeded", "report", "none"] = "greedy"
 
     def __post_init__(self) -> None:
         _at_least("requests.max_new_tokens", self.max_new_tokens, 1)
@@ -130,15 +144,26 @@ class PartConfig:
 class DatasetConfig:
     """The mixed batch: parts, interleaved in a seeded order."""
 
-    parts: tuple[PartConfig, ...]
+    parts: tuple[PartConfig, ...] = ()
     seed: int = 0
     data: str = ""
     max_prompt_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        if not self.parts:
-            raise ConfigError("dataset.parts is empty: give at least one part")
         _at_least("dataset.max_prompt_tokens", self.max_prompt_tokens, 1)
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """Traces to replay instead of sending prompts; see :mod:`eval.bench.replay`."""
+
+    traces: str = DEMO
+    prompt_tokens: int = 128
+    max_positions: int = 2048
+
+    def __post_init__(self) -> None:
+        _at_least("replay.prompt_tokens", self.prompt_tokens, 3)
+        _at_least("replay.max_positions", self.max_positions, self.prompt_tokens + 1)
 
 
 @dataclass(frozen=True)
@@ -156,6 +181,7 @@ class MethodConfig:
     policy_options: dict[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     own_server: bool = False
+    plugin_off: bool = False
 
     def __post_init__(self) -> None:
         _at_least("methods.num_steps", self.num_steps, 1)
@@ -176,21 +202,28 @@ class MethodConfig:
             )
         if not self.gated and self.beta is not None:
             raise ConfigError(f"methods: kind {self.kind} has no beta, got {self.beta}")
+        if self.gated and self.plugin_off:
+            raise ConfigError(f"methods: kind {self.kind} is served by the plugin; drop plugin_off")
 
     @property
     def gated(self) -> bool:
         """Whether it is one of ours."""
         return self.kind in ("c2t", "c2t-tree")
 
+    @property
+    def baseline(self) -> bool:
+        """Whether the others are compared with it."""
+        return self.kind == "none" and not self.plugin_off
+
+    def c2t_settings(self) -> dict[str, Any]:
+        """The same as :meth:`c2t`, as POST /c2t and ``--c2t-config`` take it."""
+        names = ("policy", "beta", "classifier", "policy_options")
+        return {name: getattr(self, name) for name in names}
+
     def c2t(self) -> C2TConfig:
         """Its settings as ``--c2t`` takes them; ConfigError for any that it would refuse."""
         assert not isinstance(self.beta, tuple), "expanded() makes one method of each"
-        config = C2TConfig(
-            policy=self.policy,
-            beta=self.beta,
-            classifier=self.classifier,
-            policy_options=self.policy_options,
-        )
+        config = C2TConfig.from_mapping(self.c2t_settings())
         (build_tree_policy if self.kind == "c2t-tree" else build_policy)(config)
         return config
 
@@ -217,9 +250,10 @@ class BenchConfig:
     """A whole run."""
 
     name: str
-    dataset: DatasetConfig
     load: tuple[LoadConfig, ...]
     methods: tuple[MethodConfig, ...]
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    replay: ReplayConfig | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     requests: RequestConfig = field(default_factory=RequestConfig)
@@ -234,7 +268,7 @@ class BenchConfig:
             raise ConfigError("a run needs at least one [[methods]] and one [[load]]")
         _unique("methods.name", [method.name for method in methods])
         _unique("load.temperature", [f"{load.temperature:g}" for load in self.load])
-        if sum(method.kind == "none" for method in methods) > 1:
+        if sum(method.baseline for method in methods) > 1:
             raise ConfigError("methods: at most one may be of kind none, it is the baseline")
         for method in methods:
             if method.gated:
@@ -244,10 +278,36 @@ class BenchConfig:
                 f"requests.seeded = true needs {SEEDS} among server.flags: without it, SGLang "
                 "ignores seeds"
             )
+        if self.replay is None:
+            self._check_prompts()
+        else:
+            self._check_replay(self.replay)
+
+    def _check_prompts(self) -> None:
+        if not self.dataset.parts:
+            raise ConfigError("dataset.parts is empty: give at least one part")
         most = max(n for load in self.load for n in load.prompts)
         given = sum(part.n for part in self.dataset.parts)
         if most > given:
             raise ConfigError(f"load.prompts asks for {most} prompts, dataset.parts give {given}")
+
+    def _check_replay(self, replay: ReplayConfig) -> None:
+        if self.dataset.parts:
+            raise ConfigError("replay makes its own prompts: drop dataset.parts")
+        if any(load.temperature > 0 for load in self.load) or not self.requests.ignore_eos:
+            raise ConfigError(
+                "replay serves greedy answers of one length: set load.temperature = 0 and "
+                "requests.ignore_eos = true"
+            )
+        for method in self.methods:
+            if method.kind in ("tree", "c2t-tree"):
+                raise ConfigError(f"replay serves chains only, got a method of kind {method.kind}")
+        longest = replay.prompt_tokens + self.requests.max_new_tokens
+        if longest >= replay.max_positions:
+            raise ConfigError(
+                f"replay.max_positions must be above {longest}, prompt and answer, got "
+                f"{replay.max_positions}"
+            )
 
 
 def read_config(path: Path) -> BenchConfig:
@@ -311,9 +371,11 @@ def _value(value: Any, hint: Any, where: str) -> Any:
 
 
 def _first_fitting(value: Any, hints: tuple[Any, ...], where: str) -> Any:
+    if value is None and type(None) in hints:
+        return None  # as run.json tells it; TOML has no null: a key that is absent is None
     for hint in hints:
         if hint is type(None):
-            continue  # TOML has no null: a key that is absent is None
+            continue
         try:
             return _value(value, hint, where)
         except ConfigError:

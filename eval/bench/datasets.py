@@ -4,7 +4,7 @@ A part of the batch has one of three sources:
 
     demo:math                  one of our generators (math, code, chat); nothing is downloaded
     prompts/mine.jsonl         a prompt file, see :mod:`sglang_c2t.offline.prompts`
-    gsm8k                      a public set of :data:`PUBLIC`: looked for in a local folder, then
+    gsm8k                      a public set of public_sets.toml: looked for in a local folder, then
                                in the Hugging Face cache and on the hub
 
 Prompts to a model with a chat template are sent as one user message. A part's ``template``
@@ -18,12 +18,13 @@ import hashlib
 import itertools
 import json
 import random
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.bench.config import DatasetConfig, PartConfig
+from eval.bench.config import DatasetConfig, PartConfig, build
 from eval.demo_models.corpus import FAMILIES
 from eval.prompts import EVALUATION_SETS, TRAINING_SETS, demo_mix
 from sglang_c2t.config import ConfigError
@@ -38,12 +39,16 @@ SHAPES = {name: shape for name, (_, shape) in {**EVALUATION_SETS, **TRAINING_SET
 
 @dataclass(frozen=True)
 class Hub:
-    """Where the Hugging Face hub has a set, and how a row becomes a user's message."""
+    """Where the Hugging Face hub has a set; ``text`` is a column of it, or one of ``MESSAGES``."""
 
     path: str
-    config: str | None
     split: str
-    text: Callable[[Mapping[str, Any]], str]
+    text: str
+    config: str | None = None
+
+    def message(self, row: Mapping[str, Any]) -> str:
+        """A row as a user's message."""
+        return MESSAGES[self.text](row) if self.text in MESSAGES else str(row[self.text])
 
 
 @dataclass(frozen=True)
@@ -58,119 +63,23 @@ class PublicSet:
     origin: str = ""
 
 
-def _column(name: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: str(row[name])
-
-
-def _first_turn(row: Mapping[str, Any]) -> str:
-    return str(row["prompt"][0])
-
-
 def _instruction(row: Mapping[str, Any]) -> str:
     return f"{row['instruction']}\n\n{row['input']}" if row["input"] else str(row["instruction"])
 
 
-def _article(row: Mapping[str, Any]) -> str:
-    return f"Summarize the following news article.\n\n{row['article']}"
-
-
-_EAGLE = "github.com/SafeAILab/EAGLE, eagle/data"
-_SPEC_BENCH = "github.com/hemingkx/Spec-Bench, data/spec_bench/question.jsonl"
-
-#: Hashes were computed from the files themselves; a set without one is only counted.
-PUBLIC: dict[str, PublicSet] = {
-    "gsm8k": PublicSet(
-        "math",
-        ("gsm8k_test.jsonl",),
-        1319,
-        "b5107a2ee9aca7016c3179c2354bb2c5f84ad0b4946c25ce2258b14a43179934",
-        Hub("openai/gsm8k", "main", "test", _column("question")),
-    ),
-    "gsm8k-80": PublicSet(
-        "math",
-        ("gsm8k_eagle80.jsonl", "gsm8k/question.jsonl"),
-        80,
-        "3266f1d38225201f1e0774e729456b0b547bde88948db213d07979a25a541aac",
-        origin=f"{_EAGLE}/gsm8k/question.jsonl",
-    ),
-    "humaneval": PublicSet(
-        "code",
-        ("humaneval.jsonl", "HumanEval.jsonl"),
-        164,
-        "2bffccd5458ee7486a43bbd02c9fa731d16911f4c89206ffe296bbeaf98824d6",
-        Hub("openai/openai_humaneval", None, "test", _column("prompt")),
-    ),
-    "humaneval-80": PublicSet(
-        "code",
-        ("humaneval_eagle80.jsonl", "humaneval/question.jsonl"),
-        80,
-        "e7e9264d13cedd2c13c9ba7d4d5d200363a2598419f89d9e2690665538e576fa",
-        origin=f"{_EAGLE}/humaneval/question.jsonl",
-    ),
-    "mt_bench": PublicSet(
-        "instruction",
-        ("mt_bench.jsonl", "mt_bench/question.jsonl"),
-        80,
-        "ac24dc007537ebc10c8cdb8c69fcb2aaa4a37b00a48086f3b6949b5a48cb36b7",
-        Hub("HuggingFaceH4/mt_bench_prompts", None, "train", _first_turn),
-    ),
-    "alpaca": PublicSet(
-        "instruction",
-        ("alpaca.jsonl",),
-        52_002,
-        None,
-        Hub("tatsu-lab/alpaca", None, "train", _instruction),
-    ),
-    "alpaca-80": PublicSet(
-        "instruction",
-        ("alpaca_eagle80.jsonl", "alpaca/question.jsonl"),
-        80,
-        None,
-        origin=f"{_EAGLE}/alpaca/question.jsonl",
-    ),
-    "cnn_dailymail": PublicSet(
-        "summarisation",
-        ("cnn_dailymail.jsonl",),
-        11_490,
-        None,
-        Hub("abisee/cnn_dailymail", "3.0.0", "test", _article),
-    ),
-    "cnn_dailymail-80": PublicSet(
-        "summarisation",
-        ("sum_eagle80.jsonl", "sum/question.jsonl"),
-        80,
-        None,
-        origin=f"{_EAGLE}/sum/question.jsonl",
-    ),
-    "natural_questions": PublicSet(
-        "qa",
-        ("nq_open.jsonl",),
-        3610,
-        None,
-        Hub("google-research-datasets/nq_open", None, "validation", _column("question")),
-    ),
-    "natural_questions-80": PublicSet(
-        "qa",
-        ("nq_eagle80.jsonl", "qa/question.jsonl"),
-        80,
-        "9c01027baa26d76b6281bce5cc06ab5dd3e17fae196d1bcdfb182726adaa35bd",
-        origin=f"{_EAGLE}/qa/question.jsonl",
-    ),
-    "spec-bench": PublicSet(
-        "spec-bench",
-        ("spec_bench.jsonl", "spec_bench/question.jsonl"),
-        480,
-        None,
-        origin=_SPEC_BENCH,
-    ),
-    "spec-bench-240": PublicSet(
-        "spec-bench",
-        ("spec_bench_open240.jsonl",),
-        240,
-        "48ee2e94eff1c81b710082f9f22eeb2f6ccc18f26a57bb983ac89c7db91b56a8",
-        origin=f"{_SPEC_BENCH}: tasks mt_bench, qa and math_reasoning",
-    ),
+MESSAGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "first turn": lambda row: str(row["prompt"][0]),
+    "instruction with input": _instruction,
+    "article": lambda row: f"Summarize the following news article.\n\n{row['article']}",
 }
+
+
+def _public_sets() -> dict[str, PublicSet]:
+    text = Path(__file__).with_name("public_sets.toml").read_text(encoding="utf-8")
+    return {name: build(PublicSet, table, name) for name, table in tomllib.loads(text).items()}
+
+
+PUBLIC = _public_sets()
 
 
 @dataclass(frozen=True)
@@ -273,7 +182,7 @@ def _from_hub(hub: Hub, family: str) -> list[PromptRow]:
 
     download = datasets.DownloadConfig(max_retries=1)
     rows = datasets.load_dataset(hub.path, hub.config, split=hub.split, download_config=download)
-    texts = (hub.text(row) for row in rows)
+    texts = (hub.message(row) for row in rows)
     return [PromptRow(family, messages=[{"role": "user", "content": text}]) for text in texts]
 
 

@@ -7,26 +7,34 @@ shape may share a server: they are switched over ``/c2t`` while it runs.
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import requests
 
-from eval.bench.config import DEMO, BenchConfig, MethodConfig, ModelConfig
+from eval.bench.config import DEMO, SHAPE, BenchConfig, MethodConfig, ModelConfig
 from eval.bench.records import CellKey, Method, slug
-from eval.gpu.launch import speculative_flags
-from eval.server import CPU_FLAGS, DRAFTS, TARGET, BareLaunch
+from eval.bench.replay import Replay
+from eval.gpu import models, plugins
+from eval.server import (
+    CPU_FLAGS,
+    DRAFTS,
+    TARGET,
+    Launch,
+    Server,
+    SwitchError,
+    gpu_environment,
+    speculative_flags,
+)
 
 
 @dataclass(frozen=True)
 class Host:
     """A server to start and the methods it serves, several only where it can be switched."""
 
-    launch: BareLaunch
+    launch: Launch
     methods: tuple[MethodConfig, ...]
     shared: bool = False
 
@@ -45,13 +53,13 @@ class PlannedCell:
 
 
 def hosts(config: BenchConfig, folder: Path) -> list[Host]:
-    """All servers of a run; ``folder`` is where :func:`write_options` writes."""
+    """All servers of a run; ``folder`` is where :func:`write_files` writes."""
     shared: dict[tuple[str, ...], list[MethodConfig]] = {}
     alone: list[list[MethodConfig]] = []
     for method in config.methods:
         if method.gated and config.server.share and not method.own_server:
             # A server takes no classifier file over HTTP but the one it was started with.
-            kind = (*drafting(config.model, method), method.classifier)
+            kind = (*drafting(config.model, method, folder), method.classifier)
             shared.setdefault(kind, []).append(method)
         else:
             alone.append([method])
@@ -66,49 +74,66 @@ def hosts(config: BenchConfig, folder: Path) -> list[Host]:
     ]
 
 
-def _launch(config: BenchConfig, name: str, first: MethodConfig, folder: Path) -> BareLaunch:
+def _launch(config: BenchConfig, name: str, first: MethodConfig, folder: Path) -> Launch:
     flags = (*_common_flags(config), *method_flags(config.model, first, folder))
-    return BareLaunch(name, flags, target_of(config.model), _environment(config))
+    target = target_of(config.model, folder)
+    return Launch(name, flags, target, _environment(config, first, folder), common=())
 
 
-def target_of(model: ModelConfig) -> Path:
+def target_of(model: ModelConfig, folder: Path) -> Path:
     """Folder of the target model, or its name on the hub."""
+    if model.target.startswith(SHAPE):
+        return models.pair(model.target.removeprefix(SHAPE), folder).target
     return TARGET if model.target == DEMO else Path(model.target)
+
+
+def tokenizer_of(model: ModelConfig, folder: Path) -> str:
+    """Path or name of what the client counts tokens with."""
+    named = str(TARGET) if model.tokenizer == DEMO else model.tokenizer
+    return named or str(target_of(model, folder))
+
+
+def _draft_of(model: ModelConfig, folder: Path) -> Path:
+    if model.draft.startswith(SHAPE):
+        return models.pair(model.draft.removeprefix(SHAPE), folder).draft
+    return DRAFTS[model.algorithm] if model.draft == DEMO else Path(model.draft)
 
 
 def _common_flags(config: BenchConfig) -> tuple[str, ...]:
     for_cpu = CPU_FLAGS if config.server.device == "cpu" else ()
-    return (*for_cpu, "--enable-metrics", *config.server.flags)
+    metrics = ("--enable-metrics",) if config.server.metrics else ()
+    return (*for_cpu, *metrics, *config.server.flags)
 
 
-def _environment(config: BenchConfig) -> dict[str, str]:
+def _environment(config: BenchConfig, method: MethodConfig, folder: Path) -> dict[str, str]:
     """What differs from :func:`eval.server.running`'s environment, which is fit for a CPU."""
-    if config.server.device == "cpu":
-        return dict(config.server.env)
-    threads = os.environ.get("OMP_NUM_THREADS", "8")
-    return {
-        "SGLANG_USE_CPU_ENGINE": "0",
-        "SGLANG_C2T_COUNTERS": "0",  # counting forwards is not free, and not under CUDA graphs
-        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
-        "OMP_NUM_THREADS": threads,
-        **config.server.env,
-    }
+    env = gpu_environment() if config.server.device == "cuda" else {}
+    if measuring := config.server.plugins:
+        ours = ("c2t",) if method.gated or method.plugin_off else ()
+        env |= plugins.environment(folder / PLUGINS, (*ours, *measuring))
+    if config.replay is not None:
+        env |= Replay(config).settings(gated=method.gated).to_env()
+    return {**env, **config.server.env}
 
 
-def drafting(model: ModelConfig, method: MethodConfig) -> tuple[str, ...]:
+#: Where, in a run's folder of logs, the entry points of a checkout are written.
+PLUGINS = "plugins"
+
+
+def drafting(model: ModelConfig, method: MethodConfig, folder: Path) -> tuple[str, ...]:
     """Flags that say how it drafts; () without speculation."""
     if method.kind == "none":
         return method.flags
-    draft = DRAFTS[model.algorithm] if model.draft == DEMO else Path(model.draft)
-    nodes = method.num_draft_tokens or method.num_steps + 1
-    steps, topk = method.num_steps, method.topk
-    flags = speculative_flags(draft, steps, algorithm=model.algorithm, topk=topk, nodes=nodes)
+    flags = speculative_flags(
+        model.algorithm, method.num_steps, method.topk, method.num_draft_tokens,
+        draft=_draft_of(model, folder),
+    )  # fmt: skip
     return (*flags, *method.flags)
 
 
 def method_flags(model: ModelConfig, method: MethodConfig, folder: Path) -> tuple[str, ...]:
     """Flags of one method; policy options, which have no flag, are in a file in ``folder``."""
-    flags = drafting(model, method)
+    flags = drafting(model, method, folder)
     if method.kind == "adaptive":
         return (*flags, "--speculative-adaptive")
     if not method.gated:
@@ -121,9 +146,14 @@ def method_flags(model: ModelConfig, method: MethodConfig, folder: Path) -> tupl
     return (*flags, *c2t)
 
 
-def write_options(config: BenchConfig, folder: Path) -> None:
-    """Write the files that the flags of :func:`method_flags` name."""
+def write_files(config: BenchConfig, folder: Path) -> None:
+    """Write what flags and environment of the servers name: options, plugins, models' shapes."""
     folder.mkdir(parents=True, exist_ok=True)
+    if config.server.plugins:
+        plugins.write(folder / PLUGINS)
+    for name in {config.model.target, config.model.draft}:
+        if name.startswith(SHAPE):
+            models.write(name.removeprefix(SHAPE), folder)
     for method in config.methods:
         if method.policy_options:
             text = json.dumps({"policy_options": method.policy_options}) + "\n"
@@ -138,45 +168,31 @@ def record_of(config: BenchConfig, method: MethodConfig, folder: Path) -> Method
     """The method as run.json tells it."""
     flags = list(method_flags(config.model, method, folder))
     assert not isinstance(method.beta, tuple)
-    return Method(method.name, method.kind, flags, method.beta, baseline=method.kind == "none")
+    return Method(method.name, method.kind, flags, method.beta, baseline=method.baseline)
 
 
 # -- switching ------------------------------------------------------------------------------
 
 
-class SwitchError(RuntimeError):
-    """The server did not take the settings of a method."""
-
-
-def switch(url: str, method: MethodConfig) -> None:
+def switch(server: Server, method: MethodConfig) -> None:
     """Make a running ``--c2t`` server serve ``method``, and ask it whether it does."""
-    wanted = settings(method)
-    reply = requests.post(f"{url}/c2t", json=wanted, timeout=60)
-    if not reply.ok:
-        raise SwitchError(f"POST /c2t for {method.name} answered {reply.status_code}: {reply.text}")
-    in_force = requests.get(f"{url}/c2t", timeout=60).json()
+    wanted = method.c2t_settings()
+    server.switch(**wanted)
+    in_force = requests.get(f"{server.url}/c2t", timeout=60).json()
     expected = {**wanted, "classifier": Path(wanted["classifier"]).name}  # clients see no paths
     differing = {key: in_force.get(key) for key in expected if in_force.get(key) != expected[key]}
     if differing:
         raise SwitchError(f"POST /c2t for {method.name} asked for {wanted}, in force: {differing}")
 
 
-def settings(method: MethodConfig) -> dict[str, Any]:
-    """Body of POST /c2t."""
-    config = method.c2t()
-    return {
-        "policy": config.policy,
-        "beta": config.beta,
-        "classifier": config.classifier,
-        "policy_options": dict(config.policy_options),
-    }
-
-
 # -- order ----------------------------------------------------------------------------------
 
 
-def plan(config: BenchConfig, only: Sequence[str] = ()) -> list[PlannedCell]:
-    """All cells in the order of measuring, if all servers are up.
+def plan(
+    config: BenchConfig, only: Sequence[str] = (), at_once: Sequence[int] = ()
+) -> list[PlannedCell]:
+    """All cells, or those of some methods or concurrencies, in the order of measuring, if all
+    servers are up.
 
     Repeat by repeat, rung by rung; on each rung every method once, in an order drawn anew, so
     that what drifts on the machine falls on all methods alike.
@@ -191,7 +207,7 @@ def plan(config: BenchConfig, only: Sequence[str] = ()) -> list[PlannedCell]:
                 cells += [
                     PlannedCell(CellKey(name, load.temperature, concurrency, repeat), prompts)
                     for name in order
-                    if not only or name in only
+                    if (not only or name in only) and (not at_once or concurrency in at_once)
                 ]
     return cells
 
@@ -202,16 +218,23 @@ def passes(
     """The cells of a run with one server at a time: each repeat is a pass over the servers.
 
     The servers' order is drawn anew in each pass. On a server the rungs come in their order, and
-    methods that share it take turns on each rung.
+    methods that share it take turns on each rung. In the mode "once" there is one pass with all
+    repeats, in the order of the configuration, because large models start slowly.
     """
     rng = random.Random(f"{config.seed}/servers")
+    names = [method.name for method in config.methods]
+    told = sorted(servers, key=lambda host: names.index(host.methods[0].name))
+    if config.server.mode == "once":
+        turns = [(host, range(config.repeats)) for host in told]
+    else:
+        turns = [(host, range(repeat, repeat + 1)) for repeat in range(config.repeats)
+                 for host in rng.sample(list(servers), len(servers))]  # fmt: skip
     result = []
-    for repeat in range(config.repeats):
-        for host in rng.sample(list(servers), len(servers)):
-            names = {method.name for method in host.methods}
-            mine = [c for c in cells if c.key.repeat == repeat and c.key.method in names]
-            if mine:
-                result.append((host, mine))
+    for host, repeats in turns:
+        members = {method.name for method in host.methods}
+        mine = [c for c in cells if c.key.repeat in repeats and c.key.method in members]
+        if mine:
+            result.append((host, mine))
     return result
 
 

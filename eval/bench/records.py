@@ -92,6 +92,7 @@ class Cell:
     metrics: dict[str, float]  # what the c2t:* series of /metrics grew by; {} without --c2t
     server_argv: list[str]
     requests: tuple[Request, ...] = ()
+    clock: dict[str, float] | None = None  # full_batch of the server's step clock, if it has one
 
     @property
     def key(self) -> CellKey:

@@ -6,25 +6,31 @@ A cell that fails, or a server that dies, is reported and the others go on.
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
+from eval import terminal
 from eval.bench import client
 from eval.bench.client import Target
 from eval.bench.config import BenchConfig, MethodConfig
 from eval.bench.datasets import Sample
-from eval.bench.methods import Host, PlannedCell, SwitchError, passes, reduced, switch
+from eval.bench.methods import Host, PlannedCell, passes, reduced, switch
 from eval.bench.records import Cell, has_cell, write_cell
-from eval.server import Server, ServerError, running
+from eval.bench.replay import Replay
+from eval.gpu.step_clock import KEY, Span, full_batch, since
+from eval.server import Server, ServerError, SwitchError, running
 from sglang_c2t.offline.client import run_load
 
 WARM_UP_TOKENS = 32
@@ -35,6 +41,27 @@ FAILED = "failed"
 
 class CellError(RuntimeError):
     """A cell could not be measured."""
+
+
+class OutOfTime(Exception):
+    """The budget does not hold another server or cell."""
+
+
+class Budget:
+    """Seconds a call may take, and what its parts took so far."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self._end = time.monotonic() + seconds
+        self._longest: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str, guess: float) -> Iterator[None]:
+        """Do a part; OutOfTime unless there is time for the longest of its name, or ``guess``."""
+        begin = time.monotonic()
+        if self._end - begin < 1.2 * self._longest.get(name, guess):
+            raise OutOfTime
+        yield
+        self._longest[name] = max(time.monotonic() - begin, self._longest.get(name, 0.0))
 
 
 #: What a server that misbehaves or is gone can raise here.
@@ -57,8 +84,13 @@ class Runner:
     tokenizer: str
     servers: Sequence[Host]
     console: Console
+    budget: Budget = field(default_factory=Budget)
     failures: list[str] = field(default_factory=list)
-    _warm: set[tuple[int, str, float]] = field(default_factory=set)
+    _warm: set[tuple[int, str, float, int]] = field(default_factory=set)
+
+    @cached_property
+    def _replay(self) -> Replay | None:
+        return None if self.config.replay is None else Replay(self.config)
 
     def run(self, cells: Sequence[PlannedCell]) -> None:
         """Measure ``cells`` but those that are done."""
@@ -69,7 +101,7 @@ class Runner:
             return
         needed = reduced(self.servers, {cell.key.method for cell in todo})
         together = self._together_is_possible(len(needed))
-        with _progress(self.console) as progress:
+        with terminal.bars(self.console) as progress:
             bars = Bars(progress, len(todo))
             (self._together if together else self._in_turn)(todo, needed, bars)
 
@@ -117,14 +149,15 @@ class Runner:
 
         try:
             fleet = {}
-            for host, server in workers.map(start, hosts):
-                bars.started()
-                if isinstance(server, ServerError):
-                    last = "\n".join(str(server).splitlines()[-LOG_LINES:])
-                    log = self.folder / "logs" / f"{host.name}.log"
-                    self._fail(f"server {host.name} did not start, see {log}: ...\n{last}")
-                else:
-                    fleet[host.name] = server
+            with self.budget.part("server", guess=120.0):
+                for host, server in workers.map(start, hosts):
+                    bars.started()
+                    if isinstance(server, ServerError):
+                        last = "\n".join(str(server).splitlines()[-LOG_LINES:])
+                        log = self.folder / "logs" / f"{host.name}.log"
+                        self._fail(f"server {host.name} did not start, see {log}: ...\n{last}")
+                    else:
+                        fleet[host.name] = server
             yield fleet
         finally:
             workers.shutdown(cancel_futures=True)  # servers that are just starting end first
@@ -140,7 +173,8 @@ class Runner:
             self._fail(f"{cell.key}: not measured, server {host.name} is not running")
         else:
             try:
-                measured = self.measure(cell, method, host, server, bars.answered)
+                with self.budget.part(f"{cell.prompts} prompts", guess=20.0):
+                    measured = self.measure(cell, method, host, server, bars.answered)
                 write_cell(self.folder, measured)
                 speed = f"{measured.tokens_per_second:.0f} tokens/s"
                 self.console.print(f"{bars.position} {cell.key}: {speed}", markup=False)
@@ -161,13 +195,16 @@ class Runner:
         on_answer: Callable[[], None] = lambda: None,
     ) -> Cell:
         """One cell, from an empty cache; CellError if any of its requests fails."""
-        if host.shared:
-            switch(server.url, method)
-        samples = self.samples[: cell.prompts]
+        if self._replay is not None:
+            samples: Sequence[Sample] = self._replay.samples(method, cell.prompts)
+        else:
+            samples = self.samples[: cell.prompts]
+            if host.shared:
+                switch(server, method)
         bodies = [self.body(cell, index) for index in range(len(samples))]
-        self._warm_up(cell, server, bodies)
+        self._warm_up(cell, server, samples, bodies)
         server.flush_cache()
-        series, counters = client.scrape(server.url), _counters(server)
+        series, state = self._series(server), server.internal_state()
         started = datetime.now(UTC).isoformat(timespec="seconds")
         measured = client.measure(
             Target(server.url, self.tokenizer),
@@ -178,6 +215,13 @@ class Runner:
             self.folder / "logs" / "client.log",
             on_answer,
         )
+        after = server.internal_state()
+        clock = _clock(state, after, cell.key.concurrency)
+        seconds, tokens = (
+            (measured.duration_s, measured.output_tokens)
+            if clock is None
+            else (clock.seconds, clock.tokens)
+        )
         result = Cell(
             method=cell.key.method,
             temperature=cell.key.temperature,
@@ -186,13 +230,14 @@ class Runner:
             started=started,
             duration_s=measured.duration_s,
             output_tokens=measured.output_tokens,
-            tokens_per_second=measured.output_tokens / measured.duration_s,
+            tokens_per_second=tokens / seconds,
             steady=measured.steady,
             client=measured.client,
-            work=client.grown(counters, _counters(server)),
-            metrics=client.grown(series, client.scrape(server.url)),
+            work=client.grown(_counters(state), _counters(after)),
+            metrics=client.grown(series, self._series(server)),
             server_argv=_argv(server),
             requests=tuple(measured.requests),
+            clock=None if clock is None else clock._asdict(),
         )
         if failed := measured.failures:
             path = write_cell(self.folder / FAILED, result)
@@ -216,9 +261,22 @@ class Runner:
             params["sampling_seed"] = (self.config.seed + cell.key.repeat) * 1_000_003 + index
         return {"sampling_params": params, "stream": wanted.stream}
 
-    def _warm_up(self, cell: PlannedCell, server: Server, bodies: Sequence[dict[str, Any]]) -> None:
-        """A few short requests, once for each method and temperature on a server."""
-        once = (server.process.pid, cell.key.method, cell.key.temperature)
+    def _series(self, server: Server) -> dict[str, float]:
+        return client.scrape(server.url) if self.config.server.metrics else {}
+
+    def _warm_up(
+        self,
+        cell: PlannedCell,
+        server: Server,
+        samples: Sequence[Sample],
+        bodies: Sequence[dict[str, Any]],
+    ) -> None:
+        """A few short requests, once for each method and temperature on a server.
+
+        Where single steps are timed, once for each batch size as well: each has a graph.
+        """
+        rung = cell.key.concurrency if self.config.replay else 0
+        once = (server.process.pid, cell.key.method, cell.key.temperature, rung)
         if once in self._warm:
             return
         warm = [
@@ -226,15 +284,22 @@ class Runner:
                 **({"text": s.prompt} if isinstance(s.prompt, str) else {"input_ids": s.prompt}),
                 "sampling_params": {**body["sampling_params"], "max_new_tokens": WARM_UP_TOKENS},
             }
-            for s, body in zip(self.samples, bodies, strict=False)
+            for s, body in zip(samples, bodies, strict=True)
         ][: self.config.requests.warm_up]
         if warm:
             run_load(server.url, warm, concurrency=cell.key.concurrency)
         self._warm.add(once)
 
 
-def _counters(server: Server) -> dict[str, Any]:
-    return dict(server.c2t_state().get("counters", {}))
+def _counters(state: dict[str, Any]) -> dict[str, Any]:
+    return dict(state.get("c2t", {}).get("counters", {}))
+
+
+def _clock(before: dict[str, Any], after: dict[str, Any], batch: int) -> Span | None:
+    """What the server's step clock says of the time between; None without one."""
+    if KEY not in after:
+        return None
+    return full_batch(since(before[KEY], after[KEY]), batch)
 
 
 def _argv(server: Server) -> list[str]:
@@ -242,20 +307,6 @@ def _argv(server: Server) -> list[str]:
 
 
 # -- progress -------------------------------------------------------------------------------
-
-
-def _progress(console: Console) -> Progress:
-    """Bars that keep off stdout's redirection, which the client's prints go through."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        speed_estimate_period=600,
-    )
 
 
 class Bars:

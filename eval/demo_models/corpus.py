@@ -1,8 +1,8 @@
 """Where the demo models' text comes from: seeded task generators and a reader of real text.
 
-The generators (`math`, `code`, `chat`) write every sentence themselves, so prompts made by them may
-be shipped. The real text is only read at training time, from a folder the caller names. Knows
-nothing of tensors, tokenizers or SGLang.
+The generators (`math`, `code`, `chat`) write every sentence themselves, with the words and phrases
+of `corpus.toml`, so prompts made by them may be shipped. The real text is only read at training
+time, from a folder the caller names. Knows nothing of tensors, tokenizers or SGLang.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import tomllib
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -52,39 +53,16 @@ def split_of(prompt: str) -> str:
     return {0: "demo", 1: "classifier"}.get(zlib.crc32(prompt.encode()) % 8, "train")
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
+_TEXTS = tomllib.loads(Path(__file__).with_name("corpus.toml").read_text(encoding="utf-8"))
 
 
-NAMES = _words(
-    "Ada Amir Anouk Basil Bea Bram Carla Chidi Clara Dario Dina Edgar Elif Emil Esme Farah Felix "
-    "Freya Gita Greta Hana Hugo Ida Igor Ines Ivan Jade Jonas Juno Kai Kofi Lara Leif Lena Luca "
-    "Mabel Marek Mina Nadia Nils Noor Olga Omar Otto Paula Pavel Petra Quinn Rafa Rhea Rosa Ruben "
-    "Sami Selma Sven Tariq Thea Tomas Uma Vera Viktor Wanda Wren Xenia Yara Yusuf Zane Zora"
-)
-CITIES = _words(
-    "Aarhus Bergen Bilbao Boston Bruges Cairo Cork Cusco Dakar Denver Dublin Galway Ghent Graz "
-    "Hanoi Kyoto Leeds Lima Lisbon Lyon Malaga Nairobi Naples Oslo Porto Prague Quito Riga "
-    "Seville Tampa Turin Utrecht Vienna Zurich"
-)
-DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
-MONTHS = _words("January March April May June July August October November")
-ITEMS = _words(
-    "apples badges balloons beads biscuits books bottles bricks buttons candles cards carrots "
-    "coins cookies cups eggs feathers flags flowers jars kites ladders lamps lemons letters "
-    "magnets marbles muffins nails onions oranges pages peaches pears pencils photos pins plates "
-    "plums postcards potatoes puzzles ribbons ropes scarves seeds shells socks stamps stickers "
-    "stones tickets tiles tomatoes towels toys tulips wheels"
-)
-BOXES = _words("bag barrel basket bucket carton case crate drawer jar pack sack tray")
-PLACES = _words(
-    "bakery barn beach bookshop cafe camp farm garden harbour kitchen library market museum "
-    "office park school station theatre workshop zoo"
-)
-JOBS = _words(
-    "baker builder carpenter coach cook farmer gardener mechanic nurse painter pilot plumber "
-    "potter sailor singer tailor teacher waiter"
-)
+def _words(name: str) -> list[str]:
+    found: list[str] = _TEXTS["words"][name].split()
+    return found
+
+
+NAMES, CITIES, DAYS, MONTHS = map(_words, ("names", "cities", "days", "months"))
+ITEMS, BOXES, PLACES, JOBS = map(_words, ("items", "boxes", "places", "jobs"))
 
 
 # --- math: short stories about a quantity, answered step by step --------------------------------
@@ -252,11 +230,7 @@ def _math_distraction(rng: random.Random, who: str, friend: str) -> str:
 
 # --- code: a small Python function made of two or three steps -----------------------------------
 
-NUMBER_NOUNS = _words(
-    "ages counts distances grades heights numbers points prices scores sizes values"
-)
-WORD_NOUNS = _words("cities colors files labels lines names tags titles users words")
-RESULTS = _words("result out found kept answer output selected picked")
+NUMBER_NOUNS, WORD_NOUNS, RESULTS = map(_words, ("number_nouns", "word_nouns", "results"))
 Op = tuple[str, str, str]  # words of the task, Python expression over {x}, verb for the name
 
 
@@ -385,30 +359,22 @@ def _code_body(rng: random.Random, noun: str, ops: tuple[Op, Op, Op]) -> list[st
 
 # --- chat: someone asks for a booking, the assistant checks, offers and confirms ----------------
 
-FIRST = _words(
-    "Amber Blue Copper Crown Golden Green Harbour Ivory Little Lucky Maple Old Quiet Red River "
-    "Royal Silver Stone Sunny White"
-)
-SECOND = _words(
-    "Anchor Bear Bridge Corner Door Fig Fox Garden Gate Heron House Lantern Leaf Moon Oak Olive "
-    "Pearl Rose Swan Table Wheel Willow"
-)
+FIRST, SECOND, FOODS = map(_words, ("first", "second", "foods"))
+CHAT = _TEXTS["chat"]
 Slots = dict[str, str]
 
 
 def _chat(rng: random.Random) -> Document:
-    domain = rng.choice(sorted(_DOMAINS))
+    domain = CHAT["domains"][rng.choice(sorted(CHAT["domains"]))]
     slots = _slots(rng)
-    asks, offers = _DOMAINS[domain]
-    ask = rng.choice(asks).format(**slots)
+    ask = rng.choice(domain["asks"]).format(**slots)
     turns = [f"User: {_greeting(rng)}{ask}"]
     if rng.random() < 0.5:
-        turns += [
-            f"Assistant: {rng.choice(_CHECKS)}",
-            f"User: {rng.choice(_REPLIES).format(**slots)}",
-        ]
-    reply = [rng.choice(_STARTS).format(**slots), *rng.sample(offers, 3), rng.choice(_CLOSINGS)]
-    answer = " ".join(part.format(**slots) for part in reply)
+        check, reply = (rng.choice(CHAT[name]) for name in ("checks", "replies"))
+        turns += [f"Assistant: {check}", f"User: {reply.format(**slots)}"]
+    parts = [rng.choice(CHAT["starts"]).format(**slots), *rng.sample(domain["offers"], 3)]
+    parts.append(rng.choice(CHAT["closings"]))
+    answer = " ".join(part.format(**slots) for part in parts)
     return Document("chat", "\n".join(turns) + "\nAssistant:", " " + answer)
 
 
@@ -439,25 +405,8 @@ def _slots(rng: random.Random) -> Slots:
         "date": str(rng.randint(1, 30)),
         "near": rng.choice(PLACES),
         "near2": rng.choice(PLACES),
-        "food": rng.choice(
-            (
-                "Greek",
-                "Indian",
-                "Italian",
-                "Korean",
-                "Mexican",
-                "Peruvian",
-                "Thai",
-                "Turkish",
-                "vegan",
-                "Spanish",
-                "Lebanese",
-                "Ethiopian",
-            )
-        ),
-        "car": rng.choice(
-            ("small car", "van", "pickup", "convertible", "large car", "electric car")
-        ),
+        "food": rng.choice(FOODS),
+        "car": rng.choice(CHAT["cars"]),
         "phone": f"{rng.randint(200, 999)}-{rng.randint(1000, 9999)}",
     }
 
@@ -465,124 +414,6 @@ def _slots(rng: random.Random) -> Slots:
 def _time(rng: random.Random, minutes: tuple[str, ...]) -> str:
     return f"{rng.randint(1, 11)}:{rng.choice(minutes)} {rng.choice(('am', 'pm'))}"
 
-
-_CHECKS = (
-    "Which day would you like?",
-    "Do you have a place in mind?",
-    "How many people is it for?",
-    "Is there anything else I should know?",
-    "What time would suit you?",
-    "Should it be near the centre?",
-    "Under which name should I look?",
-)
-_REPLIES = (
-    "On {day}, please. My name is {who}.",
-    "Something near the {near} would be good.",
-    "It is for {n} people, and {friend} needs a quiet place.",
-    "Around {time} if possible, otherwise {time2}.",
-    "No more than ${price}, please.",
-    "I liked the {place} last time.",
-    "{day} the {date} of {month} works best.",
-)
-_STARTS = (
-    "Sure, I can help with that.",
-    "Of course.",
-    "Let me see.",
-    "I looked for {city}.",
-    "I have checked {day} for you.",
-    "Thanks, {who}.",
-    "I found two places in {city}.",
-    "One moment.",
-    "There is good news for {day}.",
-    "All right, for {n} people.",
-)
-_CLOSINGS = (
-    "Shall I book it for {day} at {time}?",
-    "Would you like the number? It is {phone}.",
-    "Should I take the {place} or the {other}?",
-    "Is {time2} also fine for you?",
-    "Do you want me to reserve it under {who}?",
-    "May I send the details to {friend}?",
-    "Can I do anything else for you?",
-    "Please confirm: {n} people, {day}, {time}.",
-)
-_DOMAINS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "table": (
-        (
-            "I need a table for {n} at a {food} place in {city} on {day}.",
-            "can you find me a {food} restaurant near the {near} in {city} at {time}?",
-            "please book the {place} in {city} for {n} people, {day} at {time}.",
-            "{friend} and I want {food} food in {city} on {day} at {time}, about ${price}.",
-        ),
-        (
-            "The {place} in {city} serves {food} food and is rated {rating}.",
-            "The {other} near the {near} has a free table for {n} at {time}.",
-            "A {food} dinner for {n} costs about ${price} there.",
-            "On {day} the kitchen closes at {time2}, so please come early.",
-            "The {place} is two streets from the {near2}.",
-        ),
-    ),
-    "room": (
-        (
-            "I am looking for a hotel room in {city} from {day} to {day2}.",
-            "is there a room for {n} near the {near} in {city}? I can pay ${price}.",
-            "please reserve a room at the {place} in {city} for {month} {date}.",
-            "we are {n} people and need rooms in {city} on {day}, {month} {date}.",
-        ),
-        (
-            "The {place} hotel in {city} has rooms for ${price} a night.",
-            "The {other} is next to the {near} and is rated {rating}.",
-            "Check-in on {day} starts at {time}, and breakfast ends at {time2}.",
-            "They have a room for {n} until {day2}.",
-            "From there it is a short walk to the {near2}.",
-        ),
-    ),
-    "trip": (
-        (
-            "I want to go from {city} to {city2} on {day} around {time}.",
-            "are there bus tickets from {city} to {city2} on {month} {date} for {n} people?",
-            "{friend} has to be in {city2} by {time} on {day}. We start in {city}.",
-            "find me a train to {city2} on {day}, please. I am in {city}.",
-        ),
-        (
-            "The train from {city} to {city2} leaves on {day} at {time}.",
-            "A bus to {city2} leaves near the {near} at {time2}.",
-            "Tickets for {n} people cost ${price} together.",
-            "You arrive in {city2} before {time2}, close to the {near2}.",
-            "The ride back from {city2} is on {day2}.",
-        ),
-    ),
-    "car": (
-        (
-            "I would like to rent a {car} in {city} from {day} until {day2}.",
-            "do you have a {car} for {n} people in {city}? I need it at {time}.",
-            "I need a {car} at the {near} in {city} on {month} {date}.",
-            "{friend} wants to rent a {car} for ${price} in {city}.",
-        ),
-        (
-            "A {car} for {n} people is free in {city} from {day}.",
-            "The {car} costs ${price} until {day2}.",
-            "You can pick it up at the {near} at {time}.",
-            "Please bring it back to the {near2} before {time2} on {day2}.",
-            "The {place} garage has a second {car} that is rated {rating}.",
-        ),
-    ),
-    "visit": (
-        (
-            "I need a {job} in {city} on {day}. My name is {who}.",
-            "can a {job} come to the {near} in {city} on {month} {date} at {time}?",
-            "who is a good {job} in {city}? It should cost less than ${price}.",
-            "please find {friend} a {job} near the {near} for {day} at {time}.",
-        ),
-        (
-            "There is a {job} named {friend} in {city}, rated {rating}.",
-            "The {job} is free on {day} at {time}.",
-            "A visit costs ${price}, and you pay on {day2}.",
-            "You can call {phone} before {time2}.",
-            "The office is at the {place}, near the {near}.",
-        ),
-    ),
-}
 
 _GENERATORS: dict[str, Callable[[random.Random], Document]] = {
     "math": _math,

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from eval.gpu.roofline import Ceilings, measure
 from eval.gpu.timing import Timing, by_graph, by_host
+from eval.tables import markdown
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 VOCABS = (32_000, 128_256)
@@ -38,6 +39,7 @@ TREE = 32  # nodes of a tree, root included
 PREFIX = 512  # committed tokens of every request
 HIDDEN = 48  # units of C2T's network
 HEADS = (32, 8, 128)  # of the target: query heads, key heads, size of one
+POLICIES = ("dymax", "dyjoint", "c2t", "c2t-log", "c2t-plus")  # replayed
 BF16, FLOAT32, INT64, INT32 = 2, 4, 8, 4
 
 
@@ -258,12 +260,11 @@ def transfer(batch: int) -> list[Row]:
 
 def replay_overhead(batch: int) -> list[Row]:
     """What ``trace_replay.py`` adds to a speculative step, on the device and on the host."""
-    from eval.gpu.methods import POLICIES
     from eval.gpu.trace_replay import Replay, Settings, lengths_of, prompt, replayed
     from eval.gpu.traces import DEMO, load
 
     loaded = load(DEMO)
-    lengths = lengths_of(loaded, Settings(str(DEMO), POLICIES))
+    lengths = lengths_of(loaded, Settings(str(DEMO), [{"policy": name} for name in POLICIES]))
     replay = Replay(loaded, lengths, num_slots=batch + 1, max_positions=2048, device="cuda")
     slots = torch.arange(1, batch + 1, device="cuda")
     replay.join(slots, [prompt(lane, 0, 4) for lane in range(batch)])
@@ -310,16 +311,12 @@ def line(row: Row, ceilings: Ceilings) -> str:
     micro = [1e6 * seconds for seconds in row.timing]
     floor = 1e6 * row.floor_bytes / ceilings.bytes_per_s
     factor = f"{micro[0] / floor:.1f}" if floor > 0.01 else "-"
-    return (
-        f"| {row.part} | {row.size} | {row.kind} | {micro[0]:.1f} [{micro[1]:.1f}, {micro[2]:.1f}] "
-        f"| {floor:.2f} | {factor} |"
-    )
+    spread = f"{micro[0]:.1f} [{micro[1]:.1f}, {micro[2]:.1f}]"
+    return markdown.row(row.part, [row.size, row.kind, spread, f"{floor:.2f}", factor])
 
 
-HEADER = (
-    "| part | size | timed | us, median [10 %, 90 %] | floor, us | time / floor |\n"
-    "|---|---|---|---:|---:|---:|"
-)
+COLUMNS = ["size", "timed", "us, median [10 %, 90 %]", "floor, us", "time / floor"]
+HEADER = f"{markdown.row('part', COLUMNS)}\n{markdown.rule(3, words=3)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,26 +1,17 @@
 """Model folders that hold nothing but a ``config.json``: shapes to time, weights to be drawn.
 
 SGLang's ``--load-format dummy`` fills them with random numbers, so that a machine without a
-network can serve a model of real size::
-
-    python -m eval.gpu.models runs/gpu/models
-
-Sizes are those that the models' makers publish. There is no tokenizer: serve with
-:data:`SERVING_FLAGS` and send ``input_ids``.
+network can serve a model of real size. Sizes are those that the models' makers publish. There is
+no tokenizer: serve with ``--skip-tokenizer-init`` and send ``input_ids``. A configuration of the
+benchmark names them: ``target = "shape:8b"``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-#: Random weights, token ids in and out.
-SERVING_FLAGS = ("--load-format", "dummy", "--skip-tokenizer-init")
 
 BYTES_PER_WEIGHT = 2  # bfloat16
 
@@ -131,27 +122,17 @@ class Pair(NamedTuple):
     draft: Path
 
 
+def pair(name: str, folder: Path) -> Pair:
+    """Where :func:`write` puts the shape ``name``."""
+    return Pair(folder / name / "target", folder / name / "draft")
+
+
 def write(name: str, folder: Path) -> Pair:
     """Make the folders of :data:`SHAPES` [name] under ``folder``; ValueError for no such name."""
     if name not in SHAPES:
         raise ValueError(f"no model shape {name}; there are {', '.join(SHAPES)}")
-    shape = SHAPES[name]
-    pair = Pair(folder / name / "target", folder / name / "draft")
-    for path, config in zip(pair, (shape.target_config(), shape.draft_config()), strict=True):
+    shape, written = SHAPES[name], pair(name, folder)
+    for path, config in zip(written, (shape.target_config(), shape.draft_config()), strict=True):
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    return pair
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write all shapes."""
-    parser = argparse.ArgumentParser(prog="python -m eval.gpu.models", description=__doc__)
-    parser.add_argument("folder", type=Path)
-    args = parser.parse_args(argv)
-    for name in SHAPES:
-        print(*write(name, args.folder))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return written

@@ -7,11 +7,13 @@ spawns. A folder with ``NAME-VERSION.dist-info`` is such a distribution wherever
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sglang_c2t import __version__
 
+ROOT = Path(__file__).parents[2]
 GROUP = "sglang.srt.plugins"
 
 #: Distribution -> its entry points. The first is what installing this package would write.
@@ -38,3 +40,12 @@ def write(folder: Path) -> Path:
         lines = [f"[{GROUP}]", *(f"{point} = {target}" for point, target in points.items())]
         (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
     return folder
+
+
+def environment(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """What makes a server load the plugins ``names``, and no other, of what is in ``folder``."""
+    parts = [str(folder.resolve()), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, parts)),
+        "SGLANG_PLUGINS": ",".join(names),
+    }

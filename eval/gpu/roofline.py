@@ -25,6 +25,7 @@ import torch
 
 from eval.gpu.models import BYTES_PER_WEIGHT, Shape
 from eval.gpu.timing import by_events
+from sglang_c2t.config import ConfigError
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,11 @@ class Ceilings:
 
     @classmethod
     def read(cls, path: Path) -> Ceilings:
-        """From a file of :func:`main`."""
-        return cls(**json.loads(path.read_text()))
+        """From a file of :func:`main`; :class:`ConfigError` for any other."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path} holds no ceilings of eval.gpu.roofline: {error}") from error
 
 
 class Forward(NamedTuple):

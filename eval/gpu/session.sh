@@ -27,7 +27,7 @@ run() {
 
 case "$STAGE" in
   check)
-    run check "$PYTHON" -m eval.gpu.check "$@" ;;
+    run check "$PYTHON" -m eval.gpu.check --out "$OUT/check" "$@" ;;
   tests)
     run tests "$PYTHON" -m pytest -m gpu tests/cuda tests/kernels tests/test_chain.py tests/policies \
       -p no:cacheprovider -rA --tb=short "$@" ;;
@@ -37,12 +37,11 @@ case "$STAGE" in
         --out "$OUT/micro.json" "$@" ;;
   throughput)
     # One budget less what stopping the last server takes.
-    run throughput "$PYTHON" -m eval.gpu.throughput "$OUT/throughput.jsonl" \
-      --budget-s $((BUDGET - 40)) --work "$OUT" "$@" ;;
+    run throughput "$PYTHON" -m eval.run eval/configs/gpu-replay.toml --out "$OUT/throughput" \
+      --budget-s $((BUDGET - 40)) "$@" ;;
   report)
-    run report "$PYTHON" -m eval.gpu.report "$OUT/throughput.jsonl" --out "$OUT/throughput.md" \
-      $([ -f "$OUT/ceilings.json" ] && echo --ceilings "$OUT/ceilings.json") \
-      --command "bash eval/gpu/session.sh throughput" "$@" ;;
+    run report "$PYTHON" -m eval.report "$OUT/throughput" \
+      $([ -f "$OUT/ceilings.json" ] && echo --ceilings "$OUT/ceilings.json") "$@" ;;
   *)
     echo "stages: check tests microbench throughput report" >&2
     exit 2 ;;

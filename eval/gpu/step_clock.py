@@ -9,7 +9,9 @@ Costs two passes over the batch's requests on the host, the same for every metho
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +39,8 @@ class Step(NamedTuple):
     """Rows that the target was asked to forward, padding not counted."""
 
 
-_steps: list[Step] = []
+#: The latest ones, many times as many as a measurement takes.
+_steps: deque[Step] = deque(maxlen=10_000)
 
 
 def register() -> None:
@@ -75,13 +78,20 @@ def _rows(batch: int, result: Any) -> int:
 
 
 def _hand_out(result: Any, *_args: Any, **_kwargs: Any) -> None:
-    """AFTER hook on ``get_internal_state``: what happened since somebody last asked."""
+    """AFTER hook on ``get_internal_state``. Forgets nothing: others ask as well, such as SGLang's
+    benchmark client.
+    """
     result.internal_state[KEY] = [list(step) for step in _steps]
-    _steps.clear()
+
+
+def since(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> list[Any]:
+    """Steps of the reading ``after`` that the one ``before`` did not have."""
+    last = before[-1][0] if before else -math.inf
+    return [step for step in after if step[0] > last]
 
 
 class Span(NamedTuple):
-    """A stretch in which the whole batch decoded."""
+    """Stretches in which the whole batch decoded, added up."""
 
     seconds: float
     tokens: int
@@ -90,13 +100,13 @@ class Span(NamedTuple):
 
 
 def full_batch(steps: Sequence[Sequence[float]], batch: int, skip: int = 2) -> Span:
-    """The longest run of steps in which ``batch`` requests decoded and none had finished.
+    """All stretches of steps in which ``batch`` requests decoded and none had finished.
 
-    Its first ``skip`` steps are left out, because they still overlap the prefill. A step's time
-    is the distance to the step before it. With skip 0, steps at 1.0, 1.1, 1.3 s of 4 tokens
+    The first ``skip`` steps of each are left out, because they still overlap the prefill. A step's
+    time is the distance to the step before it. With skip 0, steps at 1.0, 1.1, 1.3 s of 4 tokens
     each: 0.3 s, 8 tokens, 2 steps.
 
-    Raises ValueError when fewer than two steps remain.
+    Raises ValueError when fewer than two steps remain in every stretch.
     """
     runs: list[list[Step]] = [[]]
     for row in steps:
@@ -105,15 +115,16 @@ def full_batch(steps: Sequence[Sequence[float]], batch: int, skip: int = 2) -> S
             runs[-1].append(step)
         elif runs[-1]:
             runs.append([])
-    best = max(runs, key=len)[skip:]
-    if len(best) < 2:
+    kept = [run[skip:] for run in runs if len(run) >= skip + 2]
+    if not kept:
+        most = max(len(run[skip:]) for run in runs)
         raise ValueError(
-            f"the whole batch of {batch} decoded for {len(best)} steps only, of {len(steps)} in "
+            f"the whole batch of {batch} decoded for {most} steps only, of {len(steps)} in "
             "all: longer answers, or fewer requests"
         )
-    timed = best[1:]
+    timed = [step for run in kept for step in run[1:]]
     return Span(
-        best[-1].seconds - best[0].seconds,
+        sum(run[-1].seconds - run[0].seconds for run in kept),
         sum(step.tokens for step in timed),
         len(timed),
         sum(step.rows for step in timed),

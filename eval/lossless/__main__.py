@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoTokenizer
 
+from eval import terminal
 from eval.bench.provenance import provenance
 from eval.lossless import greedy, summary
 from eval.lossless.servers import FLOAT32, SHAPES, DraftSize, Models
@@ -180,12 +178,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"python -m eval.lossless: error: {error}", file=sys.stderr)
         return 2
-    console = Console(file=sys.stdout)
-    if not console.is_terminal:
-        console = Console(file=sys.stdout, width=140)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = terminal.console()
     try:
-        with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        with terminal.interrupted_by_sigterm(), terminal.bars(console) as progress:
             found = Suite(chosen, what, prompts, progress).run()
     except KeyboardInterrupt:
         console.print("interrupted; the servers are stopped")
@@ -199,11 +194,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if found.defects else 0
 
 
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    # Servers end with whoever started them, also when that one is told to end.
-    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(main())

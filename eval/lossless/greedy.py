@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from eval.lossless.diverge import Divergence, Output, compare
-from eval.lossless.servers import switch
 from eval.lossless.workload import Asked
 from eval.server import Server
 from sglang_c2t.offline.client import post_all
@@ -89,7 +88,7 @@ def check(
     """All of ``asked`` on one ``--c2t`` server: dealt to the policies, then to the batch sizes."""
     waves = []
     for policy, mine in zip(policies, blocks(len(asked), len(policies)), strict=True):
-        switch(server, policy=policy)
+        server.switch(policy=policy)
         waves += in_batches(server, name, policy, asked[mine], expected[mine], on_answer)
     return waves
 

@@ -11,12 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import requests
 
-from eval.server import DRAFTS, TARGET, BareLaunch, Launch, Server, ServerError, running, stop
+from eval.server import (
+    DRAFTS,
+    TARGET,
+    Launch,
+    Server,
+    ServerError,
+    SwitchError,
+    gpu_environment,
+    running,
+    speculative_flags,
+    stop,
+)
 
 SHAPES = ("chains", "trees")
 
@@ -81,15 +92,11 @@ class Models:
         return self._launch(f"{algorithm} {shape}, stock", self._drafting(algorithm, shape))
 
     def _drafting(self, algorithm: str, shape: str) -> tuple[str, ...]:
-        trees = shape == "trees"
-        nodes = self.size.num_draft_tokens if trees else self.size.num_steps + 1
-        return (
-            "--speculative-algorithm", algorithm,
-            "--speculative-draft-model-path", self.drafts[algorithm],
-            "--speculative-num-steps", str(self.size.num_steps),
-            "--speculative-eagle-topk", str(self.size.topk if trees else 1),
-            "--speculative-num-draft-tokens", str(nodes),
-        )  # fmt: skip
+        topk, nodes = (
+            (self.size.topk, self.size.num_draft_tokens) if shape == "trees" else (1, None)
+        )
+        draft = self.drafts[algorithm]
+        return speculative_flags(algorithm, self.size.num_steps, topk, nodes, draft=draft)
 
     def float32(self) -> Launch:
         """Without speculation, in float32: which token is likelier, but for rounding."""
@@ -99,18 +106,14 @@ class Models:
         flags = (*self.flags, *more)
         if self.demo:
             return Launch(name, flags, Path(self.target), env)
-        outer = {"SGLANG_USE_CPU_ENGINE": "0", "HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "8"}
-        kept = {key: os.environ.get(key, value) for key, value in outer.items()}
-        return BareLaunch(name, flags, Path(self.target), {**kept, **env})
-
-
-class CannotSwitchError(RuntimeError):
-    """A server does not take the settings it was asked to take."""
+        cpu = {"SGLANG_USE_CPU_ENGINE": os.environ.get("SGLANG_USE_CPU_ENGINE", "0")}
+        outer = {**gpu_environment(), **cpu, **env}
+        return Launch(name, flags, Path(self.target), outer, common=())
 
 
 #: What a server does that breaks: it dies, refuses, answers with an error or not in time.
 BREAKS = (
-    ServerError, CannotSwitchError, aiohttp.ClientError, requests.RequestException, TimeoutError,
+    ServerError, SwitchError, aiohttp.ClientError, requests.RequestException, TimeoutError,
 )  # fmt: skip
 
 
@@ -155,10 +158,3 @@ def visit_all(
             for process in live.copy():  # whoever waits for its answer stops waiting
                 stop(process)
             raise
-
-
-def switch(server: Server, **settings: Any) -> None:
-    """Change a running ``--c2t`` server; CannotSwitchError with what it answered."""
-    reply = requests.post(f"{server.url}/c2t", json=settings, timeout=60)
-    if not reply.ok:
-        raise CannotSwitchError(f"POST /c2t {settings}: {reply.status_code} {reply.text[:300]}")

@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from eval.lossless import diverge, greedy, sampling, seeded
 from eval.lossless.outcome import Outcome
-from eval.lossless.servers import Broken, Models, switch, visit_all
+from eval.lossless.servers import Broken, Models, visit_all
 from eval.lossless.workload import Asked, mixed
 from eval.server import Launch, Server
 from sglang_c2t.offline.client import run_load
@@ -199,7 +199,7 @@ class Suite:
     ) -> list[sampling.SampleTest]:
         if plan is None:
             return []
-        choices = [partial(switch, server, policy=policy) for policy in policies]
+        choices = [partial(server.switch, policy=policy) for policy in policies]
         advance = self._bar(f"{name}, samples", plan.num_answers(len(choices)) * len(sampling.CUTS))
         return [plan.test(server, name, cut, advance, choices) for cut in sampling.CUTS]
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from eval import terminal
 from eval.lossless import diverge
 from eval.lossless.greedy import REFERENCE_BATCH, Wave
 from eval.lossless.outcome import NOT_RUN, Outcome
@@ -150,9 +150,9 @@ def noise_sentence(noise: diverge.Noise) -> str:
 
 def greedy_table(waves: Sequence[Wave]) -> Table:
     """One row per server and policy, its batch sizes added up."""
-    table = _table(
-        "Greedy equality", "server", "policy", *_right("requests (at once)", "tokens", "tau",
-        "gamma", "ties", "lead", "defects"),
+    table = terminal.table(
+        "Greedy equality", "server", "policy",
+        numbers=("requests (at once)", "tokens", "tau", "gamma", "ties", "lead", "defects"),
     )  # fmt: skip
     for (server, policy), group in groupby(waves, key=lambda wave: (wave.server, wave.policy)):
         rows = list(group)
@@ -170,9 +170,9 @@ def greedy_table(waves: Sequence[Wave]) -> Table:
 
 def sampling_table(tests: Sequence[SampleTest]) -> Table:
     """One row per test."""
-    table = _table(
+    table = terminal.table(
         "Distribution of samples", "server", "samples from",
-        *_right("n", "chi-square", "cells less 1", "p", "alpha", "finds TV >=", "tau", "follows"),
+        numbers=("n", "chi-square", "cells less 1", "p", "alpha", "finds TV >=", "tau", "follows"),
     )  # fmt: skip
     for test in tests:
         found = test.fit
@@ -186,9 +186,9 @@ def sampling_table(tests: Sequence[SampleTest]) -> Table:
 
 def seeded_table(runs: Sequence[Reproduced]) -> Table:
     """One row per server and cut."""
-    table = _table(
+    table = terminal.table(
         "Seeded equality", "server", "samples from",
-        *_right("requests (at once)", "tokens", "accepted drafts", "differ"),
+        numbers=("requests (at once)", "tokens", "accepted drafts", "differ"),
     )  # fmt: skip
     for (server, cut), group in groupby(runs, key=lambda run: (run.server, run.cut)):
         rows = list(group)
@@ -208,9 +208,9 @@ def _differing(rows: Sequence[Reproduced]) -> str:
 
 def kits_table(outcomes: Sequence[Outcome]) -> Table:
     """One row per server and kit."""
-    table = _table(
-        "SGLang's own kits", "server", "kit", *_right("tests", "failed", "seconds"),
-    )  # fmt: skip
+    table = terminal.table(
+        "SGLang's own kits", "server", "kit", numbers=("tests", "failed", "seconds")
+    )
     ordered = sorted(outcomes, key=lambda outcome: (outcome.server, outcome.kit))
     for (server, kit), group in groupby(ordered, key=lambda o: (o.server, o.kit)):
         rows = list(group)
@@ -218,20 +218,6 @@ def kits_table(outcomes: Sequence[Outcome]) -> Table:
         seconds = sum(row.seconds for row in rows)
         table.add_row(server, kit, str(len(rows)), _alarm(failed), f"{seconds:.0f}")
     return table
-
-
-def _table(title: str, *columns: str | tuple[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for column in columns:
-        if isinstance(column, tuple):
-            table.add_column(*column, justify="right")
-        else:
-            table.add_column(column)
-    return table
-
-
-def _right(*names: str) -> Iterable[tuple[str]]:
-    return [(name,) for name in names]
 
 
 def _requests(wave: Wave) -> int:

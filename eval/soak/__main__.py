@@ -12,7 +12,6 @@ import asyncio
 import datetime
 import json
 import random
-import signal
 import sys
 import time
 from collections import Counter
@@ -24,8 +23,9 @@ from typing import Any
 import aiohttp
 import requests
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskID
 
+from eval import terminal
 from eval.bench.provenance import provenance
 from eval.prompts import demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
@@ -68,9 +68,10 @@ STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_REQ_RUNNING_TIMEOUT": str(TIME_LIMIT),
 }
-SHAPES = {
-    "chain": ({"num_steps": 5}, "c2t"),
-    "tree": ({"num_steps": 5, "topk": 4, "num_draft_tokens": 16}, "c2t-tree"),
+#: Layers, width and nodes of a draft, and the classifier it is gated with.
+SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
+    "chain": ((5,), "c2t"),
+    "tree": ((5, 4, 16), "c2t-tree"),
 }
 
 
@@ -78,9 +79,7 @@ def launch_of(shape: str, algorithm: str, classifier: Path) -> Launch:
     """The server that is soaked."""
     draft, _ = SHAPES[shape]
     c2t = ("--c2t", "--c2t-policy", "c2t", "--c2t-classifier", str(classifier))
-    return Launch(
-        shape, (*COMMON, *TIGHT, *speculative_flags(algorithm, **draft), *c2t), env=STRICT
-    )
+    return Launch(shape, (*COMMON, *TIGHT, *speculative_flags(algorithm, *draft), *c2t), env=STRICT)
 
 
 class Soak:
@@ -215,7 +214,7 @@ def soak(args: argparse.Namespace, console: Console) -> dict[str, tuple[Findings
     bounds = Bounds(args.max_drift / 100, args.max_growth)
     done = {}
     with (
-        _progress(console) as progress,
+        terminal.bars(console) as progress,
         running(Launch("without-speculation", COMMON), args.out) as neighbour,
     ):
         answers = _reference(neighbour, args, progress)
@@ -254,19 +253,10 @@ def _keep(args: argparse.Namespace, found: Findings, windows: Sequence[Sequence[
     )
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(), console=console,
-    )  # fmt: skip
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 1 if any check failed."""
     args = _arguments(argv)
-    console = Console()
-    if not console.is_terminal:  # a log or a pipe: keep each row of a table on one line
-        console = Console(width=140)
+    console = terminal.console()
     came_from = provenance(["python", "-m", "eval.soak", *(sys.argv[1:] if argv is None else argv)])
     if args.fatal:
         return _show_fates(args, console, came_from)
@@ -295,7 +285,7 @@ def _show_fates(args: argparse.Namespace, console: Console, came_from: dict[str,
     """What ends stock servers; 1 if a ``--c2t`` server fares worse."""
     classifier = ClassifierFile.copied(args.out / "classifier", SHAPES["chain"][1])
     launches = [Launch("stock", COMMON), launch_of("chain", args.algorithm, classifier.path)]
-    with _progress(console) as progress:
+    with terminal.bars(console) as progress:
         task = progress.add_task("fatal requests", total=len((*FATAL, *HANGING)) * len(launches))
         found = fates(launches, args.out, lambda: progress.advance(task))
     told = {"format": 1, "provenance": came_from, "fates": [asdict(fate) for fate in found]}
@@ -343,5 +333,5 @@ def _positive(text: str) -> float:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped
-    sys.exit(main())
+    with terminal.interrupted_by_sigterm():
+        sys.exit(main())

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import requests
-from rich import box
 from rich.table import Table
 
+from eval import terminal
 from eval.server import Launch, Server, running
 from eval.soak.malformed import FATAL, HANGING, Malformed
 from eval.soak.sender import send_malformed
@@ -76,7 +76,7 @@ def _answers(server: Server) -> bool:
 
 def table(found: Sequence[Fate]) -> Table:
     """One line per request and server."""
-    result = Table("request", "server", "answer", "afterwards", box=box.SIMPLE)
+    result = terminal.table(None, "request", "server", "answer", "afterwards")
     for fate in found:
         after = "serves" if fate.answers else "hangs" if fate.lives else "has ended"
         result.add_row(fate.request, fate.server, str(fate.status or "none"), after)

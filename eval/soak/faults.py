@@ -226,24 +226,18 @@ class Ending:
         return bool(self.returncode) and not self.orphans and self.port_free
 
 
-def processes(server: Server) -> list[psutil.Process]:
-    """The server's main process and all below it."""
-    main = psutil.Process(server.process.pid)
-    return [main, *main.children(recursive=True)]
-
-
 def process_named(server: Server, title: str) -> psutil.Process:
     """The child with ``title`` in its command line: SGLang names its processes."""
-    found = [p for p in processes(server)[1:] if title in " ".join(p.cmdline())]
+    found = [p for p in server.processes()[1:] if title in " ".join(p.cmdline())]
     if len(found) != 1:
-        told = [" ".join(p.cmdline())[:60] for p in processes(server)]
+        told = [" ".join(p.cmdline())[:60] for p in server.processes()]
         raise LookupError(f"one child of the server must be named {title!r}, found: {told}")
     return found[0]
 
 
 def kill_child(server: Server, title: str) -> Ending:
     """SIGKILL the child named ``title`` and watch the rest go down."""
-    everyone = processes(server)
+    everyone = server.processes()
     start = time.monotonic()
     os.kill(process_named(server, title).pid, signal.SIGKILL)
     with contextlib.suppress(Exception):

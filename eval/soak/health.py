@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from scipy import stats
 
 from eval.server import Server
-from eval.soak.faults import processes
 from sglang_c2t.offline.client import greedy, run_load
 from sglang_c2t.offline.compare import interval
 
@@ -79,7 +78,7 @@ def settle(server: Server) -> Idle:
 
 def resident(server: Server) -> float:
     """MiB of memory that the server's processes hold together."""
-    return sum(process.memory_info().rss for process in processes(server)) / MIB
+    return sum(process.memory_info().rss for process in server.processes()) / MIB
 
 
 def series(url: str, *names: str) -> dict[str, float]:
@@ -119,15 +118,10 @@ def probe(soaked: Server, neighbour: Server, bodies: Sequence[dict[str, Any]], t
     wall, cpu = {}, {}
     for server in order:
         server.flush_cache()
-        before = cpu_seconds(server)
+        before = server.cpu_seconds()
         wall[server.url] = run_load(server.url, bodies, concurrency=len(bodies)).seconds
-        cpu[server.url] = cpu_seconds(server) - before
+        cpu[server.url] = server.cpu_seconds() - before
     return Probe(*(times[s.url] for times in (wall, cpu) for s in (soaked, neighbour)))
-
-
-def cpu_seconds(server: Server) -> float:
-    """Processor time of the server's processes since their start."""
-    return sum(sum(process.cpu_times()[:2]) for process in processes(server))
 
 
 # Judgements.

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from eval import terminal
 from eval.soak.faults import Ending
 from eval.soak.health import Drift, Growth, Idle
 from eval.soak.storm import Outcome, counted
@@ -157,14 +157,14 @@ def show(console: Console, found: Findings, results: Sequence[Check]) -> None:
 
 def _requests(found: Findings) -> Table:
     verdicts = [*GOOD, "wrong", "unexpected"]
-    table = Table("request", *verdicts, box=box.SIMPLE, title=f"{found.shape}: requests")
+    table = terminal.table(f"{found.shape}: requests", "request", *verdicts)
     for kind, row in sorted(counted(found.outcomes).items()):
         table.add_row(kind, *(str(row.get(verdict, "")) for verdict in verdicts))
     return table
 
 
 def _meddling(found: Findings) -> Table:
-    table = Table("done meanwhile", "answers", box=box.SIMPLE, title=f"{found.shape}: faults")
+    table = terminal.table(f"{found.shape}: faults", "done meanwhile", "answers")
     told: dict[str, list[str]] = {}
     for (what, answer), count in sorted(found.meddling.items()):
         told.setdefault(what, []).append(f"{count} x {answer}")
@@ -175,8 +175,10 @@ def _meddling(found: Findings) -> Table:
 
 def _stock(found: Findings) -> Table:
     """Malformed requests that SGLang itself does not refuse."""
-    table = Table("malformed, and not refused by stock SGLang", "stock", "--c2t", box=box.SIMPLE,
-                  title=f"{found.shape}: SGLang's own")  # fmt: skip
+    table = terminal.table(
+        f"{found.shape}: SGLang's own", "malformed, and not refused by stock SGLang", "stock",
+        "--c2t",
+    )  # fmt: skip
     ours: dict[str, set[str]] = {}
     for outcome in found.outcomes:
         ours.setdefault(outcome.name, set()).add(str(outcome.status))
@@ -187,8 +189,9 @@ def _stock(found: Findings) -> Table:
 
 
 def _checks(found: Findings, results: Sequence[Check]) -> Table:
-    table = Table("check", "measured", "allowed", "", box=box.SIMPLE,
-                  title=f"{found.shape}: {found.minutes:.1f} minutes")  # fmt: skip
+    table = terminal.table(
+        f"{found.shape}: {found.minutes:.1f} minutes", "check", "measured", "allowed", ""
+    )
     for check in results:
         verdict = {True: "[green]passed[/]", False: "[bold red]FAILED[/]", None: "undecided"}[
             check.passed

@@ -7,7 +7,7 @@ probabilities of deep tokens crowd near zero, where the network cannot part them
 logarithms lie apart.
 
 Default threshold, chains: the one at which the shipped classifier accepts as much as ``c2t`` at
-its published 0.5, on training prompts of the demo drafts (``eval/thresholds.py``); with fewer
+its published 0.5, on the demo drafts' training prompts (``eval/tables/thresholds.py``); with fewer
 drafts verified, then. At 0.5 it would accept less than ``c2t``: that one learns from as many
 accepted as rejected tokens, so that its 0.5 means "as likely as the average recorded token", of
 which about a quarter is accepted.
@@ -27,7 +27,7 @@ from sglang_c2t.policies.c2t import C2T
 class C2TLog(C2T):
     """Confidence gate with a classifier that reads the log joint probability."""
 
-    beta: float = 0.24  # accepts what c2t does at 0.5: eval/thresholds.py
+    beta: float = 0.24  # accepts what c2t does at 0.5: eval/tables/thresholds.py
     name: ClassVar[str] = "c2t-log"
     tree_beta: ClassVar[float] = 0.03  # ours: about a dozen nodes on the demo models
     reads: ClassVar[frozenset[str]] = frozenset({"log_joint", "entropy", "depth"})

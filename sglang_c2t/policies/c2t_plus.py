@@ -7,7 +7,7 @@ beside it the network can tell. All inputs come from the draft's own distributio
 classifier still moves between draft models (C2T, arXiv:2502.13652, is the frame).
 
 Default threshold, chains: the one at which the shipped classifier accepts as much as ``c2t`` at
-its published 0.5, on training prompts of the demo drafts (``eval/thresholds.py``); with fewer
+its published 0.5, on the demo drafts' training prompts (``eval/tables/thresholds.py``); with fewer
 drafts verified, then. At 0.5 it would accept less than ``c2t``: that one learns from as many
 accepted as rejected tokens, so that its 0.5 means "as likely as the average recorded token", of
 which about a quarter is accepted.
@@ -27,7 +27,7 @@ from sglang_c2t.policies.c2t import C2T
 class C2TPlus(C2T):
     """Confidence gate with a classifier that also reads the token's top-2 margin."""
 
-    beta: float = 0.24  # accepts what c2t does at 0.5: eval/thresholds.py
+    beta: float = 0.24  # accepts what c2t does at 0.5: eval/tables/thresholds.py
     name: ClassVar[str] = "c2t-plus"
     tree_beta: ClassVar[float] = 0.03  # ours: about a dozen nodes on the demo models
     reads: ClassVar[frozenset[str]] = frozenset({"log_joint", "margin", "entropy", "depth"})

@@ -16,10 +16,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from eval.gpu import launch
-from eval.gpu.launch import GPULaunch
+from eval.gpu import plugins
 from eval.prompts import demo_mix
-from eval.server import DRAFTS, TARGET, Server, running
+from eval.server import (
+    TARGET,
+    Launch,
+    Server,
+    gpu_environment,
+    running,
+    speculative_flags,
+)
 from tests.cuda.ties import Reference, excused, parting
 from tests.gpu import gpu
 
@@ -28,6 +34,10 @@ NEW_TOKENS = 64
 COMMON = (
     "--mem-fraction-static", "0.4", "--max-running-requests", str(max(BATCHES)),
     "--cuda-graph-bs-decode", *map(str, BATCHES),
+    # Prompts are never shared, so nothing else needs to run; prefill is not what is tested.
+    "--disable-radix-cache", "--grammar-backend", "none", "--disable-prefill-cuda-graph",
+    "--mm-feature-transport", "cpu",  # the default reserves 1 GiB of GPU memory for images
+    "--log-level-http", "warning",
 )  # fmt: skip
 
 
@@ -60,8 +70,8 @@ def served(name: str, *flags: str) -> Iterator[Server]:
     """A server on the GPU with our plugin."""
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        env = launch.environment(work, only=["c2t"])
-        started = GPULaunch(name, (*COMMON, *flags), TARGET, env)
+        env = gpu_environment() | plugins.environment(plugins.write(work / "plugins"), ["c2t"])
+        started = Launch(name, (*COMMON, *flags), TARGET, env, common=())
         yield stack.enter_context(running(started, work))
 
 
@@ -99,10 +109,8 @@ def baseline(backend: str) -> Baseline:
 def test_answers_are_those_of_no_speculation(name: str) -> None:
     case = CASES[name]
     references, control = baseline(case.backend)
-    draft = launch.speculative_flags(
-        DRAFTS[case.algorithm], 5 if case.topk == 1 else 4, algorithm=case.algorithm,
-        topk=case.topk, nodes=case.nodes,
-    )  # fmt: skip
+    num_steps = 5 if case.topk == 1 else 4
+    draft = speculative_flags(case.algorithm, num_steps, case.topk, case.nodes)
     flags = ("--attention-backend", case.backend, *draft, *case.flags)
     wrong, parted, total, verified, generated = [], 0, 0, 0, 0
     with served(re.sub(r"\W+", "-", name), *flags) as server:

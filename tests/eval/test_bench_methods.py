@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from eval.bench import methods as module
 from eval.bench.config import BenchConfig, MethodConfig
 from eval.bench.methods import (
     PlannedCell,
-    SwitchError,
     hosts,
     passes,
     plan,
     reduced,
     switch,
-    write_options,
+    write_files,
 )
+from eval.server import Server, SwitchError
 from tests.eval.bench_configs import TABLE, config
 
 METHODS = [m.name for m in config().methods]
@@ -111,7 +112,7 @@ def test_policy_options_reach_the_server_in_a_file(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     (host,) = hosts(config(methods=[fixed]), folder)
     assert not folder.exists(), "a listing must not write"
-    write_options(config(methods=[fixed]), folder)
+    write_files(config(methods=[fixed]), folder)
     argv = host.launch.argv(1)
     written = json.loads(Path(argv[argv.index("--c2t-config") + 1]).read_text())
     assert written == {"policy_options": {"length": 3}}
@@ -147,13 +148,20 @@ class Reply:
         return self._body
 
 
+def serve(monkeypatch: pytest.MonkeyPatch, control: Control) -> Server:
+    """A server whose /c2t is ``control``."""
+    monkeypatch.setattr("requests.post", control.post)
+    monkeypatch.setattr("requests.get", control.get)
+    process = mock.create_autospec(subprocess.Popen, instance=True)
+    return Server("http://server", process, Path("/dev/null"))
+
+
 DYJOINT = MethodConfig("c2t", name="dyjoint", policy="dyjoint", beta=0.25)
 
 
 def test_switching_sets_everything_the_method_says(monkeypatch: pytest.MonkeyPatch) -> None:
     control = Control()
-    monkeypatch.setattr(module, "requests", control)
-    switch("http://server", DYJOINT)
+    switch(serve(monkeypatch, control), DYJOINT)
     assert control.in_force == {
         "policy": "dyjoint", "beta": 0.25, "classifier": "default", "policy_options": {},
         "switches": [0],
@@ -163,12 +171,12 @@ def test_switching_sets_everything_the_method_says(monkeypatch: pytest.MonkeyPat
 def test_a_server_that_refuses_or_ignores_settings_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "requests", Control(status=400))
-    with pytest.raises(SwitchError, match=r"dyjoint answered 400: .*not so"):
-        switch("http://server", DYJOINT)
-    monkeypatch.setattr(module, "requests", Control(ignored=("beta",)))
+    refusing = serve(monkeypatch, Control(status=400))
+    with pytest.raises(SwitchError, match=r"dyjoint.*: 400 .*not so"):
+        switch(refusing, DYJOINT)
+    ignoring = serve(monkeypatch, Control(ignored=("beta",)))
     with pytest.raises(SwitchError, match=r"in force: \{'beta': 0\.9\}"):
-        switch("http://server", DYJOINT)
+        switch(ignoring, DYJOINT)
 
 
 def test_the_tables_of_these_tests_are_left_as_they_are() -> None:

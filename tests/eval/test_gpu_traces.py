@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eval.bench.replay import expected_steps
 from eval.gpu import traces
-from eval.gpu.methods import POLICIES
-from eval.gpu.throughput import expected_steps
+from eval.gpu.microbench import POLICIES
 from eval.gpu.trace_replay import (
     FILLER,
     LANE_SHIFT,
@@ -119,7 +119,8 @@ def test_the_shipped_traces_are_small_and_serve_every_compared_policy() -> None:
     demo = traces.load(traces.DEMO)
     assert demo.num_traces == demo.provenance["num_traces"] == 64
     assert demo.chains.max_length == demo.provenance["depth"] == 7
-    lengths = lengths_of(demo, Settings(str(traces.DEMO), POLICIES, num_steps=5))
+    policies = [{"policy": name} for name in POLICIES]
+    lengths = lengths_of(demo, Settings(str(traces.DEMO), policies, num_steps=5))
     assert all(int(row.min()) >= 0 and int(row.max()) <= 5 for row in lengths)
     assert len({tuple(row.tolist()) for row in lengths}) == len(POLICIES)  # no two are alike
 

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval import report as command
 from eval.bench.records import Cell, Method, write_cell
-from eval.reporting import cells as reporting_cells
-from eval.reporting.cells import load
-from eval.reporting.charts import policy_lines, styles
-from eval.reporting.document import Bullets, Document, Entry, Figure, Mark, Table, Text
-from eval.reporting.intervals import Counts
-from eval.reporting.markdown import markdown
-from eval.reporting.page import page
-from eval.reporting.report import report, write
+from eval.report import __main__ as command
+from eval.report import cells as reporting_cells
+from eval.report.cells import load
+from eval.report.charts import policy_lines, styles
+from eval.report.document import Bullets, Document, Entry, Figure, Mark, Table, Text
+from eval.report.intervals import Counts
+from eval.report.markdown import markdown
+from eval.report.page import page
+from eval.report.report import report, write
 from tests.eval.bench_runs import BASELINE, Made, failing, made_methods, write_made_run
 
 FEW = (made_methods()[0], made_methods()[2], made_methods()[-1])

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from scipy.stats import t as student
 from scipy.stats import ttest_ind
 
-from eval import report as command
 from eval.bench.records import Cell
-from eval.reporting.document import Mark
-from eval.reporting.intervals import Counts, Noise, Ratio, difference
+from eval.report import __main__ as command
+from eval.report.document import Mark
+from eval.report.intervals import Counts, Noise, Ratio, difference
 from tests.eval.bench_runs import BASELINE, made_methods, write_made_run
 from tests.eval.test_report import Page, markdown_tables, raw, table
 

@@ -21,9 +21,9 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from eval.bench.records import Method, slug
-from eval.reporting.cells import Results
-from eval.reporting.document import Figure
-from eval.reporting.intervals import Estimate, Ratio
+from eval.report.cells import Results
+from eval.report.document import Figure
+from eval.report.intervals import Estimate, Ratio
 
 INK, RULE, PAPER = "#1f2328", "#d0d7de", "#fffffe"
 #: Okabe and Ito's, the pale ones darkened to 3:1 on white; the first is no speculation's.
@@ -78,7 +78,8 @@ def _charts(results: Results, temperature: float) -> Iterator[Figure]:
     if len(results.concurrencies(temperature)) > 1:
         yield throughput_chart(results, temperature)
         yield from speedup_chart(results, temperature)
-        yield latency_chart(results, temperature)
+        if any(cell.per_token_s.size for cell in results.cells.values()):
+            yield latency_chart(results, temperature)
     yield from histograms(results, temperature)
 
 
@@ -166,23 +167,31 @@ def throughput_chart(results: Results, temperature: float) -> Figure:
         speed = results.speed(name, temperature, concurrency)
         return None if speed is None else speed.spread
 
-    name = f"throughput-t{temperature:g}"
-    canvas, axis = _over_concurrency(
-        styles(results.names, results.baseline),
-        results.concurrencies(temperature),
-        results.names,
-        value,
-    )
-    axis.set(ylabel="output tokens per second", yscale="log")
-    _plain_log(axis)
-    return Figure(
-        name,
+    return _figure(
+        results, temperature, results.names, f"throughput-t{temperature:g}", value,
+        "output tokens per second",
         f"Throughput over concurrency, temperature {temperature:g}. Bars: slowest and fastest "
         "repeat.",
         f"Output tokens per second over requests at once for {len(results.names)} methods. The "
         "numbers are in the table on output tokens per second.",
-        _svg(canvas, name),
-    )
+    )  # fmt: skip
+
+
+def latency_chart(results: Results, temperature: float) -> Figure:
+    """Median time per output token over concurrency."""
+
+    def value(name: str, concurrency: int) -> Estimate | None:
+        times = [t for cell in results.of(name, temperature, concurrency)
+                 for t in cell.per_token_s]  # fmt: skip
+        return Estimate(1e3 * sorted(times)[len(times) // 2]) if times else None
+
+    return _figure(
+        results, temperature, results.names, f"latency-t{temperature:g}", value,
+        "ms per output token, median",
+        f"Time per output token after the first, temperature {temperature:g}. Median of requests.",
+        f"Milliseconds per output token over requests at once for {len(results.names)} methods. "
+        "The numbers are in the tables on latency.",
+    )  # fmt: skip
 
 
 def speedup_chart(results: Results, temperature: float) -> Iterator[Figure]:
@@ -195,55 +204,55 @@ def speedup_chart(results: Results, temperature: float) -> Iterator[Figure]:
     def value(name: str, concurrency: int) -> Estimate | None:
         return results.ratio(name, base, temperature, concurrency)
 
-    name = f"speedup-t{temperature:g}"
-    canvas, axis = _over_concurrency(
-        styles(results.names, results.baseline), results.concurrencies(temperature), others, value
-    )
-    axis.set(ylabel="speed-up over no speculation")
-    _around_one(axis, [ratio.value for other in others for c in results.concurrencies(temperature)
-                       if (ratio := value(other, c)) is not None])  # fmt: skip
-    yield Figure(
-        name,
+    yield _figure(
+        results, temperature, others, f"speedup-t{temperature:g}", value,
+        "speed-up over no speculation",
         f"Speed-up over no speculation, temperature {temperature:g}. Below the line at 1, "
         "speculation loses. Bars: 95 % intervals, cut off where they leave the plot.",
         f"Speed-up over requests at once for {len(others)} methods, with a line at 1. The "
         "numbers are in the table on speed-up.",
-        _svg(canvas, name),
-    )
+        ratios=True,
+    )  # fmt: skip
 
 
 def ratio_chart(
+    results: Results,
     ratios: Mapping[str, Mapping[int, Ratio]],
-    names: Sequence[str],
-    baseline: str | None,
     temperature: float,
     concurrencies: Sequence[int],
 ) -> Figure:
-    """Tokens per second of one run over another's; colours are those of the run ``names``."""
+    """Tokens per second of one run over another's, ``results``, whose colours are taken."""
     with matplotlib.rc_context(SETTINGS):
-        return _ratio_chart(ratios, styles(names, baseline), temperature, concurrencies)
+        return _figure(
+            results, temperature, list(ratios), f"ratio-t{temperature:g}",
+            lambda name, concurrency: ratios[name].get(concurrency), "tokens/s, B / A",
+            f"Output tokens per second of B over A, temperature {temperature:g}. Bars: 95 % "
+            "intervals, cut off where they leave the plot.",
+            f"Ratio of tokens per second over requests at once for {len(ratios)} methods, with a "
+            "line at 1. The numbers are in the table on tokens/s of B over A.",
+            ratios=True, concurrencies=concurrencies,
+        )  # fmt: skip
 
 
-def _ratio_chart(
-    ratios: Mapping[str, Mapping[int, Ratio]],
-    looks: Mapping[str, Style],
-    temperature: float,
-    concurrencies: Sequence[int],
-) -> Figure:
-    name = f"ratio-t{temperature:g}"
-    canvas, axis = _over_concurrency(
-        looks, concurrencies, list(ratios), lambda name, c: ratios[name].get(c)
-    )
-    _around_one(axis, [r.value for found in ratios.values() for r in found.values()])
-    axis.set(ylabel="tokens/s, B / A")
-    return Figure(
-        name,
-        f"Output tokens per second of B over A, temperature {temperature:g}. Bars: 95 % "
-        "intervals, cut off where they leave the plot.",
-        f"Ratio of tokens per second over requests at once for {len(ratios)} methods, with a "
-        "line at 1. The numbers are in the table on tokens/s of B over A.",
-        _svg(canvas, name),
-    )
+Value = Callable[[str, int], Estimate | None]
+
+
+def _figure(
+    results: Results, temperature: float, names: Sequence[str], stem: str, value: Value,
+    label: str, title: str, alt: str, *, ratios: bool = False,
+    concurrencies: Sequence[int] | None = None,
+) -> Figure:  # fmt: skip
+    """A value of each method over concurrency: ``ratios`` about 1, others on a logarithmic axis."""
+    looks = styles(results.names, results.baseline)
+    shown = concurrencies or results.concurrencies(temperature)
+    canvas, axis, drawn = _over_concurrency(looks, shown, names, value)
+    axis.set_ylabel(label)
+    if ratios:
+        _around_one(axis, drawn)
+    else:
+        axis.set_yscale("log")
+        _plain_log(axis)
+    return Figure(stem, title, alt, _svg(canvas, stem))
 
 
 def _around_one(axis: Axes, values: Sequence[float]) -> None:
@@ -255,44 +264,22 @@ def _around_one(axis: Axes, values: Sequence[float]) -> None:
     axis.set_ylim(max(0.0, low - margin), high + margin)
 
 
-def latency_chart(results: Results, temperature: float) -> Figure:
-    """Median time per output token over concurrency."""
-
-    def value(name: str, concurrency: int) -> Estimate | None:
-        times = [t for cell in results.of(name, temperature, concurrency)
-                 for t in cell.per_token_s]  # fmt: skip
-        return Estimate(1e3 * sorted(times)[len(times) // 2]) if times else None
-
-    name = f"latency-t{temperature:g}"
-    canvas, axis = _over_concurrency(
-        styles(results.names, results.baseline),
-        results.concurrencies(temperature),
-        results.names,
-        value,
-    )
-    axis.set(ylabel="ms per output token, median", yscale="log")
-    _plain_log(axis)
-    return Figure(
-        name,
-        f"Time per output token after the first, temperature {temperature:g}. Median of requests.",
-        f"Milliseconds per output token over requests at once for {len(results.names)} methods. "
-        "The numbers are in the tables on latency.",
-        _svg(canvas, name),
-    )
-
-
 def _over_concurrency(
     looks: Mapping[str, Style],
     concurrencies: Sequence[int],
     names: Sequence[str],
-    value: Callable[[str, int], Estimate | None],
-) -> tuple[Canvas, Axes]:
-    """One line per method; lines stand a little beside each other, so that bars stay visible."""
+    value: Value,
+) -> tuple[Canvas, Axes, list[float]]:
+    """One line per method, and all values drawn; lines stand a little beside each other, so that
+    bars stay visible.
+    """
     canvas, (axis,) = _grid(1, legend=len(names))
+    drawn: list[float] = []
     for i, name in enumerate(names):
         found = [(c, estimate) for c in concurrencies if (estimate := value(name, c)) is not None]
         if not found:
             continue
+        drawn += [estimate.value for _, estimate in found]
         aside = 2 ** (0.24 * (i - (len(names) - 1) / 2) / max(1, len(names) - 1))
         look = looks[name]
         axis.errorbar([c * aside for c, _ in found], [e.value for _, e in found],
@@ -304,7 +291,7 @@ def _over_concurrency(
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xlabel("requests at once")
     _legend(canvas, [axis], names)
-    return canvas, axis
+    return canvas, axis, drawn
 
 
 def _plain_log(axis: Axes) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from eval.bench.records import CellKey
-from eval.reporting.cells import UNTOLD_DRAFTS, Results, steady, whole
-from eval.reporting.document import (
+from eval.report.cells import UNTOLD_DRAFTS, Results, steady, whole
+from eval.report.document import (
     ABSENT,
     Block,
     Bullets,
@@ -22,11 +22,12 @@ from eval.reporting.document import (
     Table,
     Text,
 )
-from eval.reporting.intervals import LEVEL, NUM_RESAMPLES, Acceptance, Estimate, Ratio
-from eval.reporting.verdict import (
+from eval.report.intervals import LEVEL, NUM_RESAMPLES, Acceptance, Estimate, Ratio
+from eval.report.verdict import (
     failure_sentence,
     metric_sentence,
     output_sentence,
+    replay_sentence,
     rungs,
     speed_sentences,
 )
@@ -64,9 +65,11 @@ def verdict(results: Results) -> Iterator[Block]:
     for text, mark in (
         output_sentence(results),
         metric_sentence(results),
+        replay_sentence(results),
         failure_sentence(results, len(missing(results))),
     ):
-        yield Text(text, mark)
+        if text:
+            yield Text(text, mark)
     yield Table(
         "The fastest method at each concurrency",
         ["temperature", "at once", "fastest", "tokens/s", "over no speculation",
@@ -95,6 +98,12 @@ def conditions(results: Results) -> Iterator[Block]:
     """What was measured, on what, how."""
     run, provenance = results.run, results.run.provenance
     yield Heading(2, "What was measured")
+    if results.replay is not None:
+        yield Text(
+            "Acceptance and confidences are replayed from recorded traces; weights are random. "
+            "Every kernel, graph and copy is real, the text is not.",
+            Mark.BEST,
+        )
     repeats = Counter(
         len(
             [key for key in results.cells if (key.method, key.temperature, key.concurrency) == cell]
@@ -175,7 +184,9 @@ def reading(results: Results) -> Iterator[Block]:
         "draft model's extend pass, which all methods have and which is not counted. Both are "
         "counted inside the server, also without `--c2t`.",
         "**tokens/s**: output tokens of a cell over its duration, first request sent to last "
-        "answer read; the geometric mean over repeats, in brackets the slowest and the fastest.",
+        "answer read; where servers had a step clock, those of the steps in which the whole batch "
+        "decoded, by that clock. The geometric mean over repeats, in brackets the slowest and the "
+        "fastest.",
         "**speed-up**: ratio of tokens/s to no speculation, the geometric mean of ratios within "
         f"repeats; n = {len(results.repeats)} repeats at most, whose methods ran interleaved. Its "
         f"interval is a {percent} t interval on logarithms. The noise is estimated from all "
@@ -220,6 +231,8 @@ def speed_tables(results: Results, temperature: float) -> Iterator[Table]:
 
     if (base := results.baseline) is not None:
         yield speedup_table(results, temperature, base)
+    if any(results.kind(name) == "fixed" for name in results.names):
+        yield best_fixed_table(results, temperature)
     yield by_concurrency(
         results, temperature, f"Output tokens per second, temperature {temperature:g}", throughput,
         "c: requests at once. Geometric mean [slowest, fastest repeat]. Bold: the fastest.",
@@ -260,6 +273,33 @@ def speedup_table(results: Results, temperature: float, base: str) -> Table:
         ],
         "all: geometric mean over all concurrencies, its interval over repeats.",
     )
+
+
+def best_fixed_table(results: Results, temperature: float) -> Table:
+    """Ratios to the fixed length that was the fastest at that concurrency."""
+    best: dict[int, str] = {}
+    for concurrency in results.concurrencies(temperature):
+        speeds = {
+            name: speed.mean
+            for name in results.names
+            if results.kind(name) == "fixed"
+            and (speed := results.speed(name, temperature, concurrency)) is not None
+        }
+        if speeds:
+            best[concurrency] = max(speeds, key=speeds.__getitem__)
+
+    def value(name: str, concurrency: int) -> Entry:
+        if concurrency not in best:
+            return ABSENT
+        if name == best[concurrency]:
+            return Entry("1")
+        return ratio_entry(results.ratio(name, best[concurrency], temperature, concurrency))
+
+    return by_concurrency(
+        results, temperature, f"Speed-up over the best fixed length, temperature {temperature:g}",
+        value, "The best of those measured at that concurrency: a choice nobody can make "
+        "beforehand.",
+    )  # fmt: skip
 
 
 def work_table(results: Results, temperature: float) -> Table:
@@ -462,6 +502,7 @@ def checks(results: Results) -> Iterator[Block]:
     text, mark = metric_sentence(results)
     yield Text(text, mark)
     wrong = [s for cell in results.cells.values() for s in cell.disagreements or ()]
+    wrong += results.replay_disagreements
     if wrong:
         yield Bullets(_shortened(wrong))
     yield Heading(3, "Failures and missing cells")

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from sglang_c2t.offline.compare import Array, interval
 
 
-def rule(num_columns: int) -> str:
-    """The line under a header: one column to the left, ``num_columns`` to the right."""
-    return "|---|" + "---:|" * num_columns
+def rule(numbers: int, words: int = 1) -> str:
+    """The line under a header: columns of ``words`` to the left, of ``numbers`` to the right."""
+    return "|" + "---|" * words + "---:|" * numbers
 
 
 def row(first: str, cells: Sequence[str]) -> str:
     """One line, header or body."""
     return f"| {first} | " + " | ".join(cells) + " |"
+
+
+def section(
+    title: str, text: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]
+) -> list[str]:
+    """A heading, what to know before reading, and a table whose first column names its rows."""
+    return [
+        title,
+        "",
+        text,
+        "",
+        row(columns[0], columns[1:]),
+        rule(len(columns) - 1),
+        *(row(name, cells) for name, cells in rows),
+        "",
+    ]
 
 
 def bold(text: str, yes: bool) -> str:
@@ -54,3 +70,8 @@ def signed(value: float, low: float, high: float) -> str:
     """A difference: bold where the interval says less, italic where it says more."""
     text = f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
     return f"**{text}**" if high < 0 else f"*{text}*" if low > 0 else text
+
+
+def mix(groups: Sequence[str]) -> str:
+    """How many of each group: ``2 code, 3 math``."""
+    return ", ".join(f"{groups.count(name)} {name}" for name in sorted(set(groups)))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from eval.reporting.cells import Results
-from eval.reporting.charts import charts
-from eval.reporting.document import Block, Document, Heading
-from eval.reporting.markdown import PLOTS, markdown
-from eval.reporting.page import page
-from eval.reporting.tables import (
+from eval.gpu.roofline import Ceilings
+from eval.report.cells import Results
+from eval.report.charts import charts
+from eval.report.document import Block, Document, Heading
+from eval.report.markdown import PLOTS, markdown
+from eval.report.page import page
+from eval.report.steps import step_tables
+from eval.report.tables import (
     appendix,
     checks,
     conditions,
@@ -26,13 +28,13 @@ from eval.reporting.tables import (
 from sglang_c2t.files import Write, write_whole
 
 
-def report(results: Results) -> Document:
-    """The whole report of a run."""
+def report(results: Results, ceilings: Ceilings | None = None) -> Document:
+    """The whole report of a run; with the GPU's ``ceilings``, floors of a step as well."""
     name = results.run.config.get("name") or results.run.dataset.get("name") or "a run"
-    return Document(f"Benchmark: {name}", list(_blocks(results)))
+    return Document(f"Benchmark: {name}", list(_blocks(results, ceilings)))
 
 
-def _blocks(results: Results) -> Iterator[Block]:
+def _blocks(results: Results, ceilings: Ceilings | None) -> Iterator[Block]:
     yield from verdict(results)
     yield from conditions(results)
     yield from reading(results)
@@ -45,6 +47,7 @@ def _blocks(results: Results) -> Iterator[Block]:
             yield lengths
         yield Heading(3, f"Plots, temperature {temperature:g}")
         yield from charts(results, temperature)
+    yield from step_tables(results, ceilings)
     yield from checks(results)
     yield Heading(2, "Every concurrency")
     for temperature in results.temperatures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eval import tree_tables
+from eval.tables import trees as tree_tables
 from sglang_c2t.offline.compare import Curve, everyone, resamples
 from sglang_c2t.offline.tree_replay import Forest
 from tests.recordings import random_trees, recording, tree_origin

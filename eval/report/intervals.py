@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.stats import t as student
 
-from eval.reporting.document import Mark
+from eval.report.document import Mark
 from sglang_c2t.offline.compare import Array, Curve, everyone, interval, resamples
 
 LEVEL = 0.95

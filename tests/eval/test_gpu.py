@@ -1,8 +1,7 @@
-"""The throughput benchmark without a server: its clock, its files, its tables and its floors."""
+"""Measuring on a GPU, without one: the step clock, entry points, shapes of models, floors."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from importlib.metadata import Distribution, distributions
@@ -15,20 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.gpu import (
-    launch,
-    methods,
-    microbench,
-    models,
-    plugins,
-    report,
-    roofline,
-    step_clock,
-    throughput,
-)
-from eval.gpu.methods import BASELINE, POLICIES, Method
+from eval.gpu import microbench, models, plugins, roofline, step_clock
 from eval.gpu.step_clock import Step, full_batch
-from eval.gpu.throughput import Budget, Results, expected_steps, read, waves
 from eval.gpu.timing import Timing
 
 CEILINGS = roofline.Ceilings("made up", bytes_per_s=4e12, flops_per_s=8e14)
@@ -54,6 +41,16 @@ def test_only_steps_of_the_whole_batch_are_timed() -> None:
     )
     span = full_batch(log, 2, skip=0)
     assert span == (pytest.approx(0.3), 9, 2, 15)
+
+
+def test_stretches_between_prefills_are_added_up() -> None:
+    """One request at a time, its answers of three and of four steps."""
+    log = steps(
+        *((float(i), 1, 1, 2, 3) for i in range(3)), (10.0, 0, 0, 0, 0),
+        *((11.0 + 2 * i, 1, 1, 2, 3) for i in range(4)), (30.0, 0, 0, 0, 0),
+        (31.0, 1, 1, 2, 3),  # no step can be timed in a stretch of one
+    )  # fmt: skip
+    assert full_batch(log, 1, skip=0) == (2.0 + 6.0, 2 * 5, 5, 3 * 5)
 
 
 def test_the_first_steps_behind_a_prefill_are_skipped() -> None:
@@ -93,8 +90,19 @@ def decoded(mode: bool, reqs: list[Request], result: Any, brings: int) -> list[S
     step_clock._timed(process, None, batch, result)
     told = SimpleNamespace(internal_state={})
     step_clock._hand_out(told)
-    assert not step_clock._steps
     return [Step(*row) for row in told.internal_state[step_clock.KEY]]
+
+
+def test_whoever_reads_the_clock_takes_nothing_from_the_others() -> None:
+    """SGLang's benchmark client reads /server_info as well, at the end of a cell."""
+    first = decoded(True, [Request(9)], SimpleNamespace(cap_lens=None), 1)
+    told = SimpleNamespace(internal_state={})
+    step_clock._hand_out(told)
+    again = [Step(*row) for row in told.internal_state[step_clock.KEY]]
+    assert again == first
+    later = [*again, Step(again[-1].seconds + 1, 1, 1, 1, 1)]
+    assert step_clock.since(again, later) == later[-1:]
+    assert step_clock.since([], later) == later
 
 
 def test_the_clock_counts_what_reached_the_requests() -> None:
@@ -139,49 +147,18 @@ def test_the_plugin_folder_declares_every_entry_point(tmp_path: Path) -> None:
 def test_the_checkout_declares_what_installing_it_does() -> None:
     import tomllib
 
-    project = tomllib.loads((launch.ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((plugins.ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"][plugins.GROUP] == plugins.C2T
     assert Distribution.from_name("sglang_c2t").metadata["Name"] == "sglang-c2t"
 
 
-def test_only_the_plugins_asked_for_are_loaded(tmp_path: Path) -> None:
-    env = launch.environment(tmp_path, only=["step_clock"], site=Path("/site"), more={"A": "1"})
+def test_only_the_plugins_asked_for_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/site")
+    env = plugins.environment(tmp_path, ["step_clock"])
     assert env["SGLANG_PLUGINS"] == "step_clock"
-    assert env["PYTHONPATH"].split(":")[:3] == [
-        str(tmp_path / "plugins"), str(launch.ROOT), "/site",
-    ]  # fmt: skip
-    assert env["A"] == "1"
-
-
-def options(tmp_path: Path, *more: str) -> argparse.Namespace:
-    """Arguments of a run."""
-    return throughput.parser().parse_args(
-        [str(tmp_path / "r.jsonl"), "--work", str(tmp_path), *more]
-    )
-
-
-def test_every_method_of_the_comparison_has_one_server(tmp_path: Path) -> None:
-    hosts = methods.hosts(models.write("toy", tmp_path))
-    names = [method.name for host in hosts for method in host.methods]
-    assert len(names) == len(set(names))
-    assert {BASELINE, "SGLang adaptive", "c2t", "c2t-log", "c2t-plus", "dymax", "dyjoint",
-            "no speculation, plugin installed, off",
-            *(f"fixed {n}" for n in range(1, 8))} <= set(names)  # fmt: skip
-    args = options(tmp_path, "--batches", "8", "1")
-    pair = models.write("toy", tmp_path)
-    for host in hosts:
-        argv = throughput.host_launch(host, args, pair).argv(1)
-        assert ("--c2t" in argv) == any(m.policy is not None for m in host.methods)
-        assert ("--speculative-algorithm" in argv) == any(m.num_steps for m in host.methods)
-        at = argv.index("--cuda-graph-bs-decode")
-        assert argv[at + 1 : at + 3] == ["1", "8"]
-
-
-def test_servers_without_c2t_do_not_load_it_unless_that_is_measured(tmp_path: Path) -> None:
-    for host in methods.hosts(models.write("toy", tmp_path)):
-        off = any("plugin installed" in method.name for method in host.methods)
-        gated = any(method.policy is not None for method in host.methods)
-        assert ("c2t" in host.plugins) == (off or gated)
+    assert env["PYTHONPATH"].split(":") == [str(tmp_path), str(plugins.ROOT), "/site"]
 
 
 def test_model_folders_hold_what_sglang_needs_to_draw_weights(tmp_path: Path) -> None:
@@ -195,146 +172,6 @@ def test_model_folders_hold_what_sglang_needs_to_draw_weights(tmp_path: Path) ->
         assert target["eos_token_id"] < target["vocab_size"]
     with pytest.raises(ValueError, match="no model shape 9b; there are 8b, 1b, toy"):
         models.write("9b", tmp_path)
-
-
-# -- requests -----------------------------------------------------------------------------
-
-
-@given(st.integers(1, 256), st.integers(1, 64))
-def test_waves_cover_different_lanes_in_whole_batches(batch: int, min_lanes: int) -> None:
-    groups = waves(batch, min_lanes)
-    lanes = [lane for group in groups for lane in group]
-    assert lanes == list(range(len(lanes)))
-    assert all(len(group) == batch for group in groups)
-    assert max(batch, min_lanes) <= len(lanes) < min_lanes + batch
-
-
-def test_expected_steps_of_a_trace_by_hand() -> None:
-    assert expected_steps([2, 0, 1], 2, 5) == 2
-    assert expected_steps([2, 0, 1], 0, 5) == 4  # a token each behind the first
-    assert expected_steps([2, 0, 1], [1, 0, 0], 5) == 3  # 2 + 1 + 2 behind roots 0, 2 and 0
-    assert expected_steps([5], 5, 1) == 0
-
-
-# -- files --------------------------------------------------------------------------------
-
-
-def cell(method: str, batch: int, rate: float, **more: Any) -> dict[str, Any]:
-    """A measured cell of two windows about ``rate``."""
-    windows = [[1.0, rate, 10, 20 * batch], [1.0, rate + 2, 10, 20 * batch]]
-    return {"method": method, "batch": batch, "num_steps": 3, "windows": windows,
-            "accept_length": 2.0, "as_predicted": [4, 4], **more}  # fmt: skip
-
-
-def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "r.jsonl"
-    first = Results(path, {"gpu": "x"})
-    first.add(cell(BASELINE, 1, 100))
-    first.add({"method": BASELINE, "batch": 8, "error": "died"})
-    with path.open("a") as file:
-        file.write('{"method": "cut of')  # a call that was killed while it wrote
-    again = Results(path, {"gpu": "x"})
-    method = Method(BASELINE, 0)
-    assert again.has(method, 1)
-    assert not again.has(method, 8)  # failed cells are tried again
-    assert not again.has(method, 32)
-
-
-def test_cells_behind_a_cut_line_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    Results(path, {})
-    with path.open("a") as file:
-        file.write('{"method": "cut of')
-    Results(path, {}).add(cell(BASELINE, 1, 100))
-    assert [c["batch"] for c in read(path)[1]] == [1]
-
-
-def test_results_of_other_conditions_are_not_mixed(tmp_path: Path) -> None:
-    Results(tmp_path / "r.jsonl", {"gpu": "x", "windows": 5})
-    with pytest.raises(ValueError, match=r"measured with other gpu, revision"):
-        Results(tmp_path / "r.jsonl", {"gpu": "y", "windows": 5, "revision": "1"})
-    (tmp_path / "other").write_text("{}\n")
-    with pytest.raises(ValueError, match="holds no results"):
-        read(tmp_path / "other")
-
-
-def test_the_conditions_survive_their_file(tmp_path: Path) -> None:
-    conditions = throughput.conditions(options(tmp_path, "--server-flags", "--page-size", "1"))
-    assert json.loads(json.dumps(conditions)) == conditions
-    assert conditions["server_flags"] == ["--page-size", "1"]
-
-
-def test_a_budget_goes_by_what_parts_took() -> None:
-    budget = Budget(100.0)
-    assert budget.allows("cell", 20.0)
-    assert not budget.allows("server", 90.0)  # a fifth is kept in reserve
-    budget.took("cell", 95.0)
-    assert not budget.allows("cell", 20.0)
-
-
-class FakeServer:
-    """Answers waves at once; a batch of 2 fails."""
-
-    process = SimpleNamespace(poll=lambda: None)
-
-
-def test_a_failed_cell_leaves_the_others_alone() -> None:
-    def measure(_server: Any, method: Method, batch: int) -> dict[str, Any]:
-        if batch == 2:
-            raise ValueError("too short")
-        return cell(method.name, batch, 1.0)
-
-    bench: Any = SimpleNamespace(cell=measure)
-    server: Any = FakeServer()
-    todo = [(Method("fixed 1", 1), batch) for batch in (1, 2, 4)]
-    found = list(throughput._cells(server, todo, bench, Budget(1000)))
-    assert [c.get("error") for c in found] == [None, "ValueError too short", None]
-    assert [throughput._line(c) for c in found][1].endswith("FAILED ValueError too short")
-    with pytest.raises(throughput.OutOfTime):
-        list(throughput._cells(server, todo, bench, Budget(1)))
-
-
-# -- the report ---------------------------------------------------------------------------
-
-
-def conditions_of() -> dict[str, Any]:
-    made = {"num_traces": 64, "num_roots": 99, "depth": 7, "groups": {"math": 64},
-            "origins": [{"algorithm": "EAGLE3"}], "sha256": "abc"}  # fmt: skip
-    return {"gpu": "H100", "host": "x86", "versions": {"sglang": "0.5.17"}, "revision": "1234",
-            "shape": "8b", "traces": made, "batches": [1, 8], "windows": 2, "min_lanes": 8,
-            "prompt_len": 128, "output_len": 96, "gated_steps": 7, "server_flags": [],
-            "temperature": 0, "policies": list(POLICIES)}  # fmt: skip
-
-
-def test_the_report_puts_conditions_first_and_keeps_losses_and_failures() -> None:
-    lines = [
-        cell("fixed 5", 1, 300), cell(BASELINE, 1, 200, as_predicted=None, num_steps=0),
-        cell("fixed 2", 1, 150), cell("c2t", 1, 250, as_predicted=[3, 4]),
-        {"method": "c2t", "batch": 8, "error": "out of memory\nmore"},
-    ]  # fmt: skip
-    text = report.report(conditions_of(), lines, CEILINGS, command="make it")
-    assert text.index("replayed from recorded traces") < text.index("## Output tokens")
-    for fact in ("H100", "1234", "0.5.17", "temperature 0", "2 windows", "`make it`", "random"):
-        assert fact in text.split("## Output tokens")[0]
-    assert "| fixed 5 | **301 [300, 302]** | - |" in text
-    assert "| fixed 2 | 0.75 | - |" in text  # of no speculation
-    assert "| c2t | 0.83 | failed |" in text  # of fixed 5
-    order = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
-    assert order[1:5] == ["| no speculation", "| fixed 2", "| fixed 5", "| c2t"]
-    assert "- in all: 11 of 12" in text
-    assert "- c2t, batch 1: only 3 of 4" in text
-    assert "- c2t, batch 8 failed: out of memory" in text
-
-
-def test_the_report_of_a_run_that_has_just_begun_is_still_one() -> None:
-    text = report.report(conditions_of(), [cell("fixed 5", 8, 10)], None)
-    assert "there are no floors" in text
-    assert "| fixed 5 | - |" in text.split("## Ratio to no")[1]
-
-
-def test_the_method_that_was_retried_is_not_failed() -> None:
-    lines = [{"method": "c2t", "batch": 1, "error": "died"}, cell("c2t", 1, 10)]
-    assert "failed" not in report.report(conditions_of(), lines, None)
 
 
 # -- floors -------------------------------------------------------------------------------
@@ -419,7 +256,7 @@ def test_a_line_of_the_microbenchmark_names_its_floor() -> None:
 
 
 def test_the_readme_names_every_module_and_stage() -> None:
-    folder = Path(launch.__file__).parent
+    folder = Path(plugins.__file__).parent
     text = (folder / "README.md").read_text()
     for path in folder.glob("*.py"):
         assert path.stem == "__init__" or f"`{path.name}`" in text, path.name

@@ -1,7 +1,7 @@
 """What a benchmark run shows, as one HTML page and as Markdown with its plots beside it.
 
-    python -m eval.report DIR [--out FOLDER]            report.html, report.md, plots/
-    python -m eval.report compare A B [--out FOLDER]    compare.html, compare.md, plots/
+    python -m eval.report DIR [--out FOLDER] [--ceilings FILE]    report.html, report.md, plots/
+    python -m eval.report compare A B [--out FOLDER]              compare.html, compare.md, plots/
 
 Reads what ``python -m eval.run`` wrote, also while it still runs. Every number is made from the
 records; nothing is measured here.
@@ -18,9 +18,11 @@ from rich.console import Console
 from rich.progress import track
 
 from eval.bench.records import RecordError
-from eval.reporting.cells import Results, load
-from eval.reporting.compare import compare
-from eval.reporting.report import report, write
+from eval.gpu.roofline import Ceilings
+from eval.report.cells import Results, load
+from eval.report.compare import compare
+from eval.report.report import report, write
+from sglang_c2t.config import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     try:
         paths = _compare(argv[1:], console) if argv[:1] == ["compare"] else _report(argv, console)
-    except (RecordError, OSError) as error:
+    except (RecordError, ConfigError, OSError) as error:
         print(f"eval.report: error: {error}", file=sys.stderr)
         return 2
     for path in paths:
@@ -45,10 +47,14 @@ def _report(argv: Sequence[str], console: Console) -> list[Path]:
     )
     parser.add_argument("run", type=Path, metavar="DIR", help="folder of a benchmark run")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write; default: DIR")
+    parser.add_argument(
+        "--ceilings", type=Path, help="of the GPU, from python -m eval.gpu.roofline --out"
+    )
     args = parser.parse_args(argv)
     results = _load(args.run, console)
+    ceilings = Ceilings.read(args.ceilings) if args.ceilings else None
     with console.status("tables and plots"):
-        return write(report(results), args.out or args.run)
+        return write(report(results, ceilings), args.out or args.run)
 
 
 def _compare(argv: Sequence[str], console: Console) -> list[Path]:

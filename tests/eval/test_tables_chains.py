@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from eval import tables, thresholds
 from eval.bench.provenance import conditions
-from eval.markdown import bracket, difference, signed
 from eval.prompts import EVALUATION_SETS, OTHER_SETS, TRAINING_SETS, Prompt, other_mix, public_mix
 from eval.recordings import MANIFEST, manifest, prompts, record
+from eval.tables import chains as tables
+from eval.tables import thresholds
+from eval.tables.__main__ import arguments, per_draft
+from eval.tables.markdown import bracket, difference, signed
 from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.offline.compare import Curve, sweep
 from sglang_c2t.offline.replay import Chains, replay
@@ -172,12 +174,22 @@ def test_only_an_interval_off_zero_is_marked() -> None:
 
 
 def test_numbers_of_prompts_may_differ_by_draft() -> None:
-    assert tables.per_draft(["80", "EAGLE=40"]) == {"STANDALONE": 80, "EAGLE": 40, "EAGLE3": 80}
+    assert per_draft(["80", "EAGLE=40"]) == {"STANDALONE": 80, "EAGLE": 40, "EAGLE3": 80}
     for wrong in ("EAGLE4=3", "many", "EAGLE=0", "-3"):
         with pytest.raises(ValueError, match="is no number of prompts"):
-            tables.per_draft([wrong])
+            per_draft([wrong])
     with pytest.raises(ValueError, match="begin with a number"):
-        tables.per_draft(["EAGLE=40"])
+        per_draft(["EAGLE=40"])
+
+
+def test_trees_have_numbers_and_files_of_their_own() -> None:
+    chains, trees = arguments([]), arguments(["--trees", "--num-test", "9"])
+    assert (chains.num_test["EAGLE"], chains.num_train["EAGLE"]) == (80, 100)
+    assert (trees.num_test["EAGLE"], trees.num_train["EAGLE"]) == (9, 5)
+    assert (chains.out.name, trees.out.name) == ("TABLES.md", "TREES.md")
+    assert chains.work != trees.work
+    with pytest.raises(SystemExit):
+        arguments(["--num-test", "many"])
 
 
 def write_sets(folder: Path, sets: dict) -> None:

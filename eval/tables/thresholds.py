@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eval.markdown import row, rule
+from eval.tables.markdown import section
 from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.offline.compare import ODDS_GRID, Array, Curve
 from sglang_c2t.offline.replay import Chains, replay
@@ -67,24 +67,19 @@ def table(train: Mapping[str, Chains], test: Mapping[str, Chains]) -> list[str]:
     for kind, beta in chosen.items():
         policies[f"`{kind.name}`, {beta:g}"] = kind(load_classifier(kind.name), beta)
     told = ", ".join(f"{beta:g} for `{kind.name}`" for kind, beta in chosen.items())
-    lines = [
+    columns = [Traffic(list(train.values())), *(Traffic([chains]) for chains in test.values()),
+               Traffic(list(test.values()))]  # fmt: skip
+    return section(
         "## Default thresholds",
-        "",
         "The shipped classifiers, drafts of at most "
         f"{NUM_STEPS} tokens. A default is the threshold at which a rule accepts as much as `c2t` "
         f"at its published {published.beta:g} on the training prompts of all drafts together: "
-        f"{told} (`eval/thresholds.py`). On the test prompts, tau / gamma:",
-        "",
-        row("rule", ["training prompts, together", *test, "test prompts, together"]),
-        rule(len(test) + 2),
-    ]
-    columns = [Traffic(list(train.values())), *(Traffic([chains]) for chains in test.values()),
-               Traffic(list(test.values()))]  # fmt: skip
-    for name, policy in policies.items():
-        cells = []
-        for traffic in columns:
-            curve, all_of_it = traffic.curve([policy]), traffic.everyone
-            tau, gamma = curve.tau(all_of_it)[0, 0], curve.gamma(all_of_it)[0, 0]
-            cells.append(f"{tau:.3f} / {gamma:.3f}")
-        lines.append(row(name, cells))
-    return [*lines, ""]
+        f"{told} (`eval/tables/thresholds.py`). On the test prompts, tau / gamma:",
+        ["rule", "training prompts, together", *test, "test prompts, together"],
+        [(name, [_tau_gamma(policy, on) for on in columns]) for name, policy in policies.items()],
+    )
+
+
+def _tau_gamma(policy: ChainPolicy, traffic: Traffic) -> str:
+    curve, everyone = traffic.curve([policy]), traffic.everyone
+    return f"{curve.tau(everyone)[0, 0]:.3f} / {curve.gamma(everyone)[0, 0]:.3f}"

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from eval.bench.checks import Difference, metric_disagreements, output_differences
+from eval.bench.checks import Difference, compared_outputs, metric_disagreements
+from eval.bench.config import BenchConfig, build
 from eval.bench.records import (
     CELLS,
     Cell,
@@ -32,7 +33,8 @@ from eval.bench.records import (
     read_cells,
     read_run,
 )
-from eval.reporting.intervals import Acceptance, Counts, Estimate, Noise, Ratio, acceptance
+from eval.bench.replay import Replay
+from eval.report.intervals import Acceptance, Counts, Estimate, Noise, Ratio, acceptance
 from sglang_c2t.offline.compare import Array
 
 #: Of SGLang's counts per request: index is accepted drafts, and verified rows, root included.
@@ -65,6 +67,7 @@ class Measured:
     output_tokens: int
     tokens_per_second: float
     steady: dict[str, Any] | None
+    clock: dict[str, float] | None
     work: dict[str, int]
     server_argv: list[str]
     num_requests: int
@@ -85,12 +88,15 @@ class Measured:
 def measured(cell: Cell) -> Measured:
     """Reduce a cell."""
     answered = [request for request in cell.requests if request.success]
+    # An answer that came in one piece tells nothing of its first token.
+    streamed = [r for r in answered if r.output_len == 1 or r.latency_s > r.ttft_s]
     return Measured(
         key=cell.key,
         duration_s=cell.duration_s,
         output_tokens=cell.output_tokens,
         tokens_per_second=cell.tokens_per_second,
         steady=cell.steady,
+        clock=cell.clock,
         work=cell.work,
         server_argv=cell.server_argv,
         num_requests=len(cell.requests),
@@ -98,11 +104,11 @@ def measured(cell: Cell) -> Measured:
         spec={request.index: _spec(request) for request in answered},
         accept_lengths=_histogram(answered, ACCEPT_HISTOGRAMS, shift=1),
         draft_lengths=_histogram(answered, (DRAFT_HISTOGRAM,), shift=-1),
-        ttft_s=np.array([request.ttft_s for request in answered]),
+        ttft_s=np.array([request.ttft_s for request in streamed]),
         per_token_s=np.array(
             [
                 (request.latency_s - request.ttft_s) / (request.output_len - 1)
-                for request in answered
+                for request in streamed
                 if request.output_len > 1
             ]
         ),
@@ -168,6 +174,7 @@ class Results:
     cells: dict[CellKey, Measured]
     outputs: dict[str, Compared] = field(default_factory=dict)  # by method
     problems: list[str] = field(default_factory=list)  # files and cells that failed
+    replay_disagreements: list[str] = field(default_factory=list)
 
     @property
     def methods(self) -> list[Method]:
@@ -183,6 +190,12 @@ class Results:
     def baseline(self) -> str | None:
         """The method without speculation."""
         return next((method.name for method in self.methods if method.baseline), None)
+
+    @cached_property
+    def replay(self) -> Replay | None:
+        """The traces that stood for acceptance, if any did."""
+        config = self.run.config
+        return Replay(build(BenchConfig, config, "config")) if config.get("replay") else None
 
     @cached_property
     def temperatures(self) -> list[float]:
@@ -386,6 +399,8 @@ def _add_rung(results: Results, paths: Sequence[Path]) -> None:
             results.problems.append(f"{path}: method {cell.method!r} is not in run.json; left out")
     results.cells.update((cell.key, measured(cell)) for cell in cells)
     _compare_outputs(results, cells)
+    if results.replay is not None:
+        results.replay_disagreements.extend(results.replay.disagreements(cells))
 
 
 def _compare_outputs(results: Results, cells: Sequence[Cell]) -> None:
@@ -393,12 +408,11 @@ def _compare_outputs(results: Results, cells: Sequence[Cell]) -> None:
     base = results.baseline
     if base is None:
         return
-    seeded = results.run.config.get("requests", {}).get("equal_outputs") == "seeded"
     ours = [cell for cell in cells if cell.method == base]
-    _, among_ours = output_differences(ours, base, seeded=seeded)
+    _, among_ours = compared_outputs(ours, results.run)
     for name in results.names:
         theirs = [cell for cell in cells if cell.method == name and name != base]
-        found, compared = output_differences([*ours, *theirs], base, seeded=seeded)
+        found, compared = compared_outputs([*ours, *theirs], results.run)
         entry = results.outputs.setdefault(name, Compared())
         entry.compared += compared if name == base else compared - among_ours
         entry.differences += [one for one in found if one.cell.method == name]

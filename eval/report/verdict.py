@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from eval.reporting.cells import Results
-from eval.reporting.document import Mark
-from eval.reporting.intervals import Ratio
+from eval.report.cells import Results
+from eval.report.document import Mark
+from eval.report.intervals import Ratio
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,19 @@ def metric_sentence(results: Results) -> tuple[str, Mark]:
     return (
         f"Metrics: the `c2t:` series of `/metrics` agree exactly with the requests' own counts in "
         f"all {len(checked)} cells that have them.",
+        Mark.PLAIN,
+    )
+
+
+def replay_sentence(results: Results) -> tuple[str, Mark]:
+    """Whether requests took the steps that their traces say; "" where nothing was replayed."""
+    if results.replay is None:
+        return "", Mark.PLAIN
+    if wrong := len(results.replay_disagreements):
+        return f"Replay: in {wrong} cells it DID NOT WORK, and nothing here counts.", Mark.BAD
+    return (
+        "Replay: in every cell all requests took as many verifications as their traces say; up to "
+        "a quarter more where a gated server may draft fewer layers than its policy would verify.",
         Mark.PLAIN,
     )
 

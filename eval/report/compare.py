@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from eval.reporting.cells import UNTOLD_DRAFTS, Measured, Results
-from eval.reporting.charts import ratio_chart
-from eval.reporting.document import (
+from eval.report.cells import UNTOLD_DRAFTS, Measured, Results
+from eval.report.charts import ratio_chart
+from eval.report.document import (
     ABSENT,
     Block,
     Bullets,
@@ -24,8 +24,8 @@ from eval.reporting.document import (
     Table,
     Text,
 )
-from eval.reporting.intervals import Estimate, Ratio, acceptance, difference
-from eval.reporting.tables import difference_entry, ratio_entry
+from eval.report.intervals import Estimate, Ratio, acceptance, difference
+from eval.report.tables import difference_entry, ratio_entry
 
 #: Conditions by the start of their name, and what their difference leaves of the comparison.
 MOOT = {
@@ -71,7 +71,7 @@ def _blocks(before: Results, after: Results, names: tuple[str, str]) -> Iterator
         yield _speed_table(table, temperature, concurrencies)
         yield _speedup_table(before, after, common, temperature, concurrencies)
         yield _acceptance_table(before, after, common, temperature, concurrencies)
-        yield ratio_chart(table, before.names, before.baseline, temperature, concurrencies)
+        yield ratio_chart(before, table, temperature, concurrencies)
 
 
 def _verdict(ratios: Mapping[float, Ratios]) -> Iterator[Block]:

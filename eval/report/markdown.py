@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from eval.markdown import bold, row, rule
-from eval.reporting.document import BOLD, Block, Bullets, Document, Entry, Figure, Heading, Table
-from eval.reporting.document import Text as Paragraph
+from eval.report.document import BOLD, Block, Bullets, Document, Entry, Figure, Heading, Table
+from eval.report.document import Text as Paragraph
+from eval.tables.markdown import bold, row, rule
 
 PLOTS = "plots"
 
@@ -31,7 +31,7 @@ def _table(table: Table) -> str:
     num_entries = len(table.columns) - 1
     lines = [
         row(table.columns[0], table.columns[1:]),
-        rule(num_entries) if table.numeric else "|---|" + "---|" * num_entries,
+        rule(num_entries) if table.numeric else rule(0, words=num_entries + 1),
         *(row(_plain(head), [_entry(entry) for entry in entries]) for head, entries in table.rows),
     ]
     note = f"\n\n{table.note}" if table.note else ""

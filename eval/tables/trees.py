@@ -1,4 +1,4 @@
-"""``make tables``, second half: every tree policy on the same recorded trees.
+"""``python -m eval.tables --trees``: every tree policy on the same recorded trees.
 
 For each demo draft: record EAGLE-2's full tree of K = 8 and six layers behind every token of
 every answer, train the classifiers on other prompts' trees, replay each policy on the test
@@ -8,9 +8,8 @@ Writes ``eval/TREES.md``.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,11 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from eval.bench import provenance
-from eval.markdown import bracket, difference, row, rule, with_interval
 from eval.prompts import Prompt
 from eval.record_default import settings_of
 from eval.recordings import TREES, named_bodies, prompts, record
-from eval.server import DRAFTS, Launch, running, speculative_flags
+from eval.server import Launch, running, speculative_flags
+from eval.tables.markdown import bracket, difference, mix, section, with_interval
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.offline.client import run_load
@@ -135,21 +133,15 @@ def settings(draft: Draft) -> dict[str, Setting]:
 
 def settings_table(draft: Draft) -> list[str]:
     """Accept length and nodes of every rule where its paper puts it."""
-    lines = [
+    return section(
         f"### {draft.algorithm}: at each rule's own setting",
-        "",
         "tau: tokens per verification, bonus included. gamma: nodes verified per verification, "
         "the root not counted. In brackets: 95 % intervals over requests. Not in the recording: "
         "share of expansions that a rule wanted and EAGLE-2's beam had not made; they count as "
         "leaves.",
-        "",
-        row("method", ["tau", "gamma", "draft forwards", "not in the recording"]),
-        rule(4),
-    ]
-    for name, setting in settings(draft).items():
-        outcome = draft.replay(setting)
-        lines.append(row(name, _cells(draft, outcome)))
-    return [*lines, ""]
+        ["method", "tau", "gamma", "draft forwards", "not in the recording"],
+        [(name, _cells(draft, draft.replay(setting))) for name, setting in settings(draft).items()],
+    )
 
 
 def _cells(draft: Draft, outcome: TreeOutcome) -> list[str]:
@@ -170,18 +162,7 @@ def equal_tau_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:
         return rival.tau(weights)[:, SIZES.index(size)]
 
     heads = [f"tau {float(target(n, draft.once)[0]):.3f} (EAGLE-2, N = {n})" for n in TARGETS]
-    lines = [
-        f"### {draft.algorithm}: at equal accept length",
-        "",
-        "gamma at the accept length of EAGLE-2's trees, thresholds swept, linear between them; "
-        "behind it the difference from EAGLE-2 in per cent with its 95 % interval from "
-        f"{NUM_RESAMPLES} paired resamples of the requests. Bold: fewer nodes, interval off zero; "
-        "italic: more.",
-        "",
-        row("method", heads),
-        rule(len(TARGETS)),
-    ]
-    lines.append(row("EAGLE-2, N", [f"{size}.00" for size in TARGETS]))
+    rows = [("EAGLE-2, N", [f"{size}.00" for size in TARGETS])]
     for name, curve in curves.items():
         if curve is rival:
             continue
@@ -193,30 +174,34 @@ def equal_tau_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:
             )
             change = difference(100 * (once / size - 1), 100 * (drawn / size - 1))
             cells.append(f"{once[0]:.2f}, {change}")
-        lines.append(row(name, cells))
-    return [*lines, ""]
+        rows.append((name, cells))
+    return section(
+        f"### {draft.algorithm}: at equal accept length",
+        "gamma at the accept length of EAGLE-2's trees, thresholds swept, linear between them; "
+        "behind it the difference from EAGLE-2 in per cent with its 95 % interval from "
+        f"{NUM_RESAMPLES} paired resamples of the requests. Bold: fewer nodes, interval off zero; "
+        "italic: more.",
+        ["method", *heads],
+        rows,
+    )
 
 
 def variation_table(draft: Draft) -> list[str]:
     """The paper's appendix B.6: the second pruning, by beta."""
     limits: tuple[int | None, ...] = (2, 4, 8, 16, None)
-    lines = [
+
+    def cell(beta: float, limit: int | None) -> str:
+        gate = C2T(draft.classifiers["C2T"], beta)
+        outcome = draft.replay((GatedTree(gate, layer_limit=limit), FULL))
+        return f"{outcome.accept_length():.3f} / {outcome.gamma():.2f}"
+
+    return section(
         f"### {draft.algorithm}: beta and second pruning of C2T",
-        "",
         "tau / gamma. Columns: at most so many nodes of a layer enter the tree, the most "
         "confident ones (the paper's topK); the draft forwards at most 8 a layer throughout.",
-        "",
-        row("beta", ["no limit" if limit is None else str(limit) for limit in limits]),
-        rule(len(limits)),
-    ]
-    for beta in BETAS:
-        cells = []
-        for limit in limits:
-            gate = C2T(draft.classifiers["C2T"], beta)
-            outcome = draft.replay((GatedTree(gate, layer_limit=limit), FULL))
-            cells.append(f"{outcome.accept_length():.3f} / {outcome.gamma():.2f}")
-        lines.append(row(f"{beta:g}", cells))
-    return [*lines, ""]
+        ["beta", *("no limit" if limit is None else str(limit) for limit in limits)],
+        [(f"{beta:g}", [cell(beta, limit) for limit in limits]) for beta in BETAS],
+    )
 
 
 def classifier_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:
@@ -224,22 +209,17 @@ def classifier_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:
     layer, labels = draft.test.layer(), draft.test.nodes["accept"].float()
     shown = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:300_000]
     sample, truth = layer.take(shown), labels[shown]
-    lines = [
-        f"### {draft.algorithm}: classifiers on tree nodes",
-        "",
-        f"AUC over {len(shown)} recorded test nodes, {100 * float(labels.mean()):.2f} % of them "
-        "accepted; gamma at the accept length of EAGLE-2, N = 26.",
-        "",
-        row("confidence", ["AUC", "gamma"]),
-        rule(2),
-    ]
     tau = curves["EAGLE-2, N"].tau(draft.once)[:, SIZES.index(26)]
     scores = {"joint threshold": sample.joint}
     scores |= {name: c.confidence(sample) for name, c in draft.classifiers.items()}
-    for name, score in scores.items():
-        gamma = float(curves[name].gamma_at(tau, draft.once)[0])
-        lines.append(row(name, [f"{auc(score, truth):.4f}", f"{gamma:.2f}"]))
-    return [*lines, ""]
+    gammas = {name: float(curves[name].gamma_at(tau, draft.once)[0]) for name in scores}
+    return section(
+        f"### {draft.algorithm}: classifiers on tree nodes",
+        f"AUC over {len(shown)} recorded test nodes, {100 * float(labels.mean()):.2f} % of them "
+        "accepted; gamma at the accept length of EAGLE-2, N = 26.",
+        ["confidence", "AUC", "gamma"],
+        [(name, [f"{auc(scores[name], truth):.4f}", f"{gammas[name]:.2f}"]) for name in scores],
+    )
 
 
 #: Served live, with and without exact ancestors; trees of up to 60 nodes.
@@ -251,16 +231,7 @@ LIVE: dict[str, dict[str, Any]] = {
 
 def ancestor_table(draft: Draft, texts: Sequence[Prompt], work: Path) -> list[str]:
     """What attending to true ancestors does, measured on live servers."""
-    lines = [
-        f"### {draft.algorithm}: exact ancestors, live",
-        "",
-        f"Real servers, {len(texts)} test prompts, trees of up to 60 nodes, K = 8, six layers; "
-        "stock: draft nodes attend to their beam rows (sgl-project/sglang#8409). Outputs were "
-        "identical. In brackets: 95 % intervals over requests; of the difference, paired.",
-        "",
-        row("method", ["tau, stock", "tau, exact", "difference", "gamma, stock", "gamma, exact"]),
-        rule(5),
-    ]
+    rows = []
     bodies = named_bodies(texts, TREES.max_new_tokens)
     drawn = resamples([prompt.family for prompt in texts], NUM_RESAMPLES)
     once = everyone([prompt.family for prompt in texts])
@@ -283,8 +254,15 @@ def ancestor_table(draft: Draft, texts: Sequence[Prompt], work: Path) -> list[st
         taus = [(c.tau(once)[:, 0], c.tau(drawn)[:, 0]) for c in found]
         gammas = [f"{float(c.gamma(once)[0, 0]):.2f}" for c in found]
         change = signed_tau(taus[0], taus[1])
-        lines.append(row(name, [with_interval(*taus[0]), with_interval(*taus[1]), change, *gammas]))
-    return [*lines, ""]
+        rows.append((name, [with_interval(*taus[0]), with_interval(*taus[1]), change, *gammas]))
+    return section(
+        f"### {draft.algorithm}: exact ancestors, live",
+        f"Real servers, {len(texts)} test prompts, trees of up to 60 nodes, K = 8, six layers; "
+        "stock: draft nodes attend to their beam rows (sgl-project/sglang#8409). Outputs were "
+        "identical. In brackets: 95 % intervals over requests; of the difference, paired.",
+        ["method", "tau, stock", "tau, exact", "difference", "gamma, stock", "gamma, exact"],
+        rows,
+    )
 
 
 def signed_tau(stock: tuple[Array, Array], exact: tuple[Array, Array]) -> str:
@@ -333,56 +311,35 @@ def report(draft: Draft, texts: Sequence[Prompt], work: Path, console: Console) 
     return lines
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Record what is not recorded yet, then write the tables."""
-    parser = argparse.ArgumentParser(prog="python -m eval.tree_tables", description=__doc__)
-    parser.add_argument("--test-sets", type=Path, help="folder with the public test prompts")
-    parser.add_argument("--train-sets", type=Path, help="folder with the public training prompts")
-    parser.add_argument("--num-test", type=int, default=8, help="prompts per family")
-    parser.add_argument("--num-train", type=int, default=5, help="prompts per family")
-    parser.add_argument("--algorithms", nargs="+", choices=sorted(DRAFTS), default=sorted(DRAFTS))
-    parser.add_argument("--work", type=Path, default=Path("runs/trees"), help="recordings, kept")
-    parser.add_argument("--out", type=Path, default=Path("eval/TREES.md"))
-    args = parser.parse_args(argv)
-
-    console = Console()
-    test = prompts("test", args.num_test, args.test_sets)
-    train = prompts("train", args.num_train, args.train_sets)
+def files(args: Namespace, console: Console) -> dict[Path, tuple[str, str, list[str]]]:
+    """Record what is not recorded yet; by file, its title, conditions and tables."""
     lines: list[str] = []
+    about: dict[str, None] = {}
     for algorithm in args.algorithms:
         console.print(algorithm)
+        test = prompts("test", args.num_test[algorithm], args.test_sets)
+        train = prompts("train", args.num_train[algorithm], args.train_sets)
         tested = record(algorithm, test, args.work / f"test-{algorithm}", TREES)
         trained = record(algorithm, train, args.work / f"train-{algorithm}", TREES)
         forest = Forest.from_recording(tested)
         groups = [rid.rsplit("/", 1)[0] for rid in forest.requests]
         draft = Draft(algorithm, forest, tested, learn(trained), everyone(groups),
                       resamples(groups, NUM_RESAMPLES))  # fmt: skip
-        if not lines:
-            command = sys.argv[1:] if argv is None else argv
-            lines = ["# Draft trees on the demo models", "",
-                     provenance.conditions("eval.tree_tables", command), "",
-                     conditions(groups), ""]  # fmt: skip
+        about[mix(groups)] = None
         lines += [f"## {algorithm}", "", *report(draft, test, args.work, console)]
-    args.out.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-    console.print(f"wrote {args.out}")
-    return 0
+    return {args.out: ("Draft trees on the demo models", conditions("; ".join(about)), lines)}
 
 
-def conditions(groups: Sequence[str]) -> str:
-    """What was measured, in one paragraph."""
-    mix = ", ".join(f"{groups.count(name)} {name}" for name in sorted(set(groups)))
+def conditions(prompts: str) -> str:
+    """What was measured, in one paragraph; ``prompts`` says on how many of which family."""
     return (
         "Demo models in float32, temperature 0, no prefix cache, at most "
         f"{TREES.max_new_tokens} new tokens, exact ancestors unless said; EAGLE-2's full tree "
         f"of K = {TREES.topk} and {TREES.num_steps} layers "
         f"({FULL.num_candidates} candidates) recorded behind every token by the real server, rules "
-        f"replayed on it. Test prompts, which no model saw: {mix}. Classifiers are trained per "
+        f"replayed on it. Test prompts, which no model saw: {prompts}. Classifiers are trained per "
         "draft model on the trees of other prompts, seed 0, one training each (C2T for 200 epochs "
         "instead of the paper's 10, because ours are few); thresholds and "
         "sizes are swept on the test prompts for every rule alike. One target and three small "
         "drafts on a CPU: which rule wins is a property of these models, not a law."
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,58 @@
+"""What the commands print with: one kind of console, of progress bars and of tables.
+
+And how they are stopped: servers are process groups of their own, and would outlive a command that
+just ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+def console(width: int = 140) -> Console:
+    """As wide as the terminal; in a log or a pipe ``width``, so that rows stay on one line.
+
+    Its file is bound here: what redirects stdout later does not reach it.
+    """
+    found = Console(file=sys.stdout, highlight=False)
+    return found if found.is_terminal else Console(file=sys.stdout, width=width, highlight=False)
+
+
+def bars(on: Console) -> Progress:
+    """Bars that tell how much is done and how long the rest may take."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=on,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        speed_estimate_period=600,
+    )
+
+
+def table(title: str | None, *columns: str, numbers: Sequence[str] = ()) -> Table:
+    """An empty table: columns of words, behind them those of ``numbers``."""
+    found = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
+    for name in numbers:
+        found.add_column(name, justify="right")
+    return found
+
+
+@contextlib.contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM is a KeyboardInterrupt here, so that whoever started servers stops them."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,42 @@
+"""What the commands of eval share: how they print, and how they are stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+
+import pytest
+
+from eval import terminal
+
+
+def test_sigterm_lets_a_command_stop_its_servers() -> None:
+    stopped = []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def command() -> None:
+        with terminal.interrupted_by_sigterm():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                stopped.append("server")
+
+    with pytest.raises(KeyboardInterrupt):
+        command()
+    assert stopped == ["server"]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_what_redirects_stdout_later_does_not_reach_a_console() -> None:
+    ours, theirs = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(ours):
+        console = terminal.console(width=60)
+        with contextlib.redirect_stdout(theirs):
+            table = terminal.table("title", "word", numbers=("number",))
+            table.add_row("one", "1")
+            console.print(table)
+    assert theirs.getvalue() == ""
+    assert "one" in ours.getvalue()
+    assert max(map(len, ours.getvalue().splitlines())) <= 60
