@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import metadata
 from pathlib import Path
 
@@ -52,7 +54,22 @@ class World:
         path.write_text("What it does.\n\n" + "".join(diffs))
 
     def __call__(self, command: str) -> int:
-        return main([command, "--site-packages", str(self.site)], self.patches)
+        self.out, self.err = io.StringIO(), io.StringIO()
+        with redirect_stdout(self.out), redirect_stderr(self.err):
+            return main([command, "--site-packages", str(self.site)], self.patches)
+
+    def says_nothing_to_patch(self, command: str) -> str:
+        """How a command ends that has nothing to work on: with exit status 2 and one line."""
+        with pytest.raises(SystemExit) as exit_:
+            self(command)
+        assert exit_.value.code == 2
+        return self.err.getvalue().splitlines()[-1]
+
+    @property
+    def states(self) -> list[str]:
+        """The states that the last command printed."""
+        lines = self.out.getvalue().splitlines()
+        return [line.split()[2].rstrip(".") for line in lines if "What it does." in line]
 
     def bytes(self) -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in self.site.rglob("*") if path.is_file()}
@@ -66,11 +83,6 @@ def world(tmp_path: Path) -> World:
     world.file("y.py", "only\n")
     world.patch("one", diff("demo/x.py", OLD, NEW), diff("demo/y.py", "only\n", "only\nmore\n"))
     return world
-
-
-def states(output: str) -> list[str]:
-    """The states that every command prints."""
-    return [line.split()[2].rstrip(".") for line in output.splitlines() if "What it does." in line]
 
 
 def test_applying_and_taking_back_leaves_every_byte(world: World) -> None:
@@ -112,27 +124,23 @@ def test_neither_a_checkout_around_it_nor_the_settings_of_a_git_user_matter(
 
 
 @pytest.mark.parametrize("command", ["apply", "reverse"])
-def test_doing_it_twice_changes_nothing_the_second_time(
-    world: World, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doing_it_twice_changes_nothing_the_second_time(world: World, command: str) -> None:
     world("apply")
     world(command)
     once = world.bytes()
     assert world(command) == 0
-    assert capsys.readouterr().out.endswith("nothing was changed\n")
+    assert world.out.getvalue().endswith("nothing was changed\n")
     assert world.bytes() == once
 
 
-def test_status_and_check_tell_states_without_touching_files(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_and_check_tell_states_without_touching_files(world: World) -> None:
     for state in ("absent", "applied"):
         before = world.bytes()
-        assert world("status") == world("check") == 0
-        assert states(capsys.readouterr().out) == [state] * 2
+        for command in ("status", "check"):
+            assert world(command) == 0
+            assert world.states == [state]
         assert world.bytes() == before
         world("apply")
-        capsys.readouterr()
 
 
 def test_a_hunk_is_found_where_other_lines_moved_it(world: World) -> None:
@@ -168,10 +176,7 @@ def patch_damaged(world: World) -> None:
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_changed(
-    world: World,
-    break_it: Callable[[World], None],
-    sentence: str,
-    capsys: pytest.CaptureFixture[str],
+    world: World, break_it: Callable[[World], None], sentence: str
 ) -> None:
     break_it(world)
     world.file("z.py", "z\n")
@@ -179,54 +184,37 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(
     before = world.bytes()
     for command in ("status", "check", "apply", "reverse"):
         assert world(command) == (command != "status")
-        said = capsys.readouterr()
-        assert f"error: demo-1.0 one {sentence}" in said.err
-        assert "demo-1.0 other: absent. What it does.\n" in said.out
-        assert said.out.endswith("nothing was changed\n") == (command in ("apply", "reverse"))
+        out = world.out.getvalue()
+        assert f"error: demo-1.0 one {sentence}" in world.err.getvalue()
+        assert "demo-1.0 other: absent. What it does.\n" in out
+        assert out.endswith("nothing was changed\n") == (command in ("apply", "reverse"))
     assert world.bytes() == before
 
 
-def test_patches_that_exclude_each_other_are_refused_together(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_patches_that_exclude_each_other_are_refused_together(world: World) -> None:
     world.patch("two", diff("demo/y.py", "only\n", "one\n"))
     before = world.bytes()
     for command in ("check", "apply"):
         assert world(command) == 1
-        assert "the patches do not fit together: patch failed: demo/y.py" in capsys.readouterr().err
+        assert "do not fit together: patch failed: demo/y.py" in world.err.getvalue()
     assert world.bytes() == before
 
 
-def test_a_version_without_patches_is_named_beside_those_that_have_some(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_version_without_patches_is_named_beside_those_that_have_some(world: World) -> None:
     world.install("other-thing", "3.1")
     world.patch("p", diff("x", "1\n2\n", "1\n"), folder="other-thing-3.0.post1")
-    with pytest.raises(SystemExit) as exit:
-        world("apply")
-    assert exit.value.code == 2
-    expected = "no patches for other-thing-3.1, only for demo-1.0, other-thing-3.0.post1\n"
-    assert capsys.readouterr().err.endswith(expected)
+    said = world.says_nothing_to_patch("apply")
+    assert said.endswith("patches for other-thing-3.1, only for demo-1.0, other-thing-3.0.post1")
 
 
-def test_a_folder_without_the_packages_is_an_error(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_the_packages_is_an_error(world: World, tmp_path: Path) -> None:
     world.site = tmp_path / "nowhere"
-    with pytest.raises(SystemExit) as exit:
-        world("check")
-    assert exit.value.code == 2
-    assert "none of demo-1.0 is installed in" in capsys.readouterr().err
+    assert "none of demo-1.0 is installed in" in world.says_nothing_to_patch("check")
 
 
-def test_a_machine_without_git_is_told_so(
-    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_without_git_is_told_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(SystemExit) as exit:
-        world("apply")
-    assert exit.value.code == 2
-    assert "No such file or directory: 'git'" in capsys.readouterr().err
+    assert "No such file or directory: 'git'" in world.says_nothing_to_patch("apply")
 
 
 @pytest.mark.parametrize("package", ["sglang", "flashinfer-python"])
@@ -241,23 +229,20 @@ def test_the_installed_version_takes_its_patches_and_gives_them_back(
     if not folder.is_dir():
         pytest.skip(f"there are no patches for {package} {installed.version}")
 
-    World(tmp_path).install(package, installed.version)
-    site = tmp_path / "site"
+    world = World(tmp_path)
+    world.patches, site = HERE, world.site
+    world.install(package, installed.version)
     paths = {path for patch in folder.iterdir() for path in changed_paths(patch)}
     for path in paths:
         (site / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(str(installed.locate_file(path)), site / path)
 
-    def run(command: str) -> int:
-        return main([command, "--site-packages", str(site)])
-
-    assert run("reverse") == 0  # should they be applied to the installed one
-    before = {path: (site / path).read_bytes() for path in paths}
-    assert run("check") == 0
-    assert run("apply") == 0
+    assert world("reverse") == 0  # should they be applied to the installed one
+    before = world.bytes()
+    assert world("check") == world("apply") == 0
     for path in paths:
         patched = (site / path).read_bytes()
-        assert patched != before[path]
+        assert patched != before[site / path]
         compile(patched, path, "exec")
-    assert run("reverse") == 0
-    assert {path: (site / path).read_bytes() for path in paths} == before
+    assert world("reverse") == 0
+    assert world.bytes() == before
