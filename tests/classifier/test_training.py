@@ -25,6 +25,7 @@ from sglang_c2t.classifier.train import (
 )
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import DraftLayer
+from tests import oracles
 from tests.recordings import Draft, random_chains, recording, trees
 from tests.refusals import refused
 
@@ -105,20 +106,12 @@ def test_the_same_seed_trains_the_same_weights(small: Recording) -> None:
 
 
 def test_absorbed_scaling_reads_raw_inputs_as_training_saw_them() -> None:
-    """Against the network by hand, one unit at a time, on standardised inputs."""
+    """Against the network by hand, on standardised inputs."""
     torch.manual_seed(0)
     net, raw = ConfidenceNet(2, [3]), [[0.5, 30.0], [-4.0, 31.0]]
     mean, std = [-1.0, 30.5], [2.0, 0.25]
-    expected = []
-    for row in raw:
-        x = [(v - m) / s for v, m, s in zip(row, mean, std, strict=True)]
-        logit = net.out.bias.item()
-        for unit in range(3):
-            total = net.hidden[0].bias[unit].item()
-            for i in range(2):
-                total += net.hidden[0].weight[unit, i].item() * x[i]
-            logit += net.out.weight[0, unit].item() * max(total, 0.0)
-        expected.append(logit)
+    standardised = [[(v - m) / s for v, m, s in zip(row, mean, std, strict=True)] for row in raw]
+    expected = [oracles.logit(net.parameters(), row) for row in standardised]
     net.absorb_scaling(torch.tensor(mean), torch.tensor(std))
     assert net(torch.tensor(raw)).tolist() == pytest.approx(expected, abs=1e-4)
 

@@ -1,7 +1,7 @@
 """SGLang's Triton kernels on packed trees, in Triton's interpreter, on CPU tensors.
 
 ``TRITON_INTERPRET=1 python -m tests.kernels.triton_worker CASE``: a process of its own, since
-Triton reads the variable once, when it is imported. `test_sglang_triton` starts it.
+Triton reads the variable once, when it is imported. `test_sglang` starts it.
 """
 
 from __future__ import annotations

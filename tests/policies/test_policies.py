@@ -18,6 +18,7 @@ from sglang_c2t.classifier.train import RECIPES
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft_layer import TOPK_PROBS
 from sglang_c2t.policies import POLICIES, TREE_POLICIES, DraftLayer, build_policy
+from tests import oracles
 from tests.recordings import HIDDEN_SIZE
 from tests.refusals import refused
 
@@ -73,17 +74,12 @@ def classifier_of(tmp_path: Path) -> Callable[..., str]:
 # -- rules without a classifier -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [0, 1, 3])
-def test_fixed_keeps_exactly_its_length(length: int) -> None:
-    policy = build_policy(C2TConfig(policy="fixed", policy_options={"length": length}))
-    for depth in range(1, 6):
-        kept = policy.keep(layer([0.1, 1.0], entropy=[3.0, 0.0], depth=depth))
-        assert kept.tolist() == [depth <= length] * 2
-
-
-def test_fixed_without_a_length_keeps_everything() -> None:
-    policy = build_policy(C2TConfig(policy="fixed"))
-    assert policy.keep(layer([1e-9], entropy=[7.0], depth=99)).tolist() == [True]
+@pytest.mark.parametrize("options", [{"length": 0}, {"length": 1}, {"length": 3}, {}])
+def test_fixed_keeps_exactly_its_length_and_without_one_everything(options: dict) -> None:
+    policy = build_policy(C2TConfig(policy="fixed", policy_options=options))
+    for depth in (1, 2, 3, 4, 99):
+        kept = policy.keep(layer([1e-9, 1.0], entropy=[7.0, 0.0], depth=depth))
+        assert kept.tolist() == [depth <= options.get("length", depth)] * 2
 
 
 @pytest.mark.parametrize(
@@ -108,13 +104,6 @@ def test_a_threshold_rule_reads_its_own_feature_and_no_other(
 # -- rules with a classifier --------------------------------------------------------------
 
 
-def confidence_by_hand(net: ConfidenceNet, x: list[float]) -> float:
-    """sigmoid(w2 relu(W1 x + b1) + b2)."""
-    row = torch.tensor(x)
-    hidden = (net.hidden[0].weight @ row + net.hidden[0].bias).clamp(min=0)
-    return torch.sigmoid(net.out.weight[0] @ hidden + net.out.bias[0]).item()
-
-
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [("c2t", "c2t"), ("c2t", "c2t-top1000"), ("c2t-log", "c2t-log"), ("c2t-plus", "c2t-plus")],
@@ -132,7 +121,8 @@ def test_c2t_and_its_kin_keep_tokens_whose_confidence_reaches_beta(
     features = RECIPES[recipe].names
     file = classifier_of(*features)
     net = build_policy(C2TConfig(policy=name, classifier=file)).classifier.net
-    confidences = [confidence_by_hand(net, [value[f] for f in features]) for value in values]
+    logits = [oracles.logit(net.parameters(), [v[f] for f in features]) for v in values]
+    confidences = [1 / (1 + math.exp(-logit)) for logit in logits]
     beta = sorted(confidences)[1] - 1e-5
     policy = build_policy(C2TConfig(policy=name, classifier=file, beta=beta))
     for (q, p, h, d), confidence in zip(tokens, confidences, strict=True):
