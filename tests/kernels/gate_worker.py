@@ -1,8 +1,6 @@
 """The gate's Triton kernels, interpreted on the CPU, against float64 lists.
 
-``TRITON_INTERPRET=1 python -m tests.kernels.gate_worker``: a process of its own, since Triton
-reads the variable once. The last line of output is JSON, {case: traceback or ""}. `test_gate`
-starts it.
+`test_gate` runs `main` in a process of its own, and calls the checks by itself for the twin.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import math
 import traceback
 
 import torch
-import triton
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -320,8 +317,8 @@ INTERPRETED = [
 ]
 
 
-if __name__ == "__main__":
-    assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
+def main() -> None:
+    """Prints JSON, {case: traceback or ""}."""
     failures = {}
     for case in INTERPRETED:
         failures[case.__name__] = ""

@@ -1,7 +1,6 @@
 """Packed-row kernels against their twins and against loops, on any device.
 
-``TRITON_INTERPRET=1 python -m tests.kernels.rows_worker``: a process of its own, since Triton
-reads the variable once, when it is imported. `test_rows` starts it, and calls the checks by
+`test_rows` runs `main` by Triton's interpreter, in a process of its own, and calls the checks by
 itself for the twins, and for the kernels where there is a GPU.
 """
 
@@ -11,7 +10,6 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-import triton
 from torch import Tensor
 
 from sglang_c2t.kernels import rows
@@ -242,8 +240,3 @@ def main() -> None:
     for size in (0, 1, 3):
         for topk in (1, 4, 5, 10):
             check_follow_ancestors(rng, size, topk, depth=rng.choice([1, 2, 5, 8]))
-
-
-if __name__ == "__main__":
-    assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
-    main()
