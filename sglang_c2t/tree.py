@@ -215,21 +215,6 @@ def visible_blocks(visible: Tensor, num_rows: Tensor) -> Tensor:
     return visible[live[:, :, None] & live[:, None, :]]
 
 
-def prefixed_mask(visible: Tensor, num_rows: Tensor, prefix_lens: Tensor) -> Tensor:
-    """[sum(n_b * (L_b + n_b))] bool: rows see their whole prefix, and ``visible`` behind it.
-
-    FlashInfer's layout: per request a block of n_b = ``num_rows`` rows and L_b + n_b keys,
-    L_b = ``prefix_lens``. Reads the host to size the result.
-    """
-    num_rows, prefix_lens = num_rows.long(), prefix_lens.long()
-    width = prefix_lens + num_rows  # [B]
-    cells = num_rows * width
-    request = torch.repeat_interleave(cells)  # [cells], the request of each
-    cell = torch.arange(len(request), device=visible.device) - (cells.cumsum(0) - cells)[request]
-    row, column = cell // width[request], cell % width[request] - prefix_lens[request]
-    return (column < 0) | visible[request, row, column.clamp(min=0)]
-
-
 def ancestor_words(visible: Tensor) -> Tensor:
     """[B, N, ceil(N / 64)] int64: the rows of ``visible`` [B, N, N] as bits, lowest first.
 

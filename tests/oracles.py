@@ -8,9 +8,23 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+# -- networks -----------------------------------------------------------------------------
+
+
+def logit(parameters: Iterable[Tensor], x: list[float]) -> float:
+    """Of one hidden layer of ReLUs: its weights, its biases, the weights and bias behind it."""
+    rows, biases, (out,), (out_bias,) = (p.double().tolist() for p in parameters)
+    units = [
+        max(sum(w * v for w, v in zip(row, x, strict=True)) + bias, 0.0)
+        for row, bias in zip(rows, biases, strict=True)
+    ]
+    return sum(w * unit for w, unit in zip(out, units, strict=True)) + out_bias
+
 
 # -- attention ----------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -20,15 +21,14 @@ from sglang_c2t.checks import (
     shown,
     told,
 )
+from tests.refusals import refused
 
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+WHOLE, FLOAT = st.integers(-(2**60), 2**60), st.floats(allow_nan=False, allow_infinity=False)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False,
-    allow_infinity=False) | st.text(st.characters(exclude_categories=["Cs"],
-    exclude_characters="\0")),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
-        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), inner,
-        max_size=4),
-)  # fmt: skip
+    st.none() | st.booleans() | WHOLE | FLOAT | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+)
 
 
 @pytest.mark.parametrize("value", [0, -3, 0.5, MAX_NUMBER, -MAX_NUMBER, MAX_WHOLE])
@@ -79,8 +79,6 @@ def test_an_error_is_told_in_one_line() -> None:
 
 @given(JSON)
 def test_json_that_means_one_thing_is_read_as_python_reads_it(value: Any) -> None:
-    import json
-
     assert parse_json(json.dumps(value), source="it") == value
 
 
@@ -105,7 +103,5 @@ def test_json_that_means_two_things_or_none_is_refused(text: str, said: str | No
     if said is None:
         parse_json(text, source="it")
         return
-    with pytest.raises(ConfigError) as error:
+    with refused(said):
         parse_json(text, source="it")
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)

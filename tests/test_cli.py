@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
-from sglang_c2t.classifier.checkpoint import load_classifier
+from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
 from sglang_c2t.cli import main
 from sglang_c2t.policies.base import DraftLayer, TreeShape
 from tests.recordings import ORIGIN, random_chains, random_trees, tree_origin, write
@@ -16,7 +16,7 @@ from tests.recordings import ORIGIN, random_chains, random_trees, tree_origin, w
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``every`` root, the ``visited`` ones, one prompt only, two draft models, and trees."""
+    """``every`` root, the ``visited`` ones, one prompt only, two draft models, trees; ``mine``."""
     root = tmp_path_factory.mktemp("recordings")
     chains = random_chains(20, roots=6, depth=4)
     write(root / "every", chains, roots="every")
@@ -26,90 +26,97 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(root / "mixed", chains, origin={**ORIGIN, "draft": "another"})
     trees = random_trees(20, 3, topk=3, num_steps=3)
     write(root / "trees", trees, roots="every", origin=tree_origin(TreeShape(3, 3, 22)))
+    assert main(f"train {root}/every --out {root}/mine.safetensors --epochs 1".split()) == 0
     return root
 
 
-@pytest.fixture
-def run(recordings: Path, tmp_path: Path) -> Callable[[str], int]:
+@dataclass
+class Shell:
     """Runs a command line, in which {r} stands for the recordings and {t} for a free folder."""
-    return lambda line: main(line.format(r=recordings, t=tmp_path).split())
+
+    recordings: Path
+    folder: Path
+    capsys: pytest.CaptureFixture[str]
+
+    def __call__(self, line: str) -> int:
+        self.capsys.readouterr()
+        code = main(line.format(r=self.recordings, t=self.folder).split())
+        self.out, self.err = self.capsys.readouterr()
+        return code
+
+    def usage_error(self, line: str) -> str:
+        """What is printed where the command line itself is wrong."""
+        with pytest.raises(SystemExit) as exit_:
+            self(line)
+        assert exit_.value.code == 2
+        return self.capsys.readouterr().err
+
+    def trained(self, name: str = "mine") -> Classifier:
+        return load_classifier(self.folder / f"{name}.safetensors")
 
 
-def test_training_writes_two_files_and_one_line(
-    run: Callable[[str], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def run(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(recordings, tmp_path, capsys)
+
+
+def test_training_writes_two_files_and_one_line(run: Shell) -> None:
     assert run("train {r}/every --out {t}/new/mine.safetensors --epochs 2 --seed 5") == 0
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["mine.json", "mine.safetensors"]
-    summary = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wrote")]
-    assert len(summary) == 1
-    assert "mine.safetensors: 241 parameters, trained on " in summary[0]
-    assert "of 480 tokens, held-out AUC 0." in summary[0]
-    settings = load_classifier(tmp_path / "new" / "mine.safetensors").training["settings"]
+    files = [path.name for path in (run.folder / "new").iterdir()]
+    assert sorted(files) == ["mine.json", "mine.safetensors"]
+    (summary,) = [line for line in run.out.splitlines() if line.startswith("wrote")]
+    assert "mine.safetensors: 241 parameters, trained on " in summary
+    assert "of 480 tokens, held-out AUC 0." in summary
+    settings = run.trained("new/mine").training["settings"]
     assert (settings["epochs"], settings["seed"]) == (2, 5)
 
 
-def test_training_takes_another_recipe_size_and_calibration(
-    run: Callable[[str], int], tmp_path: Path
-) -> None:
+def test_training_takes_another_recipe_size_and_calibration(run: Shell) -> None:
     flags = "--recipe c2t-log --hidden-size 6 --calibration isotonic --epochs 1 --mix-drafts"
     assert run(f"train {{r}}/mixed --out {{t}}/mine.safetensors {flags}") == 0
-    classifier = load_classifier(tmp_path / "mine.safetensors")
+    classifier = run.trained()
     assert classifier.features.names == ("log_joint", "entropy", "depth")
     assert classifier.net.hidden_sizes == [6]
     assert classifier.isotonic is not None
     assert [origin["draft"] for origin in classifier.training["origins"]] == ["d", "another"]
 
 
-def test_fine_tuning_takes_a_tenth_of_the_prompts(
-    run: Callable[[str], int], tmp_path: Path
-) -> None:
-    assert run("train {r}/every --out {t}/a.safetensors --epochs 1") == 0
-    assert run("train {r}/every --out {t}/b.safetensors --fine-tune {t}/a.safetensors") == 0
-    facts = load_classifier(tmp_path / "b.safetensors").training
+def test_fine_tuning_takes_a_tenth_of_the_prompts(run: Shell) -> None:
+    assert run("train {r}/every --out {t}/mine.safetensors --fine-tune {r}/mine.safetensors") == 0
+    facts = run.trained().training
     assert facts["fine_tuned"] is True
     assert facts["drafts"] == 2 * 6
     assert facts["settings"]["learning_rate"] == 1e-4
 
 
-def test_evaluation_prints_a_report_and_the_replay_of_policies(
-    run: Callable[[str], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("train {r}/every --out {t}/mine.safetensors --epochs 1") == 0
-    flags = "--classifier {t}/mine.safetensors --policies fixed dyjoint --out {t}/report"
+def test_evaluation_prints_a_report_and_the_replay_of_policies(run: Shell) -> None:
+    flags = "--classifier {r}/mine.safetensors --policies fixed dyjoint --out {t}/report"
     assert run("evaluate {r}/every " + flags) == 0
-    out = capsys.readouterr().out
-    report = (tmp_path / "report" / "report.md").read_text()
-    assert report in out
+    report = (run.folder / "report" / "report.md").read_text()
+    assert report in run.out
     assert "20 requests, chains of up to 4" in report
     assert "| fixed | " in report
     assert "this classifier, c2t at 0.5" in report
     assert "| dyjoint | " in report
-    files = {path.name for path in (tmp_path / "report").iterdir()}
+    files = {path.name for path in (run.folder / "report").iterdir()}
     assert files == {
         "report.md", "report.json", "reliability.png", "acceptance.png", "surfaces.png"
     }  # fmt: skip
 
 
-def test_a_recording_of_visited_roots_is_evaluated_without_replay(
-    run: Callable[[str], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("train {r}/every --out {t}/mine.safetensors --epochs 1") == 0
-    assert run("evaluate {r}/visited --classifier {t}/mine.safetensors") == 0
-    assert "## Replay" not in capsys.readouterr().out
+def test_a_recording_of_visited_roots_is_evaluated_without_replay(run: Shell) -> None:
+    assert run("evaluate {r}/visited --classifier {r}/mine.safetensors") == 0
+    assert "## Replay" not in run.out
 
 
-def test_trees_train_a_classifier_and_are_evaluated_without_replay(
-    run: Callable[[str], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trees_train_a_classifier_and_are_evaluated_without_replay(run: Shell) -> None:
     """21 nodes in each of 60 trees."""
     assert run("train {r}/trees --out {t}/mine.safetensors --epochs 1") == 0
-    assert load_classifier(tmp_path / "mine.safetensors").training["tokens"] == 21 * 60
-    flags = "--classifier {t}/mine.safetensors --out {t}/report"
-    assert run("evaluate {r}/trees " + flags) == 0
-    out = capsys.readouterr().out
-    assert "## Replay" not in out
-    assert out.count("Not replayed: this recording holds trees") == 1
-    assert "Not replayed" in (tmp_path / "report" / "report.md").read_text()
+    assert run.trained().training["tokens"] == 21 * 60
+    assert run("evaluate {r}/trees --classifier {t}/mine.safetensors --out {t}/report") == 0
+    assert "## Replay" not in run.out
+    assert run.out.count("Not replayed: this recording holds trees") == 1
+    assert "Not replayed" in (run.folder / "report" / "report.md").read_text()
 
 
 OUT = "--out {t}/mine.safetensors"
@@ -138,20 +145,13 @@ OUT = "--out {t}/mine.safetensors"
         ("record {t}/absent.jsonl --max-new-tokens 0", "--max-new-tokens must be 1 or more, got 0"),
     ],
 )
-def test_a_wrong_command_is_one_line_and_leaves_nothing(
-    run: Callable[[str], int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    line: str,
-    said: str,
-) -> None:
+def test_a_wrong_command_is_one_line_and_leaves_nothing(run: Shell, line: str, said: str) -> None:
     assert run(line) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ")
-    assert said in captured.err
-    assert captured.err.count("\n") == 1
-    assert "wrote" not in captured.out
-    assert list(tmp_path.iterdir()) == []
+    assert run.err.startswith("error: ")
+    assert said in run.err
+    assert run.err.count("\n") == 1
+    assert "wrote" not in run.out
+    assert list(run.folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -159,17 +159,13 @@ def test_a_wrong_command_is_one_line_and_leaves_nothing(
     [
         ("--policies nonsense", "unknown c2t policy 'nonsense'"),
         ("--policies tests.test_cli:Hungry", "reads topk_prob, which this recording lacks"),
-        ("--policies fixed --out {t}/mine.json/report", "Not a directory"),
+        ("--policies fixed --out {r}/mine.json/report", "Not a directory"),
     ],
 )
-def test_an_evaluation_that_cannot_end_is_one_line(
-    run: Callable[[str], int], capsys: pytest.CaptureFixture[str], flags: str, said: str
-) -> None:
-    assert run("train {r}/every --out {t}/mine.safetensors --epochs 1") == 0
-    assert run("evaluate {r}/every --classifier {t}/mine.safetensors " + flags) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert err.count("\n") == 1
+def test_an_evaluation_that_cannot_end_is_one_line(run: Shell, flags: str, said: str) -> None:
+    assert run("evaluate {r}/every --classifier {r}/mine.safetensors " + flags) == 2
+    assert said in run.err
+    assert run.err.count("\n") == 1
 
 
 class Hungry:
@@ -191,22 +187,12 @@ class Hungry:
         ("train {r}/every --out x --calibration isotnic", "isotonic"),
     ],
 )
-def test_a_typo_is_answered_with_what_was_meant(
-    run: Callable[[str], int], capsys: pytest.CaptureFixture[str], line: str, meant: str
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        run(line)
-    assert exit_.value.code == 2
-    assert capsys.readouterr().err.strip().endswith(f"; did you mean {meant}?")
+def test_a_typo_is_answered_with_what_was_meant(run: Shell, line: str, meant: str) -> None:
+    assert run.usage_error(line).strip().endswith(f"; did you mean {meant}?")
 
 
 @pytest.mark.parametrize(
     "line", ["", "train", "train {r}/every", "train {r}/every --out x --calibration platt", "serve"]
 )
-def test_an_incomplete_command_explains_its_use(
-    run: Callable[[str], int], capsys: pytest.CaptureFixture[str], line: str
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        run(line)
-    assert exit_.value.code == 2
-    assert "usage: python -m sglang_c2t" in capsys.readouterr().err
+def test_an_incomplete_command_explains_its_use(run: Shell, line: str) -> None:
+    assert "usage: python -m sglang_c2t" in run.usage_error(line)

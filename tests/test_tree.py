@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_c2t import tree
-from sglang_c2t.cpu.tree_build import QLEN_ONLY, build_tree
 from tests import oracles
 
 
@@ -150,36 +149,26 @@ def test_links_masks_and_rows_describe_the_same_tree(batch: Candidates, max_draf
         assert (next_token[b, size:] == -1).all()
         assert (next_sibling[b, size:] == -1).all()
         first_row += size
-    assert (trees.positions(torch.arange(len(rows)))[:, 0] == torch.arange(len(rows))).all()
+    lengths = torch.arange(len(rows))
+    assert torch.equal(trees.positions(lengths), lengths[:, None] + trees.depth)
 
 
 @given(batches(), st.integers(0, 9), st.integers(0, 2**16))
 def test_masks_are_cut_to_the_rows_that_are_forwarded(
     batch: Candidates, max_drafts: int, seed: int
 ) -> None:
-    """Live nodes only or some padding as well, with and without the prefix in front."""
+    """Live nodes only or some padding as well; down to a root alone."""
     rng = random.Random(seed)
     trees = batch.grown(tree.best_per_request(batch.closed(), max_drafts), max_drafts + 1)
     visible = tree.visible_nodes(trees.parents, 9)
     rows = [rng.randint(1, max_drafts + 1) for _ in range(len(batch.roots))]
-    prefix = [rng.randint(0, 5) for _ in rows]
-    blocks, with_prefix = [], []
-    for b, count in enumerate(rows):
-        for i in range(count):
-            own = [bool(visible[b, i, j]) for j in range(count)]
-            blocks += own
-            with_prefix += [True] * prefix[b] + own
-    counts, lengths = torch.tensor(rows), torch.tensor(prefix)
-    assert tree.visible_blocks(visible, counts).tolist() == blocks
-    assert tree.prefixed_mask(visible, counts, lengths).tolist() == with_prefix
-    assert tree.prefixed_mask(visible, counts.int(), lengths.int()).tolist() == with_prefix
-
-
-def test_a_root_alone_sees_its_prefix_and_itself() -> None:
-    visible = torch.ones((2, 1, 1), dtype=torch.bool)
-    one = torch.tensor([1, 1])
-    assert tree.visible_blocks(visible, one).tolist() == [True] * 2
-    assert tree.prefixed_mask(visible, one, torch.tensor([3, 0])).tolist() == [True] * 5
+    blocks = [
+        bool(visible[b, i, j])
+        for b, count in enumerate(rows)
+        for i in range(count)
+        for j in range(count)
+    ]
+    assert tree.visible_blocks(visible, torch.tensor(rows)).tolist() == blocks
 
 
 def keys_of(batch: Candidates, trees: tree.Trees) -> torch.Tensor:
@@ -223,14 +212,6 @@ def test_a_budget_cuts_the_trees_of_a_batch_to_its_best_nodes(
     assert int(cut.num_nodes.sum()) <= max(max_rows, size)
 
 
-@given(batches(), st.integers(0, 9))
-def test_a_budget_with_room_for_all_changes_nothing(batch: Candidates, max_drafts: int) -> None:
-    trees = batch.grown(tree.best_per_request(batch.closed(), max_drafts), max_drafts + 1)
-    cut = tree.within_budget(trees, keys_of(batch, trees), int(trees.num_nodes.sum()))
-    for name, values in vars(trees).items():
-        assert torch.equal(getattr(cut, name), values), name
-
-
 @pytest.mark.parametrize("num_nodes", [1, 63, 64, 65, 130])
 def test_every_bit_of_the_ancestor_words_is_one_cell_of_the_mask(num_nodes: int) -> None:
     generator = torch.Generator().manual_seed(num_nodes)
@@ -240,45 +221,3 @@ def test_every_bit_of_the_ancestor_words_is_one_cell_of_the_mask(num_nodes: int)
         for i in range(num_nodes):
             for j in range(num_nodes):
                 assert bool((words[b, i, j // 64] >> (j % 64)) & 1) == bool(visible[b, i, j])
-
-
-@given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**16))
-def test_a_full_tree_equals_the_one_that_sglangs_builder_makes(
-    topk: int, depth: int, seed: int
-) -> None:
-    """All candidates of a draft in SGLang's encoding, nothing pruned."""
-    rng = random.Random(seed)
-    parents = [-1] * topk
-    frontier = list(range(topk))
-    parent_list = [-1, *range(topk)]
-    for step in range(1, depth):
-        first = len(parents)
-        parents += [frontier[i // topk] for i in range(topk * topk)]
-        frontier = sorted(rng.sample(range(first, first + topk * topk), topk))
-        if step < depth - 1:
-            parent_list += frontier
-    size = len(parents)
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    one = [list(range(size))]
-    batch = Candidates([parents], [depths], one, [[0.5] * size], [[True] * size], [0])
-    trees = batch.grown(tree.best_per_request(batch.closed(), size), size + 1)
-
-    links = torch.full((3, 1, size + 1), -1, dtype=torch.long)
-    positions = torch.empty(size + 1, dtype=torch.long)
-    mask = torch.ones((size + 1) ** 2, dtype=torch.bool)
-    lists = torch.tensor([parent_list[: topk * (depth - 1) + 1]])
-    if depth == 1:
-        lists = torch.empty(1, 0, dtype=torch.long)
-    build_tree(
-        lists, torch.tensor(one), torch.tensor([7]), mask, positions, *links, topk, depth,
-        size + 1, QLEN_ONLY,
-    )  # fmt: skip
-    next_token, next_sibling = tree.child_links(trees.parents)
-    assert torch.equal(trees.retrieve_index(), links[0])
-    assert torch.equal(next_token, links[1])
-    assert torch.equal(next_sibling, links[2])
-    assert torch.equal(trees.positions(torch.tensor([7])).flatten(), positions)
-    visible = tree.visible_nodes(trees.parents, depth)
-    assert torch.equal(visible.flatten(), mask)

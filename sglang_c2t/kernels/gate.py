@@ -57,9 +57,6 @@ class Judged(NamedTuple):
     tokens: Tensor
     """[R, K] int64: target token ids."""
 
-    draft_ids: Tensor
-    """[R, K] int64: ids in the draft's vocabulary; the same without a token map."""
-
     prob: Tensor
     """[R, K] float32: draft probability at temperature 1."""
 
@@ -309,9 +306,7 @@ def judge_layer_reference(
     if num_kept is not None:
         num_kept += keep[:, 0]
     tokens = draft_ids if token_map is None else token_map[draft_ids].long()
-    judged = Judged(
-        tokens, draft_ids, prob, parents, margin, confidence, keep, entropy.clamp(min=0)
-    )
+    judged = Judged(tokens, prob, parents, margin, confidence, keep, entropy.clamp(min=0))
     if out is None:
         return judged
     for there, here in zip(out, judged, strict=True):
@@ -330,7 +325,7 @@ def _confidence(program: GateProgram, features: Tensor) -> Tensor:
 
 def _kinds(rows: int, topk: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each field of :class:`Judged`."""
-    dtypes = (torch.int64,) * 2 + (torch.float32,) * 4 + (torch.bool,)
+    dtypes = (torch.int64, *(torch.float32,) * 4, torch.bool)
     return [*(((rows, topk), dtype) for dtype in dtypes), ((rows,), torch.float32)]
 
 
@@ -493,7 +488,6 @@ def judge(
     token_map,
     num_kept,
     tokens_out,
-    draft_ids_out,
     prob_out,
     joint_out,
     margin_out,
@@ -585,7 +579,6 @@ def judge(
     here = row * K + place
     wanted = place < K
     tokens = draft_ids.to(tl.int64)
-    tl.store(draft_ids_out + here, tokens, mask=wanted)
     if token_map is not None:
         tokens = tl.load(token_map + draft_ids, mask=wanted, other=0)
     tl.store(tokens_out + here, tokens, mask=wanted)

@@ -187,9 +187,8 @@ def pack_tree_mask(
     """The packed custom mask of a batch of trees, into ``out``, which is returned.
 
     Bytes outside the B requests are left alone. One launch; moves the mask's bytes and the
-    words. Source: ``tree.prefixed_mask`` and FlashInfer's ``segment_packbits``, which builds
-    on a byte per bit and has one thread block a request. Bit order: ``variants.cuh``,
-    ``custom_mask_ptr``.
+    words. Source: FlashInfer's ``segment_packbits``, which builds on a byte per bit and has one
+    thread block a request. Bit order: ``variants.cuh``, ``custom_mask_ptr``.
 
     Args:
         words: [B, N, W] int64, :func:`ancestor_words_from_parents`.

@@ -8,10 +8,10 @@ packed, they stand one request behind the other, padded to a token tier T::
 
 Everything here has static shapes and reads nothing on the host. A kernel runs on CUDA tensors
 (or under TRITON_INTERPRET=1); elsewhere a twin in torch does, ``NAME_torch``, with the same
-arguments. All of it is a few kB a step except for :func:`scatter_rows`,
-:func:`gather_rows` and :func:`ragged_kv_indices`: the cost is the launch. Knows nothing of
-SGLang. Sizes that change from step to step are no constants of a kernel, so that a server
-compiles each once per 32, 64, 128, ... requests and not in the middle of serving.
+arguments. All of it is a few kB a step except for :func:`scatter_rows` and
+:func:`ragged_kv_indices`: the cost is the launch. Knows nothing of SGLang. Sizes that change
+from step to step are no constants of a kernel, so that a server compiles each once per 32, 64,
+128, ... requests and not in the middle of serving.
 
 Legend: B requests, N rows a request, T packed rows (>= the sum of verify_lens), S >= B slots.
 """
@@ -305,50 +305,6 @@ def scatter_rows_torch(packed: Tensor, verify_lens: Tensor, width: int, out: Ten
     if full.numel():
         full.copy_(packed[source.flatten()].masked_fill(~live.flatten()[:, None], 0))
     return full
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _gather_rows_kernel(
-    full, rows, out, num_rows, columns, full_stride, out_stride, BLOCK_W: tl.constexpr
-):
-    place = tl.program_id(0)
-    row = tl.load(rows + place).to(tl.int64)
-    column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    inside = column < columns
-    values = tl.load(full + row * full_stride + column, mask=inside & (row < num_rows), other=0)
-    tl.store(out + place.to(tl.int64) * out_stride + column, values, mask=inside)
-
-
-def gather_rows(full: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
-    """[T, W]: row ``rows[i]`` of ``full`` [M, W] at place i; 0 where ``rows[i]`` >= M.
-
-    ``rows`` [T] are :attr:`PackedRows.rows`; any dtype, the last dimension contiguous. Fills
-    ``out`` [>= T, W] if given and returns its first T rows. One launch, at most 2 T W elements
-    moved, padding only written.
-    """
-    if out is None:
-        out = full.new_empty(len(rows), full.shape[1])
-    if not runs_triton(full):
-        return gather_rows_torch(full, rows, out)
-    packed = out[: len(rows)]
-    assert full.stride(1) == packed.stride(1) == 1, (full.stride(), packed.stride())
-    if packed.numel() == 0:
-        return packed
-    block = min(block_of(full.shape[1]), 4096)
-    _gather_rows_kernel[(len(rows), triton.cdiv(full.shape[1], block))](
-        full, rows, packed, len(full), full.shape[1], full.stride(0), packed.stride(0),
-        BLOCK_W=block,
-    )  # fmt: skip
-    return packed
-
-
-def gather_rows_torch(full: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-    """Twin of :func:`gather_rows`."""
-    packed = out[: len(rows)]
-    if len(full) == 0:
-        return packed.zero_()
-    sink = rows >= len(full)
-    return packed.copy_(full[rows.masked_fill(sink, 0)].masked_fill(sink[:, None], 0))
 
 
 # -- FlashInfer's index arrays ------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Classifier files: a round trip keeps every bit, a file that does not fit is refused."""
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier, save_classifier
 from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
-from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic, num_parameters
+from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.config import ConfigError
 from tests.recordings import HIDDEN_SIZE, random_chains, recording
+from tests.refusals import refused
 
 KNOTS = Isotonic(torch.tensor([0.2, 0.5, 0.8]), torch.tensor([0.1, 0.1, 0.9]))
 
@@ -42,19 +45,6 @@ def saved(tmp_path: Path) -> Path:
 def tokens() -> Recording:
     """Tokens with every measurement."""
     return recording(random_chains(3, roots=5, depth=6), extra=("topk_prob", "hidden"))
-
-
-def edit_card(path: Path, **changes: object) -> None:
-    card_path = path.with_suffix(".json")
-    card_path.write_text(json.dumps({**json.loads(card_path.read_text()), **changes}))
-
-
-def edit_weights(path: Path, **changes: torch.Tensor) -> None:
-    save_file({**load_file(path), **changes}, path)
-
-
-def test_the_network_has_241_parameters() -> None:
-    assert num_parameters(ConfidenceNet()) == 241
 
 
 @pytest.mark.parametrize(
@@ -118,103 +108,81 @@ def test_nothing_but_the_two_files_is_left_behind(saved: Path) -> None:
 # -- refusals -----------------------------------------------------------------------------
 
 
-def refusal(path: Path) -> str:
-    with pytest.raises(ConfigError) as error:
-        load_classifier(path)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+def card(**changes: object) -> Callable[[Path], object]:
+    """A spoiler: other values in the card; None drops the key."""
+
+    def spoil(path: Path) -> None:
+        card = {**json.loads(path.with_suffix(".json").read_text()), **changes}
+        text = json.dumps({key: value for key, value in card.items() if value is not None})
+        path.with_suffix(".json").write_text(text)
+
+    return spoil
+
+
+def card_text(text: str) -> Callable[[Path], object]:
+    return lambda path: path.with_suffix(".json").write_text(text)
+
+
+def weights(**changes: torch.Tensor | list[float]) -> Callable[[Path], object]:
+    """A spoiler: other tensors, or more of them."""
+    tensors = {name: torch.as_tensor(values) for name, values in changes.items()}
+    return lambda path: save_file({**load_file(path), **tensors}, path)
+
+
+def knots(x: list[float], y: list[float]) -> Callable[[Path], object]:
+    return weights(**{"calibration.x": x, "calibration.y": y})
+
+
+KIND = "kind must be mlp or depth-logistic"
+SIZES = "sizes must be a list of whole numbers >= 1, got"
+READS = "this version reads ('c2t-classifier', 2)"
 
 
 @pytest.mark.parametrize(
-    ("feature", "value", "said"),
+    ("spoil", "said"),
     [
-        ("names", ["joint", "entropy", "luck"], "unknown features luck"),
-        ("names", ["joint"], "do not fit the card"),
-        ("entropy_unit", "bit", "entropy_unit 'bit' (here: 'nat')"),
-        ("depth_of_first_token", 0, "depth_of_first_token 0 (here: 1)"),
+        (card(format="gguf"), f"card says ('gguf', 2), {READS}"),
+        (card(version=1), "card says ('c2t-classifier', 1)"),
+        (card(kind="forest"), f"{KIND}, got 'forest' [48]"),
+        (card(kind="depth-logistic", sizes=[2, 3]), KIND),
+        (card(kind="depth-logistic"), "do not fit the card"),
+        (card(sizes=[0]), f"{SIZES} [0]"),
+        (card(sizes=48), f"{SIZES} 48"),
+        (card(sizes=[47]), "do not fit the card"),
+        (card(sizes=[48, 48]), "do not fit the card"),
+        (card(label="wins"), "label one of survives, accepts"),
+        (card(features=3), "'features' must be an object, got 3"),
+        (card(features={**CONVENTIONS.to_card(), "names": ["joint"]}), "do not fit the card"),
+        (card(kind=None), "card mine.json must hold the keys"),
+        (card(sizes=None), "card mine.json must hold the keys"),
+        (card(label=None), "card mine.json must hold the keys"),
+        (card(features=None), "card mine.json must hold the keys"),
+        (card(training=None), "card mine.json must hold the keys"),
+        (card_text("{"), "cannot read its card mine.json"),
+        (card_text(""), "cannot read its card mine.json"),
+        (card_text("\x00"), "cannot read its card mine.json"),
+        (card_text("{}"), READS),
+        (card_text("[]"), READS),
+        (card_text("3"), READS),
+        (lambda path: path.with_suffix(".json").unlink(), "cannot read its card mine.json"),
+        (lambda path: path.write_bytes(b"not safetensors"), "cannot read weights"),
+        (lambda path: path.unlink(), "cannot read weights"),
+        (weights(more=[0.0]), "do not fit the card"),
+        (weights(**{"out.bias": [math.nan]}), "weights hold values that are not finite"),
+        (weights(**{"calibration.x": [0.1, 0.2]}), "calibration.x must ascend"),
+        (knots([0.1, 0.2], [0.1, 0.2, 0.3]), "calibration.x must ascend"),
+        (knots([0.2, 0.1], [0.1, 0.2]), "calibration.x must ascend"),
+        (knots([0.1], [0.1]), "calibration.x must ascend"),
+        (knots([0.1, math.nan], [0.1, 0.2]), "calibration.x must ascend"),
+        (knots([0.1, 0.2], [0.1, 1.2]), "calibration.x must ascend"),
     ],
 )
-def test_other_features_are_refused_by_name(
-    saved: Path, feature: str, value: object, said: str
+def test_a_file_that_does_not_fit_is_refused(
+    saved: Path, spoil: Callable[[Path], object], said: str
 ) -> None:
-    edit_card(saved, features={**CONVENTIONS.to_card(), feature: value})
-    assert said in refusal(saved)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"format": "gguf"}, "card says ('gguf', 2), this version reads ('c2t-classifier', 2)"),
-        ({"version": 1}, "card says ('c2t-classifier', 1)"),
-        ({"kind": "forest"}, "kind must be mlp or depth-logistic, got 'forest' [48]"),
-        ({"kind": "depth-logistic", "sizes": [2, 3]}, "kind must be mlp or depth-logistic"),
-        ({"kind": "depth-logistic"}, "do not fit the card"),
-        ({"sizes": [0]}, "sizes must be a list of whole numbers >= 1, got [0]"),
-        ({"sizes": 48}, "sizes must be a list of whole numbers >= 1, got 48"),
-        ({"sizes": [47]}, "do not fit the card"),
-        ({"sizes": [48, 48]}, "do not fit the card"),
-        ({"label": "wins"}, "label one of survives, accepts"),
-        ({"features": None}, "'features' must be an object, got None"),
-    ],
-)
-def test_a_card_that_does_not_fit_is_refused(saved: Path, changes: dict, said: str) -> None:
-    edit_card(saved, **changes)
-    assert said in refusal(saved)
-
-
-@pytest.mark.parametrize("key", ["kind", "sizes", "label", "features", "training"])
-def test_a_card_without_a_key_is_refused(saved: Path, key: str) -> None:
-    card = json.loads(saved.with_suffix(".json").read_text())
-    del card[key]
-    saved.with_suffix(".json").write_text(json.dumps(card))
-    assert "card mine.json must hold the keys" in refusal(saved)
-
-
-@pytest.mark.parametrize("text", ["{", "", "\x00"])
-def test_a_card_that_is_no_json_is_refused(saved: Path, text: str) -> None:
-    saved.with_suffix(".json").write_text(text)
-    assert "cannot read its card mine.json" in refusal(saved)
-
-
-@pytest.mark.parametrize("text", ["{}", "[]", "3"])
-def test_a_card_that_is_no_classifiers_is_refused(saved: Path, text: str) -> None:
-    saved.with_suffix(".json").write_text(text)
-    assert "this version reads ('c2t-classifier', 2)" in refusal(saved)
-
-
-def test_weights_that_do_not_fit_are_refused(saved: Path) -> None:
-    edit_weights(saved, more=torch.zeros(1))
-    assert "do not fit the card" in refusal(saved)
-
-
-def test_weights_that_are_not_finite_are_refused(saved: Path) -> None:
-    edit_weights(saved, **{"out.bias": torch.tensor([float("nan")])})
-    assert "weights hold values that are not finite" in refusal(saved)
-
-
-def test_unreadable_files_are_refused(saved: Path) -> None:
-    saved.write_bytes(b"not safetensors")
-    assert "cannot read weights" in refusal(saved)
-    saved.unlink()
-    assert "cannot read weights" in refusal(saved)
-    saved.with_suffix(".json").unlink()
-    assert "cannot read its card mine.json" in refusal(saved)
-
-
-@pytest.mark.parametrize(
-    "knots",
-    [
-        {"calibration.x": [0.1, 0.2]},
-        {"calibration.x": [0.1, 0.2], "calibration.y": [0.1, 0.2, 0.3]},
-        {"calibration.x": [0.2, 0.1], "calibration.y": [0.1, 0.2]},
-        {"calibration.x": [0.1], "calibration.y": [0.1]},
-        {"calibration.x": [0.1, float("nan")], "calibration.y": [0.1, 0.2]},
-        {"calibration.x": [0.1, 0.2], "calibration.y": [0.1, 1.2]},
-    ],
-)
-def test_knots_that_are_no_monotone_map_are_refused(saved: Path, knots: dict) -> None:
-    edit_weights(saved, **{name: torch.tensor(values) for name, values in knots.items()})
-    assert "calibration.x must ascend" in refusal(saved)
+    spoil(saved)
+    with refused(said):
+        load_classifier(saved)
 
 
 def test_a_wrong_suffix_is_refused_before_writing(tmp_path: Path) -> None:

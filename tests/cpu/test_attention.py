@@ -146,15 +146,6 @@ def test_ancestor_mask_shows_each_beam_one_slot_per_step(batch, topk, steps, see
                 assert mask[b, t].nonzero().flatten().tolist() == sorted(own)
 
 
-def test_beams_that_never_changed_rows_see_what_stock_shows_them():
-    """Then the two masks are one."""
-    topk, steps = 3, 4
-    for step in range(steps - 1):
-        rows = torch.arange(topk).view(1, topk, 1).expand(2, topk, step + 1)
-        exact = ancestor_mask(rows, topk * steps)
-        assert torch.equal(exact.flatten(), draft_mask(2, topk, steps, step))
-
-
 def test_bidirectional_attention_sees_every_key():
     """Encoder layers ask for causal=False."""
     k, v, req_to_token, generator = _pool(3, 1, 8)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 
 def _run(code: str) -> str:
     """Output of a fresh interpreter: what is bound in one test may not leak into the next."""
@@ -57,56 +59,32 @@ assert bonus.item() == 5
     assert "fast_topk" in out
 
 
-def test_install_is_idempotent():
-    """A second call finds everything in place and binds nothing."""
-    out = _run(
-        NO_WHEEL
-        + """
-cpu.install()
-print(cpu.install(), sys.path.count(str(cpu.stand_in_folder())))
-"""
-    )
-    assert out.strip() == "[] 1"
-
-
-def test_nothing_is_replaced_where_the_real_package_has_the_ops():
-    """A complete sgl_kernel stays what is imported, and its ops stay its own."""
-    out = _run("""
-import sys, types, torch
-from sglang_c2t import cpu
-sys.modules["sgl_kernel"] = types.ModuleType("sgl_kernel")
-library = torch.library.Library("sgl_kernel", "DEF")
-for name, op in cpu.OPS.items():
-    library.define(name + op.schema)
-before = list(sys.path)
-print(cpu.install(), sys.path == before, hasattr(sys.modules["sgl_kernel"], "IS_STAND_IN"))
-""")
-    assert out.strip() == "[] True False"
-
-
-def test_only_missing_ops_are_bound():
-    """A real package without some CPU ops gets just those."""
-    out = _run("""
-import sys, types, torch
-from sglang_c2t import cpu
-sys.modules["sgl_kernel"] = types.ModuleType("sgl_kernel")
-library = torch.library.Library("sgl_kernel", "DEF")
-for name in set(cpu.OPS) - {"murmur_hash32_cpu"}:
-    library.define(name + cpu.OPS[name].schema)
-print(cpu.install())
-""")
-    assert out.strip() == "['sgl_kernel.murmur_hash32_cpu']"
-
-
-def test_versions_of_the_wheel_can_still_be_read():
+def test_install_binds_once_and_leaves_the_version_of_the_wheel_readable():
     """SGLang checks the installed sglang-kernel version through importlib.metadata."""
     out = _run(
         NO_WHEEL
         + """
 from importlib import metadata
 cpu.install()
+print(cpu.install(), sys.path.count(str(cpu.stand_in_folder())))
 import sgl_kernel
 print(metadata.version("sglang-kernel") == sgl_kernel.__version__)
 """
     )
-    assert out.strip() == "True"
+    assert out.splitlines() == ["[] 1", "True"]
+
+
+@pytest.mark.parametrize("missing", [[], ["murmur_hash32_cpu"]])
+def test_only_what_the_real_package_lacks_is_bound(missing):
+    """It stays what is imported, and its own ops stay its own."""
+    out = _run(f"""
+import sys, types, torch
+from sglang_c2t import cpu
+sys.modules["sgl_kernel"] = types.ModuleType("sgl_kernel")
+library = torch.library.Library("sgl_kernel", "DEF")
+for name in set(cpu.OPS) - set({missing}):
+    library.define(name + cpu.OPS[name].schema)
+before = list(sys.path)
+print(cpu.install(), sys.path == before, hasattr(sys.modules["sgl_kernel"], "IS_STAND_IN"))
+""")
+    assert out.strip() == f"{[f'sgl_kernel.{name}' for name in missing]} True False"

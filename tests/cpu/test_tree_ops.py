@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from sglang_c2t.cpu import cache_locs, commit, kv_copy
 from sglang_c2t.cpu.tree_build import FULL_MASK, QLEN_ONLY, build_tree
 from sglang_c2t.cpu.tree_verify import verify_tree
-from sglang_c2t.tree import child_links
 from tests import oracles
 
 
@@ -204,10 +203,3 @@ def test_kv_rows_move_in_every_layer_even_when_ranges_overlap():
     kv_copy.copy_all_layers(
         pointers, strides, torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
     )
-
-
-def test_links_of_a_hand_made_tree():
-    """Root 0 with children 1 and 2; node 3 under 1."""
-    first, sibling = child_links(torch.tensor([[-1, 0, 0, 1]]))
-    assert first.tolist() == [[1, 3, -1, -1]]
-    assert sibling.tolist() == [[-1, 2, -1, -1]]

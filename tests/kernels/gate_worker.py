@@ -1,8 +1,6 @@
-"""The gate's Triton kernels against float64 lists: interpreted on the CPU, or compiled only.
+"""The gate's Triton kernels, interpreted on the CPU, against float64 lists.
 
-``TRITON_INTERPRET=1 python -m tests.kernels.gate_worker interpret`` and ``python -m
-tests.kernels.gate_worker compile``: processes of their own, since Triton reads the variable
-once. The last line of output is JSON, {case: traceback or ""}. `test_gate` starts them.
+`test_gate` runs `main` in a process of its own, and calls the checks by itself for the twin.
 """
 
 from __future__ import annotations
@@ -10,19 +8,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import subprocess
-import sys
-import tempfile
 import traceback
-from collections.abc import Callable
 
 import torch
-import triton
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from sglang_c2t.kernels import gate
 from sglang_c2t.kernels.gate import (
@@ -32,6 +23,7 @@ from sglang_c2t.kernels.gate import (
     judge_layer,
     judge_layer_reference,
 )
+from tests import oracles
 
 #: Feature sets of c2t, c2t-log and c2t-plus; then what else a classifier may read.
 NETWORKS = [
@@ -63,14 +55,7 @@ def confidence_by_hand(
     names: tuple[str, ...], weights: Weights | None, known: dict[str, float]
 ) -> float:
     x = [known[name] for name in names]
-    if weights is None:
-        return x[0]
-    rows, biases, out, (out_bias,) = (t.double().tolist() for t in weights)
-    units = [
-        max(sum(w * v for w, v in zip(row, x, strict=True)) + b, 0.0)
-        for row, b in zip(rows, biases, strict=True)
-    ]
-    return 1 / (1 + math.exp(-sum(w * u for w, u in zip(out[0], units, strict=True)) - out_bias))
+    return x[0] if weights is None else 1 / (1 + math.exp(-oracles.logit(weights, x)))
 
 
 def judged_by_hand(
@@ -108,22 +93,21 @@ def judged_by_hand(
             sure = confidence_by_hand(names, weights, known)
             keep = sure >= beta and (alive is None or bool(alive[r]))
             target = token if token_map is None else token_map[token].item()
-            rows.append((target, token, probs[token], p, known["margin"], sure, keep, entropy))
-    columns = [list(column) for column in zip(*rows, strict=True)] or [[]] * 8
-    types = [torch.int64] * 2 + [torch.float64] * 4 + [torch.bool, torch.float64]
+            rows.append((target, probs[token], p, known["margin"], sure, keep, entropy))
+    columns = [list(column) for column in zip(*rows, strict=True)] or [[]] * 7
+    types = [torch.int64] + [torch.float64] * 4 + [torch.bool, torch.float64]
     tensors = [
         torch.tensor(column, dtype=dtype).view(len(logits), topk)
         for column, dtype in zip(columns, types, strict=True)
     ]
-    return Judged(*tensors[:7], tensors[7][:, 0])
+    return Judged(*tensors[:6], tensors[6][:, 0])
 
 
 def assert_same(got: Judged, expected: Judged, beta: float) -> None:
     """Ids exactly; numbers to float32; decisions wherever beta is not a rounding away."""
-    for name in ("tokens", "draft_ids"):
-        mine, theirs = getattr(got, name), getattr(expected, name)
-        assert mine.dtype == torch.int64
-        assert torch.equal(mine, theirs), f"{name}: {mine.tolist()} != {theirs.tolist()}"
+    mine, theirs = got.tokens, expected.tokens
+    assert mine.dtype == torch.int64
+    assert torch.equal(mine, theirs), f"{mine.tolist()} != {theirs.tolist()}"
     for name in ("prob", "joint", "margin", "confidence", "entropy"):
         mine, theirs = getattr(got, name), getattr(expected, name).float()
         worst = (mine - theirs).abs().max().item() if mine.numel() else 0.0
@@ -220,8 +204,7 @@ def rows_of_nothing_but_nan_harm_nobody() -> None:
     logits[1] = torch.nan
     layer["token_map"] = torch.randperm(500)
     judged = judge_layer(logits, program(NETWORKS[1]), **layer)
-    assert judged.draft_ids[1].tolist() == [0, 1, 2, 3, 4]
-    assert torch.equal(judged.tokens, layer["token_map"][judged.draft_ids])
+    assert torch.equal(judged.tokens[1], layer["token_map"][:5])
     others = [0, 2]
     of_others = {n: v[others] for n, v in layer.items() if n in {"joint", "alive"}}
     alone = judge_layer(logits[others], program(NETWORKS[1]), **{**layer, **of_others})
@@ -334,108 +317,13 @@ INTERPRETED = [
 ]
 
 
-# -- compiled cases -----------------------------------------------------------------------
-
-HOPPER = GPUTarget("cuda", 90, 32)
-
-POINTERS = {
-    "maxima": "*fp32",
-    "partials": "*fp32",
-    "program": "*fp32",
-    "parent_joint": "*fp32",
-    "parent_alive": "*i1",
-    "token_map": "*i64",
-    "num_kept": "*i32",
-    "tokens_out": "*i64",
-    "draft_ids_out": "*i64",
-    "prob_out": "*fp32",
-    "joint_out": "*fp32",
-    "margin_out": "*fp32",
-    "confidence_out": "*fp32",
-    "keep_out": "*i1",
-    "entropy_out": "*fp32",
-}
-SCALARS = {"row_stride": "i32", "vocab": "i32", "depth": "fp32"}
-
-
-def resources(
-    kernel: triton.JITFunction, dtype: str, constants: dict[str, object]
-) -> dict[str, int]:
-    """What ptxas gave the kernel on Hopper: REG, STACK, LOCAL, ... per cuobjdump."""
-    types = {"logits": f"*{dtype}", **POINTERS, **SCALARS}
-    types = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
-    # What a launch finds out by itself: tensors start at multiples of 16, and so is V.
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(kernel.arg_names)
-        if types[name].startswith("*") or types[name] == "i32"
-    }
-    source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": 4})
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        usage = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    fields = next(line for line in usage.splitlines() if "REG:" in line).split()
-    found = {name: int(value) for name, value in (f.split(":") for f in fields if "[" not in f)}
-    return {**found, "shared": compiled.metadata.shared}
-
-
-def require_no_spills(used: dict[str, int], what: str) -> None:
-    print(what, used)
-    # 128 registers a thread: four blocks of 128 threads share a multiprocessor.
-    assert used["LOCAL"] == used["STACK"] == 0, f"{what} spills: {used}"
-    assert used["REG"] <= 128, f"{what} takes too many registers: {used}"
-
-
-def logit_partials_compiles_without_spills() -> None:
-    for dtype in ("bf16", "fp16", "fp32"):
-        used = resources(gate.logit_partials, dtype, {"CHUNK": gate.CHUNK, "GROUP": gate.GROUP})
-        require_no_spills(used, f"logit_partials {dtype}")
-
-
-def judge_compiles_without_spills() -> None:
-    for topk, vocab in itertools.product((1, 8, 10, 16), (32000, 151936)):
-        chunks = triton.cdiv(vocab, gate.CHUNK)
-        constants = gate.judge_constants(NETWORKS[2], 48, topk, chunks)
-        # Chains count what they keep, trees do not; EAGLE-3 alone brings a token map.
-        absent = {"num_kept": None} if topk > 1 else {"token_map": None}
-        used = resources(gate.judge, "bf16", {**constants, **absent})
-        require_no_spills(used, f"judge K={topk} V={vocab}")
-
-
-def judge_compiles_without_a_network() -> None:
-    absent = {"num_kept": None, "token_map": None, "parent_joint": None, "parent_alive": None}
-    for names in THRESHOLDS:
-        used = resources(gate.judge, "fp32", {**gate.judge_constants(names, 0, 4, 8), **absent})
-        require_no_spills(used, f"judge {names}")
-
-
-COMPILED = [
-    logit_partials_compiles_without_spills,
-    judge_compiles_without_spills,
-    judge_compiles_without_a_network,
-]
-
-
-def run(cases: list[Callable[[], None]]) -> dict[str, str]:
-    """Traceback of each case by name, empty where it passed."""
+def main() -> None:
+    """Prints JSON, {case: traceback or ""}."""
     failures = {}
-    for case in cases:
+    for case in INTERPRETED:
         failures[case.__name__] = ""
         try:
             case()
         except Exception:
             failures[case.__name__] = traceback.format_exc()
-    return failures
-
-
-if __name__ == "__main__":
-    mode = sys.argv[1]
-    assert triton.knobs.runtime.interpret == (mode == "interpret"), "set or unset TRITON_INTERPRET"
-    print(json.dumps(run({"interpret": INTERPRETED, "compile": COMPILED}[mode])))
+    print(json.dumps(failures))

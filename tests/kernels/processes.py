@@ -1,4 +1,4 @@
-"""Worker modules in processes of their own: Triton reads its settings once, when imported."""
+"""Triton's interpreter, in processes of its own: Triton reads its settings once, when imported."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_worker(worker: str, *arguments: str, interpret: bool = True, **env: str) -> str:
-    """What ``tests.kernels.WORKER`` printed, by Triton's interpreter or without it.
-
-    ``env`` goes on top of the environment. Fails with the worker's own error.
-    """
-    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    inherited.pop("SGLANG_USE_CPU_ENGINE", None)  # makes SGLang ask for sgl_kernel's CPU ops
-    if interpret:
-        env["TRITON_INTERPRET"] = "1"
+def run_worker(worker: str, function: str = "main") -> str:
+    """What a function of ``tests.kernels.WORKER`` printed; fails with the worker's own error."""
+    module = f"tests.kernels.{worker}"
+    # Without the interpreter the twins would be compared with themselves.
+    code = f"import triton, {module} as worker; assert triton.knobs.runtime.interpret; "
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env.pop("SGLANG_USE_CPU_ENGINE", None)  # makes SGLang ask for sgl_kernel's CPU ops
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.kernels.{worker}", *arguments],
+        [sys.executable, "-W", "ignore", "-c", f"{code} worker.{function}()"],
         capture_output=True,
         text=True,
         timeout=600,
-        env={**inherited, "CUDA_VISIBLE_DEVICES": "", **env},
+        env=env,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr

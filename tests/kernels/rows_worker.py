@@ -1,7 +1,6 @@
 """Packed-row kernels against their twins and against loops, on any device.
 
-``TRITON_INTERPRET=1 python -m tests.kernels.rows_worker``: a process of its own, since Triton
-reads the variable once, when it is imported. `test_rows` starts it, and calls the checks by
+`test_rows` runs `main` by Triton's interpreter, in a process of its own, and calls the checks by
 itself for the twins, and for the kernels where there is a GPU.
 """
 
@@ -11,7 +10,6 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-import triton
 from torch import Tensor
 
 from sglang_c2t.kernels import rows
@@ -133,8 +131,8 @@ def check_pack_inputs(batch: Batch) -> None:
         same(values, wanted)
 
 
-def check_scatter_and_gather(batch: Batch, columns: int, dtype: torch.dtype) -> None:
-    """Rows come back to their places, zeros elsewhere; gathering them is the inverse."""
+def check_scatter(batch: Batch, columns: int, dtype: torch.dtype) -> None:
+    """Rows come back to their places, zeros elsewhere."""
     packed = batch.table(batch.num_tokens, columns, dtype=dtype)
     packed[sum(batch.lens) :] = 101  # padding, which nothing may read
     if dtype.is_floating_point:
@@ -147,17 +145,7 @@ def check_scatter_and_gather(batch: Batch, columns: int, dtype: torch.dtype) -> 
         out = packed.new_full((batch.num_rows + 1, columns), UNTOUCHED)
         same(function(packed, lens, batch.width, out), expected)
         same(out[-1], [UNTOUCHED] * columns)
-    full = rows.scatter_rows(packed, lens, batch.width)
-    same(full, expected)
-
-    places = rows.packed_rows(lens, batch.width, batch.num_tokens).rows
-    behind = batch.num_tokens - sum(batch.lens)
-    wanted = packed[: sum(batch.lens)].tolist() + [[0] * columns] * behind
-    same(rows.gather_rows(full, places), wanted)
-    for function in (rows.gather_rows, rows.gather_rows_torch):
-        out = packed.new_full((batch.num_tokens + 1, columns), UNTOUCHED)
-        same(function(full, places, out), wanted)
-        same(out[-1], [UNTOUCHED] * columns)
+    same(rows.scatter_rows(packed, lens, batch.width), expected)
 
 
 def check_indptr(batch: Batch) -> None:
@@ -235,7 +223,7 @@ def check(batch: Batch) -> None:
     check_kv_indices(batch)
     columns = batch.rng.choice([1, 5, 64])
     dtype = batch.rng.choice([torch.bfloat16, torch.float32, torch.int32])
-    check_scatter_and_gather(batch, columns, dtype)
+    check_scatter(batch, columns, dtype)
 
 
 def main() -> None:
@@ -247,13 +235,8 @@ def main() -> None:
             check(random_batch(rng, width, size=size))
     # More columns than a block, and more keys than a round of all blocks of a request.
     wide = random_batch(rng, 2, size=2)
-    check_scatter_and_gather(wide, 4099, torch.bfloat16)
+    check_scatter(wide, 4099, torch.bfloat16)
     check_kv_indices(Batch([3, 5], [9000, 2], width=5, slots=2, num_tokens=8, rng=rng))
     for size in (0, 1, 3):
         for topk in (1, 4, 5, 10):
             check_follow_ancestors(rng, size, topk, depth=rng.choice([1, 2, 5, 8]))
-
-
-if __name__ == "__main__":
-    assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
-    main()

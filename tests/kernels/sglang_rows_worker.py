@@ -1,7 +1,4 @@
-"""Our packed rows, index arrays and masks against SGLang's and FlashInfer's own code.
-
-``TRITON_INTERPRET=1 python -m tests.kernels.sglang_rows_worker``: see `rows_worker`.
-"""
+"""Our packed rows, index arrays and masks against SGLang's and FlashInfer's own code."""
 
 from __future__ import annotations
 
@@ -110,8 +107,3 @@ def main() -> None:
             batch.num_tokens = max(batch.num_tokens, sum(batch.lens))
             ragged_rows(batch)
             uniform_masks(random_forest(rng, width))
-
-
-if __name__ == "__main__":
-    assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
-    main()

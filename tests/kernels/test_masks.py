@@ -34,18 +34,14 @@ def test_words_name_the_ancestors(seed: int, width: int) -> None:
     check_words(random_forest(random.Random(seed), width))
 
 
-@given(st.integers(0, 2**20), st.integers(1, 20), st.sampled_from([-1, 0, 1, 7, 8, 9, 200]))
+WIDTHS = st.integers(1, 20) | st.sampled_from([63, 64, 65, 100])
+
+
+@given(st.integers(0, 2**20), WIDTHS, st.sampled_from([-1, 0, 1, 7, 8, 9, 200]))
 def test_masks_read_as_flashinfer_reads_them_are_the_dense_ones(
     seed: int, width: int, prefix: int
 ) -> None:
     check_mask(random_forest(random.Random(seed), width, prefix=prefix))
-
-
-@pytest.mark.parametrize("width", [63, 64, 65, 100])
-def test_masks_of_several_words_are_the_dense_ones(width: int) -> None:
-    rng = random.Random(width)
-    for _ in range(3):
-        check_mask(random_forest(rng, width, size=2))
 
 
 def test_the_example_of_the_docstring() -> None:

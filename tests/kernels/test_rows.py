@@ -60,7 +60,6 @@ def test_twins_have_static_shapes_and_read_nothing_on_the_host() -> None:
         assert inputs.out_cache_loc.shape == (8,)
         strided = rows.scatter_rows(torch.empty(8, 5), lens, 4)
         assert strided.shape == (12, 5)
-        assert rows.gather_rows(strided, packed.rows).shape == (8, 5)
         kv_indptr = rows.indptr(lens, 6, prefix_lens=seq_lens, ghost=1)
         assert kv_indptr.shape == (7,)
         kv_indices = torch.empty(90, dtype=INT32)
@@ -86,7 +85,6 @@ def test_kernels_compile_for_an_h100(size: int, integers: torch.dtype) -> None:
         compiled(
             rows._scatter_rows_kernel, dtype, integers, dtype, *sizes, BLOCK_B=256, BLOCK_W=4096
         )
-        compiled(rows._gather_rows_kernel, dtype, INT64, dtype, *sizes[:4], BLOCK_W=4096)
     for has_prefix in (False, True):
         compiled(
             rows._indptr_kernel, integers, INT64, INT32, size, size, size,
@@ -123,9 +121,8 @@ def test_kernels_do_what_loops_do_on_a_gpu(width: int) -> None:
 def test_wide_tables_and_long_prefixes_on_a_gpu() -> None:
     rng = random.Random(0)
     for columns in (4096, 4099, 12345):
-        rows_worker.check_scatter_and_gather(
-            random_batch(rng, 4, "cuda", size=5), columns, torch.bfloat16
-        )
+        batch = random_batch(rng, 4, "cuda", size=5)
+        rows_worker.check_scatter(batch, columns, torch.bfloat16)
     lens, prefixes = [3, 5], [200_000, 2]
     rows_worker.check_kv_indices(Batch(lens, prefixes, 5, 2, 8, device="cuda"))
 

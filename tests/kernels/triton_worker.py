@@ -1,17 +1,11 @@
-"""SGLang's Triton kernels on packed trees, in Triton's interpreter, on CPU tensors.
-
-``TRITON_INTERPRET=1 python -m tests.kernels.triton_worker CASE``: a process of its own, since
-Triton reads the variable once, when it is imported. `test_sglang_triton` starts it.
-"""
+"""SGLang's Triton kernels on packed trees, in Triton's interpreter, on CPU tensors."""
 
 from __future__ import annotations
 
 import itertools
 import random
-import sys
 
 import torch
-import triton
 from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 from torch import Tensor
 
@@ -209,8 +203,3 @@ def attention() -> None:
         )
     tree_attention(rng, batch=3, max_nodes=1, max_prefix=5)  # roots alone: plain decoding
     tree_attention(rng, batch=4, max_nodes=80, max_prefix=90)
-
-
-if __name__ == "__main__":
-    assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
-    {"verify": verify, "attention": attention}[sys.argv[1]]()

@@ -1,6 +1,5 @@
 """What packed verification would compile while it serves, told by Triton's own keys.
 
-``TRITON_INTERPRET=1 python -m tests.kernels.warm_worker``: see `rows_worker`.
 What Triton would compile each launch for is asked of the function that the compiler's binder
 asks. Nothing is run: only dtypes and sizes count.
 """
@@ -145,7 +144,8 @@ def check(kind: str) -> None:
     print(f"{kind}: {len(warm)} kernels, none while serving")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Chains and trees."""
     for kernel in (BuildQoIndptr, PaddedToBucket):  # on a CPU SGLang takes their twins in torch
         kernel.execute = kernel.triton
     compat.target_hidden_width = lambda draft_runner: 3 * HIDDEN

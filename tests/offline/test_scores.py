@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from sglang_c2t.offline.scores import Rates, expected_calibration_error, rates, reliability
 
-PAIRS = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=30)
 SCORED = st.lists(st.tuples(st.floats(0, 1, width=32), st.booleans()), max_size=40)
 
 
@@ -20,24 +19,6 @@ def test_rates_of_a_worked_example() -> None:
     assert rates(kept, accepted) == Rates(
         accuracy=5 / 8, precision=2 / 3, recall=2 / 4, f1=4 / 7, positive_rate=3 / 8
     )
-
-
-@given(PAIRS)
-def test_f1_is_the_harmonic_mean_of_precision_and_recall(pairs: list[tuple[bool, bool]]) -> None:
-    kept, accepted = (torch.tensor([p[i] for p in pairs], dtype=torch.bool) for i in (0, 1))
-    found = rates(kept, accepted)
-    if found.precision > 0 and found.recall > 0:
-        mean = 2 / (1 / found.precision + 1 / found.recall)
-        assert found.f1 == pytest.approx(mean)
-
-
-def test_rates_without_a_denominator_are_nan() -> None:
-    nothing = torch.zeros(0, dtype=torch.bool)
-    found = rates(nothing, nothing)
-    assert all(math.isnan(value) for value in vars(found).values())
-    none_kept = rates(torch.tensor([False]), torch.tensor([True]))
-    assert math.isnan(none_kept.precision)
-    assert none_kept.recall == none_kept.f1 == 0.0
 
 
 @given(SCORED)

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_c2t.classifier.recording import Recording
-from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.offline.replay import Chains
 from sglang_c2t.offline.tree_replay import Forest, TreeOutcome, replay_trees
@@ -22,14 +21,8 @@ from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
 from sglang_c2t.policies.static_tree import StaticTree
-from tests.recordings import (
-    ORIGIN,
-    Draft,
-    random_chains,
-    random_trees,
-    recording,
-    tree_origin,
-)
+from tests.recordings import ORIGIN, Draft, random_chains, random_trees, recording, tree_origin
+from tests.refusals import refused
 
 
 @dataclass(eq=False)
@@ -280,31 +273,6 @@ def test_eagle2_as_recorded_verifies_all_that_was_recorded_and_misses_nothing() 
     assert outcome.num_uncovered.tolist() == [0.0] * 4
 
 
-def test_a_policy_that_goes_where_eagle2_did_not_is_told_so() -> None:
-    outcome = replay_trees(Timid(), forest())
-    assert (outcome.num_uncovered > 0).all()
-    assert outcome.num_uncovered.sum() <= outcome.num_steps.sum() * WHOLE.topk
-
-
-def test_a_tree_replayed_by_hand() -> None:
-    """Root -> a b, a -> c d, b -> e f; the target takes a and d. One step, 3 of 7 tokens."""
-    origin = tree_origin(TreeShape(2, 2, 7))
-    draft = Draft(
-        parents=[-1, -1, 0, 0, 1, 1],
-        prob=[0.5, 0.25, 0.5, 0.25, 0.5, 0.5],
-        accept=[1, 0, 0, 1, 0, 0],
-    )
-    data = recording([draft], roots="every", origin=origin)
-    # Joint: a 0.5, b c 0.25, d e f 0.125; four drafts leave room for a b c d.
-    outcome = replay_trees(EAGLE2(), Forest.from_recording(data), TreeShape(2, 2, 5))
-    assert counts(outcome, 0) == [1, 2, 4, 2, 0]
-    outcome = replay_trees(EAGLE2(), Forest.from_recording(data), TreeShape(2, 2, 4))
-    assert counts(outcome, 0) == [1, 1, 3, 2, 0]
-    # A gate that wants 0.3: a alone enters and goes on, c and d do not enter.
-    outcome = replay_trees(GatedTree(DyJoint(beta=0.3)), Forest.from_recording(data))
-    assert counts(outcome, 0) == [1, 1, 1, 2, 0]
-
-
 def test_a_row_that_lost_its_unlikely_children_counts_as_uncovered() -> None:
     """The recording's server verified 2 of 3 first tokens; who knows what the third was."""
     draft = Draft(parents=[-1, -1], prob=[0.5, 0.25], accept=[0, 1])
@@ -340,66 +308,68 @@ def test_wide_measurements_belong_to_the_row() -> None:
 # -- refusals ------------------------------------------------------------------------------
 
 
-def refused(action: Callable[[], object]) -> str:
-    with pytest.raises(ConfigError) as error:
-        action()
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 def test_chains_are_not_replayed_as_trees_nor_trees_as_chains() -> None:
     """Also chains recorded before recordings named a topk."""
     for origin in (ORIGIN, {**ORIGIN, "topk": 1, "num_steps": 3, "num_draft_tokens": 4}):
         data = recording(random_chains(2, roots=3, depth=3), roots="every", origin=origin)
-        assert "holds chains" in refused(lambda data=data: Forest.from_recording(data))
+        with refused("holds chains"):
+            Forest.from_recording(data)
         Chains.from_recording(data)
     drafts = random_trees(1, 3, topk=2, num_steps=2)
     data = recording(drafts, roots="every", origin=tree_origin(TreeShape(2, 2, 7)))
-    assert "holds trees (topk 2)" in refused(lambda: Chains.from_recording(data))
+    with refused("holds trees (topk 2)"):
+        Chains.from_recording(data)
 
 
 def test_a_recording_of_visited_roots_or_with_gaps_is_refused() -> None:
     drafts = random_trees(2, 4, topk=2, num_steps=2)
     origin = tree_origin(TreeShape(2, 2, 7))
-    visited = recording(drafts, origin=origin)
-    cut = recording(drafts[:1] + drafts[2:], roots="every", origin=origin)
-    assert "only the roots that its server" in refused(lambda: Forest.from_recording(visited))
-    assert "math/0 lacks roots" in refused(lambda: Forest.from_recording(cut))
+    with refused("only the roots that its server"):
+        Forest.from_recording(recording(drafts, origin=origin))
+    with refused("math/0 lacks roots"):
+        Forest.from_recording(recording(drafts[:1] + drafts[2:], roots="every", origin=origin))
 
 
 def test_trees_of_two_shapes_are_refused() -> None:
     data = recording(random_trees(1, 3, topk=2, num_steps=2), roots="every")
     data.origins[:] = [tree_origin(TreeShape(2, 2, 7)), tree_origin(TreeShape(2, 2, 6))]
-    said = refused(lambda: Forest.from_recording(data))
-    assert "2 shapes" in said
-    assert "(2, 2, 6), (2, 2, 7)" in said
-    data.origins.clear()
+    with refused("2 shapes", "(2, 2, 6), (2, 2, 7)"):
+        Forest.from_recording(data)
 
 
 def test_trees_whose_nodes_did_not_attend_to_their_ancestors_are_refused() -> None:
     shape = TreeShape(2, 2, 7)
     origin = {**tree_origin(shape), "exact_ancestors": False}
     data = recording(random_trees(1, 3, topk=2, num_steps=2), roots="every", origin=origin)
-    assert "exact_ancestors false" in refused(lambda: Forest.from_recording(data))
+    with refused("exact_ancestors false"):
+        Forest.from_recording(data)
 
 
 @pytest.mark.parametrize("name", TreeShape._fields)
 def test_a_shape_larger_than_the_recorded_one_is_refused(name: str) -> None:
     larger = WHOLE._replace(**{name: getattr(WHOLE, name) + 1})
-    said = refused(lambda: replay_trees(EAGLE2(), forest(1), larger))
     recorded = getattr(WHOLE, name)
-    assert said == f"cannot replay {name} {recorded + 1} on trees recorded with {recorded}"
+    with refused(f"cannot replay {name} {recorded + 1} on trees recorded with {recorded}"):
+        replay_trees(EAGLE2(), forest(1), larger)
 
 
-def test_a_tree_policy_that_cannot_be_replayed_is_refused() -> None:
+class Hungry(Timid):
+    needs = frozenset({"topk_prob", "margin"})
+
+
+class Remembers(Timid):
+    needs = frozenset({"last_accept"})
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (Hungry(), "reads topk_prob, which this"),
+        (Remembers(), "reads last_accept: in replay"),
+        (StaticTree(), "does not fit"),
+    ],
+)
+def test_a_tree_policy_that_cannot_be_replayed_is_refused(policy: TreePolicy, said: str) -> None:
     """It reads what was not recorded, or a history, or its trees do not fit."""
-
-    class Hungry(Timid):
-        needs = frozenset({"topk_prob", "margin"})
-
-    class Remembers(Timid):
-        needs = frozenset({"last_accept"})
-
-    assert "reads topk_prob, which this" in refused(lambda: replay_trees(Hungry(), forest(1)))
-    assert "reads last_accept: in replay" in refused(lambda: replay_trees(Remembers(), forest(1)))
-    assert "does not fit" in refused(lambda: replay_trees(StaticTree(), forest(1)))
+    with refused(said):
+        replay_trees(policy, forest(1))

@@ -142,6 +142,23 @@ class Triton(Packed):
             self.attn_backends.append(SimpleNamespace(forward_metadata=metadata))
 
 
+class TritonWindow(Triton):
+    """Layers with a sliding window, whose indices are lists of their own."""
+
+    window_rail, sliding_window_size = True, 8
+
+    def __init__(self, draft: Draft) -> None:
+        super().__init__(draft)
+        self.window = Packed(draft)
+        for attention, (ends, indices) in zip(self.attn_backends, self.window.steps, strict=True):
+            attention.forward_metadata.window_kv_indptr = ends
+            attention.forward_metadata.window_kv_indices = indices
+
+    def read(self, step: int) -> list[list[int]]:
+        assert super().read(step) == self.window.read(step)
+        return self.window.read(step)
+
+
 class IntelAMX:
     """KV indices of the CPU backend: one table for all steps."""
 
@@ -164,7 +181,12 @@ class IntelAMX:
 
 
 Backend = type[FlashInfer] | type[Triton] | type[IntelAMX]
-backends = pytest.mark.parametrize("kind", [FlashInfer, Triton, IntelAMX])
+BACKENDS = [
+    pytest.param(patch, kind, id=f"{version(patch)} {kind.__name__}")
+    for patch in EXACT_ANCESTORS
+    for kind in (FlashInfer, Triton, TritonWindow, IntelAMX)
+    if kind is not TritonWindow or version(patch) == "sglang-0.5.23"
+]
 each_sglang = pytest.mark.parametrize("patch", EXACT_ANCESTORS, ids=version)
 
 
@@ -198,19 +220,7 @@ def run_draft_forward(
         each_step(step)
 
 
-@each_sglang
-@backends
-def test_two_beams_from_one_parent_both_read_that_parent(patch: Path, kind: Backend) -> None:
-    # Both beams of step 1 descend from row 1, whose KV is in slot 20 (row 0 wrote slot 10).
-    draft = Draft([[[1, 1]], [[0, 0]]], [[7, 8]], [[[10, 11, 12], [20, 21, 22]]])
-    assert kind(draft).read(1) == [[7, 8, 10, 11], [7, 8, 20, 21]]
-    backend = patched(patch, kind, draft)
-    run_draft_forward(patch, draft, backend, lambda step: None)
-    assert backend.read(1) == [[7, 8, 20, 11], [7, 8, 20, 21]]
-
-
-@each_sglang
-@backends
+@pytest.mark.parametrize(("patch", "kind"), BACKENDS)
 @given(shape=drafts)
 @settings(max_examples=40, deadline=None)
 def test_every_draft_row_reads_its_true_ancestors(
@@ -221,22 +231,6 @@ def test_every_draft_row_reads_its_true_ancestors(
 
     def check(step: int) -> None:
         assert backend.read(step) == draft.true_ancestors(step)
-
-    run_draft_forward(patch, draft, backend, check)
-
-
-def test_window_layers_read_true_ancestors_too() -> None:
-    patch = HERE / "sglang-0.5.23/exact-ancestors.patch"
-    draft = Draft.random(batch=3, topk=4, steps=6, seed=0)
-    backend = patched(patch, Triton, draft)
-    backend.window_rail, backend.sliding_window_size = True, 8
-    window = Packed(draft)
-    for attention, (ends, indices) in zip(backend.attn_backends, window.steps, strict=True):
-        attention.forward_metadata.window_kv_indptr = ends
-        attention.forward_metadata.window_kv_indices = indices
-
-    def check(step: int) -> None:
-        assert window.read(step) == draft.true_ancestors(step)
 
     run_draft_forward(patch, draft, backend, check)
 

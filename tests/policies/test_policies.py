@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ import sglang_c2t.policies
 from sglang_c2t.classifier.checkpoint import Classifier, save_classifier, shipped
 from sglang_c2t.classifier.features import FeatureSpec
 from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
-from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft_layer import TOPK_PROBS
 from sglang_c2t.offline.train import RECIPES
 from sglang_c2t.policies import POLICIES, TREE_POLICIES, DraftLayer, build_policy
+from tests import oracles
 from tests.recordings import HIDDEN_SIZE
+from tests.refusals import refused
 
 #: Columns of features that are not one number.
 WIDTHS = {"topk_prob": TOPK_PROBS, "hidden": HIDDEN_SIZE}
@@ -71,17 +74,12 @@ def classifier_of(tmp_path: Path) -> Callable[..., str]:
 # -- rules without a classifier -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [0, 1, 3])
-def test_fixed_keeps_exactly_its_length(length: int) -> None:
-    policy = build_policy(C2TConfig(policy="fixed", policy_options={"length": length}))
-    for depth in range(1, 6):
-        kept = policy.keep(layer([0.1, 1.0], entropy=[3.0, 0.0], depth=depth))
-        assert kept.tolist() == [depth <= length] * 2
-
-
-def test_fixed_without_a_length_keeps_everything() -> None:
-    policy = build_policy(C2TConfig(policy="fixed"))
-    assert policy.keep(layer([1e-9], entropy=[7.0], depth=99)).tolist() == [True]
+@pytest.mark.parametrize("options", [{"length": 0}, {"length": 1}, {"length": 3}, {}])
+def test_fixed_keeps_exactly_its_length_and_without_one_everything(options: dict) -> None:
+    policy = build_policy(C2TConfig(policy="fixed", policy_options=options))
+    for depth in (1, 2, 3, 4, 99):
+        kept = policy.keep(layer([1e-9, 1.0], entropy=[7.0, 0.0], depth=depth))
+        assert kept.tolist() == [depth <= options.get("length", depth)] * 2
 
 
 @pytest.mark.parametrize(
@@ -106,13 +104,6 @@ def test_a_threshold_rule_reads_its_own_feature_and_no_other(
 # -- rules with a classifier --------------------------------------------------------------
 
 
-def confidence_by_hand(net: ConfidenceNet, x: list[float]) -> float:
-    """sigmoid(w2 relu(W1 x + b1) + b2)."""
-    row = torch.tensor(x)
-    hidden = (net.hidden[0].weight @ row + net.hidden[0].bias).clamp(min=0)
-    return torch.sigmoid(net.out.weight[0] @ hidden + net.out.bias[0]).item()
-
-
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [("c2t", "c2t"), ("c2t", "c2t-top1000"), ("c2t-log", "c2t-log"), ("c2t-plus", "c2t-plus")],
@@ -130,7 +121,8 @@ def test_c2t_and_its_kin_keep_tokens_whose_confidence_reaches_beta(
     features = RECIPES[recipe].names
     file = classifier_of(*features)
     net = build_policy(C2TConfig(policy=name, classifier=file)).classifier.net
-    confidences = [confidence_by_hand(net, [value[f] for f in features]) for value in values]
+    logits = [oracles.logit(net.parameters(), [v[f] for f in features]) for v in values]
+    confidences = [1 / (1 + math.exp(-logit)) for logit in logits]
     beta = sorted(confidences)[1] - 1e-5
     policy = build_policy(C2TConfig(policy=name, classifier=file, beta=beta))
     for (q, p, h, d), confidence in zip(tokens, confidences, strict=True):
@@ -219,11 +211,9 @@ def test_a_classifier_of_other_features_is_refused_by_name(
     classifier_of: Callable[..., str], name: str
 ) -> None:
     file = classifier_of("entropy_top7")
-    with pytest.raises(ConfigError) as error:
+    said = "wants entropy_top7: choose the policy it was trained for"
+    with refused(f"policy {name} reads", said):
         build_policy(C2TConfig(policy=name, classifier=file))
-    assert f"policy {name} reads" in str(error.value)
-    assert "wants entropy_top7: choose the policy it was trained for" in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -234,14 +224,14 @@ def test_a_classifier_whose_confidence_means_something_else_is_refused(
     recipe = RECIPES[name]
     other = "accepts" if recipe.label == "survives" else "survives"
     file = classifier_of(*recipe.names, label=other)
-    with pytest.raises(ConfigError, match=f"trained to say that it {other}"):
+    with refused(f"trained to say that it {other}"):
         build_policy(C2TConfig(policy=name, classifier=file))
 
 
 def test_a_policy_for_one_draft_model_needs_its_users_classifier() -> None:
-    with pytest.raises(ConfigError, match="no shipped classifier, because it fits one draft") as e:
+    said = "no shipped classifier, because it fits one draft"
+    with refused(said, "give it with --c2t-classifier"):
         build_policy(C2TConfig(policy="mcsd-hidden"))
-    assert "give it with --c2t-classifier" in str(e.value)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -278,39 +268,96 @@ def test_every_policy_is_on_the_menu() -> None:
     assert sorted(names) == sorted([*POLICIES, *TREE_POLICIES])
 
 
+class Raises:
+    """A policy that cannot be made."""
+
+    name = "raises"
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, what: str = "value") -> None:
+        raise {"value": ValueError("a\nb"), "exit": SystemExit(1)}[what]
+
+    def keep(self, layer: DraftLayer) -> torch.Tensor:
+        return layer.alive
+
+
+MENU = (
+    "c2t, c2t-eagle2, c2t-log, c2t-log-eagle2, c2t-plus, c2t-plus-eagle2, dyjoint, "
+    "dyjoint-eagle2, dymax, dymax-eagle2, eagle2, entropy, entropy-width, fixed, fork, logistic, "
+    "logistic-eagle2, mcsd, mcsd-hidden, static, or module:Class of your own"
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "said"),
+    [
+        ("nonsense", {}, f"unknown c2t policy 'nonsense'; known: {MENU}"),
+        ("c2t-pls", {}, "did you mean c2t-plus?"),
+        (":x", {}, "cannot load c2t policy ':x': ValueError: Empty module name"),
+        ("no.such.module:x", {}, "cannot load c2t policy 'no.such.module:x': ModuleNotFoundError"),
+        ("sglang_c2t.policies.fixed:Absent", {}, "cannot load c2t policy"),
+        ("json:JSONDecoder", {}, "is no policy: the class has neither keep, which cuts chains, no"),
+        ("sys:exit", {}, "is no class, but <built-in function exit>"),
+        ("os:system", {"command": "true"}, "is no class"),
+        (f"{__name__}:Raises", {}, "cannot be built: ValueError: a b"),
+        (f"{__name__}:Raises", {"what": "exit"}, "cannot be built: SystemExit: 1"),
+        (f"{__name__}:Raises", {"wath": 1}, "(['wath']): it takes what; did you mean what?"),
+        ("c2t", {"layer_limit": 3}, "does not take these options (['layer_limit']): it takes la"),
+        ("mcsd", {"per_request": 1}, "policy mcsd: per_request must be true or false, got 1"),
+        ("fixed", {"lenght": 3}, "it takes length; did you mean length?"),
+        ("fixed", {"length": -1}, "policy fixed: length must be a whole number >= 0, got -1"),
+        ("fixed", {"length": 1.5}, "length must be a whole number >= 0, got 1.5"),
+        ("fixed", {"length": True}, "length must be a whole number >= 0, got True"),
+        ("fixed", {"length": 10**400}, "length must be a whole number >= 0, got 1000"),
+        ("entropy", {"max_entropy": -1}, "max_entropy must be a number of nats >= 0, got -1"),
+        ("entropy", {"max_entropy": math.nan}, "max_entropy must be a number of nats >= 0"),
+        ("entropy", {"max_entropy": "1"}, "max_entropy must be a number of nats >= 0, got '1'"),
+    ],
+)
+def test_a_policy_or_an_option_that_is_none_is_refused_in_one_line(
+    policy: str, options: dict[str, Any], said: str
+) -> None:
+    with refused(said):
+        build_policy(C2TConfig(policy=policy, policy_options=options))
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (
-            C2TConfig(policy="nonsense"),
-            "unknown c2t policy 'nonsense'; known: c2t, c2t-eagle2, c2t-log, c2t-log-eagle2, "
-            "c2t-plus, c2t-plus-eagle2, dyjoint, dyjoint-eagle2, dymax, dymax-eagle2, eagle2, "
-            "entropy, entropy-width, fixed, fork, logistic, logistic-eagle2, mcsd, mcsd-hidden, "
-            "static, or module:Class of your own",
-        ),
-        (C2TConfig(policy="no_such_module:Rule"), "cannot load c2t policy"),
-        (C2TConfig(policy="sglang_c2t.policies.fixed:Absent"), "cannot load c2t policy"),
-        (C2TConfig(policy="fixed", beta=0.5), "policy fixed has no threshold: drop --c2t-beta"),
-        (C2TConfig(policy="fixed", policy_options={"length": -1}), "whole number >= 0, got -1"),
-        (C2TConfig(policy="fixed", policy_options={"length": 1.5}), "whole number >= 0, got 1.5"),
-        (C2TConfig(policy="entropy", beta=0.5), "policy entropy has no threshold: drop --c2t-b"),
-        (C2TConfig(policy="entropy", policy_options={"max_entropy": -1}), "nats >= 0, got -1"),
+        (C2TConfig("fixed", beta=0.5), "policy fixed has no threshold: drop --c2t-beta"),
+        (C2TConfig("entropy", beta=0.5), "policy entropy has no threshold: drop --c2t-beta"),
+        (C2TConfig("fixed", classifier="mine"), "policy fixed reads no classifier: drop mine"),
+        (C2TConfig("entropy", classifier="mine"), "policy entropy reads no classifier: drop mine"),
+        (C2TConfig("dyjoint", classifier="mine"), "policy dyjoint reads no classifier: drop mine"),
         (C2TConfig(classifier="absent.safetensors"), "cannot read its card absent.json"),
     ],
 )
-def test_a_wrong_policy_is_refused_in_one_line(config: C2TConfig, said: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_a_setting_that_nobody_reads_is_refused_in_one_line(config: C2TConfig, said: str) -> None:
+    with refused(said):
         build_policy(config)
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
 
 
-def test_an_option_that_a_trained_policy_does_not_take_is_refused(
-    classifier_of: Callable[..., str],
+@pytest.mark.parametrize("name", ["beta", "policy", "classifier"])
+def test_an_option_that_repeats_a_setting_is_refused(name: str) -> None:
+    with refused(f"policy_options: {name} is a setting of its own: give"):
+        C2TConfig(policy="dyjoint", policy_options={name: 0.6})
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("x = (\n", "broken.py, line 1)"),
+        ("import sys\nsys.exit(3)\n", "SystemExit: 3"),
+        ("1 / 0\n", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
 ) -> None:
-    file = classifier_of("joint", "entropy", "depth")
-    with pytest.raises(ConfigError, match=r"policy c2t does not take these options \(\['per_requ"):
-        build_policy(C2TConfig(classifier=file, policy_options={"per_request": True}))
+    (tmp_path / "broken.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with refused(said):
+        build_policy(C2TConfig(policy="broken:Rule"))
 
 
 def test_a_policy_of_the_users_own_is_loaded_by_module_and_class() -> None:
@@ -318,9 +365,3 @@ def test_a_policy_of_the_users_own_is_loaded_by_module_and_class() -> None:
         C2TConfig(policy="sglang_c2t.policies.fixed:Fixed", policy_options={"length": 1})
     )
     assert policy == POLICIES["fixed"](C2TConfig(), length=1)
-
-
-@pytest.mark.parametrize("name", ["dyjoint", "entropy", "fixed"])
-def test_a_classifier_that_nobody_would_read_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"policy {name} reads no classifier: drop mine"):
-        build_policy(C2TConfig(policy=name, classifier="mine.safetensors"))

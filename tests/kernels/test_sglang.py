@@ -1,4 +1,4 @@
-"""SGLang's own Triton kernels accept our packed trees, unchanged. Runs without a GPU."""
+"""Our packed rows, masks and trees beside SGLang's own Triton code. Runs without a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ pytest.importorskip("sglang", reason="SGLang is not installed")
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.kernels.processes import run_worker
+
+
+def test_rows_and_masks_are_those_of_sglang_and_flashinfer() -> None:
+    run_worker("sglang_rows_worker")
 
 
 def test_the_greedy_verify_kernel_accepts_the_same_paths_as_ours_and_as_loops() -> None:
