@@ -131,7 +131,7 @@ def unknown(name: str, size: int = 1) -> Tensor:
     value = {
         "prob": 1.0,
         "margin": MAX_MARGIN,
-        "confidence": torch.inf,
+        "confidence": 1.0,
         "last_accept": -1.0,
         "last_verified": -1.0,
     }

@@ -19,26 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_c2t.draft.relay import FirstTokenRelay
+from sglang_c2t.draft.gate import Gate
 from sglang_c2t.draft_layer import DraftLayer, measure
 from sglang_c2t.kernels.gate import Judged, judge_layer
 from sglang_c2t.policies.base import ChainPolicy, kept
 
 
-class ChainGate(FirstTokenRelay):
+class ChainGate(Gate):
     """Asks the policy after each drafted layer and keeps the answer per request.
 
     With a program a layer is one call of :func:`~sglang_c2t.kernels.gate.judge_layer`, which
     keeps the books in place: nothing else is launched, and no :class:`DraftLayer` is made.
-
-    Args:
-        policy: Where a chain ends.
-        relay: See :class:`~sglang_c2t.draft.relay.FirstTokenRelay`.
     """
 
-    def __init__(self, policy: ChainPolicy, **relay: Any) -> None:
-        super().__init__(policy, **relay)
-        self._policy = policy
+    def __init__(self, policy: ChainPolicy, **parts: Any) -> None:
+        super().__init__(policy, **parts)
         self._depth = 0
         self._layers: list[DraftLayer] = []
         self._alive = torch.ones(0, dtype=torch.bool)  # [B]
@@ -47,25 +42,21 @@ class ChainGate(FirstTokenRelay):
         self._joint = torch.ones(0)  # [B]; like the next only with a program
         self._books: Judged
 
-    def switch(self, policy: ChainPolicy, *, captured: bool) -> None:
-        """Ask another policy; see :meth:`FirstTokenRelay.switch`."""
-        super().switch(policy, captured=captured)
-        self._policy = policy
-
     def begin(self, slots: Tensor) -> None:
         """Start a step for the requests in ``slots`` [B], and judge their first tokens."""
+        self._start()
         self._depth = 0
         self._layers = []
-        self._keeps_all = self._whole_of(slots)
-        stats = self._begin(slots)
+        self._keeps_all = self.opt_outs.whole(slots)
         if self.program is None:
             self._alive = torch.ones(slots.shape, dtype=torch.bool, device=slots.device)
             self._num_kept = torch.zeros(slots.shape, dtype=torch.int32, device=slots.device)
-            self._judge(stats)
+            self._judge(self._measured_first(slots))
             return
+        first = self.first_tokens.judged(slots)
         self._depth = 1
-        self._joint = stats["prob"]
-        self._alive = stats["confidence"] >= self.program.beta
+        self._joint = first.prob[0]
+        self._alive = first.confidence[0] >= self.program.beta
         self._num_kept = self._alive.int()
         self._books = Judged.empty(len(slots), 1, slots.device)._replace(
             joint=self._joint[:, None], keep=self._alive[:, None]
@@ -144,9 +135,9 @@ class ChainGate(FirstTokenRelay):
         if self.exploring or self.fell_back:
             return self._alive
         try:
-            return kept(self._policy, layer)
+            return kept(self.served.policy, layer)
         except Exception as error:
-            self._fall_back(self._policy, error)
+            self._fall_back(error)
             return self._alive
 
 

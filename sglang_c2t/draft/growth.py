@@ -32,7 +32,7 @@ from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.tree import Trees, best_per_request, closed_keys, grow, least_on_path
 
 #: Measurements that differ between the children of one row; the rest belong to the row.
-PER_NODE = frozenset({"margin", "confidence"})
+PER_NODE = frozenset({"margin", "confidence", "keep"})
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class TreeGrowth:
         batch: B.
         device: Where draft probabilities live.
         failed: Told what the policy raised; the tree is then EAGLE-2's. ``None``: raised on.
+        whole: [B] bool: requests whose trees are EAGLE-2's all the same; ``None``: none.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class TreeGrowth:
         batch: int,
         device: torch.device | str,
         failed: Callable[[Exception], None] | None = None,
+        whole: Tensor | None = None,
     ) -> None:
         self._policy = policy
         self._failed = failed
+        self._whole = whole
         # Copied only on demand: a layer brings its whole ancestry.
         self._reads_parent = getattr(policy, "reads_parent", False)
         self._shape = shape
@@ -171,16 +174,17 @@ class TreeGrowth:
 
     def _grown(self, layer: TreeLayer) -> Growth:
         """The policy's decision; where it fails, EAGLE-2's on this layer and all others."""
-        if self._failed is None:
-            return grown(self._policy, layer)
         try:
-            return grown(self._policy, layer)
+            growth = grown(self._policy, layer)
         except Exception as error:
+            if self._failed is None:
+                raise
             self._failed(error)
-        self._policy = EAGLE2()
-        self._keys = [_live(self._policy.grow(layer).key, layer) for layer in self._layers]
-        self._verify = [None] * len(self._layers)
-        return self._policy.grow(layer)
+            self._policy = EAGLE2()
+            self._keys = [_live(self._policy.grow(layer).key, layer) for layer in self._layers]
+            self._verify = [None] * len(self._layers)
+            return self._policy.grow(layer)
+        return growth if self._whole is None else _mixed(self._whole, growth, EAGLE2().grow(layer))
 
     # -- the books ------------------------------------------------------------------------
 
@@ -240,6 +244,16 @@ class TreeGrowth:
         above = self._ancestor_rows.gather(1, row[:, :, None].expand(-1, -1, depth))
         own = torch.arange(topk, device=self.device).expand(self.batch, topk)
         self._ancestor_rows = torch.cat((above, own[:, :, None]), dim=2)
+
+
+def _mixed(whole: Tensor, growth: Growth, full: Growth) -> Growth:
+    """``full`` for the requests that are ``whole`` [B], ``growth`` for the others."""
+    of_node = whole[:, None, None]
+    return Growth(
+        key=torch.where(of_node, full.key, growth.key),
+        expand=torch.where(of_node, full.expand, growth.expand),
+        verify=None if growth.verify is None else growth.verify | of_node,
+    )
 
 
 def _live(key: Tensor, layer: TreeLayer) -> Tensor:

@@ -12,25 +12,23 @@ Legend: B requests, W beam rows, K topk, N nodes of a tree, V draft vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_c2t.config import ConfigError
+from sglang_c2t.draft.gate import Gate
 from sglang_c2t.draft.growth import PER_NODE, Beams, TreeGrowth, node_margins
-from sglang_c2t.draft.relay import FirstTokenRelay
+from sglang_c2t.draft.slots import FirstLayer
 from sglang_c2t.draft_layer import measure
 from sglang_c2t.kernels.gate import GateProgram, Judged, judge_layer
-from sglang_c2t.policies.base import Gate, Growth, TreeLayer, TreePolicy, TreeShape
+from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
-from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
 from sglang_c2t.tree import Trees, within_budget
 
 
-class TreeGate(FirstTokenRelay):
+class TreeGate(Gate):
     """Grows the trees of a batch with the policy.
 
     Args:
@@ -38,7 +36,7 @@ class TreeGate(FirstTokenRelay):
         shape: How large trees may become.
         max_rows: Nodes of the whole batch that one target forward may verify, roots
             included (each request keeps its root); ``None``: no limit.
-        relay: See :class:`~sglang_c2t.draft.relay.FirstTokenRelay`.
+        parts: See :class:`~sglang_c2t.draft.gate.Gate`.
 
     Raises:
         ConfigError: The policy's trees do not fit into ``shape``.
@@ -50,11 +48,10 @@ class TreeGate(FirstTokenRelay):
         shape: TreeShape,
         *,
         max_rows: int | None = None,
-        **relay: Any,
+        **parts: Any,
     ) -> None:
-        super().__init__(policy, topk=shape.topk, **relay)
+        super().__init__(policy, topk=shape.topk, **parts)
         policy.check(shape)
-        self._policy = self._with_live_beta(policy)
         self._shape = shape
         self._max_rows = max_rows
         self._growth: TreeGrowth
@@ -63,38 +60,36 @@ class TreeGate(FirstTokenRelay):
         self._judged: Judged | None = None
 
     def switch(self, policy: TreePolicy, *, captured: bool) -> None:
-        """Ask another policy; see :meth:`FirstTokenRelay.switch`.
+        """Ask another policy; see :meth:`ServedPolicy.switch`.
 
         In captured graphs trees must also grow by the same rule.
         """
         policy.check(self._shape)
-        if captured and _rule(policy) != _rule(self._policy):
+        if captured and _rule(policy) != _rule(self.served.policy):
             raise ConfigError(
                 f"policy {policy.name} grows trees by another rule than the one that CUDA graphs "
                 "were captured with: start the server with it"
             )
         super().switch(policy, captured=captured)
-        self._policy = self._with_live_beta(policy)
-
-    def _with_live_beta(self, policy: TreePolicy) -> TreePolicy:
-        """The policy, its threshold read from the program's memory: a captured graph would
-        keep a number for ever.
-        """
-        if self._program is None or not isinstance(policy, (GatedTree, GatedEAGLE2)):
-            return policy
-        live: Any = _LiveBeta(policy.gate, self._program)
-        return replace(policy, gate=live)
 
     def begin(self, slots: Tensor) -> None:
         """Start a step for the requests in ``slots`` [B]."""
-        self._rows, self._judged = self._begin(slots), None
-        # An exploring step records what any policy could have chosen.
-        policy: Any = EAGLE2() if self.exploring else self._policy
-        whole = self._whole_of(slots)
-        if whole is not None:
-            policy = _WholeFor(whole, policy)
-        failed = partial(self._fall_back, self._policy)
-        self._growth = TreeGrowth(policy, self._shape, len(slots), slots.device, failed)
+        self._start()
+        self._rows, self._judged = {}, None
+        self._first: FirstLayer | None = None
+        if self.program is None:
+            self._rows = self._measured_first(slots)
+        else:
+            self._first = self.first_tokens.judged(slots)
+        self._growth = TreeGrowth(
+            # An exploring step records what any policy could have chosen.
+            EAGLE2() if self.exploring else self.served.policy,
+            self._shape,
+            len(slots),
+            slots.device,
+            failed=self._fall_back,
+            whole=self.opt_outs.whole(slots),
+        )
 
     def observe(
         self, logits: Tensor, hidden: Tensor | None = None, token_map: Tensor | None = None
@@ -130,12 +125,26 @@ class TreeGate(FirstTokenRelay):
                 "entropy": judged.entropy,
                 "margin": judged.margin.flatten(),
                 "confidence": judged.confidence.flatten(),
+                "keep": judged.keep.flatten(),
             }
             return self._growth.add(judged.tokens.view(shape), judged.prob.view(shape), measured)
+        if self.program is not None:
+            return self._growth.add(tokens, prob, self._judged_first(self.program))
         measured = {name: v for name, v in self._rows.items() if name not in {"prob", *PER_NODE}}
         if "margin" in self._names:
             measured["margin"] = node_margins(prob.flatten(0, 1))
         return self._growth.add(tokens, prob, measured)
+
+    def _judged_first(self, program: GateProgram) -> dict[str, Tensor]:
+        """What the program said of the first layer when the step before ended."""
+        assert self._first is not None, "no step began"
+        confidence = self._first.confidence.T.flatten()  # [B * K]
+        return {
+            "entropy": self._first.entropy,
+            "margin": self._first.margin.T.flatten(),
+            "confidence": confidence,
+            "keep": confidence >= program.beta,  # by now it may be another
+        }
 
     @property
     def batch(self) -> int:
@@ -182,38 +191,3 @@ class TreeGate(FirstTokenRelay):
 def _rule(policy: TreePolicy) -> tuple[type, int | None]:
     """What of a policy a captured graph holds beyond the gate's data."""
     return type(policy), getattr(policy, "layer_limit", None)
-
-
-class _LiveBeta:
-    """A gate whose threshold is data in device memory."""
-
-    def __init__(self, gate: Gate, program: GateProgram) -> None:
-        self._gate = gate
-        self._program = program
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._gate, name)
-
-    @property
-    def beta(self) -> Tensor:
-        return self._program.beta
-
-
-class _WholeFor:
-    """EAGLE-2's trees for requests that opted out, ``whole`` [B], the policy's for the others."""
-
-    def __init__(self, whole: Tensor, policy: TreePolicy) -> None:
-        self._whole = whole
-        self._policy = policy
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
-    def grow(self, layer: TreeLayer) -> Growth:
-        own, all_of_it = self._policy.grow(layer), EAGLE2().grow(layer)
-        whole = self._whole[:, None, None]
-        return Growth(
-            key=torch.where(whole, all_of_it.key, own.key),
-            expand=torch.where(whole, all_of_it.expand, own.expand),
-            verify=None if own.verify is None else own.verify | whole,
-        )

@@ -56,6 +56,11 @@ class _Gated:
         values = self.gate.confidence(layer.nodes) if known is None else known
         return layer.grid(values).float()
 
+    def passes(self, layer: TreeLayer) -> Tensor:
+        """[B, W, K] bool: the gate believes in the node; a kernel knows its own threshold."""
+        known = layer.nodes.measured.get("keep")
+        return self.confidence(layer) >= self.gate.beta if known is None else layer.grid(known)
+
 
 @dataclass(frozen=True)
 class GatedTree(_Gated):
@@ -74,9 +79,8 @@ class GatedTree(_Gated):
 
     def grow(self, layer: TreeLayer) -> Growth:
         """The confident ones enter and go on."""
-        confidence = self.confidence(layer)
-        passed = (confidence >= self.gate.beta) & layer.grid(layer.nodes.alive)
-        key = confidence.masked_fill(~passed, -torch.inf)
+        passed = self.passes(layer) & layer.grid(layer.nodes.alive)
+        key = self.confidence(layer).masked_fill(~passed, -torch.inf)
         if self.layer_limit is not None:
             key = key.masked_fill(_rank(key) >= self.layer_limit, -torch.inf)
         return Growth(key=key, expand=key)
@@ -93,8 +97,7 @@ class GatedEAGLE2(_Gated):
 
     def grow(self, layer: TreeLayer) -> Growth:
         """Rank by joint probability; the gate has the second word."""
-        verify = self.confidence(layer) >= self.gate.beta
-        return Growth(key=layer.joint, expand=layer.joint, verify=verify)
+        return Growth(key=layer.joint, expand=layer.joint, verify=self.passes(layer))
 
 
 def _rank(key: Tensor) -> Tensor:

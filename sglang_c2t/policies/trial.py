@@ -1,7 +1,7 @@
 """Asking a policy once, about drafts that nobody made, before it serves any.
 
 What fails here fails always, and is refused while somebody looks; what fails later falls back
-to whole drafts (:mod:`sglang_c2t.draft.relay`).
+to whole drafts (:mod:`sglang_c2t.draft.served`).
 """
 
 from __future__ import annotations

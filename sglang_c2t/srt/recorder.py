@@ -27,7 +27,7 @@ from sglang_c2t.classifier.recording import MEASURED, RecordingWriter
 from sglang_c2t.classifier.request_names import new_key, recorded_id
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft.chain import matched_drafts
-from sglang_c2t.draft.relay import Exploration
+from sglang_c2t.draft.gate import Exploration
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.policies.base import TreeLayer
 from sglang_c2t.srt.hooks.reporting import BEFORE_REPORT, RECORDING

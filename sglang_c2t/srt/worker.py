@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sglang_c2t.config import C2TConfig, ConfigError, active
 from sglang_c2t.draft.chain import ChainGate
-from sglang_c2t.draft.relay import FirstTokenRelay
+from sglang_c2t.draft.gate import Gate
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies import policy_for
 from sglang_c2t.policies.base import TreeShape
@@ -70,7 +70,7 @@ class WorkerMixin:
             config.max_verify_rows,
         )
 
-    def _gate_maker(self) -> Callable[..., FirstTokenRelay]:
+    def _gate_maker(self) -> Callable[..., Gate]:
         """The gate, still to be given its request table."""
         raise NotImplementedError
 
@@ -173,7 +173,7 @@ class ChainWorkerMixin(WorkerMixin):
         super().__init__(*args, **kwargs)
         self._draft_worker.draft_steps = self._config.draft_steps
 
-    def _gate_maker(self) -> Callable[..., FirstTokenRelay]:
+    def _gate_maker(self) -> Callable[..., Gate]:
         return partial(
             ChainGate,
             policy_for(self._config, self._shape),
@@ -205,7 +205,7 @@ class TreeWorkerMixin(WorkerMixin):
 
     _draft_worker: TreeDraftMixin
 
-    def _gate_maker(self) -> Callable[..., FirstTokenRelay]:
+    def _gate_maker(self) -> Callable[..., Gate]:
         return partial(
             TreeGate,
             policy_for(self._config, self._shape),

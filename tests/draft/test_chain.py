@@ -10,19 +10,20 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_c2t.config import C2TConfig, ConfigError
-from sglang_c2t.draft import chain, relay
+from sglang_c2t.draft import chain
+from sglang_c2t.draft import gate as parts
 from sglang_c2t.draft.chain import (
     ChainGate,
     matched_drafts,
     truncated_chains,
 )
-from sglang_c2t.draft.relay import Exploration
+from sglang_c2t.draft.gate import Exploration
 from sglang_c2t.draft_layer import HISTORY, measure
 from sglang_c2t.kernels.gate import Judged, judge_layer
 from sglang_c2t.policies import DraftLayer, build_policy
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
-from sglang_c2t.policies.fused import fused_gate
+from tests.draft.own_rules import in_torch
 from tests.gpu import gpu
 
 # A batch of verify lengths and the width of a full chain; empty batch, all 1, all full included.
@@ -265,10 +266,17 @@ def policy_of(name: str) -> Any:
 
 
 def fused(policy: Any, **options: Any) -> ChainGate:
-    """A gate that asks the kernel, here its twin in torch."""
-    program = fused_gate(policy, "cpu")
-    assert program is not None
-    return ChainGate(policy, **{"num_slots": 9, "device": "cpu", "program": program, **options})
+    """A gate that asks the policy's program, here the kernel's twin."""
+    gate = ChainGate(policy, **{"num_slots": 9, "device": "cpu", **options})
+    assert gate.served.program is not None
+    return gate
+
+
+def plain(policy: Any, **options: Any) -> ChainGate:
+    """A gate that asks the rule itself."""
+    gate = ChainGate(in_torch(policy), **{"num_slots": 9, "device": "cpu", **options})
+    assert gate.served.program is None
+    return gate
 
 
 def draft_logits(*shape: int, seed: int) -> torch.Tensor:
@@ -278,7 +286,7 @@ def draft_logits(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", GATES)
 def test_a_program_decides_as_its_policy(name: str) -> None:
     """Over steps of different requests in different places, all lengths and early exits."""
-    gates = fused(policy_of(name)), ChainGate(policy_of(name), num_slots=9, device="cpu")
+    gates = fused(policy_of(name)), plain(policy_of(name))
     seen = set()
     steps = [([3, 1, 7], [1, 3]), ([1, 7, 3, 5], [5]), ([5, 8, 0, 0], [8]), ([8], []), ([7, 3], [])]
     for seed, (slots, joining) in enumerate(steps):
@@ -314,7 +322,7 @@ def test_a_layer_is_one_call_of_the_kernel_and_nothing_else(
         return judge_layer(*args, **kwargs)
 
     gate, slots = fused(DyJoint()), torch.arange(batch)
-    for module in (chain, relay):
+    for module in (chain, parts):
         monkeypatch.setattr(module, "judge_layer", counted)
     gate.relay_first_token(slots, draft_logits(batch, seed=0))
     gate.begin(slots)
@@ -413,18 +421,18 @@ def test_captured_graphs_take_new_weights_but_no_other_network() -> None:
             gate.switch(build_policy(C2TConfig(policy=name)), captured=True)
     assert gate.program.beta.item() == pytest.approx(0.9)
     with pytest.raises(ConfigError, match="cannot take over in captured CUDA graphs"):
-        ChainGate(DyJoint(0.5), num_slots=2, device="cpu").switch(DyJoint(0.4), captured=True)
+        plain(DyJoint(0.5)).switch(DyJoint(0.4), captured=True)
 
 
 def test_a_policy_that_reads_what_was_not_measured_yet_decides_badly_for_one_step_only() -> None:
-    gate, slots = ChainGate(DyJoint(0.3), num_slots=5, device="cpu"), torch.arange(5)
+    gate, slots = plain(DyJoint(0.3)), torch.arange(5)
     gate.join(slots, draft_logits(5, seed=0))
-    gate.switch(policy_of("c2t-plus"), captured=False)
+    gate.switch(in_torch(policy_of("c2t-plus")), captured=False)
     gate.begin(slots)  # the margins of these first tokens are unknown
     first = draft_logits(5, seed=3)
     gate.relay_first_token(slots, first)
     gate.begin(slots)
-    expected = run_gate(ChainGate(policy_of("c2t-plus"), num_slots=5, device="cpu"), first[None])
+    expected = run_gate(plain(policy_of("c2t-plus")), first[None])
     assert gate.verify_lens.tolist() == expected.tolist()
 
 
@@ -435,35 +443,35 @@ def test_drafts_of_requests_that_opted_out_stay_whole(
 ) -> None:
     """By the slot's last request; the others are judged as if there were none."""
     num, layers = len(answers), draft_logits(3, max(len(answers), 1), seed=4)[:, : len(answers)]
-    make = fused if program else ChainGate
-    gate, plain = (make(DyJoint(0.2), num_slots=max(num, 9), device="cpu") for _ in range(2))
+    make = fused if program else plain
+    gate, other = (make(DyJoint(0.2)) for _ in range(2))
     for request in (0, 1):
-        gate.opt(range(num), [answer[request] for answer in answers])
+        gate.opt_outs.admit(range(num), [answer[request] for answer in answers])
     out = [answer[1] for answer in answers]
-    assert gate.anyone_opted_out == any(out)
-    alone = run_gate(plain, layers).tolist()
+    assert gate.opt_outs.any == any(out)
+    alone = run_gate(other, layers).tolist()
     assert run_gate(gate, layers).tolist() == [
         4 if opted else length for opted, length in zip(out, alone, strict=True)
     ]
-    assert gate.any_alive() == (any(out) or plain.any_alive())
+    assert gate.any_alive() == (any(out) or other.any_alive())
 
 
 @pytest.mark.parametrize("program", [False, True])
 def test_a_batch_goes_on_drafting_while_anybody_in_it_opted_out(program: bool) -> None:
     """Else its drafts would be placeholders from the layer on at which the others end."""
-    make = fused if program else ChainGate
     seen = []
 
     def agree(alive: torch.Tensor) -> torch.Tensor:
         seen.append(alive.tolist())
         return alive
 
-    gate = make(DyJoint(1.1), num_slots=9, device="cpu", agree=agree)  # which keeps nothing
-    gate.opt([2, 5], [True, False])
+    rules = [DyJoint(beta) if program else in_torch(DyJoint(beta)) for beta in (1.1, 1.2)]
+    gate = ChainGate(rules[0], num_slots=9, device="cpu", agree=agree)  # which keeps nothing
+    gate.opt_outs.admit([2, 5], [True, False])
     gate.join(torch.arange(9), draft_logits(9, seed=0))
     for switched in (False, True):
         if switched:
-            gate.switch(DyJoint(1.2), captured=False)
+            gate.switch(rules[1], captured=False)
         for slots, someone in (([5, 2, 7], True), ([5, 7, 3], False)):
             gate.begin(torch.tensor(slots))
             assert gate.any_alive() == someone
@@ -471,7 +479,7 @@ def test_a_batch_goes_on_drafting_while_anybody_in_it_opted_out(program: bool) -
             assert gate.any_alive() == someone
             assert gate.verify_lens.tolist() == [3 if slot == 2 else 1 for slot in slots]
     assert seen[0] == [0, 1, 0]  # rank 0's word on it, like on everything
-    gate.opt([2], [False])  # by the slot's next request
+    gate.opt_outs.admit([2], [False])  # by the slot's next request
     gate.begin(torch.tensor([5, 2, 7]))
     assert not gate.any_alive()
 
@@ -483,7 +491,7 @@ def test_a_token_exactly_at_the_threshold_is_kept(program: bool, depth: int) -> 
     logits = draft_logits(2, 3, seed=0)
     logits[2 - depth] *= 100  # the other layer is certain
     policy = DyMax(measure(logits[depth - 1], [])["prob"][1].item())
-    gate = (fused if program else ChainGate)(policy, num_slots=3, device="cpu")
+    gate = (fused if program else plain)(policy)
     if gate.program is not None:
         judged = judge_layer(logits[depth - 1], gate.program, depth=depth, topk=1)
         gate.program.set_beta(judged.confidence[1].item())
@@ -513,10 +521,7 @@ def test_without_a_recorder_ranks_ask_nobody_when_to_explore() -> None:
 def test_exploring_steps_are_measured_in_torch_and_the_others_by_the_program(name: str) -> None:
     """Recordings do not depend on the machine, and requests may change between the kinds."""
     explored = False, True, False, True, False
-    gates = [
-        make(policy_of(name), num_slots=9, device="cpu", exploration=Scheduled(*explored))
-        for make in (fused, ChainGate)
-    ]
+    gates = [make(policy_of(name), exploration=Scheduled(*explored)) for make in (fused, plain)]
     batches = [0, 1, 2], [2, 0, 4], [4, 1, 0], [1, 2, 4], [0, 1, 2]
     for seed, (explores, slots) in enumerate(zip(explored, batches, strict=True)):
         here = torch.tensor(slots)
@@ -568,7 +573,7 @@ def test_a_captured_step_decides_as_the_policy_in_torch(name: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    slow = ChainGate(policy_of(name), num_slots=9, device="cpu")
+    slow = plain(policy_of(name))
     for seed in range(1, 6):
         here = torch.randperm(8, generator=torch.Generator().manual_seed(seed))[:4] + 1
         first, later = draft_logits(4, seed=10 * seed), draft_logits(depth, batch, seed=seed)

@@ -19,7 +19,6 @@ from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies.base import DraftLayer, Growth, TreeLayer, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.eagle2 import EAGLE2
-from sglang_c2t.policies.fused import fused_gate
 from sglang_c2t.tree import Trees
 
 BATCH, STEPS, VOCABULARY = 3, 4, 20
@@ -80,7 +79,7 @@ def tree_step(policy: Any, *, seed: int, whole: Sequence[int] = ()) -> tuple[Tre
     """The trees of one step."""
     torch.manual_seed(seed)
     gate = TreeGate(policy, SHAPE, num_slots=8, device="cpu")
-    gate.opt(range(BATCH), [row in whole for row in range(BATCH)])
+    gate.opt_outs.admit(range(BATCH), [row in whole for row in range(BATCH)])
     slots = torch.arange(BATCH)
     gate.relay_first_token(slots, torch.randn(BATCH, VOCABULARY))
     gate.begin(slots)
@@ -141,7 +140,7 @@ def test_the_first_failure_of_a_policy_is_one_log_line(caplog: pytest.LogCapture
 
 def test_in_a_cuda_graph_a_failure_is_refused_for_it_would_be_replayed() -> None:
     gate = chain_gate(Failing({1: ValueError("no")}))
-    gate.capturing = True
+    gate.served.capturing = True
     with pytest.raises(ConfigError, match="fails in a CUDA graph: ValueError: no; choose another"):
         chain_step(gate)
 
@@ -210,10 +209,8 @@ def test_a_refused_policy_leaves_all_of_the_old_one_in_place() -> None:
         def keep(self, layer: DraftLayer) -> Tensor:
             return layer.measured["margin"] > 0
 
-    gate = ChainGate(
-        DyJoint(0.5), num_slots=8, device="cpu", program=fused_gate(DyJoint(0.5), "cpu")
-    )
+    gate = chain_gate(DyJoint(0.5))
     with pytest.raises(ConfigError, match="cannot take over in captured CUDA graphs"):
         gate.switch(Margin(), captured=True)
-    assert gate._needs == frozenset()
+    assert gate.served.needs == frozenset()
     assert gate.program is not None

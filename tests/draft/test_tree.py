@@ -10,23 +10,22 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.config import C2TConfig, ConfigError
-from sglang_c2t.draft import relay
+from sglang_c2t.draft import gate as parts
 from sglang_c2t.draft import tree as tree_gate
+from sglang_c2t.draft.gate import Exploration
 from sglang_c2t.draft.growth import TreeGrowth, node_margins
-from sglang_c2t.draft.relay import Exploration
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.draft_layer import measure
 from sglang_c2t.kernels.gate import Judged, judge_layer
 from sglang_c2t.policies import build_tree_policy
 from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
-from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.fork import Fork
-from sglang_c2t.policies.fused import fused_gate
 from sglang_c2t.policies.gated_tree import GatedTree
 from sglang_c2t.tree import Trees, within_budget
 from tests.doubles import double
+from tests.draft.own_rules import in_torch
 
 VOCAB = 12
 SHAPE = TreeShape(topk=3, num_steps=3, num_draft_tokens=9)
@@ -154,6 +153,11 @@ def test_a_first_layer_nobody_measured_counts_as_certain() -> None:
     gate = gate_of(policy)
     run_step(gate, torch.tensor([3]), logits(1, 0))
     assert policy.seen[0].entropy.unique().tolist() == [0.0]
+    judged = gate_of(gated("c2t"))
+    assert judged.program is not None
+    judged.program.set_beta(1.0)
+    trees, _ = run_step(judged, torch.tensor([3]), logits(1, 0))
+    assert (trees.depth == 1).sum() == SHAPE.topk
 
 
 # -- what is verified ---------------------------------------------------------------------
@@ -281,10 +285,10 @@ def gated(name: str) -> TreePolicy:
 
 
 def fused(policy: TreePolicy, **options: Any) -> TreeGate:
-    """A gate that asks the kernel, here its twin in torch."""
-    program = fused_gate(policy, "cpu", topk=SHAPE.topk)
-    assert program is not None
-    return gate_of(policy, program=program, **options)
+    """A gate that asks the policy's program, here the kernel's twin."""
+    gate = gate_of(policy, **options)
+    assert gate.served.program is not None
+    return gate
 
 
 def nonsense(of: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,13 +300,13 @@ def nonsense(of: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", GATED)
 def test_a_program_grows_its_policys_trees(name: str) -> None:
     """Behind the first layer from the draft logits alone, over steps of other requests."""
-    gates = fused(gated(name)), gate_of(gated(name))
+    gates = fused(gated(name)), gate_of(in_torch(gated(name)))
     sizes = set()
     for seed, slots in enumerate(([1, 5], [5, 3], [0, 1])):
         here, first = torch.tensor(slots), 2 * logits(2, seed)
         done = []
         for gate in gates:
-            gate.relay_first_token(here[seed > 1 :], first[seed > 1 :])  # 0 joins unmeasured
+            gate.relay_first_token(here, first)
             offered = nonsense if gate.program is not None else choices
             done.append(run_step(gate, here, first, seed=10 * seed, offered=offered))
         (mine, my_keys), (theirs, their_keys) = done
@@ -314,25 +318,25 @@ def test_a_program_grows_its_policys_trees(name: str) -> None:
 
 
 def test_the_policy_sees_what_a_program_measured() -> None:
-    """The same numbers that torch measures, and the gate's confidence beside them."""
-    policies = Scripted(needs=frozenset({"margin"})), Scripted(needs=frozenset({"margin"}))
-    program = fused_gate(GatedTree(DyMax()), "cpu")
+    """The same numbers that torch measures, in the first layer too, and the program's verdict."""
+    policy: Any = gated("c2t-plus")
     slots, first = torch.tensor([1, 5]), logits(2, 0)
-    for policy, options in zip(policies, ({"program": program}, {}), strict=True):
-        gate = gate_of(policy, **options)
+    gates = fused(policy), gate_of(in_torch(policy))
+    for gate in gates:
         gate.join(slots, first)
         run_step(gate, slots, first)
-    for depth, (mine, theirs) in enumerate(zip(*(p.seen for p in policies), strict=True), start=1):
+    for mine, theirs in zip(*(gate.layers for gate in gates), strict=True):
         for name in ("prob", "joint", "entropy", "alive"):
-            here, there = getattr(mine.nodes, name), getattr(theirs.nodes, name)
-            torch.testing.assert_close(here, there)
-        margins = [layer.nodes.measured["margin"] for layer in (mine, theirs)]
-        torch.testing.assert_close(*margins, rtol=1e-5, atol=1e-5)
-        # The first layer is SGLang's, and nobody but the policy has judged it.
-        confidence = mine.nodes.measured.get("confidence")
-        assert (confidence is None) == (depth == 1)
-        if confidence is not None:
-            assert torch.equal(confidence, mine.nodes.prob)
+            torch.testing.assert_close(getattr(mine.nodes, name), getattr(theirs.nodes, name))
+        told, measured = mine.nodes.measured, theirs.nodes.measured
+        close = {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(told["margin"], measured["margin"], **close)
+        assert "confidence" not in measured
+        torch.testing.assert_close(
+            told["confidence"], policy.gate.confidence(theirs.nodes), **close
+        )
+        alive = mine.nodes.alive
+        assert torch.equal(told["keep"] & alive, (told["confidence"] >= policy.gate.beta) & alive)
 
 
 def test_a_program_speaks_of_the_targets_tokens() -> None:
@@ -340,7 +344,7 @@ def test_a_program_speaks_of_the_targets_tokens() -> None:
     policy, token_map = gated("dyjoint"), torch.arange(VOCAB) * 7 + 100
     slots, first = torch.tensor([1, 5]), logits(2, 0)
     trees = []
-    for gate, offered in ((fused(policy), nonsense), (gate_of(policy), choices)):
+    for gate, offered in ((fused(policy), nonsense), (gate_of(in_torch(policy)), choices)):
         gate.join(slots, first)
         trees.append(run_step(gate, slots, first, offered=offered, token_map=token_map)[0])
     assert same(*trees)
@@ -357,7 +361,7 @@ def test_a_layer_is_one_call_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
 
     gate = fused(gated("c2t-log"))
     slots, first = torch.tensor([1, 5]), logits(2, 0)
-    for module in (tree_gate, relay):
+    for module in (tree_gate, parts):
         monkeypatch.setattr(module, "judge_layer", counted)
         monkeypatch.setattr(module, "measure", lambda of, *_, **__: torch_calls.append(of))
     gate.relay_first_token(slots, first)
@@ -369,7 +373,7 @@ def test_a_layer_is_one_call_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
 def test_exploring_trees_are_eagle2s_and_measured_in_torch() -> None:
     slots, first = torch.tensor([1, 5]), logits(2, 0)
     gate = fused(gated("dyjoint"), exploration=Scheduled(True, False))
-    plain = gate_of(gated("dyjoint"), exploration=Scheduled(True, False))
+    plain = gate_of(in_torch(gated("dyjoint")), exploration=Scheduled(True, False))
     for each in (gate, plain):
         each.join(slots, first)
         assert each.program is None
@@ -458,14 +462,14 @@ def test_captured_trees_keep_the_rule_they_grow_by() -> None:
 @pytest.mark.parametrize("program", [False, True])
 def test_trees_of_requests_that_opted_out_are_eagle2s(program: bool) -> None:
     slots, first = torch.tensor([3, 1]), logits(2, 1)
-    gate = (fused if program else gate_of)(gated("c2t-log"))
+    gate = fused(gated("c2t-log")) if program else gate_of(in_torch(gated("c2t-log")))
     alone = relayed_step(gate, slots, first)
-    gate.opt([1], [True])
+    gate.opt_outs.admit([1], [True])
     both, whole = relayed_step(gate, slots, first), eagle2_trees(slots, first)
     assert both.num_nodes.tolist() == [alone.num_nodes[0], whole.num_nodes[1]]
     assert torch.equal(both.tokens[0], alone.tokens[0])
     assert torch.equal(both.tokens[1], whole.tokens[1])
-    gate.opt([1], [False])
+    gate.opt_outs.admit([1], [False])
     assert same(relayed_step(gate, slots, first), alone)
 
 

@@ -79,7 +79,7 @@ class ChainDraftMixin(DraftWatcher):
         """Layers to draft: all where somebody reads all."""
         if self.depth is None or self.gate.exploring:
             return self._all_steps
-        if self.gate.anyone_opted_out and any(map(opts_out, batch.reqs)):
+        if self.gate.opt_outs.any and any(map(opts_out, batch.reqs)):
             return self._all_steps
         return self.depth.steps
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_c2t.draft.relay import Exploration, FirstTokenRelay
+from sglang_c2t.draft.gate import Exploration, Gate
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.hooks.requests import opts_out
@@ -33,7 +33,7 @@ from sglang_c2t.srt.verify.lookback import Lookback
 class DraftWatcher:
     """Reads the draft logits of one of SGLang's draft workers for a gate."""
 
-    gate: FirstTokenRelay
+    gate: Gate
 
     lookback: Lookback
 
@@ -43,19 +43,17 @@ class DraftWatcher:
     drafted_rows: int
     """Rows of a request, root included, that the step in progress drafts at most."""
 
-    _make_gate: Callable[..., FirstTokenRelay]
+    _make_gate: Callable[..., Gate]
     _exploration: Exploration | None
     _watcher: Callable[[Any, Callable[[], Any]], Any] | None
     _reads_host = True
     """Whether the draft loop may look at what it has drafted: not in a CUDA graph."""
 
-    def watch(
-        self, make_gate: Callable[..., FirstTokenRelay], exploration: Exploration | None
-    ) -> None:
+    def watch(self, make_gate: Callable[..., Gate], exploration: Exploration | None) -> None:
         """Start watching the draft runner.
 
         ``make_gate`` takes the keyword arguments of
-        :class:`~sglang_c2t.draft.relay.FirstTokenRelay` once the request table exists.
+        :class:`~sglang_c2t.draft.gate.Gate` once the request table exists.
         """
         self._make_gate = make_gate
         self._exploration = exploration
@@ -111,7 +109,7 @@ class DraftWatcher:
         with (
             compat.swapped(self, "_reads_host", False),
             compat.swapped(self.gate, "exploring", False),
-            compat.swapped(self.gate, "capturing", True),
+            compat.swapped(self.gate.served, "capturing", True),
         ):
             yield
 
@@ -146,7 +144,7 @@ class DraftWatcher:
             )
         if not batch.forward_mode.is_idle():
             slots = [compat.request_slot(req) for req in batch.reqs]
-            self.gate.opt(slots, [opts_out(req) for req in batch.reqs])
+            self.gate.opt_outs.admit(slots, [opts_out(req) for req in batch.reqs])
             with GATE_CLOCK:
                 self.gate.join(batch.req_pool_indices, *output())
         return result

@@ -1,0 +1,161 @@
+"""The gate of a server's batch: what chains and trees share, put together from its parts.
+
+A step goes ``begin`` (judge what was relayed), ``observe`` once per drafted layer, and at its end
+``relay_first_token``, which measures the first layer of the next step. Chains (``chain.py``) and
+trees (``tree.py``) say what is done with a judged layer.
+
+Knows nothing of SGLang.
+
+Legend: B requests, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_c2t.draft.served import ServedPolicy
+from sglang_c2t.draft.slots import FirstTokens, OptOuts
+from sglang_c2t.draft_layer import measure
+from sglang_c2t.kernels.gate import GateProgram, judge_layer
+
+
+class Exploration:
+    """Which steps verify full drafts so that they can be recorded. Here: none.
+
+    A gate that ends drafts hides exactly the tokens it distrusts; labels are only
+    uncensored in steps it does not touch.
+    """
+
+    names: frozenset[str] = frozenset()
+    """What to measure in an exploring step beyond the policy's needs."""
+
+    def next_step_explores(self) -> bool:
+        """Asked once per step, before the first token of the next step is measured."""
+        return False
+
+
+class Gate:
+    """Judges the drafts of a batch, layer by layer.
+
+    Args:
+        policy: See :class:`~sglang_c2t.draft.served.ServedPolicy`.
+        num_slots: Rows of SGLang's ``req_to_token`` table.
+        device: Where draft logits live.
+        topk: Children per row.
+        exploration: Which steps are left whole.
+        agree: Makes an integer tensor equal on all tensor-parallel ranks, in place or not,
+            and returns it. Identity on one rank.
+        recording: Whether some rank explores; only one of them knows when.
+
+    Raises:
+        ConfigError: The policy cannot be served.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        *,
+        num_slots: int,
+        device: torch.device | str,
+        topk: int = 1,
+        exploration: Exploration | None = None,
+        agree: Callable[[Tensor], Tensor] = lambda decision: decision,
+        recording: bool = False,
+    ) -> None:
+        self.served = ServedPolicy(policy, device=device, topk=topk)
+        self.first_tokens = FirstTokens(num_slots, device, topk)
+        self.opt_outs = OptOuts(num_slots, device)
+        self._exploration = exploration or Exploration()
+        self._agree = agree
+        self._recording = recording
+        self._topk = topk
+        self._reserve()
+        self.fell_back = False
+        """Whether the policy failed in the step in progress, so that nothing more is cut."""
+        self._names: frozenset[str] = frozenset()  # measured in the step in progress
+        self.exploring = self._explores()
+        """Whether the step in progress, or behind its last token the next one, verifies full
+        drafts."""
+
+    @property
+    def program(self) -> GateProgram | None:
+        """What judges the step in progress; ``None``: the policy, or nobody as it explores."""
+        return None if self.exploring else self.served.program
+
+    def switch(self, policy: Any, *, captured: bool) -> None:
+        """Ask another policy; see :meth:`ServedPolicy.switch`."""
+        self.served.switch(policy, captured=captured)
+        self._reserve()
+
+    def join(self, slots: Tensor, logits: Tensor, hidden: Tensor | None = None) -> None:
+        """Requests [B] enter with the logits [B, V] of the first token behind their prompt.
+
+        Everything is measured, because it is not known yet which kind of step comes next.
+        """
+        self._relay(slots, logits, hidden, self._exploration.names)
+
+    def relay_first_token(
+        self, slots: Tensor, logits: Tensor, hidden: Tensor | None = None
+    ) -> None:
+        """Remember what there is to know of each request's next first layer.
+
+        ``slots`` is [B] (``req_pool_indices``), ``logits`` [B, V] of the draft, ``hidden``
+        [B, H] its hidden state.
+        """
+        self.exploring = self._explores()
+        self._relay(slots, logits, hidden, self._extra_names)
+
+    def first_tokens_complete(self, slots: Tensor) -> Tensor:
+        """[B] bool: the first tokens of this step carry all that exploration measures."""
+        return self.first_tokens.get("complete", slots).bool()
+
+    @property
+    def _extra_names(self) -> frozenset[str]:
+        return self._exploration.names if self.exploring else frozenset()
+
+    def _start(self) -> None:
+        """A step starts."""
+        self.fell_back = False
+        self._names = self.served.needs | self._extra_names
+
+    def _measured_first(self, slots: Tensor) -> dict[str, Tensor]:
+        """What torch measured of the first tokens of ``slots`` [B], by name."""
+        names = ("prob", "entropy", *self._names)
+        return {name: self.first_tokens.get(name, slots) for name in names}
+
+    def _fall_back(self, error: Exception) -> None:
+        """The policy raised: for the rest of the step nothing is cut."""
+        self.served.failed(error)
+        self.fell_back = True
+
+    def _explores(self) -> bool:
+        explores = self._exploration.next_step_explores()
+        if self._recording:
+            flag = torch.tensor([int(explores)], device=self.first_tokens.device)
+            explores = bool(self._agree(flag))  # once per step, and only while recording
+        return explores
+
+    def _relay(
+        self, slots: Tensor, logits: Tensor, hidden: Tensor | None, extra: frozenset[str]
+    ) -> None:
+        program = self.served.program
+        if program is not None:
+            said = judge_layer(logits, program, depth=1, topk=self._topk)
+            self.first_tokens.put_judged(slots, said)
+        measured: dict[str, Tensor] = {}
+        if program is None or extra:
+            measured = measure(logits, self.served.needs | extra, hidden=hidden)
+            for name, value in measured.items():
+                self.first_tokens.put(name, slots, value)
+        if self._exploration.names:
+            complete = float(self._exploration.names <= measured.keys())
+            self.first_tokens.put("complete", slots, torch.full((1,), complete))
+
+    def _reserve(self) -> None:
+        """Make the table's columns, since a captured CUDA graph must not."""
+        for name in ("prob", "entropy", *(self.served.needs - {"hidden"})):
+            self.first_tokens.reserve(name)
