@@ -92,16 +92,16 @@ def measure(
 
     For logits [0, 0]: prob 0.5, entropy ln 2, margin 0.
     """
-    log_probs = torch.log_softmax(logits.float(), dim=-1)  # [B, V]
-    stats = {"prob": log_probs.amax(dim=-1).exp(), "entropy": _entropy(log_probs)}
+    of_all = floored(logits).log_softmax(dim=-1)
+    stats = {"prob": of_all.amax(dim=-1).exp(), "entropy": entropy(of_all)}
     cuts = {name: int(m[1]) for name in names if (m := _TOP_ENTROPY.fullmatch(name))}
     largest = max([*cuts.values(), TOPK_PROBS * ("topk_prob" in names), 2 * ("margin" in names)])
     # One sort serves every name that needs order.
-    top = log_probs.topk(min(largest, log_probs.shape[-1]), dim=-1).values if largest else log_probs
+    top = of_all.topk(min(largest, of_all.shape[-1]), dim=-1).values if largest else of_all
     for name in names:
         if name == "margin":
-            second = top[:, 1] if top.shape[-1] > 1 else top[:, 0]
-            stats[name] = (top[:, 0] - second).clamp(max=MAX_MARGIN)
+            best = top if top.shape[-1] > 1 else top.expand(-1, 2)
+            stats[name] = margins(best, 1)[:, 0]
         elif name == "topk_prob":
             probs = top[:, :TOPK_PROBS].exp()
             stats[name] = torch.nn.functional.pad(probs, (0, TOPK_PROBS - probs.shape[-1]))
@@ -111,12 +111,40 @@ def measure(
             stats[name] = hidden
         elif name in cuts:
             # The cut tail is dropped, not spread: the probabilities are not renormalised.
-            stats[name] = _entropy(top[:, : cuts[name]])
+            stats[name] = entropy(top[:, : cuts[name]])
     return stats
+
+
+# The statistics themselves. The gate's kernel computes the same (kernels/gate.py).
+
+
+def floored(logits: Tensor) -> Tensor:
+    """[B, V] float32 from logits of any float type; -inf and nan become probability zero."""
+    return logits.float().nan_to_num(nan=FLOOR, posinf=torch.inf, neginf=FLOOR)
+
+
+def entropy(log_probs: Tensor) -> Tensor:
+    """[B] nats, of log probabilities [B, any]; what they lack to 1 is not spread over them."""
+    return -(log_probs.exp() * log_probs).sum(dim=-1)
+
+
+def margins(best: Tensor, topk: int) -> Tensor:
+    """[B, K] float32, nats: log q of each of the K best tokens less that of the best *other*.
+
+    ``best`` [B, >= 2] are log probabilities or logits, descending. Positive for the first,
+    negative for the others (0 for a tie); within +-50 nats.
+    """
+    rival = best[:, 1:2]
+    if topk > 1:
+        rival = torch.cat((rival, best[:, :1].expand(-1, topk - 1)), dim=1)
+    return (best[:, :topk] - rival).clamp(-MAX_MARGIN, MAX_MARGIN)
 
 
 #: Nats; a second-best token of probability zero would make the margin infinite.
 MAX_MARGIN = 50.0
+
+#: Stands for -inf. Finite, so that 0 * log 0 is 0 and not nan.
+FLOOR = -1e30
 
 
 def unknown(name: str, size: int = 1) -> Tensor:
@@ -136,10 +164,3 @@ def unknown(name: str, size: int = 1) -> Tensor:
         "last_verified": -1.0,
     }
     return torch.full((1,), value.get(name, 0.0))
-
-
-def _entropy(log_probs: Tensor) -> Tensor:
-    """[B] nats; a token of probability zero adds nothing, although 0 * -inf is nan."""
-    probs = log_probs.exp()
-    terms = torch.where(probs > 0, probs * log_probs, torch.zeros_like(probs))
-    return -terms.sum(dim=-1)

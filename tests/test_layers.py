@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "draft_layer": set(),
     "config": {"checks", "hints"},
     "cpu": {"tree"},
-    "kernels": {"tree"},
+    "kernels": {"draft_layer", "tree"},
     "classifier": {"checks", "config", "draft_layer", "files"},
     "policies": {"checks", "config", "hints", "draft_layer", "classifier", "kernels"},
     "draft": {"checks", "config", "draft_layer", "classifier", "kernels", "policies", "tree"},

@@ -77,6 +77,7 @@ class ChainGate(Gate):
             alive=self._alive,
             num_kept=self._num_kept,
             out=self._books,
+            tokens=False,  # SGLang's loop chooses them
         )
 
     def any_alive(self) -> bool:

@@ -144,7 +144,7 @@ class Gate:
     ) -> None:
         program = self.served.program
         if program is not None:
-            said = judge_layer(logits, program, depth=1, topk=self._topk)
+            said = judge_layer(logits, program, depth=1, topk=self._topk, tokens=False)
             self.first_tokens.put_judged(slots, said)
         measured: dict[str, Tensor] = {}
         if program is None or extra:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_c2t.draft_layer import MAX_MARGIN, DraftLayer
+from sglang_c2t.draft_layer import DraftLayer, margins
 from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape, grown
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.tree import Trees, best_per_request, closed_keys, grow, least_on_path
@@ -262,11 +262,8 @@ def _live(key: Tensor, layer: TreeLayer) -> Tensor:
 
 
 def node_margins(prob: Tensor) -> Tensor:
-    """[R * K] float32: log q of each child less that of the best *other* child of its row.
-
-    ``prob`` [R, K], K >= 2, descending. Equals :func:`~sglang_c2t.draft_layer.measure`'s
-    margin for the first child and is negative for the others (0 for a tie); within +-50 nats.
+    """[R * K] float32: :func:`~sglang_c2t.draft_layer.margins` of children whose probabilities
+    ``prob`` [R, K], K >= 2, are known, descending.
     """
     log = prob.float().clamp(min=torch.finfo(torch.float32).tiny).log()
-    rival = torch.cat((log[:, 1:2], log[:, :1].expand(-1, log.shape[1] - 1)), dim=1)
-    return (log - rival).clamp(-MAX_MARGIN, MAX_MARGIN).flatten()
+    return margins(log, log.shape[1]).flatten()

@@ -25,8 +25,7 @@ class FirstLayer(NamedTuple):
     """What a gate's program says of the first layer, best children first."""
 
     entropy: Tensor  # [B] float32
-    prob: Tensor  # [K, B] float32, like the next two
-    margin: Tensor
+    prob: Tensor  # [K, B] float32, like the next
     confidence: Tensor
 
 
@@ -42,21 +41,20 @@ class FirstTokens:
     def __init__(self, num_slots: int, device: torch.device | str, topk: int) -> None:
         self._num_slots, self._topk = num_slots, topk
         self.device = device
-        per_child = [unknown(name).repeat(topk) for name in ("prob", "margin", "confidence")]
+        per_child = [unknown(name).repeat(topk) for name in ("prob", "confidence")]
         certain = torch.cat([unknown("entropy"), *per_child]).to(device)
         # Together, so that one launch writes or reads all that a program says.
-        self._judged = certain[:, None].repeat(1, num_slots)  # [1 + 3 K, num_slots]
+        self._judged = certain[:, None].repeat(1, num_slots)  # [1 + 2 K, num_slots]
         self._columns: dict[str, Tensor] = {}  # by name, [num_slots] or [num_slots, width]
 
     def put_judged(self, slots: Tensor, said: Judged) -> None:
         """Write what a program said of K children of each root, rows ``slots`` [B]."""
-        said_of_children = said.prob.T, said.margin.T, said.confidence.T
-        self._judged[:, slots] = torch.cat((said.entropy[None], *said_of_children))
+        self._judged[:, slots] = torch.cat((said.entropy[None], said.prob.T, said.confidence.T))
 
     def judged(self, slots: Tensor) -> FirstLayer:
         """What was written for ``slots`` [B], the caller's own."""
         rows = self._judged.index_select(1, slots)
-        return FirstLayer(rows[0], *rows[1:].view(3, self._topk, -1).unbind())
+        return FirstLayer(rows[0], *rows[1:].view(2, self._topk, -1).unbind())
 
     def reserve(self, name: str) -> None:
         """Make the column of one number per request, or of a known width."""

@@ -123,7 +123,6 @@ class TreeGate(Gate):
             judged, shape = self._judged, tokens.shape
             measured = {
                 "entropy": judged.entropy,
-                "margin": judged.margin.flatten(),
                 "confidence": judged.confidence.flatten(),
                 "keep": judged.keep.flatten(),
             }
@@ -141,7 +140,6 @@ class TreeGate(Gate):
         confidence = self._first.confidence.T.flatten()  # [B * K]
         return {
             "entropy": self._first.entropy,
-            "margin": self._first.margin.T.flatten(),
             "confidence": confidence,
             "keep": confidence >= program.beta,  # by now it may be another
         }

@@ -34,6 +34,9 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
+from torch.nn.functional import linear
+
+from sglang_c2t import draft_layer
 
 MAX_TOPK = 16
 MAX_HIDDEN = 64
@@ -45,9 +48,8 @@ CHUNK = 4096  # logits per program: 8 or 16 KB, enough programs even for one row
 GROUP = 64  # logits per maximum
 
 MIN_PROB = tl.constexpr(1e-9)  # classifier.features.MIN_PROB
-MAX_MARGIN = tl.constexpr(50.0)  # draft_layer.MAX_MARGIN
-# Stands for -inf. Finite, so that e^(l-m) * (l-m) is 0 and not nan where l is -inf.
-FLOOR = tl.constexpr(-1e30)
+MAX_MARGIN = tl.constexpr(draft_layer.MAX_MARGIN)
+FLOOR = tl.constexpr(draft_layer.FLOOR)
 NO_KEY = tl.constexpr(-(2**63))  # below every key
 
 
@@ -62,9 +64,6 @@ class Judged(NamedTuple):
 
     joint: Tensor
     """[R, K] float32: product of ``prob`` along the path, this token included."""
-
-    margin: Tensor
-    """[R, K] float32: log prob less that of the best other token, within +-50 nats."""
 
     confidence: Tensor
     """[R, K] float32 in [0, 1]: what is compared with beta."""
@@ -189,8 +188,11 @@ def judge_layer(
     token_map: Tensor | None = None,  # [V] int64: target id of each draft id (EAGLE-3)
     num_kept: Tensor | None = None,  # [R] int32, in place: += keep[:, 0]
     out: Judged | None = None,  # written in place and returned
+    tokens: bool = True,  # False: nobody asks which tokens they are
 ) -> Judged:
     """The K best children of each row, and which of them to keep.
+
+    Without ``tokens`` the twin leaves the ids out, which cost it as much as all the rest.
 
     ``joint`` and ``alive`` may be ``out``'s own memory (K = 1): each row is read before it
     is written. With ``num_kept`` a step of a chain is these two launches and nothing else.
@@ -212,6 +214,7 @@ def judge_layer(
             token_map=token_map,
             num_kept=num_kept,
             out=out,
+            tokens=tokens,
         )
     _check(logits, topk, joint, alive, token_map, num_kept, out)
     rows, vocab = logits.shape
@@ -271,61 +274,69 @@ def judge_layer_reference(
     token_map: Tensor | None = None,
     num_kept: Tensor | None = None,
     out: Judged | None = None,
+    tokens: bool = True,
 ) -> Judged:
-    """:func:`judge_layer` in plain torch, on any device; reads the logits K + 5 times."""
+    """:func:`judge_layer` in plain torch, on a CPU."""
     _check(logits, topk, joint, alive, token_map, num_kept, out)
-    x = logits.float()
-    floored = x.where(x > FLOOR.value, FLOOR.value)
-    log_probs = floored.log_softmax(dim=-1)
-    entropy = -(log_probs.exp() * log_probs).sum(dim=-1)  # [R]
-
-    best = []
-    for _ in range(max(topk, 2)):
-        best.append(floored.max(dim=-1, keepdim=True))  # of equals the first
-        floored = floored.scatter(1, best[-1].indices, -torch.inf)
-    values = torch.cat([b.values for b in best], dim=-1)  # [R, max(K, 2)]
-    draft_ids = torch.cat([b.indices for b in best[:topk]], dim=-1)  # [R, K]
-
-    prob = log_probs.gather(1, draft_ids).exp()
+    x = draft_layer.floored(logits)
+    log_probs = x.log_softmax(dim=-1)
+    entropy = draft_layer.entropy(log_probs)  # [R]
+    count = max(topk, 2) if "margin" in program.names else topk
+    if tokens:
+        draft_ids = _best_tokens(x, count)
+        best = log_probs.gather(1, draft_ids)  # [R, count]
+        ids = draft_ids[:, :topk]
+        ids = ids if token_map is None else token_map[ids]
+    else:
+        best = log_probs.amax(-1, keepdim=True) if count == 1 else log_probs.topk(count).values
+        ids = torch.empty((len(x), topk), dtype=torch.int64) if out is None else out.tokens
+    prob = best[:, :topk].exp()
     parents = prob if joint is None else prob * joint[:, None]
-    rival = torch.cat((values[:, 1:2], values[:, :1].expand(-1, topk - 1)), dim=1)
-    margin = (values[:, :topk] - rival).clamp(-MAX_MARGIN.value, MAX_MARGIN.value)
-    columns = {
-        "joint": parents,
-        "log_joint": parents.clamp(min=MIN_PROB.value).log(),
-        "prob": prob,
-        "log_prob": prob.clamp(min=MIN_PROB.value).log(),
-        "margin": margin,
-        "entropy": entropy[:, None].expand_as(prob),
-        "depth": torch.full_like(prob, depth),
+    features = {
+        "joint": lambda: parents,
+        "log_joint": lambda: parents.clamp(min=MIN_PROB.value).log(),
+        "prob": lambda: prob,
+        "log_prob": lambda: prob.clamp(min=MIN_PROB.value).log(),
+        "margin": lambda: draft_layer.margins(best, topk),
+        "entropy": lambda: entropy[:, None].expand_as(prob),
+        "depth": lambda: torch.full_like(prob, depth),
     }
-    confidence = _confidence(program, torch.stack([columns[n] for n in program.names], dim=-1))
+    confidence = _confidence(program, [features[name]() for name in program.names])
     keep = confidence >= program.beta
     if alive is not None:
         keep = keep & alive[:, None]
     if num_kept is not None:
         num_kept += keep[:, 0]
-    tokens = draft_ids if token_map is None else token_map[draft_ids].long()
-    judged = Judged(tokens, prob, parents, margin, confidence, keep, entropy.clamp(min=0))
+    judged = Judged(ids, prob, parents, confidence, keep, entropy.clamp(min=0))
     if out is None:
         return judged
     for there, here in zip(out, judged, strict=True):
-        there.copy_(here)
+        if there is not here:
+            there.copy_(here)
     return out
 
 
-def _confidence(program: GateProgram, features: Tensor) -> Tensor:
-    """[R, K] from features [R, K, F]."""
+def _best_tokens(logits: Tensor, count: int) -> Tensor:
+    """[R, count] int64: the tokens of the largest logits [R, V], of equals the lowest ids first."""
+    values, ids = logits.topk(min(count + 1, logits.shape[1]))
+    if bool((values[:, 1:] == values[:, :-1]).any()):  # topk orders equals as it likes
+        ids = logits.sort(dim=-1, descending=True, stable=True).indices
+    return ids[:, :count]
+
+
+def _confidence(program: GateProgram, features: Sequence[Tensor]) -> Tensor:
+    """[R, K] from as many features [R, K] as the network reads."""
     if program.hidden_size == 0:
-        return features[..., 0]
+        return features[0]
     weights = program.weights
-    hidden = torch.relu(features @ weights.hidden_weight.T + weights.hidden_bias)
-    return torch.sigmoid((hidden @ weights.out_weight.T + weights.out_bias).squeeze(-1))
+    x = torch.stack(tuple(features), dim=-1)
+    hidden = torch.relu(linear(x, weights.hidden_weight, weights.hidden_bias))
+    return torch.sigmoid(linear(hidden, weights.out_weight, weights.out_bias).squeeze(-1))
 
 
 def _kinds(rows: int, topk: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each field of :class:`Judged`."""
-    dtypes = (torch.int64, *(torch.float32,) * 4, torch.bool)
+    dtypes = (torch.int64, *(torch.float32,) * 3, torch.bool)
     return [*(((rows, topk), dtype) for dtype in dtypes), ((rows,), torch.float32)]
 
 
@@ -490,7 +501,6 @@ def judge(
     tokens_out,
     prob_out,
     joint_out,
-    margin_out,
     confidence_out,
     keep_out,
     entropy_out,
@@ -548,7 +558,7 @@ def judge(
     joint = prob
     if parent_joint is not None:
         joint = prob * tl.load(parent_joint + row)
-    second = tl.sum(tl.where(place == 1, value, 0.0), axis=0)
+    second = tl.sum(tl.where(place == 1, value, 0.0), axis=0)  # unused without "margin"
     margin = value - tl.where(place == 0, second, m)
     margin = tl.minimum(tl.maximum(margin, -MAX_MARGIN), MAX_MARGIN)
 
@@ -584,6 +594,5 @@ def judge(
     tl.store(tokens_out + here, tokens, mask=wanted)
     tl.store(prob_out + here, prob, mask=wanted)
     tl.store(joint_out + here, joint, mask=wanted)
-    tl.store(margin_out + here, margin, mask=wanted)
     tl.store(confidence_out + here, confidence, mask=wanted)
     tl.store(keep_out + here, keep, mask=wanted)

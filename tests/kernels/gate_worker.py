@@ -93,14 +93,14 @@ def judged_by_hand(
             sure = confidence_by_hand(names, weights, known)
             keep = sure >= beta and (alive is None or bool(alive[r]))
             target = token if token_map is None else token_map[token].item()
-            rows.append((target, probs[token], p, known["margin"], sure, keep, entropy))
-    columns = [list(column) for column in zip(*rows, strict=True)] or [[]] * 7
-    types = [torch.int64] + [torch.float64] * 4 + [torch.bool, torch.float64]
+            rows.append((target, probs[token], p, sure, keep, entropy))
+    columns = [list(column) for column in zip(*rows, strict=True)] or [[]] * 6
+    types = [torch.int64] + [torch.float64] * 3 + [torch.bool, torch.float64]
     tensors = [
         torch.tensor(column, dtype=dtype).view(len(logits), topk)
         for column, dtype in zip(columns, types, strict=True)
     ]
-    return Judged(*tensors[:6], tensors[6][:, 0])
+    return Judged(*tensors[:5], tensors[5][:, 0])
 
 
 def assert_same(got: Judged, expected: Judged, beta: float) -> None:
@@ -108,7 +108,7 @@ def assert_same(got: Judged, expected: Judged, beta: float) -> None:
     mine, theirs = got.tokens, expected.tokens
     assert mine.dtype == torch.int64
     assert torch.equal(mine, theirs), f"{mine.tolist()} != {theirs.tolist()}"
-    for name in ("prob", "joint", "margin", "confidence", "entropy"):
+    for name in ("prob", "joint", "confidence", "entropy"):
         mine, theirs = getattr(got, name), getattr(expected, name).float()
         worst = (mine - theirs).abs().max().item() if mine.numel() else 0.0
         close = torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5)
@@ -123,6 +123,8 @@ def verify_against_hand(logits: Tensor, gate_program: GateProgram, **layer: obje
     weights = gate_program.weights if gate_program.hidden_size else None
     expected = judged_by_hand(logits, gate_program.names, weights, beta, **layer)
     assert_same(judge_layer_reference(logits, gate_program, **layer), expected, beta)
+    blind = judge_layer_reference(logits, gate_program, **layer, tokens=False)
+    assert_same(blind._replace(tokens=expected.tokens), expected, beta)
     assert_same(judge_layer(logits, gate_program, **layer), expected, beta)
 
 

@@ -67,7 +67,7 @@ def test_the_judge_compiles_for_an_h100_without_spills(
     """Chains count what they keep, trees do not; EAGLE-3 alone brings a token map."""
     parents = [None, None] if names in THRESHOLDS else [FLOAT, torch.bool]
     token_map, num_kept = (torch.int64, None) if topk > 1 else (None, torch.int32)
-    out = [torch.int64, *[FLOAT] * 4, torch.bool, FLOAT]
+    out = [torch.int64, *[FLOAT] * 3, torch.bool, FLOAT]
     hidden = 0 if names in THRESHOLDS else 48
     kernel = compiled(
         gate.judge, torch.bfloat16, vocab, vocab, FLOAT, FLOAT, FLOAT, 2.0, *parents, token_map,
@@ -129,7 +129,6 @@ def test_the_gate_is_as_sure_as_the_shipped_classifier(name: str, topk: int) -> 
     )
     torch.testing.assert_close(judged.prob[:, 0], stats["prob"])
     torch.testing.assert_close(judged.entropy, stats["entropy"])
-    torch.testing.assert_close(judged.margin.flatten(), margin, rtol=1e-5, atol=1e-5)
     confidence = classifier.confidence(layer)
     torch.testing.assert_close(judged.confidence.flatten(), confidence, rtol=1e-5, atol=1e-6)
 
@@ -137,11 +136,15 @@ def test_the_gate_is_as_sure_as_the_shipped_classifier(name: str, topk: int) -> 
 def test_the_first_child_has_the_margin_of_a_chain_even_without_a_second_token() -> None:
     logits = torch.full((1, 70), -torch.inf)
     logits[0, 66] = 2.0
-    chain = judge_layer(logits, program(("prob",)), depth=1, topk=1)
-    tree = judge_layer(logits, program(("prob",)), depth=1, topk=3)
+    one, nothing = torch.ones(1, 1), torch.zeros(1)
+    as_is = Weights(0.01 * one, one[0], one, nothing)  # sigmoid(1 + margin / 100)
+    margin = GateProgram(("margin",), as_is, beta=0.5, device="cpu")
+    chain = judge_layer(logits, margin, depth=1, topk=1)
+    tree = judge_layer(logits, margin, depth=1, topk=3)
     assert measure(logits, ["margin"])["margin"].tolist() == [MAX_MARGIN]
-    assert chain.margin.tolist() == [[MAX_MARGIN]]
-    assert tree.margin.tolist() == [[MAX_MARGIN, -MAX_MARGIN, -MAX_MARGIN]]
+    sure, unsure = torch.tensor([1.5, 0.5]).sigmoid().tolist()
+    assert chain.confidence.tolist() == [[sure]]
+    assert tree.confidence.tolist() == [[sure, unsure, unsure]]
     assert tree.tokens.tolist() == [[66, 0, 1]]
 
 
