@@ -31,8 +31,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 

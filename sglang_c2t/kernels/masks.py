@@ -19,8 +19,8 @@ Legend: B requests, N rows a request, S >= B slots, W = ceil(N / 64) words a row
 from __future__ import annotations
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from sglang_c2t.kernels.rows import block_of, block_of_batch, runs_triton, splits_of

@@ -45,7 +45,7 @@ from sglang_c2t.srt.verify.warm_up import warm_up
 logger = logging.getLogger(__name__)
 
 
-class WorkerMixin:
+class WorkerMixin(EAGLEWorkerV2):
     """Puts our draft worker in place of SGLang's and lets it watch its drafts."""
 
     _draft_worker: DraftWatcher
@@ -61,11 +61,11 @@ class WorkerMixin:
         config = active()
         assert config is not None, "the factory builds this worker only when C2T is on"
         self._config = self._start = config
-        self._recorder = Recorder.from_config(config, self.server_args)  # type: ignore[attr-defined]
+        self._recorder = Recorder.from_config(config, self.server_args)
         self._draft_worker.watch(self._gate_maker(), self._recorder)
         compat.widen_request_table()  # SGLang makes it once its workers are there
         self._lookback = self._draft_worker.lookback = Lookback(
-            self.device == "cuda",  # type: ignore[attr-defined]
+            self.device == "cuda",
             agreement() if ranks() > 1 else None,
             config.max_verify_rows,
         )
@@ -76,32 +76,32 @@ class WorkerMixin:
 
     def init_cuda_graphs(self) -> None:
         """Capture, and have ready what runs outside of the graphs."""
-        super().init_cuda_graphs()  # type: ignore[misc]
-        runner = self.target_worker.model_runner  # type: ignore[attr-defined]
-        trees = self.topk > 1  # type: ignore[attr-defined]
+        super().init_cuda_graphs()
+        runner = self.target_worker.model_runner
+        trees = self.topk > 1
         # Padded trees go the same way as packed ones, with all rows.
         if runner.device == "cuda" and (self._draft_worker.packed or trees):
             warm_up(
                 runner,
-                self._draft_worker.draft_runner,  # type: ignore[attr-defined]
-                self.speculative_num_draft_tokens,  # type: ignore[attr-defined]
+                self._draft_worker.draft_runner,
+                self.speculative_num_draft_tokens,
                 runner.max_running_requests,
                 trees=trees,
-                num_steps=self.speculative_num_steps,  # type: ignore[attr-defined]
+                num_steps=self.speculative_num_steps,
             )
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify what the gate left of the batch's drafts, and report it."""
         verify_input = batch.spec_info
         if batch.forward_mode.is_idle() or not isinstance(verify_input, PackedVerifyInput):
-            return super().verify(batch, *args, **kwargs)  # type: ignore[misc]
+            return super().verify(batch, *args, **kwargs)
         gate, width = self._draft_worker.gate, verify_input.draft_token_num
         # Every rank must cut alike, and only rank 0 has a recorder: ask the configuration.
         if self._config.visits_every_root:
             links = verify_input.retrieve_next_token
             compat.write(verify_input, retrieve_next_token=torch.full_like(links, -1))
-        with verifying(verify_input, self.target_worker, self._lookback):  # type: ignore[attr-defined]
-            result = super().verify(batch, *args, **kwargs)  # type: ignore[misc]
+        with verifying(verify_input, self.target_worker, self._lookback):
+            result = super().verify(batch, *args, **kwargs)
         compat.set_output_stride(result, verify_input.max_tree_depth)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         compat.write(result, cap_lens=verify_input.num_rows)
@@ -148,9 +148,9 @@ class WorkerMixin:
     @property
     def _shape(self) -> TreeShape:
         return TreeShape(
-            self.topk,  # type: ignore[attr-defined]
-            self.speculative_num_steps,  # type: ignore[attr-defined]
-            self.speculative_num_draft_tokens,  # type: ignore[attr-defined]
+            self.topk,
+            self.speculative_num_steps,
+            self.speculative_num_draft_tokens,
         )
 
     def _announce(self, what: str) -> None:
@@ -183,10 +183,10 @@ class ChainWorkerMixin(WorkerMixin):
 
     def init_attention_backends(self) -> None:
         """Learn whether the target's backend can verify packed rows."""
-        super().init_attention_backends()  # type: ignore[misc]
-        draft, runner = self._draft_worker, self.target_worker.model_runner  # type: ignore[attr-defined]
+        super().init_attention_backends()
+        draft, runner = self._draft_worker, self.target_worker.model_runner
         draft.packed = chain.decide(self._config.verify, runner)
-        draft.exact = compat.accepts_exactly(self.server_args)  # type: ignore[attr-defined]
+        draft.exact = compat.accepts_exactly(self.server_args)
         self._announce(f"{'ragged' if draft.packed else 'static'} verification of chains")
 
     def _record(
@@ -217,15 +217,15 @@ class TreeWorkerMixin(WorkerMixin):
 
     def init_attention_backends(self) -> None:
         """Learn what the attention backends of target and draft can do with trees."""
-        super().init_attention_backends()  # type: ignore[misc]
-        draft, runner = self._draft_worker, self.target_worker.model_runner  # type: ignore[attr-defined]
+        super().init_attention_backends()
+        draft, runner = self._draft_worker, self.target_worker.model_runner
         draft.packed = tree.decide(self._config, runner)
         rows = "packed" if draft.packed else "padded"
         self._announce(f"{rows} verification of trees, {self._follow_ancestors()} ancestors")
 
     def _follow_ancestors(self) -> str:
         """Have draft rows attend to their ancestors where that can be; returns what they do."""
-        backend = self._draft_worker.draft_attn_backend  # type: ignore[attr-defined]
+        backend = self._draft_worker.draft_attn_backend
         if ancestors.sglang_follows(backend):
             return "SGLang's exact"
         if not self._config.exact_ancestors:

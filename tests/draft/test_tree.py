@@ -401,7 +401,7 @@ def test_sglangs_loop_chooses_among_k_numbers_where_a_program_has_chosen(kept: b
     token, prob = choices(first)
     gate.add(token[:, None], prob[:, None])
 
-    worker = tree_draft.TreeDraftMixin()
+    worker = tree_draft.TreeDraftMixin.__new__(tree_draft.TreeDraftMixin)
     worker.gate, worker.topk, worker.hot_token_id = gate, SHAPE.topk, torch.arange(VOCAB) + 50
     batch = double(
         "ForwardBatch",

@@ -215,7 +215,9 @@ def written_names(source: str) -> set[str]:
                 found |= {keyword.arg for keyword in node.keywords if keyword.arg}
             elif called in ("swapped", "wrap_global", "setattr"):
                 name = node.args[1]
-                if isinstance(name, ast.Constant) and ast.unparse(node.args[0]) != "self.gate":
+                if isinstance(name, ast.Constant) and not ast.unparse(node.args[0]).startswith(
+                    "self.gate"
+                ):
                     found.add(str(name.value))
     return found
 

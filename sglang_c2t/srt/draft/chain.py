@@ -51,19 +51,19 @@ class ChainDraftMixin(DraftWatcher):
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """Also make room for the lengths, where CUDA graphs can write them."""
         super().alloc_memory_pool(*args, **kwargs)
-        slots = self.req_to_token_pool.req_to_token.shape[0]  # type: ignore[attr-defined]
-        self._lens = torch.ones(slots, dtype=torch.int32, device=self.device)  # type: ignore[attr-defined]
-        self._all_steps: int = self.speculative_num_steps  # type: ignore[attr-defined]
+        slots = self.req_to_token_pool.req_to_token.shape[0]
+        self._lens = torch.ones(slots, dtype=torch.int32, device=self.device)
+        self._all_steps: int = self.speculative_num_steps
         self._graphs: dict[int, _DraftGraphs] = {}
 
     def draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Draft chains; each ends where the gate ended it."""
         if batch.forward_mode.is_idle():
-            return super().draft(batch, *args, **kwargs)  # type: ignore[misc]
+            return super().draft(batch, *args, **kwargs)
         steps = self._steps_for(batch)
         self.drafted_rows = steps + 1
         with self._eager_if_recorded(), self._drafting(steps):
-            verify_input = super().draft(batch, *args, **kwargs)  # type: ignore[misc]
+            verify_input = super().draft(batch, *args, **kwargs)
         # A copy: the next step writes the same memory while the scheduler reads these.
         verify_lens = self.gate.settle(self._lens[: len(batch.seq_lens)].clone())
         packing = None
@@ -86,11 +86,11 @@ class ChainDraftMixin(DraftWatcher):
     def draft_forward(self, forward_batch: Any) -> Any:
         """SGLang's draft loop, with the gate asked after each layer."""
         if forward_batch.forward_mode.is_idle():
-            return super().draft_forward(forward_batch)  # type: ignore[misc]
+            return super().draft_forward(forward_batch)
         with GATE_CLOCK:
             self.gate.begin(forward_batch.req_pool_indices)
         with self._watching(self._draft_layer):
-            parents, scores, tokens, probs = super().draft_forward(forward_batch)  # type: ignore[misc]
+            parents, scores, tokens, probs = super().draft_forward(forward_batch)
         self._lens[: len(forward_batch.req_pool_indices)] = self.gate.verify_lens
         # Layers that were not drafted lie behind every cut.
         tokens = torch.nn.functional.pad(tokens, (0, self._all_steps - tokens.shape[1]))
@@ -114,14 +114,14 @@ class ChainDraftMixin(DraftWatcher):
         """Graphs of ``steps`` layers. An attention backend of their own, because a backend's
         buffers belong to the graphs that were captured with it last.
         """
-        runner = self.draft_runner  # type: ignore[attr-defined]
+        runner = self.draft_runner
         kept = "draft_attn_backend", "draft_extend_attn_backend"
         mine = {name: getattr(self, name) for name in kept}
         theirs = {name: getattr(runner, name) for name in ("draft_attn_backend", "attn_backend")}
         try:
             with self._as_captured(), compat.swapped(self, "speculative_num_steps", steps):
-                self.init_attention_backend()  # type: ignore[attr-defined]
-                backend = self.draft_attn_backend  # type: ignore[attr-defined]
+                self.init_attention_backend()
+                backend = self.draft_attn_backend
                 graphs = runner_class(self, draft_attn_backend=backend, speculative_num_steps=steps)
         finally:
             for owner, values in ((self, mine), (runner, theirs)):

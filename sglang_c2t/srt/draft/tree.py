@@ -49,7 +49,7 @@ class TreeDraftMixin(DraftWatcher):
     def draft_forward(self, forward_batch: Any) -> Any:
         """Grow the trees of a batch; see the top of the file for what comes back."""
         if forward_batch.forward_mode.is_idle():
-            return super().draft_forward(forward_batch)  # type: ignore[misc]
+            return super().draft_forward(forward_batch)
         with GATE_CLOCK:
             self.gate.begin(forward_batch.req_pool_indices)
         with (
@@ -57,11 +57,11 @@ class TreeDraftMixin(DraftWatcher):
             compat.swapped(eagle_worker_v2, "select_top_k_tokens", self._select),
             compat.swapped(eagle_worker_v2, "organize_draft_results", self._organize),
         ):
-            return super().draft_forward(forward_batch)  # type: ignore[misc]
+            return super().draft_forward(forward_batch)
 
     def draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """SGLang's, up to the verify input, which is ours."""
-        self.drafted_rows = self.speculative_num_draft_tokens  # type: ignore[attr-defined]
+        self.drafted_rows = self.speculative_num_draft_tokens
         with (
             self._eager_if_recorded(),
             compat.swapped(
@@ -70,11 +70,11 @@ class TreeDraftMixin(DraftWatcher):
                 self._around_build(eagle_worker_v2.build_eagle_verify_input),
             ),
         ):
-            return super().draft(batch, *args, **kwargs)  # type: ignore[misc]
+            return super().draft(batch, *args, **kwargs)
 
     def _capture_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
         """Capture draft extend at the width that :meth:`_draft_extend_for_decode` gives it."""
-        width = self.speculative_num_steps + 1  # type: ignore[attr-defined]
+        width = self.speculative_num_steps + 1
         with compat.draft_extend_width(width):
             super()._capture_cuda_graphs(*args, **kwargs)
 
@@ -106,7 +106,7 @@ class TreeDraftMixin(DraftWatcher):
         children = topk_index.view(batch, width, topk), topk_p.view(batch, width, topk)
         with GATE_CLOCK:
             beams = self.gate.add(*children)
-        if step < self.speculative_num_steps - 1:  # type: ignore[attr-defined]
+        if step < self.speculative_num_steps - 1:
             if hidden_states is not None:
                 first_row = torch.arange(batch, device=hidden_states.device)[:, None] * width
                 hidden_states = hidden_states[(first_row + beams.parent_row).flatten()]
@@ -119,10 +119,10 @@ class TreeDraftMixin(DraftWatcher):
         # Reads the host once per layer, as for chains: it buys a whole draft forward
         # whenever every tree of the batch has stopped growing.
         if not self._reads_host or self.gate.any_alive():
-            output, token_map = run(), self.hot_token_id  # type: ignore[attr-defined]
+            output, token_map = run(), self.hot_token_id
         else:
             COUNTERS.draft_forwards_skipped += 1
-            output = no_forward(forward_batch, choices=self.topk)  # type: ignore[attr-defined]
+            output = no_forward(forward_batch, choices=self.topk)
             token_map = None  # the choices are no vocabulary's
         said = output.logits_output
         with GATE_CLOCK:
@@ -161,15 +161,15 @@ class TreeDraftMixin(DraftWatcher):
             return build_verify_input(
                 trees,
                 batch,
-                num_steps=self.speculative_num_steps,  # type: ignore[attr-defined]
-                topk=self.topk,  # type: ignore[attr-defined]
+                num_steps=self.speculative_num_steps,
+                topk=self.topk,
                 packing=choose_packing(
                     self.lookback,
                     trees.num_nodes,
                     trees.tokens.shape[1],
                     packed=self.packed,
                     parents=trees.parents,
-                    num_steps=self.speculative_num_steps,  # type: ignore[attr-defined]
+                    num_steps=self.speculative_num_steps,
                 ),
             )
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from torch import Tensor
 
 from sglang_c2t.draft.gate import Exploration, Gate
@@ -30,7 +31,7 @@ from sglang_c2t.srt.verify.lookback import Lookback
 # B requests, V draft vocabulary
 
 
-class DraftWatcher:
+class DraftWatcher(EagleDraftWorker):
     """Reads the draft logits of one of SGLang's draft workers for a gate."""
 
     gate: Gate
@@ -58,7 +59,7 @@ class DraftWatcher:
         self._make_gate = make_gate
         self._exploration = exploration
         self._watcher = None
-        runner = self.draft_runner  # type: ignore[attr-defined]
+        runner = self.draft_runner
         forward = runner.forward
 
         def watched_forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,17 +78,17 @@ class DraftWatcher:
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """Size the relay of first-token statistics like SGLang's own request table."""
-        super().alloc_memory_pool(*args, **kwargs)  # type: ignore[misc]
+        super().alloc_memory_pool(*args, **kwargs)
         self.gate = self._make_gate(
-            num_slots=self.req_to_token_pool.req_to_token.shape[0],  # type: ignore[attr-defined]
-            device=self.device,  # type: ignore[attr-defined]
+            num_slots=self.req_to_token_pool.req_to_token.shape[0],
+            device=self.device,
             exploration=self._exploration,
         )
 
     def _capture_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
         """Capture drafting with its gate, and watch the graph of draft extend."""
         with self._as_captured():
-            super()._capture_cuda_graphs(*args, **kwargs)  # type: ignore[misc]
+            super()._capture_cuda_graphs(*args, **kwargs)
         self._count_replays(getattr(self, "cuda_graph_runner", None))
         extend = getattr(self, "cuda_graph_runner_for_draft_extend", None)
         if extend is None:
@@ -117,7 +118,7 @@ class DraftWatcher:
         """A replayed graph calls no ``forward`` that could be counted."""
         if graphs is None:
             return
-        execute, topk = graphs.execute, self.topk  # type: ignore[attr-defined]
+        execute, topk = graphs.execute, self.topk
 
         def counted_execute(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
             forwards = graphs.speculative_num_steps - 1
@@ -139,9 +140,7 @@ class DraftWatcher:
     def _draft_extend_for_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Measure the first token drafted behind each prompt."""
         with self._last_output() as output:
-            result = super()._draft_extend_for_prefill(  # type: ignore[misc]
-                batch, *args, **kwargs
-            )
+            result = super()._draft_extend_for_prefill(batch, *args, **kwargs)
         if not batch.forward_mode.is_idle():
             slots = [compat.request_slot(req) for req in batch.reqs]
             self.gate.opt_outs.admit(slots, [opts_out(req) for req in batch.reqs])
@@ -152,7 +151,7 @@ class DraftWatcher:
     def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Measure the first token drafted behind each verification."""
         with self._last_output() as output:
-            super()._draft_extend_for_decode(batch, *args, **kwargs)  # type: ignore[misc]
+            super()._draft_extend_for_decode(batch, *args, **kwargs)
         if not batch.forward_mode.is_idle():
             with GATE_CLOCK:
                 self.gate.relay_first_token(batch.req_pool_indices, *output())

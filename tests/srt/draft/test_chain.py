@@ -115,7 +115,8 @@ def built(tokens: torch.Tensor, *, num_steps: int) -> Any:
 def worker(draft: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ours over the stand-in, its graphs captured; keeps every token."""
     monkeypatch.setattr(draft.eagle_worker_v2, "build_eagle_verify_input", built)
-    made = type("Worker", (draft.ChainDraftMixin, StockWorker), {})()
+    stock = type("Stock", (StockWorker, draft.EagleDraftWorker), {})
+    made: Any = type("Worker", (draft.ChainDraftMixin, stock), {})()
     made.watch(lambda **relay: ChainGate(Fixed(), **relay), None)
     made.alloc_memory_pool()
     made._capture_cuda_graphs()
