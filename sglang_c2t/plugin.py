@@ -16,7 +16,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_c2t.config import ConfigError, active
-    from sglang_c2t.srt import compat
+    from sglang_c2t.srt import attach, seams
     from sglang_c2t.srt.hooks import (
         args,
         control,
@@ -33,31 +33,31 @@ def register() -> None:
 
         cpu_engine.install()
 
-    HookRegistry.register(compat.ADD_CLI_ARGS, args.add_arguments, HookType.AFTER)
-    HookRegistry.register(compat.FROM_CLI_ARGS, args.read_arguments, HookType.AROUND)
-    HookRegistry.register(compat.CREATE_WORKER, worker_factory.create_worker, HookType.AROUND)
-    HookRegistry.register(compat.SPEC_METRICS, reporting.correct_accept_rate, HookType.AFTER)
-    HookRegistry.register(compat.INTERNAL_STATE, reporting.add_counters, HookType.AFTER)
-    HookRegistry.register(compat.SET_INTERNAL_STATE, control.set_internal_state, HookType.AROUND)
-    HookRegistry.register(compat.ASK_INTERNAL_STATE, control.refuse_our_names, HookType.AROUND)
-    HookRegistry.register(compat.TOKENIZER_MANAGER, control.add_routes, HookType.AFTER)
-    if compat.can_hide_keys():
-        for seam, hook in zip(compat.TOLD_ARGUMENTS, hidden_keys.HOOKS, strict=True):
+    HookRegistry.register(seams.ADD_CLI_ARGS, args.add_arguments, HookType.AFTER)
+    HookRegistry.register(seams.FROM_CLI_ARGS, args.read_arguments, HookType.AROUND)
+    HookRegistry.register(seams.CREATE_WORKER, worker_factory.create_worker, HookType.AROUND)
+    HookRegistry.register(seams.SPEC_METRICS, reporting.correct_accept_rate, HookType.AFTER)
+    HookRegistry.register(seams.INTERNAL_STATE, reporting.add_counters, HookType.AFTER)
+    HookRegistry.register(seams.SET_INTERNAL_STATE, control.set_internal_state, HookType.AROUND)
+    HookRegistry.register(seams.ASK_INTERNAL_STATE, control.refuse_our_names, HookType.AROUND)
+    HookRegistry.register(seams.TOKENIZER_MANAGER, control.add_routes, HookType.AFTER)
+    if seams.can_hide_keys():
+        for seam, hook in zip(seams.TOLD_ARGUMENTS, hidden_keys.HOOKS, strict=True):
             HookRegistry.register(seam.target, hook, HookType.AFTER)
     HookRegistry.register(
-        compat.VERIFY_SAMPLING_PARAMS, requests.check_sampling_params, HookType.AFTER
+        seams.VERIFY_SAMPLING_PARAMS, requests.check_sampling_params, HookType.AFTER
     )
-    HookRegistry.register(compat.VALIDATE_REQUEST, requests.check_request, HookType.AROUND)
-    HookRegistry.register(compat.CREATE_MESSAGE, requests.check_message, HookType.AROUND)
-    HookRegistry.register(compat.NORMALIZE_REQUEST, requests.check_batch, HookType.AROUND)
-    HookRegistry.register(compat.RESOLVE_RESULT, step_metrics.count_step, HookType.AROUND)
-    HookRegistry.register(compat.LOG_STATS, step_metrics.correct_gauge, HookType.BEFORE)
+    HookRegistry.register(seams.VALIDATE_REQUEST, requests.check_request, HookType.AROUND)
+    HookRegistry.register(seams.CREATE_MESSAGE, requests.check_message, HookType.AROUND)
+    HookRegistry.register(seams.NORMALIZE_REQUEST, requests.check_batch, HookType.AROUND)
+    HookRegistry.register(seams.RESOLVE_RESULT, step_metrics.count_step, HookType.AROUND)
+    HookRegistry.register(seams.LOG_STATS, step_metrics.correct_gauge, HookType.BEFORE)
     if reporting.counting():
-        HookRegistry.register(compat.MODEL_FORWARD, reporting.count_forward, HookType.AROUND)
-    compat.on_resolution(compat.SPECULATIVE_STEP, refusals.check_resolved_arguments)
+        HookRegistry.register(seams.MODEL_FORWARD, reporting.count_forward, HookType.AROUND)
+    attach.on_resolution(seams.SPECULATIVE_STEP, refusals.check_resolved_arguments)
 
     try:
         if active() is not None:  # switched on by the environment, no flag was parsed
-            compat.require_seams()
+            seams.require_seams()
     except ConfigError as error:
         sys.exit(f"sglang-c2t: error: {error}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pkgutil
 from typing import Any, cast
 
-from sglang_c2t.srt.compat import attribute_names
+from sglang_c2t.srt.probes import attribute_names
 
 #: SGLang's classes by their short name.
 SGLANG = {

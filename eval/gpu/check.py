@@ -40,10 +40,10 @@ def versions() -> str:
 
 def seams() -> str:
     """Whether C2T fits this SGLang; raises where it does not."""
-    from sglang_c2t.srt import compat
+    from sglang_c2t.srt import seams
 
-    compat.require_seams()
-    return f"{len(compat.SEAMS)} seams in place"
+    seams.require_seams()
+    return f"{len(seams.SEAMS)} seams in place"
 
 
 def recorded() -> str:

@@ -66,19 +66,19 @@ def device_problems(*, cuda: bool, cpu_engine: bool) -> list[str]:
 
 
 def _seam_problems(say: Callable[[str], None]) -> list[str]:
-    from sglang_c2t.srt import compat
+    from sglang_c2t.srt import seams
 
     # Nearly all of the time: what we hold on to is in modules that import most of SGLang.
-    say(f"loading SGLang and looking at {len(compat.SEAMS)} seams, ten seconds to a minute ...")
+    say(f"loading SGLang and looking at {len(seams.SEAMS)} seams, ten seconds to a minute ...")
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # SGLang's imports print banners
             from sglang.srt.plugins import load_plugins
 
             load_plugins()
-            defects = compat.broken_seams() or compat.missing_hooks()
+            defects = seams.broken_seams() or seams.missing_hooks()
     except ImportError as error:
         return [f"SGLang {versions.installed()} cannot be imported here: {error}"]
-    say(f"seams: {len(compat.SEAMS)} probed, {len(defects)} broken")
+    say(f"seams: {len(seams.SEAMS)} probed, {len(defects)} broken")
     return defects
 
 

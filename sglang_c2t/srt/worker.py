@@ -20,7 +20,7 @@ from sglang_c2t.draft.gate import Gate
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies import policy_for
 from sglang_c2t.policies.base import TreeShape
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.draft import ancestors
 from sglang_c2t.srt.draft.chain import (
     C2TEagleDraftWorker,
@@ -56,7 +56,7 @@ class WorkerMixin(EAGLEWorkerV2):
     draft_worker_class: ClassVar[type[DraftWatcher]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with compat.swapped(*self.draft_worker_global, self.draft_worker_class):
+        with attach.swapped(*self.draft_worker_global, self.draft_worker_class):
             super().__init__(*args, **kwargs)
         config = active()
         assert config is not None, "the factory builds this worker only when C2T is on"
@@ -99,12 +99,12 @@ class WorkerMixin(EAGLEWorkerV2):
         # Every rank must cut alike, and only rank 0 has a recorder: ask the configuration.
         if self._config.visits_every_root:
             links = verify_input.retrieve_next_token
-            compat.write(verify_input, retrieve_next_token=torch.full_like(links, -1))
+            attach.write(verify_input, retrieve_next_token=torch.full_like(links, -1))
         with verifying(verify_input, self.target_worker, self._lookback):
             result = super().verify(batch, *args, **kwargs)
         compat.set_output_stride(result, verify_input.max_tree_depth)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
-        compat.write(result, cap_lens=verify_input.num_rows)
+        attach.write(result, cap_lens=verify_input.num_rows)
         packing = verify_input.packing
         result.c2t_step = Step(
             full=width,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from sglang_c2t.cli import main
-from sglang_c2t.srt import compat, diagnosis, versions
+from sglang_c2t.srt import diagnosis, seams, versions
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def check(
         sglang: str | None = versions.TESTED[-1], defects: tuple[str, ...] = (), device: str = "1"
     ) -> tuple[int, list[str]]:
         monkeypatch.setattr(versions, "installed", lambda: sglang)
-        monkeypatch.setattr(compat, "broken_seams", lambda: list(defects))
-        monkeypatch.setattr(compat, "missing_hooks", list)
+        monkeypatch.setattr(seams, "broken_seams", lambda: list(defects))
+        monkeypatch.setattr(seams, "missing_hooks", list)
         monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", device)
@@ -82,8 +82,8 @@ def test_the_slow_part_is_announced_before_it_begins(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("torch.cuda.is_available", slow("torch"))
     monkeypatch.setattr("sglang.srt.plugins.load_plugins", slow("SGLang"))
-    monkeypatch.setattr(compat, "broken_seams", list)
-    monkeypatch.setattr(compat, "missing_hooks", list)
+    monkeypatch.setattr(seams, "broken_seams", list)
+    monkeypatch.setattr(seams, "missing_hooks", list)
     diagnosis.diagnose(said.append)
     assert said[said.index("torch") - 1] == "loading torch ..."
     assert said[said.index("SGLang") - 1].startswith("loading SGLang and looking at ")

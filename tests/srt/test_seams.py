@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import attach, compat, probes, seams
 
 
 def test_every_seam_fits_the_installed_sglang() -> None:
-    assert compat.broken_seams() == []
+    assert seams.broken_seams() == []
 
 
 @pytest.mark.parametrize(
@@ -31,16 +31,16 @@ def test_every_seam_fits_the_installed_sglang() -> None:
     ],
 )
 def test_a_missing_symbol_is_a_defect(target: str, said: str) -> None:
-    defect = compat.Seam(target, "test").defect()
+    defect = probes.Seam(target, "test").defect()
     assert defect is not None
     assert said in defect
 
 
 def test_a_missing_parameter_or_field_is_a_defect() -> None:
     """A renamed argument breaks us as surely as a renamed function."""
-    verify = compat.Seam(f"{compat.EAGLE_WORKER}.EAGLEWorkerV2.verify", "test", ["batch", "x"])
+    verify = probes.Seam(f"{seams.EAGLE_WORKER}.EAGLEWorkerV2.verify", "test", ["batch", "x"])
     assert verify.defect() == "lacks the parameters ['x']"
-    result = compat.Seam(
+    result = probes.Seam(
         "sglang.srt.managers.utils.GenerationBatchResult", "test", fields=["cap_lens", "y"]
     )
     assert result.defect() == "lacks the fields ['y']"
@@ -48,7 +48,7 @@ def test_a_missing_parameter_or_field_is_a_defect() -> None:
 
 def test_a_server_argument_that_is_gone_is_an_error_not_off() -> None:
     """A refusal that reads a renamed argument must not let the combination through."""
-    with pytest.raises(compat.SeamError, match="has no server argument enable_lora"):
+    with pytest.raises(probes.SeamError, match="has no server argument enable_lora"):
         compat.argument(object(), "enable_lora")
 
 
@@ -56,23 +56,23 @@ def test_a_broken_seam_is_refused_in_a_sentence_that_names_it(monkeypatch) -> No
     import sglang.srt.speculative.eagle_worker_common as common
 
     monkeypatch.delattr(common, "eagle_prepare_for_verify")
-    with pytest.raises(compat.SeamError) as error:
-        compat.require_seams()
-    assert f"{compat.EAGLE_COMMON}.eagle_prepare_for_verify" in str(error.value)
-    assert f"SGLang {compat.sglang_version()}" in str(error.value)
+    with pytest.raises(probes.SeamError) as error:
+        seams.require_seams()
+    assert f"{seams.EAGLE_COMMON}.eagle_prepare_for_verify" in str(error.value)
+    assert f"SGLang {probes.sglang_version()}" in str(error.value)
 
 
-def all_seams() -> list[compat.Seam]:
+def all_seams() -> list[probes.Seam]:
     """As this SGLang offers them, those that hold nothing here left out."""
-    chosen = [seam.chosen() for seam in (*compat.SEAMS, *compat.CPU_SEAMS)]
+    chosen = [seam.chosen() for seam in (*seams.SEAMS, *seams.CPU_SEAMS)]
     return [
         dataclasses.replace(seam, otherwise=None)
         for seam in chosen
-        if seam.only_with is None or compat._exists(seam.only_with)
+        if seam.only_with is None or probes.module_exists(seam.only_with)
     ]
 
 
-def named(seam: compat.Seam) -> str:
+def named(seam: probes.Seam) -> str:
     return f"{seam.target.removeprefix('sglang.srt.')}-{seam.purpose}"
 
 
@@ -84,16 +84,16 @@ def owners_of(target: str) -> tuple[list[Any], str]:
     return [base for base in bases if name in vars(base) and base is not object], name
 
 
-def refused(seam: compat.Seam) -> bool:
+def refused(seam: probes.Seam) -> bool:
     """Whether a start is refused in a sentence that names the seam and what it is for."""
-    with pytest.raises(compat.SeamError) as error:
-        compat.require_seams((seam,))
+    with pytest.raises(probes.SeamError) as error:
+        seams.require_seams((seam,))
     return seam.target in str(error.value) and seam.purpose in str(error.value)
 
 
 @pytest.mark.parametrize("seam", all_seams(), ids=named)
 def test_whatever_is_renamed_of_a_seam_the_start_is_refused(
-    seam: compat.Seam, monkeypatch: pytest.MonkeyPatch
+    seam: probes.Seam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its symbol, each parameter and each attribute."""
     found = pkgutil.resolve_name(seam.target)
@@ -103,15 +103,15 @@ def test_whatever_is_renamed_of_a_seam_the_start_is_refused(
             patch.delattr(owner, name)
         assert name == "__init__" or refused(seam)  # no class is without
     for parameter in seam.parameters:
-        others = [p for p in compat._parameters(found) if p != parameter]
+        others = [p for p in probes.parameters_of(found) if p != parameter]
         with monkeypatch.context() as patch:
-            patch.setattr(compat, "_parameters", _instead(compat._parameters, found, others))
+            patch.setattr(probes, "parameters_of", _instead(probes.parameters_of, found, others))
             assert refused(seam)
     for field in seam.fields:
-        others = list(compat.attribute_names(found) - {field})
+        others = list(probes.attribute_names(found) - {field})
         with monkeypatch.context() as patch:
-            names = _instead(compat.attribute_names, found, others)
-            patch.setattr(compat, "attribute_names", names)
+            names = _instead(probes.attribute_names, found, others)
+            patch.setattr(probes, "attribute_names", names)
             assert refused(seam)
 
 
@@ -144,31 +144,31 @@ def test_attributes_are_found_where_a_class_gives_them_to_its_instances(
     source = inspect.getsource(Base) + inspect.getsource(Derived)
     for cls in (Base, Derived):
         monkeypatch.setattr(cls, "__module__", "sglang_c2t.imagined")
-    real = compat._assignments.__wrapped__
+    real = probes._assignments.__wrapped__
     with monkeypatch.context() as patch:
         patch.setattr(importlib, "import_module", lambda name: name)
         patch.setattr(inspect, "getsource", lambda module: source)
         assignments = real("sglang_c2t.imagined")
-    monkeypatch.setattr(compat, "_assignments", lambda module: assignments)
-    names = compat.attribute_names.__wrapped__(Derived)
+    monkeypatch.setattr(probes, "_assignments", lambda module: assignments)
+    names = probes.attribute_names.__wrapped__(Derived)
     assert {"on_class", "in_init", "left", "in_method", "later"} <= names
     assert not {"not_its_own", "annotated", "other"} & names
 
 
 def test_fields_of_a_dataclass_are_attributes() -> None:
-    assert {"prepared_out_cache_loc", "kv_loc_plan"} <= compat.attribute_names(NewVerifyInput)
+    assert {"prepared_out_cache_loc", "kv_loc_plan"} <= probes.attribute_names(NewVerifyInput)
 
 
 def test_what_is_not_there_is_not_written() -> None:
     """SGLang would not read it, and nobody would notice."""
     old = OldVerifyInput()
-    with pytest.raises(compat.SeamError, match="no kv_loc_plan on OldVerifyInput; C2T needs it"):
-        compat.write(old, kv_loc_plan=None)
+    with pytest.raises(probes.SeamError, match="no kv_loc_plan on OldVerifyInput; C2T needs it"):
+        attach.write(old, kv_loc_plan=None)
     assert not vars(old)
-    with pytest.raises(compat.SeamError, match="says where the packed rows are written"):
-        compat.swapped(old, "kv_loc_plan", 1).__enter__()
+    with pytest.raises(probes.SeamError, match="says where the packed rows are written"):
+        attach.swapped(old, "kv_loc_plan", 1).__enter__()
     new = NewVerifyInput()
-    compat.write(new, kv_loc_plan="ours")
+    attach.write(new, kv_loc_plan="ours")
     assert new.kv_loc_plan == "ours"
 
 
@@ -194,8 +194,8 @@ OURS = {
 def listed() -> set[str]:
     """Every name of a symbol or attribute in the list of seams."""
     found = set()
-    for seam in (*compat.SEAMS, *compat.CPU_SEAMS):
-        each: compat.Seam | None = seam
+    for seam in (*seams.SEAMS, *seams.CPU_SEAMS):
+        each: probes.Seam | None = seam
         while each is not None:
             found |= {*each.fields, each.target.rpartition(".")[2]}
             each = each.otherwise
@@ -203,14 +203,14 @@ def listed() -> set[str]:
 
 
 def written_names(source: str) -> set[str]:
-    """Attributes written to objects that are not ours: assigned, or by :mod:`compat`."""
+    """Attributes written to objects that are not ours: assigned, or by :mod:`attach`."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if ast.unparse(node.value) not in OURS:
                 found.add(node.attr)
         elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func).removeprefix("compat.")
+            called = ast.unparse(node.func).removeprefix("attach.")
             if called == "write":
                 found |= {keyword.arg for keyword in node.keywords if keyword.arg}
             elif called in ("swapped", "wrap_global", "setattr"):
@@ -254,10 +254,10 @@ def test_what_our_classes_assign_or_override_of_sglangs_is_listed() -> None:
     classes = our_classes()
     assert {cls.__name__ for cls in classes} >= {"C2TEagleWorker", "RaggedFlashInferBackend"}
     for cls in classes:
-        theirs = frozenset[str]().union(*map(compat.attribute_names, foreign_bases(cls)))
+        theirs = frozenset[str]().union(*map(probes.attribute_names, foreign_bases(cls)))
         ours = [base for base in cls.__mro__ if base.__module__.startswith("sglang_c2t")]
         written = frozenset[str]().union(
-            *map(compat._assigned, ours),
+            *map(probes._assigned, ours),
             *({n for n in vars(base) if not n.startswith("__")} for base in ours),
         )
         assert (written & theirs) - OWN - {"_abc_impl"} <= listed(), cls
@@ -265,8 +265,8 @@ def test_what_our_classes_assign_or_override_of_sglangs_is_listed() -> None:
 
 def test_a_seam_that_moved_fits_where_either_place_is_there() -> None:
     """What one release lacks another may have; only an SGLang without both is refused."""
-    here = compat.Seam("sglang.srt.server_args.ServerArgs", "test")
-    gone = compat.Seam("sglang.srt.server_args.NoSuchClass", "test")
+    here = probes.Seam("sglang.srt.server_args.ServerArgs", "test")
+    gone = probes.Seam("sglang.srt.server_args.NoSuchClass", "test")
     either = dataclasses.replace(gone, otherwise=here)
     assert either.defect() is None
     assert either.chosen() is here
@@ -334,5 +334,5 @@ def test_dp_attention_is_found_by_its_size_or_by_its_flag() -> None:
     assert compat.uses_dp_attention(SimpleNamespace(attn_dp_size=2))
     assert not compat.uses_dp_attention(SimpleNamespace(attn_dp_size=1, enable_dp_attention=False))
     assert compat.uses_dp_attention(SimpleNamespace(enable_dp_attention=True))
-    with pytest.raises(compat.SeamError, match="no server argument enable_dp_attention"):
+    with pytest.raises(probes.SeamError, match="no server argument enable_dp_attention"):
         compat.uses_dp_attention(SimpleNamespace())

@@ -24,7 +24,7 @@ import torch
 
 from sglang_c2t import cpu
 from sglang_c2t.cpu import OPS
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import attach, compat, seams
 
 __all__ = ["install", "supplied"]
 
@@ -40,7 +40,7 @@ def install() -> list[str]:
     if not _is_cpu_engine() or _supplied:
         return supplied()
     names = cpu.install()
-    compat.require_seams(compat.CPU_SEAMS)  # behind it: importing them may take a stand-in
+    seams.require_seams(seams.CPU_SEAMS)  # behind it: importing them may take a stand-in
     if getattr(importlib.import_module("sgl_kernel"), "IS_STAND_IN", False):
         stand_in = "sgl_kernel: stand-in package"  # a spawned process inherits it with sys.path
         names = [stand_in, *(name for name in names if "stand-in" not in name)]
@@ -82,7 +82,7 @@ def _install_attention() -> None:
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     ATTENTION_BACKENDS[BACKEND] = _create_backend
-    compat.write(
+    attach.write(
         DraftBackendFactory,
         _create_intel_amx_decode_backend=_create_draft_decode_backend,
         _create_intel_amx_prefill_backend=_create_draft_extend_backend,
@@ -120,10 +120,10 @@ def _keep_backend_name() -> None:
             ours = view.attention_backend == BACKEND and view.device == "cpu" and not has_mla
             return {} if ours else fall_back(view)
 
-        with compat.swapped(module, name, stay):
+        with attach.swapped(module, name, stay):
             previous(server_args)
 
-    compat.on_resolution(compat.ATTENTION_STEP, keep)
+    attach.on_resolution(seams.ATTENTION_STEP, keep)
 
 
 def _allow_deterministic_inference() -> None:
@@ -132,7 +132,7 @@ def _allow_deterministic_inference() -> None:
     choices.add_deterministic_attention_backend_choices([BACKEND])
     choices.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
     package = "sglang.srt.batch_invariant_ops"  # ModelRunner imports the function from here
-    compat.write(importlib.import_module(package), enable_batch_invariant_mode=_only_seeds)
+    attach.write(importlib.import_module(package), enable_batch_invariant_mode=_only_seeds)
 
 
 def _only_seeds(enable_bmm: bool = True) -> None:
@@ -149,7 +149,7 @@ def _only_seeds(enable_bmm: bool = True) -> None:
 def _leave_nccl_out() -> None:
     """SGLang takes gloo where NCCL cannot be loaded; torch's CUDA build has it even on a CPU."""
     pynccl = "sglang.srt.distributed.device_communicators.pynccl"
-    compat.write(importlib.import_module(pynccl), NCCLLibrary=_no_nccl)
+    attach.write(importlib.import_module(pynccl), NCCLLibrary=_no_nccl)
 
 
 def _no_nccl(*args: Any, **kwargs: Any) -> None:
@@ -173,14 +173,14 @@ def _install_sampling() -> None:
         if batch.forward_mode.is_idle() or batch.sampling_info.is_all_greedy:
             return stock(verify_input, batch, logits_output, *args, **kwargs)
         match = _matching_sampled(utils, verify_input, batch, logits_output)
-        with compat.swapped(utils, "verify_tree_greedy_func", match):
+        with attach.swapped(utils, "verify_tree_greedy_func", match):
             return stock(verify_input, batch, logits_output, *args, **kwargs)
 
-    compat.write(utils, eagle_sample=eagle_sample)
+    attach.write(utils, eagle_sample=eagle_sample)
     for name in ("eagle_worker_common", "ngram_worker"):
         module = sys.modules.get(f"sglang.srt.speculative.{name}")
         if module is not None and getattr(module, "eagle_sample", None) is stock:
-            compat.write(module, eagle_sample=eagle_sample)
+            attach.write(module, eagle_sample=eagle_sample)
 
 
 def _matching_sampled(

@@ -17,7 +17,7 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.plan.load import DraftDepth
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import attach
 from sglang_c2t.srt.draft.watcher import DraftWatcher, no_forward
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.hooks.requests import opts_out
@@ -119,13 +119,13 @@ class ChainDraftMixin(DraftWatcher):
         mine = {name: getattr(self, name) for name in kept}
         theirs = {name: getattr(runner, name) for name in ("draft_attn_backend", "attn_backend")}
         try:
-            with self._as_captured(), compat.swapped(self, "speculative_num_steps", steps):
+            with self._as_captured(), attach.swapped(self, "speculative_num_steps", steps):
                 self.init_attention_backend()
                 backend = self.draft_attn_backend
                 graphs = runner_class(self, draft_attn_backend=backend, speculative_num_steps=steps)
         finally:
             for owner, values in ((self, mine), (runner, theirs)):
-                compat.write(owner, **values)
+                attach.write(owner, **values)
         self._count_replays(graphs)
         return _DraftGraphs(graphs, backend)
 
@@ -142,10 +142,10 @@ class ChainDraftMixin(DraftWatcher):
 
         graphs = self._graphs[steps]
         with (
-            compat.swapped(self, "speculative_num_steps", steps),
-            compat.swapped(self, "cuda_graph_runner", graphs.cuda_graph_runner),
-            compat.swapped(self, "draft_attn_backend", graphs.draft_attn_backend),
-            compat.swapped(eagle_worker_v2, "build_eagle_verify_input", build_all),
+            attach.swapped(self, "speculative_num_steps", steps),
+            attach.swapped(self, "cuda_graph_runner", graphs.cuda_graph_runner),
+            attach.swapped(self, "draft_attn_backend", graphs.draft_attn_backend),
+            attach.swapped(eagle_worker_v2, "build_eagle_verify_input", build_all),
         ):
             yield
 

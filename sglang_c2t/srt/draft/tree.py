@@ -27,7 +27,7 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from torch import Tensor
 
 from sglang_c2t.draft.tree import TreeGate
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.draft.ancestors import Follow
 from sglang_c2t.srt.draft.watcher import DraftWatcher, no_forward
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
@@ -54,8 +54,8 @@ class TreeDraftMixin(DraftWatcher):
             self.gate.begin(forward_batch.req_pool_indices)
         with (
             self._watching(self._draft_layer),
-            compat.swapped(eagle_worker_v2, "select_top_k_tokens", self._select),
-            compat.swapped(eagle_worker_v2, "organize_draft_results", self._organize),
+            attach.swapped(eagle_worker_v2, "select_top_k_tokens", self._select),
+            attach.swapped(eagle_worker_v2, "organize_draft_results", self._organize),
         ):
             return super().draft_forward(forward_batch)
 
@@ -64,7 +64,7 @@ class TreeDraftMixin(DraftWatcher):
         self.drafted_rows = self.speculative_num_draft_tokens
         with (
             self._eager_if_recorded(),
-            compat.swapped(
+            attach.swapped(
                 eagle_worker_v2,
                 "build_eagle_verify_input",
                 self._around_build(eagle_worker_v2.build_eagle_verify_input),
@@ -84,7 +84,7 @@ class TreeDraftMixin(DraftWatcher):
         if not isinstance(verify_input, TreeVerifyInput):
             return super()._draft_extend_for_decode(batch, batch_result, **kwargs)
         width = verify_input.max_tree_depth
-        with compat.swapped(self, "speculative_num_draft_tokens", width):
+        with attach.swapped(self, "speculative_num_draft_tokens", width):
             return super()._draft_extend_for_decode(batch, batch_result, **kwargs)
 
     # -- what SGLang's loop calls ---------------------------------------------------------

@@ -23,7 +23,7 @@ from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from torch import Tensor
 
 from sglang_c2t.draft.gate import Exploration, Gate
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.hooks.requests import opts_out
 from sglang_c2t.srt.verify.lookback import Lookback
@@ -66,7 +66,7 @@ class DraftWatcher(EagleDraftWorker):
             run = lambda: forward(forward_batch, *args, **kwargs)  # noqa: E731 - passed on
             return run() if self._watcher is None else self._watcher(forward_batch, run)
 
-        compat.write(runner, forward=watched_forward)
+        attach.write(runner, forward=watched_forward)
 
     @contextmanager
     def _watching(self, watcher: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
@@ -102,15 +102,15 @@ class DraftWatcher(EagleDraftWorker):
             output = run() if self._watcher is None else self._watcher(forward_batch, run)
             return output.logits_output
 
-        compat.write(extend, execute=watched_execute)
+        attach.write(extend, execute=watched_execute)
 
     @contextmanager
     def _as_captured(self) -> Iterator[None]:
         """Drafts inside the block as in a step that no recording needs, and without host reads."""
         with (
-            compat.swapped(self, "_reads_host", False),
-            compat.swapped(self.gate, "exploring", False),
-            compat.swapped(self.gate.served, "capturing", True),
+            attach.swapped(self, "_reads_host", False),
+            attach.swapped(self.gate, "exploring", False),
+            attach.swapped(self.gate.served, "capturing", True),
         ):
             yield
 
@@ -126,7 +126,7 @@ class DraftWatcher(EagleDraftWorker):
             COUNTERS.draft_rows += forwards * forward_batch.batch_size * topk
             return execute(forward_batch, *args, **kwargs)
 
-        compat.write(graphs, execute=counted_execute)
+        attach.write(graphs, execute=counted_execute)
 
     @contextmanager
     def _eager_if_recorded(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ class DraftWatcher(EagleDraftWorker):
         if not self.gate.exploring or getattr(self, "cuda_graph_runner", None) is None:
             yield
             return
-        with compat.swapped(self, "cuda_graph_runner", None):
+        with attach.swapped(self, "cuda_graph_runner", None):
             yield
 
     def _draft_extend_for_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

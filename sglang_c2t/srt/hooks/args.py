@@ -17,7 +17,7 @@ from sglang_c2t.config import RECORD_ROOTS, VERIFY_MODES, ConfigError, publish, 
 from sglang_c2t.draft_layer import HISTORY, known_measurement
 from sglang_c2t.hints import hints_for
 from sglang_c2t.policies import POLICIES, check_policy, tree_policy_names
-from sglang_c2t.srt import compat, versions
+from sglang_c2t.srt import seams, versions
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class _EnableC2T(argparse._StoreTrueAction):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        defects = compat.broken_seams() or compat.missing_hooks()
+        defects = seams.broken_seams() or seams.missing_hooks()
         if defects:
             parser.error(f"--c2t cannot be served: {'; '.join(defects)}")
         super().__call__(parser, namespace, values, option_string)

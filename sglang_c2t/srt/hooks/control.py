@@ -36,7 +36,7 @@ from sglang_c2t.config import C2TConfig, ConfigError, active, publish
 from sglang_c2t.hints import did_you_mean
 from sglang_c2t.policies import policy_for, policy_names
 from sglang_c2t.policies.base import TreeShape
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import attach, compat, seams
 from sglang_c2t.srt.hooks.http_guard import RefusedError, authorise, read_body
 from sglang_c2t.srt.hooks.reporting import CONTROL
 from sglang_c2t.srt.hooks.requests import check_body
@@ -240,7 +240,7 @@ def add_routes(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> None
     from fastapi.responses import JSONResponse
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    compat.wrap_global(*compat.READ_BODY, check_body)
+    attach.wrap_global(*seams.READ_BODY, check_body)
     one_at_a_time = asyncio.Lock()
     keys = _keys(manager.server_args)
 
@@ -273,7 +273,7 @@ def add_routes(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> None
 def _keys(server_args: Any) -> dict[str, str | None]:
     """The server's keys. Where SGLang shows the admin key to everybody, it is none."""
     keys = {name: compat.argument(server_args, name) for name in ("api_key", "admin_api_key")}
-    if keys["admin_api_key"] and not compat.keys_are_hidden():
+    if keys["admin_api_key"] and not seams.keys_are_hidden():
         logger.warning(
             "C2T: this SGLang shows --admin-api-key on /server_info to %s",
             "whoever has --api-key" if keys["api_key"] else "everybody: POST /c2t stays closed",

@@ -3,7 +3,7 @@
 ``/server_info`` tells every argument, the keys among them, to whoever may read it: with
 ``--admin-api-key`` alone that is everybody, with both keys every client. The admin key would
 protect nothing. All that SGLang 0.5.23 says of its arguments (HTTP, gRPC, logs) passes through two
-functions; where an SGLang has none of them, see :func:`sglang_c2t.srt.compat.keys_are_hidden`.
+functions; where an SGLang has none of them, see :func:`sglang_c2t.srt.seams.keys_are_hidden`.
 """
 
 from __future__ import annotations
@@ -41,5 +41,5 @@ def _without(command: str, server_args: Any) -> str:
     return command
 
 
-#: On the functions of ``compat.TOLD_ARGUMENTS``, in their order.
+#: On the functions of ``seams.TOLD_ARGUMENTS``, in their order.
 HOOKS = (hide_fields, hide_command)

@@ -18,7 +18,7 @@ from sglang_c2t.policies import (
     policy_for,
 )
 from sglang_c2t.policies.base import TreeShape
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import compat, seams
 from sglang_c2t.srt.hooks.args import exit_with, parsed_from_command_line
 
 # NEXTN is an alias that SGLang resolves to EAGLE.
@@ -129,9 +129,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     PAGES_OF_TREES,
     Refusal(
-        lambda cfg: _trees(cfg) and cfg.attention_backend not in compat.TREE_BACKENDS,
+        lambda cfg: _trees(cfg) and cfg.attention_backend not in seams.TREE_BACKENDS,
         "--c2t verifies trees with --attention-backend "
-        f"{', '.join(compat.TREE_BACKENDS)} and no other: change it, or set "
+        f"{', '.join(seams.TREE_BACKENDS)} and no other: change it, or set "
         "--speculative-eagle-topk 1",
     ),
     Refusal(
@@ -201,10 +201,10 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda cfg: (
             _wants_ragged()
             and not _trees(cfg)
-            and cfg.attention_backend not in compat.RAGGED_BACKENDS
+            and cfg.attention_backend not in seams.RAGGED_BACKENDS
         ),
         "--c2t-verify ragged needs an attention backend that reads packed rows "
-        f"({', '.join(compat.RAGGED_BACKENDS)}): change --attention-backend or drop the flag",
+        f"({', '.join(seams.RAGGED_BACKENDS)}): change --attention-backend or drop the flag",
     ),
     Refusal(
         lambda cfg: compat.simulates_acceptance(),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_c2t.config import active
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import attach
 from sglang_c2t.srt.hooks.reporting import GATE_CLOCK
 
 
@@ -161,4 +161,4 @@ def correct_gauge(_collector: Any, stats: Any) -> None:
     """
     if active() is not None and stats.spec_cap_length > 1:
         rate = (stats.spec_accept_length - 1) / (stats.spec_cap_length - 1)
-        compat.write(stats, spec_accept_rate=rate)
+        attach.write(stats, spec_accept_rate=rate)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_c2t.config import ConfigError, active
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import compat, seams
 
 
 def create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
@@ -18,7 +18,7 @@ def create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any
     stock = original(algorithm, server_args)
     if active() is None:
         return stock
-    compat.require_seams()
+    seams.require_seams()
     from sglang_c2t.srt.worker import WORKERS
 
     if stock not in WORKERS:

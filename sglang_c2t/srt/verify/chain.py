@@ -20,7 +20,7 @@ from torch import Tensor
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft.chain import truncated_chains
 from sglang_c2t.kernels.rows import scatter_rows
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import attach
 from sglang_c2t.srt.verify import backends
 from sglang_c2t.srt.verify.accept import match_rows
 from sglang_c2t.srt.verify.packed import Accepted, PackedVerifyInput
@@ -77,7 +77,7 @@ def _unpack(output: Any, name: str, packing: Packing) -> None:
     """Scatter the target's [T, ...] to [B * N, ...], in place."""
     if (values := getattr(output, name)) is not None:
         rows = scatter_rows(values, packing.num_rows, packing.width)
-        compat.write(output, **{name: rows})
+        attach.write(output, **{name: rows})
 
 
 def decide(mode: str, target_runner: Any) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sglang_c2t.kernels.masks import mask_indptr, pack_tree_mask
 from sglang_c2t.kernels.rows import indptr, ragged_kv_indices
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.verify.packed import packing_of
 from sglang_c2t.srt.verify.packing import Packing
 
@@ -193,7 +193,7 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         wrapper = self.prefill_wrappers_verify[0]
         self._begin(wrapper, host, buffers.kv_indices)
         if packing.words is not None:  # the plan knows no mask; only run() looks for one
-            compat.write(
+            attach.write(
                 wrapper, _custom_mask_buf=buffers.mask, _mask_indptr_buf=buffers.mask_indptr
             )
         self.forward_metadata = PrefillMetadata([wrapper], False, False)
@@ -268,7 +268,7 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         first = next(iter(self._c2t_wrappers.values()), wrapper)
         # 8 MB on the device and 8 MB pinned, each; one pair serves all tiers, as one plan is
         # alive at a time.
-        compat.write(
+        attach.write(
             wrapper,
             _int_workspace_buffer=first._int_workspace_buffer,
             _pin_memory_int_workspace_buffer=first._pin_memory_int_workspace_buffer,

@@ -19,7 +19,7 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, build_captu
 
 from sglang_c2t.config import ConfigError
 from sglang_c2t.plan.tiers import Tiers
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.verify.packed import PackedVerifyInput
 from sglang_c2t.srt.verify.packing import HostSizes, Packing
 
@@ -45,10 +45,10 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with (
-            compat.swapped(
+            attach.swapped(
                 decode_cuda_graph_runner, "ragged_verify_compact_graphs_enabled", lambda _: True
             ),
-            compat.swapped(
+            attach.swapped(
                 decode_cuda_graph_runner,
                 "get_batch_sizes_to_capture",
                 _one_slot_more(decode_cuda_graph_runner.get_batch_sizes_to_capture),
@@ -100,8 +100,8 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
     def _capture_one_stream(self, *args: Any, **kwargs: Any) -> None:
         """One graph per tier: SGLang captures ``capture_bs`` times the width of a request."""
         with (
-            compat.swapped(self, "capture_bs", self.tiers.rows),
-            compat.swapped(self, "captured_req_width", 1),
+            attach.swapped(self, "capture_bs", self.tiers.rows),
+            attach.swapped(self, "captured_req_width", 1),
         ):
             super()._capture_one_stream(*args, **kwargs)
 
@@ -122,7 +122,7 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
             num_steps=1,
         )
         captured = PackedVerifyInput.of(spec_info, packing=packing)
-        compat.write(captured, custom_mask=None, ragged_verify_layout=layout)
+        attach.write(captured, custom_mask=None, ragged_verify_layout=layout)
         return captured
 
     def _layout(self, num_tokens: int) -> RaggedVerifyLayout:
@@ -155,7 +155,7 @@ def use_tiers(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
     attributes = {"trees": trees, "rows_per_slot": 2 if trees else 1, "max_rows": max_rows}
     runner_class = type("C2TGraphRunner", (TieredGraphRunner,), attributes)
     stock_rows = target_runner.max_decode_logits_rows
-    compat.write(
+    attach.write(
         target_runner,
         _decode_cuda_graph_runner_cls=lambda: runner_class,
         # Room for the slot that `_one_slot_more` adds.

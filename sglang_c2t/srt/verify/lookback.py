@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.plan.load import DraftDepth, PackingRule
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.verify.packing import HostSizes, Packing
 
 AGREE_EVERY = 64
@@ -96,7 +96,7 @@ class Lookback:
             self._timed.append((packing.forwarded_rows, begin, end))
             return result
 
-        with compat.swapped(target_worker, "forward_batch_generation", timed_forward):
+        with attach.swapped(target_worker, "forward_batch_generation", timed_forward):
             yield
         while self._timed and self._timed[0][2].query():
             rows, begin, end = self._timed.popleft()

@@ -25,7 +25,7 @@ from sglang.srt.speculative import eagle_worker_common
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from torch import Tensor
 
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.verify.lookback import Lookback
 from sglang_c2t.srt.verify.packing import Packing
 
@@ -95,9 +95,9 @@ def verifying(
         return verify_input.accept(stock_sample, *args, **kwargs)
 
     with (
-        compat.swapped(common, "eagle_prepare_for_verify", prepare),
-        compat.swapped(common, "eagle_sample", sample),
-        compat.swapped(common, "_finalize_accept_tree_path", verify_input.accepted_to_front),
+        attach.swapped(common, "eagle_prepare_for_verify", prepare),
+        attach.swapped(common, "eagle_sample", sample),
+        attach.swapped(common, "_finalize_accept_tree_path", verify_input.accepted_to_front),
         lookback.timing(target_worker, verify_input.packing),
     ):
         yield
@@ -114,7 +114,7 @@ def _prepare(
     packing = verify_input.packing
     assert packing is not None, "called outside of verifying()"
     packed, slots = packing.forwarded(verify_input, batch, target_worker.model_runner)
-    compat.write(batch, spec_info=packed)
+    attach.write(batch, spec_info=packed)
     try:
         with (
             compat.writing_rows(packed, slots),
@@ -124,7 +124,7 @@ def _prepare(
     finally:
         # Draft extend writes behind the committed prefix, wherever the rows were verified.
         extended = packing.window[:, : verify_input.max_tree_depth].flatten()
-        compat.write(batch, spec_info=verify_input, out_cache_loc=extended)
+        attach.write(batch, spec_info=verify_input, out_cache_loc=extended)
 
 
 def packing_of(forward_batch: Any) -> Packing | None:

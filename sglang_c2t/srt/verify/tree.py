@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.config import C2TConfig, ConfigError
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import attach
 from sglang_c2t.srt.verify import backends
 from sglang_c2t.srt.verify.accept import match_rows
 from sglang_c2t.srt.verify.packed import Accepted, PackedVerifyInput
@@ -90,7 +90,7 @@ class TreeVerifyInput(PackedVerifyInput):
         written = slots[row].masked_fill(~accepted, 0)
         token_to_kv_pool_allocator.get_kvcache().move_kv_cache(front.flatten(), written.flatten())
         if logits_output.hidden_states is not None:
-            compat.write(logits_output, hidden_states=logits_output.hidden_states[row.flatten()])
+            attach.write(logits_output, hidden_states=logits_output.hidden_states[row.flatten()])
         return predict[row.flatten()]
 
 

@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import seams
 from sglang_c2t.srt.hooks import hidden_keys
 from sglang_c2t.srt.hooks.hidden_keys import HIDDEN, hide_command, hide_fields
 
@@ -56,5 +56,5 @@ def test_a_stock_server_tells_what_it_always_told(monkeypatch: pytest.MonkeyPatc
 def test_the_keys_are_arguments_of_this_sglang() -> None:
     """One that was renamed would show again."""
     assert all(hasattr(ServerArgs, name) for name in hidden_keys.KEYS)
-    assert len(compat.TOLD_ARGUMENTS) == len(hidden_keys.HOOKS)
-    assert compat.can_hide_keys()
+    assert len(seams.TOLD_ARGUMENTS) == len(hidden_keys.HOOKS)
+    assert seams.can_hide_keys()

@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import compat, seams
 from sglang_c2t.srt.hooks import control, http_guard
 from sglang_c2t.srt.hooks.http_guard import MOST_BYTES
 
@@ -57,7 +57,7 @@ def served(
         control.sys.modules, "sglang.srt.entrypoints.http_server", SimpleNamespace(app=app)
     )
     monkeypatch.setattr(control, "active", lambda: C2TConfig(loopback_control=loopback))
-    monkeypatch.setattr(compat, "keys_are_hidden", lambda: hidden)
+    monkeypatch.setattr(seams, "keys_are_hidden", lambda: hidden)
     monkeypatch.setattr(compat, "resolved", lambda server_args: server_args)
     control.add_routes(None, manager)
     if middleware and (api or admin):

@@ -15,7 +15,7 @@ import pytest
 
 from eval.server import TARGET, speculative_flags
 from sglang_c2t import config
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import compat, seams
 
 EAGLE3 = list(speculative_flags("EAGLE3"))
 TREES = list(speculative_flags("EAGLE3", topk=4, num_draft_tokens=16))
@@ -216,7 +216,7 @@ def test_trees_that_are_not_served_are_refused_by_name(capsys, flags: list[str],
 
 
 def test_trees_with_watermarks_are_refused(capsys) -> None:
-    pytest.importorskip(compat.WATERMARKING, reason="this SGLang knows no watermarks")
+    pytest.importorskip(seams.WATERMARKING, reason="this SGLang knows no watermarks")
     said = refusal(capsys, *TREES, "--c2t", "--watermark-config", "{}")
     assert "does not serve --watermark-config with --speculative-eagle-topk above 1" in said
 
@@ -277,7 +277,6 @@ def test_what_sglang_refuses_here_would_be_refused_by_us_elsewhere(
     changed: dict[str, Any], said: str
 ) -> None:
     """SGLang serves pages of 16 with trees on GPU backends, and may come to serve the other."""
-    from sglang_c2t.srt import compat
     from sglang_c2t.srt.hooks import refusals
 
     args = compat.resolved(launch(*TREES, "--c2t"))
@@ -314,7 +313,6 @@ class Changed:
 
 def on_a_gpu(*flags: str, settings: config.C2TConfig | None = None, **changed: object) -> list[str]:
     """What is refused where CUDA graphs are on unless a flag switches them off."""
-    from sglang_c2t.srt import compat
     from sglang_c2t.srt.hooks import refusals
 
     resolved = compat.resolved(launch(*EAGLE3, *flags))

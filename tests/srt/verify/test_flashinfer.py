@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_c2t.srt.compat import attribute_names
+from sglang_c2t.srt.probes import attribute_names
 from tests.doubles import double
 from tests.srt.verify import test_tree as test_tree_verify
 from tests.srt.verify.test_tree import Case, cases

@@ -151,7 +151,7 @@ def runner(graphs: ModuleType, workspace_mib: float | None, **attributes: Any) -
 def _h100(monkeypatch: pytest.MonkeyPatch, graphs: ModuleType) -> None:
     device = SimpleNamespace(multi_processor_count=H100_SMS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    monkeypatch.setattr(graphs.compat, "flashinfer_counts_rows", lambda: False)
+    monkeypatch.setattr("sglang_c2t.srt.compat.flashinfer_counts_rows", lambda: False)
 
 
 @pytest.mark.usefixtures("_h100")

@@ -103,7 +103,7 @@ def test_a_forward_is_timed_from_where_the_device_begins_with_it(
         BaseCudaGraphBackend,
     )
 
-    from sglang_c2t.srt import compat
+    from sglang_c2t.srt import seams
 
     def work(*_args: Any) -> str:
         Event.clock += 7
@@ -117,7 +117,7 @@ def test_a_forward_is_timed_from_where_the_device_begins_with_it(
         Event.clock += 100  # the host prepares
         return backend.replay("key", None) if captured else work()
 
-    graphs = double(compat.DECODE_GRAPHS + ".DecodeCudaGraphRunner", backend=backend)
+    graphs = double(seams.DECODE_GRAPHS + ".DecodeCudaGraphRunner", backend=backend)
     runner = double(
         "ModelRunner", device="cuda", decode_cuda_graph_runner=graphs if captured else None
     )

@@ -49,7 +49,7 @@ def _acceptance_on_the_cpu(verify: ModuleType, monkeypatch: pytest.MonkeyPatch) 
                     retrieve_next_token, retrieve_next_sibling, target_predict)  # fmt: skip
         return predicts, accept_index, accept_token_num
 
-    monkeypatch.setattr(verify.compat, "verify_tree_greedy", walk)
+    monkeypatch.setattr("sglang_c2t.srt.compat.verify_tree_greedy", walk)
 
 
 def target_runner(graphs: Any = None) -> Any:
@@ -427,7 +427,7 @@ def runner(backend: object) -> Any:
 
 @pytest.fixture
 def _no_exchange(verify: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify.compat, "gathers_rows", lambda server_args: False)
+    monkeypatch.setattr("sglang_c2t.srt.compat.gathers_rows", lambda server_args: False)
 
 
 def flashinfer() -> Any:
@@ -443,7 +443,7 @@ def config(mode: str) -> C2TConfig:
 def test_flashinfer_verifies_trees_packed_unless_told_otherwise(
     verify: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: str, packed: bool
 ) -> None:
-    monkeypatch.setattr(verify.compat, "has_recurrent_state", lambda model_config: False)
+    monkeypatch.setattr("sglang_c2t.srt.compat.has_recurrent_state", lambda model_config: False)
     monkeypatch.setattr(verify.backends, "prepare", lambda *_, **__: None)
     assert verify.decide(config(mode), runner(flashinfer())) is packed
 
@@ -452,7 +452,7 @@ def test_flashinfer_verifies_trees_packed_unless_told_otherwise(
 def test_a_target_with_state_per_row_is_refused_whatever_its_attention(
     verify: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify.compat, "has_recurrent_state", lambda model_config: True)
+    monkeypatch.setattr("sglang_c2t.srt.compat.has_recurrent_state", lambda model_config: True)
     with pytest.raises(ConfigError, match="cannot verify trees: the target keeps recurrent state"):
         verify.decide(config("auto"), runner(flashinfer()))
 
