@@ -139,7 +139,9 @@ class Storm:
             verdict = judge_malformed(reply, stock, self.interruptions)
             self._record("malformed", card.name, verdict, reply)
             return
-        rid = f"soak-{self.sent}"
+        # Of one length: SGLang aborts every request whose id begins with the one that is named or
+        # timed out.
+        rid = f"soak-{self.sent:07}"
         reply = await send(session, self.url, card, rid, self.rng.uniform(*SHORT_LIVES))
         expected = self.answers.outputs[card.key] if card.key else None
         verdict = judge(card, reply, expected, self.interruptions)
