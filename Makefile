@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Two at a time, a file of tests in one process: files share servers, and a server uses about
 # one core.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 DEMO   := eval/demo_models/weights
 # The oldest SGLang we serve, beside which one small test runs.
 OLD       := 0.5.17
