@@ -19,10 +19,6 @@ from torch import Tensor
 #: names no k; 10 is the top-K of EAGLE-2 and C2T.
 TOPK_PROBS = 10
 
-#: Facts about the request's previous verification. Replay supplies them, servers do not:
-#: they did not pay (eval/LOG.md).
-HISTORY = frozenset({"last_accept", "last_verified"})
-
 _TOP_ENTROPY = re.compile(r"entropy_top(\d+)")
 
 
@@ -53,9 +49,6 @@ class DraftLayer:
     ``entropy_topM``     [B] float32, nats: the M largest probabilities only (C2T, eq. 7)
     ``topk_prob``        [B, k] float32, descending, zero-padded
     ``hidden``           [B, H]: the draft's hidden state that gave the distribution
-    ``last_accept``      [B] float32: drafts accepted in the request's previous
-                         verification, -1 before its first
-    ``last_verified``    [B] float32: drafts verified then, -1 before its first
     ``confidence``       [B] float32 in [0, 1]: the gate's own, where a kernel has computed it
     """
 
@@ -77,9 +70,9 @@ class DraftLayer:
 
 
 def known_measurement(name: str) -> bool:
-    """Whether :func:`measure` or the gate's history can supply ``name``."""
+    """Whether :func:`measure` can supply ``name``."""
     plain = {"prob", "entropy", "margin", "topk_prob", "hidden"}
-    return name in plain or name in HISTORY or _TOP_ENTROPY.fullmatch(name) is not None
+    return name in plain or _TOP_ENTROPY.fullmatch(name) is not None
 
 
 def measure(
@@ -156,11 +149,5 @@ def unknown(name: str, size: int = 1) -> Tensor:
         return torch.nn.functional.one_hot(torch.tensor([0]), TOPK_PROBS).float()
     if name == "hidden":
         return torch.zeros(1, size)
-    value = {
-        "prob": 1.0,
-        "margin": MAX_MARGIN,
-        "confidence": 1.0,
-        "last_accept": -1.0,
-        "last_verified": -1.0,
-    }
+    value = {"prob": 1.0, "margin": MAX_MARGIN, "confidence": 1.0}
     return torch.full((1,), value.get(name, 0.0))

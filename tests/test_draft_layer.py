@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.draft_layer import HISTORY, MAX_MARGIN, TOPK_PROBS, known_measurement, measure
+from sglang_c2t.draft_layer import MAX_MARGIN, TOPK_PROBS, known_measurement, measure
 
 #: Everything that is measured from logits alone.
 NAMES = ("margin", "topk_prob", "entropy_top3", "entropy_top1000")
@@ -91,7 +91,7 @@ def test_a_hidden_state_that_is_not_there_is_an_error() -> None:
 
 
 def test_names_are_known_exactly_when_something_can_supply_them() -> None:
-    for name in (*NAMES, "prob", "entropy", "hidden", *HISTORY):
+    for name in (*NAMES, "prob", "entropy", "hidden"):
         assert known_measurement(name), name
     for name in ("", "joint", "entropy_top", "entropy_topk", "entropy_top5x", "Margin"):
         assert not known_measurement(name), name

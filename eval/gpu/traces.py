@@ -61,7 +61,7 @@ class Traces:
         """[R] int64 in [0, D]: drafts the policy would verify behind each root."""
         refuse_unrecorded(policy, self.chains.stats)
         roots = torch.arange(len(self.chains.num_correct))
-        return self.chains.lengths(policy, roots, {})
+        return self.chains.lengths(policy, roots)
 
     def tiled(self, per_root: Tensor, positions: int) -> Tensor:
         """[Q, positions]: values [R] along each trace, which starts again at its end.

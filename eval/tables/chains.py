@@ -25,7 +25,7 @@ from eval.tables import thresholds
 from eval.tables.markdown import bold, bracket, difference, mix, section, with_interval
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
 from sglang_c2t.classifier.recording import Recording
-from sglang_c2t.draft_layer import HISTORY, DraftLayer
+from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.offline.compare import (
     ENTROPY_GRID,
     ODDS_GRID,
@@ -236,8 +236,7 @@ DEFAULTS = {
 
 def gate(name: str, classifier: Classifier) -> Callable[[float], ChainPolicy]:
     """The policy of a recipe, open in its threshold."""
-    if not classifier.features.needs & HISTORY:
-        classifier = Remembering(classifier)
+    classifier = Remembering(classifier)
     if name.startswith("mcsd"):
         return lambda beta: MCSD(classifier, beta, per_request=True)
     if name.startswith("logistic"):
@@ -436,51 +435,6 @@ def variant_table(measured: Measured, rival: Curve) -> list[str]:
     )
 
 
-def history_table(measured: Measured, plain: Classifier) -> list[str]:
-    """Whether it helps to know how the request's previous verification went.
-
-    Trained on the roots that C2T-log visits, because only there is there a previous
-    verification.
-    """
-    draft = measured.draft
-    visited = _visited(draft.train, C2T(plain, 0.3))
-    names = RECIPES["c2t-log"].names
-    rows = []
-    for label, extra in (
-        ("log P, H, d", ()),
-        ("log P, H, d, last accept length", ("last_accept",)),
-        ("log P, H, d, last accept and draft length", ("last_accept", "last_verified")),
-    ):
-        recipe = Recipe((*names, *extra), balance=False)
-        classifier = train_classifier(visited, recipe)
-        curve = sweep(gate("c2t", classifier), draft.chains, ODDS_GRID[::2])
-        rows.append((label, [f"{g:.3f}" for g in measured.gammas(curve)]))
-    return section(
-        f"### {draft.algorithm}: the request's history as an input",
-        "gamma at equal accept length. History: drafts accepted and drafts verified in the "
-        "request's previous verification. All trained on the same roots, those that C2T-log at "
-        "0.3 visits in the training prompts.",
-        ["inputs", *map(_name, TARGETS)],
-        rows,
-    )
-
-
-def _visited(recording: Recording, policy: ChainPolicy) -> Recording:
-    """The drafts that a server with ``policy`` would make, with each request's history."""
-    chains = Chains.from_recording(recording)
-    mask = torch.zeros(recording.num_drafts, dtype=torch.bool)
-    past = {name: torch.zeros(recording.num_drafts) for name in ("last_accept", "last_verified")}
-
-    def note(roots: torch.Tensor, history: dict[str, torch.Tensor]) -> None:
-        rows = chains.draft_row[roots]
-        mask[rows] = True
-        for name in past:
-            past[name][rows] = history[name]
-
-    replay(policy, chains, visit=note)
-    return replace(recording, drafts=recording.drafts | past).select(mask)
-
-
 def transfer_tables(drafts: dict[str, Measured]) -> list[str]:
     """Train here, use there: between families, and between draft models."""
     lines = ["## Transfer", ""]
@@ -595,11 +549,6 @@ def draft_report(
     return lines + family_table(measured, curves, draft.algorithm)
 
 
-def variant_report(measured: Measured, plain: Classifier) -> list[str]:
-    """What was tried beside the menu; ``plain`` is C2T-log."""
-    return variant_table(measured, measured.dyjoint) + history_table(measured, plain)
-
-
 def files(args: Namespace, console: Console) -> dict[Path, tuple[str, str, list[str]]]:
     """Record what is not recorded yet; by file, its title, conditions and tables."""
     drafts: dict[str, Measured] = {}
@@ -626,7 +575,7 @@ def files(args: Namespace, console: Console) -> dict[Path, tuple[str, str, list[
         pools[algorithm] = measured, curves
         body += [f"## {algorithm}", "", *draft_report(measured, classifiers, curves)]
         if not args.no_variants:
-            tried += [f"## {algorithm}", "", *variant_report(measured, classifiers["c2t-log"])]
+            tried += [f"## {algorithm}", "", *variant_table(measured, measured.dyjoint)]
         if algorithm in others:
             seen = others[algorithm]
             named = {name: rules[name] for name in (*RIVALS, *OURS, *SHIPPED)}

@@ -51,7 +51,7 @@ from torch import Tensor
 from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
 from sglang_c2t.classifier.request_names import names_in
 from sglang_c2t.config import ConfigError
-from sglang_c2t.draft_layer import HISTORY, DraftLayer
+from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.files import write_whole
 
 FORMAT = "c2t-recording"
@@ -112,17 +112,14 @@ class Recording:
 
     def layer(self) -> DraftLayer:
         """All nodes as one layer whose depth is a tensor: what a classifier reads."""
-        of_node = self.nodes["draft"].long()
         extra = set(self.nodes) - set(NODE_COLUMNS) | MEASURED
-        measured = {name: self.nodes[name] for name in extra}
-        measured |= {name: self.drafts[name][of_node] for name in HISTORY & set(self.drafts)}
         return DraftLayer(
             depth=self.nodes["depth"].float(),
             prob=self.nodes["prob"],
             joint=self.nodes["joint"],
             entropy=self.nodes["entropy"],
             alive=torch.ones(self.num_nodes, dtype=torch.bool),
-            measured=measured,
+            measured={name: self.nodes[name] for name in extra},
         )
 
     def parent_rows(self) -> Tensor:

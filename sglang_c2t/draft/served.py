@@ -15,7 +15,6 @@ import torch
 from sglang_c2t.checks import told
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.config import ConfigError
-from sglang_c2t.draft_layer import HISTORY
 from sglang_c2t.kernels.gate import GateProgram
 from sglang_c2t.policies.fused import fused_gate
 
@@ -32,9 +31,6 @@ class ServedPolicy:
         policy: Has ``name`` and ``needs``, what it reads beyond ``prob`` and ``entropy``.
         device: Where draft logits live.
         topk: Children per row.
-
-    Raises:
-        ConfigError: The policy reads a request's history, which only replay supplies.
     """
 
     policy: Any
@@ -46,7 +42,7 @@ class ServedPolicy:
         self.capturing = False
         """Whether what is launched goes into a CUDA graph: a failure there is no step's."""
         self._failure_told = False
-        self.program = self._program_of(policy)
+        self.program = fused_gate(policy, device, topk=topk)
         self._adopt(policy)
 
     def switch(self, policy: Any, *, captured: bool) -> None:
@@ -64,7 +60,7 @@ class ServedPolicy:
         Raises:
             ConfigError: The policy cannot be served; the old one stays.
         """
-        program = self._program_of(policy)
+        program = fused_gate(policy, self._device, topk=self._topk)
         fits = program is not None and self.program is not None and program.fits(self.program)
         if captured and not fits:
             raise ConfigError(
@@ -100,14 +96,6 @@ class ServedPolicy:
                 frame.filename,
                 frame.lineno,
             )
-
-    def _program_of(self, policy: Any) -> GateProgram | None:
-        if history := policy.needs & HISTORY:
-            raise ConfigError(
-                f"policy {policy.name} reads {', '.join(sorted(history))}: experimental, in "
-                "replay only; choose another --c2t-policy"
-            )
-        return fused_gate(policy, self._device, topk=self._topk)
 
     def _adopt(self, policy: Any) -> None:
         classifier = getattr(getattr(policy, "gate", policy), "classifier", None)

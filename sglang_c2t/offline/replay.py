@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sglang_c2t.classifier.recording import MEASURED, NODE_COLUMNS, Recording
 from sglang_c2t.config import ConfigError
-from sglang_c2t.draft_layer import HISTORY, DraftLayer
+from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.policies.base import ChainPolicy, TreePolicy
 
 
@@ -120,12 +120,12 @@ class Chains:
             draft_row=order,
         )  # fmt: skip
 
-    def lengths(self, policy: ChainPolicy, roots: Tensor, history: dict[str, Tensor]) -> Tensor:
+    def lengths(self, policy: ChainPolicy, roots: Tensor) -> Tensor:
         """[len(roots)] int64 in [0, D]: drafts the policy would verify at these roots."""
         alive = torch.ones(len(roots), dtype=torch.bool)
         kept = torch.zeros(len(roots), dtype=torch.long)
         layer: DraftLayer | None = None
-        names = {"prob", "entropy"} | (policy.needs - HISTORY)
+        names = {"prob", "entropy"} | policy.needs
         for depth in range(1, self.max_length + 1):
             stats = {name: self.stats[name][roots, depth - 1].float() for name in names}
             layer = DraftLayer(
@@ -134,7 +134,7 @@ class Chains:
                 joint=stats["prob"] if layer is None else stats["prob"] * layer.joint,
                 entropy=stats["entropy"],
                 alive=alive,
-                measured={**history, **stats},
+                measured=stats,
                 parent=layer,
             )
             alive = policy.keep(layer) & alive
@@ -184,7 +184,6 @@ def replay(
     *,
     max_length: int | None = None,
     batch_size: int | None = None,
-    visit: Callable[[Tensor, dict[str, Tensor]], None] = lambda roots, history: None,
 ) -> Outcome:
     """Serve all requests of ``chains`` with ``policy``.
 
@@ -194,57 +193,43 @@ def replay(
         max_length: Drafted tokens per step; all that were recorded by default.
         batch_size: Requests served together, the next one joining when one is done. Matters
             only to a policy that stops whole batches, which defaults to 1.
-        visit: Sees the roots of each step, and the history before it.
 
     Raises:
         ConfigError: The policy reads what was not recorded.
     """
-    refuse_unrecorded(policy, set(chains.stats) | HISTORY)
+    refuse_unrecorded(policy, chains.stats)
     whole_batch = getattr(policy, "batch_wide", False)
-    memoryless = not whole_batch and not policy.needs & HISTORY
     if batch_size is None:
         batch_size = 1 if whole_batch else chains.num_requests
     limit = chains.max_length if max_length is None else min(max_length, chains.max_length)
-    if memoryless:  # then one call decides all roots, and walking is a table look-up
-        table = chains.lengths(policy, torch.arange(int(chains.first_root[-1])), {})
+    if not whole_batch:  # then one call decides all roots, and walking is a table look-up
+        table = chains.lengths(policy, torch.arange(int(chains.first_root[-1])))
 
-    def step(at: Tensor, past: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        kept = (table[at] if memoryless else chains.lengths(policy, at, past)).clamp(max=limit)
+    def step(at: Tensor) -> tuple[Tensor, ...]:
+        kept = (chains.lengths(policy, at) if whole_batch else table[at]).clamp(max=limit)
         return torch.minimum(chains.num_correct[at], kept), kept, (kept + 1).clamp(max=limit)
 
-    return Outcome(*walk(chains.first_root, step, batch_size, visit))
-
-
-Visit = Callable[[Tensor, dict[str, Tensor]], None]
+    return Outcome(*walk(chains.first_root, step, batch_size))
 
 
 def walk(
-    first_root: Tensor,
-    step: Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, ...]],
-    batch_size: int,
-    visit: Visit,
+    first_root: Tensor, step: Callable[[Tensor], tuple[Tensor, ...]], batch_size: int
 ) -> Tensor:
     """[1 + C, Q] float64: steps taken, and the sums of what ``step`` counted on the way.
 
-    ``step`` gets roots [L] and their history, and returns C counts [L] int64: accepted and
-    verified drafts, and whatever else. ``first_root`` [Q + 1], ``batch_size`` and ``visit``
-    are those of :func:`replay`.
+    ``step`` gets roots [L] and returns C counts [L] int64: accepted drafts, and whatever else.
+    ``first_root`` [Q + 1] and ``batch_size`` are those of :func:`replay`.
     """
     root, end = first_root[:-1].clone(), first_root[1:]
-    history = {name: torch.full((len(root),), -1.0) for name in sorted(HISTORY)}
     num_steps = torch.zeros(len(root), dtype=torch.float64)
     sums: list[Tensor] = []
     while len(lane := (root < end).nonzero().flatten()[:batch_size]):
         at = root[lane]
-        past = {name: column[lane] for name, column in history.items()}
-        visit(at, past)
-        counts = step(at, past)
+        counts = step(at)
         sums = sums or [torch.zeros_like(num_steps) for _ in counts]
         num_steps[lane] += 1
         for total, count in zip(sums, counts, strict=True):
             total[lane] += count.double()
-        history["last_accept"][lane] = counts[0].float()
-        history["last_verified"][lane] = counts[1].float()
         root[lane] = at + counts[0] + 1
     return torch.stack((num_steps, *sums))
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from sglang_c2t.classifier.recording import MEASURED, NODE_COLUMNS, Recording
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft.growth import PER_NODE, TreeGrowth
-from sglang_c2t.draft_layer import HISTORY
-from sglang_c2t.offline.replay import Outcome, Roots, Visit, refuse_unrecorded, walk
+from sglang_c2t.offline.replay import Outcome, Roots, refuse_unrecorded, walk
 from sglang_c2t.policies.base import TreePolicy, TreeShape
 
 #: Grown together: bounds memory to some hundred MB.
@@ -94,20 +93,13 @@ class TreeOutcome(Outcome):
     those are treated as if nobody had drafted them. Where it is 0, replay is exact."""
 
 
-def replay_trees(
-    policy: TreePolicy,
-    forest: Forest,
-    shape: TreeShape | None = None,
-    *,
-    visit: Visit = lambda roots, history: None,
-) -> TreeOutcome:
+def replay_trees(policy: TreePolicy, forest: Forest, shape: TreeShape | None = None) -> TreeOutcome:
     """Serve all requests of ``forest`` with ``policy``.
 
     Args:
-        policy: Any tree policy that reads no history.
+        policy: Any tree policy.
         forest: What was drafted and what the target says to it.
         shape: Of the server to replay, nowhere larger than what was recorded, the default.
-        visit: Sees the roots of each step, and the history before it.
 
     Raises:
         ConfigError: The policy reads what was not recorded, or its trees do not fit.
@@ -116,17 +108,14 @@ def replay_trees(
     for name, wanted, recorded in zip(shape._fields, shape, forest.shape, strict=True):
         if not 1 <= wanted <= recorded:
             raise ConfigError(f"cannot replay {name} {wanted} on trees recorded with {recorded}")
-    if past := sorted(policy.needs & HISTORY):
-        raise ConfigError(f"policy {policy.name} reads {', '.join(past)}: in replay of chains only")
     refuse_unrecorded(policy, forest.nodes)
     policy.check(shape)
     rows = torch.arange(forest.num_roots).split(ROOTS_AT_ONCE)
     table = torch.cat([_grown(policy, forest, shape, at) for at in rows], dim=1)  # [4, R]
 
-    def step(at: Tensor, _past: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return table[:, at].unbind()
-
-    return TreeOutcome(*walk(forest.first_root, step, forest.num_requests, visit))
+    return TreeOutcome(
+        *walk(forest.first_root, lambda at: table[:, at].unbind(), forest.num_requests)
+    )
 
 
 def _grown(policy: TreePolicy, forest: Forest, shape: TreeShape, roots: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.checks import ConfigError, shown, told
-from sglang_c2t.draft_layer import HISTORY, DraftLayer, known_measurement, measure, unknown
+from sglang_c2t.draft_layer import DraftLayer, known_measurement, measure
 from sglang_c2t.policies.base import TreeLayer, TreeShape, grown, is_tree_policy, kept
 
 BATCH = 2
@@ -67,9 +67,7 @@ def _layer(
 ) -> DraftLayer:
     """[rows * topk] tokens: the ``topk`` best children of each row, some of them dead."""
     logits = 3 * torch.sin(torch.arange(rows * VOCABULARY).float()).view(rows, VOCABULARY)
-    stats = {name: unknown(name).expand(rows) for name in HISTORY.intersection(needs)}
-    stats |= measure(logits, needs)
-    measured = {name: _per_child(values, topk) for name, values in stats.items()}
+    measured = {n: _per_child(values, topk) for n, values in measure(logits, needs).items()}
     prob = logits.softmax(dim=1).topk(topk).values.flatten()
     nodes = torch.arange(rows * topk)
     parent = None if before is None else before.take(nodes // topk)

@@ -18,7 +18,7 @@ from sglang_c2t.draft.chain import (
     truncated_chains,
 )
 from sglang_c2t.draft.gate import Exploration
-from sglang_c2t.draft_layer import HISTORY, measure
+from sglang_c2t.draft_layer import measure
 from sglang_c2t.kernels.gate import Judged, judge_layer
 from sglang_c2t.policies import DraftLayer, build_policy
 from sglang_c2t.policies.dyjoint import DyJoint
@@ -171,13 +171,6 @@ def test_a_first_token_nobody_measured_leaves_the_gate_open() -> None:
     assert policy.seen[0].entropy.tolist() == [0.0]
     assert policy.seen[0].measured["margin"].item() > 10
     assert policy.seen[0].measured["topk_prob"].tolist() == [[1.0] + [0.0] * 9]
-
-
-@pytest.mark.parametrize("name", sorted(HISTORY))
-def test_a_policy_that_reads_a_requests_history_is_refused(name: str) -> None:
-    """Better than a missing number in the middle of a draft."""
-    with pytest.raises(ConfigError, match=f"policy scripted reads {name}: experimental"):
-        ChainGate(Scripted([[True]], frozenset({name, "margin"})), num_slots=1, device="cpu")
 
 
 def test_an_exploring_step_keeps_every_draft_whole_and_measures_more() -> None:

@@ -481,8 +481,3 @@ def relayed_step(gate: TreeGate, slots: Tensor, first: Tensor) -> Trees:
 def test_a_policy_that_does_not_fit_the_trees_is_refused() -> None:
     with pytest.raises(ConfigError, match="width 4 needs --speculative-eagle-topk 4"):
         gate_of(Fork(4))
-
-
-def test_a_policy_that_reads_a_requests_history_is_refused() -> None:
-    with pytest.raises(ConfigError, match="reads last_accept: experimental, in replay only"):
-        gate_of(Scripted(needs=frozenset({"last_accept"})))

@@ -174,7 +174,7 @@ def test_the_example_of_the_docstring() -> None:
     [
         (("joint", "entropy_top1000"), (48,), "entropy_top1000"),
         (("hidden",), (48,), "hidden"),
-        (("topk_prob", "last_accept"), (48,), "topk_prob, last_accept"),
+        (("topk_prob", "hidden"), (48,), "topk_prob, hidden"),
         (("joint",), (48, 48), "one hidden layer"),
         (("joint",), (65,), "at most 64 units"),
         (("joint",), (0,), "at most 64 units"),

@@ -323,7 +323,7 @@ def test_a_truncated_entropy_takes_the_place_of_the_entropy_on_surfaces() -> Non
     assert surfaces(linear({"entropy_top1000": 1.0}, 0.0), 3) == whole
 
 
-@pytest.mark.parametrize("name", ["prob", "log_prob", "margin", "hidden", "last_accept"])
+@pytest.mark.parametrize("name", ["prob", "log_prob", "margin", "hidden"])
 def test_a_classifier_of_other_features_has_no_surfaces(name: str) -> None:
     assert surfaces(linear({"joint": 1.0, name: 1.0}, 0.0), 3) is None
 

@@ -30,7 +30,6 @@ class Token:
     prob: float
     joint: float
     alive: bool
-    last_accept: int
 
 
 class Whole:
@@ -44,16 +43,6 @@ class Whole:
         return ((layer.prob >= 0.4) & layer.alive).any().expand_as(layer.alive)
 
 
-class Cautious:
-    """Drafts two more than were accepted last time."""
-
-    name = "cautious"
-    needs = frozenset({"last_accept"})
-
-    def keep(self, layer: DraftLayer) -> torch.Tensor:
-        return layer.depth <= layer.measured["last_accept"] + 2
-
-
 Rule = Callable[[list[Token]], list[bool]]
 
 RULES: dict[str, tuple[ChainPolicy, Rule]] = {
@@ -62,25 +51,21 @@ RULES: dict[str, tuple[ChainPolicy, Rule]] = {
     "two": (Fixed(length=2), lambda tokens: [t.depth <= 2 for t in tokens]),
     "joint": (DyJoint(beta=0.3), lambda tokens: [t.joint >= 0.3 for t in tokens]),
     "whole": (Whole(), lambda batch: [any(t.alive and t.prob >= 0.4 for t in batch)] * len(batch)),
-    "cautious": (Cautious(), lambda tokens: [t.depth <= t.last_accept + 2 for t in tokens]),
 }
 
 
 # -- the oracle ----------------------------------------------------------------------------
 
 
-@dataclass
-class Served:
-    """What serving did: counts per request, and (root, last accepted, last verified) per step."""
+def serve(
+    answers: list[list[Draft]], rule: Rule, batch_size: int, max_length: int
+) -> list[list[int]]:
+    """Serve ``answers[request][root]``, the next request joining when one is done.
 
-    counts: list[list[int]]  # per request: steps, correct, verified, drafted
-    visits: list[tuple[int, int, int]]
-
-
-def serve(answers: list[list[Draft]], rule: Rule, batch_size: int, max_length: int) -> Served:
-    """Serve ``answers[request][root]``, the next request joining when one is done."""
-    served = Served([[0, 0, 0, 0] for _ in answers], [])
-    root, last = [0] * len(answers), [(-1, -1)] * len(answers)
+    Per request: steps, correct, verified and drafted tokens.
+    """
+    served = [[0, 0, 0, 0] for _ in answers]
+    root = [0] * len(answers)
     depths = min(max_length, len(answers[0][0].prob))
     while True:
         lane = [q for q in range(len(answers)) if root[q] < len(answers[q])][:batch_size]
@@ -92,9 +77,7 @@ def serve(answers: list[list[Draft]], rule: Rule, batch_size: int, max_length: i
             tokens = []
             for i, draft in enumerate(drafts):
                 joint[i] *= draft.prob[depth - 1]
-                tokens.append(
-                    Token(depth, draft.prob[depth - 1], joint[i], alive[i], last[lane[i]][0])
-                )
+                tokens.append(Token(depth, draft.prob[depth - 1], joint[i], alive[i]))
             keep = rule(tokens)
             for i in range(len(lane)):
                 alive[i] = alive[i] and keep[i]
@@ -106,25 +89,16 @@ def serve(answers: list[list[Draft]], rule: Rule, batch_size: int, max_length: i
             # The draft that ended the chain was made, too, unless the chain was full.
             drafted = kept[i] if kept[i] == depths else kept[i] + 1
             for column, number in enumerate((1, correct, kept[i], drafted)):
-                served.counts[q][column] += number
-            before = sum(len(answer) for answer in answers[:q])
-            served.visits.append((before + root[q], *last[q]))
-            last[q] = (correct, kept[i])
+                served[q][column] += number
             root[q] += correct + 1
 
 
 def replayed(
     policy: ChainPolicy, chains: Chains, *, max_length: int | None, batch_size: int | None
-) -> Served:
-    visits = []
-
-    def visit(roots: torch.Tensor, history: dict[str, torch.Tensor]) -> None:
-        columns = (roots, history["last_accept"], history["last_verified"])
-        visits.extend(zip(*(column.tolist() for column in columns), strict=True))
-
-    outcome = replay(policy, chains, max_length=max_length, batch_size=batch_size, visit=visit)
+) -> list[list[int]]:
+    outcome = replay(policy, chains, max_length=max_length, batch_size=batch_size)
     columns = (outcome.num_steps, outcome.num_correct, outcome.num_verified, outcome.num_drafted)
-    return Served(torch.stack(columns, dim=1).tolist(), visits)
+    return torch.stack(columns, dim=1).tolist()
 
 
 # -- replay equals serving -----------------------------------------------------------------
@@ -170,8 +144,7 @@ def test_replay_takes_the_very_steps_that_serving_takes(
     lanes = (batch_size or 1) if name == "whole" else 1
     expected = serve(ordered, rule, lanes, max_length or 99)
     got = replayed(policy, chains, max_length=max_length, batch_size=batch_size)
-    assert got.counts == expected.counts
-    assert sorted(got.visits) == sorted(expected.visits)
+    assert got == expected
 
 
 def test_ratios_are_taken_over_the_sums() -> None:

@@ -178,38 +178,26 @@ def grow(rule: Rule, recorded: list[Node], shape: TreeShape) -> Step:
     return sum(node.accept for node in tree), len(tree), drafted, uncovered
 
 
-def serve(rule: Rule, data: Recording, shape: TreeShape) -> dict[str, tuple[list[int], list[int]]]:
-    """By request: steps and sums over them, and the positions of the roots that were visited."""
+def serve(rule: Rule, data: Recording, shape: TreeShape) -> dict[str, list[int]]:
+    """By request: steps, and the sums over them."""
     served = {}
     for number, rid in enumerate(data.requests):
         rows = (data.drafts["request"] == number).nonzero().flatten().tolist()
         rows.sort(key=lambda row: int(data.drafts["position"][row]))
-        sums, visited, root = [0] * 5, [], 0
+        sums, root = [0] * 5, 0
         while root < len(rows):
             step = grow(rule, nodes_of(data, rows[root]), shape)
-            visited.append(int(data.drafts["position"][rows[root]]))
             sums = [total + count for total, count in zip(sums, (1, *step), strict=True)]
             root += step[0] + 1
-        served[rid] = (sums, visited)
+        served[rid] = sums
     return served
 
 
-def replayed(
-    policy: TreePolicy, data: Recording, shape: TreeShape | None
-) -> dict[str, tuple[list[int], list[int]]]:
+def replayed(policy: TreePolicy, data: Recording, shape: TreeShape | None) -> dict[str, list[int]]:
     """The same from the replay."""
     forest = Forest.from_recording(data)
-    seen: list[int] = []
-    outcome = replay_trees(
-        policy, forest, shape, visit=lambda roots, _: seen.extend(roots.tolist())
-    )
-    served = {}
-    for q, rid in enumerate(forest.requests):
-        of_request = range(int(forest.first_root[q]), int(forest.first_root[q + 1]))
-        rows = [int(forest.draft_row[root]) for root in sorted(set(seen) & set(of_request))]
-        positions = [int(data.drafts["position"][row]) for row in rows]
-        served[rid] = (counts(outcome, q), positions)
-    return served
+    outcome = replay_trees(policy, forest, shape)
+    return {rid: counts(outcome, q) for q, rid in enumerate(forest.requests)}
 
 
 def counts(outcome: TreeOutcome, request: int) -> list[int]:
@@ -357,19 +345,14 @@ class Hungry(Timid):
     needs = frozenset({"topk_prob", "margin"})
 
 
-class Remembers(Timid):
-    needs = frozenset({"last_accept"})
-
-
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
         (Hungry(), "reads topk_prob, which this"),
-        (Remembers(), "reads last_accept: in replay"),
         (StaticTree(), "does not fit"),
     ],
 )
 def test_a_tree_policy_that_cannot_be_replayed_is_refused(policy: TreePolicy, said: str) -> None:
-    """It reads what was not recorded, or a history, or its trees do not fit."""
+    """It reads what was not recorded, or its trees do not fit."""
     with refused(said):
         replay_trees(policy, forest(1))
