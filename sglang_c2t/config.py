@@ -13,10 +13,10 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_c2t.checks import ConfigError, is_number, is_whole, parse_json, require, shown
 from sglang_c2t.hints import did_you_mean
@@ -25,9 +25,6 @@ __all__ = ["C2TConfig", "ConfigError", "active", "publish", "resolve"]
 
 CONFIG_ENV = "SGLANG_C2T_CONFIG"
 
-VERIFY_MODES = ("auto", "ragged", "static")
-RECORD_ROOTS = ("visited", "every")
-
 #: Settings that reach the policy by themselves: no option may say them a second time.
 POLICY_SETTINGS = ("policy", "beta", "classifier")
 
@@ -35,144 +32,173 @@ POLICY_SETTINGS = ("policy", "beta", "classifier")
 LONGEST_NAME = 200
 
 
+class Values(NamedTuple):
+    """What a setting may be."""
+
+    allowed: str
+    """As a refusal says it: "must be ``allowed``"."""
+
+    fit: Callable[[Any], bool]
+
+    flag: Callable[[str], Any] | None = None
+    """Reads the flag's text; ``bool``: a flag without one. ``None``: a key of the file only."""
+
+    choices: tuple[str, ...] | None = None
+
+
+def _setting(default: Any, values: Values, meaning: str, *, unset: str = "none") -> Any:
+    """A field of :class:`C2TConfig`; all that is said of a setting is said here.
+
+    ``unset``: what a default of ``None`` or false means, in the flag's help.
+    """
+    metadata = {"values": values, "meaning": meaning, "unset": unset}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _one_of(*names: str) -> Values:
+    return Values(f"one of {', '.join(names)}", lambda value: value in names, str, names)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and "\0" not in value
+
+
+def _is_name(value: Any) -> bool:
+    return _is_text(value) and len(value) <= LONGEST_NAME and value.isprintable()
+
+
+def _is_list(value: Any, fit: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(fit, value))
+
+
+def _is_options(value: Any) -> bool:
+    names = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    return names and all(len(name) <= LONGEST_NAME for name in value)
+
+
+NAME = Values(f"a name of 1 to {LONGEST_NAME} printable characters", _is_name, str)
+FILE = Values("a file, or a shipped classifier's name", _is_text, str)
+DIRECTORY = Values("a directory", _is_text, str)
+SWITCH = Values("true or false", lambda value: isinstance(value, bool), bool)
+NODES = Values("a whole number of nodes >= 1", lambda value: is_whole(value, 1), int)
+THRESHOLD = Values("a number in (0, 1)", lambda value: is_number(value) and 0 < value < 1, float)
+SHARE = Values("a number in (0, 1]", lambda value: is_number(value) and 0 < value <= 1, float)
+MEGABYTES = Values("a number of megabytes > 0", lambda value: is_number(value) and value > 0, float)
+LENGTHS = Values(
+    "a list of whole numbers >= 1", lambda value: _is_list(value, lambda n: is_whole(n, 1))
+)
+MEASUREMENTS = Values(
+    "a list of measurements", lambda value: _is_list(value, lambda name: isinstance(name, str))
+)
+OPTIONS = Values("an object of options", _is_options)
+
+
 @dataclass(frozen=True)
 class C2TConfig:
-    """What ``--c2t`` does. Field names are the keys of ``--c2t-config`` files.
+    """What ``--c2t`` does: one field per setting.
 
-    Raises :class:`ConfigError` for any value out of range.
+    Fields are the keys of ``--c2t-config`` files; those with a flag are ``--c2t-NAME`` too. Raises
+    :class:`ConfigError` for any value out of range; ``None`` fits where it is the default.
     """
 
-    policy: str = "c2t"
-    """Name from the menu in ``sglang_c2t.policies``, or ``module:Class`` of your own."""
-
-    beta: float | None = None
-    """The policy's threshold, in (0, 1): a drafted token whose confidence is below it
-    ends its request's draft. ``None``: the policy's own default."""
-
-    classifier: str = "default"
-    """``default`` (shipped, trained on the demo models) or a ``.safetensors`` file with
-    its JSON card beside it."""
-
-    verify: str = "auto"
-    """``ragged``: the target forwards only surviving tokens, packed over the batch.
-    ``static``: full width, drafts cut by masking (same output, no saving).
-    ``auto``: ragged where the attention backend can, else static with one log line."""
-
-    max_verify_rows: int | None = None
-    """Trees: nodes one target forward may verify over the whole batch, roots included;
-    the best ones stay. ``None``: no limit."""
-
-    draft_steps: tuple[int, ...] | None = None
-    """Chains on a GPU: numbers of layers that a step may draft for the whole batch, besides
-    ``--speculative-num-steps``; one is chosen by how long recent drafts got. ``None``: a third
-    and two thirds of it. Empty: always all."""
-
-    exact_ancestors: bool = True
-    """Trees: drafted nodes attend to their true ancestors. ``false``: to their beam rows,
-    as stock SGLang (sgl-project/sglang#8409). Same output, fewer tokens accepted."""
-
-    record: str | None = None
-    """Directory for features and accept labels of drafted tokens; ``None``: off."""
-
-    record_share: float = 0.01
-    """Share of steps that are recorded, in (0, 1]. They verify full drafts, whatever the
-    policy says, so that labels are not censored."""
-
-    record_limit_mb: float = 1024.0
-    """Recording stops, serving goes on, once the directory holds this many megabytes."""
-
-    record_roots: str = "visited"
-    """``visited``: drafts that serving makes anyway. ``every``: take one token per step and
-    record the draft behind each, for exact replay and for more data from few prompts. Slow;
-    records greedy requests without grammar only."""
-
-    record_extra: tuple[str, ...] = ()
-    """Further measurements to record, e.g. ``hidden`` or ``topk_prob`` (``mcsd``)."""
-
-    policy_options: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the policy, e.g. ``{"length": 3}`` for ``fixed``."""
-
-    classifier_dir: str | None = None
-    """Directory whose classifiers ``POST /c2t`` may name; ``None``: those shipped only."""
-
-    loopback_control: bool = False
-    """Whether ``POST /c2t`` takes changes from the machine itself on a server that has no
-    admin key; else nobody may post there."""
+    policy: str = _setting(
+        "c2t", NAME, "Which drafts are verified: a name from the menu, or module:Class of your own."
+    )
+    beta: float | None = _setting(
+        None,
+        THRESHOLD,
+        "Threshold of the policy, in (0, 1): a draft token whose confidence is below it ends its "
+        "request's draft.",
+        unset="the policy's own",
+    )
+    classifier: str = _setting(
+        "default",
+        FILE,
+        "'default', the one shipped for the policy, or a .safetensors file with its JSON card "
+        "beside it.",
+    )
+    verify: str = _setting(
+        "auto",
+        _one_of("auto", "ragged", "static"),
+        "ragged: the target forwards only surviving tokens, packed over the batch. static: full "
+        "width, same output. auto: ragged where the attention backend can, else static with one "
+        "log line.",
+    )
+    max_verify_rows: int | None = _setting(
+        None,
+        NODES,
+        "Trees: nodes one target forward may verify over the whole batch, roots included; the "
+        "best ones stay.",
+        unset="no limit",
+    )
+    draft_steps: tuple[int, ...] | None = _setting(
+        None,
+        LENGTHS,
+        "Chains on a GPU: numbers of layers that a step may draft for the whole batch, besides "
+        "--speculative-num-steps; one is chosen by how long recent drafts got. Empty: always all.",
+        unset="a third and two thirds of it",
+    )
+    exact_ancestors: bool = _setting(
+        True,
+        SWITCH._replace(flag=None),
+        "Trees: drafted nodes attend to their true ancestors. False: to their beam rows, as stock "
+        "SGLang (sgl-project/sglang#8409); same output, fewer tokens accepted.",
+    )
+    record: str | None = _setting(
+        None,
+        DIRECTORY,
+        "Directory for features and accept labels of draft tokens.",
+        unset="off",
+    )
+    record_share: float = _setting(
+        0.01,
+        SHARE,
+        "Share of steps that are recorded, in (0, 1]. They verify whole drafts, whatever the "
+        "policy says, so that labels are not censored.",
+    )
+    record_limit_mb: float = _setting(
+        1024,
+        MEGABYTES,
+        "Recording stops, serving goes on, once the directory holds this many megabytes.",
+    )
+    record_roots: str = _setting(
+        "visited",
+        _one_of("visited", "every"),
+        "visited: drafts that serving makes anyway. every: take one token per step and record the "
+        "draft behind each, for exact replay and for more data from few prompts; slow, and only "
+        "greedy requests without grammar.",
+    )
+    record_extra: tuple[str, ...] = _setting(
+        (), MEASUREMENTS, "Further measurements to record, e.g. hidden or topk_prob (mcsd)."
+    )
+    policy_options: Mapping[str, Any] = _setting(
+        {}, OPTIONS, 'Further arguments of the policy, e.g. {"length": 3} for fixed.'
+    )
+    classifier_dir: str | None = _setting(
+        None,
+        DIRECTORY,
+        "Directory whose classifiers POST /c2t may name.",
+        unset="only those shipped",
+    )
+    loopback_control: bool = _setting(
+        False,
+        SWITCH,
+        "Without an admin key: take POST /c2t from the machine itself.",
+        unset="from nobody",
+    )
 
     def __post_init__(self) -> None:
         """Check each field by itself; the policy checks its own options when built."""
-        for name in ("policy", "classifier", "verify"):
-            value = getattr(self, name)
-            require(
-                isinstance(value, str) and value != "", f"c2t {name}", "a non-empty string", value
-            )
-        require(
-            len(self.policy) <= LONGEST_NAME and self.policy.isprintable(),
-            "c2t policy",
-            f"a name of at most {LONGEST_NAME} printable characters",
-            self.policy,
-        )
-        _require_one_of(self.verify, VERIFY_MODES, "c2t verify")
-        require(
-            self.beta is None or (is_number(self.beta) and 0.0 < self.beta < 1.0),
-            "c2t beta",
-            "a number in (0, 1)",
-            self.beta,
-        )
-        rows = self.max_verify_rows
-        require(
-            rows is None or is_whole(rows, 1),
-            "c2t max_verify_rows",
-            "a whole number of nodes >= 1",
-            rows,
-        )
-        steps = self.draft_steps
-        require(
-            steps is None or (_is_list(steps) and all(is_whole(s, 1) for s in steps)),
-            "c2t draft_steps",
-            "a list of whole numbers >= 1",
-            steps,
-        )
-        if steps is not None:
-            object.__setattr__(self, "draft_steps", tuple(steps))  # JSON has lists
-        for name in ("exact_ancestors", "loopback_control"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), f"c2t {name}", "true or false", value)
-        for name in ("record", "classifier_dir"):
-            value = getattr(self, name)
-            fits = value is None or (isinstance(value, str) and value != "" and "\0" not in value)
-            require(fits, f"c2t {name}", "a directory", value)
-        require(
-            is_number(self.record_share) and 0.0 < self.record_share <= 1.0,
-            "c2t record_share",
-            "a number in (0, 1]",
-            self.record_share,
-        )
-        require(
-            is_number(self.record_limit_mb) and self.record_limit_mb > 0,
-            "c2t record_limit_mb",
-            "a number of megabytes > 0",
-            self.record_limit_mb,
-        )
-        _require_one_of(self.record_roots, RECORD_ROOTS, "c2t record_roots")
-        extra = self.record_extra
-        require(
-            _is_list(extra) and all(isinstance(name, str) for name in extra),
-            "c2t record_extra",
-            "a list of measurements",
-            extra,
-        )
-        object.__setattr__(self, "record_extra", tuple(extra))  # JSON has lists
-        self._check_options()
-
-    def _check_options(self) -> None:
-        options = self.policy_options
-        named = isinstance(options, Mapping) and all(
-            isinstance(name, str) and len(name) <= LONGEST_NAME for name in options
-        )
-        require(named, "c2t policy_options", "an object of options", options)
+        for setting in dataclasses.fields(self):
+            value, values = getattr(self, setting.name), setting.metadata["values"]
+            fits = values.fit(value) or (value is None and setting.default is None)
+            require(fits, f"c2t {setting.name}", values.allowed, value)
+            if isinstance(value, list):  # JSON's; as tuples, equal settings are equal
+                object.__setattr__(self, setting.name, tuple(value))
         for name in POLICY_SETTINGS:
-            if name in options:
+            if name in self.policy_options:
                 raise ConfigError(
                     f"c2t policy_options: {name} is a setting of its own: give --c2t-{name}, or "
                     f"{name} beside policy_options"
@@ -248,11 +274,3 @@ def active() -> C2TConfig | None:
 @functools.lru_cache(maxsize=8)
 def _parsed(text: str) -> C2TConfig:
     return C2TConfig.from_json(text, source=f"environment variable {CONFIG_ENV}")
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, (list, tuple))
-
-
-def _require_one_of(value: object, choices: tuple[str, ...], what: str) -> None:
-    require(value in choices, what, f"one of {', '.join(choices)}", value)

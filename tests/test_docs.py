@@ -31,14 +31,18 @@ def test_the_pages_name_every_flag_and_no_other() -> None:
         assert set(re.findall(r"--c2t(?:-[a-z]+)*", page.read_text())) <= flags, page
 
 
-def test_the_guide_names_every_setting_of_the_config_file() -> None:
+def test_the_guide_names_every_setting_and_its_default() -> None:
+    """A flag under its name, what has none as a key of the file."""
     import dataclasses
 
     from sglang_c2t.config import C2TConfig
 
-    row = next(line for line in PRODUCTION.splitlines() if line.startswith("| `--c2t-config FILE`"))
+    rows = re.findall(r"^\| `([\w-]+)[^|]*\| (.*?) \|", PRODUCTION, re.MULTILINE)
+    told = {name.removeprefix("--c2t-").replace("-", "_"): default for name, default in rows}
     for field in dataclasses.fields(C2TConfig):
-        assert f"`{field.name}`" in row
+        assert field.name in told
+        if isinstance(field.default, (str, float)) and not isinstance(field.default, bool):
+            assert told[field.name].strip("`") == f"{field.default}"
 
 
 def test_the_file_tree_of_the_readme_matches_the_disk() -> None:

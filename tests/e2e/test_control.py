@@ -187,7 +187,7 @@ def test_changes_under_load_leave_outputs_as_they_were(
     [
         ({"beta": 2}, "beta must be a number in (0, 1), got 2"),
         ({"policy": "nope"}, "unknown c2t policy 'nope'"),
-        ({"policy": 3}, "policy must be a non-empty string"),
+        ({"policy": 3}, "policy must be a name of 1 to 200 printable"),
         ({"verify": "static"}, "'verify' cannot change while the server runs"),
         ({"classifier": "/nowhere.safetensors"}, "classifier must be one of default, c2t, "),
         ({"policy_options": {"beta": "0.6"}}, "beta is a setting of its own"),

@@ -7,33 +7,20 @@ before any model loads.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from sglang_c2t.config import RECORD_ROOTS, VERIFY_MODES, ConfigError, publish, resolve
+from sglang_c2t.config import C2TConfig, ConfigError, publish, resolve
 from sglang_c2t.draft_layer import known_measurement
 from sglang_c2t.hints import hints_for
-from sglang_c2t.policies import POLICIES, check_policy, tree_policy_names
+from sglang_c2t.policies import check_policy, policy_names
 from sglang_c2t.srt import seams, versions
 
 logger = logging.getLogger(__name__)
-
-# argparse destination -> field of C2TConfig
-_FLAG_FIELDS = {
-    "c2t_policy": "policy",
-    "c2t_beta": "beta",
-    "c2t_classifier": "classifier",
-    "c2t_verify": "verify",
-    "c2t_max_verify_rows": "max_verify_rows",
-    "c2t_record": "record",
-    "c2t_record_share": "record_share",
-    "c2t_record_roots": "record_roots",
-    "c2t_classifier_dir": "classifier_dir",
-    "c2t_loopback_control": "loopback_control",
-}
 
 
 class _EnableC2T(argparse._StoreTrueAction):
@@ -59,75 +46,35 @@ def add_arguments(_result: None, parser: argparse.ArgumentParser) -> None:
     """AFTER hook on ``ServerArgs.add_cli_args``."""
     shorten_our_errors(parser)
     group = parser.add_argument_group("C2T (sglang-c2t plugin)")
-    unset = argparse.SUPPRESS  # a flag the user did not type must not override --c2t-config
     group.add_argument(
         "--c2t",
         action=_EnableC2T,
-        default=unset,
+        default=argparse.SUPPRESS,
         help="End each request's draft where a classifier says the target would reject it.",
     )
-    group.add_argument(
-        "--c2t-policy",
-        default=unset,
-        help=f"Which drafts are verified: {', '.join(sorted({*POLICIES, *tree_policy_names()}))}, "
-        "or module:Class. Default: c2t.",
-    )
-    group.add_argument(
-        "--c2t-beta",
-        type=float,
-        default=unset,
-        help="Threshold of the policy, in (0, 1). Default: the policy's own.",
-    )
-    group.add_argument(
-        "--c2t-classifier",
-        default=unset,
-        help="'default' or a .safetensors file with its card. Default: default.",
-    )
-    group.add_argument(
-        "--c2t-verify",
-        choices=VERIFY_MODES,
-        default=unset,
-        help="Whether the target verifies packed rows. Default: auto.",
-    )
-    group.add_argument(
-        "--c2t-max-verify-rows",
-        type=int,
-        default=unset,
-        help="Trees: nodes one target forward verifies over the whole batch. Default: no limit.",
-    )
-    group.add_argument(
-        "--c2t-record",
-        default=unset,
-        help="Directory for features and accept labels of drafted tokens. Default: off.",
-    )
-    group.add_argument(
-        "--c2t-record-share",
-        type=float,
-        default=unset,
-        help="Share of steps that verify full drafts and are recorded, in (0, 1]. Default: 0.01.",
-    )
-    group.add_argument(
-        "--c2t-record-roots",
-        choices=RECORD_ROOTS,
-        default=unset,
-        help="'every' records the draft behind every token, for replay; slow. Default: visited.",
-    )
-    group.add_argument(
-        "--c2t-classifier-dir",
-        default=unset,
-        help="Directory whose classifiers POST /c2t may name. Default: only those shipped.",
-    )
-    group.add_argument(
-        "--c2t-loopback-control",
-        action="store_true",
-        default=unset,
-        help="Without an admin key: take POST /c2t from the machine itself. Default: from nobody.",
-    )
+    for setting in dataclasses.fields(C2TConfig):
+        if setting.metadata["values"].flag is not None:
+            group.add_argument("--c2t-" + setting.name.replace("_", "-"), **_flag(setting))
     group.add_argument(
         "--c2t-config",
-        default=unset,
-        help="JSON file with any of these settings; flags win over the file.",
+        default=argparse.SUPPRESS,
+        help="JSON file with any of these settings, and those that have no flag; flags win.",
     )
+
+
+def _flag(setting: dataclasses.Field[Any]) -> dict[str, Any]:
+    """What argparse is told of a setting. A flag that was not typed leaves no trace, so that it
+    does not override the file.
+    """
+    values, unset = setting.metadata["values"], setting.metadata["unset"]
+    meaning = setting.metadata["meaning"]
+    if setting.name == "policy":
+        meaning += f" Menu: {', '.join(policy_names())}."
+    default = unset if setting.default in (None, False) else str(setting.default)
+    told = {"default": argparse.SUPPRESS, "help": f"{meaning} Default: {default}."}
+    if values.flag is bool:
+        return {**told, "action": "store_true"}
+    return {**told, "type": values.flag, "choices": values.choices}
 
 
 def shorten_our_errors(parser: argparse.ArgumentParser) -> None:
@@ -172,8 +119,9 @@ def _publish_flags(typed: dict[str, Any]) -> None:
     if "c2t" not in typed:
         names = ", ".join("--" + key.replace("_", "-") for key in sorted(typed))
         raise ConfigError(f"{names} given without --c2t; add --c2t or drop them")
-    flags = {field: typed[dest] for dest, field in _FLAG_FIELDS.items() if dest in typed}
-    config = resolve(file=typed.get("c2t_config"), flags=flags)
+    flags = {key.removeprefix("c2t_"): value for key, value in typed.items() if "_" in key}
+    file = flags.pop("config", None)
+    config = resolve(file=file, flags=flags)
     check_policy(config)  # a broken classifier or option must not wait for the scheduler
     check_extra(config.record_extra)
     if config.record is not None:
