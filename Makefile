@@ -106,8 +106,8 @@ patch-check: $(STAMP)  ## Do the patches fit what is installed?
 	$(BIN)/python patches/apply.py check
 
 lock: $(STAMP)  ## Pin what pyproject.toml resolves to now, with its SGLang and the oldest one
-	$(BIN)/$(COMPILE) --extra dev --extra tested pyproject.toml -o requirements.lock
-	echo sglang==$(OLD) | $(BIN)/$(COMPILE) --extra dev pyproject.toml --constraint - \
+	$(BIN)/$(COMPILE) --extra dev --extra train --extra tested pyproject.toml -o requirements.lock
+	echo sglang==$(OLD) | $(BIN)/$(COMPILE) --extra dev --extra train pyproject.toml --constraint - \
 	  -o requirements-$(OLD).lock
 
 clean:  ## Remove virtual environments, caches and runs/

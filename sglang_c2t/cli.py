@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import os
 import re
 import sys
@@ -113,7 +114,17 @@ def _check(_args: argparse.Namespace) -> int:
     return diagnose(functools.partial(print, flush=True))
 
 
+def _require_extra(*packages: str) -> None:
+    """Raise :class:`ConfigError` where a package of the extra ``train`` is missing.
+
+    Asked first, so that no minutes of work are lost.
+    """
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"this needs {', '.join(missing)}: pip install 'sglang-c2t[train]'")
+
+
 def _record(args: argparse.Namespace) -> int:
+    _require_extra("aiohttp", "rich")
     from sglang_c2t.offline.prompts import read_prompts
     from sglang_c2t.offline.record import API_KEY_ENV, record_prompts
 
@@ -141,6 +152,7 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    _require_extra("rich", *(["scipy"] if args.calibration == "isotonic" else []))
     from sglang_c2t.classifier.checkpoint import load_classifier, require_suffix, save_classifier
     from sglang_c2t.classifier.recording import read_recording
     from sglang_c2t.offline.train import (
@@ -183,6 +195,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    _require_extra(*(["matplotlib"] if args.out is not None else []))
     from sglang_c2t.classifier.checkpoint import load_classifier
     from sglang_c2t.classifier.recording import read_recording
     from sglang_c2t.offline.evaluation import evaluate

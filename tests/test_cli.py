@@ -196,3 +196,21 @@ def test_a_typo_is_answered_with_what_was_meant(run: Shell, line: str, meant: st
 )
 def test_an_incomplete_command_explains_its_use(run: Shell, line: str) -> None:
     assert "usage: python -m sglang_c2t" in run.usage_error(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        ("record prompts.jsonl", ["aiohttp", "rich"]),
+        ("train {r}/every --out {t}/x.safetensors", ["rich"]),
+        ("train {r}/every --out {t}/x.safetensors --calibration isotonic", ["rich", "scipy"]),
+        ("evaluate {r}/every --out {t}/report", ["matplotlib"]),
+    ],
+)
+def test_a_command_without_its_packages_says_what_to_install(
+    run: Shell, monkeypatch: pytest.MonkeyPatch, line: str, missing: list[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run(line) == 2
+    assert run.err == (f"error: this needs {', '.join(missing)}: pip install 'sglang-c2t[train]'\n")
+    assert list(run.folder.iterdir()) == []

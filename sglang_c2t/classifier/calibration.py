@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from sglang_c2t.config import ConfigError
@@ -64,6 +63,8 @@ def fit_isotonic(confidence: Tensor, labels: Tensor) -> Isotonic:
 
     Raises :class:`ConfigError` when all confidences are equal.
     """
+    from scipy.optimize import isotonic_regression  # not in a server: it only applies the map
+
     # Tokens of one confidence are one point with their mean label, whatever their order.
     x, point, count = confidence.float().unique(return_inverse=True, return_counts=True)
     if len(x) < 2:
