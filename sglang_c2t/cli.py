@@ -59,9 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     check = commands.add_parser(
-        "check", help="will a server with --c2t start here",
+        "check",
+        help="will a server with --c2t start here",
         epilog="exit code: 0 yes; 1 no, and why; 3 yes, but on an SGLang that no test ran on",
-    )  # fmt: skip
+    )
     check.set_defaults(run=_check)
 
     record = commands.add_parser("record", help="drive a prompt file through a recording server")
@@ -70,10 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
     record.add_argument("--concurrency", type=int, default=32, help="default: %(default)s")
     record.add_argument(
-        "--api-key", metavar="KEY",
+        "--api-key",
+        metavar="KEY",
         help="the server's --api-key; safer in the environment variable SGLANG_API_KEY, which "
         "no list of processes shows",
-    )  # fmt: skip
+    )
     record.set_defaults(run=_record)
 
     train = commands.add_parser("train", help="fit a classifier to a recording")
@@ -86,9 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--epochs", type=int, help="default: 10")
     train.add_argument("--learning-rate", type=float, help="default: 1e-3, fine-tuning 1e-4")
     train.add_argument(
-        "--calibration", choices=("none", "temperature", "isotonic"), default="none",
+        "--calibration",
+        choices=("none", "temperature", "isotonic"),
+        default="none",
         help="fitted on held-out prompts; default: %(default)s",
-    )  # fmt: skip
+    )
     train.add_argument("--mix-drafts", action="store_true", help="admit several draft models")
     train.add_argument("--seed", type=int, default=0, help="default: 0")
     train.set_defaults(run=_train)
@@ -98,10 +102,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--classifier", default="c2t", help="shipped name or file; default: c2t")
     evaluate.add_argument("--beta", type=float, default=0.5, help="default: %(default)s")
     evaluate.add_argument(
-        "--policies", nargs="*", default=["c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax"],
+        "--policies",
+        nargs="*",
+        default=["c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax"],
         help="to replay beside it, at their defaults, when chains of every root were recorded; "
         "default: %(default)s",
-    )  # fmt: skip
+    )
     evaluate.add_argument("--out", type=Path, help="directory for report.md, .json and figures")
     evaluate.add_argument("--mix-drafts", action="store_true", help="admit several draft models")
     evaluate.set_defaults(run=_evaluate)

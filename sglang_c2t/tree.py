@@ -165,9 +165,13 @@ def within_budget(trees: Trees, keys: Tensor, max_rows: int) -> Trees:
     live = trees.parents[:, 1:] >= 0
     chosen = best_of_batch(keys[:, 1:], live, max(max_rows - batch, 0))
     cut = grow(
-        trees.tokens[:, 0], trees.tokens[:, 1:], trees.parents[:, 1:] - 1, trees.depth[:, 1:],
-        chosen, max_nodes,
-    )  # fmt: skip
+        trees.tokens[:, 0],
+        trees.tokens[:, 1:],
+        trees.parents[:, 1:] - 1,
+        trees.depth[:, 1:],
+        chosen,
+        max_nodes,
+    )
     # The nodes were candidates of this cut, numbered from the root's neighbour; name the
     # draft's own. Root and padding fall on the root's, which is -1.
     return replace(cut, source=trees.source.gather(1, cut.source + 1))

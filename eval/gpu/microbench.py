@@ -228,7 +228,7 @@ def planning(batch: int) -> list[Row]:
         paged_kv_last_page_len_buf=last, backend="fa2",
     )  # fmt: skip
     shape = (heads, kv_heads, head_dim, 1)
-    types = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+    types: dict[str, Any] = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     on_device = device(qo), device(kv), indices, last
     wrapper.plan(*on_device, *shape, causal=True, **types)
     fast = partial(

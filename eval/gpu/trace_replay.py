@@ -244,11 +244,14 @@ def _attach() -> None:
         accepted = accept(verify_input, sample, batch, *args, **kwargs)
         return of_recording(verify_input, batch, accepted)
 
-    EagleDraftWorker.alloc_memory_pool = alloc_memory_pool
-    EAGLEWorkerV2.forward_batch_generation = forward_batch_generation
-    # SGLang's, and what C2T puts in its place for packed rows.
-    eagle_worker_common.eagle_sample = sample_replayed
-    setattr(ChainVerifyInput, "accept", accept_replayed)  # noqa: B010 - mypy
+    # The last two: SGLang's, and what C2T puts in its place for packed rows.
+    for owner, replayed in (
+        (EagleDraftWorker, alloc_memory_pool),
+        (EAGLEWorkerV2, forward_batch_generation),
+        (eagle_worker_common, sample_replayed),
+        (ChainVerifyInput, accept_replayed),
+    ):
+        setattr(owner, replayed.__name__, replayed)
     _replace_gate()
 
 

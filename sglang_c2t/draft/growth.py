@@ -153,9 +153,13 @@ class TreeGrowth:
         closed = least_on_path(torch.cat(self._keys, dim=1), parents, depth)
         chosen = best_per_request(closed, self._shape.num_draft_tokens - 1)
         if any(verify is not None for verify in self._verify):
-            wanted = torch.cat([torch.ones_like(key, dtype=torch.bool) if verify is None else verify
-                                for key, verify in zip(self._keys, self._verify, strict=True)],
-                               dim=1)  # fmt: skip
+            wanted = torch.cat(
+                [
+                    torch.ones_like(key, dtype=torch.bool) if verify is None else verify
+                    for key, verify in zip(self._keys, self._verify, strict=True)
+                ],
+                dim=1,
+            )
             chosen = chosen & (closed_keys(closed, wanted, parents, depth) > -torch.inf)
         depths = torch.cat(
             [torch.full_like(tokens, d) for d, tokens in enumerate(self._tokens, start=1)], dim=1

@@ -112,13 +112,15 @@ class Chains:
         names = sorted(set(nodes) - set(NODE_COLUMNS) | MEASURED | {"prob", "entropy"})
         accept = nodes["accept"].view(recording.num_drafts, width)[order]
         return cls(
-            stats={n: nodes[n].view(recording.num_drafts, width, *nodes[n].shape[1:])[order]
-                   for n in names},
+            stats={
+                n: nodes[n].view(recording.num_drafts, width, *nodes[n].shape[1:])[order]
+                for n in names
+            },
             num_correct=accept.long().cumprod(dim=1).sum(dim=1),
             first_root=roots.first_root,
             requests=roots.requests,
             draft_row=order,
-        )  # fmt: skip
+        )
 
     def lengths(self, policy: ChainPolicy, roots: Tensor) -> Tensor:
         """[len(roots)] int64 in [0, D]: drafts the policy would verify at these roots."""

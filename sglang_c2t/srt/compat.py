@@ -286,8 +286,9 @@ def gathers_rows(server_args: Any) -> bool:
 
     SGLang then agrees on row counts, multiples of the ranks, before it forwards.
     """
-    from sglang.srt.utils.common import require_gathered_buffer as gathers
+    from sglang.srt.utils.common import require_gathered_buffer
 
+    gathers: Any = require_gathered_buffer
     return bool(gathers(server_args) if "server_args" in parameters_of(gathers) else gathers())
 
 

@@ -24,9 +24,12 @@ def diagnose(say: Callable[[str], None]) -> int:
     say(f"sglang-c2t {__version__}")
     if versions.installed() is None:
         return _verdict(
-            say, ["SGLang is not installed: run `pip install 'sglang-c2t[tested]'` for the one "
-                  f"that the tests run on, {versions.TESTED[-1]}"],
-        )  # fmt: skip
+            say,
+            [
+                "SGLang is not installed: run `pip install 'sglang-c2t[tested]'` for the one "
+                f"that the tests run on, {versions.TESTED[-1]}"
+            ],
+        )
     say("loading torch ...")
     import torch
 

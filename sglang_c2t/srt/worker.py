@@ -155,8 +155,9 @@ class WorkerMixin(EAGLEWorkerV2):
 
     def _announce(self, what: str) -> None:
         """One line at the start that says what this server does."""
-        logger.info("C2T: policy %s, %s, settings %s", self._config.policy, what,
-                    self._config.to_json())  # fmt: skip
+        logger.info(
+            "C2T: policy %s, %s, settings %s", self._config.policy, what, self._config.to_json()
+        )
 
 
 class ChainWorkerMixin(WorkerMixin):

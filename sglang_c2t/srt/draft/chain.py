@@ -56,7 +56,7 @@ class ChainDraftMixin(DraftWatcher):
         self._all_steps: int = self.speculative_num_steps
         self._graphs: dict[int, _DraftGraphs] = {}
 
-    def draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Draft chains; each ends where the gate ended it."""
         if batch.forward_mode.is_idle():
             return super().draft(batch, *args, **kwargs)

@@ -59,7 +59,7 @@ class TreeDraftMixin(DraftWatcher):
         ):
             return super().draft_forward(forward_batch)
 
-    def draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """SGLang's, up to the verify input, which is ours."""
         self.drafted_rows = self.speculative_num_draft_tokens
         with (
@@ -118,12 +118,13 @@ class TreeDraftMixin(DraftWatcher):
     def _draft_layer(self, forward_batch: Any, run: Callable[[], Any]) -> Any:
         # Reads the host once per layer, as for chains: it buys a whole draft forward
         # whenever every tree of the batch has stopped growing.
+        token_map: Any = self.hot_token_id
         if not self._reads_host or self.gate.any_alive():
-            output, token_map = run(), self.hot_token_id
+            output = run()
         else:
+            token_map = None  # the choices are no vocabulary's
             COUNTERS.draft_forwards_skipped += 1
             output = no_forward(forward_batch, choices=self.topk)
-            token_map = None  # the choices are no vocabulary's
         said = output.logits_output
         with GATE_CLOCK:
             judged = self.gate.observe(said.next_token_logits, said.hidden_states, token_map)
@@ -150,9 +151,14 @@ class TreeDraftMixin(DraftWatcher):
         """In place of ``build_eagle_verify_input``; stock's for idle ranks."""
 
         def build(
-            batch: Any, draft_input: Any, books: Tensor, keys: Tensor, tokens: Tensor,
-            *args: Any, **kwargs: Any,
-        ) -> Any:  # fmt: skip
+            batch: Any,
+            draft_input: Any,
+            books: Tensor,
+            keys: Tensor,
+            tokens: Tensor,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
             if batch.forward_mode.is_idle():
                 return stock(batch, draft_input, books, keys, tokens, *args, **kwargs)
             parents, depth, source = books.unbind(dim=2)

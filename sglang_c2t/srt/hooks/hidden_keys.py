@@ -3,11 +3,12 @@
 ``/server_info`` tells every argument, the keys among them, to whoever may read it: with
 ``--admin-api-key`` alone that is everybody, with both keys every client. The admin key would
 protect nothing. All that SGLang 0.5.23 says of its arguments (HTTP, gRPC, logs) passes through two
-functions; where an SGLang has none of them, see :func:`sglang_c2t.srt.seams.keys_are_hidden`.
+functions; where an SGLang has none of them, see :func:`sglang_c2t.srt.seams.can_hide_keys`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang_c2t.config import active
@@ -42,4 +43,4 @@ def _without(command: str, server_args: Any) -> str:
 
 
 #: On the functions of ``seams.TOLD_ARGUMENTS``, in their order.
-HOOKS = (hide_fields, hide_command)
+HOOKS: tuple[Callable[..., Any], ...] = (hide_fields, hide_command)

@@ -82,9 +82,7 @@ class Series:
         self.gate_seconds = counter(
             "gate_seconds", "Host time in the gate; what CUDA graphs replay is not seen."
         )
-        stops = Counter(
-            "c2t:draft_stops", "Drafts by why they ended.", (*names, "reason")
-        )  # fmt: skip
+        stops = Counter("c2t:draft_stops", "Drafts by why they ended.", (*names, "reason"))
         self.stops = {
             reason: stops.labels(**labels, reason=reason)
             for reason in ("policy", "full", "depth", "budget")

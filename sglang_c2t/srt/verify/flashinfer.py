@@ -231,10 +231,11 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         """Write what the attention kernel reads."""
         rows, batch, slots = packing.num_rows, len(packing.num_rows), forward_batch.batch_size
         prefix = forward_batch.seq_lens[:batch]
+        pool: Any = self.req_to_token_pool
         indptr(rows, slots, out=buffers.qo_indptr)
         indptr(rows, slots, prefix_lens=prefix, ghost=1, out=buffers.kv_indptr)
         ragged_kv_indices(
-            self.req_to_token_pool.req_to_token,
+            pool.req_to_token,
             forward_batch.req_pool_indices[:batch],
             prefix,
             rows,
@@ -275,12 +276,12 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         )
         return wrapper
 
-    def _shape(self) -> tuple[int, int, int, int]:
+    def _shape(self) -> tuple[Any, Any, Any, int]:
         """Query heads, KV heads, head size, page size."""
         updater = self.indices_updater_prefill
         return updater.num_qo_heads, updater.num_kv_heads, updater.head_dim, 1
 
-    def _dtypes(self) -> dict[str, torch.dtype]:
+    def _dtypes(self) -> dict[str, Any]:
         updater = self.indices_updater_prefill
         return {"q_data_type": updater.q_data_type, "kv_data_type": updater.data_type}
 

@@ -70,9 +70,12 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
         if self.tiers.rows != self.tiers.all_rows:
             logger.warning(
                 "C2T: %s CUDA graphs of up to %d packed rows, of %d; what is larger verifies "
-                "without a graph. %s", _TOO_SMALL, max(self.tiers.rows),
-                max(self.tiers.all_rows), _HOW_TO_RAISE,
-            )  # fmt: skip
+                "without a graph. %s",
+                _TOO_SMALL,
+                max(self.tiers.rows),
+                max(self.tiers.all_rows),
+                _HOW_TO_RAISE,
+            )
         return self.tiers.rows
 
     def _admits(self) -> Callable[[int, int], bool] | None:
@@ -137,7 +140,7 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
                 device=self.device,
                 grid=[num_tokens],
             )
-        return self._captured_ragged_layouts[num_tokens]
+        return self._captured_ragged_layouts[num_tokens]  # type: ignore[return-value]
 
 
 def _one_slot_more(stock: Any) -> Any:

@@ -111,9 +111,14 @@ class Lookback:
 
 
 def choose_packing(
-    lookback: Lookback, num_rows: Tensor, width: int, *, depth: DraftDepth | None = None,
-    packed: bool = True, **trees: Any,
-) -> Packing:  # fmt: skip
+    lookback: Lookback,
+    num_rows: Tensor,
+    width: int,
+    *,
+    depth: DraftDepth | None = None,
+    packed: bool = True,
+    **trees: Any,
+) -> Packing:
     """The rows to verify: ``num_rows`` [B] of each request, or all N where that is cheaper.
 
     Rows behind a cut are forwarded but lie behind its links, so the output is the same.

@@ -87,7 +87,7 @@ def verifying(
     if verify_input.packing is None:
         yield
         return
-    common = eagle_worker_common
+    common: Any = eagle_worker_common
     prepare = partial(_prepare, common.eagle_prepare_for_verify)
     stock_sample = common.eagle_sample
 

@@ -99,20 +99,21 @@ def build_verify_input(
 ) -> TreeVerifyInput:
     """The verify input of a batch, given its settled trees."""
     next_token, next_sibling = child_links(trees.parents)
+    unread: Any = None  # by packed verification, which has its own masks and sizes
     return TreeVerifyInput(
         draft_token=trees.tokens.flatten(),
-        custom_mask=None,
+        custom_mask=unread,
         positions=trees.positions(batch.seq_lens.long()).flatten(),
         retrieve_index=trees.retrieve_index(packing.num_rows),
         retrieve_next_token=next_token,
         retrieve_next_sibling=next_sibling,
-        retrieve_cum_len=None,
+        retrieve_cum_len=unread,
         spec_steps=num_steps,
         topk=topk,
         draft_token_num=trees.tokens.shape[1],
-        capture_hidden_mode=None,
-        seq_lens_sum=None,
-        seq_lens_cpu=None,
+        capture_hidden_mode=unread,
+        seq_lens_sum=unread,
+        seq_lens_cpu=unread,
         trees=trees,
         packing=packing,
     )
