@@ -53,7 +53,7 @@ class Row:
     concurrency: int
     tokens_per_second: float
     accept_length: float | None
-    draft_length: float | None
+    gamma: float | None
     target_rows: int
     draft_forwards: int
     outputs: list[tuple[int, ...]]
@@ -102,7 +102,7 @@ def summarise(method: str, concurrency: int, result: LoadResult, work: Counter[s
         concurrency=concurrency,
         tokens_per_second=result.output_tokens / result.seconds,
         accept_length=totals.accept_length,
-        draft_length=totals.draft_length,
+        gamma=totals.gamma,
         target_rows=work["target_decode_rows"] + work["verify_rows"],
         draft_forwards=work["draft_forwards"],
         outputs=result.outputs,
@@ -153,7 +153,7 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.tokens_per_second:.0f}",
             f"{row.tokens_per_second / baseline[row.concurrency]:.2f}",
             _number(row.accept_length),
-            _number(row.draft_length),
+            _number(row.gamma),
             str(row.target_rows),
             str(row.draft_forwards),
             "yes" if row.outputs == rows[0].outputs else "NO",

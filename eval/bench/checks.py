@@ -78,13 +78,13 @@ def metric_disagreements(cell: Cell) -> list[str]:
     """One sentence for each series of ``/metrics`` that is not what the requests sum up to."""
     series = _by_name(cell.metrics)
     totals = cell.totals
-    lengths = _draft_lengths(cell)
+    lengths = _proposed_lengths(cell)
     expected: dict[str, float] = {
         "c2t:verifications_total": totals.verify_ct,
         "c2t:proposed_drafts_total": totals.num_proposed_drafts,
         "c2t:correct_drafts_total": totals.num_correct_drafts,
-        "c2t:draft_length_count": sum(lengths),
-        "c2t:draft_length_sum": sum(length * times for length, times in enumerate(lengths)),
+        "c2t:proposed_length_count": sum(lengths),
+        "c2t:proposed_length_sum": sum(length * times for length, times in enumerate(lengths)),
     }
     found = [
         f"{cell.key}: {name} grew by {series.get(name, 0.0):g}, the requests say {value:g}"
@@ -103,7 +103,7 @@ def _bucket_disagreements(cell: Cell, lengths: Sequence[int]) -> list[str]:
     cumulative = list(itertools.accumulate(lengths))
     found = []
     for name, value in cell.metrics.items():
-        if not name.startswith("c2t:draft_length_bucket"):
+        if not name.startswith("c2t:proposed_length_bucket"):
             continue
         bound = float(name.split("le='", 1)[1].split("'", 1)[0])
         at = min(bound, len(cumulative) - 1)
@@ -121,7 +121,7 @@ def _by_name(metrics: dict[str, float]) -> dict[str, float]:
     return sums
 
 
-def _draft_lengths(cell: Cell) -> list[int]:
+def _proposed_lengths(cell: Cell) -> list[int]:
     """Verifications by number of drafts verified: entry 2 counts those of two drafts.
 
     SGLang's histogram counts rows, and every verification has the root's.

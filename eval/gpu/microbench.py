@@ -95,8 +95,8 @@ def inputs_of(num_bytes: int) -> int:
 def gates(batch: int, vocab: int) -> list[Row]:
     """One drafted layer of a chain: our kernels, and the same in plain torch."""
     from sglang_c2t.kernels.gate import (
-        GateProgram,
-        Judged,
+        FusedGate,
+        GateOutput,
         Weights,
         judge_layer,
         judge_layer_reference,
@@ -104,10 +104,10 @@ def gates(batch: int, vocab: int) -> list[Row]:
 
     draw = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731 - short
     weights = Weights(draw(HIDDEN, 3), draw(HIDDEN), draw(1, HIDDEN), draw(1))
-    program = GateProgram(("joint", "entropy", "depth"), weights, beta=0.5, device="cuda")
+    program = FusedGate(("joint", "entropy", "depth"), weights, beta=0.5, device="cuda")
     floor = gate_bytes(batch, vocab)
     sets = [
-        (draw(batch, vocab).mul_(4).bfloat16(), Judged.empty(batch, 1, "cuda"))
+        (draw(batch, vocab).mul_(4).bfloat16(), GateOutput.empty(batch, 1, "cuda"))
         for _ in range(inputs_of(floor))
     ]
     joint = torch.rand(batch, device="cuda")

@@ -146,8 +146,8 @@ class Replay:
             begins = torch.tensor(firsts).to(device, non_blocking=True)
             self.next_lens[slots] = self.verify_lens[plan + begins]
 
-    def accept(self, slots: Tensor, seq_lens: Tensor, num_verified: Tensor | int) -> Tensor:
-        """[B] int32: tokens accepted, the bonus token included, of ``num_verified`` drafts.
+    def accept(self, slots: Tensor, seq_lens: Tensor, num_proposed: Tensor | int) -> Tensor:
+        """[B] int32: tokens accepted, the bonus token included, of ``num_proposed`` drafts.
 
         Then moves on: :attr:`next_lens` is that of the next step. ``seq_lens`` [B] is without
         the root.
@@ -155,9 +155,9 @@ class Replay:
         here = self.start[slots] + seq_lens
         recorded = self.num_correct[here]
         accept_lens = (
-            recorded.clamp(max=num_verified)
-            if isinstance(num_verified, int)
-            else torch.minimum(recorded, num_verified.to(torch.int32))
+            recorded.clamp(max=num_proposed)
+            if isinstance(num_proposed, int)
+            else torch.minimum(recorded, num_proposed.to(torch.int32))
         ) + 1
         if self.num_policies:
             self.next_lens[slots] = self.verify_lens[here + accept_lens + self.plan[slots]]
@@ -323,10 +323,10 @@ def replayed(
     batch_size, width = accept_index.shape
     if verify_input.draft_token_num != width:
         raise ValueError("trace replay serves chains only: set --speculative-eagle-topk 1")
-    num_verified: Tensor | int = width - 1
+    num_proposed: Tensor | int = width - 1
     if replay.num_policies:  # a gate cut the links, at the length that was really verified
-        num_verified = (verify_input.retrieve_next_token >= 0).sum(dim=1)
-    accept_lens = replay.accept(batch.req_pool_indices, batch.seq_lens, num_verified)
+        num_proposed = (verify_input.retrieve_next_token >= 0).sum(dim=1)
+    accept_lens = replay.accept(batch.req_pool_indices, batch.seq_lens, num_proposed)
     rows = torch.arange(batch_size * width, dtype=torch.int32, device=predict.device)
     rows = rows.view(batch_size, width)
     accept_index = torch.where(rows - rows[:, :1] < accept_lens[:, None], rows, -1)

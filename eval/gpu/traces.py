@@ -54,7 +54,7 @@ class Traces:
 
     @property
     def num_traces(self) -> int:
-        """Q."""
+        """Q: recorded answers."""
         return self.chains.num_requests
 
     def lengths(self, policy: ChainPolicy) -> Tensor:

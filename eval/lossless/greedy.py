@@ -35,7 +35,7 @@ class Wave:
     requests: int
     tokens: int
     accept_length: float | None
-    draft_length: float | None
+    gamma: float | None
     divergences: list[Divergence] = field(default_factory=list)
 
     def count(self, verdict: str) -> int:
@@ -76,7 +76,7 @@ def wave(
         requests=len(asked),
         tokens=sum(len(output.ids) for output in served.outputs),
         accept_length=served.totals.accept_length,
-        draft_length=served.totals.draft_length,
+        gamma=served.totals.gamma,
         divergences=[divergence for divergence in parted if divergence is not None],
     )
 

@@ -282,7 +282,7 @@ class SampleTest:
     alpha: float
     detectable: float  # total variation distance found with probability POWER
     accept_length: float | None
-    draft_length: float | None
+    gamma: float | None
 
     @property
     def passed(self) -> bool:
@@ -333,7 +333,7 @@ class Plan:
         totals = SpecTotals.from_meta_infos(metas)
         return SampleTest(
             name, cut, found, self.alpha, detectable(found.n, found.dof, self.alpha),
-            totals.accept_length, totals.draft_length,
+            totals.accept_length, totals.gamma,
         )  # fmt: skip
 
     def num_answers(self, num_policies: int) -> int:

@@ -160,7 +160,7 @@ def greedy_table(waves: Sequence[Wave]) -> Table:
         ties = sum(map(_ties, rows))
         defects = sum(len(row.divergences) for row in rows) - ties
         # Of the largest batch, which has most of the requests.
-        tau, gamma = rows[-1].accept_length, rows[-1].draft_length
+        tau, gamma = rows[-1].accept_length, rows[-1].gamma
         table.add_row(
             server, policy, batches, str(sum(row.tokens for row in rows)), _number(tau),
             _number(gamma), str(ties), _lead(rows), _alarm(defects),

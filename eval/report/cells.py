@@ -74,7 +74,7 @@ class Measured:
     errors: tuple[str, ...]  # of failed requests
     spec: dict[int, tuple[str, int, int, int]]  # prompt: family, verify_ct, correct, proposed
     accept_lengths: Counter[int]  # tokens per verification: number of verifications
-    draft_lengths: Counter[int]  # drafts verified: number of verifications
+    proposed_lengths: Counter[int]  # drafts verified: number of verifications
     ttft_s: Array
     per_token_s: Array
     disagreements: tuple[str, ...] | None  # with the server's metrics; None where it has none
@@ -103,7 +103,7 @@ def measured(cell: Cell) -> Measured:
         errors=tuple(request.error for request in cell.requests if not request.success),
         spec={request.index: _spec(request) for request in answered},
         accept_lengths=_histogram(answered, ACCEPT_HISTOGRAMS, shift=1),
-        draft_lengths=_histogram(answered, (DRAFT_HISTOGRAM,), shift=-1),
+        proposed_lengths=_histogram(answered, (DRAFT_HISTOGRAM,), shift=-1),
         ttft_s=np.array([request.ttft_s for request in streamed]),
         per_token_s=np.array(
             [
@@ -333,9 +333,9 @@ class Results:
         """Verifications by tokens gained; empty where the server told no histogram."""
         return _total(cell.accept_lengths for cell in self.of(method, temperature))
 
-    def draft_lengths(self, method: str, temperature: float) -> Counter[int]:
+    def proposed_lengths(self, method: str, temperature: float) -> Counter[int]:
         """Verifications by drafts verified; empty where neither told nor known to be constant."""
-        told = _total(cell.draft_lengths for cell in self.of(method, temperature))
+        told = _total(cell.proposed_lengths for cell in self.of(method, temperature))
         if told or self.kind(method) not in CONSTANT_DRAFTS:
             return told
         counts = self.counts(self.of(method, temperature))

@@ -311,7 +311,7 @@ def histograms(results: Results, temperature: float) -> Iterator[Figure]:
     """How many tokens a verification gained, and how many drafts it verified."""
     kinds = (
         ("accept", "Tokens gained per verification, bonus included", results.accept_lengths, ""),
-        ("draft", "Drafts verified per verification", results.draft_lengths,
+        ("draft", "Drafts verified per verification", results.proposed_lengths,
          " Stock servers tell none; fixed chains and trees have one length."),
     )  # fmt: skip
     for kind, title, lengths, note in kinds:

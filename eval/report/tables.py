@@ -380,7 +380,7 @@ def length_table(results: Results, temperature: float) -> Table | None:
     rows = []
     for name in results.names:
         lengths = (results.accept_lengths(name, temperature),
-                   results.draft_lengths(name, temperature))  # fmt: skip
+                   results.proposed_lengths(name, temperature))  # fmt: skip
         if any(lengths):
             rows.append((name, [entry for one in lengths for entry in _quantiles(one)]))
     names = ("mean", "10\u00a0%", "median", "90\u00a0%", "longest")  # no line break within

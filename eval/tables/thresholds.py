@@ -40,7 +40,7 @@ class Traffic:
             Curve.of([replay(policy, chains, max_length=NUM_STEPS) for policy in policies])
             for chains in self.chains
         ]
-        names = ("num_steps", "num_correct", "num_verified", "num_drafted")
+        names = ("num_steps", "num_correct", "num_proposed", "num_drafted")
         return Curve(*(np.concatenate([getattr(c, n) for c in curves], axis=1) for n in names))
 
     @property

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sglang_c2t.draft.gate import Gate
 from sglang_c2t.draft_layer import DraftLayer, measure
-from sglang_c2t.kernels.gate import Judged, judge_layer
+from sglang_c2t.kernels.gate import GateOutput, judge_layer
 from sglang_c2t.policies.base import ChainPolicy, kept
 
 
@@ -29,7 +29,7 @@ class ChainGate(Gate):
     """Asks the policy after each drafted layer and keeps the answer per request.
 
     With a program a layer is one call of :func:`~sglang_c2t.kernels.gate.judge_layer`, which
-    keeps the books in place: nothing else is launched, and no :class:`DraftLayer` is made.
+    keeps its place: nothing else is launched, and no :class:`DraftLayer` is made.
     """
 
     def __init__(self, policy: ChainPolicy, **parts: Any) -> None:
@@ -40,7 +40,7 @@ class ChainGate(Gate):
         self._num_kept = torch.zeros(0, dtype=torch.int32)  # [B]
         self._keeps_all: Tensor | None = None  # [B] bool; None: of nobody
         self._joint = torch.ones(0)  # [B]; like the next only with a program
-        self._books: Judged
+        self._books: GateOutput
 
     def begin(self, slots: Tensor) -> None:
         """Start a step for the requests in ``slots`` [B], and judge their first tokens."""
@@ -58,7 +58,7 @@ class ChainGate(Gate):
         self._joint = first.prob[0]
         self._alive = first.confidence[0] >= self.program.beta
         self._num_kept = self._alive.int()
-        self._books = Judged.empty(len(slots), 1, slots.device)._replace(
+        self._books = GateOutput.empty(len(slots), 1, slots.device)._replace(
             joint=self._joint[:, None], keep=self._alive[:, None]
         )
 
@@ -100,7 +100,7 @@ class ChainGate(Gate):
             kept = kept.masked_fill(self._keeps_all, self._depth)
         return kept + 1
 
-    def settle(self, verify_lens: Tensor) -> Tensor:
+    def finalize(self, verify_lens: Tensor) -> Tensor:
         """[B] int32: the lengths that all ranks verify, rank 0's."""
         return self._agree(verify_lens)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from sglang_c2t.draft.served import ServedPolicy
 from sglang_c2t.draft.slots import FirstTokens, OptOuts
 from sglang_c2t.draft_layer import measure
-from sglang_c2t.kernels.gate import GateProgram, judge_layer
+from sglang_c2t.kernels.gate import FusedGate, judge_layer
 
 
 class Exploration:
@@ -82,7 +82,7 @@ class Gate:
         drafts."""
 
     @property
-    def program(self) -> GateProgram | None:
+    def program(self) -> FusedGate | None:
         """What judges the step in progress; ``None``: the policy, or nobody as it explores."""
         return None if self.exploring else self.served.program
 

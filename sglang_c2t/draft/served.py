@@ -15,7 +15,7 @@ import torch
 from sglang_c2t.checks import told
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.config import ConfigError
-from sglang_c2t.kernels.gate import GateProgram
+from sglang_c2t.kernels.gate import FusedGate
 from sglang_c2t.policies.fused import fused_gate
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class ServedPolicy:
     """
 
     policy: Any
-    program: GateProgram | None
+    program: FusedGate | None
     needs: frozenset[str]
 
     def __init__(self, policy: Any, *, device: torch.device | str, topk: int) -> None:

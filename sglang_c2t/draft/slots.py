@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.draft_layer import unknown
-from sglang_c2t.kernels.gate import Judged
+from sglang_c2t.kernels.gate import GateOutput
 
 
 class FirstLayer(NamedTuple):
@@ -47,7 +47,7 @@ class FirstTokens:
         self._judged = certain[:, None].repeat(1, num_slots)  # [1 + 2 K, num_slots]
         self._columns: dict[str, Tensor] = {}  # by name, [num_slots] or [num_slots, width]
 
-    def put_judged(self, slots: Tensor, said: Judged) -> None:
+    def put_judged(self, slots: Tensor, said: GateOutput) -> None:
         """Write what a program said of K children of each root, rows ``slots`` [B]."""
         self._judged[:, slots] = torch.cat((said.entropy[None], said.prob.T, said.confidence.T))
 

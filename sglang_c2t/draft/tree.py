@@ -22,7 +22,7 @@ from sglang_c2t.draft.gate import Gate
 from sglang_c2t.draft.growth import PER_NODE, Beams, TreeGrowth, node_margins
 from sglang_c2t.draft.slots import FirstLayer
 from sglang_c2t.draft_layer import measure
-from sglang_c2t.kernels.gate import GateProgram, Judged, judge_layer
+from sglang_c2t.kernels.gate import FusedGate, GateOutput, judge_layer
 from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.tree import Trees, within_budget
@@ -57,7 +57,7 @@ class TreeGate(Gate):
         self._growth: TreeGrowth
         # Of the layer to come: [B * W, ...], or all that a program says about its children.
         self._rows: dict[str, Tensor] = {}
-        self._judged: Judged | None = None
+        self._judged: GateOutput | None = None
 
     def switch(self, policy: TreePolicy, *, captured: bool) -> None:
         """Ask another policy; see :meth:`ServedPolicy.switch`.
@@ -93,7 +93,7 @@ class TreeGate(Gate):
 
     def observe(
         self, logits: Tensor, hidden: Tensor | None = None, token_map: Tensor | None = None
-    ) -> Judged | None:
+    ) -> GateOutput | None:
         """Measure the rows of the layer to come: draft ``logits`` [B * K, V].
 
         With a program also their children, which it returns: :meth:`add` takes no others.
@@ -134,7 +134,7 @@ class TreeGate(Gate):
             measured["margin"] = node_margins(prob.flatten(0, 1))
         return self._growth.add(tokens, prob, measured)
 
-    def _judged_first(self, program: GateProgram) -> dict[str, Tensor]:
+    def _judged_first(self, program: FusedGate) -> dict[str, Tensor]:
         """What the program said of the first layer when the step before ended."""
         assert self._first is not None, "no step began"
         confidence = self._first.confidence.T.flatten()  # [B * K]
@@ -175,7 +175,7 @@ class TreeGate(Gate):
             torch.zeros(self._growth.batch, dtype=torch.int64, device=self._growth.device)
         )
 
-    def settle(self, trees: Trees, keys: Tensor, roots: Tensor) -> Trees:
+    def finalize(self, trees: Trees, keys: Tensor, roots: Tensor) -> Trees:
         """What the target verifies: within the batch's budget, equal on all ranks.
 
         ``roots`` [B] are the committed bonus tokens.

@@ -53,7 +53,7 @@ FLOOR = tl.constexpr(draft_layer.FLOOR)
 NO_KEY = tl.constexpr(-(2**63))  # below every key
 
 
-class Judged(NamedTuple):
+class GateOutput(NamedTuple):
     """What is known about the K best children of each row, best first."""
 
     tokens: Tensor
@@ -75,7 +75,7 @@ class Judged(NamedTuple):
     """[R] float32, nats: of the whole distribution."""
 
     @classmethod
-    def empty(cls, rows: int, topk: int, device: torch.device | str) -> Judged:
+    def empty(cls, rows: int, topk: int, device: torch.device | str) -> GateOutput:
         """Room for a layer."""
         kinds = _kinds(rows, topk)
         return cls(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds))
@@ -93,7 +93,7 @@ class Weights(NamedTuple):
     out_bias: Tensor  # [1]
 
 
-class GateProgram:
+class FusedGate:
     """A network and a threshold, in device memory that captured graphs keep reading.
 
     Args:
@@ -143,7 +143,7 @@ class GateProgram:
             )
         return None
 
-    def fits(self, other: GateProgram) -> bool:
+    def fits(self, other: FusedGate) -> bool:
         """Whether kernels compiled for ``other`` can run this one: only the data differ."""
         return (self.names, self.hidden_size) == (other.names, other.hidden_size)
 
@@ -179,7 +179,7 @@ class GateProgram:
 
 def judge_layer(
     logits: Tensor,  # [R, V] bf16, fp16 or fp32; rows may lie further apart than V
-    program: GateProgram,
+    program: FusedGate,
     *,
     depth: int,  # 1 for the children of the root
     topk: int,  # K, at most MAX_TOPK and V
@@ -187,9 +187,9 @@ def judge_layer(
     alive: Tensor | None = None,  # [R] bool, the parents'; None: all
     token_map: Tensor | None = None,  # [V] int64: target id of each draft id (EAGLE-3)
     num_kept: Tensor | None = None,  # [R] int32, in place: += keep[:, 0]
-    out: Judged | None = None,  # written in place and returned
+    out: GateOutput | None = None,  # written in place and returned
     tokens: bool = True,  # False: nobody asks which tokens they are
-) -> Judged:
+) -> GateOutput:
     """The K best children of each row, and which of them to keep.
 
     Without ``tokens`` the twin leaves the ids out, which cost it as much as all the rest.
@@ -218,7 +218,7 @@ def judge_layer(
         )
     _check(logits, topk, joint, alive, token_map, num_kept, out)
     rows, vocab = logits.shape
-    out = Judged.empty(rows, topk, logits.device) if out is None else out
+    out = GateOutput.empty(rows, topk, logits.device) if out is None else out
     if rows == 0:
         return out
     num_chunks = triton.cdiv(vocab, CHUNK)
@@ -265,7 +265,7 @@ def judge_constants(
 
 def judge_layer_reference(
     logits: Tensor,
-    program: GateProgram,
+    program: FusedGate,
     *,
     depth: int,
     topk: int,
@@ -273,9 +273,9 @@ def judge_layer_reference(
     alive: Tensor | None = None,
     token_map: Tensor | None = None,
     num_kept: Tensor | None = None,
-    out: Judged | None = None,
+    out: GateOutput | None = None,
     tokens: bool = True,
-) -> Judged:
+) -> GateOutput:
     """:func:`judge_layer` in plain torch, on a CPU."""
     _check(logits, topk, joint, alive, token_map, num_kept, out)
     x = draft_layer.floored(logits)
@@ -307,7 +307,7 @@ def judge_layer_reference(
         keep = keep & alive[:, None]
     if num_kept is not None:
         num_kept += keep[:, 0]
-    judged = Judged(ids, prob, parents, confidence, keep, entropy.clamp(min=0))
+    judged = GateOutput(ids, prob, parents, confidence, keep, entropy.clamp(min=0))
     if out is None:
         return judged
     for there, here in zip(out, judged, strict=True):
@@ -324,7 +324,7 @@ def _best_tokens(logits: Tensor, count: int) -> Tensor:
     return ids[:, :count]
 
 
-def _confidence(program: GateProgram, features: Sequence[Tensor]) -> Tensor:
+def _confidence(program: FusedGate, features: Sequence[Tensor]) -> Tensor:
     """[R, K] from as many features [R, K] as the network reads."""
     if program.hidden_size == 0:
         return features[0]
@@ -335,7 +335,7 @@ def _confidence(program: GateProgram, features: Sequence[Tensor]) -> Tensor:
 
 
 def _kinds(rows: int, topk: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of each field of :class:`Judged`."""
+    """Shape and type of each field of :class:`GateOutput`."""
     dtypes = (torch.int64, *(torch.float32,) * 3, torch.bool)
     return [*(((rows, topk), dtype) for dtype in dtypes), ((rows,), torch.float32)]
 
@@ -347,7 +347,7 @@ def _check(
     alive: Tensor | None,
     token_map: Tensor | None,
     num_kept: Tensor | None,
-    out: Judged | None,
+    out: GateOutput | None,
 ) -> None:
     if logits.dim() != 2 or logits.dtype not in {torch.bfloat16, torch.float16, torch.float32}:
         raise ValueError(
@@ -517,7 +517,7 @@ def judge(
     """Judge one row from what :func:`logit_partials` left; grid (R,).
 
     Pointers are those of :func:`judge_layer`; ``parent_joint``, ``parent_alive``,
-    ``token_map`` and ``num_kept`` may be None. ``program`` is ``GateProgram.buffer``.
+    ``token_map`` and ``num_kept`` may be None. ``program`` is ``FusedGate.buffer``.
 
     Reads per row, from L2: V / 16 bytes of maxima, 12 C of partials, K * 64 logits, the
     weights (964 bytes for 3-48-1). Bound by latency, not by bytes: 2 max(K, 2) reductions,

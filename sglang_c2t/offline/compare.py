@@ -39,13 +39,13 @@ class Curve:
 
     num_steps: Array  # [T, Q]
     num_correct: Array  # [T, Q]
-    num_verified: Array  # [T, Q]
+    num_proposed: Array  # [T, Q]
     num_drafted: Array  # [T, Q]
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> Curve:
         """From one replay per threshold."""
-        names = ("num_steps", "num_correct", "num_verified", "num_drafted")
+        names = ("num_steps", "num_correct", "num_proposed", "num_drafted")
         return cls(*(np.stack([getattr(o, n).numpy() for o in outcomes]) for n in names))
 
     def tau(self, weights: Array) -> Array:
@@ -54,7 +54,7 @@ class Curve:
 
     def gamma(self, weights: Array) -> Array:
         """[S, T] drafts verified per verification."""
-        return (weights @ self.num_verified.T) / (weights @ self.num_steps.T)
+        return (weights @ self.num_proposed.T) / (weights @ self.num_steps.T)
 
     def gamma_at(self, tau: Array, weights: Array) -> Array:
         """[S] least gamma with which the curve reaches ``tau`` [S], linear between thresholds.
@@ -140,7 +140,7 @@ def replay_text(
         "|---|---:|---:|---:|",
     ]
     for name, o in rows.items():
-        numbers = (o.accept_length(), o.gamma(), o.draft_length())
+        numbers = (o.accept_length(), o.gamma(), o.drafted_length())
         lines.append(f"| {name} | " + " | ".join(f"{number:.3f}" for number in numbers) + " |")
     tau = np.array([outcome.accept_length()])
     rival = float(sweep(DyJoint, chains).gamma_at(tau, everyone(chains.requests))[0])

@@ -39,7 +39,7 @@ class SpecTotals:
         return _ratio(self.verify_ct + self.num_correct_drafts, self.verify_ct)
 
     @property
-    def draft_length(self) -> float | None:
+    def gamma(self) -> float | None:
         """gamma: draft tokens the target verified per verification, the root excluded."""
         return _ratio(self.num_proposed_drafts, self.verify_ct)
 

@@ -87,12 +87,12 @@ class Chains:
 
     @property
     def num_requests(self) -> int:
-        """Q."""
+        """Q: recorded answers."""
         return len(self.requests)
 
     @property
     def max_length(self) -> int:
-        """D."""
+        """D: drafts recorded behind each root."""
         return self.stats["prob"].shape[1]
 
     @classmethod
@@ -156,7 +156,7 @@ class Outcome:
     num_correct: Tensor
     """Accepted drafts; like SGLang's, those behind the end of an answer count."""
 
-    num_verified: Tensor
+    num_proposed: Tensor
     """Drafts the target verified."""
 
     num_drafted: Tensor
@@ -168,9 +168,9 @@ class Outcome:
 
     def gamma(self, weights: Tensor | None = None) -> float:
         """Drafts verified per verification."""
-        return self._per_step(self.num_verified, weights)
+        return self._per_step(self.num_proposed, weights)
 
-    def draft_length(self, weights: Tensor | None = None) -> float:
+    def drafted_length(self, weights: Tensor | None = None) -> float:
         """Drafts made per verification, the papers' average length."""
         return self._per_step(self.num_drafted, weights)
 

@@ -57,12 +57,12 @@ class Forest:
 
     @property
     def num_requests(self) -> int:
-        """Q."""
+        """Q: recorded answers."""
         return len(self.requests)
 
     @property
     def num_roots(self) -> int:
-        """R."""
+        """R: recorded trees."""
         return len(self.draft_row)
 
     @classmethod
@@ -84,7 +84,7 @@ class Forest:
 class TreeOutcome(Outcome):
     """Counts per request [Q], float64.
 
-    ``num_verified`` counts nodes beyond the root. ``num_drafted`` counts layers: the first,
+    ``num_proposed`` counts nodes beyond the root. ``num_drafted`` counts layers: the first,
     and each that a living beam was forwarded for; in chains, that is drafts made.
     """
 

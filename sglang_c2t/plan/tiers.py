@@ -29,7 +29,7 @@ class Tiers:
     """Most requests of a batch that runs in a graph."""
 
     width: int
-    """N."""
+    """N: rows of a request, its root included."""
 
     max_rows: int | None = None
     """Rows of the largest tier; ``None``: N for each of ``max_requests``."""

@@ -12,16 +12,16 @@ go on with the one that was drawn, and choosing between them by the length of wh
 would change the distribution. The lossless form is a deferred bonus: commit no sample,
 feed the last accepted token again as the root, and give it the k *distinct* most likely
 tokens of the target's (cached) distribution as children; the sample is then drawn at the
-root and matched as everywhere. It costs one verified row and, per tine, one row of draft
+root and matched as everywhere. It costs one verified row and, per branch, one row of draft
 extension. Duplicates (samples with replacement) are legal only where the sample is drawn
 first and matched then. What is here is the draft-initialised form, with distinct first
 tokens behind the committed sample: nothing extra to run, and lossless as it is.
 
 Sliced mask (section 3.2). The paper builds one mask and cuts it where drafting stops. Here
-nodes are numbered layer by layer, tine by tine, so that the mask of a fork of depth d is
+nodes are numbered layer by layer, branch by branch, so that the mask of a fork of depth d is
 the leading block of 1 + width x d rows and columns of any deeper fork's.
 
-Where a cap or a budget of the batch bites, the least likely tines lose their tails: nodes
+Where a cap or a budget of the batch bites, the least likely branches lose their tails: nodes
 rank by joint probability.
 
 Sampled drafts: safe to drop while no cap bites, because the shape depends on no token.

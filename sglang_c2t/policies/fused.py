@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sglang_c2t.classifier.model import ConfidenceNet
-from sglang_c2t.kernels.gate import MAX_TOPK, GateProgram, Weights
+from sglang_c2t.kernels.gate import MAX_TOPK, FusedGate, Weights
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
@@ -22,7 +22,7 @@ from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
 _PLAIN = {DyJoint: "joint", DyMax: "prob"}
 
 
-def fused_gate(policy: Any, device: torch.device | str, *, topk: int = 1) -> GateProgram | None:
+def fused_gate(policy: Any, device: torch.device | str, *, topk: int = 1) -> FusedGate | None:
     """The policy's gate for the kernel, or ``None`` if it must be asked in torch.
 
     Args:
@@ -35,7 +35,7 @@ def fused_gate(policy: Any, device: torch.device | str, *, topk: int = 1) -> Gat
         return None
     for rule, name in _PLAIN.items():
         if _follows(gate, rule):
-            return GateProgram((name,), None, beta=gate.beta, device=device)
+            return FusedGate((name,), None, beta=gate.beta, device=device)
     if not _follows(gate, C2T):
         return None
     net, names = gate.classifier.net, gate.classifier.features.names
@@ -43,10 +43,10 @@ def fused_gate(policy: Any, device: torch.device | str, *, topk: int = 1) -> Gat
         not isinstance(net, ConfidenceNet)
         or len(net.hidden_sizes) != 1
         or gate.classifier.isotonic is not None
-        or GateProgram.refusal(names, net.hidden_sizes) is not None
+        or FusedGate.refusal(names, net.hidden_sizes) is not None
     ):
         return None
-    return GateProgram(names, Weights(*net.parameters()), beta=gate.beta, device=device)
+    return FusedGate(names, Weights(*net.parameters()), beta=gate.beta, device=device)
 
 
 def _follows(gate: Any, rule: type[Any]) -> bool:

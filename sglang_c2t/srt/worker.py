@@ -38,7 +38,7 @@ from sglang_c2t.srt.hooks.step_metrics import Step
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.tensor_parallel import agreement, ranks
 from sglang_c2t.srt.verify import chain, tree
-from sglang_c2t.srt.verify.lookback import Lookback
+from sglang_c2t.srt.verify.feedback import Feedback
 from sglang_c2t.srt.verify.packed import PackedVerifyInput, verifying
 from sglang_c2t.srt.verify.warm_up import warm_up
 
@@ -64,7 +64,7 @@ class WorkerMixin(EAGLEWorkerV2):
         self._recorder = Recorder.from_config(config, self.server_args)
         self._draft_worker.watch(self._gate_maker(), self._recorder)
         compat.widen_request_table()  # SGLang makes it once its workers are there
-        self._lookback = self._draft_worker.lookback = Lookback(
+        self._lookback = self._draft_worker.feedback = Feedback(
             self.device == "cuda",
             agreement() if ranks() > 1 else None,
             config.max_verify_rows,

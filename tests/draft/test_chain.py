@@ -19,7 +19,7 @@ from sglang_c2t.draft.chain import (
 )
 from sglang_c2t.draft.gate import Exploration
 from sglang_c2t.draft_layer import measure
-from sglang_c2t.kernels.gate import Judged, judge_layer
+from sglang_c2t.kernels.gate import GateOutput, judge_layer
 from sglang_c2t.policies import DraftLayer, build_policy
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
@@ -239,7 +239,7 @@ def test_rank_zero_decides_for_all_ranks() -> None:
         agree=lambda mine: torch.tensor([3, 1, 2], dtype=mine.dtype),
     )
     assert run_gate(gate, torch.zeros(1, 3, 4)).tolist() == [1, 1, 1]
-    assert gate.settle(gate.verify_lens).tolist() == [3, 1, 2]
+    assert gate.finalize(gate.verify_lens).tolist() == [3, 1, 2]
     assert gate.any_alive()
 
 
@@ -310,7 +310,7 @@ def test_a_layer_is_one_call_of_the_kernel_and_nothing_else(
 ) -> None:
     calls: list[int] = []
 
-    def counted(*args: Any, **kwargs: Any) -> Judged:
+    def counted(*args: Any, **kwargs: Any) -> GateOutput:
         calls.append(kwargs["depth"])
         return judge_layer(*args, **kwargs)
 

@@ -72,7 +72,7 @@ def chain_step(gate: ChainGate) -> Tensor:
     for _ in range(STEPS - 1):
         gate.observe(torch.randn(BATCH, VOCABULARY))
         gate.any_alive()
-    return gate.settle(gate.verify_lens)
+    return gate.finalize(gate.verify_lens)
 
 
 def tree_step(policy: Any, *, seed: int, whole: Sequence[int] = ()) -> tuple[Trees, TreeGate]:
@@ -89,7 +89,7 @@ def tree_step(policy: Any, *, seed: int, whole: Sequence[int] = ()) -> tuple[Tre
         gate.add(tokens, prob)
         gate.observe(torch.randn(BATCH * SHAPE.topk, VOCABULARY))
     trees, keys = gate.finish()
-    return gate.settle(trees, keys, torch.zeros(BATCH, dtype=torch.int64)), gate
+    return gate.finalize(trees, keys, torch.zeros(BATCH, dtype=torch.int64)), gate
 
 
 WRONG: list[Any] = [

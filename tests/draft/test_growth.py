@@ -443,10 +443,10 @@ def test_a_static_tree_has_its_paths_in_every_request(
 def test_a_fork_drops_the_tails_of_its_least_likely_tines_where_the_cap_bites(
     draft: Draft, width: int | None
 ) -> None:
-    tines = min(width or draft.topk, draft.topk)
+    branches = min(width or draft.topk, draft.topk)
     run = grown(draft, Fork(width))
     for b, shape in enumerate(shapes(run)):
-        paths = [(r, *[0] * depth) for depth in range(draft.steps) for r in range(tines)]
+        paths = [(r, *[0] * depth) for depth in range(draft.steps) for r in range(branches)]
         nodes = nodes_on(draft, b, paths)
         best = sorted(nodes, key=lambda node: (-node.joint, node.depth, node.ranks))
         kept = set(best[: draft.max_nodes - 1])

@@ -16,7 +16,7 @@ from sglang_c2t.draft.gate import Exploration
 from sglang_c2t.draft.growth import TreeGrowth, node_margins
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.draft_layer import measure
-from sglang_c2t.kernels.gate import Judged, judge_layer
+from sglang_c2t.kernels.gate import GateOutput, judge_layer
 from sglang_c2t.policies import build_tree_policy
 from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
@@ -104,8 +104,8 @@ def run_step(
     return gate.finish()
 
 
-def settled(gate: TreeGate, slots: Tensor, first: Tensor) -> Trees:
-    return gate.settle(*run_step(gate, slots, first), ROOTS)
+def finished(gate: TreeGate, slots: Tensor, first: Tensor) -> Trees:
+    return gate.finalize(*run_step(gate, slots, first), ROOTS)
 
 
 # -- the first layer is measured in the step before ---------------------------------------
@@ -167,7 +167,7 @@ def eagle2_trees(slots: Tensor, first: Tensor) -> Trees:
     """EAGLE-2's trees of the same draft."""
     gate = gate_of(EAGLE2())
     gate.join(slots, first)
-    return settled(gate, slots, first)
+    return finished(gate, slots, first)
 
 
 def same(left: Trees, right: Trees) -> bool:
@@ -180,14 +180,14 @@ def test_an_exploring_step_verifies_eagle2s_whole_tree_and_measures_more() -> No
     gate = gate_of(Scripted(keep=False), max_rows=3, exploration=Scheduled(True, False, True))
     gate.join(slots, first)
     assert gate.first_tokens_complete(slots).all()
-    trees = settled(gate, slots, first)
+    trees = finished(gate, slots, first)
     assert gate.exploring
     assert same(trees, eagle2_trees(slots, first))
     assert trees.num_nodes.tolist() == [SHAPE.num_draft_tokens] * 2
     assert {"margin", "entropy_top4"} <= set(gate.layers[0].nodes.measured)
     assert {"margin", "entropy_top4"} <= set(gate.layers[2].nodes.measured)
     gate.relay_first_token(slots, first)
-    trees = settled(gate, slots, first)
+    trees = finished(gate, slots, first)
     assert not gate.exploring
     assert trees.num_nodes.tolist() == [1, 1]
     assert "margin" not in gate.layers[0].nodes.measured
@@ -201,7 +201,7 @@ def test_trees_that_nobody_keeps_are_their_roots_and_stop_drafting() -> None:
     token, prob = choices(first)
     gate.add(token[:, None], prob[:, None])
     assert not gate.any_alive()
-    trees = settled(gate, slots, first)
+    trees = finished(gate, slots, first)
     assert trees.num_nodes.tolist() == [1, 1]
     assert trees.tokens[:, 0].tolist() == ROOTS.tolist()
     assert not trees.tokens[:, 1:].any()
@@ -224,7 +224,7 @@ def test_a_batch_is_cut_to_its_budget(max_rows: int) -> None:
     slots, first = torch.tensor([1, 5]), logits(2, 0)
     gate = gate_of(EAGLE2(), max_rows=max_rows)
     drafted, keys = run_step(gate, slots, first)
-    trees = gate.settle(drafted, keys, ROOTS)
+    trees = gate.finalize(drafted, keys, ROOTS)
     assert same(trees, within_budget(drafted.rooted(ROOTS), keys, max_rows))
     assert int(trees.num_nodes.sum()) == min(max(max_rows, 2), 18)
 
@@ -243,7 +243,7 @@ def test_rank_zero_decides_all_of_a_tree_in_one_message() -> None:
 
     gate = gate_of(Scripted(keep=False), max_rows=4, agree=agree)
     gate.join(slots, first)
-    assert same(settled(gate, slots, first), theirs)
+    assert same(finished(gate, slots, first), theirs)
     assert len(messages) == 1
 
 
@@ -251,8 +251,8 @@ def test_a_step_starts_afresh() -> None:
     slots, first = torch.tensor([1, 5]), logits(2, 0)
     gate = gate_of(EAGLE2())
     gate.join(slots, first)
-    once = settled(gate, slots, first)
-    assert same(settled(gate, slots, first), once)
+    once = finished(gate, slots, first)
+    assert same(finished(gate, slots, first), once)
     assert gate.ancestor_rows.shape == (2, SHAPE.topk, SHAPE.num_steps - 1)
 
 
@@ -354,7 +354,7 @@ def test_a_layer_is_one_call_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     calls: list[int] = []
     torch_calls: list[Tensor] = []
 
-    def counted(*args: Any, **kwargs: Any) -> Judged:
+    def counted(*args: Any, **kwargs: Any) -> GateOutput:
         calls.append(kwargs["depth"])
         return judge_layer(*args, **kwargs)
 
@@ -376,7 +376,7 @@ def test_exploring_trees_are_eagle2s_and_measured_in_torch() -> None:
     for each in (gate, plain):
         each.join(slots, first)
         assert each.program is None
-        assert same(settled(each, slots, first), eagle2_trees(slots, first))
+        assert same(finished(each, slots, first), eagle2_trees(slots, first))
     for mine, theirs in zip(gate.layers, plain.layers, strict=True):
         assert mine.nodes.measured.keys() == theirs.nodes.measured.keys()
         for name, values in mine.nodes.measured.items():
@@ -384,7 +384,7 @@ def test_exploring_trees_are_eagle2s_and_measured_in_torch() -> None:
     for each in (gate, plain):
         each.relay_first_token(slots, first)
     assert gate.program is not None
-    assert same(settled(gate, slots, first), settled(plain, slots, first))
+    assert same(finished(gate, slots, first), finished(plain, slots, first))
 
 
 # -- SGLang's loop ------------------------------------------------------------------------
@@ -475,7 +475,7 @@ def test_trees_of_requests_that_opted_out_are_eagle2s(program: bool) -> None:
 def relayed_step(gate: TreeGate, slots: Tensor, first: Tensor) -> Trees:
     """A step behind its first layer's measurement."""
     gate.join(slots, first)
-    return settled(gate, slots, first)
+    return finished(gate, slots, first)
 
 
 def test_a_policy_that_does_not_fit_the_trees_is_refused() -> None:

@@ -104,9 +104,9 @@ def counted(answers: list[Answer]) -> dict[str, int]:
     for length in sorted(at_most):
         if 0 <= length <= 16:
             below = sum(times for other, times in at_most.items() if other <= length)
-            sums[f"c2t:draft_length_bucket{float(length)}"] = below
-    sums["c2t:draft_length_count"] = sums["c2t:verifications_total"]
-    sums["c2t:draft_length_sum"] = sums["c2t:proposed_drafts_total"]
+            sums[f"c2t:proposed_length_bucket{float(length)}"] = below
+    sums["c2t:proposed_length_count"] = sums["c2t:verifications_total"]
+    sums["c2t:proposed_length_sum"] = sums["c2t:proposed_drafts_total"]
     return sums
 
 
@@ -274,7 +274,7 @@ def test_every_series_of_the_dashboard_is_served(controlled: Controlled) -> None
             asked.setdefault(name, set()).update(re.findall(r"(\w+)\s*=~?", matchers))
     assert {name for name in asked if name.startswith("c2t:")} == {
         name for name in labels_of if name.startswith("c2t:") and not name.endswith(
-            ("_created", "draft_length_sum", "draft_length_count"))
+            ("_created", "proposed_length_sum", "proposed_length_count"))
     }  # fmt: skip
     for name, labels in asked.items():
         assert labels <= labels_of[name], name

@@ -155,7 +155,7 @@ def test_a_prompt_file_becomes_a_classifier_that_is_served(logs: Path, tmp_path:
     outcome = replay(build_policy(C2TConfig("c2t-log", classifier=str(out))), chains)
     verified = {
         rid.split("-")[0]: round(count)
-        for rid, count in zip(chains.requests, outcome.num_verified.tolist(), strict=True)
+        for rid, count in zip(chains.requests, outcome.num_proposed.tolist(), strict=True)
     }
     numbers: Counter[str] = Counter()
     replayed = []

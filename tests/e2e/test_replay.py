@@ -105,7 +105,7 @@ def live_and_replayed(both: RecordedAndLive, name: str) -> tuple[SpecTotals, Spe
     replayed = SpecTotals(
         verify_ct=round(float(outcome.num_steps.sum())),
         num_correct_drafts=round(float(outcome.num_correct.sum())),
-        num_proposed_drafts=round(float(outcome.num_verified.sum())),
+        num_proposed_drafts=round(float(outcome.num_proposed.sum())),
     )
     return live, replayed
 

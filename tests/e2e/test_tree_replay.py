@@ -103,7 +103,7 @@ def test_replay_counts_what_the_server_counts_for_each_request(
     settings = CONFIGS[name]
     live = served(both.gated, json.dumps(settings))
     outcome = replay_trees(policy_of(settings), both.forest, SERVED)
-    columns = (outcome.num_steps, outcome.num_correct, outcome.num_verified)
+    columns = (outcome.num_steps, outcome.num_correct, outcome.num_proposed)
     replayed = {
         rid: (round(steps), round(correct), round(verified))
         for rid, steps, correct, verified in zip(

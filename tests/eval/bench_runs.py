@@ -124,8 +124,8 @@ def made_cell(
         "c2t:correct_drafts_total{rank='0'}": float(correct),
         "c2t:proposed_drafts_total{rank='0'}": float(proposed),
         "c2t:verify_rows_total{rank='0'}": float(verify_ct + proposed),
-        "c2t:draft_length_count{rank='0'}": float(verify_ct),
-        "c2t:draft_length_sum{rank='0'}": float(proposed),
+        "c2t:proposed_length_count{rank='0'}": float(verify_ct),
+        "c2t:proposed_length_sum{rank='0'}": float(proposed),
     }
     return Cell(
         method=made.method.name,

@@ -178,12 +178,12 @@ def test_only_our_series_are_read_with_their_labels() -> None:
 # TYPE c2t:draft_stops_total counter
 c2t:draft_stops_total{reason="policy",tp_rank="0"} 3.0
 c2t:draft_stops_created{reason="policy",tp_rank="0"} 1.7e+09
-c2t:draft_length_bucket{le="1.0"} 2.0
+c2t:proposed_length_bucket{le="1.0"} 2.0
 sglang:num_requests_total 9.0
 """
     assert parse_series(text) == {
         "c2t:draft_stops_total{reason='policy',tp_rank='0'}": 3.0,
-        "c2t:draft_length_bucket{le='1.0'}": 2.0,
+        "c2t:proposed_length_bucket{le='1.0'}": 2.0,
     }
 
 

@@ -36,7 +36,7 @@ def test_a_row_sums_tokens_rows_and_ratios() -> None:
     summary = summarise("c2t", 16, result, work)
     assert summary.tokens_per_second == 2.0
     assert summary.accept_length == (2 + 3) / 2
-    assert summary.draft_length == 4 / 2
+    assert summary.gamma == 4 / 2
     assert summary.target_rows == 7
     assert summary.draft_forwards == 5
     assert summary.outputs == [(1, 2, 3), (4,)]

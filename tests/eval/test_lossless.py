@@ -210,7 +210,7 @@ def test_a_wave_counts_tokens_and_drafts() -> None:
     served = greedy.Served([Output((1, 2)), Output((3,))], SpecTotals(2, 3, 4))
     requests = [REQUEST, replace(REQUEST, index=4)]
     told = greedy.wave("s", "c2t", 8, requests, [Output((1, 2)), Output((3,))], served)
-    assert (told.requests, told.tokens, told.accept_length, told.draft_length) == (2, 3, 2.5, 2.0)
+    assert (told.requests, told.tokens, told.accept_length, told.gamma) == (2, 3, 2.5, 2.0)
     assert told.divergences == []
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from sglang_c2t.kernels import gate
 from sglang_c2t.kernels.gate import (
-    GateProgram,
-    Judged,
+    FusedGate,
+    GateOutput,
     Weights,
     judge_layer,
     judge_layer_reference,
@@ -46,9 +46,9 @@ def random_weights(features: int, hidden: int, seed: int = 0) -> Weights:
     return Weights(*(torch.randn(shape, generator=generator) * 0.3 for shape in shapes))
 
 
-def program(names: tuple[str, ...], hidden: int = 48, beta: float = 0.4) -> GateProgram:
+def program(names: tuple[str, ...], hidden: int = 48, beta: float = 0.4) -> FusedGate:
     weights = None if names in THRESHOLDS else random_weights(len(names), hidden)
-    return GateProgram(names, weights, beta=beta, device="cpu")
+    return FusedGate(names, weights, beta=beta, device="cpu")
 
 
 def confidence_by_hand(
@@ -68,7 +68,7 @@ def judged_by_hand(
     joint: Tensor | None = None,
     alive: Tensor | None = None,
     token_map: Tensor | None = None,
-) -> Judged:
+) -> GateOutput:
     """Row by row and token by token in float64; at least one logit of a row is finite."""
     rows = []
     for r, row in enumerate(logits.double().tolist()):
@@ -100,10 +100,10 @@ def judged_by_hand(
         torch.tensor(column, dtype=dtype).view(len(logits), topk)
         for column, dtype in zip(columns, types, strict=True)
     ]
-    return Judged(*tensors[:5], tensors[5][:, 0])
+    return GateOutput(*tensors[:5], tensors[5][:, 0])
 
 
-def assert_same(got: Judged, expected: Judged, beta: float) -> None:
+def assert_same(got: GateOutput, expected: GateOutput, beta: float) -> None:
     """Ids exactly; numbers to float32; decisions wherever beta is not a rounding away."""
     mine, theirs = got.tokens, expected.tokens
     assert mine.dtype == torch.int64
@@ -117,7 +117,7 @@ def assert_same(got: Judged, expected: Judged, beta: float) -> None:
     assert torch.equal(got.keep & sure, expected.keep & sure), "keep"
 
 
-def verify_against_hand(logits: Tensor, gate_program: GateProgram, **layer: object) -> None:
+def verify_against_hand(logits: Tensor, gate_program: FusedGate, **layer: object) -> None:
     """The kernels (where they run) and their twin both say what the lists say."""
     beta = gate_program.beta.item()
     weights = gate_program.weights if gate_program.hidden_size else None
@@ -220,7 +220,7 @@ def results_land_in_given_memory_and_nowhere_else() -> None:
         expected = judge_layer(logits, program(NETWORKS[2]), **layer)
         for run in (judge_layer, judge_layer_reference):
             around = [torch.zeros(t.numel() + 64, dtype=t.dtype) for t in expected]
-            out = Judged(*(a[:-64].view_as(t) for a, t in zip(around, expected, strict=True)))
+            out = GateOutput(*(a[:-64].view_as(t) for a, t in zip(around, expected, strict=True)))
             assert run(logits, program(NETWORKS[2]), **layer, out=out) is out
             for mine, theirs in zip(out, expected, strict=True):
                 assert torch.allclose(mine.double(), theirs.double(), rtol=1e-5, atol=1e-5)
@@ -232,7 +232,7 @@ def chains_keep_their_books_in_place() -> None:
     rows, steps = 6, 3
     gate_program = program(("joint",), beta=0.2)
     for run in (judge_layer, judge_layer_reference):
-        books = Judged.empty(rows, 1, "cpu")
+        books = GateOutput.empty(rows, 1, "cpu")
         books.joint.fill_(1.0)
         books.keep.fill_(True)
         num_kept = torch.zeros(rows, dtype=torch.int32)

@@ -22,8 +22,8 @@ from sglang_c2t.draft.growth import node_margins
 from sglang_c2t.draft_layer import MAX_MARGIN, DraftLayer, measure
 from sglang_c2t.kernels import gate
 from sglang_c2t.kernels.gate import (
-    GateProgram,
-    Judged,
+    FusedGate,
+    GateOutput,
     Weights,
     judge_layer,
     judge_layer_reference,
@@ -111,7 +111,7 @@ def test_the_gate_is_as_sure_as_the_shipped_classifier(name: str, topk: int) -> 
     classifier = load_classifier(name)
     assert classifier.isotonic is None, "the gate knows no isotonic calibration"
     weights = Weights(*classifier.net.parameters())
-    shipped = GateProgram(classifier.features.names, weights, beta=0.5, device="cpu")
+    shipped = FusedGate(classifier.features.names, weights, beta=0.5, device="cpu")
     logits, given_layer = random_layer(20, 300, topk, seed=3)
     judged = judge_layer(logits, shipped, **given_layer)
 
@@ -138,7 +138,7 @@ def test_the_first_child_has_the_margin_of_a_chain_even_without_a_second_token()
     logits[0, 66] = 2.0
     one, nothing = torch.ones(1, 1), torch.zeros(1)
     as_is = Weights(0.01 * one, one[0], one, nothing)  # sigmoid(1 + margin / 100)
-    margin = GateProgram(("margin",), as_is, beta=0.5, device="cpu")
+    margin = FusedGate(("margin",), as_is, beta=0.5, device="cpu")
     chain = judge_layer(logits, margin, depth=1, topk=1)
     tree = judge_layer(logits, margin, depth=1, topk=3)
     assert measure(logits, ["margin"])["margin"].tolist() == [MAX_MARGIN]
@@ -185,7 +185,7 @@ def test_the_example_of_the_docstring() -> None:
 def test_what_the_kernels_cannot_run_is_refused_with_the_reason(
     names: tuple[str, ...], hidden_sizes: tuple[int, ...], reason: str
 ) -> None:
-    said = GateProgram.refusal(names, hidden_sizes)
+    said = FusedGate.refusal(names, hidden_sizes)
     assert said is not None
     assert reason in said
 
@@ -196,7 +196,7 @@ def test_weights_of_another_network_are_refused() -> None:
     with pytest.raises(ValueError, match="shapes"):
         program(("joint",)).load(gate_worker.random_weights(1, 16))
     with pytest.raises(ValueError, match="entropy_top5"):
-        GateProgram(("entropy_top5",), gate_worker.random_weights(1, 16), beta=0.5, device="cpu")
+        FusedGate(("entropy_top5",), gate_worker.random_weights(1, 16), beta=0.5, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_weights_of_another_network_are_refused() -> None:
         ({"alive": torch.zeros(2)}, "alive must be"),
         ({"token_map": torch.arange(8)}, "token_map must be"),
         ({"num_kept": torch.zeros(2).long()}, "num_kept must be"),
-        ({"out": Judged.empty(2, 3, "cpu")}, "out.tokens must be"),
+        ({"out": GateOutput.empty(2, 3, "cpu")}, "out.tokens must be"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
@@ -245,7 +245,7 @@ def test_kernels_and_twin_agree_on_a_gpu(topk: int, vocab: int, dtype: torch.dty
         logits[0, :9000] = -torch.inf
         layer["token_map"] = torch.randperm(vocab, device="cuda")
         weights = None if names in THRESHOLDS else gate_worker.random_weights(len(names), 48)
-        here = GateProgram(names, weights, beta=0.4, device="cuda")
+        here = FusedGate(names, weights, beta=0.4, device="cuda")
         twin = judge_layer_reference(logits, here, **layer)
         assert_same(judge_layer(logits, here, **layer), twin, beta=0.4)
 
@@ -256,9 +256,9 @@ def test_kernels_and_twin_agree_on_a_gpu(topk: int, vocab: int, dtype: torch.dty
 def test_a_captured_gate_sees_new_logits_weights_and_thresholds(run: object, topk: int) -> None:
     logits, layer = on_gpu(32, 32000, topk, torch.bfloat16)
     weights = [gate_worker.random_weights(3, 48, seed) for seed in range(3)]
-    here = GateProgram(NETWORKS[0], weights[0], beta=0.4, device="cuda")
+    here = FusedGate(NETWORKS[0], weights[0], beta=0.4, device="cuda")
     num_kept = torch.zeros(32, dtype=torch.int32, device="cuda")
-    out = Judged.empty(32, topk, "cuda")
+    out = GateOutput.empty(32, topk, "cuda")
     run(logits, here, **layer, num_kept=num_kept, out=out)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -277,7 +277,7 @@ def test_a_captured_gate_sees_new_logits_weights_and_thresholds(run: object, top
 @gpu
 def test_the_kernels_say_the_same_every_time() -> None:
     logits, layer = on_gpu(100, 128256, 10, torch.bfloat16)
-    here = GateProgram(NETWORKS[2], gate_worker.random_weights(4, 48), beta=0.4, device="cuda")
+    here = FusedGate(NETWORKS[2], gate_worker.random_weights(4, 48), beta=0.4, device="cuda")
     first = judge_layer(logits, here, **layer)
     for _ in range(5):
         for mine, theirs in zip(judge_layer(logits, here, **layer), first, strict=True):

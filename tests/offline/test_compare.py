@@ -124,4 +124,4 @@ def test_the_text_compares_a_rule_with_the_joint_probability_at_its_own_accept_l
 
 def test_a_rule_that_keeps_nothing_has_no_rival() -> None:
     assert "at no threshold" in replay_text(chains(), "mine", Fixed(0), {})
-    assert torch.equal(replay(Fixed(0), chains()).num_verified, torch.zeros(2).double())
+    assert torch.equal(replay(Fixed(0), chains()).num_proposed, torch.zeros(2).double())

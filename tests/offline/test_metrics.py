@@ -17,7 +17,7 @@ def test_ratios_are_taken_over_the_sums() -> None:
     """A mean of per-request ratios would give tau 2.25 here."""
     totals = SpecTotals.from_meta_infos([meta(1, 2, 5), meta(4, 2, 8)])
     assert totals.accept_length == pytest.approx((5 + 4) / 5)
-    assert totals.draft_length == pytest.approx(13 / 5)
+    assert totals.gamma == pytest.approx(13 / 5)
     assert totals.accept_rate == pytest.approx(4 / 13)
 
 
@@ -28,7 +28,7 @@ def test_requests_that_were_never_verified_count_nothing() -> None:
 
 def test_no_speculation_has_no_ratios() -> None:
     totals = SpecTotals.from_meta_infos([{}, {}])
-    assert totals.accept_length is totals.draft_length is totals.accept_rate is None
+    assert totals.accept_length is totals.gamma is totals.accept_rate is None
 
 
 def test_a_half_reported_request_is_an_error() -> None:

@@ -97,7 +97,7 @@ def replayed(
     policy: ChainPolicy, chains: Chains, *, max_length: int | None, batch_size: int | None
 ) -> list[list[int]]:
     outcome = replay(policy, chains, max_length=max_length, batch_size=batch_size)
-    columns = (outcome.num_steps, outcome.num_correct, outcome.num_verified, outcome.num_drafted)
+    columns = (outcome.num_steps, outcome.num_correct, outcome.num_proposed, outcome.num_drafted)
     return torch.stack(columns, dim=1).tolist()
 
 
@@ -155,8 +155,8 @@ def test_ratios_are_taken_over_the_sums() -> None:
     total = {n: 2 * counts[0].item() + counts[2].item() for n, counts in vars(outcome).items()}
     steps = total["num_steps"]
     assert outcome.accept_length(weights) == pytest.approx(1 + total["num_correct"] / steps)
-    assert outcome.gamma(weights) == pytest.approx(total["num_verified"] / steps)
-    assert outcome.draft_length(weights) == pytest.approx(total["num_drafted"] / steps)
+    assert outcome.gamma(weights) == pytest.approx(total["num_proposed"] / steps)
+    assert outcome.drafted_length(weights) == pytest.approx(total["num_drafted"] / steps)
     assert outcome.gamma() == outcome.gamma(torch.ones(3))
 
 

@@ -201,7 +201,7 @@ def replayed(policy: TreePolicy, data: Recording, shape: TreeShape | None) -> di
 
 
 def counts(outcome: TreeOutcome, request: int) -> list[int]:
-    columns = (outcome.num_steps, outcome.num_correct, outcome.num_verified, outcome.num_drafted,
+    columns = (outcome.num_steps, outcome.num_correct, outcome.num_proposed, outcome.num_drafted,
                outcome.num_uncovered)  # fmt: skip
     return [int(column[request]) for column in columns]
 
@@ -257,7 +257,7 @@ def forest(roots: int = 30, requests: int = 4) -> Forest:
 def test_eagle2_as_recorded_verifies_all_that_was_recorded_and_misses_nothing() -> None:
     outcome = replay_trees(EAGLE2(), forest())
     assert outcome.gamma() == WHOLE.num_draft_tokens - 1 == WHOLE.num_candidates
-    assert outcome.draft_length() == WHOLE.num_steps
+    assert outcome.drafted_length() == WHOLE.num_steps
     assert outcome.num_uncovered.tolist() == [0.0] * 4
 
 

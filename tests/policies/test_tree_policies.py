@@ -66,7 +66,7 @@ def layers(draw: st.DrawFn) -> TreeLayer:
 
 
 @dataclass(frozen=True)
-class Judged:
+class GateOutput:
     """One node, and what a policy said about it."""
 
     request: int
@@ -81,7 +81,7 @@ class Judged:
     verify: bool
 
 
-def judged(layer: TreeLayer, policy: TreePolicy) -> list[Judged]:
+def judged(layer: TreeLayer, policy: TreePolicy) -> list[GateOutput]:
     growth = policy.grow(layer)
     batch, rows, topk = layer.joint.shape
     verify = torch.ones_like(layer.joint) if growth.verify is None else growth.verify
@@ -91,7 +91,7 @@ def judged(layer: TreeLayer, policy: TreePolicy) -> list[Judged]:
     assert not growth.key.isnan().any()
     mark, alive = (layer.grid(v) for v in (layer.nodes.measured["margin"], layer.nodes.alive))
     return [
-        Judged(
+        GateOutput(
             b, row, child,
             *(
                 float(values[b, row, child])
@@ -292,8 +292,8 @@ def test_a_fork_keeps_first_tokens_then_first_children(layer: TreeLayer, width: 
     """Ranked by joint probability, forwarded in their order."""
     nodes = judged(layer, Fork(width))
     for node in nodes:
-        tines = layer.topk if width is None else width
-        kept = node.child < (tines if layer.depth == 1 else 1)
+        branches = layer.topk if width is None else width
+        kept = node.child < (branches if layer.depth == 1 else 1)
         assert node.key == (node.joint if kept else NEVER)
         assert (node.expand > NEVER) is kept
     for b in range(layer.batch):

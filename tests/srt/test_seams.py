@@ -224,7 +224,7 @@ def written_names(source: str) -> set[str]:
 
 #: Attributes of our own, on objects of ours that have no name of their own above.
 OWN = {
-    "draft_steps", "lookback", "packed", "exact", "follow_ancestors", "_reads_host", "__class__",
+    "draft_steps", "feedback", "packed", "exact", "follow_ancestors", "_reads_host", "__class__",
 }  # fmt: skip
 
 

@@ -227,7 +227,7 @@ def test_what_was_recorded_replays_to_what_the_server_accepted(
     outcome = replay_trees(EAGLE2(), Forest.from_recording(written(tmp_path, of, [])))
     lens = torch.cat([step.accepted()[1] for step in steps])
     assert outcome.num_correct.tolist() == (lens - 1).tolist()
-    assert outcome.num_verified.tolist() == [21.0] * 12
+    assert outcome.num_proposed.tolist() == [21.0] * 12
     assert outcome.num_uncovered.tolist() == [0.0] * 12
 
 

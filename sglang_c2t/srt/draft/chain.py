@@ -22,7 +22,7 @@ from sglang_c2t.srt.draft.watcher import DraftWatcher, no_forward
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.hooks.requests import opts_out
 from sglang_c2t.srt.verify.chain import ChainVerifyInput
-from sglang_c2t.srt.verify.lookback import choose_packing
+from sglang_c2t.srt.verify.feedback import choose_packing
 
 # B requests, D layers
 
@@ -65,13 +65,13 @@ class ChainDraftMixin(DraftWatcher):
         with self._eager_if_recorded(), self._drafting(steps):
             verify_input = super().draft(batch, *args, **kwargs)
         # A copy: the next step writes the same memory while the scheduler reads these.
-        verify_lens = self.gate.settle(self._lens[: len(batch.seq_lens)].clone())
+        verify_lens = self.gate.finalize(self._lens[: len(batch.seq_lens)].clone())
         packing = None
         if self.packed:
             # A recorded step drafts all layers, and its lengths say nothing of the gate.
             depth = None if self.gate.exploring else self.depth
             packing = choose_packing(
-                self.lookback, verify_lens, verify_input.draft_token_num, depth=depth
+                self.feedback, verify_lens, verify_input.draft_token_num, depth=depth
             )
         return ChainVerifyInput.cut(verify_input, verify_lens, packing=packing, exact=self.exact)
 

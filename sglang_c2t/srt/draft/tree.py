@@ -31,7 +31,7 @@ from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.draft.ancestors import Follow
 from sglang_c2t.srt.draft.watcher import DraftWatcher, no_forward
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
-from sglang_c2t.srt.verify.lookback import choose_packing
+from sglang_c2t.srt.verify.feedback import choose_packing
 from sglang_c2t.srt.verify.tree import TreeVerifyInput, build_verify_input
 from sglang_c2t.tree import Trees
 
@@ -144,8 +144,8 @@ class TreeDraftMixin(DraftWatcher):
         """In place of ``organize_draft_results``."""
         with GATE_CLOCK:
             trees, keys = self.gate.finish()
-        books = torch.stack((trees.parents, trees.depth, trees.source), dim=2)
-        return books, keys, trees.tokens
+        links = torch.stack((trees.parents, trees.depth, trees.source), dim=2)
+        return links, keys, trees.tokens
 
     def _around_build(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """In place of ``build_eagle_verify_input``; stock's for idle ranks."""
@@ -153,24 +153,24 @@ class TreeDraftMixin(DraftWatcher):
         def build(
             batch: Any,
             draft_input: Any,
-            books: Tensor,
+            links: Tensor,
             keys: Tensor,
             tokens: Tensor,
             *args: Any,
             **kwargs: Any,
         ) -> Any:
             if batch.forward_mode.is_idle():
-                return stock(batch, draft_input, books, keys, tokens, *args, **kwargs)
-            parents, depth, source = books.unbind(dim=2)
+                return stock(batch, draft_input, links, keys, tokens, *args, **kwargs)
+            parents, depth, source = links.unbind(dim=2)
             drafted = Trees(tokens, parents, depth, (parents >= 0).sum(dim=1) + 1, source)
-            trees = self.gate.settle(drafted, keys, draft_input.bonus_tokens)
+            trees = self.gate.finalize(drafted, keys, draft_input.bonus_tokens)
             return build_verify_input(
                 trees,
                 batch,
                 num_steps=self.speculative_num_steps,
                 topk=self.topk,
                 packing=choose_packing(
-                    self.lookback,
+                    self.feedback,
                     trees.num_nodes,
                     trees.tokens.shape[1],
                     packed=self.packed,

@@ -26,7 +26,7 @@ from sglang_c2t.draft.gate import Exploration, Gate
 from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.hooks.requests import opts_out
-from sglang_c2t.srt.verify.lookback import Lookback
+from sglang_c2t.srt.verify.feedback import Feedback
 
 # B requests, V draft vocabulary
 
@@ -36,7 +36,7 @@ class DraftWatcher(EagleDraftWorker):
 
     gate: Gate
 
-    lookback: Lookback
+    feedback: Feedback
 
     packed = False
     """Whether the target forwards surviving rows only; else N rows per request."""

@@ -87,8 +87,8 @@ class Series:
             reason: stops.labels(**labels, reason=reason)
             for reason in ("policy", "full", "depth", "budget")
         }
-        self.draft_length = Histogram(
-            "c2t:draft_length",
+        self.proposed_length = Histogram(
+            "c2t:proposed_length",
             "Draft tokens verified per verification.",
             names,
             buckets=_buckets(full - 1),
@@ -108,7 +108,7 @@ class Series:
             self.verifications.inc()
             self.proposed.inc(rows - 1)
             self.correct.inc(num_correct)
-            self.draft_length.observe(rows - 1)
+            self.proposed_length.observe(rows - 1)
             self.stops[step.reason(rows, batch_rows)].inc()
 
 

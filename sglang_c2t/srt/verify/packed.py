@@ -26,7 +26,7 @@ from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from torch import Tensor
 
 from sglang_c2t.srt import attach, compat
-from sglang_c2t.srt.verify.lookback import Lookback
+from sglang_c2t.srt.verify.feedback import Feedback
 from sglang_c2t.srt.verify.packing import Packing
 
 # B requests, N most rows of a request, T rows of the target's forward
@@ -78,11 +78,11 @@ class PackedVerifyInput(EagleVerifyInput):
 
 @contextmanager
 def verifying(
-    verify_input: PackedVerifyInput, target_worker: Any, lookback: Lookback
+    verify_input: PackedVerifyInput, target_worker: Any, feedback: Feedback
 ) -> Iterator[None]:
     """``run_eagle_verify`` verifies the packed rows of ``verify_input`` inside the block.
 
-    ``lookback`` learns what the forward of ``target_worker`` took.
+    ``feedback`` learns what the forward of ``target_worker`` took.
     """
     if verify_input.packing is None:
         yield
@@ -98,7 +98,7 @@ def verifying(
         attach.swapped(common, "eagle_prepare_for_verify", prepare),
         attach.swapped(common, "eagle_sample", sample),
         attach.swapped(common, "_finalize_accept_tree_path", verify_input.accepted_to_front),
-        lookback.timing(target_worker, verify_input.packing),
+        feedback.timing(target_worker, verify_input.packing),
     ):
         yield
 

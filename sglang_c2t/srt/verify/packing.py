@@ -107,7 +107,7 @@ class Packing:
 
     @cached_property
     def total(self) -> int:
-        """R."""
+        """R: verified rows of the batch."""
         return int(self.host_rows.sum())
 
     @property

@@ -97,7 +97,7 @@ class TreeVerifyInput(PackedVerifyInput):
 def build_verify_input(
     trees: Trees, batch: Any, *, num_steps: int, topk: int, packing: Packing
 ) -> TreeVerifyInput:
-    """The verify input of a batch, given its settled trees."""
+    """The verify input of a batch, given its final trees."""
     next_token, next_sibling = child_links(trees.parents)
     unread: Any = None  # by packed verification, which has its own masks and sizes
     return TreeVerifyInput(

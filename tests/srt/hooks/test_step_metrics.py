@@ -110,8 +110,8 @@ def test_what_is_counted_is_what_sglang_counts_for_its_requests(
     assert sample("c2t:draft_stops_total", model_name="demo", reason="full") == 2
     assert sample("c2t:draft_stops_total", model_name="demo", reason="policy") == 2
     assert sample("c2t:draft_stops_total", model_name="demo", reason="depth") == 0
-    assert sample("c2t:draft_length_bucket", model_name="demo", le="0.0") == 2
-    assert sample("c2t:draft_length_sum", model_name="demo") == 10
+    assert sample("c2t:proposed_length_bucket", model_name="demo", le="0.0") == 2
+    assert sample("c2t:proposed_length_sum", model_name="demo") == 10
     processor.metrics_reporter.current_scheduler_metrics_enabled = False
     count_step(sglang_books, processor, result, batch)
     assert sample("c2t:steps_total", model_name="demo") == 2

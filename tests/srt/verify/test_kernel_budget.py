@@ -149,7 +149,7 @@ def test_a_tree_step_stays_within_its_budget(name: str) -> None:
             gate.observe(on_device(B * topk, V))
             gate.add(integers(B, topk, topk), on_device(B, topk, topk))
         trees, keys = gate.finish()
-        gate.settle(trees, keys, integers(B))
+        gate.finalize(trees, keys, integers(B))
     assert len(launches.names) <= TREES[name]
 
 

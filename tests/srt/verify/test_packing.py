@@ -198,13 +198,13 @@ def test_what_sglang_calls_while_it_verifies_is_ours_and_afterwards_its_own(
     names = "eagle_prepare_for_verify", "eagle_sample", "_finalize_accept_tree_path"
     before = [getattr(common, name) for name in names]
     chains = chain_input(srt, [2, 1], width=3)
-    lookback = srt.verify.lookback.Lookback(on_cuda=False)
-    with srt.verify.packed.verifying(chains, None, lookback):
+    feedback = srt.verify.feedback.Feedback(on_cuda=False)
+    with srt.verify.packed.verifying(chains, None, feedback):
         inside = [getattr(common, name) for name in names]
     assert all(ours is not stock for ours, stock in zip(inside, before, strict=True))
     assert [getattr(common, name) for name in names] == before
     chains.packing = None
-    with srt.verify.packed.verifying(chains, None, lookback):
+    with srt.verify.packed.verifying(chains, None, feedback):
         assert [getattr(common, name) for name in names] == before
 
 

@@ -15,46 +15,46 @@ pytest.importorskip("sglang", reason="SGLang is not installed")
 
 
 @pytest.fixture(scope="module")
-def lookback() -> ModuleType:
+def feedback() -> ModuleType:
     """The module; importing it loads SGLang."""
-    from sglang_c2t.srt.verify import lookback
+    from sglang_c2t.srt.verify import feedback
 
-    return lookback
-
-
-def on_cpu(lookback: ModuleType, agree: Any = lambda tensor: tensor, **limits: Any) -> Any:
-    return lookback.Lookback(False, agree, **limits)
+    return feedback
 
 
-def test_a_step_is_learnt_from_when_the_next_one_starts(lookback: ModuleType) -> None:
-    memory, depth = on_cpu(lookback), DraftDepth([2, 4], smoothing=1.0)
+def on_cpu(feedback: ModuleType, agree: Any = lambda tensor: tensor, **limits: Any) -> Any:
+    return feedback.Feedback(False, agree, **limits)
+
+
+def test_a_step_is_learnt_from_when_the_next_one_starts(feedback: ModuleType) -> None:
+    memory, depth = on_cpu(feedback), DraftDepth([2, 4], smoothing=1.0)
     memory.start(torch.tensor([1, 1]), depth)
     assert depth.steps == 4
     memory.start(torch.tensor([1, 1]), depth)
     assert depth.steps == 2
 
 
-def test_a_step_is_learnt_from_with_the_depth_it_was_drafted_with(lookback: ModuleType) -> None:
+def test_a_step_is_learnt_from_with_the_depth_it_was_drafted_with(feedback: ModuleType) -> None:
     """Although another one has been chosen since."""
-    memory, depth = on_cpu(lookback), DraftDepth([2, 4], smoothing=1.0)
+    memory, depth = on_cpu(feedback), DraftDepth([2, 4], smoothing=1.0)
     memory.start(torch.tensor([5, 5]), depth)  # four layers, all alive
     depth.steps = 2
     memory.start(torch.tensor([3, 3]), depth)
     assert depth.steps == 4
 
 
-def test_on_a_cpu_packing_always_pays(lookback: ModuleType) -> None:
-    memory = on_cpu(lookback)
+def test_on_a_cpu_packing_always_pays(feedback: ModuleType) -> None:
+    memory = on_cpu(feedback)
     memory.start(torch.tensor([6, 6]))
     memory.start(torch.tensor([6, 6]))
     assert memory.packs(2, 6)
 
 
 def test_ranks_decide_by_what_they_agreed_on(
-    lookback: ModuleType, monkeypatch: pytest.MonkeyPatch
+    feedback: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Times differ between ranks; rank 0's count."""
-    memory = on_cpu(lookback)
+    memory = on_cpu(feedback)
     monkeypatch.setattr(
         torch, "tensor", lambda data, dtype, device: torch.asarray(data, dtype=dtype)
     )
@@ -66,9 +66,9 @@ def test_ranks_decide_by_what_they_agreed_on(
 
 
 def test_one_rank_asks_nobody_and_makes_no_trip_to_the_device(
-    lookback: ModuleType, monkeypatch: pytest.MonkeyPatch
+    feedback: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = on_cpu(lookback, agree=None)
+    memory = on_cpu(feedback, agree=None)
     monkeypatch.delattr(torch, "tensor")
     memory._rule.waited(0.5)
     memory._decide()
@@ -96,7 +96,7 @@ class Event:
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_a_forward_is_timed_from_where_the_device_begins_with_it(
-    lookback: ModuleType, monkeypatch: pytest.MonkeyPatch, captured: bool
+    feedback: ModuleType, monkeypatch: pytest.MonkeyPatch, captured: bool
 ) -> None:
     """Before the replay of its graph the device idles for as long as the host prepares."""
     from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import (
@@ -123,7 +123,7 @@ def test_a_forward_is_timed_from_where_the_device_begins_with_it(
     )
     worker = double("TpModelWorker", model_runner=runner, forward_batch_generation=forward)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    memory, took = lookback.Lookback(on_cuda=True), []
+    memory, took = feedback.Feedback(on_cuda=True), []
     monkeypatch.setattr(memory._rule, "forward_took", lambda *of: took.append(of))
     packing = SimpleNamespace(arrived=None, forwarded_rows=12)
     with memory.timing(worker, packing):
@@ -134,21 +134,21 @@ def test_a_forward_is_timed_from_where_the_device_begins_with_it(
 
 
 def test_a_batch_that_would_exceed_its_limit_is_packed_whatever_it_costs(
-    lookback: ModuleType,
+    feedback: ModuleType,
 ) -> None:
-    memory = on_cpu(lookback, max_rows=16)
+    memory = on_cpu(feedback, max_rows=16)
     memory._on_cuda, memory._rows_per_request = True, 3.0
     memory._rule.decide_on(0.0, 1.0)
     assert not memory.packs(requests=4, width=4)
     assert memory.packs(requests=5, width=4)
 
 
-def test_full_width_keeps_all_rows_and_still_learns(lookback: ModuleType) -> None:
-    memory = on_cpu(lookback)
-    packing = lookback.choose_packing(memory, torch.tensor([1, 3]), 4, packed=False)
+def test_full_width_keeps_all_rows_and_still_learns(feedback: ModuleType) -> None:
+    memory = on_cpu(feedback)
+    packing = feedback.choose_packing(memory, torch.tensor([1, 3]), 4, packed=False)
     assert packing.host_rows.tolist() == [4, 4]
     assert packing.total == 8
-    packed = lookback.choose_packing(memory, torch.tensor([1, 3]), 4)
+    packed = feedback.choose_packing(memory, torch.tensor([1, 3]), 4)
     assert packed.host_rows.tolist() == [1, 3]
     assert packed.rows.tolist() == [0, 4, 5, 6]
     assert memory._rows_per_request == 2.0

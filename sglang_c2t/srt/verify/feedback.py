@@ -25,7 +25,7 @@ AGREE_EVERY = 64
 """Steps between two looks at the measured times."""
 
 
-class Lookback:
+class Feedback:
     """What the server has learnt; see :mod:`sglang_c2t.plan.load` for what follows from it.
 
     Args:
@@ -111,7 +111,7 @@ class Lookback:
 
 
 def choose_packing(
-    lookback: Lookback,
+    feedback: Feedback,
     num_rows: Tensor,
     width: int,
     *,
@@ -123,7 +123,7 @@ def choose_packing(
 
     Rows behind a cut are forwarded but lie behind its links, so the output is the same.
     """
-    sizes = lookback.start(num_rows, depth)
-    if packed and lookback.packs(len(num_rows), width):
+    sizes = feedback.start(num_rows, depth)
+    if packed and feedback.packs(len(num_rows), width):
         return Packing(num_rows, width, sizes=sizes, **trees)
     return Packing.full(len(num_rows), width, num_rows.device, **trees)
