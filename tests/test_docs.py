@@ -17,7 +17,13 @@ GUIDES = ROOT / "sglang_c2t" / "guides"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 README = (ROOT / "README.md").read_text()
 PRODUCTION = (GUIDES / "production.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "eval" / "README.md", *sorted(GUIDES.glob("*.md"))]
+PAGES = [
+    *(
+        ROOT / page
+        for page in ("README.md", "CONTRIBUTING.md", "eval/README.md", "eval/RESULTS.md")
+    ),
+    *sorted(GUIDES.glob("*.md")),
+]
 
 
 def test_the_pages_name_every_flag_and_no_other() -> None:
@@ -156,3 +162,19 @@ def test_default_thresholds_are_those_that_the_tables_chose() -> None:
     tables = (ROOT / "eval" / "TABLES.md").read_text()
     chosen = {name: float(beta) for beta, name in re.findall(r"([0-9.]+) for `(c2t-\w+)`", tables)}
     assert chosen == {kind.name: kind.beta for kind in CHOSEN}
+
+
+def test_the_readme_shows_a_result_within_one_screen() -> None:
+    assert any(line.startswith("| no speculation |") for line in README.splitlines()[:25])
+
+
+def test_the_walk_names_six_files_a_step_and_functions_that_are_there() -> None:
+    guide = (GUIDES / "developing.md").read_text()
+    walk = guide.split("## A walk through one step")[1].split("\n## ")[0]
+    steps = re.findall(r"^\| \d \| `([\w/]+\.py)` (.*?) \|", walk, re.MULTILINE)
+    assert len(steps) == 12
+    for file, functions in steps:
+        code = (ROOT / "sglang_c2t" / file).read_text()
+        for name in re.findall(r"`([\w.]+)`", functions):
+            for part in name.split("."):
+                assert re.search(rf"^ *(def|class) {part}\b", code, re.MULTILINE), (file, name)

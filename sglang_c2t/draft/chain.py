@@ -40,7 +40,7 @@ class ChainGate(Gate):
         self._num_kept = torch.zeros(0, dtype=torch.int32)  # [B]
         self._keeps_all: Tensor | None = None  # [B] bool; None: of nobody
         self._joint = torch.ones(0)  # [B]; like the next only with a program
-        self._books: GateOutput
+        self._output: GateOutput
 
     def begin(self, slots: Tensor) -> None:
         """Start a step for the requests in ``slots`` [B], and judge their first tokens."""
@@ -58,7 +58,7 @@ class ChainGate(Gate):
         self._joint = first.prob[0]
         self._alive = first.confidence[0] >= self.program.beta
         self._num_kept = self._alive.int()
-        self._books = GateOutput.empty(len(slots), 1, slots.device)._replace(
+        self._output = GateOutput.empty(len(slots), 1, slots.device)._replace(
             joint=self._joint[:, None], keep=self._alive[:, None]
         )
 
@@ -76,7 +76,7 @@ class ChainGate(Gate):
             joint=self._joint,
             alive=self._alive,
             num_kept=self._num_kept,
-            out=self._books,
+            out=self._output,
             tokens=False,  # SGLang's loop chooses them
         )
 

@@ -1,4 +1,4 @@
-"""Growing a batch of draft trees: layer by layer, a policy decides, this file keeps the books.
+"""Growing a batch of draft trees: layer by layer, a policy decides, this file keeps count.
 
 Per step and request the draft offers K children for each of its W beam rows (W = 1, the
 root, in the first layer; K behind it). They are the *candidates*, numbered layer by layer,
@@ -190,7 +190,7 @@ class TreeGrowth:
             return self._policy.grow(layer)
         return growth if self._whole is None else _mixed(self._whole, growth, EAGLE2().grow(layer))
 
-    # -- the books ------------------------------------------------------------------------
+    # -- the tables ------------------------------------------------------------------------
 
     def _root(self) -> Beams:
         zero = torch.zeros((self.batch, 1), dtype=torch.int64, device=self.device)

@@ -64,7 +64,7 @@ class WorkerMixin(EAGLEWorkerV2):
         self._recorder = Recorder.from_config(config, self.server_args)
         self._draft_worker.watch(self._gate_maker(), self._recorder)
         compat.widen_request_table()  # SGLang makes it once its workers are there
-        self._lookback = self._draft_worker.feedback = Feedback(
+        self._feedback = self._draft_worker.feedback = Feedback(
             self.device == "cuda",
             agreement() if ranks() > 1 else None,
             config.max_verify_rows,
@@ -100,7 +100,7 @@ class WorkerMixin(EAGLEWorkerV2):
         if self._config.visits_every_root:
             links = verify_input.retrieve_next_token
             attach.write(verify_input, retrieve_next_token=torch.full_like(links, -1))
-        with verifying(verify_input, self.target_worker, self._lookback):
+        with verifying(verify_input, self.target_worker, self._feedback):
             result = super().verify(batch, *args, **kwargs)
         compat.set_output_stride(result, verify_input.max_tree_depth)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.

@@ -1,4 +1,4 @@
-"""Prometheus series of C2T, counted where SGLang keeps its own books of a request.
+"""Prometheus series of C2T, counted where SGLang keeps its own counts of a request.
 
 A verification leaves a :class:`Step` on its result. When the result reaches the scheduler,
 each request that SGLang counts the verification for is counted here, from the same numbers:
@@ -135,19 +135,19 @@ def count_step(
     reporter = processor.metrics_reporter
     if step is None or not reporter.current_scheduler_metrics_enabled:
         return original(processor, result, batch, *args, **kwargs)
-    before = [_books(req) for req in batch.reqs]
+    before = [_counts(req) for req in batch.reqs]
     resolved = original(processor, result, batch, *args, **kwargs)
     series = _series(tuple(reporter.metrics_collector.labels.items()), step.full)
     counted = []
     for req, (verify_ct, num_rows, num_correct) in zip(batch.reqs, before, strict=True):
-        now = _books(req)
+        now = _counts(req)
         if now[0] > verify_ct:
             counted.append((now[1] - num_rows, now[2] - num_correct))
     series.add(step, result.num_cap_tokens, counted)
     return resolved
 
 
-def _books(req: Any) -> tuple[int, int, int]:
+def _counts(req: Any) -> tuple[int, int, int]:
     return req.spec_verify_ct, req.spec_num_cap_tokens, req.spec_num_correct_drafts
 
 

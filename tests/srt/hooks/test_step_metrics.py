@@ -55,7 +55,7 @@ def request(ended: bool) -> Any:
     )
 
 
-def sglang_books(_processor: Any, result: Any, batch: Any) -> str:
+def sglang_counts(_processor: Any, result: Any, batch: Any) -> str:
     """SGLang's function, as far as books go: requests that ended are left out."""
     for req, rows, tokens in zip(batch.reqs, result.cap_lens, result.accept_lens, strict=True):
         if req.finished_reason is None:
@@ -90,11 +90,11 @@ def test_what_is_counted_is_what_sglang_counts_for_its_requests(
     )
     batch = double("ScheduleBatch", reqs=[request(False), request(True), request(False)])
     result = double("GenerationBatchResult", cap_lens=[6, 4, 1], accept_lens=[4, 3, 1])
-    assert count_step(sglang_books, processor, result, batch) == "resolved"
+    assert count_step(sglang_counts, processor, result, batch) == "resolved"
     assert sample("c2t:steps_total", model_name="demo") is None  # not one of our verifications
     for fell_back in (False, True):
         result.c2t_step = Step(full=6, drafted=6, forwarded_rows=16, fell_back=fell_back)
-        assert count_step(sglang_books, processor, result, batch) == "resolved"
+        assert count_step(sglang_counts, processor, result, batch) == "resolved"
     expected = {
         "steps": 2,
         "policy_failures": 1,
@@ -113,7 +113,7 @@ def test_what_is_counted_is_what_sglang_counts_for_its_requests(
     assert sample("c2t:proposed_length_bucket", model_name="demo", le="0.0") == 2
     assert sample("c2t:proposed_length_sum", model_name="demo") == 10
     processor.metrics_reporter.current_scheduler_metrics_enabled = False
-    count_step(sglang_books, processor, result, batch)
+    count_step(sglang_counts, processor, result, batch)
     assert sample("c2t:steps_total", model_name="demo") == 2
 
 
