@@ -74,7 +74,9 @@ def _present(owner: Any, name: str) -> Any:
     except AttributeError as error:
         what = getattr(owner, "__name__", type(owner).__qualname__)
         seams = (*SEAMS, *CPU_SEAMS)
-        purposes = [s.purpose for s in seams if name in (*s.fields, s.target.rpartition(".")[2])]
+        purposes = [
+            s.purpose for s in seams if name in (*s.fields.split(), s.target.rpartition(".")[2])
+        ]
         raise SeamError(
             f"SGLang {sglang_version()} has no {name} on {what}; "
             f"C2T needs it because it {(purposes or ['writes it'])[0]}"

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +28,15 @@ class Seam:
     """One symbol of SGLang or FlashInfer that we call, override, wrap or write.
 
     ``parameters`` are names the callable must accept; ``fields`` are names that instances of
-    the class must have (:func:`attribute_names`). ``hook`` marks targets of SGLang's own hook
-    registry. ``otherwise`` is what we hold on to in an SGLang that does not offer this.
-    ``only_with`` names a module: without it there is nothing that we would hold on to.
+    the class must have (:func:`attribute_names`); both separated by spaces. ``hook`` marks
+    targets of SGLang's own hook registry. ``otherwise`` is what we hold on to in an SGLang that
+    does not offer this. ``only_with`` names a module: without it there is nothing to hold on to.
     """
 
     target: str
     purpose: str
-    parameters: Sequence[str] = ()
-    fields: Sequence[str] = ()
+    parameters: str = ""
+    fields: str = ""
     hook: bool = False
     otherwise: Seam | None = None
     only_with: str | None = None
@@ -62,10 +62,10 @@ class Seam:
             found = pkgutil.resolve_name(self.target)
         except (ImportError, AttributeError) as error:
             return f"not found ({error})"
-        missing = [p for p in self.parameters if p not in parameters_of(found)]
+        missing = [p for p in self.parameters.split() if p not in parameters_of(found)]
         if missing:
             return f"lacks the parameters {missing}"
-        missing = [f for f in self.fields if f not in attribute_names(found)]
+        missing = [f for f in self.fields.split() if f not in attribute_names(found)]
         if missing:
             return f"lacks the fields {missing}"
         return None

@@ -84,31 +84,31 @@ def resolution_seam(step: str, purpose: str) -> Seam:
     return Seam(
         f"{RESOLUTION_HOOKS}.register_resolution_hook",
         purpose,
-        ["name"],
+        "name",
         otherwise=Seam(STEP_FUNCTIONS[step], purpose, hook=True),
     )
 
 
 SEAMS: tuple[Seam, ...] = (
-    Seam(ADD_CLI_ARGS, "adds the --c2t flags", ["parser"], hook=True),
-    Seam(FROM_CLI_ARGS, "reads the --c2t flags", ["args"], hook=True),
-    Seam(CREATE_WORKER, "swaps in the C2T worker", ["server_args"], hook=True),
-    Seam(SPEC_METRICS, "corrects spec_accept_rate", ["meta_info", "recv_obj", "i"], hook=True),
-    Seam(INTERNAL_STATE, "reports counters in /server_info", ["recv_req"], hook=True),
-    Seam(SET_INTERNAL_STATE, "changes the policy of a running server", ["recv_req"], hook=True),
+    Seam(ADD_CLI_ARGS, "adds the --c2t flags", "parser", hook=True),
+    Seam(FROM_CLI_ARGS, "reads the --c2t flags", "args", hook=True),
+    Seam(CREATE_WORKER, "swaps in the C2T worker", "server_args", hook=True),
+    Seam(SPEC_METRICS, "corrects spec_accept_rate", "meta_info recv_obj i", hook=True),
+    Seam(INTERNAL_STATE, "reports counters in /server_info", "recv_req", hook=True),
+    Seam(SET_INTERNAL_STATE, "changes the policy of a running server", "recv_req", hook=True),
     Seam(TOKENIZER_MANAGER, "answers /c2t", hook=True),
     Seam(f"{TOKENIZER_MANAGER.removesuffix('.__init__')}.get_internal_state", "answers /c2t"),
-    Seam(ASK_INTERNAL_STATE, "lets nobody but /c2t change the policy", ["obj"], hook=True),
-    Seam(f"{AUTH}.auth_level", "protects /c2t", ["level"]),
-    Seam(f"{IO_STRUCT}.SetInternalStateReq", "answers /c2t", ["server_args"]),
-    Seam(f"{IO_STRUCT}.SetInternalStateReqOutput", "answers /c2t", ["updated"]),
+    Seam(ASK_INTERNAL_STATE, "lets nobody but /c2t change the policy", "obj", hook=True),
+    Seam(f"{AUTH}.auth_level", "protects /c2t", "level"),
+    Seam(f"{IO_STRUCT}.SetInternalStateReq", "answers /c2t", "server_args"),
+    Seam(f"{IO_STRUCT}.SetInternalStateReqOutput", "answers /c2t", "updated"),
     Seam(VERIFY_SAMPLING_PARAMS, "checks who opts out", hook=True),
-    Seam(VALIDATE_REQUEST, "refuses what would end the server", ["obj", "input_ids"], hook=True),
+    Seam(VALIDATE_REQUEST, "refuses what would end the server", "obj input_ids", hook=True),
     Seam(".".join(READ_BODY), "answers what cannot be read with 400"),
-    Seam(CREATE_MESSAGE, "refuses what would end the server", ["obj", "input_ids"], hook=True),
+    Seam(CREATE_MESSAGE, "refuses what would end the server", "obj input_ids", hook=True),
     Seam(NORMALIZE_REQUEST, "refuses what would end the server", hook=True),
-    Seam(RESOLVE_RESULT, "counts what was verified", ["batch", "result"], hook=True),
-    Seam(LOG_STATS, "corrects sglang:spec_accept_rate", ["stats"], hook=True),
+    Seam(RESOLVE_RESULT, "counts what was verified", "batch result", hook=True),
+    Seam(LOG_STATS, "corrects sglang:spec_accept_rate", "stats", hook=True),
     resolution_seam(SPECULATIVE_STEP, "refuses unsupported combinations before a model loads"),
     Seam(
         f"{OVERRIDES}.resolving_view",
@@ -118,10 +118,10 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.configs.model_config.ModelConfig.from_server_args",
         "learns whether the target's checkpoint holds a draft",
-        ["server_args", "is_draft_model"],
+        "server_args is_draft_model",
     ),
     Seam(f"{EAGLE_WORKER}.EAGLEWorkerV2", "worker of EAGLE, EAGLE3 and NEXTN"),
-    Seam(f"{EAGLE_WORKER}.EAGLEWorkerV2.verify", "cuts drafts before verification", ["batch"]),
+    Seam(f"{EAGLE_WORKER}.EAGLEWorkerV2.verify", "cuts drafts before verification", "batch"),
     Seam(
         f"{EAGLE_WORKER}.EAGLEWorkerV2.init_attention_backends",
         "learns which verification the attention backend supports",
@@ -134,67 +134,57 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{EAGLE_WORKER}.EagleDraftWorker.draft_forward",
         "watches the drafted layers",
-        ["forward_batch"],
+        "forward_batch",
     ),
     Seam(
         f"{EAGLE_WORKER}.EagleDraftWorker._draft_extend_for_prefill",
         "measures the first drafted token after a prefill",
-        ["batch"],
+        "batch",
     ),
     Seam(
         f"{EAGLE_WORKER}.EagleDraftWorker._draft_extend_for_decode",
         "measures the first drafted token after a verification",
-        ["batch", "batch_result"],
+        "batch batch_result",
     ),
     Seam(
         f"{EAGLE_WORKER}.EagleDraftWorker.alloc_memory_pool",
         "sizes the per-request table",
-        ["req_to_token_pool"],
+        "req_to_token_pool",
     ),
     Seam(f"{STANDALONE_WORKER}.StandaloneWorkerV2", "worker of STANDALONE"),
     Seam(f"{STANDALONE_WORKER}.StandaloneDraftWorker", "draft worker of STANDALONE"),
     Seam(
         f"{EAGLE_COMMON}.eagle_prepare_for_verify",
         "hands the target a packed batch",
-        ["verify_input", "req_to_token_pool", "batch", "target_worker"],
+        "verify_input req_to_token_pool batch target_worker",
     ),
     Seam(f"{EAGLE_COMMON}.run_eagle_verify", "calls what packs and accepts by its global name"),
     Seam(
         f"{EAGLE_INFO}.EagleVerifyInput",
         "is cut and packed",
-        fields=[
-            "draft_token",
-            "positions",
-            "retrieve_index",
-            "retrieve_next_token",
-            "retrieve_next_sibling",
-            "draft_token_num",
-            "max_tree_depth",
-            "tree_topk",
-            "custom_mask",
-            "ragged_verify_layout",
-        ],
+        fields="draft_token positions retrieve_index retrieve_next_token retrieve_next_sibling "
+        "draft_token_num max_tree_depth tree_topk custom_mask ragged_verify_layout",
     ),
     Seam(
         f"{EAGLE_INFO}.EagleVerifyInput",
         "says where the packed rows are written",
-        fields=["prepared_out_cache_loc", "kv_loc_plan"],
+        fields="prepared_out_cache_loc kv_loc_plan",
         otherwise=Seam(
             f"{CACHE_LOCS}.assign_extend_cache_locs_uniform_func",
             "says where the packed rows are written",
-            ["req_pool_indices", "start_offset", "draft_token_num"],
+            "req_pool_indices start_offset draft_token_num",
         ),
     ),
     Seam(
         f"{FORWARD_BATCH}.compute_spec_mrope_positions",
         "packs the positions of M-RoPE targets",
-        ["model_runner", "batch", "seq_positions"],
+        "model_runner batch seq_positions",
     ),
     Seam(
         # An older SGLang prepares none, and has no field that a rename could hide.
         f"{EAGLE_INFO}.EagleVerifyInput",
         "packs the positions of M-RoPE targets",
-        fields=["prepared_mrope_positions"],
+        fields="prepared_mrope_positions",
         otherwise=Seam(
             f"{CACHE_LOCS}.assign_extend_cache_locs_uniform_func",
             "packs the positions of M-RoPE targets",
@@ -203,56 +193,40 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{EAGLE_WORKER}.select_top_k_tokens",
         "chooses which nodes of a tree are expanded",
-        ["i", "topk_p", "topk_index", "hidden_states", "scores", "topk"],
+        "i topk_p topk_index hidden_states scores topk",
     ),
     Seam(
         f"{EAGLE_WORKER}.organize_draft_results",
         "chooses which nodes of a tree are verified",
-        ["score_list", "token_list", "parents_list", "num_draft_token"],
+        "score_list token_list parents_list num_draft_token",
     ),
     Seam(
         f"{EAGLE_WORKER}.build_eagle_verify_input",
         "builds the verify input of differently shaped trees",
-        ["batch", "draft_input", "parent_list", "top_scores_index", "draft_tokens"],
+        "batch draft_input parent_list top_scores_index draft_tokens",
     ),
-    Seam(f"{EAGLE_WORKER}.EagleDraftWorker.draft", "calls it by its global name", ["batch"]),
+    Seam(f"{EAGLE_WORKER}.EagleDraftWorker.draft", "calls it by its global name", "batch"),
     Seam(
         f"{EAGLE_COMMON}.eagle_sample",
         "samples a token per row of a tree, then matches",
-        ["verify_input", "batch", "logits_output", "grammar_mask"],
+        "verify_input batch logits_output grammar_mask",
     ),
     Seam(
         f"{EAGLE_COMMON}._finalize_accept_tree_path",
         "moves the accepted path of a tree to the front",
-        [
-            "batch",
-            "accept_index",
-            "accept_lens",
-            "predict",
-            "logits_output",
-            "token_to_kv_pool_allocator",
-            "num_draft_tokens",
-        ],
+        "batch accept_index accept_lens predict logits_output token_to_kv_pool_allocator "
+        "num_draft_tokens",
     ),
     Seam(
         "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func",
         "walks trees",
-        [
-            "predicts",
-            "accept_index",
-            "accept_token_num",
-            "candidates",
-            "retrieve_index",
-            "retrieve_next_token",
-            "retrieve_next_sibling",
-            "target_predict",
-            "topk",
-        ],
+        "predicts accept_index accept_token_num candidates retrieve_index retrieve_next_token "
+        "retrieve_next_sibling target_predict topk",
     ),
     Seam(
         "sglang.srt.constrained.base_grammar_backend.GrammarMask",
         "constrains the rows of a tree",
-        fields=["vocab_mask"],
+        fields="vocab_mask",
     ),
     Seam("sglang.srt.layers.sampler.create_sampler", "samples as plain decoding does"),
     Seam(
@@ -263,181 +237,140 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{RAGGED_VERIFY}.RaggedVerifyLayout.from_verify_lens_device",
         "tells attention the rows of each request",
-        ["verify_lens", "graph_num_tokens"],
+        "verify_lens graph_num_tokens",
     ),
     Seam(
         f"{RAGGED_VERIFY}.RaggedVerifyLayout",
         "tells attention the rows of each request",
-        fields=["verify_lens", "verify_lens_cpu", "bs", "graph_num_tokens"],
+        fields="verify_lens verify_lens_cpu bs graph_num_tokens",
     ),
     Seam(
         f"{RAGGED_VERIFY}.RaggedVerifyLayout.from_verify_lens",
         "captures packed rows",
-        ["verify_lens_cpu", "device", "grid"],
+        "verify_lens_cpu device grid",
     ),
     Seam(
         f"{RAGGED_VERIFY}.RaggedVerifyLayout.padded_to_bucket",
         "compiles what packing launches before a request waits for it",
-        ["padded_bs", "cap"],
+        "padded_bs cap",
     ),
     Seam(
         "sglang.srt.speculative.eagle_utils.get_draft_input_from_target_hidden_dim",
         "compiles what packing launches before a request waits for it",
-        ["model_runner"],
+        "model_runner",
     ),
     Seam(
         f"{RAGGED_VERIFY}.build_capture_verify_lens",
         "captures packed rows",
-        ["num_tokens", "num_slots", "num_draft_tokens"],
+        "num_tokens num_slots num_draft_tokens",
     ),
     Seam(
         "sglang.srt.managers.utils.GenerationBatchResult",
         "carries verify lengths to meta_info and labels to recordings",
-        fields=["cap_lens", "accept_lens", "logits_output", "num_cap_tokens"],
+        fields="cap_lens accept_lens logits_output num_cap_tokens",
     ),
     Seam(
         "sglang.srt.managers.utils.GenerationBatchResult",
         "tells how many tokens a row of results holds",
-        fields=["speculative_output_stride"],
+        fields="speculative_output_stride",
         otherwise=Seam(
             "sglang.srt.managers.utils.GenerationBatchResult",
             "tells how many tokens a row of results holds",
-            fields=["speculative_num_draft_tokens"],
+            fields="speculative_num_draft_tokens",
         ),
     ),
     Seam(
         "sglang.srt.layers.logits_processor.LogitsProcessorOutput",
         "measures drafted tokens",
-        fields=["next_token_logits", "hidden_states"],
+        fields="next_token_logits hidden_states",
     ),
     Seam(
         f"{SCHEDULE_BATCH}.ScheduleBatch",
         "knows the requests of a step",
-        fields=[
-            "reqs",
-            "seq_lens",
-            "req_pool_indices",
-            "req_to_token_pool",
-            "forward_mode",
-            "sampling_info",
-            "return_logprob",
-        ],
+        fields="reqs seq_lens req_pool_indices req_to_token_pool forward_mode sampling_info "
+        "return_logprob",
     ),
     Seam(
         f"{SCHEDULE_BATCH}.ScheduleBatch",
         "hands the target a packed batch",
-        fields=["spec_info", "out_cache_loc"],
+        fields="spec_info out_cache_loc",
     ),
     Seam(
         f"{SCHEDULE_BATCH}.Req",
         "names requests and prompts in recordings",
-        ["rid", "origin_input_ids", "sampling_params"],
+        "rid origin_input_ids sampling_params",
     ),
     Seam(
         f"{SCHEDULE_BATCH}.Req",
         "counts what was verified",
-        fields=["spec_verify_ct", "spec_num_cap_tokens", "spec_num_correct_drafts"],
+        fields="spec_verify_ct spec_num_cap_tokens spec_num_correct_drafts",
     ),
     Seam(
         f"{SCHEDULE_BATCH}.Req",
         "finds a request's row in the table of KV slots",
-        fields=["kv"],
+        fields="kv",
         otherwise=Seam(
             f"{SCHEDULE_BATCH}.Req",
             "finds a request's row in the table of KV slots",
-            fields=["req_pool_idx"],
+            fields="req_pool_idx",
         ),
     ),
     Seam(
         SAMPLING_INFO,
         "samples a token per row",
-        fields=[
-            "temperatures",
-            "top_ps",
-            "top_ks",
-            "min_ps",
-            "sampling_seed",
-            "grammars",
-            "has_custom_logit_processor",
-            "is_all_greedy",
-            "acc_additive_penalties",
-            "acc_scaling_penalties",
-            "logit_bias",
-        ],
+        fields="temperatures top_ps top_ks min_ps sampling_seed grammars "
+        "has_custom_logit_processor is_all_greedy acc_additive_penalties acc_scaling_penalties "
+        "logit_bias",
     ),
     Seam(
         SAMPLING_INFO,
         "leaves out the support masks of packed rows",
-        fields=["sampling_mask_batch_indices"],
+        fields="sampling_mask_batch_indices",
         otherwise=Seam(
             SAMPLING_INFO,
             "leaves out the support masks of packed rows",
-            fields=["return_sampling_masks"],
+            fields="return_sampling_masks",
         ),
     ),
     Seam(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
         "plans the attention of packed rows",
-        fields=[
-            "batch_size",
-            "input_ids",
-            "seq_lens",
-            "seq_lens_cpu",
-            "req_pool_indices",
-            "spec_info",
-            "forward_mode",
-            "mrope_positions",
-        ],
+        fields="batch_size input_ids seq_lens seq_lens_cpu req_pool_indices spec_info forward_mode "
+        "mrope_positions",
     ),
     Seam(
         "sglang.srt.observability.metrics_collector.SchedulerStats",
         "corrects sglang:spec_accept_rate",
-        fields=["spec_accept_rate", "spec_accept_length", "spec_cap_length"],
+        fields="spec_accept_rate spec_accept_length spec_cap_length",
     ),
     Seam(
         "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter",
         "counts what was verified",
-        fields=["current_scheduler_metrics_enabled", "metrics_collector"],
+        fields="current_scheduler_metrics_enabled metrics_collector",
     ),
     Seam(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         "is timed while it verifies",
-        ["forward_batch"],
+        "forward_batch",
     ),
     Seam(
         "sglang.srt.managers.tp_worker.TpModelWorker",
         "prepares the target for packed rows",
-        fields=["model_runner"],
+        fields="model_runner",
     ),
     Seam(
         f"{EAGLE_WORKER}.EAGLEWorkerV2",
         "knows the size of drafts",
-        fields=[
-            "server_args",
-            "target_worker",
-            "_draft_worker",
-            "topk",
-            "speculative_num_steps",
-            "speculative_num_draft_tokens",
-        ],
+        fields="server_args target_worker _draft_worker topk speculative_num_steps "
+        "speculative_num_draft_tokens",
     ),
     *(
         Seam(
             worker,
             "drafts several numbers of layers, each with its CUDA graphs and attention",
-            fields=[
-                "draft_runner",
-                "req_to_token_pool",
-                "device",
-                "topk",
-                "hot_token_id",
-                "speculative_num_steps",
-                "speculative_num_draft_tokens",
-                "cuda_graph_runner",
-                "cuda_graph_runner_for_draft_extend",
-                "draft_attn_backend",
-                "draft_extend_attn_backend",
-            ],
+            fields="draft_runner req_to_token_pool device topk hot_token_id speculative_num_steps "
+            "speculative_num_draft_tokens cuda_graph_runner cuda_graph_runner_for_draft_extend "
+            "draft_attn_backend draft_extend_attn_backend",
         )
         for worker in (
             f"{EAGLE_WORKER}.EagleDraftWorker",
@@ -448,14 +381,14 @@ SEAMS: tuple[Seam, ...] = (
         Seam(
             f"sglang.srt.speculative.{graphs}.execute",
             "watches what CUDA graphs draft",
-            ["forward_batch"],
+            "forward_batch",
         )
         for graphs in (
             "eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner",
             "eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner",
         )
     ),
-    Seam(f"{MODEL_RUNNER}.forward", "watches the drafted layers", ["forward_batch"]),
+    Seam(f"{MODEL_RUNNER}.forward", "watches the drafted layers", "forward_batch"),
     Seam(
         f"{EAGLE_WORKER}.EagleDraftWorker._capture_cuda_graphs",
         "captures drafting together with its gate",
@@ -467,12 +400,12 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner",
         "captures drafts of several lengths",
-        ["draft_attn_backend", "speculative_num_steps"],
+        "draft_attn_backend speculative_num_steps",
     ),
     Seam(
         f"{DRAFT_EXTEND_GRAPHS}.resolve_num_tokens_per_req",
         "captures draft extend at the width of a tree's longest path",
-        ["phase"],
+        "phase",
     ),
     Seam(f"{MODEL_RUNNER}._decode_cuda_graph_runner_cls", "captures verification per token tier"),
     Seam(f"{MODEL_RUNNER}.max_decode_logits_rows", "makes room for padding rows in CUDA graphs"),
@@ -480,16 +413,8 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         MODEL_RUNNER,
         "prepares the target for packed rows",
-        fields=[
-            "attn_backend",
-            "decode_cuda_graph_runner",
-            "device",
-            "dtype",
-            "max_running_requests",
-            "model_config",
-            "req_to_token_pool",
-            "server_args",
-        ],
+        fields="attn_backend decode_cuda_graph_runner device dtype max_running_requests "
+        "model_config req_to_token_pool server_args",
     ),
     *(
         Seam(f"{DECODE_GRAPHS}.{name}", "captures verification per token tier")
@@ -505,25 +430,19 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{DECODE_GRAPHS}.DecodeCudaGraphRunner",
         "captures verification per token tier",
-        fields=[
-            "attn_backend",
-            "capture_bs",
-            "captured_req_width",
-            "device",
-            "max_num_token",
-            "_captured_ragged_layouts",
-        ],
+        fields="attn_backend capture_bs captured_req_width device max_num_token "
+        "_captured_ragged_layouts",
     ),
     Seam(
         f"{DECODE_GRAPHS}.DecodeCudaGraphRunner",
         "plans each replay on the host",
-        fields=["_metadata_glue"],
+        fields="_metadata_glue",
         only_with=METADATA_GLUE,
     ),
     Seam(
         f"{DECODE_GRAPHS}.DecodeCudaGraphRunner._alloc_dummy_decode_buffers",
         "tunes kernels with graphs of fewer rows than requests times width",
-        ["num_tokens_per_req"],
+        "num_tokens_per_req",
     ),
     Seam(
         "sglang.srt.utils.common.require_gathered_buffer",
@@ -532,7 +451,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{DECODE_GRAPHS}.DecodeCudaGraphRunner.get_spec_info",
         "captures packed rows",
-        ["num_tokens"],
+        "num_tokens",
     ),
     Seam(f"{KV_CACHE}.get_req_to_token_extra_context_len", "makes room behind the context limit"),
     Seam(f"{ALLOCATION}.get_alloc_reserve_per_decode", "makes room behind the context limit"),
@@ -540,100 +459,82 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{FLASHINFER}.FlashInferAttnBackend.init_forward_metadata_out_graph",
         "plans packed rows for CUDA graphs",
-        ["forward_batch", "in_capture"],
+        "forward_batch in_capture",
     ),
     Seam(
         f"{FLASHINFER}.FlashInferAttnBackend.init_cuda_graph_state",
         "allocates what graphs of packed rows read",
-        ["max_bs", "max_num_tokens", "kv_indices_buf"],
+        "max_bs max_num_tokens kv_indices_buf",
     ),
     Seam(
         f"{FLASHINFER}.fast_prefill_plan",
         "plans packed rows without reading the device",
-        ["qo_indptr_host", "kv_indptr_host", "kv_lens_host", "max_q_len", "max_kv_len"],
+        "qo_indptr_host kv_indptr_host kv_lens_host max_q_len max_kv_len",
     ),
     Seam(
         f"{FLASHINFER}.FlashInferAttnBackend",
         "plans packed rows",
-        fields=[
-            "cuda_graph_custom_mask",
-            "forward_metadata",
-            "indices_updater_prefill",
-            "max_context_len",
-            "num_wrappers",
-            "prefill_backend",
-            "prefill_wrappers_verify",
-            "req_to_token_pool",
-            "supports_ragged_verify_graph",
-            "workspace_buffer",
-        ],
+        fields="cuda_graph_custom_mask forward_metadata indices_updater_prefill max_context_len "
+        "num_wrappers prefill_backend prefill_wrappers_verify req_to_token_pool "
+        "supports_ragged_verify_graph workspace_buffer",
     ),
     Seam(
         f"{FLASHINFER}.FlashInferAttnBackend",
         "reads the slots of keys as they stand in the request table",
-        fields=["kv_index_translator"],
+        fields="kv_index_translator",
         only_with=KV_INDEX_TRANSLATOR,
     ),
     Seam(
         f"{KV_INDEX_TRANSLATOR}.KVIndexTranslator",
         "reads the slots of keys as they stand in the request table",
-        fields=["reads_are_translated"],
+        fields="reads_are_translated",
         only_with=KV_INDEX_TRANSLATOR,
     ),
     Seam(
         f"{FLASHINFER}.FlashInferIndicesUpdaterPrefill",
         "plans packed rows",
-        fields=["num_qo_heads", "num_kv_heads", "head_dim", "q_data_type", "data_type"],
+        fields="num_qo_heads num_kv_heads head_dim q_data_type data_type",
     ),
     Seam(
         f"{FLASHINFER}.PrefillMetadata",
         "plans packed rows",
-        ["prefill_wrappers", "use_ragged", "extend_no_prefix"],
+        "prefill_wrappers use_ragged extend_no_prefix",
     ),
     Seam(
         f"{FLASHINFER}.DecodeMetadata",
         "tells draft rows their ancestors",
-        fields=["decode_wrappers"],
+        fields="decode_wrappers",
     ),
     Seam(
         f"{FLASHINFER}.FlashInferMultiStepDraftBackend",
         "tells draft rows their ancestors",
-        fields=["attn_backends"],
+        fields="attn_backends",
     ),
     Seam(
         FLASHINFER_PREFILL,
         "plans packed rows for CUDA graphs",
-        [
-            "float_workspace_buffer",
-            "kv_layout",
-            "use_cuda_graph",
-            "qo_indptr_buf",
-            "paged_kv_indptr_buf",
-            "paged_kv_indices_buf",
-            "paged_kv_last_page_len_buf",
-            "custom_mask_buf",
-            "mask_indptr_buf",
-            "backend",
-        ],
-        fields=["_int_workspace_buffer", "_pin_memory_int_workspace_buffer"],
+        "float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf "
+        "paged_kv_indices_buf paged_kv_last_page_len_buf custom_mask_buf mask_indptr_buf "
+        "backend",
+        fields="_int_workspace_buffer _pin_memory_int_workspace_buffer",
         only_with="flashinfer",
     ),
     Seam(
         FLASHINFER_PREFILL,
         "masks what tree nodes do not see",
-        fields=["_custom_mask_buf", "_mask_indptr_buf"],
+        fields="_custom_mask_buf _mask_indptr_buf",
         only_with="flashinfer",
     ),
     Seam(
         f"{FLASHINFER_PREFILL}.begin_forward",
         "plans packed rows",
-        ["q_data_type", "kv_data_type", "non_blocking"],
+        "q_data_type kv_data_type non_blocking",
         only_with="flashinfer",
     ),
     Seam(
         FLASHINFER_DECODE,
         "tells draft rows their ancestors",
-        fields=["_paged_kv_indptr_buf", "_paged_kv_indices_buf"],
+        fields="_paged_kv_indptr_buf _paged_kv_indices_buf",
         only_with="flashinfer",
     ),
     Seam("sglang.srt.runtime_context.get_parallel", "knows the tensor-parallel group"),
@@ -644,7 +545,7 @@ TOLD_ARGUMENTS = (
     Seam(
         "sglang.srt.utils.common.build_server_info",
         "hides keys",
-        ["server_args", "scheduler_info"],
+        "server_args scheduler_info",
         hook=True,
     ),
 )
@@ -669,14 +570,8 @@ CPU_SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.speculative.draft_utils.DraftBackendFactory",
         "brings an attention backend for the CPU",
-        fields=[
-            "_create_intel_amx_decode_backend",
-            "_create_intel_amx_prefill_backend",
-            "_create_backend",
-            "draft_model_runner",
-            "topk",
-            "speculative_num_steps",
-        ],
+        fields="_create_intel_amx_decode_backend _create_intel_amx_prefill_backend _create_backend "
+        "draft_model_runner topk speculative_num_steps",
     ),
     *(
         Seam(
@@ -702,12 +597,12 @@ CPU_SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
         "brings an attention backend for the CPU",
-        fields=["init_forward_metadata", "forward_extend", "forward_decode", "support_triton"],
+        fields="init_forward_metadata forward_extend forward_decode support_triton",
     ),
     Seam(
         "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool",
         "reads sliding windows on a CPU",
-        fields=["swa_layer_nums", "layers_mapping", "translate_loc_from_full_to_swa"],
+        fields="swa_layer_nums layers_mapping translate_loc_from_full_to_swa",
     ),
 )
 

@@ -38,10 +38,10 @@ def test_a_missing_symbol_is_a_defect(target: str, said: str) -> None:
 
 def test_a_missing_parameter_or_field_is_a_defect() -> None:
     """A renamed argument breaks us as surely as a renamed function."""
-    verify = probes.Seam(f"{seams.EAGLE_WORKER}.EAGLEWorkerV2.verify", "test", ["batch", "x"])
+    verify = probes.Seam(f"{seams.EAGLE_WORKER}.EAGLEWorkerV2.verify", "test", "batch x")
     assert verify.defect() == "lacks the parameters ['x']"
     result = probes.Seam(
-        "sglang.srt.managers.utils.GenerationBatchResult", "test", fields=["cap_lens", "y"]
+        "sglang.srt.managers.utils.GenerationBatchResult", "test", fields="cap_lens y"
     )
     assert result.defect() == "lacks the fields ['y']"
 
@@ -102,12 +102,12 @@ def test_whatever_is_renamed_of_a_seam_the_start_is_refused(
         for owner in owners:
             patch.delattr(owner, name)
         assert name == "__init__" or refused(seam)  # no class is without
-    for parameter in seam.parameters:
+    for parameter in seam.parameters.split():
         others = [p for p in probes.parameters_of(found) if p != parameter]
         with monkeypatch.context() as patch:
             patch.setattr(probes, "parameters_of", _instead(probes.parameters_of, found, others))
             assert refused(seam)
-    for field in seam.fields:
+    for field in seam.fields.split():
         others = list(probes.attribute_names(found) - {field})
         with monkeypatch.context() as patch:
             names = _instead(probes.attribute_names, found, others)
@@ -197,7 +197,7 @@ def listed() -> set[str]:
     for seam in (*seams.SEAMS, *seams.CPU_SEAMS):
         each: probes.Seam | None = seam
         while each is not None:
-            found |= {*each.fields, each.target.rpartition(".")[2]}
+            found |= {*each.fields.split(), each.target.rpartition(".")[2]}
             each = each.otherwise
     return found
 

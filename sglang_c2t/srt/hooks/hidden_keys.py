@@ -3,7 +3,7 @@
 ``/server_info`` tells every argument, the keys among them, to whoever may read it: with
 ``--admin-api-key`` alone that is everybody, with both keys every client. The admin key would
 protect nothing. All that SGLang 0.5.23 says of its arguments (HTTP, gRPC, logs) passes through two
-functions; where an SGLang has none of them, see :func:`sglang_c2t.srt.seams.can_hide_keys`.
+functions; where an SGLang has none of them, see :func:`sglang_c2t.srt.seams.keys_are_hidden`.
 """
 
 from __future__ import annotations
