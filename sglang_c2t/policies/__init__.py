@@ -116,15 +116,15 @@ def _refuse_options(cls: Any, config: C2TConfig, options: Collection[str]) -> No
     )
 
 
+#: Policies for chains without a classifier.
+PLAIN: tuple[Any, ...] = (DyJoint, DyMax, Entropy, Fixed)
+
 #: Policies with a classifier, in the order in which :func:`policy_of` looks.
 TRAINED: tuple[Any, ...] = (C2T, C2TLog, C2TPlus, Logistic, MCSD, MCSDHidden)
 
 #: Name after ``--c2t-policy`` -> how to build it from the configuration and its options.
 POLICIES: dict[str, Callable[..., ChainPolicy]] = {
-    "dyjoint": _plain(DyJoint),
-    "dymax": _plain(DyMax),
-    "entropy": _plain(Entropy),
-    "fixed": _plain(Fixed),
+    **{cls.name: _plain(cls) for cls in PLAIN},
     **{cls.name: _trained(cls) for cls in TRAINED},
 }
 
@@ -234,7 +234,7 @@ def policy_names() -> list[str]:
 
 def tree_policy_names() -> list[str]:
     """All names that trees accept."""
-    gates = [cls.name for cls in (*TRAINED, DyJoint, DyMax) if hasattr(cls, "confidence")]
+    gates = [cls.name for cls in (*TRAINED, *PLAIN) if hasattr(cls, "confidence")]
     return sorted([*TREE_POLICIES, *gates, *(gate + ON_EAGLE2 for gate in gates)])
 
 
