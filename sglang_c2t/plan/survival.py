@@ -1,0 +1,199 @@
+"""What a confidence is worth on this traffic: the probability that a draft survives.
+
+A classifier ranks drafts well and says little about probabilities: it learnt from other traffic,
+with classes evened out, and its number drifts with whatever is served. The server sees for free
+what became of every draft it verified, so the number is calibrated while it serves.
+
+numpy only; knows neither torch nor SGLang.
+
+Legend: D depths, K bins, n drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+#: Confidences are looked at as log odds within +-LIMIT: 0.0025 to 0.9975.
+LIMIT = 6.0
+
+
+class Survival:
+    """Survival by depth and confidence: in each bin, how many drafts survived.
+
+    A draft *survives* if it and all before it are accepted. Every verified draft has that label,
+    whatever was rejected before it; which drafts were verified depends on their confidence alone,
+    within which the counts are taken, so they are not biased by it.
+
+    Bins are equal steps of the confidence's log odds. A bin starts as if it had seen
+    ``prior_drafts`` drafts that survived as often as their confidence says; counts are forgotten
+    with a half-life, so that traffic may change. Of a depth the values rise with the confidence
+    (pooled where counts do not), and between the middles of bins they are interpolated.
+
+    Args:
+        max_depth: D.
+        num_bins: K.
+        prior_drafts: What the confidence itself is worth, in drafts a bin.
+        half_life: Drafts of a depth after which an observation counts half.
+    """
+
+    def __init__(
+        self,
+        max_depth: int,
+        *,
+        num_bins: int = 24,
+        prior_drafts: float = 8.0,
+        half_life: float = 20_000.0,
+    ) -> None:
+        width = 2 * LIMIT / num_bins
+        self._middles = -LIMIT + width * (np.arange(num_bins) + 0.5)  # [K] log odds
+        self._width = width
+        self._half_life = half_life
+        self._prior = prior_drafts * np.stack([np.ones(num_bins), _sigmoid(self._middles)])
+        self._counts = np.zeros((max_depth, 2, num_bins))  # seen, survived
+        self._values: Array | None = None
+
+    @property
+    def max_depth(self) -> int:
+        """D."""
+        return len(self._counts)
+
+    def observe(self, depth: Array, confidence: Array, survived: Array) -> None:
+        """Learn from n verified drafts: depths from 1, confidences, what became of them."""
+        bins = self._bins(confidence)
+        rows = np.asarray(depth, dtype=np.int64) - 1
+        seen = np.bincount(rows, minlength=self.max_depth)
+        self._counts *= 0.5 ** (seen / self._half_life)[:, None, None]
+        np.add.at(self._counts[:, 0], (rows, bins), 1.0)
+        np.add.at(self._counts[:, 1], (rows, bins), np.asarray(survived, dtype=np.float64))
+        self._values = None
+
+    @property
+    def values(self) -> Array:
+        """[D, K]: survival in the middle of each bin, rising with it."""
+        if self._values is None:
+            seen, survived = (self._counts + self._prior).transpose(1, 0, 2)
+            self._values = np.stack([rising(s / n, n) for n, s in zip(seen, survived, strict=True)])
+        return self._values
+
+    def __call__(self, depth: Array, confidence: Array) -> Array:
+        """Survival [...] of drafts at ``depth`` [...] from 1 with ``confidence`` [...]."""
+        place = (log_odds(confidence) - self._middles[0]) / self._width
+        left = np.clip(np.floor(place).astype(np.int64), 0, len(self._middles) - 2)
+        share = np.clip(place - left, 0.0, 1.0)
+        rows = np.asarray(depth, dtype=np.int64) - 1
+        low, high = self.values[rows, left], self.values[rows, left + 1]
+        return np.asarray(low + share * (high - low))
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt, for JSON."""
+        return {"counts": self._counts.tolist()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state` said.
+
+        Raises ValueError where it was learnt with other depths or bins, or holds no counts.
+        """
+        counts = np.asarray(state["counts"], dtype=np.float64)
+        if counts.shape != self._counts.shape:
+            raise ValueError(f"counts of shape {counts.shape}, not {self._counts.shape}")
+        fits = np.isfinite(counts).all() and (counts >= 0).all()
+        if not fits or (counts[:, 1] > counts[:, 0] + 1e-9).any():
+            raise ValueError("numbers that are no counts")
+        self._counts, self._values = counts, None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._counts[:] = 0.0
+        self._values = None
+
+    def _bins(self, confidence: Array) -> NDArray[np.int64]:
+        place = np.floor((log_odds(confidence) + LIMIT) / self._width).astype(np.int64)
+        return np.clip(place, 0, len(self._middles) - 1)
+
+
+class OneSlope:
+    """vLLM's estimator of acceptance, as its adaptive verification learns it.
+
+    p_k = sigmoid(s f + b_k) estimates "accepted, if those before it are", with f the log odds of
+    the draft's largest probability, one slope s for all depths and one intercept a depth; survival
+    is the running product. Of verified drafts those up to the first rejected one carry a label.
+    One Newton step of the ridge-penalised likelihood on the drafts of each :data:`EVERY` steps,
+    shortened where they are few. (vllm-project/vllm pull requests 47808 and 52228.)
+
+    Args:
+        max_depth: D.
+    """
+
+    EVERY = 100
+    RIDGE = 1e-3
+    SHORTENING = 50.0
+    LARGEST = 40.0
+
+    def __init__(self, max_depth: int) -> None:
+        self.slope = 0.5
+        self.intercepts = np.full(max_depth, -0.2)
+        self._window: list[tuple[NDArray[np.int64], Array, Array]] = []
+        self._steps = 0
+
+    def accepts(self, depth: Array, prob: Array) -> Array:
+        """[...]: probability that a draft of ``depth`` is accepted if those before it are."""
+        rows = np.asarray(depth, dtype=np.int64) - 1
+        return _sigmoid(self.slope * self._feature(prob) + self.intercepts[rows])
+
+    def observe(self, depth: Array, prob: Array, accepted: Array) -> None:
+        """A step: its verified drafts [n] up to each chain's first rejected one."""
+        rows = np.asarray(depth, dtype=np.int64) - 1
+        self._window.append((rows, self._feature(prob), np.asarray(accepted, dtype=np.float64)))
+        self._steps += 1
+        if self._steps % self.EVERY == 0:
+            self._newton(*map(np.concatenate, zip(*self._window, strict=True)))
+            self._window.clear()
+
+    def _feature(self, prob: Array) -> Array:
+        prob = np.asarray(prob, dtype=np.float64)
+        with np.errstate(divide="ignore"):
+            odds = np.log(prob) - np.log1p(-prob)
+        return np.clip(odds, -self.LARGEST, self.LARGEST)
+
+    def _newton(self, rows: NDArray[np.int64], feature: Array, label: Array) -> None:
+        if not len(rows):
+            return
+        depths = len(self.intercepts)
+        inputs = np.zeros((len(rows), 1 + depths))  # the slope's column, then one a depth
+        inputs[:, 0] = feature
+        inputs[np.arange(len(rows)), 1 + rows] = 1.0
+        now = np.concatenate(([self.slope], self.intercepts))
+        guess = _sigmoid(inputs @ now)
+        weight = guess * (1.0 - guess)
+        gradient = inputs.T @ (label - guess) - self.RIDGE * now
+        curvature = (inputs * weight[:, None]).T @ inputs + self.RIDGE * np.eye(1 + depths)
+        step = np.linalg.solve(curvature, gradient)
+        new = now + step * len(rows) / (len(rows) + self.SHORTENING)
+        self.slope, self.intercepts = max(float(new[0]), 0.0), new[1:]
+
+
+def log_odds(confidence: Array) -> Array:
+    """[...] within +-:data:`LIMIT`."""
+    least = 1.0 / (1.0 + np.exp(LIMIT))
+    inside = np.clip(np.asarray(confidence, dtype=np.float64), least, 1.0 - least)
+    return np.asarray(np.log(inside) - np.log1p(-inside))
+
+
+def rising(values: Array, weights: Array) -> Array:
+    """[K]: the nearest rising sequence, by weighted squares (pool adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, how many
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        pools.append((value, weight, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (a, n, i), (b, m, j) = pools[-2:]
+            pools[-2:] = [((a * n + b * m) / (n + m), n + m, i + j)]
+    return np.repeat([mean for mean, _, _ in pools], [many for _, _, many in pools])
+
+
+def _sigmoid(x: Any) -> Array:
+    return np.asarray(0.5 * (1.0 + np.tanh(0.5 * np.asarray(x))))
