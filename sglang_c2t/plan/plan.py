@@ -1,0 +1,96 @@
+"""How much to draft and to verify in the next step: what brings most tokens a millisecond.
+
+    maximise over d and T:  (B + the sum of the T - B best survivals among the first d layers)
+                            / cost(T, B, d)
+
+Survival falls along a path, so the T - B best of a batch leave no gaps in chains, nor ancestors in
+trees. The cost is a staircase (rows are padded to tiers), so the ratio has many peaks: every depth
+and every tier is looked at. T = B at d = 0 is a step without drafting.
+
+numpy only; knows neither torch nor SGLang.
+
+Legend: B requests, D layers, d of them drafted, T rows of the target's forward, R of them verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sglang_c2t.plan.survival import Array
+
+
+class Plan(NamedTuple):
+    """What a step does."""
+
+    layers: int
+    """d: draft layers; 0: no drafting."""
+
+    rows: int
+    """R: rows the target verifies over the batch, roots included."""
+
+    tokens: float
+    """Expected of the step."""
+
+    milliseconds: float
+    """Expected of the step."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens a millisecond."""
+        return self.tokens / self.milliseconds
+
+
+def best_plan(
+    survival: Array,
+    batch: int,
+    cost: Callable[[int, int, int], float],
+    *,
+    depths: Sequence[int],
+    tiers: Sequence[int],
+) -> Plan:
+    """The plan with the highest rate; of equal ones that with fewest layers, then rows.
+
+    Args:
+        survival: [S, D], of S sampled requests that stand for the batch: what each drafted token
+            is worth, falling along a row.
+        batch: B.
+        cost: Milliseconds of T rows, B requests and d layers; positive.
+        depths: Numbers of layers there are graphs for, 0 among them if a step may go without.
+        tiers: Row counts that are worth their padding, rising; none holds less than a root each.
+
+    Raises:
+        ValueError: No tier holds the batch.
+    """
+    roomy = [tier for tier in tiers if tier >= batch]
+    if not roomy:
+        raise ValueError(f"{batch} requests, and no tier of more than {max(tiers, default=0)} rows")
+    found: Plan | None = None
+    for layers in sorted(depths):
+        gains = expected_gains(survival[:, :layers], batch)  # [1 + drafts]
+        for tier in roomy:
+            rows = min(tier, batch + len(gains) - 1)
+            plan = Plan(layers, rows, batch + float(gains[rows - batch]), cost(tier, batch, layers))
+            if found is None or plan.rate > found.rate * (1 + 1e-9):
+                found = plan
+            if rows < tier:
+                break  # a larger tier holds nothing more
+    assert found is not None, "no depths"
+    return found
+
+
+def expected_gains(survival: Array, batch: int) -> Array:
+    """[1 + B d]: tokens gained by the n best drafts of the batch, n = 0 .. B d.
+
+    ``survival`` [S, d] stands for B requests, each of its numbers for B / S drafts.
+    """
+    samples, layers = survival.shape
+    drafts = batch * layers
+    if drafts == 0:
+        return np.zeros(1)
+    best = np.sort(survival, axis=None)[::-1]
+    gained = np.concatenate(([0.0], np.cumsum(best) * (batch / samples)))
+    at = np.arange(drafts + 1) * (samples / batch)
+    return np.asarray(np.interp(at, np.arange(len(gained)), gained))

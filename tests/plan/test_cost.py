@@ -1,0 +1,80 @@
+"""Curves of what was measured: rising, unmoved by single pauses, honest about their age."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_c2t.plan.cost import Curve, StepCost
+
+MEASURED = st.lists(st.tuples(st.integers(1, 64), st.floats(0.1, 100)), min_size=1, max_size=40)
+
+
+def curve_of(*points: tuple[int, float]) -> Curve:
+    curve = Curve()
+    for size, milliseconds in points:
+        curve.observe(size, milliseconds)
+    return curve
+
+
+@given(MEASURED)
+def test_a_curve_never_falls(points: list[tuple[int, float]]) -> None:
+    curve = curve_of(*points)
+    values = [curve(size) for size in range(1, 80)]
+    assert all(a <= b + 1e-9 for a, b in pairwise(values))
+
+
+def test_between_sizes_it_is_a_line_and_beyond_them_it_goes_on() -> None:
+    curve = curve_of((10, 5.0), (20, 7.0))
+    assert [curve(size) for size in (10, 15, 20, 30)] == pytest.approx([5.0, 6.0, 7.0, 9.0])
+
+
+def test_one_pause_of_the_machine_changes_nothing() -> None:
+    curve = curve_of(*[(8, 5.0)] * 8, (16, 6.0))
+    curve.observe(8, 500.0)
+    assert curve(8) == 5.0
+
+
+def test_a_machine_that_got_slower_is_believed_after_a_few_measurements() -> None:
+    curve = curve_of(*[(8, 5.0)] * 9)
+    for _ in range(5):
+        curve.observe(8, 9.0)
+    assert curve(8) == 9.0
+
+
+def test_a_seed_gives_way_to_measurements_and_never_to_another_seed() -> None:
+    curve = Curve()
+    assert not curve.known
+    assert curve(8) == 0.0
+    curve.seed({8: 5.0, 16: 8.0})
+    curve.seed({8: 50.0})
+    assert curve.points == {8: 5.0, 16: 8.0}
+
+
+def test_the_size_measured_longest_ago_is_stale() -> None:
+    curve = curve_of((1, 1.0), (2, 1.0), (2, 1.0), (2, 1.0))
+    assert curve.stale([1, 2], older_than=3) == 1
+    assert curve.stale([1, 2], older_than=4) is None
+    assert curve.stale([1, 2, 4], older_than=4) == 4, "never measured"
+    assert curve.stale([], older_than=1) is None
+
+
+def test_a_step_is_its_parts_and_comes_back_from_a_file() -> None:
+    cost = StepCost()
+    cost.observe(rows=12, batch=4, layers=2, verify_ms=10.0, draft_ms=4.0, rest_ms=3.0)
+    cost.observe(rows=24, batch=8, layers=0, verify_ms=14.0, draft_ms=0.0, rest_ms=5.0)
+    assert cost(12, 4, 5) == pytest.approx(10 + 5 * 2 + 3)
+    assert cost(24, 8, 0) == pytest.approx(19)
+    again = StepCost()
+    again.restore(json.loads(json.dumps(cost.state())))
+    assert again(18, 6, 3) == pytest.approx(cost(18, 6, 3))
+
+
+@pytest.mark.parametrize("points", [{"0": 1.0}, {"4": -1.0}, {"4": 1e9}, {"4": float("nan")}])
+def test_a_state_that_holds_no_milliseconds_is_refused(points: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="layer holds"):
+        StepCost().restore({"verify": {}, "layer": points, "rest": {}})

@@ -1,0 +1,86 @@
+"""The plan against trying everything, and against situations whose answer is plain."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_c2t.plan.plan import Plan, best_plan, expected_gains
+
+
+def chains(rng: np.random.Generator, requests: int, depth: int) -> np.ndarray:
+    return np.cumprod(rng.uniform(0.2, 1.0, (requests, depth)), axis=1)
+
+
+def slowly(survival: np.ndarray, cost, depths, tiers) -> float:
+    """Oracle: the best rate over every depth, every number of rows, each in its tier."""
+    batch, best = len(survival), 0.0
+    for layers in depths:
+        drafts = sorted(survival[:, :layers].flatten().tolist(), reverse=True)
+        for rows in range(batch, batch + len(drafts) + 1):
+            fitting = [tier for tier in tiers if tier >= rows]
+            if fitting:
+                tokens = batch + sum(drafts[: rows - batch])
+                best = max(best, tokens / cost(fitting[0], batch, layers))
+    return best
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 5))
+def test_no_other_plan_has_a_higher_rate(seed: int, batch: int, depth: int) -> None:
+    """On staircases of any shape; so deep, and so many rows, that all would fit."""
+    rng = np.random.default_rng(seed)
+    survival = chains(rng, batch, depth)
+    tiers = sorted({*rng.integers(1, 40, 6).tolist(), batch * (depth + 1)})
+    steps = dict(zip(tiers, np.sort(rng.uniform(1, 20, len(tiers))).tolist(), strict=True))
+    layer = float(rng.uniform(0, 3))
+
+    def cost(rows: int, _batch: int, layers: int) -> float:
+        return steps[rows] + layer * layers
+
+    depths = range(depth + 1)
+    found = best_plan(survival, batch, cost, depths=depths, tiers=tiers)
+    assert found.rate == pytest.approx(slowly(survival, cost, depths, tiers))
+    assert batch <= found.rows <= batch * (found.layers + 1)
+
+
+def test_where_rows_and_layers_are_free_everything_is_drafted_and_verified() -> None:
+    survival = chains(np.random.default_rng(0), 4, 5)
+    plan = best_plan(survival, 4, lambda *_: 1.0, depths=range(6), tiers=range(1, 25))
+    assert (plan.layers, plan.rows) == (5, 24)
+    assert plan.tokens == pytest.approx(4 + survival.sum())
+
+
+def test_where_a_row_costs_more_than_it_brings_nothing_is_drafted() -> None:
+    survival = chains(np.random.default_rng(0), 4, 5)
+    plan = best_plan(survival, 4, lambda rows, *_: float(rows), depths=range(6), tiers=range(1, 25))
+    assert plan == Plan(0, 4, 4.0, 4.0)
+
+
+def test_a_layer_that_nobody_survives_is_not_drafted() -> None:
+    survival = np.array([[0.9, 0.8, 0.0, 0.0]] * 3)
+    plan = best_plan(
+        survival, 3, lambda rows, _, layers: 10 + 0.1 * rows + layers, depths=range(5),
+        tiers=range(1, 16),
+    )  # fmt: skip
+    assert (plan.layers, plan.rows) == (2, 9)
+
+
+def test_a_batch_that_no_tier_holds_is_an_error() -> None:
+    with pytest.raises(ValueError, match="9 requests, and no tier of more than 8 rows"):
+        best_plan(np.ones((9, 1)), 9, lambda *_: 1.0, depths=[0, 1], tiers=[4, 8])
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
+def test_samples_stand_for_as_many_requests_as_there_are(
+    seed: int, samples: int, depth: int, times: int
+) -> None:
+    """A batch of each sample several times gains what the samples say."""
+    survival = chains(np.random.default_rng(seed), samples, depth)
+    repeated = np.repeat(survival, times, axis=0)
+    drafts = sorted(repeated.flatten().tolist(), reverse=True)
+    expected = [0.0, *itertools.accumulate(drafts)]
+    assert expected_gains(survival, samples * times) == pytest.approx(expected)
