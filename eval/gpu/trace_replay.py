@@ -245,13 +245,13 @@ def _attach() -> None:
         return of_recording(verify_input, batch, accepted)
 
     # The last two: SGLang's, and what C2T puts in its place for packed rows.
-    for owner, replayed in (
+    for owner, ours in (
         (EagleDraftWorker, alloc_memory_pool),
         (EAGLEWorkerV2, forward_batch_generation),
         (eagle_worker_common, sample_replayed),
         (ChainVerifyInput, accept_replayed),
     ):
-        setattr(owner, replayed.__name__, replayed)
+        setattr(owner, ours.__name__, ours)
     _replace_gate()
 
 

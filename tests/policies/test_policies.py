@@ -17,7 +17,7 @@ from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft_layer import TOPK_PROBS
 from sglang_c2t.offline.train import RECIPES
-from sglang_c2t.policies import POLICIES, TREE_POLICIES, DraftLayer, build_policy, policy_names
+from sglang_c2t.policies import POLICIES, TREE_POLICIES, DraftLayer, build_policy
 from tests import oracles
 from tests.recordings import HIDDEN_SIZE
 from tests.refusals import refused
@@ -281,7 +281,11 @@ class Raises:
         return layer.alive
 
 
-MENU = f"{', '.join(policy_names())}, or module:Class of your own"
+MENU = (
+    "c2t, c2t-eagle2, c2t-log, c2t-log-eagle2, c2t-plus, c2t-plus-eagle2, dyjoint, "
+    "dyjoint-eagle2, dymax, dymax-eagle2, eagle2, entropy, entropy-width, fixed, fork, logistic, "
+    "logistic-eagle2, mcsd, mcsd-hidden, static, or module:Class of your own"
+)
 
 
 @pytest.mark.parametrize(
