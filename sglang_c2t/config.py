@@ -80,6 +80,7 @@ def _is_options(value: Any) -> bool:
 
 NAME = Values(f"a name of 1 to {LONGEST_NAME} printable characters", _is_name, str)
 FILE = Values("a file, or a shipped classifier's name", _is_text, str)
+FILE_TO_WRITE = Values("a file", _is_text, str)
 DIRECTORY = Values("a directory", _is_text, str)
 SWITCH = Values("true or false", lambda value: isinstance(value, bool), bool)
 NODES = Values("a whole number of nodes >= 1", lambda value: is_whole(value, 1), int)
@@ -139,6 +140,13 @@ class C2TConfig:
         "Chains on a GPU: numbers of layers that a step may draft for the whole batch, besides "
         "--speculative-num-steps; one is chosen by how long recent drafts got. Empty: always all.",
         unset="a third and two thirds of it",
+    )
+    state: str | None = _setting(
+        None,
+        FILE_TO_WRITE,
+        "Policies that plan: file that keeps what was learnt of traffic and costs, for the next "
+        "start with the same models.",
+        unset="forgotten at the end",
     )
     exact_ancestors: bool = _setting(
         True,

@@ -14,12 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from eval.demo_models.weighted import LARGEST, SMALLEST, STANDARD
 from eval.gpu.models import SHAPES
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.policies import build_policy, build_tree_policy
 
 DEMO = "demo"
 SHAPE = "shape:"
+
+#: Before a number of millions: the demo target with that weight and the same outputs.
+WEIGHTED = "demo:"
 SEEDS = "--enable-deterministic-inference"
 
 Kind = Literal["none", "fixed", "adaptive", "tree", "c2t", "c2t-tree"]
@@ -28,8 +32,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The pair that is served. ``demo`` stands for the models in this repository, ``shape:8b``
-    for a shape of :mod:`eval.gpu.models`, whose weights SGLang draws.
+    """The pair that is served. ``demo`` stands for the models in this repository, ``demo:130`` for
+    its target with the weight of 130 million parameters and the same outputs
+    (:mod:`eval.demo_models.weighted`), ``shape:8b`` for a shape of :mod:`eval.gpu.models`, whose weights SGLang draws.
     """
 
     target: str = DEMO
@@ -38,6 +43,13 @@ class ModelConfig:
     tokenizer: str = ""
 
     def __post_init__(self) -> None:
+        if self.target.startswith(WEIGHTED):
+            millions = self.target.removeprefix(WEIGHTED)
+            if not (millions.isdecimal() and SMALLEST <= int(millions) <= LARGEST):
+                raise ConfigError(
+                    f"model.target: {self.target} must name {SMALLEST} to {LARGEST} million "
+                    f"parameters, such as {WEIGHTED}{STANDARD}"
+                )
         for name in (self.target, self.draft):
             if name.startswith(SHAPE) and name.removeprefix(SHAPE) not in SHAPES:
                 raise ConfigError(f"model: no shape {name}; there are {', '.join(SHAPES)}")

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import requests
 
-from eval.bench.config import DEMO, SHAPE, BenchConfig, MethodConfig, ModelConfig
+from eval.bench.config import DEMO, SHAPE, WEIGHTED, BenchConfig, MethodConfig, ModelConfig
 from eval.bench.records import CellKey, Method, slug
 from eval.bench.replay import Replay
+from eval.demo_models.weighted import weighted_target
 from eval.gpu import models, plugins
 from eval.server import (
     CPU_FLAGS,
@@ -84,6 +85,8 @@ def target_of(model: ModelConfig, folder: Path) -> Path:
     """Folder of the target model, or its name on the hub."""
     if model.target.startswith(SHAPE):
         return models.pair(model.target.removeprefix(SHAPE), folder).target
+    if model.target.startswith(WEIGHTED):
+        return weighted_target(int(model.target.removeprefix(WEIGHTED)))
     return TARGET if model.target == DEMO else Path(model.target)
 
 

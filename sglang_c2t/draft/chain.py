@@ -41,12 +41,14 @@ class ChainGate(Gate):
         self._keeps_all: Tensor | None = None  # [B] bool; None: of nobody
         self._joint = torch.ones(0)  # [B]; like the next only with a program
         self._output: GateOutput
+        self.confidences: list[Tensor] = []
+        """[B] of each layer judged in this step; empty if no program judged it."""
 
     def begin(self, slots: Tensor) -> None:
         """Start a step for the requests in ``slots`` [B], and judge their first tokens."""
         self._start()
         self._depth = 0
-        self._layers = []
+        self._layers, self.confidences = [], []
         self._keeps_all = self.opt_outs.whole(slots)
         if self.program is None:
             self._alive = torch.ones(slots.shape, dtype=torch.bool, device=slots.device)
@@ -58,6 +60,7 @@ class ChainGate(Gate):
         self._joint = first.prob[0]
         self._alive = first.confidence[0] >= self.program.beta
         self._num_kept = self._alive.int()
+        self.confidences.append(first.confidence[0])
         self._output = GateOutput.empty(len(slots), 1, slots.device)._replace(
             joint=self._joint[:, None], keep=self._alive[:, None]
         )
@@ -68,6 +71,7 @@ class ChainGate(Gate):
             self._judge(measure(logits, self._names, hidden=hidden))
             return
         self._depth += 1
+        confidence = torch.empty_like(self._output.confidence)  # the layer's own: plans read it
         judge_layer(
             logits,
             self.program,
@@ -76,9 +80,10 @@ class ChainGate(Gate):
             joint=self._joint,
             alive=self._alive,
             num_kept=self._num_kept,
-            out=self._output,
+            out=self._output._replace(confidence=confidence),
             tokens=False,  # SGLang's loop chooses them
         )
+        self.confidences.append(confidence[:, 0])
 
     def any_alive(self) -> bool:
         """Whether any chain may still grow. Reads the host: eager mode only.
@@ -103,6 +108,11 @@ class ChainGate(Gate):
     def finalize(self, verify_lens: Tensor) -> Tensor:
         """[B] int32: the lengths that all ranks verify, rank 0's."""
         return self._agree(verify_lens)
+
+    @property
+    def keeps_all(self) -> Tensor | None:
+        """[B] bool: whose drafts stay whole; ``None``: nobody's."""
+        return self._keeps_all
 
     @property
     def depth(self) -> int:

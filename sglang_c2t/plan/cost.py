@@ -7,25 +7,33 @@ Legend: T rows of a target forward, B requests, d draft layers.
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from sglang_c2t.plan.survival import rising
+from sglang_c2t.plan.survival import Array
 
-#: A seed counts as so many measurements until real ones displace it.
+#: Measurements kept of a size.
 MEMORY = 9
+
+#: What was measured before counts as so many measurements of its size.
+SEED = 3
+
+#: Sizes in a curve that comes from outside.
+LARGEST = 10_000
 
 
 class Curve:
     """Milliseconds over a size, rising: medians of what was measured last, at each size.
 
     A median because a pause of the machine must not make a size look dear; rising, because a larger
-    forward never takes less, so that one odd size cannot become a dead spot or a bargain. Between
-    sizes it is interpolated, beyond them drawn on with the slope of the outermost two.
+    forward never takes less: sizes that say otherwise are pooled, and the median of all they
+    measured is theirs. Between sizes it is interpolated, beyond them drawn on with the slope of the
+    outermost two.
 
     Args:
         memory: Measurements kept of a size.
@@ -35,20 +43,20 @@ class Curve:
         self._memory = memory
         self._samples: dict[int, deque[float]] = {}
         self._measured_at: dict[int, int] = {}
-        self._clock = 0
-        self._fit: tuple[np.ndarray, np.ndarray] | None = None
+        self.measurements = 0
+        self._fit: tuple[Array, Array] | None = None
 
     def observe(self, size: int, milliseconds: float) -> None:
         """One measurement."""
-        self._clock += 1
+        self.measurements += 1
         self._samples.setdefault(size, deque(maxlen=self._memory)).append(milliseconds)
-        self._measured_at[size] = self._clock
+        self._measured_at[size] = self.measurements
         self._fit = None
 
     def seed(self, points: Mapping[int, float]) -> None:
-        """Curves measured before, or by dummy forwards: believed until a size is measured."""
+        """Sizes measured before: believed until enough of what is measured says otherwise."""
         for size, milliseconds in points.items():
-            if size not in self._samples:
+            for _ in range(SEED if size not in self._samples else 0):
                 self.observe(size, milliseconds)
 
     @property
@@ -62,40 +70,47 @@ class Curve:
         sizes, values = self._fitted()
         return {int(size): float(value) for size, value in zip(sizes, values, strict=True)}
 
-    def __call__(self, size: float) -> float:
-        """Milliseconds at ``size``; 0 where nothing was ever measured."""
+    def __call__(self, size: ArrayLike) -> Array:
+        """Milliseconds at ``size`` [...]; 0 where nothing was ever measured."""
         sizes, values = self._fitted()
-        if len(sizes) == 0:
-            return 0.0
-        if len(sizes) == 1:
-            return float(values[0])
-        at = min(max(bisect.bisect_right(sizes.tolist(), size), 1), len(sizes) - 1)
-        (x0, x1), (y0, y1) = sizes[at - 1 : at + 1], values[at - 1 : at + 1]
-        return max(float(y0 + (y1 - y0) * (size - x0) / (x1 - x0)), 0.0)
+        size = np.asarray(size, dtype=np.float64)
+        if len(sizes) < 2:
+            return np.full(size.shape, values[0] if len(sizes) else 0.0)
+        at = np.clip(np.searchsorted(sizes, size, side="right"), 1, len(sizes) - 1)
+        x0, x1, y0, y1 = sizes[at - 1], sizes[at], values[at - 1], values[at]
+        return np.asarray(np.maximum(y0 + (y1 - y0) * (size - x0) / (x1 - x0), 0.0))
 
     def stale(self, among: Iterable[int], older_than: int) -> int | None:
         """The size whose last measurement is the oldest, if it is that old or there is none."""
-        ages = {size: self._clock - self._measured_at.get(size, -older_than) for size in among}
+        ages = {
+            size: self.measurements - self._measured_at.get(size, -older_than) for size in among
+        }
         if not ages:
             return None
         oldest = max(ages, key=lambda size: (ages[size], -size))
         return oldest if ages[oldest] >= older_than else None
 
-    def _fitted(self) -> tuple[np.ndarray, np.ndarray]:
+    def _fitted(self) -> tuple[Array, Array]:
         if self._fit is None:
-            sizes = np.array(sorted(self._samples), dtype=np.float64)
-            medians = np.array([np.median(self._samples[int(size)]) for size in sizes])
-            weights = np.array([float(len(self._samples[int(size)])) for size in sizes])
-            self._fit = sizes, rising(medians, weights) if len(sizes) else medians
+            sizes = sorted(self._samples)
+            pools: list[tuple[float, list[float], int]] = []  # median, measurements, sizes
+            for size in sizes:
+                measured = list(self._samples[size])
+                pools.append((median(measured), measured, 1))
+                while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+                    (_, low, i), (_, high, j) = pools[-2:]
+                    pools[-2:] = [(median(low + high), low + high, i + j)]
+            values = np.repeat([value for value, _, _ in pools], [n for _, _, n in pools])
+            self._fit = np.array(sizes, dtype=np.float64), values
         return self._fit
 
 
 class StepCost:
     """Milliseconds of a step: verify(T) + draft(B, d) + rest(B).
 
-    Drafting is a curve over the batch for each depth, because SGLang captures graphs of a few
-    depths; a depth that was never run is drawn from the others. The rest is what the host and draft
-    extend take, and it grows with the batch.
+    SGLang drafts the first layer at the end of the step before, in draft extend, so that d layers
+    are d - 1 draft forwards. The rest is what the host and draft extend take; it grows with the
+    batch.
     """
 
     def __init__(self) -> None:
@@ -113,15 +128,15 @@ class StepCost:
         draft_ms: float,
         rest_ms: float,
     ) -> None:
-        """A step: ``rows`` T forwarded for ``batch`` B requests behind ``layers`` d forwards."""
+        """A step: ``rows`` T forwarded for ``batch`` B requests behind ``layers`` d of drafts."""
         self.verify.observe(rows, verify_ms)
         self.rest.observe(batch, rest_ms)
-        if layers:
-            self.layer.observe(batch, draft_ms / layers)
+        if layers > 1:
+            self.layer.observe(batch, draft_ms / (layers - 1))
 
-    def __call__(self, rows: int, batch: int, layers: int) -> float:
-        """Milliseconds of a step."""
-        return self.verify(rows) + layers * self.layer(batch) + self.rest(batch)
+    def __call__(self, rows: ArrayLike, batch: int, layers: int) -> Array:
+        """Milliseconds of a step, for each of ``rows`` [...]."""
+        return self.verify(rows) + max(layers - 1, 0) * self.layer(batch) + self.rest(batch)
 
     def state(self) -> dict[str, Any]:
         """The curves' points, for JSON."""
@@ -131,6 +146,8 @@ class StepCost:
         """Seed the curves; ValueError for what are no points of them."""
         for name, curve in self._curves.items():
             points = {int(size): float(ms) for size, ms in dict(state[name]).items()}
+            if len(points) > LARGEST:
+                raise ValueError(f"{name} holds {len(points)} sizes, of {LARGEST} at most")
             if not all(size > 0 and 0 <= ms < 1e6 for size, ms in points.items()):
                 raise ValueError(f"{name} holds what are no sizes and milliseconds")
             curve.seed(points)

@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 def best_plan(
     survival: Array,
     batch: int,
-    cost: Callable[[int, int, int], float],
+    cost: Callable[[Array, int, int], Array],
     *,
     depths: Sequence[int],
     tiers: Sequence[int],
@@ -57,26 +57,25 @@ def best_plan(
         survival: [S, D], of S sampled requests that stand for the batch: what each drafted token
             is worth, falling along a row.
         batch: B.
-        cost: Milliseconds of T rows, B requests and d layers; positive.
+        cost: Milliseconds for each of some T rows, at B requests and d layers; positive.
         depths: Numbers of layers there are graphs for, 0 among them if a step may go without.
         tiers: Row counts that are worth their padding, rising; none holds less than a root each.
 
     Raises:
         ValueError: No tier holds the batch.
     """
-    roomy = [tier for tier in tiers if tier >= batch]
-    if not roomy:
+    roomy = np.array([tier for tier in tiers if tier >= batch])
+    if not len(roomy):
         raise ValueError(f"{batch} requests, and no tier of more than {max(tiers, default=0)} rows")
     found: Plan | None = None
     for layers in sorted(depths):
         gains = expected_gains(survival[:, :layers], batch)  # [1 + drafts]
-        for tier in roomy:
-            rows = min(tier, batch + len(gains) - 1)
-            plan = Plan(layers, rows, batch + float(gains[rows - batch]), cost(tier, batch, layers))
-            if found is None or plan.rate > found.rate * (1 + 1e-9):
-                found = plan
-            if rows < tier:
-                break  # a larger tier holds nothing more
+        rows = np.minimum(roomy, batch + len(gains) - 1)
+        tokens, milliseconds = batch + gains[rows - batch], cost(roomy, batch, layers)
+        best = int(np.argmax(tokens / milliseconds))
+        plan = Plan(layers, int(rows[best]), float(tokens[best]), float(milliseconds[best]))
+        if found is None or plan.rate > found.rate * (1 + 1e-9):
+            found = plan
     assert found is not None, "no depths"
     return found
 

@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+#: Numbers of any kind, where they are only read.
+Numbers = NDArray[Any]
+
 #: Confidences are looked at as log odds within +-LIMIT: 0.0025 to 0.9975.
 LIMIT = 6.0
 
@@ -62,7 +65,7 @@ class Survival:
         """D."""
         return len(self._counts)
 
-    def observe(self, depth: Array, confidence: Array, survived: Array) -> None:
+    def observe(self, depth: Numbers, confidence: Numbers, survived: Numbers) -> None:
         """Learn from n verified drafts: depths from 1, confidences, what became of them."""
         bins = self._bins(confidence)
         rows = np.asarray(depth, dtype=np.int64) - 1
@@ -80,7 +83,7 @@ class Survival:
             self._values = np.stack([rising(s / n, n) for n, s in zip(seen, survived, strict=True)])
         return self._values
 
-    def __call__(self, depth: Array, confidence: Array) -> Array:
+    def __call__(self, depth: Numbers, confidence: Numbers) -> Array:
         """Survival [...] of drafts at ``depth`` [...] from 1 with ``confidence`` [...]."""
         place = (log_odds(confidence) - self._middles[0]) / self._width
         left = np.clip(np.floor(place).astype(np.int64), 0, len(self._middles) - 2)
@@ -88,6 +91,24 @@ class Survival:
         rows = np.asarray(depth, dtype=np.int64) - 1
         low, high = self.values[rows, left], self.values[rows, left + 1]
         return np.asarray(low + share * (high - low))
+
+    def of_chains(self, confidences: Array) -> Array:
+        """[S, d] survival of chains with ``confidences`` [S, d]: a draft falls with its parent."""
+        depths = 1 + np.arange(confidences.shape[1])
+        return np.minimum.accumulate(self(depths, confidences), axis=1)
+
+    def learn(self, confidences: Array, num_drafts: Numbers, num_correct: Numbers) -> None:
+        """Learn from chains with ``confidences`` [S, d], of which ``num_drafts`` [S] drafts were
+        verified and ``num_correct`` [S] accepted.
+        """
+        depths = np.broadcast_to(1 + np.arange(confidences.shape[1]), confidences.shape)
+        verified = depths <= num_drafts[:, None]
+        survived = depths <= num_correct[:, None]
+        self.observe(depths[verified], confidences[verified], survived[verified])
+
+    def parameters(self) -> list[Array]:
+        """What a device needs to compute :meth:`of_chains`: values [D, K]."""
+        return [self.values]
 
     def state(self) -> dict[str, Any]:
         """What was learnt, for JSON."""
@@ -140,12 +161,12 @@ class OneSlope:
         self._window: list[tuple[NDArray[np.int64], Array, Array]] = []
         self._steps = 0
 
-    def accepts(self, depth: Array, prob: Array) -> Array:
+    def accepts(self, depth: Numbers, prob: Numbers) -> Array:
         """[...]: probability that a draft of ``depth`` is accepted if those before it are."""
         rows = np.asarray(depth, dtype=np.int64) - 1
         return _sigmoid(self.slope * self._feature(prob) + self.intercepts[rows])
 
-    def observe(self, depth: Array, prob: Array, accepted: Array) -> None:
+    def observe(self, depth: Numbers, prob: Numbers, accepted: Numbers) -> None:
         """A step: its verified drafts [n] up to each chain's first rejected one."""
         rows = np.asarray(depth, dtype=np.int64) - 1
         self._window.append((rows, self._feature(prob), np.asarray(accepted, dtype=np.float64)))
@@ -153,6 +174,41 @@ class OneSlope:
         if self._steps % self.EVERY == 0:
             self._newton(*map(np.concatenate, zip(*self._window, strict=True)))
             self._window.clear()
+
+    def of_chains(self, confidences: Array) -> Array:
+        """[S, d] survival of chains whose drafts have the largest probabilities
+        ``confidences`` [S, d].
+        """
+        depths = 1 + np.arange(confidences.shape[1])
+        return self.accepts(depths, confidences).cumprod(axis=1)
+
+    def learn(self, confidences: Array, num_drafts: Numbers, num_correct: Numbers) -> None:
+        """A step, as :meth:`Survival.learn` is told of it."""
+        depths = np.broadcast_to(1 + np.arange(confidences.shape[1]), confidences.shape)
+        labelled = depths <= np.minimum(num_drafts, num_correct + 1)[:, None]
+        accepted = depths <= num_correct[:, None]
+        self.observe(depths[labelled], confidences[labelled], accepted[labelled])
+
+    def parameters(self) -> list[Array]:
+        """What a device needs to compute :meth:`of_chains`: slope [1] and intercepts [D]."""
+        return [np.array([self.slope]), self.intercepts]
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt, for JSON."""
+        return {"slope": self.slope, "intercepts": self.intercepts.tolist()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state` said; ValueError where it was learnt with other depths."""
+        slope, intercepts = float(state["slope"]), np.asarray(state["intercepts"], dtype=np.float64)
+        if intercepts.shape != self.intercepts.shape:
+            raise ValueError(f"{intercepts.size} intercepts, not {self.intercepts.size}")
+        if not (np.isfinite(intercepts).all() and 0.0 <= slope < np.inf):
+            raise ValueError("numbers that are no slope and intercepts")
+        self.slope, self.intercepts = slope, intercepts
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.__init__(len(self.intercepts))  # type: ignore[misc]
 
     def _feature(self, prob: Array) -> Array:
         prob = np.asarray(prob, dtype=np.float64)

@@ -13,6 +13,7 @@ from sglang_c2t.classifier.checkpoint import Classifier, load_classifier, shippe
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.hints import did_you_mean
+from sglang_c2t.policies.auto import Auto, RowsOnly, plans
 from sglang_c2t.policies.base import ChainPolicy, Gate, TreePolicy, TreeShape, is_tree_policy
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.c2t_log import C2TLog
@@ -39,6 +40,7 @@ __all__ = [
     "build_policy",
     "build_tree_policy",
     "check_policy",
+    "plans",
     "policy_for",
     "policy_of",
     "tree_policy_names",
@@ -63,7 +65,8 @@ def _trained(cls: Any) -> Callable[..., ChainPolicy]:
     """A policy with a classifier; ``default`` is the one shipped under the policy's name."""
 
     def build(config: C2TConfig, **options: Any) -> ChainPolicy:
-        name = cls.name if config.classifier == "default" else config.classifier
+        own = getattr(cls, "shipped_as", cls.name)
+        name = own if config.classifier == "default" else config.classifier
         if config.classifier == "default" and shipped(name) is None:
             raise ConfigError(
                 f"policy {name} has no shipped classifier, because it fits one draft model only: "
@@ -117,10 +120,10 @@ def _refuse_options(cls: Any, config: C2TConfig, options: Collection[str]) -> No
 
 
 #: Policies for chains without a classifier.
-PLAIN: tuple[Any, ...] = (DyJoint, DyMax, Entropy, Fixed)
+PLAIN: tuple[Any, ...] = (DyJoint, DyMax, Entropy, Fixed, RowsOnly)
 
 #: Policies with a classifier, in the order in which :func:`policy_of` looks.
-TRAINED: tuple[Any, ...] = (C2T, C2TLog, C2TPlus, Logistic, MCSD, MCSDHidden)
+TRAINED: tuple[Any, ...] = (C2T, C2TLog, C2TPlus, Logistic, MCSD, MCSDHidden, Auto)
 
 #: Name after ``--c2t-policy`` -> how to build it from the configuration and its options.
 POLICIES: dict[str, Callable[..., ChainPolicy]] = {
@@ -206,7 +209,7 @@ def _gate(config: C2TConfig, name: str, options: dict[str, Any]) -> Gate:
     if config.classifier == "default" and shipped(name + ON_TREES) is not None:
         config = replace(config, classifier=name + ON_TREES)
     gate = _built(config, name, options)
-    if not isinstance(gate, Gate):
+    if not isinstance(gate, Gate) or plans(gate):
         raise ConfigError(
             f"policy {config.policy} cuts chains only: set --speculative-eagle-topk 1, or choose "
             f"one of {', '.join(tree_policy_names())}"
@@ -234,7 +237,11 @@ def policy_names() -> list[str]:
 
 def tree_policy_names() -> list[str]:
     """All names that trees accept."""
-    gates = [cls.name for cls in (*TRAINED, *PLAIN) if hasattr(cls, "confidence")]
+    gates = [
+        cls.name
+        for cls in (*TRAINED, *PLAIN)
+        if hasattr(cls, "confidence") and not issubclass(cls, (Auto, RowsOnly))
+    ]
     return sorted([*TREE_POLICIES, *gates, *(gate + ON_EAGLE2 for gate in gates)])
 
 

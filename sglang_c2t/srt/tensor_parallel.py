@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
@@ -23,3 +24,17 @@ def agreement() -> Callable[[Tensor], Tensor]:
     if group.world_size == 1:
         return lambda decision: decision
     return lambda decision: group.broadcast(decision, src=0)
+
+
+def host_agreement() -> Callable[[list[int]], list[int]] | None:
+    """A function that gives all ranks rank 0's integers, between hosts; ``None`` on one rank."""
+    group = get_parallel().tp_group
+    if group.world_size == 1:
+        return None
+
+    def agree(numbers: list[int]) -> list[int]:
+        told = torch.tensor(numbers, dtype=torch.int64)
+        torch.distributed.broadcast(told, src=group.ranks[0], group=group.cpu_group)
+        return told.tolist()
+
+    return agree

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative import eagle_worker_v2, standalone_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
@@ -18,7 +20,8 @@ from sglang_c2t.config import C2TConfig, ConfigError, active
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.gate import Gate
 from sglang_c2t.draft.tree import TreeGate
-from sglang_c2t.policies import policy_for
+from sglang_c2t.plan.planner import Planner
+from sglang_c2t.policies import plans, policy_for
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.draft import ancestors
@@ -27,19 +30,23 @@ from sglang_c2t.srt.draft.chain import (
     C2TStandaloneDraftWorker,
     ChainDraftMixin,
 )
+from sglang_c2t.srt.draft.planning import Planning
+from sglang_c2t.srt.draft.state_file import StateFile
 from sglang_c2t.srt.draft.tree import (
     C2TEagleTreeDraftWorker,
     C2TStandaloneTreeDraftWorker,
     TreeDraftMixin,
 )
 from sglang_c2t.srt.draft.watcher import DraftWatcher
-from sglang_c2t.srt.hooks.control import approved, changed
+from sglang_c2t.srt.hooks.control import FORGET, approved, changed
+from sglang_c2t.srt.hooks.reporting import PARTS
 from sglang_c2t.srt.hooks.step_metrics import Step
 from sglang_c2t.srt.recorder import Recorder
-from sglang_c2t.srt.tensor_parallel import agreement, ranks
+from sglang_c2t.srt.tensor_parallel import agreement, host_agreement, ranks
 from sglang_c2t.srt.verify import chain, tree
 from sglang_c2t.srt.verify.feedback import Feedback
 from sglang_c2t.srt.verify.packed import PackedVerifyInput, verifying
+from sglang_c2t.srt.verify.packing import tiers_of
 from sglang_c2t.srt.verify.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -54,6 +61,8 @@ class WorkerMixin(EAGLEWorkerV2):
     #: that name, and our class.
     draft_worker_global: ClassVar[tuple[ModuleType, str]]
     draft_worker_class: ClassVar[type[DraftWatcher]]
+
+    _planning: Planning | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with attach.swapped(*self.draft_worker_global, self.draft_worker_class):
@@ -100,8 +109,12 @@ class WorkerMixin(EAGLEWorkerV2):
         if self._config.visits_every_root:
             links = verify_input.retrieve_next_token
             attach.write(verify_input, retrieve_next_token=torch.full_like(links, -1))
-        with verifying(verify_input, self.target_worker, self._feedback):
+        planning = None if gate.exploring else self._planning
+        with verifying(verify_input, self.target_worker, planning or self._feedback):
             result = super().verify(batch, *args, **kwargs)
+        if planning is not None:
+            layers = self._draft_worker.drafted_rows - 1
+            planning.verified(layers, verify_input.num_rows, result.accept_lens)
         compat.set_output_stride(result, verify_input.max_tree_depth)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         attach.write(result, cap_lens=verify_input.num_rows)
@@ -141,9 +154,30 @@ class WorkerMixin(EAGLEWorkerV2):
             )
         draft: Any = self._draft_worker
         graphs = "cuda_graph_runner", "cuda_graph_runner_for_draft_extend"
-        draft.gate.switch(policy, captured=any(getattr(draft, g, None) for g in graphs))
+        captured = any(getattr(draft, g, None) for g in graphs)
+        if plans(policy) and captured and self._planning is None:
+            raise ConfigError(
+                f"policy {policy.name} cannot take over in captured CUDA graphs, which compute no "
+                "survivals: start the server with it"
+            )
+        planning = self._planning_for(policy)
+        forgets = isinstance(values, Mapping) and values.get(FORGET)
+        if forgets and planning is None:
+            raise ConfigError(f"policy {policy.name} learns nothing while it serves")
+        draft.gate.switch(policy, captured=captured)
+        self._planning = draft.planning = planning
+        if forgets and planning is not None:
+            planning.planner.reset()
         self._config = config
         return config
+
+    def _planning_for(self, policy: Any) -> Planning | None:
+        """What plans the steps of this policy, if it wants that; :class:`ConfigError` where it
+        cannot be.
+        """
+        if plans(policy):
+            raise ConfigError(f"policy {policy.name} plans chains, and this server verifies trees")
+        return None
 
     @property
     def _shape(self) -> TreeShape:
@@ -173,6 +207,7 @@ class ChainWorkerMixin(WorkerMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._draft_worker.draft_steps = self._config.draft_steps
+        self._plannings: dict[str, Planning] = {}
 
     def _gate_maker(self) -> Callable[..., Gate]:
         return partial(
@@ -188,7 +223,52 @@ class ChainWorkerMixin(WorkerMixin):
         draft, runner = self._draft_worker, self.target_worker.model_runner
         draft.packed = chain.decide(self._config.verify, runner)
         draft.exact = compat.accepts_exactly(self.server_args)
+        self._planning = draft.planning = self._planning_for(draft.gate.served.policy)
         self._announce(f"{'ragged' if draft.packed else 'static'} verification of chains")
+
+    def _planning_for(self, policy: Any) -> Planning | None:
+        draft = self._draft_worker
+        if not plans(policy) or policy.name in self._plannings:
+            return self._plannings.get(policy.name)
+        if not draft.packed:
+            raise ConfigError(
+                f"policy {policy.name} plans how many rows are verified, and here all are: choose "
+                "another policy, or a backend that packs rows (the log says which)"
+            )
+        runner = self.target_worker.model_runner
+        planning = Planning(
+            policy.planner(self.speculative_num_steps),
+            tiers=lambda: tiers_of(runner),
+            width=self.speculative_num_draft_tokens,
+            slots=draft.req_to_token_pool.req_to_token.shape[0],
+            device=self.device,
+            state_file=self._state_file if self._config is self._start else None,
+            agree=host_agreement(),
+        )
+        self._plannings[policy.name] = planning
+        PARTS["planner"] = self._plans_told
+        return planning
+
+    def _state_file(self, planner: Planner) -> StateFile | None:
+        """The file that keeps what this server learns, on the rank that learns it."""
+        if self._config.state is None or get_parallel().tp_rank != 0:
+            return None
+        args = self.server_args
+        learnt_on = {
+            "target": compat.argument(args, "model_path"),
+            "draft": compat.argument(args, "speculative_draft_model_path"),
+            "num_steps": self.speculative_num_steps,
+            "policy": self._config.policy,
+        }
+        return StateFile(Path(self._config.state), planner, learnt_on)
+
+    def _plans_told(self) -> dict[str, Any] | None:
+        """What the planner in charge has learnt; ``None``: no policy plans now."""
+        if self._planning is None:
+            return None
+        if self._planning.state_file is not None:
+            self._planning.state_file.save()
+        return self._planning.planner.report()
 
     def _record(
         self, recorder: Recorder, batch: Any, recordable: Tensor, verify_input: Any, result: Any

@@ -66,9 +66,9 @@ def test_the_size_measured_longest_ago_is_stale() -> None:
 def test_a_step_is_its_parts_and_comes_back_from_a_file() -> None:
     cost = StepCost()
     cost.observe(rows=12, batch=4, layers=2, verify_ms=10.0, draft_ms=4.0, rest_ms=3.0)
-    cost.observe(rows=24, batch=8, layers=0, verify_ms=14.0, draft_ms=0.0, rest_ms=5.0)
-    assert cost(12, 4, 5) == pytest.approx(10 + 5 * 2 + 3)
-    assert cost(24, 8, 0) == pytest.approx(19)
+    cost.observe(rows=24, batch=8, layers=1, verify_ms=14.0, draft_ms=0.0, rest_ms=5.0)
+    assert cost(12, 4, 5) == pytest.approx(10 + 4 * 4 + 3)
+    assert cost(24, 8, 0) == cost(24, 8, 1) == pytest.approx(19)
     again = StepCost()
     again.restore(json.loads(json.dumps(cost.state())))
     assert again(18, 6, 3) == pytest.approx(cost(18, 6, 3))

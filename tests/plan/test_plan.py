@@ -16,6 +16,10 @@ def chains(rng: np.random.Generator, requests: int, depth: int) -> np.ndarray:
     return np.cumprod(rng.uniform(0.2, 1.0, (requests, depth)), axis=1)
 
 
+def free(rows: np.ndarray, _batch: int, _layers: int) -> np.ndarray:
+    return np.ones(len(rows))
+
+
 def slowly(survival: np.ndarray, cost, depths, tiers) -> float:
     """Oracle: the best rate over every depth, every number of rows, each in its tier."""
     batch, best = len(survival), 0.0
@@ -25,7 +29,7 @@ def slowly(survival: np.ndarray, cost, depths, tiers) -> float:
             fitting = [tier for tier in tiers if tier >= rows]
             if fitting:
                 tokens = batch + sum(drafts[: rows - batch])
-                best = max(best, tokens / cost(fitting[0], batch, layers))
+                best = max(best, tokens / float(cost(fitting[0], batch, layers)))
     return best
 
 
@@ -35,11 +39,11 @@ def test_no_other_plan_has_a_higher_rate(seed: int, batch: int, depth: int) -> N
     rng = np.random.default_rng(seed)
     survival = chains(rng, batch, depth)
     tiers = sorted({*rng.integers(1, 40, 6).tolist(), batch * (depth + 1)})
-    steps = dict(zip(tiers, np.sort(rng.uniform(1, 20, len(tiers))).tolist(), strict=True))
+    steps = np.sort(rng.uniform(1, 20, len(tiers)))
     layer = float(rng.uniform(0, 3))
 
-    def cost(rows: int, _batch: int, layers: int) -> float:
-        return steps[rows] + layer * layers
+    def cost(rows, _batch: int, layers: int) -> np.ndarray:
+        return steps[np.searchsorted(tiers, rows)] + layer * layers
 
     depths = range(depth + 1)
     found = best_plan(survival, batch, cost, depths=depths, tiers=tiers)
@@ -49,14 +53,14 @@ def test_no_other_plan_has_a_higher_rate(seed: int, batch: int, depth: int) -> N
 
 def test_where_rows_and_layers_are_free_everything_is_drafted_and_verified() -> None:
     survival = chains(np.random.default_rng(0), 4, 5)
-    plan = best_plan(survival, 4, lambda *_: 1.0, depths=range(6), tiers=range(1, 25))
+    plan = best_plan(survival, 4, free, depths=range(6), tiers=range(1, 25))
     assert (plan.layers, plan.rows) == (5, 24)
     assert plan.tokens == pytest.approx(4 + survival.sum())
 
 
 def test_where_a_row_costs_more_than_it_brings_nothing_is_drafted() -> None:
     survival = chains(np.random.default_rng(0), 4, 5)
-    plan = best_plan(survival, 4, lambda rows, *_: float(rows), depths=range(6), tiers=range(1, 25))
+    plan = best_plan(survival, 4, lambda rows, *_: 1.0 * rows, depths=range(6), tiers=range(1, 25))
     assert plan == Plan(0, 4, 4.0, 4.0)
 
 
@@ -71,7 +75,7 @@ def test_a_layer_that_nobody_survives_is_not_drafted() -> None:
 
 def test_a_batch_that_no_tier_holds_is_an_error() -> None:
     with pytest.raises(ValueError, match="9 requests, and no tier of more than 8 rows"):
-        best_plan(np.ones((9, 1)), 9, lambda *_: 1.0, depths=[0, 1], tiers=[4, 8])
+        best_plan(np.ones((9, 1)), 9, free, depths=[0, 1], tiers=[4, 8])
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))

@@ -1,7 +1,8 @@
 """SGLang's draft workers, cutting chains.
 
 Instead of exiting early, captured chains have graphs of several lengths, one of which is chosen
-before the replay from what recent steps were like (:class:`~sglang_c2t.plan.load.DraftDepth`).
+before the replay: by the planner (``planning.py``), where a policy plans, else from what recent
+steps were like (:class:`~sglang_c2t.plan.load.DraftDepth`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.plan.load import DraftDepth
 from sglang_c2t.srt import attach
+from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.draft.watcher import DraftWatcher, no_forward
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.hooks.requests import opts_out
 from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.feedback import choose_packing
+from sglang_c2t.srt.verify.packing import Packing
 
 # B requests, D layers
 
@@ -42,6 +45,9 @@ class ChainDraftMixin(DraftWatcher):
     depth: DraftDepth | None = None
     """How many layers the next step drafts; ``None``: always D."""
 
+    planning: Planning | None = None
+    """Plans each step, if the policy says so."""
+
     draft_steps: tuple[int, ...] | None = None
     """Numbers of layers to choose from, as configured."""
 
@@ -60,10 +66,16 @@ class ChainDraftMixin(DraftWatcher):
         """Draft chains; each ends where the gate ended it."""
         if batch.forward_mode.is_idle():
             return super().draft(batch, *args, **kwargs)
-        steps = self._steps_for(batch)
+        planning = None if self.gate.exploring else self.planning
+        steps = self._steps_for(batch) if planning is None else self._planned_steps(batch, planning)
         self.drafted_rows = steps + 1
         with self._eager_if_recorded(), self._drafting(steps):
+            if planning is not None and self.cuda_graph_runner is not None:
+                planning.layers_begin()  # a replay calls nothing of ours
             verify_input = super().draft(batch, *args, **kwargs)
+        if planning is not None:
+            planning.layers_end()
+            return self._planned(verify_input, batch, planning)
         # A copy: the next step writes the same memory while the scheduler reads these.
         verify_lens = self.gate.finalize(self._lens[: len(batch.seq_lens)].clone())
         packing = None
@@ -83,6 +95,28 @@ class ChainDraftMixin(DraftWatcher):
             return self._all_steps
         return self.depth.steps
 
+    def _interrupted(self) -> None:
+        if self.planning is not None:
+            self.planning.interrupted()
+
+    def _planned_steps(self, batch: Any, planning: Planning) -> int:
+        """Layers to draft, as planned; all where somebody asked for all."""
+        slots = batch.req_pool_indices
+        choice = planning.begin(len(slots), lambda: self.gate.first_tokens.judged(slots))
+        self._num_whole = sum(map(opts_out, batch.reqs)) if self.gate.opt_outs.any else 0
+        return self._all_steps if self._num_whole else choice.plan.layers
+
+    def _planned(self, verify_input: Any, batch: Any, planning: Planning) -> ChainVerifyInput:
+        """Chains cut where the plan's rows are spent."""
+        whole = self.gate.opt_outs.whole(batch.req_pool_indices) if self._num_whole else None
+        lens, total = planning.settle(self.drafted_rows - 1, whole, self._num_whole)
+        lens, width = self.gate.finalize(lens), verify_input.draft_token_num
+        if total < len(lens) * width:
+            packing = Packing(lens, width, total=total)
+        else:
+            packing = Packing.full(len(lens), width, lens.device)
+        return ChainVerifyInput.cut(verify_input, lens, packing=packing, exact=self.exact)
+
     def draft_forward(self, forward_batch: Any) -> Any:
         """SGLang's draft loop, with the gate asked after each layer."""
         if forward_batch.forward_mode.is_idle():
@@ -91,6 +125,8 @@ class ChainDraftMixin(DraftWatcher):
             self.gate.begin(forward_batch.req_pool_indices)
         with self._watching(self._draft_layer):
             parents, scores, tokens, probs = super().draft_forward(forward_batch)
+        if self.planning is not None and self.gate.confidences:
+            self.planning.drafted(self.gate.confidences)
         self._lens[: len(forward_batch.req_pool_indices)] = self.gate.verify_lens
         # Layers that were not drafted lie behind every cut.
         tokens = torch.nn.functional.pad(tokens, (0, self._all_steps - tokens.shape[1]))
@@ -102,13 +138,15 @@ class ChainDraftMixin(DraftWatcher):
         runner = getattr(self, "cuda_graph_runner", None)
         if runner is None:
             return
-        choices = _choices(self.draft_steps, self._all_steps)
+        choices = _choices(self.draft_steps, self._all_steps, every=self.planning is not None)
         for steps in choices:
             if 1 < steps < self._all_steps:
                 self._graphs[steps] = self._capture(type(runner), steps)
         self._graphs[1] = _DraftGraphs(None, None)  # its token comes from draft extend
         if len(choices) > 1:
             self.depth = DraftDepth(choices)
+        if self.planning is not None:
+            self.planning.depths = sorted({1, *choices})
 
     def _capture(self, runner_class: type, steps: int) -> _DraftGraphs:
         """Graphs of ``steps`` layers. An attention backend of their own, because a backend's
@@ -140,7 +178,8 @@ class ChainDraftMixin(DraftWatcher):
         def build_all(*args: Any, **kwargs: Any) -> Any:
             return build(*args, **{**kwargs, "num_steps": self._all_steps})
 
-        graphs = self._graphs[steps]
+        eager = _DraftGraphs(None, getattr(self, "draft_attn_backend", None))
+        graphs = self._graphs.get(steps, eager)
         with (
             attach.swapped(self, "speculative_num_steps", steps),
             attach.swapped(self, "cuda_graph_runner", graphs.cuda_graph_runner),
@@ -155,6 +194,8 @@ class ChainDraftMixin(DraftWatcher):
         if self._reads_host and not self.gate.any_alive():
             COUNTERS.draft_forwards_skipped += 1
             return no_forward(forward_batch)
+        if self.planning is not None:
+            self.planning.layers_begin()
         output = run()
         logits_output = output.logits_output
         with GATE_CLOCK:
@@ -170,11 +211,16 @@ class C2TStandaloneDraftWorker(ChainDraftMixin, StandaloneDraftWorker):
     """Gated draft worker of STANDALONE."""
 
 
-def _choices(configured: tuple[int, ...] | None, all_steps: int) -> list[int]:
+def _choices(
+    configured: tuple[int, ...] | None, all_steps: int, *, every: bool = False
+) -> list[int]:
     """Numbers of layers to capture graphs for, D among them.
 
-    By default about a third and two thirds of D: each costs memory and time at the start.
+    By default about a third and two thirds of D, as each costs memory and time at the start; all
+    for a planner, which knows what to do with ``every`` one.
     """
+    if configured is None and every:
+        configured = tuple(range(1, all_steps))
     if configured is None:
         configured = (-(-all_steps // 3), -(-2 * all_steps // 3))
     return sorted({*(s for s in configured if s < all_steps), all_steps})

@@ -141,12 +141,16 @@ class DraftWatcher(EagleDraftWorker):
         """Measure the first token drafted behind each prompt."""
         with self._last_output() as output:
             result = super()._draft_extend_for_prefill(batch, *args, **kwargs)
+        self._interrupted()
         if not batch.forward_mode.is_idle():
             slots = [compat.request_slot(req) for req in batch.reqs]
             self.gate.opt_outs.admit(slots, [opts_out(req) for req in batch.reqs])
             with GATE_CLOCK:
                 self.gate.join(batch.req_pool_indices, *output())
         return result
+
+    def _interrupted(self) -> None:
+        """A prefill ran between two steps."""
 
     def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Measure the first token drafted behind each verification."""

@@ -6,6 +6,7 @@ never what they are answered.
 
     GET /c2t
     POST /c2t  {"policy": "c2t-plus", "beta": 0.4}
+    POST /c2t  {"forget": true}
 
 Settings not named stay, but a new policy brings its own threshold, classifier and options.
 Who may post: see :mod:`~sglang_c2t.srt.hooks.http_guard`. GET is authenticated as SGLang's
@@ -30,7 +31,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from sglang_c2t.checks import parse_json, shown
+from sglang_c2t.checks import parse_json, require, shown
 from sglang_c2t.classifier.checkpoint import load_classifier, shipped_names
 from sglang_c2t.config import C2TConfig, ConfigError, active, publish
 from sglang_c2t.hints import did_you_mean
@@ -45,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 #: What can change while a server runs.
 CHANGEABLE = ("policy", "beta", "classifier", "policy_options")
+
+#: Makes the planner forget what it has learnt of the traffic.
+FORGET = "forget"
 
 #: SGLang's message to its schedulers carries numbers by name; ours travel in a name.
 _PREFIX = "c2t "
@@ -64,15 +68,17 @@ def changed(in_force: C2TConfig, values: object, start: C2TConfig) -> C2TConfig:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"the body must be a JSON object, got {type(values).__name__}")
+    values = dict(values)
+    forget = values.pop(FORGET, None)
+    require(forget in (None, True), f"c2t {FORGET}", "true", forget)
     for name in values:
         if name not in CHANGEABLE:
             raise ConfigError(
                 f"c2t {shown(name)} cannot change while the server runs; what can: "
                 f"{', '.join(CHANGEABLE)}{did_you_mean(str(name), CHANGEABLE)}"
             )
-    if not values:
+    if not values and forget is None:
         raise ConfigError(f"nothing to change; give one of {', '.join(CHANGEABLE)}")
-    values = dict(values)
     if "policy" in values:
         defaults = start if _is_own(values["policy"], start) else C2TConfig()
         in_force = dataclasses.replace(

@@ -74,6 +74,9 @@ class Clock:
 #: Host time of this process in the gate: its kernels' launches on a GPU, all of it on a CPU.
 GATE_CLOCK = Clock()
 
+#: What else is told of the state, by name.
+PARTS: dict[str, Callable[[], Any]] = {}
+
 #: Called before the state is told, so that whoever asks finds everything on the disk.
 BEFORE_REPORT: list[Callable[[], None]] = []
 
@@ -112,6 +115,7 @@ def add_counters(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> No
             flush()
         state["recording"] = asdict(RECORDING)
         state["control"] = asdict(CONTROL)
+        state |= {name: part() for name, part in PARTS.items()}
     if counting():
         state["counters"] = asdict(COUNTERS)
         backend = scheduler.tp_worker.model_runner.attn_backend

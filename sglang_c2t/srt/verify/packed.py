@@ -17,22 +17,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from sglang.srt.speculative import eagle_worker_common
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from torch import Tensor
 
 from sglang_c2t.srt import attach, compat
-from sglang_c2t.srt.verify.feedback import Feedback
 from sglang_c2t.srt.verify.packing import Packing
 
 # B requests, N most rows of a request, T rows of the target's forward
 
 #: (predict [B * N], accept_lens [B], accept_index [B, S]): what ``eagle_sample`` returns.
 Accepted = tuple[Tensor, Tensor, Tensor]
+
+
+class Timing(Protocol):
+    """Who wants to know what a forward took."""
+
+    def timing(self, target_worker: Any, packing: Packing) -> AbstractContextManager[None]:
+        """Time the verify forward of ``packing`` inside the block."""
+        ...
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -78,7 +85,7 @@ class PackedVerifyInput(EagleVerifyInput):
 
 @contextmanager
 def verifying(
-    verify_input: PackedVerifyInput, target_worker: Any, feedback: Feedback
+    verify_input: PackedVerifyInput, target_worker: Any, feedback: Timing
 ) -> Iterator[None]:
     """``run_eagle_verify`` verifies the packed rows of ``verify_input`` inside the block.
 

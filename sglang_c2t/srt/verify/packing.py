@@ -48,6 +48,11 @@ class HostSizes:
         """Whether they come from a device, so that the host may have to wait."""
         return self._arrived is not None
 
+    @property
+    def arrived(self) -> bool:
+        """Whether nobody would have to wait for them."""
+        return self._arrived is None or bool(self._arrived.query())
+
     def wait(self) -> Tensor:
         """The sizes on the host, once they are there."""
         if self._arrived is not None:
@@ -61,6 +66,7 @@ class Packing:
     Args:
         num_rows: [B] integers on the device, rows of each request, in [1, N]; kept as int32.
         width: N.
+        total: R, where the host knows it before the sizes of each.
         sizes: ``num_rows`` on the way to the host; ``None`` starts the transfer here.
         parents: [B, N] int64 of trees, see :class:`~sglang_c2t.tree.Trees`; ``None``: chains.
         num_steps: D, the depth of the deepest node.
@@ -71,6 +77,7 @@ class Packing:
         num_rows: Tensor,
         width: int,
         *,
+        total: int | None = None,
         sizes: HostSizes | None = None,
         parents: Tensor | None = None,
         num_steps: int = 0,
@@ -80,6 +87,7 @@ class Packing:
         self.width = width
         self.parents = parents
         self._num_steps = num_steps
+        self._total = total
         self._sizes = HostSizes(self.num_rows) if sizes is None else sizes
         self.arrived: float | None = None
         """When the host learnt the sizes, if it had to wait (``time.perf_counter``)."""
@@ -107,8 +115,8 @@ class Packing:
 
     @cached_property
     def total(self) -> int:
-        """R: verified rows of the batch."""
-        return int(self.host_rows.sum())
+        """R: verified rows of the batch. Waits for the device where nobody knew before."""
+        return int(self.host_rows.sum()) if self._total is None else self._total
 
     @property
     def rows(self) -> Tensor:

@@ -1,0 +1,71 @@
+"""What a plan's estimator has learnt, where the drafts are: confidences in, survivals out.
+
+The estimator (:mod:`sglang_c2t.plan.survival`) learns on the host. Its numbers are copied into
+device memory that captured graphs keep reading, and applied there to the drafts of each step.
+
+Knows nothing of SGLang.
+
+Legend: B requests, d drafted layers, D of at most, K bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang_c2t.plan.survival import LIMIT, OneSlope, Survival
+
+
+class DeviceSurvival:
+    """An estimator's twin on a device.
+
+    Args:
+        estimator: :class:`Survival` or :class:`OneSlope`.
+        device: Where confidences are.
+    """
+
+    def __init__(self, estimator: Any, device: torch.device | str) -> None:
+        self._of_chains = _TWINS[type(estimator)]
+        self._parameters = [
+            torch.tensor(np.asarray(values), dtype=torch.float32, device=device)
+            for values in estimator.parameters()
+        ]
+
+    def refresh(self, estimator: Any) -> None:
+        """Take over what the estimator has learnt since, on the current stream."""
+        for there, here in zip(self._parameters, estimator.parameters(), strict=True):
+            values = torch.tensor(np.asarray(here), dtype=torch.float32)
+            if there.is_cuda:  # a copy from pageable memory would wait for the device
+                values = values.pin_memory()
+            there.copy_(values, non_blocking=True)
+
+    def __call__(self, confidences: Sequence[Tensor]) -> Tensor:
+        """[B, d] float32 in [0, 1], falling along each row, from d layers [B]. No host reads."""
+        return self._of_chains(torch.stack(tuple(confidences), dim=1), *self._parameters)
+
+
+def _calibrated(confidences: Tensor, values: Tensor) -> Tensor:
+    """:meth:`Survival.of_chains`; ``values`` [D, K]."""
+    bins = values.shape[1]
+    place = (torch.logit(confidences, eps=1e-6).clamp(-LIMIT, LIMIT) + LIMIT) * (bins / (2 * LIMIT))
+    place = place - 0.5  # between the middles of bins
+    left = place.floor().clamp(0, bins - 2)
+    share = (place - left).clamp(0.0, 1.0)
+    rows = values[: confidences.shape[1]]  # [d, K]
+    at = left.long().T  # [d, B]
+    low, high = rows.gather(1, at).T, rows.gather(1, at + 1).T
+    return torch.cummin(low + share * (high - low), dim=1).values
+
+
+def _one_slope(prob: Tensor, slope: Tensor, intercepts: Tensor) -> Tensor:
+    """:meth:`OneSlope.of_chains`."""
+    feature = (prob.log() - torch.log1p(-prob)).clamp(-OneSlope.LARGEST, OneSlope.LARGEST)
+    accepted = torch.sigmoid(slope * feature + intercepts[: prob.shape[1]])
+    return accepted.cumprod(dim=1)
+
+
+_TWINS: dict[type, Callable[..., Tensor]] = {Survival: _calibrated, OneSlope: _one_slope}

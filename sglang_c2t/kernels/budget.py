@@ -1,0 +1,100 @@
+"""The best drafts of a batch, as many as a step may verify.
+
+Each of B requests has d drafts whose survival falls from one to the next. Of all of them the
+n best are verified, so that expected tokens are as many as n rows can bring::
+
+    survival  0.9 0.7 0.1      n = 3: 0.9, 0.8, 0.7     rows 3  (root, two drafts)
+              0.8 0.3 0.2                                    2
+
+Survival falls along a chain, and of equals the shallower comes first: what is kept leaves no gaps.
+
+One launch, 4 B d bytes, static shapes, no host reads; n is no constant of the kernel. A kernel
+runs on CUDA tensors (or under TRITON_INTERPRET=1); elsewhere its twin in torch does. Knows nothing
+of SGLang.
+
+Legend: B requests, d drafted layers.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang_c2t.kernels.rows import block_of, block_of_batch, runs_triton
+
+
+def rows_within(survival: Tensor, drafts: int, whole: Tensor | None = None) -> Tensor:
+    """[B] int32 in [1, d + 1]: rows of each request, root included.
+
+    Args:
+        survival: [B, d] float32 in [0, 1], falling along each row.
+        drafts: How many to keep of the requests that are not ``whole``.
+        whole: [B] bool: requests whose drafts are kept to the end, beside these. ``None``: none.
+    """
+    if not runs_triton(survival):
+        return rows_within_torch(survival, drafts, whole)
+    batch, layers = survival.shape
+    rows = survival.new_empty(batch, dtype=torch.int32)
+    _rows_within_kernel[(1,)](
+        survival.contiguous(),
+        rows if whole is None else whole,
+        rows,
+        drafts,
+        batch,
+        layers,
+        ANY_WHOLE=whole is not None,
+        BLOCK_B=block_of_batch(batch),
+        BLOCK_D=block_of(layers),
+        num_warps=4,
+    )
+    return rows
+
+
+def rows_within_torch(survival: Tensor, drafts: int, whole: Tensor | None = None) -> Tensor:
+    """:func:`rows_within` in plain torch."""
+    batch, layers = survival.shape
+    ranked = survival if whole is None else survival.masked_fill(whole[:, None], -1.0)
+    # Layer by layer and stable: of equals the shallower first.
+    order = ranked.T.flatten().sort(descending=True, stable=True).indices[: max(drafts, 0)]
+    kept = torch.zeros(layers * batch, dtype=torch.int32, device=survival.device)
+    kept[order] = 1
+    kept = kept.view(layers, batch)
+    if whole is not None:
+        kept = kept.masked_fill(whole, 1)
+    return 1 + kept.sum(dim=0, dtype=torch.int32)
+
+
+@triton.jit(do_not_specialize=["drafts", "batch", "layers"])
+def _rows_within_kernel(
+    survival, whole, rows, drafts, batch, layers,
+    ANY_WHOLE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    request = tl.arange(0, BLOCK_B)
+    layer = tl.arange(0, BLOCK_D)
+    real = (request < batch)[None, :] & (layer < layers)[:, None]  # [D, B]
+    values = tl.load(survival + request[None, :] * layers + layer[:, None], mask=real, other=0.0)
+    # Floats that are not negative are ordered as their bits are.
+    keys = tl.maximum(values, 0.0).to(tl.int32, bitcast=True)
+    all_of_it = tl.zeros([BLOCK_B], dtype=tl.int1)
+    if ANY_WHOLE:
+        all_of_it = tl.load(whole + request, mask=request < batch, other=0) != 0
+    ranked = real & ~all_of_it[None, :]
+    keys = tl.where(ranked, keys, -1)
+    # The largest threshold that `drafts` keys reach, from its highest bit down.
+    least = tl.zeros([], dtype=tl.int32)
+    for bit in range(31):
+        tried = least | (1 << (30 - bit))
+        enough = tl.sum((keys >= tried).to(tl.int32)) >= drafts
+        least = tl.where(enough, tried, least)
+    above = (keys > least).to(tl.int32)
+    equal = ((keys == least) & ranked).to(tl.int32)
+    of_layer = tl.sum(equal, axis=1)
+    before = tl.cumsum(of_layer, axis=0) - of_layer
+    turn = tl.cumsum(equal, axis=1) + before[:, None]
+    kept = above + equal * (turn <= drafts - tl.sum(above)).to(tl.int32)
+    kept = tl.where(real & all_of_it[None, :], 1, kept)
+    tl.store(rows + request, 1 + tl.sum(kept, axis=0), mask=request < batch)

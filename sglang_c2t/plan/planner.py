@@ -1,0 +1,233 @@
+"""Decides each step from what the steps before have shown, and learns from it in turn.
+
+    choose   how many layers to draft, before any is drafted
+    settle   how many rows to verify, once they are
+    learn    which of the verified drafts survived; what the step took
+
+numpy only; knows neither torch nor SGLang.
+
+Legend: B requests, D layers, d of them drafted, R rows verified, T rows of the forward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from sglang_c2t.plan.cost import StepCost
+from sglang_c2t.plan.forecast import Continuations
+from sglang_c2t.plan.plan import Plan, best_plan
+from sglang_c2t.plan.survival import Array, Numbers
+
+#: Chains that stand for a batch: more say no more, and cost the host time.
+SAMPLES = 256
+
+#: One request is verified to full depth in so many steps, or deep drafts would have no labels.
+WHOLE_EVERY = 32
+
+#: Share of the time that may go into drafting layers only to see what they are like.
+EXPLORING = 0.005
+
+#: However dear they look, all layers are drafted once in so many steps: a price that nobody looks
+#: at again would stay what a bad moment made it.
+EXPLORE_EVERY = 500
+
+#: Measurements of draft layers and of verification before a plan relies on them; the first ones
+#: of a process are slow.
+ENOUGH = 5
+
+#: Edges of the predicted survivals over which reliability is told.
+RELIABILITY_BINS = 10
+
+
+class Estimator(Protocol):
+    """Survival from confidences: :class:`~sglang_c2t.plan.survival.Survival` or another."""
+
+    def of_chains(self, confidences: Array) -> Array: ...
+
+    def learn(self, confidences: Array, num_drafts: Numbers, num_correct: Numbers) -> None: ...
+
+    def parameters(self) -> list[Array]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class Choice(NamedTuple):
+    """What a step does, and why."""
+
+    plan: Plan
+
+    reason: str
+    """``plan``; ``unknown``: costs or layers are not known yet; ``explore``: to see layers."""
+
+    whole: int | None = None
+    """Of B, the request whose draft is verified to its end, to learn from it."""
+
+
+class Planner:
+    """The planner of a server.
+
+    Args:
+        max_depth: D.
+        survival: What confidences are worth.
+        all_layers: Always draft D, and plan rows only.
+    """
+
+    def __init__(self, max_depth: int, survival: Estimator, *, all_layers: bool = False) -> None:
+        self.max_depth = max_depth
+        self.survival = survival
+        self.cost = StepCost()
+        self._continuations = Continuations(max_depth)
+        self._depths = [max_depth] if all_layers else list(range(1, max_depth + 1))
+        self._steps = 0
+        self._spent = 0.0  # milliseconds of all steps
+        self._explored = (0, 0.0)  # steps and milliseconds when all layers were last drafted
+        self._errors: deque[float] = deque(maxlen=512)
+        self._reliability = np.zeros((max_depth, 3, RELIABILITY_BINS))  # seen, predicted, survived
+
+    def choose(
+        self,
+        first: Array,
+        batch: int,
+        tiers: Sequence[int],
+        depths: Sequence[int] | None = None,
+    ) -> Choice:
+        """How deep to draft, and about how many rows to verify.
+
+        Args:
+            first: [S] confidences of first drafts, those of the batch or of some like it.
+            batch: B.
+            tiers: Numbers of rows to choose from, rising; the last holds whole drafts of all B.
+            depths: Numbers of layers that can be drafted; ``None``: any up to D.
+        """
+        self._steps += 1
+        whole = (self._steps // WHOLE_EVERY) % batch if self._steps % WHOLE_EVERY == 0 else None
+        depths = [d for d in self._depths if depths is None or d in depths]
+        if self._unknown:
+            self._explored = self._steps, self._spent
+            return Choice(self._everything(batch), "unknown", whole)
+        samples = max(SAMPLES // len(first), 1)
+        survival = self.survival.of_chains(self._continuations.drawn(first[:, None], samples))
+        plan = best_plan(survival, batch, self.cost, depths=depths, tiers=tiers)
+        deepest = best_plan(survival, batch, self.cost, depths=depths[-1:], tiers=tiers)
+        # Layers that are not drafted may have got better. To draft them all at the best number of
+        # rows costs what the rates differ by; so much may be spent of all time.
+        lost = deepest.milliseconds * (1.0 - deepest.rate / plan.rate)
+        steps, spent = self._steps - self._explored[0], self._spent - self._explored[1]
+        if plan.layers == depths[-1]:
+            self._explored = self._steps, self._spent
+        elif steps >= EXPLORE_EVERY or lost < EXPLORING * spent:
+            self._explored = self._steps, self._spent
+            return Choice(deepest, "explore", whole)
+        return Choice(plan, "plan", whole)
+
+    def settle(self, confidences: Array, tiers: Sequence[int]) -> Plan:
+        """How many rows to verify, now that the ``confidences`` [B, d] of all drafts are known."""
+        batch, layers = confidences.shape
+        survival = self.survival.of_chains(confidences)
+        if self._unknown:
+            # Rows of every number are measured once, from all to none.
+            rows = tiers[-1 - self._steps % min(len(tiers), ENOUGH) * (len(tiers) // ENOUGH)]
+            return Plan(layers, min(max(rows, batch), batch * (1 + layers)), float(batch), 1.0)
+        return best_plan(survival, batch, self.cost, depths=[layers], tiers=tiers)
+
+    def learn_drafts(self, confidences: Array, num_drafts: Numbers, num_correct: Numbers) -> None:
+        """Learn from a step: ``confidences`` [B, d] of its drafts, how many [B] were verified and
+        how many [B] accepted.
+        """
+        self._continuations.observe(confidences)
+        self._grade(self.survival.of_chains(confidences), num_drafts, num_correct)
+        self.survival.learn(confidences, num_drafts, num_correct)
+
+    def learn_time(
+        self,
+        choice: Plan,
+        *,
+        rows: int,
+        batch: int,
+        verify_ms: float,
+        draft_ms: float,
+        step_ms: float,
+    ) -> None:
+        """Learn from what a step took: ``rows`` T were forwarded as its ``choice`` asked for."""
+        parts = {"verify_ms": verify_ms, "draft_ms": draft_ms}
+        rest = max(step_ms - verify_ms - draft_ms, 0.0)
+        if self.cost.rest.known:
+            self._errors.append(float(self.cost(rows, batch, choice.layers)) / step_ms)
+        self.cost.observe(rows=rows, batch=batch, layers=choice.layers, rest_ms=rest, **parts)
+        self._spent += step_ms
+
+    @property
+    def predicted_over_measured(self) -> float | None:
+        """Median of the time predicted for a step over the time it took; ``None``: no steps."""
+        return float(np.median(self._errors)) if self._errors else None
+
+    def calibration_errors(self) -> list[float]:
+        """Of each depth, how far predicted survivals were from what became of the drafts: the
+        expected calibration error of predictions made before their outcomes were learnt from.
+        """
+        seen, predicted, survived = self._reliability.transpose(1, 0, 2)
+        total = np.maximum(seen.sum(axis=1), 1.0)
+        return list((np.abs(predicted - survived).sum(axis=1) / total).tolist())
+
+    def report(self) -> dict[str, Any]:
+        """What was learnt, for people: curves, reliability, prediction error."""
+        seen, predicted, survived = self._reliability.transpose(1, 0, 2)
+        return {
+            "steps": self._steps,
+            "cost_ms": self.cost.state(),
+            "predicted_over_measured": self.predicted_over_measured,
+            "calibration_error": self.calibration_errors(),
+            "reliability": {
+                "drafts": seen.tolist(),
+                "predicted": predicted.tolist(),
+                "survived": survived.tolist(),
+            },
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What a server that starts again goes on from, for JSON."""
+        return {"survival": self.survival.state(), "cost": self.cost.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state` said; ValueError where it does not fit."""
+        self.survival.restore(state["survival"])
+        self.cost.restore(state["cost"])
+
+    def forget(self) -> None:
+        """Start anew, costs included."""
+        self.reset()
+        self.cost = StepCost()
+
+    def reset(self) -> None:
+        """Forget everything but the costs, which are the machine's."""
+        self.survival.reset()
+        self._continuations = Continuations(self.max_depth)
+        self._reliability[:] = 0.0
+
+    @property
+    def _unknown(self) -> bool:
+        """Whether there is too little to plan by."""
+        deep = self.max_depth > 1 and self.cost.layer.measurements < ENOUGH
+        few = self.cost.verify.measurements < ENOUGH or self._continuations.unknown_depths > 0
+        return deep or few
+
+    def _everything(self, batch: int) -> Plan:
+        rows = batch * (self.max_depth + 1)
+        return Plan(self.max_depth, rows, float(batch), 1.0)
+
+    def _grade(self, predicted: Array, num_drafts: Numbers, num_correct: Numbers) -> None:
+        depths = np.broadcast_to(np.arange(predicted.shape[1]), predicted.shape)
+        verified = depths < num_drafts[:, None]
+        survived = (depths < num_correct[:, None])[verified]
+        values, rows = predicted[verified], depths[verified]
+        bins = np.minimum((values * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
+        for kind, weights in enumerate((np.ones(len(values)), values, survived)):
+            np.add.at(self._reliability[:, kind], (rows, bins), weights)

@@ -1,0 +1,267 @@
+"""The planner beside a server's steps: asked before each, told what became of it.
+
+    begin     layers to draft, from what is known of the batch
+    settle    rows to verify, once drafts are made
+    verified  which drafts survived, on its way to the host
+    timing    what the parts of a step took
+
+On a GPU the host runs ahead of the device, so that a step is planned from outcomes that have
+arrived, a step or two old, and nothing here waits; the device then ranks the drafts it really has.
+On a CPU both are one, and the plan sees the drafts themselves. Of tensor-parallel ranks one plans,
+and the others are told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang_c2t.draft.slots import FirstLayer
+from sglang_c2t.draft.survivals import DeviceSurvival
+from sglang_c2t.kernels.budget import rows_within
+from sglang_c2t.plan.plan import Plan
+from sglang_c2t.plan.planner import Choice, Planner
+from sglang_c2t.plan.tiers import Tiers
+from sglang_c2t.srt import attach, compat
+from sglang_c2t.srt.draft.state_file import StateFile
+from sglang_c2t.srt.verify.packing import HostSizes, Packing
+
+# B requests, D layers, d of them drafted, N = D + 1 rows of a full chain, T rows of the forward
+
+#: Steps between two copies of what was learnt to the device.
+REFRESH_EVERY = 16
+
+#: Steps whose outcomes may be on their way; more are not remembered.
+LONGEST_LAG = 16
+
+
+class Mark:
+    """A point in time, of the device if there is one."""
+
+    def __init__(self, on_cuda: bool) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if on_cuda else None
+        self._at = 0.0
+
+    def set(self) -> None:
+        """Now, or once the device is there."""
+        if self._event is None:
+            self._at = time.perf_counter()
+        else:
+            self._event.record()
+
+    @property
+    def passed(self) -> bool:
+        """Whether the device is past it."""
+        return self._event is None or bool(self._event.query())
+
+    def until(self, later: Mark) -> float:
+        """Milliseconds; both are passed."""
+        if self._event is None or later._event is None:
+            return (later._at - self._at) * 1e3
+        return float(self._event.elapsed_time(later._event))
+
+
+@dataclass
+class _Step:
+    """A step in progress, or whose times are on their way."""
+
+    choice: Choice
+    plan: Plan
+    batch: int
+    start: Mark
+    draft: list[Mark] = field(default_factory=list)
+    verify: list[Mark] = field(default_factory=list)
+    rows: int = 0
+    end: Mark | None = None
+    """When the next step started; ``None``: something else came between."""
+
+
+class Planning:
+    """Plans the steps of one server.
+
+    Args:
+        planner: What decides; only rank 0's is asked.
+        tiers: Gives the row counts of the target's CUDA graphs; ``None``: any is as good.
+        width: N.
+        slots: Rows of SGLang's request table.
+        device: Where drafts are.
+        state_file: Called with the planner, gives the file that keeps what it learns.
+        agree: Makes a few integers equal on all ranks; ``None`` on one rank.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        *,
+        tiers: Callable[[], Tiers | None],
+        width: int,
+        slots: int,
+        device: torch.device | str,
+        state_file: Callable[[Planner], StateFile | None] | None = None,
+        agree: Callable[[list[int]], list[int]] | None = None,
+    ) -> None:
+        self.planner = planner
+        self.state_file = None if state_file is None else state_file(planner)
+        self._tiers, self._width = tiers, width
+        self.depths: Sequence[int] | None = None
+        """Numbers of layers that can be drafted; ``None``: any."""
+        self._agree = agree or (lambda numbers: numbers)
+        self._on_cuda = torch.device(device).type == "cuda"
+        self._survival = DeviceSurvival(planner.survival, device)
+        layers = width - 1
+        # Of a step, where CUDA graphs can write them.
+        self._confidences = torch.ones((slots, layers), device=device)
+        self._survivals = torch.ones((slots, layers), device=device)
+        self._outcomes: deque[tuple[HostSizes, int]] = deque(maxlen=LONGEST_LAG)
+        self._times: deque[_Step] = deque(maxlen=LONGEST_LAG)
+        self._step: _Step | None = None
+        self._known_first = np.full(1, 0.5)
+        self._learnt = 0
+
+    def begin(self, batch: int, first: Callable[[], FirstLayer]) -> Choice:
+        """Layers to draft in this step; ``first`` gives what is known of its first drafts."""
+        start = Mark(self._on_cuda)
+        start.set()
+        if self._step is not None:
+            self._step.end = start
+            self._times.append(self._step)
+        self._learn()
+        if not self._on_cuda:
+            self._known_first = first().confidence[0].numpy().astype(np.float64)
+        choice = self.planner.choose(self._known_first, batch, self._rows(batch), self.depths)
+        layers, rows, whole = self._agree(
+            [choice.plan.layers, choice.plan.rows, -1 if choice.whole is None else choice.whole]
+        )
+        plan = choice.plan._replace(layers=layers, rows=rows)
+        choice = Choice(plan, choice.reason, None if whole < 0 else whole)
+        self._step = _Step(choice, plan, batch, start)
+        return choice
+
+    def interrupted(self) -> None:
+        """What comes next is no step like the others: nobody knows when this one ended."""
+        self._step = None
+
+    def drafted(self, confidences: Sequence[Tensor]) -> None:
+        """The confidences [B] of each drafted layer. May be captured in a CUDA graph."""
+        batch, layers = len(confidences[0]), len(confidences)
+        self._confidences[:batch, :layers] = torch.stack(tuple(confidences), dim=1)
+        self._survivals[:batch, :layers] = self._survival(confidences)
+
+    def layers_begin(self) -> None:
+        """The first draft forward of a step starts; of several calls the first counts."""
+        if self._step is not None and not self._step.draft:
+            self._step.draft = [Mark(self._on_cuda), Mark(self._on_cuda)]
+            self._step.draft[0].set()
+
+    def layers_end(self) -> None:
+        """The last draft forward has ended."""
+        if self._step is not None and self._step.draft:
+            self._step.draft[1].set()
+
+    def settle(self, layers: int, whole: Tensor | None, num_whole: int) -> tuple[Tensor, int]:
+        """Rows to verify of each request [B] int32, root included, and of all of them.
+
+        Args:
+            layers: d, drafted.
+            whole: [B] bool: whose drafts are verified to the end, come what may.
+            num_whole: How many of them.
+        """
+        step = self._step
+        assert step is not None, "settled before it began"
+        batch = step.batch
+        if not self._on_cuda:
+            seen = self._confidences[:batch, :layers].numpy().astype(np.float64)
+            plan = self.planner.settle(seen, self._rows(batch))
+            (rows,) = self._agree([plan.rows])
+            step.plan = plan._replace(rows=rows)
+        if step.choice.whole is not None:
+            extra = torch.arange(batch, device=self._survivals.device) == step.choice.whole
+            whole = extra if whole is None else whole | extra
+            num_whole = min(num_whole + 1, batch)
+        wanted = step.plan.rows - batch - num_whole * layers
+        drafts = min(max(wanted, 0), (batch - num_whole) * layers)
+        lens = rows_within(self._survivals[:batch, :layers], drafts, whole)
+        return lens, batch + drafts + num_whole * layers
+
+    @contextmanager
+    def timing(self, target_worker: Any, packing: Packing) -> Iterator[None]:
+        """Time the verify forward of ``packing`` inside the block."""
+        forward = target_worker.forward_batch_generation
+        begin, end = Mark(self._on_cuda), Mark(self._on_cuda)
+
+        def timed_forward(*args: Any, **kwargs: Any) -> Any:
+            begin.set()
+            # Again, before a graph: the device idles until its replay has been launched.
+            with compat.before_replay(target_worker.model_runner, begin.set):
+                result = forward(*args, **kwargs)
+            end.set()
+            return result
+
+        with attach.swapped(target_worker, "forward_batch_generation", timed_forward):
+            yield
+        if self._step is not None:
+            self._step.verify = [begin, end]
+            self._step.rows = packing.forwarded_rows
+
+    def verified(self, layers: int, num_rows: Tensor, accept_lens: Tensor) -> None:
+        """The outcome of a step, of each request [B]: rows verified, root included, and tokens
+        accepted, bonus included.
+        """
+        batch = len(num_rows)
+        parts = (
+            self._confidences[:batch, :layers],
+            num_rows[:, None].float() - 1,
+            accept_lens[:, None].float() - 1,
+        )
+        self._outcomes.append((HostSizes(torch.cat(parts, dim=1)), layers))
+
+    def _learn(self) -> None:
+        """Learn from what has arrived since."""
+        while self._outcomes and self._outcomes[0][0].arrived:
+            sizes, layers = self._outcomes.popleft()
+            outcome = sizes.wait().numpy().astype(np.float64)
+            confidences, drafts, correct = np.split(outcome, [layers, layers + 1], axis=1)
+            self._known_first = confidences[:, 0]
+            self.planner.learn_drafts(confidences, drafts[:, 0], correct[:, 0])
+            self._learnt += 1
+            if self._learnt % REFRESH_EVERY == 0:
+                self._survival.refresh(self.planner.survival)
+        while self._times and self._times[0].end is not None and self._times[0].end.passed:
+            self._learn_time(self._times.popleft())
+        if self.state_file is not None:
+            self.state_file.save_now_and_then()
+
+    def _learn_time(self, step: _Step) -> None:
+        if not step.verify or step.end is None:
+            return
+        self.planner.learn_time(
+            step.plan,
+            rows=step.rows,
+            batch=step.batch,
+            verify_ms=step.verify[0].until(step.verify[1]),
+            draft_ms=step.draft[0].until(step.draft[1]) if step.draft else 0.0,
+            step_ms=step.start.until(step.end),
+        )
+
+    def _rows(self, batch: int) -> list[int]:
+        """Row counts to choose from: tiers that can hold the batch."""
+        most = batch * self._width
+        tiers = self._tiers()
+        if tiers is None:
+            return every_few(batch, most)
+        fitting = [t for t in tiers.rows if tiers.pick(t, batch) == t]
+        # Beyond the largest graph all is eager.
+        return fitting or every_few(batch, most)
+
+
+def every_few(least: int, most: int) -> list[int]:
+    """About thirty numbers from ``least`` to ``most``, both among them."""
+    return sorted({*range(least, most, max((most - least) // 30, 1)), most})

@@ -1,0 +1,104 @@
+"""What a planner has learnt, kept in a file, so that a server that starts again knows its load.
+
+JSON of a few kilobytes, written whole or not at all. A file that cannot be read, or that was learnt
+by other models, is told in one line, and the planner starts as if there were none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from sglang_c2t.checks import ConfigError, told
+from sglang_c2t.files import write_whole
+from sglang_c2t.plan.planner import Planner
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+
+#: Seconds between two writes while the server runs.
+EVERY = 60.0
+
+#: Bytes; a file of ours is far smaller.
+LARGEST = 1 << 20
+
+
+class StateFile:
+    """The file of one planner.
+
+    Args:
+        path: Where; its directory exists.
+        planner: Whose state it holds. What an earlier server left is restored at once.
+        learnt_on: What the state is true of: models, policy, draft length.
+
+    Raises:
+        ConfigError: The file could not be written.
+    """
+
+    def __init__(self, path: Path, planner: Planner, learnt_on: dict[str, Any]) -> None:
+        self._path, self._planner, self._learnt_on = path, planner, learnt_on
+        self._saved_at = time.monotonic()
+        self._failed = False
+        if not path.parent.is_dir():
+            raise ConfigError(f"c2t state: {path.parent} is no directory, for the file {path.name}")
+        if path.exists():
+            self._restore()
+        else:
+            logger.info("C2T: no state in %s yet: the planner starts cold", path)
+        self.save()
+        if self._failed:
+            raise ConfigError(f"c2t state: {path} cannot be written")
+
+    def save_now_and_then(self) -> None:
+        """Write it, if it has not been written for a while."""
+        if time.monotonic() - self._saved_at >= EVERY:
+            self.save()
+
+    def save(self) -> None:
+        """Write it; where that fails serving goes on, and the log says so once."""
+        self._saved_at = time.monotonic()
+        content = {
+            "version": VERSION,
+            "learnt_on": self._learnt_on,
+            "planner": self._planner.state(),
+        }
+        text = json.dumps(content) + "\n"
+        try:
+            write_whole({self._path: lambda path: path.write_text(text, encoding="utf-8")})
+        except OSError as error:
+            if not self._failed:
+                logger.warning("C2T: cannot write %s: %s", self._path, error.strerror)
+            self._failed = True
+        else:
+            self._failed = False
+
+    def _restore(self) -> None:
+        try:
+            self._planner.restore(self._read())
+        except Exception as error:  # whatever a file may hold
+            self._planner.forget()
+            logger.warning(
+                "C2T: the state in %s cannot be used, and the planner starts cold: %s",
+                self._path,
+                told(error),
+            )
+        else:
+            logger.info("C2T: the planner goes on from %s", self._path)
+
+    def _read(self) -> dict[str, Any]:
+        if (size := self._path.stat().st_size) > LARGEST:
+            raise ValueError(f"{size} bytes are too many for a state")
+        content = json.loads(self._path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.get("version") != VERSION:
+            raise ValueError(f"it is no state of version {VERSION}")
+        theirs = content.get("learnt_on")
+        if theirs != self._learnt_on:
+            raise ValueError(f"it was learnt on {theirs}, not on {self._learnt_on}")
+        state = content["planner"]
+        if not isinstance(state, dict):
+            raise ValueError("its planner is no object")
+        return state
