@@ -51,7 +51,8 @@ class DeviceSurvival:
 def _calibrated(confidences: Tensor, values: Tensor) -> Tensor:
     """:meth:`Survival.of_chains`; ``values`` [D, K]."""
     bins = values.shape[1]
-    place = (torch.logit(confidences, eps=1e-6).clamp(-LIMIT, LIMIT) + LIMIT) * (bins / (2 * LIMIT))
+    least = torch.cummin(confidences, dim=1).values
+    place = (torch.logit(least, eps=1e-6).clamp(-LIMIT, LIMIT) + LIMIT) * (bins / (2 * LIMIT))
     place = place - 0.5  # between the middles of bins
     left = place.floor().clamp(0, bins - 2)
     share = (place - left).clamp(0.0, 1.0)

@@ -23,6 +23,9 @@ MEMORY = 9
 #: What was measured before counts as so many measurements of its size.
 SEED = 3
 
+#: Measurements of a curve after which one of a size says nothing any more.
+STALE = 500
+
 #: Sizes in a curve that comes from outside.
 LARGEST = 10_000
 
@@ -32,8 +35,9 @@ class Curve:
 
     A median because a pause of the machine must not make a size look dear; rising, because a larger
     forward never takes less: sizes that say otherwise are pooled, and the median of all they
-    measured is theirs. Between sizes it is interpolated, beyond them drawn on with the slope of the
-    outermost two.
+    measured is theirs. Between sizes it is interpolated; beyond them it goes on with the slope from
+    the smallest to the largest, though no size costs less than its share of a larger one. What was
+    measured long ago gives way to the first new measurement.
 
     Args:
         memory: Measurements kept of a size.
@@ -49,6 +53,8 @@ class Curve:
     def observe(self, size: int, milliseconds: float) -> None:
         """One measurement."""
         self.measurements += 1
+        if self.measurements - self._measured_at.get(size, self.measurements) > STALE:
+            self._samples[size].clear()
         self._samples.setdefault(size, deque(maxlen=self._memory)).append(milliseconds)
         self._measured_at[size] = self.measurements
         self._fit = None
@@ -76,19 +82,20 @@ class Curve:
         size = np.asarray(size, dtype=np.float64)
         if len(sizes) < 2:
             return np.full(size.shape, values[0] if len(sizes) else 0.0)
-        at = np.clip(np.searchsorted(sizes, size, side="right"), 1, len(sizes) - 1)
-        x0, x1, y0, y1 = sizes[at - 1], sizes[at], values[at - 1], values[at]
-        return np.asarray(np.maximum(y0 + (y1 - y0) * (size - x0) / (x1 - x0), 0.0))
+        slope = (values[-1] - values[0]) / (sizes[-1] - sizes[0])
+        below, above = np.minimum(size - sizes[0], 0.0), np.maximum(size - sizes[-1], 0.0)
+        drawn = np.interp(size, sizes, values) + slope * (below + above)
+        return np.asarray(np.maximum(drawn, values[0] * np.minimum(size / sizes[0], 1.0)))
 
-    def stale(self, among: Iterable[int], older_than: int) -> int | None:
-        """The size whose last measurement is the oldest, if it is that old or there is none."""
-        ages = {
-            size: self.measurements - self._measured_at.get(size, -older_than) for size in among
-        }
-        if not ages:
+    def stale(self, among: Iterable[int]) -> int | None:
+        """Of sizes that were measured, the one whose last measurement is the oldest, if it is that
+        old that it should be measured again.
+        """
+        measured = [size for size in among if size in self._measured_at]
+        oldest = min(measured, key=lambda size: (self._measured_at[size], size), default=None)
+        if oldest is None or self.measurements - self._measured_at[oldest] <= STALE:
             return None
-        oldest = max(ages, key=lambda size: (ages[size], -size))
-        return oldest if ages[oldest] >= older_than else None
+        return oldest
 
     def _fitted(self) -> tuple[Array, Array]:
         if self._fit is None:

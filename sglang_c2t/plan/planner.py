@@ -89,6 +89,10 @@ class Planner:
         self._steps = 0
         self._spent = 0.0  # milliseconds of all steps
         self._explored = (0, 0.0)  # steps and milliseconds when all layers were last drafted
+        self.predicted_ms = self.measured_ms = 0.0
+        """Of all steps that had a prediction, together."""
+        self._measures: int | None = None
+        """Rows that an exploring step verifies to learn what they cost."""
         self._errors: deque[float] = deque(maxlen=512)
         self._reliability = np.zeros((max_depth, 3, RELIABILITY_BINS))  # seen, predicted, survived
 
@@ -117,14 +121,19 @@ class Planner:
         survival = self.survival.of_chains(self._continuations.drawn(first[:, None], samples))
         plan = best_plan(survival, batch, self.cost, depths=depths, tiers=tiers)
         deepest = best_plan(survival, batch, self.cost, depths=depths[-1:], tiers=tiers)
-        # Layers that are not drafted may have got better. To draft them all at the best number of
-        # rows costs what the rates differ by; so much may be spent of all time.
+        # Layers that are not drafted may have got better, and rows that are not verified cheaper.
+        # To look costs what the rates differ by; so much may be spent of all time.
+        if (stale := self.cost.verify.stale(tiers)) is not None:
+            price = float(self.cost(stale, batch, deepest.layers))
+            deepest = Plan(deepest.layers, stale, float(batch), price)
         lost = deepest.milliseconds * (1.0 - deepest.rate / plan.rate)
         steps, spent = self._steps - self._explored[0], self._spent - self._explored[1]
-        if plan.layers == depths[-1]:
+        self._measures = None
+        if plan.layers == depths[-1] and stale is None:
             self._explored = self._steps, self._spent
         elif steps >= EXPLORE_EVERY or lost < EXPLORING * spent:
             self._explored = self._steps, self._spent
+            self._measures = stale
             return Choice(deepest, "explore", whole)
         return Choice(plan, "plan", whole)
 
@@ -136,6 +145,9 @@ class Planner:
             # Rows of every number are measured once, from all to none.
             rows = tiers[-1 - self._steps % min(len(tiers), ENOUGH) * (len(tiers) // ENOUGH)]
             return Plan(layers, min(max(rows, batch), batch * (1 + layers)), float(batch), 1.0)
+        if self._measures is not None:
+            rows = min(self._measures, batch * (1 + layers))
+            return Plan(layers, rows, float(batch), float(self.cost(rows, batch, layers)))
         return best_plan(survival, batch, self.cost, depths=[layers], tiers=tiers)
 
     def learn_drafts(self, confidences: Array, num_drafts: Numbers, num_correct: Numbers) -> None:
@@ -160,7 +172,10 @@ class Planner:
         parts = {"verify_ms": verify_ms, "draft_ms": draft_ms}
         rest = max(step_ms - verify_ms - draft_ms, 0.0)
         if self.cost.rest.known:
-            self._errors.append(float(self.cost(rows, batch, choice.layers)) / step_ms)
+            predicted = float(self.cost(rows, batch, choice.layers))
+            self._errors.append(predicted / step_ms)
+            self.predicted_ms += predicted
+            self.measured_ms += step_ms
         self.cost.observe(rows=rows, batch=batch, layers=choice.layers, rest_ms=rest, **parts)
         self._spent += step_ms
 

@@ -93,9 +93,14 @@ class Survival:
         return np.asarray(low + share * (high - low))
 
     def of_chains(self, confidences: Array) -> Array:
-        """[S, d] survival of chains with ``confidences`` [S, d]: a draft falls with its parent."""
+        """[S, d] survival of chains with ``confidences`` [S, d].
+
+        A draft falls with its parent: it is as sure as the least sure draft up to it, and survives
+        no more often than its parent.
+        """
         depths = 1 + np.arange(confidences.shape[1])
-        return np.minimum.accumulate(self(depths, confidences), axis=1)
+        least = np.minimum.accumulate(confidences, axis=1)
+        return np.minimum.accumulate(self(depths, least), axis=1)
 
     def learn(self, confidences: Array, num_drafts: Numbers, num_correct: Numbers) -> None:
         """Learn from chains with ``confidences`` [S, d], of which ``num_drafts`` [S] drafts were
@@ -104,7 +109,8 @@ class Survival:
         depths = np.broadcast_to(1 + np.arange(confidences.shape[1]), confidences.shape)
         verified = depths <= num_drafts[:, None]
         survived = depths <= num_correct[:, None]
-        self.observe(depths[verified], confidences[verified], survived[verified])
+        least = np.minimum.accumulate(confidences, axis=1)
+        self.observe(depths[verified], least[verified], survived[verified])
 
     def parameters(self) -> list[Array]:
         """What a device needs to compute :meth:`of_chains`: values [D, K]."""

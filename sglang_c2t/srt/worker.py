@@ -124,6 +124,7 @@ class WorkerMixin(EAGLEWorkerV2):
             drafted=self._draft_worker.drafted_rows,
             forwarded_rows=packing.forwarded_rows if packing else width * len(batch.seq_lens),
             max_rows=self._config.max_verify_rows,
+            planned=planning.told if planning else None,
             fell_back=gate.fell_back,
         )
         if self._recorder is not None and gate.exploring:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.cost import Curve, StepCost
+from sglang_c2t.plan.cost import STALE, Curve, StepCost
 
 MEASURED = st.lists(st.tuples(st.integers(1, 64), st.floats(0.1, 100)), min_size=1, max_size=40)
 
@@ -55,12 +55,21 @@ def test_a_seed_gives_way_to_measurements_and_never_to_another_seed() -> None:
     assert curve.points == {8: 5.0, 16: 8.0}
 
 
-def test_the_size_measured_longest_ago_is_stale() -> None:
-    curve = curve_of((1, 1.0), (2, 1.0), (2, 1.0), (2, 1.0))
-    assert curve.stale([1, 2], older_than=3) == 1
-    assert curve.stale([1, 2], older_than=4) is None
-    assert curve.stale([1, 2, 4], older_than=4) == 4, "never measured"
-    assert curve.stale([], older_than=1) is None
+def test_a_size_measured_long_ago_is_stale_and_its_next_measurement_is_believed() -> None:
+    curve = curve_of(*[(4, 900.0)] * 9, *[(8, 1.0)] * STALE)
+    assert curve.stale([4, 8]) is None
+    curve.observe(8, 1.0)
+    assert curve.stale([4, 8]) == 4
+    assert curve.stale([8, 16]) is None, "what was never measured is drawn from the others"
+    curve.observe(4, 0.5)
+    assert curve(4) == 0.5
+    assert curve.stale([4, 8]) is None
+
+
+def test_no_size_is_free() -> None:
+    curve = curve_of((10, 5.0), (20, 70.0))
+    assert curve(5) == pytest.approx(2.5)
+    assert curve(1) == pytest.approx(0.5)
 
 
 def test_a_step_is_its_parts_and_comes_back_from_a_file() -> None:

@@ -32,6 +32,7 @@ from sglang_c2t.plan.planner import Choice, Planner
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.draft.state_file import StateFile
+from sglang_c2t.srt.hooks.step_metrics import PlannedStep
 from sglang_c2t.srt.verify.packing import HostSizes, Packing
 
 # B requests, D layers, d of them drafted, N = D + 1 rows of a full chain, T rows of the forward
@@ -144,6 +145,16 @@ class Planning:
         choice = Choice(plan, choice.reason, None if whole < 0 else whole)
         self._step = _Step(choice, plan, batch, start)
         return choice
+
+    @property
+    def told(self) -> PlannedStep | None:
+        """What metrics say of the step in progress."""
+        if self._step is None:
+            return None
+        planner = self.planner
+        return PlannedStep(
+            self._step.choice.reason, planner.predicted_ms / 1e3, planner.measured_ms / 1e3
+        )
 
     def interrupted(self) -> None:
         """What comes next is no step like the others: nobody knows when this one ended."""

@@ -70,7 +70,7 @@ def changed(in_force: C2TConfig, values: object, start: C2TConfig) -> C2TConfig:
         raise ConfigError(f"the body must be a JSON object, got {type(values).__name__}")
     values = dict(values)
     forget = values.pop(FORGET, None)
-    require(forget in (None, True), f"c2t {FORGET}", "true", forget)
+    require(forget is None or forget is True, f"c2t {FORGET}", "true", forget)
     for name in values:
         if name not in CHANGEABLE:
             raise ConfigError(
@@ -331,6 +331,10 @@ async def _states(manager: Any) -> list[dict[str, Any]]:
 
 
 def _told(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The settings in force, and how often each scheduler has changed them."""
+    """The settings in force, how often each scheduler has changed them, and what its planner has
+    learnt, where a policy plans.
+    """
     config = C2TConfig.from_json(states[0]["config"], source="/c2t")
-    return {**settings(config), "switches": [state["control"]["switches"] for state in states]}
+    told = {**settings(config), "switches": [state["control"]["switches"] for state in states]}
+    planners = [state.get("planner") for state in states]
+    return told | ({"planner": planners} if any(planners) else {})

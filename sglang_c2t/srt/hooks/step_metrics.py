@@ -19,6 +19,17 @@ from sglang_c2t.srt.hooks.reporting import GATE_CLOCK
 
 
 @dataclass(frozen=True)
+class PlannedStep:
+    """What a planner says of a step."""
+
+    reason: str
+    predicted_seconds: float
+    """Of all steps so far that had a prediction, like the next."""
+
+    measured_seconds: float
+
+
+@dataclass(frozen=True)
 class Step:
     """What the host knows of a verification beyond its result, whose ``c2t_step`` it is."""
 
@@ -35,6 +46,9 @@ class Step:
     max_rows: int | None = None
     """``--c2t-max-verify-rows``."""
 
+    planned: PlannedStep | None = None
+    """How the step was planned; ``None``: by no planner."""
+
     fell_back: bool = False
     """Whether the policy failed, so that drafts stayed whole."""
 
@@ -42,13 +56,15 @@ class Step:
         """Why a request's draft of ``rows`` rows ended, in a batch of ``batch_rows``.
 
         ``full``: nothing more may be verified. ``depth``: the batch drafted no deeper.
-        ``budget``: the rows of the batch were used up. ``policy``: all else.
+        ``budget``: the rows of the batch were used up, as a plan's always are. ``policy``: all
+        else.
         """
         if rows >= self.full:
             return "full"
         if rows >= self.drafted:
             return "depth"
-        if self.max_rows is not None and batch_rows >= self.max_rows:
+        spent = self.max_rows is not None and batch_rows >= self.max_rows
+        if spent or self.planned is not None:
             return "budget"
         return "policy"
 
@@ -94,6 +110,25 @@ class Series:
             buckets=_buckets(full - 1),
         ).labels(**labels)
         self._gate_seconds_told = 0.0
+        plans = Counter("c2t:plans", "Steps that a planner planned, by why.", (*names, "reason"))
+        self.plans = {
+            reason: plans.labels(**labels, reason=reason)
+            for reason in ("plan", "unknown", "explore")
+        }
+        self.planned_layers = counter("planned_layers", "Draft layers of planned steps.")
+        self.predicted = counter("predicted_step_seconds", "What planned steps should have taken.")
+        self.measured = counter("measured_step_seconds", "What those steps did take.")
+        self._planned_told = 0.0, 0.0
+
+    def _add_plan(self, planned: PlannedStep, layers: int) -> None:
+        self.plans[planned.reason].inc()
+        self.planned_layers.inc(layers)
+        told = planned.predicted_seconds, planned.measured_seconds
+        for series, now, before in zip(
+            (self.predicted, self.measured), told, self._planned_told, strict=True
+        ):
+            series.inc(max(now - before, 0.0))
+        self._planned_told = told
 
     def add(self, step: Step, batch_rows: int, counted: list[tuple[int, int]]) -> None:
         """Count a step: (rows, accepted drafts) of each request that SGLang counts it for."""
@@ -101,6 +136,8 @@ class Series:
         self.rows.inc(batch_rows)
         self.padding.inc(step.forwarded_rows - batch_rows)
         self.policy_failures.inc(step.fell_back)
+        if step.planned is not None:
+            self._add_plan(step.planned, step.drafted - 1)
         spent = GATE_CLOCK.seconds
         self.gate_seconds.inc(spent - self._gate_seconds_told)
         self._gate_seconds_told = spent

@@ -1,0 +1,55 @@
+"""The twins of estimators on a device say what the estimators say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sglang_c2t.draft.survivals import DeviceSurvival
+from sglang_c2t.plan.survival import OneSlope, Survival
+
+DEPTH = 4
+
+
+def taught(kind: type, rng: np.random.Generator) -> Survival | OneSlope:
+    estimator: Survival | OneSlope = kind(DEPTH)
+    for _ in range(OneSlope.EVERY):  # so many steps until the other one learns at all
+        drafts = rng.integers(0, DEPTH + 1, 20)
+        correct = np.minimum(drafts, rng.integers(0, DEPTH + 1, 20))
+        estimator.learn(rng.uniform(0, 1, (20, DEPTH)), drafts, correct)
+    return estimator
+
+
+@pytest.mark.parametrize("kind", [Survival, OneSlope])
+@given(st.integers(0, 2**32 - 1), st.integers(1, DEPTH))
+def test_a_twin_says_what_the_estimator_has_learnt(kind: type, seed: int, layers: int) -> None:
+    rng = np.random.default_rng(seed)
+    estimator = kind(DEPTH)
+    twin = DeviceSurvival(estimator, "cpu")
+    for learnt in (estimator, taught(kind, rng)):
+        twin.refresh(learnt)
+        # As float32 has them: nearest to 1, log odds would differ by more than rounding.
+        drawn = np.concatenate([rng.uniform(0, 1, (9, layers)), np.full((1, layers), 1e-7)])
+        confidences = torch.tensor(drawn, dtype=torch.float32)
+        found = twin(confidences.unbind(dim=1)).numpy()
+        expected = learnt.of_chains(confidences.numpy().astype(np.float64))
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert (np.diff(found, axis=1) <= 1e-7).all(), "survival falls"
+
+
+@pytest.mark.parametrize("kind", [Survival, OneSlope])
+def test_certain_drafts_have_a_survival_too(kind: type) -> None:
+    twin = DeviceSurvival(kind(DEPTH), "cpu")
+    found = twin([torch.tensor([0.0, 1.0])] * 2)
+    assert torch.isfinite(found).all()
+    assert (found[0] < found[1]).all()
+
+
+@pytest.mark.parametrize("kind", [Survival, OneSlope])
+def test_nothing_is_read_on_the_host(kind: type) -> None:
+    with FakeTensorMode():
+        assert DeviceSurvival(kind(DEPTH), "cpu")([torch.empty(3)] * 2).shape == (3, 2)

@@ -1,0 +1,160 @@
+"""The planner beside a made-up server whose costs and survivals are known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from sglang_c2t.plan.plan import best_plan
+from sglang_c2t.plan.planner import EXPLORE_EVERY, WHOLE_EVERY, Choice, Planner
+from sglang_c2t.plan.survival import OneSlope, Survival
+
+DEPTH = 5
+
+
+@dataclass
+class MadeUpServer:
+    """Serves B requests: draws chains, verifies what the plan says, takes its time.
+
+    A draft of confidence c survives with probability c ** ``power``: confidences rank well and
+    mean nothing until they are calibrated.
+    """
+
+    batch: int
+    row_ms: float = 1.0
+    layer_ms: float = 4.0
+    floor_ms: float = 30.0
+    power: float = 2.0
+    pause_ms: float = 0.0
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def chains(self, batch: int) -> np.ndarray:
+        """[B, D] confidences that a draft and all before it are accepted."""
+        odds = self.rng.normal(1.5, 1.5, (batch, 1)) + self.rng.normal(0, 0.7, (batch, DEPTH))
+        return np.cumprod(1.0 / (1.0 + np.exp(-odds)), axis=1)
+
+    def cost(self, rows, _batch: int, layers: int) -> np.ndarray:
+        return self.floor_ms + self.row_ms * np.asarray(rows) + self.layer_ms * (layers - 1)
+
+    def tiers(self) -> list[int]:
+        return list(range(self.batch, self.batch * (DEPTH + 1) + 1))
+
+    def serve(self, planner: Planner, steps: int) -> tuple[list[Choice], float]:
+        """So many steps; returns what was chosen and tokens a millisecond."""
+        choices, tokens, spent = [], 0.0, 0.0
+        for _ in range(steps):
+            chains = self.chains(self.batch)
+            choice = planner.choose(chains[:, 0], self.batch, self.tiers())
+            drafted = chains[:, : choice.plan.layers]
+            plan = planner.settle(drafted, self.tiers())
+            drafts = self.kept(planner, drafted, plan.rows - self.batch)
+            lives = self.rng.uniform(size=(self.batch, 1)) < chains**self.power
+            correct = np.minimum(lives.sum(axis=1), drafts)
+            planner.learn_drafts(drafted, drafts, correct)
+            draft_ms = self.layer_ms * (choice.plan.layers - 1)
+            verify_ms = self.floor_ms + self.row_ms * plan.rows + self.pause_ms
+            planner.learn_time(
+                plan, rows=plan.rows, batch=self.batch, verify_ms=verify_ms, draft_ms=draft_ms,
+                step_ms=verify_ms + draft_ms,
+            )  # fmt: skip
+            tokens += self.batch + correct.sum()
+            spent += verify_ms + draft_ms
+            choices.append(choice)
+        return choices, tokens / spent
+
+    def kept(self, planner: Planner, drafted: np.ndarray, drafts: int) -> np.ndarray:
+        """[B]: drafts of each request among the best."""
+        survival = planner.survival.of_chains(drafted)
+        order = np.argsort(-survival.T.ravel(), kind="stable")[:drafts]
+        return np.bincount(order % self.batch, minlength=self.batch)
+
+    def best_rate(self) -> float:
+        """Oracle: of the best plan for chains whose survival and cost are known."""
+        chains = self.chains(4000)
+        plan = best_plan(
+            chains**self.power,
+            self.batch,
+            self.cost,
+            depths=range(1, DEPTH + 1),
+            tiers=self.tiers(),
+        )
+        return plan.rate
+
+
+@pytest.mark.parametrize("batch", [4, 32])
+@pytest.mark.parametrize("row_ms", [0.05, 1.0, 5.0])
+def test_it_serves_as_fast_as_one_that_knew_everything(batch: int, row_ms: float) -> None:
+    """Within five percent, which is what ranking by a running minimum and exploring cost."""
+    server = MadeUpServer(batch, row_ms)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    server.serve(planner, 300)
+    _, rate = server.serve(planner, 300)
+    assert rate >= 0.95 * server.best_rate()
+
+
+def test_where_rows_are_dear_it_drafts_next_to_nothing_and_still_looks_now_and_then() -> None:
+    server = MadeUpServer(8, row_ms=40.0, layer_ms=50.0, floor_ms=0.0)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    server.serve(planner, 100)
+    choices, _ = server.serve(planner, 2 * EXPLORE_EVERY)
+    assert np.mean([c.plan.layers == 1 for c in choices]) > 0.95
+    explored = [c for c in choices if c.reason == "explore"]
+    assert 1 <= len(explored) <= 20
+    assert all(c.plan.layers == DEPTH for c in explored)
+
+
+def test_a_slow_start_is_no_dead_spot() -> None:
+    """Layers and rows that were dear while a process was warming up are looked at again."""
+    planner = Planner(DEPTH, Survival(DEPTH))
+    MadeUpServer(4, layer_ms=3000.0, pause_ms=5000.0).serve(planner, 12)
+    server = MadeUpServer(4, row_ms=0.01)
+    server.serve(planner, 4 * EXPLORE_EVERY)
+    _, rate = server.serve(planner, 300)
+    assert rate >= 0.95 * server.best_rate()
+
+
+def test_one_request_now_and_then_is_verified_to_its_end_each_in_turn() -> None:
+    planner = Planner(DEPTH, Survival(DEPTH))
+    choices, _ = MadeUpServer(3).serve(planner, 4 * WHOLE_EVERY)
+    whole = [choice.whole for choice in choices if choice.whole is not None]
+    assert whole == [1, 2, 0, 1]
+
+
+def test_it_tells_how_right_it_was() -> None:
+    server = MadeUpServer(16)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    server.serve(planner, 50)
+    assert planner.predicted_over_measured == pytest.approx(1.0, abs=0.02)
+    planner._reliability[:] = 0  # what it said before it had learnt anything
+    server.serve(planner, 600)
+    assert max(planner.calibration_errors()[:3]) < 0.03
+    told = json.loads(json.dumps(planner.report()))
+    assert told["steps"] == 650
+    assert np.sum(told["reliability"]["survived"]) > 1000
+
+
+def test_vllms_estimator_plans_rows_and_drafts_every_layer() -> None:
+    server = MadeUpServer(32, row_ms=3.0)
+    planner = Planner(DEPTH, OneSlope(DEPTH), all_layers=True)
+    choices, _ = server.serve(planner, 300)
+    assert {choice.plan.layers for choice in choices} == {DEPTH}
+    assert choices[-1].plan.rows < 32 * (DEPTH + 1)
+
+
+@pytest.mark.parametrize("kind", [Survival, OneSlope])
+def test_what_was_learnt_comes_back_and_is_forgotten_on_command(kind: type) -> None:
+    server = MadeUpServer(8)
+    planner, again = Planner(DEPTH, kind(DEPTH)), Planner(DEPTH, kind(DEPTH))
+    server.serve(planner, 250)
+    again.restore(json.loads(json.dumps(planner.state())))
+    chains = server.chains(20)
+    expected = planner.survival.of_chains(chains)
+    assert again.survival.of_chains(chains) == pytest.approx(expected)
+    assert again.cost(20, 8, 3) == pytest.approx(planner.cost(20, 8, 3))
+    again.reset()
+    unknown = kind(DEPTH).of_chains(chains)
+    assert again.survival.of_chains(chains) == pytest.approx(unknown)
+    assert again.cost(20, 8, 3) == pytest.approx(planner.cost(20, 8, 3)), "the machine is the same"
