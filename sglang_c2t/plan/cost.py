@@ -23,8 +23,8 @@ MEMORY = 9
 #: What was measured before counts as so many measurements of its size.
 SEED = 3
 
-#: Measurements of a curve after which one of a size says nothing any more.
-STALE = 500
+#: Steps after which a measurement says nothing any more.
+STALE = 400
 
 #: Sizes in a curve that comes from outside.
 LARGEST = 10_000
@@ -48,16 +48,21 @@ class Curve:
         self._samples: dict[int, deque[float]] = {}
         self._measured_at: dict[int, int] = {}
         self.measurements = 0
+        self._steps = 0
         self._fit: tuple[Array, Array] | None = None
 
     def observe(self, size: int, milliseconds: float) -> None:
         """One measurement."""
         self.measurements += 1
-        if self.measurements - self._measured_at.get(size, self.measurements) > STALE:
+        if self._steps - self._measured_at.get(size, self._steps) > STALE:
             self._samples[size].clear()
         self._samples.setdefault(size, deque(maxlen=self._memory)).append(milliseconds)
-        self._measured_at[size] = self.measurements
+        self._measured_at[size] = self._steps
         self._fit = None
+
+    def step(self) -> None:
+        """Another step, whether or not it measured anything here: measurements grow old."""
+        self._steps += 1
 
     def seed(self, points: Mapping[int, float]) -> None:
         """Sizes measured before: believed until enough of what is measured says otherwise."""
@@ -93,7 +98,7 @@ class Curve:
         """
         measured = [size for size in among if size in self._measured_at]
         oldest = min(measured, key=lambda size: (self._measured_at[size], size), default=None)
-        if oldest is None or self.measurements - self._measured_at[oldest] <= STALE:
+        if oldest is None or self._steps - self._measured_at[oldest] <= STALE:
             return None
         return oldest
 
@@ -136,6 +141,8 @@ class StepCost:
         rest_ms: float,
     ) -> None:
         """A step: ``rows`` T forwarded for ``batch`` B requests behind ``layers`` d of drafts."""
+        for curve in self._curves.values():
+            curve.step()
         self.verify.observe(rows, verify_ms)
         self.rest.observe(batch, rest_ms)
         if layers > 1:

@@ -56,9 +56,12 @@ def test_a_seed_gives_way_to_measurements_and_never_to_another_seed() -> None:
 
 
 def test_a_size_measured_long_ago_is_stale_and_its_next_measurement_is_believed() -> None:
-    curve = curve_of(*[(4, 900.0)] * 9, *[(8, 1.0)] * STALE)
+    curve = curve_of(*[(4, 900.0)] * 9)
+    for _ in range(STALE):
+        curve.step()
+        curve.observe(8, 1.0)
     assert curve.stale([4, 8]) is None
-    curve.observe(8, 1.0)
+    curve.step()
     assert curve.stale([4, 8]) == 4
     assert curve.stale([8, 16]) is None, "what was never measured is drawn from the others"
     curve.observe(4, 0.5)

@@ -1,0 +1,96 @@
+"""A server that plans its steps: same answers, what it learnt is told, kept and forgotten."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from eval.server import Launch, Server, running, speculative_flags
+from sglang_c2t.offline.client import run_load
+from tests.e2e.conftest import BODIES, CONCURRENCY, run_beside_posts
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A server with ``--c2t-policy auto``."""
+
+    server: Server
+    state: Path
+
+    def told(self) -> dict[str, Any]:
+        found: dict[str, Any] = requests.get(f"{self.server.url}/c2t", timeout=60).json()
+        return found
+
+
+@pytest.fixture(scope="module", params=["EAGLE3", "STANDALONE"])
+def planned(request: pytest.FixtureRequest, logs: Path) -> Iterator[Planned]:
+    state = logs / f"planner-{request.param}.json"
+    state.write_text('{"version": 1, "planner": "of a server that died while writing"')
+    flags = ("--c2t", "--c2t-policy", "auto", "--c2t-state", str(state), "--enable-metrics")
+    launch = Launch(f"planned-{request.param}", (*speculative_flags(request.param), *flags))
+    with running(launch, logs) as server:
+        yield Planned(server, state)
+
+
+def test_outputs_are_those_without_speculation_at_every_load(
+    planned: Planned, expected: list[tuple[int, ...]]
+) -> None:
+    for concurrency in (1, 4, CONCURRENCY, len(BODIES)):
+        planned.server.flush_cache()
+        assert run_load(planned.server.url, BODIES, concurrency=concurrency).outputs == expected
+
+
+def test_policies_that_plan_and_others_take_turns_during_requests(
+    planned: Planned, expected: list[tuple[int, ...]]
+) -> None:
+    posts = [{"policy": name} for name in ("rows-only", "c2t-plus", "auto", "fixed", "auto")]
+    planned.server.flush_cache()
+    result, switches = run_beside_posts(planned.server.url, posts, {})
+    assert result.outputs == expected
+    assert switches > len(posts)
+    planned.server.switch(policy="auto")
+
+
+def test_what_it_learnt_is_told_and_kept(planned: Planned) -> None:
+    run_load(planned.server.url, BODIES, concurrency=4)
+    (told,) = planned.told()["planner"]
+    assert told["steps"] > 20
+    assert len(told["calibration_error"]) == 5
+    curves = told["cost_ms"]
+    assert all(curves[name] for name in ("verify", "layer", "rest"))
+    assert 0.3 < told["predicted_over_measured"] < 3
+    kept = json.loads(planned.state.read_text())
+    assert kept["learnt_on"]["policy"] == "auto"
+    assert kept["planner"]["cost"]["verify"].keys() == curves["verify"].keys()
+    assert "the planner starts cold" in planned.server.log.read_text()
+
+
+def test_the_planner_forgets_on_command_and_only_a_planner(planned: Planned) -> None:
+    run_load(planned.server.url, BODIES[:8], concurrency=4)
+    planned.server.switch(forget=True)
+    (told,) = planned.told()["planner"]
+    assert sum(map(sum, told["reliability"]["drafts"])) == 0
+    planned.server.switch(policy="c2t")
+    assert "planner" not in planned.told()
+    refusal = requests.post(f"{planned.server.url}/c2t", json={"forget": True}, timeout=60)
+    assert refusal.status_code == 400
+    assert "learns nothing while it serves" in refusal.text
+    planned.server.switch(policy="auto")
+
+
+def test_its_series_add_up(planned: Planned) -> None:
+    run_load(planned.server.url, BODIES[:8], concurrency=4)
+    text = requests.get(f"{planned.server.url}/metrics", timeout=60).text
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("c2t:"))
+    value = lambda name: sum(  # noqa: E731
+        float(v) for key, v in lines.items() if key.startswith(f"c2t:{name}_total")
+    )
+    assert value("plans") > 0
+    assert value("planned_layers") >= value("plans")
+    assert 0.2 < value("predicted_step_seconds") / value("measured_step_seconds") < 5
