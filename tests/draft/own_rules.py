@@ -1,4 +1,4 @@
-"""Rules that no gate program knows, so that torch is asked."""
+"""Rules that no gate program knows, so that torch is asked; and explorations by a list."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from sglang_c2t.draft.gate import Exploration
 from sglang_c2t.draft_layer import DraftLayer
+
+
+class Scheduled(Exploration):
+    """Explores the steps that a list names."""
+
+    def __init__(self, *steps: bool, names: frozenset[str] = frozenset({"margin"})) -> None:
+        self.steps, self.names = list(steps), names
+
+    def next_step_explores(self) -> bool:
+        return self.steps.pop(0)
 
 
 @dataclass(frozen=True)
