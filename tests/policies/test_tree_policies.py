@@ -18,7 +18,7 @@ from sglang_c2t.policies import (
     build_tree_policy,
     tree_policy_names,
 )
-from sglang_c2t.policies.base import Growth, TreeLayer, TreeShape, is_tree_policy
+from sglang_c2t.policies.base import Growth, TreeLayer, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.entropy_width import branching_factor
 from sglang_c2t.policies.fork import Fork
@@ -93,33 +93,27 @@ def test_paths_that_are_no_tree_are_refused(paths: Any, said: str) -> None:
         build_tree_policy(C2TConfig("static", policy_options={"paths": paths}))
 
 
+#: No rank exceeds 1, but three nodes of layer 2 have children.
+NARROW = StaticTree([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0]])
+
+
 @pytest.mark.parametrize(
-    ("shape", "flags"),
+    ("policy", "shape", "flags"),
     [
-        (TreeShape(3, 5, 26), "--speculative-eagle-topk 4"),
-        (TreeShape(4, 4, 26), "--speculative-num-steps 5"),
-        (TreeShape(4, 5, 25), "--speculative-num-draft-tokens 26"),
-        (
-            TreeShape(2, 3, 8),
-            "--speculative-eagle-topk 4 --speculative-num-steps 5 "
-            "--speculative-num-draft-tokens 26",
-        ),
+        (StaticTree(), TreeShape(3, 5, 26), "--speculative-eagle-topk 4"),
+        (StaticTree(), TreeShape(4, 4, 26), "--speculative-num-steps 5"),
+        (StaticTree(), TreeShape(4, 5, 25), "--speculative-num-draft-tokens 26"),
+        (StaticTree(), TreeShape(2, 3, 8), "--speculative-eagle-topk 4 --speculative-num-steps 5 "
+         "--speculative-num-draft-tokens 26"),
+        (NARROW, TreeShape(2, 3, 9), "--speculative-eagle-topk 3"),
     ],
-)
+)  # fmt: skip
 def test_a_static_tree_that_does_not_fit_names_the_flags_to_raise(
-    shape: TreeShape, flags: str
+    policy: StaticTree, shape: TreeShape, flags: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"needs at least {flags}$"):
-        StaticTree().check(shape)
-
-
-def test_a_layer_with_more_parents_than_beams_does_not_fit() -> None:
-    """No rank exceeds 1, but three nodes of layer 2 have children."""
-    layer_2 = [[0, 0], [0, 1], [1, 0]]
-    policy = StaticTree([[0], [1], *layer_2, *([*path, 0] for path in layer_2)])
-    policy.check(TreeShape(3, 3, 9))
-    with pytest.raises(ConfigError, match=r"needs at least --speculative-eagle-topk 3$"):
-        policy.check(TreeShape(2, 3, 9))
+        policy.check(shape)
+    NARROW.check(TreeShape(3, 3, 9))
 
 
 # -- the fork -----------------------------------------------------------------------------
@@ -137,24 +131,9 @@ def test_a_fork_wider_than_the_draft_is_refused() -> None:
 # -- the menu -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", tree_policy_names())
-def test_every_tree_policy_is_built_under_its_name_and_accepts_eagle_1s_shape(name: str) -> None:
-    policy = build_tree_policy(C2TConfig(policy=name))
-    assert policy.name == name
-    assert is_tree_policy(policy)
-    assert isinstance(policy.needs, frozenset)
-    policy.check(TreeShape(topk=4, num_steps=5, num_draft_tokens=26))
-
-
 def test_trees_offer_the_tree_rules_and_every_gate_with_a_confidence() -> None:
     gates = ["c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax", "logistic"]
     assert tree_policy_names() == sorted([*TREE_POLICIES, *gates, *(f"{g}-eagle2" for g in gates)])
-
-
-@pytest.mark.parametrize("name", ["fixed", "entropy", "mcsd", "entropy-eagle2"])
-def test_a_rule_without_a_confidence_cuts_chains_only(name: str) -> None:
-    with refused(f"policy {name} cuts chains only: set --speculative-eagle-topk 1"):
-        build_tree_policy(C2TConfig(policy=name))
 
 
 @pytest.mark.parametrize("name", [*TREE_POLICIES, "c2t-eagle2"])
@@ -210,11 +189,15 @@ WHOLE = "must be a whole number >= 1, got"
         ("entropy-width", {"stop_entropy": True}, f"{NATS} True"),
         ("entropy-width", {"stop_entropy": "1"}, f"{NATS} '1'"),
         *(("fork", {"width": w}, f"width {WHOLE} {w!r}") for w in (0, -1, 1.5, True, "3")),
+        *(
+            (n, {}, f"policy {n} cuts chains only: set --speculative-eagle-topk 1")
+            for n in ("fixed", "entropy", "mcsd", "entropy-eagle2")
+        ),
         ("nonsense", {}, "unknown c2t policy 'nonsense'; known: c2t, c2t-eagle2, "),
         ("no_such_module:Rule", {}, "cannot load c2t policy"),
     ],
 )
-def test_what_a_tree_policy_does_not_take_is_refused_in_one_line(
+def test_what_trees_do_not_take_is_refused_in_one_line(
     name: str, options: dict[str, Any], said: str
 ) -> None:
     with refused(said):
