@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,19 +9,10 @@ import torch
 
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.policies.fixed import Fixed
+from sglang_c2t.srt.draft import chain
 from tests.doubles import double, invented
 
-pytest.importorskip("sglang", reason="SGLang is not installed")
-
 STEPS, BATCH, VOCAB = 6, 3, 8
-
-
-@pytest.fixture(scope="module")
-def draft() -> ModuleType:
-    """The module; importing it loads SGLang."""
-    from sglang_c2t.srt.draft import chain as draft
-
-    return draft
 
 
 class Graphs:
@@ -112,11 +102,11 @@ def built(tokens: torch.Tensor, *, num_steps: int) -> Any:
 
 
 @pytest.fixture
-def worker(draft: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ours over the stand-in, its graphs captured; keeps every token."""
-    monkeypatch.setattr(draft.eagle_worker_v2, "build_eagle_verify_input", built)
-    stock = type("Stock", (StockWorker, draft.EagleDraftWorker), {})
-    made: Any = type("Worker", (draft.ChainDraftMixin, stock), {})()
+    monkeypatch.setattr(chain.eagle_worker_v2, "build_eagle_verify_input", built)
+    stock = type("Stock", (StockWorker, chain.EagleDraftWorker), {})
+    made: Any = type("Worker", (chain.ChainDraftMixin, stock), {})()
     made.watch(lambda **relay: ChainGate(Fixed(), **relay), None)
     made.alloc_memory_pool()
     made._capture_cuda_graphs()
@@ -191,10 +181,8 @@ def test_a_recorded_step_drafts_all_layers_eagerly(worker: Any) -> None:
     assert worker.layers_run == STEPS - 1
 
 
-def test_no_other_lengths_are_captured_if_so_configured(
-    draft: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert draft._choices(None, 6) == [2, 4, 6]
-    assert draft._choices(None, 1) == [1]
-    assert draft._choices((), 6) == [6]
-    assert draft._choices((3, 9), 6) == [3, 6]
+def test_no_other_lengths_are_captured_if_so_configured() -> None:
+    assert chain._choices(None, 6) == [2, 4, 6]
+    assert chain._choices(None, 1) == [1]
+    assert chain._choices((), 6) == [6]
+    assert chain._choices((3, 9), 6) == [3, 6]
