@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-pytest.importorskip("triton", reason="Triton is not installed")
-
 from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft.chain import ChainGate, truncated_chains
