@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_c2t.classifier.recording import Recording, RecordingWriter
-from sglang_c2t.config import C2TConfig
 from sglang_c2t.cpu.tree_verify import verify_tree
 from sglang_c2t.draft.growth import TreeGrowth, node_margins
 from sglang_c2t.offline.tree_replay import Forest, replay_trees
@@ -234,24 +232,3 @@ def test_a_stopped_recording_takes_no_trees(tmp_path: Path) -> None:
         add(of, [request("a", [1])], explored(1, shape))
     assert "MB, the limit is" in recorder.RECORDING.stopped
     assert recorder.RECORDING.drafts_written == 1
-
-
-def test_a_recording_of_trees_names_their_shape(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    group = double("sglang.srt.distributed.parallel_state.GroupCoordinator", rank_in_group=0)
-    monkeypatch.setattr(recorder, "get_parallel", lambda: SimpleNamespace(tp_group=group))
-    server_args = double(
-        "ServerArgs",
-        model_path="target",
-        speculative_draft_model_path="draft",
-        speculative_algorithm="EAGLE3",
-        speculative_num_steps=2,
-        speculative_eagle_topk=3,
-        speculative_num_draft_tokens=13,
-    )
-    of = recorder.Recorder.from_config(
-        C2TConfig(record=str(tmp_path), record_roots="every"), server_args
-    )
-    add(of, [request("a", [1])], explored(1, TreeShape(3, 2, 13)))
-    assert Forest.from_recording(written(tmp_path, of, [])).shape == TreeShape(3, 2, 13)

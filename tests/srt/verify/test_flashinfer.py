@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_c2t.srt.probes import attribute_names
 from sglang_c2t.srt.verify import flashinfer as flashinfer_verify
 from tests.doubles import double
 from tests.srt.verify.test_tree import Case, cases
@@ -72,24 +69,8 @@ def test_every_row_finds_its_keys_and_its_part_of_the_mask(
     assert host.kv_lens.tolist() == host.kv_indptr.diff().tolist()
 
 
-def flashinfer(**attributes: Any) -> Any:
-    return double("FlashInferAttnBackend", **{"num_wrappers": 1, **attributes})
-
-
 def test_a_backend_is_adopted_with_all_that_sglang_gave_it() -> None:
-    backend = flashinfer(page_size=1)
+    backend = double("FlashInferAttnBackend", num_wrappers=1, page_size=1)
     flashinfer_verify.adopt(backend)
     assert isinstance(backend, flashinfer_verify.RaggedFlashInferBackend)
     assert backend.page_size == 1
-
-
-def test_a_pool_or_model_that_one_plan_cannot_serve_is_named() -> None:
-    assert flashinfer_verify.hindrance(flashinfer()) is None
-    assert "sliding windows" in flashinfer_verify.hindrance(flashinfer(num_wrappers=2))
-    if "kv_index_translator" not in attribute_names(type(flashinfer())):
-        return  # this SGLang does not translate
-    pools = double(
-        "KVIndexTranslator",
-        reads_are_translated=True,
-    )
-    assert "translated" in flashinfer_verify.hindrance(flashinfer(kv_index_translator=pools))

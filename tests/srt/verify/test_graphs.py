@@ -179,32 +179,3 @@ def test_sglangs_dummy_forward_fits_the_buffers_it_is_given(
     assert batch * width <= len(given_buffers.input_ids)
     if max_rows is None:  # then as stock
         assert (given_buffers, batch) == (ours.buffers, requests)
-
-
-# -- ranks that exchange rows -------------------------------------------------------------
-
-
-def test_packed_rows_are_refused_by_name_where_ranks_exchange_rows(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """MoE all-to-all wants multiples of the ranks, and row counts agreed on before."""
-    from sglang.srt.utils import common
-
-    from sglang_c2t.config import C2TConfig
-    from sglang_c2t.srt.verify import chain as ragged_verify
-    from sglang_c2t.srt.verify import tree as tree_verify
-
-    monkeypatch.setattr(common, "require_gathered_buffer", lambda: True)
-    target = double(
-        "ModelRunner",
-        attn_backend=double("FlashInferAttnBackend", num_wrappers=1),
-        server_args=None,
-        device="cuda",
-    )
-    with pytest.raises(ConfigError, match="--moe-a2a-backend"):
-        ragged_verify.decide("ragged", target)
-    with pytest.raises(ConfigError, match=r"cannot verify trees: .*--moe-a2a-backend"):
-        tree_verify.decide(C2TConfig(), target)
-    with caplog.at_level(logging.WARNING):
-        assert ragged_verify.decide("auto", target) is False
-    assert "--moe-a2a-backend" in caplog.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import random
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_c2t.config import ConfigError
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.verify import chain, packed, sampling
 from sglang_c2t.srt.verify.feedback import Feedback
 from sglang_c2t.srt.verify.packing import Packing, verify_window
 from tests.doubles import double
+from tests.srt.chains import full_chains
 
 VOCAB = 5
 
@@ -58,18 +57,8 @@ class MRope:
         )  # fmt: skip
 
     def verify_input(self, **fields: Any) -> Any:
-        from sglang.srt.speculative.eagle_info import EagleVerifyInput
-
-        rows = len(self.positions)
-        unread = dict.fromkeys(
-            ("custom_mask", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling",
-             "retrieve_cum_len", "capture_hidden_mode", "seq_lens_sum", "seq_lens_cpu")
-        )  # fmt: skip
-        return EagleVerifyInput(
-            draft_token=torch.zeros(rows, dtype=torch.int64),
-            positions=torch.tensor(self.positions), spec_steps=self.width - 1, topk=1,
-            draft_token_num=self.width, **unread, **fields,
-        )  # fmt: skip
+        positions = torch.tensor(self.positions)
+        return full_chains(len(self.lens), self.width, positions=positions, **fields)
 
     def init_new(self, verify_input: Any, _pool: Any, batch: Any, worker: Any) -> Tensor:
         """``eagle_prepare_for_verify`` as far as positions go: [3, T]."""
@@ -174,11 +163,9 @@ def test_the_request_table_holds_all_that_is_reserved_behind_the_context_limit(
 
 def chain_input(lens: list[int], width: int, **fields: Any) -> Any:
     """Chains of which ``lens`` rows are verified."""
-    stock = MRope(lens, width, [None] * len(lens), padded=False).verify_input()
-    stock.retrieve_next_token = torch.arange(1, width + 1).repeat(len(lens), 1)
-    stock.retrieve_next_token[:, -1] = -1
     num_rows = torch.tensor(lens, dtype=torch.int32)
     packing = Packing(num_rows, width)
+    stock = full_chains(len(lens), width)
     return chain.ChainVerifyInput.cut(stock, num_rows, packing=packing, **fields)
 
 
@@ -199,8 +186,7 @@ def test_what_sglang_calls_while_it_verifies_is_ours_and_afterwards_its_own() ->
 
 
 def test_chains_end_where_they_were_cut_and_keep_what_sglang_hung_on_them() -> None:
-    stock = MRope([2, 3], 3, [None, None], padded=False).verify_input()
-    stock.retrieve_next_token = torch.tensor([[1, 2, -1], [1, 2, -1]])
+    stock = full_chains(2, width=3)
     stock.hidden_states = "undeclared"
     lens = torch.tensor([2, 3], dtype=torch.int32)
     chains = chain.ChainVerifyInput.cut(stock, lens)
@@ -239,26 +225,6 @@ def test_outputs_are_unpacked_for_whoever_reads_them_full(
         assert output.hidden_states is None
     else:
         assert output.hidden_states.tolist() == unpacked(hidden)
-
-
-class Unknown:
-    """An attention backend of which nothing is known."""
-
-
-@pytest.mark.parametrize(("mode", "refused"), [("ragged", True), ("auto", False)])
-def test_an_attention_backend_nobody_knows_verifies_full_width_unless_ragged_was_asked_for(
-    mode: str, refused: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    runner = SimpleNamespace(attn_backend=Unknown(), device="cpu", model_config=None)
-    expectation = (
-        pytest.raises(ConfigError, match="--c2t-verify ragged cannot be served: attention backend")
-        if refused
-        else nullcontext()
-    )
-    with expectation:
-        assert chain.decide(mode, runner) is False
-    told = [record.message for record in caplog.records if "verifying full width" in record.message]
-    assert len(told) == (not refused)
 
 
 # -- ranks --------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.cpu.tree_verify import verify_tree
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt.verify import tree as tree_verify
@@ -167,17 +166,27 @@ def test_a_verify_input_is_its_trees_and_names_the_rows_of_the_forward(case: Cas
 
 
 @fast
-@given(cases())
-def test_the_target_is_given_live_nodes_with_their_slots_and_masks(case: Case) -> None:
-    """Packed back to back; the tables of the whole batch stay as they were."""
+@given(cases(), st.booleans())
+def test_the_target_is_given_live_nodes_with_their_slots_and_masks(
+    case: Case, captured: bool
+) -> None:
+    """Back to back, behind them padding up to the tier of a CUDA graph; the tables of the whole
+    batch stay as they were.
+    """
     whole = case.verify_input()
-    packed, slots = whole.packing.forwarded(whole, case.batch(), target_runner())
+    tiers = Tiers(len(case.parents) + 1, case.max_nodes)
+    graphs = double("sglang_c2t.srt.verify.graphs.TieredGraphRunner", tiers=tiers)
+    runner = target_runner(graphs if captured else None)
+    packed, slots = whole.packing.forwarded(whole, case.batch(), runner)
     tokens = whole.draft_token.tolist()
     positions = whole.positions.tolist()
     at = [b * case.max_nodes + node for b, node in case.forwarded]
-    assert packed.draft_token.tolist() == [tokens[i] for i in at]
-    assert packed.positions.tolist() == [positions[i] for i in at]
-    assert slots.tolist() == [case.kv_slot(*row) for row in case.forwarded]
+    rows = tiers.pick(len(at), len(case.parents)) if captured else len(at)
+    assert rows is not None
+    padding = [0] * (rows - len(at))  # slot 0 is nobody's
+    assert packed.draft_token.tolist() == [tokens[i] for i in at] + padding
+    assert packed.positions.tolist() == [positions[i] for i in at] + padding
+    assert slots.tolist() == [case.kv_slot(*row) for row in case.forwarded] + padding
     assert packed.custom_mask.tolist() == [
         case.sees(b, row, column)
         for b, row in case.forwarded
@@ -186,26 +195,9 @@ def test_the_target_is_given_live_nodes_with_their_slots_and_masks(case: Case) -
     ]
     layout = packed.ragged_verify_layout
     assert layout.verify_lens.tolist() == whole.packing.num_rows.tolist()
-    assert layout.graph_num_tokens == len(at)
+    assert layout.graph_num_tokens == rows
     assert whole.draft_token.numel() == len(case.parents) * case.max_nodes
     assert whole.ragged_verify_layout is None
-
-
-@fast
-@given(cases())
-def test_a_graph_is_given_rows_up_to_its_tier_the_last_ones_padding(case: Case) -> None:
-    whole = case.verify_input()
-    tiers = Tiers(len(case.parents) + 1, case.max_nodes)
-    graphs = double("sglang_c2t.srt.verify.graphs.TieredGraphRunner", tiers=tiers)
-    packed, slots = whole.packing.forwarded(whole, case.batch(), target_runner(graphs))
-    live = len(case.forwarded)
-    tier = tiers.pick(live, len(case.parents))
-    assert tier is not None
-    assert packed.ragged_verify_layout.graph_num_tokens == tier
-    for values in (packed.draft_token, packed.positions, slots):
-        assert len(values) == tier
-        assert values[live:].tolist() == [0] * (tier - live)  # slot 0 is nobody's
-    assert slots[:live].tolist() == [case.kv_slot(*row) for row in case.forwarded]
 
 
 # -- what comes of the logits -------------------------------------------------------------
@@ -249,14 +241,6 @@ def assert_accepts(
         assert predict[rows].tolist() == [told[node] for node in path]
         paths.append(path)
     return paths
-
-
-@fast
-@given(cases())
-def test_greedy_acceptance_follows_the_targets_argmax(case: Case) -> None:
-    logits = logits_of(case)
-    target = logits.argmax(dim=1).tolist()
-    assert_accepts(case, target, matched(case, logits))
 
 
 @fast
@@ -359,6 +343,7 @@ class Pool:
 def test_the_accepted_path_moves_to_the_front_and_nothing_else_changes(
     case: Case, with_hidden: bool
 ) -> None:
+    """Of greedy acceptance, which follows the target's argmax."""
     logits = logits_of(case)
     target = logits.argmax(dim=1).tolist()
     verify_input = case.verify_input()
@@ -391,51 +376,3 @@ def test_the_accepted_path_moves_to_the_front_and_nothing_else_changes(
     assert tokens.shape == (len(case.parents) * width,)
     assert verify_input.accept_index is accept_index  # for recordings
     assert with_hidden or output.hidden_states is None
-
-
-# -- where trees can be verified ----------------------------------------------------------
-
-
-def runner(backend: object) -> Any:
-    return double(
-        "ModelRunner", attn_backend=backend, model_config=None, device="cpu", server_args=None
-    )
-
-
-@pytest.fixture
-def _no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_c2t.srt.compat.gathers_rows", lambda server_args: False)
-
-
-def flashinfer() -> Any:
-    return double("FlashInferAttnBackend", num_wrappers=1)
-
-
-def config(mode: str) -> C2TConfig:
-    return C2TConfig(verify=mode)
-
-
-@pytest.mark.usefixtures("_no_exchange")
-@pytest.mark.parametrize(("mode", "packed"), [("auto", True), ("ragged", True), ("static", False)])
-def test_flashinfer_verifies_trees_packed_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, mode: str, packed: bool
-) -> None:
-    monkeypatch.setattr("sglang_c2t.srt.compat.has_recurrent_state", lambda model_config: False)
-    monkeypatch.setattr(tree_verify.backends, "prepare", lambda *_, **__: None)
-    assert tree_verify.decide(config(mode), runner(flashinfer())) is packed
-
-
-@pytest.mark.usefixtures("_no_exchange")
-def test_a_target_with_state_per_row_is_refused_whatever_its_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("sglang_c2t.srt.compat.has_recurrent_state", lambda model_config: True)
-    with pytest.raises(ConfigError, match="cannot verify trees: the target keeps recurrent state"):
-        tree_verify.decide(config("auto"), runner(flashinfer()))
-
-
-@pytest.mark.parametrize("mode", ["auto", "ragged", "static"])
-def test_a_backend_that_reads_no_masks_of_ours_is_refused_by_name(mode: str) -> None:
-    """There is no full-width way out for trees: their mask is ours as well."""
-    with pytest.raises(ConfigError, match="cannot verify trees: attention backend Bare is not"):
-        tree_verify.decide(config(mode), runner(type("Bare", (), {})()))
