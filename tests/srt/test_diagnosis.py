@@ -31,52 +31,46 @@ def check(
     return run
 
 
-UNTESTED = "SGLang 0.5.20 is not tested with this version; tested: 0.5.17, 0.5.23"
-OK, NOT_OK = "ok: a server with --c2t will start", "NOT ok: a server with --c2t will not start"
+def test_a_tested_release_with_all_seams_is_ok(check: Callable) -> None:
+    code, lines = check()
+    assert code == diagnosis.OK == 0
+    assert lines[-1] == "ok: a server with --c2t will start"
 
 
-@pytest.mark.parametrize(
-    ("different", "code", "said"),
-    [
-        pytest.param({}, 0, [OK], id="a tested release with all seams is ok"),
-        pytest.param(
-            {"defects": ("SGLang does not offer the seam x.y",)}, 1,
-            ["PROBLEM: SGLang does not offer the seam x.y", NOT_OK],
-            id="a missing seam is named and not ok",
-        ),
-        pytest.param(
-            {"sglang": "0.5.20"}, 3, [UNTESTED, "All seams are there"],
-            id="an untested release with all seams is said to be just that",
-        ),
-        pytest.param(
-            {"sglang": "0.5.20", "defects": ("x.y",)}, 1, [UNTESTED, "PROBLEM: x.y", NOT_OK],
-            id="an untested release without a seam is not ok",
-        ),
-        # A server would load SGLang and end; the CPU engine is on only when asked for.
-        pytest.param(
-            {"device": "0"}, 1, ["SGLANG_USE_CPU_ENGINE=1", NOT_OK],
-            id="a machine without a device is not ok and told what to do",
-        ),
-        pytest.param(
-            {"sglang": None}, 1,
-            ["PROBLEM: SGLang is not installed: run `pip install 'sglang-c2t[tested]'`", NOT_OK],
-            id="without SGLang there is one problem and what to install",
-        ),
-    ],
-)  # fmt: skip
-def test_check(check: Callable, different: dict, code: int, said: list[str]) -> None:
-    """Each code in words: 0 ok, 1 not ok, 3 untested."""
-    found, lines = check(**different)
-    assert (diagnosis.OK, diagnosis.NOT_OK, diagnosis.UNTESTED) == (0, 1, 3)
-    assert found == code
-    for words in said:
-        assert any(words in line for line in lines)
-    assert said[-1] in lines[-1]
-    assert sum(line.startswith("PROBLEM") for line in lines) == (code == 1)
+def test_a_missing_seam_is_named_and_not_ok(check: Callable) -> None:
+    code, lines = check(defects=("SGLang does not offer the seam x.y",))
+    assert code == diagnosis.NOT_OK == 1
+    assert "PROBLEM: SGLang does not offer the seam x.y" in lines
+    assert lines[-1] == "NOT ok: a server with --c2t will not start"
 
 
-def test_a_gpu_needs_no_cpu_engine() -> None:
+def test_an_untested_release_with_all_seams_is_said_to_be_just_that(check: Callable) -> None:
+    code, lines = check(sglang="0.5.20")
+    assert code == diagnosis.UNTESTED == 3
+    assert "SGLang 0.5.20 is not tested with this version; tested: 0.5.17, 0.5.23" in lines[-1]
+    assert "All seams are there" in lines[-1]
+
+
+def test_an_untested_release_without_a_seam_is_not_ok(check: Callable) -> None:
+    code, lines = check(sglang="0.5.20", defects=("x.y",))
+    assert code == 1
+    assert "PROBLEM: x.y" in lines
+    assert any("0.5.20 is not tested" in line for line in lines)
+
+
+def test_a_machine_without_a_device_is_not_ok_and_told_what_to_do(check: Callable) -> None:
+    """A server would load SGLang and end; the CPU engine is on only when asked for."""
+    code, lines = check(device="0")
+    assert code == 1
+    (problem,) = [line for line in lines if line.startswith("PROBLEM")]
+    assert "SGLANG_USE_CPU_ENGINE=1" in problem
     assert diagnosis.device_problems(cuda=True, cpu_engine=False) == []
+
+
+def test_without_sglang_there_is_one_problem_and_what_to_install(check: Callable) -> None:
+    code, lines = check(sglang=None)
+    assert code == 1
+    assert "PROBLEM: SGLang is not installed: run `pip install 'sglang-c2t[tested]'`" in lines[1]
 
 
 def test_the_slow_part_is_announced_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
