@@ -39,7 +39,7 @@ def cell(repeat: int = 0, num_requests: int = 2, method: str = "fixed 3") -> Cel
     return Cell(
         method, 0.0, 8, repeat, "2026-01-01T00:00:00+00:00", 2.0, 6, 3.0, {"duration": 1.5},
         {"mean_ttft_ms": 7.0}, {"verify_rows": 9}, {}, ["python", "-m", "sglang.launch_server"],
-        tuple(request(i) for i in range(num_requests)),
+        tuple(request(i) for i in range(num_requests)), {"seconds": 1.0, "steps": 10},
     )  # fmt: skip
 
 
