@@ -55,11 +55,11 @@ def made(correct: list[list[int]], depth: int = 3) -> traces.Traces:
 
 def test_a_conversion_takes_turns_between_groups_and_cuts_chains() -> None:
     lengths = {"a/0": 40, "a/1": 41, "a/2": 42, "b/0": 43, "c/0": 5}
-    recorded = answered({rid: [r % 3 for r in range(n)] for rid, n in lengths.items()}, depth=4)
+    recorded = answered({rid: [r % 4 for r in range(n)] for rid, n in lengths.items()}, depth=4)
     found = traces.from_recording(recorded, depth=2, num_traces=3, source="here")
     assert found.chains.requests == ["a/0", "b/0", "a/1"]  # c/0 is too short
     assert (found.chains.first_root[1:] - found.chains.first_root[:-1]).tolist() == [40, 43, 41]
-    assert found.chains.num_correct[:5].tolist() == [0, 1, 2, 0, 1]
+    assert found.chains.num_correct[:5].tolist() == [0, 1, 2, 2, 0]
     assert found.chains.stats["prob"].shape == (124, 2)
     assert found.provenance["groups"] == {"a": 2, "b": 1}
 
