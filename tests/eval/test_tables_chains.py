@@ -21,7 +21,6 @@ from eval.tables.markdown import bracket, difference, signed
 from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.offline.compare import Curve, sweep
 from sglang_c2t.offline.replay import Chains, replay
-from sglang_c2t.offline.train import RECIPES, train_classifier
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.c2t_plus import C2TPlus
 from sglang_c2t.policies.dyjoint import DyJoint
@@ -155,16 +154,6 @@ def test_resamples_without_a_value_are_counted_instead_of_an_interval() -> None:
     assert bracket(drawn) == " (not reached in 2 of 4)"
     assert difference(np.array([-1.0]), drawn) == "-1.0 (not reached in 2 of 4)"
     assert difference(np.array([-1.0]), np.array([-2.0, -1.0])).startswith("**-1.0 [-2.0")
-
-
-def test_remembered_confidences_draw_the_same_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short cut of the sweeps changes no figure."""
-    draft = measured(monkeypatch).draft
-    classifier = train_classifier(draft.train, RECIPES["c2t-log"])
-    quick = sweep(tables.gate("c2t-log", classifier), draft.chains)
-    slow = sweep(lambda beta: C2T(classifier, beta), draft.chains)
-    assert (quick.num_proposed == slow.num_proposed).all()
-    assert (quick.num_correct == slow.num_correct).all()
 
 
 def test_only_an_interval_off_zero_is_marked() -> None:

@@ -195,12 +195,3 @@ def test_a_recording_that_cannot_be_replayed_is_refused(
 ) -> None:
     with refused(said):
         Chains.from_recording(recording(drafts, roots=roots))
-
-
-def test_a_policy_that_reads_what_was_not_recorded_is_refused() -> None:
-    class Hungry(Fixed):
-        needs = frozenset({"topk_prob", "margin"})
-
-    chains = Chains.from_recording(recording(ANSWER, roots="every"))
-    with refused("policy fixed reads topk_prob, which this recording"):
-        replay(Hungry(), chains)
