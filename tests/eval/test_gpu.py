@@ -163,7 +163,7 @@ def test_model_folders_hold_what_sglang_needs_to_draw_weights(tmp_path: Path) ->
         assert draft["architectures"] == ["LlamaForCausalLMEagle3"]
         assert draft["vocab_size"] == target["vocab_size"] > draft["draft_vocab_size"]
         assert draft["hidden_size"] == target["hidden_size"]
-        assert shape.num_heads * shape.head_dim == shape.hidden_size
+        assert shape.num_attention_heads * shape.head_dim == shape.hidden_size
         assert target["eos_token_id"] < target["vocab_size"]
     with pytest.raises(ValueError, match="no model shape 9b; there are 8b, 1b, toy"):
         models.write("9b", tmp_path)
@@ -175,15 +175,15 @@ def test_model_folders_hold_what_sglang_needs_to_draw_weights(tmp_path: Path) ->
 def test_the_shape_of_llama_8b_has_its_weights() -> None:
     shape = models.SHAPES["8b"]
     assert shape.target_weights == pytest.approx(7.5e9, rel=0.01)  # 8.03 less the embedding
-    assert shape.kv_bytes_per_token == 131072
+    assert shape.num_hidden_layers * shape.layer_kv_bytes == 131072
     assert models.SHAPES["1b"].target_weights == pytest.approx(1.24e9, rel=0.01)
 
 
 def test_a_small_batch_is_bound_by_bytes_and_a_large_one_by_arithmetic() -> None:
     shape = models.SHAPES["8b"]
-    one = roofline.target_forward(shape, rows=1, batch=1, context=0)
+    one = roofline.forward(shape, rows=1, batch=1, context=0)
     assert one.seconds(CEILINGS) == pytest.approx(2 * shape.target_weights / 4e12)
-    many = roofline.target_forward(shape, rows=2048, batch=256, context=0)
+    many = roofline.forward(shape, rows=2048, batch=256, context=0)
     assert many.seconds(CEILINGS) == pytest.approx(2 * 2048 * shape.target_weights / 8e14)
 
 
