@@ -25,8 +25,6 @@ import torch
 
 from sglang_c2t.cpu import cache_locs, commit, kv_copy, sampling, tree_build, tree_verify
 
-__all__ = ["OPS", "Op", "install", "stand_in_folder"]
-
 
 class Op(NamedTuple):
     """A torch function and the schema its caller expects, name left out."""

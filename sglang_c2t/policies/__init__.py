@@ -30,19 +30,7 @@ from sglang_c2t.policies.mcsd import MCSD, MCSDHidden
 from sglang_c2t.policies.static_tree import StaticTree
 from sglang_c2t.policies.trial import try_policy
 
-__all__ = [
-    "POLICIES",
-    "TREE_POLICIES",
-    "ChainPolicy",
-    "DraftLayer",
-    "TreePolicy",
-    "build_policy",
-    "build_tree_policy",
-    "check_policy",
-    "policy_for",
-    "policy_of",
-    "tree_policy_names",
-]
+__all__ = ["ChainPolicy", "DraftLayer", "TreePolicy"]  # from elsewhere, for who imports them here
 
 
 def _plain(cls: Callable[..., Any]) -> Callable[..., Any]:

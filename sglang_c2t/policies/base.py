@@ -23,18 +23,7 @@ from torch import Tensor
 
 from sglang_c2t.draft_layer import DraftLayer
 
-__all__ = [
-    "ChainPolicy",
-    "DraftLayer",
-    "Gate",
-    "Growth",
-    "TreeLayer",
-    "TreePolicy",
-    "TreeShape",
-    "grown",
-    "is_tree_policy",
-    "kept",
-]
+__all__ = ["DraftLayer"]  # what policies read, beside what they are
 
 
 class ChainPolicy(Protocol):
