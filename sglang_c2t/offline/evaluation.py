@@ -29,8 +29,7 @@ from torch import Tensor
 
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.features import DERIVED
-from sglang_c2t.classifier.recording import Recording
-from sglang_c2t.config import ConfigError
+from sglang_c2t.classifier.recording import Recording, require_finite
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.offline.scores import (
     Bin,
@@ -202,18 +201,9 @@ def evaluate(recording: Recording, classifier: Classifier, beta: float = 0.5) ->
 
 def score(recording: Recording, classifier: Classifier) -> Scored:
     """Ask the classifier about every recorded token it can be judged on."""
-    layer = recording.layer()
-    if missing := sorted(classifier.features.needs - set(layer.measured)):
-        raise ConfigError(
-            f"this recording lacks {', '.join(missing)}: record again with record_extra {missing}"
-        )
+    layer = recording.layer(classifier.features.needs)
     confidence = classifier.confidence(layer)
-    finite = torch.isfinite(torch.stack((confidence, layer.joint, layer.entropy))).all(dim=0)
-    if not bool(finite.all()):
-        raise ConfigError(
-            f"{int((~finite).sum())} of {len(finite)} recorded tokens hold values that are not "
-            "finite; record again, or delete their shards"
-        )
+    require_finite(torch.stack((confidence, layer.joint, layer.entropy), dim=1))
     parents, depth = recording.parent_rows(), recording.nodes["depth"]
     # A path may lead through tokens that are not scored themselves, so it is walked first.
     columns: tuple[Tensor, ...] = (
