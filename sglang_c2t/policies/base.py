@@ -60,8 +60,12 @@ class Gate(ChainPolicy, Protocol):
         ...
 
     def confidence(self, layer: DraftLayer) -> Tensor:
-        """[B] float32, the larger the better; ``keep`` is ``confidence >= beta``."""
+        """[B] float32, the larger the better."""
         ...
+
+    def keep(self, layer: DraftLayer) -> Tensor:
+        """[B] bool: the confidence reaches beta."""
+        return self.confidence(layer) >= self.beta
 
 
 # -- trees --------------------------------------------------------------------------------
