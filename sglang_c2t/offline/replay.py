@@ -151,22 +151,20 @@ class Outcome:
     num_drafted: Tensor
     """Drafts the draft model made: those verified, and the one that ended each chain."""
 
-    def accept_length(self, weights: Tensor | None = None) -> float:
+    def accept_length(self) -> float:
         """tau: tokens per verification, the bonus token included."""
-        return 1.0 + self._per_step(self.num_correct, weights)
+        return 1.0 + self._per_step(self.num_correct)
 
-    def gamma(self, weights: Tensor | None = None) -> float:
+    def gamma(self) -> float:
         """Drafts verified per verification."""
-        return self._per_step(self.num_proposed, weights)
+        return self._per_step(self.num_proposed)
 
-    def drafted_length(self, weights: Tensor | None = None) -> float:
+    def drafted_length(self) -> float:
         """Drafts made per verification, the papers' average length."""
-        return self._per_step(self.num_drafted, weights)
+        return self._per_step(self.num_drafted)
 
-    def _per_step(self, counts: Tensor, weights: Tensor | None) -> float:
-        if weights is None:
-            weights = torch.ones_like(counts)
-        return float((counts * weights).sum() / (self.num_steps * weights).sum())
+    def _per_step(self, counts: Tensor) -> float:
+        return float(counts.sum() / self.num_steps.sum())
 
 
 def replay(
