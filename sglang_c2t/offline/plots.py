@@ -45,7 +45,10 @@ def reliability_diagram(report: Report, path: Path) -> None:
         upper.plot(scores, shares, style, markersize=4, label=f"{name}, ECE {ece:.3f}")
         edges = [b.low for b in bins] + [bins[-1].high]
         lower.stairs([b.tokens for b in bins], edges, color=style[-2:], linestyle=style[1:-2])
-    upper.set(ylabel="accepted share of tokens", title=f"Reliability, {_tokens(report)}")
+    upper.set(
+        ylabel="accepted share of tokens",
+        title=f"Reliability, n = {summary.tokens} {report.scored}",
+    )
     upper.legend()
     lower.set(
         xlabel="confidence or joint probability", ylabel="tokens", yscale="symlog", xlim=(0, 1)
@@ -132,8 +135,3 @@ def _colours(count: int) -> list[tuple[float, ...]]:
     from matplotlib import colormaps
 
     return [tuple(colormaps["viridis"](0.9 * i / max(1, count - 1))) for i in range(count)]
-
-
-def _tokens(report: Report) -> str:
-    which = "tokens" if report.label == "survives" else "tokens that the target reached"
-    return f"n = {report.summary.tokens} {which}"

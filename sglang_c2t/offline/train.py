@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -262,10 +261,7 @@ def _fit(
 ) -> None:
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.learning_rate, fused=True)
     loss_fn = nn.BCEWithLogitsLoss()
-    epochs: Iterable[int] = range(settings.epochs)
-    if show_progress:
-        epochs = track(epochs, description="training", total=settings.epochs)
-    for _ in epochs:
+    for _ in track(range(settings.epochs), "training", disable=not show_progress):
         order = torch.randperm(len(labels), generator=generator)
         # One gather per epoch: batches are then views, and a step is mostly overhead.
         for x, y in zip(
