@@ -328,6 +328,18 @@ def test_a_classifier_of_other_features_has_no_surfaces(name: str) -> None:
     assert surfaces(linear({"joint": 1.0, name: 1.0}, 0.0), 3) is None
 
 
+def test_a_method_stands_beside_its_own_threshold() -> None:
+    report = report_of(PAPER)
+    rows = [line.split("|")[1:3] for line in report.to_markdown().splitlines() if "|" in line]
+    summary = {name.strip(): cell.strip() for name, cell in rows[2:4]}
+    own = report.summary
+    assert own.classifier.threshold != own.joint.threshold
+    assert summary == {
+        "classifier": f"{own.classifier.threshold:.3g}",
+        "joint probability": f"{own.joint.threshold:.3g}",
+    }
+
+
 def test_a_recording_without_a_feature_is_refused() -> None:
     with pytest.raises(ConfigError, match="lacks hidden: record again"):
         evaluate(recording_of([TREE]), linear({"hidden": 1.0}, 0.0))
