@@ -155,7 +155,7 @@ def test_the_default_policy_prunes_trees_with_its_shipped_classifier() -> None:
     assert isinstance(default, GatedTree)
     assert isinstance(after, GatedEAGLE2)
     assert default.gate.name == after.gate.name == "c2t"
-    assert default.gate.beta == after.gate.beta == POLICIES["c2t"](C2TConfig()).beta
+    assert default.gate.beta == after.gate.beta == POLICIES["c2t"].beta
 
 
 def test_layer_limit_belongs_to_the_tree_and_other_options_to_the_gate() -> None:
