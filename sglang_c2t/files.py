@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 #: Writes a file at the path it is given.
@@ -27,3 +28,9 @@ def write_whole(files: dict[Path, Write]) -> None:
             written.append((tmp, path))
         for tmp, path in written:
             os.replace(tmp, path)
+
+
+def write_texts(texts: Mapping[Path, str]) -> None:
+    """:func:`write_whole` of texts, in UTF-8."""
+    write_whole({path: partial(Path.write_text, data=text, encoding="utf-8")
+                 for path, text in texts.items()})  # fmt: skip

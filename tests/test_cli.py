@@ -140,6 +140,15 @@ OUT = "--out {t}/mine.safetensors"
         (f"train {{r}}/every {OUT} --fine-tune {{t}}/absent.safetensors", "cannot read its card"),
         ("evaluate {r}/absent", "no recording in"),
         ("evaluate {r}/every --classifier {t}/absent.safetensors", "cannot read its card"),
+        ("evaluate {r}/every --policies nonsense", "unknown c2t policy 'nonsense'"),
+        (
+            "evaluate {r}/every --classifier {r}/mine.safetensors --policies tests.test_cli:Hungry",
+            "reads topk_prob, which this recording lacks",
+        ),
+        (
+            "evaluate {r}/every --classifier {r}/mine.safetensors --out {r}/mine.json/report",
+            "Not a directory",
+        ),
         ("record {t}/absent.jsonl", "cannot read prompt file"),
         ("record {t}/absent.jsonl --concurrency 0", "--concurrency must be 1 or more, got 0"),
         ("record {t}/absent.jsonl --max-new-tokens 0", "--max-new-tokens must be 1 or more, got 0"),
@@ -152,20 +161,6 @@ def test_a_wrong_command_is_one_line_and_leaves_nothing(run: Shell, line: str, s
     assert run.err.count("\n") == 1
     assert "wrote" not in run.out
     assert list(run.folder.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--policies nonsense", "unknown c2t policy 'nonsense'"),
-        ("--policies tests.test_cli:Hungry", "reads topk_prob, which this recording lacks"),
-        ("--policies fixed --out {r}/mine.json/report", "Not a directory"),
-    ],
-)
-def test_an_evaluation_that_cannot_end_is_one_line(run: Shell, flags: str, said: str) -> None:
-    assert run("evaluate {r}/every --classifier {r}/mine.safetensors " + flags) == 2
-    assert said in run.err
-    assert run.err.count("\n") == 1
 
 
 class Hungry:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,10 +29,12 @@ class Candidates:
             torch.tensor(self.key), torch.tensor(self.keep), torch.tensor(self.parents), 9
         )
 
-    def grown(self, chosen: torch.Tensor, max_nodes: int) -> tree.Trees:
+    def grown(self, max_drafts: int) -> tree.Trees:
+        """The trees of the best candidates (``draft/test_growth`` says which these are)."""
         return tree.grow(
             torch.tensor(self.roots), torch.tensor(self.tokens), torch.tensor(self.parents),
-            torch.tensor(self.depth), chosen, max_nodes,
+            torch.tensor(self.depth), tree.best_per_request(self.closed(), max_drafts),
+            max_drafts + 1,
         )  # fmt: skip
 
 
@@ -72,65 +73,9 @@ def ranked(batch: Candidates, b: int) -> list[tuple[float, int]]:
     return sorted(alive, key=lambda item: (-item[0], item[1]))
 
 
-def assert_closed(batch: Candidates, chosen: torch.Tensor) -> None:
-    for b, row in enumerate(chosen.tolist()):
-        for i, here in enumerate(row):
-            assert not here or all(row[j] for j in path(batch.parents[b], i))
-
-
-@given(batches(), st.integers(0, 10))
-def test_the_best_of_a_request_are_ranked_by_the_least_key_on_their_path(
-    batch: Candidates, max_drafts: int
-) -> None:
-    chosen = tree.best_per_request(batch.closed(), max_drafts)
-    for b in range(len(batch.parents)):
-        expected = sorted(i for _, i in ranked(batch, b)[:max_drafts])
-        assert chosen[b].nonzero().flatten().tolist() == expected
-    assert_closed(batch, chosen)
-
-
-@given(batches(), st.integers(0, 6), st.integers(0, 20))
-def test_a_budget_of_the_batch_keeps_the_best_wherever_they_stand(
-    batch: Candidates, max_drafts: int, budget: int
-) -> None:
-    chosen = tree.best_per_request(batch.closed(), max_drafts)
-    within = tree.best_of_batch(batch.closed(), chosen, budget)
-    candidates = [
-        (-key, i, b)
-        for b in range(len(batch.parents))
-        for key, i in ranked(batch, b)
-        if chosen[b, i]
-    ]
-    expected = sorted((b, i) for _, i, b in sorted(candidates)[:budget])
-    assert [tuple(pair) for pair in within.nonzero().tolist()] == expected
-    assert_closed(batch, within)
-
-
-@given(batches(), st.integers(0, 9))
-def test_a_tree_holds_the_chosen_candidates_in_their_order(
-    batch: Candidates, max_drafts: int
-) -> None:
-    chosen = tree.best_per_request(batch.closed(), max_drafts)
-    max_nodes = max_drafts + 1
-    trees = batch.grown(chosen, max_nodes)
-    for b, row in enumerate(chosen.tolist()):
-        nodes = [i for i, here in enumerate(row) if here]
-        number = {-1: 0, **{i: n for n, i in enumerate(nodes, start=1)}}
-        pad = [-1] * (max_drafts - len(nodes))
-        assert trees.num_nodes[b] == len(nodes) + 1
-        assert trees.source[b].tolist() == [-1, *nodes, *pad]
-        assert trees.parents[b].tolist() == [
-            -1, *(number[batch.parents[b][i]] for i in nodes), *pad
-        ]  # fmt: skip
-        zeros = [0] * len(pad)
-        tokens = [batch.tokens[b][i] for i in nodes]
-        assert trees.tokens[b].tolist() == [batch.roots[b], *tokens, *zeros]
-        assert trees.depth[b].tolist() == [0, *(batch.depth[b][i] for i in nodes), *zeros]
-
-
 @given(batches(), st.integers(0, 9))
 def test_links_masks_and_rows_describe_the_same_tree(batch: Candidates, max_drafts: int) -> None:
-    trees = batch.grown(tree.best_per_request(batch.closed(), max_drafts), max_drafts + 1)
+    trees = batch.grown(max_drafts)
     next_token, next_sibling = tree.child_links(trees.parents)
     visible = tree.visible_nodes(trees.parents, 9)
     rows = trees.retrieve_index()
@@ -159,7 +104,7 @@ def test_masks_are_cut_to_the_rows_that_are_forwarded(
 ) -> None:
     """Live nodes only or some padding as well; down to a root alone."""
     rng = random.Random(seed)
-    trees = batch.grown(tree.best_per_request(batch.closed(), max_drafts), max_drafts + 1)
+    trees = batch.grown(max_drafts)
     visible = tree.visible_nodes(trees.parents, 9)
     rows = [rng.randint(1, max_drafts + 1) for _ in range(len(batch.roots))]
     blocks = [
@@ -184,7 +129,7 @@ def test_a_budget_cuts_the_trees_of_a_batch_to_its_best_nodes(
     batch: Candidates, max_drafts: int, max_rows: int
 ) -> None:
     """Roots count and stay; ties go by node number, then by request; N = 1 is a tree, too."""
-    trees = batch.grown(tree.best_per_request(batch.closed(), max_drafts), max_drafts + 1)
+    trees = batch.grown(max_drafts)
     size = len(batch.roots)
     cut = tree.within_budget(trees, keys_of(batch, trees), max_rows)
     ranks = [
@@ -210,14 +155,3 @@ def test_a_budget_cuts_the_trees_of_a_batch_to_its_best_nodes(
             -1, *(nodes.index(parent) for parent in parents[1:]), *(-1 for _ in pad)
         ]  # fmt: skip
     assert int(cut.num_nodes.sum()) <= max(max_rows, size)
-
-
-@pytest.mark.parametrize("num_nodes", [1, 63, 64, 65, 130])
-def test_every_bit_of_the_ancestor_words_is_one_cell_of_the_mask(num_nodes: int) -> None:
-    generator = torch.Generator().manual_seed(num_nodes)
-    visible = torch.rand(2, num_nodes, num_nodes, generator=generator) < 0.5
-    words = tree.ancestor_words(visible)
-    for b in range(2):
-        for i in range(num_nodes):
-            for j in range(num_nodes):
-                assert bool((words[b, i, j // 64] >> (j % 64)) & 1) == bool(visible[b, i, j])

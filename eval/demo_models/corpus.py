@@ -67,7 +67,7 @@ ITEMS, BOXES, PLACES, JOBS = map(_words, ("items", "boxes", "places", "jobs"))
 
 # --- math: short stories about a quantity, answered step by step --------------------------------
 
-Step = tuple[str, list[str], int]  # sentence of the story, possible answer lines, value after it
+MATH = _TEXTS["math"]
 
 
 def _math(rng: random.Random) -> Document:
@@ -77,9 +77,9 @@ def _math(rng: random.Random) -> Document:
     if rng.random() < 0.35:
         story.insert(rng.randrange(len(story) + 1), _math_distraction(rng, who, friend))
     for _ in range(rng.choice((1, 2, 2, 3))):
-        sentence, lines, value = _math_event(rng, who, friend, item, value)
+        sentence, step, value = _math_event(rng, who, friend, item, value)
         story.append(sentence)
-        steps.append(rng.choice(lines))
+        steps.append(step)
     question, last, value = _math_question(rng, who, item, value)
     story.append(question)
     if last:
@@ -97,101 +97,33 @@ def _with_connectives(rng: random.Random, steps: list[str]) -> list[str]:
 def _math_start(rng: random.Random, who: str, item: str) -> tuple[list[str], list[str], int]:
     a, b, k = rng.randint(6, 60), rng.randint(4, 40), rng.randint(2, 9)
     box, place, city = rng.choice(BOXES), rng.choice(PLACES), rng.choice(CITIES)
-    job, (d1, d2) = rng.choice(JOBS), rng.sample(DAYS, 2)
-    kinds: list[tuple[str, str, int]] = [
-        (
-            f"{who} has {a} {item} and buys {b} more at the {place}.",
-            f"{who} has {a} + {b} = {a + b} {item} in all.",
-            a + b,
-        ),
-        (
-            f"{who} fills {k} {box}s with {b} {item} each.",
-            f"{who} has {k} * {b} = {k * b} {item}.",
-            k * b,
-        ),
-        (
-            f"A {job} in {city} sold {a} {item} on {d1} and {b} {item} on {d2}.",
-            f"the {job} sold {a} + {b} = {a + b} {item}.",
-            a + b,
-        ),
-        (
-            f"There are {k} {box}s in the {place}, and each {box} holds {b} {item}.",
-            f"there are {k} * {b} = {k * b} {item} in the {place}.",
-            k * b,
-        ),
-        (
-            f"On {d1} {who} the {job} counts {a + b} {item}, but {b} of them are broken.",
-            f"{a + b} - {b} = {a} {item} are still good.",
-            a,
-        ),
-        (
-            f"{who} makes {b} {item} a day at the {place} in {city} for {k} days.",
-            f"in {k} days {who} makes {b} * {k} = {k * b} {item}.",
-            k * b,
-        ),
-    ]
-    sentence, line, value = rng.choice(kinds)
-    return [sentence], [line], value
+    job, (day, day2) = rng.choice(JOBS), rng.sample(DAYS, 2)
+    numbers = {"a": a, "b": b, "k": k, "sum": a + b, "product": k * b}
+    words = {"who": who, "item": item, "box": box, "place": place, "city": city, "job": job}
+    sentence, step, value = rng.choice(MATH["starts"])
+    fill = {**numbers, **words, "day": day, "day2": day2}
+    return [sentence.format(**fill)], [step.format(**fill)], numbers[value]
 
 
-def _math_event(rng: random.Random, who: str, friend: str, item: str, v: int) -> Step:
+def _math_event(
+    rng: random.Random, who: str, friend: str, item: str, v: int
+) -> tuple[str, str, int]:
+    """What happens to ``v`` things: the sentence of the story, the step of the answer, how many."""
     c, k = rng.randint(2, 30), rng.randint(2, 5)
     place, day = rng.choice(PLACES), rng.choice(DAYS)
     less = min(c, v - 1) if v > 1 else 0
-    kinds: list[Step] = [
-        (
-            f"On {day} {friend} brings {c} more.",
-            [
-                f"{friend} adds {c}, so there are {v} + {c} = {v + c} {item}.",
-                f"with the {c} from {friend} it is {v} + {c} = {v + c}.",
-            ],
-            v + c,
-        ),
-        (
-            f"{who} gives {less} of them to {friend}.",
-            [
-                f"{v} - {less} = {v - less} {item} are left.",
-                f"after giving {less} to {friend}, {who} has {v} - {less} = {v - less} {item}.",
-            ],
-            v - less,
-        ),
-        (
-            f"At the {place}, {less} {item} get lost.",
-            [
-                f"{less} {item} are lost at the {place}, which leaves {v} - {less} = {v - less}.",
-                f"without the lost ones there are {v} - {less} = {v - less} {item}.",
-            ],
-            v - less,
-        ),
-        (
-            f"{friend} from the {place} has {k} times as many and gives all of them to {who}.",
-            [
-                f"{friend} has {k} * {v} = {k * v} {item}, so together there are "
-                f"{v} + {k * v} = {v + k * v}."
-            ],
-            v + k * v,
-        ),
-    ]
+    numbers = {
+        "v": v, "c": c, "k": k, "less": less, "sum": v + c, "left": v - less, "times": k * v,
+        "together": v + k * v,
+    }  # fmt: skip
     if v % 2 == 0 and v > 2:
-        kinds.append(
-            (
-                f"Half of the {item} go to the {place}.",
-                [
-                    f"half of {v} is {v // 2}, so {v // 2} {item} stay.",
-                    f"{v} / 2 = {v // 2} {item} go to the {place} and {v // 2} remain.",
-                ],
-                v // 2,
-            )
-        )
+        numbers["half"] = v // 2
     if v % k == 0 and v // k > 1:
-        kinds.append(
-            (
-                f"{who} shares them equally among {k} friends and keeps one share.",
-                [f"each share is {v} / {k} = {v // k} {item}."],
-                v // k,
-            )
-        )
-    return rng.choice([kind for kind in kinds if kind[2] < 500])
+        numbers["share"] = v // k
+    events = [event for event in MATH["events"] if numbers.get(event[1], 500) < 500]
+    sentence, value, *steps = rng.choice(events)
+    fill = {**numbers, "who": who, "friend": friend, "item": item, "place": place, "day": day}
+    return sentence.format(**fill), rng.choice(steps).format(**fill), numbers[value]
 
 
 def _math_question(rng: random.Random, who: str, item: str, v: int) -> tuple[str, str, int]:

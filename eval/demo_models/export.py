@@ -1,15 +1,15 @@
 """How the four models become folders that stock SGLang loads: config, bf16 weights, tokenizer.
 
-Every file is written beside its final name and then renamed, so a server that starts while a model
-is being replaced reads either the old or the new one.
+Every file appears whole, so a server that starts while a model is being replaced reads either the
+old or the new one.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from eval.demo_models.modeling import CONFIGS, END_ID, PAD_ID, VOCAB
+from sglang_c2t.files import write_whole
 
 END, PAD = "<|end|>", "<|pad|>"
 WITH_TOKENIZER = ("target", "standalone")  # heads are always run with the target's
@@ -62,8 +63,8 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
     }
     for name in WITH_TOKENIZER:
         (out / name).mkdir(parents=True, exist_ok=True)
-        replace_text(out / name / "tokenizer.json", tokenizer.to_str(pretty=False))
-        replace_text(out / name / "tokenizer_config.json", json.dumps(config, indent=1) + "\n")
+        save_json(out / name / "tokenizer_config.json", config)
+        write_whole({out / name / "tokenizer.json": lambda tmp: tokenizer.save(str(tmp), False)})
 
 
 def save_model(name: str, weights: dict[str, Tensor], out: Path) -> None:
@@ -71,16 +72,12 @@ def save_model(name: str, weights: dict[str, Tensor], out: Path) -> None:
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     tied = CONFIGS[name]["tie_word_embeddings"]
-    kept = {
-        key: _to_bf16(value)
-        for key, value in weights.items()
-        if not (tied and key == "lm_head.weight")
-    }
-    part = folder / "model.safetensors.part"
-    save_file(kept, part, metadata={"format": "pt"})
-    part.chmod(0o644)  # safetensors makes files that only their owner reads
-    os.replace(part, folder / "model.safetensors")
-    replace_text(folder / "config.json", json.dumps(CONFIGS[name], indent=1) + "\n")
+    kept = {key: _to_bf16(value) for key, value in weights.items()}
+    if tied:
+        kept.pop("lm_head.weight", None)
+    path = folder / "model.safetensors"
+    write_whole({path: lambda tmp: save_file(kept, tmp, metadata={"format": "pt"})})
+    save_json(folder / "config.json", CONFIGS[name])
 
 
 def _to_bf16(value: Tensor) -> Tensor:
@@ -88,11 +85,8 @@ def _to_bf16(value: Tensor) -> Tensor:
     return (value.to(torch.bfloat16) if value.is_floating_point() else value).contiguous().clone()
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write `text` to `path` in one step, as seen from outside."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+def save_json(path: Path, content: dict[str, Any]) -> None:
+    write_whole({path: lambda tmp: tmp.write_text(json.dumps(content, indent=1) + "\n")})
 
 
 def vocabulary_maps(kept_ids: Tensor) -> dict[str, Tensor]:

@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from eval.demo_models.corpus import FAMILIES
-from eval.demo_models.modeling import CONFIGS, END_ID, ChainCache, Eagle3Head, EagleHead, Head
-from eval.demo_models.train import Teacher, greedy
+from eval.demo_models.modeling import END_ID, ChainCache, Head
+from eval.demo_models.train import Teacher, greedy, new_head
 from eval.prompts import demo_mix
 
 DRAFTS = ("standalone", "eagle", "eagle3")
@@ -35,7 +35,7 @@ STEPS = 5
 
 def load_head(weights: Path, name: str) -> tuple[Head, Tensor | None]:
     """An exported head and, for EAGLE-3, the target id of each draft id."""
-    head = (EagleHead if name == "eagle" else Eagle3Head)(CONFIGS[name])
+    head = new_head(name)
     tensors = load_file(weights / name / "model.safetensors")
     offsets, _ = tensors.pop("d2t", None), tensors.pop("t2d", None)
     head.load_state_dict({key: value.float() for key, value in tensors.items()})
@@ -60,15 +60,9 @@ def head_chains(
     return torch.stack(drafted, dim=1)[start - 1 :].tolist()
 
 
-@torch.no_grad()
 def standalone_chain(model: LlamaForCausalLM, tokens: list[int], bonus: int) -> list[int]:
     """What a server's standalone draft says after the bonus token: it never saw token 0."""
-    cache, fed, drafted = DynamicCache(), torch.tensor([tokens[1 : bonus + 1]]), []
-    for _ in range(STEPS):
-        logits = model(fed, past_key_values=cache, use_cache=True).logits
-        fed = logits[:, -1:].argmax(-1)
-        drafted.append(fed.item())
-    return drafted
+    return greedy(model, [tokens[1 : bonus + 1]], STEPS)[0]
 
 
 def target_steps(chain: Callable[[int], list[int]], tokens: list[int], start: int) -> int:

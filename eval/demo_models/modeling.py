@@ -17,12 +17,13 @@ B sequences, T roots, D hidden, H heads, K unroll steps, V vocabulary. Knows not
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 VOCAB = 2048
 END_ID, PAD_ID = 0, 1
@@ -50,60 +51,39 @@ _SHARED: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "use_cache": True,
 }
+
+
+def _llama(
+    architecture: str, hidden: int, layers: int, inner: int, tied: bool = False, **more: Any
+) -> dict[str, Any]:
+    return {
+        **_SHARED,
+        "architectures": [architecture],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": inner,
+        "tie_word_embeddings": tied,
+        **more,
+    }
+
+
+#: ``config.json`` of each model. Heads must not be tied: SGLang deletes embedding and head one
+#: after the other to share the target's, which fails when both names are one module.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "target": _SHARED
-    | {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 256,
-        "num_hidden_layers": 5,
-        "intermediate_size": 768,
-        "tie_word_embeddings": True,
-    },
-    "standalone": _SHARED
-    | {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 192,
-        "num_hidden_layers": 1,
-        "intermediate_size": 512,
-        "tie_word_embeddings": True,
-    },
-    # Heads must not be tied: SGLang deletes embedding and head one after the other to share the
-    # target's, which fails when both names are one module.
-    "eagle": _SHARED
-    | {
-        "architectures": ["LlamaForCausalLMEagle"],
-        "hidden_size": 256,
-        "num_hidden_layers": 1,
-        "intermediate_size": 768,
-        "tie_word_embeddings": False,
-    },
-    "eagle3": _SHARED
-    | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "hidden_size": 256,
-        "num_hidden_layers": 1,
-        "intermediate_size": 512,
-        "tie_word_embeddings": False,
-        "draft_vocab_size": DRAFT_VOCAB,
-        "eagle_config": {
+    "target": _llama("LlamaForCausalLM", 256, 5, 768, tied=True),
+    "standalone": _llama("LlamaForCausalLM", 192, 1, 512, tied=True),
+    "eagle": _llama("LlamaForCausalLMEagle", 256, 1, 768),
+    "eagle3": _llama(
+        "LlamaForCausalLMEagle3", 256, 1, 512, draft_vocab_size=DRAFT_VOCAB,
+        eagle_config={
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS),
         },
-    },
-}
+    ),
+}  # fmt: skip
 
-
-@dataclass
-class ChainCache:
-    """Keys and values of the roots (every position attends) and of the chain each root grows."""
-
-    root: tuple[Tensor, Tensor] | None = None  # [B, H, T, 64] each
-    chain: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # one [B, H, T, 64] per step
-
-    @property
-    def step(self) -> int:
-        """Index of the draft step that comes next; 0 is the root step."""
-        return 0 if self.root is None else 1 + len(self.chain)
+#: Keys and values, [B, kv heads, T, 64] each: of the T roots, then of each step of their chains.
+ChainCache = list[tuple[Tensor, Tensor]]
 
 
 class Attention(nn.Module):
@@ -124,38 +104,17 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, config["hidden_size"], bias=False)
 
     def forward(self, x: Tensor, cache: ChainCache) -> Tensor:  # [B, T, in] -> [B, T, D]
-        groups = self.heads // self.kv_heads
-        q = rope(self._split(self.q_proj(x)), cache.step, self.theta)
-        k = rope(self._split(self.k_proj(x)), cache.step, self.theta).repeat_interleave(groups, 1)
-        v = self._split(self.v_proj(x)).repeat_interleave(groups, 1)
-        if cache.root is None:
-            cache.root = (k, v)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            cache.chain.append((k, v))
-            out = chain_attention(q, cache.root, cache.chain)
+        q, k = (rope(self._split(f(x)), len(cache), self.theta) for f in (self.q_proj, self.k_proj))
+        cache.append((k, self._split(self.v_proj(x))))
+        keys, values = (torch.cat(steps, dim=2) for steps in zip(*cache, strict=True))
+        own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+        before = torch.ones_like(own).tril()
+        seen = torch.cat([before, *[own] * (len(cache) - 1)], dim=1)  # [T, T * steps]
+        out = F.scaled_dot_product_attention(q, keys, values, seen, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:  # [B, T, heads * 64] -> [B, heads, T, 64]
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
-
-
-def chain_attention(
-    q: Tensor,  # [B, H, T, 64]
-    root: tuple[Tensor, Tensor],
-    chain: list[tuple[Tensor, Tensor]],
-) -> Tensor:  # [B, H, T, 64]
-    """Row t attends root keys 0..t and, from each chain step, only row t."""
-    (root_k, root_v), rows = root, q.shape[2]
-    blocked = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-    on_root = (q @ root_k.transpose(-1, -2)).masked_fill(blocked, float("-inf"))  # [B, H, T, T]
-    on_chain = torch.stack([(q * k).sum(-1) for k, _ in chain], dim=-1)  # [B, H, T, steps]
-    scores = torch.cat([on_root, on_chain.to(on_root.dtype)], dim=-1).float() * q.shape[-1] ** -0.5
-    weights = scores.softmax(-1).to(q.dtype)
-    out = weights[..., :rows] @ root_v
-    for i, (_, v) in enumerate(chain):
-        out = out + weights[..., rows + i, None] * v
-    return out
 
 
 def rope(x: Tensor, offset: int, theta: float) -> Tensor:  # [B, H, T, 64]
@@ -169,32 +128,19 @@ def rope(x: Tensor, offset: int, theta: float) -> Tensor:  # [B, H, T, 64]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-class GatedMLP(nn.Module):
-    """Llama's feed-forward block."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        width, inner = config["hidden_size"], config["intermediate_size"]
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class EagleLayer(nn.Module):
+class Layer(nn.Module):
     """A Llama layer without the input norm."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], in_features: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, config["hidden_size"])
-        self.mlp = GatedMLP(config)
+        self.self_attn = Attention(config, in_features)
+        self.mlp = LlamaMLP(LlamaConfig(**config))
         self.post_attention_layernorm = nn.RMSNorm(config["hidden_size"], config["rms_norm_eps"])
 
-    def forward(self, x: Tensor, cache: ChainCache) -> Tensor:  # [B, T, D] -> [B, T, D]
-        x = x + self.self_attn(x, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, hidden: Tensor, cache: ChainCache) -> Tensor:
+        """Attention reads [B, T, in_features] and adds to ``hidden`` [B, T, D]."""
+        hidden = hidden + self.self_attn(x, cache)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class EagleHead(nn.Module):
@@ -203,11 +149,12 @@ class EagleHead(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.fc = nn.Linear(2 * config["hidden_size"], config["hidden_size"])
-        self.layers = nn.ModuleList([EagleLayer(config)])
+        self.layers = nn.ModuleList([Layer(config, config["hidden_size"])])
 
     def forward(self, embeds: Tensor, hidden: Tensor, cache: ChainCache) -> tuple[Tensor, Tensor]:
         """One draft step: [B, T, D] twice -> (state that the head reads, state to carry on)."""
-        x = self.layers[0](self.fc(torch.cat([embeds, hidden], dim=-1)), cache)
+        x = self.fc(torch.cat([embeds, hidden], dim=-1))
+        x = self.layers[0](x, x, cache)
         return x, x
 
     def logits(self, state: Tensor, target_head: nn.Linear) -> Tensor:
@@ -215,22 +162,17 @@ class EagleHead(nn.Module):
         return target_head(state)
 
 
-class Eagle3Layer(nn.Module):
-    """A Llama layer whose attention reads embedding and hidden state side by side."""
+class Eagle3Layer(Layer):
+    """Attention reads embedding and hidden state side by side."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        width, eps = config["hidden_size"], config["rms_norm_eps"]
-        self.self_attn = Attention(config, 2 * width)
-        self.mlp = GatedMLP(config)
-        self.input_layernorm = nn.RMSNorm(width, eps)
-        self.hidden_norm = nn.RMSNorm(width, eps)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        super().__init__(config, 2 * config["hidden_size"])
+        self.input_layernorm = nn.RMSNorm(config["hidden_size"], config["rms_norm_eps"])
+        self.hidden_norm = nn.RMSNorm(config["hidden_size"], config["rms_norm_eps"])
 
     def forward(self, embeds: Tensor, hidden: Tensor, cache: ChainCache) -> Tensor:
         both = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
-        hidden = hidden + self.self_attn(both, cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return super().forward(both, hidden, cache)
 
 
 class Eagle3Head(nn.Module):

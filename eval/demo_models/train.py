@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from eval.demo_models.modeling import (
     EagleHead,
     Head,
 )
+from sglang_c2t.files import write_whole
 
 SEED = 0
 GENERATED = {"math": 22_000, "code": 20_000, "chat": 24_000}  # documents, about 2.3 M tokens each
@@ -44,7 +46,6 @@ REAL_SHARE = {
     "public_domain_books": 0.35,
 }
 BATCH, DRAFT_BATCH, LENGTH = 16, 8, 256
-LLAMAS = ("target", "standalone")
 
 
 def corpus_stage(args: argparse.Namespace) -> None:
@@ -92,16 +93,6 @@ def new_head(name: str) -> Head:
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
     return head
-
-
-def untrained_stage(args: argparse.Namespace) -> None:
-    """Export models with random weights, so that a server can be tried before training ends."""
-    for name in CONFIGS:
-        model = (new_llama if name in LLAMAS else new_head)(name)
-        weights = dict(model.state_dict())
-        if name == "eagle3":
-            weights |= export.vocabulary_maps(torch.arange(DRAFT_VOCAB) * 2)
-        export.save_model(name, weights, args.out)
 
 
 # --- the training loop, shared by all four models -------------------------------------------------
@@ -189,7 +180,11 @@ def fit(
             bar.set_postfix_str(f"step {step} loss {mean:.3f} " + _short(facts))
         if spent - last_save > 120 or spent >= seconds:
             last_save = spent
-            _save(path, model, optimizer, spent, step, log)
+            state = {
+                "model": model.state_dict(), "optimizer": optimizer.state(),
+                "spent": spent, "step": step, "log": log,
+            }  # fmt: skip
+            write_whole({path: partial(torch.save, state)})
     bar.close()
     tail = [row[2] for row in log[-100:]]
     result = {"steps": step, "seconds": round(spent), "loss": round(float(np.mean(tail)), 4)}
@@ -202,23 +197,6 @@ def fit(
 
 def _short(facts: dict[str, float]) -> str:
     return " ".join(f"{key} {value:.3f}" for key, value in facts.items())
-
-
-def _save(
-    path: Path, model: nn.Module, optimizer: Optimizer, spent: float, step: int, log: list[Any]
-) -> None:
-    part = path.with_suffix(".part")
-    torch.save(
-        {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state(),
-            "spent": spent,
-            "step": step,
-            "log": log,
-        },
-        part,
-    )
-    part.replace(path)
 
 
 def steps_done(work: Path, name: str) -> int:
@@ -359,7 +337,7 @@ def standalone_stage(args: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def warm_start(head: Head, teacher: Teacher, kept: Tensor | None = None) -> None:
+def warm_start(head: Head, teacher: Teacher, kept: Tensor) -> None:
     """Begin near the target instead of from noise, so that few steps go a long way."""
     if isinstance(head, EagleHead):
         width = head.fc.out_features
@@ -373,61 +351,41 @@ def warm_start(head: Head, teacher: Teacher, kept: Tensor | None = None) -> None
         head.norm.weight.copy_(teacher.model.model.norm.weight)
 
 
-def eagle_stage(args: argparse.Namespace) -> None:
-    """EAGLE: match the target's hidden states and, through its head, its distribution."""
-    teacher, head = Teacher(args.out / "target"), new_head("eagle").train()
-    warm_start(head, teacher)
-    optimizer = Optimizer(head, muon_rate=4e-3, adam_rate=4e-3)
-    batches = draft_batches(args.work, "eagle")
+def head_stage(args: argparse.Namespace, name: str) -> None:
+    """EAGLE and EAGLE-3: match the target's distribution over the draft's own vocabulary.
 
-    def loss_of() -> tuple[Tensor, dict[str, float]]:
-        tokens = next(batches)[:, :-1]
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden, _, target_logits = teacher(tokens)
-            wanted, best = target_logits.float().softmax(-1), target_logits.argmax(-1)
-            loss, facts = torch.zeros(()), dict[str, float]()
-            for k, state in unroll(head, teacher, tokens, hidden):
-                rows = slice(k + 1, k + 1 + state.shape[1])
-                logits = head.logits(state, teacher.lm_head)
-                match = F.smooth_l1_loss(state.float(), hidden[:, rows].float())
-                ce = soft_cross_entropy(logits, wanted[:, rows]).mean()
-                loss = loss + STEP_DECAY**k * (ce + match)
-                hit = logits.argmax(-1) == best[:, rows]
-                facts[f"agree{k + 1}"] = hit.float().mean().item()
-        return loss, facts
-
-    fit("eagle", head, optimizer, loss_of, args.minutes["eagle"], args.work)
-    export.save_model("eagle", head.state_dict(), args.out)
-
-
-def eagle3_stage(args: argparse.Namespace) -> None:
-    """EAGLE-3: match the target's distribution over the draft's own, smaller vocabulary."""
-    teacher, head = Teacher(args.out / "target"), new_head("eagle3").train()
-    kept = frequent_tokens(args.work)
+    EAGLE, whose vocabulary is the target's, matches the target's hidden states as well.
+    """
+    teacher, head = Teacher(args.out / "target"), new_head(name).train()
+    kept = frequent_tokens(args.work) if name == "eagle3" else torch.arange(VOCAB)
     maps = export.vocabulary_maps(kept)
     warm_start(head, teacher, kept)
     optimizer = Optimizer(head, muon_rate=4e-3, adam_rate=4e-3)
-    batches = draft_batches(args.work, "eagle3")
+    batches = draft_batches(args.work, name)
 
     def loss_of() -> tuple[Tensor, dict[str, float]]:
         tokens = next(batches)[:, :-1]
         with torch.autocast("cpu", torch.bfloat16):
-            _, aux, target_logits = teacher(tokens)
+            hidden, aux, target_logits = teacher(tokens)
             best, wanted = target_logits.argmax(-1), target_logits[..., kept].float().softmax(-1)
             loss, facts = torch.zeros(()), dict[str, float]()
-            for k, state in unroll(head, teacher, tokens, aux):
+            for k, state in unroll(head, teacher, tokens, aux if name == "eagle3" else hidden):
                 rows = slice(k + 1, k + 1 + state.shape[1])
                 logits = head.logits(state, teacher.lm_head)
                 # Where the target's choice cannot be drafted there is nothing to learn.
                 known = maps["t2d"][best[:, rows]].float()
                 ce = soft_cross_entropy(logits, wanted[:, rows])
-                loss = loss + STEP_DECAY**k * (ce * known).sum() / known.sum()
+                step_loss = (ce * known).sum() / known.sum()
+                if name == "eagle":
+                    step_loss += F.smooth_l1_loss(state.float(), hidden[:, rows].float())
+                loss = loss + STEP_DECAY**k * step_loss
                 hit = kept[logits.argmax(-1)] == best[:, rows]
                 facts[f"agree{k + 1}"] = hit.float().mean().item()
         return loss, facts
 
-    fit("eagle3", head, optimizer, loss_of, args.minutes["eagle3"], args.work)
-    export.save_model("eagle3", dict(head.state_dict()) | maps, args.out)
+    fit(name, head, optimizer, loss_of, args.minutes[name], args.work)
+    weights = dict(head.state_dict())
+    export.save_model(name, weights | maps if name == "eagle3" else weights, args.out)
 
 
 def unroll(
@@ -462,12 +420,11 @@ def frequent_tokens(work: Path) -> Tensor:
 MINUTES = {"target": 28.0, "standalone": 5.0, "eagle": 5.0, "eagle3": 5.0}
 STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     "corpus": corpus_stage,
-    "untrained": untrained_stage,
     "target": target_stage,
     "answers": answers_stage,
     "standalone": standalone_stage,
-    "eagle": eagle_stage,
-    "eagle3": eagle3_stage,
+    "eagle": partial(head_stage, name="eagle"),
+    "eagle3": partial(head_stage, name="eagle3"),
 }
 
 
@@ -483,47 +440,36 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.demo_models.train", description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder of the real text, *.jsonl")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the four model folders")
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path("runs/demo_models"),
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="folder of the real text, *.jsonl")
+    add("--out", type=Path, required=True, help="folder for the four model folders")
+    add(
+        "--work", type=Path, default=Path("runs/demo_models"),
         help="folder for checkpoints; a second run goes on from them",
-    )
-    parser.add_argument(
-        "--stage",
-        nargs="+",
-        choices=list(STAGES),
-        default=[stage for stage in STAGES if stage != "untrained"],
-    )
-    parser.add_argument(
-        "--minutes",
-        nargs="+",
-        default=[],
-        metavar="MODEL=MINUTES",
+    )  # fmt: skip
+    add("--stage", nargs="+", choices=list(STAGES), default=list(STAGES))
+    add(
+        "--minutes", type=_minutes, nargs="+", default=[], metavar="MODEL=MINUTES",
         help=f"training time, by default {MINUTES}",
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true", help="torch.compile the target")
+    )  # fmt: skip
+    add("--threads", type=int, default=2)
+    add("--compile", action="store_true", help="torch.compile the target")
     args = parser.parse_args(argv)
-    args.minutes = MINUTES | _minutes(parser, args.minutes)
+    args.minutes = MINUTES | dict(args.minutes)
     return args
 
 
-def _minutes(parser: argparse.ArgumentParser, pairs: list[str]) -> dict[str, float]:
-    chosen: dict[str, float] = {}
-    for pair in pairs:
-        name, _, value = pair.partition("=")
-        if name not in MINUTES:
-            parser.error(f"--minutes knows {', '.join(MINUTES)}, got {name!r}.")
-        try:
-            chosen[name] = float(value)
-        except ValueError:
-            parser.error(f"--minutes {name}=NUMBER, got {value!r}.")
-        if chosen[name] <= 0:
-            parser.error(f"--minutes {name} must be above 0, got {value}.")
-    return chosen
+def _minutes(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    if name not in MINUTES:
+        raise argparse.ArgumentTypeError(f"one of {', '.join(MINUTES)} is trained, not {name!r}")
+    try:
+        minutes = float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{name}=NUMBER, got {value!r}") from None
+    if minutes <= 0:
+        raise argparse.ArgumentTypeError(f"{name} must be above 0, got {value}")
+    return name, minutes
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +93,11 @@ def inputs_of(num_bytes: int) -> int:
     return min(max(256_000_000 // max(num_bytes, 1), 2), 8)
 
 
+def on_device(size: str, *parts: tuple[str, Callable[[], object], int]) -> list[Row]:
+    """Rows of (name, work, floor)."""
+    return [Row(name, size, by_graph([work]), floor, "graph") for name, work, floor in parts]
+
+
 def gates(batch: int, vocab: int) -> list[Row]:
     """One drafted layer of a chain: our kernels, and the same in plain torch."""
     from sglang_c2t.kernels.gate import (
@@ -147,7 +153,8 @@ def packing(batch: int) -> list[Row]:
     full = torch.empty(batch * WIDTH, vocab, device="cuda")
     inputs = kernels.pack_inputs(lens, tokens, tokens, table, slots, seq_lens, total)
 
-    parts: list[tuple[str, Callable[[], object], int]] = [
+    return on_device(
+        f"B {batch}, T {total}",
         ("row numbers", lambda: kernels.packed_rows(lens, WIDTH, total),
          batch * INT32 + 17 * total),
         ("packed inputs",
@@ -159,11 +166,7 @@ def packing(batch: int) -> list[Row]:
         (f"logits unpacked, V {vocab}",
          lambda: kernels.scatter_rows(packed, lens, WIDTH, full),
          scatter_bytes(batch, WIDTH, total, vocab)),
-    ]  # fmt: skip
-    return [
-        Row(name, f"B {batch}, T {total}", by_graph([work]), floor, "graph")
-        for name, work, floor in parts
-    ]
+    )  # fmt: skip
 
 
 def trees(batch: int, nodes: int = TREE) -> tuple[Tensor, Tensor]:
@@ -185,22 +188,19 @@ def masks(batch: int) -> list[Row]:
     starts = kernels.mask_indptr(prefix, num_rows, batch)
     capacity = kernels.mask_capacity(batch * TREE, batch, PREFIX + TREE)
     out = torch.zeros(capacity, dtype=torch.uint8, device="cuda")
-    size = f"B {batch}, {TREE} nodes, L {PREFIX}"
     words_floor = batch * TREE * (INT64 + 8 * -(-TREE // 64))
-    parts: list[tuple[str, Callable[[], object], int]] = [
+    return on_device(
+        f"B {batch}, {TREE} nodes, L {PREFIX}",
         ("ancestor words", lambda: kernels.ancestor_words_from_parents(parents, TREE),
          words_floor),
         ("packed tree mask",
          lambda: kernels.pack_tree_mask(words, prefix, num_rows, starts, out),
          mask_bytes(batch, PREFIX, TREE)),
-    ]  # fmt: skip
-    return [Row(name, size, by_graph([work]), floor, "graph") for name, work, floor in parts]
+    )  # fmt: skip
 
 
 def planning(batch: int) -> list[Row]:
     """FlashInfer's planner on host-known lengths, as each replay of a verify graph runs it."""
-    from functools import partial
-
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
     from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
 
@@ -293,17 +293,12 @@ def replay_overhead(batch: int) -> list[Row]:
 
 def parts_of(batches: Sequence[int]) -> list[tuple[str, Callable[[], list[Row]]]]:
     """Everything, by name, in the order of a step."""
-    made: list[tuple[str, Callable[[], list[Row]]]] = []
-    for batch in batches:
-        made += [(f"gate, V {v}", lambda b=batch, v=v: gates(b, v)) for v in VOCABS]  # type: ignore[misc]
-        made += [
-            ("packing", lambda b=batch: packing(b)),  # type: ignore[misc]
-            ("masks", lambda b=batch: masks(b)),  # type: ignore[misc]
-            ("planning", lambda b=batch: planning(b)),  # type: ignore[misc]
-            ("transfer", lambda b=batch: transfer(b)),  # type: ignore[misc]
-            ("trace replay", lambda b=batch: replay_overhead(b)),  # type: ignore[misc]
-        ]
-    return made
+    parts: dict[str, Callable[[int], list[Row]]] = {
+        **{f"gate, V {vocab}": partial(gates, vocab=vocab) for vocab in VOCABS},
+        "packing": packing, "masks": masks, "planning": planning, "transfer": transfer,
+        "trace replay": replay_overhead,
+    }  # fmt: skip
+    return [(name, partial(part, batch)) for batch in batches for name, part in parts.items()]
 
 
 def line(row: Row, ceilings: Ceilings) -> str:

@@ -18,6 +18,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,21 +60,16 @@ class Forward(NamedTuple):
         return max(self.num_bytes / ceilings.bytes_per_s, self.flops / ceilings.flops_per_s)
 
 
-def target_forward(shape: Shape, *, rows: float, batch: int, context: float) -> Forward:
-    """The target on R ``rows`` of B requests with ``context`` tokens each."""
-    attention = 4 * rows * context * shape.num_heads * shape.head_dim * shape.num_layers
+def forward(
+    shape: Shape, *, rows: float, batch: int, context: float, draft: bool = False
+) -> Forward:
+    """The target, or the draft head, on R ``rows`` of B requests with ``context`` tokens each."""
+    weights = shape.draft_weights if draft else shape.target_weights
+    layers = 1 if draft else shape.num_hidden_layers
+    attention = 4 * rows * context * shape.num_attention_heads * shape.head_dim * layers
     return Forward(
-        BYTES_PER_WEIGHT * shape.target_weights + batch * context * shape.kv_bytes_per_token,
-        2 * rows * shape.target_weights + attention,
-    )
-
-
-def draft_forward(shape: Shape, *, rows: float, batch: int, context: float) -> Forward:
-    """The same of the draft head."""
-    attention = 4 * rows * context * shape.num_heads * shape.head_dim
-    return Forward(
-        BYTES_PER_WEIGHT * shape.draft_weights + batch * context * shape.draft_kv_bytes_per_token,
-        2 * rows * shape.draft_weights + attention,
+        BYTES_PER_WEIGHT * weights + batch * context * layers * shape.layer_kv_bytes,
+        2 * rows * weights + attention,
     )
 
 
@@ -97,11 +93,11 @@ def step_floor(
     Drafting is D - 1 forwards of B rows and the draft extend, which runs over the rows that were
     verified. ``num_steps`` 0: no speculation, no draft.
     """
-    verify = target_forward(shape, rows=rows, batch=batch, context=context).seconds(ceilings)
+    work = partial(forward, shape, batch=batch, context=context)
+    verify = work(rows=rows).seconds(ceilings)
     if num_steps == 0:
         return Floor(verify, 0.0)
-    single = draft_forward(shape, rows=batch, batch=batch, context=context).seconds(ceilings)
-    extend = draft_forward(shape, rows=rows, batch=batch, context=context).seconds(ceilings)
+    single, extend = (work(rows=n, draft=True).seconds(ceilings) for n in (batch, rows))
     return Floor(verify, (num_steps - 1) * single + extend)
 
 

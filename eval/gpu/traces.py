@@ -15,7 +15,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,9 +98,7 @@ def from_recording(recording: Recording, *, depth: int, num_traces: int, source:
     starts = chains.first_root.tolist()
     roots = torch.cat([torch.arange(starts[q], starts[q + 1]) for q in chosen])
     ends = torch.tensor([0, *(sizes[q] for q in chosen)]).cumsum(0)
-    groups: dict[str, int] = defaultdict(int)
-    for q in chosen:
-        groups[chains.requests[q].rsplit("/", 1)[0]] += 1
+    groups = Counter(chains.requests[q].rsplit("/", 1)[0] for q in chosen)
     return Traces(
         Chains(
             stats={name: chains.stats[name][roots, :depth].float() for name in STATS},

@@ -10,13 +10,13 @@ repository's own tests do so. What is not run, and why: ``NOT_RUN`` in eval/loss
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import random
 import time
 import unittest
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -25,38 +25,22 @@ import openai
 import requests
 from sglang.test import kl_test_utils
 from sglang.test.kits import (
+    abort_timeout_kit,
+    basic_api_contract_kit,
     basic_scheduler_stress_kit,
     cache_hit_kit,
+    ebnf_constrained_kit,
+    json_constrained_kit,
+    json_mode_kit,
+    kl_divergence_kit,
+    matched_stop_kit,
+    pause_generation_kit,
     radix_cache_server_kit,
+    regex_constrained_kit,
+    spec_server_kits,
     streaming_session_kit,
     unified_radix_cache_kit,
 )
-from sglang.test.kits.abort_timeout_kit import (
-    AbortAllMixin,
-    RunningTimeoutTwoWaveMixin,
-    WaitingTimeoutMixin,
-)
-from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
-from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
-from sglang.test.kits.ebnf_constrained_kit import EBNFConstrainedMixin
-from sglang.test.kits.json_constrained_kit import JSONConstrainedMixin
-from sglang.test.kits.json_mode_kit import JSONModeMixin
-from sglang.test.kits.kl_divergence_kit import KLDivergenceMixin
-from sglang.test.kits.matched_stop_kit import MatchedStopMixin
-from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
-from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
-from sglang.test.kits.spec_server_kits import (
-    SpecCorrectnessKit,
-    SpecFeatureKit,
-    SpecGrammarKit,
-    SpecHiddenStatesKit,
-    SpecLogprobKit,
-    SpecParityKit,
-    SpecPenaltyKit,
-    _greedy,
-)
-from sglang.test.kits.streaming_session_kit import StreamingSessionKitMixin
-from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
 from sglang.test.server_fixtures import streaming_session_fixture
 from transformers import AutoTokenizer
 
@@ -103,9 +87,10 @@ class References:
         """Ask the server without speculation at ``url``."""
         prefix = basic_scheduler_stress_kit._CONCURRENT_PREFIX
         prompts = [prompt.text for prompt in demo_mix(8, seed=2)]
+        ask = partial(spec_server_kits._greedy, url)
         return cls(
-            {prompt: _greedy(url, prompt) for prompt in SpecParityKit.parity_prompts},
-            [(p, _greedy(url, prefix + p, MAX_NEW_TOKENS).lower()) for p in prompts],
+            {prompt: ask(prompt) for prompt in spec_server_kits.SpecParityKit.parity_prompts},
+            [(prompt, ask(prefix + prompt, MAX_NEW_TOKENS).lower()) for prompt in prompts],
         )
 
 
@@ -136,26 +121,40 @@ def assert_decode_cached(
     assert actual in (total - 1, total - 2), f"{label}: {actual} tokens cached of {total}"
 
 
+def _json_schema(*phrases: str, **more: Any) -> str:
+    """Same keys as upstream's schemas, but no value can outgrow the kits' 128 or 256 tokens.
+
+    A tiny model need not know how to close a string.
+    """
+    properties: dict[str, Any] = {
+        "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
+        "population": {"type": "integer", "minimum": 0, "maximum": 9999},
+        **{phrase: {"type": "string", "pattern": "^[a-z ]{1,8}$"} for phrase in phrases},
+    }
+    required = list(properties)
+    return json.dumps({"type": "object", "properties": properties, "required": required, **more})
+
+
 class ServingKits(
-    SpecCorrectnessKit,
-    SpecFeatureKit,
-    SpecGrammarKit,
-    SpecHiddenStatesKit,
-    SpecLogprobKit,
-    SpecParityKit,
-    SpecPenaltyKit,
-    BasicAPIContractMixin,
-    BasicSchedulerStressMixin,
-    AbortAllMixin,
-    PauseResumeInPlaceMixin,
-    RegexConstrainedMixin,
-    EBNFConstrainedMixin,
-    JSONConstrainedMixin,
-    JSONModeMixin,
-    MatchedStopMixin,
-    KLDivergenceMixin,
-    UnifiedRadixTreeTestMixin,
-    StreamingSessionKitMixin,
+    spec_server_kits.SpecCorrectnessKit,
+    spec_server_kits.SpecFeatureKit,
+    spec_server_kits.SpecGrammarKit,
+    spec_server_kits.SpecHiddenStatesKit,
+    spec_server_kits.SpecLogprobKit,
+    spec_server_kits.SpecParityKit,
+    spec_server_kits.SpecPenaltyKit,
+    basic_api_contract_kit.BasicAPIContractMixin,
+    basic_scheduler_stress_kit.BasicSchedulerStressMixin,
+    abort_timeout_kit.AbortAllMixin,
+    pause_generation_kit.PauseResumeInPlaceMixin,
+    regex_constrained_kit.RegexConstrainedMixin,
+    ebnf_constrained_kit.EBNFConstrainedMixin,
+    json_constrained_kit.JSONConstrainedMixin,
+    json_mode_kit.JSONModeMixin,
+    matched_stop_kit.MatchedStopMixin,
+    kl_divergence_kit.KLDivergenceMixin,
+    unified_radix_cache_kit.UnifiedRadixTreeTestMixin,
+    streaming_session_kit.StreamingSessionKitMixin,
     DemoKit,
 ):
     """Every kit that one server can host."""
@@ -170,31 +169,8 @@ class ServingKits(
     # The kits' prompts are foreign to the demo models, so hardly a draft is accepted.
     acc_length_thres = 1.0
     batch_accept_len_thres = 1.0
-    # Same keys as upstream's schemas, but no value can outgrow the kits' 128 or 256 tokens: a
-    # tiny model need not know how to close a string.
-    grammar_json_schema = json.dumps(
-        {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
-                "population": {"type": "integer", "minimum": 0, "maximum": 9999},
-                "country": {"type": "string", "pattern": "^[a-z ]{1,8}$"},
-                "capital": {"type": "string", "pattern": "^[a-z ]{1,8}$"},
-            },
-            "required": ["name", "population", "country", "capital"],
-        }
-    )
-    json_schema = json.dumps(
-        {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
-                "population": {"type": "integer", "minimum": 0, "maximum": 9999},
-            },
-            "required": ["name", "population"],
-            "additionalProperties": False,
-        }
-    )
+    grammar_json_schema = _json_schema("country", "capital")
+    json_schema = _json_schema(additionalProperties=False)
     abort_all_max_new_tokens = 1600
     pause_max_new_tokens = 128
     pause_duration = 2
@@ -261,7 +237,7 @@ class ServingKits(
         )  # fmt: skip
 
 
-class RunningTimeoutKits(RunningTimeoutTwoWaveMixin, DemoKit):
+class RunningTimeoutKits(abort_timeout_kit.RunningTimeoutTwoWaveMixin, DemoKit):
     """Requests that exceed their time while others run."""
 
     flags = ("--skip-server-warmup",)  # which is a request, and may take too long itself
@@ -270,7 +246,7 @@ class RunningTimeoutKits(RunningTimeoutTwoWaveMixin, DemoKit):
     running_timeout_max_new_tokens = 1600
 
 
-class WaitingTimeoutKits(WaitingTimeoutMixin, DemoKit):
+class WaitingTimeoutKits(abort_timeout_kit.WaitingTimeoutMixin, DemoKit):
     """A request that waits too long behind another."""
 
     flags = ("--skip-server-warmup", "--max-running-requests", "1")
@@ -283,7 +259,7 @@ class WaitingTimeoutKits(WaitingTimeoutMixin, DemoKit):
 @contextlib.contextmanager
 def demo_scale(references: References) -> Iterator[None]:
     """Kits of prompts and lengths that the demo models can take, for the time of the block."""
-    tree = functools.partial(radix_cache_server_kit.gen_radix_tree, num_nodes=100, chunk_len=48)
+    tree = partial(radix_cache_server_kit.gen_radix_tree, num_nodes=100, chunk_len=48)
     with contextlib.ExitStack() as patches:
         for module, name, fit in (
             (radix_cache_server_kit, "random", DemoVocabulary(0)),

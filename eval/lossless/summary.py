@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -109,8 +108,10 @@ def verdict(found: Found) -> str:
     """One line."""
     told = []
     if found.waves:
-        requests, ties = (sum(map(count, found.waves)) for count in (_requests, _ties))
-        told.append(f"{requests} greedy requests, {ties} parted at floating-point ties")
+        requests = sum(wave.requests for wave in found.waves)
+        told.append(
+            f"{requests} greedy requests, {_ties(found.waves)} parted at floating-point ties"
+        )
     if found.tests:
         told.append(f"{len(found.tests)} distribution tests")
     if found.seeded:
@@ -156,13 +157,12 @@ def greedy_table(waves: Sequence[Wave]) -> Table:
     )  # fmt: skip
     for (server, policy), group in groupby(waves, key=lambda wave: (wave.server, wave.policy)):
         rows = list(group)
-        batches = " + ".join(f"{row.requests} ({row.concurrency})" for row in rows)
-        ties = sum(map(_ties, rows))
+        ties = _ties(rows)
         defects = sum(len(row.divergences) for row in rows) - ties
         # Of the largest batch, which has most of the requests.
         tau, gamma = rows[-1].accept_length, rows[-1].gamma
         table.add_row(
-            server, policy, batches, str(sum(row.tokens for row in rows)), _number(tau),
+            server, policy, _batches(rows), str(sum(row.tokens for row in rows)), _number(tau),
             _number(gamma), str(ties), _lead(rows), _alarm(defects),
         )  # fmt: skip
     return table
@@ -192,11 +192,9 @@ def seeded_table(runs: Sequence[Reproduced]) -> Table:
     )  # fmt: skip
     for (server, cut), group in groupby(runs, key=lambda run: (run.server, run.cut)):
         rows = list(group)
-        batches = " + ".join(f"{row.requests} ({row.concurrency})" for row in rows)
         table.add_row(
-            server, cut, batches, *(str(sum(values)) for values in (
-                [row.tokens for row in rows], [row.accepted_drafts for row in rows])),
-            _differing(rows),
+            server, cut, _batches(rows), str(sum(row.tokens for row in rows)),
+            str(sum(row.accepted_drafts for row in rows)), _differing(rows),
         )  # fmt: skip
     return table
 
@@ -214,18 +212,17 @@ def kits_table(outcomes: Sequence[Outcome]) -> Table:
     ordered = sorted(outcomes, key=lambda outcome: (outcome.server, outcome.kit))
     for (server, kit), group in groupby(ordered, key=lambda o: (o.server, o.kit)):
         rows = list(group)
-        failed = Counter(row.passed for row in rows)[False]
-        seconds = sum(row.seconds for row in rows)
+        failed, seconds = sum(not row.passed for row in rows), sum(row.seconds for row in rows)
         table.add_row(server, kit, str(len(rows)), _alarm(failed), f"{seconds:.0f}")
     return table
 
 
-def _requests(wave: Wave) -> int:
-    return wave.requests
+def _ties(waves: Sequence[Wave]) -> int:
+    return sum(wave.count("tie") for wave in waves)
 
 
-def _ties(wave: Wave) -> int:
-    return wave.count("tie")
+def _batches(rows: Sequence[Wave] | Sequence[Reproduced]) -> str:
+    return " + ".join(f"{row.requests} ({row.concurrency})" for row in rows)
 
 
 def _lead(waves: Sequence[Wave]) -> str:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -24,13 +25,14 @@ from eval.report.compare import compare
 from eval.report.report import report, write
 from sglang_c2t.config import ConfigError
 
+CONSOLE = Console(stderr=True)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write a report; 0, or 2 where there is nothing to report on."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    console = Console(stderr=True)
     try:
-        paths = _compare(argv[1:], console) if argv[:1] == ["compare"] else _report(argv, console)
+        paths = _compare(argv[1:]) if argv[:1] == ["compare"] else _report(argv)
     except (RecordError, ConfigError, OSError) as error:
         print(f"eval.report: error: {error}", file=sys.stderr)
         return 2
@@ -39,45 +41,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _report(argv: Sequence[str], console: Console) -> list[Path]:
+def _report(argv: Sequence[str]) -> list[Path]:
     parser = argparse.ArgumentParser(
-        prog="python -m eval.report",
-        description=__doc__,
+        prog="python -m eval.report", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", type=Path, metavar="DIR", help="folder of a benchmark run")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write; default: DIR")
-    parser.add_argument(
-        "--ceilings", type=Path, help="of the GPU, from python -m eval.gpu.roofline --out"
-    )
+    )  # fmt: skip
+    add = parser.add_argument
+    add("run", type=Path, metavar="DIR", help="folder of a benchmark run")
+    add("--out", type=Path, metavar="FOLDER", help="where to write; default: DIR")
+    add("--ceilings", type=Path, help="of the GPU, from python -m eval.gpu.roofline --out")
     args = parser.parse_args(argv)
-    results = _load(args.run, console)
+    results = _load(args.run)
     ceilings = Ceilings.read(args.ceilings) if args.ceilings else None
-    with console.status("tables and plots"):
+    with CONSOLE.status("tables and plots"):
         return write(report(results, ceilings), args.out or args.run)
 
 
-def _compare(argv: Sequence[str], console: Console) -> list[Path]:
+def _compare(argv: Sequence[str]) -> list[Path]:
     parser = argparse.ArgumentParser(
         prog="python -m eval.report compare", description="What differs between two runs."
     )
-    parser.add_argument("before", type=Path, metavar="A", help="folder of a benchmark run")
-    parser.add_argument("after", type=Path, metavar="B", help="folder of another")
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="where to write; default: compare in B"
-    )
+    add = parser.add_argument
+    add("before", type=Path, metavar="A", help="folder of a benchmark run")
+    add("after", type=Path, metavar="B", help="folder of another")
+    add("--out", type=Path, metavar="FOLDER", help="where to write; default: compare in B")
     args = parser.parse_args(argv)
-    before, after = _load(args.before, console), _load(args.after, console)
-    with console.status("tables and plots"):
+    before, after = _load(args.before), _load(args.after)
+    with CONSOLE.status("tables and plots"):
         document = compare(before, after, (str(args.before), str(args.after)))
         return write(document, args.out or args.after / "compare", stem="compare")
 
 
-def _load(folder: Path, console: Console) -> Results:
-    def progress(rungs: Sequence[list[Path]]) -> Iterable[list[Path]]:
-        return track(rungs, f"reading {folder}", console=console, transient=True)
-
-    return load(folder, progress)
+def _load(folder: Path) -> Results:
+    told = partial(track, description=f"reading {folder}", console=CONSOLE, transient=True)
+    return load(folder, told)
 
 
 if __name__ == "__main__":

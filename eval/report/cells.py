@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from operator import add
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -58,18 +57,10 @@ class Compared:
     differences: list[Difference] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One cell without its token ids."""
+@dataclass(frozen=True, kw_only=True)
+class Measured(Cell):
+    """One cell whose ``requests`` are gone, and what is kept of them."""
 
-    key: CellKey
-    duration_s: float
-    output_tokens: int
-    tokens_per_second: float
-    steady: dict[str, Any] | None
-    clock: dict[str, float] | None
-    work: dict[str, int]
-    server_argv: list[str]
     num_requests: int
     errors: tuple[str, ...]  # of failed requests
     spec: dict[int, tuple[str, int, int, int]]  # prompt: family, verify_ct, correct, proposed
@@ -91,14 +82,7 @@ def measured(cell: Cell) -> Measured:
     # An answer that came in one piece tells nothing of its first token.
     streamed = [r for r in answered if r.output_len == 1 or r.latency_s > r.ttft_s]
     return Measured(
-        key=cell.key,
-        duration_s=cell.duration_s,
-        output_tokens=cell.output_tokens,
-        tokens_per_second=cell.tokens_per_second,
-        steady=cell.steady,
-        clock=cell.clock,
-        work=cell.work,
-        server_argv=cell.server_argv,
+        **{**vars(cell), "requests": ()},
         num_requests=len(cell.requests),
         errors=tuple(request.error for request in cell.requests if not request.success),
         spec={request.index: _spec(request) for request in answered},
@@ -126,7 +110,7 @@ def _spec(request: Request) -> tuple[str, int, int, int]:
 def _histogram(requests: Iterable[Request], keys: Sequence[str], shift: int) -> Counter[int]:
     total: Counter[int] = Counter()
     for request in requests:
-        counts = next((request.meta[key] for key in keys if request.meta.get(key)), ())
+        counts = next(filter(None, map(request.meta.get, keys)), ())
         total.update({i + shift: count for i, count in enumerate(counts) if count})
     return total
 

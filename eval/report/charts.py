@@ -45,6 +45,7 @@ SETTINGS: dict[Any, Any] = {
 PANELS_PER_ROW = 3
 #: Of the largest gamma to the smallest, from which on chains would be a heap below trees.
 TREES = 4
+CUT_BARS = "Bars: 95 % intervals, cut off where they leave the plot."
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,7 @@ def charts(results: Results, temperature: float) -> list[Figure]:
 def _charts(results: Results, temperature: float) -> Iterator[Figure]:
     yield from tau_gamma_charts(results, temperature)
     if len(results.concurrencies(temperature)) > 1:
-        yield throughput_chart(results, temperature)
-        yield from speedup_chart(results, temperature)
-        if any(cell.per_token_s.size for cell in results.cells.values()):
-            yield latency_chart(results, temperature)
+        yield from over_concurrency(results, temperature)
     yield from histograms(results, temperature)
 
 
@@ -160,59 +158,42 @@ def policy_lines(methods: Iterable[Method]) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def throughput_chart(results: Results, temperature: float) -> Figure:
-    """Tokens per second over concurrency."""
+Value = Callable[[str, int], Estimate | None]
 
-    def value(name: str, concurrency: int) -> Estimate | None:
+
+def over_concurrency(results: Results, temperature: float) -> Iterator[Figure]:
+    """Throughput, speed-up over no speculation where there is such a baseline, and latency."""
+    names, base = results.names, results.baseline
+
+    def throughput(name: str, concurrency: int) -> Estimate | None:
         speed = results.speed(name, temperature, concurrency)
         return None if speed is None else speed.spread
 
-    return _figure(
-        results, temperature, results.names, f"throughput-t{temperature:g}", value,
-        "output tokens per second",
-        f"Throughput over concurrency, temperature {temperature:g}. Bars: slowest and fastest "
-        "repeat.",
-        f"Output tokens per second over requests at once for {len(results.names)} methods. The "
-        "numbers are in the table on output tokens per second.",
-    )  # fmt: skip
-
-
-def latency_chart(results: Results, temperature: float) -> Figure:
-    """Median time per output token over concurrency."""
-
-    def value(name: str, concurrency: int) -> Estimate | None:
+    def latency(name: str, concurrency: int) -> Estimate | None:
         times = [t for cell in results.of(name, temperature, concurrency)
                  for t in cell.per_token_s]  # fmt: skip
         return Estimate(1e3 * sorted(times)[len(times) // 2]) if times else None
 
-    return _figure(
-        results, temperature, results.names, f"latency-t{temperature:g}", value,
-        "ms per output token, median",
-        f"Time per output token after the first, temperature {temperature:g}. Median of requests.",
-        f"Milliseconds per output token over requests at once for {len(results.names)} methods. "
-        "The numbers are in the tables on latency.",
-    )  # fmt: skip
-
-
-def speedup_chart(results: Results, temperature: float) -> Iterator[Figure]:
-    """Ratio to no speculation over concurrency; none without a baseline."""
-    base = results.baseline
-    others = [name for name in results.names if name != base]
-    if base is None or not others:
-        return
-
-    def value(name: str, concurrency: int) -> Estimate | None:
-        return results.ratio(name, base, temperature, concurrency)
-
     yield _figure(
-        results, temperature, others, f"speedup-t{temperature:g}", value,
-        "speed-up over no speculation",
-        f"Speed-up over no speculation, temperature {temperature:g}. Below the line at 1, "
-        "speculation loses. Bars: 95 % intervals, cut off where they leave the plot.",
-        f"Speed-up over requests at once for {len(others)} methods, with a line at 1. The "
-        "numbers are in the table on speed-up.",
-        ratios=True,
+        results, temperature, names, "throughput", throughput, "output tokens per second",
+        "Throughput over concurrency", "Bars: slowest and fastest repeat.",
+        "Output tokens per second", "table on output tokens per second",
     )  # fmt: skip
+    others = [name for name in names if name != base]
+    if base is not None and others:
+        yield _figure(
+            results, temperature, others, "speedup",
+            lambda name, concurrency: results.ratio(name, base, temperature, concurrency),
+            "speed-up over no speculation", "Speed-up over no speculation",
+            f"Below the line at 1, speculation loses. {CUT_BARS}",
+            "Speed-up", "table on speed-up", ratios=True,
+        )  # fmt: skip
+    if any(cell.per_token_s.size for cell in results.cells.values()):
+        yield _figure(
+            results, temperature, names, "latency", latency, "ms per output token, median",
+            "Time per output token after the first", "Median of requests.",
+            "Milliseconds per output token", "tables on latency",
+        )  # fmt: skip
 
 
 def ratio_chart(
@@ -224,59 +205,30 @@ def ratio_chart(
     """Tokens per second of one run over another's, ``results``, whose colours are taken."""
     with matplotlib.rc_context(SETTINGS):
         return _figure(
-            results, temperature, list(ratios), f"ratio-t{temperature:g}",
+            results, temperature, list(ratios), "ratio",
             lambda name, concurrency: ratios[name].get(concurrency), "tokens/s, B / A",
-            f"Output tokens per second of B over A, temperature {temperature:g}. Bars: 95 % "
-            "intervals, cut off where they leave the plot.",
-            f"Ratio of tokens per second over requests at once for {len(ratios)} methods, with a "
-            "line at 1. The numbers are in the table on tokens/s of B over A.",
+            "Output tokens per second of B over A", CUT_BARS,
+            "Ratio of tokens per second", "table on tokens/s of B over A",
             ratios=True, concurrencies=concurrencies,
         )  # fmt: skip
 
 
-Value = Callable[[str, int], Estimate | None]
-
-
 def _figure(
-    results: Results, temperature: float, names: Sequence[str], stem: str, value: Value,
-    label: str, title: str, alt: str, *, ratios: bool = False,
+    results: Results, temperature: float, names: Sequence[str], kind: str, value: Value,
+    label: str, title: str, note: str, what: str, where: str, *, ratios: bool = False,
     concurrencies: Sequence[int] | None = None,
 ) -> Figure:  # fmt: skip
-    """A value of each method over concurrency: ``ratios`` about 1, others on a logarithmic axis."""
+    """A value of each method over concurrency: ``ratios`` about 1, others on a logarithmic axis.
+
+    ``what`` it is, ``where`` its numbers are: for who cannot see it. Lines stand a little beside
+    each other, so that bars stay visible.
+    """
     looks = styles(results.names, results.baseline)
     shown = concurrencies or results.concurrencies(temperature)
-    canvas, axis, drawn = _over_concurrency(looks, shown, names, value)
-    axis.set_ylabel(label)
-    if ratios:
-        _around_one(axis, drawn)
-    else:
-        axis.set_yscale("log")
-        _plain_log(axis)
-    return Figure(stem, title, alt, _svg(canvas, stem))
-
-
-def _around_one(axis: Axes, values: Sequence[float]) -> None:
-    """A line at 1, and limits that show all points."""
-    axis.axhline(1.0, color=INK, linewidth=1.4, zorder=0)
-    low, high = min([1.0, *values]), max([1.0, *values])
-    margin = 0.12 * (high - low) + 0.02
-    # Two or three repeats give intervals that would leave the points no room.
-    axis.set_ylim(max(0.0, low - margin), high + margin)
-
-
-def _over_concurrency(
-    looks: Mapping[str, Style],
-    concurrencies: Sequence[int],
-    names: Sequence[str],
-    value: Value,
-) -> tuple[Canvas, Axes, list[float]]:
-    """One line per method, and all values drawn; lines stand a little beside each other, so that
-    bars stay visible.
-    """
     canvas, (axis,) = _grid(1, legend=len(names))
     drawn: list[float] = []
     for i, name in enumerate(names):
-        found = [(c, estimate) for c in concurrencies if (estimate := value(name, c)) is not None]
+        found = [(c, estimate) for c in shown if (estimate := value(name, c)) is not None]
         if not found:
             continue
         drawn += [estimate.value for _, estimate in found]
@@ -286,12 +238,31 @@ def _over_concurrency(
                       yerr=_bars([e for _, e in found]), color=look.color, marker=look.marker,
                       linestyle=look.linestyle, elinewidth=0.9, label=name)  # fmt: skip
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_locator(FixedLocator(concurrencies))
+    axis.xaxis.set_major_locator(FixedLocator(shown))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel("requests at once")
+    axis.set(xlabel="requests at once", ylabel=label)
     _legend(canvas, [axis], names)
-    return canvas, axis, drawn
+    if ratios:
+        _around_one(axis, drawn)
+    else:
+        axis.set_yscale("log")
+        _plain_log(axis)
+    alt = (
+        f"{what} over requests at once for {len(names)} methods{', with a line at 1' * ratios}. "
+        f"The numbers are in the {where}."
+    )
+    stem = f"{kind}-t{temperature:g}"
+    return Figure(stem, f"{title}, temperature {temperature:g}. {note}", alt, _svg(canvas, stem))
+
+
+def _around_one(axis: Axes, values: Sequence[float]) -> None:
+    """A line at 1, and limits that show all points."""
+    axis.axhline(1.0, color=INK, linewidth=1.4, zorder=0)
+    low, high = min([1.0, *values]), max([1.0, *values])
+    margin = 0.12 * (high - low) + 0.02
+    # Two or three repeats give intervals that would leave the points no room.
+    axis.set_ylim(max(0.0, low - margin), high + margin)
 
 
 def _plain_log(axis: Axes) -> None:

@@ -24,8 +24,8 @@ from eval.report.document import (
     Table,
     Text,
 )
-from eval.report.intervals import Estimate, Ratio, acceptance, difference
-from eval.report.tables import difference_entry, ratio_entry
+from eval.report.intervals import Ratio, acceptance, difference
+from eval.report.tables import by_concurrency, difference_entry, ratio_entry
 
 #: Conditions by the start of their name, and what their difference leaves of the comparison.
 MOOT = {
@@ -185,19 +185,12 @@ def _ratios(
 def _speed_table(
     ratios: Mapping[str, Mapping[int, Ratio]], temperature: float, concurrencies: list[int]
 ) -> Table:
-    return Table(
+    return by_concurrency(
         f"tokens/s of B over A, temperature {temperature:g}",
-        ["method", *(f"c = {c}" for c in concurrencies), "n"],
-        [
-            (
-                name,
-                [
-                    *(ratio_entry(found.get(c), WORDS) for c in concurrencies),
-                    Entry(str(min((r.n for r in found.values()), default=0))),
-                ],
-            )
-            for name, found in ratios.items()
-        ],
+        ratios,
+        concurrencies,
+        lambda name, c: ratio_entry(ratios[name].get(c), WORDS),
+        n=lambda name: Entry(str(min((r.n for r in ratios[name].values()), default=0))),
     )
 
 
@@ -232,20 +225,19 @@ def _acceptance_table(
     paired = _same_prompts(before, after)
     rows = []
     for name in common:
-        counts = [results.counts(cells(results, name)) for results in (before, after)]
-        found = [None if one is None else acceptance(one) for one in counts]
-        if found[0] is None or found[1] is None or counts[0] is None or counts[1] is None:
+        ours, theirs = (results.counts(cells(results, name)) for results in (before, after))
+        if ours is None or theirs is None:
+            continue
+        found = acceptance(ours), acceptance(theirs)
+        if None in found:
             continue
         entries = []
         for which in ("tau", "gamma"):
             if which == "gamma" and before.kind(name) in UNTOLD_DRAFTS:
                 entries += [ABSENT] * 3
                 continue
-            for one in found:
-                estimate: Estimate = getattr(one, which)
-                entries.append(Entry(estimate.text()))
-            change = difference(counts[1], counts[0], which, paired=paired)
-            entries.append(difference_entry(change))
+            entries += [Entry(getattr(one, which).text()) for one in found]
+            entries.append(difference_entry(difference(theirs, ours, which, paired=paired)))
         rows.append((name, entries))
     return Table(
         f"tau and gamma, temperature {temperature:g}",

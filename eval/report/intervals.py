@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 from scipy.stats import t as student
+from scipy.stats import ttest_ind
 
 from eval.report.document import Mark
 from sglang_c2t.offline.compare import Array, Curve, everyone, interval, resamples
@@ -74,10 +75,6 @@ class Noise:
         return cls(float(((values - design @ solution) ** 2).sum()) / freedom, freedom)
 
 
-def _quantile(freedom: float) -> float:
-    return float(student.ppf((1 + LEVEL) / 2, freedom))
-
-
 @dataclass(frozen=True)
 class Ratio(Estimate):
     """A geometric mean of ratios of speeds, with a t interval on its logarithm."""
@@ -103,7 +100,8 @@ class Ratio(Estimate):
         mean, n = statistics.fmean(logs), len(logs)
         if n < 2 or noise is None:
             return cls(math.exp(mean), n=n)
-        half = _quantile(noise.freedom) * math.sqrt(2 * noise.variance / n)
+        quantile = float(student.ppf((1 + LEVEL) / 2, noise.freedom))
+        half = quantile * math.sqrt(2 * noise.variance / n)
         return cls(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n=n)
 
     @classmethod
@@ -113,12 +111,10 @@ class Ratio(Estimate):
         mean, n = float(ups.mean() - downs.mean()), min(len(ups), len(downs))
         if n < 2:
             return cls(math.exp(mean), n=n)
-        up, down = ups.var(ddof=1) / len(ups), downs.var(ddof=1) / len(downs)
-        if up + down == 0:
+        if ups.var() + downs.var() == 0:
             return cls(math.exp(mean), math.exp(mean), math.exp(mean), n=n)
-        freedom = (up + down) ** 2 / (up**2 / (len(ups) - 1) + down**2 / (len(downs) - 1))
-        half = _quantile(freedom) * math.sqrt(up + down)
-        return cls(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n=n)
+        low, high = ttest_ind(ups, downs, equal_var=False).confidence_interval(LEVEL)
+        return cls(math.exp(mean), math.exp(low), math.exp(high), n=n)
 
 
 @dataclass(frozen=True)
@@ -132,12 +128,8 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         assert self.families == other.families
-        return Counts(
-            self.families,
-            self.verify_ct + other.verify_ct,
-            self.correct + other.correct,
-            self.proposed + other.proposed,
-        )
+        names = ("verify_ct", "correct", "proposed")
+        return Counts(self.families, *(getattr(self, n) + getattr(other, n) for n in names))
 
     def of_family(self, family: str) -> Counts:
         """Those of one family alone."""

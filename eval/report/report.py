@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from eval.gpu.roofline import Ceilings
@@ -25,7 +25,7 @@ from eval.report.tables import (
     verdict,
     work_table,
 )
-from sglang_c2t.files import Write, write_whole
+from sglang_c2t.files import write_texts
 
 
 def report(results: Results, ceilings: Ceilings | None = None) -> Document:
@@ -64,10 +64,5 @@ def write(document: Document, folder: Path, stem: str = "report") -> list[Path]:
         folder / PLOTS / f"{figure.name}.svg": figure.svg + "\n" for figure in document.figures
     }
     named = {folder / f"{stem}.html": page(document), folder / f"{stem}.md": markdown(document)}
-    write_whole({path: _writer(text) for path, text in (texts | named).items()})
+    write_texts(texts | named)
     return list(named)
-
-
-def _writer(text: str) -> Write:
-    write: Callable[[Path], object] = lambda path: path.write_text(text, encoding="utf-8")  # noqa: E731
-    return write

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,14 +62,11 @@ def verdict(results: Results) -> Iterator[Block]:
     """What the run comes to."""
     yield Heading(2, "Verdict")
     yield Bullets(speed_sentences(results))
-    for text, mark in (
-        output_sentence(results),
-        metric_sentence(results),
-        replay_sentence(results),
-        failure_sentence(results, len(missing(results))),
-    ):
-        if text:
-            yield Text(text, mark)
+    yield output_sentence(results)
+    yield metric_sentence(results)
+    if results.replay is not None:
+        yield replay_sentence(results)
+    yield failure_sentence(results, len(missing(results)))
     yield Table(
         "The fastest method at each concurrency",
         ["temperature", "at once", "fastest", "tokens/s", "over no speculation",
@@ -104,12 +101,8 @@ def conditions(results: Results) -> Iterator[Block]:
             "Every kernel, graph and copy is real, the text is not.",
             Mark.BEST,
         )
-    repeats = Counter(
-        len(
-            [key for key in results.cells if (key.method, key.temperature, key.concurrency) == cell]
-        )
-        for cell in {(key.method, key.temperature, key.concurrency) for key in results.cells}
-    )
+    cells = Counter((key.method, key.temperature, key.concurrency) for key in results.cells)
+    repeats = Counter(cells.values())
     items = [
         f"started: {run.started}",
         f"methods: {', '.join(results.names)}",
@@ -206,19 +199,20 @@ Value = Callable[[str, int], Entry]
 
 
 def by_concurrency(
-    results: Results, temperature: float, title: str, value: Value, note: str = ""
-) -> Table:
-    """Methods down, concurrencies across."""
-    concurrencies = results.concurrencies(temperature)
+    title: str, names: Iterable[str], concurrencies: Sequence[int], value: Value, note: str = "",
+    **last: Callable[[str], Entry],
+) -> Table:  # fmt: skip
+    """Methods down, concurrencies across; behind them columns that are about all of these."""
     return Table(
         title,
-        ["method", *(f"c = {concurrency}" for concurrency in concurrencies)],
+        ["method", *(f"c = {concurrency}" for concurrency in concurrencies), *last],
         [
-            (name, [value(name, concurrency) for concurrency in concurrencies])
-            for name in results.names
+            (name, [*(value(name, c) for c in concurrencies),
+                    *(column(name) for column in last.values())])
+            for name in names
         ],
         note,
-    )
+    )  # fmt: skip
 
 
 def speed_tables(results: Results, temperature: float) -> Iterator[Table]:
@@ -234,7 +228,8 @@ def speed_tables(results: Results, temperature: float) -> Iterator[Table]:
     if any(results.kind(name) == "fixed" for name in results.names):
         yield best_fixed_table(results, temperature)
     yield by_concurrency(
-        results, temperature, f"Output tokens per second, temperature {temperature:g}", throughput,
+        f"Output tokens per second, temperature {temperature:g}", results.names,
+        results.concurrencies(temperature), throughput,
         "c: requests at once. Geometric mean [slowest, fastest repeat]. Bold: the fastest.",
     )  # fmt: skip
 
@@ -253,52 +248,37 @@ def rate_entry(
 
 def speedup_table(results: Results, temperature: float, base: str) -> Table:
     """Ratios to no speculation."""
-    others = [name for name in results.names if name != base]
-    concurrencies = results.concurrencies(temperature)
-    return Table(
+    return by_concurrency(
         f"Speed-up over no speculation, temperature {temperature:g}",
-        ["method", *(f"c = {c}" for c in concurrencies), "all"],
-        [
-            (
-                name,
-                [
-                    *(
-                        ratio_entry(results.ratio(name, base, temperature, c))
-                        for c in concurrencies
-                    ),
-                    ratio_entry(results.overall_ratio(name, base, temperature)),
-                ],
-            )
-            for name in others
-        ],
+        [name for name in results.names if name != base],
+        results.concurrencies(temperature),
+        lambda name, c: ratio_entry(results.ratio(name, base, temperature, c)),
         "all: geometric mean over all concurrencies, its interval over repeats.",
+        all=lambda name: ratio_entry(results.overall_ratio(name, base, temperature)),
     )
 
 
 def best_fixed_table(results: Results, temperature: float) -> Table:
     """Ratios to the fixed length that was the fastest at that concurrency."""
-    best: dict[int, str] = {}
-    for concurrency in results.concurrencies(temperature):
-        speeds = {
-            name: speed.mean
-            for name in results.names
-            if results.kind(name) == "fixed"
-            and (speed := results.speed(name, temperature, concurrency)) is not None
-        }
-        if speeds:
-            best[concurrency] = max(speeds, key=speeds.__getitem__)
 
     def value(name: str, concurrency: int) -> Entry:
-        if concurrency not in best:
+        speeds = {
+            fixed: speed.mean
+            for fixed in results.names
+            if results.kind(fixed) == "fixed"
+            and (speed := results.speed(fixed, temperature, concurrency)) is not None
+        }
+        if not speeds:
             return ABSENT
-        if name == best[concurrency]:
+        best = max(speeds, key=speeds.__getitem__)
+        if name == best:
             return Entry("1")
-        return ratio_entry(results.ratio(name, best[concurrency], temperature, concurrency))
+        return ratio_entry(results.ratio(name, best, temperature, concurrency))
 
     return by_concurrency(
-        results, temperature, f"Speed-up over the best fixed length, temperature {temperature:g}",
-        value, "The best of those measured at that concurrency: a choice nobody can make "
-        "beforehand.",
+        f"Speed-up over the best fixed length, temperature {temperature:g}", results.names,
+        results.concurrencies(temperature), value,
+        "The best of those measured at that concurrency: a choice nobody can make beforehand.",
     )  # fmt: skip
 
 
@@ -489,8 +469,7 @@ def checks(results: Results) -> Iterator[Block]:
     """Outputs, metrics, failures, holes."""
     yield Heading(2, "Checks")
     yield Heading(3, "Outputs")
-    text, mark = output_sentence(results)
-    yield Text(text, mark)
+    yield output_sentence(results)
     if any(entry.compared for entry in results.outputs.values()):
         yield Text(
             "Each cell is compared with no speculation at the same temperature and concurrency. "
@@ -499,16 +478,14 @@ def checks(results: Results) -> Iterator[Block]:
         )
         yield _output_table(results)
     yield Heading(3, "Metrics and requests")
-    text, mark = metric_sentence(results)
-    yield Text(text, mark)
+    yield metric_sentence(results)
     wrong = [s for cell in results.cells.values() for s in cell.disagreements or ()]
     wrong += results.replay_disagreements
     if wrong:
         yield Bullets(_shortened(wrong))
     yield Heading(3, "Failures and missing cells")
     absent = missing(results)
-    text, mark = failure_sentence(results, len(absent))
-    yield Text(text, mark)
+    yield failure_sentence(results, len(absent))
     failures = [
         f"{key}: {len(cell.errors)} of {cell.num_requests} requests failed, the first with: "
         f"{cell.errors[0].strip().splitlines()[0][:200] if cell.errors[0].strip() else 'no word'}"

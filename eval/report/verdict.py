@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from eval.report.cells import Results
-from eval.report.document import Mark
+from eval.report.document import Mark, Text
 from eval.report.intervals import Ratio
 
 
@@ -98,58 +98,49 @@ def listed(numbers: list[int]) -> str:
     return ", ".join(texts[:-1]) + " and " + texts[-1]
 
 
-def output_sentence(results: Results) -> tuple[str, Mark]:
+def output_sentence(results: Results) -> Text:
     """Whether every output that must be is the one without speculation."""
     total = sum(entry.compared for entry in results.outputs.values())
     if not total:
-        return "Outputs: nothing to compare (needs no speculation at temperature 0).", Mark.PLAIN
+        return Text("Outputs: nothing to compare (needs no speculation at temperature 0).")
     wrong = [one for entry in results.outputs.values() for one in entry.differences]
     if not wrong:
-        return f"Outputs: all {total} compared are identical to those without speculation.", (
-            Mark.PLAIN
-        )
+        return Text(f"Outputs: all {total} compared are identical to those without speculation.")
     number = sum(len(difference.prompts) for difference in wrong)
-    return (
+    return Text(
         f"Outputs: {number} of {total} compared DIFFER from those without speculation; see Checks.",
         Mark.BAD,
     )
 
 
-def metric_sentence(results: Results) -> tuple[str, Mark]:
+def metric_sentence(results: Results) -> Text:
     """Whether the server's counters agree with its answers."""
     told = [cell.disagreements for cell in results.cells.values()]
     checked = [sentences for sentences in told if sentences is not None]
     if not checked:
-        return "Metrics: no cell has the `c2t:` series of `/metrics`, so none was compared.", (
-            Mark.PLAIN
-        )
-    wrong = sum(bool(sentences) for sentences in checked)
-    if wrong:
-        return (
+        return Text("Metrics: no cell has the `c2t:` series of `/metrics`, so none was compared.")
+    if wrong := sum(map(bool, checked)):
+        return Text(
             f"Metrics: {wrong} of {len(checked)} cells DISAGREE with their requests; see Checks.",
             Mark.BAD,
         )
-    return (
+    return Text(
         f"Metrics: the `c2t:` series of `/metrics` agree exactly with the requests' own counts in "
-        f"all {len(checked)} cells that have them.",
-        Mark.PLAIN,
+        f"all {len(checked)} cells that have them."
     )
 
 
-def replay_sentence(results: Results) -> tuple[str, Mark]:
-    """Whether requests took the steps that their traces say; "" where nothing was replayed."""
-    if results.replay is None:
-        return "", Mark.PLAIN
+def replay_sentence(results: Results) -> Text:
+    """Whether requests of a run that replays traces took the steps that these say."""
     if wrong := len(results.replay_disagreements):
-        return f"Replay: in {wrong} cells it DID NOT WORK, and nothing here counts.", Mark.BAD
-    return (
+        return Text(f"Replay: in {wrong} cells it DID NOT WORK, and nothing here counts.", Mark.BAD)
+    return Text(
         "Replay: in every cell all requests took as many verifications as their traces say; up to "
-        "a quarter more where a gated server may draft fewer layers than its policy would verify.",
-        Mark.PLAIN,
+        "a quarter more where a gated server may draft fewer layers than its policy would verify."
     )
 
 
-def failure_sentence(results: Results, num_missing: int) -> tuple[str, Mark]:
+def failure_sentence(results: Results, num_missing: int) -> Text:
     """How much of the run is not there."""
     failed = sum(len(cell.errors) for cell in results.cells.values())
     requests = sum(cell.num_requests for cell in results.cells.values())
@@ -159,4 +150,4 @@ def failure_sentence(results: Results, num_missing: int) -> tuple[str, Mark]:
         parts.append(f"{len(results.problems)} cells or files are unusable")
     bad = failed or num_missing or results.problems
     text = f"Completeness: {', '.join(parts)}"
-    return text + ("; see Checks." if bad else "."), Mark.BAD if bad else Mark.PLAIN
+    return Text(text + ("; see Checks." if bad else "."), Mark.BAD if bad else Mark.PLAIN)

@@ -47,10 +47,10 @@ from eval.soak.health import (
 )
 from eval.soak.malformed import CONTEXT_LENGTH, FATAL, HANGING, MALFORMED
 from eval.soak.storm import Answers, Storm, reference_answers
-from eval.soak.summary import Bounds, Check, Findings, as_json, checks, show
+from eval.soak.summary import Bounds, Findings, as_json, checks, show
 from eval.soak.traffic import LONGEST, make_jobs
 from eval.soak.verdicts import Interruptions
-from sglang_c2t.files import write_whole
+from sglang_c2t.files import write_texts
 from sglang_c2t.offline.client import greedy
 
 #: Seconds a request may decode before the server ends it.
@@ -208,11 +208,10 @@ def _drift(windows: Sequence[Sequence[float]]) -> Drift | None:
     return drift(windows) if len(windows) >= FEWEST else None
 
 
-def soak(args: argparse.Namespace, console: Console) -> dict[str, tuple[Findings, list[Check]]]:
+def soak(args: argparse.Namespace, console: Console) -> list[Findings]:
     """All shapes, one after the other, beside the same neighbour."""
     shapes = list(SHAPES) if args.shape == "both" else [args.shape]
-    bounds = Bounds(args.max_drift / 100, args.max_growth)
-    done = {}
+    done = []
     with (
         terminal.bars(console) as progress,
         running(Launch("without-speculation", COMMON), args.out) as neighbour,
@@ -228,7 +227,7 @@ def soak(args: argparse.Namespace, console: Console) -> dict[str, tuple[Findings
                 one.run(args.minutes / len(shapes))
                 found = one.findings()
             progress.update(task, description=f"{shape}: done", completed=seconds)
-            done[shape] = (found, checks(found, bounds))
+            done.append(found)
             _keep(args, found, one.windows)
     return done
 
@@ -245,12 +244,8 @@ def _keep(args: argparse.Namespace, found: Findings, windows: Sequence[Sequence[
     """Single requests and probes, for whoever wants to look closer."""
     rows = "".join(json.dumps(asdict(outcome)) + "\n" for outcome in found.outcomes)
     told = json.dumps([[asdict(p) for p in window] for window in windows])
-    write_whole(
-        {
-            args.out / f"{found.shape}-requests.jsonl": lambda path: path.write_text(rows),
-            args.out / f"{found.shape}-probes.json": lambda path: path.write_text(told),
-        }
-    )
+    write_texts({args.out / f"{found.shape}-requests.jsonl": rows,
+                 args.out / f"{found.shape}-probes.json": told})  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -261,22 +256,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.fatal:
         return _show_fates(args, console, came_from)
     started = datetime.datetime.now(datetime.UTC).isoformat()
-    done = soak(args, console)
     bounds = Bounds(args.max_drift / 100, args.max_growth)
-    summary: dict[str, Any] = {
+    done = [(found, checks(found, bounds)) for found in soak(args, console)]
+    summary = {
         "format": 1,
         "started": started,
         "provenance": came_from,
         "arguments": {name: str(value) for name, value in vars(args).items()},
-        "servers": [as_json(found, results, bounds) for found, results in done.values()],
+        "servers": [as_json(found, results, bounds) for found, results in done],
     }
-    text = json.dumps(summary, indent=1)
-    write_whole({args.out / "summary.json": lambda path: path.write_text(text)})
-    for found, results in done.values():
+    write_texts({args.out / "summary.json": json.dumps(summary, indent=1)})
+    for found, results in done:
         show(console, found, results)
-    failed = [
-        check.name for _, results in done.values() for check in results if check.passed is False
-    ]
+    failed = [check.name for _, results in done for check in results if check.passed is False]
     console.print(f"{args.out / 'summary.json'}: " + (f"FAILED: {failed}" if failed else "passed"))
     return 1 if failed else 0
 
@@ -289,8 +281,7 @@ def _show_fates(args: argparse.Namespace, console: Console, came_from: dict[str,
         task = progress.add_task("fatal requests", total=len((*FATAL, *HANGING)) * len(launches))
         found = fates(launches, args.out, lambda: progress.advance(task))
     told = {"format": 1, "provenance": came_from, "fates": [asdict(fate) for fate in found]}
-    text = json.dumps(told, indent=1)
-    write_whole({args.out / "fatal.json": lambda path: path.write_text(text)})
+    write_texts({args.out / "fatal.json": json.dumps(told, indent=1)})
     console.print(table(found))
     pairs = zip(found[::2], found[1::2], strict=True)
     return int(any(stock.answers and not ours.answers for stock, ours in pairs))
@@ -298,31 +289,24 @@ def _show_fates(args: argparse.Namespace, console: Console, came_from: dict[str,
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.soak", description=__doc__)
-    parser.add_argument(
-        "--minutes", type=_positive, default=15.0, help="of load, all shapes together"
-    )
-    parser.add_argument("--shape", choices=(*SHAPES, "both"), default="both",
-                        help="both: one after the other, half the time each")  # fmt: skip
-    parser.add_argument("--algorithm", choices=sorted(DRAFTS), default="EAGLE3")
-    parser.add_argument("--concurrency", type=int, default=24, help="clients at once")
-    parser.add_argument("--max-requests", type=int, default=50_000, help="to one server")
-    parser.add_argument(
-        "--round", type=_positive, default=30.0, help="seconds between quiet windows"
-    )
-    parser.add_argument("--probes", type=int, default=6, help="of throughput in each window")
-    parser.add_argument("--max-drift", type=_positive, default=5.0, help="per cent of throughput")
-    parser.add_argument("--max-growth", type=_positive, default=60.0, help="of memory, MiB an hour")
-    parser.add_argument(
-        "--fatal",
-        action="store_true",
+    add = parser.add_argument
+    add("--minutes", type=_positive, default=15.0, help="of load, all shapes together")
+    add("--shape", choices=(*SHAPES, "both"), default="both",
+        help="both: one after the other, half the time each")  # fmt: skip
+    add("--algorithm", choices=sorted(DRAFTS), default="EAGLE3")
+    add("--concurrency", type=int, default=24, help="clients at once")
+    add("--max-requests", type=int, default=50_000, help="to one server")
+    add("--round", type=_positive, default=30.0, help="seconds between quiet windows")
+    add("--probes", type=int, default=6, help="of throughput in each window")
+    add("--max-drift", type=_positive, default=5.0, help="per cent of throughput")
+    add("--max-growth", type=_positive, default=60.0, help="of memory, MiB an hour")
+    add("--fatal", action="store_true",
         help="no soak: send what ends a stock server to servers of their own (about 7 minutes)",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="default: runs/soak/<time>")
-    args = parser.parse_args(argv)
-    if args.out is None:
-        args.out = Path("runs/soak") / time.strftime("%Y%m%d-%H%M%S")
-    return args
+        )  # fmt: skip
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("runs/soak") / time.strftime("%Y%m%d-%H%M%S"),
+        help="default: runs/soak/<time>")  # fmt: skip
+    return parser.parse_args(argv)
 
 
 def _positive(text: str) -> float:

@@ -11,7 +11,8 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -52,32 +53,24 @@ class ClassifierFile:
             shutil.copyfile(shipped / f"{name}{suffix}", folder / f"classifier{suffix}")
         return cls(folder / "classifier.safetensors")
 
-    @contextlib.contextmanager
-    def lost(self) -> Any:
+    def lost(self) -> AbstractContextManager[None]:
         """Nobody finds it, and its card neither."""
-        hidden = [(p, p.with_name(f"hidden-{p.name}")) for p in self._both()]
-        for path, elsewhere in hidden:
-            path.rename(elsewhere)
-        try:
-            yield
-        finally:
-            for path, elsewhere in hidden:
-                elsewhere.rename(path)
+        return self._harmed(Path.unlink)
+
+    def corrupt(self) -> AbstractContextManager[None]:
+        """Overwritten where it lies, so that a server that mapped it into memory would see it."""
+        return self._harmed(lambda path: path.write_bytes(JUNK))
 
     @contextlib.contextmanager
-    def corrupt(self) -> Any:
-        """Overwritten where it lies, so that a server that mapped it into memory would see it."""
-        whole = [(path, path.read_bytes()) for path in self._both()]
-        for path, _ in whole:
-            path.write_bytes(JUNK)
+    def _harmed(self, harm: Callable[[Path], object]) -> Iterator[None]:
+        whole = {path: path.read_bytes() for path in (self.path, self.path.with_suffix(".json"))}
+        for path in whole:
+            harm(path)
         try:
             yield
         finally:
-            for path, content in whole:
+            for path, content in whole.items():
                 path.write_bytes(content)
-
-    def _both(self) -> tuple[Path, Path]:
-        return self.path, self.path.with_suffix(".json")
 
 
 Act = Callable[[], Coroutine[Any, Any, None]]
@@ -114,7 +107,7 @@ class Meddler:
         ]  # fmt: skip
         if self.controllable:
             acts += 3 * [self.switch]
-            acts += [self.refused_switches, self.lose_classifier, self.corrupt_classifier]
+            acts += [self.refused_switches, self.harm_classifier]
         return acts
 
     async def flush(self) -> None:
@@ -165,21 +158,13 @@ class Meddler:
         for body in bodies:
             await self._post("switch that must be refused", "/c2t", body, allowed=(400,))
 
-    async def lose_classifier(self) -> None:
-        """Serving goes on with what was loaded; the file cannot be loaded again."""
-        with self.classifier.lost():
-            await self._reload((400,))
-        await self._reload((200,))
-
-    async def corrupt_classifier(self) -> None:
-        with self.classifier.corrupt():
-            await self._reload((400,))
-        await self._reload((200,))
-
-    async def _reload(self, allowed: tuple[int, ...]) -> None:
+    async def harm_classifier(self) -> None:
+        """Serving goes on with what was loaded; a file that is gone cannot be loaded again."""
         body = {"policy": "c2t", "classifier": str(self.classifier.path)}
-        what = "reload classifier" if allowed == (200,) else "reload a classifier that is gone"
-        await self._post(what, "/c2t", body, allowed)
+        for harmed in (self.classifier.lost(), self.classifier.corrupt()):
+            with harmed:
+                await self._post("reload a classifier that is gone", "/c2t", body, allowed=(400,))
+            await self._post("reload classifier", "/c2t", body)
 
     @contextlib.asynccontextmanager
     async def _paused(self, mode: str) -> AsyncIterator[None]:
@@ -190,7 +175,7 @@ class Meddler:
             await self._post("continue", "/continue_generation", {})
 
     @contextlib.contextmanager
-    def _interrupting(self) -> Any:
+    def _interrupting(self) -> Iterator[None]:
         spans, start = self.interruptions.spans, time.monotonic()
         spans.append((start, float("inf")))
         try:

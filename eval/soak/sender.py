@@ -81,13 +81,15 @@ async def _abort_later(session: aiohttp.ClientSession, url: str, rid: str, delay
         await session.post(f"{url}/abort_request", json={"rid": rid})
 
 
-async def send_malformed(session: aiohttp.ClientSession, url: str, case: Malformed) -> Reply:
-    """Send it as it is."""
+async def send_malformed(
+    session: aiohttp.ClientSession, url: str, case: Malformed, patience: float = PATIENCE_SECONDS
+) -> Reply:
+    """Send it as it is; status 0 where no answer came within ``patience`` seconds."""
     started, status, problem = time.monotonic(), 0, "no answer"
     headers = {"Content-Type": case.content_type}
     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
         async with (
-            asyncio.timeout(PATIENCE_SECONDS),
+            asyncio.timeout(patience),
             session.request(case.method, url + case.path, data=case.raw, headers=headers) as reply,
         ):
             status, problem = reply.status, (await reply.text())[:300]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -159,8 +160,7 @@ class Storm:
 
 def counted(outcomes: Sequence[Outcome]) -> Mapping[str, dict[str, int]]:
     """Verdicts of each kind of request."""
-    table: dict[str, dict[str, int]] = {}
+    table: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for outcome in outcomes:
-        row = table.setdefault(outcome.kind, {})
-        row[outcome.verdict] = row.get(outcome.verdict, 0) + 1
+        table[outcome.kind][outcome.verdict] += 1
     return table

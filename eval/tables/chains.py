@@ -22,7 +22,7 @@ from rich.console import Console
 
 from eval.recordings import MAX_NEW_TOKENS, NUM_STEPS, other_prompts, prompts, record
 from eval.tables import thresholds
-from eval.tables.markdown import bold, bracket, difference, mix, section, with_interval
+from eval.tables.markdown import bold, bracket, difference, mix, section, tau_gamma
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.draft_layer import DraftLayer
@@ -81,55 +81,49 @@ class Remembering(Classifier):
 
 
 @dataclass(frozen=True)
-class Draft:
-    """One draft model: what to learn from, what to measure on."""
+class Measured:
+    """One draft model: what to learn from, what to measure on with its resamples, and the accept
+    lengths to compare at.
+    """
 
     algorithm: str
     train: Recording
     test: Recording
     chains: Chains
+    groups: list[str]  # family of each request
+    once: Array  # [1, Q]
+    drawn: Array  # [S, Q]
+    _fixed: dict[int, Curve] = field(default_factory=dict, repr=False)
+    _known: dict[Any, tuple[Curve, Array, Array]] = field(default_factory=dict, repr=False)
 
-    @property
-    def groups(self) -> list[str]:
-        """Family of each request."""
-        return [rid.rsplit("/", 1)[0] for rid in self.chains.requests]
+    @classmethod
+    def of(cls, algorithm: str, train: Recording, test: Recording) -> Measured:
+        """Resample the requests within their families."""
+        chains = Chains.from_recording(test)
+        groups = [rid.rsplit("/", 1)[0] for rid in chains.requests]
+        drawn = resamples(groups, NUM_RESAMPLES)
+        return cls(algorithm, train, test, chains, groups, everyone(groups), drawn)
 
     @property
     def families(self) -> list[str]:
         """Each family once."""
         return sorted(set(self.groups))
 
-
-@dataclass(frozen=True)
-class Measured:
-    """The test set of one draft with its resamples, and the accept lengths to compare at."""
-
-    draft: Draft
-    once: Array  # [1, Q]
-    drawn: Array  # [S, Q]
-    _fixed: dict[int, Curve] = field(default_factory=dict, repr=False)
-    _known: dict[Any, tuple[Curve, Array, Array]] = field(default_factory=dict, repr=False)
-
     @cached_property
     def dyjoint(self) -> Curve:
         """The rival of every other table."""
-        return sweep(DyJoint, self.draft.chains)
-
-    @classmethod
-    def of(cls, draft: Draft) -> Measured:
-        """Resample the requests within their families."""
-        return cls(draft, everyone(draft.groups), resamples(draft.groups, NUM_RESAMPLES))
+        return sweep(DyJoint, self.chains)
 
     def fixed(self, length: int) -> Curve:
         """A server that drafts ``length`` tokens."""
         if length not in self._fixed:
-            outcome = replay(Fixed(), self.draft.chains, max_length=length)
+            outcome = replay(Fixed(), self.chains, max_length=length)
             self._fixed[length] = Curve.of([outcome])
         return self._fixed[length]
 
     def target(self, name: int | str, weights: Array) -> Array:
         """[S] accept length to compare at: one that every rule reaches, as whole drafts do."""
-        whole = self.fixed(self.draft.chains.max_length).tau(weights)[:, 0]
+        whole = self.fixed(self.chains.max_length).tau(weights)[:, 0]
         if isinstance(name, int):
             return np.minimum(self.fixed(name).tau(weights)[:, 0], whole)
         return SHARE_OF_MAX * whole
@@ -138,7 +132,7 @@ class Measured:
         """Resamples in which whole drafts accept less than this fixed length, in some family."""
         lowered = np.zeros(len(self.drawn), dtype=bool)
         for family in families:
-            weights = self.drawn * everyone(self.draft.groups, only=family)
+            weights = self.drawn * everyone(self.groups, only=family)
             wanted = self.fixed(name).tau(weights) if isinstance(name, int) else 0.0
             lowered |= (self.target(name, weights)[:, None] < wanted).any(axis=1)
         return int(lowered.sum())
@@ -163,7 +157,7 @@ class Measured:
         """[1] and [S]: gamma of the family at its own accept length; kept, as tables share them."""
         key = id(curve), target, family
         if key not in self._known:
-            members = everyone(self.draft.groups, only=family)
+            members = everyone(self.groups, only=family)
             drawn = (self.once * members, self.drawn * members)
             once, many = (curve.gamma_at(self.target(target, w), w) for w in drawn)
             self._known[key] = curve, once, many  # the curve, so that its id stays its own
@@ -174,7 +168,7 @@ class Measured:
 
         Each family is compared at its own accept length, so with a threshold of its own.
         """
-        families = self.draft.families
+        families = self.families
         found = [self.difference(curve, rival, target, family) for family in families]
         once, drawn = (np.mean(values, axis=0) for values in zip(*found, strict=True))
         return once, drawn
@@ -254,20 +248,16 @@ def main_tables(
     classifiers: dict[str, Classifier],
 ) -> list[str]:
     """The paper's Table 7 at each rule's own threshold, and all rules at equal accept length."""
-    chains = measured.draft.chains
+    chains = measured.chains
     own = {f"fixed {n}": ("-", measured.fixed(n)) for n in range(2, 10)}
     for name, (make, _) in rules.items():
         default = DEFAULTS[name]
-        own[name] = (f"{default:g}", Curve.of([replay(make(default), chains)]))
-    if "mcsd" in classifiers:
-        shared = MCSD(classifiers["mcsd"], DEFAULTS["MCSD, top-k"])
-        outcome = replay(shared, chains, batch_size=32)
-        own["MCSD, top-k, whole batch of 32"] = (
-            f"{DEFAULTS['MCSD, top-k']:g}",
-            Curve.of([outcome]),
-        )
+        own[name] = f"{default:g}", Curve.of([replay(make(default), chains)])
+    default = DEFAULTS["MCSD, top-k"]
+    outcome = replay(MCSD(classifiers["mcsd"], default), chains, batch_size=32)
+    own["MCSD, top-k, whole batch of 32"] = f"{default:g}", Curve.of([outcome])
     lines = section(
-        f"### {measured.draft.algorithm}: at each rule's own threshold",
+        f"### {measured.algorithm}: at each rule's own threshold",
         "The form of C2T's Table 7: average drafted length, accept length tau (bonus included), "
         "and gamma, drafts verified per verification. In brackets: 95 % intervals over requests.",
         ["method", "threshold", "drafted", "tau", "gamma"],
@@ -280,11 +270,7 @@ def _at_own_threshold(measured: Measured, curve: Curve) -> list[str]:
     """Drafted length, accept length and gamma."""
     steps = (measured.once @ curve.num_steps.T)[0, 0]
     drafted = (measured.once @ curve.num_drafted.T)[0, 0] / steps
-    both = (
-        with_interval(f(measured.once)[:, 0], f(measured.drawn)[:, 0])
-        for f in (curve.tau, curve.gamma)
-    )
-    return [f"{drafted:.2f}", *both]
+    return [f"{drafted:.2f}", *tau_gamma(curve, measured.once, measured.drawn)]
 
 
 def _equal_table(measured: Measured, curves: dict[str, Curve]) -> list[str]:
@@ -298,9 +284,9 @@ def _equal_table(measured: Measured, curves: dict[str, Curve]) -> list[str]:
             cells.append(bold(f"{found:.3f}", found <= least) + bracket(drawn))
         rows.append((name, cells))
     return section(
-        f"### {measured.draft.algorithm}: at equal accept length",
+        f"### {measured.algorithm}: at equal accept length",
         "gamma, drafts verified per verification, at the accept length of fixed lengths and at "
-        f"{SHARE_OF_MAX:.0%} of what full chains of {measured.draft.chains.max_length} reach; "
+        f"{SHARE_OF_MAX:.0%} of what full chains of {measured.chains.max_length} reach; "
         "thresholds swept, "
         "linear between them; the least is bold. In brackets: 95 % intervals over requests, wide "
         "because all rules share the spread of the prompts; the paired differences below are "
@@ -339,7 +325,7 @@ def headline_table(pools: dict[str, tuple[Measured, dict[str, Curve]]]) -> list[
 
 def difference_tables(measured: Measured, curves: dict[str, Curve], title: str) -> list[str]:
     """Ours against the strongest rivals, paired over requests: per family, then pooled."""
-    families: list[str | None] = [*measured.draft.families]
+    families: list[str | None] = [*measured.families]
     kinds: dict[str, tuple[Any, list[str | None]]] = {
         f"mean over {len(families)} families": (measured.mean_difference, families),
         "pooled": (measured.difference, [None]),
@@ -370,8 +356,8 @@ def family_table(measured: Measured, curves: dict[str, Curve], title: str) -> li
     """Where the means come from."""
     names = ["DyJoint", "logistic, margin", "logistic, largest q", *OURS, "C2T-plus, shipped"]
     rows = []
-    for family in measured.draft.families:
-        weights = everyone(measured.draft.groups, only=family)
+    for family in measured.families:
+        weights = everyone(measured.groups, only=family)
         tau = measured.target(3, weights)
         gammas = [float(curves[name].gamma_at(tau, weights)[0]) for name in names]
         best = min(gammas)
@@ -385,7 +371,7 @@ def family_table(measured: Measured, curves: dict[str, Curve], title: str) -> li
     )
 
 
-def variants(draft: Draft) -> dict[str, Recipe]:
+def variants() -> dict[str, Recipe]:
     """What was tried beside the menu: cuts of the entropy, inputs, sizes, balancing."""
     paper, log, plus = RECIPES["c2t"], RECIPES["c2t-log"], RECIPES["c2t-plus"]
     found = {
@@ -412,8 +398,7 @@ ABLATIONS = ("joint+entropy", "joint+depth", "entropy+depth")
 
 def variant_table(measured: Measured, rival: Curve) -> list[str]:
     """Scores of classifiers that differ in one thing, and what it does to gamma."""
-    draft = measured.draft
-    layer, labels = draft.test.layer(), draft.test.nodes["accept"].float()
+    layer, labels = measured.test.layer(), measured.test.nodes["accept"].float()
 
     def cells(parameters: object, scores: torch.Tensor, curve: Curve) -> list[str]:
         error = expected_calibration_error(scores, labels)
@@ -421,13 +406,13 @@ def variant_table(measured: Measured, rival: Curve) -> list[str]:
         return [str(parameters), f"{auc(scores, labels):.4f}", f"{error:.3f}", *gammas]
 
     rows = [("joint probability (DyJoint)", cells(0, layer.joint, rival))]
-    for name, recipe in variants(draft).items():
-        classifier = train_classifier(draft.train, recipe)
-        curve = sweep(gate("c2t", classifier), draft.chains)
+    for name, recipe in variants().items():
+        classifier = train_classifier(measured.train, recipe)
+        curve = sweep(gate("c2t", classifier), measured.chains)
         told = classifier.training["parameters"], classifier.confidence(layer), curve
         rows.append((name, cells(*told)))
     return section(
-        f"### {draft.algorithm}: variants of the classifier",
+        f"### {measured.algorithm}: variants of the classifier",
         "AUC and calibration error (ECE, 15 bins) over all recorded test tokens, then gamma at "
         "equal accept length. M: largest probabilities in the entropy.",
         ["classifier", "parameters", "AUC", "ECE", *map(_name, TARGETS)],
@@ -446,8 +431,8 @@ def transfer_tables(drafts: dict[str, Measured]) -> list[str]:
 
 
 def _between_drafts(drafts: dict[str, Measured], recipe: str) -> list[str]:
-    own = {name: train_classifier(m.draft.train, RECIPES[recipe]) for name, m in drafts.items()}
-    tenth = {name: share_of_prompts(m.draft.train, FINE_TUNE_SHARE) for name, m in drafts.items()}
+    own = {name: train_classifier(m.train, RECIPES[recipe]) for name, m in drafts.items()}
+    tenth = {name: share_of_prompts(m.train, FINE_TUNE_SHARE) for name, m in drafts.items()}
 
     def tuned(classifier: Classifier, there: str) -> Classifier:
         return train_classifier(tenth[there], RECIPES[recipe], start=classifier)
@@ -473,17 +458,17 @@ def _between_drafts(drafts: dict[str, Measured], recipe: str) -> list[str]:
 
 
 def _between_families(measured: Measured, recipe: str) -> list[str]:
-    draft = measured.draft
-    family_of = draft.train.groups()
-    of_draft = [family_of[i] for i in draft.train.drafts["request"].tolist()]
+    family_of = measured.train.groups()
+    of_draft = [family_of[i] for i in measured.train.drafts["request"].tolist()]
     everything = "all of them"
     rows = []
     for family in [*sorted(set(of_draft)), everything]:
         mask = torch.tensor([family in (f, everything) for f in of_draft])
-        classifier = train_classifier(draft.train.select(mask), RECIPES[recipe])
+        classifier = train_classifier(measured.train.select(mask), RECIPES[recipe])
         rows.append((family, [_transferred(measured, classifier)]))
     return section(
-        f"### {LABELS[recipe]}, {draft.algorithm}: trained on one family of prompts, used on all",
+        f"### {LABELS[recipe]}, {measured.algorithm}: trained on one family of prompts, used on "
+        "all",
         "gamma at the accept length of fixed 3 on the pooled test prompts; in brackets the "
         "difference from DyJoint in per cent.",
         ["trained on", "gamma"],
@@ -493,7 +478,7 @@ def _between_families(measured: Measured, recipe: str) -> list[str]:
 
 def _transferred(measured: Measured, classifier: Classifier) -> str:
     tau = measured.target(3, measured.once)
-    mine = sweep(gate("c2t", classifier), measured.draft.chains)
+    mine = sweep(gate("c2t", classifier), measured.chains)
     a, b = (float(c.gamma_at(tau, measured.once)[0]) for c in (mine, measured.dyjoint))
     return f"{a:.3f} ({100 * (a / b - 1):+.1f})"
 
@@ -510,7 +495,7 @@ def _targets(measured: Measured) -> list[tuple[int | str, float]]:
 
 
 def _fixed_gamma(measured: Measured, target: int | str) -> float:
-    lengths = [measured.fixed(n) for n in range(measured.draft.chains.max_length + 1)]
+    lengths = [measured.fixed(n) for n in range(measured.chains.max_length + 1)]
     names = [f.name for f in fields(Curve)]
     joined = Curve(*(np.concatenate([getattr(c, f) for c in lengths]) for f in names))
     return float(joined.gamma_at(measured.target(target, measured.once), measured.once)[0])
@@ -519,13 +504,13 @@ def _fixed_gamma(measured: Measured, target: int | str) -> float:
 # --- the run ------------------------------------------------------------------------------------
 
 
-def classifiers_of(draft: Draft, console: Console) -> dict[str, Classifier]:
+def classifiers_of(measured: Measured, console: Console) -> dict[str, Classifier]:
     """Every classifier of the main table, trained on this draft's recording."""
-    recipes = [r for r in LABELS if r != "mcsd-hidden" or draft.algorithm != "STANDALONE"]
+    recipes = [r for r in LABELS if r != "mcsd-hidden" or measured.algorithm != "STANDALONE"]
     found = {}
     for recipe in recipes:
         start = time.perf_counter()
-        found[recipe] = train_classifier(draft.train, RECIPES[recipe])
+        found[recipe] = train_classifier(measured.train, RECIPES[recipe])
         console.print(f"  trained {recipe} in {time.perf_counter() - start:.1f} s")
     return found
 
@@ -543,10 +528,9 @@ def draft_report(
     measured: Measured, classifiers: dict[str, Classifier], curves: dict[str, Curve]
 ) -> list[str]:
     """All tables of one draft model."""
-    draft = measured.draft
     lines = main_tables(measured, curves, threshold_rules(classifiers), classifiers)
-    lines += difference_tables(measured, curves, draft.algorithm)
-    return lines + family_table(measured, curves, draft.algorithm)
+    lines += difference_tables(measured, curves, measured.algorithm)
+    return lines + family_table(measured, curves, measured.algorithm)
 
 
 def files(args: Namespace, console: Console) -> dict[Path, tuple[str, str, list[str]]]:
@@ -558,20 +542,20 @@ def files(args: Namespace, console: Console) -> dict[Path, tuple[str, str, list[
         test = prompts("test", args.num_test[algorithm], args.test_sets)
         trained = record(algorithm, train, args.work / f"train-{algorithm}")
         tested = record(algorithm, test, args.work / f"test-{algorithm}")
-        drafts[algorithm] = measured_on(algorithm, trained, tested)
+        drafts[algorithm] = Measured.of(algorithm, trained, tested)
         if args.other_sets and algorithm in args.other_algorithms:
             other = other_prompts(args.num_other, args.other_sets, test + train)
             tested = record(algorithm, other, args.work / f"other-{algorithm}")
-            others[algorithm] = measured_on(algorithm, trained, tested)
+            others[algorithm] = Measured.of(algorithm, trained, tested)
 
     body: list[str] = []
     tried: list[str] = []
     pools: dict[str, tuple[Measured, dict[str, Curve]]] = {}
     for algorithm, measured in drafts.items():
         console.print(algorithm)
-        classifiers = classifiers_of(measured.draft, console)
+        classifiers = classifiers_of(measured, console)
         rules = threshold_rules(classifiers)
-        curves = swept(rules, measured.draft.chains, console)
+        curves = swept(rules, measured.chains, console)
         pools[algorithm] = measured, curves
         body += [f"## {algorithm}", "", *draft_report(measured, classifiers, curves)]
         if not args.no_variants:
@@ -579,13 +563,13 @@ def files(args: Namespace, console: Console) -> dict[Path, tuple[str, str, list[
         if algorithm in others:
             seen = others[algorithm]
             named = {name: rules[name] for name in (*RIVALS, *OURS, *SHIPPED)}
-            curves = swept(named, seen.draft.chains, console)
+            curves = swept(named, seen.chains, console)
             pools[f"{algorithm}, other sets"] = seen, curves
             title = f"{algorithm} on other sets"
             body += difference_tables(seen, curves, title) + family_table(seen, curves, title)
     lines = headline_table(pools) + thresholds.table(
-        {name: Chains.from_recording(m.draft.train) for name, m in drafts.items()},
-        {name: m.draft.chains for name, m in drafts.items()},
+        {name: Chains.from_recording(m.train) for name, m in drafts.items()},
+        {name: m.chains for name, m in drafts.items()},
     )
     about = conditions(drafts, others)
     found = {args.out: ("Stopping rules on the demo models", about, lines + body)}
@@ -595,18 +579,13 @@ def files(args: Namespace, console: Console) -> dict[Path, tuple[str, str, list[
     return found
 
 
-def measured_on(algorithm: str, trained: Recording, tested: Recording) -> Measured:
-    """One draft model on one set of prompts."""
-    return Measured.of(Draft(algorithm, trained, tested, Chains.from_recording(tested)))
-
-
 def conditions(drafts: dict[str, Measured], others: dict[str, Measured]) -> str:
     """What was measured, in one paragraph."""
-    tests = "; ".join(f"{name}: {mix(m.draft.groups)}" for name, m in drafts.items())
-    learnt = "; ".join(f"{name}: {_learnt(m.draft.train)}" for name, m in drafts.items())
+    tests = "; ".join(f"{name}: {mix(m.groups)}" for name, m in drafts.items())
+    learnt = "; ".join(f"{name}: {_learnt(m.train)}" for name, m in drafts.items())
     also = ""
     if others:
-        of = next(iter(others.values())).draft
+        of = next(iter(others.values()))
         also = (
             f"Other sets, for {', '.join(others)}: {mix(of.groups)}; no demo model learnt from "
             "them, and what shares 13 words in a row with a prompt of the first pool or of "

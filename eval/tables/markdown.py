@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from sglang_c2t.offline.compare import Array, interval
+from sglang_c2t.offline.compare import Array, Curve, interval
 
 
 def rule(numbers: int, words: int = 1) -> str:
@@ -43,6 +43,11 @@ def bold(text: str, yes: bool) -> str:
 def with_interval(once: Array, drawn: Array) -> str:
     """A value [1] and the interval of its resamples [S]."""
     return f"{once[0]:.2f}" + bracket(drawn)
+
+
+def tau_gamma(curve: Curve, once: Array, drawn: Array) -> list[str]:
+    """Both of a curve of one point, with their intervals; weights [1, Q] and [S, Q]."""
+    return [with_interval(f(once)[:, 0], f(drawn)[:, 0]) for f in (curve.tau, curve.gamma)]
 
 
 def bracket(drawn: Array) -> str:

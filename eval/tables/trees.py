@@ -23,7 +23,7 @@ from eval.prompts import Prompt
 from eval.record_default import settings_of
 from eval.recordings import TREES, named_bodies, prompts, record
 from eval.server import Launch, running, speculative_flags
-from eval.tables.markdown import bracket, difference, mix, section, with_interval
+from eval.tables.markdown import bracket, difference, mix, section, tau_gamma, with_interval
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.offline.client import run_load
@@ -147,11 +147,8 @@ def settings_table(draft: Draft) -> list[str]:
 def _cells(draft: Draft, outcome: TreeOutcome) -> list[str]:
     curve = Curve.of([outcome])
     steps = float(outcome.num_steps.sum())
-    tau, gamma = (
-        with_interval(f(draft.once)[:, 0], f(draft.drawn)[:, 0]) for f in (curve.tau, curve.gamma)
-    )
-    forwards = float(outcome.num_drafted.sum()) / steps
-    return [tau, gamma, f"{forwards:.2f}", f"{float(outcome.num_uncovered.sum()) / steps:.2f}"]
+    each = (float(counts.sum()) / steps for counts in (outcome.num_drafted, outcome.num_uncovered))
+    return [*tau_gamma(curve, draft.once, draft.drawn), *(f"{one:.2f}" for one in each)]
 
 
 def equal_tau_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:

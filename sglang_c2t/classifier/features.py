@@ -13,7 +13,7 @@ Legend: B tokens, F features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -71,29 +71,22 @@ class FeatureSpec:
                 "the file was written by another version, make it again"
             )
         spec = cls(**{**card, "names": tuple(card["names"])})
-        spec.check(source=source)
-        return spec
-
-    def check(self, *, source: str) -> None:
-        """Raise :class:`ConfigError` for names or conventions this version does not know."""
-        if not self.names:
+        if not spec.names:
             raise ConfigError(f"{source} names no features")
         computed = (*_ALWAYS, *DERIVED)
-        strange = [n for n in self.names if n not in computed]
+        strange = [n for n in spec.names if n not in computed]
         strange = [str(n) for n in strange if not (isinstance(n, str) and known_measurement(n))]
         if strange:
             raise ConfigError(f"{source}: unknown features {', '.join(strange)}")
-        if replace(self, names=CONVENTIONS.names) != CONVENTIONS:
-            mine, theirs = CONVENTIONS.to_card(), self.to_card()
-            differing = ", ".join(
-                f"{key} {theirs[key]!r} (here: {mine[key]!r})"
-                for key in mine
-                if key != "names" and mine[key] != theirs[key]
-            )
+        mine = CONVENTIONS.to_card()
+        differing = [key for key in mine if key != "names" and mine[key] != card[key]]
+        if differing:
+            said = ", ".join(f"{key} {card[key]!r} (here: {mine[key]!r})" for key in differing)
             raise ConfigError(
-                f"{source} was measured otherwise than this version measures: {differing}; "
+                f"{source} was measured otherwise than this version measures: {said}; "
                 "record and train again"
             )
+        return spec
 
 
 #: How this version measures.

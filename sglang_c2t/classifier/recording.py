@@ -110,9 +110,17 @@ class Recording:
         """Children offered per node, the most of all origins; 1 for chains."""
         return max((int(origin.get("topk") or 1) for origin in self.origins), default=1)
 
-    def layer(self) -> DraftLayer:
-        """All nodes as one layer whose depth is a tensor: what a classifier reads."""
+    def layer(self, needs: Collection[str] = ()) -> DraftLayer:
+        """All nodes as one layer whose depth is a tensor: what a classifier reads.
+
+        :class:`ConfigError` where one of the measurements it ``needs`` was not recorded.
+        """
         extra = set(self.nodes) - set(NODE_COLUMNS) | MEASURED
+        if missing := sorted(set(needs) - extra):
+            raise ConfigError(
+                f"this recording lacks {', '.join(missing)}: record again with record_extra "
+                f"{missing}"
+            )
         return DraftLayer(
             depth=self.nodes["depth"].float(),
             prob=self.nodes["prob"],
@@ -142,6 +150,16 @@ class Recording:
         ``sglang_c2t record`` named the requests; the whole id without one.
         """
         return [rid.rsplit("/", 1)[0] for rid in self.requests]
+
+
+def require_finite(values: Tensor) -> None:
+    """Raise :class:`ConfigError` unless all that was recorded of each token [n, any] is finite."""
+    broken = ~torch.isfinite(values).all(dim=1)
+    if bool(broken.any()):
+        raise ConfigError(
+            f"{int(broken.sum())} of {len(broken)} recorded tokens hold values that are not "
+            "finite; record again, or delete their shards"
+        )
 
 
 class RecordingWriter:

@@ -25,67 +25,35 @@ import torch
 
 from sglang_c2t.cpu import cache_locs, commit, kv_copy, sampling, tree_build, tree_verify
 
-__all__ = ["OPS", "Op", "install", "stand_in_folder"]
-
 
 class Op(NamedTuple):
-    """A torch function and the schema its caller expects, name left out."""
+    """A torch function, its parameters those of the op it stands for, and the ones it writes."""
 
     run: Callable[..., Any]
-    schema: str
+    writes: tuple[str, ...] = ()
+
+    @property
+    def schema(self) -> str:
+        """What torch is told of it, name left out."""
+        return torch.library.infer_schema(self.run, mutates_args=self.writes)
 
 
-_SLOT_RANGES = (
-    "(Tensor req_pool_indices, {rw} req_to_token, Tensor start_offset, Tensor end_offset, "
-    "{out} out_cache_loc, int pool_len) -> ()"
-)
+_LINKS = ("retrive_index", "retrive_next_token", "retrive_next_sibling")
 OPS: dict[str, Op] = {
     "build_tree_kernel_efficient_cpu": Op(
-        tree_build.build_tree,
-        "(Tensor parent_list, Tensor selected_index, Tensor verified_seq_len, "
-        "Tensor(a!) tree_mask, Tensor(b!) positions, Tensor(c!) retrive_index, "
-        "Tensor(d!) retrive_next_token, Tensor(e!) retrive_next_sibling, "
-        "int topk, int depth, int draft_token_num, int tree_mask_mode) -> ()",
+        tree_build.build_tree, ("tree_mask", "positions", *_LINKS)
     ),
     "verify_tree_greedy_cpu": Op(
-        tree_verify.verify_tree,
-        "(Tensor(a!) predicts, Tensor(b!) accept_index, Tensor(c!) accept_token_num, "
-        "Tensor candidates, Tensor retrive_index, Tensor retrive_next_token, "
-        "Tensor retrive_next_sibling, Tensor target_predict) -> ()",
+        tree_verify.verify_tree, ("predicts", "accept_index", "accept_token_num")
     ),
-    "assign_draft_cache_locs_contiguous_cpu": Op(
-        cache_locs.draft_locs,
-        "(Tensor req_pool_indices, Tensor req_to_token, Tensor seq_lens, "
-        "Tensor(a!) out_cache_loc, int pool_len, int topk, int num_steps) -> ()",
-    ),
-    "assign_extend_cache_locs_cpu": Op(
-        cache_locs.gather_ranges, _SLOT_RANGES.format(rw="Tensor", out="Tensor(a!)")
-    ),
-    "assign_req_to_token_pool_cpu": Op(
-        cache_locs.scatter_ranges, _SLOT_RANGES.format(rw="Tensor(a!)", out="Tensor")
-    ),
-    "fill_bonus_tokens_cpu": Op(
-        commit.fill_bonus_tokens,
-        "(Tensor accept_tokens, Tensor accept_lens, Tensor(a!) bonus_tokens, "
-        "int accept_stride) -> ()",
-    ),
-    "fill_accept_out_cache_loc_cpu": Op(
-        commit.fill_accepted_locs,
-        "(Tensor accept_index, Tensor out_cache_loc, Tensor(a!) accept_out_cache_loc) -> ()",
-    ),
-    "rotate_input_ids_cpu": Op(
-        commit.rotate_input_ids,
-        "(Tensor(a!) input_ids, Tensor extend_start_loc, Tensor extend_seq_lens, "
-        "Tensor topk_index, Tensor? select_index=None) -> ()",
-    ),
-    "copy_all_layer_kv_cache_cpu": Op(
-        kv_copy.copy_all_layers,
-        "(Tensor data_ptrs, Tensor strides, Tensor tgt_loc, Tensor src_loc) -> ()",
-    ),
-    "murmur_hash32_cpu": Op(
-        sampling.murmur_hash32,
-        "(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor",
-    ),
+    "assign_draft_cache_locs_contiguous_cpu": Op(cache_locs.draft_locs, ("out_cache_loc",)),
+    "assign_extend_cache_locs_cpu": Op(cache_locs.gather_ranges, ("out_cache_loc",)),
+    "assign_req_to_token_pool_cpu": Op(cache_locs.scatter_ranges, ("req_to_token",)),
+    "fill_bonus_tokens_cpu": Op(commit.fill_bonus_tokens, ("bonus_tokens",)),
+    "fill_accept_out_cache_loc_cpu": Op(commit.fill_accepted_locs, ("accept_out_cache_loc",)),
+    "rotate_input_ids_cpu": Op(commit.rotate_input_ids, ("input_ids",)),
+    "copy_all_layer_kv_cache_cpu": Op(kv_copy.copy_all_layers),
+    "murmur_hash32_cpu": Op(sampling.murmur_hash32),
 }
 
 # torch drops the ops of a Library that is garbage collected

@@ -21,17 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "AttentionPlan",
-    "Group",
-    "Workspace",
-    "ancestor_mask",
-    "attend",
-    "draft_mask",
-    "group_by_cost",
-    "make_plan",
-]
-
 # A group may do this much more work than its requests need before it is split.
 MAX_WASTE = 1.5
 # Splitting costs a few dozen kernel launches; below this many scores it is never worth it.

@@ -16,8 +16,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["draft_locs", "gather_ranges", "range_cells", "scatter_ranges"]
-
 
 def range_cells(
     start: Tensor,  # [B]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["fill_accepted_locs", "fill_bonus_tokens", "rotate_input_ids"]
-
 
 def fill_bonus_tokens(
     accept_tokens: Tensor,  # [B*S] accepted tokens, S per request

@@ -11,8 +11,6 @@ import ctypes
 import torch
 from torch import Tensor
 
-__all__ = ["copy_all_layers", "rows_at"]
-
 
 def rows_at(data_ptr: int, num_rows: int, row_bytes: int) -> Tensor:
     """[num_rows, row_bytes] uint8 view of memory that someone else owns and keeps alive."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["murmur_hash32"]
-
 _LOW = 0xFFFFFFFF
 
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from sglang_c2t.tree import child_links, visible_nodes
 
-__all__ = ["build_tree", "parent_positions"]
-
 # Values of sglang.srt.speculative.eagle_utils.TreeMaskMode (0.5.17 .. 0.5.23)
 FULL_MASK, QLEN_ONLY = 0, 1
 

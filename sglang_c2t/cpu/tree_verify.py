@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["verify_tree"]
-
 
 def verify_tree(
     predicts: Tensor,  # [rows] int32, written in place at the accepted rows

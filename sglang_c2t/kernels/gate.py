@@ -359,35 +359,26 @@ def _check(
         raise ValueError(f"topk must be in [1, {MAX_TOPK}] and fit into V = {vocab}, got {topk}")
     if logits.stride(1) != 1:
         raise ValueError(f"the logits of a row must be neighbours, strides are {logits.stride()}")
-    expected: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]] = {
-        "joint": (joint, (rows,), torch.float32),
-        "alive": (alive, (rows,), torch.bool),
-        "token_map": (token_map, (vocab,), torch.int64),
-        "num_kept": (num_kept, (rows,), torch.int32),
-    }
-    for name, (tensor, shape, dtype) in expected.items():
-        _require(name, tensor, shape, dtype, logits.device)
+    expected: list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype]] = [
+        ("joint", joint, (rows,), torch.float32),
+        ("alive", alive, (rows,), torch.bool),
+        ("token_map", token_map, (vocab,), torch.int64),
+        ("num_kept", num_kept, (rows,), torch.int32),
+    ]
     if out is not None:
-        for name, tensor, kind in zip(out._fields, out, _kinds(rows, topk), strict=True):
-            _require(f"out.{name}", tensor, *kind, logits.device)
-
-
-def _require(
-    name: str,
-    tensor: Tensor | None,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """A contiguous tensor of exactly this kind, or none at all."""
-    if tensor is None:
-        return
-    fits = tensor.shape == shape and tensor.dtype == dtype and tensor.device == device
-    if not fits or not tensor.is_contiguous():
+        fields = zip(out._fields, out, _kinds(rows, topk), strict=True)
+        expected += [(f"out.{name}", tensor, *kind) for name, tensor, kind in fields]
+    for name, x, shape, dtype in expected:
+        if x is None or (_kind(x) == (shape, dtype, logits.device) and x.is_contiguous()):
+            continue
         raise ValueError(
-            f"{name} must be contiguous, {list(shape)} {dtype} on {device}, got "
-            f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}"
+            f"{name} must be contiguous, {list(shape)} {dtype} on {logits.device}, got "
+            f"{list(x.shape)} {x.dtype} on {x.device}, strides {x.stride()}"
         )
+
+
+def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return x.shape, x.dtype, x.device
 
 
 # -- kernels ------------------------------------------------------------------------------

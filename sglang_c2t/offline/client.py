@@ -76,40 +76,33 @@ def post_all(
     api_key: str | None = None,
 ) -> tuple[list[dict[str, Any]], float]:
     """POST every (path, body) once; the replies in order, and seconds for all of them."""
-    return asyncio.run(_post_all(url, requests, concurrency, on_answer, authorization(api_key)))
+    gate = asyncio.Semaphore(concurrency)
+
+    async def post(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> Any:
+        async with gate, session.post(f"{url}{path}", json=body) as response:
+            if response.status >= 400:
+                reason = (await response.text())[:300]
+                raise aiohttp.ClientError(f"{path} answered {response.status}: {reason}")
+            reply = await response.json()
+        on_answer()
+        return reply
+
+    async def post_them() -> tuple[list[dict[str, Any]], float]:
+        async with aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS),
+            connector=aiohttp.TCPConnector(limit=concurrency),
+            headers=authorization(api_key),
+        ) as session:
+            start = time.perf_counter()
+            replies = await asyncio.gather(*(post(session, *request) for request in requests))
+            return list(replies), time.perf_counter() - start
+
+    return asyncio.run(post_them())
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
     """The header that SGLang's ``--api-key`` asks for; none without a key."""
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-
-
-async def _post_all(
-    url: str,
-    requests: Sequence[tuple[str, dict[str, Any]]],
-    concurrency: int,
-    on_answer: Callable[[], None],
-    headers: dict[str, str],
-) -> tuple[list[dict[str, Any]], float]:
-    gate = asyncio.Semaphore(concurrency)
-    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
-    connector = aiohttp.TCPConnector(limit=concurrency)
-    async with aiohttp.ClientSession(
-        timeout=timeout, connector=connector, headers=headers
-    ) as session:
-
-        async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
-            async with gate, session.post(f"{url}{path}", json=body) as response:
-                if response.status >= 400:
-                    reason = (await response.text())[:300]
-                    raise aiohttp.ClientError(f"{path} answered {response.status}: {reason}")
-                reply: dict[str, Any] = await response.json()
-            on_answer()
-            return reply
-
-        start = time.perf_counter()
-        replies = await asyncio.gather(*(post(path, body) for path, body in requests))
-        return list(replies), time.perf_counter() - start
 
 
 def c2t_state(url: str, api_key: str | None = None) -> dict[str, Any]:

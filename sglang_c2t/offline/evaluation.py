@@ -29,8 +29,7 @@ from torch import Tensor
 
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.features import DERIVED
-from sglang_c2t.classifier.recording import Recording
-from sglang_c2t.config import ConfigError
+from sglang_c2t.classifier.recording import Recording, require_finite
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.offline.scores import (
     Bin,
@@ -156,6 +155,11 @@ class Report:
     surfaces: list[Surface] | None
     """``None`` when the classifier reads more than P, H and d."""
 
+    @property
+    def scored(self) -> str:
+        """What is counted."""
+        return "tokens" if self.label == "survives" else "tokens that the target reached"
+
     def to_json(self) -> str:
         """One line of strict JSON: numbers that are not finite are null."""
         return json.dumps(_plain(asdict(self)), allow_nan=False)
@@ -202,18 +206,9 @@ def evaluate(recording: Recording, classifier: Classifier, beta: float = 0.5) ->
 
 def score(recording: Recording, classifier: Classifier) -> Scored:
     """Ask the classifier about every recorded token it can be judged on."""
-    layer = recording.layer()
-    if missing := sorted(classifier.features.needs - set(layer.measured)):
-        raise ConfigError(
-            f"this recording lacks {', '.join(missing)}: record again with record_extra {missing}"
-        )
+    layer = recording.layer(classifier.features.needs)
     confidence = classifier.confidence(layer)
-    finite = torch.isfinite(torch.stack((confidence, layer.joint, layer.entropy))).all(dim=0)
-    if not bool(finite.all()):
-        raise ConfigError(
-            f"{int((~finite).sum())} of {len(finite)} recorded tokens hold values that are not "
-            "finite; record again, or delete their shards"
-        )
+    require_finite(torch.stack((confidence, layer.joint, layer.entropy), dim=1))
     parents, depth = recording.parent_rows(), recording.nodes["depth"]
     # A path may lead through tokens that are not scored themselves, so it is walked first.
     columns: tuple[Tensor, ...] = (
@@ -390,14 +385,11 @@ def _summary_text(report: Report) -> str:
             *_rate_cells(method.rates),
             _number(method.rates.positive_rate),
         ]
-        for name, method in (
-            ("joint probability", found.joint),
-            ("classifier", found.classifier),
-        )
+        for name, method in _both(found)
     ]
     return (
         "## Summary\n\n"
-        f"Ranking, calibration (15 bins) and decisions over n = {found.tokens} {_scored(report)}, "
+        f"Ranking, calibration (15 bins) and decisions over n = {found.tokens} {report.scored}, "
         f"{_number(found.accept_rate)} of them accepted; the joint probability has the threshold "
         "at which it keeps as many accepted tokens; theta is the kept share.\n\n"
         + _table(
@@ -412,15 +404,12 @@ def _bucket_text(report: Report) -> str:
     rows = [
         [name, method, str(bucket.tokens), _number(bucket.proportion), *_rate_cells(found)]
         for name, bucket in zip([*ranges, "Total"], report.entropy_buckets, strict=True)
-        for method, found in (
-            ("joint probability", bucket.joint),
-            ("classifier", bucket.classifier),
-        )
+        for method, found in _both(bucket)
     ]
     return (
         "## Entropy buckets\n\n"
         f"Decisions by the draft's entropy in nats, over n = {report.summary.tokens} "
-        f"{_scored(report)}; thresholds as in the summary (C2T, Table 5).\n\n"
+        f"{report.scored}; thresholds as in the summary (C2T, Table 5).\n\n"
         + _table(
             ["Entropy", "Method", "n", "Proportion", "Accuracy", "Precision", "Recall", "F1"],
             rows,
@@ -454,7 +443,7 @@ def _reliability_text(report: Report) -> str:
     ]
     return (
         "## Reliability\n\n"
-        f"Mean score and accepted share of n = {report.summary.tokens} {_scored(report)}, binned "
+        f"Mean score and accepted share of n = {report.summary.tokens} {report.scored}, binned "
         "by the classifier's confidence (left) and by the joint probability (right).\n\n"
         + _table(["Bin", "Confidence", "Accepted", "n", "Joint probability", "Accepted", "n"], rows)
     )
@@ -479,8 +468,8 @@ def _surface_text(report: Report) -> str:
     )
 
 
-def _scored(report: Report) -> str:
-    return "tokens" if report.label == "survives" else "tokens that the target reached"
+def _both(found: Summary | EntropyBucket) -> list[tuple[str, Any]]:
+    return [("joint probability", found.joint), ("classifier", found.classifier)]
 
 
 def _rate_cells(found: Rates) -> list[str]:

@@ -5,11 +5,9 @@ Needs matplotlib, which is imported only when something is drawn.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.evaluation import Report, Surface
 
 if TYPE_CHECKING:
@@ -26,11 +24,13 @@ SYMBOLS = {"joint": "P = {:g}", "entropy": "H = {:g} nat", "depth": "d = {:g}"}
 
 MARKERS = "os^Dv"
 
+DPI = 150
+
 #: Tokens below which an acceptance rate is noise: its standard error may pass 0.1.
 MIN_TOKENS = 25
 
 
-def reliability_diagram(report: Report, path: str | os.PathLike[str]) -> None:
+def reliability_diagram(report: Report, path: Path) -> None:
     """Acceptance over confidence, above the number of tokens per bin."""
     figure = _figure(5, 5.5)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
@@ -45,15 +45,18 @@ def reliability_diagram(report: Report, path: str | os.PathLike[str]) -> None:
         upper.plot(scores, shares, style, markersize=4, label=f"{name}, ECE {ece:.3f}")
         edges = [b.low for b in bins] + [bins[-1].high]
         lower.stairs([b.tokens for b in bins], edges, color=style[-2:], linestyle=style[1:-2])
-    upper.set(ylabel="accepted share of tokens", title=f"Reliability, {_tokens(report)}")
+    upper.set(
+        ylabel="accepted share of tokens",
+        title=f"Reliability, n = {summary.tokens} {report.scored}",
+    )
     upper.legend()
     lower.set(
         xlabel="confidence or joint probability", ylabel="tokens", yscale="symlog", xlim=(0, 1)
     )
-    _save(figure, path)
+    figure.savefig(path, dpi=DPI)
 
 
-def acceptance_plot(report: Report, path: str | os.PathLike[str]) -> None:
+def acceptance_plot(report: Report, path: Path) -> None:
     """Acceptance over joint probability, one line per depth (C2T, Table 1)."""
     figure = _figure(6, 4.5)
     axes = figure.subplots()
@@ -77,23 +80,16 @@ def acceptance_plot(report: Report, path: str | os.PathLike[str]) -> None:
         ylim=(-0.02, 1.02),
     )
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    _save(figure, path)
+    figure.savefig(path, dpi=DPI)
 
 
-def surface_plots(report: Report, path: str | os.PathLike[str]) -> None:
+def surface_plots(report: Report, path: Path) -> None:
     """Confidence over two features while the third is fixed, a row per feature (C2T, Fig. 2).
 
     Flat maps instead of the paper's 3D surfaces, so that values can be read off; the line
-    is beta.
-
-    Raises:
-        ConfigError: The classifier reads more than P, H and d.
+    is beta. Only for classifiers that read nothing but P, H and d.
     """
-    if report.surfaces is None:
-        raise ConfigError(
-            f"no surface to draw: the classifier reads {', '.join(report.features)}, and only "
-            "joint probability, entropy and depth can be laid on a grid"
-        )
+    assert report.surfaces is not None, f"no grid is laid over {report.features}"
     rows: dict[str, list[Surface]] = {}
     for surface in report.surfaces:
         rows.setdefault(surface.fixed, []).append(surface)
@@ -110,7 +106,7 @@ def surface_plots(report: Report, path: str | os.PathLike[str]) -> None:
         f"Confidence of a classifier evaluated on n = {report.summary.tokens} tokens, "
         f"line: beta = {report.beta:g}\n(on a grid, also where no token was recorded)"
     )
-    _save(figure, path)
+    figure.savefig(path, dpi=DPI)
 
 
 def _draw(axes: Axes, surface: Surface, beta: float) -> ScalarMappable:
@@ -129,10 +125,8 @@ def _draw(axes: Axes, surface: Surface, beta: float) -> ScalarMappable:
 
 def _figure(width: float, height: float) -> Figure:
     """A figure of its own, in inches; no global state of pyplot, no display."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -141,16 +135,3 @@ def _colours(count: int) -> list[tuple[float, ...]]:
     from matplotlib import colormaps
 
     return [tuple(colormaps["viridis"](0.9 * i / max(1, count - 1))) for i in range(count)]
-
-
-def _tokens(report: Report) -> str:
-    which = "tokens" if report.label == "survives" else "tokens that the target reached"
-    return f"n = {report.summary.tokens} {which}"
-
-
-def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    path = Path(path)
-    if path.suffix not in (".png", ".svg"):
-        raise ConfigError(f"a plot must end in .png or .svg, got {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)

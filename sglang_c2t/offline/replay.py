@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +24,8 @@ from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.policies.base import ChainPolicy, TreePolicy
 
 
-class Roots(NamedTuple):
+@dataclass(frozen=True)
+class Roots:
     """Where the drafts of a recording stand, sorted by request and position."""
 
     first_root: Tensor
@@ -36,6 +36,11 @@ class Roots(NamedTuple):
 
     draft_row: Tensor
     """[R] int64: row of the recording's draft table."""
+
+    @property
+    def num_requests(self) -> int:
+        """Q: recorded answers."""
+        return len(self.requests)
 
     @classmethod
     def from_recording(cls, recording: Recording) -> Roots:
@@ -59,7 +64,7 @@ class Roots(NamedTuple):
             raise ConfigError(
                 f"request {where} lacks roots: the recording was cut, record it again"
             )
-        return cls(
+        return Roots(
             first_root=torch.cat((torch.zeros(1, dtype=torch.long), roots_of[seen].cumsum(0))),
             requests=[rid for rid, here in zip(recording.requests, seen, strict=True) if here],
             draft_row=order,
@@ -67,28 +72,14 @@ class Roots(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chains:
-    """Recorded chains as a table, sorted by request and position."""
+class Chains(Roots):
+    """Recorded chains as a table."""
 
     stats: dict[str, Tensor]
     """Measurements by name, each [R, D] or [R, D, width]."""
 
     num_correct: Tensor
     """[R] int64: leading drafts that the target accepts."""
-
-    first_root: Tensor
-    """[Q + 1] int64: the roots of request q are first_root[q] .. first_root[q + 1] - 1."""
-
-    requests: list[str]
-    """Ids, in the order of ``first_root``."""
-
-    draft_row: Tensor
-    """[R] int64: row of the recording's draft table."""
-
-    @property
-    def num_requests(self) -> int:
-        """Q: recorded answers."""
-        return len(self.requests)
 
     @property
     def max_length(self) -> int:
@@ -117,9 +108,7 @@ class Chains:
                 for n in names
             },
             num_correct=accept.long().cumprod(dim=1).sum(dim=1),
-            first_root=roots.first_root,
-            requests=roots.requests,
-            draft_row=order,
+            **vars(roots),
         )
 
     def lengths(self, policy: ChainPolicy, roots: Tensor) -> Tensor:
@@ -162,22 +151,20 @@ class Outcome:
     num_drafted: Tensor
     """Drafts the draft model made: those verified, and the one that ended each chain."""
 
-    def accept_length(self, weights: Tensor | None = None) -> float:
+    def accept_length(self) -> float:
         """tau: tokens per verification, the bonus token included."""
-        return 1.0 + self._per_step(self.num_correct, weights)
+        return 1.0 + self._per_step(self.num_correct)
 
-    def gamma(self, weights: Tensor | None = None) -> float:
+    def gamma(self) -> float:
         """Drafts verified per verification."""
-        return self._per_step(self.num_proposed, weights)
+        return self._per_step(self.num_proposed)
 
-    def drafted_length(self, weights: Tensor | None = None) -> float:
+    def drafted_length(self) -> float:
         """Drafts made per verification, the papers' average length."""
-        return self._per_step(self.num_drafted, weights)
+        return self._per_step(self.num_drafted)
 
-    def _per_step(self, counts: Tensor, weights: Tensor | None) -> float:
-        if weights is None:
-            weights = torch.ones_like(counts)
-        return float((counts * weights).sum() / (self.num_steps * weights).sum())
+    def _per_step(self, counts: Tensor) -> float:
+        return float(counts.sum() / self.num_steps.sum())
 
 
 def replay(

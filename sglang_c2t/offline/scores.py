@@ -61,11 +61,8 @@ def rates(kept: Tensor, accepted: Tensor) -> Rates:
 
     Kept [1, 1, 0, 0], accepted [1, 0, 0, 1]: every rate is 0.5.
     """
-    num_kept, num_accepted, hits = (
-        int(kept.sum()),
-        int(accepted.sum()),
-        int((kept & accepted).sum()),
-    )
+    num_kept, num_accepted = int(kept.sum()), int(accepted.sum())
+    hits = int((kept & accepted).sum())
     return Rates(
         accuracy=_ratio(int((kept == accepted).sum()), kept.numel()),
         precision=_ratio(hits, num_kept),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from sglang_c2t.classifier.calibration import Isotonic, fit_isotonic, fit_temper
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.features import FeatureSpec, feature_matrix
 from sglang_c2t.classifier.model import HIDDEN_SIZE, ConfidenceNet, DepthLogistic, num_parameters
-from sglang_c2t.classifier.recording import Recording
+from sglang_c2t.classifier.recording import Recording, require_finite
 from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.scores import auc, expected_calibration_error
 
@@ -219,19 +218,8 @@ def split_by_group(
 
 def _examples(recording: Recording, spec: FeatureSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Features [n, F], labels [n] float32, and which tokens the target reached [n] bool."""
-    missing = spec.needs - set(recording.layer().measured)
-    if missing:
-        raise ConfigError(
-            f"this recording lacks {', '.join(sorted(missing))}: record again with "
-            f"record_extra {sorted(missing)}"
-        )
-    features = feature_matrix(spec.names, recording.layer())
-    if not bool(torch.isfinite(features).all()):
-        bad = int((~torch.isfinite(features).all(dim=1)).sum())
-        raise ConfigError(
-            f"{bad} of {len(features)} recorded tokens hold values that are not finite; record "
-            "again, or delete their shards"
-        )
+    features = feature_matrix(spec.names, recording.layer(spec.needs))
+    require_finite(features)
     accept = recording.nodes["accept"].bool()
     return features, accept.float(), reached(recording)
 
@@ -273,10 +261,7 @@ def _fit(
 ) -> None:
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.learning_rate, fused=True)
     loss_fn = nn.BCEWithLogitsLoss()
-    epochs: Iterable[int] = range(settings.epochs)
-    if show_progress:
-        epochs = track(epochs, description="training", total=settings.epochs)
-    for _ in epochs:
+    for _ in track(range(settings.epochs), "training", disable=not show_progress):
         order = torch.randperm(len(labels), generator=generator)
         # One gather per epoch: batches are then views, and a step is mostly overhead.
         for x, y in zip(

@@ -33,8 +33,8 @@ ROOTS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True)
-class Forest:
-    """Recorded trees as tables, sorted by request and position."""
+class Forest(Roots):
+    """Recorded trees as tables."""
 
     shape: TreeShape
     """What was recorded."""
@@ -45,25 +45,6 @@ class Forest:
     children: Tensor
     """[n + R, K] int32: nodes by parent and rank, -1 where none was recorded. Behind the
     nodes come the roots, in the order of the recording's draft table."""
-
-    first_root: Tensor
-    """[Q + 1] int64: the roots of request q are first_root[q] .. first_root[q + 1] - 1."""
-
-    requests: list[str]
-    """Ids, in the order of ``first_root``."""
-
-    draft_row: Tensor
-    """[R] int64: row of the recording's draft table."""
-
-    @property
-    def num_requests(self) -> int:
-        """Q: recorded answers."""
-        return len(self.requests)
-
-    @property
-    def num_roots(self) -> int:
-        """R: recorded trees."""
-        return len(self.draft_row)
 
     @classmethod
     def from_recording(cls, recording: Recording) -> Forest:
@@ -77,7 +58,8 @@ class Forest:
         num_owners = recording.num_nodes + recording.num_drafts
         children = torch.full((num_owners, shape.topk), -1, dtype=torch.int32)
         children[owner, nodes["rank"].long()] = torch.arange(len(owner), dtype=torch.int32)
-        return cls(shape, {name: nodes[name] for name in names}, children, *roots)
+        measured = {name: nodes[name] for name in names}
+        return cls(shape=shape, nodes=measured, children=children, **vars(roots))
 
 
 @dataclass(frozen=True)
@@ -110,7 +92,7 @@ def replay_trees(policy: TreePolicy, forest: Forest, shape: TreeShape | None = N
             raise ConfigError(f"cannot replay {name} {wanted} on trees recorded with {recorded}")
     refuse_unrecorded(policy, forest.nodes)
     policy.check(shape)
-    rows = torch.arange(forest.num_roots).split(ROOTS_AT_ONCE)
+    rows = torch.arange(len(forest.draft_row)).split(ROOTS_AT_ONCE)
     table = torch.cat([_grown(policy, forest, shape, at) for at in rows], dim=1)  # [4, R]
 
     return TreeOutcome(

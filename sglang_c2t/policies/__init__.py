@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import is_dataclass, replace
 from typing import Any
 
@@ -31,92 +31,8 @@ from sglang_c2t.policies.mcsd import MCSD, MCSDHidden
 from sglang_c2t.policies.static_tree import StaticTree
 from sglang_c2t.policies.trial import try_policy
 
-__all__ = [
-    "POLICIES",
-    "TREE_POLICIES",
-    "ChainPolicy",
-    "DraftLayer",
-    "TreePolicy",
-    "build_policy",
-    "build_tree_policy",
-    "check_policy",
-    "plans",
-    "policy_for",
-    "policy_of",
-    "tree_policy_names",
-]
-
-
-def _plain(cls: Callable[..., Any]) -> Callable[..., Any]:
-    """A policy that needs nothing but its own options."""
-
-    def build(config: C2TConfig, **options: Any) -> Any:
-        if config.classifier != "default":
-            raise ConfigError(
-                f"policy {config.policy} reads no classifier: drop {config.classifier}, or "
-                "choose a policy that learnt one"
-            )
-        return _made(cls, config, options)
-
-    return build
-
-
-def _trained(cls: Any) -> Callable[..., ChainPolicy]:
-    """A policy with a classifier; ``default`` is the one shipped under the policy's name."""
-
-    def build(config: C2TConfig, **options: Any) -> ChainPolicy:
-        own = getattr(cls, "shipped_as", cls.name)
-        name = own if config.classifier == "default" else config.classifier
-        if config.classifier == "default" and shipped(name) is None:
-            raise ConfigError(
-                f"policy {name} has no shipped classifier, because it fits one draft model only: "
-                "train one and give it with --c2t-classifier"
-            )
-        classifier = load_classifier(name)
-        if strange := set(classifier.features.names) - cls.reads:
-            raise ConfigError(
-                f"policy {cls.name} reads {', '.join(sorted(cls.reads))}, but classifier "
-                f"{config.classifier} wants {', '.join(sorted(strange))}: choose the policy it "
-                "was trained for"
-            )
-        if classifier.label != cls.label:
-            raise ConfigError(
-                f"policy {cls.name} wants a confidence that a token {cls.label}, but classifier "
-                f"{config.classifier} was trained to say that it {classifier.label}"
-            )
-        return _made(cls, config, options, classifier=classifier)
-
-    return build
-
-
-def _made(cls: Any, config: C2TConfig, options: dict[str, Any], **given: Any) -> Any:
-    """The policy; whatever its constructor raises, which may be anything, is one line."""
-    _refuse_options(cls, config, options)
-    try:
-        return cls(**given, **options)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"policy {config.policy} cannot be built: {told(error)}") from error
-
-
-def _refuse_options(cls: Any, config: C2TConfig, options: Collection[str]) -> None:
-    """Raise :class:`ConfigError` for options that the policy's constructor does not take."""
-    parameters = inspect.signature(cls).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    strange = sorted(name for name in options if name not in parameters)
-    if "beta" in strange:
-        raise ConfigError(f"policy {config.policy} has no threshold: drop --c2t-beta (beta)")
-    if not strange:
-        return
-    takes = [name for name in parameters if name not in {"beta", "classifier"}]
-    if hasattr(cls, "confidence"):
-        takes.append("layer_limit (in trees)")
-    raise ConfigError(
-        f"policy {config.policy} does not take these options ({shown(strange)}): it takes "
-        f"{', '.join(takes) or 'none'}{did_you_mean(strange[0], takes)}"
-    )
+# From elsewhere, for who imports them here.
+__all__ = ["ChainPolicy", "DraftLayer", "TreePolicy", "plans"]
 
 
 #: Policies for chains without a classifier.
@@ -125,19 +41,11 @@ PLAIN: tuple[Any, ...] = (DyJoint, DyMax, Entropy, Fixed, RowsOnly)
 #: Policies with a classifier, in the order in which :func:`policy_of` looks.
 TRAINED: tuple[Any, ...] = (C2T, C2TLog, C2TPlus, Logistic, MCSD, MCSDHidden, Auto)
 
-#: Name after ``--c2t-policy`` -> how to build it from the configuration and its options.
-POLICIES: dict[str, Callable[..., ChainPolicy]] = {
-    **{cls.name: _plain(cls) for cls in PLAIN},
-    **{cls.name: _trained(cls) for cls in TRAINED},
-}
+#: Rules for chains, by the name after ``--c2t-policy``.
+POLICIES: dict[str, Any] = {cls.name: cls for cls in (*PLAIN, *TRAINED)}
 
 #: Rules that only trees can follow; the gates of :data:`POLICIES` prune trees as well.
-TREE_POLICIES: dict[str, Callable[..., TreePolicy]] = {
-    "eagle2": EAGLE2,
-    "entropy-width": EntropyWidth,
-    "fork": Fork,
-    "static": StaticTree,
-}
+TREE_POLICIES: dict[str, Any] = {cls.name: cls for cls in (EAGLE2, EntropyWidth, Fork, StaticTree)}
 
 #: Behind a gate's name: EAGLE-2 grows the tree, the gate prunes it afterwards.
 ON_EAGLE2 = "-eagle2"
@@ -257,14 +165,65 @@ def _only_trees(name: str) -> bool:
 
 
 def _built(config: C2TConfig, name: str, options: dict[str, Any]) -> Any:
-    return _factory(name)(config, **options)
+    """The policy of this name; :class:`ConfigError`, one line, for whatever its making raises."""
+    learns = POLICIES.get(name) in TRAINED
+    cls = (POLICIES | TREE_POLICIES).get(name) or _own_class(name)
+    if not learns and config.classifier != "default":
+        raise ConfigError(
+            f"policy {config.policy} reads no classifier: drop {config.classifier}, or "
+            "choose a policy that learnt one"
+        )
+    given = {"classifier": _classifier(cls, config)} if learns else {}
+    _refuse_options(cls, config, options)
+    try:
+        return cls(**given, **options)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"policy {config.policy} cannot be built: {told(error)}") from error
 
 
-def _factory(name: str) -> Callable[..., Any]:
-    """The menu's entry, or one for a class of the user's."""
-    if name in POLICIES:
-        return POLICIES[name]
-    return _plain(TREE_POLICIES[name] if name in TREE_POLICIES else _own_class(name))
+def _classifier(cls: Any, config: C2TConfig) -> Classifier:
+    """What the policy reads; ``default`` is the one shipped under the policy's name."""
+    own = getattr(cls, "shipped_as", cls.name)
+    name = own if config.classifier == "default" else config.classifier
+    if config.classifier == "default" and shipped(name) is None:
+        raise ConfigError(
+            f"policy {name} has no shipped classifier, because it fits one draft model only: "
+            "train one and give it with --c2t-classifier"
+        )
+    classifier = load_classifier(name)
+    if strange := set(classifier.features.names) - cls.reads:
+        raise ConfigError(
+            f"policy {cls.name} reads {', '.join(sorted(cls.reads))}, but classifier "
+            f"{config.classifier} wants {', '.join(sorted(strange))}: choose the policy it "
+            "was trained for"
+        )
+    if classifier.label != cls.label:
+        raise ConfigError(
+            f"policy {cls.name} wants a confidence that a token {cls.label}, but classifier "
+            f"{config.classifier} was trained to say that it {classifier.label}"
+        )
+    return classifier
+
+
+def _refuse_options(cls: Any, config: C2TConfig, options: Collection[str]) -> None:
+    """Raise :class:`ConfigError` for options that the policy's constructor does not take."""
+    parameters = inspect.signature(cls).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    strange = sorted(name for name in options if name not in parameters)
+    if "beta" in strange:
+        raise ConfigError(f"policy {config.policy} has no threshold: drop --c2t-beta (beta)")
+    if not strange:
+        return
+    takes = [name for name in parameters if name not in {"beta", "classifier"}]
+    if hasattr(cls, "confidence"):
+        takes.append("layer_limit (in trees)")
+    raise ConfigError(
+        f"policy {config.policy} does not take these options ({shown(strange)}): it takes "
+        f"{', '.join(takes) or 'none'}{did_you_mean(strange[0], takes)}"
+    )
 
 
 def _own_class(name: str) -> Any:

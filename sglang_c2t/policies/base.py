@@ -23,18 +23,7 @@ from torch import Tensor
 
 from sglang_c2t.draft_layer import DraftLayer
 
-__all__ = [
-    "ChainPolicy",
-    "DraftLayer",
-    "Gate",
-    "Growth",
-    "TreeLayer",
-    "TreePolicy",
-    "TreeShape",
-    "grown",
-    "is_tree_policy",
-    "kept",
-]
+__all__ = ["DraftLayer"]  # what policies read, beside what they are
 
 
 class ChainPolicy(Protocol):
@@ -71,8 +60,12 @@ class Gate(ChainPolicy, Protocol):
         ...
 
     def confidence(self, layer: DraftLayer) -> Tensor:
-        """[B] float32, the larger the better; ``keep`` is ``confidence >= beta``."""
+        """[B] float32, the larger the better."""
         ...
+
+    def keep(self, layer: DraftLayer) -> Tensor:
+        """[B] bool: the confidence reaches beta."""
+        return self.confidence(layer) >= self.beta
 
 
 # -- trees --------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from sglang_c2t.classifier.checkpoint import Classifier
-from sglang_c2t.policies.base import DraftLayer
+from sglang_c2t.policies.base import DraftLayer, Gate
 
 
 @dataclass(frozen=True)
-class C2T:
+class C2T(Gate):
     """Confidence gate with a trained classifier."""
 
     classifier: Classifier
@@ -38,7 +38,3 @@ class C2T:
     def confidence(self, layer: DraftLayer) -> Tensor:
         """[B] float32 in [0, 1]: F(P, H, d)."""
         return self.classifier.confidence(layer)
-
-    def keep(self, layer: DraftLayer) -> Tensor:
-        """[B] bool: confidence of the token reaches beta."""
-        return self.confidence(layer) >= self.beta

@@ -6,11 +6,7 @@ whether a chain is unlikely because of this token or of an earlier one; with the
 beside it the network can tell. All inputs come from the draft's own distribution, so a
 classifier still moves between draft models (C2T, arXiv:2502.13652, is the frame).
 
-Default threshold, chains: the one at which the shipped classifier accepts as much as ``c2t`` at
-its published 0.5, on the demo drafts' training prompts (``eval/tables/thresholds.py``); with fewer
-drafts verified, then. At 0.5 it would accept less than ``c2t``: that one learns from as many
-accepted as rejected tokens, so that its 0.5 means "as likely as the average recorded token", of
-which about a quarter is accepted.
+Default threshold, chains: chosen as that of C2T-log is.
 
 Sampled drafts: keep-then-stop, because P_i contains the probability of the drawn token.
 """

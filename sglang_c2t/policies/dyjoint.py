@@ -14,11 +14,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sglang_c2t.policies.base import DraftLayer
+from sglang_c2t.policies.base import DraftLayer, Gate
 
 
 @dataclass(frozen=True)
-class DyJoint:
+class DyJoint(Gate):
     """Threshold on the joint draft probability."""
 
     beta: float = 0.08
@@ -29,7 +29,3 @@ class DyJoint:
     def confidence(self, layer: DraftLayer) -> Tensor:
         """[B] float32 in [0, 1]: the joint probability itself."""
         return layer.joint
-
-    def keep(self, layer: DraftLayer) -> Tensor:
-        """[B] bool: the joint probability reaches the threshold."""
-        return layer.joint >= self.beta

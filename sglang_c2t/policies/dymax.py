@@ -15,11 +15,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sglang_c2t.policies.base import DraftLayer
+from sglang_c2t.policies.base import DraftLayer, Gate
 
 
 @dataclass(frozen=True)
-class DyMax:
+class DyMax(Gate):
     """Threshold on the token's own draft probability."""
 
     beta: float = 0.3
@@ -29,7 +29,3 @@ class DyMax:
     def confidence(self, layer: DraftLayer) -> Tensor:
         """[B] float32 in [0, 1]: the token's own probability."""
         return layer.prob
-
-    def keep(self, layer: DraftLayer) -> Tensor:
-        """[B] bool: the token's own probability reaches the threshold."""
-        return layer.prob >= self.beta

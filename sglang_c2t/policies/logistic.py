@@ -19,11 +19,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from sglang_c2t.classifier.checkpoint import Classifier
-from sglang_c2t.policies.base import DraftLayer
+from sglang_c2t.policies.base import DraftLayer, Gate
 
 
 @dataclass(frozen=True)
-class Logistic:
+class Logistic(Gate):
     """Threshold on the running product of per-depth acceptance estimates."""
 
     classifier: Classifier
@@ -38,10 +38,6 @@ class Logistic:
     def needs(self) -> frozenset[str]:
         """The margin."""
         return self.classifier.features.needs
-
-    def keep(self, layer: DraftLayer) -> Tensor:
-        """[B] bool: the estimated survival reaches beta."""
-        return self.confidence(layer) >= self.beta
 
     def confidence(self, layer: DraftLayer) -> Tensor:
         """[B]: product of the estimates down to this layer; each costs two numbers."""

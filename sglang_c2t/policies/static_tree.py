@@ -12,7 +12,8 @@ Sampled drafts: safe to drop, because the shape depends on no token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -119,10 +120,10 @@ def _parsed(paths: Any) -> tuple[Path, ...]:
             raise ConfigError(
                 f"policy static: a path is a list of ranks, whole numbers >= 0, got {shown(path)}"
             )
-    known = {tuple(path) for path in paths}
-    if len(known) < len(paths):
-        twice = next(path for path in paths if _is_twice(path, paths))
-        raise ConfigError(f"policy static: path {shown(list(twice))} is given twice")
+    known = Counter(map(tuple, paths))
+    path, times = known.most_common(1)[0]
+    if times > 1:
+        raise ConfigError(f"policy static: path {shown(list(path))} is given twice")
     for path in sorted(known):
         for length in range(1, len(path)):
             if path[:length] not in known:
@@ -135,7 +136,3 @@ def _parsed(paths: Any) -> tuple[Path, ...]:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, (list, tuple))
-
-
-def _is_twice(path: Sequence[int], paths: Iterable[Sequence[int]]) -> bool:
-    return sum(tuple(other) == tuple(path) for other in paths) > 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sglang_c2t.checks import ConfigError, shown, told
 from sglang_c2t.draft_layer import DraftLayer, known_measurement, measure
@@ -67,7 +66,8 @@ def _layer(
 ) -> DraftLayer:
     """[rows * topk] tokens: the ``topk`` best children of each row, some of them dead."""
     logits = 3 * torch.sin(torch.arange(rows * VOCABULARY).float()).view(rows, VOCABULARY)
-    measured = {n: _per_child(values, topk) for n, values in measure(logits, needs).items()}
+    of_row = measure(logits, needs)
+    measured = {name: values.repeat_interleave(topk, dim=0) for name, values in of_row.items()}
     prob = logits.softmax(dim=1).topk(topk).values.flatten()
     nodes = torch.arange(rows * topk)
     parent = None if before is None else before.take(nodes // topk)
@@ -80,7 +80,3 @@ def _layer(
         measured=measured,
         parent=parent,
     )
-
-
-def _per_child(values: Tensor, topk: int) -> Tensor:
-    return values.repeat_interleave(topk, dim=0)

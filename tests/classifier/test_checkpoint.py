@@ -78,19 +78,10 @@ def test_a_saved_classifier_loads_to_the_same_confidences(
 
 
 def test_isotonic_calibration_is_part_of_the_confidence(tokens: Recording) -> None:
-    """Here the lower half of the network's range means 0.1, and its most confident token 0.9."""
-    layer = tokens.layer()
-    small = torch.nn.utils.parameters_to_vector(randomised(ConfidenceNet()).parameters()) / 10
-    net = ConfidenceNet()  # small weights: confidences differ
-    torch.nn.utils.vector_to_parameters(small, net.parameters())
-    plain = Classifier(net, CONVENTIONS, {})
-    raw = plain.confidence(layer)
-    middle = (raw.min() + raw.max()) / 2
-    knots = torch.stack([raw.min(), middle, raw.max()])
-    isotonic = Isotonic(knots, torch.tensor([0.1, 0.1, 0.9]))
-    calibrated = replace(plain, isotonic=isotonic).confidence(layer)
-    assert calibrated[raw <= middle].unique().tolist() == pytest.approx([0.1])
-    assert calibrated.max() == pytest.approx(0.9)
+    plain, layer = untrained(), tokens.layer()
+    calibrated = replace(plain, isotonic=KNOTS).confidence(layer)
+    assert torch.equal(calibrated, KNOTS(plain.confidence(layer)))
+    assert not torch.equal(calibrated, plain.confidence(layer))
 
 
 def test_a_logistic_gives_each_depth_its_own_numbers() -> None:

@@ -21,6 +21,7 @@ from tests import oracles
 
 SLOTS, ROWS, WIDTH = 400, 9, 48
 HEADS = st.sampled_from([(1, 1, 8), (4, 2, 8), (6, 1, 4), (4, 4, 16)])
+USED = Workspace()
 
 
 def _pool(seed: int, kv_heads: int, head_dim: int):
@@ -35,14 +36,24 @@ def _pool(seed: int, kv_heads: int, head_dim: int):
     return k, v, req_to_token, generator
 
 
-def _check(k, v, req_to_token, rows, q, q_lens, kv_lens, sees, plan, **kwargs):
+def _check(pool, rows, q, q_lens, kv_lens, sees, *mask, causal=True, window=None, logit_cap=0.0):
+    """With memory of its own and with that of all batches before; `mask` is `make_plan`'s.
+
+    Whatever no request holds is nan, in the slot table's stale ends as in the pool.
+    """
+    k, v, req_to_token, _ = pool
     slots = [req_to_token[r, :n].tolist() for r, n in zip(rows, kv_lens, strict=True)]
-    window = kwargs.pop("window", None)
-    out = attend(q, k, v, plan, scaling=0.3, window=window, **kwargs)
-    wanted = oracles.attention(q, k, v, slots, q_lens, sees, 0.3, kwargs.get("logit_cap", 0.0))
-    difference = (out.double() - wanted).abs().max().item() if q.shape[0] else 0.0
-    assert out.shape == wanted.shape
-    assert difference < 2e-5, f"largest difference {difference}"
+    free = sorted(set(range(1, SLOTS)).difference(*slots))
+    k[free], v[free] = torch.nan, torch.nan
+    for row, length in zip(rows, kv_lens, strict=True):
+        req_to_token[row, length:] = free[0]
+    plan = make_plan(req_to_token, torch.tensor(rows), q_lens, kv_lens, *mask, causal=causal)
+    wanted = oracles.attention(q, k, v, slots, q_lens, sees, 0.3, logit_cap)
+    for workspace in (None, USED):
+        out = attend(q, k, v, plan, 0.3, logit_cap, window, workspace)
+        difference = (out.double() - wanted).abs().max().item()
+        assert out.shape == wanted.shape
+        assert difference < 2e-5, f"largest difference {difference}"
 
 
 @settings(max_examples=60, deadline=None)
@@ -52,22 +63,28 @@ def _check(k, v, req_to_token, rows, q, q_lens, kv_lens, sees, plan, **kwargs):
     seed=st.integers(0, 2**16),
     logit_cap=st.sampled_from([0.0, 1.5]),
     window=st.sampled_from([None, 0, 3]),
+    causal=st.sampled_from([True, True, False]),
 )
-def test_extend_after_a_prefix_equals_the_loop(lengths, heads, seed, logit_cap, window):
-    """Any mix of prefills, extends, decodes (q_len 1) and idle requests (q_len 0)."""
+def test_extend_after_a_prefix_equals_the_loop(lengths, heads, seed, logit_cap, window, causal):
+    """Any mix of prefills, extends, decodes (q_len 1) and idle requests (q_len 0).
+
+    Encoder layers ask for causal=False, and then every row sees every key.
+    """
     num_heads, kv_heads, head_dim = heads
-    k, v, req_to_token, generator = _pool(seed, kv_heads, head_dim)
+    *_, generator = pool = _pool(seed, kv_heads, head_dim)
     q_lens = [q for q, _ in lengths]
     kv_lens = [q + prefix for q, prefix in lengths]
     rows = random.Random(seed).sample(range(1, ROWS), len(lengths))
     q = torch.randn(sum(q_lens), num_heads, head_dim, generator=generator)
-    plan = make_plan(req_to_token, torch.tensor(rows), q_lens, kv_lens)
     if sum(q_lens) == 0:
-        assert plan.groups == []
+        assert make_plan(pool[2], torch.tensor(rows), q_lens, kv_lens).groups == []
         return
-    sees = [oracles.causal_sees(a, b, window) for a, b in zip(q_lens, kv_lens, strict=True)]
-    _check(k, v, req_to_token, rows, q, q_lens, kv_lens, sees, plan,
-           logit_cap=logit_cap, window=window)  # fmt: skip
+    sizes = list(zip(q_lens, kv_lens, strict=True))
+    if causal:
+        sees = [oracles.causal_sees(num_q, num_k, window) for num_q, num_k in sizes]
+    else:
+        window, sees = None, [[[True] * num_k] * num_q for num_q, num_k in sizes]
+    _check(pool, rows, q, q_lens, kv_lens, sees, causal=causal, window=window, logit_cap=logit_cap)
 
 
 @settings(max_examples=60, deadline=None)
@@ -80,7 +97,7 @@ def test_extend_after_a_prefix_equals_the_loop(lengths, heads, seed, logit_cap, 
 def test_trees_of_different_size_and_shape_are_verified_in_one_batch(sizes, heads, seed, window):
     """Packed masks, one n x n block per request; node 0 is the root, a node sees its ancestors."""
     num_heads, kv_heads, head_dim = heads
-    k, v, req_to_token, generator = _pool(seed, kv_heads, head_dim)
+    *_, generator = pool = _pool(seed, kv_heads, head_dim)
     rng = random.Random(seed)
     q_lens, masks = [], []
     for nodes, _ in sizes:
@@ -92,9 +109,8 @@ def test_trees_of_different_size_and_shape_are_verified_in_one_batch(sizes, head
     flat = torch.tensor([cell for mask in masks for row in mask for cell in row])
     rows = rng.sample(range(1, ROWS), len(sizes))
     q = torch.randn(sum(q_lens), num_heads, head_dim, generator=generator)
-    plan = make_plan(req_to_token, torch.tensor(rows), q_lens, kv_lens, flat)
     sees = [oracles.masked_sees(m, n, window) for m, n in zip(masks, kv_lens, strict=True)]
-    _check(k, v, req_to_token, rows, q, q_lens, kv_lens, sees, plan, window=window)
+    _check(pool, rows, q, q_lens, kv_lens, sees, flat, window=window)
 
 
 @settings(max_examples=30, deadline=None)
@@ -106,22 +122,19 @@ def test_trees_of_different_size_and_shape_are_verified_in_one_batch(sizes, head
 )
 def test_draft_beams_see_the_prefix_and_their_own_slots(committed, topk, steps, seed):
     """In draft step i, beam t of SGLang's layout reads slots L + t*D .. L + t*D + i."""
-    k, v, req_to_token, generator = _pool(seed, 2, 8)
+    *_, generator = pool = _pool(seed, 2, 8)
     rows = random.Random(seed).sample(range(1, ROWS), len(committed))
     q = torch.randn(len(committed) * topk, 4, 8, generator=generator)
     for step in range(steps - 1):
         own = topk * steps
         mask = draft_mask(len(committed), topk, steps, step)
-        plan = make_plan(
-            req_to_token, torch.tensor(rows), [topk] * len(committed),
-            [n + own for n in committed], mask, [own] * len(committed),
-        )  # fmt: skip
         beams = [
             [t * steps <= slot <= t * steps + step for slot in range(own)] for t in range(topk)
         ]
         sees = [oracles.masked_sees(beams, n + own) for n in committed]
         kv_lens = [n + own for n in committed]
-        _check(k, v, req_to_token, rows, q, [topk] * len(committed), kv_lens, sees, plan)
+        q_lens, own_lens = [topk] * len(committed), [own] * len(committed)
+        _check(pool, rows, q, q_lens, kv_lens, sees, mask, own_lens)
 
 
 @settings(max_examples=60, deadline=None)
@@ -144,43 +157,6 @@ def test_ancestor_mask_shows_each_beam_one_slot_per_step(batch, topk, steps, see
             for t in range(topk):
                 own = {row * steps + step for step, row in enumerate(rows[b][t])}
                 assert mask[b, t].nonzero().flatten().tolist() == sorted(own)
-
-
-def test_bidirectional_attention_sees_every_key():
-    """Encoder layers ask for causal=False."""
-    k, v, req_to_token, generator = _pool(3, 1, 8)
-    q = torch.randn(7, 2, 8, generator=generator)
-    plan = make_plan(req_to_token, torch.tensor([1, 2]), [3, 4], [3, 4], causal=False)
-    sees = [[[True] * n for _ in range(n)] for n in (3, 4)]
-    _check(k, v, req_to_token, [1, 2], q, [3, 4], [3, 4], sees, plan)
-
-
-def test_a_workspace_does_not_leak_between_batches():
-    """A smaller batch after a larger one gives what a fresh workspace gives."""
-    k, v, req_to_token, generator = _pool(5, 2, 8)
-    q = torch.randn(8, 4, 8, generator=generator)
-    used = Workspace()
-    for q_lens, kv_lens in (([3, 5], [20, 24]), ([1, 2], [4, 9])):
-        rows = q[: sum(q_lens)]
-        plan = make_plan(req_to_token, torch.tensor([1, 2]), q_lens, kv_lens)
-        fresh = attend(rows, k, v, plan, 0.3)
-        again = attend(rows, k, v, plan, 0.3, workspace=used)
-        assert torch.equal(fresh, again)
-
-
-def test_stale_slots_and_values_past_a_length_are_never_read():
-    """Garbage beyond kv_len, in the slot table as in the pool, changes nothing."""
-    k, v, req_to_token, generator = _pool(6, 1, 8)
-    q = torch.randn(3, 1, 8, generator=generator)
-    lens = ([1, 2], [5, 9])
-    plan = make_plan(req_to_token, torch.tensor([1, 2]), *lens)
-    before = attend(q, k, v, plan, 0.3)
-    used = set(req_to_token[1, :5].tolist()) | set(req_to_token[2, :9].tolist()) | {0}
-    dirty = torch.tensor([slot for slot in range(SLOTS) if slot not in used])
-    k[dirty], v[dirty] = float("nan"), float("nan")
-    req_to_token[1, 5:] = int(dirty[0])
-    plan = make_plan(req_to_token, torch.tensor([1, 2]), *lens)
-    assert torch.equal(before, attend(q, k, v, plan, 0.3))
 
 
 def test_a_mask_of_the_wrong_size_is_refused():

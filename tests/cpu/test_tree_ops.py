@@ -116,19 +116,21 @@ def test_verification_accepts_the_oracles_path(shape, seed, cut):
     index = torch.randperm(bs * nodes).view(bs, nodes)  # rows may lie anywhere in the batch
     by_row = torch.empty(bs * nodes, dtype=torch.long)
     by_row[index.flatten()] = torch.tensor(target).flatten()
-    predicts = torch.zeros(bs * nodes, dtype=torch.int32)
+    predicts = torch.full((bs * nodes,), -7, dtype=torch.int32)
     accept = torch.full((bs, width), -1, dtype=torch.int32)
     count = torch.empty(bs, dtype=torch.int32)
     verify_tree(
         predicts, accept, count, torch.tensor(tokens), index,
         torch.tensor([t[1] for t in trees]), torch.tensor([t[2] for t in trees]), by_row,
     )  # fmt: skip
+    expected = predicts.new_full(predicts.shape, -7)
     for b, (parents, _, _, _) in enumerate(trees):
         path = oracles.accepted_path(parents, tokens[b], target[b])[:width]
         rows = [int(index[b, node]) for node in path]
         assert accept[b].tolist() == rows + [-1] * (width - len(rows))
         assert int(count[b]) == len(path) - 1
-        assert predicts[rows].tolist() == [target[b][node] for node in path]
+        expected[rows] = by_row[rows].int()
+    assert predicts.tolist() == expected.tolist()
 
 
 @settings(max_examples=50, deadline=None)

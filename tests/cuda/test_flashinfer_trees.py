@@ -6,13 +6,12 @@ the planner gets the lengths from the host, as SGLang's sync-free replay does.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from eval.gpu.microbench import trees
+from tests import oracles
 from tests.gpu import gpu
 
 HEADS, KV_HEADS = 8, 4
@@ -38,11 +37,9 @@ class Batch:
 
     def visible(self, request: int, row: int) -> list[int]:
         """Positions a row sees: the prefix, itself and its ancestors."""
-        nodes = [row]
-        while (above := int(self.parents[request, nodes[-1]])) >= 0:
-            nodes.append(above)
+        nodes = oracles.ancestors(self.parents[request].tolist(), row)
         prefix = int(self.prefix[request])
-        return [*range(prefix), *(prefix + node for node in reversed(nodes))]
+        return [*range(prefix), *(prefix + node for node in sorted(nodes))]
 
     def attention(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[R, H, D] float32, row by row."""
@@ -160,11 +157,3 @@ def test_a_captured_graph_serves_trees_of_other_shapes_at_each_replay(head_dim: 
         expected = batch.attention(attention.q, *attention.cache)
         error = float((got - expected).norm() / expected.norm())
         assert error < BF16_ERROR, f"batch {seed}, rows {batch.num_rows.tolist()}: {error:.2e}"
-
-
-def test_the_oracle_sees_the_ancestors() -> None:
-    batch: Any = Batch.__new__(Batch)
-    batch.parents = torch.tensor([[-1, 0, 0, 1]])
-    batch.prefix = torch.tensor([2])
-    assert batch.visible(0, 3) == [0, 1, 2, 3, 5]
-    assert batch.visible(0, 2) == [0, 1, 2, 4]

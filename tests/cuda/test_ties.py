@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from tests.cuda.ties import Reference, excused, parting
 
 CLEAR = [(-0.1, 7), (-3.0, 8)]
 TIED = [(-0.7, 7), (-0.8, 8)]
 
 
-def test_equal_answers_need_no_excuse() -> None:
-    reference = Reference((7, 7), [CLEAR, CLEAR])
-    assert parting(reference, (7, 7)) is None
-    assert excused(reference, (7, 7))
-
-
-def test_the_other_token_of_a_tie_is_excused_and_what_follows_is_not_looked_at() -> None:
-    reference = Reference((7, 7, 7), [CLEAR, TIED, CLEAR])
-    assert parting(reference, (7, 8, 1)) == 1
-    assert excused(reference, (7, 8, 1))
-
-
-def test_a_third_token_or_a_clear_place_is_not() -> None:
-    reference = Reference((7, 7), [CLEAR, TIED])
-    assert not excused(reference, (7, 9))
-    assert not excused(reference, (8, 7))
-
-
-def test_an_answer_that_ends_too_early_or_too_late_is_not() -> None:
-    reference = Reference((7, 7), [TIED, TIED])
-    assert not excused(reference, (7,))
-    assert not excused(reference, (7, 7, 7))
+@pytest.mark.parametrize(
+    ("top", "answer", "place", "fine"),
+    [
+        pytest.param([CLEAR, CLEAR], (7, 7), None, True, id="equal answers need no excuse"),
+        pytest.param([CLEAR, TIED, CLEAR], (7, 8, 1), 1, True,
+                     id="the other token of a tie is one, and what follows is not looked at"),
+        pytest.param([CLEAR, TIED], (7, 9), 1, False, id="a third token is none"),
+        pytest.param([CLEAR, TIED], (8, 7), 0, False, id="at a clear place there is none"),
+        pytest.param([TIED, TIED], (7,), 1, False, id="to end too early is none"),
+        pytest.param([TIED, TIED], (7, 7, 7), 2, False, id="to end too late is none"),
+    ],
+)  # fmt: skip
+def test_what_excuses_an_answer(top: Any, answer: tuple[int, ...], place: Any, fine: bool) -> None:
+    reference = Reference((7,) * len(top), top)
+    assert parting(reference, answer) == place
+    assert excused(reference, answer) is fine
 
 
 def test_a_reply_is_read_with_the_best_token_first() -> None:

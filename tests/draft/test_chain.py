@@ -17,13 +17,12 @@ from sglang_c2t.draft.chain import (
     matched_drafts,
     truncated_chains,
 )
-from sglang_c2t.draft.gate import Exploration
 from sglang_c2t.draft_layer import measure
 from sglang_c2t.kernels.gate import GateOutput, judge_layer
 from sglang_c2t.policies import DraftLayer, build_policy
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
-from tests.draft.own_rules import in_torch
+from tests.draft.own_rules import Scheduled, in_torch
 from tests.gpu import gpu
 
 # A batch of verify lengths and the width of a full chain; empty batch, all 1, all full included.
@@ -45,18 +44,6 @@ class Scripted:
     def keep(self, layer: DraftLayer) -> torch.Tensor:
         self.seen.append(layer)
         return torch.tensor(self.table[layer.depth - 1], dtype=torch.bool)
-
-
-class Scheduled(Exploration):
-    """Explores the steps that a list names."""
-
-    names = frozenset({"margin"})
-
-    def __init__(self, *steps: bool) -> None:
-        self.steps = list(steps)
-
-    def next_step_explores(self) -> bool:
-        return self.steps.pop(0)
 
 
 def run_gate(gate: ChainGate, logits: torch.Tensor) -> torch.Tensor:
@@ -81,10 +68,8 @@ def run_gate(gate: ChainGate, logits: torch.Tensor) -> torch.Tensor:
     )
 )
 def test_a_chain_ends_at_its_first_dropped_token(table: list[list[bool]]) -> None:
-    """Once the policy drops a token, later layers cannot revive the chain."""
-    batch = len(table[0])
-    gate = ChainGate(Scripted(table), num_slots=batch, device="cpu")
-    lens = run_gate(gate, torch.zeros(len(table), batch, 4))
+    """Once the policy drops a token, later layers cannot revive the chain; the next step can."""
+    depth, batch = len(table), len(table[0])
     expected = []
     for request in range(batch):
         kept = 0
@@ -93,25 +78,13 @@ def test_a_chain_ends_at_its_first_dropped_token(table: list[list[bool]]) -> Non
                 break
             kept += 1
         expected.append(kept + 1)
-    assert lens.tolist() == expected
-    assert lens.dtype == torch.int32
-
-
-def test_the_policy_sees_joint_probability_entropy_and_depth() -> None:
-    """P is the running product of the argmax probabilities; depth counts from 1."""
-    policy = Scripted([[True, True]] * 3)
-    logits = torch.randn(3, 2, 7, generator=torch.Generator().manual_seed(0))
-    run_gate(ChainGate(policy, num_slots=2, device="cpu"), logits)
-    for request in range(2):
-        joint = 1.0
-        for depth, layer in enumerate(policy.seen, start=1):
-            probs = torch.softmax(logits[depth - 1, request].double(), dim=-1)
-            joint *= probs.max().item()
-            entropy = -(probs * probs.log()).sum().item()
-            assert layer.depth == depth
-            assert abs(layer.joint[request].item() - joint) < 1e-6
-            assert abs(layer.prob[request].item() - probs.max().item()) < 1e-6
-            assert abs(layer.entropy[request].item() - entropy) < 1e-5
+    gate = ChainGate(Scripted(table), num_slots=batch, device="cpu")
+    for _ in range(2):
+        lens = run_gate(gate, torch.zeros(depth, batch, 4))
+        assert lens.tolist() == expected
+        assert lens.dtype == torch.int32
+        assert gate.any_alive() == (depth + 1 in expected)
+        assert len(gate.layers) == depth
 
 
 @pytest.mark.parametrize("enter", [ChainGate.join, ChainGate.relay_first_token])
@@ -128,39 +101,29 @@ def test_first_tokens_are_relayed_per_slot(enter: Callable[..., None]) -> None:
 
 
 def test_every_layer_carries_what_the_policy_needs_and_the_layer_before() -> None:
+    """And nothing more. P is the running product of the probabilities; depth counts from 1."""
     policy = Scripted([[True, False]] * 3, frozenset({"margin", "hidden"}))
     gate = ChainGate(policy, num_slots=2, device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    logits, hidden = torch.randn(3, 2, 7, generator=generator), torch.rand(3, 2, 4)
-    slots = torch.arange(2)
+    logits, hidden, slots = draft_logits(3, 2, seed=0), torch.rand(3, 2, 4), torch.arange(2)
     gate.join(slots, logits[0], hidden[0])
     gate.begin(slots)
-    for depth in (1, 2):
-        gate.observe(logits[depth], hidden[depth])
+    for row in (1, 2):
+        gate.observe(logits[row], hidden[row])
+    assert not gate.exploring
     assert gate.layers == policy.seen
     assert [layer.alive.tolist() for layer in gate.layers] == [[True, True]] + [[True, False]] * 2
-    for depth, layer in enumerate(gate.layers):
-        assert layer.parent is (gate.layers[depth - 1] if depth else None)
-        expected = measure(logits[depth], ["margin"])["margin"]
-        assert torch.equal(layer.measured["margin"], expected)
-        assert torch.equal(layer.measured["hidden"], hidden[depth])
-
-
-def test_a_step_starts_afresh() -> None:
-    policy = Scripted([[False, True], [True, True]])
-    gate = ChainGate(policy, num_slots=2, device="cpu")
-    for _ in range(2):
-        assert run_gate(gate, torch.zeros(2, 2, 4)).tolist() == [1, 3]
-        assert len(gate.layers) == 2
-        assert gate.any_alive()
-
-
-def test_nobody_is_alive_once_all_chains_have_ended() -> None:
-    gate = ChainGate(Scripted([[False, True], [True, False]]), num_slots=2, device="cpu")
-    assert run_gate(gate, torch.zeros(1, 2, 4)).tolist() == [1, 2]
-    assert gate.any_alive()
-    gate.observe(torch.zeros(2, 4))
-    assert not gate.any_alive()
+    parent, joint = None, torch.ones(2)
+    for depth, layer in enumerate(gate.layers, start=1):
+        said = measure(logits[depth - 1], policy.needs, hidden=hidden[depth - 1])
+        joint = joint * said["prob"]
+        assert layer.depth == depth
+        assert layer.parent is parent
+        assert layer.measured.keys() == said.keys()
+        assert all(torch.equal(layer.measured[name], values) for name, values in said.items())
+        assert torch.equal(layer.prob, said["prob"])
+        assert torch.equal(layer.entropy, said["entropy"])
+        assert torch.equal(layer.joint, joint)
+        parent = layer
 
 
 def test_a_first_token_nobody_measured_leaves_the_gate_open() -> None:
@@ -220,14 +183,6 @@ def test_a_first_token_measured_without_the_extra_names_is_not_complete(
     assert gate.exploring
     # Nobody ever measured anything for slot 3.
     assert gate.first_tokens_complete(slots).tolist() == [True, complete, True, False]
-
-
-def test_without_exploration_nothing_more_is_measured() -> None:
-    policy = Scripted([[True]])
-    gate = ChainGate(policy, num_slots=1, device="cpu")
-    run_gate(gate, torch.zeros(1, 1, 4))
-    assert not gate.exploring
-    assert set(policy.seen[0].measured) == {"prob", "entropy"}
 
 
 def test_rank_zero_decides_for_all_ranks() -> None:
@@ -327,23 +282,15 @@ def test_a_layer_is_one_call_of_the_kernel_and_nothing_else(
 
     monkeypatch.setattr(chain, "judge_layer", lambda *args, **kwargs: None)
     logits = draft_logits(batch, seed=4)
-    with Launches() as launches:
+    with NoLaunch():
         gate.observe(logits)
-    assert launches.names == []
 
 
-class Launches(TorchDispatchMode):
-    """Names every torch operation inside the block."""
+class NoLaunch(TorchDispatchMode):
+    """Refuses every torch operation inside the block."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, function: Any, *_: Any) -> Any:
+        pytest.fail(f"{function} is launched")
 
 
 def test_what_a_step_said_outlives_the_next_step() -> None:
@@ -371,21 +318,12 @@ def test_a_first_token_nobody_measured_leaves_a_program_open(name: str) -> None:
     assert gate.verify_lens.tolist() == [3]
 
 
-def test_a_new_threshold_counts_from_the_next_step_on() -> None:
-    """First tokens too, although they were relayed before."""
-    gate, slots = fused(DyJoint(0.0)), torch.arange(4)
-    gate.join(slots, draft_logits(4, seed=0))
-    gate.begin(slots)
-    assert gate.verify_lens.tolist() == [2] * 4
-    assert gate.program is not None
-    gate.program.set_beta(1.1)
-    gate.begin(slots)
-    assert gate.verify_lens.tolist() == [1] * 4
-
-
 @pytest.mark.parametrize("captured", [False, True])
 def test_another_policy_judges_from_the_next_step_on(captured: bool) -> None:
-    """As a gate that was built with it; captured or not, and in torch."""
+    """As a gate that was built with it; captured or not, and in torch.
+
+    A program's new threshold counts for first tokens that were relayed before, too.
+    """
     slots, first, later = torch.arange(5), draft_logits(5, seed=0), draft_logits(3, 5, seed=1)
     expected = run_gate(fused(DyJoint(0.3)), torch.cat((first[None], later)))
     gates = [fused(DyJoint(0.9))]
@@ -393,8 +331,12 @@ def test_another_policy_judges_from_the_next_step_on(captured: bool) -> None:
         gates.append(ChainGate(build_policy(C2TConfig(policy="mcsd")), num_slots=9, device="cpu"))
     for gate in gates:
         run_gate(gate, draft_logits(4, 5, seed=2))
+        was_judged = gate.program is not None
+        if was_judged:
+            gate.relay_first_token(slots, first)
         gate.switch(DyJoint(0.3), captured=captured)
-        gate.relay_first_token(slots, first)
+        if not was_judged:
+            gate.relay_first_token(slots, first)
         gate.begin(slots)
         for layer in later:
             gate.observe(layer)

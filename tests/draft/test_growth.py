@@ -8,8 +8,8 @@ common.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from torch import Tensor
 from sglang_c2t import tree
 from sglang_c2t.draft.growth import Beams, TreeGrowth, node_margins
 from sglang_c2t.draft_layer import DraftLayer, measure
-from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
+from sglang_c2t.policies.base import TreePolicy, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.eagle2 import EAGLE2
@@ -30,8 +30,14 @@ from sglang_c2t.policies.fork import Fork
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
 from sglang_c2t.policies.static_tree import StaticTree
 from tests import oracles
+from tests.draft.own_rules import ByMark
 
 NEVER = float("-inf")
+
+#: Entropies of this file's drafts, and the widths that the paper gives them.
+WIDTHS = {
+    0.0: 1, 0.01: 1, 0.02: 2, 0.5: 2, 0.75: 2, 1.0: 4, 1.01: 5, 1.3: 6, 1.5: 6, 1.75: 7, 9.0: 7
+}  # fmt: skip
 
 # -- a draft model ------------------------------------------------------------------------
 
@@ -70,7 +76,7 @@ class Draft:
             tokens=rng.sample(range(50), self.topk),
             probs=sorted((chance() for _ in range(self.topk)), reverse=True),
             marks=[rng.randint(0, 8) / 8 for _ in range(self.topk)],
-            entropy=rng.choice([0.01, 0.5, 0.75, 1.0, 1.5, 3.0]),
+            entropy=rng.choice(list(WIDTHS)),
             secret=rng.random(),
         )
 
@@ -80,10 +86,10 @@ class Draft:
 
 @st.composite
 def drafts(draw: st.DrawFn) -> Draft:
-    """Every size of tree that K, D <= 4 allow, and cuts of it; K is mostly above 1."""
+    """Every size of tree that K, D <= 4 allow, cuts of it, and more room; K is mostly above 1."""
     topk, steps = draw(st.sampled_from([2, 2, 3, 4, 1])), draw(st.integers(1, 4))
     most = TreeShape(topk, steps, 0).num_candidates + 1
-    max_nodes = draw(st.one_of(st.just(most), st.integers(1, most)))
+    max_nodes = draw(st.one_of(st.just(most), st.integers(1, most + 3)))
     return Draft(draw(st.integers(0, 2**20)), topk, steps, draw(st.integers(1, 3)), max_nodes)
 
 
@@ -219,7 +225,9 @@ class Oracle:
             if self.limit is not None:
                 best = sorted(entered, key=lambda node: -self.key(node))[: self.limit]
                 entered = [node for node in entered if node in best]
-            beams = sorted(entered, key=lambda node: -(self.expand or self.key)(node))[:topk]
+            expand = self.expand or self.key
+            going_on = [node for node in entered if expand(node) > NEVER]
+            beams = sorted(going_on, key=lambda node: -expand(node))[:topk]
             first += topk * (topk if all_entered else 1)
             all_entered.append(entered)
             all_beams.append(beams)
@@ -237,11 +245,19 @@ class Oracle:
         return sorted(best, key=lambda node: node.number)
 
 
-def assert_trees(run: Run, expected: Callable[[int], Sequence[Node]]) -> None:
+def grown_as(oracle: Oracle, draft: Draft, policy: TreePolicy) -> Run:
+    """Drafts with the policy; trees and rows are the oracle's."""
+    run = grown(draft, policy)
+    assert_trees(run, oracle)
+    assert_beams(run, oracle)
+    return run
+
+
+def assert_trees(run: Run, oracle: Oracle) -> None:
     """The trees hold exactly these nodes, in this order; and say so in every field."""
     size = run.draft.max_nodes
     for b in range(run.draft.batch):
-        nodes = list(expected(b))
+        nodes = oracle.tree(run.draft, b)
         pad = size - 1 - len(nodes)
         number = {None: 0, **{node: i for i, node in enumerate(nodes, start=1)}}
         assert run.trees.num_nodes[b] == len(nodes) + 1
@@ -271,21 +287,6 @@ def assert_beams(run: Run, oracle: Oracle) -> None:
 
 
 # -- gates of this file -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ByMark:
-    """The draft's free number as the confidence: not monotone along a path, full of ties."""
-
-    beta: float
-    name = "by-mark"
-    needs = frozenset({"margin"})
-
-    def confidence(self, layer: DraftLayer) -> Tensor:
-        return layer.measured["margin"]
-
-    def keep(self, layer: DraftLayer) -> Tensor:
-        return self.confidence(layer) >= self.beta
 
 
 @dataclass(frozen=True)
@@ -325,34 +326,28 @@ def test_algorithm_1_is_what_it_is_node_by_node(
 ) -> None:
     """Pruned by confidence, expanded by confidence, capped by confidence."""
     oracle = Oracle(lambda node: node.mark >= beta, key=mark, limit=limit)
-    run = grown(draft, GatedTree(ByMark(beta), limit))
-    assert_trees(run, lambda b: oracle.tree(draft, b))
-    assert_beams(run, oracle)
+    grown_as(oracle, draft, GatedTree(ByMark(beta), limit))
 
 
 @given(drafts(), betas)
 def test_a_gate_that_reads_parents_gets_each_nodes_own(draft: Draft, beta: float) -> None:
     oracle = Oracle(lambda node: along_path(node) >= beta, key=along_path)
-    run = grown(draft, GatedTree(AlongPath(beta)))
-    assert_trees(run, lambda b: oracle.tree(draft, b))
-    assert_beams(run, oracle)
+    grown_as(oracle, draft, GatedTree(AlongPath(beta)))
 
 
 @given(drafts(), betas)
 def test_the_gates_that_need_no_training_prune_trees_too(draft: Draft, beta: float) -> None:
     by_joint = Oracle(lambda node: node.joint >= beta, key=joint)
-    assert_trees(grown(draft, GatedTree(DyJoint(beta))), lambda b: by_joint.tree(draft, b))
+    grown_as(by_joint, draft, GatedTree(DyJoint(beta)))
     own = Oracle(lambda node: node.prob >= beta, key=lambda node: node.prob)
-    assert_trees(grown(draft, GatedTree(DyMax(beta))), lambda b: own.tree(draft, b))
+    grown_as(own, draft, GatedTree(DyMax(beta)))
 
 
 @given(drafts())
 def test_eagle2_verifies_the_most_likely_nodes_of_all(draft: Draft) -> None:
-    oracle = Oracle(lambda node: True, key=joint)
-    run = grown(draft, EAGLE2())
-    assert_trees(run, lambda b: oracle.tree(draft, b))
-    assert_beams(run, oracle)
-    assert (run.trees.num_nodes == draft.max_nodes).all(), "every tree has the same size"
+    run = grown_as(Oracle(lambda node: True, key=joint), draft, EAGLE2())
+    size = min(draft.max_nodes, draft.shape.num_candidates + 1)
+    assert (run.trees.num_nodes == size).all(), "every tree has the same size"
 
 
 @given(drafts(), betas)
@@ -360,48 +355,18 @@ def test_a_gate_behind_eagle2_prunes_its_tree_and_nothing_takes_the_place(
     draft: Draft, beta: float
 ) -> None:
     oracle = Oracle(lambda node: True, key=joint, after=lambda node: node.mark >= beta)
-    run = grown(draft, GatedEAGLE2(ByMark(beta)))
-    assert_trees(run, lambda b: oracle.tree(draft, b))
-    assert_beams(run, oracle)
-    full = grown(draft, EAGLE2())
-    for kept, all_of_it in zip(run.trees.source.tolist(), full.trees.source.tolist(), strict=True):
-        assert set(kept) <= set(all_of_it) | {-1}
+    grown_as(oracle, draft, GatedEAGLE2(ByMark(beta)))
 
 
-@given(drafts(), st.sampled_from(["fixed", "dynamic"]))
-def test_entropy_width_gives_each_row_its_own_number_of_children(draft: Draft, depth: str) -> None:
-    width = {0.01: 1, 0.5: 2, 0.75: 2, 1.0: 4, 1.5: 6, 3.0: 7}
-
+@given(drafts(), st.sampled_from(["fixed", "dynamic"]), st.sampled_from([0.0, 1.0, 1.5]))
+def test_entropy_width_gives_each_row_its_own_number_of_children(
+    draft: Draft, depth: str, stop: float
+) -> None:
     def enters(node: Node) -> bool:
-        stopped = depth == "dynamic" and node.entropy > 1
-        return node.rank < width[node.entropy] and not stopped
+        stopped = depth == "dynamic" and node.entropy > stop
+        return node.rank < WIDTHS[node.entropy] and not stopped
 
-    oracle = Oracle(enters, key=joint)
-    run = grown(draft, EntropyWidth(depth))
-    assert_trees(run, lambda b: oracle.tree(draft, b))
-    assert_beams(run, oracle)
-
-
-def nodes_on(draft: Draft, request: int, paths: Iterable[tuple[int, ...]]) -> list[Node]:
-    """The nodes with these ranks, parents before children; linked, not numbered."""
-    made: dict[tuple[int, ...], Node] = {}
-    for path in sorted(paths, key=lambda path: (len(path), path)):
-        parent = made.get(path[:-1])
-        assert parent is not None or len(path) == 1
-        made[path] = children(draft, request, parent)[path[-1]]
-    return list(made.values())
-
-
-def shapes(run: Run) -> list[list[tuple[int, int]]]:
-    """Of each tree the (parent, token) of its nodes."""
-    sizes = run.trees.num_nodes.tolist()
-    pairs = zip(run.trees.parents.tolist(), run.trees.tokens.tolist(), sizes, strict=True)
-    return [list(zip(p[1:n], t[1:n], strict=True)) for p, t, n in pairs]
-
-
-def linked(nodes: Sequence[Node]) -> list[tuple[int, int]]:
-    number = {None: 0, **{node: i for i, node in enumerate(nodes, start=1)}}
-    return [(number[node.parent], node.token) for node in nodes]
+    grown_as(Oracle(enters, key=joint), draft, EntropyWidth(depth, stop))
 
 
 @st.composite
@@ -420,66 +385,36 @@ def templates(draw: st.DrawFn) -> tuple[Draft, list[list[int]]]:
         paths += layer
         internal = rng.sample(layer, rng.randint(0, min(draft.topk, len(layer))))
     rng.shuffle(paths)
-    room = max(draft.max_nodes, len(paths) + 1)
-    return Draft(draft.seed, draft.topk, draft.steps, draft.batch, room), paths
+    return replace(draft, max_nodes=max(draft.max_nodes, len(paths) + 1)), paths
 
 
 @given(templates())
 def test_a_static_tree_has_its_paths_in_every_request(
     template: tuple[Draft, list[list[int]]],
 ) -> None:
+    """And forwards those with children, in path order."""
     draft, paths = template
     policy = StaticTree(paths)
     policy.check(draft.shape)
-    run = grown(draft, policy)
-    expected = [
-        linked(nodes_on(draft, b, [tuple(path) for path in paths])) for b in range(draft.batch)
-    ]
-    assert shapes(run) == expected
-    assert ((run.keys == 1.0).sum(dim=1) == len(paths)).all()
+    wanted = {tuple(path) for path in paths}
+    with_children = {path[:-1] for path in wanted}
+    oracle = Oracle(
+        lambda node: node.ranks in wanted,
+        key=lambda node: 1.0,
+        expand=lambda node: 1.0 if node.ranks in with_children else NEVER,
+    )
+    grown_as(oracle, draft, policy)
 
 
 @given(drafts(), st.none() | st.integers(1, 4))
-def test_a_fork_drops_the_tails_of_its_least_likely_tines_where_the_cap_bites(
+def test_a_fork_is_tines_in_order_of_which_the_least_likely_lose_their_tails_to_the_cap(
     draft: Draft, width: int | None
 ) -> None:
-    branches = min(width or draft.topk, draft.topk)
-    run = grown(draft, Fork(width))
-    for b, shape in enumerate(shapes(run)):
-        paths = [(r, *[0] * depth) for depth in range(draft.steps) for r in range(branches)]
-        nodes = nodes_on(draft, b, paths)
-        best = sorted(nodes, key=lambda node: (-node.joint, node.depth, node.ranks))
-        kept = set(best[: draft.max_nodes - 1])
-        assert shape == linked([node for node in nodes if node in kept])
+    def enters(node: Node) -> bool:
+        return node.rank < ((width or draft.topk) if node.depth == 1 else 1)
 
-
-# -- sizes at the ends --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("max_nodes", [1, 2, 7])
-@pytest.mark.parametrize("after", [False, True], ids=["algorithm-1", "behind-eagle2"])
-def test_a_tree_may_be_its_root_alone(max_nodes: int, after: bool) -> None:
-    """Nothing is confident enough; or there is no room for anything."""
-    draft = Draft(seed=1, topk=2, steps=3, batch=3, max_nodes=max_nodes)
-    gate = ByMark(1.5)
-    run = grown(draft, GatedEAGLE2(gate) if after else GatedTree(gate))
-    assert run.trees.num_nodes.tolist() == [1, 1, 1]
-    assert_trees(run, lambda b: [])
-    assert (run.trees.depth == 0).all()
-
-
-@pytest.mark.parametrize("max_nodes", [1, 2, 7, 11])
-def test_a_tree_that_nothing_prunes_has_as_many_nodes_as_fit(max_nodes: int) -> None:
-    draft = Draft(seed=1, topk=2, steps=3, batch=3, max_nodes=max_nodes)
-    for policy in (GatedTree(ByMark(0.0)), GatedEAGLE2(ByMark(0.0)), EAGLE2()):
-        assert grown(draft, policy).trees.num_nodes.tolist() == [max_nodes] * 3
-
-
-def test_room_for_more_nodes_than_the_draft_proposes_stays_empty() -> None:
-    draft = Draft(seed=1, topk=2, steps=2, batch=2, max_nodes=10)
-    run = grown(draft, EAGLE2())
-    assert run.trees.num_nodes.tolist() == [7, 7]
-    assert run.trees.parents[:, 7:].tolist() == [[-1] * 3] * 2
+    oracle = Oracle(enters, key=joint, expand=lambda node: -node.number)
+    grown_as(oracle, draft, Fork(width))
 
 
 # -- the books ----------------------------------------------------------------------------
@@ -506,31 +441,6 @@ def test_the_rows_of_a_beams_ancestors_hold_the_tokens_of_its_path(
             ]
             assert written == list(text)
             assert rows[b, k, -1] == k
-
-
-def test_ancestor_rows_of_the_example() -> None:
-    """Two roads from a and b: c and e go on, or c and d do."""
-
-    @dataclass(frozen=True)
-    class Chosen(EAGLE2):
-        second: tuple[float, ...] = ()
-
-        def grow(self, layer: TreeLayer) -> Any:
-            growth = super().grow(layer)
-            if layer.depth == 1:
-                return growth
-            return growth._replace(expand=torch.tensor(self.second).view(1, 2, 2))
-
-    for second, expected in [
-        ((4.0, 2.0, 3.0, 1.0), [[0, 0], [1, 1]]),
-        ((4.0, 3.0, 2.0, 1.0), [[0, 0], [0, 1]]),
-    ]:
-        growth = TreeGrowth(Chosen(second=second), TreeShape(2, 3, 11), 1, "cpu")
-        growth.add(torch.tensor([[[1, 2]]]), torch.tensor([[[0.5, 0.25]]]),
-                   {"entropy": torch.zeros(1)})  # fmt: skip
-        growth.add(torch.tensor([[[3, 4], [5, 6]]]), torch.full((1, 2, 2), 0.5),
-                   {"entropy": torch.zeros(2)})  # fmt: skip
-        assert growth.ancestor_rows[0].tolist() == expected
 
 
 @given(drafts(), betas)
@@ -579,28 +489,6 @@ def assert_is(layer: DraftLayer | None, at: int, node: Node | None) -> None:
     assert_is(layer.parent, at, node.parent)
 
 
-@given(drafts(), betas, st.integers(0, 30))
-def test_keys_rank_the_nodes_of_a_whole_batch_and_keep_trees_closed(
-    draft: Draft, beta: float, max_rows: int
-) -> None:
-    """Cut to so many rows, the batch keeps the nodes with the largest keys."""
-    assume(draft.max_nodes > 1)
-    run = grown(draft, GatedTree(ByMark(beta)))
-    cut = tree.within_budget(run.trees, run.keys, max_rows)
-    ranked = sorted(
-        (-float(run.keys[b, node]), node, b)
-        for b in range(draft.batch)
-        for node in range(1, int(run.trees.num_nodes[b]))
-    )
-    kept = sorted((b, node) for _, node, b in ranked[: max(max_rows - draft.batch, 0)])
-    for b in range(draft.batch):
-        nodes = [node for request, node in kept if request == b]
-        assert cut.source[b, 1 : int(cut.num_nodes[b])].tolist() == [
-            int(run.trees.source[b, node]) for node in nodes
-        ]
-        assert all(int(run.trees.parents[b, node]) in [0, *nodes] for node in nodes), "closed"
-
-
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 2**16))
 def test_the_margin_of_a_child_is_to_its_best_sibling(rows: int, topk: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -631,7 +519,8 @@ def test_eagle2_is_the_tree_that_sglang_drafts(draft: Draft) -> None:
     from sglang.srt.speculative.eagle_utils import organize_draft_results
     from sglang.srt.speculative.spec_utils import select_top_k_tokens
 
-    draft = Draft(draft.seed, draft.topk, draft.steps, draft.batch, draft.max_nodes, fine=True)
+    room = min(draft.max_nodes, draft.shape.num_candidates + 1)
+    draft = replace(draft, max_nodes=room, fine=True)
     texts: list[list[tuple[int, ...]]] = [[()] for _ in range(draft.batch)]
     scores: Any = None
     lists: tuple[list[Tensor], ...] = ([], [], [])

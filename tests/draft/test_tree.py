@@ -12,7 +12,6 @@ from torch import Tensor
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft import gate as parts
 from sglang_c2t.draft import tree as tree_gate
-from sglang_c2t.draft.gate import Exploration
 from sglang_c2t.draft.growth import TreeGrowth, node_margins
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.draft_layer import measure
@@ -25,11 +24,12 @@ from sglang_c2t.policies.fork import Fork
 from sglang_c2t.policies.gated_tree import GatedTree
 from sglang_c2t.tree import Trees, within_budget
 from tests.doubles import double
-from tests.draft.own_rules import in_torch
+from tests.draft.own_rules import Scheduled, in_torch
 
 VOCAB = 12
 SHAPE = TreeShape(topk=3, num_steps=3, num_draft_tokens=9)
 ROOTS = torch.tensor([70, 71])
+MORE = frozenset({"margin", "entropy_top4"})
 
 
 class Scripted:
@@ -51,18 +51,6 @@ class Scripted:
         return Growth(key=key, expand=key)
 
 
-class Scheduled(Exploration):
-    """Explores the steps that a list names."""
-
-    names = frozenset({"margin", "entropy_top4"})
-
-    def __init__(self, *steps: bool) -> None:
-        self.steps = list(steps)
-
-    def next_step_explores(self) -> bool:
-        return self.steps.pop(0)
-
-
 def gate_of(policy: Any, **options: Any) -> TreeGate:
     return TreeGate(policy, SHAPE, num_slots=8, device="cpu", **options)
 
@@ -76,6 +64,11 @@ def choices(of: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens, probabilities) [rows, K], as SGLang's ``fast_topk``."""
     prob, token = of.softmax(dim=1).topk(SHAPE.topk)
     return token, prob
+
+
+def add_first(gate: TreeGate, first: Tensor) -> None:
+    """The layer below the root, drafted from these logits."""
+    gate.add(*(values[:, None] for values in choices(first)))
 
 
 def run_step(
@@ -177,15 +170,16 @@ def same(left: Trees, right: Trees) -> bool:
 def test_an_exploring_step_verifies_eagle2s_whole_tree_and_measures_more() -> None:
     """Whatever the policy keeps and whatever the budget is, so that labels are uncensored."""
     slots, first = torch.tensor([1, 5]), logits(2, 0)
-    gate = gate_of(Scripted(keep=False), max_rows=3, exploration=Scheduled(True, False, True))
+    exploration = Scheduled(True, False, True, names=MORE)
+    gate = gate_of(Scripted(keep=False), max_rows=3, exploration=exploration)
     gate.join(slots, first)
     assert gate.first_tokens_complete(slots).all()
     trees = finished(gate, slots, first)
     assert gate.exploring
     assert same(trees, eagle2_trees(slots, first))
     assert trees.num_nodes.tolist() == [SHAPE.num_draft_tokens] * 2
-    assert {"margin", "entropy_top4"} <= set(gate.layers[0].nodes.measured)
-    assert {"margin", "entropy_top4"} <= set(gate.layers[2].nodes.measured)
+    assert set(gate.layers[0].nodes.measured) >= MORE
+    assert set(gate.layers[2].nodes.measured) >= MORE
     gate.relay_first_token(slots, first)
     trees = finished(gate, slots, first)
     assert not gate.exploring
@@ -198,8 +192,7 @@ def test_trees_that_nobody_keeps_are_their_roots_and_stop_drafting() -> None:
     slots, first = torch.tensor([1, 5]), logits(2, 0)
     gate.begin(slots)
     assert gate.batch == 2
-    token, prob = choices(first)
-    gate.add(token[:, None], prob[:, None])
+    add_first(gate, first)
     assert not gate.any_alive()
     trees = finished(gate, slots, first)
     assert trees.num_nodes.tolist() == [1, 1]
@@ -213,9 +206,8 @@ def test_trees_go_on_while_rank_zeros_do() -> None:
         gate = gate_of(
             Scripted(keep=mine), agree=lambda alive, theirs=theirs: torch.full_like(alive, theirs)
         )
-        token, prob = choices(logits(2, 0))
         gate.begin(torch.tensor([1, 5]))
-        gate.add(token[:, None], prob[:, None])
+        add_first(gate, logits(2, 0))
         assert gate.any_alive() == theirs
 
 
@@ -247,30 +239,23 @@ def test_rank_zero_decides_all_of_a_tree_in_one_message() -> None:
     assert len(messages) == 1
 
 
-def test_a_step_starts_afresh() -> None:
-    slots, first = torch.tensor([1, 5]), logits(2, 0)
-    gate = gate_of(EAGLE2())
-    gate.join(slots, first)
-    once = finished(gate, slots, first)
-    assert same(finished(gate, slots, first), once)
-    assert gate.ancestor_rows.shape == (2, SHAPE.topk, SHAPE.num_steps - 1)
-
-
 def test_the_gate_grows_what_its_policy_grows() -> None:
-    """Nothing is added to, or taken from, the books of :class:`TreeGrowth`."""
+    """Nothing more and nothing less than :class:`TreeGrowth` does; and a step starts afresh."""
     slots, first = torch.tensor([1, 5]), logits(2, 0)
     gate = gate_of(Fork(2))
     gate.join(slots, first)
-    trees, keys = run_step(gate, slots, first)
-    growth = TreeGrowth(Fork(2), SHAPE, 2, "cpu")
-    of, width = first, 1
-    for step in range(SHAPE.num_steps):
-        shaped = (values.view(2, width, SHAPE.topk) for values in choices(of))
-        growth.add(*shaped, {"entropy": measure(of)["entropy"]})
-        of, width = logits(6, 5 + step), SHAPE.topk
-    alone, same_keys = growth.finish(torch.zeros(2))
-    assert same(trees, alone)
-    assert torch.equal(keys, same_keys)
+    for seed in (5, 9):
+        trees, keys = run_step(gate, slots, first, seed=seed)
+        growth = TreeGrowth(Fork(2), SHAPE, 2, "cpu")
+        of, width = first, 1
+        for step in range(SHAPE.num_steps):
+            shaped = (values.view(2, width, SHAPE.topk) for values in choices(of))
+            growth.add(*shaped, {"entropy": measure(of)["entropy"]})
+            of, width = logits(6, seed + step), SHAPE.topk
+        alone, same_keys = growth.finish(torch.zeros(2))
+        assert same(trees, alone)
+        assert torch.equal(keys, same_keys)
+        assert torch.equal(gate.ancestor_rows, growth.ancestor_rows)
 
 
 # -- with a kernel program ----------------------------------------------------------------
@@ -299,22 +284,28 @@ def nonsense(of: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", GATED)
 def test_a_program_grows_its_policys_trees(name: str) -> None:
-    """Behind the first layer from the draft logits alone, over steps of other requests."""
+    """Behind the first layer from the draft logits alone, over steps of other requests.
+
+    It speaks of the target's tokens, also where the draft has a vocabulary of its own.
+    """
     gates = fused(gated(name)), gate_of(in_torch(gated(name)))
-    sizes = set()
+    sizes, deepest, own_vocabulary = set(), 0, torch.arange(VOCAB) * 7 + 100
     for seed, slots in enumerate(([1, 5], [5, 3], [0, 1])):
         here, first = torch.tensor(slots), 2 * logits(2, seed)
         done = []
         for gate in gates:
             gate.relay_first_token(here, first)
             offered = nonsense if gate.program is not None else choices
-            done.append(run_step(gate, here, first, seed=10 * seed, offered=offered))
+            how = {"offered": offered, "token_map": own_vocabulary if seed else None}
+            done.append(run_step(gate, here, first, seed=10 * seed, **how))
         (mine, my_keys), (theirs, their_keys) = done
         assert same(mine, theirs)
         torch.testing.assert_close(my_keys, their_keys, rtol=1e-5, atol=1e-5)
         assert [layer.depth for layer in gates[0].layers] == [1, 2, 3]
         sizes |= set(mine.num_nodes.tolist())
+        deepest = max(deepest, int(mine.depth.max()) if seed else 0)
     assert len(sizes) > 1, "no choice"
+    assert deepest > 1, "no token of a program's own choice"
 
 
 def test_the_policy_sees_what_a_program_measured() -> None:
@@ -338,18 +329,6 @@ def test_the_policy_sees_what_a_program_measured() -> None:
         assert torch.equal(told["keep"] & alive, (told["confidence"] >= policy.gate.beta) & alive)
 
 
-def test_a_program_speaks_of_the_targets_tokens() -> None:
-    """Where the draft has a vocabulary of its own."""
-    policy, token_map = gated("dyjoint"), torch.arange(VOCAB) * 7 + 100
-    slots, first = torch.tensor([1, 5]), logits(2, 0)
-    trees = []
-    for gate, offered in ((fused(policy), nonsense), (gate_of(in_torch(policy)), choices)):
-        gate.join(slots, first)
-        trees.append(run_step(gate, slots, first, offered=offered, token_map=token_map)[0])
-    assert same(*trees)
-    assert (trees[0].depth > 1).any()
-
-
 def test_a_layer_is_one_call_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     torch_calls: list[Tensor] = []
@@ -371,8 +350,8 @@ def test_a_layer_is_one_call_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_exploring_trees_are_eagle2s_and_measured_in_torch() -> None:
     slots, first = torch.tensor([1, 5]), logits(2, 0)
-    gate = fused(gated("dyjoint"), exploration=Scheduled(True, False))
-    plain = gate_of(in_torch(gated("dyjoint")), exploration=Scheduled(True, False))
+    gate = fused(gated("dyjoint"), exploration=Scheduled(True, False, names=MORE))
+    plain = gate_of(in_torch(gated("dyjoint")), exploration=Scheduled(True, False, names=MORE))
     for each in (gate, plain):
         each.join(slots, first)
         assert each.program is None
@@ -398,8 +377,7 @@ def test_sglangs_loop_chooses_among_k_numbers_where_a_program_has_chosen(kept: b
     slots, first, hidden = torch.tensor([1, 5]), logits(2, 0), torch.rand(6, 4)
     gate.join(slots, first)
     gate.begin(slots)
-    token, prob = choices(first)
-    gate.add(token[:, None], prob[:, None])
+    add_first(gate, first)
 
     worker = tree_draft.TreeDraftMixin.__new__(tree_draft.TreeDraftMixin)
     worker.gate, worker.topk, worker.hot_token_id = gate, SHAPE.topk, torch.arange(VOCAB) + 50

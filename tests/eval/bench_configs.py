@@ -32,18 +32,18 @@ TABLE: dict[str, Any] = {
 }
 
 
-def table(**changes: Any) -> dict[str, Any]:
-    """The table with some keys replaced; ``server__mode`` is key ``mode`` of table ``server``."""
-    changed = copy.deepcopy(TABLE)
+def changed(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The tables with some keys replaced; ``server__mode`` is key ``mode`` of table ``server``."""
+    tables = copy.deepcopy(base)
     for name, value in changes.items():
         *path, key = name.split("__")
-        inner = changed
+        inner = tables
         for part in path:
             inner = inner.setdefault(part, {})
         inner[key] = value
-    return changed
+    return tables
 
 
-def config(**changes: Any) -> BenchConfig:
-    """The configuration of :func:`table`."""
-    return build(BenchConfig, table(**changes), "")
+def config(base: dict[str, Any] = TABLE, **changes: Any) -> BenchConfig:
+    """The configuration of these tables."""
+    return build(BenchConfig, changed(base, **changes), "")

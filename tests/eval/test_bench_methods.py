@@ -22,7 +22,7 @@ from eval.bench.methods import (
     write_files,
 )
 from eval.server import Server, SwitchError
-from tests.eval.bench_configs import TABLE, config
+from tests.eval.bench_configs import config
 
 METHODS = [m.name for m in config().methods]
 
@@ -177,8 +177,3 @@ def test_a_server_that_refuses_or_ignores_settings_is_found_out(
     ignoring = serve(monkeypatch, Control(ignored=("beta",)))
     with pytest.raises(SwitchError, match=r"in force: \{'beta': 0\.9\}"):
         switch(ignoring, DYJOINT)
-
-
-def test_the_tables_of_these_tests_are_left_as_they_are() -> None:
-    config(repeats=5, server__mode="in-turn")
-    assert (TABLE["repeats"], TABLE["server"]["mode"]) == (2, "together")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,16 @@ from eval.bench.methods import hosts, passes, plan, record_of, tokenizer_of, wri
 from eval.bench.records import Cell, Request, Run, read_cells, read_run, write_cell, write_run
 from eval.bench.replay import Replay, expected_steps
 from eval.bench.runner import Budget, OutOfTime, Runner
-from eval.gpu import trace_replay, traces
+from eval.gpu import traces
 from eval.gpu.roofline import Ceilings
-from eval.gpu.trace_replay import ENV, MARK
+from eval.gpu.trace_replay import ENV, LANE_SHIFT, MARK
 from eval.report.cells import load
 from eval.report.markdown import markdown
 from eval.report.report import report
 from eval.run import judge, main
 from eval.server import TARGET
 from sglang_c2t.config import ConfigError
+from tests.eval import bench_configs
 
 CONFIGS = Path(__file__).parents[2] / "eval" / "configs"
 CEILINGS = Ceilings("made up", bytes_per_s=4e12, flops_per_s=8e14)
@@ -31,14 +31,7 @@ CEILINGS = Ceilings("made up", bytes_per_s=4e12, flops_per_s=8e14)
 
 def config(**changes: Any) -> BenchConfig:
     """The check of a GPU machine, with some keys of its tables replaced."""
-    table = as_dict(read_config(CONFIGS / "gpu-check.toml"))
-    for name, value in changes.items():
-        *path, key = name.split("__")
-        inner = table
-        for part in path:
-            inner = inner[part]
-        inner[key] = value
-    return build(BenchConfig, table, "")
+    return bench_configs.config(as_dict(read_config(CONFIGS / "gpu-check.toml")), **changes)
 
 
 def method_of(settings: BenchConfig, name: str) -> MethodConfig:
@@ -48,7 +41,10 @@ def method_of(settings: BenchConfig, name: str) -> MethodConfig:
 # -- servers ------------------------------------------------------------------------------
 
 
-def test_every_method_of_the_comparison_has_one_server(tmp_path: Path) -> None:
+def test_every_method_of_the_comparison_has_one_server_and_one_is_the_baseline(
+    tmp_path: Path,
+) -> None:
+    """C2T is loaded where it gates, and where what it costs to have it loaded is measured."""
     whole = read_config(CONFIGS / "gpu-replay.toml")
     servers = hosts(whole, tmp_path)
     names = [method.name for host in servers for method in host.methods]
@@ -56,29 +52,18 @@ def test_every_method_of_the_comparison_has_one_server(tmp_path: Path) -> None:
     assert {"no speculation", "adaptive", "c2t", "c2t-log", "c2t-plus", "dymax", "dyjoint",
             "no speculation, plugin installed, off", "fixed 3, plugin installed, off",
             *(f"fixed {n}" for n in range(1, 8))} == set(names)  # fmt: skip
+    kept = [record_of(whole, method, tmp_path) for method in whole.methods]
+    assert [method.name for method in kept if method.baseline] == ["no speculation"]
     for host in servers:
         argv = host.launch.argv(1)
         gated = any(method.gated for method in host.methods)
+        off = any("plugin installed" in method.name for method in host.methods)
         drafts = any(method.kind != "none" for method in host.methods)
         assert ("--c2t" in argv) == gated
         assert ("--speculative-algorithm" in argv) == drafts
         batches = [str(n) for n in whole.load[0].concurrency]
         at = argv.index("--cuda-graph-bs-decode")
         assert argv[at + 1 : at + 1 + len(batches)] == batches
-
-
-def test_one_method_without_speculation_is_the_baseline(tmp_path: Path) -> None:
-    whole = read_config(CONFIGS / "gpu-replay.toml")
-    kept = [record_of(whole, method, tmp_path) for method in whole.methods]
-    assert [method.name for method in kept if method.baseline] == ["no speculation"]
-    assert sum(method.kind == "none" for method in kept) == 2
-
-
-def test_servers_without_c2t_do_not_load_it_unless_that_is_measured(tmp_path: Path) -> None:
-    whole = read_config(CONFIGS / "gpu-replay.toml")
-    for host in hosts(whole, tmp_path):
-        off = any("plugin installed" in method.name for method in host.methods)
-        gated = any(method.gated for method in host.methods)
         loaded = host.launch.env["SGLANG_PLUGINS"].split(",")
         assert loaded == ["c2t"] * (off or gated) + ["step_clock", "trace_replay"]
         told = json.loads(host.launch.env[ENV])
@@ -135,6 +120,7 @@ def test_what_cannot_be_replayed_is_refused(case: str) -> None:
 
 
 def test_prompts_name_their_lane_and_their_policy() -> None:
+    assert LANE_SHIFT == 29, "files of other shifts would walk other roots"
     settings = config()
     for policy, name in enumerate(("c2t-plus", "c2t-log", "c2t")):
         for lane, sample in enumerate(Replay(settings).samples(method_of(settings, name), 5)):
@@ -262,15 +248,6 @@ def test_a_replay_that_did_not_work_is_told_first(tmp_path: Path) -> None:
     text = markdown(report(load(written(tmp_path, config(), fixed_3=1))))
     assert "**Replay: in 2 cells it DID NOT WORK" in text.split("## What was measured")[0]
     assert "1 of 4 requests took other verifications" in text.split("## Checks")[1]
-
-
-def test_cells_keep_their_clock(tmp_path: Path) -> None:
-    folder = written(tmp_path, config())
-    cells, broken = read_cells(folder)
-    assert broken == []
-    assert {cell.clock["seconds"] for cell in cells if cell.clock} == {1.0}
-    assert dataclasses.asdict(cells[0])["clock"]["steps"] == 10
-    assert trace_replay.LANE_SHIFT == 29, "files of other shifts would walk other roots"
 
 
 # -- real servers -------------------------------------------------------------------------

@@ -14,19 +14,13 @@ def row(method: str, outputs: list[tuple[int, ...]]) -> Row:
     return Row(method, 16, 100.0, None, None, 0, 0, outputs)
 
 
-def test_equal_outputs_are_no_mismatch() -> None:
-    assert mismatches([row("plain", [(1, 2), (3,)]), row("c2t", [(1, 2), (3,)])]) == []
-
-
-def test_one_differing_token_is_found_and_named() -> None:
-    found = mismatches([row("plain", [(1, 2), (3,)]), row("c2t", [(1, 2), (4,)])])
-    assert found == ["c2t at concurrency 16: 1 of 2 outputs differ, first at prompt 1"]
-
-
-def test_a_lost_answer_is_an_error_not_a_match() -> None:
-    """Zip without strict would call a shorter list equal."""
+def test_one_differing_token_is_found_and_named_and_a_lost_answer_is_an_error() -> None:
+    plain, other = row("plain", [(1, 2), (3,)]), row("c2t", [(1, 2), (4,)])
+    assert mismatches([plain, plain, other]) == [
+        "c2t at concurrency 16: 1 of 2 outputs differ, first at prompt 1"
+    ]
     with pytest.raises(ValueError, match="shorter"):
-        mismatches([row("plain", [(1,), (2,)]), row("c2t", [(1,)])])
+        mismatches([plain, row("c2t", [(1, 2)])])
 
 
 def test_a_row_sums_tokens_rows_and_ratios() -> None:

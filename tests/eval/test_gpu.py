@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,13 +25,8 @@ CEILINGS = roofline.Ceilings("made up", bytes_per_s=4e12, flops_per_s=8e14)
 # -- the clock ----------------------------------------------------------------------------
 
 
-def steps(*rows: tuple[float, int, int, int, int]) -> list[Step]:
-    """Rows as /server_info gives them."""
-    return [Step(*row) for row in rows]
-
-
 def test_only_steps_of_the_whole_batch_are_timed() -> None:
-    log = steps(
+    log = [
         (0.0, 0, 0, 0, 0),  # prefill
         (0.5, 1, 1, 1, 4),  # the second request still waits
         (0.6, 0, 0, 0, 0),
@@ -38,28 +34,28 @@ def test_only_steps_of_the_whole_batch_are_timed() -> None:
         (1.1, 2, 2, 6, 8),
         (1.3, 2, 2, 3, 7),
         (1.4, 2, 1, 1, 8),  # one request has finished
-    )
+    ]
     span = full_batch(log, 2, skip=0)
     assert span == (pytest.approx(0.3), 9, 2, 15)
 
 
 def test_stretches_between_prefills_are_added_up() -> None:
     """One request at a time, its answers of three and of four steps."""
-    log = steps(
+    log = [
         *((float(i), 1, 1, 2, 3) for i in range(3)), (10.0, 0, 0, 0, 0),
         *((11.0 + 2 * i, 1, 1, 2, 3) for i in range(4)), (30.0, 0, 0, 0, 0),
         (31.0, 1, 1, 2, 3),  # no step can be timed in a stretch of one
-    )  # fmt: skip
+    ]  # fmt: skip
     assert full_batch(log, 1, skip=0) == (2.0 + 6.0, 2 * 5, 5, 3 * 5)
 
 
 def test_the_first_steps_behind_a_prefill_are_skipped() -> None:
-    log = steps(*((float(i), 2, 2, 2, 2) for i in range(10)))
+    log = [(float(i), 2, 2, 2, 2) for i in range(10)]
     assert full_batch(log, 2) == (7.0, 14, 7, 14)
 
 
 def test_too_short_a_stretch_is_refused() -> None:
-    log = steps((1.0, 2, 2, 2, 2), (2.0, 2, 2, 2, 2), (3.0, 2, 2, 2, 2))
+    log = [(float(i), 2, 2, 2, 2) for i in range(3)]
     with pytest.raises(ValueError, match="decoded for 1 steps only, of 3"):
         full_batch(log, 2)
     with pytest.raises(ValueError, match="decoded for 0 steps only"):
@@ -77,8 +73,16 @@ class Request:
         return len(self.output_ids) >= self._length
 
 
-def decoded(mode: bool, reqs: list[Request], result: Any, brings: int) -> list[Step]:
-    """What the clock notes of one processed batch."""
+def read() -> list[Step]:
+    """What the clock tells whoever asks."""
+    told = SimpleNamespace(internal_state={})
+    step_clock._hand_out(told)
+    return [Step(*row) for row in told.internal_state[step_clock.KEY]]
+
+
+def decoded(mode: bool, lengths: list[int], brings: int, **result: Any) -> list[Step]:
+    """What the clock notes of one processed batch of requests that end at these lengths."""
+    reqs = [Request(length) for length in lengths]
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: mode), reqs=reqs)
 
     def process(_scheduler: Any, batch: Any, _result: Any) -> None:
@@ -87,44 +91,37 @@ def decoded(mode: bool, reqs: list[Request], result: Any, brings: int) -> list[S
                 req.output_ids.extend([0] * brings)
 
     step_clock._steps.clear()
-    step_clock._timed(process, None, batch, result)
-    told = SimpleNamespace(internal_state={})
-    step_clock._hand_out(told)
-    return [Step(*row) for row in told.internal_state[step_clock.KEY]]
+    step_clock._timed(process, None, batch, SimpleNamespace(**result))
+    return read()
 
 
 def test_whoever_reads_the_clock_takes_nothing_from_the_others() -> None:
     """SGLang's benchmark client reads /server_info as well, at the end of a cell."""
-    first = decoded(True, [Request(9)], SimpleNamespace(cap_lens=None), 1)
-    told = SimpleNamespace(internal_state={})
-    step_clock._hand_out(told)
-    again = [Step(*row) for row in told.internal_state[step_clock.KEY]]
+    first = decoded(True, [9], 1, cap_lens=None)
+    again = read()
     assert again == first
     later = [*again, Step(again[-1].seconds + 1, 1, 1, 1, 1)]
     assert step_clock.since(again, later) == later[-1:]
     assert step_clock.since([], later) == later
 
 
-def test_the_clock_counts_what_reached_the_requests() -> None:
-    stock = SimpleNamespace(speculative_num_draft_tokens=4, cap_lens=None)
-    (step,) = decoded(True, [Request(9), Request(0)], stock, 3)
-    assert step[1:] == (2, 1, 3, 8)
-
-
-def test_the_clock_counts_the_rows_that_a_gate_chose() -> None:
-    gated = SimpleNamespace(speculative_num_draft_tokens=8, cap_lens=torch.tensor([3, 1]))
-    (step,) = decoded(True, [Request(9), Request(9)], gated, 1)
-    assert step[1:] == (2, 2, 2, 4)
-
-
-def test_without_speculation_a_request_is_one_row() -> None:
-    (step,) = decoded(True, [Request(9)], SimpleNamespace(speculative_num_draft_tokens=None), 1)
-    assert step[1:] == (1, 1, 1, 1)
-
-
-def test_a_prefill_breaks_the_row_of_steps() -> None:
-    (step,) = decoded(False, [Request(9)], SimpleNamespace(), 1)
-    assert step[1:] == (0, 0, 0, 0)
+@pytest.mark.parametrize(
+    ("mode", "lengths", "brings", "result", "counts"),
+    [
+        (True, [9, 0], 3, {"speculative_num_draft_tokens": 4, "cap_lens": None}, (2, 1, 3, 8)),
+        (True, [9, 9], 1, {"speculative_num_draft_tokens": 8, "cap_lens": torch.tensor([3, 1])},
+         (2, 2, 2, 4)),
+        (True, [9], 1, {"speculative_num_draft_tokens": None}, (1, 1, 1, 1)),
+        (False, [9], 1, {}, (0, 0, 0, 0)),
+    ],
+    ids=["tokens that reached requests", "rows that a gate chose", "no speculation", "a prefill"],
+)  # fmt: skip
+def test_the_clock_counts(
+    mode: bool, lengths: list[int], brings: int, result: dict[str, Any], counts: tuple[int, ...]
+) -> None:
+    """A prefill breaks the row of steps."""
+    (step,) = decoded(mode, lengths, brings, **result)
+    assert step[1:] == counts
 
 
 # -- entry points and command lines -------------------------------------------------------
@@ -145,8 +142,6 @@ def test_the_plugin_folder_declares_every_entry_point(tmp_path: Path) -> None:
 
 
 def test_the_checkout_declares_what_installing_it_does() -> None:
-    import tomllib
-
     project = tomllib.loads((plugins.ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"][plugins.GROUP] == plugins.C2T
     assert Distribution.from_name("sglang_c2t").metadata["Name"] == "sglang-c2t"
@@ -168,7 +163,7 @@ def test_model_folders_hold_what_sglang_needs_to_draw_weights(tmp_path: Path) ->
         assert draft["architectures"] == ["LlamaForCausalLMEagle3"]
         assert draft["vocab_size"] == target["vocab_size"] > draft["draft_vocab_size"]
         assert draft["hidden_size"] == target["hidden_size"]
-        assert shape.num_heads * shape.head_dim == shape.hidden_size
+        assert shape.num_attention_heads * shape.head_dim == shape.hidden_size
         assert target["eos_token_id"] < target["vocab_size"]
     with pytest.raises(ValueError, match="no model shape 9b; there are 8b, 1b, toy"):
         models.write("9b", tmp_path)
@@ -180,35 +175,32 @@ def test_model_folders_hold_what_sglang_needs_to_draw_weights(tmp_path: Path) ->
 def test_the_shape_of_llama_8b_has_its_weights() -> None:
     shape = models.SHAPES["8b"]
     assert shape.target_weights == pytest.approx(7.5e9, rel=0.01)  # 8.03 less the embedding
-    assert shape.kv_bytes_per_token == 131072
+    assert shape.num_hidden_layers * shape.layer_kv_bytes == 131072
     assert models.SHAPES["1b"].target_weights == pytest.approx(1.24e9, rel=0.01)
 
 
 def test_a_small_batch_is_bound_by_bytes_and_a_large_one_by_arithmetic() -> None:
     shape = models.SHAPES["8b"]
-    one = roofline.target_forward(shape, rows=1, batch=1, context=0)
+    one = roofline.forward(shape, rows=1, batch=1, context=0)
     assert one.seconds(CEILINGS) == pytest.approx(2 * shape.target_weights / 4e12)
-    many = roofline.target_forward(shape, rows=2048, batch=256, context=0)
+    many = roofline.forward(shape, rows=2048, batch=256, context=0)
     assert many.seconds(CEILINGS) == pytest.approx(2 * 2048 * shape.target_weights / 8e14)
 
 
-def test_a_step_without_speculation_has_no_draft() -> None:
-    shape = models.SHAPES["8b"]
-    floor = roofline.step_floor(shape, CEILINGS, rows=8, batch=8, context=200, num_steps=0)
-    assert floor.draft == 0
-    assert floor.total == floor.verify
-
-
-@given(st.integers(1, 256), st.integers(1, 7), st.integers(0, 4000))
+@given(st.integers(1, 256), st.integers(0, 7), st.integers(0, 4000))
 def test_more_rows_drafts_or_context_never_lower_the_floor(
     batch: int, num_steps: int, context: int
 ) -> None:
+    """And a step without speculation has no draft."""
     shape = models.SHAPES["1b"]
 
     def floor(rows: int, drafts: int, tokens: int) -> float:
-        return roofline.step_floor(
+        found = roofline.step_floor(
             shape, CEILINGS, rows=rows, batch=batch, context=tokens, num_steps=drafts
-        ).total
+        )
+        assert (found.draft == 0) == (drafts == 0)
+        assert found.total == found.draft + found.verify
+        return found.total
 
     here = floor(batch, num_steps, context)
     assert here <= floor(batch + 1, num_steps, context)

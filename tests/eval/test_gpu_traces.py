@@ -26,65 +26,50 @@ from eval.gpu.trace_replay import (
     prompt,
     replayed,
 )
+from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.policies.dymax import DyMax
+from tests.recordings import chain, recording
+from tests.refusals import refused
 
 POSITIONS = 200
 
 
+def answered(answers: dict[str, list[int]], depth: int) -> Recording:
+    """Every root of these answers with a chain behind it, of which so many drafts are accepted."""
+    drafts = [
+        chain([0.9] * depth, [int(level < n) for level in range(depth)], request=rid, position=root)
+        for rid, correct in answers.items()
+        for root, n in enumerate(correct)
+    ]
+    return recording(drafts, roots="every")
+
+
 def made(correct: list[list[int]], depth: int = 3) -> traces.Traces:
-    """Traces with these accepted drafts, one list each; probabilities fall with the depth."""
-    sizes = [len(one) for one in correct]
-    num_roots = sum(sizes)
-    prob = torch.linspace(0.9, 0.3, depth).expand(num_roots, depth).contiguous()
-    chains = Chains(
-        stats={name: prob.clone() for name in traces.STATS},
-        num_correct=torch.tensor([n for one in correct for n in one]),
-        first_root=torch.tensor([0, *sizes]).cumsum(0),
-        requests=[f"made/{i}" for i in range(len(correct))],
-        draft_row=torch.arange(num_roots),
-    )
+    """Traces with these accepted drafts, one list each."""
+    answers = {f"made/{i}": one for i, one in enumerate(correct)}
     provenance = {"origins": [], "groups": {}, "num_traces": len(correct), "depth": depth}
-    return traces.Traces(chains, provenance)
+    return traces.Traces(Chains.from_recording(answered(answers, depth)), provenance)
 
 
-def recorded(tmp_path: Path, answers: dict[str, int], depth: int) -> traces.Recording:
-    """A recording on disk of every root: answers by id and length; root r accepts r % 3."""
-    from sglang_c2t.classifier.recording import NODE_COLUMNS, RecordingWriter, read_recording
-
-    writer = RecordingWriter(tmp_path, origin={"algorithm": "EAGLE3", "draft": "d"}, roots="every")
-    for rid, length in answers.items():
-        draft = torch.arange(length).repeat_interleave(depth)
-        level = torch.arange(1, depth + 1).repeat(length)
-        nodes = {name: torch.rand(length * depth) for name in NODE_COLUMNS}
-        nodes |= {"draft": draft, "depth": level, "parent": level - 2}
-        nodes |= {"rank": torch.zeros_like(draft), "accept": level <= draft % 3}
-        drafts = {
-            "prompt": torch.zeros(length, dtype=torch.int64),
-            "position": torch.arange(length) + 7,
-        }
-        writer.add(nodes, drafts, [rid] * length)
-    writer.flush()
-    return read_recording(tmp_path)
-
-
-def test_a_conversion_takes_turns_between_groups_and_cuts_chains(tmp_path: Path) -> None:
-    recording = recorded(tmp_path, {"a/0": 40, "a/1": 41, "a/2": 42, "b/0": 43, "c/0": 5}, 4)
-    found = traces.from_recording(recording, depth=2, num_traces=3, source="here")
+def test_a_conversion_takes_turns_between_groups_and_cuts_chains() -> None:
+    lengths = {"a/0": 40, "a/1": 41, "a/2": 42, "b/0": 43, "c/0": 5}
+    recorded = answered({rid: [r % 4 for r in range(n)] for rid, n in lengths.items()}, depth=4)
+    found = traces.from_recording(recorded, depth=2, num_traces=3, source="here")
     assert found.chains.requests == ["a/0", "b/0", "a/1"]  # c/0 is too short
     assert (found.chains.first_root[1:] - found.chains.first_root[:-1]).tolist() == [40, 43, 41]
-    assert found.chains.num_correct[:5].tolist() == [0, 1, 2, 0, 1]
+    assert found.chains.num_correct[:5].tolist() == [0, 1, 2, 2, 0]
     assert found.chains.stats["prob"].shape == (124, 2)
     assert found.provenance["groups"] == {"a": 2, "b": 1}
 
 
-def test_a_conversion_refuses_what_is_not_there(tmp_path: Path) -> None:
-    recording = recorded(tmp_path, {"a/0": 40}, 4)
-    with pytest.raises(ConfigError, match="chains of 4, asked for 7"):
-        traces.from_recording(recording, depth=7, num_traces=1, source="here")
-    with pytest.raises(ConfigError, match=r"holds 1 answers .* asked for 2"):
-        traces.from_recording(recording, depth=4, num_traces=2, source="here")
+def test_a_conversion_refuses_what_is_not_there() -> None:
+    recorded = answered({"a/0": [1] * 40}, depth=4)
+    with refused("chains of 4, asked for 7"):
+        traces.from_recording(recorded, depth=7, num_traces=1, source="here")
+    with refused("holds 1 answers", "asked for 2"):
+        traces.from_recording(recorded, depth=4, num_traces=2, source="here")
 
 
 def test_a_file_holds_what_was_saved(tmp_path: Path) -> None:
@@ -143,32 +128,21 @@ lists_of_correct = st.lists(
 )
 
 
-@given(lists_of_correct, st.data(), st.integers(1, 60), st.integers(0, 3))
-def test_a_request_walks_its_trace_at_any_fixed_length(
-    correct: list[list[int]], data: st.DataObject, num_tokens: int, limit: int
-) -> None:
-    lane = data.draw(st.integers(0, len(correct) * 2 - 1))
-    replayer = Replay(made(correct), [], num_slots=4, max_positions=POSITIONS, device="cpu")
-    shift, trace = divmod(lane, len(correct))
-    expected = expected_steps(correct[trace], limit, num_tokens, shift * LANE_SHIFT)
-    assert walk(replayer, lane, 0, num_tokens, limit) == expected
-
-
-@given(lists_of_correct, st.data(), st.integers(1, 60))
-def test_each_request_follows_its_own_policy(
-    correct: list[list[int]], data: st.DataObject, num_tokens: int
+@given(lists_of_correct, st.data(), st.integers(1, 60), st.none() | st.integers(0, 3))
+def test_a_request_walks_its_trace_at_any_fixed_length_or_as_its_own_policy_says(
+    correct: list[list[int]], data: st.DataObject, num_tokens: int, limit: int | None
 ) -> None:
     loaded = made(correct)
-    roots = st.lists(st.integers(0, 3), min_size=len(loaded.chains.num_correct),
-                     max_size=len(loaded.chains.num_correct))  # fmt: skip
+    first = loaded.chains.first_root.tolist()
+    roots = st.lists(st.integers(0, 3), min_size=first[-1], max_size=first[-1])
     kept = [torch.tensor(data.draw(roots)) for _ in range(2)]
     policy = data.draw(st.integers(0, 1))
-    trace = data.draw(st.integers(0, len(correct) - 1))
+    lane = data.draw(st.integers(0, len(correct) * 2 - 1))
+    shift, trace = divmod(lane, len(correct))
+    lengths = kept[policy][first[trace] : first[trace + 1]].tolist() if limit is None else limit
+    expected = expected_steps(correct[trace], lengths, num_tokens, shift * LANE_SHIFT)
     replayer = Replay(loaded, kept, num_slots=4, max_positions=POSITIONS, device="cpu")
-    first = loaded.chains.first_root.tolist()
-    own = kept[policy][first[trace] : first[trace + 1]].tolist()
-    expected = expected_steps(correct[trace], own, num_tokens)
-    assert walk(replayer, trace, policy, num_tokens, None) == expected
+    assert walk(replayer, lane, policy, num_tokens, limit) == expected
 
 
 def test_replayed_steps_are_those_of_the_offline_replay() -> None:

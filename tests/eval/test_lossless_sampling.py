@@ -196,24 +196,6 @@ def test_over_several_prompts_the_mean_of_their_deviations_counts() -> None:
     assert np.mean([p < ALPHA for p in p_values(exact, biased, N, 500)]) >= 0.98
 
 
-def test_the_bias_of_a_greedy_bonus_token_is_found() -> None:
-    """The classic mistake: had 10 % of second tokens been taken greedily."""
-    ask = next_tokens(tiny_llama(0), PROMPT)
-    cells = exact_cells(ask, Cut(), 3)
-    exact = {cell: p for cell, p in cells.probabilities.items() if cell[-1] != REST}
-    rng = np.random.default_rng(0)
-    continuations = list(exact)
-    best = {token: int(ask([(token,)])[0][0][0]) for token in range(VOCAB)}
-    biased: Counter[Tokens] = Counter()
-    probabilities = np.array(list(exact.values()))
-    for draw in rng.choice(len(exact), 6000, p=probabilities / probabilities.sum()):
-        first, second, third = continuations[draw]
-        if rng.random() < 0.1:
-            second = best[first]
-        biased[(first, second, third)] += 1
-    assert fit([biased], [cells]).p_value < 1e-6
-
-
 def test_a_sample_that_cannot_be_fails_whatever_the_others_are() -> None:
     cells = Cells({(0,): 0.5, (1,): 0.5, (REST,): 0.0})
     faithful = Counter({(0,): 500, (1,): 500})

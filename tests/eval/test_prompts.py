@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from eval.demo_models.corpus import FAMILIES, generate, split_of
-from eval.prompts import Prompt, classifier_mix, demo_mix
+from eval.prompts import classifier_mix, demo_mix
 
 
 def test_the_same_arguments_give_the_same_prompts():
@@ -63,11 +63,6 @@ def test_bad_arguments_are_named():
         generate("poetry", "train", "0")
     with pytest.raises(ValueError, match="split must be"):
         generate("math", "test", "0")
-
-
-def test_prompts_are_values():
-    assert Prompt("math", "x") == Prompt("math", "x")
-    assert len({Prompt("math", "x"), Prompt("math", "x")}) == 1
 
 
 def test_prompts_need_no_torch():

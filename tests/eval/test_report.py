@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,7 +23,7 @@ from eval.report.intervals import Counts
 from eval.report.markdown import markdown
 from eval.report.page import page
 from eval.report.report import report, write
-from tests.eval.bench_runs import BASELINE, Made, failing, made_methods, write_made_run
+from tests.eval.bench_runs import BASELINE, Edit, Made, failing, made_methods, write_made_run
 
 FEW = (made_methods()[0], made_methods()[2], made_methods()[-1])
 ONE_RUNG = ((0.0, (4,)),)
@@ -238,7 +237,7 @@ def test_weights_draw_prompts_with_all_their_verifications() -> None:
 # -- what it says ---------------------------------------------------------------------------
 
 
-def with_speeds(factors: dict[str, list[float]]) -> Callable[[Cell], Cell]:
+def with_speeds(factors: dict[str, list[float]]) -> Edit:
     """Cells whose speeds are 100 times the factor of their method and repeat."""
 
     def edit(cell: Cell) -> Cell:
@@ -265,37 +264,79 @@ def test_losses_and_ties_are_told_in_words_and_wins_are_bold(tmp_path: Path) -> 
     assert fastest["slower than no speculation"] == "fixed 1"
 
 
-def test_the_verdict_says_where_every_method_loses(tmp_path: Path) -> None:
-    speeds = {BASELINE: [1, 1, 1], "fixed 3": [0.8, 0.81, 0.79], "c2t-plus": [0.9, 0.91, 0.9]}
-    text = texts(small(tmp_path, edit=with_speeds(speeds)))
-    assert "at 4 at once none is faster" in text
-    assert "at 4 at once **all of them are slower**" in text
-
-
-def test_one_repeat_has_no_intervals_no_losses_and_says_so(tmp_path: Path) -> None:
-    folder = small(tmp_path, repeats=1)
-    rows = table(folder, "Speed-up over no speculation, temperature 0")
-    assert all(re.fullmatch(r"\d\.\d\d", row["c = 4"]) for row in rows.values())
-    assert "no speed-up has an interval" in texts(folder)
-
-
-def test_missing_cells_are_named_and_what_is_there_is_reported(tmp_path: Path) -> None:
-    def all_but_one(cell: Cell) -> Cell | None:
-        return None if (cell.method, cell.repeat) == ("fixed 3", 1) else cell
-
-    folder = small(tmp_path, edit=all_but_one)
-    assert "missing: fixed 3, temperature 0, 4 at once, repeat 1" in texts(folder)
-    assert "8 cells measured, 1 missing" in texts(folder)
-    assert "[" in table(folder, "Speed-up over no speculation, temperature 0")["fixed 3"]["c = 4"]
-
-
-def test_rungs_that_a_partial_run_has_not_reached_are_missing(tmp_path: Path) -> None:
-    loads = ((0.0, (1, 4)), (1.0, (4,)))
-    folder = small(
-        tmp_path, loads=loads, repeats=1, edit=lambda c: c if c.concurrency == 1 else None
+def on(method: str, edit: Edit, repeat: int | None = None) -> Edit:
+    """Changes cells of one method only, or those of one of its repeats."""
+    return lambda cell: (
+        edit(cell) if cell.method == method and repeat in (None, cell.repeat) else cell
     )
-    assert "missing: fixed 3, temperature 1, 4 at once, repeat 0" in texts(folder)
-    assert "3 cells measured, 6 missing" in texts(folder)
+
+
+def other_token(cell: Cell) -> Cell:
+    first, *rest = cell.requests
+    return replace(cell, requests=(replace(first, output_ids=(-1, *first.output_ids[1:])), *rest))
+
+
+def one_more(cell: Cell) -> Cell:
+    return replace(cell, metrics={name: value + 1 for name, value in cell.metrics.items()})
+
+
+SLOW = {BASELINE: [1, 1, 1], "fixed 3": [0.8, 0.81, 0.79], "c2t-plus": [0.9, 0.91, 0.9]}
+SPEED = "Output tokens per second, temperature 0"
+SPEED_UP = "Speed-up over no speculation, temperature 0"
+OUTPUTS = "Outputs compared with those without speculation"
+#: How a run was made; sentences of its report; entries of its tables as regular expressions.
+TOLD: dict[str, tuple[dict[str, Any], list[str], dict[tuple[str, str, str], str]]] = {
+    "where every method loses": (
+        {"edit": with_speeds(SLOW)},
+        ["at 4 at once none is faster", "at 4 at once **all of them are slower**"], {},
+    ),
+    "that one repeat has neither intervals nor losses": (
+        {"repeats": 1}, ["no speed-up has an interval"],
+        {(SPEED_UP, name, "c = 4"): r"\d\.\d\d" for name in ("fixed 3", "c2t-plus")},
+    ),
+    "which cells are missing, and what is there": (
+        {"edit": on("fixed 3", lambda _: None, repeat=1)},
+        ["missing: fixed 3, temperature 0, 4 at once, repeat 1", "8 cells measured, 1 missing"],
+        {(SPEED_UP, "fixed 3", "c = 4"): r".*\[.*"},
+    ),
+    "which rungs a partial run has not reached": (
+        {"loads": ((0.0, (1, 4)), (1.0, (4,))), "repeats": 1,
+         "edit": lambda cell: cell if cell.concurrency == 1 else None},
+        ["missing: fixed 3, temperature 1, 4 at once, repeat 0", "3 cells measured, 6 missing"], {},
+    ),
+    "which speeds are of cells with failed requests": (
+        {"edit": on("fixed 3", lambda cell: failing(cell, [0]))}, [],
+        {(SPEED, "fixed 3", "c = 4"): ".* †", (SPEED, "c2t-plus", "c = 4"): "[^†]*"},
+    ),
+    "that a method of which nothing succeeded has failed, not that it is slow": (
+        {"edit": on("fixed 3", lambda cell: failing(cell, range(12)))}, [],
+        {(SPEED, "fixed 3", "c = 4"): "failed", (SPEED_UP, "fixed 3", "c = 4"): "-"},
+    ),
+    "at the top and by cell which outputs differ": (
+        {"edit": on("c2t-plus", other_token, repeat=1)}, ["Outputs: 1 of 96 compared DIFFER"],
+        {(OUTPUTS, "c2t-plus", "identical"): "1 differ",
+         (OUTPUTS, "c2t-plus", "first cell that differs"): ".*repeat 1.*"},
+    ),
+    # Three methods of three repeats and 12 prompts, less the reference.
+    "how many outputs are equal and how many metrics agree": (
+        {}, ["Outputs: all 96 compared are identical",
+             "agree exactly with the requests' own counts in all 3 cells"], {},
+    ),
+    "which metrics disagree with the requests": (
+        {"edit": on("c2t-plus", one_more, repeat=2)},
+        ["Metrics: 1 of 3 cells DISAGREE",
+         "c2t-plus, temperature 0, 4 at once, repeat 2: c2t:verifications_total grew by"], {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_a_report_tells(what: str, tmp_path: Path) -> None:
+    how, said, shown = TOLD[what]
+    folder = small(tmp_path, **how)
+    assert [sentence for sentence in said if sentence not in texts(folder)] == []
+    for (title, row, column), pattern in shown.items():
+        assert re.fullmatch(pattern, table(folder, title)[row][column])
 
 
 def test_cells_that_failed_are_told_with_their_first_error(tmp_path: Path) -> None:
@@ -310,19 +351,6 @@ def test_cells_that_failed_are_told_with_their_first_error(tmp_path: Path) -> No
     assert "missing: fixed 3, temperature 0, 4 at once, repeat 2" in text
 
 
-def test_speeds_of_cells_with_failed_requests_are_marked(tmp_path: Path) -> None:
-    folder = small(tmp_path, edit=lambda c: failing(c, [0]) if c.method == "fixed 3" else c)
-    rows = table(folder, "Output tokens per second, temperature 0")
-    assert rows["fixed 3"]["c = 4"].endswith(" †")
-    assert not rows["c2t-plus"]["c = 4"].endswith(" †")
-
-
-def test_a_method_of_which_nothing_succeeded_is_failed_not_slow(tmp_path: Path) -> None:
-    folder = small(tmp_path, edit=lambda c: failing(c, range(12)) if c.method == "fixed 3" else c)
-    assert table(folder, "Output tokens per second, temperature 0")["fixed 3"]["c = 4"] == "failed"
-    assert table(folder, "Speed-up over no speculation, temperature 0")["fixed 3"]["c = 4"] == "-"
-
-
 def test_without_a_baseline_there_are_no_speed_ups(tmp_path: Path) -> None:
     folder = small(tmp_path, methods=FEW[1:])
     text = texts(folder)
@@ -332,67 +360,29 @@ def test_without_a_baseline_there_are_no_speed_ups(tmp_path: Path) -> None:
     assert {row["speed-up"] for row in table(folder, "Temperature 0, 4 at once").values()} == {"-"}
 
 
-def test_outputs_that_differ_are_told_at_the_top_and_by_cell(tmp_path: Path) -> None:
-    def other_token(cell: Cell) -> Cell:
-        if (cell.method, cell.repeat) != ("c2t-plus", 1):
-            return cell
-        first, *rest = cell.requests
-        return replace(
-            cell, requests=(replace(first, output_ids=(-1, *first.output_ids[1:])), *rest)
-        )
-
-    folder = small(tmp_path, edit=other_token)
-    assert "Outputs: 1 of 96 compared DIFFER" in texts(folder)
-    row = table(folder, "Outputs compared with those without speculation")["c2t-plus"]
-    assert row["identical"] == "1 differ"
-    assert "repeat 1" in row["first cell that differs"]
-
-
-def test_equal_outputs_are_told_with_their_number(tmp_path: Path) -> None:
-    """Three methods of three repeats and 12 prompts, less the reference."""
-    assert "Outputs: all 96 compared are identical" in texts(small(tmp_path))
-
-
-def test_metrics_that_disagree_with_the_requests_are_told(tmp_path: Path) -> None:
-    def one_more(cell: Cell) -> Cell:
-        grown = {name: value + 1 for name, value in cell.metrics.items()}
-        return replace(cell, metrics=grown if cell.repeat == 2 else cell.metrics)
-
-    text = texts(small(tmp_path, edit=one_more))
-    assert "Metrics: 1 of 3 cells DISAGREE" in text
-    assert "c2t-plus, temperature 0, 4 at once, repeat 2: c2t:verifications_total grew by" in text
-
-
-def test_metrics_that_agree_are_told(tmp_path: Path) -> None:
-    assert "agree exactly with the requests' own counts in all 3 cells" in texts(small(tmp_path))
-
-
 # -- bad input ------------------------------------------------------------------------------
 
 
-def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command says when it refuses."""
-    assert command.main([str(folder)]) == 2
-    assert not (folder / "report.html").exists()
-    return capsys.readouterr().err
-
-
-def test_a_folder_that_is_no_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("cells", "head", "said"),
+    [
+        (False, None, " holds no run.json"),
+        (False, '"format": 1', " holds no measured cell"),
+        (True, '"format": 99', "/run.json has format 99, this version reads format 1"),
+    ],
+)
+def test_a_folder_that_is_no_run_of_this_format_with_cells_is_refused(
+    cells: bool, head: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "holds no run.json" in refusal(tmp_path, capsys)
-
-
-def test_a_run_without_cells_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_made_run(tmp_path, edit=lambda _: None)
-    assert "holds no measured cell" in refusal(tmp_path, capsys)
-
-
-def test_an_unknown_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_made_run(tmp_path, methods=FEW, loads=ONE_RUNG, repeats=1)
+    write_made_run(tmp_path, methods=FEW, loads=ONE_RUNG, edit=lambda c: c if cells else None)
     path = tmp_path / "run.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
-    assert "format 99" in refusal(tmp_path, capsys)
+    text = path.read_text()
+    path.unlink()
+    if head is not None:
+        path.write_text(text.replace('"format": 1', head))
+    assert command.main([str(tmp_path)]) == 2
+    assert not (tmp_path / "report.html").exists()
+    assert f"{tmp_path}{said}" in capsys.readouterr().err
 
 
 def test_a_cell_that_is_cut_short_is_named_and_the_others_count(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from eval.tables.markdown import bracket, difference, signed
 from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.offline.compare import Curve, sweep
 from sglang_c2t.offline.replay import Chains, replay
-from sglang_c2t.offline.train import RECIPES, train_classifier
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.c2t_plus import C2TPlus
 from sglang_c2t.policies.dyjoint import DyJoint
@@ -40,8 +39,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> tables.Measured:
         if number % 24 >= 12:  # every other request
             halves[number] = replace(chain, request=chain.request.replace("math", "code"))
     test = recording(halves, roots="every", extra=EXTRA)
-    draft = tables.Draft("EAGLE", train, test, Chains.from_recording(test))
-    return tables.Measured.of(draft)
+    return tables.Measured.of("EAGLE", train, test)
 
 
 def test_a_rule_that_was_swept_over_some_prompts_is_right_about_others() -> None:
@@ -60,8 +58,8 @@ def test_a_rule_that_was_swept_over_some_prompts_is_right_about_others() -> None
 
 def test_every_rule_has_a_row_at_equal_accept_length(monkeypatch: pytest.MonkeyPatch) -> None:
     about, quiet = measured(monkeypatch), Console(quiet=True)
-    classifiers = tables.classifiers_of(about.draft, quiet)
-    curves = tables.swept(tables.threshold_rules(classifiers), about.draft.chains, quiet)
+    classifiers = tables.classifiers_of(about, quiet)
+    curves = tables.swept(tables.threshold_rules(classifiers), about.chains, quiet)
     lines = tables.headline_table({"EAGLE": (about, curves)})
     rows = [line.split(" | ")[0] for line in lines if line.startswith("| ")]
     assert rows[1:] == [f"| EAGLE: {name} - {rival}" for name, rival in tables.HEADLINES]
@@ -77,7 +75,7 @@ def test_every_rule_has_a_row_at_equal_accept_length(monkeypatch: pytest.MonkeyP
 def test_a_difference_is_taken_resample_by_resample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slowly: gamma of both rules at the accept length of that very resample."""
     about = measured(monkeypatch)
-    mine, rival = (sweep(rule, about.draft.chains) for rule in (DyJoint, DyMax))
+    mine, rival = (sweep(rule, about.chains) for rule in (DyJoint, DyMax))
     once, drawn = about.difference(mine, rival, 3)
     assert once.shape == (1,)
     for weights, found in zip(about.drawn, drawn, strict=True):
@@ -99,18 +97,18 @@ def test_an_accept_length_that_whole_drafts_miss_is_lowered_to_theirs(
     whole = about.fixed(6).tau(about.drawn)[:, 0]
     assert (about.target(3, about.drawn) == whole).all()
     assert about.num_lowered(3, [None]) == about.num_lowered(3, ["code", "math"]) == 10
-    curve = sweep(DyJoint, about.draft.chains)
+    curve = sweep(DyJoint, about.chains)
     assert np.isfinite(curve.gamma_at(whole, about.drawn)).all()
 
 
 def test_the_mean_over_families_weighs_them_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each at its own accept length; compared with each family measured by itself."""
     about = measured(monkeypatch)
-    mine, rival = (sweep(rule, about.draft.chains) for rule in (DyJoint, DyMax))
+    mine, rival = (sweep(rule, about.chains) for rule in (DyJoint, DyMax))
     once, drawn = about.mean_difference(mine, rival, 3)
     alone = []
     for family in ("code", "math"):
-        rows = [name == family for name in about.draft.groups]
+        rows = [name == family for name in about.groups]
         own = [Curve(*(getattr(c, f)[:, rows] for f in vars(c))) for c in (mine, rival)]
         tau = np.array([about.fixed(3).tau(np.array([rows], dtype=float))[0, 0]])
         ones = np.ones((1, sum(rows)))
@@ -155,16 +153,6 @@ def test_resamples_without_a_value_are_counted_instead_of_an_interval() -> None:
     assert bracket(drawn) == " (not reached in 2 of 4)"
     assert difference(np.array([-1.0]), drawn) == "-1.0 (not reached in 2 of 4)"
     assert difference(np.array([-1.0]), np.array([-2.0, -1.0])).startswith("**-1.0 [-2.0")
-
-
-def test_remembered_confidences_draw_the_same_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short cut of the sweeps changes no figure."""
-    draft = measured(monkeypatch).draft
-    classifier = train_classifier(draft.train, RECIPES["c2t-log"])
-    quick = sweep(tables.gate("c2t-log", classifier), draft.chains)
-    slow = sweep(lambda beta: C2T(classifier, beta), draft.chains)
-    assert (quick.num_proposed == slow.num_proposed).all()
-    assert (quick.num_correct == slow.num_correct).all()
 
 
 def test_only_an_interval_off_zero_is_marked() -> None:

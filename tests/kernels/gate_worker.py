@@ -277,6 +277,37 @@ def new_weights_and_thresholds_are_seen_at_once() -> None:
     assert swapped.buffer.data_ptr() == memory
 
 
+#: Any layer of draft logits that a gate may meet.
+LAYERS = {
+    "rows": st.integers(0, 4),
+    "vocab": st.integers(2, 300) | st.integers(4000, 5000),
+    "topk": st.integers(1, gate.MAX_TOPK),
+    "dtype": st.sampled_from(DTYPES),
+    "names": st.sampled_from(NETWORKS + THRESHOLDS),
+    "seed": st.integers(0, 10**6),
+    "masked": st.floats(0, 1),
+    "unknown": st.sets(st.sampled_from(["joint", "alive"])),
+}
+
+
+def verify_any(
+    rows: int,
+    vocab: int,
+    topk: int,
+    dtype: torch.dtype,
+    names: tuple[str, ...],
+    seed: int,
+    masked: float,
+    unknown: set[str],
+) -> None:
+    """A layer of :data:`LAYERS`; the first token of a row is never masked."""
+    logits, layer = random_layer(rows, vocab, min(topk, vocab), dtype=dtype, seed=seed)
+    gone = torch.rand(logits.shape, generator=torch.Generator().manual_seed(seed)) < masked
+    gone[:, 0] = False
+    layer |= dict.fromkeys(unknown)
+    verify_against_hand(logits.masked_fill(gone, -torch.inf), program(names), **layer)
+
+
 # No shrinking: it takes minutes in the interpreter.
 @settings(
     max_examples=40,
@@ -285,22 +316,9 @@ def new_weights_and_thresholds_are_seen_at_once() -> None:
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
 )
-@given(
-    rows=st.integers(0, 3),
-    vocab=st.one_of(st.integers(2, 300), st.integers(4000, 5000)),
-    data=st.data(),
-    bf16=st.booleans(),
-    names=st.sampled_from(NETWORKS + THRESHOLDS),
-)
-def any_shape(
-    rows: int, vocab: int, data: st.DataObject, bf16: bool, names: tuple[str, ...]
-) -> None:
-    topk = data.draw(st.integers(1, min(gate.MAX_TOPK, vocab)))
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    logits, layer = random_layer(rows, vocab, topk, dtype=dtype, seed=data.draw(st.integers(0, 99)))
-    for given_one in data.draw(st.sets(st.sampled_from(["joint", "alive"]))):
-        layer[given_one] = None
-    verify_against_hand(logits, program(names), **layer)
+@given(**LAYERS)
+def any_shape(**layer: object) -> None:
+    verify_any(**layer)
 
 
 INTERPRETED = [

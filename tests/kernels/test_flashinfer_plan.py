@@ -13,19 +13,18 @@ TIERS = [1, 4, 8, 16, 32, 48, 64, 128, 192, 256, 512, 1024]
 HEADS = [(1, 1), (8, 4), (8, 8), (4, 8), (2, 16), (32, 1)]  # kv heads, query heads per kv head
 
 
-def random_shape(rng: np.random.Generator, max_tokens: int) -> Shape:
-    num_tokens = int(rng.choice([tier for tier in TIERS if tier <= max_tokens]))
+def random_shape(rng: np.random.Generator) -> Shape:
     kv_heads, group = HEADS[rng.integers(len(HEADS))]
     return Shape(
         slots=int(rng.integers(1, 65)),
-        num_tokens=num_tokens,
+        num_tokens=int(rng.choice(TIERS)),
         kv_heads=kv_heads,
         group=group,
         head_dim=int(rng.choice([64, 128, 256])),
     )
 
 
-def random_batch(rng: np.random.Generator, shape: Shape, max_prefix: int) -> tuple[Ints, Ints]:
+def random_batch(rng: np.random.Generator, shape: Shape) -> tuple[Ints, Ints]:
     """Rows and keys [S] of a batch of any size: nothing, one request, roots, or anything."""
     live = int(rng.integers(0, shape.slots + 1))
     rows = np.zeros(shape.slots, dtype=np.int64)
@@ -39,7 +38,7 @@ def random_batch(rng: np.random.Generator, shape: Shape, max_prefix: int) -> tup
         cuts = np.sort(rng.integers(0, total + 1, live - 1))
         rows[:live] = np.diff(cuts, prepend=0, append=total)
     rows = rng.permutation(rows) if kind == 3 else rows
-    prefix = rng.integers(0, max_prefix if rng.random() < 0.5 else 200, shape.slots)
+    prefix = rng.integers(0, 40_000 if rng.random() < 0.5 else 200, shape.slots)
     ghosts = rng.integers(0, 2)  # slots of no request have one key, or none
     return rows, np.where(rows > 0, prefix + rows, ghosts)
 
@@ -52,7 +51,8 @@ def blocks_are_exact(shape: Shape, rows: Ints, keys: Ints, found: Plan) -> None:
     assert ((request >= 0) & (request < shape.slots)).all()
     assert ((tile >= 0) & (tile < tiles[request])).all()
     assert ((chunk >= 0) & (chunk < chunks[request])).all()
-    # In range and without repetition: as many as there are means all of them.
+    # In range and without repetition: as many as there are means all of them, and so that
+    # every row meets every key once.
     name = (request * (tiles.max() + 1) + tile) * (chunks.max() + 1) + chunk
     assert len(np.unique(name)) == len(name) == (tiles * chunks).sum()
 
@@ -75,34 +75,14 @@ def test_any_ragged_batch_of_a_tier_fits_the_graph_captured_for_it() -> None:
     rng = np.random.default_rng(0)
     full = 0
     for _ in range(SHAPES):
-        shape = random_shape(rng, 1024)
+        shape = random_shape(rng)
         for _ in range(BATCHES_A_SHAPE):
-            rows, keys = random_batch(rng, shape, 40_000)
+            rows, keys = random_batch(rng, shape)
             found = plan(shape, rows, keys)
             blocks_are_exact(shape, rows, keys, found)
             buffers_are_kept(shape, rows, found)
             full += len(found.request_indices) == shape.grid
     assert full > 10, "no batch filled its grid: too easy"
-
-
-def test_every_row_meets_every_key_once() -> None:
-    """Painted cell by cell, with the kernel's own arithmetic for rows and keys of a block."""
-    rng = np.random.default_rng(1)
-    for _ in range(200):
-        shape = random_shape(rng, 64)
-        rows, keys = random_batch(rng, shape, 2000)
-        found = plan(shape, rows, keys)
-        met = [
-            np.zeros((n * shape.group, k), dtype=np.int64) for n, k in zip(rows, keys, strict=True)
-        ]
-        blocks = zip(
-            found.request_indices, found.qo_tile_indices, found.kv_tile_indices, strict=True
-        )
-        for request, tile, chunk in blocks:
-            of_rows = slice(tile * shape.tile, (tile + 1) * shape.tile)
-            of_keys = slice(chunk * found.kv_chunk, (chunk + 1) * found.kv_chunk)
-            met[request][of_rows, of_keys] += 1
-        assert all((cells == 1).all() for cells in met)
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,6 @@ def test_the_example_of_the_docstring() -> None:
     check_mask(forest)
 
 
-def test_rows_shorter_than_a_byte_are_packed() -> None:
-    masks_worker.short_rows()
-
-
 def test_a_batch_without_rows_has_no_mask() -> None:
     check_mask(Forest([[-1], [-1]], num_rows=[0, 0], prefixes=[0, 5], slots=3, max_depth=1))
     check_mask(random_forest(random.Random(0), 3, size=0))

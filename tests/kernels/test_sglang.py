@@ -14,7 +14,7 @@ def test_rows_and_masks_are_those_of_sglang_and_flashinfer() -> None:
     run_worker("sglang_rows_worker")
 
 
-def test_the_greedy_verify_kernel_accepts_the_same_paths_as_ours_and_as_loops() -> None:
+def test_the_greedy_verify_kernel_accepts_the_same_paths_as_ours() -> None:
     run_worker("triton_worker", "verify")
 
 

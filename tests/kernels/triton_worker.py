@@ -51,7 +51,7 @@ def random_trees(rng: random.Random, batch: int, max_nodes: int) -> tree.Trees:
 
 
 def greedy_acceptance(rng: random.Random, batch: int, max_nodes: int, width: int) -> None:
-    """SGLang's kernel, ours and nested loops name the same rows and the same tokens.
+    """SGLang's kernel and ours, which ``cpu/test_tree_ops`` holds against loops, write the same.
 
     ``width`` is that of ``accept_index``: at most ``width`` - 1 drafts are accepted.
     """
@@ -72,21 +72,6 @@ def greedy_acceptance(rng: random.Random, batch: int, max_nodes: int, width: int
         verify(predicts, accept_index, accept_token_num, *tables, target.view(batch, max_nodes))
         results.append((predicts.tolist(), accept_index.tolist(), accept_token_num.tolist()))
     assert results[0] == results[1]
-
-    said, accepted, num_accepted = results[0]
-    expected_said = [UNTOUCHED] * (batch * max_nodes)
-    first_row = 0
-    for b, size in enumerate(sizes):
-        of_request = target[first_row : first_row + size].tolist()
-        parents, tokens = trees.parents[b, :size].tolist(), trees.tokens[b, :size].tolist()
-        path = oracles.accepted_path(parents, tokens, of_request)[:width]
-        for node in path:
-            expected_said[first_row + node] = of_request[node]
-        pad = [-1] * (width - len(path))
-        assert accepted[b] == [*(first_row + node for node in path), *pad]
-        assert num_accepted[b] == len(path) - 1
-        first_row += size
-    assert said == expected_said
 
 
 def verify() -> None:

@@ -21,12 +21,8 @@ def test_ratios_are_taken_over_the_sums() -> None:
     assert totals.accept_rate == pytest.approx(4 / 13)
 
 
-def test_requests_that_were_never_verified_count_nothing() -> None:
-    totals = SpecTotals.from_meta_infos([{}, meta(2, 1, 4)])
-    assert totals == SpecTotals(2, 1, 4)
-
-
-def test_no_speculation_has_no_ratios() -> None:
+def test_requests_that_were_never_verified_count_nothing_and_alone_have_no_ratios() -> None:
+    assert SpecTotals.from_meta_infos([{}, meta(2, 1, 4)]) == SpecTotals(2, 1, 4)
     totals = SpecTotals.from_meta_infos([{}, {}])
     assert totals.accept_length is totals.gamma is totals.accept_rate is None
 

@@ -92,25 +92,15 @@ def test_an_unreadable_file_is_refused(path: Path, content: bytes | None) -> Non
         read_prompts(path)
 
 
-def test_a_text_goes_to_generate_as_it_is() -> None:
-    assert request(PromptRow("math", text="2 + 2 ="), "math/0", 64) == (
-        "/generate",
-        {
-            "text": "2 + 2 =",
-            "sampling_params": {"temperature": 0, "max_new_tokens": 64},
-            "rid": "math/0",
-        },
-    )
-
-
-def test_messages_go_where_the_chat_template_is_applied() -> None:
-    assert request(PromptRow("math", messages=MESSAGES), "math/1", 64) == (
-        "/v1/chat/completions",
-        {
-            "messages": MESSAGES,
-            "temperature": 0,
-            "max_tokens": 64,
-            "model": "default",
-            "rid": "math/1",
-        },
-    )
+@pytest.mark.parametrize(
+    ("row", "to", "body"),
+    [
+        (PromptRow("math", text="2 + 2 ="), "/generate",
+         {"text": "2 + 2 =", "sampling_params": {"temperature": 0, "max_new_tokens": 64}}),
+        (PromptRow("math", messages=MESSAGES), "/v1/chat/completions",
+         {"messages": MESSAGES, "temperature": 0, "max_tokens": 64, "model": "default"}),
+    ],
+    ids=["a text goes as it is", "messages go where the chat template is applied"],
+)  # fmt: skip
+def test_a_prompt_becomes_a_request(row: PromptRow, to: str, body: dict) -> None:
+    assert request(row, "math/0", 64) == (to, {**body, "rid": "math/0"})

@@ -130,12 +130,6 @@ def test_the_state_behind_the_last_answer_is_returned(server: FakeServer) -> Non
     assert state["directory"] == "/drafts"
 
 
-def test_the_key_is_sent_with_every_request(server: FakeServer) -> None:
-    server.key = "secret"
-    record_prompts(server.url, ROWS, max_new_tokens=16, concurrency=2, api_key="secret")
-    assert len(server.got) == len(ROWS)
-
-
 @pytest.mark.parametrize(("key", "said"), [(None, "wants its key"), ("no", "wants another key")])
 def test_a_missing_or_wrong_key_is_one_line_that_says_where_to_put_it(
     server: FakeServer, key: str | None, said: str
@@ -148,15 +142,16 @@ def test_a_missing_or_wrong_key_is_one_line_that_says_where_to_put_it(
 
 
 @pytest.mark.parametrize("by", ["flag", "environment", "flag over environment"])
-def test_the_command_takes_the_key_from_its_flag_or_the_environment(
+def test_the_command_sends_the_key_of_its_flag_or_the_environment_with_every_request(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     server.key = "secret"
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"text": "a"}\n')
+    prompts.write_text('{"text": "a"}\n{"turns": ["b"]}\n{"text": "c"}\n')
     monkeypatch.setenv("SGLANG_API_KEY", {"flag": "", "environment": "secret"}.get(by, "wrong"))
     flag = [] if by == "environment" else ["--api-key", "secret"]
     assert main(["record", str(prompts), "--url", server.url, *flag]) == 0
+    assert len(server.got) == 3
 
 
 def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(

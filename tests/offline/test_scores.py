@@ -1,4 +1,4 @@
-"""Scores of a confidence: worked examples, and slow versions in plain loops."""
+"""Scores of a confidence against slow versions in plain loops; rates: see test_evaluation."""
 
 import math
 
@@ -7,18 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.offline.scores import Rates, expected_calibration_error, rates, reliability
+from sglang_c2t.offline.scores import expected_calibration_error, reliability
 
 SCORED = st.lists(st.tuples(st.floats(0, 1, width=32), st.booleans()), max_size=40)
-
-
-def test_rates_of_a_worked_example() -> None:
-    """3 kept, 2 of them accepted; 4 accepted in all; 5 of 8 decided rightly."""
-    kept = torch.tensor([1, 1, 1, 0, 0, 0, 0, 0]).bool()
-    accepted = torch.tensor([1, 1, 0, 1, 1, 0, 0, 0]).bool()
-    assert rates(kept, accepted) == Rates(
-        accuracy=5 / 8, precision=2 / 3, recall=2 / 4, f1=4 / 7, positive_rate=3 / 8
-    )
 
 
 @given(SCORED)

@@ -111,6 +111,9 @@ class Packed:
             spare = [-1] * 5  # the buffer of a CUDA graph is longer than a batch needs
             indices = torch.tensor([slot for row in rows for slot in row] + spare)
             self.steps.append((ends, indices.to(torch.int32)))
+        self.attn_backends = [
+            SimpleNamespace(forward_metadata=self.metadata(*step)) for step in self.steps
+        ]
 
     def read(self, step: int) -> list[list[int]]:
         ends, indices = self.steps[step]
@@ -121,25 +124,17 @@ class Packed:
 class FlashInfer(Packed):
     file = f"{ATTENTION}/flashinfer_backend.py"
 
-    def __init__(self, draft: Draft) -> None:
-        super().__init__(draft)
-        self.attn_backends = []
-        for ends, indices in self.steps:
-            wrapper = SimpleNamespace(_paged_kv_indptr_buf=ends, _paged_kv_indices_buf=indices)
-            metadata = SimpleNamespace(decode_wrappers=[wrapper])
-            self.attn_backends.append(SimpleNamespace(forward_metadata=metadata))
+    def metadata(self, ends: torch.Tensor, indices: torch.Tensor) -> SimpleNamespace:
+        wrapper = SimpleNamespace(_paged_kv_indptr_buf=ends, _paged_kv_indices_buf=indices)
+        return SimpleNamespace(decode_wrappers=[wrapper])
 
 
 class Triton(Packed):
     file = f"{ATTENTION}/triton_backend.py"
     window_rail = False
 
-    def __init__(self, draft: Draft) -> None:
-        super().__init__(draft)
-        self.attn_backends = []
-        for ends, indices in self.steps:
-            metadata = SimpleNamespace(kv_indptr=ends, kv_indices=indices)
-            self.attn_backends.append(SimpleNamespace(forward_metadata=metadata))
+    def metadata(self, ends: torch.Tensor, indices: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(kv_indptr=ends, kv_indices=indices)
 
 
 class TritonWindow(Triton):
@@ -149,7 +144,7 @@ class TritonWindow(Triton):
 
     def __init__(self, draft: Draft) -> None:
         super().__init__(draft)
-        self.window = Packed(draft)
+        self.window = Triton(draft)
         for attention, (ends, indices) in zip(self.attn_backends, self.window.steps, strict=True):
             attention.forward_metadata.window_kv_indptr = ends
             attention.forward_metadata.window_kv_indices = indices

@@ -120,11 +120,6 @@ def test_wider_trees_than_the_kernel_sorts_are_asked_in_torch() -> None:
     assert fused_gate(GatedTree(DyJoint()), "cpu", topk=MAX_TOPK + 1) is None
 
 
-def test_on_a_cpu_the_kernels_twin_is_asked() -> None:
-    """So that CPU servers test what GPUs run."""
-    assert ChainGate(DyJoint(), num_slots=1, device="cpu").program is not None
-
-
 @gpu
 def test_on_a_gpu_the_kernel_is_asked() -> None:
     gate = ChainGate(build_policy(C2TConfig(policy="c2t-log")), num_slots=1, device="cuda")

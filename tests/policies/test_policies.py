@@ -364,4 +364,4 @@ def test_a_policy_of_the_users_own_is_loaded_by_module_and_class() -> None:
     policy = build_policy(
         C2TConfig(policy="sglang_c2t.policies.fixed:Fixed", policy_options={"length": 1})
     )
-    assert policy == POLICIES["fixed"](C2TConfig(), length=1)
+    assert policy == POLICIES["fixed"](length=1)

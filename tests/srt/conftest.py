@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
 
+from sglang_c2t.srt import recorder
+from sglang_c2t.srt.hooks import reporting
 
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module, with a state of its own; importing it loads SGLang."""
-    from sglang_c2t.srt import recorder
-    from sglang_c2t.srt.hooks import reporting
 
+@pytest.fixture(autouse=True)
+def _recording_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module's state is that of a process, which records once."""
     monkeypatch.setattr(recorder, "RECORDING", reporting.RecordingState())
     monkeypatch.setattr(recorder, "BEFORE_REPORT", [])
-    return recorder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_c2t.classifier.recording import Recording, RecordingWriter
-from sglang_c2t.config import C2TConfig
 from sglang_c2t.cpu.tree_verify import verify_tree
 from sglang_c2t.draft.growth import TreeGrowth, node_margins
 from sglang_c2t.offline.tree_replay import Forest, replay_trees
 from sglang_c2t.policies.base import TreeLayer, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
+from sglang_c2t.srt import recorder
 from sglang_c2t.tree import Trees, child_links
 from tests.doubles import double
 from tests.oracles import accepted_path
@@ -128,11 +127,11 @@ def test_tree_nodes_are_the_verified_nodes_with_what_was_measured_of_each(
     shape: TreeShape, seed: int, rows: list[int], num: int
 ) -> None:
     """Some of three requests, node by node from the layers' own tables."""
-    from sglang_c2t.srt.recorder import tree_nodes
-
     step = explored(3, shape, seed=seed)
     accepted = torch.rand(step.trees.tokens.shape) < 0.5
-    nodes = tree_nodes(step.layers, step.trees, torch.tensor(rows[:num]), accepted, ["hidden"])
+    nodes = recorder.tree_nodes(
+        step.layers, step.trees, torch.tensor(rows[:num]), accepted, ["hidden"]
+    )
     columns = {name: iter(values.tolist()) for name, values in nodes.items()}
     for draft, b in enumerate(rows[:num]):
         numbers: dict[int, tuple[int, int]] = {}  # candidate -> (layer, place in it)
@@ -167,12 +166,10 @@ def test_labels_mark_the_path_that_the_target_takes(
     shape: TreeShape, seed: int, packed: bool
 ) -> None:
     """From the target's choices and from what the server accepted alike, packed or padded."""
-    from sglang_c2t.srt.recorder import matched_nodes, walked_nodes
-
     step = explored(3, shape, packed=packed, seed=seed)
     target = step.flat_target[step.rows]
-    matched = matched_nodes(step.trees, target, len(step.layers))
-    walked = walked_nodes(step.rows, *step.accepted())
+    matched = recorder.matched_nodes(step.trees, target, len(step.layers))
+    walked = recorder.walked_nodes(step.rows, *step.accepted())
     for b in range(3):
         live = int(step.trees.num_nodes[b])
         path = accepted_path(
@@ -186,9 +183,7 @@ def test_labels_mark_the_path_that_the_target_takes(
 
 
 @pytest.mark.parametrize("every_position", [False, True])
-def test_a_step_of_trees_is_recorded_with_its_labels(
-    recorder: ModuleType, tmp_path: Path, every_position: bool
-) -> None:
+def test_a_step_of_trees_is_recorded_with_its_labels(tmp_path: Path, every_position: bool) -> None:
     """Of requests whose first layer was measured; where every root counts, of greedy ones."""
     shape = TreeShape(2, 3, 14)  # of which 11 can be
     writer = RecordingWriter(tmp_path, origin=tree_origin(shape))
@@ -214,9 +209,7 @@ def test_a_step_of_trees_is_recorded_with_its_labels(
     assert read.topk == 2
 
 
-def test_what_was_recorded_replays_to_what_the_server_accepted(
-    recorder: ModuleType, tmp_path: Path
-) -> None:
+def test_what_was_recorded_replays_to_what_the_server_accepted(tmp_path: Path) -> None:
     """EAGLE-2 again, at the recorded size: the same trees from the file."""
     shape = TreeShape(3, 3, 22)
     writer = RecordingWriter(tmp_path, origin=tree_origin(shape), roots="every")
@@ -231,7 +224,7 @@ def test_what_was_recorded_replays_to_what_the_server_accepted(
     assert outcome.num_uncovered.tolist() == [0.0] * 12
 
 
-def test_a_stopped_recording_takes_no_trees(recorder: ModuleType, tmp_path: Path) -> None:
+def test_a_stopped_recording_takes_no_trees(tmp_path: Path) -> None:
     shape = TreeShape(2, 2, 7)
     writer = RecordingWriter(tmp_path, origin=tree_origin(shape), shard_nodes=2, limit_bytes=10)
     of = recorder.Recorder(writer)
@@ -239,24 +232,3 @@ def test_a_stopped_recording_takes_no_trees(recorder: ModuleType, tmp_path: Path
         add(of, [request("a", [1])], explored(1, shape))
     assert "MB, the limit is" in recorder.RECORDING.stopped
     assert recorder.RECORDING.drafts_written == 1
-
-
-def test_a_recording_of_trees_names_their_shape(
-    recorder: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    group = double("sglang.srt.distributed.parallel_state.GroupCoordinator", rank_in_group=0)
-    monkeypatch.setattr(recorder, "get_parallel", lambda: SimpleNamespace(tp_group=group))
-    server_args = double(
-        "ServerArgs",
-        model_path="target",
-        speculative_draft_model_path="draft",
-        speculative_algorithm="EAGLE3",
-        speculative_num_steps=2,
-        speculative_eagle_topk=3,
-        speculative_num_draft_tokens=13,
-    )
-    of = recorder.Recorder.from_config(
-        C2TConfig(record=str(tmp_path), record_roots="every"), server_args
-    )
-    add(of, [request("a", [1])], explored(1, TreeShape(3, 2, 13)))
-    assert Forest.from_recording(written(tmp_path, of, [])).shape == TreeShape(3, 2, 13)

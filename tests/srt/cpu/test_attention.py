@@ -1,17 +1,13 @@
 """`TorchCpuAttnBackend` on hand-made forward batches: lengths by mode, ragged = uniform, counters.
 
-Runs in a process of its own (`_run`): SGLang decides once per process what machine it is on.
+Runs in a process of its own (`run`): SGLang decides once per process what machine it is on.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-pytest.importorskip("sglang", reason="SGLang is not installed")
+from tests.srt.cpu.test_engine import run
 
 SETUP = """
 import types, torch
@@ -56,17 +52,10 @@ def run(backend, fb, q, k, v, layers=1):
 """
 
 
-def _run(code: str) -> str:
-    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SETUP + code],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=env,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def assert_agrees(code: str) -> None:
+    """The code behind :data:`SETUP` runs to its end."""
+    done = run(SETUP + code + "print('agrees')", cpu_engine=True)
+    assert done.stdout.endswith("agrees\n"), done.stderr[-3000:]
 
 
 @pytest.mark.timeout(900)
@@ -80,7 +69,7 @@ def test_verification_extend_decode_and_draft_agree():
     * counters see verification rows once per forward, in the first layer, and nothing else;
     * rows beyond the layout (a padded tier) come back as zeros.
     """
-    out = _run("""
+    assert_agrees("""
 q, k, v = torch.randn(8, 32), torch.randn(8, 16), torch.randn(8, 16)
 backend = TorchCpuAttnBackend(runner)
 uniform = run(backend, verify([4, 4], None), q, k, v, layers=3)
@@ -125,9 +114,7 @@ for step in range(2):
     fb.out_cache_loc = locs[at]
     got = draft.attn_backends[step].forward(q[at], k[at], v[at], layer(), fb)
     assert (got - uniform[at]).abs().max() < 1e-6
-print("agree")
 """)
-    assert out.splitlines()[-1] == "agree"
 
 
 @pytest.mark.timeout(900)
@@ -135,7 +122,7 @@ def test_draft_rows_attend_to_the_path_that_led_to_them():
     """Beams are re-sorted between the steps; a row's keys are the prefix and its ancestors,
     wherever these were forwarded. Without being told, rows would see their own beam row.
     """
-    out = _run("""
+    assert_agrees("""
 TOPK, STEPS = 3, 5
 draft = TorchCpuMultiStepDraftBackend(runner, topk=TOPK, speculative_num_steps=STEPS)
 fb = batch(ForwardMode.DECODE, out_cache_loc=None)
@@ -173,6 +160,4 @@ for step in range(STEPS - 1):
 assert misled > 0.01, misled
 draft.init_forward_metadata(fb)  # the next round starts from stock's rows
 assert draft.attn_backends[1]._lengths.tree_mask.view(2, TOPK, -1).sum() == 2 * TOPK * 2
-print("agree")
 """)
-    assert out.splitlines()[-1] == "agree"

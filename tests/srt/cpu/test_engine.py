@@ -8,10 +8,8 @@ import sys
 
 import pytest
 
-pytest.importorskip("sglang", reason="SGLang is not installed")
 
-
-def _run(code: str, cpu_engine: bool) -> subprocess.CompletedProcess[str]:
+def run(code: str, cpu_engine: bool) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter: SGLang decides once per process what kind of machine it is on."""
     env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1" if cpu_engine else "0"}
     return subprocess.run(
@@ -21,7 +19,7 @@ def _run(code: str, cpu_engine: bool) -> subprocess.CompletedProcess[str]:
 
 def test_without_the_cpu_engine_nothing_is_touched():
     """On a GPU server install() is a no-op: no path, no module, no name."""
-    done = _run(
+    done = run(
         "import sys; before = list(sys.path)\n"
         "from sglang_c2t.srt.cpu import engine as cpu_engine\n"
         "print(cpu_engine.install(), cpu_engine.supplied(), sys.path == before,"
@@ -33,7 +31,7 @@ def test_without_the_cpu_engine_nothing_is_touched():
 
 def test_a_missing_seam_is_an_error_that_names_it():
     """An SGLang that renamed a symbol fails loudly, with the symbol and the version."""
-    done = _run(
+    done = run(
         "from importlib import metadata\n"
         "from sglang_c2t.srt.cpu import engine as cpu_engine\n"
         "import sglang.srt.layers.attention.attention_registry as registry\n"
@@ -52,7 +50,7 @@ def test_a_missing_seam_is_an_error_that_names_it():
 
 def test_install_reports_what_it_supplied():
     """The second call and supplied() give the same names; the sampler of verification is ours."""
-    done = _run(
+    done = run(
         "from sglang_c2t.srt.cpu import engine as cpu_engine\n"
         "names = cpu_engine.install()\n"
         "from sglang.srt.speculative import eagle_utils, eagle_worker_common\n"

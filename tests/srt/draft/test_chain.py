@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,19 +9,11 @@ import torch
 
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.policies.fixed import Fixed
+from sglang_c2t.srt.draft import chain
 from tests.doubles import double, invented
-
-pytest.importorskip("sglang", reason="SGLang is not installed")
+from tests.srt.chains import full_chains
 
 STEPS, BATCH, VOCAB = 6, 3, 8
-
-
-@pytest.fixture(scope="module")
-def draft() -> ModuleType:
-    """The module; importing it loads SGLang."""
-    from sglang_c2t.srt.draft import chain as draft
-
-    return draft
 
 
 class Graphs:
@@ -96,27 +87,17 @@ class StockWorker:
 
 
 def built(tokens: torch.Tensor, *, num_steps: int) -> Any:
-    """SGLang's verify input of full chains, behind roots 0; what is not read here is ``None``."""
-    from sglang.srt.speculative.eagle_info import EagleVerifyInput
-
-    unread = dict.fromkeys(
-        ("custom_mask", "positions", "retrieve_index", "retrieve_next_sibling", "retrieve_cum_len",
-         "capture_hidden_mode", "seq_lens_sum", "seq_lens_cpu")
-    )  # fmt: skip
-    links = torch.arange(1, num_steps + 2).repeat(len(tokens), 1)
-    links[:, -1] = -1
-    return EagleVerifyInput(
-        draft_token=torch.nn.functional.pad(tokens, (1, 0)).flatten(), spec_steps=num_steps,
-        draft_token_num=num_steps + 1, topk=1, retrieve_next_token=links, **unread,
-    )  # fmt: skip
+    """SGLang's verify input of full chains, behind roots 0."""
+    rows = torch.nn.functional.pad(tokens, (1, 0)).flatten()
+    return full_chains(len(tokens), num_steps + 1, draft_token=rows)
 
 
 @pytest.fixture
-def worker(draft: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ours over the stand-in, its graphs captured; keeps every token."""
-    monkeypatch.setattr(draft.eagle_worker_v2, "build_eagle_verify_input", built)
-    stock = type("Stock", (StockWorker, draft.EagleDraftWorker), {})
-    made: Any = type("Worker", (draft.ChainDraftMixin, stock), {})()
+    monkeypatch.setattr(chain.eagle_worker_v2, "build_eagle_verify_input", built)
+    stock = type("Stock", (StockWorker, chain.EagleDraftWorker), {})
+    made: Any = type("Worker", (chain.ChainDraftMixin, stock), {})()
     made.watch(lambda **relay: ChainGate(Fixed(), **relay), None)
     made.alloc_memory_pool()
     made._capture_cuda_graphs()
@@ -140,21 +121,14 @@ def test_the_worker_stood_in_for_has_nothing_that_sglangs_has_not() -> None:
 
 
 def test_graphs_are_captured_for_a_third_two_thirds_and_all_layers(worker: Any) -> None:
+    """Each with an attention of its own; SGLang's stays."""
     captured = {steps: graphs.cuda_graph_runner for steps, graphs in worker._graphs.items()}
     assert sorted(captured) == [1, 2, 4]  # all six are SGLang's own
-    assert captured[1] is None  # draft extend has made that token already
+    assert captured.pop(1) is None  # draft extend has made that token already
+    assert {s: graphs.backend for s, graphs in captured.items()} == {2: "2 steps", 4: "4 steps"}
+    assert worker.draft_attn_backend == worker.draft_runner.draft_attn_backend == "stock"
+    assert worker.draft_extend_attn_backend == worker.draft_runner.attn_backend == "stock extend"
     assert worker.depth.steps == STEPS
-
-
-def test_each_number_of_layers_has_an_attention_of_its_own_and_sglangs_stays(worker: Any) -> None:
-    backends = {s: g.cuda_graph_runner.backend for s, g in worker._graphs.items() if s > 1}
-    assert backends == {2: "2 steps", 4: "4 steps"}
-    assert (worker.draft_attn_backend, worker.draft_extend_attn_backend) == (
-        "stock",
-        "stock extend",
-    )
-    assert vars(worker.draft_runner)["draft_attn_backend"] == "stock"
-    assert vars(worker.draft_runner)["attn_backend"] == "stock extend"
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 6])
@@ -191,10 +165,8 @@ def test_a_recorded_step_drafts_all_layers_eagerly(worker: Any) -> None:
     assert worker.layers_run == STEPS - 1
 
 
-def test_no_other_lengths_are_captured_if_so_configured(
-    draft: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert draft._choices(None, 6) == [2, 4, 6]
-    assert draft._choices(None, 1) == [1]
-    assert draft._choices((), 6) == [6]
-    assert draft._choices((3, 9), 6) == [3, 6]
+def test_no_other_lengths_are_captured_if_so_configured() -> None:
+    assert chain._choices(None, 6) == [2, 4, 6]
+    assert chain._choices(None, 1) == [1]
+    assert chain._choices((), 6) == [6]
+    assert chain._choices((3, 9), 6) == [3, 6]

@@ -62,9 +62,21 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_a_served_combination_publishes_the_resolved_configuration() -> None:
+def flags_of(given: list[str] | dict[str, Any], folder: Path) -> list[str]:
+    """Flags as they are; settings in a file of ``--c2t-config``."""
+    if isinstance(given, list):
+        return given
+    path = folder / "c2t.json"
+    path.write_text(json.dumps(given))
+    return ["--c2t-config", str(path)]
+
+
+def test_a_served_combination_publishes_the_resolved_configuration(tmp_path: Path) -> None:
     launch(*EAGLE3, "--c2t", "--c2t-policy", "fixed", "--c2t-verify", "static")
     assert config.active() == config.C2TConfig(policy="fixed", verify="static")
+    recording = {"record": str(tmp_path), "record_extra": ["hidden", "topk_prob", "entropy_top100"]}
+    launch(*EAGLE3, "--c2t", *flags_of(recording, tmp_path))
+    assert config.active() == config.C2TConfig.from_mapping(recording)
 
 
 def test_nextn_is_served_as_the_eagle_it_stands_for() -> None:
@@ -78,7 +90,7 @@ def test_without_the_flag_nothing_is_published() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("given", "said"),
     [
         (["--c2t-beta", "1.5"], "beta must be a number in (0, 1), got 1.5"),
         (["--c2t-beta", "high"], "argument --c2t-beta: invalid float value: 'high'"),
@@ -90,10 +102,16 @@ def test_without_the_flag_nothing_is_published() -> None:
         (["--c2t-record-share", "2"], "record_share must be a number in (0, 1], got 2.0"),
         (["--c2t-record-roots", "all"], "argument --c2t-record-roots: invalid choice: 'all'"),
         (["--c2t-policy", "mcsd-hidden"], "no shipped classifier, because it fits one draft"),
+        ({"betta": 0.5}, "unknown c2t setting 'betta'"),
+        ({"policy_options": {"layer_limit": 3}}, "does not take these options (['layer_limit'])"),
+        (["--c2t-max-verify-rows", "64"], "max-verify-rows bounds trees: set --speculative-eagle-"),
+        *((["--c2t-policy", name], f"policy {name} grows trees: set --speculative-eagle-topk above")
+          for name in ("eagle2", "c2t-eagle2", "entropy-width", "fork", "static")),
     ],
-)
-def test_a_wrong_setting_is_refused(capsys, flags: list[str], said: str) -> None:
-    assert said in refusal(capsys, *EAGLE3, "--c2t", *flags)
+)  # fmt: skip
+def test_a_wrong_setting_is_refused(capsys, tmp_path: Path, given: Any, said: str) -> None:
+    """Settings that only trees know among them."""
+    assert said in refusal(capsys, *EAGLE3, "--c2t", *flags_of(given, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -121,13 +139,6 @@ def test_a_typo_in_sglangs_flags_is_left_to_sglang(capsys) -> None:
     err = capsys.readouterr().err
     assert err.startswith("usage: ")
     assert "did you mean" not in err
-
-
-def test_an_unknown_key_of_the_config_file_is_refused(capsys, tmp_path: Path) -> None:
-    path = tmp_path / "c2t.json"
-    path.write_text(json.dumps({"betta": 0.5}))
-    said = refusal(capsys, *EAGLE3, "--c2t", "--c2t-config", str(path))
-    assert "unknown c2t setting 'betta'" in said
 
 
 def test_a_broken_classifier_file_is_refused(capsys, tmp_path: Path) -> None:
@@ -186,14 +197,12 @@ def test_trees_are_served(tmp_path: Path, settings: dict[str, Any]) -> None:
         control = tmp_path / "control"
         control.write_text("full")
         settings = {**settings, "policy_options": {"control": str(control)}}
-    path = tmp_path / "c2t.json"
-    path.write_text(json.dumps(settings))
-    launch(*TREES, "--c2t", "--c2t-config", str(path))
+    launch(*TREES, "--c2t", *flags_of(settings, tmp_path))
     assert config.active() == config.C2TConfig(**settings)
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("given", "said"),
     [
         (["--attention-backend", "torch_native"], "trees with --attention-backend flashinfer, int"),
         (["--attention-backend", "triton"], "or set --speculative-eagle-topk 1"),
@@ -209,21 +218,8 @@ def test_trees_are_served(tmp_path: Path, settings: dict[str, Any]) -> None:
         (["--c2t-policy", "static"], "needs at least --speculative-num-draft-tokens 26"),
         (["--c2t-policy", "eagle2-eagle2"], "eagle2 is no gate that could prune a tree"),
         (["--c2t-max-verify-rows", "0"], "must be a whole number of nodes >= 1, got 0"),
-    ],
-)
-def test_trees_that_are_not_served_are_refused_by_name(capsys, flags: list[str], said: str) -> None:
-    assert said in refusal(capsys, *TREES, "--c2t", *flags)
-
-
-def test_trees_with_watermarks_are_refused(capsys) -> None:
-    pytest.importorskip(seams.WATERMARKING, reason="this SGLang knows no watermarks")
-    said = refusal(capsys, *TREES, "--c2t", "--watermark-config", "{}")
-    assert "does not serve --watermark-config with --speculative-eagle-topk above 1" in said
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
+        # SGLang raises for this backend, before it would ask us.
+        (["--page-size", "16"], "set --page-size 1 with --speculative-eagle-topk above 1"),
         ({"policy": "fork", "policy_options": {"width": 5}}, "needs --speculative-eagle-topk 5"),
         ({"policy": "fork", "policy_options": {"widht": 2}}, "options (['widht'])"),
         ({"policy_options": {"layer_limit": 0}}, "layer_limit must be a whole number >= 1, got 0"),
@@ -231,31 +227,16 @@ def test_trees_with_watermarks_are_refused(capsys) -> None:
         ({"exact_ancestors": "no"}, "exact_ancestors must be true or false, got 'no'"),
     ],
 )
-def test_wrong_settings_of_trees_are_refused(
-    capsys, tmp_path: Path, settings: dict[str, Any], said: str
+def test_trees_that_are_not_served_are_refused_by_name(
+    capsys, tmp_path: Path, given: Any, said: str
 ) -> None:
-    path = tmp_path / "c2t.json"
-    path.write_text(json.dumps(settings))
-    assert said in refusal(capsys, *TREES, "--c2t", "--c2t-config", str(path))
+    assert said in refusal(capsys, *TREES, "--c2t", *flags_of(given, tmp_path))
 
 
-def test_a_bound_on_the_rows_of_trees_is_refused_for_chains(capsys) -> None:
-    said = refusal(capsys, *EAGLE3, "--c2t", "--c2t-max-verify-rows", "64")
-    assert "--c2t-max-verify-rows bounds trees: set --speculative-eagle-topk above 1" in said
-
-
-@pytest.mark.parametrize("policy", ["eagle2", "c2t-eagle2", "entropy-width", "fork", "static"])
-def test_a_policy_that_grows_trees_is_refused_for_chains(capsys, policy: str) -> None:
-    """Before a model loads, as everything."""
-    said = refusal(capsys, *EAGLE3, "--c2t", "--c2t-policy", policy)
-    assert f"policy {policy} grows trees: set --speculative-eagle-topk above 1" in said
-
-
-def test_an_option_for_trees_is_refused_for_chains(capsys, tmp_path: Path) -> None:
-    path = tmp_path / "c2t.json"
-    path.write_text(json.dumps({"policy_options": {"layer_limit": 3}}))
-    said = refusal(capsys, *EAGLE3, "--c2t", "--c2t-config", str(path))
-    assert "does not take these options (['layer_limit'])" in said
+def test_trees_with_watermarks_are_refused(capsys) -> None:
+    pytest.importorskip(seams.WATERMARKING, reason="this SGLang knows no watermarks")
+    said = refusal(capsys, *TREES, "--c2t", "--watermark-config", "{}")
+    assert "does not serve --watermark-config with --speculative-eagle-topk above 1" in said
 
 
 def test_verification_planned_before_the_draft_is_known_is_refused(capsys, monkeypatch) -> None:
@@ -285,19 +266,20 @@ def test_what_sglang_refuses_here_would_be_refused_by_us_elsewhere(
     assert said in sentence
 
 
-def test_a_recording_of_what_nobody_measures_is_refused(capsys, tmp_path: Path) -> None:
-    settings = tmp_path / "c2t.json"
-    settings.write_text(json.dumps({"record": str(tmp_path / "r"), "record_extra": ["tokens"]}))
-    said = refusal(capsys, *EAGLE3, "--c2t", "--c2t-config", str(settings))
-    assert "unknown measurement 'tokens'" in said
-
-
-def test_a_hidden_state_that_the_draft_does_not_pass_on_is_refused(capsys, tmp_path: Path) -> None:
-    settings = tmp_path / "c2t.json"
-    settings.write_text(json.dumps({"record": str(tmp_path / "r"), "record_extra": ["hidden"]}))
-    flags = speculative_flags("STANDALONE")
-    said = refusal(capsys, *flags, "--c2t", "--c2t-config", str(settings))
-    assert "a STANDALONE draft passes no hidden state on" in said
+@pytest.mark.parametrize(
+    ("algorithm", "measured", "said"),
+    [
+        *(("EAGLE3", name, f"record_extra: unknown measurement '{name}'")
+          for name in ("luck", "entropy_top", "last_accept")),
+        ("STANDALONE", "hidden", "a STANDALONE draft passes no hidden state on"),
+    ],
+)  # fmt: skip
+def test_a_recording_of_what_nobody_measures_is_refused(
+    capsys, tmp_path: Path, algorithm: str, measured: str, said: str
+) -> None:
+    settings = {"record": str(tmp_path / "r"), "record_extra": ["topk_prob", measured]}
+    flags = [*speculative_flags(algorithm), "--c2t", *flags_of(settings, tmp_path)]
+    assert said in refusal(capsys, *flags)
 
 
 class Changed:
@@ -320,13 +302,10 @@ def on_a_gpu(*flags: str, settings: config.C2TConfig | None = None, **changed: o
     return refusals.refusals(Changed(resolved, device="cuda", **changed))
 
 
-def test_cuda_graphs_are_served() -> None:
+def test_cuda_graphs_are_served_with_padding_only() -> None:
     assert on_a_gpu() == []
-
-
-def test_cuda_graphs_without_padding_are_refused() -> None:
-    assert ["drop --disable-cuda-graph-padding" in s for s in on_a_gpu(
-        disable_cuda_graph_padding=True)] == [True]  # fmt: skip
+    (said,) = on_a_gpu(disable_cuda_graph_padding=True)
+    assert "drop --disable-cuda-graph-padding" in said
 
 
 @pytest.mark.parametrize(
@@ -372,12 +351,6 @@ def test_draft_layers_in_the_targets_checkpoint_need_no_path(
         launch(*flags)
     else:
         assert "add --speculative-draft-model-path" in refusal(capsys, *flags)
-
-
-def test_pages_of_trees_are_refused_in_our_sentence_not_in_sglangs_traceback(capsys) -> None:
-    """SGLang raises for this backend, before it would ask us."""
-    said = refusal(capsys, *TREES, "--page-size", "16", "--c2t")
-    assert "set --page-size 1 with --speculative-eagle-topk above 1" in said
 
 
 def test_engine_users_get_an_exception_instead_of_an_exit(monkeypatch) -> None:

@@ -60,14 +60,20 @@ def sent(told: Any, *, multimodal: bool = False) -> Any:
     return check_message(lambda _: told, manager(multimodal=multimodal))
 
 
-@pytest.mark.parametrize("ids", [[0], [99], [0, 99, 5]])
-def test_prompts_of_the_models_tokens_pass(ids: list[int]) -> None:
-    told = message(ids, top_logprobs_num=VOCABULARY, token_ids_logprob=[0, 99])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"ids": [0], "top_logprobs_num": VOCABULARY, "token_ids_logprob": [0, 99]},
+        {"ids": [0, 99, 5]},
+        {"input_ids": None, "input_embeds": [[0.5]]},
+        # What the scheduler judges itself.
+        {"sampling": {"stop_token_ids": [10**9], "top_k": 2**31 - 1}},
+        *({"logprob_start_len": start} for start in (-1, 0, 1, 2**31 - 1)),
+    ],
+)
+def test_what_harms_nobody_is_sent(fields: dict[str, Any]) -> None:
+    told = message(**fields)
     assert sent(told) is told
-
-
-def test_a_prompt_of_embeddings_passes() -> None:
-    sent(message(input_ids=None, input_embeds=[[0.5]]))
 
 
 @pytest.mark.parametrize(
@@ -94,16 +100,7 @@ def test_a_prompt_of_embeddings_passes() -> None:
             {"sampling": {"min_new_tokens": 1, "stop_token_ids": [100]}},
             "stop_token_ids with min_new_tokens must be in",
         ),
-    ],
-)
-def test_what_ends_a_server_is_refused(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        sent(message(**fields))
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
+        # The scheduler reads by SGLang's own types, and a message that does not fit ends it.
         ({"top_logprobs_num": [1]}, "top_logprobs_num cannot be read: Expected `int`"),
         ({"return_logprob": "yes"}, "return_logprob cannot be read: Expected `bool`"),
         ({"priority": 1.5}, "priority cannot be read: Expected `int"),
@@ -113,15 +110,9 @@ def test_what_ends_a_server_is_refused(fields: dict[str, Any], said: str) -> Non
         ({"sampling": {"stop_token_ids": [2**70]}}, "cannot be read"),
     ],
 )
-def test_what_the_scheduler_could_not_read_is_not_sent(fields: dict[str, Any], said: str) -> None:
-    """It reads by SGLang's own types, and a message that does not fit ends it."""
+def test_what_ends_a_server_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         sent(message(**fields))
-
-
-@pytest.mark.parametrize("start", [-1, 0, 1, 2**31 - 1])
-def test_what_the_scheduler_judges_itself_is_sent(start: int) -> None:
-    sent(message(logprob_start_len=start, sampling={"stop_token_ids": [10**9], "top_k": 2**31 - 1}))
 
 
 def test_placeholders_of_images_are_no_tokens() -> None:
@@ -250,16 +241,18 @@ def chat(monkeypatch: pytest.MonkeyPatch) -> Any:
 GOOD = {"model": "m", "messages": [{"role": "user", "content": "A"}]}
 
 
-@pytest.mark.parametrize("body", [[1, "x"], 0, 1.5, "0", {**GOOD, "response_format": 3},
-                                  {**GOOD, "response_format": [[1]]}])  # fmt: skip
-def test_a_body_that_sglangs_validators_stumble_over_is_400(chat: Any, body: Any) -> None:
-    assert chat.post("/chat", json=body).status_code == 400
-
-
-def test_a_body_that_can_be_read_is_read_and_one_that_is_wrong_stays_wrong(chat: Any) -> None:
-    assert chat.post("/chat", json=GOOD).status_code == 200
-    assert chat.post("/chat", json={**GOOD, "top_k": "x"}).status_code == 422
-
-
-def test_the_servers_own_fault_stays_its_own(chat: Any) -> None:
-    assert chat.post("/chat", json={**GOOD, "user": "broken"}).status_code == 500
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        *((body, 400) for body in ([1, "x"], 0, 1.5, "0", {**GOOD, "response_format": 3},
+                                   {**GOOD, "response_format": [[1]]})),
+        (GOOD, 200),
+        ({**GOOD, "top_k": "x"}, 422),
+        ({**GOOD, "user": "broken"}, 500),
+    ],
+)  # fmt: skip
+def test_only_a_body_that_sglangs_validators_stumble_over_becomes_400(
+    chat: Any, body: Any, status: int
+) -> None:
+    """One that is wrong stays wrong, and the server's own fault stays its own."""
+    assert chat.post("/chat", json=body).status_code == status

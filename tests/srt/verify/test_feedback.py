@@ -2,59 +2,49 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from sglang_c2t.plan.load import DraftDepth
+from sglang_c2t.srt import seams
+from sglang_c2t.srt.verify import feedback
 from tests.doubles import double
 
-pytest.importorskip("sglang", reason="SGLang is not installed")
 
-
-@pytest.fixture(scope="module")
-def feedback() -> ModuleType:
-    """The module; importing it loads SGLang."""
-    from sglang_c2t.srt.verify import feedback
-
-    return feedback
-
-
-def on_cpu(feedback: ModuleType, agree: Any = lambda tensor: tensor, **limits: Any) -> Any:
+def on_cpu(agree: Any = lambda tensor: tensor, **limits: Any) -> Any:
     return feedback.Feedback(False, agree, **limits)
 
 
-def test_a_step_is_learnt_from_when_the_next_one_starts(feedback: ModuleType) -> None:
-    memory, depth = on_cpu(feedback), DraftDepth([2, 4], smoothing=1.0)
+def test_a_step_is_learnt_from_when_the_next_one_starts() -> None:
+    memory, depth = on_cpu(), DraftDepth([2, 4], smoothing=1.0)
     memory.start(torch.tensor([1, 1]), depth)
     assert depth.steps == 4
     memory.start(torch.tensor([1, 1]), depth)
     assert depth.steps == 2
 
 
-def test_a_step_is_learnt_from_with_the_depth_it_was_drafted_with(feedback: ModuleType) -> None:
+def test_a_step_is_learnt_from_with_the_depth_it_was_drafted_with() -> None:
     """Although another one has been chosen since."""
-    memory, depth = on_cpu(feedback), DraftDepth([2, 4], smoothing=1.0)
+    memory, depth = on_cpu(), DraftDepth([2, 4], smoothing=1.0)
     memory.start(torch.tensor([5, 5]), depth)  # four layers, all alive
     depth.steps = 2
     memory.start(torch.tensor([3, 3]), depth)
     assert depth.steps == 4
 
 
-def test_on_a_cpu_packing_always_pays(feedback: ModuleType) -> None:
-    memory = on_cpu(feedback)
+def test_on_a_cpu_packing_always_pays() -> None:
+    memory = on_cpu()
     memory.start(torch.tensor([6, 6]))
     memory.start(torch.tensor([6, 6]))
     assert memory.packs(2, 6)
 
 
-def test_ranks_decide_by_what_they_agreed_on(
-    feedback: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_decide_by_what_they_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times differ between ranks; rank 0's count."""
-    memory = on_cpu(feedback)
+    memory = on_cpu()
     monkeypatch.setattr(
         torch, "tensor", lambda data, dtype, device: torch.asarray(data, dtype=dtype)
     )
@@ -66,9 +56,9 @@ def test_ranks_decide_by_what_they_agreed_on(
 
 
 def test_one_rank_asks_nobody_and_makes_no_trip_to_the_device(
-    feedback: ModuleType, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    memory = on_cpu(feedback, agree=None)
+    memory = on_cpu(agree=None)
     monkeypatch.delattr(torch, "tensor")
     memory._rule.waited(0.5)
     memory._decide()
@@ -96,14 +86,12 @@ class Event:
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_a_forward_is_timed_from_where_the_device_begins_with_it(
-    feedback: ModuleType, monkeypatch: pytest.MonkeyPatch, captured: bool
+    monkeypatch: pytest.MonkeyPatch, captured: bool
 ) -> None:
     """Before the replay of its graph the device idles for as long as the host prepares."""
     from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import (
         BaseCudaGraphBackend,
     )
-
-    from sglang_c2t.srt import seams
 
     def work(*_args: Any) -> str:
         Event.clock += 7
@@ -133,18 +121,16 @@ def test_a_forward_is_timed_from_where_the_device_begins_with_it(
     assert backend.replay.__func__ is work  # as it was
 
 
-def test_a_batch_that_would_exceed_its_limit_is_packed_whatever_it_costs(
-    feedback: ModuleType,
-) -> None:
-    memory = on_cpu(feedback, max_rows=16)
+def test_a_batch_that_would_exceed_its_limit_is_packed_whatever_it_costs() -> None:
+    memory = on_cpu(max_rows=16)
     memory._on_cuda, memory._rows_per_request = True, 3.0
     memory._rule.decide_on(0.0, 1.0)
     assert not memory.packs(requests=4, width=4)
     assert memory.packs(requests=5, width=4)
 
 
-def test_full_width_keeps_all_rows_and_still_learns(feedback: ModuleType) -> None:
-    memory = on_cpu(feedback)
+def test_full_width_keeps_all_rows_and_still_learns() -> None:
+    memory = on_cpu()
     packing = feedback.choose_packing(memory, torch.tensor([1, 3]), 4, packed=False)
     assert packing.host_rows.tolist() == [4, 4]
     assert packing.total == 8

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_c2t.srt.probes import attribute_names
+from sglang_c2t.srt.verify import flashinfer as flashinfer_verify
 from tests.doubles import double
-from tests.srt.verify import test_tree as test_tree_verify
 from tests.srt.verify.test_tree import Case, cases
 
-pytest.importorskip("sglang", reason="SGLang is not installed")
-pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
-
-verify = test_tree_verify.verify  # a fixture
-
 fast = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(scope="module")
-def backend_module() -> ModuleType:
-    from sglang_c2t.srt.verify import flashinfer as flashinfer_verify
-
-    return flashinfer_verify
 
 
 def bit(mask: list[int], start: int, offset: int) -> bool:
@@ -38,14 +21,12 @@ def bit(mask: list[int], start: int, offset: int) -> bool:
 @fast
 @given(case=cases(), ghosts=st.integers(0, 3), chains=st.booleans())
 def test_every_row_finds_its_keys_and_its_part_of_the_mask(
-    verify: ModuleType,
-    backend_module: ModuleType,
     case: Case,
     ghosts: int,
     chains: bool,
 ) -> None:
     """In slots of their own for every request; those without one have no rows and one key."""
-    packing = case.verify_input(verify).packing
+    packing = case.verify_input().packing
     if chains:
         packing.parents = None
     batch = len(case.parents)
@@ -58,14 +39,14 @@ def test_every_row_finds_its_keys_and_its_part_of_the_mask(
         req_pool_indices=torch.tensor(case.slots + [0] * ghosts),
     )
     pool = double("ReqToTokenPool", req_to_token=case.table)
-    backend = double(backend_module.RaggedFlashInferBackend, req_to_token_pool=pool)
+    backend = double(flashinfer_verify.RaggedFlashInferBackend, req_to_token_pool=pool)
     room = 1000
-    buffers = backend_module._GraphBuffers(
+    buffers = flashinfer_verify._GraphBuffers(
         *(torch.full((room,), -1, dtype=torch.int32) for _ in range(5)),
         mask=torch.zeros(room, dtype=torch.uint8),
     )
     backend._fill(forward_batch, packing, buffers)
-    host = backend_module._host_plan(forward_batch, packing)
+    host = flashinfer_verify._host_plan(forward_batch, packing)
 
     keys, key, row = buffers.kv_indices.tolist(), 0, 0
     mask_bytes = 0
@@ -88,24 +69,8 @@ def test_every_row_finds_its_keys_and_its_part_of_the_mask(
     assert host.kv_lens.tolist() == host.kv_indptr.diff().tolist()
 
 
-def flashinfer(**attributes: Any) -> Any:
-    return double("FlashInferAttnBackend", **{"num_wrappers": 1, **attributes})
-
-
-def test_a_backend_is_adopted_with_all_that_sglang_gave_it(backend_module: ModuleType) -> None:
-    backend = flashinfer(page_size=1)
-    backend_module.adopt(backend)
-    assert isinstance(backend, backend_module.RaggedFlashInferBackend)
+def test_a_backend_is_adopted_with_all_that_sglang_gave_it() -> None:
+    backend = double("FlashInferAttnBackend", num_wrappers=1, page_size=1)
+    flashinfer_verify.adopt(backend)
+    assert isinstance(backend, flashinfer_verify.RaggedFlashInferBackend)
     assert backend.page_size == 1
-
-
-def test_a_pool_or_model_that_one_plan_cannot_serve_is_named(backend_module: ModuleType) -> None:
-    assert backend_module.hindrance(flashinfer()) is None
-    assert "sliding windows" in backend_module.hindrance(flashinfer(num_wrappers=2))
-    if "kv_index_translator" not in attribute_names(type(flashinfer())):
-        return  # this SGLang does not translate
-    pools = double(
-        "KVIndexTranslator",
-        reads_are_translated=True,
-    )
-    assert "translated" in backend_module.hindrance(flashinfer(kv_index_translator=pools))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,29 +13,14 @@ from hypothesis import strategies as st
 
 from sglang_c2t.config import ConfigError
 from sglang_c2t.plan.tiers import Tiers
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.verify import flashinfer as flashinfer_verify
+from sglang_c2t.srt.verify import graphs
 from tests.doubles import double
 from tests.kernels.flashinfer_plan import Shape
 
-pytest.importorskip("sglang", reason="SGLang is not installed")
-pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
-
 MIB = 2**20
 H100_SMS = 132
-
-
-@pytest.fixture(scope="module")
-def graphs() -> ModuleType:
-    """The module; importing it loads SGLang."""
-    from sglang_c2t.srt.verify import graphs
-
-    return graphs
-
-
-@pytest.fixture(scope="module")
-def flashinfer() -> ModuleType:
-    from sglang_c2t.srt.verify import flashinfer as flashinfer_verify
-
-    return flashinfer_verify
 
 
 # -- FlashInfer's workspace ---------------------------------------------------------------
@@ -50,7 +35,6 @@ def flashinfer() -> ModuleType:
     by_rows=st.booleans(),
 )
 def test_the_need_is_what_flashinfers_planner_reserves(
-    flashinfer: ModuleType,
     rows: int,
     slots: int,
     kv_heads: int,
@@ -63,23 +47,23 @@ def test_the_need_is_what_flashinfers_planner_reserves(
     partial = shape.partial_rows if by_rows else shape.grid * shape.tile
     heads = kv_heads * group
     aligned = -(-heads * partial * head_dim * 4 // 16) * 16
-    assert aligned + heads * partial * 4 == flashinfer.workspace_bytes(
+    assert aligned + heads * partial * 4 == flashinfer_verify.workspace_bytes(
         rows, slots, heads=(heads, kv_heads), head_dim=head_dim, num_sm=H100_SMS, by_rows=by_rows
     )
 
 
-def eight_billion(flashinfer: ModuleType, rows: int, slots: int, *, by_rows: bool = False) -> int:
+def eight_billion(rows: int, slots: int, *, by_rows: bool = False) -> int:
     """The need of a target of 32 query heads, 8 KV heads of 128, on an H100."""
     return int(
-        flashinfer.workspace_bytes(
+        flashinfer_verify.workspace_bytes(
             rows, slots, heads=(32, 8), head_dim=128, num_sm=H100_SMS, by_rows=by_rows
         )
     )
 
 
-def test_a_slot_more_than_stock_may_be_what_does_not_fit(flashinfer: ModuleType) -> None:
+def test_a_slot_more_than_stock_may_be_what_does_not_fit() -> None:
     """160 requests of 6 rows, in the workspace that SGLang gives by default."""
-    stock, ours = (eight_billion(flashinfer, slots * 6, slots) / MIB for slots in (160, 161))
+    stock, ours = (eight_billion(slots * 6, slots) / MIB for slots in (160, 161))
     assert (round(stock), round(ours)) == (381, 385)
     assert stock < 384 < ours
 
@@ -93,10 +77,10 @@ def test_a_slot_more_than_stock_may_be_what_does_not_fit(flashinfer: ModuleType)
     by_rows=st.booleans(),
 )
 def test_every_graph_fits_the_workspace_and_where_stock_starts_so_do_we(
-    flashinfer: ModuleType, requests: int, width: int, mib: int, per_slot: int, by_rows: bool
+    requests: int, width: int, mib: int, per_slot: int, by_rows: bool
 ) -> None:
     def fits(rows: int, slots: int) -> bool:
-        return eight_billion(flashinfer, rows, slots, by_rows=by_rows) <= mib * MIB
+        return eight_billion(rows, slots, by_rows=by_rows) <= mib * MIB
 
     tiers = Tiers(requests + 1, width, rows_per_slot=per_slot, admits=fits)
     assert all(fits(rows, tiers.slots(rows)) for rows in tiers.rows)
@@ -114,8 +98,6 @@ def test_both_releases_of_the_planner_are_told_apart_by_its_source(
 ) -> None:
     import flashinfer
 
-    from sglang_c2t.srt import compat
-
     monkeypatch.setattr(flashinfer, "__file__", str(tmp_path / "__init__.py"))
     assert not compat.flashinfer_counts_rows()  # unknown: what is never too little
     header = tmp_path / "data/include/flashinfer/attention/scheduler.cuh"
@@ -129,7 +111,7 @@ def test_both_releases_of_the_planner_are_told_apart_by_its_source(
 # -- the runner ---------------------------------------------------------------------------
 
 
-def runner(graphs: ModuleType, workspace_mib: float | None, **attributes: Any) -> Any:
+def runner(workspace_mib: float | None, **attributes: Any) -> Any:
     """Ours, for 160 requests of 6 rows; FlashInfer with a workspace, or another attention."""
     backend = double("sglang.srt.layers.attention.base_attn_backend.AttentionBackend")
     if workspace_mib is not None:
@@ -148,7 +130,7 @@ def runner(graphs: ModuleType, workspace_mib: float | None, **attributes: Any) -
 
 
 @pytest.fixture
-def _h100(monkeypatch: pytest.MonkeyPatch, graphs: ModuleType) -> None:
+def _h100(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimpleNamespace(multi_processor_count=H100_SMS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     monkeypatch.setattr("sglang_c2t.srt.compat.flashinfer_counts_rows", lambda: False)
@@ -156,27 +138,27 @@ def _h100(monkeypatch: pytest.MonkeyPatch, graphs: ModuleType) -> None:
 
 @pytest.mark.usefixtures("_h100")
 def test_graphs_that_flashinfer_has_no_room_for_are_left_out_and_said(
-    graphs: ModuleType, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        rows = runner(graphs, 384)._build_ragged_verify_token_buckets()
+        rows = runner(384)._build_ragged_verify_token_buckets()
     assert max(rows) < 966
     assert "room for CUDA graphs of up to 960 packed rows, of 966" in caplog.text
     caplog.clear()
-    assert max(runner(graphs, 512)._build_ragged_verify_token_buckets()) == 966
-    assert max(runner(graphs, None)._build_ragged_verify_token_buckets()) == 966
+    assert max(runner(512)._build_ragged_verify_token_buckets()) == 966
+    assert max(runner(None)._build_ragged_verify_token_buckets()) == 966
     assert not caplog.text
 
 
 @pytest.mark.usefixtures("_h100")
-def test_a_workspace_without_room_for_any_graph_is_refused(graphs: ModuleType) -> None:
+def test_a_workspace_without_room_for_any_graph_is_refused() -> None:
     with pytest.raises(ConfigError, match="SGLANG_FLASHINFER_WORKSPACE_SIZE"):
-        runner(graphs, 0.1)._build_ragged_verify_token_buckets()
+        runner(0.1)._build_ragged_verify_token_buckets()
 
 
 @given(st.integers(1, 40), st.integers(1, 64), st.none() | st.integers(1, 400))
 def test_sglangs_dummy_forward_fits_the_buffers_it_is_given(
-    graphs: ModuleType, requests: int, width: int, max_rows: int | None
+    requests: int, width: int, max_rows: int | None
 ) -> None:
     """It forwards N rows for each request; a row limit makes the buffers smaller than that."""
     most = max(Tiers(requests, width, max_rows=max_rows).rows)
@@ -185,7 +167,7 @@ def test_sglangs_dummy_forward_fits_the_buffers_it_is_given(
         return SimpleNamespace(input_ids=torch.empty(rows), seq_lens=torch.empty(slots))
 
     ours = runner(
-        graphs, None, captured_req_width=width, max_bs=requests, max_num_token=most,
+        None, captured_req_width=width, max_bs=requests, max_num_token=most,
         buffers=buffers(most, requests),
     )  # fmt: skip
     ours._alloc_dummy_decode_buffers = lambda bs, *, num_tokens_per_req: buffers(
@@ -197,32 +179,3 @@ def test_sglangs_dummy_forward_fits_the_buffers_it_is_given(
     assert batch * width <= len(given_buffers.input_ids)
     if max_rows is None:  # then as stock
         assert (given_buffers, batch) == (ours.buffers, requests)
-
-
-# -- ranks that exchange rows -------------------------------------------------------------
-
-
-def test_packed_rows_are_refused_by_name_where_ranks_exchange_rows(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """MoE all-to-all wants multiples of the ranks, and row counts agreed on before."""
-    from sglang.srt.utils import common
-
-    from sglang_c2t.config import C2TConfig
-    from sglang_c2t.srt.verify import chain as ragged_verify
-    from sglang_c2t.srt.verify import tree as tree_verify
-
-    monkeypatch.setattr(common, "require_gathered_buffer", lambda: True)
-    target = double(
-        "ModelRunner",
-        attn_backend=double("FlashInferAttnBackend", num_wrappers=1),
-        server_args=None,
-        device="cuda",
-    )
-    with pytest.raises(ConfigError, match="--moe-a2a-backend"):
-        ragged_verify.decide("ragged", target)
-    with pytest.raises(ConfigError, match=r"cannot verify trees: .*--moe-a2a-backend"):
-        tree_verify.decide(C2TConfig(), target)
-    with caplog.at_level(logging.WARNING):
-        assert ragged_verify.decide("auto", target) is False
-    assert "--moe-a2a-backend" in caplog.text

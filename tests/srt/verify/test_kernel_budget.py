@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-pytest.importorskip("triton", reason="Triton is not installed")
 
 from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.config import C2TConfig
@@ -24,6 +22,9 @@ from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies import POLICIES, build_policy, build_tree_policy
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.policies.c2t import C2T
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.verify import accept, sampling, tree
+from sglang_c2t.srt.verify.packing import Packing
 from sglang_c2t.tree import Trees
 from tests.fake_cuda import HostRead, Launches, fake_cuda
 
@@ -156,16 +157,6 @@ def test_a_tree_step_stays_within_its_budget(name: str) -> None:
 # -- verification -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def srt() -> ModuleType:
-    """The package; importing its modules loads SGLang."""
-    pytest.importorskip("sglang", reason="SGLang is not installed")
-    with unset_fake_temporarily():
-        import sglang_c2t.srt.verify.accept
-        import sglang_c2t.srt.verify.tree
-    return sglang_c2t.srt
-
-
 def batch(**fields: Any) -> Any:
     """What packing reads of a batch."""
     return SimpleNamespace(
@@ -176,10 +167,10 @@ def batch(**fields: Any) -> Any:
     )
 
 
-def packing_of_two_thirds(srt: ModuleType, width: int, **trees: Any) -> Any:
+def packing_of_two_thirds(width: int, **trees: Any) -> Any:
     """Its sizes have arrived: R and T of two thirds of the rows."""
     sizes = on_device(B, dtype=torch.int64 if trees else torch.int32)
-    packing = srt.verify.packing.Packing(sizes, width, sizes=SimpleNamespace(), **trees)
+    packing = Packing(sizes, width, sizes=SimpleNamespace(), **trees)
     packing.total = 2 * B * width // 3
     return packing
 
@@ -188,13 +179,13 @@ def packing_of_two_thirds(srt: ModuleType, width: int, **trees: Any) -> Any:
 EAGER = SimpleNamespace(decode_cuda_graph_runner=None)
 
 
-def test_packing_chains_is_two_kernels_and_what_the_layout_takes(srt: ModuleType) -> None:
+def test_packing_chains_is_two_kernels_and_what_the_layout_takes() -> None:
     verify_input = SimpleNamespace(
         draft_token=integers(B * N), positions=integers(B * N), ragged_verify_layout=None,
         max_tree_depth=N,
     )  # fmt: skip
     links, here = integers(B, N), batch()
-    packing = packing_of_two_thirds(srt, N)
+    packing = packing_of_two_thirds(N)
     with Launches() as launches:
         truncated_chains(links, packing.num_rows)
         packing.forwarded(verify_input, here, EAGER)
@@ -204,20 +195,18 @@ def test_packing_chains_is_two_kernels_and_what_the_layout_takes(srt: ModuleType
     assert len(launches.names) <= 17  # ten of them for the window that draft extend writes
 
 
-def test_full_width_needs_no_copy_of_its_sizes(srt: ModuleType) -> None:
+def test_full_width_needs_no_copy_of_its_sizes() -> None:
     with Launches() as launches:
-        srt.verify.packing.Packing.full(B, N, "cuda")
+        Packing.full(B, N, "cuda")
     assert launches.names == ["aten.full.default"]
 
 
-def test_packing_trees_stays_within_its_budget(srt: ModuleType) -> None:
+def test_packing_trees_stays_within_its_budget() -> None:
     trees = Trees(integers(B, N), integers(B, N), integers(B, N), integers(B), integers(B, N))
     here = batch()
-    packing = packing_of_two_thirds(srt, N, parents=trees.parents, num_steps=D)
+    packing = packing_of_two_thirds(N, parents=trees.parents, num_steps=D)
     with Launches() as launches:
-        verify_input = srt.verify.tree.build_verify_input(
-            trees, here, num_steps=D, topk=4, packing=packing
-        )
+        verify_input = tree.build_verify_input(trees, here, num_steps=D, topk=4, packing=packing)
         packing.forwarded(verify_input, here, EAGER)
         _ = packing.rows, packing.words
     assert len(launches.names) <= 36
@@ -236,10 +225,10 @@ def sampling_info(**fields: Any) -> Any:
 
 @pytest.mark.parametrize(("greedy", "budget"), [(True, 13), (False, 20)])
 def test_acceptance_stays_within_its_budget(
-    srt: ModuleType, greedy: bool, budget: int, monkeypatch: pytest.MonkeyPatch
+    greedy: bool, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Penalties and bias included; SGLang's sampler and walk of the links are not."""
-    packing = packing_of_two_thirds(srt, N)
+    packing = packing_of_two_thirds(N)
     rows = packing.total
     info = sampling_info(
         acc_additive_penalties=on_device(B, V),
@@ -247,15 +236,13 @@ def test_acceptance_stays_within_its_budget(
         logit_bias=on_device(B, V),
     )
     info.is_all_greedy = greedy
-    monkeypatch.setattr(srt.verify.sampling, "_sampler", lambda: lambda *_: integers(rows))
+    monkeypatch.setattr(sampling, "_sampler", lambda: lambda *_: integers(rows))
     one_rank = SimpleNamespace(tp_group=SimpleNamespace(world_size=1))
-    monkeypatch.setattr(srt.verify.sampling, "get_parallel", lambda: one_rank)
-    monkeypatch.setattr(srt.verify.accept, "sanitize_nan_logits", lambda *_: None)
+    monkeypatch.setattr(sampling, "get_parallel", lambda: one_rank)
+    monkeypatch.setattr(accept, "sanitize_nan_logits", lambda *_: None)
+    monkeypatch.setattr(accept, "apply_scaling_penalties", lambda logits, scale: logits.mul_(scale))
     monkeypatch.setattr(
-        srt.verify.accept, "apply_scaling_penalties", lambda logits, scale: logits.mul_(scale)
-    )
-    monkeypatch.setattr(
-        srt.compat,
+        compat,
         "verify_tree_greedy",
         lambda **tables: (tables["predicts"], tables["accept_index"], tables["accept_token_num"]),
     )
@@ -265,7 +252,5 @@ def test_acceptance_stays_within_its_budget(
     )  # fmt: skip
     output = SimpleNamespace(next_token_logits=on_device(rows + 3, V))
     with Launches() as launches:
-        srt.verify.accept.match_rows(
-            verify_input, packing, packing.rows, batch(sampling_info=info), output
-        )
+        accept.match_rows(verify_input, packing, packing.rows, batch(sampling_info=info), output)
     assert len(launches.names) <= budget

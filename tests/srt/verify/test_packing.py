@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,23 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_c2t.config import ConfigError
 from sglang_c2t.plan.tiers import Tiers
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.verify import chain, packed, sampling
+from sglang_c2t.srt.verify.feedback import Feedback
+from sglang_c2t.srt.verify.packing import Packing, verify_window
 from tests.doubles import double
-
-pytest.importorskip("sglang", reason="SGLang is not installed")
+from tests.srt.chains import full_chains
 
 VOCAB = 5
-
-
-@pytest.fixture(scope="module")
-def srt() -> ModuleType:
-    """The package; importing its modules loads SGLang."""
-    import sglang_c2t.srt.verify.chain
-    import sglang_c2t.srt.verify.sampling
-    import sglang_c2t.srt.verify.tree
-
-    return sglang_c2t.srt
 
 
 # -- M-RoPE -------------------------------------------------------------------------------
@@ -66,18 +57,8 @@ class MRope:
         )  # fmt: skip
 
     def verify_input(self, **fields: Any) -> Any:
-        from sglang.srt.speculative.eagle_info import EagleVerifyInput
-
-        rows = len(self.positions)
-        unread = dict.fromkeys(
-            ("custom_mask", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling",
-             "retrieve_cum_len", "capture_hidden_mode", "seq_lens_sum", "seq_lens_cpu")
-        )  # fmt: skip
-        return EagleVerifyInput(
-            draft_token=torch.zeros(rows, dtype=torch.int64),
-            positions=torch.tensor(self.positions), spec_steps=self.width - 1, topk=1,
-            draft_token_num=self.width, **unread, **fields,
-        )  # fmt: skip
+        positions = torch.tensor(self.positions)
+        return full_chains(len(self.lens), self.width, positions=positions, **fields)
 
     def init_new(self, verify_input: Any, _pool: Any, batch: Any, worker: Any) -> Tensor:
         """``eagle_prepare_for_verify`` as far as positions go: [3, T]."""
@@ -118,17 +99,17 @@ def mropes(draw: st.DrawFn) -> MRope:
 
 @given(mropes(), st.booleans())
 def test_packed_rows_have_the_mrope_positions_of_their_requests(
-    srt: ModuleType, case: MRope, prepared: bool
+    case: MRope, prepared: bool
 ) -> None:
     """Also where SGLang has prepared those of the full window."""
     full = torch.full((3, len(case.positions)), -1)
-    packing = srt.verify.packing.Packing(torch.tensor(case.lens, dtype=torch.int32), case.width)
+    packing = Packing(torch.tensor(case.lens, dtype=torch.int32), case.width)
     stock = case.verify_input(**({"prepared_mrope_positions": full} if prepared else {}))
-    whole = srt.verify.packed.PackedVerifyInput.of(stock, packing=packing)
+    whole = packed.PackedVerifyInput.of(stock, packing=packing)
     case.batch.spec_info = whole
     worker = SimpleNamespace(model_runner=case.runner)
     pool = case.batch.req_to_token_pool
-    found = srt.verify.packed._prepare(case.init_new, whole, pool, case.batch, worker)
+    found = packed._prepare(case.init_new, whole, pool, case.batch, worker)
     assert found.tolist() == [case.rows_of_the_forward()] * 3
     assert case.batch.spec_info is whole
     assert (whole.prepared_mrope_positions is full) == prepared
@@ -144,13 +125,13 @@ def test_packed_rows_have_the_mrope_positions_of_their_requests(
     st.integers(0, 2**20),
 )
 def test_a_window_behind_the_end_of_the_request_table_is_the_padding_slot(
-    srt: ModuleType, seq_lens: list[int], width: int, room: int, seed: int
+    seq_lens: list[int], width: int, room: int, seed: int
 ) -> None:
     rng = random.Random(seed)
     places = max(seq_lens) + room
     table = [rng.sample(range(1, 200), max(places, 1)) for _ in range(6)]
     slots = rng.sample(range(6), len(seq_lens))
-    found = srt.verify.packing.verify_window(
+    found = verify_window(
         torch.tensor(table, dtype=torch.int32), torch.tensor(slots), torch.tensor(seq_lens), width
     )
     assert found.dtype == torch.int64
@@ -162,7 +143,7 @@ def test_a_window_behind_the_end_of_the_request_table_is_the_padding_slot(
 
 @pytest.mark.parametrize(("stock", "reserved", "room"), [(10, 24, 24), (32, 24, 32)])
 def test_the_request_table_holds_all_that_is_reserved_behind_the_context_limit(
-    srt: ModuleType, stock: int, reserved: int, room: int, monkeypatch: pytest.MonkeyPatch
+    stock: int, reserved: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever arguments the functions take in this SGLang."""
     from sglang.srt.mem_cache import allocation_sizing, kv_cache_configurator
@@ -172,48 +153,43 @@ def test_the_request_table_holds_all_that_is_reserved_behind_the_context_limit(
     given = inspect.signature(getattr(allocation_sizing, name)).parameters
     monkeypatch.setattr(kv_cache_configurator, name, lambda *args: stock)
     monkeypatch.setattr(allocation_sizing, "get_alloc_reserve_per_decode", lambda *args: reserved)
-    srt.compat.widen_request_table()
-    srt.compat.widen_request_table()  # by every worker of a process
+    compat.widen_request_table()
+    compat.widen_request_table()  # by every worker of a process
     assert getattr(kv_cache_configurator, name)(*given) == room
 
 
 # -- what comes back ----------------------------------------------------------------------
 
 
-def chain_input(srt: ModuleType, lens: list[int], width: int, **fields: Any) -> Any:
+def chain_input(lens: list[int], width: int, **fields: Any) -> Any:
     """Chains of which ``lens`` rows are verified."""
-    stock = MRope(lens, width, [None] * len(lens), padded=False).verify_input()
-    stock.retrieve_next_token = torch.arange(1, width + 1).repeat(len(lens), 1)
-    stock.retrieve_next_token[:, -1] = -1
     num_rows = torch.tensor(lens, dtype=torch.int32)
-    packing = srt.verify.packing.Packing(num_rows, width)
-    return srt.verify.chain.ChainVerifyInput.cut(stock, num_rows, packing=packing, **fields)
+    packing = Packing(num_rows, width)
+    stock = full_chains(len(lens), width)
+    return chain.ChainVerifyInput.cut(stock, num_rows, packing=packing, **fields)
 
 
-def test_what_sglang_calls_while_it_verifies_is_ours_and_afterwards_its_own(
-    srt: ModuleType,
-) -> None:
+def test_what_sglang_calls_while_it_verifies_is_ours_and_afterwards_its_own() -> None:
     """Nothing is replaced where nothing is packed."""
-    common = srt.verify.packed.eagle_worker_common
+    common = packed.eagle_worker_common
     names = "eagle_prepare_for_verify", "eagle_sample", "_finalize_accept_tree_path"
     before = [getattr(common, name) for name in names]
-    chains = chain_input(srt, [2, 1], width=3)
-    feedback = srt.verify.feedback.Feedback(on_cuda=False)
-    with srt.verify.packed.verifying(chains, None, feedback):
+    chains = chain_input([2, 1], width=3)
+    feedback = Feedback(on_cuda=False)
+    with packed.verifying(chains, None, feedback):
         inside = [getattr(common, name) for name in names]
     assert all(ours is not stock for ours, stock in zip(inside, before, strict=True))
     assert [getattr(common, name) for name in names] == before
     chains.packing = None
-    with srt.verify.packed.verifying(chains, None, feedback):
+    with packed.verifying(chains, None, feedback):
         assert [getattr(common, name) for name in names] == before
 
 
-def test_chains_end_where_they_were_cut_and_keep_what_sglang_hung_on_them(srt: ModuleType) -> None:
-    stock = MRope([2, 3], 3, [None, None], padded=False).verify_input()
-    stock.retrieve_next_token = torch.tensor([[1, 2, -1], [1, 2, -1]])
+def test_chains_end_where_they_were_cut_and_keep_what_sglang_hung_on_them() -> None:
+    stock = full_chains(2, width=3)
     stock.hidden_states = "undeclared"
     lens = torch.tensor([2, 3], dtype=torch.int32)
-    chains = srt.verify.chain.ChainVerifyInput.cut(stock, lens)
+    chains = chain.ChainVerifyInput.cut(stock, lens)
     assert chains.retrieve_next_token.tolist() == [[1, -1, -1], [1, 2, -1]]
     assert stock.retrieve_next_token.tolist() == [[1, 2, -1], [1, 2, -1]]
     assert (chains.hidden_states, chains.draft_token_num) == ("undeclared", 3)
@@ -224,15 +200,15 @@ def test_chains_end_where_they_were_cut_and_keep_what_sglang_hung_on_them(srt: M
 @pytest.mark.parametrize("own_acceptance", [False, True])
 @pytest.mark.parametrize("has_hidden", [False, True])
 def test_outputs_are_unpacked_for_whoever_reads_them_full(
-    srt: ModuleType, return_logprob: bool, own_acceptance: bool, has_hidden: bool,
+    return_logprob: bool, own_acceptance: bool, has_hidden: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Draft extend reads hidden states; SGLang's own acceptance and log-probabilities logits."""
     logits = torch.arange(4.0 * VOCAB).view(4, VOCAB)
     hidden = torch.arange(8.0).view(4, 2) if has_hidden else None
     output = double("LogitsProcessorOutput", next_token_logits=logits, hidden_states=hidden)
-    monkeypatch.setattr(srt.verify.chain, "match_rows", lambda *_: "ours")
-    chains = chain_input(srt, [3, 1], width=3, exact=own_acceptance)
+    monkeypatch.setattr(chain, "match_rows", lambda *_: "ours")
+    chains = chain_input([3, 1], width=3, exact=own_acceptance)
     batch = SimpleNamespace(return_logprob=return_logprob)
     accepted = chains.accept(lambda *_: "stock", batch, output)
     reads_full = return_logprob or not own_acceptance
@@ -249,26 +225,6 @@ def test_outputs_are_unpacked_for_whoever_reads_them_full(
         assert output.hidden_states is None
     else:
         assert output.hidden_states.tolist() == unpacked(hidden)
-
-
-class Unknown:
-    """An attention backend of which nothing is known."""
-
-
-@pytest.mark.parametrize(("mode", "refused"), [("ragged", True), ("auto", False)])
-def test_an_attention_backend_nobody_knows_verifies_full_width_unless_ragged_was_asked_for(
-    srt: ModuleType, mode: str, refused: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    runner = SimpleNamespace(attn_backend=Unknown(), device="cpu", model_config=None)
-    expectation = (
-        pytest.raises(ConfigError, match="--c2t-verify ragged cannot be served: attention backend")
-        if refused
-        else nullcontext()
-    )
-    with expectation:
-        assert srt.verify.chain.decide(mode, runner) is False
-    told = [record.message for record in caplog.records if "verifying full width" in record.message]
-    assert len(told) == (not refused)
 
 
 # -- ranks --------------------------------------------------------------------------------
@@ -297,29 +253,27 @@ def test_the_double_of_a_group_is_called_as_sglangs() -> None:
     assert theirs["src"].default == 0
 
 
-def test_ranks_accept_the_tokens_that_rank_zero_sampled(
-    srt: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_accept_the_tokens_that_rank_zero_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank draws by itself: seeds apart, the draws differ."""
     theirs = torch.tensor([4, 3, 2, 1])
     parallel = SimpleNamespace(tp_group=Rank(theirs))
-    monkeypatch.setattr(srt.verify.sampling, "get_parallel", lambda: parallel)
-    monkeypatch.setattr(srt.verify.sampling, "_sampler", lambda: lambda *_: torch.zeros(4).long())
+    monkeypatch.setattr(sampling, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(sampling, "_sampler", lambda: lambda *_: torch.zeros(4).long())
     names = "temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "return_sampling_masks"
     info = double("SamplingBatchInfo", **dict.fromkeys(names))
     rows = torch.tensor([0, 0, 0, 1])
-    found = srt.verify.sampling.sample_rows(torch.zeros(4, VOCAB), info, rows, rows)
+    found = sampling.sample_rows(torch.zeros(4, VOCAB), info, rows, rows)
     assert found.tolist() == theirs.tolist()
 
 
-def test_a_row_samples_with_the_parameters_of_its_request(srt: ModuleType) -> None:
+def test_a_row_samples_with_the_parameters_of_its_request() -> None:
     info = double(
         "SamplingBatchInfo",
         temperatures=torch.tensor([[0.5], [2.0]]), top_ps=torch.tensor([0.1, 0.2]),
         top_ks=torch.tensor([7, 8]), min_ps=torch.tensor([0.3, 0.4]), sampling_seed=None,
         return_sampling_masks=None,
     )  # fmt: skip
-    rows = srt.verify.sampling.per_row(info, torch.tensor([0, 1, 1]))
+    rows = sampling.per_row(info, torch.tensor([0, 1, 1]))
     assert rows.temperatures.tolist() == [[0.5], [2.0], [2.0]]
     assert rows.top_ps.tolist() == pytest.approx([0.1, 0.2, 0.2])
     assert rows.top_ks.tolist() == [7, 8, 8]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,14 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.cpu.tree_verify import verify_tree
 from sglang_c2t.plan.tiers import Tiers
+from sglang_c2t.srt.verify import tree as tree_verify
 from sglang_c2t.tree import Trees
 from tests import oracles
 from tests.doubles import double
-
-pytest.importorskip("sglang", reason="SGLang is not installed")
 
 VOCAB = 4  # so small that drafts are often right, and siblings sometimes equal
 NEVER = float("-inf")
@@ -28,16 +25,8 @@ NEVER = float("-inf")
 fast = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.fixture(scope="module")
-def verify() -> ModuleType:
-    """The module; importing it loads SGLang."""
-    from sglang_c2t.srt.verify import tree as tree_verify
-
-    return tree_verify
-
-
 @pytest.fixture(autouse=True)
-def _acceptance_on_the_cpu(verify: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def _acceptance_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang picks its kernel by the platform it saw first in this process."""
 
     def walk(*, predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor,
@@ -88,15 +77,15 @@ class Case:
             torch.tensor([len(p) for p in self.parents]), padded(sources, -1),
         )  # fmt: skip
 
-    def verify_input(self, verify: ModuleType) -> Any:
+    def verify_input(self) -> Any:
         trees = self.trees()
         shape: Any = {"parents": trees.parents, "num_steps": self.num_steps}
         packing = (
-            verify.Packing(trees.num_nodes, self.max_nodes, **shape)
+            tree_verify.Packing(trees.num_nodes, self.max_nodes, **shape)
             if self.packed
-            else verify.Packing.full(len(self.parents), self.max_nodes, "cpu", **shape)
+            else tree_verify.Packing.full(len(self.parents), self.max_nodes, "cpu", **shape)
         )
-        return verify.build_verify_input(
+        return tree_verify.build_verify_input(
             trees, self.batch(), num_steps=self.num_steps, topk=3, packing=packing
         )
 
@@ -157,10 +146,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 @fast
 @given(cases())
-def test_a_verify_input_is_its_trees_and_names_the_rows_of_the_forward(
-    verify: ModuleType, case: Case
-) -> None:
-    found = case.verify_input(verify)
+def test_a_verify_input_is_its_trees_and_names_the_rows_of_the_forward(case: Case) -> None:
+    found = case.verify_input()
     width = max(case.max_nodes, case.num_steps + 1)
     assert found.max_tree_depth == case.num_steps + 1
     assert found.packing.rows.tolist() == [b * case.max_nodes + node for b, node in case.forwarded]
@@ -179,19 +166,27 @@ def test_a_verify_input_is_its_trees_and_names_the_rows_of_the_forward(
 
 
 @fast
-@given(cases())
+@given(cases(), st.booleans())
 def test_the_target_is_given_live_nodes_with_their_slots_and_masks(
-    verify: ModuleType, case: Case
+    case: Case, captured: bool
 ) -> None:
-    """Packed back to back; the tables of the whole batch stay as they were."""
-    whole = case.verify_input(verify)
-    packed, slots = whole.packing.forwarded(whole, case.batch(), target_runner())
+    """Back to back, behind them padding up to the tier of a CUDA graph; the tables of the whole
+    batch stay as they were.
+    """
+    whole = case.verify_input()
+    tiers = Tiers(len(case.parents) + 1, case.max_nodes)
+    graphs = double("sglang_c2t.srt.verify.graphs.TieredGraphRunner", tiers=tiers)
+    runner = target_runner(graphs if captured else None)
+    packed, slots = whole.packing.forwarded(whole, case.batch(), runner)
     tokens = whole.draft_token.tolist()
     positions = whole.positions.tolist()
     at = [b * case.max_nodes + node for b, node in case.forwarded]
-    assert packed.draft_token.tolist() == [tokens[i] for i in at]
-    assert packed.positions.tolist() == [positions[i] for i in at]
-    assert slots.tolist() == [case.kv_slot(*row) for row in case.forwarded]
+    rows = tiers.pick(len(at), len(case.parents)) if captured else len(at)
+    assert rows is not None
+    padding = [0] * (rows - len(at))  # slot 0 is nobody's
+    assert packed.draft_token.tolist() == [tokens[i] for i in at] + padding
+    assert packed.positions.tolist() == [positions[i] for i in at] + padding
+    assert slots.tolist() == [case.kv_slot(*row) for row in case.forwarded] + padding
     assert packed.custom_mask.tolist() == [
         case.sees(b, row, column)
         for b, row in case.forwarded
@@ -200,28 +195,9 @@ def test_the_target_is_given_live_nodes_with_their_slots_and_masks(
     ]
     layout = packed.ragged_verify_layout
     assert layout.verify_lens.tolist() == whole.packing.num_rows.tolist()
-    assert layout.graph_num_tokens == len(at)
+    assert layout.graph_num_tokens == rows
     assert whole.draft_token.numel() == len(case.parents) * case.max_nodes
     assert whole.ragged_verify_layout is None
-
-
-@fast
-@given(cases())
-def test_a_graph_is_given_rows_up_to_its_tier_the_last_ones_padding(
-    verify: ModuleType, case: Case
-) -> None:
-    whole = case.verify_input(verify)
-    tiers = Tiers(len(case.parents) + 1, case.max_nodes)
-    graphs = double("sglang_c2t.srt.verify.graphs.TieredGraphRunner", tiers=tiers)
-    packed, slots = whole.packing.forwarded(whole, case.batch(), target_runner(graphs))
-    live = len(case.forwarded)
-    tier = tiers.pick(live, len(case.parents))
-    assert tier is not None
-    assert packed.ragged_verify_layout.graph_num_tokens == tier
-    for values in (packed.draft_token, packed.positions, slots):
-        assert len(values) == tier
-        assert values[live:].tolist() == [0] * (tier - live)  # slot 0 is nobody's
-    assert slots[:live].tolist() == [case.kv_slot(*row) for row in case.forwarded]
 
 
 # -- what comes of the logits -------------------------------------------------------------
@@ -242,11 +218,11 @@ def sampling_info(**fields: Any) -> Any:
 
 
 def matched(
-    verify: ModuleType, case: Case, logits: Tensor, mask: Any = None, **info: Any
+    case: Case, logits: Tensor, mask: Any = None, **info: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = case.batch(sampling_info=sampling_info(**info))
     output = double("LogitsProcessorOutput", next_token_logits=logits)
-    return case.verify_input(verify).accept(None, batch, output, mask)
+    return case.verify_input().accept(None, batch, output, mask)
 
 
 def assert_accepts(
@@ -269,17 +245,7 @@ def assert_accepts(
 
 @fast
 @given(cases())
-def test_greedy_acceptance_follows_the_targets_argmax(verify: ModuleType, case: Case) -> None:
-    logits = logits_of(case)
-    target = logits.argmax(dim=1).tolist()
-    assert_accepts(case, target, matched(verify, case, logits))
-
-
-@fast
-@given(cases())
-def test_sampled_acceptance_follows_one_draw_per_row_at_the_rows_own_position(
-    verify: ModuleType, case: Case
-) -> None:
+def test_sampled_acceptance_follows_one_draw_per_row_at_the_rows_own_position(case: Case) -> None:
     rng = random.Random(case.seed)
     target = [rng.randrange(VOCAB) for _ in case.forwarded]
     asked = []
@@ -291,7 +257,7 @@ def test_sampled_acceptance_follows_one_draw_per_row_at_the_rows_own_position(
     logits = logits_of(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sglang_c2t.srt.verify.accept.sample_rows", draw)
-        assert_accepts(case, target, matched(verify, case, logits, is_all_greedy=False))
+        assert_accepts(case, target, matched(case, logits, is_all_greedy=False))
     ((seen, request, positions),) = asked
     assert torch.equal(seen, logits)
     for row, (b, node) in enumerate(case.forwarded):
@@ -302,17 +268,14 @@ def test_sampled_acceptance_follows_one_draw_per_row_at_the_rows_own_position(
 
 @fast
 @given(cases())
-def test_penalties_and_biases_of_a_request_reach_all_its_rows(
-    verify: ModuleType, case: Case
-) -> None:
+def test_penalties_and_biases_of_a_request_reach_all_its_rows(case: Case) -> None:
     """SGLang's scaling penalty divides positive logits and multiplies negative ones."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     shape = (len(case.parents), VOCAB)
     additive, bias = (torch.randn(shape, generator=generator) for _ in range(2))
     scaling = torch.rand(shape, generator=generator) + 1
     before, logits = logits_of(case), logits_of(case)
-    found = matched(
-        verify, case, logits,
+    found = matched(case, logits,
         acc_additive_penalties=additive, acc_scaling_penalties=scaling, logit_bias=bias,
     )  # fmt: skip
     target = []
@@ -337,9 +300,7 @@ class Grammar:
 
 @fast
 @given(cases())
-def test_each_row_is_constrained_by_its_own_nodes_grammar_mask(
-    verify: ModuleType, case: Case
-) -> None:
+def test_each_row_is_constrained_by_its_own_nodes_grammar_mask(case: Case) -> None:
     """SGLang fills a mask for all B * N nodes; T rows were forwarded."""
     from sglang.srt.constrained.base_grammar_backend import GrammarMask
 
@@ -352,7 +313,7 @@ def test_each_row_is_constrained_by_its_own_nodes_grammar_mask(
     logits = logits_of(case)
     before = logits.clone()
     mask = GrammarMask(grammar=Grammar(), vocab_mask=torch.tensor(allowed).flatten(0, 1))
-    found = matched(verify, case, logits, mask)
+    found = matched(case, logits, mask)
     target = []
     for row, (b, node) in enumerate(case.forwarded):
         choices = [v for v in range(VOCAB) if allowed[b][node][v]]
@@ -380,12 +341,13 @@ class Pool:
 @fast
 @given(cases(), st.booleans())
 def test_the_accepted_path_moves_to_the_front_and_nothing_else_changes(
-    verify: ModuleType, case: Case, with_hidden: bool
+    case: Case, with_hidden: bool
 ) -> None:
+    """Of greedy acceptance, which follows the target's argmax."""
     logits = logits_of(case)
     target = logits.argmax(dim=1).tolist()
-    verify_input = case.verify_input(verify)
-    found = matched(verify, case, logits)
+    verify_input = case.verify_input()
+    found = matched(case, logits)
     paths = assert_accepts(case, target, found)
     predict, accept_lens, accept_index = found
     pool = Pool()
@@ -414,53 +376,3 @@ def test_the_accepted_path_moves_to_the_front_and_nothing_else_changes(
     assert tokens.shape == (len(case.parents) * width,)
     assert verify_input.accept_index is accept_index  # for recordings
     assert with_hidden or output.hidden_states is None
-
-
-# -- where trees can be verified ----------------------------------------------------------
-
-
-def runner(backend: object) -> Any:
-    return double(
-        "ModelRunner", attn_backend=backend, model_config=None, device="cpu", server_args=None
-    )
-
-
-@pytest.fixture
-def _no_exchange(verify: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_c2t.srt.compat.gathers_rows", lambda server_args: False)
-
-
-def flashinfer() -> Any:
-    return double("FlashInferAttnBackend", num_wrappers=1)
-
-
-def config(mode: str) -> C2TConfig:
-    return C2TConfig(verify=mode)
-
-
-@pytest.mark.usefixtures("_no_exchange")
-@pytest.mark.parametrize(("mode", "packed"), [("auto", True), ("ragged", True), ("static", False)])
-def test_flashinfer_verifies_trees_packed_unless_told_otherwise(
-    verify: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: str, packed: bool
-) -> None:
-    monkeypatch.setattr("sglang_c2t.srt.compat.has_recurrent_state", lambda model_config: False)
-    monkeypatch.setattr(verify.backends, "prepare", lambda *_, **__: None)
-    assert verify.decide(config(mode), runner(flashinfer())) is packed
-
-
-@pytest.mark.usefixtures("_no_exchange")
-def test_a_target_with_state_per_row_is_refused_whatever_its_attention(
-    verify: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sglang_c2t.srt.compat.has_recurrent_state", lambda model_config: True)
-    with pytest.raises(ConfigError, match="cannot verify trees: the target keeps recurrent state"):
-        verify.decide(config("auto"), runner(flashinfer()))
-
-
-@pytest.mark.parametrize("mode", ["auto", "ragged", "static"])
-def test_a_backend_that_reads_no_masks_of_ours_is_refused_by_name(
-    verify: ModuleType, mode: str
-) -> None:
-    """There is no full-width way out for trees: their mask is ours as well."""
-    with pytest.raises(ConfigError, match="cannot verify trees: attention backend Bare is not"):
-        verify.decide(config(mode), runner(type("Bare", (), {})()))

@@ -11,8 +11,6 @@ from typing import Any
 
 from sglang_c2t.cpu import OPS
 
-__all__ = ["IS_STAND_IN", "__version__"]  # the ops are served by __getattr__
-
 IS_STAND_IN = True
 
 

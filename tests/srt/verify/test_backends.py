@@ -1,0 +1,81 @@
+"""Which targets verify packed rows, and what is said of the others."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from sglang.srt.utils import common
+
+from sglang_c2t.config import C2TConfig
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.probes import attribute_names
+from sglang_c2t.srt.verify import backends, chain, tree
+from tests.doubles import double, real_class
+from tests.refusals import refused
+
+MODES = ("auto", "ragged", "static")
+
+
+def target(
+    monkeypatch: pytest.MonkeyPatch, *, exchanges: bool = False, recurrent: bool = False,
+    backend: Any = None, **of_backend: Any,
+) -> Any:  # fmt: skip
+    """A target on a GPU; FlashInfer unless it has another backend."""
+    monkeypatch.setattr(common, "require_gathered_buffer", lambda: exchanges)
+    monkeypatch.setattr(compat, "has_recurrent_state", lambda model_config: recurrent)
+    attention = backend or double("FlashInferAttnBackend", **{"num_wrappers": 1, **of_backend})
+    return double(
+        "ModelRunner", attn_backend=attention, model_config=None, device="cuda", server_args=None
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_flashinfer_verifies_packed_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Trees of full width have masks of ours, so that the target is prepared for them as well."""
+    prepared: list[bool] = []
+    monkeypatch.setattr(backends, "prepare", lambda *_, trees, max_rows: prepared.append(trees))
+    runner = target(monkeypatch)
+    assert tree.decide(C2TConfig(verify=mode), runner) is (mode != "static")
+    assert chain.decide(mode, runner) is (mode != "static")
+    assert prepared == ([True] if mode == "static" else [True, False])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("different", "reason"),
+    [
+        ({"backend": object()}, "attention backend object is not known to read packed rows"),
+        ({"num_wrappers": 2}, "FlashInfer with sliding windows or cross attention"),
+        pytest.param(
+            {"kv_index_translator": double("KVIndexTranslator", reads_are_translated=True)},
+            "the KV pool hands out translated slots",
+            marks=pytest.mark.skipif(
+                "kv_index_translator" not in attribute_names(real_class("FlashInferAttnBackend")),
+                reason="this SGLang does not translate",
+            ),
+        ),
+        # MoE all-to-all wants multiples of the ranks, and row counts agreed on before.
+        ({"exchanges": True}, "ranks exchange rows inside the model (--moe-a2a-backend"),
+        ({"recurrent": True}, "the target keeps recurrent state"),
+    ],
+)
+def test_what_cannot_verify_packed_rows_is_refused_by_name_or_verifies_full_width(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str,
+    different: dict[str, Any], reason: str,
+) -> None:  # fmt: skip
+    """Chains verify full width unless ragged was asked for; trees have no such way out: their
+    mask is ours as well.
+    """
+    runner = target(monkeypatch, **different)
+    with refused(f"cannot verify trees: {reason}"):
+        tree.decide(C2TConfig(verify=mode), runner)
+    ragged = refused(f"--c2t-verify ragged cannot be served: {reason}")
+    with ragged if mode == "ragged" else nullcontext():
+        assert chain.decide(mode, runner) is False
+    assert (f"verifying full width (same output, no saving): {reason}" in caplog.text) == (
+        mode == "auto"
+    )
