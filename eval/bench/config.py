@@ -34,7 +34,8 @@ T = TypeVar("T")
 class ModelConfig:
     """The pair that is served. ``demo`` stands for the models in this repository, ``demo:130`` for
     its target with the weight of 130 million parameters and the same outputs
-    (:mod:`eval.demo_models.weighted`), ``shape:8b`` for a shape of :mod:`eval.gpu.models`, whose weights SGLang draws.
+    (:mod:`eval.demo_models.weighted`), ``shape:8b`` for a shape of :mod:`eval.gpu.models`, whose
+    weights SGLang draws.
     """
 
     target: str = DEMO

@@ -41,8 +41,10 @@ class ChainGate(Gate):
         self._keeps_all: Tensor | None = None  # [B] bool; None: of nobody
         self._joint = torch.ones(0)  # [B]; like the next only with a program
         self._output: GateOutput
+        self.planned = False
+        """Whether somebody plans by the confidences of all layers."""
         self.confidences: list[Tensor] = []
-        """[B] of each layer judged in this step; empty if no program judged it."""
+        """[B] of each layer judged in this step, where somebody plans by them."""
 
     def begin(self, slots: Tensor) -> None:
         """Start a step for the requests in ``slots`` [B], and judge their first tokens."""
@@ -60,7 +62,8 @@ class ChainGate(Gate):
         self._joint = first.prob[0]
         self._alive = first.confidence[0] >= self.program.beta
         self._num_kept = self._alive.int()
-        self.confidences.append(first.confidence[0])
+        if self.planned:
+            self.confidences.append(first.confidence[0])
         self._output = GateOutput.empty(len(slots), 1, slots.device)._replace(
             joint=self._joint[:, None], keep=self._alive[:, None]
         )
@@ -71,7 +74,10 @@ class ChainGate(Gate):
             self._judge(measure(logits, self._names, hidden=hidden))
             return
         self._depth += 1
-        confidence = torch.empty_like(self._output.confidence)  # the layer's own: plans read it
+        if self.planned:  # each layer's are its own
+            fresh = torch.empty_like(self._output.confidence)
+            self._output = self._output._replace(confidence=fresh)
+            self.confidences.append(fresh[:, 0])
         judge_layer(
             logits,
             self.program,
@@ -80,10 +86,9 @@ class ChainGate(Gate):
             joint=self._joint,
             alive=self._alive,
             num_kept=self._num_kept,
-            out=self._output._replace(confidence=confidence),
+            out=self._output,
             tokens=False,  # SGLang's loop chooses them
         )
-        self.confidences.append(confidence[:, 0])
 
     def any_alive(self) -> bool:
         """Whether any chain may still grow. Reads the host: eager mode only.

@@ -146,9 +146,7 @@ def policy_names() -> list[str]:
 def tree_policy_names() -> list[str]:
     """All names that trees accept."""
     gates = [
-        cls.name
-        for cls in (*TRAINED, *PLAIN)
-        if hasattr(cls, "confidence") and not issubclass(cls, (Auto, RowsOnly))
+        cls.name for cls in (*TRAINED, *PLAIN) if hasattr(cls, "confidence") and not plans(cls)
     ]
     return sorted([*TREE_POLICIES, *gates, *(gate + ON_EAGLE2 for gate in gates)])
 

@@ -2,7 +2,12 @@
 
 They cut nothing by a threshold. The server asks their planner (:mod:`sglang_c2t.plan.planner`)
 before each step how many layers to draft and how many rows to verify, and the best drafts of the
-batch are verified.
+batch are verified: the objective of vLLM's adaptive verification (vllm-project/vllm PR 47808) with
+the number of layers as a second choice, which is ours.
+
+Sampled drafts: keep-then-stop, as the gates whose confidences are ranked. Drafts are argmax here,
+and what is verified depends on them, on what was committed and on the load: never on the noise
+that acceptance draws.
 """
 
 from __future__ import annotations
@@ -33,8 +38,8 @@ class Auto(C2TPlus):
 class RowsOnly(DyMax):
     """All layers are drafted, and the rows planned with vLLM's estimator of acceptance.
 
-    The rule of vLLM's adaptive verification (vllm-project/vllm pull requests 47808 and 52228) on
-    costs that are measured here: the baseline of :class:`Auto`.
+    The rule of vLLM's adaptive verification (vllm-project/vllm PR 47808 and 52228) on costs that
+    are measured here: the baseline of :class:`Auto`.
     """
 
     beta: ClassVar[float] = 0.0  # type: ignore[misc]
@@ -46,5 +51,5 @@ class RowsOnly(DyMax):
 
 
 def plans(policy: object) -> bool:
-    """Whether the policy is one that plans."""
-    return isinstance(policy, (Auto, RowsOnly))
+    """Whether the policy, or the class of one, is one that plans."""
+    return hasattr(policy, "planner")

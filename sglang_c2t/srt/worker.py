@@ -166,11 +166,14 @@ class WorkerMixin(EAGLEWorkerV2):
         if forgets and planning is None:
             raise ConfigError(f"policy {policy.name} learns nothing while it serves")
         draft.gate.switch(policy, captured=captured)
-        self._planning = draft.planning = planning
+        self._plan_with(planning)
         if forgets and planning is not None:
             planning.planner.reset()
         self._config = config
         return config
+
+    def _plan_with(self, planning: Planning | None) -> None:
+        """Plan the next steps so; ``None``: nobody plans them."""
 
     def _planning_for(self, policy: Any) -> Planning | None:
         """What plans the steps of this policy, if it wants that; :class:`ConfigError` where it
@@ -224,8 +227,13 @@ class ChainWorkerMixin(WorkerMixin):
         draft, runner = self._draft_worker, self.target_worker.model_runner
         draft.packed = chain.decide(self._config.verify, runner)
         draft.exact = compat.accepts_exactly(self.server_args)
-        self._planning = draft.planning = self._planning_for(draft.gate.served.policy)
+        self._plan_with(self._planning_for(draft.gate.served.policy))
         self._announce(f"{'ragged' if draft.packed else 'static'} verification of chains")
+
+    def _plan_with(self, planning: Planning | None) -> None:
+        draft = self._draft_worker
+        self._planning = draft.planning = planning
+        draft.gate.planned = planning is not None
 
     def _planning_for(self, policy: Any) -> Planning | None:
         draft = self._draft_worker

@@ -282,9 +282,9 @@ class Raises:
 
 
 MENU = (
-    "c2t, c2t-eagle2, c2t-log, c2t-log-eagle2, c2t-plus, c2t-plus-eagle2, dyjoint, "
+    "auto, c2t, c2t-eagle2, c2t-log, c2t-log-eagle2, c2t-plus, c2t-plus-eagle2, dyjoint, "
     "dyjoint-eagle2, dymax, dymax-eagle2, eagle2, entropy, entropy-width, fixed, fork, logistic, "
-    "logistic-eagle2, mcsd, mcsd-hidden, static, or module:Class of your own"
+    "logistic-eagle2, mcsd, mcsd-hidden, rows-only, static, or module:Class of your own"
 )
 
 

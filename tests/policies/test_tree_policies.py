@@ -193,7 +193,7 @@ WHOLE = "must be a whole number >= 1, got"
             (n, {}, f"policy {n} cuts chains only: set --speculative-eagle-topk 1")
             for n in ("fixed", "entropy", "mcsd", "entropy-eagle2")
         ),
-        ("nonsense", {}, "unknown c2t policy 'nonsense'; known: c2t, c2t-eagle2, "),
+        ("nonsense", {}, "unknown c2t policy 'nonsense'; known: auto, c2t, c2t-eagle2, "),
         ("no_such_module:Rule", {}, "cannot load c2t policy"),
     ],
 )

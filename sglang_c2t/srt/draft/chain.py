@@ -125,7 +125,7 @@ class ChainDraftMixin(DraftWatcher):
             self.gate.begin(forward_batch.req_pool_indices)
         with self._watching(self._draft_layer):
             parents, scores, tokens, probs = super().draft_forward(forward_batch)
-        if self.planning is not None and self.gate.confidences:
+        if self.planning is not None and self.gate.program is not None:
             self.planning.drafted(self.gate.confidences)
         self._lens[: len(forward_batch.req_pool_indices)] = self.gate.verify_lens
         # Layers that were not drafted lie behind every cut.

@@ -80,9 +80,7 @@ class _Step:
     start: Mark
     draft: list[Mark] = field(default_factory=list)
     verify: list[Mark] = field(default_factory=list)
-    rows: int = 0
-    end: Mark | None = None
-    """When the next step started; ``None``: something else came between."""
+    forwarded: int = 0
 
 
 class Planning:
@@ -122,7 +120,8 @@ class Planning:
         self._confidences = torch.ones((slots, layers), device=device)
         self._survivals = torch.ones((slots, layers), device=device)
         self._outcomes: deque[tuple[HostSizes, int]] = deque(maxlen=LONGEST_LAG)
-        self._times: deque[_Step] = deque(maxlen=LONGEST_LAG)
+        self._times: deque[tuple[_Step, Mark]] = deque(maxlen=LONGEST_LAG)
+        """Steps, and when the next one started."""
         self._step: _Step | None = None
         self._known_first = np.full(1, 0.5)
         self._learnt = 0
@@ -132,8 +131,7 @@ class Planning:
         start = Mark(self._on_cuda)
         start.set()
         if self._step is not None:
-            self._step.end = start
-            self._times.append(self._step)
+            self._times.append((self._step, start))
         self._learn()
         if not self._on_cuda:
             self._known_first = first().confidence[0].numpy().astype(np.float64)
@@ -220,7 +218,7 @@ class Planning:
             yield
         if self._step is not None:
             self._step.verify = [begin, end]
-            self._step.rows = packing.forwarded_rows
+            self._step.forwarded = packing.forwarded_rows
 
     def verified(self, layers: int, num_rows: Tensor, accept_lens: Tensor) -> None:
         """The outcome of a step, of each request [B]: rows verified, root included, and tokens
@@ -245,21 +243,21 @@ class Planning:
             self._learnt += 1
             if self._learnt % REFRESH_EVERY == 0:
                 self._survival.refresh(self.planner.survival)
-        while self._times and self._times[0].end is not None and self._times[0].end.passed:
-            self._learn_time(self._times.popleft())
+        while self._times and self._times[0][1].passed:
+            self._learn_time(*self._times.popleft())
         if self.state_file is not None:
             self.state_file.save_now_and_then()
 
-    def _learn_time(self, step: _Step) -> None:
-        if not step.verify or step.end is None:
+    def _learn_time(self, step: _Step, end: Mark) -> None:
+        if not step.verify:
             return
         self.planner.learn_time(
             step.plan,
-            rows=step.rows,
+            rows=step.forwarded,
             batch=step.batch,
             verify_ms=step.verify[0].until(step.verify[1]),
             draft_ms=step.draft[0].until(step.draft[1]) if step.draft else 0.0,
-            step_ms=step.start.until(step.end),
+            step_ms=step.start.until(end),
         )
 
     def _rows(self, batch: int) -> list[int]:

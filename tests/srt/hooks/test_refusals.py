@@ -94,7 +94,7 @@ def test_without_the_flag_nothing_is_published() -> None:
     [
         (["--c2t-beta", "1.5"], "beta must be a number in (0, 1), got 1.5"),
         (["--c2t-beta", "high"], "argument --c2t-beta: invalid float value: 'high'"),
-        (["--c2t-policy", "nonsense"], "unknown c2t policy 'nonsense'; known: c2t, c2t-eagle2"),
+        (["--c2t-policy", "nonsense"], "unknown c2t policy 'nonsense'; known: auto, c2t, c2t"),
         (["--c2t-classifier", "/absent.safetensors"], "cannot read its card absent.json"),
         (["--c2t-config", "/absent.json"], "cannot read c2t config file /absent.json"),
         (["--c2t-record", "/proc/absent"], "cannot write c2t recordings to /proc/absent"),

@@ -82,6 +82,7 @@ def test_launches_are_counted_and_views_are_free() -> None:
 #: Launches of a chain's step from the relayed first tokens to those of the next step, five
 #: layers. A program has eight around its ten kernels.
 CHAINS = {
+    "auto": 18,
     "c2t": 18,
     "c2t-log": 18,
     "c2t-plus": 18,
@@ -91,6 +92,7 @@ CHAINS = {
     "fixed": 78,
     "logistic": 240,
     "mcsd": 130,
+    "rows-only": 18,
 }
 
 
