@@ -27,20 +27,25 @@ from torch import Tensor
 from sglang_c2t.kernels.rows import block_of, block_of_batch, runs_triton
 
 
-def rows_within(survival: Tensor, drafts: int, whole: Tensor | None = None) -> Tensor:
+def rows_within(
+    survival: Tensor, drafts: int, whole: Tensor | None = None, *, layers: int | None = None
+) -> Tensor:
     """[B] int32 in [1, d + 1]: rows of each request, root included.
 
     Args:
-        survival: [B, d] float32 in [0, 1], falling along each row.
+        survival: [B, D] float32 in [0, 1], falling along each row; rows may lie further apart.
+        layers: d, how many of the D count; ``None``: all. No constant of the kernel, but D is.
         drafts: How many to keep of the requests that are not ``whole``.
         whole: [B] bool: requests whose drafts are kept to the end, beside these. ``None``: none.
     """
+    batch, most = survival.shape
+    layers = most if layers is None else layers
     if not runs_triton(survival):
-        return rows_within_torch(survival, drafts, whole)
-    batch, layers = survival.shape
+        return rows_within_torch(survival[:, :layers], drafts, whole)
     rows = survival.new_empty(batch, dtype=torch.int32)
     _rows_within_kernel[(1,)](
-        survival.contiguous(),
+        survival,
+        survival.stride(0),
         rows if whole is None else whole,
         rows,
         drafts,
@@ -48,14 +53,14 @@ def rows_within(survival: Tensor, drafts: int, whole: Tensor | None = None) -> T
         layers,
         ANY_WHOLE=whole is not None,
         BLOCK_B=block_of_batch(batch),
-        BLOCK_D=block_of(layers),
+        BLOCK_D=block_of(most),
         num_warps=4,
     )
     return rows
 
 
 def rows_within_torch(survival: Tensor, drafts: int, whole: Tensor | None = None) -> Tensor:
-    """:func:`rows_within` in plain torch."""
+    """:func:`rows_within` of all layers in plain torch."""
     batch, layers = survival.shape
     ranked = survival if whole is None else survival.masked_fill(whole[:, None], -1.0)
     # Layer by layer and stable: of equals the shallower first.
@@ -68,15 +73,15 @@ def rows_within_torch(survival: Tensor, drafts: int, whole: Tensor | None = None
     return 1 + kept.sum(dim=0, dtype=torch.int32)
 
 
-@triton.jit(do_not_specialize=["drafts", "batch", "layers"])
+@triton.jit(do_not_specialize=["stride", "drafts", "batch", "layers"])
 def _rows_within_kernel(
-    survival, whole, rows, drafts, batch, layers,
+    survival, stride, whole, rows, drafts, batch, layers,
     ANY_WHOLE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     request = tl.arange(0, BLOCK_B)
     layer = tl.arange(0, BLOCK_D)
     real = (request < batch)[None, :] & (layer < layers)[:, None]  # [D, B]
-    values = tl.load(survival + request[None, :] * layers + layer[:, None], mask=real, other=0.0)
+    values = tl.load(survival + request[None, :] * stride + layer[:, None], mask=real, other=0.0)
     # Floats that are not negative are ordered as their bits are.
     keys = tl.maximum(values, 0.0).to(tl.int32, bitcast=True)
     all_of_it = tl.zeros([BLOCK_B], dtype=tl.int1)

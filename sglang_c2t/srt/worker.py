@@ -47,7 +47,7 @@ from sglang_c2t.srt.verify import chain, tree
 from sglang_c2t.srt.verify.feedback import Feedback
 from sglang_c2t.srt.verify.packed import PackedVerifyInput, verifying
 from sglang_c2t.srt.verify.packing import tiers_of
-from sglang_c2t.srt.verify.warm_up import warm_up
+from sglang_c2t.srt.verify.warm_up import one_of_each, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,9 @@ class WorkerMixin(EAGLEWorkerV2):
                 trees=trees,
                 num_steps=self.speculative_num_steps,
             )
+
+        if runner.device == "cuda" and self._planning is not None:
+            self._planning.warm_up(one_of_each(runner.max_running_requests))
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify what the gate left of the batch's drafts, and report it."""

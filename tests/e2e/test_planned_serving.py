@@ -13,7 +13,7 @@ import requests
 
 from eval.server import Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import run_load
-from tests.e2e.conftest import BODIES, CONCURRENCY, run_beside_posts
+from tests.e2e.conftest import BODIES, run_beside_posts
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Planned:
         return found
 
 
-@pytest.fixture(scope="module", params=["EAGLE3", "STANDALONE"])
-def planned(request: pytest.FixtureRequest, logs: Path) -> Iterator[Planned]:
-    state = logs / f"planner-{request.param}.json"
+@pytest.fixture(scope="module")
+def planned(logs: Path) -> Iterator[Planned]:
+    state = logs / "planner.json"
     state.write_text('{"version": 1, "planner": "of a server that died while writing"')
     flags = ("--c2t", "--c2t-policy", "auto", "--c2t-state", str(state), "--enable-metrics")
-    launch = Launch(f"planned-{request.param}", (*speculative_flags(request.param), *flags))
+    launch = Launch("planned", (*speculative_flags("EAGLE3"), *flags))
     with running(launch, logs) as server:
         yield Planned(server, state)
 
@@ -41,7 +41,7 @@ def planned(request: pytest.FixtureRequest, logs: Path) -> Iterator[Planned]:
 def test_outputs_are_those_without_speculation_at_every_load(
     planned: Planned, expected: list[tuple[int, ...]]
 ) -> None:
-    for concurrency in (1, 4, CONCURRENCY, len(BODIES)):
+    for concurrency in (4, len(BODIES)):
         planned.server.flush_cache()
         assert run_load(planned.server.url, BODIES, concurrency=concurrency).outputs == expected
 

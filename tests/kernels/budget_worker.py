@@ -41,6 +41,9 @@ def check(rng: random.Random, batch: int, layers: int, device: str = "cpu") -> N
         for chosen in (None, whole):
             mask = None if chosen is None else torch.tensor(chosen, device=device)
             found = rows_within(values, drafts, mask)
+            # As a table of more layers holds them.
+            table = torch.nn.functional.pad(values, (0, 3), value=1.0)
+            assert rows_within(table, drafts, mask, layers=layers).equal(found)
             assert found.dtype == torch.int32
             assert found.tolist() == slowly(survival, drafts, chosen or [False] * batch), (
                 survival, drafts, chosen,

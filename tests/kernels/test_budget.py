@@ -46,7 +46,7 @@ def test_the_twin_reads_nothing_on_the_host() -> None:
 @pytest.mark.parametrize("any_whole", [False, True])
 def test_the_kernel_compiles_for_an_h100(size: int, any_whole: bool) -> None:
     kernel = compiled(
-        budget._rows_within_kernel, torch.float32, torch.bool, torch.int32, size, size, size,
+        budget._rows_within_kernel, torch.float32, size, torch.bool, torch.int32, size, size, size,
         ANY_WHOLE=any_whole, BLOCK_B=256, BLOCK_D=8,
     )  # fmt: skip
     require_no_spills(kernel)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,6 +126,13 @@ class Planning:
         self._known_first = np.full(1, 0.5)
         self._learnt = 0
 
+    def warm_up(self, batches: Iterable[int]) -> None:
+        """Compile what is launched outside of graphs, for batches of these sizes."""
+        for batch in batches:
+            whole = torch.zeros(batch, dtype=torch.bool, device=self._survivals.device)
+            for chosen in (None, whole):
+                rows_within(self._survivals[:batch], 0, chosen)
+
     def begin(self, batch: int, first: Callable[[], FirstLayer]) -> Choice:
         """Layers to draft in this step; ``first`` gives what is known of its first drafts."""
         start = Mark(self._on_cuda)
@@ -197,7 +204,7 @@ class Planning:
             num_whole = min(num_whole + 1, batch)
         wanted = step.plan.rows - batch - num_whole * layers
         drafts = min(max(wanted, 0), (batch - num_whole) * layers)
-        lens = rows_within(self._survivals[:batch, :layers], drafts, whole)
+        lens = rows_within(self._survivals[:batch], drafts, whole, layers=layers)
         return lens, batch + drafts + num_whole * layers
 
     @contextmanager

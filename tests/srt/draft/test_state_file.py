@@ -1,0 +1,116 @@
+"""What a planner has learnt is kept, and a file that cannot be used costs nothing but the start."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_c2t.config import ConfigError
+from sglang_c2t.plan.planner import Planner
+from sglang_c2t.plan.survival import Survival
+from sglang_c2t.srt.draft import state_file
+from sglang_c2t.srt.draft.state_file import StateFile
+
+MODELS = {"target": "a", "draft": "b", "num_steps": 3, "policy": "auto"}
+CHAINS = np.array([[0.9, 0.5, 0.2]])
+
+
+def taught() -> Planner:
+    planner = Planner(3, Survival(3))
+    for _ in range(50):
+        planner.learn_drafts(CHAINS, np.array([3]), np.array([1]))
+    return planner
+
+
+def survival(planner: Planner) -> list[float]:
+    values: list[float] = planner.survival.of_chains(CHAINS)[0].tolist()
+    return values
+
+
+COLD = survival(Planner(3, Survival(3)))
+
+
+def test_a_planner_goes_on_where_another_ended(tmp_path: Path) -> None:
+    path, first, second = tmp_path / "state.json", taught(), Planner(3, Survival(3))
+    StateFile(path, first, MODELS).save()
+    StateFile(path, second, MODELS)
+    assert survival(second) == pytest.approx(survival(first))
+    assert survival(second) != pytest.approx(COLD)
+
+
+def content(**changes: Any) -> str:
+    planner = taught().state()
+    return json.dumps({"version": 1, "learnt_on": MODELS, "planner": planner} | changes)
+
+
+BAD_COUNTS = {"survival": {"counts": [[[1, -1]]]}, "cost": {"verify": {}, "layer": {}, "rest": {}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "Expecting value"),
+        ('{"version": 1', "Expecting"),
+        ("[]", "no state of version 1"),
+        (content(version=2), "no state of version 1"),
+        (content(learnt_on={**MODELS, "draft": "c"}), "learnt on"),
+        (content(planner=[]), "its planner is no object"),
+        (content(planner={}), "survival"),
+        (content(planner=BAD_COUNTS), "shape"),
+        (content(planner=taught().state() | {"cost": {"verify": {"x": 1}}}), "invalid literal"),
+        ("\ud83d" + "x", ""),
+        (" " * (state_file.LARGEST + 1), "too many for a state"),
+    ],
+)
+def test_what_cannot_be_used_is_told_in_one_line_and_the_start_is_cold(
+    text: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, planner = tmp_path / "state.json", Planner(3, Survival(3))
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with caplog.at_level(logging.WARNING):
+        StateFile(path, planner, MODELS)
+    (line,) = caplog.messages
+    assert "starts cold" in line
+    assert said in line
+    assert "\n" not in line
+    assert survival(planner) == COLD
+    assert planner.cost.state() == {"verify": {}, "layer": {}, "rest": {}}
+    assert json.loads(path.read_text())["version"] == 1, "ours is in its place"
+
+
+def test_a_place_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent is no directory, for the file state"):
+        StateFile(tmp_path / "absent" / "state", taught(), MODELS)
+    (tmp_path / "state").mkdir()
+    with pytest.raises(ConfigError, match="state cannot be written"):
+        StateFile(tmp_path / "state", taught(), MODELS)
+
+
+def test_serving_goes_on_where_writing_fails_and_the_log_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "later"
+    folder.mkdir()
+    kept = StateFile(folder / "state.json", taught(), MODELS)
+    (folder / "state.json").unlink()
+    folder.rmdir()
+    for _ in range(3):
+        kept.save()
+    assert len([line for line in caplog.messages if "cannot write" in line]) == 1
+
+
+def test_it_is_written_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, planner = tmp_path / "state.json", Planner(3, Survival(3))
+    kept = StateFile(path, planner, MODELS)
+    before = path.read_text()
+    planner.learn_drafts(CHAINS, np.array([3]), np.array([1]))
+    kept.save_now_and_then()
+    assert path.read_text() == before
+    monkeypatch.setattr(state_file, "EVERY", 0.0)
+    kept.save_now_and_then()
+    assert path.read_text() != before
