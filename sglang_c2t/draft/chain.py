@@ -115,11 +115,6 @@ class ChainGate(Gate):
         return self._agree(verify_lens)
 
     @property
-    def keeps_all(self) -> Tensor | None:
-        """[B] bool: whose drafts stay whole; ``None``: nobody's."""
-        return self._keeps_all
-
-    @property
     def depth(self) -> int:
         """Layers judged in this step."""
         return self._depth

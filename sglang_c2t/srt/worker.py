@@ -237,6 +237,8 @@ class ChainWorkerMixin(WorkerMixin):
         draft = self._draft_worker
         self._planning = draft.planning = planning
         draft.gate.planned = planning is not None
+        if planning is not None:
+            planning.interrupted()
 
     def _planning_for(self, policy: Any) -> Planning | None:
         draft = self._draft_worker

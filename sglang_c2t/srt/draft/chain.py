@@ -66,7 +66,10 @@ class ChainDraftMixin(DraftWatcher):
         """Draft chains; each ends where the gate ended it."""
         if batch.forward_mode.is_idle():
             return super().draft(batch, *args, **kwargs)
-        planning = None if self.gate.exploring else self.planning
+        planning = self.planning
+        if self.gate.exploring:  # recorded: whole drafts, and times that say nothing
+            self._interrupted()
+            planning = None
         steps = self._steps_for(batch) if planning is None else self._planned_steps(batch, planning)
         self.drafted_rows = steps + 1
         with self._eager_if_recorded(), self._drafting(steps):
@@ -103,13 +106,13 @@ class ChainDraftMixin(DraftWatcher):
         """Layers to draft, as planned; all where somebody asked for all."""
         slots = batch.req_pool_indices
         choice = planning.begin(len(slots), lambda: self.gate.first_tokens.judged(slots))
-        self._num_whole = sum(map(opts_out, batch.reqs)) if self.gate.opt_outs.any else 0
-        return self._all_steps if self._num_whole else choice.plan.layers
+        out = map(opts_out, batch.reqs) if self.gate.opt_outs.any else ()
+        self._whole = [request for request, opted in enumerate(out) if opted]
+        return self._all_steps if self._whole else choice.plan.layers
 
     def _planned(self, verify_input: Any, batch: Any, planning: Planning) -> ChainVerifyInput:
         """Chains cut where the plan's rows are spent."""
-        whole = self.gate.opt_outs.whole(batch.req_pool_indices) if self._num_whole else None
-        lens, total = planning.settle(self.drafted_rows - 1, whole, self._num_whole)
+        lens, total = planning.settle(self.drafted_rows - 1, self._whole)
         lens, width = self.gate.finalize(lens), verify_input.draft_token_num
         if total < len(lens) * width:
             packing = Packing(lens, width, total=total)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,13 +182,12 @@ class Planning:
         if self._step is not None and self._step.draft:
             self._step.draft[1].set()
 
-    def settle(self, layers: int, whole: Tensor | None, num_whole: int) -> tuple[Tensor, int]:
+    def settle(self, layers: int, whole: Collection[int] = ()) -> tuple[Tensor, int]:
         """Rows to verify of each request [B] int32, root included, and of all of them.
 
         Args:
             layers: d, drafted.
-            whole: [B] bool: whose drafts are verified to the end, come what may.
-            num_whole: How many of them.
+            whole: Which of the B requests' drafts are verified to the end, come what may.
         """
         step = self._step
         assert step is not None, "settled before it began"
@@ -198,14 +197,22 @@ class Planning:
             plan = self.planner.settle(seen, self._rows(batch))
             (rows,) = self._agree([plan.rows])
             step.plan = plan._replace(rows=rows)
-        if step.choice.whole is not None:
-            extra = torch.arange(batch, device=self._survivals.device) == step.choice.whole
-            whole = extra if whole is None else whole | extra
-            num_whole = min(num_whole + 1, batch)
-        wanted = step.plan.rows - batch - num_whole * layers
-        drafts = min(max(wanted, 0), (batch - num_whole) * layers)
-        lens = rows_within(self._survivals[:batch], drafts, whole, layers=layers)
-        return lens, batch + drafts + num_whole * layers
+        whole = {*whole} if step.choice.whole is None else {*whole, step.choice.whole}
+        wanted = step.plan.rows - batch - len(whole) * layers
+        drafts = min(max(wanted, 0), (batch - len(whole)) * layers)
+        mask = self._mask(batch, whole) if whole else None
+        lens = rows_within(self._survivals[:batch], drafts, mask, layers=layers)
+        return lens, batch + drafts + len(whole) * layers
+
+    def _mask(self, batch: int, chosen: Collection[int]) -> Tensor:
+        """[B] bool where drafts are: true at the ``chosen``. From the host, so that the total is
+        that of the device.
+        """
+        mask = torch.zeros(batch, dtype=torch.bool)
+        mask[list(chosen)] = True
+        if self._on_cuda:  # a copy from pageable memory would wait for the device
+            mask = mask.pin_memory()
+        return mask.to(self._survivals.device, non_blocking=True)
 
     @contextmanager
     def timing(self, target_worker: Any, packing: Packing) -> Iterator[None]:

@@ -1,0 +1,163 @@
+"""What a server tells its planner, and what it makes of the answers; on the host's own clock."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_c2t.draft.slots import FirstLayer
+from sglang_c2t.plan.plan import Plan
+from sglang_c2t.plan.planner import Choice, Planner
+from sglang_c2t.plan.survival import Survival
+from sglang_c2t.plan.tiers import Tiers
+from sglang_c2t.srt.draft.planning import Planning, every_few
+from sglang_c2t.srt.verify.packing import Packing
+from tests.doubles import double
+
+LAYERS, SLOTS = 4, 8
+
+
+class Scripted(Planner):
+    """Chooses what the test says, and remembers what it is told."""
+
+    def __init__(self, layers: int = LAYERS, rows: int = 6, whole: int | None = None) -> None:
+        super().__init__(LAYERS, Survival(LAYERS))
+        self.plan, self.whole = Plan(layers, rows, 1.0, 1.0), whole
+        self.first: list[float] = []
+        self.rows_to_choose: list[int] = []
+        self.drafts: list[tuple[Any, ...]] = []
+        self.times: list[dict[str, float]] = []
+
+    def choose(self, first: Any, batch: int, tiers: Any, depths: Any = None) -> Choice:
+        self.first, self.rows_to_choose = first.tolist(), list(tiers)
+        return Choice(self.plan, "plan", self.whole)
+
+    def settle(self, confidences: Any, tiers: Any) -> Plan:
+        return self.plan
+
+    def learn_drafts(self, *told: Any) -> None:
+        self.drafts.append(told)
+
+    def learn_time(self, choice: Plan, **told: Any) -> None:
+        self.times.append(told)
+
+
+def planning_of(planner: Planner, tiers: Tiers | None = None) -> Planning:
+    return Planning(planner, tiers=lambda: tiers, width=LAYERS + 1, slots=SLOTS, device="cpu")
+
+
+def first(*confidences: float) -> Any:
+    known = torch.tensor([confidences])
+    return lambda: FirstLayer(known[0], known, known)
+
+
+def draft(planning: Planning, confidences: np.ndarray) -> None:
+    planning.drafted(torch.tensor(confidences, dtype=torch.float32).unbind(dim=1))
+
+
+def verify(planning: Planning, rows: int, milliseconds: float = 0.0) -> None:
+    """SGLang's target worker forwards so many rows."""
+    target = double("TpModelWorker", model_runner=double("ModelRunner"))
+    target.model_runner.decode_cuda_graph_runner = None
+    target.forward_batch_generation = lambda: time.sleep(milliseconds / 1e3)
+    packing = Packing.full(1, 1, "cpu")
+    packing.forwarded_rows = rows
+    with planning.timing(target, packing):
+        target.forward_batch_generation()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, SLOTS), st.integers(1, LAYERS), st.booleans())
+def test_the_best_drafts_get_the_rows_and_who_wants_all_gets_all(
+    seed: int, batch: int, layers: int, explores: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    rows = int(rng.integers(batch, batch * (LAYERS + 1) + 1))
+    planner = Scripted(layers, rows, whole=int(rng.integers(batch)) if explores else None)
+    planning = planning_of(planner)
+    planning.begin(batch, first(*rng.uniform(size=batch)))
+    confidences = rng.uniform(size=(batch, layers))
+    draft(planning, confidences)
+    wants_all = rng.uniform(size=batch) < 0.3
+    lens, total = planning.settle(layers, np.flatnonzero(wants_all).tolist())
+    if explores:
+        wants_all[planner.whole] = True
+    assert lens.sum() == total
+    assert (lens[torch.tensor(wants_all)] == layers + 1).all()
+    others = int((~wants_all).sum())
+    budget = rows - batch - layers * int(wants_all.sum())
+    kept = (lens[torch.tensor(~wants_all)] - 1).numpy()
+    assert kept.sum() == min(max(budget, 0), others * layers)
+    survival = planner.survival.of_chains(confidences.astype(np.float32))[~wants_all]
+    taken = np.arange(layers) < kept[:, None]
+    if taken.any() and not taken.all():
+        assert survival[taken].min() >= survival[~taken].max() - 1e-6
+
+
+def test_a_step_is_timed_from_its_start_to_the_next_one() -> None:
+    planner = Scripted()
+    planning = planning_of(planner)
+    for _ in range(2):
+        planning.begin(2, first(0.5, 0.5))
+        planning.layers_begin()
+        time.sleep(0.003)
+        planning.layers_begin()  # of several layers the first counts
+        time.sleep(0.003)
+        planning.layers_end()
+        verify(planning, rows=6, milliseconds=10.0)
+        time.sleep(0.002)
+    (told,) = planner.times
+    assert told["rows"] == 6
+    assert told["batch"] == 2
+    assert told["draft_ms"] >= 6.0
+    assert told["verify_ms"] >= 10.0
+    assert told["step_ms"] >= told["draft_ms"] + told["verify_ms"] + 2.0
+
+
+def test_a_step_that_something_came_behind_is_not_timed() -> None:
+    planner = Scripted()
+    planning = planning_of(planner)
+    planning.begin(1, first(0.5))
+    verify(planning, rows=2)
+    planning.interrupted()
+    planning.begin(1, first(0.5))
+    planning.begin(1, first(0.5))
+    assert planner.times == [], "one was interrupted, and one verified nothing"
+
+
+def test_outcomes_are_learnt_at_the_next_step() -> None:
+    planner = Scripted(layers=3)
+    planning = planning_of(planner)
+    planning.begin(2, first(0.25, 0.75))
+    assert planner.first == [0.25, 0.75]
+    confidences = np.array([[0.5, 0.25, 0.125], [0.75, 0.5, 0.25]])
+    draft(planning, confidences)
+    planning.verified(3, torch.tensor([4, 2]), torch.tensor([2, 2]))
+    assert planner.drafts == []
+    planning.begin(1, first(0.5))
+    ((learnt, drafts, correct),) = planner.drafts
+    assert learnt.tolist() == confidences.tolist()
+    assert drafts.tolist() == [3, 1]
+    assert correct.tolist() == [1, 1]
+
+
+def test_only_tiers_that_hold_the_batch_are_to_choose_from() -> None:
+    planner = Scripted()
+    planning_of(planner, Tiers(4, LAYERS + 1)).begin(3, first(0.5, 0.5, 0.5))
+    assert planner.rows_to_choose == [4, 8, 16, 20]
+    planning_of(planner, Tiers(2, LAYERS + 1)).begin(11, first(*[0.5] * 11))
+    assert planner.rows_to_choose == every_few(11, 55), "none does: it runs without a graph"
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 6), (64, 384), (7, 1000)])
+def test_a_few_numbers_span_a_range(least: int, most: int) -> None:
+    found = every_few(least, most)
+    assert found[0] == least
+    assert found[-1] == most
+    assert found == sorted(set(found))
+    assert len(found) <= 62
