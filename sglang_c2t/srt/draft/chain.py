@@ -141,23 +141,21 @@ class ChainDraftMixin(DraftWatcher):
     def _draft_extend_for_decode(
         self, batch: Any, batch_result: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Extend the draft over what can have been accepted, where no graph was captured for more.
+        """Extend the draft over what was accepted, on a CPU, where the host may look.
 
         SGLang extends over N rows of every request, and reads the last accepted one of each.
         """
-        accept_lens, width = batch_result.accept_lens, self.speculative_num_draft_tokens
-        captured = getattr(self, "cuda_graph_runner_for_draft_extend", None) is not None
-        if captured or batch.forward_mode.is_idle():
+        accept_lens = batch_result.accept_lens
+        if batch.forward_mode.is_idle() or not accept_lens.is_cpu:
             super()._draft_extend_for_decode(batch, batch_result, *args, **kwargs)
             return
-        # Free on a CPU; on a GPU the longest draft is what the host knows.
-        longest = int(accept_lens.max()) if accept_lens.is_cpu else self.drafted_rows
-        rows = partial(first_rows, requests=len(accept_lens), longest=min(longest, width))
+        longest = int(accept_lens.max())
+        rows = partial(first_rows, requests=len(accept_lens), longest=longest)
         narrow, output = copy.copy(batch_result), copy.copy(batch_result.logits_output)
         attach.write(output, hidden_states=rows(output.hidden_states))
         attach.write(narrow, logits_output=output, next_token_ids=rows(narrow.next_token_ids))
         with (
-            attach.swapped(self, "speculative_num_draft_tokens", min(longest, width)),
+            attach.swapped(self, "speculative_num_draft_tokens", longest),
             attach.swapped(batch, "out_cache_loc", rows(batch.out_cache_loc)),
         ):
             super()._draft_extend_for_decode(batch, narrow, *args, **kwargs)

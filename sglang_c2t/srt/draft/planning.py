@@ -197,6 +197,7 @@ class Planning:
             plan = self.planner.settle(seen, self._rows(batch))
             (rows,) = self._agree([plan.rows])
             step.plan = plan._replace(rows=rows)
+        step.plan = step.plan._replace(layers=layers)  # more than planned where somebody wants all
         whole = {*whole} if step.choice.whole is None else {*whole, step.choice.whole}
         wanted = step.plan.rows - batch - len(whole) * layers
         drafts = min(max(wanted, 0), (batch - len(whole)) * layers)

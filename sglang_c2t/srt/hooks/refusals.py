@@ -15,6 +15,7 @@ from sglang_c2t.policies import (
     TreePolicy,
     build_policy,
     build_tree_policy,
+    plans,
     policy_for,
 )
 from sglang_c2t.policies.base import TreeShape
@@ -62,6 +63,21 @@ def _lacks_draft(cfg: Any) -> bool:
     if cfg.speculative_algorithm not in ALGORITHMS or cfg.speculative_draft_model_path is not None:
         return False
     return cfg.speculative_algorithm not in ("EAGLE", "NEXTN") or not compat.bundles_draft(cfg)
+
+
+def _plans(cfg: Any) -> bool:
+    policy = _policy(cfg)
+    return policy is not None and plans(policy)
+
+
+def _plans_static(cfg: Any) -> bool:
+    config = active()
+    return config is not None and config.verify == "static" and _plans(cfg)
+
+
+def _keeps_nothing(cfg: Any) -> bool:
+    config = active()
+    return config is not None and config.state is not None and not _plans(cfg)
 
 
 def _bounds_rows() -> bool:
@@ -205,6 +221,15 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "--c2t-verify ragged needs an attention backend that reads packed rows "
         f"({', '.join(seams.RAGGED_BACKENDS)}): change --attention-backend or drop the flag",
+    ),
+    Refusal(
+        _plans_static,
+        "a --c2t-policy that plans decides how many rows are verified: drop --c2t-verify static",
+    ),
+    Refusal(
+        _keeps_nothing,
+        "--c2t-state keeps what a policy that plans has learnt: choose --c2t-policy auto or "
+        "rows-only, or drop it",
     ),
     Refusal(
         lambda cfg: compat.simulates_acceptance(),

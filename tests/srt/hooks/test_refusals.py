@@ -171,6 +171,12 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
             [*EAGLE3, "--c2t-verify", "ragged", "--attention-backend", "torch_native"],
             "needs an attention backend that reads packed rows (fa3, flashinfer, intel_amx)",
         ),
+        (
+            [*EAGLE3, "--c2t-policy", "auto", "--c2t-verify", "static"],
+            "plans decides how many rows are verified: drop --c2t-verify static",
+        ),
+        ([*EAGLE3, "--c2t-state", "x"], "choose --c2t-policy auto or rows-only, or drop it"),
+        ([*TREES, "--c2t-policy", "auto"], "policy auto cuts chains only"),
     ],
 )
 def test_an_unsupported_combination_is_refused_by_name(capsys, flags: list[str], said: str) -> None:
