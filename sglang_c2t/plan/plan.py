@@ -64,20 +64,38 @@ def best_plan(
     Raises:
         ValueError: No tier holds the batch.
     """
+    return best_of(best_of_each_depth(survival, batch, cost, depths=depths, tiers=tiers))
+
+
+def best_of(plans: Sequence[Plan]) -> Plan:
+    """The one with the highest rate, and of equal ones the first."""
+    found = plans[0]
+    for plan in plans[1:]:
+        if plan.rate > found.rate * (1 + 1e-9):
+            found = plan
+    return found
+
+
+def best_of_each_depth(
+    survival: Array,
+    batch: int,
+    cost: Callable[[Array, int, int], Array],
+    *,
+    depths: Sequence[int],
+    tiers: Sequence[int],
+) -> list[Plan]:
+    """The best plan with so many layers, for each of ``depths``, rising; as :func:`best_plan`."""
     roomy = np.array([tier for tier in tiers if tier >= batch])
     if not len(roomy):
         raise ValueError(f"{batch} requests, and no tier of more than {max(tiers, default=0)} rows")
-    found: Plan | None = None
+    plans = []
     for layers in sorted(depths):
         gains = expected_gains(survival[:, :layers], batch)  # [1 + drafts]
         rows = np.minimum(roomy, batch + len(gains) - 1)
         tokens, milliseconds = batch + gains[rows - batch], cost(roomy, batch, layers)
         best = int(np.argmax(tokens / milliseconds))
-        plan = Plan(layers, int(rows[best]), float(tokens[best]), float(milliseconds[best]))
-        if found is None or plan.rate > found.rate * (1 + 1e-9):
-            found = plan
-    assert found is not None, "no depths"
-    return found
+        plans.append(Plan(layers, int(rows[best]), float(tokens[best]), float(milliseconds[best])))
+    return plans
 
 
 def expected_gains(survival: Array, batch: int) -> Array:

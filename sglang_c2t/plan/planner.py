@@ -19,7 +19,7 @@ import numpy as np
 
 from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.forecast import Continuations
-from sglang_c2t.plan.plan import Plan, best_plan
+from sglang_c2t.plan.plan import Plan, best_of, best_of_each_depth, best_plan
 from sglang_c2t.plan.survival import Array, Numbers
 
 #: Chains that stand for a batch: more say no more, and cost the host time.
@@ -119,8 +119,8 @@ class Planner:
             return Choice(self._everything(batch), "unknown", whole)
         samples = max(SAMPLES // len(first), 1)
         survival = self.survival.of_chains(self._continuations.drawn(first[:, None], samples))
-        plan = best_plan(survival, batch, self.cost, depths=depths, tiers=tiers)
-        deepest = best_plan(survival, batch, self.cost, depths=depths[-1:], tiers=tiers)
+        plans = best_of_each_depth(survival, batch, self.cost, depths=depths, tiers=tiers)
+        plan, deepest = best_of(plans), plans[-1]
         # Layers that are not drafted may have got better, and rows that are not verified cheaper.
         # To look costs what the rates differ by; so much may be spent of all time.
         if (stale := self.cost.verify.stale(tiers)) is not None:
