@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,9 +42,12 @@ def planned(logs: Path) -> Iterator[Planned]:
 def test_outputs_are_those_without_speculation_at_every_load(
     planned: Planned, expected: list[tuple[int, ...]]
 ) -> None:
-    for concurrency in (4, len(BODIES)):
+    bodies = copy.deepcopy(BODIES)
+    for body in bodies[::5]:  # these want their whole drafts verified
+        body["sampling_params"]["custom_params"] = {"c2t": False}
+    for concurrency in (4, len(bodies)):
         planned.server.flush_cache()
-        assert run_load(planned.server.url, BODIES, concurrency=concurrency).outputs == expected
+        assert run_load(planned.server.url, bodies, concurrency=concurrency).outputs == expected
 
 
 def test_policies_that_plan_and_others_take_turns_during_requests(
