@@ -278,7 +278,7 @@ def test_a_replay_on_cpu_servers_walks_its_traces_and_times_whole_batches(
     assert len(cells) == 3
     for cell in cells:
         assert cell.clock is not None
-        assert cell.clock["steps"] > 4
+        assert cell.clock["steps"] > 1, "how many depends on how fast all four are there"
         assert cell.tokens_per_second == cell.clock["tokens"] / cell.clock["seconds"]
     rows = {cell.method: cell.clock["rows"] / cell.clock["steps"] for cell in cells if cell.clock}
     assert rows["fixed 3"] == 16, "four requests of a root and three drafts"
