@@ -10,7 +10,7 @@ Legend: B requests, d drafted layers, D of at most, K bins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,9 +43,9 @@ class DeviceSurvival:
                 values = values.pin_memory()
             there.copy_(values, non_blocking=True)
 
-    def __call__(self, confidences: Sequence[Tensor]) -> Tensor:
-        """[B, d] float32 in [0, 1], falling along each row, from d layers [B]. No host reads."""
-        return self._of_chains(torch.stack(tuple(confidences), dim=1), *self._parameters)
+    def __call__(self, confidences: Tensor) -> Tensor:
+        """[B, d] float32 in [0, 1], falling along each row, from as many. No host reads."""
+        return self._of_chains(confidences, *self._parameters)
 
 
 def _calibrated(confidences: Tensor, values: Tensor) -> Tensor:

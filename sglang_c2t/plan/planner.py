@@ -140,7 +140,6 @@ class Planner:
     def settle(self, confidences: Array, tiers: Sequence[int]) -> Plan:
         """How many rows to verify, now that the ``confidences`` [B, d] of all drafts are known."""
         batch, layers = confidences.shape
-        survival = self.survival.of_chains(confidences)
         if self._unknown:
             # Rows of every number are measured once, from all to none.
             rows = tiers[-1 - self._steps % min(len(tiers), ENOUGH) * (len(tiers) // ENOUGH)]
@@ -148,6 +147,7 @@ class Planner:
         if self._measures is not None:
             rows = min(self._measures, batch * (1 + layers))
             return Plan(layers, rows, float(batch), float(self.cost(rows, batch, layers)))
+        survival = self.survival.of_chains(confidences)
         return best_plan(survival, batch, self.cost, depths=[layers], tiers=tiers)
 
     def learn_drafts(self, confidences: Array, num_drafts: Numbers, num_correct: Numbers) -> None:

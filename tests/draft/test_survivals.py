@@ -35,7 +35,7 @@ def test_a_twin_says_what_the_estimator_has_learnt(kind: type, seed: int, layers
         # As float32 has them: nearest to 1, log odds would differ by more than rounding.
         drawn = np.concatenate([rng.uniform(0, 1, (9, layers)), np.full((1, layers), 1e-7)])
         confidences = torch.tensor(drawn, dtype=torch.float32)
-        found = twin(confidences.unbind(dim=1)).numpy()
+        found = twin(confidences).numpy()
         expected = learnt.of_chains(confidences.numpy().astype(np.float64))
         assert found == pytest.approx(expected, abs=1e-5)
         assert (np.diff(found, axis=1) <= 1e-7).all(), "survival falls"
@@ -44,7 +44,7 @@ def test_a_twin_says_what_the_estimator_has_learnt(kind: type, seed: int, layers
 @pytest.mark.parametrize("kind", [Survival, OneSlope])
 def test_certain_drafts_have_a_survival_too(kind: type) -> None:
     twin = DeviceSurvival(kind(DEPTH), "cpu")
-    found = twin([torch.tensor([0.0, 1.0])] * 2)
+    found = twin(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
     assert torch.isfinite(found).all()
     assert (found[0] < found[1]).all()
 
@@ -52,4 +52,4 @@ def test_certain_drafts_have_a_survival_too(kind: type) -> None:
 @pytest.mark.parametrize("kind", [Survival, OneSlope])
 def test_nothing_is_read_on_the_host(kind: type) -> None:
     with FakeTensorMode():
-        assert DeviceSurvival(kind(DEPTH), "cpu")([torch.empty(3)] * 2).shape == (3, 2)
+        assert DeviceSurvival(kind(DEPTH), "cpu")(torch.empty(3, 2)).shape == (3, 2)

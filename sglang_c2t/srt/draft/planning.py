@@ -167,9 +167,10 @@ class Planning:
 
     def drafted(self, confidences: Sequence[Tensor]) -> None:
         """The confidences [B] of each drafted layer. May be captured in a CUDA graph."""
-        batch, layers = len(confidences[0]), len(confidences)
-        self._confidences[:batch, :layers] = torch.stack(tuple(confidences), dim=1)
-        self._survivals[:batch, :layers] = self._survival(confidences)
+        drafted = torch.stack(tuple(confidences), dim=1)
+        batch, layers = drafted.shape
+        self._confidences[:batch, :layers] = drafted
+        self._survivals[:batch, :layers] = self._survival(drafted)
 
     def layers_begin(self) -> None:
         """The first draft forward of a step starts; of several calls the first counts."""

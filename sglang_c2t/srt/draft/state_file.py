@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_c2t.checks import ConfigError, told
-from sglang_c2t.files import write_whole
+from sglang_c2t.files import write_texts
 from sglang_c2t.plan.planner import Planner
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class StateFile:
         }
         text = json.dumps(content) + "\n"
         try:
-            write_whole({self._path: lambda path: path.write_text(text, encoding="utf-8")})
+            write_texts({self._path: text})
         except OSError as error:
             if not self._failed:
                 logger.warning("C2T: cannot write %s: %s", self._path, error.strerror)
