@@ -7,14 +7,17 @@ steps were like (:class:`~sglang_c2t.plan.load.DraftDepth`).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
+from torch import Tensor
 
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.plan.load import DraftDepth
@@ -135,6 +138,28 @@ class ChainDraftMixin(DraftWatcher):
         tokens = torch.nn.functional.pad(tokens, (0, self._all_steps - tokens.shape[1]))
         return parents, scores, tokens, probs
 
+    def _draft_extend_for_decode(
+        self, batch: Any, batch_result: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Extend the draft over what was accepted, on a CPU, where the host may look.
+
+        SGLang extends over N rows of every request, and reads the last accepted one of each.
+        """
+        accept_lens = batch_result.accept_lens
+        if batch.forward_mode.is_idle() or not accept_lens.is_cpu:
+            super()._draft_extend_for_decode(batch, batch_result, *args, **kwargs)
+            return
+        longest = int(accept_lens.max())
+        rows = partial(first_rows, requests=len(accept_lens), longest=longest)
+        narrow, output = copy.copy(batch_result), copy.copy(batch_result.logits_output)
+        attach.write(output, hidden_states=rows(output.hidden_states))
+        attach.write(narrow, logits_output=output, next_token_ids=rows(narrow.next_token_ids))
+        with (
+            attach.swapped(self, "speculative_num_draft_tokens", longest),
+            attach.swapped(batch, "out_cache_loc", rows(batch.out_cache_loc)),
+        ):
+            super()._draft_extend_for_decode(batch, narrow, *args, **kwargs)
+
     def _capture_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
         """Capture drafting for every number of layers that may be chosen."""
         super()._capture_cuda_graphs(*args, **kwargs)
@@ -204,6 +229,13 @@ class ChainDraftMixin(DraftWatcher):
         with GATE_CLOCK:
             self.gate.observe(logits_output.next_token_logits, logits_output.hidden_states)
         return output
+
+
+def first_rows(values: Tensor | None, *, requests: int, longest: int) -> Tensor | None:
+    """Of [B * N, ...] the ``longest`` first rows of each of B ``requests``."""
+    if values is None:
+        return None
+    return values.unflatten(0, (requests, -1))[:, :longest].flatten(0, 1)
 
 
 class C2TEagleDraftWorker(ChainDraftMixin, EagleDraftWorker):

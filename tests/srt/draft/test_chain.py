@@ -170,3 +170,11 @@ def test_no_other_lengths_are_captured_if_so_configured() -> None:
     assert chain._choices(None, 1) == [1]
     assert chain._choices((), 6) == [6]
     assert chain._choices((3, 9), 6) == [3, 6]
+
+
+@pytest.mark.parametrize("longest", [1, 2, 4])
+def test_the_first_rows_of_each_request_are_kept(longest: int) -> None:
+    values = torch.arange(24).view(12, 2)  # three requests of four rows
+    expected = [row.tolist() for first in (0, 4, 8) for row in values[first : first + longest]]
+    assert chain.first_rows(values, requests=3, longest=longest).tolist() == expected
+    assert chain.first_rows(None, requests=3, longest=longest) is None
