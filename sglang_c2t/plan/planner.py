@@ -1,7 +1,8 @@
 """Decides each step from what the steps before have shown, and learns from it in turn.
 
     choose   how many layers to draft, before any is drafted
-    settle   how many rows to verify, once they are
+    goes_on  whether to draft another, where the host sees each layer as it comes
+    settle   how many rows to verify, once they are drafted
     learn    which of the verified drafts survived; what the step took
 
 numpy only; knows neither torch nor SGLang.
@@ -91,6 +92,8 @@ class Planner:
         self._explored = (0, 0.0)  # steps and milliseconds when all layers were last drafted
         self.predicted_ms = self.measured_ms = 0.0
         """Of all steps that had a prediction, together."""
+        self._drafted_all = False
+        """Whether a step drafted all layers, of those learnt from since the last choice."""
         self._measures: int | None = None
         """Rows that an exploring step verifies to learn what they cost."""
         self._errors: deque[float] = deque(maxlen=512)
@@ -117,9 +120,7 @@ class Planner:
         if self._unknown:
             self._explored = self._steps, self._spent
             return Choice(self._everything(batch), "unknown", whole)
-        samples = max(SAMPLES // len(first), 1)
-        survival = self.survival.of_chains(self._continuations.drawn(first[:, None], samples))
-        plans = best_of_each_depth(survival, batch, self.cost, depths=depths, tiers=tiers)
+        plans = self._plans(first[:, None], batch, depths, tiers)
         plan, deepest = best_of(plans), plans[-1]
         # Layers that are not drafted may have got better, and rows that are not verified cheaper.
         # To look costs what the rates differ by; so much may be spent of all time.
@@ -129,13 +130,24 @@ class Planner:
         lost = deepest.milliseconds * (1.0 - deepest.rate / plan.rate)
         steps, spent = self._steps - self._explored[0], self._spent - self._explored[1]
         self._measures = None
-        if plan.layers == depths[-1] and stale is None:
+        if self._drafted_all and stale is None:
             self._explored = self._steps, self._spent
         elif steps >= EXPLORE_EVERY or lost < EXPLORING * spent:
             self._explored = self._steps, self._spent
             self._measures = stale
             return Choice(deepest, "explore", whole)
+        self._drafted_all = False
         return Choice(plan, "plan", whole)
+
+    def goes_on(self, confidences: Array, tiers: Sequence[int]) -> bool:
+        """Whether the best plan drafts more than the k layers whose ``confidences`` [B, k] are
+        known.
+        """
+        batch, known = confidences.shape
+        if known not in self._depths:
+            return True
+        depths = [depth for depth in self._depths if depth >= known]
+        return best_of(self._plans(confidences, batch, depths, tiers)).layers > known
 
     def settle(self, confidences: Array, tiers: Sequence[int]) -> Plan:
         """How many rows to verify, now that the ``confidences`` [B, d] of all drafts are known."""
@@ -155,6 +167,7 @@ class Planner:
         how many [B] accepted.
         """
         self._continuations.observe(confidences)
+        self._drafted_all |= confidences.shape[1] == self.max_depth
         self._grade(self.survival.of_chains(confidences), num_drafts, num_correct)
         self.survival.learn(confidences, num_drafts, num_correct)
 
@@ -233,6 +246,14 @@ class Planner:
         deep = self.max_depth > 1 and self.cost.layer.measurements < ENOUGH
         few = self.cost.verify.measurements < ENOUGH or self._continuations.unknown_depths > 0
         return deep or few
+
+    def _plans(
+        self, known: Array, batch: int, depths: Sequence[int], tiers: Sequence[int]
+    ) -> list[Plan]:
+        """The best of each depth for chains of which the confidences ``known`` [S, k] are."""
+        drawn = self._continuations.drawn(known, max(SAMPLES // len(known), 1))
+        survival = self.survival.of_chains(drawn)
+        return best_of_each_depth(survival, batch, self.cost, depths=depths, tiers=tiers)
 
     def _everything(self, batch: int) -> Plan:
         rows = batch * (self.max_depth + 1)

@@ -29,6 +29,9 @@ class MadeUpServer:
     floor_ms: float = 30.0
     power: float = 2.0
     pause_ms: float = 0.0
+    looks: bool = False
+    """Asks behind each layer whether to go on."""
+
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def chains(self, batch: int) -> np.ndarray:
@@ -49,12 +52,17 @@ class MadeUpServer:
             chains = self.chains(self.batch)
             choice = planner.choose(chains[:, 0], self.batch, self.tiers())
             drafted = chains[:, : choice.plan.layers]
+            if self.looks and choice.reason == "plan" and choice.plan.layers > 1:
+                layers = 2
+                while layers < DEPTH and planner.goes_on(chains[:, :layers], self.tiers()):
+                    layers += 1
+                drafted = chains[:, :layers]
             plan = planner.settle(drafted, self.tiers())
             drafts = self.kept(planner, drafted, plan.rows - self.batch)
             lives = self.rng.uniform(size=(self.batch, 1)) < chains**self.power
             correct = np.minimum(lives.sum(axis=1), drafts)
             planner.learn_drafts(drafted, drafts, correct)
-            draft_ms = self.layer_ms * (choice.plan.layers - 1)
+            draft_ms = self.layer_ms * (plan.layers - 1)
             verify_ms = self.floor_ms + self.row_ms * plan.rows + self.pause_ms
             planner.learn_time(
                 plan, rows=plan.rows, batch=self.batch, verify_ms=verify_ms, draft_ms=draft_ms,
@@ -93,6 +101,27 @@ def test_it_serves_as_fast_as_one_that_knew_everything(batch: int, row_ms: float
     server.serve(planner, 300)
     _, rate = server.serve(planner, 300)
     assert rate >= 0.95 * server.best_rate()
+
+
+def test_looking_at_each_layer_brings_more_where_few_are_served() -> None:
+    """One sure chain goes on, one that has turned out badly does not."""
+    blind, looking = (MadeUpServer(1, layer_ms=8.0, looks=looks) for looks in (False, True))
+    rates = []
+    for server in (blind, looking):
+        planner = Planner(DEPTH, Survival(DEPTH))
+        server.serve(planner, 500)
+        rates.append(server.serve(planner, 1500)[1])
+    assert rates[1] >= 1.02 * rates[0]
+
+
+def test_a_sure_chain_goes_on_and_an_unsure_one_ends() -> None:
+    server = MadeUpServer(1, layer_ms=4.0)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    server.serve(planner, 500)
+    assert planner.goes_on(np.full((1, 2), 0.99), server.tiers())
+    assert not planner.goes_on(np.full((1, 2), 0.05), server.tiers())
+    rows_only = Planner(DEPTH, Survival(DEPTH), all_layers=True)
+    assert rows_only.goes_on(np.full((1, 2), 0.05), server.tiers())
 
 
 def test_where_rows_are_dear_it_drafts_next_to_nothing_and_still_looks_now_and_then() -> None:

@@ -111,7 +111,9 @@ class ChainDraftMixin(DraftWatcher):
         choice = planning.begin(len(slots), lambda: self.gate.first_tokens.judged(slots))
         out = map(opts_out, batch.reqs) if self.gate.opt_outs.any else ()
         self._whole = [request for request, opted in enumerate(out) if opted]
-        return self._all_steps if self._whole else choice.plan.layers
+        if self._whole or (planning.looks and choice.plan.layers > 1):
+            return self._all_steps
+        return choice.plan.layers
 
     def _planned(self, verify_input: Any, batch: Any, planning: Planning) -> ChainVerifyInput:
         """Chains cut where the plan's rows are spent."""
@@ -129,10 +131,15 @@ class ChainDraftMixin(DraftWatcher):
             return super().draft_forward(forward_batch)
         with GATE_CLOCK:
             self.gate.begin(forward_batch.req_pool_indices)
-        with self._watching(self._draft_layer):
+        steps = self.speculative_num_steps
+        with (
+            self._watching(self._draft_layer),
+            attach.swapped(self, "speculative_num_steps", steps),
+        ):
             parents, scores, tokens, probs = super().draft_forward(forward_batch)
         if self.planning is not None and self.gate.program is not None:
             self.planning.drafted(self.gate.confidences)
+            self.drafted_rows = self.gate.depth + 1
         self._lens[: len(forward_batch.req_pool_indices)] = self.gate.verify_lens
         # Layers that were not drafted lie behind every cut.
         tokens = torch.nn.functional.pad(tokens, (0, self._all_steps - tokens.shape[1]))
@@ -219,7 +226,7 @@ class ChainDraftMixin(DraftWatcher):
     def _draft_layer(self, forward_batch: Any, run: Callable[[], Any]) -> Any:
         # Reads the host once per layer: free on a CPU; on a GPU one wait for a tiny
         # kernel, which buys a whole draft forward whenever the batch has stopped.
-        if self._reads_host and not self.gate.any_alive():
+        if self.planning is None and self._reads_host and not self.gate.any_alive():
             COUNTERS.draft_forwards_skipped += 1
             return no_forward(forward_batch)
         if self.planning is not None:
@@ -228,7 +235,17 @@ class ChainDraftMixin(DraftWatcher):
         logits_output = output.logits_output
         with GATE_CLOCK:
             self.gate.observe(logits_output.next_token_logits, logits_output.hidden_states)
+        if self._ends_here():
+            # SGLang's loop looks at it in each round.
+            attach.write(self, speculative_num_steps=self.gate.depth)
         return output
+
+    def _ends_here(self) -> bool:
+        """Whether a planned step stops behind the layers it has."""
+        planning = self.planning
+        if planning is None or not planning.looks or self._whole:
+            return False
+        return self.gate.depth < self._all_steps and not planning.goes_on(self.gate.confidences)
 
 
 def first_rows(values: Tensor | None, *, requests: int, longest: int) -> Tensor | None:

@@ -165,6 +165,21 @@ class Planning:
         """What comes next is no step like the others: nobody knows when this one ended."""
         self._step = None
 
+    def goes_on(self, confidences: Sequence[Tensor]) -> bool:
+        """Whether another layer pays behind those with ``confidences`` [B]; see :attr:`looks`."""
+        step = self._step
+        assert step is not None, "asked before it began"
+        seen = torch.stack(tuple(confidences), dim=1).numpy().astype(np.float64)
+        (goes_on,) = self._agree([int(self.planner.goes_on(seen, self._rows(step.batch)))])
+        return bool(goes_on)
+
+    @property
+    def looks(self) -> bool:
+        """Whether the step in progress looks at each layer before it drafts another: on a CPU,
+        where the host sees it for nothing, unless layers are drafted to be learnt from.
+        """
+        return not self._on_cuda and self._step is not None and self._step.choice.reason == "plan"
+
     def drafted(self, confidences: Sequence[Tensor]) -> None:
         """The confidences [B] of each drafted layer. May be captured in a CUDA graph."""
         drafted = torch.stack(tuple(confidences), dim=1)

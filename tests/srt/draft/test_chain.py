@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft.chain import ChainGate
+from sglang_c2t.plan.plan import Plan
+from sglang_c2t.plan.planner import Choice, Planner
+from sglang_c2t.plan.survival import Survival
+from sglang_c2t.policies import build_policy
 from sglang_c2t.policies.fixed import Fixed
 from sglang_c2t.srt.draft import chain
+from sglang_c2t.srt.draft.planning import Planning
 from tests.doubles import double, invented
 from tests.srt.chains import full_chains
 
@@ -80,10 +86,13 @@ class StockWorker:
         )
 
     def draft_forward(self, forward_batch: Any) -> Any:
-        for _ in range(self.speculative_num_steps - 1):
+        tokens = []
+        for step in range(self.speculative_num_steps):
+            tokens.append(torch.full((BATCH, 1), 7))
+            if step == self.speculative_num_steps - 1:
+                break
             self.draft_runner.forward(forward_batch)
-        tokens = torch.full((BATCH, self.speculative_num_steps), 7)
-        return "parents", "scores", tokens, None
+        return "parents", "scores", torch.cat(tokens, dim=1), None
 
 
 def built(tokens: torch.Tensor, *, num_steps: int) -> Any:
@@ -144,6 +153,29 @@ def test_a_shorter_step_runs_fewer_layers_and_still_builds_full_chains(
     assert verify_input.num_rows.tolist() == [steps + 1] * BATCH
     assert worker.drafted_rows == steps + 1
     assert worker.speculative_num_steps == STEPS  # only for that step
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 6])
+@pytest.mark.parametrize("reason", ["plan", "explore"])
+def test_a_planned_step_on_a_cpu_ends_behind_the_layer_that_was_enough(
+    worker: Any, steps: int, reason: str
+) -> None:
+    """However many were planned, unless they are drafted to be learnt from."""
+    planner = Planner(STEPS, Survival(STEPS))
+    planned = steps if reason == "explore" else min(steps, 2)
+    plan = Plan(planned, BATCH * (STEPS + 1), 1.0, 1.0)
+    planner.choose = lambda *_: Choice(plan, reason)  # type: ignore[method-assign]
+    planner.goes_on = lambda seen, _: seen.shape[1] < steps  # type: ignore[method-assign]
+    policy = build_policy(C2TConfig(policy="auto"))
+    worker.gate = ChainGate(policy, num_slots=8, device="cpu")
+    worker.gate.planned, worker.cuda_graph_runner = True, None
+    worker.planning = Planning(planner, tiers=lambda: None, width=STEPS + 1, slots=8, device="cpu")
+    worker.layers_run = 0
+    verify_input = worker.draft(batch())
+    assert worker.layers_run == steps - 1
+    assert verify_input.draft_token.tolist() == [0, *[7] * steps, *[0] * (STEPS - steps)] * BATCH
+    assert worker.drafted_rows == steps + 1
+    assert worker.speculative_num_steps == verify_input.spec_steps == STEPS
 
 
 def test_lengths_of_a_step_outlive_the_next_step(worker: Any) -> None:
