@@ -2,10 +2,11 @@
 
     python -m eval.simulate --machine h200 --batch 1 16 64 256 1024
     python -m eval.simulate --curves runs/planner.json          # what GET /c2t told under "planner"
+    python -m eval.simulate --recording runs/tables/EAGLE3-test # drafts that a server recorded
 
-Nothing here is measured: drafts are drawn from acceptance by position, a step takes what a roofline
-or a cost curve says, and the planner is the server's own, learning from these steps as it does from
-real ones. A number of it belongs beside the word "simulated".
+Time is not measured here: a step takes what a roofline or a cost curve says. Drafts are drawn from
+acceptance by position, or those of a recording; the planner is the server's own, learning from
+these steps as it does from real ones. A number of it belongs beside the word "simulated".
 
 Drafts: a draft is accepted, if its parent is, with probability sigmoid(m_k + x), where x is how
 easy request and token are and m_k makes acceptance by position what was asked for. The classifier
@@ -29,12 +30,16 @@ import numpy as np
 from eval.gpu.models import SHAPES, Shape
 from eval.gpu.roofline import Ceilings, forward
 from eval.tables.markdown import row, rule
-from sglang_c2t.config import ConfigError
+from sglang_c2t.classifier.recording import read_recording
+from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.offline.replay import Chains
 from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.plan import best_plan
 from sglang_c2t.plan.planner import Planner
 from sglang_c2t.plan.survival import Array, Numbers, OneSlope, Survival
 from sglang_c2t.plan.tiers import Tiers
+from sglang_c2t.policies import build_policy
+from sglang_c2t.policies.base import Gate
 
 #: Acceptance by position as published, drawn on where the source ends: vllm-project/vllm#52992
 #: tells 71.2, 51.7 and 39.0 %.
@@ -75,11 +80,19 @@ class Drafts:
             self.middles.append(_middle(x, alive, wanted))
             alive = alive * _sigmoid(self.middles[-1] + x)
 
+    @property
+    def layers(self) -> int:
+        """D."""
+        return len(self.middles)
+
     def draw(self, rng: np.random.Generator, batch: int) -> tuple[Array, Array]:
         """Confidences and true survivals of a batch, each [B, D]."""
         ease = self._ease(rng, batch, len(self.middles))
         seen = ease + rng.normal(0.0, self.blindness, ease.shape)
         return self._chains(seen), self._chains(ease)
+
+    def accepted(self, _correct: Numbers) -> None:
+        """So many drafts [B] were: what comes next does not depend on it."""
 
     def _chains(self, ease: Array) -> Array:
         return _sigmoid(np.array(self.middles) + ease).cumprod(axis=1)
@@ -88,6 +101,51 @@ class Drafts:
         """[B, D]: half of the variance is the request's, half the token's."""
         scale = self.spread / np.sqrt(2.0)
         return rng.normal(0.0, scale, (batch, 1)) + rng.normal(0.0, scale, (batch, layers))
+
+
+class RecordedDrafts:
+    """Drafts that a server recorded behind every token of its answers.
+
+    Requests are answered B at a time, one after the other, and from the first again after the
+    last. A draft's true survival is what became of it: 1 or 0.
+
+    Args:
+        chains: The recording.
+        policy: Gives the confidences.
+        layers: D, of at most those that were recorded.
+        requests: Which are answered; ``None``: all.
+    """
+
+    def __init__(
+        self, chains: Chains, policy: Gate, layers: int, requests: Sequence[int] | None = None
+    ) -> None:
+        self.layers = layers
+        self._requests = range(chains.num_requests) if requests is None else requests
+        self._confidence = chains.confidences(policy)[:, :layers].numpy().astype(np.float64)
+        self._survived = np.arange(layers) < chains.num_correct.numpy()[:, None]
+        self._starts = chains.first_root.numpy()
+        self._next = 0
+        self._at = self._ends = np.empty(0, dtype=np.int64)  # [B] roots, and where answers end
+
+    def draw(self, _rng: np.random.Generator, batch: int) -> tuple[Array, Array]:
+        """Confidences and survivals of the batch's next drafts, each [B, D]."""
+        self._at, self._ends = self._at[:batch], self._ends[:batch]
+        for _ in range(batch - len(self._at)):
+            self._join(len(self._at))
+        return self._confidence[self._at], self._survived[self._at].astype(np.float64)
+
+    def accepted(self, correct: Numbers) -> None:
+        """So many drafts [B] were, and a bonus token: the next ones stand behind them."""
+        self._at = self._at + np.asarray(correct, dtype=np.int64) + 1
+        for request in np.flatnonzero(self._at >= self._ends):
+            self._join(int(request))
+
+    def _join(self, place: int) -> None:
+        request = self._requests[self._next]
+        start, end = self._starts[request : request + 2]
+        self._next = (self._next + 1) % len(self._requests)
+        self._at = np.concatenate((self._at[:place], [start], self._at[place + 1 :]))
+        self._ends = np.concatenate((self._ends[:place], [end], self._ends[place + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -158,14 +216,17 @@ class Step(NamedTuple):
 class Simulation:
     """B requests that never end, and rules that serve them."""
 
-    drafts: Drafts
+    drafts: Drafts | RecordedDrafts
     costs: Costs | MeasuredCosts
     batch: int
     seed: int = 0
+    looks: bool = False
+    """Whether the host sees each layer before the next is drafted, as on a CPU."""
+
     tiers: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.layers = len(self.drafts.middles)
+        self.layers = self.drafts.layers
         every = Tiers(self.batch, self.layers + 1).rows
         self.tiers = [rows for rows in every if rows >= self.batch]
 
@@ -200,10 +261,16 @@ class Simulation:
         """One step of a planner."""
         confidence, survival = self.drafts.draw(rng, self.batch)
         choice = planner.choose(confidence[:, 0], self.batch, self.tiers)
-        drafted = confidence[:, : choice.plan.layers]
+        layers = choice.plan.layers
+        if self.looks and choice.reason == "plan" and layers > 1:
+            layers = 2
+            while layers < self.layers and planner.goes_on(confidence[:, :layers], self.tiers):
+                layers += 1
+        drafted = confidence[:, :layers]
         plan = planner.settle(drafted, self.tiers)
         kept = self._best(planner.survival.of_chains(drafted), plan.rows - self.batch)
         correct = self._correct(rng, survival, kept)
+        self.drafts.accepted(correct)
         planner.learn_drafts(drafted, kept, correct)
         tier = min(t for t in self.tiers if t >= plan.rows)
         verify_ms = float(self.costs.verify(np.array([tier]), self.batch)[0])
@@ -236,6 +303,7 @@ class Simulation:
         layers, rows = rule_of(survival)
         kept = self._best(survival[:, :layers], rows - self.batch)
         correct = self._correct(rng, survival, kept)
+        self.drafts.accepted(correct)
         tier = min(t for t in self.tiers if t >= rows)
         took = float(self._cost(np.array([tier]), self.batch, layers)[0])
         return Step(layers, rows, self.batch + float(correct.sum()), took)
@@ -255,20 +323,31 @@ class Simulation:
 
 
 def table(
-    drafts: Drafts, costs: Costs | MeasuredCosts, batches: Sequence[int], steps: int
+    drafts_of: Callable[[str], Drafts | RecordedDrafts],
+    costs: Costs | MeasuredCosts,
+    batches: Sequence[int],
+    steps: int,
+    *,
+    looks: bool = False,
 ) -> list[str]:
-    """Markdown: every rule against no speculation, a line for each batch."""
-    layers = len(drafts.middles)
+    """Markdown: every rule against no speculation, a line for each batch.
+
+    ``drafts_of`` gives drafts as a policy of that name sees them, from the beginning.
+    """
+    layers = drafts_of("auto").layers
     names = [*(f"fixed {n}" for n in range(1, layers + 1)), "rows only", "auto", "bound"]
     lines = [row("batch", ["tokens/s without", *names]), rule(1 + len(names))]
     for batch in batches:
-        made = Simulation(drafts, costs, batch)
-        base = made.none()
+
+        def made(policy: str = "auto", batch: int = batch) -> Simulation:
+            return Simulation(drafts_of(policy), costs, batch, looks=looks)
+
+        base = made().none()
         rates = [
-            *(made.fixed(n, steps) for n in range(1, layers + 1)),
-            made.planned(Planner(layers, OneSlope(layers), all_layers=True), steps),
-            made.planned(Planner(layers, Survival(layers)), steps),
-            made.bound(steps),
+            *(made().fixed(n, steps) for n in range(1, layers + 1)),
+            made("rows-only").planned(Planner(layers, OneSlope(layers), all_layers=True), steps),
+            made().planned(Planner(layers, Survival(layers)), steps),
+            made().bound(steps),
         ]
         lines.append(row(str(batch), [f"{base:.0f}", *(f"{rate / base:.2f}" for rate in rates)]))
     return lines
@@ -281,14 +360,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="8b", help="of the target")
     parser.add_argument("--curves", type=Path, help="JSON of GET /c2t, in the machine's place")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
+    parser.add_argument("--recording", type=Path, help="drafts of a recording, roots: every")
     parser.add_argument("--positions", type=float, nargs="+", default=POSITIONS[:5])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--looks", action="store_true", help="auto sees each layer before the next, as on a CPU"
+    )
     args = parser.parse_args(argv)
     try:
         if min(*args.batch, args.steps) < 1:
             raise ConfigError("--batch and --steps must be 1 or more")
-        costs = _curves(args.curves) if args.curves else _roofline(args.shape, args.machine)
-        lines = table(Drafts(args.positions), costs, args.batch, args.steps)
+        costs = costs_of(args.curves, args.shape, args.machine)
+        lines = table(_drafts(args), costs, args.batch, args.steps, looks=args.looks)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -298,8 +381,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _roofline(shape: str, machine: str) -> Costs:
-    return Costs(SHAPES[shape], MACHINES[machine])
+def costs_of(
+    curves: Path | None, shape: str = "8b", machine: str = "h200"
+) -> Costs | MeasuredCosts:
+    """From what GET /c2t told, or else of a model's shape on a machine."""
+    return _curves(curves) if curves else Costs(SHAPES[shape], MACHINES[machine])
+
+
+def _drafts(args: argparse.Namespace) -> Callable[[str], Drafts | RecordedDrafts]:
+    drawn = Drafts(args.positions)
+    if args.recording is None:
+        return lambda _policy: drawn
+    chains = Chains.from_recording(read_recording(args.recording))
+    return lambda policy: RecordedDrafts(chains, gate_of(policy), len(args.positions))
+
+
+def gate_of(policy: str) -> Gate:
+    """What gives a policy's confidences."""
+    gate: Any = build_policy(C2TConfig(policy=policy))
+    return gate
 
 
 def _curves(path: Path) -> MeasuredCosts:

@@ -12,8 +12,8 @@ Legend: R roots, D drafted tokens, Q requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from sglang_c2t.classifier.recording import MEASURED, NODE_COLUMNS, Recording
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import DraftLayer
-from sglang_c2t.policies.base import ChainPolicy, TreePolicy
+from sglang_c2t.policies.base import ChainPolicy, Gate, TreePolicy
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,20 @@ class Chains(Roots):
         """[len(roots)] int64 in [0, D]: drafts the policy would verify at these roots."""
         alive = torch.ones(len(roots), dtype=torch.bool)
         kept = torch.zeros(len(roots), dtype=torch.long)
+        for layer in self._layers(policy, roots):
+            alive = policy.keep(replace(layer, alive=alive)) & alive
+            kept = kept + alive
+            if not alive.any():
+                break
+        return kept
+
+    def confidences(self, policy: Gate) -> Tensor:
+        """[R, D] float32: of every recorded draft."""
+        roots = torch.arange(len(self.num_correct))
+        return torch.stack([policy.confidence(layer) for layer in self._layers(policy, roots)], 1)
+
+    def _layers(self, policy: ChainPolicy, roots: Tensor) -> Iterator[DraftLayer]:
+        """What was drafted behind these roots, layer by layer, all of it alive."""
         layer: DraftLayer | None = None
         names = {"prob", "entropy"} | policy.needs
         for depth in range(1, self.max_length + 1):
@@ -124,15 +138,11 @@ class Chains(Roots):
                 prob=stats["prob"],
                 joint=stats["prob"] if layer is None else stats["prob"] * layer.joint,
                 entropy=stats["entropy"],
-                alive=alive,
+                alive=torch.ones(len(roots), dtype=torch.bool),
                 measured=stats,
                 parent=layer,
             )
-            alive = policy.keep(layer) & alive
-            kept = kept + alive
-            if not alive.any():
-                break
-        return kept
+            yield layer
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Planner:
         self._measures: int | None = None
         """Rows that an exploring step verifies to learn what they cost."""
         self._errors: deque[float] = deque(maxlen=512)
-        self._reliability = np.zeros((max_depth, 3, RELIABILITY_BINS))  # seen, predicted, survived
+        self.reliability = np.zeros((max_depth, 3, RELIABILITY_BINS))  # seen, predicted, survived
 
     def choose(
         self,
@@ -201,13 +201,13 @@ class Planner:
         """Of each depth, how far predicted survivals were from what became of the drafts: the
         expected calibration error of predictions made before their outcomes were learnt from.
         """
-        seen, predicted, survived = self._reliability.transpose(1, 0, 2)
+        seen, predicted, survived = self.reliability.transpose(1, 0, 2)
         total = np.maximum(seen.sum(axis=1), 1.0)
         return list((np.abs(predicted - survived).sum(axis=1) / total).tolist())
 
     def report(self) -> dict[str, Any]:
         """What was learnt, for people: curves, reliability, prediction error."""
-        seen, predicted, survived = self._reliability.transpose(1, 0, 2)
+        seen, predicted, survived = self.reliability.transpose(1, 0, 2)
         return {
             "steps": self._steps,
             "cost_ms": self.cost.state(),
@@ -238,7 +238,7 @@ class Planner:
         """Forget everything but the costs, which are the machine's."""
         self.survival.reset()
         self._continuations = Continuations(self.max_depth)
-        self._reliability[:] = 0.0
+        self.reliability[:] = 0.0
 
     @property
     def _unknown(self) -> bool:
@@ -266,4 +266,4 @@ class Planner:
         values, rows = predicted[verified], depths[verified]
         bins = np.minimum((values * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
         for kind, weights in enumerate((np.ones(len(values)), values, survived)):
-            np.add.at(self._reliability[:, kind], (rows, bins), weights)
+            np.add.at(self.reliability[:, kind], (rows, bins), weights)

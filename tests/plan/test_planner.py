@@ -157,7 +157,7 @@ def test_it_tells_how_right_it_was() -> None:
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 50)
     assert planner.predicted_over_measured == pytest.approx(1.0, abs=0.02)
-    planner._reliability[:] = 0  # what it said before it had learnt anything
+    planner.reliability[:] = 0  # what it said before it had learnt anything
     server.serve(planner, 600)
     assert max(planner.calibration_errors()[:3]) < 0.03
     told = json.loads(json.dumps(planner.report()))
