@@ -31,7 +31,7 @@ from sglang_c2t.srt.draft.chain import (
     ChainDraftMixin,
 )
 from sglang_c2t.srt.draft.planning import Planning
-from sglang_c2t.srt.draft.state_file import StateFile
+from sglang_c2t.srt.draft.state_file import EVERY_IF_ASKED, StateFile
 from sglang_c2t.srt.draft.tree import (
     C2TEagleTreeDraftWorker,
     C2TStandaloneTreeDraftWorker,
@@ -281,7 +281,7 @@ class ChainWorkerMixin(WorkerMixin):
         if self._planning is None:
             return None
         if self._planning.state_file is not None:
-            self._planning.state_file.save()
+            self._planning.state_file.save_now_and_then(EVERY_IF_ASKED)
         return self._planning.planner.report()
 
     def _record(
