@@ -8,7 +8,7 @@ Legend: T rows of a target forward, B requests, d draft layers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -138,13 +138,17 @@ class StepCost:
         layers: int,
         verify_ms: float,
         draft_ms: float,
-        rest_ms: float,
+        rest_ms: float | None = None,
     ) -> None:
-        """A step: ``rows`` T forwarded for ``batch`` B requests behind ``layers`` d of drafts."""
+        """A step: ``rows`` T forwarded for ``batch`` B requests behind ``layers`` d of drafts.
+
+        Without a rest where it is not that of serving.
+        """
         for curve in self._curves.values():
             curve.step()
         self.verify.observe(rows, verify_ms)
-        self.rest.observe(batch, rest_ms)
+        if rest_ms is not None:
+            self.rest.observe(batch, rest_ms)
         if layers > 1:
             self.layer.observe(batch, draft_ms / (layers - 1))
 
@@ -169,3 +173,11 @@ class StepCost:
     @property
     def _curves(self) -> dict[str, Curve]:
         return {"verify": self.verify, "layer": self.layer, "rest": self.rest}
+
+
+def spread(sizes: Sequence[int], count: int = 8) -> list[int]:
+    """At most ``count`` of the rising ``sizes``, first and last among them: about as many times
+    the one before, each.
+    """
+    wanted = np.geomspace(sizes[0], sizes[-1], count)
+    return sorted({min(sizes, key=lambda size: abs(size - goal)) for goal in wanted})

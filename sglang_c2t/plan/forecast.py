@@ -44,12 +44,6 @@ class Continuations:
         self._next[bins, (self._seen[bins] + place) % self._memory] = confidences[:, 1:].ravel()
         np.add.at(self._seen, bins, 1)
 
-    @property
-    def unknown_depths(self) -> int:
-        """Depths behind the first of which nothing was ever seen."""
-        seen = self._seen.reshape(self._max_depth - 1, self._num_bins)
-        return int((seen.sum(axis=1) == 0).sum())
-
     def drawn(self, confidences: Array, samples: int) -> Array:
         """[B * M, D]: chains [B, k] of k >= 1 layers, each continued M ways.
 

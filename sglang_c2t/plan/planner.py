@@ -66,7 +66,7 @@ class Choice(NamedTuple):
     plan: Plan
 
     reason: str
-    """``plan``; ``unknown``: costs or layers are not known yet; ``explore``: to see layers."""
+    """``plan``; ``unknown``: costs are not known yet; ``explore``: to see layers."""
 
     whole: int | None = None
     """Of B, the request whose draft is verified to its end, to learn from it."""
@@ -242,10 +242,9 @@ class Planner:
 
     @property
     def _unknown(self) -> bool:
-        """Whether there is too little to plan by."""
+        """Whether too little was measured to plan by."""
         deep = self.max_depth > 1 and self.cost.layer.measurements < ENOUGH
-        few = self.cost.verify.measurements < ENOUGH or self._continuations.unknown_depths > 0
-        return deep or few
+        return deep or self.cost.verify.measurements < ENOUGH
 
     def _plans(
         self, known: Array, batch: int, depths: Sequence[int], tiers: Sequence[int]

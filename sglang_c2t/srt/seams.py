@@ -296,6 +296,45 @@ SEAMS: tuple[Seam, ...] = (
         fields="spec_info out_cache_loc",
     ),
     Seam(
+        f"{SCHEDULE_BATCH}.ScheduleBatch.init_new",
+        "measures at the start what steps cost",
+        "reqs req_to_token_pool token_to_kv_pool_allocator tree_cache model_config enable_overlap "
+        "spec_algorithm",
+    ),
+    Seam(
+        f"{SCHEDULE_BATCH}.ScheduleBatch",
+        "measures at the start what steps cost",
+        fields="forward_mode req_pool_indices seq_lens seq_lens_cpu seq_lens_sum orig_seq_lens "
+        "multimodal_inputs sampling_info spec_info",
+    ),
+    Seam(
+        SAMPLING_INFO,
+        "measures at the start what steps cost",
+        "temperatures top_ps top_ks min_ps is_all_greedy is_any_greedy need_top_p_sampling "
+        "need_top_k_sampling need_min_p_sampling vocab_size device",
+    ),
+    Seam(
+        f"{EAGLE_INFO}.EagleDraftInput",
+        "measures at the start what steps cost",
+        "topk_p topk_index hidden_states bonus_tokens",
+    ),
+    Seam(
+        "sglang.srt.speculative.eagle_utils.get_draft_recurrent_hidden_state_spec",
+        "measures at the start what steps cost",
+        "model_runner",
+    ),
+    Seam(
+        f"{EAGLE_WORKER}.EAGLEWorkerV2.forward_batch_generation",
+        "measures at the start what steps cost",
+        "batch",
+    ),
+    Seam(
+        f"{EAGLE_WORKER}.EAGLEWorkerV2",
+        "measures at the start what steps cost",
+        fields="draft_worker req_to_token_pool token_to_kv_pool_allocator speculative_algorithm "
+        "device",
+    ),
+    Seam(
         f"{SCHEDULE_BATCH}.Req",
         "names requests and prompts in recordings",
         "rid origin_input_ids sampling_params",

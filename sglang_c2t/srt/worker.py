@@ -31,7 +31,8 @@ from sglang_c2t.srt.draft.chain import (
     ChainDraftMixin,
 )
 from sglang_c2t.srt.draft.planning import Planning
-from sglang_c2t.srt.draft.state_file import StateFile
+from sglang_c2t.srt.draft.seeding import seed_costs
+from sglang_c2t.srt.draft.state_file import EVERY_IF_ASKED, StateFile
 from sglang_c2t.srt.draft.tree import (
     C2TEagleTreeDraftWorker,
     C2TStandaloneTreeDraftWorker,
@@ -101,6 +102,9 @@ class WorkerMixin(EAGLEWorkerV2):
 
         if runner.device == "cuda" and self._planning is not None:
             self._planning.warm_up(one_of_each(runner.max_running_requests))
+        # A recorded step drafts and verifies everything.
+        if self._planning is not None and self._config.record is None:
+            seed_costs(self._planning, self)
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify what the gate left of the batch's drafts, and report it."""
@@ -281,7 +285,7 @@ class ChainWorkerMixin(WorkerMixin):
         if self._planning is None:
             return None
         if self._planning.state_file is not None:
-            self._planning.state_file.save()
+            self._planning.state_file.save_now_and_then(EVERY_IF_ASKED)
         return self._planning.planner.report()
 
     def _record(

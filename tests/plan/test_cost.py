@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.cost import STALE, Curve, StepCost
+from sglang_c2t.plan.cost import STALE, Curve, StepCost, spread
 
 MEASURED = st.lists(st.tuples(st.integers(1, 64), st.floats(0.1, 100)), min_size=1, max_size=40)
 
@@ -84,6 +85,25 @@ def test_a_step_is_its_parts_and_comes_back_from_a_file() -> None:
     again = StepCost()
     again.restore(json.loads(json.dumps(cost.state())))
     assert again(18, 6, 3) == pytest.approx(cost(18, 6, 3))
+
+
+def test_a_step_that_served_nobody_says_nothing_of_the_rest() -> None:
+    cost = StepCost()
+    cost.observe(rows=12, batch=4, layers=3, verify_ms=10.0, draft_ms=4.0)
+    assert not cost.rest.known
+    assert cost(12, 4, 3) == pytest.approx(10 + 4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (range(1, 385), [1, 2, 5, 13, 30, 70, 164, 384]),
+        ([1, 2, 4, 8, 16, 24], [1, 2, 4, 8, 16, 24]),
+        ([7], [7]),
+    ],
+)
+def test_a_few_sizes_span_many(sizes: Sequence[int], expected: list[int]) -> None:
+    assert spread(sizes) == expected
 
 
 @pytest.mark.parametrize("points", [{"0": 1.0}, {"4": -1.0}, {"4": 1e9}, {"4": float("nan")}])

@@ -47,12 +47,3 @@ def test_what_was_seen_long_ago_is_forgotten() -> None:
     seen.observe(np.array([[0.8, 0.1]] * 4))
     seen.observe(np.array([[0.8, 0.9]] * 4))
     assert (seen.drawn(np.array([[0.8]]), 8)[:, 1] == 0.9).all()
-
-
-def test_depths_that_were_never_drafted_are_counted() -> None:
-    seen = Continuations(4)
-    assert seen.unknown_depths == 3
-    seen.observe(np.array([[0.5]]))
-    assert seen.unknown_depths == 3
-    seen.observe(np.array([[0.5, 0.5, 0.5]]))
-    assert seen.unknown_depths == 1

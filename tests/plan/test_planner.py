@@ -124,6 +124,22 @@ def test_a_sure_chain_goes_on_and_an_unsure_one_ends() -> None:
     assert rows_only.goes_on(np.full((1, 2), 0.05), server.tiers())
 
 
+def test_it_plans_its_first_step_where_costs_were_measured_before() -> None:
+    """Of layers that nobody has seen it hopes the best, so that it soon sees them."""
+    server = MadeUpServer(8)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    for rows in (8, 24, 48):
+        for _ in range(2):
+            draft_ms, verify_ms = 4 * server.layer_ms, float(server.cost(rows, 8, 1))
+            planner.cost.observe(
+                rows=rows, batch=8, layers=DEPTH, verify_ms=verify_ms, draft_ms=draft_ms
+            )
+    choices, _ = server.serve(planner, 20)
+    assert choices[0].reason == "plan"
+    assert "unknown" not in {choice.reason for choice in choices}
+    assert max(choice.plan.layers for choice in choices[:5]) == DEPTH
+
+
 def test_where_rows_are_dear_it_drafts_next_to_nothing_and_still_looks_now_and_then() -> None:
     server = MadeUpServer(8, row_ms=40.0, layer_ms=50.0, floor_ms=0.0)
     planner = Planner(DEPTH, Survival(DEPTH))

@@ -82,6 +82,15 @@ class _Step:
     verify: list[Mark] = field(default_factory=list)
     forwarded: int = 0
 
+    def times(self) -> dict[str, Any]:
+        """What the cost of steps is learnt from; all its marks are passed."""
+        return {
+            "rows": self.forwarded,
+            "batch": self.batch,
+            "verify_ms": self.verify[0].until(self.verify[1]),
+            "draft_ms": self.draft[0].until(self.draft[1]) if self.draft else 0.0,
+        }
+
 
 class Planning:
     """Plans the steps of one server.
@@ -112,7 +121,9 @@ class Planning:
         self._tiers, self._width = tiers, width
         self.depths: Sequence[int] | None = None
         """Numbers of layers that can be drafted; ``None``: any."""
-        self._agree = agree or (lambda numbers: numbers)
+        self.agree = agree or (lambda numbers: numbers)
+        self._rehearsed: Choice | None = None
+        """What a step does that serves nobody; ``None``: it serves."""
         self._on_cuda = torch.device(device).type == "cuda"
         self._survival = DeviceSurvival(planner.survival, device)
         layers = width - 1
@@ -142,8 +153,10 @@ class Planning:
         self._learn()
         if not self._on_cuda:
             self._known_first = first().confidence[0].numpy().astype(np.float64)
-        choice = self.planner.choose(self._known_first, batch, self._rows(batch), self.depths)
-        layers, rows, whole = self._agree(
+        choice = self._rehearsed or self.planner.choose(
+            self._known_first, batch, self._rows(batch), self.depths
+        )
+        layers, rows, whole = self.agree(
             [choice.plan.layers, choice.plan.rows, -1 if choice.whole is None else choice.whole]
         )
         plan = choice.plan._replace(layers=layers, rows=rows)
@@ -170,7 +183,7 @@ class Planning:
         step = self._step
         assert step is not None, "asked before it began"
         seen = torch.stack(tuple(confidences), dim=1).numpy().astype(np.float64)
-        (goes_on,) = self._agree([int(self.planner.goes_on(seen, self._rows(step.batch)))])
+        (goes_on,) = self.agree([int(self.planner.goes_on(seen, self._rows(step.batch)))])
         return bool(goes_on)
 
     @property
@@ -179,6 +192,23 @@ class Planning:
         where the host sees it for nothing, unless layers are drafted to be learnt from.
         """
         return not self._on_cuda and self._step is not None and self._step.choice.reason == "plan"
+
+    def rehearse(self, plan: Plan, run: Callable[[], object], *, learn: bool) -> None:
+        """Have ``run()`` make a step of ``plan`` that serves nobody. What its drafts became means
+        nothing; what it took is waited for, and learnt if so told.
+        """
+        self._rehearsed = Choice(plan, "rehearsed")
+        try:
+            run()
+            step = self._step
+            assert step is not None, "rehearsed without a step"
+            if self._on_cuda:
+                torch.cuda.synchronize()
+            if learn:
+                self.planner.cost.observe(layers=plan.layers, **step.times())
+        finally:
+            self._rehearsed = self._step = None
+            self._outcomes.clear()
 
     def drafted(self, confidences: Sequence[Tensor]) -> None:
         """The confidences [B] of each drafted layer. May be captured in a CUDA graph."""
@@ -208,10 +238,10 @@ class Planning:
         step = self._step
         assert step is not None, "settled before it began"
         batch = step.batch
-        if not self._on_cuda:
+        if not self._on_cuda and self._rehearsed is None:
             seen = self._confidences[:batch, :layers].numpy().astype(np.float64)
             plan = self.planner.settle(seen, self._rows(batch))
-            (rows,) = self._agree([plan.rows])
+            (rows,) = self.agree([plan.rows])
             step.plan = plan._replace(rows=rows)
         step.plan = step.plan._replace(layers=layers)  # more than planned where somebody wants all
         whole = {*whole} if step.choice.whole is None else {*whole, step.choice.whole}
@@ -282,14 +312,12 @@ class Planning:
     def _learn_time(self, step: _Step, end: Mark) -> None:
         if not step.verify:
             return
-        self.planner.learn_time(
-            step.plan,
-            rows=step.forwarded,
-            batch=step.batch,
-            verify_ms=step.verify[0].until(step.verify[1]),
-            draft_ms=step.draft[0].until(step.draft[1]) if step.draft else 0.0,
-            step_ms=step.start.until(end),
-        )
+        self.planner.learn_time(step.plan, step_ms=step.start.until(end), **step.times())
+
+    def row_counts(self, most_requests: int) -> Sequence[int]:
+        """Row counts that verifications of up to ``most_requests`` may have, rising."""
+        tiers = self._tiers()
+        return range(1, most_requests * self._width + 1) if tiers is None else tiers.rows
 
     def _rows(self, batch: int) -> list[int]:
         """Row counts to choose from: tiers that can hold the batch."""

@@ -23,6 +23,9 @@ VERSION = 1
 #: Seconds between two writes while the server runs.
 EVERY = 60.0
 
+#: The same where somebody asks what was learnt, who may ask as often as he likes.
+EVERY_IF_ASKED = 1.0
+
 #: Bytes; a file of ours is far smaller.
 LARGEST = 1 << 20
 
@@ -53,9 +56,9 @@ class StateFile:
         if self._failed:
             raise ConfigError(f"c2t state: {path} cannot be written")
 
-    def save_now_and_then(self) -> None:
-        """Write it, if it has not been written for a while."""
-        if time.monotonic() - self._saved_at >= EVERY:
+    def save_now_and_then(self, every: float = EVERY) -> None:
+        """Write it, if it has not been written for ``every`` seconds."""
+        if time.monotonic() - self._saved_at >= every:
             self.save()
 
     def save(self) -> None:

@@ -161,3 +161,35 @@ def test_a_few_numbers_span_a_range(least: int, most: int) -> None:
     assert found[-1] == most
     assert found == sorted(set(found))
     assert len(found) <= 62
+
+
+def test_a_step_that_serves_nobody_teaches_what_it_took_and_nothing_else() -> None:
+    planner = Scripted()
+    planning = planning_of(planner)
+
+    def step() -> None:
+        assert planning.begin(2, first(0.5, 0.5)).plan.layers == 3
+        planning.layers_begin()
+        time.sleep(0.004)
+        planning.layers_end()
+        draft(planning, np.full((2, 3), 0.5))
+        _, total = planning.settle(3)
+        assert total == 7
+        verify(planning, rows=total, milliseconds=10.0)
+        planning.verified(3, torch.tensor([4, 3]), torch.tensor([2, 2]))
+
+    for learn in (False, True):
+        planning.rehearse(Plan(3, 7, 2.0, 1.0), step, learn=learn)
+        assert planner.cost.verify.measurements == learn
+    assert planner.cost.verify(7) >= 10.0
+    assert planner.cost.layer(2) >= 2.0
+    assert not planner.cost.rest.known
+    planning.begin(2, first(0.5, 0.5))
+    assert planner.times == planner.drafts == []
+
+
+def test_after_a_step_that_failed_it_serves_as_before() -> None:
+    planning = planning_of(Scripted(layers=2))
+    with pytest.raises(ZeroDivisionError):
+        planning.rehearse(Plan(3, 7, 2.0, 1.0), lambda: 1 // 0, learn=True)
+    assert planning.begin(2, first(0.5, 0.5)).plan.layers == 2

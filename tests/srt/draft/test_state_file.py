@@ -14,7 +14,7 @@ from sglang_c2t.config import ConfigError
 from sglang_c2t.plan.planner import Planner
 from sglang_c2t.plan.survival import Survival
 from sglang_c2t.srt.draft import state_file
-from sglang_c2t.srt.draft.state_file import StateFile
+from sglang_c2t.srt.draft.state_file import EVERY_IF_ASKED, StateFile
 
 MODELS = {"target": "a", "draft": "b", "num_steps": 3, "policy": "auto"}
 CHAINS = np.array([[0.9, 0.5, 0.2]])
@@ -104,13 +104,13 @@ def test_serving_goes_on_where_writing_fails_and_the_log_says_so_once(
     assert len([line for line in caplog.messages if "cannot write" in line]) == 1
 
 
-def test_it_is_written_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_written_now_and_then_however_often_somebody_asks(tmp_path: Path) -> None:
     path, planner = tmp_path / "state.json", Planner(3, Survival(3))
     kept = StateFile(path, planner, MODELS)
     before = path.read_text()
     planner.learn_drafts(CHAINS, np.array([3]), np.array([1]))
     kept.save_now_and_then()
+    kept.save_now_and_then(EVERY_IF_ASKED)
     assert path.read_text() == before
-    monkeypatch.setattr(state_file, "EVERY", 0.0)
-    kept.save_now_and_then()
+    kept.save_now_and_then(0.0)
     assert path.read_text() != before

@@ -1,0 +1,136 @@
+"""What steps cost on this machine, measured before the first request comes.
+
+A step serves dummy requests, all in the padding row of SGLang's request table, whose KV slot is
+the padding slot: nothing is allocated, and what they write nobody reads. All else is as in
+serving: the same worker drafts, verifies and is timed, in its CUDA graphs where it has some.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.speculative.eagle_info import EagleDraftInput
+from sglang.srt.speculative.eagle_utils import get_draft_recurrent_hidden_state_spec
+from torch import Tensor
+
+from sglang_c2t.plan.cost import spread
+from sglang_c2t.plan.plan import Plan
+from sglang_c2t.srt import attach
+from sglang_c2t.srt.draft.planning import Planning
+
+logger = logging.getLogger(__name__)
+
+# B requests, N = D + 1 rows of a full chain, T rows of a verification
+
+#: Measurements of a size, behind one that is not counted: the first is slow.
+MEASURED = 3
+
+#: Seconds it may take. Larger sizes are then left out; curves go on beyond what was measured.
+SECONDS = 10.0
+
+#: Tokens before those that a dummy step verifies.
+CONTEXT = 256
+
+
+@torch.no_grad()
+def seed_costs(planning: Planning, worker: Any) -> None:
+    """Measure verification at several row counts, and draft layers at the batches that go with
+    them, where nothing is known of them yet.
+
+    Args:
+        planning: Whose planner learns it.
+        worker: SGLang's speculative worker, ready to serve.
+    """
+    (known,) = planning.agree([planning.planner.cost.verify.known])
+    if known:
+        return
+    width = worker.speculative_num_draft_tokens
+    sizes = spread(planning.row_counts(worker.target_worker.model_runner.max_running_requests))
+
+    def step(rows: int, *, learn: bool) -> None:
+        requests = -(-rows // width)
+        batch = _dummy_batch(worker, requests)
+        plan = Plan(width - 1, rows, float(requests), 1.0)
+        planning.rehearse(plan, lambda: worker.forward_batch_generation(batch), learn=learn)
+
+    step(sizes[0], learn=False)  # compiles what a server compiles once
+    began = now = time.perf_counter()
+    took, size = 0.0, sizes[0]  # of the last step
+    for rows in sizes:
+        # A row more costs no more than those before it did.
+        end = now + took * (1 + MEASURED) * rows / size
+        (late,) = planning.agree([end - began > SECONDS])
+        if late:
+            break
+        for turn in range(1 + MEASURED):
+            step(rows, learn=turn > 0)
+            took, now = time.perf_counter() - now, time.perf_counter()
+        size = rows
+    curves = planning.planner.cost.state()
+    told = {name: {n: round(ms, 2) for n, ms in curve.items()} for name, curve in curves.items()}
+    logger.info(
+        "C2T: measured for %.1f s what a step takes, in ms: verification, by rows: %s; a draft "
+        "layer, by requests: %s",
+        now - began,
+        told["verify"],
+        told["layer"],
+    )
+
+
+def _dummy_batch(worker: Any, requests: int) -> ScheduleBatch:
+    """A batch of B ``requests`` that is about to draft, as SGLang's scheduler hands it over."""
+    model = worker.target_worker.model_runner.model_config
+    length = min(CONTEXT, model.context_len // 2)
+
+    def full(value: int, dtype: Any, *columns: int) -> Tensor:
+        return torch.full((requests, *columns), value, dtype=dtype, device=worker.device)
+
+    hidden_size, dtype = get_draft_recurrent_hidden_state_spec(worker.draft_worker.draft_runner)
+    drafts = EagleDraftInput(
+        topk_p=full(1, torch.float32, 1),
+        topk_index=full(0, torch.int64, 1),
+        hidden_states=None if hidden_size is None else full(0, dtype, hidden_size),
+        bonus_tokens=full(0, torch.int32),
+    )
+    greedy = SamplingBatchInfo(
+        temperatures=full(1, torch.float32, 1),
+        top_ps=full(1, torch.float32),
+        top_ks=full(1, torch.int32),
+        min_ps=full(0, torch.float32),
+        is_all_greedy=True,
+        is_any_greedy=True,
+        need_top_p_sampling=False,
+        need_top_k_sampling=False,
+        need_min_p_sampling=False,
+        vocab_size=model.vocab_size,
+        device=worker.device,
+    )
+    no_cache: Any = None
+    batch = ScheduleBatch.init_new(
+        reqs=[],
+        req_to_token_pool=worker.req_to_token_pool,
+        token_to_kv_pool_allocator=worker.token_to_kv_pool_allocator,
+        tree_cache=no_cache,
+        model_config=model,
+        enable_overlap=False,
+        spec_algorithm=worker.speculative_algorithm,
+    )
+    attach.write(
+        batch,
+        forward_mode=ForwardMode.DECODE,
+        req_pool_indices=full(0, torch.int64),
+        seq_lens=full(length, torch.int64),
+        seq_lens_cpu=torch.full((requests,), length, dtype=torch.int64),
+        seq_lens_sum=requests * length,
+        orig_seq_lens=full(length, torch.int32),
+        multimodal_inputs=[None] * requests,
+        sampling_info=greedy,
+        spec_info=drafts,
+    )
+    return batch

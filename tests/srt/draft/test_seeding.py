@@ -1,0 +1,95 @@
+"""Costs are measured before the first request, in a time that has an end."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_c2t.plan.planner import Planner
+from sglang_c2t.plan.survival import Survival
+from sglang_c2t.plan.tiers import Tiers
+from sglang_c2t.srt.draft import seeding
+from sglang_c2t.srt.draft.planning import Planning
+from tests.srt.draft.test_planning import first, verify
+
+LAYERS, REQUESTS = 4, 16
+
+
+class Worker:
+    """Drafts and verifies what it is told; a row takes ``row_ms``, the first step a second."""
+
+    def __init__(self, planning: Planning, row_ms: float) -> None:
+        self.planning, self.row_ms = planning, row_ms
+        self.target_worker = SimpleNamespace(
+            model_runner=SimpleNamespace(max_running_requests=REQUESTS)
+        )
+        self.speculative_num_draft_tokens = LAYERS + 1
+        self.steps: list[tuple[int, int]] = []
+
+    def forward_batch_generation(self, requests: int) -> None:
+        assert self.planning.begin(requests, first(*[0.5] * requests)).plan.layers == LAYERS
+        self.planning.layers_begin()
+        self.planning.layers_end()
+        _, rows = self.planning.settle(LAYERS)
+        time.sleep(0.0 if self.steps else 1.0)
+        self.steps.append((requests, rows))
+        verify(self.planning, rows, rows * self.row_ms)
+
+
+@pytest.fixture(autouse=True)
+def _batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeding, "_dummy_batch", lambda _worker, requests: requests)
+
+
+def seeded(row_ms: float, tiers: Tiers | None = None) -> Worker:
+    planner = Planner(LAYERS, Survival(LAYERS))
+    planning = Planning(
+        planner, tiers=lambda: tiers, width=LAYERS + 1, slots=REQUESTS, device="cpu"
+    )
+    worker = Worker(planning, row_ms)
+    seeding.seed_costs(worker.planning, worker)
+    return worker
+
+
+def test_every_size_is_measured_three_times_behind_one_that_does_not_count() -> None:
+    worker = seeded(0.01)
+    assert worker.steps == [(1, 1)] + [
+        (-(-rows // 5), rows) for rows in (1, 2, 3, 7, 12, 23, 43, 80) for _ in range(4)
+    ]
+    cost = worker.planning.planner.cost
+    assert cost.verify.measurements == 8 * 3
+    assert set(cost.layer.points) == {1, 2, 3, 5, 9, 16}
+
+
+def test_graphs_are_measured_at_their_own_sizes() -> None:
+    tiers = Tiers(REQUESTS, LAYERS + 1)
+    rows = {rows for _, rows in seeded(0.01, tiers).steps}
+    assert rows <= set(tiers.rows)
+    assert {1, tiers.rows[-1]} <= rows
+
+
+def test_larger_sizes_are_left_out_where_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step, which compiles, is not counted."""
+    monkeypatch.setattr(seeding, "SECONDS", 0.6)
+    began = time.perf_counter()
+    worker = seeded(10.0)
+    assert time.perf_counter() - began < 1.0 + 2 * 0.6, "forwards of all sizes take 7 seconds"
+    measured = {rows for _, rows in worker.steps}
+    assert {1, 2} <= measured <= {1, 2, 3, 7}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_file_brought_is_not_measured_again(rank: int) -> None:
+    """The first of tensor-parallel ranks has the file, and the others do as it does."""
+    planner = Planner(LAYERS, Survival(LAYERS))
+    if rank == 0:
+        planner.cost.verify.seed({6: 10.0})
+    planning = Planning(
+        planner, tiers=lambda: None, width=5, slots=8, device="cpu",
+        agree=lambda numbers: numbers if rank == 0 else [1],
+    )  # fmt: skip
+    worker = Worker(planning, 0.01)
+    seeding.seed_costs(planning, worker)
+    assert worker.steps == []
