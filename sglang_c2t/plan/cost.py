@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -31,13 +30,14 @@ LARGEST = 10_000
 
 
 class Curve:
-    """Milliseconds over a size, rising: medians of what was measured last, at each size.
+    """Milliseconds over a size, rising: low quartiles of what was measured last, at each size.
 
-    A median because a pause of the machine must not make a size look dear; rising, because a larger
-    forward never takes less: sizes that say otherwise are pooled, and the median of all they
-    measured is theirs. Between sizes it is interpolated; beyond them it goes on with the slope from
-    the smallest to the largest, though no size costs less than its share of a larger one. What was
-    measured long ago gives way to the first new measurement.
+    A low quartile because nothing makes a forward faster than it is, and the first ones of a
+    process or a pause of the machine make it much slower: of up to four measurements the least
+    counts. Rising, because a larger forward never takes less: sizes that say otherwise are pooled,
+    and the quartile of all they measured is theirs. Between sizes it is interpolated; beyond them
+    it goes on with the slope from the smallest to the largest, though no size costs less than its
+    share of a larger one. What was measured long ago gives way to the first new measurement.
 
     Args:
         memory: Measurements kept of a size.
@@ -105,13 +105,13 @@ class Curve:
     def _fitted(self) -> tuple[Array, Array]:
         if self._fit is None:
             sizes = sorted(self._samples)
-            pools: list[tuple[float, list[float], int]] = []  # median, measurements, sizes
+            pools: list[tuple[float, list[float], int]] = []  # quartile, measurements, sizes
             for size in sizes:
                 measured = list(self._samples[size])
-                pools.append((median(measured), measured, 1))
+                pools.append((_low_quartile(measured), measured, 1))
                 while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
                     (_, low, i), (_, high, j) = pools[-2:]
-                    pools[-2:] = [(median(low + high), low + high, i + j)]
+                    pools[-2:] = [(_low_quartile(low + high), low + high, i + j)]
             values = np.repeat([value for value, _, _ in pools], [n for _, _, n in pools])
             self._fit = np.array(sizes, dtype=np.float64), values
         return self._fit
@@ -173,6 +173,10 @@ class StepCost:
     @property
     def _curves(self) -> dict[str, Curve]:
         return {"verify": self.verify, "layer": self.layer, "rest": self.rest}
+
+
+def _low_quartile(values: list[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 4]
 
 
 def spread(sizes: Sequence[int], count: int = 8) -> list[int]:

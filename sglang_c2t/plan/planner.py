@@ -29,12 +29,14 @@ SAMPLES = 256
 #: One request is verified to full depth in so many steps, or deep drafts would have no labels.
 WHOLE_EVERY = 32
 
-#: Share of the time that may go into drafting layers only to see what they are like.
-EXPLORING = 0.005
+#: Share of the time that may go into drafting up to a depth only to see what it is like.
+EXPLORING = 0.0025
 
-#: However dear they look, all layers are drafted once in so many steps: a price that nobody looks
-#: at again would stay what a bad moment made it.
+#: However dear it looks, each depth is drafted once in so many steps, and in a young server at
+#: least whenever its age has doubled: a price that nobody looks at again would stay what a bad
+#: moment made it.
 EXPLORE_EVERY = 500
+EXPLORE_FIRST = 16
 
 #: Measurements of draft layers and of verification before a plan relies on them; the first ones
 #: of a process are slow.
@@ -89,11 +91,10 @@ class Planner:
         self._depths = [max_depth] if all_layers else list(range(1, max_depth + 1))
         self._steps = 0
         self._spent = 0.0  # milliseconds of all steps
-        self._explored = (0, 0.0)  # steps and milliseconds when all layers were last drafted
+        # Steps and milliseconds when so many layers were last drafted; of 0, rows measured anew.
+        self._looked = [(0, 0.0)] * (max_depth + 1)
         self.predicted_ms = self.measured_ms = 0.0
         """Of all steps that had a prediction, together."""
-        self._drafted_all = False
-        """Whether a step drafted all layers, of those learnt from since the last choice."""
         self._measures: int | None = None
         """Rows that an exploring step verifies to learn what they cost."""
         self._errors: deque[float] = deque(maxlen=512)
@@ -118,25 +119,21 @@ class Planner:
         whole = (self._steps // WHOLE_EVERY) % batch if self._steps % WHOLE_EVERY == 0 else None
         depths = [d for d in self._depths if depths is None or d in depths]
         if self._unknown:
-            self._explored = self._steps, self._spent
             return Choice(self._everything(batch), "unknown", whole)
         plans = self._plans(first[:, None], batch, depths, tiers)
-        plan, deepest = best_of(plans), plans[-1]
+        plan = best_of(plans)
         # Layers that are not drafted may have got better, and rows that are not verified cheaper.
-        # To look costs what the rates differ by; so much may be spent of all time.
-        if (stale := self.cost.verify.stale(tiers)) is not None:
-            price = float(self.cost(stale, batch, deepest.layers))
-            deepest = Plan(deepest.layers, stale, float(batch), price)
-        lost = deepest.milliseconds * (1.0 - deepest.rate / plan.rate)
-        steps, spent = self._steps - self._explored[0], self._spent - self._explored[1]
-        self._measures = None
-        if self._drafted_all and stale is None:
-            self._explored = self._steps, self._spent
-        elif steps >= EXPLORE_EVERY or lost < EXPLORING * spent:
-            self._explored = self._steps, self._spent
-            self._measures = stale
-            return Choice(deepest, "explore", whole)
-        self._drafted_all = False
+        self._measures = self.cost.verify.stale(tiers)
+        if self._measures is not None:
+            needed = [d for d in depths if batch * (1 + d) >= self._measures] or depths[-1:]
+            price = float(self.cost(self._measures, batch, needed[0]))
+            stale = Plan(needed[0], self._measures, float(batch), price)
+            if self._may_look(0, stale, plan):
+                return Choice(stale, "explore", whole)
+            self._measures = None
+        for deeper in reversed(plans):
+            if deeper.layers > plan.layers and self._may_look(deeper.layers, deeper, plan):
+                return Choice(deeper, "explore", whole)
         return Choice(plan, "plan", whole)
 
     def goes_on(self, confidences: Array, tiers: Sequence[int]) -> bool:
@@ -167,7 +164,7 @@ class Planner:
         how many [B] accepted.
         """
         self._continuations.observe(confidences)
-        self._drafted_all |= confidences.shape[1] == self.max_depth
+        self._look(confidences.shape[1])
         self._grade(self.survival.of_chains(confidences), num_drafts, num_correct)
         self.survival.learn(confidences, num_drafts, num_correct)
 
@@ -245,6 +242,23 @@ class Planner:
         """Whether too little was measured to plan by."""
         deep = self.max_depth > 1 and self.cost.layer.measurements < ENOUGH
         return deep or self.cost.verify.measurements < ENOUGH
+
+    def _look(self, layers: int) -> None:
+        for depth in range(1, layers + 1):
+            self._looked[depth] = self._steps, self._spent
+
+    def _may_look(self, what: int, other: Plan, plan: Plan) -> bool:
+        """Whether a step may follow another ``plan`` to learn from it: of ``what`` layers, or rows
+        if 0. That costs what the rates differ by; so much may be spent of all time.
+        """
+        at, before = self._looked[what]
+        lost = other.milliseconds * (1.0 - other.rate / plan.rate)
+        soon = self._steps - at < min(max(at, EXPLORE_FIRST), EXPLORE_EVERY)
+        if soon and lost >= EXPLORING * (self._spent - before):
+            return False
+        self._looked[what] = self._steps, self._spent
+        self._look(what)
+        return True
 
     def _plans(
         self, known: Array, batch: int, depths: Sequence[int], tiers: Sequence[int]

@@ -42,7 +42,7 @@ def test_one_pause_of_the_machine_changes_nothing() -> None:
 
 def test_a_machine_that_got_slower_is_believed_after_a_few_measurements() -> None:
     curve = curve_of(*[(8, 5.0)] * 9)
-    for _ in range(5):
+    for _ in range(7):
         curve.observe(8, 9.0)
     assert curve(8) == 9.0
 

@@ -147,8 +147,8 @@ def test_where_rows_are_dear_it_drafts_next_to_nothing_and_still_looks_now_and_t
     choices, _ = server.serve(planner, 2 * EXPLORE_EVERY)
     assert np.mean([c.plan.layers == 1 for c in choices]) > 0.95
     explored = [c for c in choices if c.reason == "explore"]
-    assert 1 <= len(explored) <= 20
-    assert all(c.plan.layers == DEPTH for c in explored)
+    assert len(explored) <= 40
+    assert {c.plan.layers for c in explored} >= {2, DEPTH}
 
 
 def test_a_slow_start_is_no_dead_spot() -> None:
@@ -157,6 +157,16 @@ def test_a_slow_start_is_no_dead_spot() -> None:
     MadeUpServer(4, layer_ms=3000.0, pause_ms=5000.0).serve(planner, 12)
     server = MadeUpServer(4, row_ms=0.01)
     server.serve(planner, 4 * EXPLORE_EVERY)
+    _, rate = server.serve(planner, 300)
+    assert rate >= 0.95 * server.best_rate()
+
+
+def test_layers_that_were_dear_only_at_first_are_soon_looked_at_again() -> None:
+    """One more layer costs little to look at, and two good moments outweigh five bad ones."""
+    planner = Planner(DEPTH, Survival(DEPTH))
+    MadeUpServer(4, layer_ms=80.0).serve(planner, 6)
+    server = MadeUpServer(4, row_ms=0.01)
+    server.serve(planner, 250)
     _, rate = server.serve(planner, 300)
     assert rate >= 0.95 * server.best_rate()
 
