@@ -37,7 +37,8 @@ class Curve:
     counts. Rising, because a larger forward never takes less: sizes that say otherwise are pooled,
     and the quartile of all they measured is theirs. Between sizes it is interpolated; beyond them
     it goes on with the slope from the smallest to the largest, though no size costs less than its
-    share of a larger one. What was measured long ago gives way to the first new measurement.
+    share of a larger one. What was measured long ago gives way to the first new measurement. Sizes
+    that are :func:`about` the same are one.
 
     Args:
         memory: Measurements kept of a size.
@@ -54,6 +55,7 @@ class Curve:
     def observe(self, size: int, milliseconds: float) -> None:
         """One measurement."""
         self.measurements += 1
+        size = about(size)
         if self._steps - self._measured_at.get(size, self._steps) > STALE:
             self._samples[size].clear()
         self._samples.setdefault(size, deque(maxlen=self._memory)).append(milliseconds)
@@ -67,7 +69,7 @@ class Curve:
     def seed(self, points: Mapping[int, float]) -> None:
         """Sizes measured before: believed until enough of what is measured says otherwise."""
         for size, milliseconds in points.items():
-            for _ in range(SEED if size not in self._samples else 0):
+            for _ in range(SEED if about(size) not in self._samples else 0):
                 self.observe(size, milliseconds)
 
     @property
@@ -96,9 +98,13 @@ class Curve:
         """Of sizes that were measured, the one whose last measurement is the oldest, if it is that
         old that it should be measured again.
         """
-        measured = [size for size in among if size in self._measured_at]
-        oldest = min(measured, key=lambda size: (self._measured_at[size], size), default=None)
-        if oldest is None or self._steps - self._measured_at[oldest] <= STALE:
+        measured = {
+            size: self._measured_at[about(size)]
+            for size in among
+            if about(size) in self._measured_at
+        }
+        oldest = min(measured, key=lambda size: (measured[size], size), default=None)
+        if oldest is None or self._steps - measured[oldest] <= STALE:
             return None
         return oldest
 
@@ -173,6 +179,14 @@ class StepCost:
     @property
     def _curves(self) -> dict[str, Curve]:
         return {"verify": self.verify, "layer": self.layer, "rest": self.rest}
+
+
+def about(size: int) -> int:
+    """The nearest of eight sizes between a power of two and the next, so that where every size can
+    occur each is measured often. All tiers of CUDA graphs are such sizes.
+    """
+    step = 1 << max(size.bit_length() - 4, 0)
+    return (size + step // 2) // step * step
 
 
 def _low_quartile(values: list[float]) -> float:

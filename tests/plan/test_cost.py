@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.cost import STALE, Curve, StepCost, spread
+from sglang_c2t.plan.cost import STALE, Curve, StepCost, about, spread
+from sglang_c2t.plan.tiers import Tiers
 
 MEASURED = st.lists(st.tuples(st.integers(1, 64), st.floats(0.1, 100)), min_size=1, max_size=40)
 
@@ -38,6 +39,19 @@ def test_one_pause_of_the_machine_changes_nothing() -> None:
     curve = curve_of(*[(8, 5.0)] * 8, (16, 6.0))
     curve.observe(8, 500.0)
     assert curve(8) == 5.0
+
+
+@pytest.mark.parametrize("requests", [1, 7, 64, 256])
+@pytest.mark.parametrize("width", [2, 6, 8])
+def test_every_tier_is_measured_by_itself_and_other_sizes_with_their_neighbours(
+    requests: int, width: int
+) -> None:
+    tiers = Tiers(requests, width).rows
+    rough = {requests * width}  # the largest may be any number
+    assert all(about(tier) == tier for tier in {*tiers} - rough)
+    sizes = range(1, 3000)
+    assert all(abs(about(size) - size) <= size / 16 for size in sizes)
+    assert len({about(size) for size in sizes}) < 90
 
 
 def test_a_machine_that_got_slower_is_believed_after_a_few_measurements() -> None:
