@@ -28,6 +28,8 @@ def gated_launch(name: str, logs: Path, *flags: str, algorithm: str = "EAGLE3",
 #: SGLang binds CPU ranks to NUMA nodes unless told otherwise; a laptop has one.
 BIND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+
 
 @pytest.fixture(scope="module")
 def expected_of_two_ranks(logs: Path) -> list[tuple[int, ...]]:
@@ -54,6 +56,35 @@ def test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_without_specula
         assert server.c2t_state()["recording"]["drafts_written"] > 0
 
 
+def planned_launch(name: str, *flags: str, env: dict[str, str]) -> Launch:
+    planned = ("--c2t", "--c2t-policy", "auto")
+    return Launch(name, (*speculative_flags("EAGLE3"), *planned, *flags), env=env)
+
+
+def test_two_tensor_parallel_ranks_follow_one_plan(
+    logs: Path, expected_of_two_ranks: list[tuple[int, ...]]
+) -> None:
+    """Each measures other times; ranks that drafted or verified other numbers would hang."""
+    with running(planned_launch("tp2-planned", "--tp-size", "2", env=BIND), logs) as server:
+        for concurrency in (4, len(BODIES)):
+            server.flush_cache()
+            result = run_load(server.url, BODIES, concurrency=concurrency)
+            assert differing(result.outputs, expected_of_two_ranks) == []
+        (told,) = server.c2t_state()["planner"]
+        assert told["steps"] > 50
+
+
+def test_requests_retracted_under_a_plan_give_the_same_outputs_and_leak_nothing(
+    logs: Path, expected: list[tuple[int, ...]]
+) -> None:
+    """SGLang retracts every third step; its strict memory check ends the server on a leak."""
+    with running(planned_launch("retract-planned", env=RETRACTING), logs) as server:
+        result = run_load(server.url, BODIES, concurrency=len(BODIES))
+        assert sum(answer.meta_info["num_retractions"] for answer in result.answers) > 0
+        assert differing(result.outputs, expected) == []
+        _assert_idle_and_healthy(server)
+
+
 def recording(logs: Path) -> tuple[str, ...]:
     """Record a fifth of the steps."""
     return ("--c2t-record", str(logs / "recorded"), "--c2t-record-share", "0.2")
@@ -63,8 +94,7 @@ def test_retracted_requests_give_the_same_outputs_and_leak_nothing(
     logs: Path, expected: list[tuple[int, ...]]
 ) -> None:
     """SGLang retracts every third step; its strict memory check ends the server on a leak."""
-    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    launch, control = gated_launch("retract", logs, *recording(logs), env=env)
+    launch, control = gated_launch("retract", logs, *recording(logs), env=RETRACTING)
     with running(launch, logs) as server:
         gated = GatedServer(server, "EAGLE3", control)
         result = gated.run("random")
