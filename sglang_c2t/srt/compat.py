@@ -115,6 +115,27 @@ def decode_graphs_enabled(cfg: Any) -> bool:
     return bool(cfg.cuda_graph_config.decode.backend != Backend.DISABLED)
 
 
+def largest_graph(cfg: Any) -> int:
+    """Requests in the largest CUDA graph of decode that resolved arguments ask memory for."""
+    return int(cfg.cuda_graph_config.decode.max_bs or 0)
+
+
+def decide(server_args: Any, **values: Any) -> None:
+    """Set arguments while they are resolved: newer SGLang keeps what was typed beside them."""
+    declare = getattr(importlib.import_module(OVERRIDES), "declare_resolution", None)
+    if declare is None:
+        write(server_args, **values)
+    else:
+        declare(server_args, "sglang_c2t", **values)
+
+
+def is_hybrid(cfg: Any) -> bool:
+    """Whether the target keeps recurrent state: :func:`has_recurrent_state` of its model."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return has_recurrent_state(ModelConfig.from_server_args(cfg))
+
+
 def bundles_draft(cfg: Any) -> bool:
     """Whether SGLang takes draft layers out of the target's own checkpoint (MTP): as a draft
     the target's path then stands for another architecture.

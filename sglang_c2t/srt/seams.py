@@ -116,6 +116,16 @@ SEAMS: tuple[Seam, ...] = (
         otherwise=Seam(f"{OVERRIDES}.resolved_view", "reads resolved server arguments"),
     ),
     Seam(
+        f"{OVERRIDES}.declare_resolution",
+        "lets more requests run than SGLang does under speculation",
+        "server_args source",
+        otherwise=Seam(
+            f"{SERVER_ARGS}.ServerArgs",
+            "lets more requests run than SGLang does under speculation",
+            fields="max_running_requests",
+        ),
+    ),
+    Seam(
         "sglang.srt.configs.model_config.ModelConfig.from_server_args",
         "learns whether the target's checkpoint holds a draft",
         "server_args is_draft_model",

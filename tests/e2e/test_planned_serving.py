@@ -72,7 +72,9 @@ def test_what_it_learnt_is_told_and_kept(planned: Planned) -> None:
     kept = json.loads(planned.state.read_text())
     assert kept["learnt_on"]["policy"] == "auto"
     assert kept["planner"]["cost"]["verify"].keys() == curves["verify"].keys()
-    assert "the planner starts cold" in planned.server.log.read_text()
+    log = planned.server.log.read_text()
+    assert "the planner starts cold" in log
+    assert "C2T: measured for" in log
 
 
 def test_the_planner_forgets_on_command_and_only_a_planner(planned: Planned) -> None:

@@ -21,6 +21,7 @@ from sglang_c2t.policies import (
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import compat, seams
 from sglang_c2t.srt.hooks.args import exit_with, parsed_from_command_line
+from sglang_c2t.srt.hooks.defaults import raise_running_requests
 
 # NEXTN is an alias that SGLang resolves to EAGLE.
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
@@ -268,17 +269,22 @@ def _misfit(cfg: Any) -> list[str]:
 
 def check_resolved_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Resolution hook around SGLang's own speculative checks."""
-    if active() is not None and PAGES_OF_TREES.applies(compat.resolved(server_args)):
-        _refuse([PAGES_OF_TREES.sentence])
-    previous(server_args)
     if active() is None:
+        previous(server_args)
         return
+    typed = compat.resolved(server_args)
+    if PAGES_OF_TREES.applies(typed):
+        _refuse([PAGES_OF_TREES.sentence])
+    limited = compat.argument(typed, "max_running_requests") is not None
+    previous(server_args)
     try:
         sentences = refusals(compat.resolved(server_args))
     except ConfigError as unbuildable:
         sentences = [str(unbuildable)]
     if sentences:
         _refuse(sentences)
+    if not limited:
+        raise_running_requests(server_args)
 
 
 def _refuse(sentences: list[str]) -> NoReturn:
