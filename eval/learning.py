@@ -38,6 +38,7 @@ from sglang_c2t.offline.scores import auc, expected_calibration_error
 from sglang_c2t.plan.planner import Planner
 from sglang_c2t.plan.survival import Array
 from sglang_c2t.policies import build_policy
+from sglang_c2t.policies.base import TreeShape
 
 LEARNT_DRAFTS = 10_000
 WINDOW = 500
@@ -59,7 +60,7 @@ class Traffic:
     def planner(self, policy: str) -> Planner:
         """One that knows nothing."""
         planning: Any = build_policy(C2TConfig(policy=policy))
-        made: Planner = planning.planner(self.layers)
+        made: Planner = planning.planner(TreeShape(1, self.layers, self.layers + 1))
         return made
 
     def simulation(self, policy: str, batch: int, families: str = "") -> Simulation:

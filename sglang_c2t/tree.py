@@ -80,7 +80,7 @@ def least_on_path(values: Tensor, parents: Tensor, max_depth: int) -> Tensor:
     ``parents`` [B, M] int64, -1 for children of the root. Chain 0.9, 0.2, 0.7 -> 0.9, 0.2, 0.2.
     """
     least, above = values, parents
-    for _ in range(max_depth - 1):  # after k rounds a candidate knows k ancestors
+    for _ in range((max_depth - 1).bit_length()):  # k rounds reach 2**k - 1 ancestors
         over = least.gather(1, above.clamp(min=0))
         least = torch.where(above >= 0, torch.minimum(least, over), least)
         above = torch.where(above >= 0, above.gather(1, above.clamp(min=0)), above)
@@ -161,20 +161,23 @@ def within_budget(trees: Trees, keys: Tensor, max_rows: int) -> Trees:
     ``keys`` [B, N] are closed keys of the nodes. Roots count and always stay, so a batch of
     more than ``max_rows`` requests verifies nothing else. Ties: :func:`best_of_batch`.
     """
-    batch, max_nodes = trees.tokens.shape
     live = trees.parents[:, 1:] >= 0
-    chosen = best_of_batch(keys[:, 1:], live, max(max_rows - batch, 0))
-    cut = grow(
+    return cut(trees, best_of_batch(keys[:, 1:], live, max(max_rows - len(keys), 0)))
+
+
+def cut(trees: Trees, chosen: Tensor) -> Trees:
+    """The trees, of whose nodes behind the roots the ``chosen`` [B, N - 1] stay, a closed set."""
+    made = grow(
         trees.tokens[:, 0],
         trees.tokens[:, 1:],
         trees.parents[:, 1:] - 1,
         trees.depth[:, 1:],
         chosen,
-        max_nodes,
+        trees.tokens.shape[1],
     )
     # The nodes were candidates of this cut, numbered from the root's neighbour; name the
     # draft's own. Root and padding fall on the root's, which is -1.
-    return replace(cut, source=trees.source.gather(1, cut.source + 1))
+    return replace(made, source=trees.source.gather(1, made.source + 1))
 
 
 def child_links(parents: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,6 +65,7 @@ class TreeGrowth:
         device: Where draft probabilities live.
         failed: Told what the policy raised; the tree is then EAGLE-2's. ``None``: raised on.
         whole: [B] bool: requests whose trees are EAGLE-2's all the same; ``None``: none.
+        layers: How many are grown; what is offered behind them is dead. ``None``: all.
     """
 
     def __init__(
@@ -75,10 +76,12 @@ class TreeGrowth:
         device: torch.device | str,
         failed: Callable[[Exception], None] | None = None,
         whole: Tensor | None = None,
+        layers: int | None = None,
     ) -> None:
         self._policy = policy
         self._failed = failed
         self._whole = whole
+        self._last = shape.num_steps if layers is None else layers
         # Copied only on demand: a layer brings its whole ancestry.
         self._reads_parent = getattr(policy, "reads_parent", False)
         self._shape = shape
@@ -140,6 +143,8 @@ class TreeGrowth:
         if len(self._layers) < self._shape.num_steps:
             enters = key > -torch.inf  # not where it is nan either
             expand = torch.where(enters, growth.expand.float().flatten(1), -torch.inf)
+            if len(self._layers) >= self._last:
+                expand = torch.full_like(expand, -torch.inf)
             self._choose(expand, tokens.flatten(1), layer.joint.flatten(1), first)
         return self._beams
 

@@ -5,7 +5,7 @@ device memory that captured graphs keep reading, and applied there to the drafts
 
 Knows nothing of SGLang.
 
-Legend: B requests, d drafted layers, D of at most, K bins.
+Legend: B requests, d drafted layers, D of at most, N nodes of a tree, K bins.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.plan.survival import LIMIT, OneSlope, Survival
+from sglang_c2t.tree import Trees, least_on_path
 
 
 class DeviceSurvival:
@@ -47,19 +48,34 @@ class DeviceSurvival:
         """[B, d] float32 in [0, 1], falling along each row, from as many. No host reads."""
         return self._of_chains(confidences, *self._parameters)
 
+    def of_nodes(self, least: Tensor, trees: Trees) -> Tensor:
+        """[B, N] float32, falling along each path, from the ``least`` [B, N] confidence on it, by
+        :class:`Survival`. What it says of roots and padding means nothing. No host reads.
+        """
+        (values,) = self._parameters
+        survival = _survival(values, (trees.depth - 1).clamp(min=0), least)
+        survival = survival.masked_fill(trees.depth == 0, 1.0)
+        return least_on_path(survival, trees.parents, len(values))
+
 
 def _calibrated(confidences: Tensor, values: Tensor) -> Tensor:
     """:meth:`Survival.of_chains`; ``values`` [D, K]."""
+    layer = torch.arange(confidences.shape[1], device=values.device)
+    survival = _survival(values, layer, torch.cummin(confidences, dim=1).values)
+    return torch.cummin(survival, dim=1).values
+
+
+def _survival(values: Tensor, layer: Tensor, least: Tensor) -> Tensor:
+    """[B, ...]: :meth:`Survival.__call__` for confidences ``least`` [B, ...] in a ``layer``
+    [...] from 0; ``values`` [D, K].
+    """
     bins = values.shape[1]
-    least = torch.cummin(confidences, dim=1).values
     place = (torch.logit(least, eps=1e-6).clamp(-LIMIT, LIMIT) + LIMIT) * (bins / (2 * LIMIT))
     place = place - 0.5  # between the middles of bins
     left = place.floor().clamp(0, bins - 2)
     share = (place - left).clamp(0.0, 1.0)
-    rows = values[: confidences.shape[1]]  # [d, K]
-    at = left.long().T  # [d, B]
-    low, high = rows.gather(1, at).T, rows.gather(1, at + 1).T
-    return torch.cummin(low + share * (high - low), dim=1).values
+    low, high = values[layer, left.long()], values[layer, left.long() + 1]
+    return low + share * (high - low)
 
 
 def _one_slope(prob: Tensor, slope: Tensor, intercepts: Tensor) -> Tensor:

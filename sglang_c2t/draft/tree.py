@@ -25,7 +25,7 @@ from sglang_c2t.draft_layer import measure
 from sglang_c2t.kernels.gate import FusedGate, GateOutput, judge_layer
 from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
-from sglang_c2t.tree import Trees, within_budget
+from sglang_c2t.tree import Trees, cut, within_budget
 
 
 class TreeGate(Gate):
@@ -58,6 +58,10 @@ class TreeGate(Gate):
         # Of the layer to come: [B * W, ...], or all that a program says about its children.
         self._rows: dict[str, Tensor] = {}
         self._judged: GateOutput | None = None
+        self.planned = False
+        """Whether somebody plans what is verified, and sees to those who want all of it."""
+        self.layers_planned: int | None = None
+        """How many layers the next step grows; ``None``: all."""
 
     def switch(self, policy: TreePolicy, *, captured: bool) -> None:
         """Ask another policy; see :meth:`ServedPolicy.switch`.
@@ -88,7 +92,8 @@ class TreeGate(Gate):
             len(slots),
             slots.device,
             failed=self._fall_back,
-            whole=self.opt_outs.whole(slots),
+            whole=None if self.planned else self.opt_outs.whole(slots),
+            layers=self.layers_planned,
         )
 
     def observe(
@@ -175,13 +180,18 @@ class TreeGate(Gate):
             torch.zeros(self._growth.batch, dtype=torch.int64, device=self._growth.device)
         )
 
-    def finalize(self, trees: Trees, keys: Tensor, roots: Tensor) -> Trees:
-        """What the target verifies: within the batch's budget, equal on all ranks.
+    def finalize(
+        self, trees: Trees, keys: Tensor, roots: Tensor, chosen: Tensor | None = None
+    ) -> Trees:
+        """What the target verifies, equal on all ranks: the ``chosen`` [B, N - 1] nodes behind the
+        roots if somebody plans, else what is within the batch's budget.
 
         ``roots`` [B] are the committed bonus tokens.
         """
         trees = trees.rooted(roots)
-        if self._max_rows is not None and not self.exploring:
+        if chosen is not None:
+            trees = cut(trees, chosen)
+        elif self._max_rows is not None and not self.exploring:
             trees = within_budget(trees, keys, self._max_rows)
         return trees.agreed(self._agree)
 

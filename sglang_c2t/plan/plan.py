@@ -55,7 +55,7 @@ def best_plan(
 
     Args:
         survival: [S, D], of S sampled requests that stand for the batch: what each drafted token
-            is worth, falling along a row.
+            is worth, falling along a row. Of trees [S, D, W], W nodes a layer, 0 where fewer are.
         batch: B.
         cost: Milliseconds for each of some T rows, at B requests and d layers; positive.
         depths: Numbers of layers there are graphs for, 0 among them if a step may go without.
@@ -101,10 +101,11 @@ def best_of_each_depth(
 def expected_gains(survival: Array, batch: int) -> Array:
     """[1 + B d]: tokens gained by the n best drafts of the batch, n = 0 .. B d.
 
-    ``survival`` [S, d] stands for B requests, each of its numbers for B / S drafts.
+    ``survival`` [S, d] stands for B requests, each of its numbers for B / S drafts. The same for
+    [S, d, W], and B d W.
     """
-    samples, layers = survival.shape
-    drafts = batch * layers
+    samples = len(survival)
+    drafts = batch * survival[0].size
     if drafts == 0:
         return np.zeros(1)
     best = np.sort(survival, axis=None)[::-1]

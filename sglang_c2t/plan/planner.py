@@ -83,11 +83,14 @@ class Planner:
         all_layers: Always draft D, and plan rows only.
     """
 
+    samples = SAMPLES
+    """Drafts of requests that stand for a batch."""
+
     def __init__(self, max_depth: int, survival: Estimator, *, all_layers: bool = False) -> None:
         self.max_depth = max_depth
         self.survival = survival
         self.cost = StepCost()
-        self._continuations = Continuations(max_depth)
+        self._continuations = self._nothing_seen()
         self._depths = [max_depth] if all_layers else list(range(1, max_depth + 1))
         self._steps = 0
         self._spent = 0.0  # milliseconds of all steps
@@ -110,7 +113,8 @@ class Planner:
         """How deep to draft, and about how many rows to verify.
 
         Args:
-            first: [S] confidences of first drafts, those of the batch or of some like it.
+            first: [S] confidences of first drafts, those of the batch or of some like it; of trees
+                [S, W], see :meth:`survivals`.
             batch: B.
             tiers: Numbers of rows to choose from, rising; the last holds whole drafts of all B.
             depths: Numbers of layers that can be drafted; ``None``: any up to D.
@@ -125,7 +129,9 @@ class Planner:
         # Layers that are not drafted may have got better, and rows that are not verified cheaper.
         self._measures = self.cost.verify.stale(tiers)
         if self._measures is not None:
-            needed = [d for d in depths if batch * (1 + d) >= self._measures] or depths[-1:]
+            needed = [d for d in depths if batch * self.full_rows(d) >= self._measures] or depths[
+                -1:
+            ]
             price = float(self.cost(self._measures, batch, needed[0]))
             stale = Plan(needed[0], self._measures, float(batch), price)
             if self._may_look(0, stale, plan):
@@ -137,10 +143,10 @@ class Planner:
         return Choice(plan, "plan", whole)
 
     def goes_on(self, confidences: Array, tiers: Sequence[int]) -> bool:
-        """Whether the best plan drafts more than the k layers whose ``confidences`` [B, k] are
+        """Whether the best plan drafts more than the k layers whose ``confidences`` [B, k, ...] are
         known.
         """
-        batch, known = confidences.shape
+        batch, known = confidences.shape[:2]
         if known not in self._depths:
             return True
         depths = [depth for depth in self._depths if depth >= known]
@@ -148,24 +154,36 @@ class Planner:
 
     def settle(self, confidences: Array, tiers: Sequence[int]) -> Plan:
         """How many rows to verify, now that the ``confidences`` [B, d] of all drafts are known."""
-        batch, layers = confidences.shape
+        batch, layers = confidences.shape[:2]
+        most = batch * self.full_rows(layers)
         if self._unknown:
             # Rows of every number are measured once, from all to none.
             rows = tiers[-1 - self._steps % min(len(tiers), ENOUGH) * (len(tiers) // ENOUGH)]
-            return Plan(layers, min(max(rows, batch), batch * (1 + layers)), float(batch), 1.0)
+            return Plan(layers, min(max(rows, batch), most), float(batch), 1.0)
         if self._measures is not None:
-            rows = min(self._measures, batch * (1 + layers))
+            rows = min(self._measures, most)
             return Plan(layers, rows, float(batch), float(self.cost(rows, batch, layers)))
-        survival = self.survival.of_chains(confidences)
+        survival = self.survivals(confidences)
         return best_plan(survival, batch, self.cost, depths=[layers], tiers=tiers)
+
+    def full_rows(self, layers: int) -> int:
+        """Rows of a whole draft of d ``layers``, root included."""
+        return 1 + layers
+
+    def survivals(self, confidences: Array) -> Array:
+        """[S, d, ...]: survival of drafts with ``confidences`` [S, d, ...]."""
+        return self.survival.of_chains(confidences)
 
     def learn_drafts(self, confidences: Array, num_drafts: Numbers, num_correct: Numbers) -> None:
         """Learn from a step: ``confidences`` [B, d] of its drafts, how many [B] were verified and
         how many [B] accepted.
         """
-        self._continuations.observe(confidences)
-        self._look(confidences.shape[1])
-        self._grade(self.survival.of_chains(confidences), num_drafts, num_correct)
+        self._saw(confidences)
+        depths = np.broadcast_to(1 + np.arange(confidences.shape[1]), confidences.shape)
+        verified = depths <= num_drafts[:, None]
+        survived = depths <= num_correct[:, None]
+        predicted = self.survival.of_chains(confidences)
+        self._grade(depths[verified], predicted[verified], survived[verified])
         self.survival.learn(confidences, num_drafts, num_correct)
 
     def learn_time(
@@ -234,7 +252,7 @@ class Planner:
     def reset(self) -> None:
         """Forget everything but the costs, which are the machine's."""
         self.survival.reset()
-        self._continuations = Continuations(self.max_depth)
+        self._continuations = self._nothing_seen()
         self.reliability[:] = 0.0
 
     @property
@@ -263,20 +281,25 @@ class Planner:
     def _plans(
         self, known: Array, batch: int, depths: Sequence[int], tiers: Sequence[int]
     ) -> list[Plan]:
-        """The best of each depth for chains of which the confidences ``known`` [S, k] are."""
-        drawn = self._continuations.drawn(known, max(SAMPLES // len(known), 1))
-        survival = self.survival.of_chains(drawn)
+        """The best of each depth for drafts of which the confidences ``known`` [S, k, ...] are."""
+        drawn = self._continuations.drawn(known, max(self.samples // len(known), 1))
+        survival = self.survivals(drawn)
         return best_of_each_depth(survival, batch, self.cost, depths=depths, tiers=tiers)
 
     def _everything(self, batch: int) -> Plan:
-        rows = batch * (self.max_depth + 1)
+        rows = batch * self.full_rows(self.max_depth)
         return Plan(self.max_depth, rows, float(batch), 1.0)
 
-    def _grade(self, predicted: Array, num_drafts: Numbers, num_correct: Numbers) -> None:
-        depths = np.broadcast_to(np.arange(predicted.shape[1]), predicted.shape)
-        verified = depths < num_drafts[:, None]
-        survived = (depths < num_correct[:, None])[verified]
-        values, rows = predicted[verified], depths[verified]
-        bins = np.minimum((values * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
-        for kind, weights in enumerate((np.ones(len(values)), values, survived)):
-            np.add.at(self.reliability[:, kind], (rows, bins), weights)
+    def _nothing_seen(self) -> Continuations:
+        return Continuations(self.max_depth)
+
+    def _saw(self, confidences: Array) -> None:
+        """Remember how drafts [B, d, ...] went on."""
+        self._continuations.observe(confidences)
+        self._look(confidences.shape[1])
+
+    def _grade(self, depth: Numbers, predicted: Array, survived: Numbers) -> None:
+        """Count n verified drafts by the survival that was ``predicted``."""
+        bins = np.minimum((predicted * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
+        for kind, weights in enumerate((np.ones(len(predicted)), predicted, survived)):
+            np.add.at(self.reliability[:, kind], (depth - 1, bins), weights)

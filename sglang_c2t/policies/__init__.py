@@ -25,7 +25,7 @@ from sglang_c2t.policies.entropy import Entropy
 from sglang_c2t.policies.entropy_width import EntropyWidth
 from sglang_c2t.policies.fixed import Fixed
 from sglang_c2t.policies.fork import Fork
-from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
+from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree, PlannedTree
 from sglang_c2t.policies.logistic import Logistic
 from sglang_c2t.policies.mcsd import MCSD, MCSDHidden
 from sglang_c2t.policies.static_tree import StaticTree
@@ -91,6 +91,8 @@ def build_tree_policy(config: C2TConfig) -> TreePolicy:
         return GatedEAGLE2(_gate(config, name.removesuffix(ON_EAGLE2), options))
     if name in TREE_POLICIES or (":" in name and is_tree_policy(_own_class(name))):
         return _built(config, name, options)
+    if name == Auto.name:
+        return PlannedTree(_built(_on_trees(config, Auto.shipped_as), name, options))
     limit = {"layer_limit": options.pop("layer_limit")} if "layer_limit" in options else {}
     return GatedTree(_gate(config, name, options), **limit)
 
@@ -112,11 +114,9 @@ def policy_for(config: C2TConfig, shape: TreeShape) -> Any:
 
 def _gate(config: C2TConfig, name: str, options: dict[str, Any]) -> Gate:
     """A gate for trees: with a classifier that learnt from trees, and a threshold for them."""
-    if name in TREE_POLICIES:
+    if name in TREE_POLICIES or name == Auto.name:
         raise ConfigError(f"policy {config.policy}: {name} is no gate that could prune a tree")
-    if config.classifier == "default" and shipped(name + ON_TREES) is not None:
-        config = replace(config, classifier=name + ON_TREES)
-    gate = _built(config, name, options)
+    gate = _built(_on_trees(config, name), name, options)
     if not isinstance(gate, Gate) or plans(gate):
         raise ConfigError(
             f"policy {config.policy} cuts chains only: set --speculative-eagle-topk 1, or choose "
@@ -124,6 +124,13 @@ def _gate(config: C2TConfig, name: str, options: dict[str, Any]) -> Gate:
         )
     beta = getattr(gate, "tree_beta", gate.beta) if config.beta is None else config.beta
     return replace(gate, beta=beta) if is_dataclass(gate) else gate
+
+
+def _on_trees(config: C2TConfig, name: str) -> C2TConfig:
+    """With the classifier that is shipped for trees under this policy's name, if there is one."""
+    if config.classifier != "default" or shipped(name + ON_TREES) is None:
+        return config
+    return replace(config, classifier=name + ON_TREES)
 
 
 def check_policy(config: C2TConfig) -> None:
@@ -148,7 +155,7 @@ def tree_policy_names() -> list[str]:
     gates = [
         cls.name for cls in (*TRAINED, *PLAIN) if hasattr(cls, "confidence") and not plans(cls)
     ]
-    return sorted([*TREE_POLICIES, *gates, *(gate + ON_EAGLE2 for gate in gates)])
+    return sorted([*TREE_POLICIES, Auto.name, *gates, *(gate + ON_EAGLE2 for gate in gates)])
 
 
 def _options(config: C2TConfig) -> dict[str, Any]:
@@ -216,7 +223,7 @@ def _refuse_options(cls: Any, config: C2TConfig, options: Collection[str]) -> No
     if not strange:
         return
     takes = [name for name in parameters if name not in {"beta", "classifier"}]
-    if hasattr(cls, "confidence"):
+    if hasattr(cls, "confidence") and not plans(cls):
         takes.append("layer_limit (in trees)")
     raise ConfigError(
         f"policy {config.policy} does not take these options ({shown(strange)}): it takes "

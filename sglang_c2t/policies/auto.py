@@ -17,21 +17,25 @@ from typing import ClassVar
 
 from sglang_c2t.plan.planner import Planner
 from sglang_c2t.plan.survival import OneSlope, Survival
+from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.policies.c2t_plus import C2TPlus
 from sglang_c2t.policies.dymax import DyMax
 
 
 @dataclass(frozen=True)
 class Auto(C2TPlus):
-    """The planner over C2T-plus: layers and rows, with confidences calibrated while serving."""
+    """The planner over C2T-plus: layers and rows, with confidences calibrated while serving.
+
+    In trees :class:`~sglang_c2t.policies.gated_tree.PlannedTree` grows what is planned.
+    """
 
     beta: ClassVar[float] = 0.0  # type: ignore[misc]  # no threshold: all is kept for the plan
     name: ClassVar[str] = "auto"
     shipped_as: ClassVar[str] = C2TPlus.name
 
-    def planner(self, num_steps: int) -> Planner:
-        """A planner that knows nothing yet, of drafts of at most ``num_steps`` layers."""
-        return Planner(num_steps, Survival(num_steps))
+    def planner(self, shape: TreeShape) -> Planner:
+        """A planner that knows nothing yet, of chains of this shape."""
+        return Planner(shape.num_steps, Survival(shape.num_steps))
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,9 @@ class RowsOnly(DyMax):
     beta: ClassVar[float] = 0.0  # type: ignore[misc]
     name: ClassVar[str] = "rows-only"
 
-    def planner(self, num_steps: int) -> Planner:
-        """A planner that knows nothing yet, of drafts of ``num_steps`` layers."""
-        return Planner(num_steps, OneSlope(num_steps), all_layers=True)
+    def planner(self, shape: TreeShape) -> Planner:
+        """A planner that knows nothing yet, of chains of this shape."""
+        return Planner(shape.num_steps, OneSlope(shape.num_steps), all_layers=True)
 
 
 def plans(policy: object) -> bool:

@@ -16,7 +16,7 @@ from sglang_c2t.kernels.gate import MAX_TOPK, FusedGate, Weights
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
-from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
+from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree, PlannedTree
 
 #: The confidence of gates without a network.
 _PLAIN = {DyJoint: "joint", DyMax: "prob"}
@@ -30,7 +30,7 @@ def fused_gate(policy: Any, device: torch.device | str, *, topk: int = 1) -> Fus
         device: Where the logits will be.
         topk: Children per row.
     """
-    gate = policy.gate if type(policy) in {GatedTree, GatedEAGLE2} else policy
+    gate = policy.gate if type(policy) in {GatedTree, GatedEAGLE2, PlannedTree} else policy
     if topk > MAX_TOPK:
         return None
     for rule, name in _PLAIN.items():

@@ -9,10 +9,13 @@ the least confident go.
 ``GatedEAGLE2`` grows and reranks by joint probability like EAGLE-2 and prunes the result:
 the classifier as a filter behind the tree that users already have.
 
+``PlannedTree`` prunes nothing: which nodes are verified is planned over the whole batch.
+
 Any gate with a confidence will do: the trained ones, ``dyjoint`` (the joint probability
 itself as the confidence) or ``dymax``.
 
-Sampled drafts: keep-then-stop or safe to drop as the gate itself says.
+Sampled drafts: keep-then-stop or safe to drop as the gate itself says. A plan goes by drafts, by
+what was committed and by the load: never by the noise that acceptance draws.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.checks import is_whole, require
+from sglang_c2t.plan.trees import TreePlanner
 from sglang_c2t.policies.base import Gate, Growth, TreeLayer, TreeShape
 
 
@@ -98,6 +102,20 @@ class GatedEAGLE2(_Gated):
     def grow(self, layer: TreeLayer) -> Growth:
         """Rank by joint probability; the gate has the second word."""
         return Growth(key=layer.joint, expand=layer.joint, verify=self.passes(layer))
+
+
+@dataclass(frozen=True)
+class PlannedTree(_Gated):
+    """The most confident nodes, as many as a tree may have; a planner chooses among them."""
+
+    def grow(self, layer: TreeLayer) -> Growth:
+        """All enter, so that the host knows how many there are; the confident ones go on."""
+        key = self.confidence(layer).nan_to_num(0.0)
+        return Growth(key=key, expand=key)
+
+    def planner(self, shape: TreeShape) -> TreePlanner:
+        """A planner that knows nothing yet, of trees of this shape."""
+        return TreePlanner(*shape)
 
 
 def _rank(key: Tensor) -> Tensor:

@@ -342,7 +342,7 @@ SEAMS: tuple[Seam, ...] = (
         f"{EAGLE_WORKER}.EAGLEWorkerV2",
         "measures at the start what steps cost",
         fields="draft_worker req_to_token_pool token_to_kv_pool_allocator speculative_algorithm "
-        "device",
+        "device topk",
     ),
     Seam(
         f"{SCHEDULE_BATCH}.Req",

@@ -38,6 +38,7 @@ from sglang_c2t.srt.draft.tree import (
     C2TStandaloneTreeDraftWorker,
     TreeDraftMixin,
 )
+from sglang_c2t.srt.draft.tree_planning import TreePlanning
 from sglang_c2t.srt.draft.watcher import DraftWatcher
 from sglang_c2t.srt.hooks.control import FORGET, approved, changed
 from sglang_c2t.srt.hooks.reporting import PARTS
@@ -63,6 +64,8 @@ class WorkerMixin(EAGLEWorkerV2):
     draft_worker_global: ClassVar[tuple[ModuleType, str]]
     draft_worker_class: ClassVar[type[DraftWatcher]]
 
+    planning_class: ClassVar[type[Planning]] = Planning
+
     _planning: Planning | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -71,6 +74,7 @@ class WorkerMixin(EAGLEWorkerV2):
         config = active()
         assert config is not None, "the factory builds this worker only when C2T is on"
         self._config = self._start = config
+        self._plannings: dict[str, Planning] = {}
         self._recorder = Recorder.from_config(config, self.server_args)
         self._draft_worker.watch(self._gate_maker(), self._recorder)
         compat.widen_request_table()  # SGLang makes it once its workers are there
@@ -120,8 +124,7 @@ class WorkerMixin(EAGLEWorkerV2):
         with verifying(verify_input, self.target_worker, planning or self._feedback):
             result = super().verify(batch, *args, **kwargs)
         if planning is not None:
-            layers = self._draft_worker.drafted_rows - 1
-            planning.verified(layers, verify_input.num_rows, result.accept_lens)
+            planning.verified(verify_input, result.accept_lens)
         compat.set_output_stride(result, verify_input.max_tree_depth)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         attach.write(result, cap_lens=verify_input.num_rows)
@@ -181,14 +184,64 @@ class WorkerMixin(EAGLEWorkerV2):
 
     def _plan_with(self, planning: Planning | None) -> None:
         """Plan the next steps so; ``None``: nobody plans them."""
+        draft: Any = self._draft_worker
+        self._planning = draft.planning = planning
+        draft.gate.planned = planning is not None
+        if planning is not None:
+            planning.interrupted()
 
     def _planning_for(self, policy: Any) -> Planning | None:
         """What plans the steps of this policy, if it wants that; :class:`ConfigError` where it
         cannot be.
         """
-        if plans(policy):
-            raise ConfigError(f"policy {policy.name} plans chains, and this server verifies trees")
-        return None
+        draft = self._draft_worker
+        if not plans(policy) or policy.name in self._plannings:
+            return self._plannings.get(policy.name)
+        if not draft.packed:
+            raise ConfigError(
+                f"policy {policy.name} plans how many rows are verified, and here all are: choose "
+                "another policy, or a backend that packs rows (the log says which)"
+            )
+        if self._config.max_verify_rows is not None:
+            raise ConfigError(
+                f"policy {policy.name} plans how many rows are verified: start the server without "
+                "--c2t-max-verify-rows"
+            )
+        runner = self.target_worker.model_runner
+        planning = self.planning_class(
+            policy.planner(self._shape),
+            tiers=lambda: tiers_of(runner),
+            width=self.speculative_num_draft_tokens,
+            slots=draft.req_to_token_pool.req_to_token.shape[0],
+            device=self.device,
+            state_file=self._state_file if self._config is self._start else None,
+            agree=host_agreement(),
+        )
+        self._plannings[policy.name] = planning
+        PARTS["planner"] = self._plans_told
+        return planning
+
+    def _state_file(self, planner: Planner) -> StateFile | None:
+        """The file that keeps what this server learns, on the rank that learns it."""
+        if self._config.state is None or get_parallel().tp_rank != 0:
+            return None
+        args = self.server_args
+        learnt_on = {
+            "target": compat.argument(args, "model_path"),
+            "draft": compat.argument(args, "speculative_draft_model_path"),
+            "num_steps": self.speculative_num_steps,
+            "topk": self.topk,
+            "policy": self._config.policy,
+        }
+        return StateFile(Path(self._config.state), planner, learnt_on)
+
+    def _plans_told(self) -> dict[str, Any] | None:
+        """What the planner in charge has learnt; ``None``: no policy plans now."""
+        if self._planning is None:
+            return None
+        if self._planning.state_file is not None:
+            self._planning.state_file.save_now_and_then(EVERY_IF_ASKED)
+        return self._planning.planner.report()
 
     @property
     def _shape(self) -> TreeShape:
@@ -218,7 +271,6 @@ class ChainWorkerMixin(WorkerMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._draft_worker.draft_steps = self._config.draft_steps
-        self._plannings: dict[str, Planning] = {}
 
     def _gate_maker(self) -> Callable[..., Gate]:
         return partial(
@@ -237,57 +289,6 @@ class ChainWorkerMixin(WorkerMixin):
         self._plan_with(self._planning_for(draft.gate.served.policy))
         self._announce(f"{'ragged' if draft.packed else 'static'} verification of chains")
 
-    def _plan_with(self, planning: Planning | None) -> None:
-        draft = self._draft_worker
-        self._planning = draft.planning = planning
-        draft.gate.planned = planning is not None
-        if planning is not None:
-            planning.interrupted()
-
-    def _planning_for(self, policy: Any) -> Planning | None:
-        draft = self._draft_worker
-        if not plans(policy) or policy.name in self._plannings:
-            return self._plannings.get(policy.name)
-        if not draft.packed:
-            raise ConfigError(
-                f"policy {policy.name} plans how many rows are verified, and here all are: choose "
-                "another policy, or a backend that packs rows (the log says which)"
-            )
-        runner = self.target_worker.model_runner
-        planning = Planning(
-            policy.planner(self.speculative_num_steps),
-            tiers=lambda: tiers_of(runner),
-            width=self.speculative_num_draft_tokens,
-            slots=draft.req_to_token_pool.req_to_token.shape[0],
-            device=self.device,
-            state_file=self._state_file if self._config is self._start else None,
-            agree=host_agreement(),
-        )
-        self._plannings[policy.name] = planning
-        PARTS["planner"] = self._plans_told
-        return planning
-
-    def _state_file(self, planner: Planner) -> StateFile | None:
-        """The file that keeps what this server learns, on the rank that learns it."""
-        if self._config.state is None or get_parallel().tp_rank != 0:
-            return None
-        args = self.server_args
-        learnt_on = {
-            "target": compat.argument(args, "model_path"),
-            "draft": compat.argument(args, "speculative_draft_model_path"),
-            "num_steps": self.speculative_num_steps,
-            "policy": self._config.policy,
-        }
-        return StateFile(Path(self._config.state), planner, learnt_on)
-
-    def _plans_told(self) -> dict[str, Any] | None:
-        """What the planner in charge has learnt; ``None``: no policy plans now."""
-        if self._planning is None:
-            return None
-        if self._planning.state_file is not None:
-            self._planning.state_file.save_now_and_then(EVERY_IF_ASKED)
-        return self._planning.planner.report()
-
     def _record(
         self, recorder: Recorder, batch: Any, recordable: Tensor, verify_input: Any, result: Any
     ) -> None:
@@ -304,6 +305,8 @@ class TreeWorkerMixin(WorkerMixin):
 
     _draft_worker: TreeDraftMixin
 
+    planning_class = TreePlanning
+
     def _gate_maker(self) -> Callable[..., Gate]:
         return partial(
             TreeGate,
@@ -319,6 +322,7 @@ class TreeWorkerMixin(WorkerMixin):
         super().init_attention_backends()
         draft, runner = self._draft_worker, self.target_worker.model_runner
         draft.packed = tree.decide(self._config, runner)
+        self._plan_with(self._planning_for(draft.gate.served.policy))
         rows = "packed" if draft.packed else "padded"
         self._announce(f"{rows} verification of trees, {self._follow_ancestors()} ancestors")
 

@@ -105,9 +105,9 @@ class Run:
     keys: Tensor = None  # type: ignore[assignment]
 
 
-def grown(draft: Draft, policy: TreePolicy) -> Run:
+def grown(draft: Draft, policy: TreePolicy, layers: int | None = None) -> Run:
     """Drafts with the policy. What a dead row reads is nonsense: nobody may look at it."""
-    run = Run(draft, TreeGrowth(policy, draft.shape, draft.batch, "cpu"))
+    run = Run(draft, TreeGrowth(policy, draft.shape, draft.batch, "cpu", layers=layers))
     texts: list[list[tuple[int, ...]]] = [[()] for _ in range(draft.batch)]
     alive = [[True]] * draft.batch
     nonsense = Row([-7] * draft.topk, [float("nan")] * draft.topk, [9.0] * draft.topk, -1, -1)
@@ -318,6 +318,18 @@ def along_path(node: Node) -> float:
 betas = st.integers(0, 9).map(lambda eighths: eighths / 8)
 
 # -- every rule against its oracle --------------------------------------------------------
+
+
+@given(drafts(), st.integers(1, 4))
+def test_of_fewer_layers_trees_are_those_of_a_draft_of_so_many(draft: Draft, layers: int) -> None:
+    """No row lives behind them, so that none has to be forwarded."""
+    layers = min(layers, draft.steps)
+    short = grown(replace(draft, steps=layers), GatedTree(ByMark(0.0)))
+    run = grown(draft, GatedTree(ByMark(0.0)), layers)
+    assert all(not beams.alive.any() for beams in run.beams[layers - 1 : -1])
+    for name in ("tokens", "parents", "depth", "num_nodes", "source"):
+        assert torch.equal(getattr(run.trees, name), getattr(short.trees, name))
+    assert torch.equal(run.keys, short.keys)
 
 
 @given(drafts(), betas, st.none() | st.integers(1, 5))

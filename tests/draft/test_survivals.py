@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sglang_c2t.draft.survivals import DeviceSurvival
 from sglang_c2t.plan.survival import OneSlope, Survival
+from sglang_c2t.tree import Trees
 
 DEPTH = 4
 
@@ -39,6 +40,35 @@ def test_a_twin_says_what_the_estimator_has_learnt(kind: type, seed: int, layers
         expected = learnt.of_chains(confidences.numpy().astype(np.float64))
         assert found == pytest.approx(expected, abs=1e-5)
         assert (np.diff(found, axis=1) <= 1e-7).all(), "survival falls"
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 12))
+def test_of_nodes_it_says_what_chains_of_their_paths_have(
+    seed: int, batch: int, drafts: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    estimator = taught(Survival, rng)
+    twin = DeviceSurvival(estimator, "cpu")
+    parents = np.full((batch, drafts + 2), -1)  # the last is padding
+    depth, least = np.zeros_like(parents), np.full(parents.shape, -np.inf)
+    least[:, 0] = np.inf
+    expected = np.ones(parents.shape)
+    for b in range(batch):
+        survivals: list[list[float]] = [[]]  # along the path of each node
+        for node in range(1, drafts + 1):
+            above = [p for p in range(node) if depth[b, p] < DEPTH]
+            parents[b, node] = parent = rng.choice(above)
+            depth[b, node] = depth[b, parent] + 1
+            least[b, node] = np.float32(min(rng.uniform(), least[b, parent]))
+            own = float(estimator(depth[b, node], least[b, node]))
+            survivals.append([*survivals[parent], own])
+            expected[b, node] = min(survivals[-1])
+    tree = Trees(*(torch.tensor(values) for values in (parents, parents, depth, parents, parents)))
+    found = twin.of_nodes(torch.tensor(least, dtype=torch.float32), tree).numpy()
+    live = depth > 0
+    assert found[live] == pytest.approx(expected[live], abs=1e-5)
+    above = np.take_along_axis(found, np.maximum(parents, 0), axis=1)
+    assert (found <= above)[live].all(), "exactly, or the best of a batch would be no trees"
 
 
 @pytest.mark.parametrize("kind", [Survival, OneSlope])

@@ -450,6 +450,23 @@ def test_trees_of_requests_that_opted_out_are_eagle2s(program: bool) -> None:
     assert same(relayed_step(gate, slots, first), alone)
 
 
+def test_planned_trees_are_those_of_the_plan_whoever_opted_out() -> None:
+    """Who plans sees to those who opted out, and verifies the nodes that were chosen."""
+    slots, first = torch.tensor([3, 1]), logits(2, 1)
+    gate = fused(build_tree_policy(C2TConfig(policy="auto")))
+    gate.planned = True
+    alone = relayed_step(gate, slots, first)
+    gate.opt_outs.admit([1], [True])
+    assert same(relayed_step(gate, slots, first), alone)
+    gate.layers_planned = 1
+    drafted, keys = run_step(gate, slots, first)
+    assert drafted.num_nodes.tolist() == [1 + SHAPE.topk] * 2
+    chosen = torch.tensor([[True, False, True, *[False] * 5], [False] * 8])
+    trees = gate.finalize(drafted, keys, ROOTS, chosen)
+    assert trees.num_nodes.tolist() == [3, 1]
+    assert trees.tokens[0, :3].tolist() == [ROOTS[0], *drafted.tokens[0, [1, 3]]]
+
+
 def relayed_step(gate: TreeGate, slots: Tensor, first: Tensor) -> Trees:
     """A step behind its first layer's measurement."""
     gate.join(slots, first)

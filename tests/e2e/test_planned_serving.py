@@ -14,7 +14,7 @@ import requests
 
 from eval.server import Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import run_load
-from tests.e2e.conftest import BODIES, run_beside_posts
+from tests.e2e.conftest import BODIES, run_beside_posts, verified, verified_rows_reported
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,18 @@ class Planned:
     def told(self) -> dict[str, Any]:
         found: dict[str, Any] = requests.get(f"{self.server.url}/c2t", timeout=60).json()
         return found
+
+
+TREE = {"num_steps": 5, "topk": 4, "num_draft_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def planned_trees(logs: Path) -> Iterator[Planned]:
+    state = logs / "tree-planner.json"
+    flags = ("--c2t", "--c2t-policy", "auto", "--c2t-state", str(state))
+    launch = Launch("planned-trees", (*speculative_flags("EAGLE3", **TREE), *flags))
+    with running(launch, logs) as server:
+        yield Planned(server, state)
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +112,58 @@ def test_its_series_add_up(planned: Planned) -> None:
     assert value("plans") > 0
     assert value("planned_layers") >= value("plans")
     assert 0.2 < value("predicted_step_seconds") / value("measured_step_seconds") < 5
+
+
+# -- trees --------------------------------------------------------------------------------
+
+
+def test_planned_trees_give_the_same_outputs_at_every_load(
+    planned_trees: Planned, expected: list[tuple[int, ...]]
+) -> None:
+    """The target forwards the planned nodes and nothing else; who wants whole trees gets them."""
+    server = planned_trees.server
+    bodies = copy.deepcopy(BODIES)
+    for body in bodies[::5]:
+        body["sampling_params"]["custom_params"] = {"c2t": False}
+    for concurrency in (4, len(bodies)):
+        server.flush_cache()
+        before = server.c2t_state()["attention_verify_rows"]
+        result = run_load(server.url, bodies, concurrency=concurrency)
+        assert result.outputs == expected
+        rows = server.c2t_state()["attention_verify_rows"] - before
+        assert rows == verified_rows_reported(result.answers)
+    sizes = [
+        {rows for rows, count in enumerate(histogram) if count}
+        for histogram in (
+            answer.meta_info["spec_cap_lens_histogram"] if verified(answer) else []
+            for answer in result.answers
+        )
+    ]
+    assert set().union(*sizes[::5]) >= {TREE["num_draft_tokens"]}
+    assert len(set().union(*sizes)) >= 8, "trees of one forward differ in size"
+
+
+def test_planned_trees_and_others_take_turns_during_requests(
+    planned_trees: Planned, expected: list[tuple[int, ...]]
+) -> None:
+    posts = [{"policy": name} for name in ("c2t-plus", "auto", "eagle2", "auto")]
+    planned_trees.server.flush_cache()
+    result, switches = run_beside_posts(planned_trees.server.url, posts, {})
+    assert result.outputs == expected
+    assert switches > len(posts)
+    refusal = requests.post(
+        f"{planned_trees.server.url}/c2t", json={"policy": "rows-only"}, timeout=60
+    )
+    assert refusal.status_code == 400
+    assert "rows-only cuts chains only" in refusal.text
+    planned_trees.server.switch(policy="auto")
+
+
+def test_what_a_planner_of_trees_learnt_is_told_and_kept(planned_trees: Planned) -> None:
+    run_load(planned_trees.server.url, BODIES, concurrency=4)
+    (told,) = planned_trees.told()["planner"]
+    assert all(sum(drafts) > 20 for drafts in told["reliability"]["drafts"])
+    assert all(told["cost_ms"][name] for name in ("verify", "layer", "rest"))
+    assert 0.3 < told["predicted_over_measured"] < 3
+    kept = json.loads(planned_trees.state.read_text())
+    assert kept["learnt_on"]["topk"] == TREE["topk"]

@@ -47,3 +47,12 @@ def test_what_was_seen_long_ago_is_forgotten() -> None:
     seen.observe(np.array([[0.8, 0.1]] * 4))
     seen.observe(np.array([[0.8, 0.9]] * 4))
     assert (seen.drawn(np.array([[0.8]]), 8)[:, 1] == 0.9).all()
+
+
+def test_a_tree_goes_on_with_whole_layers_by_the_best_of_the_last() -> None:
+    seen = Continuations(3, width=2)
+    sure, unsure = [[0.9, 0.5], [0.8, 0.4], [0.7, 0.0]], [[0.2, 0.1], [0.1, 0.0], [0.0, 0.0]]
+    seen.observe(np.array([sure, unsure]))
+    assert seen.drawn(np.array([sure[:1], unsure[:1]]), 2).tolist() == [sure, sure, unsure, unsure]
+    strange = [0.99, 0.4]
+    assert seen.drawn(np.array([[strange]]), 1).tolist() == [[strange] * 3], "nothing like it"

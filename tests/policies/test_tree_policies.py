@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.policies import (
     POLICIES,
     TREE_POLICIES,
@@ -22,7 +23,7 @@ from sglang_c2t.policies.base import Growth, TreeLayer, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.entropy_width import branching_factor
 from sglang_c2t.policies.fork import Fork
-from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
+from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree, PlannedTree
 from sglang_c2t.policies.static_tree import StaticTree
 from sglang_c2t.policies.trial import try_policy
 from tests.draft.own_rules import ByMark
@@ -133,7 +134,8 @@ def test_a_fork_wider_than_the_draft_is_refused() -> None:
 
 def test_trees_offer_the_tree_rules_and_every_gate_with_a_confidence() -> None:
     gates = ["c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax", "logistic"]
-    assert tree_policy_names() == sorted([*TREE_POLICIES, *gates, *(f"{g}-eagle2" for g in gates)])
+    pruned = [f"{gate}-eagle2" for gate in gates]
+    assert tree_policy_names() == sorted([*TREE_POLICIES, "auto", *gates, *pruned])
 
 
 @pytest.mark.parametrize("name", [*TREE_POLICIES, "c2t-eagle2"])
@@ -191,7 +193,13 @@ WHOLE = "must be a whole number >= 1, got"
         *(("fork", {"width": w}, f"width {WHOLE} {w!r}") for w in (0, -1, 1.5, True, "3")),
         *(
             (n, {}, f"policy {n} cuts chains only: set --speculative-eagle-topk 1")
-            for n in ("fixed", "entropy", "mcsd", "entropy-eagle2")
+            for n in ("fixed", "entropy", "mcsd", "rows-only", "entropy-eagle2", "rows-only-eagle2")
+        ),
+        ("auto-eagle2", {}, "policy auto-eagle2: auto is no gate that could prune a tree"),
+        (
+            "auto",
+            {"layer_limit": 2},
+            "auto does not take these options (['layer_limit']): it takes none",
         ),
         ("nonsense", {}, "unknown c2t policy 'nonsense'; known: auto, c2t, c2t-eagle2, "),
         ("no_such_module:Rule", {}, "cannot load c2t policy"),
@@ -244,6 +252,21 @@ def test_a_gate_of_the_users_own_prunes_trees() -> None:
 
 
 # -- what trees use by default ------------------------------------------------------------
+
+
+def test_trees_that_are_planned_keep_all_that_is_offered() -> None:
+    """By the classifier for trees; a draft that computes nonsense is the least sure."""
+    policy = build_tree_policy(C2TConfig(policy="auto"))
+    assert isinstance(policy, PlannedTree)
+    of_gate = build_tree_policy(C2TConfig(policy="c2t-plus")).gate.classifier
+    assert policy.gate.classifier.training == of_gate.training
+    confidence = torch.tensor([0.0, 0.5, math.nan, 1.0])
+    layer = DraftLayer(
+        depth=1, prob=confidence, joint=confidence, entropy=confidence,
+        alive=torch.ones(4, dtype=torch.bool), measured={"confidence": confidence},
+    )  # fmt: skip
+    growth = policy.grow(TreeLayer(layer, 2, 2))
+    assert growth.key.flatten().tolist() == growth.expand.flatten().tolist() == [0.0, 0.5, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["c2t", "c2t-log", "c2t-plus"])

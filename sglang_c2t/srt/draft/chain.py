@@ -48,9 +48,6 @@ class ChainDraftMixin(DraftWatcher):
     depth: DraftDepth | None = None
     """How many layers the next step drafts; ``None``: always D."""
 
-    planning: Planning | None = None
-    """Plans each step, if the policy says so."""
-
     draft_steps: tuple[int, ...] | None = None
     """Numbers of layers to choose from, as configured."""
 
@@ -73,7 +70,12 @@ class ChainDraftMixin(DraftWatcher):
         if self.gate.exploring:  # recorded: whole drafts, and times that say nothing
             self._interrupted()
             planning = None
-        steps = self._steps_for(batch) if planning is None else self._planned_steps(batch, planning)
+        if planning is None:
+            steps = self._steps_for(batch)
+        else:
+            steps, self._whole = self._begin_planned(batch, planning)
+            if planning.looks and steps > 1:
+                steps = self._all_steps  # or until it pays no more
         self.drafted_rows = steps + 1
         with self._eager_if_recorded(), self._drafting(steps):
             if planning is not None and self.cuda_graph_runner is not None:
@@ -100,20 +102,6 @@ class ChainDraftMixin(DraftWatcher):
         if self.gate.opt_outs.any and any(map(opts_out, batch.reqs)):
             return self._all_steps
         return self.depth.steps
-
-    def _interrupted(self) -> None:
-        if self.planning is not None:
-            self.planning.interrupted()
-
-    def _planned_steps(self, batch: Any, planning: Planning) -> int:
-        """Layers to draft, as planned; all where somebody asked for all."""
-        slots = batch.req_pool_indices
-        choice = planning.begin(len(slots), lambda: self.gate.first_tokens.judged(slots))
-        out = map(opts_out, batch.reqs) if self.gate.opt_outs.any else ()
-        self._whole = [request for request, opted in enumerate(out) if opted]
-        if self._whole or (planning.looks and choice.plan.layers > 1):
-            return self._all_steps
-        return choice.plan.layers
 
     def _planned(self, verify_input: Any, batch: Any, planning: Planning) -> ChainVerifyInput:
         """Chains cut where the plan's rows are spent."""

@@ -29,10 +29,12 @@ from sglang_c2t.draft.survivals import DeviceSurvival
 from sglang_c2t.kernels.budget import rows_within
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.planner import Choice, Planner
+from sglang_c2t.plan.survival import Array
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.draft.state_file import StateFile
 from sglang_c2t.srt.hooks.step_metrics import PlannedStep
+from sglang_c2t.srt.verify.packed import PackedVerifyInput
 from sglang_c2t.srt.verify.packing import HostSizes, Packing
 
 # B requests, D layers, d of them drafted, N = D + 1 rows of a full chain, T rows of the forward
@@ -152,7 +154,7 @@ class Planning:
             self._times.append((self._step, start))
         self._learn()
         if not self._on_cuda:
-            self._known_first = first().confidence[0].numpy().astype(np.float64)
+            self._known_first = self._first(first())
         choice = self._rehearsed or self.planner.choose(
             self._known_first, batch, self._rows(batch), self.depths
         )
@@ -171,7 +173,10 @@ class Planning:
             return None
         planner = self.planner
         return PlannedStep(
-            self._step.choice.reason, planner.predicted_ms / 1e3, planner.measured_ms / 1e3
+            self._step.choice.reason,
+            self._step.plan.layers,
+            planner.predicted_ms / 1e3,
+            planner.measured_ms / 1e3,
         )
 
     def interrupted(self) -> None:
@@ -180,10 +185,8 @@ class Planning:
 
     def goes_on(self, confidences: Sequence[Tensor]) -> bool:
         """Whether another layer pays behind those with ``confidences`` [B]; see :attr:`looks`."""
-        step = self._step
-        assert step is not None, "asked before it began"
         seen = torch.stack(tuple(confidences), dim=1).numpy().astype(np.float64)
-        (goes_on,) = self.agree([int(self.planner.goes_on(seen, self._rows(step.batch)))])
+        (goes_on,) = self.agree([int(self.planner.goes_on(seen, self._rows(len(seen))))])
         return bool(goes_on)
 
     @property
@@ -235,21 +238,43 @@ class Planning:
             layers: d, drafted.
             whole: Which of the B requests' drafts are verified to the end, come what may.
         """
-        step = self._step
-        assert step is not None, "settled before it began"
-        batch = step.batch
+        batch = self._now.batch
+        drafts, mask, total = self._share(
+            layers,
+            whole,
+            lambda: self._confidences[:batch, :layers].numpy().astype(np.float64),
+        )
+        lens = rows_within(self._survivals[:batch], drafts, mask, layers=layers)
+        return lens, total
+
+    @property
+    def _now(self) -> _Step:
+        assert self._step is not None, "asked before it began"
+        return self._step
+
+    def _share(
+        self, layers: int, whole: Collection[int], seen: Callable[[], Array]
+    ) -> tuple[int, Tensor | None, int]:
+        """Drafts that are verified of the requests that are not whole, [B] bool which are, if any
+        is, and the rows of all.
+
+        Args:
+            layers: d, drafted.
+            whole: Which of the B requests want to be.
+            seen: Gives the drafts' confidences, where the host can have them for nothing.
+        """
+        step = self._now
+        batch, each = step.batch, self.planner.full_rows(layers) - 1
         if not self._on_cuda and self._rehearsed is None:
-            seen = self._confidences[:batch, :layers].numpy().astype(np.float64)
-            plan = self.planner.settle(seen, self._rows(batch))
+            plan = self.planner.settle(seen(), self._rows(batch))
             (rows,) = self.agree([plan.rows])
             step.plan = plan._replace(rows=rows)
         step.plan = step.plan._replace(layers=layers)  # more than planned where somebody wants all
         whole = {*whole} if step.choice.whole is None else {*whole, step.choice.whole}
-        wanted = step.plan.rows - batch - len(whole) * layers
-        drafts = min(max(wanted, 0), (batch - len(whole)) * layers)
+        wanted = step.plan.rows - batch - len(whole) * each
+        drafts = min(max(wanted, 0), (batch - len(whole)) * each)
         mask = self._mask(batch, whole) if whole else None
-        lens = rows_within(self._survivals[:batch], drafts, mask, layers=layers)
-        return lens, batch + drafts + len(whole) * layers
+        return drafts, mask, batch + drafts + len(whole) * each
 
     def _mask(self, batch: int, chosen: Collection[int]) -> Tensor:
         """[B] bool where drafts are: true at the ``chosen``. From the host, so that the total is
@@ -281,13 +306,11 @@ class Planning:
             self._step.verify = [begin, end]
             self._step.forwarded = packing.forwarded_rows
 
-    def verified(self, layers: int, num_rows: Tensor, accept_lens: Tensor) -> None:
-        """The outcome of a step, of each request [B]: rows verified, root included, and tokens
-        accepted, bonus included.
-        """
-        batch = len(num_rows)
+    def verified(self, verify_input: PackedVerifyInput, accept_lens: Tensor) -> None:
+        """The outcome of a step: ``accept_lens`` [B] tokens accepted, bonus included."""
+        num_rows, layers = verify_input.num_rows, self._now.plan.layers
         parts = (
-            self._confidences[:batch, :layers],
+            self._confidences[: len(num_rows), :layers],
             num_rows[:, None].float() - 1,
             accept_lens[:, None].float() - 1,
         )
@@ -297,10 +320,7 @@ class Planning:
         """Learn from what has arrived since."""
         while self._outcomes and self._outcomes[0][0].arrived:
             sizes, layers = self._outcomes.popleft()
-            outcome = sizes.wait().numpy().astype(np.float64)
-            confidences, drafts, correct = np.split(outcome, [layers, layers + 1], axis=1)
-            self._known_first = confidences[:, 0]
-            self.planner.learn_drafts(confidences, drafts[:, 0], correct[:, 0])
+            self._learn_outcome(sizes.wait().numpy().astype(np.float64), layers)
             self._learnt += 1
             if self._learnt % REFRESH_EVERY == 0:
                 self._survival.refresh(self.planner.survival)
@@ -308,6 +328,16 @@ class Planning:
             self._learn_time(*self._times.popleft())
         if self.state_file is not None:
             self.state_file.save_now_and_then()
+
+    def _first(self, layer: FirstLayer) -> Array:
+        """What is known of first drafts, as :meth:`Planner.choose` takes it."""
+        return layer.confidence[0].numpy().astype(np.float64)
+
+    def _learn_outcome(self, outcome: Array, layers: int) -> None:
+        """Learn from what :meth:`verified` sent on its way."""
+        confidences, drafts, correct = np.split(outcome, [layers, layers + 1], axis=1)
+        self._known_first = confidences[:, 0]
+        self.planner.learn_drafts(confidences, drafts[:, 0], correct[:, 0])
 
     def _learn_time(self, step: _Step, end: Mark) -> None:
         if not step.verify:

@@ -26,7 +26,7 @@ from sglang_c2t.srt.draft.planning import Planning
 
 logger = logging.getLogger(__name__)
 
-# B requests, N = D + 1 rows of a full chain, T rows of a verification
+# B requests, N rows of a whole draft, T rows of a verification
 
 #: Measurements of a size, behind one that is not counted: the first is slow.
 MEASURED = 3
@@ -56,7 +56,7 @@ def seed_costs(planning: Planning, worker: Any) -> None:
     def step(rows: int, *, learn: bool) -> None:
         requests = -(-rows // width)
         batch = _dummy_batch(worker, requests)
-        plan = Plan(width - 1, rows, float(requests), 1.0)
+        plan = Plan(planning.planner.max_depth, rows, float(requests), 1.0)
         planning.rehearse(plan, lambda: worker.forward_batch_generation(batch), learn=learn)
 
     step(sizes[0], learn=False)  # compiles what a server compiles once
@@ -93,8 +93,8 @@ def _dummy_batch(worker: Any, requests: int) -> ScheduleBatch:
 
     hidden_size, dtype = get_draft_recurrent_hidden_state_spec(worker.draft_worker.draft_runner)
     drafts = EagleDraftInput(
-        topk_p=full(1, torch.float32, 1),
-        topk_index=full(0, torch.int64, 1),
+        topk_p=full(1, torch.float32, worker.topk),
+        topk_index=full(0, torch.int64, worker.topk),
         hidden_states=None if hidden_size is None else full(0, dtype, hidden_size),
         bonus_tokens=full(0, torch.int32),
     )

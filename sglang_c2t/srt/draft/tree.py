@@ -29,19 +29,27 @@ from torch import Tensor
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.draft.ancestors import Follow
+from sglang_c2t.srt.draft.tree_planning import TreePlanning
 from sglang_c2t.srt.draft.watcher import DraftWatcher, no_forward
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.verify.feedback import choose_packing
+from sglang_c2t.srt.verify.packing import Packing
 from sglang_c2t.srt.verify.tree import TreeVerifyInput, build_verify_input
 from sglang_c2t.tree import Trees
 
 # B requests, W beam rows, K topk, D steps, N nodes of a tree, H draft hidden size
 
 
+#: Of trees as drafted, their nodes' keys [B, N] and roots [B]: what is verified, and its rows.
+Choose = Callable[[Trees, Tensor, Tensor], tuple[Trees, Packing]]
+
+
 class TreeDraftMixin(DraftWatcher):
     """Grows trees with the gate's policy."""
 
     gate: TreeGate
+
+    planning: TreePlanning | None = None
 
     follow_ancestors: Follow | None = None
     """Tells attention where a row's ancestors are; ``None``: rows attend as in stock."""
@@ -62,21 +70,62 @@ class TreeDraftMixin(DraftWatcher):
     def draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """SGLang's, up to the verify input, which is ours."""
         self.drafted_rows = self.speculative_num_draft_tokens
+        self.gate.layers_planned = None
+        choose: Choose = self._chosen
+        if not batch.forward_mode.is_idle():
+            if self.gate.exploring:  # recorded: whole drafts, and times that say nothing
+                self._interrupted()
+            elif self.planning is not None:
+                choose = self._begin_plan(batch, self.planning)
         with (
             self._eager_if_recorded(),
             attach.swapped(
                 eagle_worker_v2,
                 "build_eagle_verify_input",
-                self._around_build(eagle_worker_v2.build_eagle_verify_input),
+                self._around_build(eagle_worker_v2.build_eagle_verify_input, choose),
             ),
         ):
             return super().draft(batch, *args, **kwargs)
+
+    def _begin_plan(self, batch: Any, planning: TreePlanning) -> Choose:
+        """A planned step starts; returns what chooses its nodes."""
+        layers, whole = self._begin_planned(batch, planning)
+        self.gate.layers_planned = layers
+        self.drafted_rows = planning.planner.full_rows(layers)
+        if self.cuda_graph_runner is not None:
+            planning.layers_begin()  # a replay calls nothing of ours
+
+        def planned(drafted: Trees, keys: Tensor, roots: Tensor) -> tuple[Trees, Packing]:
+            planning.layers_end()
+            chosen, total = planning.choose_nodes(drafted, keys, layers, whole)
+            trees = self.gate.finalize(drafted, keys, roots, chosen)
+            requests, width = trees.tokens.shape
+            links: Any = {"parents": trees.parents, "num_steps": self.speculative_num_steps}
+            if total < requests * width:
+                return trees, Packing(trees.num_nodes, width, total=total, **links)
+            return trees, Packing.full(requests, width, keys.device, **links)
+
+        return planned
+
+    def _chosen(self, drafted: Trees, keys: Tensor, roots: Tensor) -> tuple[Trees, Packing]:
+        """What is verified where nobody plans, and its rows."""
+        trees = self.gate.finalize(drafted, keys, roots)
+        return trees, choose_packing(
+            self.feedback,
+            trees.num_nodes,
+            trees.tokens.shape[1],
+            packed=self.packed,
+            parents=trees.parents,
+            num_steps=self.speculative_num_steps,
+        )
 
     def _capture_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
         """Capture draft extend at the width that :meth:`_draft_extend_for_decode` gives it."""
         width = self.speculative_num_steps + 1
         with compat.draft_extend_width(width):
             super()._capture_cuda_graphs(*args, **kwargs)
+        if self.planning is not None and getattr(self, "cuda_graph_runner", None) is not None:
+            self.planning.depths = [self.speculative_num_steps]
 
     def _draft_extend_for_decode(self, batch: Any, batch_result: Any, **kwargs: Any) -> None:
         """Extend the draft over the accepted path, at most D + 1 rows of a tree's N."""
@@ -120,6 +169,8 @@ class TreeDraftMixin(DraftWatcher):
         # whenever every tree of the batch has stopped growing.
         token_map: Any = self.hot_token_id
         if not self._reads_host or self.gate.any_alive():
+            if self.planning is not None:
+                self.planning.layers_begin()
             output = run()
         else:
             token_map = None  # the choices are no vocabulary's
@@ -147,7 +198,7 @@ class TreeDraftMixin(DraftWatcher):
         links = torch.stack((trees.parents, trees.depth, trees.source), dim=2)
         return links, keys, trees.tokens
 
-    def _around_build(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def _around_build(self, stock: Callable[..., Any], choose: Choose) -> Callable[..., Any]:
         """In place of ``build_eagle_verify_input``; stock's for idle ranks."""
 
         def build(
@@ -163,20 +214,9 @@ class TreeDraftMixin(DraftWatcher):
                 return stock(batch, draft_input, links, keys, tokens, *args, **kwargs)
             parents, depth, source = links.unbind(dim=2)
             drafted = Trees(tokens, parents, depth, (parents >= 0).sum(dim=1) + 1, source)
-            trees = self.gate.finalize(drafted, keys, draft_input.bonus_tokens)
+            trees, packing = choose(drafted, keys, draft_input.bonus_tokens)
             return build_verify_input(
-                trees,
-                batch,
-                num_steps=self.speculative_num_steps,
-                topk=self.topk,
-                packing=choose_packing(
-                    self.feedback,
-                    trees.num_nodes,
-                    trees.tokens.shape[1],
-                    packed=self.packed,
-                    parents=trees.parents,
-                    num_steps=self.speculative_num_steps,
-                ),
+                trees, batch, num_steps=self.speculative_num_steps, topk=self.topk, packing=packing
             )
 
         return build

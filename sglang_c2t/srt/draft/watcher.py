@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sglang_c2t.draft.gate import Exploration, Gate
 from sglang_c2t.srt import attach, compat
+from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.hooks.requests import opts_out
 from sglang_c2t.srt.verify.feedback import Feedback
@@ -37,6 +38,9 @@ class DraftWatcher(EagleDraftWorker):
     gate: Gate
 
     feedback: Feedback
+
+    planning: Planning | None = None
+    """Plans each step, if the policy says so."""
 
     packed = False
     """Whether the target forwards surviving rows only; else N rows per request."""
@@ -150,7 +154,17 @@ class DraftWatcher(EagleDraftWorker):
         return result
 
     def _interrupted(self) -> None:
-        """A prefill ran between two steps."""
+        """A prefill, or a step that nobody planned, ran between two steps."""
+        if self.planning is not None:
+            self.planning.interrupted()
+
+    def _begin_planned(self, batch: Any, planning: Planning) -> tuple[int, list[int]]:
+        """Layers that a step drafts as planned, and who of its requests wants all verified."""
+        slots = batch.req_pool_indices
+        choice = planning.begin(len(slots), lambda: self.gate.first_tokens.judged(slots))
+        out = map(opts_out, batch.reqs) if self.gate.opt_outs.any else ()
+        whole = [request for request, opted in enumerate(out) if opted]
+        return self.speculative_num_steps if whole else choice.plan.layers, whole
 
     def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Measure the first token drafted behind each verification."""

@@ -228,6 +228,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "a --c2t-policy that plans decides how many rows are verified: drop --c2t-verify static",
     ),
     Refusal(
+        lambda cfg: _bounds_rows() and _trees(cfg) and _plans(cfg),
+        "a --c2t-policy that plans decides how many rows are verified: drop --c2t-max-verify-rows",
+    ),
+    Refusal(
         _keeps_nothing,
         "--c2t-state keeps what a policy that plans has learnt: choose --c2t-policy auto or "
         "rows-only, or drop it",

@@ -23,6 +23,10 @@ class PlannedStep:
     """What a planner says of a step."""
 
     reason: str
+
+    layers: int
+    """Drafted."""
+
     predicted_seconds: float
     """Of all steps so far that had a prediction, like the next."""
 
@@ -120,9 +124,9 @@ class Series:
         self.measured = counter("measured_step_seconds", "What those steps did take.")
         self._planned_told = 0.0, 0.0
 
-    def _add_plan(self, planned: PlannedStep, layers: int) -> None:
+    def _add_plan(self, planned: PlannedStep) -> None:
         self.plans[planned.reason].inc()
-        self.planned_layers.inc(layers)
+        self.planned_layers.inc(planned.layers)
         told = planned.predicted_seconds, planned.measured_seconds
         for series, now, before in zip(
             (self.predicted, self.measured), told, self._planned_told, strict=True
@@ -137,7 +141,7 @@ class Series:
         self.padding.inc(step.forwarded_rows - batch_rows)
         self.policy_failures.inc(step.fell_back)
         if step.planned is not None:
-            self._add_plan(step.planned, step.drafted - 1)
+            self._add_plan(step.planned)
         spent = GATE_CLOCK.seconds
         self.gate_seconds.inc(spent - self._gate_seconds_told)
         self._gate_seconds_told = spent

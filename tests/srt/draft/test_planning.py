@@ -17,8 +17,10 @@ from sglang_c2t.plan.planner import Choice, Planner
 from sglang_c2t.plan.survival import Survival
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt.draft.planning import Planning, every_few
+from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.packing import Packing
 from tests.doubles import double
+from tests.srt.chains import full_chains
 
 LAYERS, SLOTS = 4, 8
 
@@ -70,6 +72,10 @@ def verify(planning: Planning, rows: int, milliseconds: float = 0.0) -> None:
     packing.forwarded_rows = rows
     with planning.timing(target, packing):
         target.forward_batch_generation()
+
+
+def verified_rows(*rows: int) -> ChainVerifyInput:
+    return ChainVerifyInput.cut(full_chains(len(rows), LAYERS + 1), torch.tensor(rows))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, SLOTS), st.integers(1, LAYERS), st.booleans())
@@ -137,7 +143,7 @@ def test_outcomes_are_learnt_at_the_next_step() -> None:
     assert planner.first == [0.25, 0.75]
     confidences = np.array([[0.5, 0.25, 0.125], [0.75, 0.5, 0.25]])
     draft(planning, confidences)
-    planning.verified(3, torch.tensor([4, 2]), torch.tensor([2, 2]))
+    planning.verified(verified_rows(4, 2), torch.tensor([2, 2]))
     assert planner.drafts == []
     planning.begin(1, first(0.5))
     ((learnt, drafts, correct),) = planner.drafts
@@ -176,7 +182,7 @@ def test_a_step_that_serves_nobody_teaches_what_it_took_and_nothing_else() -> No
         _, total = planning.settle(3)
         assert total == 7
         verify(planning, rows=total, milliseconds=10.0)
-        planning.verified(3, torch.tensor([4, 3]), torch.tensor([2, 2]))
+        planning.verified(verified_rows(4, 3), torch.tensor([2, 2]))
 
     for learn in (False, True):
         planning.rehearse(Plan(3, 7, 2.0, 1.0), step, learn=learn)

@@ -176,7 +176,11 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
             "plans decides how many rows are verified: drop --c2t-verify static",
         ),
         ([*EAGLE3, "--c2t-state", "x"], "choose --c2t-policy auto or rows-only, or drop it"),
-        ([*TREES, "--c2t-policy", "auto"], "policy auto cuts chains only"),
+        ([*TREES, "--c2t-policy", "rows-only"], "policy rows-only cuts chains only"),
+        (
+            [*TREES, "--c2t-policy", "auto", "--c2t-max-verify-rows", "64"],
+            "plans decides how many rows are verified: drop --c2t-max-verify-rows",
+        ),
     ],
 )
 def test_an_unsupported_combination_is_refused_by_name(capsys, flags: list[str], said: str) -> None:
@@ -220,7 +224,7 @@ def test_trees_are_served(tmp_path: Path, settings: dict[str, Any]) -> None:
             "does not serve DP attention",
         ),
         (["--c2t-policy", "fixed"], "fixed cuts chains only: set --speculative-eagle-topk 1, or"),
-        (["--c2t-policy", "entropy"], "choose one of c2t, c2t-eagle2"),
+        (["--c2t-policy", "entropy"], "choose one of auto, c2t, c2t-eagle2"),
         (["--c2t-policy", "static"], "needs at least --speculative-num-draft-tokens 26"),
         (["--c2t-policy", "eagle2-eagle2"], "eagle2 is no gate that could prune a tree"),
         (["--c2t-max-verify-rows", "0"], "must be a whole number of nodes >= 1, got 0"),

@@ -5,7 +5,7 @@ Numbers are upper bounds: fewer launches are welcome, more need a reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +19,14 @@ from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft.chain import ChainGate, truncated_chains
 from sglang_c2t.draft.tree import TreeGate
+from sglang_c2t.plan.plan import Plan
+from sglang_c2t.plan.planner import Choice
 from sglang_c2t.policies import POLICIES, build_policy, build_tree_policy
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.srt import compat
+from sglang_c2t.srt.draft.planning import Mark, _Step
+from sglang_c2t.srt.draft.tree_planning import TreePlanning
 from sglang_c2t.srt.verify import accept, sampling, tree
 from sglang_c2t.srt.verify.packing import Packing
 from sglang_c2t.tree import Trees
@@ -142,6 +146,25 @@ TREES = {"c2t": 233, "c2t-eagle2": 264, "eagle2": 240, "entropy-width": 300, "fo
 def test_a_tree_step_stays_within_its_budget(name: str) -> None:
     with unset_fake_temporarily():
         policy = build_tree_policy(C2TConfig(policy=name))
+    assert len(tree_step(policy)) <= TREES[name]
+
+
+def test_a_planned_tree_step_stays_within_its_budget() -> None:
+    """Of the plan it waits for nothing: how many rows there are was known before."""
+    with unset_fake_temporarily():
+        policy = build_tree_policy(C2TConfig(policy="auto"))
+        planner = policy.planner(SHAPE)
+    planning = TreePlanning(planner, tiers=lambda: None, width=16, slots=64, device="cuda")
+    plan = Plan(D, 2 * B, 1.0, 1.0)
+    planning._step = _Step(Choice(plan, "plan"), plan, B, Mark(on_cuda=False))
+    launched = tree_step(policy, lambda trees, keys: planning.choose_nodes(trees, keys, D)[0])
+    assert len(launched) <= 306
+
+
+def tree_step(
+    policy: Any, choose: Callable[[Trees, Tensor], Tensor | None] = lambda *_: None
+) -> list[str]:
+    """What is launched."""
     gate = TreeGate(policy, SHAPE, num_slots=64, device="cuda")
     slots, logits, topk = integers(B), on_device(B, V), SHAPE.topk
     gate.relay_first_token(slots, logits)
@@ -152,8 +175,8 @@ def test_a_tree_step_stays_within_its_budget(name: str) -> None:
             gate.observe(on_device(B * topk, V))
             gate.add(integers(B, topk, topk), on_device(B, topk, topk))
         trees, keys = gate.finish()
-        gate.finalize(trees, keys, integers(B))
-    assert len(launches.names) <= TREES[name]
+        gate.finalize(trees, keys, integers(B), choose(trees, keys))
+    return launches.names
 
 
 # -- verification -------------------------------------------------------------------------

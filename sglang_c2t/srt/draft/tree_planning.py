@@ -1,0 +1,90 @@
+"""The planner beside a server's steps, where drafts are trees.
+
+Trees are grown without a threshold, so that the host knows how many nodes there are, and the best
+of the batch are verified: on the device, after its draft, outside of CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang_c2t.draft.slots import FirstLayer
+from sglang_c2t.plan.survival import Array
+from sglang_c2t.plan.trees import TreePlanner, by_layer
+from sglang_c2t.srt.draft.planning import Planning
+from sglang_c2t.srt.verify.packed import PackedVerifyInput
+from sglang_c2t.srt.verify.packing import HostSizes
+from sglang_c2t.srt.verify.tree import TreeVerifyInput
+from sglang_c2t.tree import Trees, best_of_batch
+
+# B requests, D layers, d of them drafted, N nodes of a tree, S = D + 1 nodes of the longest path
+
+
+class TreePlanning(Planning):
+    """Plans the steps of one server that verifies trees; arguments as of :class:`Planning`."""
+
+    planner: TreePlanner
+
+    _drafted: tuple[Tensor, Tensor, Tensor]
+    """Of the step in progress, [B, N - 1] each: depths of drafts, least confidences on their
+    paths, which are verified."""
+
+    def __init__(self, planner: TreePlanner, **options: Any) -> None:
+        super().__init__(planner, **options)
+        self._known_first = np.full((1, planner.width), 0.5)
+
+    def warm_up(self, batches: Iterable[int]) -> None:
+        """Nothing is compiled."""
+
+    def choose_nodes(
+        self, trees: Trees, keys: Tensor, layers: int, whole: Collection[int] = ()
+    ) -> tuple[Tensor, int]:
+        """[B, N - 1] bool, the nodes behind roots that are verified, and how many with the roots.
+
+        Args:
+            trees: As drafted.
+            keys: [B, N] least confidence on each node's path.
+            layers: d, drafted.
+            whole: Which of the B requests' trees are verified whole, come what may.
+        """
+        depth, least = trees.depth[:, 1:], keys[:, 1:]
+        drafts, mask, total = self._share(
+            layers, whole, lambda: self._by_layer(depth.numpy(), least.numpy(), layers)
+        )
+        ranked = live = depth > 0
+        if mask is not None:
+            ranked = live & ~mask[:, None]
+        survival = self._survival.of_nodes(keys, trees)[:, 1:]
+        chosen = best_of_batch(survival, ranked, drafts) | (live & ~ranked)
+        self._drafted = depth, least, chosen
+        return chosen, total
+
+    def verified(self, verify_input: PackedVerifyInput, accept_lens: Tensor) -> None:
+        """The outcome of a step: what the ``verify_input`` of its trees was accepted of."""
+        assert isinstance(verify_input, TreeVerifyInput)
+        accepted = verify_input.accept_index
+        assert accepted is not None, "told before it was verified"
+        depth, least, chosen = self._drafted
+        # Rows are the chosen nodes in order, behind each root.
+        row = verify_input.retrieve_index[:, :1] + chosen.cumsum(dim=1)
+        survived = chosen & (row[:, :, None] == accepted[:, None, :]).any(dim=2)
+        parts = torch.stack((depth, least, chosen, survived), dim=2)  # float32, as least is
+        self._outcomes.append((HostSizes(parts), self._now.plan.layers))
+
+    def _first(self, layer: FirstLayer) -> Array:
+        confidence = layer.confidence.T.numpy()
+        return self._by_layer(np.ones(confidence.shape), confidence, 1)[:, 0]
+
+    def _learn_outcome(self, outcome: Array, layers: int) -> None:
+        depth, least, chosen, survived = np.moveaxis(outcome, 2, 0)
+        depth, chosen = depth.astype(np.int64), chosen > 0
+        self._known_first = self._by_layer(depth, least, layers)[:, 0]
+        self.planner.learn_nodes(layers, depth, least, chosen, survived)
+
+    def _by_layer(self, depth: Any, least: Any, layers: int) -> Array:
+        return by_layer(depth, least.astype(np.float64), layers, self.planner.width)
