@@ -277,7 +277,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.managers.utils.GenerationBatchResult",
         "carries verify lengths to meta_info and labels to recordings",
-        fields="cap_lens accept_lens logits_output num_cap_tokens",
+        fields="accept_lens cap_lens logits_output next_token_ids num_cap_tokens",
     ),
     Seam(
         "sglang.srt.managers.utils.GenerationBatchResult",
