@@ -45,6 +45,9 @@ REFRESH_EVERY = 16
 #: Steps whose outcomes may be on their way; more are not remembered.
 LONGEST_LAG = 16
 
+#: Why a step does what it does, numbered alike on all ranks.
+REASONS = ("plan", "unknown", "explore", "rehearsed")
+
 
 class Mark:
     """A point in time, of the device if there is one."""
@@ -158,11 +161,12 @@ class Planning:
         choice = self._rehearsed or self.planner.choose(
             self._known_first, batch, self._rows(batch), self.depths
         )
-        layers, rows, whole = self.agree(
-            [choice.plan.layers, choice.plan.rows, -1 if choice.whole is None else choice.whole]
+        plan, whole = choice.plan, -1 if choice.whole is None else choice.whole
+        reason, layers, rows, whole = self.agree(
+            [REASONS.index(choice.reason), plan.layers, plan.rows, whole]
         )
-        plan = choice.plan._replace(layers=layers, rows=rows)
-        choice = Choice(plan, choice.reason, None if whole < 0 else whole)
+        plan = plan._replace(layers=layers, rows=rows)
+        choice = Choice(plan, REASONS[reason], None if whole < 0 else whole)
         self._step = _Step(choice, plan, batch, start)
         return choice
 
@@ -346,8 +350,9 @@ class Planning:
 
     def row_counts(self, most_requests: int) -> Sequence[int]:
         """Row counts that verifications of up to ``most_requests`` may have, rising."""
-        tiers = self._tiers()
-        return range(1, most_requests * self._width + 1) if tiers is None else tiers.rows
+        tiers, most = self._tiers(), most_requests * self._width
+        # Graphs may be captured for more requests than are admitted.
+        return range(1, most + 1) if tiers is None else [t for t in tiers.rows if t <= most]
 
     def _rows(self, batch: int) -> list[int]:
         """Row counts to choose from: tiers that can hold the batch."""

@@ -30,7 +30,7 @@ class Scripted(Planner):
 
     def __init__(self, layers: int = LAYERS, rows: int = 6, whole: int | None = None) -> None:
         super().__init__(LAYERS, Survival(LAYERS))
-        self.plan, self.whole = Plan(layers, rows, 1.0, 1.0), whole
+        self.plan, self.reason, self.whole = Plan(layers, rows, 1.0, 1.0), "plan", whole
         self.first: list[float] = []
         self.rows_to_choose: list[int] = []
         self.drafts: list[tuple[Any, ...]] = []
@@ -38,7 +38,7 @@ class Scripted(Planner):
 
     def choose(self, first: Any, batch: int, tiers: Any, depths: Any = None) -> Choice:
         self.first, self.rows_to_choose = first.tolist(), list(tiers)
-        return Choice(self.plan, "plan", self.whole)
+        return Choice(self.plan, self.reason, self.whole)
 
     def settle(self, confidences: Any, tiers: Any) -> Plan:
         return self.plan
@@ -105,6 +105,20 @@ def test_the_best_drafts_get_the_rows_and_who_wants_all_gets_all(
         assert survival[taken].min() >= survival[~taken].max() - 1e-6
 
 
+@pytest.mark.parametrize("reason", ["plan", "explore", "unknown"])
+def test_ranks_follow_the_first_in_all_that_decides_what_is_forwarded(reason: str) -> None:
+    said: list[list[int]] = []
+    first_rank, other = Scripted(layers=3, rows=7, whole=1), Scripted(layers=1, rows=2)
+    first_rank.reason = reason
+    plannings = [planning_of(first_rank), planning_of(other)]
+    plannings[0].agree = lambda numbers: said.append(numbers) or numbers  # type: ignore[func-returns-value]
+    plannings[1].agree = lambda _: said.pop(0)
+    choices = [planning.begin(2, first(0.5, 0.5)) for planning in plannings]
+    assert choices[0] == choices[1]._replace(plan=choices[0].plan)
+    assert choices[0].plan[:2] == choices[1].plan[:2] == (3, 7)
+    assert plannings[0].looks == plannings[1].looks == (reason == "plan")
+
+
 def test_a_step_is_timed_from_its_start_to_the_next_one() -> None:
     planner = Scripted()
     planning = planning_of(planner)
@@ -161,6 +175,13 @@ def test_only_tiers_that_hold_the_batch_are_to_choose_from() -> None:
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 6), (64, 384), (7, 1000)])
+def test_row_counts_are_those_that_the_admitted_requests_can_have() -> None:
+    """Graphs may be captured for more requests than are admitted."""
+    planning = planning_of(Scripted(), Tiers(8, LAYERS + 1))
+    assert planning.row_counts(3) == [1, 2, 4, 8]
+    assert list(planning_of(Scripted()).row_counts(2)) == list(range(1, 11))
+
+
 def test_a_few_numbers_span_a_range(least: int, most: int) -> None:
     found = every_few(least, most)
     assert found[0] == least
