@@ -174,7 +174,6 @@ def test_only_tiers_that_hold_the_batch_are_to_choose_from() -> None:
     assert planner.rows_to_choose == every_few(11, 55), "none does: it runs without a graph"
 
 
-@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 6), (64, 384), (7, 1000)])
 def test_row_counts_are_those_that_the_admitted_requests_can_have() -> None:
     """Graphs may be captured for more requests than are admitted."""
     planning = planning_of(Scripted(), Tiers(8, LAYERS + 1))
@@ -182,6 +181,7 @@ def test_row_counts_are_those_that_the_admitted_requests_can_have() -> None:
     assert list(planning_of(Scripted()).row_counts(2)) == list(range(1, 11))
 
 
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 6), (64, 384), (7, 1000)])
 def test_a_few_numbers_span_a_range(least: int, most: int) -> None:
     found = every_few(least, most)
     assert found[0] == least
