@@ -214,11 +214,12 @@ class Runner:
             self.config.requests,
             self.folder / "logs" / "client.log",
             on_answer,
+            cell.arrivals,
         )
         after = server.internal_state()
         clock = _clock(state, after, cell.key.concurrency)
         seconds, tokens = (
-            (measured.duration_s, measured.output_tokens)
+            (measured.busy_s, measured.output_tokens)
             if clock is None
             else (clock.seconds, clock.tokens)
         )
@@ -238,6 +239,7 @@ class Runner:
             server_argv=_argv(server),
             requests=tuple(measured.requests),
             clock=None if clock is None else clock._asdict(),
+            planner=after.get("c2t", {}).get("planner"),
         )
         if failed := measured.failures:
             path = write_cell(self.folder / FAILED, result)
@@ -271,11 +273,10 @@ class Runner:
         samples: Sequence[Sample],
         bodies: Sequence[dict[str, Any]],
     ) -> None:
-        """A few short requests, once for each method and temperature on a server.
-
-        Where single steps are timed, once for each batch size as well: each has a graph.
+        """A few short requests, once for each rung of a method on a server: each batch size may
+        have a graph, and what plans by the load has to see it.
         """
-        rung = cell.key.concurrency if self.config.replay else 0
+        rung = cell.key.concurrency
         once = (server.process.pid, cell.key.method, cell.key.temperature, rung)
         if once in self._warm:
             return
@@ -285,9 +286,9 @@ class Runner:
                 "sampling_params": {**body["sampling_params"], "max_new_tokens": WARM_UP_TOKENS},
             }
             for s, body in zip(samples, bodies, strict=True)
-        ][: self.config.requests.warm_up]
+        ][: min(self.config.requests.warm_up, 2 * rung)]
         if warm:
-            run_load(server.url, warm, concurrency=cell.key.concurrency)
+            run_load(server.url, warm, concurrency=rung)
         self._warm.add(once)
 
 

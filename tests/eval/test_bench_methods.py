@@ -65,6 +65,16 @@ def test_cells_get_the_prompts_of_their_rung() -> None:
     assert prompts == {(0.0, 1): 2, (0.0, 4): 8, (1.0, 4): 6}
 
 
+def test_a_ramps_requests_arrive_alike_for_all_methods_of_a_repeat() -> None:
+    ramp = {"temperature": 0.0, "concurrency": [4], "phases": [{"prompts": 8, "rate": 2.0}]}
+    cells = plan(config(load=[ramp]))
+    assert {(c.key.concurrency, c.prompts, len(c.arrivals)) for c in cells} == {(4, 8, 8)}
+    seen = {repeat: {c.arrivals for c in cells if c.key.repeat == repeat} for repeat in (0, 1)}
+    assert [len(arrivals) for arrivals in seen.values()] == [1, 1]
+    assert seen[0] != seen[1]
+    assert not any(c.arrivals for c in plan(config()))
+
+
 def test_one_server_at_a_time_still_measures_every_cell_once(tmp_path: Path) -> None:
     cells = plan(config())
     servers = hosts(config(), tmp_path)

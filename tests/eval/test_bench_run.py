@@ -224,6 +224,24 @@ def test_an_interrupt_stops_all_servers_and_keeps_what_is_done(
     assert [has_cell(tmp_path, c.key) for c in cells[:4]] == [True, True, True, False]
 
 
+def test_each_rung_of_a_method_is_warmed_up_once_with_two_requests_for_each_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, cells = make_runner(tmp_path, requests__warm_up=5)
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        runner_module,
+        "run_load",
+        lambda _, bodies, concurrency: sent.append((concurrency, len(bodies))),
+    )
+    server: Any = types.SimpleNamespace(url="", process=types.SimpleNamespace(pid=1))
+    for cell in cells:
+        if cell.key.method == "c2t" and cell.key.temperature == 0:
+            bodies = [runner.body(cell, index) for index in range(len(SAMPLES))]
+            runner._warm_up(cell, server, SAMPLES, bodies)
+    assert sent == [(1, 2), (4, 5)]
+
+
 # -- conditions -----------------------------------------------------------------------------
 
 
