@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from eval.demo_models.weighted import LARGEST, SMALLEST, STANDARD
 from eval.gpu.models import SHAPES
 from sglang_c2t.config import C2TConfig, ConfigError
-from sglang_c2t.policies import build_policy, build_tree_policy
+from sglang_c2t.policies import build_policy, build_tree_policy, plans
 
 DEMO = "demo"
 SHAPE = "shape:"
@@ -261,6 +261,11 @@ class MethodConfig:
     def gated(self) -> bool:
         """Whether it is one of ours."""
         return self.kind in ("c2t", "c2t-tree")
+
+    @property
+    def plans(self) -> bool:
+        """Whether it learns costs and survivals from the load it has seen."""
+        return self.kind == "c2t" and plans(build_policy(self.c2t()))
 
     @property
     def baseline(self) -> bool:

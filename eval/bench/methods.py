@@ -147,6 +147,8 @@ def method_flags(model: ModelConfig, method: MethodConfig, folder: Path) -> tupl
         c2t += ["--c2t-beta", str(method.beta)]
     if method.policy_options:
         c2t += ["--c2t-config", str(_options_file(method, folder))]
+    if method.plans:  # its next server goes on, or each repeat would measure how it starts cold
+        c2t += ["--c2t-state", str(folder / f"{slug(method.name)}.state.json")]
     return (*flags, *c2t)
 
 

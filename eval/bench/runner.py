@@ -202,7 +202,7 @@ class Runner:
             if host.shared:
                 switch(server, method)
         bodies = [self.body(cell, index) for index in range(len(samples))]
-        self._warm_up(cell, server, samples, bodies)
+        self._warm_up(cell, method, server, samples, bodies)
         server.flush_cache()
         series, state = self._series(server), server.internal_state()
         started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -269,15 +269,19 @@ class Runner:
     def _warm_up(
         self,
         cell: PlannedCell,
+        method: MethodConfig,
         server: Server,
         samples: Sequence[Sample],
         bodies: Sequence[dict[str, Any]],
     ) -> None:
-        """A few short requests, once for each rung of a method on a server: each batch size may
-        have a graph, and what plans by the load has to see it.
+        """A few short requests, once for each method and temperature on a server.
+
+        Where single steps are timed, once for each batch size as well: each has a graph. So for
+        methods that plan by what they have seen of a load.
         """
-        rung = cell.key.concurrency
-        once = (server.process.pid, cell.key.method, cell.key.temperature, rung)
+        at_once = cell.key.concurrency
+        rung = at_once if self.config.replay or method.plans else 0
+        once = (server.process.pid, method.name, cell.key.temperature, rung)
         if once in self._warm:
             return
         warm = [
@@ -286,9 +290,9 @@ class Runner:
                 "sampling_params": {**body["sampling_params"], "max_new_tokens": WARM_UP_TOKENS},
             }
             for s, body in zip(samples, bodies, strict=True)
-        ][: min(self.config.requests.warm_up, 2 * rung)]
+        ][: min(self.config.requests.warm_up, 2 * at_once)]
         if warm:
-            run_load(server.url, warm, concurrency=rung)
+            run_load(server.url, warm, concurrency=at_once)
         self._warm.add(once)
 
 

@@ -317,7 +317,7 @@ def _request_times(cells: Sequence[Measured]) -> list[Entry]:
     times = np.concatenate([cell.latency_s for cell in answered])
     ends = [cell.duration_s for cell in answered]
     told = (times.mean(), np.quantile(times, 0.95), np.mean(ends))
-    return [number(float(value), 1) for value in told]
+    return [number(float(value)) for value in told]
 
 
 def work_table(results: Results, temperature: float) -> Table:

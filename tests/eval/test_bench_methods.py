@@ -128,6 +128,16 @@ def test_policy_options_reach_the_server_in_a_file(tmp_path: Path) -> None:
     assert written == {"policy_options": {"length": 3}}
 
 
+def test_what_a_method_learns_goes_on_in_its_next_server(tmp_path: Path) -> None:
+    policies = ("auto", "rows-only", "c2t-plus")
+    methods = [{"kind": "c2t", "policy": p, "own_server": True} for p in policies]
+    files = []
+    for host in hosts(config(methods=methods), tmp_path):
+        argv = list(host.launch.argv(1))
+        files += [argv[i + 1] for i, flag in enumerate(argv) if flag == "--c2t-state"]
+    assert files == [str(tmp_path / f"{name}.state.json") for name in policies[:2]]
+
+
 def test_servers_that_nothing_is_left_for_are_not_started(tmp_path: Path) -> None:
     (only,) = reduced(hosts(config(), tmp_path), {"c2t"})
     assert [m.name for m in only.methods] == ["c2t"]

@@ -306,9 +306,9 @@ def test_a_ramp_is_told_by_the_times_of_its_requests(tmp_path: Path) -> None:
         name: [text.split(" ")[0] for text in row.values()]
         for name, row in table(folder, "Ramp, temperature 0").items()
     }
-    assert rows[BASELINE] == ["4.0", "4.0", "30.0", "1", "1", "1", "0.83"]
+    assert rows[BASELINE] == ["4.00", "4.00", "30.00", "1", "1", "1", "0.83"]
     assert rows["fixed 3"][3:] == ["0.80", "0.80", "1.20", "1"]
-    assert rows["c2t-plus"] == ["2.0", "2.0", "30.0", "2.00", "2.00", "1.00", "0.83"]
+    assert rows["c2t-plus"] == ["2.00", "2.00", "30.00", "2.00", "2.00", "1.00", "0.83"]
 
 
 def on(method: str, edit: Edit, repeat: int | None = None) -> Edit:
