@@ -16,9 +16,10 @@ from pathlib import Path
 from rich.table import Table
 
 from eval import run, terminal
-from eval.bench.records import RecordError
+from eval.bench.records import CELLS
 from eval.report.cells import Results, load
 from eval.report.tables import DRAFT_FORWARDS, TARGET_ROWS
+from eval.report.verdict import output_sentence
 from sglang_c2t.plan.cost import StepCost
 
 CONFIG = Path(__file__).parent / "configs" / "short.toml"
@@ -33,10 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser(prog="python -m eval.demo", description=__doc__).parse_args(argv)
     shutil.rmtree(FOLDER, ignore_errors=True)
     code = run.main([str(CONFIG), "--out", str(FOLDER)])
-    try:
-        results = load(FOLDER)
-    except RecordError:
-        return code or 1
+    if code > 1 or not (FOLDER / CELLS).is_dir():
+        return code
+    results = load(FOLDER)
     console = terminal.console(width=110)
     console.print(conditions(results), markup=False)
     console.print(table(results))
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "gamma: drafts verified per verification. target rows: counted in the target's forwards."
     )
     console.print(draft_share(results))
-    console.print(verdict(results))
+    console.print(output_sentence(results).text)
     return code
 
 
@@ -90,7 +90,7 @@ def table(results: Results) -> Table:
                 f"{spec.tau.value:.2f}" if spec else "-",
                 f"{spec.gamma.value:.2f}" if spec and spec.gamma else "-",
                 *map(str, work),
-                "NO" if differs(results, name, concurrency) else "yes",
+                "-" if not ratio else "NO" if differs(results, name, concurrency) else "yes",
             )
     return found
 
@@ -116,12 +116,6 @@ def draft_share(results: Results) -> str:
         "A draft layer beside a target forward of as many rows, as the planner measured them: "
         f"{', '.join(shares) or 'nothing measured'}. Beside an 8B target it is 4 to 8 %."
     )
-
-
-def verdict(results: Results) -> str:
-    """Whether the outputs are identical."""
-    wrong = [str(one) for entry in results.outputs.values() for one in entry.differences]
-    return "\n".join(["outputs identical: NO", *wrong] if wrong else ["outputs identical: yes"])
 
 
 if __name__ == "__main__":

@@ -73,22 +73,42 @@ def test_the_table_has_speeds_ratios_and_work_and_says_what_a_draft_layer_costs(
     assert all(row[-1] == "yes" for row in list(told.values())[1:])
     plain = " ".join(text.split())
     assert "4 at once 6% (3.0 of 50.0 ms), 16 at once 5% (4.0 of 80.0 ms)" in plain
-    assert plain.endswith("outputs identical: yes")
+    assert plain.endswith("all 48 compared are identical to those without speculation.")
 
 
-def test_outputs_that_differ_are_named_in_their_row_and_below(
+def test_outputs_that_differ_are_told_in_their_row_and_below(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     text = shown(monkeypatch, capsys, tmp_path / "run", other, 1)
     assert [key for key, row in rows(text).items() if row[-1] == "NO"] == [("16", "fixed 3")]
-    below = " ".join(text.split("outputs identical: NO")[1].split())
-    assert below.startswith("fixed 3, temperature 0, 16 at once, repeat 0: 1 of 12 outputs differ")
+    assert "1 of 48 compared DIFFER" in text
 
 
-def test_a_run_without_any_answer_ends_with_its_own_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_what_nothing_was_compared_with_is_not_called_identical(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def edit(cell: Cell) -> Cell | None:
+        lost = cell.method == BASELINE and cell.concurrency == 16
+        return None if lost else planned(cell)
+
+    told = rows(shown(monkeypatch, capsys, tmp_path / "run", edit, 1))
+    assert told["16", "fixed 3"][1] == told["16", "fixed 3"][-1] == "-"
+
+
+@pytest.mark.parametrize("code", [1, 2, 130])
+def test_a_run_without_any_answer_ends_with_its_own_code_and_no_table(
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(demo, "FOLDER", tmp_path / "none")
-    for code, ended in ((2, 2), (130, 130), (0, 1)):
-        monkeypatch.setattr(demo.run, "main", lambda argv, code=code: code)
-        assert demo.main([]) == ended
+    monkeypatch.setattr(demo.run, "main", lambda argv: code)
+    assert demo.main([]) == code
+    assert capsys.readouterr().out == ""
+
+
+def test_an_interrupted_run_shows_no_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert shown(monkeypatch, capsys, tmp_path / "run", planned, 130) == ""
