@@ -14,7 +14,7 @@ OLD_STAMP := $(OLD_VENV)/.installed
 COMPILE   := uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve bench lossless soak test unit check lint types e2e models classifier \
+.PHONY: help setup demo serve bench ramp lossless soak test unit check lint types e2e models classifier \
   tables parity-old patch unpatch patch-check lock clean
 
 help:  ## List the targets
@@ -33,8 +33,8 @@ $(STAMP): pyproject.toml requirements.lock
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
 	touch $@
 
-demo: $(STAMP)  ## A mixed batch without speculation, with a fixed length, with --c2t: make demo [ARGS=--full]
-	$(BIN)/python -m eval.demo $(ARGS)
+demo: $(STAMP)  ## What speculation gains here: none, fixed lengths, --c2t, in minutes
+	$(BIN)/python -m eval.demo
 
 # A command as users type it: real flags, nothing hidden in a script.
 serve: $(STAMP)  ## The demo models behind --c2t on port 30000: make serve [PORT=n ARGS=...]
@@ -46,9 +46,12 @@ serve: $(STAMP)  ## The demo models behind --c2t on port 30000: make serve [PORT
 	  --c2t --c2t-loopback-control --enable-metrics $(ARGS)
 
 # CONFIG, OUT and so on: see the heads of the files in eval/configs and `--help`.
-bench: $(STAMP)  ## Benchmark of all methods and its report: make bench [CONFIG=file OUT=dir]
-	$(BIN)/python -m eval.run $(or $(CONFIG),eval/configs/demo.toml) --out $(or $(OUT),runs/bench)
+bench: $(STAMP)  ## Benchmark of all methods and its report: make bench [CONFIG=file OUT=dir ARGS=...]
+	$(BIN)/python -m eval.run $(or $(CONFIG),eval/configs/weighted.toml) --out $(or $(OUT),runs/bench) $(ARGS)
 	$(BIN)/python -m eval.report $(or $(OUT),runs/bench)
+
+ramp: $(STAMP)  ## The same on a load that climbs from 1 to 64 and falls: make ramp [OUT=dir ARGS=...]
+	$(MAKE) bench CONFIG=eval/configs/ramp.toml OUT=$(or $(OUT),runs/ramp) ARGS="$(ARGS)"
 
 lossless: $(STAMP)  ## Are outputs those without speculation? Thousands of requests: make lossless [ARGS=...]
 	$(BIN)/python -m eval.lossless $(ARGS)

@@ -21,7 +21,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from rich.table import Table
 
 from eval import terminal
 from eval.bench.checks import compared_outputs, metric_disagreements
-from eval.bench.config import BenchConfig, as_dict, read_config
+from eval.bench.config import ADAPTIVE, BenchConfig, as_dict, read_config
 from eval.bench.datasets import Dataset, load
 from eval.bench.methods import (
     Host,
@@ -54,6 +54,7 @@ from eval.bench.records import (
 )
 from eval.bench.replay import Replay
 from eval.bench.runner import Budget, OutOfTime, Runner
+from eval.server import DRAFTS
 from sglang_c2t.config import ConfigError
 from sglang_c2t.files import write_whole
 
@@ -84,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = terminal.console(width=110)
     try:
         config = read_config(args.config)
+        if args.algorithm is not None:
+            config = drafting_by(config, args.algorithm)
         _check_names(args.only, config)
         cells = plan(config, args.only, args.at_once)
         servers = hosts(config, args.out / "logs")
@@ -119,11 +122,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--at-once", nargs="+", type=int, default=[], metavar="N", help="these concurrencies only"
     )
+    parser.add_argument(
+        "--algorithm", choices=sorted(DRAFTS), help="draft by this one, not the configuration's"
+    )
     parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds of this call")
     parser.add_argument("--revision", help="of this code, where there is no git")
     parser.add_argument("--data", type=Path, help="folder with files of public prompt sets")
     parser.add_argument("--list", action="store_true", help="print what would be measured; no run")
     return parser
+
+
+def drafting_by(config: BenchConfig, algorithm: str) -> BenchConfig:
+    """The same run with another draft, without the methods that SGLang has not for it."""
+    return replace(
+        config,
+        name=f"{config.name}, {algorithm}",
+        model=replace(config.model, algorithm=algorithm),
+        methods=tuple(
+            method
+            for method in config.methods
+            if algorithm in ADAPTIVE or method.kind != "adaptive"
+        ),
+    )
 
 
 def _check_names(only: Sequence[str], config: BenchConfig) -> None:
@@ -296,7 +316,11 @@ def listing(cells: Sequence[PlannedCell], servers: Sequence[Host]) -> Table:
 def ladder(cells: Sequence[PlannedCell]) -> list[str]:
     """One line for each rung."""
     rungs = sorted({(c.key.temperature, c.key.concurrency, c.prompts) for c in cells})
-    return [f"temperature {t:g}, {c} at once: {n} prompts" for t, c, n in rungs]
+    ramps = {c.key.temperature for c in cells if c.arrivals}
+    return [
+        f"temperature {t:g}, {c} at once{' at the top of a ramp' * (t in ramps)}: {n} prompts"
+        for t, c, n in rungs
+    ]
 
 
 def amount(config: BenchConfig, cells: Sequence[PlannedCell], servers: Sequence[Host]) -> str:

@@ -50,8 +50,16 @@ def table(title: str | None, *columns: str, numbers: Sequence[str] = ()) -> Tabl
 
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM is a KeyboardInterrupt here, so that whoever started servers stops them."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """SIGTERM is a KeyboardInterrupt here, so that whoever started servers stops them.
+
+    Only the first: ``timeout`` sends it twice, and the second would interrupt the stopping.
+    """
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,6 +63,16 @@ class Measured:
         return sum(request.output_len for request in self.requests)
 
     @property
+    def busy_s(self) -> float:
+        """Seconds with a request under way."""
+        busy = end = 0.0
+        for request in sorted(self.requests, key=lambda request: request.start_s):
+            answered = request.start_s + request.latency_s
+            busy += max(answered - max(end, request.start_s), 0.0)
+            end = max(end, answered)
+        return busy
+
+    @property
     def failures(self) -> list[Request]:
         """Requests without a whole answer."""
         return [request for request in self.requests if not request.success]
@@ -75,20 +86,26 @@ def measure(
     config: RequestConfig,
     log: Path,
     on_answer: Callable[[], None] = lambda: None,
+    arrivals: Sequence[float] = (),
 ) -> Measured:
-    """Send every sample once with its body, ``concurrency`` at a time.
+    """Send every sample once with its body, ``concurrency`` at a time; or, where there are
+    ``arrivals`` (seconds, rising), each at its time after the first.
 
     What the client prints goes to ``log``.
     """
     serving, steady_state = _client()
     answers = _Answers(config.timeout_s, on_answer)
-    rows = _Rows(samples, bodies, config.max_new_tokens)
+    rows = _Rows(samples, bodies, config.max_new_tokens, arrivals or [0.0] * len(samples))
+    bound = len(samples) if arrivals else concurrency
+    # Its command line has traces with timestamps for one kind of data set only.
+    paced = partial(serving.get_request, use_trace_timestamps=bool(arrivals))
     with (
         _printing_to(log),
         mock.patch.dict(serving.ASYNC_REQUEST_FUNCS, {"sglang": answers.request}),
         mock.patch.dict(_data_sets(), {NAME: rows}),
+        mock.patch.object(serving, "get_request", paced),
     ):
-        args = _arguments(serving, target, concurrency, len(samples), config.stream)
+        args = _arguments(serving, target, bound, len(samples), config.stream)
         if steady_state is None:
             result, steady = serving.run_benchmark(args), None
         else:
@@ -154,10 +171,13 @@ class _Rows:
     """Our prompts in the place of one of the client's data sets."""
 
     def __init__(
-        self, samples: Sequence[Sample], bodies: Sequence[dict[str, Any]], max_new_tokens: int
+        self,
+        samples: Sequence[Sample],
+        bodies: Sequence[dict[str, Any]],
+        max_new_tokens: int,
+        arrivals: Sequence[float],
     ) -> None:
-        self._samples = samples
-        self._bodies = bodies
+        self._rows = list(zip(samples, bodies, arrivals, strict=True))
         self._max_new_tokens = max_new_tokens
 
     def from_args(self, args: argparse.Namespace) -> _Rows:
@@ -174,8 +194,9 @@ class _Rows:
                 prompt_len=sample.prompt_len,
                 output_len=self._max_new_tokens,
                 extra_request_body={**body, _INDEX: index},
+                timestamp=1e3 * arrival,
             )
-            for index, (sample, body) in enumerate(zip(self._samples, self._bodies, strict=True))
+            for index, (sample, body, arrival) in enumerate(self._rows)
         ]
 
 

@@ -7,6 +7,8 @@ are errors. ``eval/configs/gpu.toml`` explains each key.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
 import tomllib
 import types
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from eval.demo_models.weighted import LARGEST, SMALLEST, STANDARD
 from eval.gpu.models import SHAPES
 from sglang_c2t.config import C2TConfig, ConfigError
-from sglang_c2t.policies import build_policy, build_tree_policy
+from sglang_c2t.policies import build_policy, build_tree_policy, plans
 
 DEMO = "demo"
 SHAPE = "shape:"
@@ -25,6 +27,9 @@ SHAPE = "shape:"
 #: Before a number of millions: the demo target with that weight and the same outputs.
 WEIGHTED = "demo:"
 SEEDS = "--enable-deterministic-inference"
+
+#: Algorithms that SGLang's adaptive rule serves; with others it warns, and drafts one length.
+ADAPTIVE = ("EAGLE", "EAGLE3")
 
 Kind = Literal["none", "fixed", "adaptive", "tree", "c2t", "c2t-tree"]
 T = TypeVar("T")
@@ -111,16 +116,42 @@ class RequestConfig:
 
 
 @dataclass(frozen=True)
+class PhaseConfig:
+    """A stretch of a ramp: so many prompts, arriving at ``rate`` a second on average."""
+
+    prompts: int
+    rate: float
+
+    def __post_init__(self) -> None:
+        _at_least("load.phases.prompts", self.prompts, 1)
+        if self.rate <= 0:
+            raise ConfigError(f"load.phases.rate must be above 0, got {self.rate}")
+
+
+@dataclass(frozen=True)
 class LoadConfig:
-    """Rungs of the ladder at one temperature: so many requests at once, of so many prompts."""
+    """Rungs of the ladder at one temperature: so many requests at once, of so many prompts.
+
+    With ``phases`` one rung, a ramp: its requests arrive when they do, whatever the server does,
+    so that its ``concurrency`` is only what it is expected to climb to.
+    """
 
     temperature: float
     concurrency: tuple[int, ...]
-    prompts: tuple[int, ...]
+    prompts: tuple[int, ...] = ()
+    phases: tuple[PhaseConfig, ...] = ()
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise ConfigError(f"load.temperature must be 0 or more, got {self.temperature}")
+        if self.phases:
+            every = (sum(phase.prompts for phase in self.phases),)
+            if self.prompts not in ((), every):
+                raise ConfigError(
+                    f"load.prompts: the phases send {every[0]} prompts, got {list(self.prompts)}; "
+                    "drop it"
+                )
+            object.__setattr__(self, "prompts", every)
         if not self.concurrency or len(self.concurrency) != len(self.prompts):
             raise ConfigError(
                 "load.concurrency and load.prompts must be lists of one length, got "
@@ -136,6 +167,14 @@ class LoadConfig:
                     f"load.prompts: {prompts} prompts never reach {at_once} at once; give at "
                     f"least {at_once}"
                 )
+
+    def arrivals(self, seed: str) -> tuple[float, ...]:
+        """Seconds at which prompts arrive, in each phase as a Poisson process; () in a ladder,
+        where the end of one request sends the next.
+        """
+        rng = random.Random(seed)
+        gaps = (rng.expovariate(p.rate) for p in self.phases for _ in range(p.prompts))
+        return tuple(itertools.accumulate(gaps))
 
 
 @dataclass(frozen=True)
@@ -224,6 +263,11 @@ class MethodConfig:
         return self.kind in ("c2t", "c2t-tree")
 
     @property
+    def plans(self) -> bool:
+        """Whether it learns costs and survivals from the load it has seen."""
+        return self.kind == "c2t" and plans(build_policy(self.c2t()))
+
+    @property
     def baseline(self) -> bool:
         """Whether the others are compared with it."""
         return self.kind == "none" and not self.plugin_off
@@ -286,6 +330,11 @@ class BenchConfig:
         for method in methods:
             if method.gated:
                 method.c2t()
+            if method.kind == "adaptive" and self.model.algorithm not in ADAPTIVE:
+                raise ConfigError(
+                    f"methods: kind adaptive serves {' and '.join(ADAPTIVE)} drafts, got "
+                    f"model.algorithm {self.model.algorithm}; drop the method"
+                )
         if self.requests.seeded and SEEDS not in self.server.flags:
             raise ConfigError(
                 f"requests.seeded = true needs {SEEDS} among server.flags: without it, SGLang "

@@ -47,10 +47,11 @@ class Host:
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """A cell to measure and how many prompts it gets."""
+    """A cell to measure, how many prompts it gets, and in a ramp when these arrive (seconds)."""
 
     key: CellKey
     prompts: int
+    arrivals: tuple[float, ...] = ()
 
 
 def hosts(config: BenchConfig, folder: Path) -> list[Host]:
@@ -146,6 +147,8 @@ def method_flags(model: ModelConfig, method: MethodConfig, folder: Path) -> tupl
         c2t += ["--c2t-beta", str(method.beta)]
     if method.policy_options:
         c2t += ["--c2t-config", str(_options_file(method, folder))]
+    if method.plans:  # its next server goes on, or each repeat would measure how it starts cold
+        c2t += ["--c2t-state", str(folder / f"{slug(method.name)}.state.json")]
     return (*flags, *c2t)
 
 
@@ -205,10 +208,13 @@ def plan(
     cells = []
     for repeat in range(config.repeats):
         for load in config.load:
+            arrivals = load.arrivals(f"{config.seed}/arrivals/{repeat}")  # the same for all methods
             for concurrency, prompts in zip(load.concurrency, load.prompts, strict=True):
                 order = rng.sample(names, len(names))  # drawn for all, so --only changes nothing
                 cells += [
-                    PlannedCell(CellKey(name, load.temperature, concurrency, repeat), prompts)
+                    PlannedCell(
+                        CellKey(name, load.temperature, concurrency, repeat), prompts, arrivals
+                    )
                     for name in order
                     if (not only or name in only) and (not at_once or concurrency in at_once)
                 ]

@@ -85,7 +85,7 @@ class Cell:
     started: str  # ISO 8601
     duration_s: float  # from the first request sent to the last answer read
     output_tokens: int
-    tokens_per_second: float
+    tokens_per_second: float  # of the time with a request under way
     steady: dict[str, Any] | None  # fields of SGLang's SteadyStateMetrics
     client: dict[str, Any]  # SGLang's own result, scalars only
     work: dict[str, int]  # what the plugin's counters grew by; {} without the plugin's counters
@@ -93,6 +93,7 @@ class Cell:
     server_argv: list[str]
     requests: tuple[Request, ...] = ()
     clock: dict[str, float] | None = None  # full_batch of the server's step clock, if it has one
+    planner: dict[str, Any] | None = None  # what it told at the end, if the method plans
 
     @property
     def key(self) -> CellKey:

@@ -202,7 +202,7 @@ class Runner:
             if host.shared:
                 switch(server, method)
         bodies = [self.body(cell, index) for index in range(len(samples))]
-        self._warm_up(cell, server, samples, bodies)
+        self._warm_up(cell, method, server, samples, bodies)
         server.flush_cache()
         series, state = self._series(server), server.internal_state()
         started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -214,11 +214,12 @@ class Runner:
             self.config.requests,
             self.folder / "logs" / "client.log",
             on_answer,
+            cell.arrivals,
         )
         after = server.internal_state()
         clock = _clock(state, after, cell.key.concurrency)
         seconds, tokens = (
-            (measured.duration_s, measured.output_tokens)
+            (measured.busy_s, measured.output_tokens)
             if clock is None
             else (clock.seconds, clock.tokens)
         )
@@ -238,6 +239,7 @@ class Runner:
             server_argv=_argv(server),
             requests=tuple(measured.requests),
             clock=None if clock is None else clock._asdict(),
+            planner=after.get("c2t", {}).get("planner"),
         )
         if failed := measured.failures:
             path = write_cell(self.folder / FAILED, result)
@@ -267,16 +269,19 @@ class Runner:
     def _warm_up(
         self,
         cell: PlannedCell,
+        method: MethodConfig,
         server: Server,
         samples: Sequence[Sample],
         bodies: Sequence[dict[str, Any]],
     ) -> None:
         """A few short requests, once for each method and temperature on a server.
 
-        Where single steps are timed, once for each batch size as well: each has a graph.
+        Where single steps are timed, once for each batch size as well: each has a graph. So for
+        methods that plan by what they have seen of a load.
         """
-        rung = cell.key.concurrency if self.config.replay else 0
-        once = (server.process.pid, cell.key.method, cell.key.temperature, rung)
+        at_once = cell.key.concurrency
+        rung = at_once if self.config.replay or method.plans else 0
+        once = (server.process.pid, method.name, cell.key.temperature, rung)
         if once in self._warm:
             return
         warm = [
@@ -285,9 +290,9 @@ class Runner:
                 "sampling_params": {**body["sampling_params"], "max_new_tokens": WARM_UP_TOKENS},
             }
             for s, body in zip(samples, bodies, strict=True)
-        ][: self.config.requests.warm_up]
+        ][: min(self.config.requests.warm_up, 2 * at_once)]
         if warm:
-            run_load(server.url, warm, concurrency=cell.key.concurrency)
+            run_load(server.url, warm, concurrency=at_once)
         self._warm.add(once)
 
 

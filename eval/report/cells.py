@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from operator import add
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,8 @@ DRAFT_HISTOGRAM = "spec_cap_lens_histogram"
 #: SGLang tells the drafts of its adaptive method as if each had the length of the flags.
 UNTOLD_DRAFTS = frozenset({"adaptive"})
 CONSTANT_DRAFTS = frozenset({"fixed", "tree"})
+#: What anybody can set without C2T: none, or one length for all requests.
+STATIC = frozenset({"none", "fixed"})
 
 #: Cells in which requests failed are kept apart, in this folder of the run.
 FAILED = "failed"
@@ -66,6 +69,7 @@ class Measured(Cell):
     spec: dict[int, tuple[str, int, int, int]]  # prompt: family, verify_ct, correct, proposed
     accept_lengths: Counter[int]  # tokens per verification: number of verifications
     proposed_lengths: Counter[int]  # drafts verified: number of verifications
+    latency_s: Array
     ttft_s: Array
     per_token_s: Array
     disagreements: tuple[str, ...] | None  # with the server's metrics; None where it has none
@@ -88,6 +92,7 @@ def measured(cell: Cell) -> Measured:
         spec={request.index: _spec(request) for request in answered},
         accept_lengths=_histogram(answered, ACCEPT_HISTOGRAMS, shift=1),
         proposed_lengths=_histogram(answered, (DRAFT_HISTOGRAM,), shift=-1),
+        latency_s=np.array([request.latency_s for request in answered]),
         ttft_s=np.array([request.ttft_s for request in streamed]),
         per_token_s=np.array(
             [
@@ -148,6 +153,11 @@ def steady(cell: Measured) -> float | None:
     """Tokens per second while as many requests as asked for are at work, as SGLang finds them."""
     rate = (cell.steady or {}).get("output_throughput")
     return rate if rate and rate > 0 else None
+
+
+def promptness(cell: Measured) -> float | None:
+    """One over the mean seconds of a request, queueing included, so that more is better."""
+    return 1 / float(cell.latency_s.mean()) if cell.answered else None
 
 
 @dataclass(frozen=True)
@@ -233,6 +243,23 @@ class Results:
     ) -> Ratio | None:
         """Of their speeds, paired by repeat; None where no repeat has both."""
         return self._paired(method, other, self._logs(temperature, concurrency, rate))
+
+    def best_static(self, temperature: float, concurrency: int, rate: Rate = whole) -> str | None:
+        """The fastest here of no speculation and the fixed lengths; None where none answered."""
+        speeds = {
+            name: speed.mean
+            for name in self.names
+            if self.kind(name) in STATIC
+            and (speed := self.speed(name, temperature, concurrency, rate)) is not None
+        }
+        return max(speeds, key=speeds.__getitem__, default=None)
+
+    def phases(self, temperature: float) -> list[dict[str, Any]]:
+        """Of the ramp at this temperature, ``prompts`` and ``rate`` of each; none of a ladder."""
+        loads = self.run.config.get("load", ())
+        return next(
+            (load.get("phases", []) for load in loads if load["temperature"] == temperature), []
+        )
 
     def overall_ratio(self, method: str, other: str, temperature: float) -> Ratio | None:
         """Over all concurrencies alike; repeats that lack one of them do not count."""

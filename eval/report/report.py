@@ -19,6 +19,7 @@ from eval.report.tables import (
     family_table,
     latency_table,
     length_table,
+    ramp_tables,
     reading,
     rung_table,
     speed_tables,
@@ -40,6 +41,7 @@ def _blocks(results: Results, ceilings: Ceilings | None) -> Iterator[Block]:
     yield from reading(results)
     for temperature in results.temperatures:
         yield Heading(2, f"Temperature {temperature:g}")
+        yield from ramp_tables(results, temperature)
         yield from speed_tables(results, temperature)
         yield work_table(results, temperature)
         yield family_table(results, temperature)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from eval.bench.records import CellKey
-from eval.report.cells import UNTOLD_DRAFTS, Results, steady, whole
+from eval.report.cells import UNTOLD_DRAFTS, Measured, Rate, Results, promptness, steady, whole
 from eval.report.document import (
     ABSENT,
     Block,
@@ -110,6 +110,12 @@ def conditions(results: Results) -> Iterator[Block]:
             f"requests at once, temperature {t:g}: {', '.join(map(str, results.concurrencies(t)))}"
             for t in results.temperatures
         ),
+        *(
+            "this is the top of a ramp of Poisson arrivals, prompts at so many a second: "
+            + ", ".join(f"{phase['prompts']} at {phase['rate']:g}" for phase in phases)
+            for t in results.temperatures
+            if (phases := results.phases(t))
+        ),
         "repeats: " + ", ".join(f"{n} of {count} cells" for n, count in sorted(repeats.items())),
         *(f"{name}: {_flat(provenance[name])}" for name in ("hardware", "versions", "revision")
           if name in provenance),
@@ -176,8 +182,9 @@ def reading(results: Results) -> Iterator[Block]:
         "of the whole batch at once, per output token; the first layer of drafts comes with the "
         "draft model's extend pass, which all methods have and which is not counted. Both are "
         "counted inside the server, also without `--c2t`.",
-        "**tokens/s**: output tokens of a cell over its duration, first request sent to last "
-        "answer read; where servers had a step clock, those of the steps in which the whole batch "
+        "**tokens/s**: output tokens of a cell over the time in which a request was under way, "
+        "which but for a ramp is from the first request sent to the last answer read; where "
+        "servers had a step clock, those of the steps in which the whole batch "
         "decoded, by that clock. The geometric mean over repeats, in brackets the slowest and the "
         "fastest.",
         "**speed-up**: ratio of tokens/s to no speculation, the geometric mean of ratios within "
@@ -226,7 +233,7 @@ def speed_tables(results: Results, temperature: float) -> Iterator[Table]:
     if (base := results.baseline) is not None:
         yield speedup_table(results, temperature, base)
     if any(results.kind(name) == "fixed" for name in results.names):
-        yield best_fixed_table(results, temperature)
+        yield best_static_table(results, temperature)
     yield by_concurrency(
         f"Output tokens per second, temperature {temperature:g}", results.names,
         results.concurrencies(temperature), throughput,
@@ -258,28 +265,59 @@ def speedup_table(results: Results, temperature: float, base: str) -> Table:
     )
 
 
-def best_fixed_table(results: Results, temperature: float) -> Table:
-    """Ratios to the fixed length that was the fastest at that concurrency."""
-
-    def value(name: str, concurrency: int) -> Entry:
-        speeds = {
-            fixed: speed.mean
-            for fixed in results.names
-            if results.kind(fixed) == "fixed"
-            and (speed := results.speed(fixed, temperature, concurrency)) is not None
-        }
-        if not speeds:
-            return ABSENT
-        best = max(speeds, key=speeds.__getitem__)
-        if name == best:
-            return Entry("1")
-        return ratio_entry(results.ratio(name, best, temperature, concurrency))
-
+def best_static_table(results: Results, temperature: float) -> Table:
+    """Ratios to what was the fastest at that concurrency of no speculation and fixed lengths."""
     return by_concurrency(
-        f"Speed-up over the best fixed length, temperature {temperature:g}", results.names,
-        results.concurrencies(temperature), value,
-        "The best of those measured at that concurrency: a choice nobody can make beforehand.",
+        f"Speed-up over the best static method, temperature {temperature:g}", results.names,
+        results.concurrencies(temperature),
+        lambda name, c: over(results, name, results.best_static(temperature, c), temperature, c),
+        "No speculation or a fixed length, the best of those measured at that concurrency: a "
+        "choice nobody can make beforehand.",
     )  # fmt: skip
+
+
+def over(
+    results: Results, name: str, other: str | None, temperature: float, concurrency: int,
+    rate: Rate = whole,
+) -> Entry:  # fmt: skip
+    """Speed-up over another method; 1 over itself."""
+    if name == other:
+        return Entry("1")
+    at = (temperature, concurrency, rate)
+    return ratio_entry(None if other is None else results.ratio(name, other, *at))
+
+
+def ramp_tables(results: Results, temperature: float) -> Iterator[Table]:
+    """What became of requests that arrived when they did; nothing of a ladder."""
+    for concurrency in results.concurrencies(temperature) if results.phases(temperature) else ():
+        at = (temperature, concurrency)
+        others = [(other, rate) for rate in (promptness, whole)
+                  for other in (results.baseline, results.best_static(*at, rate))]  # fmt: skip
+        yield Table(
+            f"Ramp, temperature {temperature:g}",
+            ["method", "request, s", "its 95 %", "all, s", "request, over none",
+             "request, over best static", "tokens/s, over none", "tokens/s, over best static"],
+            [
+                (name, [*_request_times(results.of(name, *at)),
+                        *(over(results, name, other, *at, rate) for other, rate in others)])
+                for name in results.names
+            ],
+            "request: mean time from its arrival to its last token, waiting included, and how many "
+            "times shorter it is. all: from the first arrival to the last answer. Where a server "
+            "keeps up it is busy as long as requests come, so there tokens/s differ less than "
+            "times of requests do.",
+        )  # fmt: skip
+
+
+def _request_times(cells: Sequence[Measured]) -> list[Entry]:
+    """Of all requests the mean and the 95th percentile of their times; mean time for all."""
+    answered = [cell for cell in cells if cell.answered]
+    if not answered:
+        return [ABSENT] * 3
+    times = np.concatenate([cell.latency_s for cell in answered])
+    ends = [cell.duration_s for cell in answered]
+    told = (times.mean(), np.quantile(times, 0.95), np.mean(ends))
+    return [number(float(value)) for value in told]
 
 
 def work_table(results: Results, temperature: float) -> Table:

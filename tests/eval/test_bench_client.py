@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,12 @@ def fake() -> Iterator[tuple[FakeServer, str]]:
 
 
 def run(
-    url: str, folder: Path, prompts: list[str], concurrency: int = 8, on_answer: Any = lambda: None
+    url: str,
+    folder: Path,
+    prompts: list[str],
+    concurrency: int = 8,
+    on_answer: Any = lambda: None,
+    arrivals: Sequence[float] = (),
 ) -> Measured:
     samples = [Sample("math", prompt, 7) for prompt in prompts]
     bodies = [
@@ -113,7 +118,7 @@ def run(
     ]
     target = Target(url, str(TARGET))
     log = folder / "logs" / "client.log"
-    return measure(target, samples, concurrency, bodies, RequestConfig(), log, on_answer)
+    return measure(target, samples, concurrency, bodies, RequestConfig(), log, on_answer, arrivals)
 
 
 def test_answers_are_in_the_order_of_prompts_whoever_ends_first(
@@ -151,6 +156,20 @@ def test_answers_are_in_the_order_of_prompts_whoever_ends_first(
     assert json.loads(json.dumps(result.steady)) == result.steady
     assert capsys.readouterr().out == ""
     assert "Steady-State Result" in (tmp_path / "logs" / "client.log").read_text()
+
+
+def test_requests_that_arrive_wait_for_no_other_and_gaps_are_not_busy(
+    fake: tuple[FakeServer, str], tmp_path: Path
+) -> None:
+    """Three of at least 0.3 s come within 0.2 s, the last a second later."""
+    server, url = fake
+    arrivals = (5.0, 5.1, 5.2, 6.4)
+    result = run(url, tmp_path, [f"p{i} t30" for i in range(4)], 1, arrivals=arrivals)
+    assert server.most_under_way == 3
+    for request, at in zip(result.requests, arrivals, strict=True):
+        assert request.start_s == pytest.approx(at - 5.0, abs=0.1)
+    longest = max(request.latency_s for request in result.requests)
+    assert 0.6 < result.busy_s < result.duration_s - (1.2 - longest)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from eval.bench import config as module
-from eval.bench.config import as_dict, read_config
+from eval.bench.config import LoadConfig, PhaseConfig, as_dict, read_config
 from sglang_c2t.config import ConfigError
 from tests.eval.bench_configs import config
 
@@ -24,6 +25,8 @@ def test_a_list_of_betas_is_one_method_of_each() -> None:
         ("dyjoint beta 0.5", 0.5),
     ]
 
+
+RAMP = [{"prompts": 6, "rate": 2.0}, {"prompts": 2, "rate": 0.5}]
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"server__ports": 1}, r"unknown key server\.ports; known here: device"),
@@ -68,6 +71,22 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"load": [{"temperature": 0.0, "concurrency": [8], "prompts": [9]}]},
         "asks for 9 prompts, dataset.parts give 8",
     ),
+    "prompts beside phases": (
+        {"load": [{"temperature": 0.0, "concurrency": [8], "prompts": [9], "phases": RAMP}]},
+        r"the phases send 8 prompts, got \[9\]; drop it",
+    ),
+    "a ramp of two rungs": (
+        {"load": [{"temperature": 0.0, "concurrency": [1, 8], "phases": RAMP}]},
+        "lists of one length",
+    ),
+    "a phase without a rate": (
+        {"load": [{"temperature": 0.0, "concurrency": [8], "phases": [{**RAMP[0], "rate": 0.0}]}]},
+        r"load\.phases\.rate must be above 0, got 0\.0",
+    ),
+    "adaptive with a draft it does not serve": (
+        {"model__algorithm": "STANDALONE", "methods": [{"kind": "adaptive"}]},
+        "serves EAGLE and EAGLE3 drafts, got model.algorithm STANDALONE",
+    ),
     "seeds without the flag": ({"requests__seeded": True}, "--enable-deterministic-inference"),
     "sampled outputs without seeds": (
         {"requests__equal_outputs": "seeded"},
@@ -81,6 +100,18 @@ def test_a_wrong_value_is_named_with_what_is_allowed(case: str) -> None:
     changes, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
         config(**changes)
+
+
+def test_requests_of_a_ramp_arrive_at_the_rates_of_its_phases_as_the_seed_says() -> None:
+    """Gaps of a Poisson process: their mean is one over the rate, and so is their deviation."""
+    phases = (PhaseConfig(prompts=2000, rate=4.0), PhaseConfig(prompts=2000, rate=0.5))
+    load = LoadConfig(0.0, (8,), phases=phases)
+    assert load.prompts == (4000,)
+    gaps = np.diff(load.arrivals("a"), prepend=0.0)
+    for mean, here in ((0.25, gaps[:2000]), (2.0, gaps[2000:])):
+        assert here.mean() == pytest.approx(mean, rel=0.1)
+        assert here.std() == pytest.approx(mean, rel=0.15)
+    assert load.arrivals("a") == load.arrivals("a") != load.arrivals("b")
 
 
 def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:

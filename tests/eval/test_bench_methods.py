@@ -65,6 +65,16 @@ def test_cells_get_the_prompts_of_their_rung() -> None:
     assert prompts == {(0.0, 1): 2, (0.0, 4): 8, (1.0, 4): 6}
 
 
+def test_a_ramps_requests_arrive_alike_for_all_methods_of_a_repeat() -> None:
+    ramp = {"temperature": 0.0, "concurrency": [4], "phases": [{"prompts": 8, "rate": 2.0}]}
+    cells = plan(config(load=[ramp]))
+    assert {(c.key.concurrency, c.prompts, len(c.arrivals)) for c in cells} == {(4, 8, 8)}
+    seen = {repeat: {c.arrivals for c in cells if c.key.repeat == repeat} for repeat in (0, 1)}
+    assert [len(arrivals) for arrivals in seen.values()] == [1, 1]
+    assert seen[0] != seen[1]
+    assert not any(c.arrivals for c in plan(config()))
+
+
 def test_one_server_at_a_time_still_measures_every_cell_once(tmp_path: Path) -> None:
     cells = plan(config())
     servers = hosts(config(), tmp_path)
@@ -116,6 +126,16 @@ def test_policy_options_reach_the_server_in_a_file(tmp_path: Path) -> None:
     argv = host.launch.argv(1)
     written = json.loads(Path(argv[argv.index("--c2t-config") + 1]).read_text())
     assert written == {"policy_options": {"length": 3}}
+
+
+def test_what_a_method_learns_goes_on_in_its_next_server(tmp_path: Path) -> None:
+    policies = ("auto", "rows-only", "c2t-plus")
+    methods = [{"kind": "c2t", "policy": p, "own_server": True} for p in policies]
+    files = []
+    for host in hosts(config(methods=methods), tmp_path):
+        argv = list(host.launch.argv(1))
+        files += [argv[i + 1] for i, flag in enumerate(argv) if flag == "--c2t-state"]
+    assert files == [str(tmp_path / f"{name}.state.json") for name in policies[:2]]
 
 
 def test_servers_that_nothing_is_left_for_are_not_started(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_the_report_says_what_is_real_and_shows_steps_and_floors(tmp_path: Path)
     assert "replayed from recorded traces; weights are random" in head
     assert "answers" in head
     assert "all requests took as many verifications" in head
-    assert "| c2t | 0.75 |" in text.split("Speed-up over the best fixed length")[1]
+    assert "| c2t | 0.75 |" in text.split("Speed-up over the best static method")[1]
     steps = text.split("**Per step, batch 4**")[1].split("**")[0]
     assert "| fixed 3 | 16.0 | 20.0 | 100.00 | 6250.0 |" in steps
     rows = [line.strip("| ").split(" | ") for line in steps.splitlines() if line.startswith("| ")]

@@ -224,6 +224,28 @@ def test_an_interrupt_stops_all_servers_and_keeps_what_is_done(
     assert [has_cell(tmp_path, c.key) for c in cells[:4]] == [True, True, True, False]
 
 
+def test_a_method_is_warmed_up_once_and_one_that_plans_on_each_rung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never with more requests than two for each at once."""
+    kinds = [{"kind": "none"}, {"kind": "c2t", "policy": "auto"}]
+    runner, cells = make_runner(tmp_path, requests__warm_up=5, methods=kinds)
+    sent: list[tuple[str, int, int]] = []
+
+    def load(url: str, bodies: list[Any], *, concurrency: int) -> None:
+        sent.append((url, concurrency, len(bodies)))
+
+    monkeypatch.setattr(runner_module, "run_load", load)
+    for cell in cells:
+        if cell.key.temperature > 0:
+            continue
+        (method,) = (m for m in runner.config.methods if m.name == cell.key.method)
+        server: Any = types.SimpleNamespace(url=method.name, process=types.SimpleNamespace(pid=1))
+        bodies = [runner.body(cell, index) for index in range(len(SAMPLES))]
+        runner._warm_up(cell, method, server, SAMPLES, bodies)
+    assert sorted(sent) == [("auto", 1, 2), ("auto", 4, 5), ("no speculation", 1, 2)]
+
+
 # -- conditions -----------------------------------------------------------------------------
 
 
@@ -325,6 +347,17 @@ def test_a_wrong_configuration_ends_with_2_and_one_sentence(
     path.write_text(TOML)
     assert main([str(path), "--out", str(tmp_path / "run"), "--only", "c3t"]) == 2
     assert "'c3t' is no method of this run" in capsys.readouterr().err
+
+
+def test_another_draft_leaves_out_the_methods_it_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TOML + '[[methods]]\nkind = "adaptive"\n')
+    assert main([str(path), "--list", "--algorithm", "EAGLE"]) == 0
+    assert "tiny, EAGLE: 8 cells (4 methods" in capsys.readouterr().out
+    assert main([str(path), "--list", "--algorithm", "STANDALONE"]) == 0
+    assert "tiny, STANDALONE: 6 cells (3 methods" in capsys.readouterr().out
 
 
 def test_a_listing_starts_and_writes_nothing(

@@ -1,51 +1,114 @@
-"""The demo's arithmetic and its verdict, without servers."""
+"""The demo's table and its verdict, of made-up records."""
 
 from __future__ import annotations
 
-from collections import Counter
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from eval.demo import Row, arguments, methods, mismatches, summarise
-from sglang_c2t.offline.client import Answer, LoadResult
+from eval import demo
+from eval.bench.records import Cell
+from tests.eval.bench_runs import BASELINE, Edit, made_methods, write_made_run
+
+METHODS = (made_methods()[0], made_methods()[2], made_methods()[-1])
+COST_MS = {"verify": {"4": 50.0, "16": 80.0}, "layer": {"4": 3.0, "16": 4.0}, "rest": {"4": 5.0}}
 
 
-def row(method: str, outputs: list[tuple[int, ...]]) -> Row:
-    return Row(method, 16, 100.0, None, None, 0, 0, outputs)
+def planned(cell: Cell) -> Cell:
+    """Fixed speeds, and a planner that learnt while the last method was served."""
+    speed = {BASELINE: 40.0, "fixed 3": 60.0, "c2t-plus": 70.0}[cell.method]
+    planner = {"cost_ms": COST_MS} if cell.method == "c2t-plus" else None
+    return replace(cell, tokens_per_second=speed, planner=planner)
 
 
-def test_one_differing_token_is_found_and_named_and_a_lost_answer_is_an_error() -> None:
-    plain, other = row("plain", [(1, 2), (3,)]), row("c2t", [(1, 2), (4,)])
-    assert mismatches([plain, plain, other]) == [
-        "c2t at concurrency 16: 1 of 2 outputs differ, first at prompt 1"
-    ]
-    with pytest.raises(ValueError, match="shorter"):
-        mismatches([plain, row("c2t", [(1, 2)])])
+def other(cell: Cell) -> Cell:
+    """The same with another token in one answer."""
+    if cell.method != "fixed 3" or cell.concurrency != 16:
+        return planned(cell)
+    first, *rest = cell.requests
+    return replace(planned(cell), requests=(replace(first, output_ids=(-1,)), *rest))
 
 
-def test_a_row_sums_tokens_rows_and_ratios() -> None:
-    meta = {"spec_verify_ct": 2, "spec_num_correct_drafts": 3, "spec_num_proposed_drafts": 4}
-    result = LoadResult([Answer((1, 2, 3), meta), Answer((4,), {})], seconds=2.0)
-    work = Counter(target_decode_rows=1, verify_rows=6, draft_forwards=5)
-    summary = summarise("c2t", 16, result, work)
-    assert summary.tokens_per_second == 2.0
-    assert summary.accept_length == (2 + 3) / 2
-    assert summary.gamma == 4 / 2
-    assert summary.target_rows == 7
-    assert summary.draft_forwards == 5
-    assert summary.outputs == [(1, 2, 3), (4,)]
+def shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, edit: Edit,
+    code: int,
+) -> str:  # fmt: skip
+    """What the demo prints of a run that ended with ``code``."""
+
+    def run(argv: list[str]) -> int:
+        assert not folder.exists(), "what an earlier demo measured is gone"
+        write_made_run(folder, methods=METHODS, loads=((0.0, (4, 16)),), repeats=1, edit=edit)
+        told = json.loads((folder / "run.json").read_text())
+        told["provenance"]["versions"]["sglang-c2t"] = "0.1"
+        told["config"]["model"] = {"target": "demo:130", "algorithm": "EAGLE3"}
+        (folder / "run.json").write_text(json.dumps(told))
+        return code
+
+    folder.mkdir()
+    monkeypatch.setattr(demo, "FOLDER", folder)
+    monkeypatch.setattr(demo.run, "main", run)
+    assert demo.main([]) == code
+    return capsys.readouterr().out
 
 
-def names(*argv: str) -> list[str]:
-    return [launch.name for launch in methods(arguments(argv))]
+def rows(text: str) -> dict[tuple[str, str], list[str]]:
+    """Lines of the table by concurrency and method."""
+    lines = [line.strip().split("  ") for line in text.splitlines()]
+    parts = [[part.strip() for part in line if part.strip()] for line in lines]
+    return {(p[0], p[1]): p[2:] for p in parts if len(p) == 9}
 
 
-def test_the_short_demo_starts_three_servers_and_the_full_one_makes_the_readmes_table() -> None:
-    assert names() == ["no speculation", "fixed 5", "c2t"]
-    assert names("--full") == ["no speculation", "fixed 3", "fixed 5", "c2t", "c2t-plus"]
+def test_the_table_has_speeds_ratios_and_work_and_says_what_a_draft_layer_costs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = shown(monkeypatch, capsys, tmp_path / "run", planned, 0)
+    told = rows(text)
+    assert list(told)[1:] == [
+        (c, method.method.name) for c in ("4", "16") for method in METHODS
+    ]  # behind the head
+    assert told["4", BASELINE][:4] == ["40", "1.00", "-", "-"]
+    assert told["16", "c2t-plus"][:2] == ["70", "1.75"]
+    assert all(row[-1] == "yes" for row in list(told.values())[1:])
+    plain = " ".join(text.split())
+    assert "4 at once 6% (3.0 of 50.0 ms), 16 at once 5% (4.0 of 80.0 ms)" in plain
+    assert plain.endswith("all 48 compared are identical to those without speculation.")
 
 
-def test_what_is_typed_wins_over_both() -> None:
-    assert names("--fixed", "2") == ["no speculation", "fixed 2", "c2t"]
-    args = arguments(["--full", "--num-prompts", "7"])
-    assert (args.num_prompts, args.max_new_tokens, args.concurrency) == (7, 96, [16, 64])
+def test_outputs_that_differ_are_told_in_their_row_and_below(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = shown(monkeypatch, capsys, tmp_path / "run", other, 1)
+    assert [key for key, row in rows(text).items() if row[-1] == "NO"] == [("16", "fixed 3")]
+    assert "1 of 48 compared DIFFER" in text
+
+
+def test_what_nothing_was_compared_with_is_not_called_identical(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def edit(cell: Cell) -> Cell | None:
+        lost = cell.method == BASELINE and cell.concurrency == 16
+        return None if lost else planned(cell)
+
+    told = rows(shown(monkeypatch, capsys, tmp_path / "run", edit, 1))
+    assert told["16", "fixed 3"][1] == told["16", "fixed 3"][-1] == "-"
+
+
+@pytest.mark.parametrize("code", [1, 2, 130])
+def test_a_run_without_any_answer_ends_with_its_own_code_and_no_table(
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(demo, "FOLDER", tmp_path / "none")
+    monkeypatch.setattr(demo.run, "main", lambda argv: code)
+    assert demo.main([]) == code
+    assert capsys.readouterr().out == ""
+
+
+def test_an_interrupted_run_shows_no_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert shown(monkeypatch, capsys, tmp_path / "run", planned, 130) == ""

@@ -264,6 +264,53 @@ def test_losses_and_ties_are_told_in_words_and_wins_are_bold(tmp_path: Path) -> 
     assert fastest["slower than no speculation"] == "fixed 1"
 
 
+def test_the_best_static_method_is_told_for_each_concurrency(tmp_path: Path) -> None:
+    """No speculation at 4 at once, fixed 3 at 16: what the others gain over it."""
+    speeds = {4: {BASELINE: 1.0, "fixed 3": 0.5, "c2t-plus": 1.5},
+              16: {BASELINE: 1.0, "fixed 3": 2.0, "c2t-plus": 3.0}}  # fmt: skip
+
+    def edit(cell: Cell) -> Cell:
+        drift = 1 + cell.repeat / (1000 if cell.method == BASELINE else 1001)
+        speed = 100 * speeds[cell.concurrency][cell.method]
+        return replace(cell, tokens_per_second=speed * drift)
+
+    folder = small(tmp_path, loads=((0.0, (4, 16)),), edit=edit)
+    rows = table(folder, "Speed-up over the best static method, temperature 0")
+    told = {name: [text.split(" ")[0] for text in row.values()] for name, row in rows.items()}
+    assert told == {BASELINE: ["1", "0.50"], "fixed 3": ["0.50", "1"], "c2t-plus": ["1.50"] * 2}
+
+
+def test_a_ramp_is_told_by_the_times_of_its_requests(tmp_path: Path) -> None:
+    """A method that answers in half the time gains 2, whatever its tokens per second. The best
+    static one is another by time than by tokens per second.
+    """
+    seconds = {BASELINE: 4.0, "fixed 3": 5.0, "c2t-plus": 2.0}
+
+    def edit(cell: Cell) -> Cell:
+        took = seconds[cell.method]
+        requests = tuple(replace(r, latency_s=took, ttft_s=0.1) for r in cell.requests)
+        speed = 60.0 if cell.method == "fixed 3" else 50.0
+        return replace(cell, requests=requests, tokens_per_second=speed, duration_s=30.0)
+
+    folder = write_made_run(tmp_path / "run", methods=FEW, loads=ONE_RUNG, edit=edit)
+    assert command.main([str(folder)]) == 0
+    assert "Ramp, temperature 0" not in texts(folder)
+    told = json.loads((folder / "run.json").read_text())
+    told["config"]["load"][0]["phases"] = [{"prompts": 12, "rate": 1.5}]
+    (folder / "run.json").write_text(json.dumps(told))
+    assert command.main([str(folder)]) == 0
+    assert "top of a ramp of Poisson arrivals, prompts at so many a second: 12 at 1.5" in texts(
+        folder
+    )
+    rows = {
+        name: [text.split(" ")[0] for text in row.values()]
+        for name, row in table(folder, "Ramp, temperature 0").items()
+    }
+    assert rows[BASELINE] == ["4.00", "4.00", "30.00", "1", "1", "1", "0.83"]
+    assert rows["fixed 3"][3:] == ["0.80", "0.80", "1.20", "1"]
+    assert rows["c2t-plus"] == ["2.00", "2.00", "30.00", "2.00", "2.00", "1.00", "0.83"]
+
+
 def on(method: str, edit: Edit, repeat: int | None = None) -> Edit:
     """Changes cells of one method only, or those of one of its repeats."""
     return lambda cell: (

@@ -12,7 +12,7 @@ import pytest
 from eval import terminal
 
 
-def test_sigterm_lets_a_command_stop_its_servers() -> None:
+def test_sigterm_lets_a_command_stop_its_servers_and_a_second_one_does_not_stop_that() -> None:
     stopped = []
     before = signal.getsignal(signal.SIGTERM)
 
@@ -21,6 +21,7 @@ def test_sigterm_lets_a_command_stop_its_servers() -> None:
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
             finally:
+                os.kill(os.getpid(), signal.SIGTERM)
                 stopped.append("server")
 
     with pytest.raises(KeyboardInterrupt):
