@@ -70,7 +70,7 @@ def test_two_tensor_parallel_ranks_follow_one_plan(
             server.flush_cache()
             result = run_load(server.url, BODIES, concurrency=concurrency)
             assert differing(result.outputs, expected_of_two_ranks) == []
-        (told,) = server.c2t_state()["planner"]
+        told = server.c2t_state()["planner"]
         assert told["steps"] > 50
 
 
