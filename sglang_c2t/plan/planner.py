@@ -29,8 +29,8 @@ SAMPLES = 256
 #: One request is verified to full depth in so many steps, or deep drafts would have no labels.
 WHOLE_EVERY = 32
 
-#: Share of the time that may go into drafting up to a depth only to see what it is like.
-EXPLORING = 0.0025
+#: Share of the time that may be lost by steps that are made only to learn from.
+EXPLORING = 0.005
 
 #: However dear it looks, each depth is drafted once in so many steps, and in a young server at
 #: least whenever its age has doubled: a price that nobody looks at again would stay what a bad
@@ -94,8 +94,10 @@ class Planner:
         self._depths = [max_depth] if all_layers else list(range(1, max_depth + 1))
         self._steps = 0
         self._spent = 0.0  # milliseconds of all steps
-        # Steps and milliseconds when so many layers were last drafted; of 0, rows measured anew.
-        self._looked = [(0, 0.0)] * (max_depth + 1)
+        self._lost = 0.0  # milliseconds, by steps made to learn
+        self._looked = [0] * (max_depth + 1)
+        """Steps when so many layers were last drafted; of 0, rows measured anew."""
+        self._turn = 0
         self.predicted_ms = self.measured_ms = 0.0
         """Of all steps that had a prediction, together."""
         self._measures: int | None = None
@@ -137,9 +139,11 @@ class Planner:
             if self._may_look(0, stale, plan):
                 return Choice(stale, "explore", whole)
             self._measures = None
-        for deeper in reversed(plans):
-            if deeper.layers > plan.layers and self._may_look(deeper.layers, deeper, plan):
-                return Choice(deeper, "explore", whole)
+        if deeper := [other for other in plans if other.layers > plan.layers]:
+            other = deeper[self._turn % len(deeper)]
+            if self._may_look(other.layers, other, plan):
+                self._turn += 1
+                return Choice(other, "explore", whole)
         return Choice(plan, "plan", whole)
 
     def goes_on(self, confidences: Array, tiers: Sequence[int]) -> bool:
@@ -263,18 +267,19 @@ class Planner:
 
     def _look(self, layers: int) -> None:
         for depth in range(1, layers + 1):
-            self._looked[depth] = self._steps, self._spent
+            self._looked[depth] = self._steps
 
     def _may_look(self, what: int, other: Plan, plan: Plan) -> bool:
         """Whether a step may follow another ``plan`` to learn from it: of ``what`` layers, or rows
-        if 0. That costs what the rates differ by; so much may be spent of all time.
+        if 0. That costs what the rates differ by; what was not lost in time is not saved up.
         """
-        at, before = self._looked[what]
-        lost = other.milliseconds * (1.0 - other.rate / plan.rate)
+        at, lost = self._looked[what], other.milliseconds * (1.0 - other.rate / plan.rate)
         soon = self._steps - at < min(max(at, EXPLORE_FIRST), EXPLORE_EVERY)
-        if soon and lost >= EXPLORING * (self._spent - before):
+        self._lost = max(self._lost, EXPLORING * self._spent - lost)
+        if soon and self._lost + lost > EXPLORING * self._spent:
             return False
-        self._looked[what] = self._steps, self._spent
+        self._lost += lost
+        self._looked[what] = self._steps
         self._look(what)
         return True
 

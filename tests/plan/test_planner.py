@@ -111,7 +111,7 @@ def test_looking_at_each_layer_brings_more_where_few_are_served() -> None:
         planner = Planner(DEPTH, Survival(DEPTH))
         server.serve(planner, 500)
         rates.append(server.serve(planner, 1500)[1])
-    assert rates[1] >= 1.02 * rates[0]
+    assert rates[1] >= 1.005 * rates[0]
 
 
 def test_a_sure_chain_goes_on_and_an_unsure_one_ends() -> None:
