@@ -32,7 +32,7 @@ WHOLE_EVERY = 32
 #: Share of the time that may be lost by steps that are made only to learn from.
 EXPLORING = 0.005
 
-#: However dear it looks, each depth is drafted once in so many steps, and in a young server at
+#: However dear they look, all layers are drafted once in so many steps, and in a young server at
 #: least whenever its age has doubled: a price that nobody looks at again would stay what a bad
 #: moment made it.
 EXPLORE_EVERY = 500
@@ -95,9 +95,8 @@ class Planner:
         self._steps = 0
         self._spent = 0.0  # milliseconds of all steps
         self._lost = 0.0  # milliseconds, by steps made to learn
-        self._looked = [0] * (max_depth + 1)
-        """Steps when so many layers were last drafted; of 0, rows measured anew."""
         self._turn = 0
+        self._drafted_all_at = self._measured_at = 0  # steps; a row count measured anew
         self.predicted_ms = self.measured_ms = 0.0
         """Of all steps that had a prediction, together."""
         self._measures: int | None = None
@@ -136,13 +135,17 @@ class Planner:
             ]
             price = float(self.cost(self._measures, batch, needed[0]))
             stale = Plan(needed[0], self._measures, float(batch), price)
-            if self._may_look(0, stale, plan):
+            if self._due(self._measured_at) or self._affordable(stale, plan):
+                self._measured_at = self._steps
                 return Choice(stale, "explore", whole)
             self._measures = None
         if deeper := [other for other in plans if other.layers > plan.layers]:
-            other = deeper[self._turn % len(deeper)]
-            if self._may_look(other.layers, other, plan):
+            due = self._due(self._drafted_all_at)
+            other = deeper[-1 if due else self._turn % len(deeper)]
+            if due or self._affordable(other, plan):
                 self._turn += 1
+                if other is plans[-1]:
+                    self._drafted_all_at = self._steps
                 return Choice(other, "explore", whole)
         return Choice(plan, "plan", whole)
 
@@ -265,22 +268,19 @@ class Planner:
         deep = self.max_depth > 1 and self.cost.layer.measurements < ENOUGH
         return deep or self.cost.verify.measurements < ENOUGH
 
-    def _look(self, layers: int) -> None:
-        for depth in range(1, layers + 1):
-            self._looked[depth] = self._steps
+    def _due(self, last: int) -> bool:
+        """Whether it is time for a look, the last one at that step, whatever it costs."""
+        return self._steps - last >= min(max(last, EXPLORE_FIRST), EXPLORE_EVERY)
 
-    def _may_look(self, what: int, other: Plan, plan: Plan) -> bool:
-        """Whether a step may follow another ``plan`` to learn from it: of ``what`` layers, or rows
-        if 0. That costs what the rates differ by; what was not lost in time is not saved up.
+    def _affordable(self, other: Plan, plan: Plan) -> bool:
+        """Whether a step may follow another ``plan`` to learn from it. That loses what the rates
+        differ by; what was not lost in time is not saved up.
         """
-        at, lost = self._looked[what], other.milliseconds * (1.0 - other.rate / plan.rate)
-        soon = self._steps - at < min(max(at, EXPLORE_FIRST), EXPLORE_EVERY)
+        lost = other.milliseconds * (1.0 - other.rate / plan.rate)
         self._lost = max(self._lost, EXPLORING * self._spent - lost)
-        if soon and self._lost + lost > EXPLORING * self._spent:
+        if self._lost + lost > EXPLORING * self._spent:
             return False
         self._lost += lost
-        self._looked[what] = self._steps
-        self._look(what)
         return True
 
     def _plans(
@@ -301,7 +301,8 @@ class Planner:
     def _saw(self, confidences: Array) -> None:
         """Remember how drafts [B, d, ...] went on."""
         self._continuations.observe(confidences)
-        self._look(confidences.shape[1])
+        if confidences.shape[1] == self.max_depth:
+            self._drafted_all_at = self._steps
 
     def _grade(self, depth: Numbers, predicted: Array, survived: Numbers) -> None:
         """Count n verified drafts by the survival that was ``predicted``."""
