@@ -153,25 +153,25 @@ def tokens_until(rates: Array, steady: Array) -> int:
 def tables(traffic: Traffic, batches: Sequence[int], drafts: int) -> list[str]:
     """Markdown."""
     depths = [str(depth) for depth in range(1, traffic.layers + 1)]
-    rows = []
+    rows: list[tuple[str, list[str]]] = []
     for batch in batches:
         for policy in ESTIMATORS:
             found = calibration(traffic, policy, batch, drafts)
-            rows.append((f"{batch}", [policy, "verified", *(f"{n:,}" for n in found.verified)]))
             seen = [
-                e if n >= ENOUGH else np.nan
-                for e, n in zip(found.verified_error, found.verified, strict=True)
+                f"{error:.3f}" if n >= ENOUGH else "-"
+                for error, n in zip(found.verified_error, found.verified, strict=True)
             ]
-            for name, values in (
-                ("ECE, verified", seen),
-                ("ECE, all", found.error),
-                ("AUC, all", found.auc),
-            ):
-                rows.append((f"{batch}", [policy, name, *(f"{v:.3f}" for v in values)]))
-            rows.append((f"{batch}", [policy, "tokens/s, simulated", f"{found.rate:.1f}"]))
+            of_depths = {
+                "verified": [f"{n:,}" for n in found.verified],
+                "ECE, verified": seen,
+                "ECE, all": [f"{error:.3f}" for error in found.error],
+                "AUC, all": [f"{area:.3f}" for area in found.auc],
+                "tokens/s, simulated": [f"{found.rate:.1f}", *[""] * (traffic.layers - 1)],
+            }
+            rows += [(str(batch), [policy, name, *cells]) for name, cells in of_depths.items()]
     lines = section(
         "## Calibration",
-        f"Behind the first {LEARNT_DRAFTS:,} verified drafts.",
+        f"Behind the first {LEARNT_DRAFTS:,} verified drafts, by depth; - below {ENOUGH:,} drafts.",
         ["at once", "policy", "", *depths],
         rows,
     )
@@ -194,7 +194,7 @@ def tables(traffic: Traffic, batches: Sequence[int], drafts: int) -> list[str]:
         f"{many} -> {few} at once": (served("", many), few, ""),
     }
     rows = [(name, [f"{warm_up(traffic, *case):,}"]) for name, case in cases.items()]
-    return [*lines, *section("## Warm-up", "", ["change", "tokens"], rows)]
+    return [*lines, *section("## Warm-up", "Of `auto`.", ["change", "tokens"], rows)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
