@@ -32,7 +32,7 @@ from sglang_c2t.offline.prompts import PromptRow, read_prompts
 from sglang_c2t.policies import build_policy, build_tree_policy
 
 #: Greedy requests over all servers, and samples per distribution test.
-FULL, QUICK = (2448, 3000), (408, 800)
+FULL, QUICK = (2952, 3000), (408, 800)
 
 INTERRUPTED = 130
 

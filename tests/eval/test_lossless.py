@@ -195,7 +195,7 @@ def test_blocks_hold_all_requests_once_and_in_order(n: int, parts: int) -> None:
 
 
 def test_the_largest_batch_of_a_full_run_is_full() -> None:
-    """Six servers, up to five policies: more requests than run at once, so that some join."""
+    """Six servers, up to six policies: more requests than run at once, so that some join."""
     for names in greedy.POLICIES.values():
         least = min(len(range(FULL[0] // 6)[b]) for b in greedy.blocks(FULL[0] // 6, len(names)))
         concurrency, part = greedy.dealt(least)[-1]
