@@ -19,7 +19,7 @@ from sglang_c2t.plan.survival import Array
 #: Measurements kept of a size.
 MEMORY = 9
 
-#: What was measured before counts as so many measurements of its size.
+#: What was measured before counts as so many measurements of its size; as many are believed.
 SEED = 3
 
 #: Steps after which a measurement says nothing any more.
@@ -30,15 +30,17 @@ LARGEST = 10_000
 
 
 class Curve:
-    """Milliseconds over a size, rising: low quartiles of what was measured last, at each size.
+    """Milliseconds over a size: low quartiles of what was measured last, at each size.
 
     A low quartile because nothing makes a forward faster than it is, and the first ones of a
     process or a pause of the machine make it much slower: of up to four measurements the least
-    counts. Rising, because a larger forward never takes less: sizes that say otherwise are pooled,
-    and the quartile of all they measured is theirs. Between sizes it is interpolated; beyond them
-    it goes on with the slope from the smallest to the largest, though no size costs less than its
-    share of a larger one. What was measured long ago gives way to the first new measurement. Sizes
-    that are :func:`about` the same are one.
+    counts. It falls only where that is sure: kernels change with the size, so that on some CPUs
+    16 rows take two thirds of what 10 take, but a size that was measured less than :data:`SEED`
+    times, or ever was as fast as a larger one, is pooled with that, and the quartile of all they
+    measured is theirs. Between sizes it is interpolated; beyond them it goes on with the slope
+    from the smallest to the largest, though no size costs less than its share of a larger one.
+    What was measured long ago gives way to the first new measurement. Sizes that are
+    :func:`about` the same are one.
 
     Args:
         memory: Measurements kept of a size.
@@ -89,10 +91,10 @@ class Curve:
         size = np.asarray(size, dtype=np.float64)
         if len(sizes) < 2:
             return np.full(size.shape, values[0] if len(sizes) else 0.0)
-        slope = (values[-1] - values[0]) / (sizes[-1] - sizes[0])
+        slope = max((values[-1] - values[0]) / (sizes[-1] - sizes[0]), 0.0)
         below, above = np.minimum(size - sizes[0], 0.0), np.maximum(size - sizes[-1], 0.0)
         drawn = np.interp(size, sizes, values) + slope * (below + above)
-        return np.asarray(np.maximum(drawn, values[0] * np.minimum(size / sizes[0], 1.0)))
+        return np.where(below < 0, np.maximum(drawn, values[0] * size / sizes[0]), drawn)
 
     def stale(self, among: Iterable[int]) -> int | None:
         """Of sizes that were measured, the one whose last measurement is the oldest, if it is that
@@ -115,7 +117,7 @@ class Curve:
             for size in sizes:
                 measured = list(self._samples[size])
                 pools.append((_low_quartile(measured), measured, 1))
-                while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+                while len(pools) > 1 and _mistaken(pools[-2][1], pools[-1][0]):
                     (_, low, i), (_, high, j) = pools[-2:]
                     pools[-2:] = [(_low_quartile(low + high), low + high, i + j)]
             values = np.repeat([value for value, _, _ in pools], [n for _, _, n in pools])
@@ -189,13 +191,23 @@ def about(size: int) -> int:
     return (size + step // 2) // step * step
 
 
+def _mistaken(measured: list[float], larger: float) -> bool:
+    """Whether a size only seems to take longer than a ``larger`` one does."""
+    if _low_quartile(measured) <= larger:
+        return False
+    return len(measured) < SEED or min(measured) <= larger
+
+
 def _low_quartile(values: list[float]) -> float:
     return sorted(values)[(len(values) - 1) // 4]
 
 
 def spread(sizes: Sequence[int], count: int = 8) -> list[int]:
-    """At most ``count`` of the rising ``sizes``, first and last among them: about as many times
-    the one before, each.
+    """The rising ``sizes`` in the order in which to measure them while there is time: first
+    ``count`` that span them, each about as many times the one before; then those between, the
+    smallest first, without those that are :func:`about` measured.
     """
     wanted = np.geomspace(sizes[0], sizes[-1], count)
-    return sorted({min(sizes, key=lambda size: abs(size - goal)) for goal in wanted})
+    span = sorted({min(sizes, key=lambda size: abs(size - goal)) for goal in wanted})
+    known = {about(size) for size in span}
+    return span + [size for size in sizes if about(size) == size and size not in known]

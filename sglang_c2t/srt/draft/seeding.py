@@ -19,7 +19,7 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_utils import get_draft_recurrent_hidden_state_spec
 from torch import Tensor
 
-from sglang_c2t.plan.cost import spread
+from sglang_c2t.plan.cost import SEED, spread
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.srt import attach
 from sglang_c2t.srt.draft.planning import Planning
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 # B requests, N rows of a whole draft, T rows of a verification
 
-#: Measurements of a size, behind one that is not counted: the first is slow.
-MEASURED = 3
+#: Measurements of a size: the first is slow, and the least of so few is what counts.
+MEASURED = SEED
 
-#: Seconds it may take. Larger sizes are then left out; curves go on beyond what was measured.
-SECONDS = 10.0
+#: Seconds it may take. Sizes are then left out; curves go on between and beyond those measured.
+SECONDS = 15.0
 
 #: Tokens before those that a dummy step verifies.
 CONTEXT = 256
@@ -63,13 +63,13 @@ def seed_costs(planning: Planning, worker: Any) -> None:
     began = now = time.perf_counter()
     took, size = 0.0, sizes[0]  # of the last step
     for rows in sizes:
-        # A row more costs no more than those before it did.
-        end = now + took * (1 + MEASURED) * rows / size
+        # A row more rarely costs more than those before it did.
+        end = now + took * MEASURED * rows / size
         (late,) = planning.agree([end - began > SECONDS])
         if late:
-            break
-        for turn in range(1 + MEASURED):
-            step(rows, learn=turn > 0)
+            continue  # smaller ones may come
+        for _ in range(MEASURED):
+            step(rows, learn=True)
             took, now = time.perf_counter() - now, time.perf_counter()
         size = rows
     curves = planning.planner.cost.state()

@@ -53,14 +53,15 @@ def seeded(row_ms: float, tiers: Tiers | None = None) -> Worker:
     return worker
 
 
-def test_every_size_is_measured_three_times_behind_one_that_does_not_count() -> None:
+def test_sizes_are_measured_three_times_behind_a_step_that_does_not_count() -> None:
+    """First few that span all, then those between, some of which are as good as measured."""
     worker = seeded(0.01)
-    assert worker.steps == [(1, 1)] + [
-        (-(-rows // 5), rows) for rows in (1, 2, 3, 7, 12, 23, 43, 80) for _ in range(4)
-    ]
+    sizes = [1, 2, 3, 7, 12, 23, 43, 80, 4, 5, 6, 8, 9, 10, 11, 13, 14, 15, 16, 18, 20, 22, 26, 28]
+    sizes += [30, 32, 36, 40, 48, 52, 56, 60, 64, 72]
+    assert worker.steps == [(1, 1)] + [(-(-rows // 5), rows) for rows in sizes for _ in range(3)]
     cost = worker.planning.planner.cost
-    assert cost.verify.measurements == 8 * 3
-    assert set(cost.layer.points) == {1, 2, 3, 5, 9, 16}
+    assert cost.verify.measurements == len(sizes) * 3
+    assert set(cost.layer.points) == {*range(1, 17)} - {14}
 
 
 def test_graphs_are_measured_at_their_own_sizes() -> None:
@@ -77,7 +78,7 @@ def test_larger_sizes_are_left_out_where_there_is_no_time(monkeypatch: pytest.Mo
     worker = seeded(10.0)
     assert time.perf_counter() - began < 1.0 + 2 * 0.6, "forwards of all sizes take 7 seconds"
     measured = {rows for _, rows in worker.steps}
-    assert {1, 2} <= measured <= {1, 2, 3, 7}
+    assert {1, 2} <= measured <= {1, 2, 3, 4, 5, 7}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
