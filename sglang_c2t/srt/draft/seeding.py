@@ -31,8 +31,11 @@ logger = logging.getLogger(__name__)
 #: Measurements of a size: the first is slow, and the least of so few is what counts.
 MEASURED = SEED
 
-#: Seconds it may take. Sizes are then left out; curves go on between and beyond those measured.
+#: Seconds all may take. Sizes are then left out; curves go on between and beyond those measured.
 SECONDS = 15.0
+
+#: Seconds behind which a size is not measured again: in so long a time pauses come to little.
+ENOUGH_SECONDS = 0.5
 
 #: Tokens before those that a dummy step verifies.
 CONTEXT = 256
@@ -60,24 +63,26 @@ def seed_costs(planning: Planning, worker: Any) -> None:
         planning.rehearse(plan, lambda: worker.forward_batch_generation(batch), learn=learn)
 
     step(sizes[0], learn=False)  # compiles what a server compiles once
-    began = now = time.perf_counter()
+    began = time.perf_counter()
     took, size = 0.0, sizes[0]  # of the last step
     for rows in sizes:
-        # A row more rarely costs more than those before it did.
-        end = now + took * MEASURED * rows / size
-        (late,) = planning.agree([end - began > SECONDS])
-        if late:
-            continue  # smaller ones may come
+        spent = 0.0
         for _ in range(MEASURED):
+            now = time.perf_counter()
+            # A row more rarely costs more than those before it did.
+            late = now + took * rows / size - began > SECONDS
+            (enough,) = planning.agree([late or spent > ENOUGH_SECONDS])
+            if enough:
+                break
             step(rows, learn=True)
-            took, now = time.perf_counter() - now, time.perf_counter()
-        size = rows
+            took, size = time.perf_counter() - now, rows
+            spent += took
     curves = planning.planner.cost.state()
     told = {name: {n: round(ms, 2) for n, ms in curve.items()} for name, curve in curves.items()}
     logger.info(
         "C2T: measured for %.1f s what a step takes, in ms: verification, by rows: %s; a draft "
         "layer, by requests: %s",
-        now - began,
+        time.perf_counter() - began,
         told["verify"],
         told["layer"],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -78,7 +79,15 @@ def test_larger_sizes_are_left_out_where_there_is_no_time(monkeypatch: pytest.Mo
     worker = seeded(10.0)
     assert time.perf_counter() - began < 1.0 + 2 * 0.6, "forwards of all sizes take 7 seconds"
     measured = {rows for _, rows in worker.steps}
-    assert {1, 2} <= measured <= {1, 2, 3, 4, 5, 7}
+    assert {1, 2, 3, 7, 12} <= measured <= {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13}
+
+
+def test_a_size_that_takes_long_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeding, "ENOUGH_SECONDS", 0.4)
+    steps = Counter(rows for _, rows in seeded(10.0).steps)
+    assert steps[7] == 3
+    assert steps[23] == 2
+    assert steps[43] == steps[80] == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
