@@ -161,7 +161,7 @@ class Costs:
     host_ms: float = 0.4
     """Of a step."""
 
-    def verify(self, rows: Array, batch: int) -> Array:
+    def verify(self, rows: Numbers, batch: int) -> Array:
         """Of T ``rows``, padded to their tiers already."""
         work = [
             forward(self.shape, rows=float(n), batch=batch, context=self.context)
@@ -190,17 +190,17 @@ class MeasuredCosts:
 
     curves: StepCost
 
-    def verify(self, rows: Array, _batch: int) -> Array:
+    def verify(self, rows: Numbers, _batch: int) -> Array:
         """Of T ``rows``."""
-        return np.atleast_1d(self.curves.verify(rows))
+        return np.array([self.curves.verify(size) for size in rows.tolist()])
 
     def draft(self, batch: int, layers: int) -> float:
         """Of d ``layers`` behind the first."""
-        return max(layers - 1, 0) * float(self.curves.layer(batch))
+        return max(layers - 1, 0) * self.curves.layer(batch)
 
     def rest(self, batch: int, *, extends: bool = True) -> float:
         """What a step takes beside; nobody has measured it without draft extend."""
-        return float(self.curves.rest(batch))
+        return self.curves.rest(batch)
 
 
 class Step(NamedTuple):
@@ -305,12 +305,12 @@ class Simulation:
         correct = self._correct(rng, survival, kept)
         self.drafts.accepted(correct)
         tier = min(t for t in self.tiers if t >= rows)
-        took = float(self._cost(np.array([tier]), self.batch, layers)[0])
+        took = self._cost(np.array([tier]), self.batch, [layers]).item()
         return Step(layers, rows, self.batch + float(correct.sum()), took)
 
-    def _cost(self, rows: Array, batch: int, layers: int) -> Array:
-        beside = self.costs.draft(batch, layers) + self.costs.rest(batch)
-        return np.asarray(self.costs.verify(rows, batch) + beside)
+    def _cost(self, rows: Numbers, batch: int, depths: Sequence[int]) -> Array:
+        beside = [self.costs.draft(batch, d) + self.costs.rest(batch) for d in depths]
+        return np.asarray(self.costs.verify(rows, batch) + np.array(beside)[:, None])
 
     def _best(self, survival: Array, drafts: int) -> Numbers:
         """[B]: drafts of each request among the best; of equals the shallower."""

@@ -7,12 +7,13 @@ Legend: T rows of a target forward, B requests, d draft layers.
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 
 from sglang_c2t.plan.survival import Array
 
@@ -52,7 +53,9 @@ class Curve:
         self._measured_at: dict[int, int] = {}
         self.measurements = 0
         self._steps = 0
-        self._fit: tuple[Array, Array] | None = None
+        self._sizes: list[int] = []  # measured, rising
+        self._values: list[float] | None = None  # of each; None: to be fitted
+        self._drawn: dict[float, float] = {}  # what it was asked for since
 
     def observe(self, size: int, milliseconds: float) -> None:
         """One measurement."""
@@ -60,9 +63,13 @@ class Curve:
         size = about(size)
         if self._steps - self._measured_at.get(size, self._steps) > STALE:
             self._samples[size].clear()
-        self._samples.setdefault(size, deque(maxlen=self._memory)).append(milliseconds)
+        if size not in self._samples:
+            self._samples[size] = deque(maxlen=self._memory)
+            bisect.insort(self._sizes, size)
+        self._samples[size].append(milliseconds)
         self._measured_at[size] = self._steps
-        self._fit = None
+        self._values = None
+        self._drawn.clear()
 
     def step(self) -> None:
         """Another step, whether or not it measured anything here: measurements grow old."""
@@ -82,19 +89,27 @@ class Curve:
     @property
     def points(self) -> dict[int, float]:
         """The curve at the sizes that were measured."""
-        sizes, values = self._fitted()
-        return {int(size): float(value) for size, value in zip(sizes, values, strict=True)}
+        return dict(zip(self._sizes, self._fitted(), strict=True))
 
-    def __call__(self, size: ArrayLike) -> Array:
-        """Milliseconds at ``size`` [...]; 0 where nothing was ever measured."""
-        sizes, values = self._fitted()
-        size = np.asarray(size, dtype=np.float64)
+    def __call__(self, size: float) -> float:
+        """Milliseconds at ``size``; 0 where nothing was ever measured."""
+        found = self._drawn.get(size)  # a step asks for the same few sizes again and again
+        if found is None:
+            found = self._drawn[size] = self._draw(size)
+        return found
+
+    def _draw(self, size: float) -> float:
+        sizes, values = self._sizes, self._fitted()
         if len(sizes) < 2:
-            return np.full(size.shape, values[0] if len(sizes) else 0.0)
+            return values[0] if sizes else 0.0
         slope = max((values[-1] - values[0]) / (sizes[-1] - sizes[0]), 0.0)
-        below, above = np.minimum(size - sizes[0], 0.0), np.maximum(size - sizes[-1], 0.0)
-        drawn = np.interp(size, sizes, values) + slope * (below + above)
-        return np.where(below < 0, np.maximum(drawn, values[0] * size / sizes[0]), drawn)
+        if size < sizes[0]:
+            return max(values[0] - slope * (sizes[0] - size), values[0] * size / sizes[0])
+        right = bisect.bisect_right(sizes, size)
+        if right == len(sizes):
+            return values[-1] + slope * (size - sizes[-1])
+        share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+        return values[right - 1] + share * (values[right] - values[right - 1])
 
     def stale(self, among: Iterable[int]) -> int | None:
         """Of sizes that were measured, the one whose last measurement is the oldest, if it is that
@@ -110,19 +125,17 @@ class Curve:
             return None
         return oldest
 
-    def _fitted(self) -> tuple[Array, Array]:
-        if self._fit is None:
-            sizes = sorted(self._samples)
+    def _fitted(self) -> list[float]:
+        if self._values is None:
             pools: list[tuple[float, list[float], int]] = []  # quartile, measurements, sizes
-            for size in sizes:
+            for size in self._sizes:
                 measured = list(self._samples[size])
                 pools.append((_low_quartile(measured), measured, 1))
-                while len(pools) > 1 and _mistaken(pools[-2][1], pools[-1][0]):
+                while len(pools) > 1 and _mistaken(*pools[-2][:2], pools[-1][0]):
                     (_, low, i), (_, high, j) = pools[-2:]
                     pools[-2:] = [(_low_quartile(low + high), low + high, i + j)]
-            values = np.repeat([value for value, _, _ in pools], [n for _, _, n in pools])
-            self._fit = np.array(sizes, dtype=np.float64), values
-        return self._fit
+            self._values = [value for value, _, many in pools for _ in range(many)]
+        return self._values
 
 
 class StepCost:
@@ -160,9 +173,15 @@ class StepCost:
         if layers > 1:
             self.layer.observe(batch, draft_ms / (layers - 1))
 
-    def __call__(self, rows: ArrayLike, batch: int, layers: int) -> Array:
-        """Milliseconds of a step, for each of ``rows`` [...]."""
+    def one(self, rows: int, batch: int, layers: int) -> float:
+        """Milliseconds of a step."""
         return self.verify(rows) + max(layers - 1, 0) * self.layer(batch) + self.rest(batch)
+
+    def __call__(self, rows: NDArray[np.int64], batch: int, depths: Sequence[int]) -> Array:
+        """[d, n] milliseconds of steps with T of ``rows`` [n] behind each of d ``depths``."""
+        verify = np.array([self.verify(size) for size in rows.tolist()])
+        layer, rest = self.layer(batch), self.rest(batch)
+        return np.array([[max(d - 1, 0) * layer + rest] for d in depths]) + verify
 
     def state(self) -> dict[str, Any]:
         """The curves' points, for JSON."""
@@ -191,11 +210,9 @@ def about(size: int) -> int:
     return (size + step // 2) // step * step
 
 
-def _mistaken(measured: list[float], larger: float) -> bool:
+def _mistaken(quartile: float, measured: list[float], larger: float) -> bool:
     """Whether a size only seems to take longer than a ``larger`` one does."""
-    if _low_quartile(measured) <= larger:
-        return False
-    return len(measured) < SEED or min(measured) <= larger
+    return quartile > larger and (len(measured) < SEED or min(measured) <= larger)
 
 
 def _low_quartile(values: list[float]) -> float:

@@ -1,7 +1,8 @@
 """How confidences go on: what a chain's layers will look like before they are drafted.
 
 How deep to draft is decided before the first layer is drafted, so the plan needs to know how sure
-the classifier will be of drafts that do not exist yet. Known is how sure it is of those that do.
+the classifier will be of drafts that do not exist yet, and what they will be worth. Known is how
+sure it is of those that do.
 
 numpy only; knows neither torch nor SGLang.
 
@@ -10,7 +11,10 @@ Legend: D depths, K bins, B requests, M samples of each, W confidences of a tree
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_c2t.plan.survival import LIMIT, Array, log_odds
 
@@ -74,13 +78,74 @@ class Continuations:
             chains[kept > 0, depth] = self._next[bins, pick][kept > 0]
         return chains
 
+    def typical(self, known: int) -> Array:
+        """[K, k], or [K, k, W]: for each bin a chain, or a tree, of k layers like its middle."""
+        odds = LIMIT * (2 * np.arange(self._num_bins) + 1 - self._num_bins) / self._num_bins
+        layers = np.zeros((self._num_bins, known, *self._layer))
+        self._best(layers)[:] = (1.0 / (1.0 + np.exp(-odds)))[:, None]
+        return layers
+
+    def places(self, last: Array) -> NDArray[np.int64]:
+        """[B]: the bin of each last layer [B], or [B, W]."""
+        return self._places(self._best(last))
+
     def _best(self, confidences: Array) -> Array:
-        """[..., d]: of each layer of [..., d, W]."""
+        """[...]: of layers [..., W]."""
         return confidences[..., 0] if self._layer else confidences
 
-    def _bins(self, confidences: Array, depth: int) -> np.ndarray:
-        """[..., d] rows of the table for confidences [..., d] at ``depth`` and behind."""
+    def _places(self, confidences: Array) -> NDArray[np.int64]:
         step = 2 * LIMIT / self._num_bins
-        place = np.floor((log_odds(confidences) + LIMIT) / step).astype(np.int64)
+        place = ((log_odds(confidences) + LIMIT) / step).astype(np.int64)
+        return np.minimum(np.maximum(place, 0), self._num_bins - 1)
+
+    def _bins(self, confidences: Array, depth: int) -> NDArray[np.int64]:
+        """[..., d] rows of the table for confidences [..., d] at ``depth`` and behind."""
         depths = depth - 1 + np.arange(confidences.shape[1])
-        return np.clip(place, 0, self._num_bins - 1) + depths * self._num_bins
+        return self._places(confidences) + depths * self._num_bins
+
+
+class Forecast:
+    """Survivals of drafts that do not exist yet: what those behind drafts like the last known ones
+    were worth in proportion to these, lately.
+
+    Proportions are made when they are first asked for, and stay until :meth:`refresh`.
+
+    Args:
+        seen: The chains or trees that were drafted.
+        survivals: Gives the survival [S, d, ...] of confidences [S, d, ...].
+        samples: Ways in which a draft goes on.
+    """
+
+    def __init__(
+        self, seen: Continuations, survivals: Callable[[Array], Array], *, samples: int = 32
+    ) -> None:
+        self._seen, self._survivals, self._samples = seen, survivals, samples
+        self._proportions: dict[int, Array] = {}  # behind k layers: [K, samples, D - k, ...]
+
+    def refresh(self) -> None:
+        """What was seen, or what it is worth, has changed."""
+        self._proportions.clear()
+
+    def __call__(self, known: Array, most: int) -> Array:
+        """[B * M, D, ...] survival of chains [B, k], or trees [B, k, W], of which k >= 1 layers are
+        ``known``, each continued M ways: about ``most`` in all.
+        """
+        survival = self._survivals(known)
+        batch, layers = known.shape[:2]
+        if layers not in self._proportions:
+            self._proportions[layers] = self._behind(layers)
+        every = max(batch * self._samples // most, 1)
+        behind = self._proportions[layers][self._seen.places(known[:, -1]), ::every]
+        ways = behind.shape[1]
+        # In proportion to the best of the last layer.
+        last = survival[:, -1].reshape(batch, -1).max(axis=1)
+        behind = behind * last.reshape(batch, *[1] * (behind.ndim - 1))
+        survival = np.broadcast_to(survival[:, None], (batch, ways, *survival.shape[1:]))
+        whole = np.concatenate((survival, behind), axis=2)
+        return whole.reshape(batch * ways, *whole.shape[2:])
+
+    def _behind(self, layers: int) -> Array:
+        drawn = self._survivals(self._seen.drawn(self._seen.typical(layers), self._samples))
+        last = drawn[:, layers - 1].reshape(len(drawn), -1).max(axis=1)
+        drawn = drawn[:, layers:] / last.reshape(len(drawn), *[1] * (drawn.ndim - 1))
+        return drawn.reshape(-1, self._samples, *drawn.shape[1:])

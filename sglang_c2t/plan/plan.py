@@ -18,8 +18,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_c2t.plan.survival import Array
+
+#: [d, n] milliseconds of steps with T of [n] rows, at B requests and each of d numbers of layers.
+Cost = Callable[[NDArray[np.int64], int, Sequence[int]], Array]
 
 
 class Plan(NamedTuple):
@@ -46,7 +50,7 @@ class Plan(NamedTuple):
 def best_plan(
     survival: Array,
     batch: int,
-    cost: Callable[[Array, int, int], Array],
+    cost: Cost,
     *,
     depths: Sequence[int],
     tiers: Sequence[int],
@@ -57,7 +61,7 @@ def best_plan(
         survival: [S, D], of S sampled requests that stand for the batch: what each drafted token
             is worth, falling along a row. Of trees [S, D, W], W nodes a layer, 0 where fewer are.
         batch: B.
-        cost: Milliseconds for each of some T rows, at B requests and d layers; positive.
+        cost: Milliseconds; positive.
         depths: Numbers of layers there are graphs for, 0 among them if a step may go without.
         tiers: Row counts that are worth their padding, rising; none holds less than a root each.
 
@@ -79,7 +83,7 @@ def best_of(plans: Sequence[Plan]) -> Plan:
 def best_of_each_depth(
     survival: Array,
     batch: int,
-    cost: Callable[[Array, int, int], Array],
+    cost: Cost,
     *,
     depths: Sequence[int],
     tiers: Sequence[int],
@@ -88,27 +92,30 @@ def best_of_each_depth(
     roomy = np.array([tier for tier in tiers if tier >= batch])
     if not len(roomy):
         raise ValueError(f"{batch} requests, and no tier of more than {max(tiers, default=0)} rows")
+    depths = sorted(depths)
+    milliseconds = cost(roomy, batch, depths)
     plans = []
-    for layers in sorted(depths):
-        gains = expected_gains(survival[:, :layers], batch)  # [1 + drafts]
-        rows = np.minimum(roomy, batch + len(gains) - 1)
-        tokens, milliseconds = batch + gains[rows - batch], cost(roomy, batch, layers)
-        best = int(np.argmax(tokens / milliseconds))
-        plans.append(Plan(layers, int(rows[best]), float(tokens[best]), float(milliseconds[best])))
+    for layers, ms in zip(depths, milliseconds, strict=True):
+        all_drafts = batch * survival[0, :layers].size
+        # In the first tier that holds all; larger ones may be faster, and are not run in.
+        fitting = 1 + int(np.searchsorted(roomy, batch + all_drafts))
+        drafts = np.minimum(roomy[:fitting] - batch, all_drafts)
+        tokens = batch + expected_gains(survival[:, :layers], batch, drafts)
+        best = (tokens / ms[:fitting]).argmax()
+        rows = batch + int(drafts[best])
+        plans.append(Plan(layers, rows, float(tokens[best]), float(ms[best])))
     return plans
 
 
-def expected_gains(survival: Array, batch: int) -> Array:
-    """[1 + B d]: tokens gained by the n best drafts of the batch, n = 0 .. B d.
+def expected_gains(survival: Array, batch: int, drafts: NDArray[np.int64]) -> Array:
+    """[n]: tokens gained by the ``drafts`` [n] best of the batch, up to B d of them.
 
     ``survival`` [S, d] stands for B requests, each of its numbers for B / S drafts. The same for
     [S, d, W], and B d W.
     """
-    samples = len(survival)
-    drafts = batch * survival[0].size
-    if drafts == 0:
-        return np.zeros(1)
-    best = np.sort(survival, axis=None)[::-1]
-    gained = np.concatenate(([0.0], np.cumsum(best) * (batch / samples)))
-    at = np.arange(drafts + 1) * (samples / batch)
-    return np.asarray(np.interp(at, np.arange(len(gained)), gained))
+    share = batch / len(survival)
+    best = survival.flatten()
+    best.sort()
+    gained = np.zeros(best.size + 1)
+    np.cumsum(best[::-1], out=gained[1:])
+    return np.asarray(np.interp(drafts / share, np.arange(gained.size), gained)) * share

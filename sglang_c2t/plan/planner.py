@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from sglang_c2t.plan.cost import StepCost
-from sglang_c2t.plan.forecast import Continuations
+from sglang_c2t.plan.forecast import Continuations, Forecast
 from sglang_c2t.plan.plan import Plan, best_of, best_of_each_depth, best_plan
 from sglang_c2t.plan.survival import Array, Numbers
 
@@ -42,12 +42,20 @@ EXPLORE_FIRST = 16
 #: of a process are slow.
 ENOUGH = 5
 
+#: Outcomes are learnt from when a tenth of all are new, and at least every so many steps: a step
+#: costs the host as much as sixteen do.
+LEARN_SHARE = 0.1
+LEARN_EVERY = 16
+
 #: Edges of the predicted survivals over which reliability is told.
 RELIABILITY_BINS = 10
 
 
 class Estimator(Protocol):
     """Survival from confidences: :class:`~sglang_c2t.plan.survival.Survival` or another."""
+
+    by_steps: bool
+    """Whether it counts steps, and has to be told of each."""
 
     def of_chains(self, confidences: Array) -> Array: ...
 
@@ -90,7 +98,10 @@ class Planner:
         self.max_depth = max_depth
         self.survival = survival
         self.cost = StepCost()
+        self._outcomes: list[tuple[int, tuple[Numbers, ...]]] = []  # layers, of a step
+        self._seen = self._new = 0  # drafts of requests, learnt from and not yet
         self._continuations = self._nothing_seen()
+        self._forecast = Forecast(self._continuations, self.survivals)
         self._depths = [max_depth] if all_layers else list(range(1, max_depth + 1))
         self._steps = 0
         self._spent = 0.0  # milliseconds of all steps
@@ -133,7 +144,7 @@ class Planner:
             needed = [d for d in depths if batch * self.full_rows(d) >= self._measures] or depths[
                 -1:
             ]
-            price = float(self.cost(self._measures, batch, needed[0]))
+            price = self.cost.one(self._measures, batch, needed[0])
             stale = Plan(needed[0], self._measures, float(batch), price)
             if self._due(self._measured_at) or self._affordable(stale, plan):
                 self._measured_at = self._steps
@@ -169,7 +180,7 @@ class Planner:
             return Plan(layers, min(max(rows, batch), most), float(batch), 1.0)
         if self._measures is not None:
             rows = min(self._measures, most)
-            return Plan(layers, rows, float(batch), float(self.cost(rows, batch, layers)))
+            return Plan(layers, rows, float(batch), self.cost.one(rows, batch, layers))
         survival = self.survivals(confidences)
         return best_plan(survival, batch, self.cost, depths=[layers], tiers=tiers)
 
@@ -181,17 +192,23 @@ class Planner:
         """[S, d, ...]: survival of drafts with ``confidences`` [S, d, ...]."""
         return self.survival.of_chains(confidences)
 
-    def learn_drafts(self, confidences: Array, num_drafts: Numbers, num_correct: Numbers) -> None:
-        """Learn from a step: ``confidences`` [B, d] of its drafts, how many [B] were verified and
-        how many [B] accepted.
+    def learn_drafts(self, *outcome: Numbers) -> None:
+        """Learn from a step, now or together with others.
+
+        Args:
+            outcome: Confidences [B, d] of its drafts, how many [B] were verified and how many [B]
+                accepted.
         """
-        self._saw(confidences)
-        depths = np.broadcast_to(1 + np.arange(confidences.shape[1]), confidences.shape)
-        verified = depths <= num_drafts[:, None]
-        survived = depths <= num_correct[:, None]
-        predicted = self.survival.of_chains(confidences)
-        self._grade(depths[verified], predicted[verified], survived[verified])
-        self.survival.learn(confidences, num_drafts, num_correct)
+        self._learn_soon(outcome[0].shape[1], outcome)
+
+    def catch_up(self) -> None:
+        """Learn from all outcomes that wait for others."""
+        steps, self._outcomes = self._outcomes, []
+        for layers in sorted({layers for layers, _ in steps}):
+            together = [outcome for d, outcome in steps if d == layers]
+            self._learn(layers, *map(np.concatenate, zip(*together, strict=True)))
+        self._seen, self._new = self._seen + self._new, 0
+        self._forecast.refresh()
 
     def learn_time(
         self,
@@ -207,7 +224,7 @@ class Planner:
         parts = {"verify_ms": verify_ms, "draft_ms": draft_ms}
         rest = max(step_ms - verify_ms - draft_ms, 0.0)
         if self.cost.rest.known:
-            predicted = float(self.cost(rows, batch, choice.layers))
+            predicted = self.cost.one(rows, batch, choice.layers)
             self._errors.append(predicted / step_ms)
             self.predicted_ms += predicted
             self.measured_ms += step_ms
@@ -223,12 +240,14 @@ class Planner:
         """Of each depth, how far predicted survivals were from what became of the drafts: the
         expected calibration error of predictions made before their outcomes were learnt from.
         """
+        self.catch_up()
         seen, predicted, survived = self.reliability.transpose(1, 0, 2)
         total = np.maximum(seen.sum(axis=1), 1.0)
         return list((np.abs(predicted - survived).sum(axis=1) / total).tolist())
 
     def report(self) -> dict[str, Any]:
         """What was learnt, for people: curves, reliability, prediction error."""
+        self.catch_up()
         seen, predicted, survived = self.reliability.transpose(1, 0, 2)
         return {
             "steps": self._steps,
@@ -244,11 +263,13 @@ class Planner:
 
     def state(self) -> dict[str, Any]:
         """What a server that starts again goes on from, for JSON."""
+        self.catch_up()
         return {"survival": self.survival.state(), "cost": self.cost.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state` said; ValueError where it does not fit."""
         self.survival.restore(state["survival"])
+        self._forecast.refresh()
         self.cost.restore(state["cost"])
 
     def forget(self) -> None:
@@ -258,8 +279,11 @@ class Planner:
 
     def reset(self) -> None:
         """Forget everything but the costs, which are the machine's."""
+        self._outcomes.clear()
+        self._seen = self._new = 0
         self.survival.reset()
         self._continuations = self._nothing_seen()
+        self._forecast = Forecast(self._continuations, self.survivals)
         self.reliability[:] = 0.0
 
     @property
@@ -287,8 +311,7 @@ class Planner:
         self, known: Array, batch: int, depths: Sequence[int], tiers: Sequence[int]
     ) -> list[Plan]:
         """The best of each depth for drafts of which the confidences ``known`` [S, k, ...] are."""
-        drawn = self._continuations.drawn(known, max(self.samples // len(known), 1))
-        survival = self.survivals(drawn)
+        survival = self._forecast(known, self.samples)
         return best_of_each_depth(survival, batch, self.cost, depths=depths, tiers=tiers)
 
     def _everything(self, batch: int) -> Plan:
@@ -298,11 +321,26 @@ class Planner:
     def _nothing_seen(self) -> Continuations:
         return Continuations(self.max_depth)
 
-    def _saw(self, confidences: Array) -> None:
-        """Remember how drafts [B, d, ...] went on."""
-        self._continuations.observe(confidences)
-        if confidences.shape[1] == self.max_depth:
+    def _learn_soon(self, layers: int, outcome: tuple[Numbers, ...]) -> None:
+        """Learn from the ``outcome`` of a step, or keep it until there are more."""
+        if layers == self.max_depth:
             self._drafted_all_at = self._steps
+        self._outcomes.append((layers, outcome))
+        self._new += len(outcome[0])
+        young = self._new >= LEARN_SHARE * self._seen
+        if young or len(self._outcomes) >= LEARN_EVERY or self.survival.by_steps:
+            self.catch_up()
+
+    def _learn(self, layers: int, *outcome: Numbers) -> None:
+        """Learn from steps of d ``layers`` as told to :meth:`learn_drafts`."""
+        confidences, num_drafts, num_correct = outcome
+        self._continuations.observe(confidences)
+        depths = np.broadcast_to(1 + np.arange(layers), confidences.shape)
+        verified = depths <= num_drafts[:, None]
+        survived = depths <= num_correct[:, None]
+        predicted = self.survival.of_chains(confidences)
+        self._grade(depths[verified], predicted[verified], survived[verified])
+        self.survival.learn(confidences, num_drafts, num_correct)
 
     def _grade(self, depth: Numbers, predicted: Array, survived: Numbers) -> None:
         """Count n verified drafts by the survival that was ``predicted``."""

@@ -23,6 +23,7 @@ Numbers = NDArray[Any]
 
 #: Confidences are looked at as log odds within +-LIMIT: 0.0025 to 0.9975.
 LIMIT = 6.0
+_LEAST = 1.0 / (1.0 + np.exp(LIMIT))
 
 
 class Survival:
@@ -43,6 +44,8 @@ class Survival:
         prior_drafts: What the confidence itself is worth, in drafts a bin.
         half_life: Drafts of a depth after which an observation counts half.
     """
+
+    by_steps = False
 
     def __init__(
         self,
@@ -85,9 +88,11 @@ class Survival:
 
     def __call__(self, depth: Numbers, confidence: Numbers) -> Array:
         """Survival [...] of drafts at ``depth`` [...] from 1 with ``confidence`` [...]."""
+        last = len(self._middles) - 1
         place = (log_odds(confidence) - self._middles[0]) / self._width
-        left = np.clip(np.floor(place).astype(np.int64), 0, len(self._middles) - 2)
-        share = np.clip(place - left, 0.0, 1.0)
+        place = np.minimum(np.maximum(place, 0.0), last)
+        left = np.minimum(place.astype(np.int64), last - 1)
+        share = place - left
         rows = np.asarray(depth, dtype=np.int64) - 1
         low, high = self.values[rows, left], self.values[rows, left + 1]
         return np.asarray(low + share * (high - low))
@@ -139,8 +144,8 @@ class Survival:
         self._values = None
 
     def _bins(self, confidence: Array) -> NDArray[np.int64]:
-        place = np.floor((log_odds(confidence) + LIMIT) / self._width).astype(np.int64)
-        return np.clip(place, 0, len(self._middles) - 1)
+        place = ((log_odds(confidence) + LIMIT) / self._width).astype(np.int64)
+        return np.minimum(np.maximum(place, 0), len(self._middles) - 1)
 
 
 class OneSlope:
@@ -155,6 +160,8 @@ class OneSlope:
     Args:
         max_depth: D.
     """
+
+    by_steps = True
 
     EVERY = 100
     RIDGE = 1e-3
@@ -241,9 +248,8 @@ class OneSlope:
 
 def log_odds(confidence: Array) -> Array:
     """[...] within +-:data:`LIMIT`."""
-    least = 1.0 / (1.0 + np.exp(LIMIT))
-    inside = np.clip(np.asarray(confidence, dtype=np.float64), least, 1.0 - least)
-    return np.asarray(np.log(inside) - np.log1p(-inside))
+    inside = np.minimum(np.maximum(confidence, _LEAST), 1.0 - _LEAST)
+    return np.asarray(np.log(inside / (1.0 - inside)))
 
 
 def rising(values: Array, weights: Array) -> Array:

@@ -57,13 +57,19 @@ class TreePlanner(Planner):
         best = np.minimum.accumulate(survival.max(axis=2), axis=1)
         return np.minimum(survival, best[:, :, None])
 
-    def learn_nodes(
-        self, layers: int, depth: Numbers, confidence: Array, verified: Numbers, survived: Numbers
-    ) -> None:
-        """Learn from a step's trees of d ``layers``: of their drafts [B, N - 1] the depths, 0 for
-        padding, the least confidences on their paths, which were verified and which accepted.
+    def learn_nodes(self, layers: int, *outcome: Numbers) -> None:
+        """Learn from a step, now or together with others.
+
+        Args:
+            layers: d of its trees.
+            outcome: Of their drafts [B, N - 1] the depths, 0 for padding, the least confidences on
+                their paths, which were verified and which accepted.
         """
-        self._saw(by_layer(depth, confidence, layers, self.width))
+        self._learn_soon(layers, outcome)
+
+    def _learn(self, layers: int, *outcome: Numbers) -> None:
+        depth, confidence, verified, survived = outcome
+        self._continuations.observe(by_layer(depth, confidence, layers, self.width))
         depth, confidence, survived = depth[verified], confidence[verified], survived[verified]
         self._grade(depth, self.survival(depth, confidence), survived)
         self.survival.observe(depth, confidence, survived)

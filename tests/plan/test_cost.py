@@ -1,4 +1,4 @@
-"""Curves of what was measured: unmoved by single pauses, honest about kernels and about their age."""
+"""Curves of what was measured: unmoved by single pauses, honest about kernels and age."""
 
 from __future__ import annotations
 
@@ -108,18 +108,18 @@ def test_a_step_is_its_parts_and_comes_back_from_a_file() -> None:
     cost = StepCost()
     cost.observe(rows=12, batch=4, layers=2, verify_ms=10.0, draft_ms=4.0, rest_ms=3.0)
     cost.observe(rows=24, batch=8, layers=1, verify_ms=14.0, draft_ms=0.0, rest_ms=5.0)
-    assert cost(12, 4, 5) == pytest.approx(10 + 4 * 4 + 3)
-    assert cost(24, 8, 0) == cost(24, 8, 1) == pytest.approx(19)
+    assert cost.one(12, 4, 5) == pytest.approx(10 + 4 * 4 + 3)
+    assert cost.one(24, 8, 0) == cost.one(24, 8, 1) == pytest.approx(19)
     again = StepCost()
     again.restore(json.loads(json.dumps(cost.state())))
-    assert again(18, 6, 3) == pytest.approx(cost(18, 6, 3))
+    assert again.one(18, 6, 3) == pytest.approx(cost.one(18, 6, 3))
 
 
 def test_a_step_that_served_nobody_says_nothing_of_the_rest() -> None:
     cost = StepCost()
     cost.observe(rows=12, batch=4, layers=3, verify_ms=10.0, draft_ms=4.0)
     assert not cost.rest.known
-    assert cost(12, 4, 3) == pytest.approx(10 + 4)
+    assert cost.one(12, 4, 3) == pytest.approx(10 + 4)
 
 
 @pytest.mark.parametrize(

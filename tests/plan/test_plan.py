@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -16,8 +17,13 @@ def chains(rng: np.random.Generator, requests: int, depth: int) -> np.ndarray:
     return np.cumprod(rng.uniform(0.2, 1.0, (requests, depth)), axis=1)
 
 
-def free(rows: np.ndarray, _batch: int, _layers: int) -> np.ndarray:
-    return np.ones(len(rows))
+def free(rows: np.ndarray, _batch: int, depths: Sequence[int]) -> np.ndarray:
+    return np.ones((len(depths), len(rows)))
+
+
+def prices(rows_ms: Callable, layer_ms: float = 0.0) -> Callable:
+    """Of steps that cost ``rows_ms(rows)``, and ``layer_ms`` a layer."""
+    return lambda rows, _, depths: rows_ms(rows) + layer_ms * np.array(depths)[:, None]
 
 
 def slowly(survival: np.ndarray, cost, depths, tiers) -> float:
@@ -29,22 +35,18 @@ def slowly(survival: np.ndarray, cost, depths, tiers) -> float:
             fitting = [tier for tier in tiers if tier >= rows]
             if fitting:
                 tokens = batch + sum(drafts[: rows - batch])
-                best = max(best, tokens / float(cost(fitting[0], batch, layers)))
+                best = max(best, tokens / cost(np.array(fitting[:1]), batch, [layers]).item())
     return best
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 5))
 def test_no_other_plan_has_a_higher_rate(seed: int, batch: int, depth: int) -> None:
-    """On staircases of any shape; so deep, and so many rows, that all would fit."""
+    """On stairs up and down; so deep, and so many rows, that all would fit."""
     rng = np.random.default_rng(seed)
     survival = chains(rng, batch, depth)
     tiers = sorted({*rng.integers(1, 40, 6).tolist(), batch * (depth + 1)})
-    steps = np.sort(rng.uniform(1, 20, len(tiers)))
-    layer = float(rng.uniform(0, 3))
-
-    def cost(rows, _batch: int, layers: int) -> np.ndarray:
-        return steps[np.searchsorted(tiers, rows)] + layer * layers
-
+    steps = rng.uniform(1, 20, len(tiers))
+    cost = prices(lambda rows: steps[np.searchsorted(tiers, rows)], rng.uniform(0, 3))
     depths = range(depth + 1)
     found = best_plan(survival, batch, cost, depths=depths, tiers=tiers)
     assert found.rate == pytest.approx(slowly(survival, cost, depths, tiers))
@@ -60,16 +62,15 @@ def test_where_rows_and_layers_are_free_everything_is_drafted_and_verified() -> 
 
 def test_where_a_row_costs_more_than_it_brings_nothing_is_drafted() -> None:
     survival = chains(np.random.default_rng(0), 4, 5)
-    plan = best_plan(survival, 4, lambda rows, *_: 1.0 * rows, depths=range(6), tiers=range(1, 25))
+    cost = prices(lambda rows: 1.0 * rows)
+    plan = best_plan(survival, 4, cost, depths=range(6), tiers=range(1, 25))
     assert plan == Plan(0, 4, 4.0, 4.0)
 
 
 def test_a_layer_that_nobody_survives_is_not_drafted() -> None:
     survival = np.array([[0.9, 0.8, 0.0, 0.0]] * 3)
-    plan = best_plan(
-        survival, 3, lambda rows, _, layers: 10 + 0.1 * rows + layers, depths=range(5),
-        tiers=range(1, 16),
-    )  # fmt: skip
+    cost = prices(lambda rows: 10 + 0.1 * rows, 1.0)
+    plan = best_plan(survival, 3, cost, depths=range(5), tiers=range(1, 16))
     assert (plan.layers, plan.rows) == (2, 9)
 
 
@@ -87,4 +88,5 @@ def test_samples_stand_for_as_many_requests_as_there_are(
     repeated = np.repeat(survival, times, axis=0)
     drafts = sorted(repeated.flatten().tolist(), reverse=True)
     expected = [0.0, *itertools.accumulate(drafts)]
-    assert expected_gains(survival, samples * times) == pytest.approx(expected)
+    counts = np.arange(len(expected))
+    assert expected_gains(survival, samples * times, counts) == pytest.approx(expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,8 +40,9 @@ class MadeUpServer:
         odds = self.rng.normal(1.5, 1.5, (batch, 1)) + self.rng.normal(0, 0.7, (batch, DEPTH))
         return np.cumprod(1.0 / (1.0 + np.exp(-odds)), axis=1)
 
-    def cost(self, rows, _batch: int, layers: int) -> np.ndarray:
-        return self.floor_ms + self.row_ms * np.asarray(rows) + self.layer_ms * (layers - 1)
+    def cost(self, rows: np.ndarray, _batch: int, depths: Sequence[int]) -> np.ndarray:
+        layers = np.array(depths)[:, None]
+        return self.floor_ms + self.row_ms * rows + self.layer_ms * (layers - 1)
 
     def tiers(self) -> list[int]:
         return list(range(self.batch, self.batch * (DEPTH + 1) + 1))
@@ -130,7 +132,7 @@ def test_it_plans_its_first_step_where_costs_were_measured_before() -> None:
     planner = Planner(DEPTH, Survival(DEPTH))
     for rows in (8, 24, 48):
         for _ in range(2):
-            draft_ms, verify_ms = 4 * server.layer_ms, float(server.cost(rows, 8, 1))
+            draft_ms, verify_ms = 4 * server.layer_ms, server.cost(np.array([rows]), 8, [1]).item()
             planner.cost.observe(
                 rows=rows, batch=8, layers=DEPTH, verify_ms=verify_ms, draft_ms=draft_ms
             )
@@ -185,7 +187,7 @@ def test_it_tells_how_right_it_was() -> None:
     assert planner.predicted_over_measured == pytest.approx(1.0, abs=0.02)
     planner.reliability[:] = 0  # what it said before it had learnt anything
     server.serve(planner, 600)
-    assert max(planner.calibration_errors()[:3]) < 0.03
+    assert max(planner.calibration_errors()[:2]) < 0.02, "the others have a thousand at most"
     told = json.loads(json.dumps(planner.report()))
     assert told["steps"] == 650
     assert np.sum(told["reliability"]["survived"]) > 1000
@@ -208,8 +210,9 @@ def test_what_was_learnt_comes_back_and_is_forgotten_on_command(kind: type) -> N
     chains = server.chains(20)
     expected = planner.survival.of_chains(chains)
     assert again.survival.of_chains(chains) == pytest.approx(expected)
-    assert again.cost(20, 8, 3) == pytest.approx(planner.cost(20, 8, 3))
+    assert again.cost.one(20, 8, 3) == pytest.approx(planner.cost.one(20, 8, 3))
     again.reset()
     unknown = kind(DEPTH).of_chains(chains)
     assert again.survival.of_chains(chains) == pytest.approx(unknown)
-    assert again.cost(20, 8, 3) == pytest.approx(planner.cost(20, 8, 3)), "the machine is the same"
+    same = pytest.approx(planner.cost.one(20, 8, 3))
+    assert again.cost.one(20, 8, 3) == same, "the machine is the same"

@@ -137,7 +137,7 @@ def test_rows_are_as_many_as_trying_every_number_finds_best(
     seen = by_layer(*tree_of(server.trees(layers)), layers, planner.width)
     values = sorted(planner.survivals(seen)[seen > 0].tolist(), reverse=True)
     rates = [
-        (batch + sum(values[:drafts])) / float(planner.cost(batch + drafts, batch, layers))
+        (batch + sum(values[:drafts])) / planner.cost.one(batch + drafts, batch, layers)
         for drafts in range(len(values) + 1)
     ]
     plan = planner.settle(seen, server.tiers())
