@@ -45,10 +45,11 @@ class Curve:
 
     Args:
         memory: Measurements kept of a size.
+        quantile: Of them, what is believed; the low quartile if nothing else is said.
     """
 
-    def __init__(self, memory: int = MEMORY) -> None:
-        self._memory = memory
+    def __init__(self, memory: int = MEMORY, *, quantile: float = 0.25) -> None:
+        self._memory, self._share = memory, quantile
         self._samples: dict[int, deque[float]] = {}
         self._measured_at: dict[int, int] = {}
         self.measurements = 0
@@ -127,15 +128,18 @@ class Curve:
 
     def _fitted(self) -> list[float]:
         if self._values is None:
-            pools: list[tuple[float, list[float], int]] = []  # quartile, measurements, sizes
+            pools: list[tuple[float, list[float], int]] = []  # quantile, measurements, sizes
             for size in self._sizes:
                 measured = list(self._samples[size])
-                pools.append((_low_quartile(measured), measured, 1))
+                pools.append((self._quantile(measured), measured, 1))
                 while len(pools) > 1 and _mistaken(*pools[-2][:2], pools[-1][0]):
                     (_, low, i), (_, high, j) = pools[-2:]
-                    pools[-2:] = [(_low_quartile(low + high), low + high, i + j)]
+                    pools[-2:] = [(self._quantile(low + high), low + high, i + j)]
             self._values = [value for value, _, many in pools for _ in range(many)]
         return self._values
+
+    def _quantile(self, values: list[float]) -> float:
+        return sorted(values)[int((len(values) - 1) * self._share)]
 
 
 class StepCost:
@@ -143,13 +147,14 @@ class StepCost:
 
     SGLang drafts the first layer at the end of the step before, in draft extend, so that d layers
     are d - 1 draft forwards. The rest is what the host and draft extend take; it grows with the
-    batch.
+    batch. Of it the median is believed: what a step always loses to the machine, a short step loses
+    as well as a long one, and a plan that did not know would take too many short ones.
     """
 
     def __init__(self) -> None:
         self.verify = Curve()
         self.layer = Curve()
-        self.rest = Curve()
+        self.rest = Curve(quantile=0.5)
 
     def observe(
         self,
@@ -210,13 +215,9 @@ def about(size: int) -> int:
     return (size + step // 2) // step * step
 
 
-def _mistaken(quartile: float, measured: list[float], larger: float) -> bool:
+def _mistaken(value: float, measured: list[float], larger: float) -> bool:
     """Whether a size only seems to take longer than a ``larger`` one does."""
-    return quartile > larger and (len(measured) < SEED or min(measured) <= larger)
-
-
-def _low_quartile(values: list[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 4]
+    return value > larger and (len(measured) < SEED or min(measured) <= larger)
 
 
 def spread(sizes: Sequence[int], count: int = 8) -> list[int]:

@@ -148,4 +148,4 @@ class Forecast:
         drawn = self._survivals(self._seen.drawn(self._seen.typical(layers), self._samples))
         last = drawn[:, layers - 1].reshape(len(drawn), -1).max(axis=1)
         drawn = drawn[:, layers:] / last.reshape(len(drawn), *[1] * (drawn.ndim - 1))
-        return drawn.reshape(-1, self._samples, *drawn.shape[1:])
+        return drawn.reshape(len(drawn) // self._samples, self._samples, *drawn.shape[1:])

@@ -115,6 +115,14 @@ def test_a_step_is_its_parts_and_comes_back_from_a_file() -> None:
     assert again.one(18, 6, 3) == pytest.approx(cost.one(18, 6, 3))
 
 
+def test_what_every_step_loses_is_no_mishap() -> None:
+    """Verification is as fast as it can be; beside it a step takes what it mostly takes."""
+    cost = StepCost()
+    for ms in (10.0, 11.0, 12.0, 13.0, 90.0):
+        cost.observe(rows=8, batch=4, layers=2, verify_ms=ms, draft_ms=ms, rest_ms=ms)
+    assert (cost.verify(8), cost.layer(4), cost.rest(4)) == (11.0, 11.0, 12.0)
+
+
 def test_a_step_that_served_nobody_says_nothing_of_the_rest() -> None:
     cost = StepCost()
     cost.observe(rows=12, batch=4, layers=3, verify_ms=10.0, draft_ms=4.0)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.forecast import Continuations
+from sglang_c2t.plan.forecast import Continuations, Forecast
+from sglang_c2t.plan.survival import OneSlope, Survival
 
 DEPTH = 4
 
@@ -56,3 +57,53 @@ def test_a_tree_goes_on_with_whole_layers_by_the_best_of_the_last() -> None:
     assert seen.drawn(np.array([sure[:1], unsure[:1]]), 2).tolist() == [sure, sure, unsure, unsure]
     strange = [0.99, 0.4]
     assert seen.drawn(np.array([[strange]]), 1).tolist() == [[strange] * 3], "nothing like it"
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, DEPTH), st.integers(1, 5), st.integers(1, 40))
+def test_what_comes_is_worth_what_it_was_worth_behind_one_like_the_last(
+    seed: int, known: int, batch: int, most: int
+) -> None:
+    """Of an estimator that multiplies: the survival of the last, times the factors of continuations
+    behind the middle of its bin.
+    """
+    rng = np.random.default_rng(seed)
+    seen, estimator = Continuations(DEPTH), OneSlope(DEPTH)
+    seen.observe(chains(rng, 30, DEPTH))
+    forecast = Forecast(seen, estimator.of_chains, samples=8)
+    begun = chains(rng, batch, known)
+    found = forecast(begun, most).reshape(batch, -1, DEPTH)
+    ways = found.shape[1]
+    assert ways == len(range(0, 8, max(batch * 8 // most, 1)))
+    typical = seen.typical(known)[seen.places(begun[:, -1])]
+    drawn = estimator.accepts(1 + np.arange(DEPTH), seen.drawn(typical, 8))
+    drawn = drawn.reshape(batch, 8, DEPTH)[:, :: max(batch * 8 // most, 1)]
+    drawn[:, :, :known] = estimator.accepts(1 + np.arange(known), begun)[:, None]
+    assert found == pytest.approx(drawn.cumprod(axis=2))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, DEPTH))
+def test_what_comes_is_never_worth_more_than_what_is_known(seed: int, known: int) -> None:
+    rng = np.random.default_rng(seed)
+    seen = Continuations(DEPTH)
+    seen.observe(chains(rng, 30, DEPTH))
+    survival = Survival(DEPTH)
+    begun = chains(rng, 3, known)
+    found = Forecast(seen, survival.of_chains)(begun, 64)
+    assert (np.diff(found, axis=1) <= 1e-12).all()
+    assert found[:: len(found) // 3, :known] == pytest.approx(survival.of_chains(begun))
+
+
+def test_a_forecast_stays_what_it_was_until_it_is_made_anew() -> None:
+    seen, survival = Continuations(2), Survival(2)
+    forecast = Forecast(seen, survival.of_chains, samples=2)
+    begun = np.array([[0.8]])
+    before = forecast(begun, 2)
+    seen.observe(np.array([[0.8, 0.1]] * 4))
+    assert (forecast(begun, 2) == before).all()
+    forecast.refresh()
+    assert (forecast(begun, 2)[:, 1] < before[:, 1]).all()
+
+
+def test_every_middle_of_a_bin_lies_in_it() -> None:
+    for seen in (Continuations(3), Continuations(3, width=2)):
+        assert seen.places(seen.typical(2)[:, -1]).tolist() == [*range(8)]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sglang_c2t.plan.plan import best_plan
-from sglang_c2t.plan.planner import EXPLORE_EVERY, WHOLE_EVERY, Choice, Planner
+from sglang_c2t.plan.planner import EXPLORE_EVERY, LEARN_EVERY, WHOLE_EVERY, Choice, Planner
 from sglang_c2t.plan.survival import OneSlope, Survival
 
 DEPTH = 5
@@ -178,6 +178,30 @@ def test_one_request_now_and_then_is_verified_to_its_end_each_in_turn() -> None:
     choices, _ = MadeUpServer(3).serve(planner, 4 * WHOLE_EVERY)
     whole = [choice.whole for choice in choices if choice.whole is not None]
     assert whole == [1, 2, 0, 1]
+
+
+def test_outcomes_are_learnt_together_and_none_is_lost() -> None:
+    """Each while there are few; once there are many, the last ones wait, unless somebody asks."""
+    at_once, together = (Planner(DEPTH, Survival(DEPTH)) for _ in range(2))
+    server = MadeUpServer(2)
+    learnt_at = []
+    for step in range(200):
+        chains = server.chains(2)
+        drafted = chains[:, : 1 + step % DEPTH]
+        correct = np.array([1, 0])
+        before = together.reliability.sum()
+        together.learn_drafts(drafted, np.full(2, drafted.shape[1]), correct)
+        if together.reliability.sum() > before:
+            learnt_at.append(step)
+        at_once.learn_drafts(drafted, np.full(2, drafted.shape[1]), correct)
+        at_once.catch_up()
+    assert learnt_at[:10] == [*range(10)]
+    assert np.diff(learnt_at).max() == LEARN_EVERY
+    seen = [planner.report()["reliability"]["drafts"] for planner in (at_once, together)]
+    assert np.sum(seen, axis=(1, 2)).tolist() == [sum(2 * (1 + n % DEPTH) for n in range(200))] * 2
+    chains = server.chains(50)
+    learnt = [planner.survival.of_chains(chains) for planner in (at_once, together)]
+    assert learnt[0] == pytest.approx(learnt[1], rel=0.01)
 
 
 def test_it_tells_how_right_it_was() -> None:
