@@ -406,7 +406,8 @@ def _curves(path: Path) -> MeasuredCosts:
     """From what GET /c2t told; :class:`ConfigError` for any other file."""
     try:
         told: Any = json.loads(path.read_text(encoding="utf-8"))
-        planner = told["planner"][0] if "planner" in told else told
+        found = told.get("planner", told)
+        planner = found[0] if isinstance(found, list) else found  # of all ranks, or of one
         curves = StepCost()
         curves.restore(planner["cost_ms"])
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:

@@ -79,10 +79,11 @@ def test_the_command_prints_a_table_that_says_what_it_is(
 ) -> None:
     planner = Planner(2, Survival(2))
     Simulation(Drafts([0.6, 0.3]), kneed(100.0), 4).planned(planner, 5, learning=5)
-    told = tmp_path / "c2t.json"
-    told.write_text(json.dumps({"planner": [planner.report()]}))
+    control, info = tmp_path / "c2t.json", tmp_path / "server_info.json"
+    control.write_text(json.dumps({"planner": [planner.report()]}))
+    info.write_text(json.dumps({"planner": planner.report()}))
     few = ["--batch", "2", "--steps", "4", "--positions", "0.6", "0.3"]
-    for source in (["--machine", "b200"], ["--curves", str(told)]):
+    for source in (["--machine", "b200"], ["--curves", str(control)], ["--curves", str(info)]):
         assert main([*few, *source]) == 0
         out = capsys.readouterr().out
         assert out.startswith("SIMULATED on")

@@ -34,7 +34,7 @@ MEASURED = SEED
 #: Seconds all may take. Sizes are then left out; curves go on between and beyond those measured.
 SECONDS = 15.0
 
-#: Seconds behind which a size is not measured again: in so long a time pauses come to little.
+#: Seconds behind which a size is not measured a third time: in so long pauses come to little.
 ENOUGH_SECONDS = 0.5
 
 #: Tokens before those that a dummy step verifies.
@@ -67,11 +67,12 @@ def seed_costs(planning: Planning, worker: Any) -> None:
     took, size = 0.0, sizes[0]  # of the last step
     for rows in sizes:
         spent = 0.0
-        for _ in range(MEASURED):
+        for turn in range(MEASURED):
             now = time.perf_counter()
             # A row more rarely costs more than those before it did.
             late = now + took * rows / size - began > SECONDS
-            (enough,) = planning.agree([late or spent > ENOUGH_SECONDS])
+            long = turn > 1 and spent > ENOUGH_SECONDS
+            (enough,) = planning.agree([late or long])
             if enough:
                 break
             step(rows, learn=True)
