@@ -312,7 +312,8 @@ def _measured(
 
 
 def _kept(meta: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in meta.items() if k.startswith("spec_") or k == "finish_reason"}
+    kept = {"finish_reason", "cached_tokens"}
+    return {k: v for k, v in meta.items() if k.startswith("spec_") or k in kept}
 
 
 def _scalars(result: dict[str, Any]) -> dict[str, Any]:

@@ -97,6 +97,7 @@ class RequestConfig:
     stream: bool = True
     timeout_s: float = 600.0
     warm_up: int = 16
+    cached_prompts: bool = False
     steady_ratio: float = 0.8
     equal_outputs: Literal["greedy", "seeded", "report", "none"] = "greedy"
 

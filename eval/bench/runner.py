@@ -87,6 +87,7 @@ class Runner:
     budget: Budget = field(default_factory=Budget)
     failures: list[str] = field(default_factory=list)
     _warm: set[tuple[int, str, float, int]] = field(default_factory=set)
+    _cached: dict[int, int] = field(default_factory=dict)  # prompts that servers hold, by process
 
     @cached_property
     def _replay(self) -> Replay | None:
@@ -194,7 +195,9 @@ class Runner:
         server: Server,
         on_answer: Callable[[], None] = lambda: None,
     ) -> Cell:
-        """One cell, from an empty cache; CellError if any of its requests fails."""
+        """One cell, from a cache that is empty or holds its prompts; CellError if any of its
+        requests fails.
+        """
         if self._replay is not None:
             samples: Sequence[Sample] = self._replay.samples(method, cell.prompts)
         else:
@@ -203,7 +206,10 @@ class Runner:
                 switch(server, method)
         bodies = [self.body(cell, index) for index in range(len(samples))]
         self._warm_up(cell, method, server, samples, bodies)
-        server.flush_cache()
+        if self.config.requests.cached_prompts:
+            self._cache_prompts(server, samples)
+        else:
+            server.flush_cache()
         series, state = self._series(server), server.internal_state()
         started = datetime.now(UTC).isoformat(timespec="seconds")
         measured = client.measure(
@@ -247,6 +253,8 @@ class Runner:
                 f"{len(failed)} of {len(samples)} requests failed, prompt {failed[0].index} with: "
                 f"{failed[0].error}; all answers: {path}"
             )
+        if self.config.requests.cached_prompts:
+            _check_cached(result)
         return result
 
     def body(self, cell: PlannedCell, index: int) -> dict[str, Any]:
@@ -285,15 +293,40 @@ class Runner:
         if once in self._warm:
             return
         warm = [
-            {
-                **({"text": s.prompt} if isinstance(s.prompt, str) else {"input_ids": s.prompt}),
-                "sampling_params": {**body["sampling_params"], "max_new_tokens": WARM_UP_TOKENS},
-            }
-            for s, body in zip(samples, bodies, strict=True)
+            _short(sample, body["sampling_params"], WARM_UP_TOKENS)
+            for sample, body in zip(samples, bodies, strict=True)
         ][: min(self.config.requests.warm_up, 2 * at_once)]
         if warm:
             run_load(server.url, warm, concurrency=at_once)
         self._warm.add(once)
+
+    def _cache_prompts(self, server: Server, samples: Sequence[Sample]) -> None:
+        """Have the prefix cache hold the prompts of ``samples``, the first of all there are."""
+        known = self._cached.get(server.process.pid, 0)
+        if new := [_short(sample, {"temperature": 0.0}, 1) for sample in samples[known:]]:
+            run_load(server.url, new, concurrency=8)
+            self._cached[server.process.pid] = len(samples)
+
+
+def _short(sample: Sample, sampling_params: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
+    """A request for a few tokens behind a prompt."""
+    prompt = sample.prompt
+    return {
+        **({"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}),
+        "sampling_params": {**sampling_params, "max_new_tokens": max_new_tokens},
+    }
+
+
+def _check_cached(cell: Cell) -> None:
+    """CellError where most of the prompts were not in the cache."""
+    cached = sum(request.meta.get("cached_tokens", 0) for request in cell.requests)
+    tokens = sum(request.prompt_len for request in cell.requests)
+    if cached < tokens / 2:
+        raise CellError(
+            f"{cached} of {tokens} prompt tokens came from the prefix cache, and "
+            "requests.cached_prompts promises all: the server needs more KV memory, a smaller "
+            "--page-size, or a radix cache"
+        )
 
 
 def _counters(state: dict[str, Any]) -> dict[str, Any]:
