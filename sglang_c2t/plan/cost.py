@@ -20,7 +20,7 @@ from sglang_c2t.plan.survival import Array
 #: Measurements kept of a size.
 MEMORY = 9
 
-#: What was measured before counts as so many measurements of its size; as many are believed.
+#: Measurements of a size behind which they alone are believed.
 SEED = 3
 
 #: Steps after which a measurement says nothing any more.
@@ -40,8 +40,9 @@ class Curve:
     times, or ever was as fast as a larger one, is pooled with that, and the quartile of all they
     measured is theirs. Between sizes it is interpolated; beyond them it goes on with the slope
     from the smallest to the largest, though no size costs less than its share of a larger one.
-    What was measured long ago gives way to the first new measurement. Sizes that are
-    :func:`about` the same are one.
+    What was measured long ago gives way to the first new measurement. What was measured before
+    serving is as good as long ago, but true: until there are enough measurements it or the least of
+    them is believed. Sizes that are :func:`about` the same are one.
 
     Args:
         memory: Measurements kept of a size.
@@ -51,6 +52,7 @@ class Curve:
     def __init__(self, memory: int = MEMORY, *, quantile: float = 0.25) -> None:
         self._memory, self._share = memory, quantile
         self._samples: dict[int, deque[float]] = {}
+        self._seeds: dict[int, float] = {}
         self._measured_at: dict[int, int] = {}
         self.measurements = 0
         self._steps = 0
@@ -62,30 +64,33 @@ class Curve:
         """One measurement."""
         self.measurements += 1
         size = about(size)
-        if self._steps - self._measured_at.get(size, self._steps) > STALE:
+        if size in self._samples and self._steps - self._measured_at[size] > STALE:
             self._samples[size].clear()
-        if size not in self._samples:
-            self._samples[size] = deque(maxlen=self._memory)
-            bisect.insort(self._sizes, size)
-        self._samples[size].append(milliseconds)
-        self._measured_at[size] = self._steps
-        self._values = None
-        self._drawn.clear()
+            self._seeds.pop(size, None)
+        self._samples.setdefault(size, deque(maxlen=self._memory)).append(milliseconds)
+        self._changed(size, at=self._steps)
 
     def step(self) -> None:
         """Another step, whether or not it measured anything here: measurements grow old."""
         self._steps += 1
 
     def seed(self, points: Mapping[int, float]) -> None:
-        """Sizes measured before: believed until enough of what is measured says otherwise."""
+        """Sizes measured before: of several measurements of one, the least."""
         for size, milliseconds in points.items():
-            for _ in range(SEED if about(size) not in self._samples else 0):
-                self.observe(size, milliseconds)
+            size = about(size)
+            if size not in self._samples:
+                self._seeds[size] = min(milliseconds, self._seeds.get(size, milliseconds))
+                self._changed(size, at=-STALE - 1)
 
     @property
     def known(self) -> bool:
         """Whether there is anything to go by."""
-        return bool(self._samples)
+        return bool(self._sizes)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether some sizes were measured before."""
+        return bool(self._seeds)
 
     @property
     def points(self) -> dict[int, float]:
@@ -130,13 +135,27 @@ class Curve:
         if self._values is None:
             pools: list[tuple[float, list[float], int]] = []  # quantile, measurements, sizes
             for size in self._sizes:
-                measured = list(self._samples[size])
+                measured = self._measured(size)
                 pools.append((self._quantile(measured), measured, 1))
                 while len(pools) > 1 and _mistaken(*pools[-2][:2], pools[-1][0]):
                     (_, low, i), (_, high, j) = pools[-2:]
                     pools[-2:] = [(self._quantile(low + high), low + high, i + j)]
             self._values = [value for value, _, many in pools for _ in range(many)]
         return self._values
+
+    def _measured(self, size: int) -> list[float]:
+        measured = list(self._samples.get(size, ()))
+        if size in self._seeds and len(measured) < SEED:
+            return [min([self._seeds[size], *measured])] * SEED
+        return measured
+
+    def _changed(self, size: int, *, at: int) -> None:
+        """A size was measured, at that step."""
+        if size not in self._measured_at:
+            bisect.insort(self._sizes, size)
+        self._measured_at[size] = at
+        self._values = None
+        self._drawn.clear()
 
     def _quantile(self, values: list[float]) -> float:
         return sorted(values)[int((len(values) - 1) * self._share)]
@@ -168,15 +187,19 @@ class StepCost:
     ) -> None:
         """A step: ``rows`` T forwarded for ``batch`` B requests behind ``layers`` d of drafts.
 
-        Without a rest where it is not that of serving.
+        Without a rest if it served nobody: it then seeds.
         """
+        layer = {batch: draft_ms / (layers - 1)} if layers > 1 else {}
+        if rest_ms is None:
+            self.verify.seed({rows: verify_ms})
+            self.layer.seed(layer)
+            return
         for curve in self._curves.values():
             curve.step()
         self.verify.observe(rows, verify_ms)
-        if rest_ms is not None:
-            self.rest.observe(batch, rest_ms)
-        if layers > 1:
-            self.layer.observe(batch, draft_ms / (layers - 1))
+        self.rest.observe(batch, rest_ms)
+        for requests, milliseconds in layer.items():
+            self.layer.observe(requests, milliseconds)
 
     def one(self, rows: int, batch: int, layers: int) -> float:
         """Milliseconds of a step."""

@@ -32,14 +32,18 @@ WHOLE_EVERY = 32
 #: Share of the time that may be lost by steps that are made only to learn from.
 EXPLORING = 0.005
 
+#: Milliseconds that a young server may lose besides, for row counts that were only measured before
+#: it served: whatever else the machine did then is in them.
+YOUNG_MS = 2000.0
+
 #: However dear they look, all layers are drafted once in so many steps, and in a young server at
 #: least whenever its age has doubled: a price that nobody looks at again would stay what a bad
 #: moment made it.
 EXPLORE_EVERY = 500
 EXPLORE_FIRST = 16
 
-#: Measurements of draft layers and of verification before a plan relies on them; the first ones
-#: of a process are slow.
+#: Measurements of draft layers and of verification before a plan relies on them, where nothing was
+#: measured before it served; the first ones of a process are slow.
 ENOUGH = 5
 
 #: Outcomes are learnt from when a tenth of all are new, and at least every so many steps: a step
@@ -106,6 +110,7 @@ class Planner:
         self._steps = 0
         self._spent = 0.0  # milliseconds of all steps
         self._lost = 0.0  # milliseconds, by steps made to learn
+        self._credit = YOUNG_MS
         self._turn = 0
         self._drafted_all_at = self._measured_at = 0  # steps; a row count measured anew
         self.predicted_ms = self.measured_ms = 0.0
@@ -146,7 +151,11 @@ class Planner:
             ]
             price = self.cost.one(self._measures, batch, needed[0])
             stale = Plan(needed[0], self._measures, float(batch), price)
-            if self._due(self._measured_at) or self._affordable(stale, plan):
+            if (
+                self._due(self._measured_at)
+                or self._credited(stale, plan)
+                or self._affordable(stale, plan)
+            ):
                 self._measured_at = self._steps
                 return Choice(stale, "explore", whole)
             self._measures = None
@@ -276,6 +285,7 @@ class Planner:
         """Start anew, costs included."""
         self.reset()
         self.cost = StepCost()
+        self._credit = YOUNG_MS
 
     def reset(self) -> None:
         """Forget everything but the costs, which are the machine's."""
@@ -289,8 +299,8 @@ class Planner:
     @property
     def _unknown(self) -> bool:
         """Whether too little was measured to plan by."""
-        deep = self.max_depth > 1 and self.cost.layer.measurements < ENOUGH
-        return deep or self.cost.verify.measurements < ENOUGH
+        needed = [self.cost.verify, *([self.cost.layer] if self.max_depth > 1 else ())]
+        return any(not curve.seeded and curve.measurements < ENOUGH for curve in needed)
 
     def _due(self, last: int) -> bool:
         """Whether it is time for a look, the last one at that step, whatever it costs."""
@@ -300,11 +310,19 @@ class Planner:
         """Whether a step may follow another ``plan`` to learn from it. That loses what the rates
         differ by; what was not lost in time is not saved up.
         """
-        lost = other.milliseconds * (1.0 - other.rate / plan.rate)
+        lost = _lost(other, plan)
         self._lost = max(self._lost, EXPLORING * self._spent - lost)
         if self._lost + lost > EXPLORING * self._spent:
             return False
         self._lost += lost
+        return True
+
+    def _credited(self, other: Plan, plan: Plan) -> bool:
+        """Whether it may, as the server is young."""
+        lost = _lost(other, plan)
+        if lost > self._credit:
+            return False
+        self._credit -= lost
         return True
 
     def _plans(
@@ -347,3 +365,8 @@ class Planner:
         bins = np.minimum((predicted * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
         for kind, weights in enumerate((np.ones(len(predicted)), predicted, survived)):
             np.add.at(self.reliability[:, kind], (depth - 1, bins), weights)
+
+
+def _lost(other: Plan, plan: Plan) -> float:
+    """Milliseconds that a step of the ``other`` plan takes longer for its tokens."""
+    return max(other.milliseconds * (1.0 - other.rate / plan.rate), 0.0)

@@ -62,6 +62,7 @@ class FakeServer:
                     "prompt_tokens": 7,
                     "finish_reason": reason if last else None,
                     "spec_verify_ct": done,
+                    "cached_tokens": 6,
                     "id": "left out",
                 },
             }
@@ -136,7 +137,7 @@ def test_answers_are_in_the_order_of_prompts_whoever_ends_first(
     assert [r.output_len for r in result.requests] == lengths
     assert result.output_tokens == sum(lengths)
     assert [r.meta["spec_verify_ct"] for r in result.requests] == lengths
-    assert set(result.requests[0].meta) == {"spec_verify_ct", "finish_reason"}
+    assert set(result.requests[0].meta) == {"spec_verify_ct", "finish_reason", "cached_tokens"}
     assert all(r.success and r.prompt_len == 7 for r in result.requests)
     assert all(0 < r.ttft_s <= r.latency_s <= result.duration_s for r in result.requests)
     assert min(r.start_s for r in result.requests) == 0

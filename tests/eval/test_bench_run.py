@@ -43,6 +43,7 @@ starting = 2
 [requests]
 max_new_tokens = 24
 warm_up = 2
+cached_prompts = true
 [[load]]
 temperature = 0.0
 concurrency = [1, 4]
@@ -246,6 +247,32 @@ def test_a_method_is_warmed_up_once_and_one_that_plans_on_each_rung(
     assert sorted(sent) == [("auto", 1, 2), ("auto", 4, 5), ("no speculation", 1, 2)]
 
 
+def test_prompts_are_put_into_a_servers_cache_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, _ = make_runner(tmp_path)
+    sent: list[tuple[str, list[str]]] = []
+
+    def load(url: str, bodies: list[Any], *, concurrency: int) -> None:
+        assert all(body["sampling_params"]["max_new_tokens"] == 1 for body in bodies)
+        sent.append((url, [body["text"][-1] for body in bodies]))
+
+    monkeypatch.setattr(runner_module, "run_load", load)
+    for name, pid, prompts in [("a", 1, 2), ("a", 1, 2), ("a", 1, 5), ("b", 2, 3), ("a", 1, 4)]:
+        server: Any = types.SimpleNamespace(url=name, process=types.SimpleNamespace(pid=pid))
+        runner._cache_prompts(server, SAMPLES[:prompts])
+    assert sent == [("a", ["0", "1"]), ("a", ["2", "3", "4"]), ("b", ["0", "1", "2"])]
+
+
+def test_a_cell_whose_prompts_were_not_in_the_cache_is_no_cell(tmp_path: Path) -> None:
+    _, cells = make_runner(tmp_path)
+    cell = made(cells[0])
+    cached = tuple(replace(request, meta={"cached_tokens": 1}) for request in cell.requests)
+    runner_module._check_cached(replace(cell, requests=cached))
+    with pytest.raises(CellError, match=r"0 of \d+ prompt tokens came from the prefix cache"):
+        runner_module._check_cached(cell)
+
+
 # -- conditions -----------------------------------------------------------------------------
 
 
@@ -392,6 +419,7 @@ def test_a_tiny_run_on_real_servers_goes_on_and_shows_what_it_must(
         assert bool(cell.metrics) == gated
         assert (cell.work["verify_rows"] > 0) == gated
         assert cell.output_tokens == sum(len(ids) for ids in cell.outputs) > 0
+        assert all(r.prompt_len - r.meta["cached_tokens"] <= 2 for r in cell.requests)
     drafted = {c.method: c.totals.num_proposed_drafts for c in cells if c.concurrency == 4}
     assert drafted["c2t"] != drafted["dyjoint"], "the shared server was switched"
 

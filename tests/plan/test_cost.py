@@ -75,13 +75,32 @@ def test_a_machine_that_got_slower_is_believed_after_a_few_measurements() -> Non
     assert curve(8) == 9.0
 
 
-def test_a_seed_gives_way_to_measurements_and_never_to_another_seed() -> None:
+def test_the_least_of_a_seed_and_a_few_measurements_counts_until_there_are_enough() -> None:
     curve = Curve()
     assert not curve.known
     assert curve(8) == 0.0
-    curve.seed({8: 5.0, 16: 8.0})
+    curve.seed({8: 7.0, 16: 8.0})
+    curve.seed({8: 5.0})
     curve.seed({8: 50.0})
     assert curve.points == {8: 5.0, 16: 8.0}
+    curve.observe(8, 90.0)
+    curve.seed({8: 1.0})
+    assert curve(8) == 5.0, "a pause is no news, and a seed none behind a measurement"
+    curve.observe(8, 4.0)
+    assert curve(8) == 4.0
+    curve.observe(8, 6.0)
+    assert curve(8) == 4.0
+    for _ in range(3):
+        curve.observe(8, 6.0)
+    assert curve(8) == 6.0, "the low quartile of what was measured"
+
+
+def test_a_seed_is_to_be_measured_from_the_start() -> None:
+    curve = Curve()
+    curve.seed({4: 9.0, 8: 5.0})
+    assert curve.stale([4, 8]) == 4
+    curve.observe(4, 3.0)
+    assert curve.stale([4, 8]) == 8
 
 
 def test_a_size_measured_long_ago_is_stale_and_its_next_measurement_is_believed() -> None:

@@ -126,7 +126,7 @@ def test_a_sure_chain_goes_on_and_an_unsure_one_ends() -> None:
     assert rows_only.goes_on(np.full((1, 2), 0.05), server.tiers())
 
 
-def test_it_plans_its_first_step_where_costs_were_measured_before() -> None:
+def test_it_knows_what_its_first_step_costs_where_costs_were_measured_before() -> None:
     """Of layers that nobody has seen it hopes the best, so that it soon sees them."""
     server = MadeUpServer(8)
     planner = Planner(DEPTH, Survival(DEPTH))
@@ -137,7 +137,6 @@ def test_it_plans_its_first_step_where_costs_were_measured_before() -> None:
                 rows=rows, batch=8, layers=DEPTH, verify_ms=verify_ms, draft_ms=draft_ms
             )
     choices, _ = server.serve(planner, 20)
-    assert choices[0].reason == "plan"
     assert "unknown" not in {choice.reason for choice in choices}
     assert max(choice.plan.layers for choice in choices[:5]) == DEPTH
 
@@ -178,6 +177,21 @@ def test_one_request_now_and_then_is_verified_to_its_end_each_in_turn() -> None:
     choices, _ = MadeUpServer(3).serve(planner, 4 * WHOLE_EVERY)
     whole = [choice.whole for choice in choices if choice.whole is not None]
     assert whole == [1, 2, 0, 1]
+
+
+def test_a_young_server_measures_what_was_measured_before_it_served() -> None:
+    """Dummy steps that something disturbed: 24 rows and more looked thrice as dear."""
+    server = MadeUpServer(8, row_ms=0.2)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    for rows in (8, 12, 16, 20, 24, 32, 40, 48):
+        verify_ms = server.cost(np.array([rows]), 8, [1]).item() * (3 if rows >= 24 else 1)
+        planner.cost.observe(
+            rows=rows, batch=8, layers=DEPTH, verify_ms=verify_ms, draft_ms=4 * server.layer_ms
+        )
+    choices, _ = server.serve(planner, 60)
+    assert sum(choice.reason == "explore" for choice in choices) < 30
+    _, rate = server.serve(planner, 100)
+    assert rate >= 0.95 * server.best_rate()
 
 
 def test_outcomes_are_learnt_together_and_none_is_lost() -> None:

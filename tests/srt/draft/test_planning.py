@@ -207,7 +207,7 @@ def test_a_step_that_serves_nobody_teaches_what_it_took_and_nothing_else() -> No
 
     for learn in (False, True):
         planning.rehearse(Plan(3, 7, 2.0, 1.0), step, learn=learn)
-        assert planner.cost.verify.measurements == learn
+        assert planner.cost.verify.known == learn
     assert planner.cost.verify(7) >= 10.0
     assert planner.cost.layer(2) >= 2.0
     assert not planner.cost.rest.known

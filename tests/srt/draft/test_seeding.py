@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_c2t.plan.cost import about
 from sglang_c2t.plan.planner import Planner
 from sglang_c2t.plan.survival import Survival
 from sglang_c2t.plan.tiers import Tiers
@@ -61,7 +62,7 @@ def test_sizes_are_measured_three_times_behind_a_step_that_does_not_count() -> N
     sizes += [30, 32, 36, 40, 48, 52, 56, 60, 64, 72]
     assert worker.steps == [(1, 1)] + [(-(-rows // 5), rows) for rows in sizes for _ in range(3)]
     cost = worker.planning.planner.cost
-    assert cost.verify.measurements == len(sizes) * 3
+    assert set(cost.verify.points) == {about(size) for size in sizes}
     assert set(cost.layer.points) == {*range(1, 17)} - {14}
 
 
