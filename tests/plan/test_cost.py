@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,11 +136,11 @@ def test_a_step_is_its_parts_and_comes_back_from_a_file() -> None:
 
 
 def test_what_every_step_loses_is_no_mishap() -> None:
-    """Verification is as fast as it can be; beside it a step takes what it mostly takes."""
+    """A layer is as fast as it can be; beside it a step takes what it mostly takes."""
     cost = StepCost()
     for ms in (10.0, 11.0, 12.0, 13.0, 90.0):
-        cost.observe(rows=8, batch=4, layers=2, verify_ms=ms, draft_ms=ms, rest_ms=ms)
-    assert (cost.verify(8), cost.layer(4), cost.rest(4)) == (11.0, 11.0, 12.0)
+        cost.observe(rows=8, batch=4, layers=2, verify_ms=10.0, draft_ms=ms, rest_ms=ms)
+    assert (cost.verify(8), cost.layer(4), cost.rest(4)) == (10.0, 11.0, 12.0)
 
 
 def test_a_step_that_served_nobody_says_nothing_of_the_rest() -> None:
@@ -150,45 +151,37 @@ def test_a_step_that_served_nobody_says_nothing_of_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "expected"),
+    ("sizes", "span", "between"),
     [
         (
             range(1, 41),
-            [
-                1,
-                2,
-                3,
-                5,
-                8,
-                14,
-                24,
-                40,
-                4,
-                6,
-                7,
-                9,
-                10,
-                11,
-                12,
-                13,
-                15,
-                16,
-                18,
-                20,
-                22,
-                26,
-                28,
-                30,
-                32,
-                36,
-            ],
+            [1, 2, 3, 5, 8, 14, 24, 40],
+            [4, 6, 7, 9, 10, 11, 12, 13, 15, 16, 18, 20, 22, 26, 28, 30, 32, 36],
         ),
-        ([1, 2, 4, 8, 16, 24], [1, 2, 4, 8, 16, 24]),
-        ([7], [7]),
+        ([1, 2, 4, 8, 16, 24], [1, 2, 4, 8, 16, 24], []),
+        ([7], [7], []),
     ],
 )
-def test_a_few_sizes_that_span_all_come_first(sizes: Sequence[int], expected: list[int]) -> None:
-    assert spread(sizes) == expected
+def test_a_few_sizes_span_all(sizes: Sequence[int], span: list[int], between: list[int]) -> None:
+    assert spread(sizes) == (span, between)
+
+
+def test_a_machine_that_slows_down_changes_no_size_against_another() -> None:
+    """Those in use cost twice as much from some time on, and those that are not used as well."""
+    cost = StepCost()
+    for rows, verify_ms in ((8, 10.0), (16, 12.0), (24, 20.0)):
+        cost.observe(rows=rows, batch=4, layers=2, verify_ms=verify_ms, draft_ms=1.0)
+    quiet = None
+    for step in range(120):
+        slow = 1.0 if step < 40 else 2.0
+        cost.observe(
+            rows=8, batch=4, layers=2, verify_ms=10.0 * slow, draft_ms=slow, rest_ms=3.0 * slow
+        )
+        if step == 39:
+            quiet = cost(np.array([8, 16, 24]), 4, [1, 2, 3])
+    assert quiet is not None
+    assert quiet[0, 0] == pytest.approx(13.0)
+    assert cost(np.array([8, 16, 24]), 4, [1, 2, 3]) == pytest.approx(2 * quiet, rel=0.05)
 
 
 @pytest.mark.parametrize("points", [{"0": 1.0}, {"4": -1.0}, {"4": 1e9}, {"4": float("nan")}])

@@ -54,7 +54,8 @@ def seed_costs(planning: Planning, worker: Any) -> None:
     if known:
         return
     width = worker.speculative_num_draft_tokens
-    sizes = spread(planning.row_counts(worker.target_worker.model_runner.max_running_requests))
+    most = worker.target_worker.model_runner.max_running_requests
+    span, between = spread(planning.row_counts(most))
 
     def step(rows: int, *, learn: bool) -> None:
         requests = -(-rows // width)
@@ -62,22 +63,20 @@ def seed_costs(planning: Planning, worker: Any) -> None:
         plan = Plan(planning.planner.max_depth, rows, float(requests), 1.0)
         planning.rehearse(plan, lambda: worker.forward_batch_generation(batch), learn=learn)
 
-    step(sizes[0], learn=False)  # compiles what a server compiles once
+    step(span[0], learn=False)  # compiles what a server compiles once
     began = time.perf_counter()
-    took, size = 0.0, sizes[0]  # of the last step
-    for rows in sizes:
-        spent = 0.0
-        for turn in range(MEASURED):
-            now = time.perf_counter()
-            # A row more rarely costs more than those before it did.
-            late = now + took * rows / size - began > SECONDS
-            long = turn > 1 and spent > ENOUGH_SECONDS
-            (enough,) = planning.agree([late or long])
-            if enough:
-                break
+    took: dict[int, list[float]] = {}  # seconds of steps, by rows
+    seconds, size = 0.0, span[0]  # of the last
+    # In rounds, because memory that grows with a size makes smaller ones faster afterwards.
+    for rows in [*span * MEASURED, *(rows for rows in between for _ in range(MEASURED))]:
+        mine, now = took.setdefault(rows, []), time.perf_counter()
+        # A row more rarely costs more than those before it did.
+        late = now + (min(mine) if mine else seconds * rows / size) - began > SECONDS
+        (enough,) = planning.agree([late or (len(mine) > 1 and sum(mine) > ENOUGH_SECONDS)])
+        if not enough:
             step(rows, learn=True)
-            took, size = time.perf_counter() - now, rows
-            spent += took
+            seconds, size = time.perf_counter() - now, rows
+            mine.append(seconds)
     curves = planning.planner.cost.state()
     told = {name: {n: round(ms, 2) for n, ms in curve.items()} for name, curve in curves.items()}
     logger.info(

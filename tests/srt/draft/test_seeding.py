@@ -58,11 +58,13 @@ def seeded(row_ms: float, tiers: Tiers | None = None) -> Worker:
 def test_sizes_are_measured_three_times_behind_a_step_that_does_not_count() -> None:
     """First few that span all, then those between, some of which are as good as measured."""
     worker = seeded(0.01)
-    sizes = [1, 2, 3, 7, 12, 23, 43, 80, 4, 5, 6, 8, 9, 10, 11, 13, 14, 15, 16, 18, 20, 22, 26, 28]
-    sizes += [30, 32, 36, 40, 48, 52, 56, 60, 64, 72]
-    assert worker.steps == [(1, 1)] + [(-(-rows // 5), rows) for rows in sizes for _ in range(3)]
+    span = [1, 2, 3, 7, 12, 23, 43, 80]
+    between = [4, 5, 6, 8, 9, 10, 11, 13, 14, 15, 16, 18, 20, 22, 26, 28]
+    between += [30, 32, 36, 40, 48, 52, 56, 60, 64, 72]
+    order = [1, *span * 3, *(rows for rows in between for _ in range(3))]
+    assert worker.steps == [(-(-rows // 5), rows) for rows in order]
     cost = worker.planning.planner.cost
-    assert set(cost.verify.points) == {about(size) for size in sizes}
+    assert set(cost.verify.points) == {about(size) for size in span + between}
     assert set(cost.layer.points) == {*range(1, 17)} - {14}
 
 
@@ -80,7 +82,8 @@ def test_larger_sizes_are_left_out_where_there_is_no_time(monkeypatch: pytest.Mo
     worker = seeded(10.0)
     assert time.perf_counter() - began < 1.0 + 3 * 0.6, "forwards of all sizes take 20 seconds"
     measured = {rows for _, rows in worker.steps}
-    assert {1, 2, 3, 7, 12} <= measured <= {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13}
+    assert {1, 2, 3, 7} <= measured
+    assert not measured & {43, 80}
 
 
 def test_a_size_that_takes_long_is_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
