@@ -26,10 +26,6 @@ SEED = 3
 #: Steps after which a measurement says nothing any more.
 STALE = 400
 
-#: Steps whose median tells the machine's pace: fewer than change a curve, so that it is the pace
-#: that follows when all gets slower.
-PACE_STEPS = 5
-
 #: Sizes in a curve that comes from outside.
 LARGEST = 10_000
 
@@ -91,10 +87,6 @@ class Curve:
         """Whether there is anything to go by."""
         return bool(self._sizes)
 
-    def measured(self, size: int) -> bool:
-        """Whether ``size`` itself was ever measured."""
-        return about(size) in self._measured_at
-
     @property
     def seeded(self) -> bool:
         """Whether some sizes were measured before."""
@@ -143,7 +135,7 @@ class Curve:
         if self._values is None:
             pools: list[tuple[float, list[float], int]] = []  # quantile, measurements, sizes
             for size in self._sizes:
-                measured = self._known_of(size)
+                measured = self._measured(size)
                 pools.append((self._quantile(measured), measured, 1))
                 while len(pools) > 1 and _mistaken(*pools[-2][:2], pools[-1][0]):
                     (_, low, i), (_, high, j) = pools[-2:]
@@ -151,7 +143,7 @@ class Curve:
             self._values = [value for value, _, many in pools for _ in range(many)]
         return self._values
 
-    def _known_of(self, size: int) -> list[float]:
+    def _measured(self, size: int) -> list[float]:
         measured = list(self._samples.get(size, ()))
         if size in self._seeds and len(measured) < SEED:
             return [min([self._seeds[size], *measured])] * SEED
@@ -170,24 +162,18 @@ class Curve:
 
 
 class StepCost:
-    """Milliseconds of a step: pace times verify(T) + draft(B, d) + rest(B).
+    """Milliseconds of a step: verify(T) + draft(B, d) + rest(B).
 
     SGLang drafts the first layer at the end of the step before, in draft extend, so that d layers
     are d - 1 draft forwards. The rest is what the host and draft extend take; it grows with the
     batch. Of it the median is believed: what a step always loses to the machine, a short step loses
     as well as a long one, and a plan that did not know would take too many short ones.
-
-    The pace is that of the machine now, over what it was when the curves were measured: clocks
-    change and neighbours come and go, for everything alike. Without it sizes that were measured
-    in a good hour would look better than those in use.
     """
 
     def __init__(self) -> None:
         self.verify = Curve()
         self.layer = Curve()
         self.rest = Curve(quantile=0.5)
-        self._paces = deque([1.0] * PACE_STEPS, maxlen=PACE_STEPS)
-        self.pace = 1.0
 
     def observe(
         self,
@@ -208,34 +194,26 @@ class StepCost:
             self.verify.seed({rows: verify_ms})
             self.layer.seed(layer)
             return
-        if self.verify.measured(rows):
-            self._paces.append(verify_ms / self.verify(rows))
-            self.pace = sorted(self._paces)[PACE_STEPS // 2]
         for curve in self._curves.values():
             curve.step()
-        self.verify.observe(rows, verify_ms / self.pace)
-        self.rest.observe(batch, rest_ms / self.pace)
+        self.verify.observe(rows, verify_ms)
+        self.rest.observe(batch, rest_ms)
         for requests, milliseconds in layer.items():
-            self.layer.observe(requests, milliseconds / self.pace)
+            self.layer.observe(requests, milliseconds)
 
     def one(self, rows: int, batch: int, layers: int) -> float:
         """Milliseconds of a step."""
-        beside = max(layers - 1, 0) * self.layer(batch) + self.rest(batch)
-        return self.pace * (self.verify(rows) + beside)
+        return self.verify(rows) + max(layers - 1, 0) * self.layer(batch) + self.rest(batch)
 
     def __call__(self, rows: NDArray[np.int64], batch: int, depths: Sequence[int]) -> Array:
         """[d, n] milliseconds of steps with T of ``rows`` [n] behind each of d ``depths``."""
         verify = np.array([self.verify(size) for size in rows.tolist()])
         layer, rest = self.layer(batch), self.rest(batch)
-        beside = np.array([[max(d - 1, 0) * layer + rest] for d in depths])
-        return np.asarray(self.pace * (beside + verify))
+        return np.array([[max(d - 1, 0) * layer + rest] for d in depths]) + verify
 
     def state(self) -> dict[str, Any]:
-        """The curves' points at the machine's pace, for JSON."""
-        return {
-            name: {size: ms * self.pace for size, ms in curve.points.items()}
-            for name, curve in self._curves.items()
-        }
+        """The curves' points, for JSON."""
+        return {name: curve.points for name, curve in self._curves.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Seed the curves; ValueError for what are no points of them."""

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,24 +163,6 @@ def test_a_step_that_served_nobody_says_nothing_of_the_rest() -> None:
 )
 def test_a_few_sizes_span_all(sizes: Sequence[int], span: list[int], between: list[int]) -> None:
     assert spread(sizes) == (span, between)
-
-
-def test_a_machine_that_slows_down_changes_no_size_against_another() -> None:
-    """Those in use cost twice as much from some time on, and those that are not used as well."""
-    cost = StepCost()
-    for rows, verify_ms in ((8, 10.0), (16, 12.0), (24, 20.0)):
-        cost.observe(rows=rows, batch=4, layers=2, verify_ms=verify_ms, draft_ms=1.0)
-    quiet = None
-    for step in range(120):
-        slow = 1.0 if step < 40 else 2.0
-        cost.observe(
-            rows=8, batch=4, layers=2, verify_ms=10.0 * slow, draft_ms=slow, rest_ms=3.0 * slow
-        )
-        if step == 39:
-            quiet = cost(np.array([8, 16, 24]), 4, [1, 2, 3])
-    assert quiet is not None
-    assert quiet[0, 0] == pytest.approx(13.0)
-    assert cost(np.array([8, 16, 24]), 4, [1, 2, 3]) == pytest.approx(2 * quiet, rel=0.05)
 
 
 @pytest.mark.parametrize("points", [{"0": 1.0}, {"4": -1.0}, {"4": 1e9}, {"4": float("nan")}])
