@@ -113,7 +113,9 @@ def _environment(config: BenchConfig, method: MethodConfig, folder: Path) -> dic
     """What differs from :func:`eval.server.running`'s environment, which is fit for a CPU."""
     env = gpu_environment() if config.server.device == "cuda" else {}
     if measuring := config.server.plugins:
-        ours = ("c2t",) if method.gated or method.plugin_off else ()
+        # On a CPU no server starts without what the plugin stands in for.
+        needed = method.gated or method.plugin_off or config.server.device == "cpu"
+        ours = ("c2t",) if needed else ()
         env |= plugins.environment(folder / PLUGINS, (*ours, *measuring))
     if config.replay is not None:
         env |= Replay(config).settings(gated=method.gated).to_env()
