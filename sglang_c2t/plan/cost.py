@@ -87,6 +87,10 @@ class Curve:
         """Whether there is anything to go by."""
         return bool(self._sizes)
 
+    def measured(self, size: int) -> bool:
+        """Whether this size was measured while serving, not too long ago."""
+        return self._steps - self._measured_at.get(about(size), -STALE - 1) <= STALE
+
     @property
     def seeded(self) -> bool:
         """Whether some sizes were measured before."""
@@ -168,12 +172,16 @@ class StepCost:
     are d - 1 draft forwards. The rest is what the host and draft extend take; it grows with the
     batch. Of it the median is believed: what a step always loses to the machine, a short step loses
     as well as a long one, and a plan that did not know would take too many short ones.
+
+    Plain steps, in which no gate looks at any draft, have layers and a rest of their own.
     """
 
     def __init__(self) -> None:
         self.verify = Curve()
         self.layer = Curve()
         self.rest = Curve(quantile=0.5)
+        self.plain_layer = Curve()
+        self.plain_rest = Curve(quantile=0.5)
 
     def observe(
         self,
@@ -184,6 +192,7 @@ class StepCost:
         verify_ms: float,
         draft_ms: float,
         rest_ms: float | None = None,
+        plain: bool = False,
     ) -> None:
         """A step: ``rows`` T forwarded for ``batch`` B requests behind ``layers`` d of drafts.
 
@@ -197,13 +206,17 @@ class StepCost:
         for curve in self._curves.values():
             curve.step()
         self.verify.observe(rows, verify_ms)
-        self.rest.observe(batch, rest_ms)
+        layers_of, rest = self._beside(plain)
+        rest.observe(batch, rest_ms)
         for requests, milliseconds in layer.items():
-            self.layer.observe(requests, milliseconds)
+            layers_of.observe(requests, milliseconds)
 
-    def one(self, rows: int, batch: int, layers: int) -> float:
-        """Milliseconds of a step."""
-        return self.verify(rows) + max(layers - 1, 0) * self.layer(batch) + self.rest(batch)
+    def one(self, rows: int, batch: int, layers: int, *, plain: bool = False) -> float:
+        """Milliseconds of a step. A plain one that nobody has seen costs what others do."""
+        layer, rest = self._beside(plain)
+        layer = layer if layer.known else self.layer
+        rest = rest if rest.known else self.rest
+        return self.verify(rows) + max(layers - 1, 0) * layer(batch) + rest(batch)
 
     def __call__(self, rows: NDArray[np.int64], batch: int, depths: Sequence[int]) -> Array:
         """[d, n] milliseconds of steps with T of ``rows`` [n] behind each of d ``depths``."""
@@ -218,16 +231,22 @@ class StepCost:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Seed the curves; ValueError for what are no points of them."""
         for name, curve in self._curves.items():
-            points = {int(size): float(ms) for size, ms in dict(state[name]).items()}
+            told = state.get(name, {}) if name.startswith("plain") else state[name]
+            points = {int(size): float(ms) for size, ms in dict(told).items()}
             if len(points) > LARGEST:
                 raise ValueError(f"{name} holds {len(points)} sizes, of {LARGEST} at most")
             if not all(size > 0 and 0 <= ms < 1e6 for size, ms in points.items()):
                 raise ValueError(f"{name} holds what are no sizes and milliseconds")
             curve.seed(points)
 
+    def _beside(self, plain: bool) -> tuple[Curve, Curve]:
+        """A layer and the rest."""
+        return (self.plain_layer, self.plain_rest) if plain else (self.layer, self.rest)
+
     @property
     def _curves(self) -> dict[str, Curve]:
-        return {"verify": self.verify, "layer": self.layer, "rest": self.rest}
+        names = "verify", "layer", "rest", "plain_layer", "plain_rest"
+        return {name: getattr(self, name) for name in names}
 
 
 def about(size: int) -> int:

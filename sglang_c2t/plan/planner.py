@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sglang_c2t.plan.cost import StepCost
+from sglang_c2t.plan.cost import StepCost, about
 from sglang_c2t.plan.forecast import Continuations, Forecast
 from sglang_c2t.plan.plan import Plan, best_of, best_of_each_depth, best_plan
 from sglang_c2t.plan.survival import Array, Numbers
@@ -51,6 +51,20 @@ ENOUGH = 5
 LEARN_SHARE = 0.1
 LEARN_EVERY = 16
 
+#: Plain steps behind one that was planned, where planning costs more than it brings. That one
+#: keeps learning, and is looked at for whether it still holds.
+PLAIN_RUN = 8
+
+#: Plain steps that are tried to learn what they cost.
+PLAIN_TRIAL = 3
+
+#: Planned steps with a batch before plain ones are compared with them, which then say less of what
+#: survives.
+PLANNED_BEFORE = 16
+
+#: First drafts that stand for the traffic.
+TYPICAL = 128
+
 #: Edges of the predicted survivals over which reliability is told.
 RELIABILITY_BINS = 10
 
@@ -80,7 +94,9 @@ class Choice(NamedTuple):
     plan: Plan
 
     reason: str
-    """``plan``; ``unknown``: costs are not known yet; ``explore``: to see layers."""
+    """``plan``; ``unknown``: costs are not known yet; ``explore``: to see layers; ``plain``: every
+    draft alike, and no gate looks at any.
+    """
 
     whole: int | None = None
     """Of B, the request whose draft is verified to its end, to learn from it."""
@@ -107,6 +123,8 @@ class Planner:
         self._continuations = self._nothing_seen()
         self._forecast = Forecast(self._continuations, self.survivals)
         self._depths = [max_depth] if all_layers else list(range(1, max_depth + 1))
+        self._all_layers = all_layers
+        self._plain = _PlainSteps()
         self._steps = 0
         self._spent = 0.0  # milliseconds of all steps
         self._lost = 0.0  # milliseconds, by steps made to learn
@@ -126,6 +144,8 @@ class Planner:
         batch: int,
         tiers: Sequence[int],
         depths: Sequence[int] | None = None,
+        *,
+        plain: bool = False,
     ) -> Choice:
         """How deep to draft, and about how many rows to verify.
 
@@ -135,12 +155,17 @@ class Planner:
             batch: B.
             tiers: Numbers of rows to choose from, rising; the last holds whole drafts of all B.
             depths: Numbers of layers that can be drafted; ``None``: any up to D.
+            plain: Whether the step may be one without a gate.
         """
         self._steps += 1
+        if plain and (again := self._plain.next(batch)) is not None:
+            return Choice(again, "plain")
         whole = (self._steps // WHOLE_EVERY) % batch if self._steps % WHOLE_EVERY == 0 else None
         depths = [d for d in self._depths if depths is None or d in depths]
         if self._unknown:
             return Choice(self._everything(batch), "unknown", whole)
+        if plain and not self._all_layers:
+            self._plain_steps_to_come(first, batch)
         plans = self._plans(first[:, None], batch, depths, tiers)
         plan = best_of(plans)
         # Layers that are not drafted may have got better, and rows that are not verified cheaper.
@@ -191,7 +216,9 @@ class Planner:
             rows = min(self._measures, most)
             return Plan(layers, rows, float(batch), self.cost.one(rows, batch, layers))
         survival = self.survivals(confidences)
-        return best_plan(survival, batch, self.cost, depths=[layers], tiers=tiers)
+        plan = best_plan(survival, batch, self.cost, depths=[layers], tiers=tiers)
+        self._plain.planned(batch, plan)
+        return plan
 
     def full_rows(self, layers: int) -> int:
         """Rows of a whole draft of d ``layers``, root included."""
@@ -228,16 +255,19 @@ class Planner:
         verify_ms: float,
         draft_ms: float,
         step_ms: float,
+        plain: bool = False,
     ) -> None:
         """Learn from what a step took: ``rows`` T were forwarded as its ``choice`` asked for."""
         parts = {"verify_ms": verify_ms, "draft_ms": draft_ms}
         rest = max(step_ms - verify_ms - draft_ms, 0.0)
         if self.cost.rest.known:
-            predicted = self.cost.one(rows, batch, choice.layers)
+            predicted = self.cost.one(rows, batch, choice.layers, plain=plain)
             self._errors.append(predicted / step_ms)
             self.predicted_ms += predicted
             self.measured_ms += step_ms
-        self.cost.observe(rows=rows, batch=batch, layers=choice.layers, rest_ms=rest, **parts)
+        self.cost.observe(
+            rows=rows, batch=batch, layers=choice.layers, rest_ms=rest, plain=plain, **parts
+        )
         self._spent += step_ms
 
     @property
@@ -294,6 +324,7 @@ class Planner:
         self.survival.reset()
         self._continuations = self._nothing_seen()
         self._forecast = Forecast(self._continuations, self.survivals)
+        self._plain = _PlainSteps()
         self.reliability[:] = 0.0
 
     @property
@@ -324,6 +355,30 @@ class Planner:
             return False
         self._credit -= lost
         return True
+
+    def _plain_steps_to_come(self, first: Array, batch: int) -> None:
+        """Decide whether the steps behind this one are plain, for drafts that begin as ``first``
+        [S] and those before them did.
+        """
+        typical = self._plain.typical(first)
+        planned = self._plain.rate(batch)
+        if planned is None:
+            return
+        survival = self._forecast(typical[:, None], self.samples).mean(axis=0)
+        tokens = batch * np.cumsum(np.concatenate(([1.0], survival)))
+        plans = []
+        for drafts, expected in enumerate(tokens.tolist()):
+            # The first layer comes with the step before.
+            layers, rows = max(drafts, 1), batch * (1 + drafts)
+            ms = self.cost.one(rows, batch, layers, plain=True)
+            plans.append(Plan(layers, rows, expected, ms))
+        best = best_of(plans)
+        if best.rate > planned:
+            self._plain.begin(batch, best, PLAIN_RUN)
+        elif not self.cost.plain_rest.measured(batch):
+            stands = Plan(best.layers, best.rows, planned * best.milliseconds, best.milliseconds)
+            if self._affordable(best, stands):
+                self._plain.begin(batch, best, PLAIN_TRIAL)
 
     def _plans(
         self, known: Array, batch: int, depths: Sequence[int], tiers: Sequence[int]
@@ -365,6 +420,49 @@ class Planner:
         bins = np.minimum((predicted * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
         for kind, weights in enumerate((np.ones(len(predicted)), predicted, survived)):
             np.add.at(self.reliability[:, kind], (depth - 1, bins), weights)
+
+
+class _PlainSteps:
+    """Steps without a gate, and what they are compared with."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._plan = Plan(1, 1, 1.0, 1.0)
+        self._batch = 0  # that the plan was made for
+        self._planned: dict[int, tuple[int, float, float]] = {}  # steps, tokens, ms, by batch
+        self._firsts = np.zeros(0)
+
+    def begin(self, batch: int, plan: Plan, steps: int) -> None:
+        """So many steps are plain from now on, as long as the batch stays about as large."""
+        self._left, self._plan, self._batch = steps, plan, batch
+
+    def next(self, batch: int) -> Plan | None:
+        """The plan of the next step, if it is plain."""
+        if self._left == 0:
+            return None
+        if about(batch) != about(self._batch):
+            self._left = 0
+            return None
+        self._left -= 1
+        return self._plan._replace(rows=self._plan.rows // self._batch * batch)
+
+    def planned(self, batch: int, plan: Plan) -> None:
+        """A step that was planned."""
+        steps, tokens, ms = self._planned.get(about(batch), (0, 0.0, 0.0))
+        kept = 1.0 - 1.0 / TYPICAL
+        self._planned[about(batch)] = (
+            steps + 1, kept * tokens + plan.tokens, kept * ms + plan.milliseconds
+        )  # fmt: skip
+
+    def rate(self, batch: int) -> float | None:
+        """Tokens a millisecond of planned steps; ``None``: there were too few."""
+        steps, tokens, ms = self._planned.get(about(batch), (0, 0.0, 1.0))
+        return tokens / ms if steps >= PLANNED_BEFORE else None
+
+    def typical(self, first: Array) -> Array:
+        """Confidences of first drafts, ``first`` [S] among them."""
+        self._firsts = np.concatenate((self._firsts, first))[-TYPICAL:]
+        return self._firsts
 
 
 def _lost(other: Plan, plan: Plan) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from sglang_c2t.plan.plan import best_plan
+from sglang_c2t.plan.plan import Plan, best_plan
 from sglang_c2t.plan.planner import EXPLORE_EVERY, LEARN_EVERY, WHOLE_EVERY, Choice, Planner
 from sglang_c2t.plan.survival import OneSlope, Survival
 
@@ -33,6 +33,9 @@ class MadeUpServer:
     looks: bool = False
     """Asks behind each layer whether to go on."""
 
+    gate_ms: float | None = None
+    """Of a step that asks the gate; ``None``: all do."""
+
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def chains(self, batch: int) -> np.ndarray:
@@ -52,7 +55,16 @@ class MadeUpServer:
         choices, tokens, spent = [], 0.0, 0.0
         for _ in range(steps):
             chains = self.chains(self.batch)
-            choice = planner.choose(chains[:, 0], self.batch, self.tiers())
+            choice = planner.choose(
+                chains[:, 0], self.batch, self.tiers(), plain=self.gate_ms is not None
+            )
+            lives = self.rng.uniform(size=(self.batch, 1)) < chains**self.power
+            if choice.reason == "plain":
+                correct = np.minimum(lives.sum(axis=1), choice.plan.rows // self.batch - 1)
+                spent += self.take(planner, choice.plan)
+                tokens += self.batch + correct.sum()
+                choices.append(choice)
+                continue
             drafted = chains[:, : choice.plan.layers]
             if self.looks and choice.reason == "plan" and choice.plan.layers > 1:
                 layers = 2
@@ -61,19 +73,23 @@ class MadeUpServer:
                 drafted = chains[:, :layers]
             plan = planner.settle(drafted, self.tiers())
             drafts = self.kept(planner, drafted, plan.rows - self.batch)
-            lives = self.rng.uniform(size=(self.batch, 1)) < chains**self.power
             correct = np.minimum(lives.sum(axis=1), drafts)
             planner.learn_drafts(drafted, drafts, correct)
-            draft_ms = self.layer_ms * (plan.layers - 1)
-            verify_ms = self.floor_ms + self.row_ms * plan.rows + self.pause_ms
-            planner.learn_time(
-                plan, rows=plan.rows, batch=self.batch, verify_ms=verify_ms, draft_ms=draft_ms,
-                step_ms=verify_ms + draft_ms,
-            )  # fmt: skip
+            spent += self.take(planner, plan, self.gate_ms or 0.0)
             tokens += self.batch + correct.sum()
-            spent += verify_ms + draft_ms
             choices.append(choice)
         return choices, tokens / spent
+
+    def take(self, planner: Planner, plan: Plan, gate_ms: float | None = None) -> float:
+        """Milliseconds of a step, told to the planner; a plain one without ``gate_ms``."""
+        draft_ms = self.layer_ms * (plan.layers - 1)
+        verify_ms = self.floor_ms + self.row_ms * plan.rows + self.pause_ms
+        took = verify_ms + draft_ms + (gate_ms or 0.0)
+        planner.learn_time(
+            plan, rows=plan.rows, batch=self.batch, verify_ms=verify_ms, draft_ms=draft_ms,
+            step_ms=took, plain=gate_ms is None,
+        )  # fmt: skip
+        return took
 
     def kept(self, planner: Planner, drafted: np.ndarray, drafts: int) -> np.ndarray:
         """[B]: drafts of each request among the best."""
@@ -124,6 +140,56 @@ def test_a_sure_chain_goes_on_and_an_unsure_one_ends() -> None:
     assert not planner.goes_on(np.full((1, 2), 0.05), server.tiers())
     rows_only = Planner(DEPTH, Survival(DEPTH), all_layers=True)
     assert rows_only.goes_on(np.full((1, 2), 0.05), server.tiers())
+
+
+def uniform_rate(server: MadeUpServer) -> float:
+    """Oracle: of the best fixed number of drafts, without a gate."""
+    survival = server.chains(4000) ** server.power
+    rates = []
+    for drafts in range(1, DEPTH + 1):
+        tokens = server.batch * (1 + survival[:, :drafts].mean(axis=0).sum())
+        rows = np.array([server.batch * (1 + drafts)])
+        rates.append(tokens / server.cost(rows, server.batch, [drafts]).item())
+    return max(rates)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 32])
+def test_where_planning_costs_more_than_it_brings_most_steps_are_plain(batch: int) -> None:
+    server = MadeUpServer(batch, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    server.serve(planner, 500)
+    choices, rate = server.serve(planner, 3000)
+    assert np.mean([choice.reason == "plain" for choice in choices]) > 0.8
+    assert rate >= 0.94 * uniform_rate(server), "one step of nine is planned, a quarter longer"
+
+
+def test_where_planning_costs_nothing_steps_are_planned() -> None:
+    """Plain ones are tried now and then, for half a percent of the time."""
+    server = MadeUpServer(8, row_ms=3.0, gate_ms=0.0)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    server.serve(planner, 500)
+    choices, rate = server.serve(planner, 3000)
+    assert np.mean([choice.reason == "plain" for choice in choices]) < 0.02
+    assert rate >= 0.95 * server.best_rate()
+
+
+def test_plain_steps_end_where_the_batch_changes_and_are_not_for_those_who_may_not() -> None:
+    server = MadeUpServer(4, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    server.serve(planner, 500)
+    for _ in range(20):
+        chains = server.chains(9)[:, 0]
+        if planner.choose(chains[:4], 4, server.tiers(), plain=True).reason != "plain":
+            break
+    assert planner.choose(chains[:4], 4, server.tiers(), plain=True).reason == "plain"
+    assert planner.choose(chains, 9, [*range(9, 55)], plain=True).reason != "plain"
+    assert planner.choose(chains[:4], 4, server.tiers(), plain=False).reason != "plain"
+
+
+def test_vllms_rule_has_no_plain_steps() -> None:
+    server = MadeUpServer(4, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
+    choices, _ = server.serve(Planner(DEPTH, OneSlope(DEPTH), all_layers=True), 300)
+    assert "plain" not in {choice.reason for choice in choices}
 
 
 def test_it_knows_what_its_first_step_costs_where_costs_were_measured_before() -> None:

@@ -73,7 +73,9 @@ class ChainDraftMixin(DraftWatcher):
         if planning is None:
             steps = self._steps_for(batch)
         else:
-            steps, self._whole = self._begin_planned(batch, planning)
+            # A graph has the gate in it, so that a plain step would save nothing.
+            eager = self.cuda_graph_runner is None
+            steps, self._whole = self._begin_planned(batch, planning, plain=eager)
             if planning.looks and steps > 1:
                 steps = self._all_steps  # or until it pays no more
         self.drafted_rows = steps + 1
@@ -105,8 +107,12 @@ class ChainDraftMixin(DraftWatcher):
 
     def _planned(self, verify_input: Any, batch: Any, planning: Planning) -> ChainVerifyInput:
         """Chains cut where the plan's rows are spent."""
-        lens, total = planning.settle(self.drafted_rows - 1, self._whole)
-        lens, width = self.gate.finalize(lens), verify_input.draft_token_num
+        width = verify_input.draft_token_num
+        if planning.plain:
+            lens, total = planning.alike()
+        else:
+            lens, total = planning.settle(self.drafted_rows - 1, self._whole)
+            lens = self.gate.finalize(lens)
         if total < len(lens) * width:
             packing = Packing(lens, width, total=total)
         else:
@@ -117,6 +123,16 @@ class ChainDraftMixin(DraftWatcher):
         """SGLang's draft loop, with the gate asked after each layer."""
         if forward_batch.forward_mode.is_idle():
             return super().draft_forward(forward_batch)
+        if self.planning is not None and self.planning.plain:
+            with self._watching(self._plain_layer):
+                parents, scores, tokens, probs = super().draft_forward(forward_batch)
+        else:
+            parents, scores, tokens, probs = self._gated_forward(forward_batch)
+        # Layers that were not drafted lie behind every cut.
+        tokens = torch.nn.functional.pad(tokens, (0, self._all_steps - tokens.shape[1]))
+        return parents, scores, tokens, probs
+
+    def _gated_forward(self, forward_batch: Any) -> Any:
         with GATE_CLOCK:
             self.gate.begin(forward_batch.req_pool_indices)
         steps = self.speculative_num_steps
@@ -124,14 +140,12 @@ class ChainDraftMixin(DraftWatcher):
             self._watching(self._draft_layer),
             attach.swapped(self, "speculative_num_steps", steps),
         ):
-            parents, scores, tokens, probs = super().draft_forward(forward_batch)
+            drafted = super().draft_forward(forward_batch)
         if self.planning is not None and self.gate.program is not None:
             self.planning.drafted(self.gate.confidences)
             self.drafted_rows = self.gate.depth + 1
         self._lens[: len(forward_batch.req_pool_indices)] = self.gate.verify_lens
-        # Layers that were not drafted lie behind every cut.
-        tokens = torch.nn.functional.pad(tokens, (0, self._all_steps - tokens.shape[1]))
-        return parents, scores, tokens, probs
+        return drafted
 
     def _draft_extend_for_decode(
         self, batch: Any, batch_result: Any, *args: Any, **kwargs: Any
@@ -210,6 +224,11 @@ class ChainDraftMixin(DraftWatcher):
             attach.swapped(eagle_worker_v2, "build_eagle_verify_input", build_all),
         ):
             yield
+
+    def _plain_layer(self, _forward_batch: Any, run: Callable[[], Any]) -> Any:
+        assert self.planning is not None
+        self.planning.layers_begin()
+        return run()
 
     def _draft_layer(self, forward_batch: Any, run: Callable[[], Any]) -> Any:
         # Reads the host once per layer: free on a CPU; on a GPU one wait for a tiny

@@ -46,7 +46,7 @@ REFRESH_EVERY = 16
 LONGEST_LAG = 16
 
 #: Why a step does what it does, numbered alike on all ranks.
-REASONS = ("plan", "unknown", "explore", "rehearsed")
+REASONS = ("plan", "unknown", "explore", "rehearsed", "plain")
 
 
 class Mark:
@@ -149,8 +149,10 @@ class Planning:
             for chosen in (None, whole):
                 rows_within(self._survivals[:batch], 0, chosen)
 
-    def begin(self, batch: int, first: Callable[[], FirstLayer]) -> Choice:
-        """Layers to draft in this step; ``first`` gives what is known of its first drafts."""
+    def begin(self, batch: int, first: Callable[[], FirstLayer], *, plain: bool = False) -> Choice:
+        """Layers to draft in this step; ``first`` gives what is known of its first drafts, and
+        ``plain`` says whether it may do without a gate.
+        """
         start = Mark(self._on_cuda)
         start.set()
         if self._step is not None:
@@ -159,7 +161,7 @@ class Planning:
         if not self._on_cuda:
             self._known_first = self._first(first())
         choice = self._rehearsed or self.planner.choose(
-            self._known_first, batch, self._rows(batch), self.depths
+            self._known_first, batch, self._rows(batch), self.depths, plain=plain
         )
         plan, whole = choice.plan, -1 if choice.whole is None else choice.whole
         reason, layers, rows, whole = self.agree(
@@ -199,6 +201,11 @@ class Planning:
         where the host sees it for nothing, unless layers are drafted to be learnt from.
         """
         return not self._on_cuda and self._step is not None and self._step.choice.reason == "plan"
+
+    @property
+    def plain(self) -> bool:
+        """Whether the step in progress verifies every draft alike, and asks no gate."""
+        return self._step is not None and self._step.choice.reason == "plain"
 
     def rehearse(self, plan: Plan, run: Callable[[], object], *, learn: bool) -> None:
         """Have ``run()`` make a step of ``plan`` that serves nobody. What its drafts became means
@@ -250,6 +257,12 @@ class Planning:
         )
         lens = rows_within(self._survivals[:batch], drafts, mask, layers=layers)
         return lens, total
+
+    def alike(self) -> tuple[Tensor, int]:
+        """What :meth:`settle` gives, of a plain step."""
+        batch, rows = self._now.batch, self._now.plan.rows
+        each = torch.full((batch,), rows // batch, dtype=torch.int32, device=self._survivals.device)
+        return each, rows
 
     @property
     def _now(self) -> _Step:
@@ -312,6 +325,8 @@ class Planning:
 
     def verified(self, verify_input: PackedVerifyInput, accept_lens: Tensor) -> None:
         """The outcome of a step: ``accept_lens`` [B] tokens accepted, bonus included."""
+        if self.plain:  # nobody has said how sure its drafts were
+            return
         num_rows, layers = verify_input.num_rows, self._now.plan.layers
         parts = (
             self._confidences[: len(num_rows), :layers],
@@ -346,7 +361,12 @@ class Planning:
     def _learn_time(self, step: _Step, end: Mark) -> None:
         if not step.verify:
             return
-        self.planner.learn_time(step.plan, step_ms=step.start.until(end), **step.times())
+        self.planner.learn_time(
+            step.plan,
+            step_ms=step.start.until(end),
+            plain=step.choice.reason == "plain",
+            **step.times(),
+        )
 
     def row_counts(self, most_requests: int) -> Sequence[int]:
         """Row counts that verifications of up to ``most_requests`` may have, rising."""

@@ -158,12 +158,18 @@ class DraftWatcher(EagleDraftWorker):
         if self.planning is not None:
             self.planning.interrupted()
 
-    def _begin_planned(self, batch: Any, planning: Planning) -> tuple[int, list[int]]:
-        """Layers that a step drafts as planned, and who of its requests wants all verified."""
+    def _begin_planned(
+        self, batch: Any, planning: Planning, *, plain: bool = False
+    ) -> tuple[int, list[int]]:
+        """Layers that a step drafts as planned, and who of its requests wants all verified.
+
+        ``plain``: it may do without a gate, unless somebody wants that.
+        """
         slots = batch.req_pool_indices
-        choice = planning.begin(len(slots), lambda: self.gate.first_tokens.judged(slots))
         out = map(opts_out, batch.reqs) if self.gate.opt_outs.any else ()
         whole = [request for request, opted in enumerate(out) if opted]
+        first = lambda: self.gate.first_tokens.judged(slots)  # noqa: E731 - hardly ever asked twice
+        choice = planning.begin(len(slots), first, plain=plain and not whole)
         return self.speculative_num_steps if whole else choice.plan.layers, whole
 
     def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> None:

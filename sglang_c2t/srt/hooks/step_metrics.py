@@ -117,7 +117,7 @@ class Series:
         plans = Counter("c2t:plans", "Steps that a planner planned, by why.", (*names, "reason"))
         self.plans = {
             reason: plans.labels(**labels, reason=reason)
-            for reason in ("plan", "unknown", "explore")
+            for reason in ("plan", "plain", "unknown", "explore")
         }
         self.planned_layers = counter("planned_layers", "Draft layers of planned steps.")
         self.predicted = counter("predicted_step_seconds", "What planned steps should have taken.")

@@ -164,7 +164,7 @@ def test_a_planned_step_on_a_cpu_ends_behind_the_layer_that_was_enough(
     planner = Planner(STEPS, Survival(STEPS))
     planned = steps if reason == "explore" else min(steps, 2)
     plan = Plan(planned, BATCH * (STEPS + 1), 1.0, 1.0)
-    planner.choose = lambda *_: Choice(plan, reason)  # type: ignore[method-assign]
+    planner.choose = lambda *_, **__: Choice(plan, reason)  # type: ignore[method-assign]
     planner.goes_on = lambda seen, _: seen.shape[1] < steps  # type: ignore[method-assign]
     policy = build_policy(C2TConfig(policy="auto"))
     worker.gate = ChainGate(policy, num_slots=8, device="cpu")
@@ -176,6 +176,30 @@ def test_a_planned_step_on_a_cpu_ends_behind_the_layer_that_was_enough(
     assert verify_input.draft_token.tolist() == [0, *[7] * steps, *[0] * (STEPS - steps)] * BATCH
     assert worker.drafted_rows == steps + 1
     assert worker.speculative_num_steps == verify_input.spec_steps == STEPS
+
+
+@pytest.mark.parametrize("steps", [1, 3, 6])
+def test_a_plain_step_asks_no_gate_and_verifies_all_it_drafts(worker: Any, steps: int) -> None:
+    planner = Planner(STEPS, Survival(STEPS))
+    asked: list[bool] = []
+    plan = Plan(steps, BATCH * (steps + 1), 1.0, 1.0)
+
+    def choose(*_: Any, plain: bool) -> Choice:
+        asked.append(plain)
+        return Choice(plan, "plain")
+
+    planner.choose = choose  # type: ignore[method-assign]
+    worker.gate = ChainGate(build_policy(C2TConfig(policy="auto")), num_slots=8, device="cpu")
+    worker.gate.observe = None  # must not be called
+    worker.gate.planned, worker.cuda_graph_runner = True, None
+    worker.planning = Planning(planner, tiers=lambda: None, width=STEPS + 1, slots=8, device="cpu")
+    worker.layers_run = 0
+    verify_input = worker.draft(batch())
+    assert asked == [True]
+    assert worker.layers_run == steps - 1
+    assert verify_input.draft_token.tolist() == [0, *[7] * steps, *[0] * (STEPS - steps)] * BATCH
+    assert verify_input.num_rows.tolist() == [steps + 1] * BATCH
+    assert worker.drafted_rows == steps + 1
 
 
 def test_lengths_of_a_step_outlive_the_next_step(worker: Any) -> None:

@@ -36,7 +36,9 @@ class Scripted(Planner):
         self.drafts: list[tuple[Any, ...]] = []
         self.times: list[dict[str, float]] = []
 
-    def choose(self, first: Any, batch: int, tiers: Any, depths: Any = None) -> Choice:
+    def choose(
+        self, first: Any, batch: int, tiers: Any, depths: Any = None, *, plain: bool = False
+    ) -> Choice:
         self.first, self.rows_to_choose = first.tolist(), list(tiers)
         return Choice(self.plan, self.reason, self.whole)
 
@@ -105,7 +107,7 @@ def test_the_best_drafts_get_the_rows_and_who_wants_all_gets_all(
         assert survival[taken].min() >= survival[~taken].max() - 1e-6
 
 
-@pytest.mark.parametrize("reason", ["plan", "explore", "unknown"])
+@pytest.mark.parametrize("reason", ["plan", "explore", "unknown", "plain"])
 def test_ranks_follow_the_first_in_all_that_decides_what_is_forwarded(reason: str) -> None:
     said: list[list[int]] = []
     first_rank, other = Scripted(layers=3, rows=7, whole=1), Scripted(layers=1, rows=2)
@@ -117,6 +119,22 @@ def test_ranks_follow_the_first_in_all_that_decides_what_is_forwarded(reason: st
     assert choices[0] == choices[1]._replace(plan=choices[0].plan)
     assert choices[0].plan[:2] == choices[1].plan[:2] == (3, 7)
     assert plannings[0].looks == plannings[1].looks == (reason == "plan")
+    assert plannings[0].plain == plannings[1].plain == (reason == "plain")
+
+
+def test_of_a_plain_step_only_its_time_is_learnt() -> None:
+    """Nobody said how sure its drafts were; its rows are shared alike."""
+    planner = Scripted(layers=2, rows=6)
+    planner.reason = "plain"
+    planning = planning_of(planner)
+    for _ in range(3):
+        planning.begin(2, first(0.5, 0.5))
+        lens, total = planning.alike()
+        assert (lens.tolist(), total) == ([3, 3], 6)
+        verify(planning, 6)
+        planning.verified(verified_rows(3, 3), torch.tensor([1, 2]))
+    assert planner.drafts == []
+    assert [told["plain"] for told in planner.times] == [True, True]
 
 
 def test_a_step_is_timed_from_its_start_to_the_next_one() -> None:
