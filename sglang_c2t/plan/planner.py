@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sglang_c2t.plan.cost import StepCost, about
+from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.forecast import Continuations, Forecast
+from sglang_c2t.plan.plain import RUN, TRIAL, PlainSteps, best_alike
 from sglang_c2t.plan.plan import Plan, best_of, best_of_each_depth, best_plan
 from sglang_c2t.plan.survival import Array, Numbers
 
@@ -50,20 +52,6 @@ ENOUGH = 5
 #: costs the host as much as sixteen do.
 LEARN_SHARE = 0.1
 LEARN_EVERY = 16
-
-#: Plain steps behind one that was planned, where planning costs more than it brings. That one
-#: keeps learning, and is looked at for whether it still holds.
-PLAIN_RUN = 8
-
-#: Plain steps that are tried to learn what they cost.
-PLAIN_TRIAL = 3
-
-#: Planned steps with a batch before plain ones are compared with them, which then say less of what
-#: survives.
-PLANNED_BEFORE = 16
-
-#: First drafts that stand for the traffic.
-TYPICAL = 128
 
 #: Edges of the predicted survivals over which reliability is told.
 RELIABILITY_BINS = 10
@@ -124,7 +112,9 @@ class Planner:
         self._forecast = Forecast(self._continuations, self.survivals)
         self._depths = [max_depth] if all_layers else list(range(1, max_depth + 1))
         self._all_layers = all_layers
-        self._plain = _PlainSteps()
+        self._plain = PlainSteps()
+        self._as_planned = False
+        """Whether the step in progress is one by which planned steps are known."""
         self._steps = 0
         self._spent = 0.0  # milliseconds of all steps
         self._lost = 0.0  # milliseconds, by steps made to learn
@@ -158,6 +148,7 @@ class Planner:
             plain: Whether the step may be one without a gate.
         """
         self._steps += 1
+        self._as_planned = False
         if plain and (again := self._plain.next(batch)) is not None:
             return Choice(again, "plain")
         whole = (self._steps // WHOLE_EVERY) % batch if self._steps % WHOLE_EVERY == 0 else None
@@ -192,6 +183,7 @@ class Planner:
                 if other is plans[-1]:
                     self._drafted_all_at = self._steps
                 return Choice(other, "explore", whole)
+        self._as_planned = whole is None
         return Choice(plan, "plan", whole)
 
     def goes_on(self, confidences: Array, tiers: Sequence[int]) -> bool:
@@ -217,7 +209,8 @@ class Planner:
             return Plan(layers, rows, float(batch), self.cost.one(rows, batch, layers))
         survival = self.survivals(confidences)
         plan = best_plan(survival, batch, self.cost, depths=[layers], tiers=tiers)
-        self._plain.planned(batch, plan)
+        if self._as_planned:
+            self._plain.planned(batch, plan)
         return plan
 
     def full_rows(self, layers: int) -> int:
@@ -324,7 +317,7 @@ class Planner:
         self.survival.reset()
         self._continuations = self._nothing_seen()
         self._forecast = Forecast(self._continuations, self.survivals)
-        self._plain = _PlainSteps()
+        self._plain = PlainSteps()
         self.reliability[:] = 0.0
 
     @property
@@ -361,24 +354,17 @@ class Planner:
         [S] and those before them did.
         """
         typical = self._plain.typical(first)
-        planned = self._plain.rate(batch)
+        planned = self._plain.planned_rate(batch)
         if planned is None:
             return
         survival = self._forecast(typical[:, None], self.samples).mean(axis=0)
-        tokens = batch * np.cumsum(np.concatenate(([1.0], survival)))
-        plans = []
-        for drafts, expected in enumerate(tokens.tolist()):
-            # The first layer comes with the step before.
-            layers, rows = max(drafts, 1), batch * (1 + drafts)
-            ms = self.cost.one(rows, batch, layers, plain=True)
-            plans.append(Plan(layers, rows, expected, ms))
-        best = best_of(plans)
+        best = best_alike(survival, batch, partial(self.cost.one, plain=True))
         if best.rate > planned:
-            self._plain.begin(batch, best, PLAIN_RUN)
+            self._plain.begin(batch, best, RUN)
         elif not self.cost.plain_rest.measured(batch):
-            stands = Plan(best.layers, best.rows, planned * best.milliseconds, best.milliseconds)
-            if self._affordable(best, stands):
-                self._plain.begin(batch, best, PLAIN_TRIAL)
+            instead = best._replace(tokens=planned * best.milliseconds)
+            if self._affordable(best, instead):
+                self._plain.begin(batch, best, TRIAL)
 
     def _plans(
         self, known: Array, batch: int, depths: Sequence[int], tiers: Sequence[int]
@@ -420,49 +406,6 @@ class Planner:
         bins = np.minimum((predicted * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
         for kind, weights in enumerate((np.ones(len(predicted)), predicted, survived)):
             np.add.at(self.reliability[:, kind], (depth - 1, bins), weights)
-
-
-class _PlainSteps:
-    """Steps without a gate, and what they are compared with."""
-
-    def __init__(self) -> None:
-        self._left = 0
-        self._plan = Plan(1, 1, 1.0, 1.0)
-        self._batch = 0  # that the plan was made for
-        self._planned: dict[int, tuple[int, float, float]] = {}  # steps, tokens, ms, by batch
-        self._firsts = np.zeros(0)
-
-    def begin(self, batch: int, plan: Plan, steps: int) -> None:
-        """So many steps are plain from now on, as long as the batch stays about as large."""
-        self._left, self._plan, self._batch = steps, plan, batch
-
-    def next(self, batch: int) -> Plan | None:
-        """The plan of the next step, if it is plain."""
-        if self._left == 0:
-            return None
-        if about(batch) != about(self._batch):
-            self._left = 0
-            return None
-        self._left -= 1
-        return self._plan._replace(rows=self._plan.rows // self._batch * batch)
-
-    def planned(self, batch: int, plan: Plan) -> None:
-        """A step that was planned."""
-        steps, tokens, ms = self._planned.get(about(batch), (0, 0.0, 0.0))
-        kept = 1.0 - 1.0 / TYPICAL
-        self._planned[about(batch)] = (
-            steps + 1, kept * tokens + plan.tokens, kept * ms + plan.milliseconds
-        )  # fmt: skip
-
-    def rate(self, batch: int) -> float | None:
-        """Tokens a millisecond of planned steps; ``None``: there were too few."""
-        steps, tokens, ms = self._planned.get(about(batch), (0, 0.0, 1.0))
-        return tokens / ms if steps >= PLANNED_BEFORE else None
-
-    def typical(self, first: Array) -> Array:
-        """Confidences of first drafts, ``first`` [S] among them."""
-        self._firsts = np.concatenate((self._firsts, first))[-TYPICAL:]
-        return self._firsts
 
 
 def _lost(other: Plan, plan: Plan) -> float:

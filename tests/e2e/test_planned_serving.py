@@ -176,7 +176,7 @@ def test_what_a_planner_of_trees_learnt_is_told_and_kept(planned_trees: Planned)
     run_load(planned_trees.server.url, BODIES, concurrency=4)
     (told,) = planned_trees.told()["planner"]
     assert all(sum(drafts) > 20 for drafts in told["reliability"]["drafts"])
-    assert all(told["cost_ms"][name] for name in ("verify", "layer", "rest", "plain_rest"))
+    assert all(told["cost_ms"][name] for name in ("verify", "layer", "rest"))
     assert 0.3 < told["predicted_over_measured"] < 3
     kept = json.loads(planned_trees.state.read_text())
     assert kept["learnt_on"]["topk"] == TREE["topk"]

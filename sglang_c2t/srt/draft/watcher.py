@@ -168,8 +168,9 @@ class DraftWatcher(EagleDraftWorker):
         slots = batch.req_pool_indices
         out = map(opts_out, batch.reqs) if self.gate.opt_outs.any else ()
         whole = [request for request, opted in enumerate(out) if opted]
-        first = lambda: self.gate.first_tokens.judged(slots)  # noqa: E731 - hardly ever asked twice
-        choice = planning.begin(len(slots), first, plain=plain and not whole)
+        choice = planning.begin(
+            len(slots), lambda: self.gate.first_tokens.judged(slots), plain=plain and not whole
+        )
         return self.speculative_num_steps if whole else choice.plan.layers, whole
 
     def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,88 @@
+"""Plain steps: every request drafts and verifies as much as the others, and no gate is asked.
+
+Choosing, judging drafts and sharing rows out takes the host time. Where rows are cheap, or costs
+are a staircase on which some fixed length happens to stand well, that is more than it brings.
+
+numpy only; knows neither torch nor SGLang.
+
+Legend: B requests, D layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from sglang_c2t.plan.cost import about
+from sglang_c2t.plan.plan import Plan, best_of
+from sglang_c2t.plan.survival import Array
+
+#: Plain steps behind one that was planned. That one keeps learning what survives, and whether they
+#: still pay.
+RUN = 8
+
+#: Plain steps that are tried to learn what they cost.
+TRIAL = 3
+
+#: Planned steps with a batch before plain ones are compared with them.
+ENOUGH = 16
+
+#: First drafts, and planned steps, that stand for the traffic.
+TYPICAL = 128
+
+
+def best_alike(survival: Array, batch: int, cost: Callable[[int, int, int], float]) -> Plan:
+    """The plan with the highest rate among those that verify as many drafts of each request.
+
+    Args:
+        survival: [D] of a typical draft.
+        batch: B.
+        cost: Gives milliseconds of (rows, B, layers).
+    """
+    tokens = batch * np.cumsum(np.concatenate(([1.0], survival)))
+    plans = []
+    for drafts, expected in enumerate(tokens.tolist()):
+        layers, rows = max(drafts, 1), batch * (1 + drafts)  # the first comes with draft extend
+        plans.append(Plan(layers, rows, expected, cost(rows, batch, layers)))
+    return best_of(plans)
+
+
+class PlainSteps:
+    """Which of the next steps are plain, and what they are compared with."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._plan = Plan(1, 1, 1.0, 1.0)
+        self._batch = 0  # that the plan was made for
+        self._planned: dict[int, tuple[int, float, float]] = {}  # steps, tokens, ms, by batch
+        self._firsts = np.zeros(0)
+
+    def begin(self, batch: int, plan: Plan, steps: int) -> None:
+        """So many steps are plain from now on, while the batch stays about as large."""
+        self._left, self._plan, self._batch = steps, plan, batch
+
+    def next(self, batch: int) -> Plan | None:
+        """The plan of the next step, if it is plain."""
+        if self._left == 0 or about(batch) != about(self._batch):
+            self._left = 0
+            return None
+        self._left -= 1
+        return self._plan._replace(rows=self._plan.rows // self._batch * batch)
+
+    def planned(self, batch: int, plan: Plan) -> None:
+        """A step that was planned."""
+        steps, tokens, ms = self._planned.get(about(batch), (0, 0.0, 0.0))
+        kept = 1.0 - 1.0 / TYPICAL
+        now = steps + 1, kept * tokens + plan.tokens, kept * ms + plan.milliseconds
+        self._planned[about(batch)] = now
+
+    def planned_rate(self, batch: int) -> float | None:
+        """Tokens a millisecond of planned steps lately; ``None``: there were too few."""
+        steps, tokens, ms = self._planned.get(about(batch), (0, 0.0, 1.0))
+        return tokens / ms if steps >= ENOUGH else None
+
+    def typical(self, first: Array) -> Array:
+        """Confidences of first drafts lately, ``first`` [S] among them."""
+        self._firsts = np.concatenate((self._firsts, first))[-TYPICAL:]
+        return self._firsts

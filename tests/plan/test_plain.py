@@ -1,0 +1,65 @@
+"""Plain steps: the best of them, and when they begin and end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_c2t.plan.plain import ENOUGH, TYPICAL, PlainSteps, best_alike
+from sglang_c2t.plan.plan import Plan
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 6))
+def test_no_other_number_of_drafts_for_all_has_a_higher_rate(
+    seed: int, batch: int, depth: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    survival = np.cumprod(rng.uniform(0.1, 1.0, depth))
+    verify, layer = rng.uniform(1, 20, batch * (depth + 1) + 1), rng.uniform(0, 3)
+
+    def cost(rows: int, _batch: int, layers: int) -> float:
+        return float(verify[rows]) + (layers - 1) * float(layer)
+
+    found = best_alike(survival, batch, cost)
+    rates = [
+        batch * (1 + survival[:drafts].sum()) / cost(batch * (1 + drafts), batch, max(drafts, 1))
+        for drafts in range(depth + 1)
+    ]
+    assert found.rate == pytest.approx(max(rates))
+    assert found.rows % batch == 0
+    assert found.layers == max(found.rows // batch - 1, 1)
+
+
+def test_a_run_ends_behind_its_last_step_or_with_another_batch() -> None:
+    steps, plan = PlainSteps(), Plan(3, 64 * 4, 100.0, 10.0)
+    assert steps.next(64) is None, "nobody began"
+    steps.begin(64, plan, 3)
+    assert steps.next(64) == plan
+    assert steps.next(63) == plan._replace(rows=63 * 4), "about as many"
+    assert steps.next(64) == plan
+    assert steps.next(64) is None
+    steps.begin(64, plan, 3)
+    assert steps.next(48) is None
+    assert steps.next(64) is None, "it has ended"
+
+
+def test_planned_steps_are_known_by_their_batch_and_by_what_they_brought_lately() -> None:
+    steps = PlainSteps()
+    for _ in range(ENOUGH):
+        assert steps.planned_rate(4) is None
+        steps.planned(4, Plan(3, 16, 10.0, 100.0))
+    assert steps.planned_rate(4) == pytest.approx(0.1)
+    assert steps.planned_rate(8) is None
+    for _ in range(5 * TYPICAL):
+        steps.planned(4, Plan(3, 16, 10.0, 200.0))
+    assert steps.planned_rate(4) == pytest.approx(0.05, rel=0.02)
+
+
+def test_the_last_first_drafts_stand_for_the_traffic() -> None:
+    steps = PlainSteps()
+    for value in np.linspace(0, 1, 3 * TYPICAL):
+        found = steps.typical(np.array([value]))
+    assert len(found) == TYPICAL
+    assert found.min() > 0.6
