@@ -42,6 +42,16 @@ def test_each_repeat_measures_each_method_once_on_each_rung() -> None:
     )
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_measuring_plugin_keeps_ours_where_a_server_needs_it(device: str, tmp_path: Path) -> None:
+    """On a CPU SGLang itself does not start without; on a GPU only methods of ours load it."""
+    ran = config(server={"device": device, "plugins": ["step_clock"]})
+    for host in hosts(ran, tmp_path):
+        ours = device == "cpu" or any(method.gated for method in host.methods)
+        loaded = host.launch.env["SGLANG_PLUGINS"].split(",")
+        assert loaded == (["c2t", "step_clock"] if ours else ["step_clock"])
+
+
 def test_methods_take_turns_on_a_rung_in_an_order_that_changes() -> None:
     cells = plan(config(repeats=6))
     orders = [
