@@ -36,7 +36,9 @@ class Scripted(TreePlanner):
         self.first: list[Any] = []
         self.told: tuple[Any, ...] = ()
 
-    def choose(self, first: Any, batch: int, tiers: Any, depths: Any = None) -> Choice:
+    def choose(
+        self, first: Any, batch: int, tiers: Any, depths: Any = None, *, plain: bool = False
+    ) -> Choice:
         self.first = first.tolist()
         return Choice(self.plan, "plan", self.whole)
 
