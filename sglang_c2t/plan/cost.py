@@ -64,7 +64,7 @@ class Curve:
         """One measurement."""
         self.measurements += 1
         size = about(size)
-        if size in self._samples and self._steps - self._measured_at[size] > STALE:
+        if size in self._samples and not self.measured(size):
             self._samples[size].clear()
             self._seeds.pop(size, None)
         self._samples.setdefault(size, deque(maxlen=self._memory)).append(milliseconds)
@@ -131,7 +131,7 @@ class Curve:
             if about(size) in self._measured_at
         }
         oldest = min(measured, key=lambda size: (measured[size], size), default=None)
-        if oldest is None or self._steps - measured[oldest] <= STALE:
+        if oldest is None or self.measured(oldest):
             return None
         return oldest
 
@@ -231,6 +231,7 @@ class StepCost:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Seed the curves; ValueError for what are no points of them."""
         for name, curve in self._curves.items():
+            # Costs that were measured elsewhere may know of no plain steps.
             told = state.get(name, {}) if name.startswith("plain") else state[name]
             points = {int(size): float(ms) for size, ms in dict(told).items()}
             if len(points) > LARGEST:

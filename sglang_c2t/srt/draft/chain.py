@@ -120,7 +120,7 @@ class ChainDraftMixin(DraftWatcher):
         return ChainVerifyInput.cut(verify_input, lens, packing=packing, exact=self.exact)
 
     def draft_forward(self, forward_batch: Any) -> Any:
-        """SGLang's draft loop, with the gate asked after each layer."""
+        """SGLang's draft loop, gated unless the step is plain."""
         if forward_batch.forward_mode.is_idle():
             return super().draft_forward(forward_batch)
         if self.planning is not None and self.planning.plain:
@@ -133,6 +133,7 @@ class ChainDraftMixin(DraftWatcher):
         return parents, scores, tokens, probs
 
     def _gated_forward(self, forward_batch: Any) -> Any:
+        """SGLang's draft loop, with the gate asked after each layer."""
         with GATE_CLOCK:
             self.gate.begin(forward_batch.req_pool_indices)
         steps = self.speculative_num_steps
@@ -226,6 +227,7 @@ class ChainDraftMixin(DraftWatcher):
             yield
 
     def _plain_layer(self, _forward_batch: Any, run: Callable[[], Any]) -> Any:
+        """A layer that is timed, and that nobody looks at."""
         assert self.planning is not None
         self.planning.layers_begin()
         return run()
