@@ -121,19 +121,11 @@ class Curve:
         share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
         return values[right - 1] + share * (values[right] - values[right - 1])
 
-    def stale(self, among: Iterable[int]) -> int | None:
-        """Of sizes that were measured, the one whose last measurement is the oldest, if it is that
-        old that it should be measured again.
-        """
-        measured = {
-            size: self._measured_at[about(size)]
-            for size in among
-            if about(size) in self._measured_at
-        }
-        oldest = min(measured, key=lambda size: (measured[size], size), default=None)
-        if oldest is None or self.measured(oldest):
-            return None
-        return oldest
+    def stale(self, among: Iterable[int]) -> list[int]:
+        """Of sizes that were measured, those that should be measured again, the oldest first."""
+        old = [size for size in among if about(size) in self._measured_at]
+        old = [size for size in old if not self.measured(size)]
+        return sorted(old, key=lambda size: (self._measured_at[about(size)], size))
 
     def _fitted(self) -> list[float]:
         if self._values is None:

@@ -47,6 +47,46 @@ class Plan(NamedTuple):
         return self.tokens / self.milliseconds
 
 
+class Plans(NamedTuple):
+    """Plans with each of d numbers of layers and each of n tiers: [d, n]."""
+
+    depths: Sequence[int]
+    """[d] numbers of layers, rising."""
+
+    tiers: NDArray[np.int64]
+    """[n] rows forwarded, rising."""
+
+    rows: NDArray[np.int64]
+    """Verified: as many as are drafted and the tier holds."""
+
+    tokens: Array
+    """Expected."""
+
+    milliseconds: Array
+    """Expected; infinite in tiers behind the first that holds all: nobody pads so far."""
+
+    def best_of_each_depth(self) -> list[Plan]:
+        """The plan with the highest rate for each number of layers."""
+        best = (self.tokens / self.milliseconds).argmax(axis=1)
+        return [self._plan(depth, tier) for depth, tier in enumerate(best.tolist())]
+
+    def best_that_fills(self, tiers: Sequence[int]) -> tuple[int, Plan] | None:
+        """One of ``tiers`` and a plan with as many rows of it as any has: of these the one with the
+        highest rate. ``None``: nobody runs in one of them.
+        """
+        fills = (self.rows == self.rows.max(axis=0)) & np.isin(self.tiers, tiers)
+        rate = np.where(fills, self.tokens / self.milliseconds, 0.0)
+        depth, tier = divmod(int(rate.argmax()), len(self.tiers))
+        if rate[depth, tier] == 0.0:
+            return None
+        return int(self.tiers[tier]), self._plan(depth, tier)
+
+    def _plan(self, depth: int, tier: int) -> Plan:
+        at = depth, tier
+        expected = float(self.tokens[at]), float(self.milliseconds[at])
+        return Plan(self.depths[depth], int(self.rows[at]), *expected)
+
+
 def best_plan(
     survival: Array,
     batch: int,
@@ -56,6 +96,31 @@ def best_plan(
     tiers: Sequence[int],
 ) -> Plan:
     """The plan with the highest rate; of equal ones that with fewest layers, then rows.
+
+    As :func:`every_plan`.
+    """
+    plans = every_plan(survival, batch, cost, depths=depths, tiers=tiers)
+    return best_of(plans.best_of_each_depth())
+
+
+def best_of(plans: Sequence[Plan]) -> Plan:
+    """The one with the highest rate, and of equal ones the first."""
+    found = plans[0]
+    for plan in plans[1:]:
+        if plan.rate > found.rate * (1 + 1e-9):
+            found = plan
+    return found
+
+
+def every_plan(
+    survival: Array,
+    batch: int,
+    cost: Cost,
+    *,
+    depths: Sequence[int],
+    tiers: Sequence[int],
+) -> Plans:
+    """All there are to choose from.
 
     Args:
         survival: [S, D], of S sampled requests that stand for the batch: what each drafted token
@@ -68,43 +133,19 @@ def best_plan(
     Raises:
         ValueError: No tier holds the batch.
     """
-    return best_of(best_of_each_depth(survival, batch, cost, depths=depths, tiers=tiers))
-
-
-def best_of(plans: Sequence[Plan]) -> Plan:
-    """The one with the highest rate, and of equal ones the first."""
-    found = plans[0]
-    for plan in plans[1:]:
-        if plan.rate > found.rate * (1 + 1e-9):
-            found = plan
-    return found
-
-
-def best_of_each_depth(
-    survival: Array,
-    batch: int,
-    cost: Cost,
-    *,
-    depths: Sequence[int],
-    tiers: Sequence[int],
-) -> list[Plan]:
-    """The best plan with so many layers, for each of ``depths``, rising; as :func:`best_plan`."""
     roomy = np.array([tier for tier in tiers if tier >= batch])
     if not len(roomy):
         raise ValueError(f"{batch} requests, and no tier of more than {max(tiers, default=0)} rows")
     depths = sorted(depths)
-    milliseconds = cost(roomy, batch, depths)
-    plans = []
-    for layers, ms in zip(depths, milliseconds, strict=True):
+    milliseconds = np.array(cost(roomy, batch, depths), dtype=np.float64)
+    drafts = np.empty(milliseconds.shape, dtype=np.int64)
+    tokens = np.empty(milliseconds.shape)
+    for i, layers in enumerate(depths):
         all_drafts = batch * survival[0, :layers].size
-        # In the first tier that holds all; larger ones may be faster, and are not run in.
-        fitting = 1 + int(np.searchsorted(roomy, batch + all_drafts))
-        drafts = np.minimum(roomy[:fitting] - batch, all_drafts)
-        tokens = batch + expected_gains(survival[:, :layers], batch, drafts)
-        best = (tokens / ms[:fitting]).argmax()
-        rows = batch + int(drafts[best])
-        plans.append(Plan(layers, rows, float(tokens[best]), float(ms[best])))
-    return plans
+        drafts[i] = np.minimum(roomy - batch, all_drafts)
+        tokens[i] = batch + expected_gains(survival[:, :layers], batch, drafts[i])
+        milliseconds[i, 1 + int(np.searchsorted(roomy, batch + all_drafts)) :] = np.inf
+    return Plans(depths, roomy, batch + drafts, tokens, milliseconds)
 
 
 def expected_gains(survival: Array, batch: int, drafts: NDArray[np.int64]) -> Array:

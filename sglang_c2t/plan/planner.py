@@ -22,7 +22,7 @@ import numpy as np
 from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.forecast import Continuations, Forecast
 from sglang_c2t.plan.plain import RUN, TRIAL, PlainSteps, best_alike
-from sglang_c2t.plan.plan import Plan, best_of, best_of_each_depth, best_plan
+from sglang_c2t.plan.plan import Plan, Plans, best_of, best_plan, every_plan
 from sglang_c2t.plan.survival import Array, Numbers
 
 #: Chains that stand for a batch: more say no more, and cost the host time.
@@ -36,7 +36,7 @@ EXPLORING = 0.005
 
 #: Milliseconds that a young server may lose besides, for row counts that were only measured before
 #: it served: whatever else the machine did then is in them.
-YOUNG_MS = 2000.0
+YOUNG_MS = 1000.0
 
 #: However dear they look, all layers are drafted once in so many steps, and in a young server at
 #: least whenever its age has doubled: a price that nobody looks at again would stay what a bad
@@ -128,6 +128,14 @@ class Planner:
         self._errors: deque[float] = deque(maxlen=512)
         self.reliability = np.zeros((max_depth, 3, RELIABILITY_BINS))  # seen, predicted, survived
 
+    def plain_step(self, batch: int) -> Choice | None:
+        """The next step if it is plain, as those before it and B are; else :meth:`choose` it."""
+        plan = self._plain.next(batch)
+        if plan is None:
+            return None
+        self._begin()
+        return Choice(plan, "plain")
+
     def choose(
         self,
         first: Array,
@@ -145,36 +153,22 @@ class Planner:
             batch: B.
             tiers: Numbers of rows to choose from, rising; the last holds whole drafts of all B.
             depths: Numbers of layers that can be drafted; ``None``: any up to D.
-            plain: Whether the step may be one without a gate.
+            plain: Whether steps behind this one may be plain.
         """
-        self._steps += 1
-        self._as_planned = False
-        if plain and (again := self._plain.next(batch)) is not None:
-            return Choice(again, "plain")
+        self._begin()
         whole = (self._steps // WHOLE_EVERY) % batch if self._steps % WHOLE_EVERY == 0 else None
         depths = [d for d in self._depths if depths is None or d in depths]
         if self._unknown:
             return Choice(self._everything(batch), "unknown", whole)
         if plain and not self._all_layers:
             self._plain_steps_to_come(first, batch)
-        plans = self._plans(first[:, None], batch, depths, tiers)
+        every = self._plans(first[:, None], batch, depths, tiers)
+        plans = every.best_of_each_depth()
         plan = best_of(plans)
         # Layers that are not drafted may have got better, and rows that are not verified cheaper.
-        self._measures = self.cost.verify.stale(tiers)
-        if self._measures is not None:
-            needed = [d for d in depths if batch * self.full_rows(d) >= self._measures] or depths[
-                -1:
-            ]
-            price = self.cost.one(self._measures, batch, needed[0])
-            stale = Plan(needed[0], self._measures, float(batch), price)
-            if (
-                self._due(self._measured_at)
-                or self._credited(stale, plan)
-                or self._affordable(stale, plan)
-            ):
-                self._measured_at = self._steps
-                return Choice(stale, "explore", whole)
-            self._measures = None
+        if look := self._rows_to_measure(every, plan):
+            self._measures, again = look
+            return Choice(again, "explore", whole)
         if deeper := [other for other in plans if other.layers > plan.layers]:
             due = self._due(self._drafted_all_at)
             other = deeper[-1 if due else self._turn % len(deeper)]
@@ -194,7 +188,8 @@ class Planner:
         if known not in self._depths:
             return True
         depths = [depth for depth in self._depths if depth >= known]
-        return best_of(self._plans(confidences, batch, depths, tiers)).layers > known
+        plans = self._plans(confidences, batch, depths, tiers)
+        return best_of(plans.best_of_each_depth()).layers > known
 
     def settle(self, confidences: Array, tiers: Sequence[int]) -> Plan:
         """How many rows to verify, now that the ``confidences`` [B, d] of all drafts are known."""
@@ -326,15 +321,36 @@ class Planner:
         needed = [self.cost.verify, *([self.cost.layer] if self.max_depth > 1 else ())]
         return any(not curve.seeded and curve.measurements < ENOUGH for curve in needed)
 
+    def _begin(self) -> None:
+        """Another step."""
+        self._steps += 1
+        self._as_planned, self._measures = False, None
+
+    def _rows_to_measure(self, every: Plans, plan: Plan) -> tuple[int, Plan] | None:
+        """A row count whose price may not hold any more, and a plan with it, if one is worth
+        leaving the best ``plan`` for: the count that would be best, and now and then the one that
+        was not measured for longest.
+        """
+        stale = self.cost.verify.stale(every.tiers.tolist())
+        due = self._due(self._measured_at)
+        found = every.best_that_fills(stale[:1] if due else stale)
+        if found is None:
+            return None
+        rows, look = found
+        if not (due or self._credited(look, plan) or self._affordable(look, plan)):
+            return None
+        self._measured_at = self._steps
+        return rows, look
+
     def _due(self, last: int) -> bool:
         """Whether it is time for a look, the last one at that step, whatever it costs."""
         return self._steps - last >= min(max(last, EXPLORE_FIRST), EXPLORE_EVERY)
 
-    def _affordable(self, other: Plan, plan: Plan) -> bool:
-        """Whether a step may follow another ``plan`` to learn from it. That loses what the rates
-        differ by; what was not lost in time is not saved up.
+    def _affordable(self, other: Plan, plan: Plan, steps: int = 1) -> bool:
+        """Whether so many steps may follow another ``plan`` to learn from it. That loses what the
+        rates differ by; what was not lost in time is not saved up.
         """
-        lost = _lost(other, plan)
+        lost = steps * _lost(other, plan)
         self._lost = max(self._lost, EXPLORING * self._spent - lost)
         if self._lost + lost > EXPLORING * self._spent:
             return False
@@ -363,15 +379,15 @@ class Planner:
             self._plain.begin(batch, best, RUN)
         elif not self.cost.plain_rest.measured(batch):
             instead = best._replace(tokens=planned * best.milliseconds)
-            if self._affordable(best, instead):
+            if self._affordable(best, instead, TRIAL):
                 self._plain.begin(batch, best, TRIAL)
 
     def _plans(
         self, known: Array, batch: int, depths: Sequence[int], tiers: Sequence[int]
-    ) -> list[Plan]:
-        """The best of each depth for drafts of which the confidences ``known`` [S, k, ...] are."""
+    ) -> Plans:
+        """Those for drafts of which the confidences ``known`` [S, k, ...] are."""
         survival = self._forecast(known, self.samples)
-        return best_of_each_depth(survival, batch, self.cost, depths=depths, tiers=tiers)
+        return every_plan(survival, batch, self.cost, depths=depths, tiers=tiers)
 
     def _everything(self, batch: int) -> Plan:
         rows = batch * self.full_rows(self.max_depth)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.plan import Plan, best_plan, expected_gains
+from sglang_c2t.plan.plan import Plan, best_plan, every_plan, expected_gains
 
 
 def chains(rng: np.random.Generator, requests: int, depth: int) -> np.ndarray:
@@ -90,3 +90,26 @@ def test_samples_stand_for_as_many_requests_as_there_are(
     expected = [0.0, *itertools.accumulate(drafts)]
     counts = np.arange(len(expected))
     assert expected_gains(survival, samples * times, counts) == pytest.approx(expected)
+
+
+def test_of_plans_that_fill_a_tier_the_best_is_found() -> None:
+    """Two layers of three requests fill 8 rows, one does not, and three drafts are behind it."""
+    survival = np.array([[0.9, 0.5, 0.1]] * 3)
+    cost = prices(lambda rows: 10 + rows, 1.0)
+    plans = every_plan(survival, 3, cost, depths=[1, 2, 3], tiers=[3, 6, 8, 12])
+    tier, plan = plans.best_that_fills([8, 12])
+    assert (tier, plan.layers, plan.rows) == (8, 2, 8)
+    assert plan.tokens == pytest.approx(3 + 3 * 0.9 + 2 * 0.5)
+    assert plan.milliseconds == pytest.approx(20.0)
+    tier, plan = plans.best_that_fills([12])
+    assert (tier, plan.layers, plan.rows) == (12, 3, 12)
+    assert plans.best_that_fills([]) is None
+
+
+def test_padding_fills_a_tier_that_no_draft_does() -> None:
+    survival = np.array([[0.9, 0.5]] * 3)
+    plans = every_plan(survival, 3, free, depths=[1, 2], tiers=[4, 16, 32])
+    found = plans.best_that_fills([16])
+    assert found is not None
+    assert (found[0], found[1].rows) == (16, 9)
+    assert plans.best_that_fills([32]) is None, "nobody pads so far"

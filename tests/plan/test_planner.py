@@ -55,9 +55,7 @@ class MadeUpServer:
         choices, tokens, spent = [], 0.0, 0.0
         for _ in range(steps):
             chains = self.chains(self.batch)
-            choice = planner.choose(
-                chains[:, 0], self.batch, self.tiers(), plain=self.gate_ms is not None
-            )
+            choice = self.choice(planner, chains)
             lives = self.rng.uniform(size=(self.batch, 1)) < chains**self.power
             if choice.reason == "plain":
                 correct = np.minimum(lives.sum(axis=1), choice.plan.rows // self.batch - 1)
@@ -79,6 +77,13 @@ class MadeUpServer:
             tokens += self.batch + correct.sum()
             choices.append(choice)
         return choices, tokens / spent
+
+    def choice(self, planner: Planner, chains: np.ndarray) -> Choice:
+        """What the planner does with a batch that begins so."""
+        batch, plain = len(chains), self.gate_ms is not None
+        again = planner.plain_step(batch) if plain else None
+        tiers = range(batch, batch * (DEPTH + 1) + 1)
+        return again or planner.choose(chains[:, 0], batch, [*tiers], plain=plain)
 
     def take(self, planner: Planner, plan: Plan, gate_ms: float | None = None) -> float:
         """Milliseconds of a step, told to the planner; a plain one without ``gate_ms``."""
@@ -178,12 +183,12 @@ def test_plain_steps_end_where_the_batch_changes_and_are_not_for_those_who_may_n
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 500)
     for _ in range(20):
-        chains = server.chains(9)[:, 0]
-        if planner.choose(chains[:4], 4, server.tiers(), plain=True).reason != "plain":
+        if server.choice(planner, server.chains(4)).reason != "plain":
             break
-    assert planner.choose(chains[:4], 4, server.tiers(), plain=True).reason == "plain"
-    assert planner.choose(chains, 9, [*range(9, 55)], plain=True).reason != "plain"
-    assert planner.choose(chains[:4], 4, server.tiers(), plain=False).reason != "plain"
+    assert server.choice(planner, server.chains(4)).reason == "plain"
+    assert server.choice(planner, server.chains(9)).reason != "plain"
+    server.gate_ms = None
+    assert server.choice(planner, server.chains(4)).reason != "plain"
 
 
 def test_vllms_rule_has_no_plain_steps() -> None:
@@ -258,6 +263,24 @@ def test_a_young_server_measures_what_was_measured_before_it_served() -> None:
     assert sum(choice.reason == "explore" for choice in choices) < 30
     _, rate = server.serve(planner, 100)
     assert rate >= 0.95 * server.best_rate()
+
+
+def test_what_looks_best_is_measured_first() -> None:
+    """So that a young server loses little by it."""
+    server = MadeUpServer(8, row_ms=2.0)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    for rows in server.tiers():
+        verify_ms = server.cost(np.array([rows]), 8, [1]).item()
+        planner.cost.observe(
+            rows=rows, batch=8, layers=DEPTH, verify_ms=verify_ms, draft_ms=4 * server.layer_ms
+        )
+    chains = server.chains(2000)
+    lives = server.rng.uniform(size=(2000, 1)) < chains**server.power
+    planner.learn_drafts(chains, np.full(2000, DEPTH), lives.sum(axis=1))
+    choices, _ = server.serve(planner, 12)
+    looks = [choice.plan for choice in choices if choice.reason == "explore"]
+    assert len(looks) > 5
+    assert min(look.rate for look in looks) > 0.9 * server.best_rate()
 
 
 def test_outcomes_are_learnt_together_and_none_is_lost() -> None:

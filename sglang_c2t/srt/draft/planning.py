@@ -45,6 +45,10 @@ REFRESH_EVERY = 16
 #: Steps whose outcomes may be on their way; more are not remembered.
 LONGEST_LAG = 16
 
+#: Requests whose drafts are looked at layer by layer: of more, about as many go on as was planned,
+#: and a look brings less than it takes.
+FEW = 8
+
 #: Why a step does what it does, numbered alike on all ranks.
 REASONS = ("plan", "unknown", "explore", "rehearsed", "plain")
 
@@ -158,11 +162,13 @@ class Planning:
         if self._step is not None:
             self._times.append((self._step, start))
         self._learn()
-        if not self._on_cuda:
-            self._known_first = self._first(first())
-        choice = self._rehearsed or self.planner.choose(
-            self._known_first, batch, self._rows(batch), self.depths, plain=plain
-        )
+        choice = self._rehearsed or (self.planner.plain_step(batch) if plain else None)
+        if choice is None:
+            if not self._on_cuda:
+                self._known_first = self._first(first())
+            choice = self.planner.choose(
+                self._known_first, batch, self._rows(batch), self.depths, plain=plain
+            )
         plan, whole = choice.plan, -1 if choice.whole is None else choice.whole
         reason, layers, rows, whole = self.agree(
             [REASONS.index(choice.reason), plan.layers, plan.rows, whole]
@@ -198,9 +204,13 @@ class Planning:
     @property
     def looks(self) -> bool:
         """Whether the step in progress looks at each layer before it drafts another: on a CPU,
-        where the host sees it for nothing, unless layers are drafted to be learnt from.
+        where the host sees it for nothing, while :data:`FEW` requests are served, and unless layers
+        are drafted to be learnt from.
         """
-        return not self._on_cuda and self._step is not None and self._step.choice.reason == "plan"
+        step = self._step
+        if step is None or self._on_cuda:
+            return False
+        return step.choice.reason == "plan" and step.batch <= FEW
 
     @property
     def plain(self) -> bool:

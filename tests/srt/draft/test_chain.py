@@ -181,21 +181,14 @@ def test_a_planned_step_on_a_cpu_ends_behind_the_layer_that_was_enough(
 @pytest.mark.parametrize("steps", [1, 3, 6])
 def test_a_plain_step_asks_no_gate_and_verifies_all_it_drafts(worker: Any, steps: int) -> None:
     planner = Planner(STEPS, Survival(STEPS))
-    asked: list[bool] = []
     plan = Plan(steps, BATCH * (steps + 1), 1.0, 1.0)
-
-    def choose(*_: Any, plain: bool) -> Choice:
-        asked.append(plain)
-        return Choice(plan, "plain")
-
-    planner.choose = choose  # type: ignore[method-assign]
+    planner.plain_step = lambda _: Choice(plan, "plain")  # type: ignore[method-assign]
     worker.gate = ChainGate(build_policy(C2TConfig(policy="auto")), num_slots=8, device="cpu")
     worker.gate.observe = None  # must not be called
     worker.gate.planned, worker.cuda_graph_runner = True, None
     worker.planning = Planning(planner, tiers=lambda: None, width=STEPS + 1, slots=8, device="cpu")
     worker.layers_run = 0
     verify_input = worker.draft(batch())
-    assert asked == [True]
     assert worker.layers_run == steps - 1
     assert verify_input.draft_token.tolist() == [0, *[7] * steps, *[0] * (STEPS - steps)] * BATCH
     assert verify_input.num_rows.tolist() == [steps + 1] * BATCH

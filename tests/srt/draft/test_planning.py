@@ -16,7 +16,7 @@ from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.planner import Choice, Planner
 from sglang_c2t.plan.survival import Survival
 from sglang_c2t.plan.tiers import Tiers
-from sglang_c2t.srt.draft.planning import Planning, every_few
+from sglang_c2t.srt.draft.planning import FEW, Planning, every_few
 from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.packing import Packing
 from tests.doubles import double
@@ -41,6 +41,9 @@ class Scripted(Planner):
     ) -> Choice:
         self.first, self.rows_to_choose = first.tolist(), list(tiers)
         return Choice(self.plan, self.reason, self.whole)
+
+    def plain_step(self, batch: int) -> None:
+        return None
 
     def settle(self, confidences: Any, tiers: Any) -> Plan:
         return self.plan
@@ -238,3 +241,11 @@ def test_after_a_step_that_failed_it_serves_as_before() -> None:
     with pytest.raises(ZeroDivisionError):
         planning.rehearse(Plan(3, 7, 2.0, 1.0), lambda: 1 // 0, learn=True)
     assert planning.begin(2, first(0.5, 0.5)).plan.layers == 2
+
+
+@pytest.mark.parametrize("batch", [1, FEW, FEW + 1])
+def test_layers_are_looked_at_one_by_one_while_few_requests_are_served(batch: int) -> None:
+    planning = planning_of(Scripted())
+    assert not planning.looks, "no step has begun"
+    planning.begin(batch, first(*[0.5] * batch))
+    assert planning.looks == (batch <= FEW)
