@@ -20,7 +20,7 @@ from sglang_c2t.plan.survival import Array
 
 #: Plain steps behind one that was planned. That one keeps learning what survives, and whether they
 #: still pay.
-RUN = 8
+RUN = 16
 
 #: Plain steps that are tried to learn what they cost.
 TRIAL = 3

@@ -160,19 +160,20 @@ class Planner:
         depths = [d for d in self._depths if depths is None or d in depths]
         if self._unknown:
             return Choice(self._everything(batch), "unknown", whole)
-        if plain and not self._all_layers:
-            self._plain_steps_to_come(first, batch)
+        wanted = plain and not self._all_layers
+        alike = self._plain_steps_to_come(first, batch) if wanted else None
         every = self._plans(first[:, None], batch, depths, tiers)
         plans = every.best_of_each_depth()
         plan = best_of(plans)
+        best = plan if alike is None else best_of([plan, alike])  # by which looks are priced
         # Layers that are not drafted may have got better, and rows that are not verified cheaper.
-        if look := self._rows_to_measure(every, plan):
+        if look := self._rows_to_measure(every, best):
             self._measures, again = look
             return Choice(again, "explore", whole)
         if deeper := [other for other in plans if other.layers > plan.layers]:
             due = self._due(self._drafted_all_at)
             other = deeper[-1 if due else self._turn % len(deeper)]
-            if due or self._affordable(other, plan):
+            if due or self._affordable(other, best):
                 self._turn += 1
                 if other is plans[-1]:
                     self._drafted_all_at = self._steps
@@ -326,9 +327,9 @@ class Planner:
         self._steps += 1
         self._as_planned, self._measures = False, None
 
-    def _rows_to_measure(self, every: Plans, plan: Plan) -> tuple[int, Plan] | None:
+    def _rows_to_measure(self, every: Plans, best: Plan) -> tuple[int, Plan] | None:
         """A row count whose price may not hold any more, and a plan with it, if one is worth
-        leaving the best ``plan`` for: the count that would be best, and now and then the one that
+        leaving the ``best`` plan for: the count that would be best, and now and then the one that
         was not measured for longest.
         """
         stale = self.cost.verify.stale(every.tiers.tolist())
@@ -337,7 +338,7 @@ class Planner:
         if found is None:
             return None
         rows, look = found
-        if not (due or self._credited(look, plan) or self._affordable(look, plan)):
+        if not (due or self._credited(look, best) or self._affordable(look, best)):
             return None
         self._measured_at = self._steps
         return rows, look
@@ -365,22 +366,24 @@ class Planner:
         self._credit -= lost
         return True
 
-    def _plain_steps_to_come(self, first: Array, batch: int) -> None:
-        """Decide whether the steps behind this one are plain, for drafts that begin as ``first``
-        [S] and those before them did.
+    def _plain_steps_to_come(self, first: Array, batch: int) -> Plan | None:
+        """What the steps behind this one do if they are plain because that brings more, for drafts
+        that begin as ``first`` [S] and those before them did.
         """
         typical = self._plain.typical(first)
         planned = self._plain.planned_rate(batch)
         if planned is None:
-            return
+            return None
         survival = self._forecast(typical[:, None], self.samples).mean(axis=0)
         best = best_alike(survival, batch, partial(self.cost.one, plain=True))
         if best.rate > planned:
             self._plain.begin(batch, best, RUN)
-        elif not self.cost.plain_rest.measured(batch):
+            return best
+        if not self.cost.plain_rest.measured(batch):
             instead = best._replace(tokens=planned * best.milliseconds)
             if self._affordable(best, instead, TRIAL):
                 self._plain.begin(batch, best, TRIAL)
+        return None
 
     def _plans(
         self, known: Array, batch: int, depths: Sequence[int], tiers: Sequence[int]

@@ -134,6 +134,7 @@ class ChainDraftMixin(DraftWatcher):
 
     def _gated_forward(self, forward_batch: Any) -> Any:
         """SGLang's draft loop, with the gate asked after each layer."""
+        self._catch_up()
         with GATE_CLOCK:
             self.gate.begin(forward_batch.req_pool_indices)
         steps = self.speculative_num_steps

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from torch import Tensor
 
 from sglang_c2t.draft.gate import Exploration, Gate
+from sglang_c2t.draft.slots import FirstLayer
 from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
@@ -83,6 +85,7 @@ class DraftWatcher(EagleDraftWorker):
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """Size the relay of first-token statistics like SGLang's own request table."""
         super().alloc_memory_pool(*args, **kwargs)
+        self._to_relay: Callable[[], None] | None = None
         self.gate = self._make_gate(
             num_slots=self.req_to_token_pool.req_to_token.shape[0],
             device=self.device,
@@ -148,6 +151,7 @@ class DraftWatcher(EagleDraftWorker):
         self._interrupted()
         if not batch.forward_mode.is_idle():
             slots = [compat.request_slot(req) for req in batch.reqs]
+            self._catch_up()
             self.gate.opt_outs.admit(slots, [opts_out(req) for req in batch.reqs])
             with GATE_CLOCK:
                 self.gate.join(batch.req_pool_indices, *output())
@@ -168,18 +172,32 @@ class DraftWatcher(EagleDraftWorker):
         slots = batch.req_pool_indices
         out = map(opts_out, batch.reqs) if self.gate.opt_outs.any else ()
         whole = [request for request, opted in enumerate(out) if opted]
-        choice = planning.begin(
-            len(slots), lambda: self.gate.first_tokens.judged(slots), plain=plain and not whole
-        )
+
+        def first() -> FirstLayer:
+            self._catch_up()
+            return self.gate.first_tokens.judged(slots)
+
+        choice = planning.begin(len(slots), first, plain=plain and not whole)
         return self.speculative_num_steps if whole else choice.plan.layers, whole
 
     def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Measure the first token drafted behind each verification."""
         with self._last_output() as output:
             super()._draft_extend_for_decode(batch, *args, **kwargs)
-        if not batch.forward_mode.is_idle():
+        if batch.forward_mode.is_idle():
+            return
+        # Behind a plain step comes most often another, which asks for nothing, so that what is
+        # still to be measured then is of requests that are in it too, or gone. Recordings want all.
+        self._to_relay = partial(self.gate.relay_first_token, batch.req_pool_indices, *output())
+        if self.planning is None or not self.planning.plain or self._exploration is not None:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Measure the first tokens that nobody has asked for yet."""
+        if self._to_relay is not None:
             with GATE_CLOCK:
-                self.gate.relay_first_token(batch.req_pool_indices, *output())
+                self._to_relay()
+            self._to_relay = None
 
     @contextmanager
     def _last_output(self) -> Iterator[Callable[[], tuple[Tensor, Tensor | None]]]:

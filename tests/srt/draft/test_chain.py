@@ -16,6 +16,7 @@ from sglang_c2t.policies import build_policy
 from sglang_c2t.policies.fixed import Fixed
 from sglang_c2t.srt.draft import chain
 from sglang_c2t.srt.draft.planning import Planning
+from sglang_c2t.srt.draft.watcher import DraftWatcher
 from tests.doubles import double, invented
 from tests.srt.chains import full_chains
 
@@ -74,6 +75,9 @@ class StockWorker:
         return double(
             "sglang.srt.model_executor.model_runner.ModelRunnerOutput", logits_output=output
         )
+
+    def _draft_extend_for_decode(self, batch: Any) -> None:
+        self.draft_runner.forward(batch)
 
     def draft(self, batch: Any) -> Any:
         from sglang.srt.speculative import eagle_worker_v2
@@ -193,6 +197,34 @@ def test_a_plain_step_asks_no_gate_and_verifies_all_it_drafts(worker: Any, steps
     assert verify_input.draft_token.tolist() == [0, *[7] * steps, *[0] * (STEPS - steps)] * BATCH
     assert verify_input.num_rows.tolist() == [steps + 1] * BATCH
     assert worker.drafted_rows == steps + 1
+
+
+def test_first_tokens_behind_plain_steps_are_measured_once_a_step_asks_for_them(
+    worker: Any,
+) -> None:
+    """Those behind the last one; steps that are not plain have theirs measured at once."""
+    planner = Planner(STEPS, Survival(STEPS))
+    plan, measured = Plan(1, 2 * BATCH, 1.0, 1.0), []
+    planner.plain_step = lambda _: Choice(plan, "plain")  # type: ignore[method-assign]
+    planner.choose = lambda *_, **__: Choice(plan, "plan")  # type: ignore[method-assign]
+    worker.gate = ChainGate(build_policy(C2TConfig(policy="auto")), num_slots=8, device="cpu")
+    worker.gate.planned, worker.cuda_graph_runner = True, None
+    relay = worker.gate.relay_first_token
+    worker.gate.relay_first_token = lambda slots, *output: (
+        measured.append(slots.tolist()), relay(slots, *output)
+    )  # fmt: skip
+    worker.planning = Planning(planner, tiers=lambda: None, width=STEPS + 1, slots=8, device="cpu")
+    for _ in range(3):
+        worker.draft(batch())
+        DraftWatcher._draft_extend_for_decode(worker, batch())
+    assert measured == []
+    planner.plain_step = lambda _: None  # type: ignore[method-assign]
+    worker.draft(batch())
+    assert measured == [[*range(BATCH)]]
+    DraftWatcher._draft_extend_for_decode(worker, batch())
+    assert len(measured) == 2
+    worker.draft(batch())
+    assert len(measured) == 2
 
 
 def test_lengths_of_a_step_outlive_the_next_step(worker: Any) -> None:
