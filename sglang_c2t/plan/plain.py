@@ -10,6 +10,7 @@ Legend: B requests, D layers.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -26,7 +27,10 @@ RUN = 16
 TRIAL = 3
 
 #: Planned steps with a batch before plain ones are compared with them.
-ENOUGH = 16
+ENOUGH = 8
+
+#: Steps of a kind by whose times the next are judged.
+LATELY = 17
 
 #: First drafts, and planned steps, that stand for the traffic.
 TYPICAL = 128
@@ -55,7 +59,8 @@ class PlainSteps:
         self._left = 0
         self._plan = Plan(1, 1, 1.0, 1.0)
         self._batch = 0  # that the plan was made for
-        self._planned: dict[int, tuple[int, float, float]] = {}  # steps, tokens, ms, by batch
+        self._planned: dict[int, tuple[int, float, float]] = {}  # steps, gain, ms, by batch
+        self._times: dict[tuple[int, bool], deque[float]] = {}  # over predicted, by batch and kind
         self._firsts = np.zeros(0)
 
     def begin(self, batch: int, plan: Plan, steps: int) -> None:
@@ -70,17 +75,37 @@ class PlainSteps:
         self._left -= 1
         return self._plan._replace(rows=self._plan.rows // self._batch * batch)
 
-    def planned(self, batch: int, plan: Plan) -> None:
-        """A step that was planned."""
-        steps, tokens, ms = self._planned.get(about(batch), (0, 0.0, 0.0))
-        kept = 1.0 - 1.0 / TYPICAL
-        now = steps + 1, kept * tokens + plan.tokens, kept * ms + plan.milliseconds
-        self._planned[about(batch)] = now
+    def took(self, batch: int, over_predicted: float, *, plain: bool) -> None:
+        """The time of a step over what was predicted for it."""
+        times = self._times.setdefault((about(batch), plain), deque(maxlen=LATELY))
+        times.append(over_predicted)
 
-    def planned_rate(self, batch: int) -> float | None:
-        """Tokens a millisecond of planned steps lately; ``None``: there were too few."""
-        steps, tokens, ms = self._planned.get(about(batch), (0, 0.0, 1.0))
-        return tokens / ms if steps >= ENOUGH else None
+    def planned(self, batch: int, plan: Plan, alike: Plan) -> None:
+        """A step that was planned, and the plain one that would have been in its place.
+
+        They are compared at the same moment, by the same costs, because machines have slow minutes;
+        and by how much longer either kind lately took than these say: a plan that is chosen among
+        many is one that looks too good.
+        """
+        milliseconds = plan.milliseconds * self._slower(batch, plain=False)
+        alike_rate = alike.rate / self._slower(batch, plain=True)
+        steps, gain, spent = self._planned.get(about(batch), (0, 0.0, 0.0))
+        kept = 1.0 - 1.0 / TYPICAL
+        gain = kept * gain + plan.tokens - alike_rate * milliseconds
+        self._planned[about(batch)] = steps + 1, gain, kept * spent + milliseconds
+
+    def gain(self, batch: int) -> float | None:
+        """Tokens a millisecond that planned steps lately brought more than plain ones would have;
+        ``None``: there were too few.
+        """
+        steps, gain, spent = self._planned.get(about(batch), (0, 0.0, 1.0))
+        return gain / spent if steps >= ENOUGH else None
+
+    def _slower(self, batch: int, *, plain: bool) -> float:
+        """Median of times over predicted ones; of planned steps while no plain ones were made."""
+        kinds = (plain, False)
+        times = next((t for kind in kinds if (t := self._times.get((about(batch), kind)))), None)
+        return float(np.median(times)) if times else 1.0
 
     def typical(self, first: Array) -> Array:
         """Confidences of first drafts lately, ``first`` [S] among them."""

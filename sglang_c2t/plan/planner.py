@@ -36,7 +36,7 @@ EXPLORING = 0.005
 
 #: Milliseconds that a young server may lose besides, for row counts that were only measured before
 #: it served: whatever else the machine did then is in them.
-YOUNG_MS = 1000.0
+YOUNG_MS = 500.0
 
 #: However dear they look, all layers are drafted once in so many steps, and in a young server at
 #: least whenever its age has doubled: a price that nobody looks at again would stay what a bad
@@ -115,6 +115,8 @@ class Planner:
         self._plain = PlainSteps()
         self._as_planned = False
         """Whether the step in progress is one by which planned steps are known."""
+        self._alike: Plan | None = None
+        """The best plain step in its place, if it may be one."""
         self._steps = 0
         self._spent = 0.0  # milliseconds of all steps
         self._lost = 0.0  # milliseconds, by steps made to learn
@@ -161,7 +163,9 @@ class Planner:
         if self._unknown:
             return Choice(self._everything(batch), "unknown", whole)
         wanted = plain and not self._all_layers
-        alike = self._plain_steps_to_come(first, batch) if wanted else None
+        alike = self._alike = self._best_alike(first, batch) if wanted else None
+        if alike is not None and not self._plain_steps_to_come(alike, batch):
+            alike = None
         every = self._plans(first[:, None], batch, depths, tiers)
         plans = every.best_of_each_depth()
         plan = best_of(plans)
@@ -205,8 +209,8 @@ class Planner:
             return Plan(layers, rows, float(batch), self.cost.one(rows, batch, layers))
         survival = self.survivals(confidences)
         plan = best_plan(survival, batch, self.cost, depths=[layers], tiers=tiers)
-        if self._as_planned:
-            self._plain.planned(batch, plan)
+        if self._as_planned and self._alike is not None:
+            self._plain.planned(batch, plan, self._alike)
         return plan
 
     def full_rows(self, layers: int) -> int:
@@ -252,6 +256,7 @@ class Planner:
         if self.cost.rest.known:
             predicted = self.cost.one(rows, batch, choice.layers, plain=plain)
             self._errors.append(predicted / step_ms)
+            self._plain.took(batch, step_ms / predicted, plain=plain)
             self.predicted_ms += predicted
             self.measured_ms += step_ms
         self.cost.observe(
@@ -325,7 +330,7 @@ class Planner:
     def _begin(self) -> None:
         """Another step."""
         self._steps += 1
-        self._as_planned, self._measures = False, None
+        self._as_planned, self._alike, self._measures = False, None, None
 
     def _rows_to_measure(self, every: Plans, best: Plan) -> tuple[int, Plan] | None:
         """A row count whose price may not hold any more, and a plan with it, if one is worth
@@ -366,24 +371,25 @@ class Planner:
         self._credit -= lost
         return True
 
-    def _plain_steps_to_come(self, first: Array, batch: int) -> Plan | None:
-        """What the steps behind this one do if they are plain because that brings more, for drafts
-        that begin as ``first`` [S] and those before them did.
-        """
+    def _best_alike(self, first: Array, batch: int) -> Plan:
+        """The best plain step for drafts that begin as ``first`` [S] and those before them did."""
         typical = self._plain.typical(first)
-        planned = self._plain.planned_rate(batch)
-        if planned is None:
-            return None
         survival = self._forecast(typical[:, None], self.samples).mean(axis=0)
-        best = best_alike(survival, batch, partial(self.cost.one, plain=True))
-        if best.rate > planned:
-            self._plain.begin(batch, best, RUN)
-            return best
+        return best_alike(survival, batch, partial(self.cost.one, plain=True))
+
+    def _plain_steps_to_come(self, alike: Plan, batch: int) -> bool:
+        """Decide whether the steps behind this one are plain; whether because that brings more."""
+        gain = self._plain.gain(batch)
+        if gain is None:
+            return False
+        if gain < 0.0:
+            self._plain.begin(batch, alike, RUN)
+            return True
         if not self.cost.plain_rest.measured(batch):
-            instead = best._replace(tokens=planned * best.milliseconds)
-            if self._affordable(best, instead, TRIAL):
-                self._plain.begin(batch, best, TRIAL)
-        return None
+            instead = alike._replace(tokens=alike.tokens + gain * alike.milliseconds)
+            if self._affordable(alike, instead, TRIAL):
+                self._plain.begin(batch, alike, TRIAL)
+        return False
 
     def _plans(
         self, known: Array, batch: int, depths: Sequence[int], tiers: Sequence[int]

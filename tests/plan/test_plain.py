@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.plain import ENOUGH, TYPICAL, PlainSteps, best_alike
+from sglang_c2t.plan.plain import ENOUGH, LATELY, TYPICAL, PlainSteps, best_alike
 from sglang_c2t.plan.plan import Plan
 
 
@@ -45,16 +45,50 @@ def test_a_run_ends_behind_its_last_step_or_with_another_batch() -> None:
     assert steps.next(64) is None, "it has ended"
 
 
+ALIKE = Plan(3, 16, 10.0, 100.0)
+
+
 def test_planned_steps_are_known_by_their_batch_and_by_what_they_brought_lately() -> None:
     steps = PlainSteps()
     for _ in range(ENOUGH):
-        assert steps.planned_rate(4) is None
-        steps.planned(4, Plan(3, 16, 10.0, 100.0))
-    assert steps.planned_rate(4) == pytest.approx(0.1)
-    assert steps.planned_rate(8) is None
+        assert steps.gain(4) is None
+        steps.planned(4, Plan(3, 12, 12.0, 100.0), ALIKE)
+    assert steps.gain(4) == pytest.approx(0.02)
+    assert steps.gain(8) is None
     for _ in range(5 * TYPICAL):
-        steps.planned(4, Plan(3, 16, 10.0, 200.0))
-    assert steps.planned_rate(4) == pytest.approx(0.05, rel=0.02)
+        steps.planned(4, Plan(3, 12, 12.0, 150.0), ALIKE)
+    assert steps.gain(4) == pytest.approx(0.08 - 0.1, rel=0.02)
+
+
+def test_a_slow_minute_says_nothing_of_planned_steps() -> None:
+    """Both kinds are priced at the same moment."""
+    steps = PlainSteps()
+    for slow in (1.0, 3.0):
+        for _ in range(ENOUGH):
+            planned, alike = (
+                plan._replace(milliseconds=slow * plan.milliseconds)
+                for plan in (Plan(3, 12, 10.1, 100.0), ALIKE)
+            )
+            steps.planned(4, planned, alike)
+    assert 0.0 < steps.gain(4) < 0.002
+
+
+def test_kinds_are_judged_by_what_they_really_took() -> None:
+    """Planned steps took a tenth longer than the costs said, plain ones did not; a single pause
+    says nothing, nor what another batch took.
+    """
+    steps = PlainSteps()
+    for _ in range(LATELY):
+        steps.took(4, 1.1, plain=False)
+    steps.took(4, 50.0, plain=False)
+    steps.took(8, 3.0, plain=False)
+    for _ in range(ENOUGH):
+        steps.planned(4, Plan(3, 12, 10.5, 100.0), ALIKE)
+    assert steps.gain(4) > 0.0, "both are slower, so far as is known"
+    steps.took(4, 1.0, plain=True)
+    for _ in range(5 * TYPICAL):
+        steps.planned(4, Plan(3, 12, 10.5, 100.0), ALIKE)
+    assert steps.gain(4) == pytest.approx((10.5 - 11.0) / 110, rel=0.02)
 
 
 def test_the_last_first_drafts_stand_for_the_traffic() -> None:
