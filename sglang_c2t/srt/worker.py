@@ -121,18 +121,20 @@ class WorkerMixin(EAGLEWorkerV2):
             links = verify_input.retrieve_next_token
             attach.write(verify_input, retrieve_next_token=torch.full_like(links, -1))
         planning = None if gate.exploring else self._planning
-        with verifying(verify_input, self.target_worker, planning or self._feedback):
+        with (
+            attach.swapped(self, "speculative_num_draft_tokens", width),
+            verifying(verify_input, self.target_worker, planning or self._feedback),
+        ):
             result = super().verify(batch, *args, **kwargs)
         if planning is not None:
             planning.verified(verify_input, result.accept_lens)
         compat.set_output_stride(result, verify_input.max_tree_depth)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         attach.write(result, cap_lens=verify_input.num_rows)
-        packing = verify_input.packing
         result.c2t_step = Step(
-            full=width,
+            full=self.speculative_num_draft_tokens,
             drafted=self._draft_worker.drafted_rows,
-            forwarded_rows=packing.forwarded_rows if packing else width * len(batch.seq_lens),
+            forwarded_rows=verify_input.forwarded_rows,
             max_rows=self._config.max_verify_rows,
             planned=planning.told if planning else None,
             fell_back=gate.fell_back,

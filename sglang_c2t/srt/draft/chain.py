@@ -79,12 +79,17 @@ class ChainDraftMixin(DraftWatcher):
             if planning.looks and steps > 1:
                 steps = self._all_steps  # or until it pays no more
         self.drafted_rows = steps + 1
-        with self._eager_if_recorded(), self._drafting(steps):
+        narrow = planning is not None and planning.plain and self._as_sglang_does(planning, batch)
+        drafting = self._drafting_narrow(steps) if narrow else self._drafting(steps)
+        with self._eager_if_recorded(), drafting:
             if planning is not None and self.cuda_graph_runner is not None:
                 planning.layers_begin()  # a replay calls nothing of ours
             verify_input = super().draft(batch, *args, **kwargs)
         if planning is not None:
             planning.layers_end()
+            if narrow:
+                lens, _ = planning.alike()
+                return ChainVerifyInput.of(verify_input, verify_lens=lens, exact=self.exact)
             return self._planned(verify_input, batch, planning)
         # A copy: the next step writes the same memory while the scheduler reads these.
         verify_lens = self.gate.finalize(self._lens[: len(batch.seq_lens)].clone())
@@ -129,8 +134,9 @@ class ChainDraftMixin(DraftWatcher):
         else:
             parents, scores, tokens, probs = self._gated_forward(forward_batch)
         # Layers that were not drafted lie behind every cut.
-        tokens = torch.nn.functional.pad(tokens, (0, self._all_steps - tokens.shape[1]))
-        return parents, scores, tokens, probs
+        drafts = self.speculative_num_draft_tokens - 1
+        tokens = torch.nn.functional.pad(tokens, (0, drafts - tokens.shape[1]))
+        return parents[:, :drafts], scores[:, :drafts], tokens, probs
 
     def _gated_forward(self, forward_batch: Any) -> Any:
         """SGLang's draft loop, with the gate asked after each layer."""
@@ -224,6 +230,28 @@ class ChainDraftMixin(DraftWatcher):
             attach.swapped(self, "cuda_graph_runner", graphs.cuda_graph_runner),
             attach.swapped(self, "draft_attn_backend", graphs.draft_attn_backend),
             attach.swapped(eagle_worker_v2, "build_eagle_verify_input", build_all),
+        ):
+            yield
+
+    def _as_sglang_does(self, planning: Planning, batch: Any) -> bool:
+        """Whether a plain step is SGLang's own of as many drafts: nothing is packed, which would
+        take the host time for nothing.
+
+        On a CPU, where attention reads the width of each input. Not where requests sample: these
+        get the same tokens from the same seed whatever is verified, which SGLang does not promise.
+        """
+        return (
+            self.device == "cpu"
+            and planning.rows_each == self.drafted_rows
+            and batch.sampling_info.is_all_greedy
+        )
+
+    @contextmanager
+    def _drafting_narrow(self, steps: int) -> Iterator[None]:
+        """SGLang drafts ``steps`` layers inside the block, and builds chains of as many."""
+        with (
+            attach.swapped(self, "speculative_num_steps", steps),
+            attach.swapped(self, "speculative_num_draft_tokens", steps + 1),
         ):
             yield
 

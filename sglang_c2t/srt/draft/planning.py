@@ -35,7 +35,7 @@ from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.draft.state_file import StateFile
 from sglang_c2t.srt.hooks.step_metrics import PlannedStep
 from sglang_c2t.srt.verify.packed import PackedVerifyInput
-from sglang_c2t.srt.verify.packing import HostSizes, Packing
+from sglang_c2t.srt.verify.packing import HostSizes
 
 # B requests, D layers, d of them drafted, N = D + 1 rows of a full chain, T rows of the forward
 
@@ -271,8 +271,15 @@ class Planning:
     def alike(self) -> tuple[Tensor, int]:
         """What :meth:`settle` gives, of a plain step."""
         batch, rows = self._now.batch, self._now.plan.rows
-        each = torch.full((batch,), rows // batch, dtype=torch.int32, device=self._survivals.device)
+        each = torch.full(
+            (batch,), self.rows_each, dtype=torch.int32, device=self._survivals.device
+        )
         return each, rows
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of each request in a plain step, root included."""
+        return self._now.plan.rows // self._now.batch
 
     @property
     def _now(self) -> _Step:
@@ -314,8 +321,8 @@ class Planning:
         return mask.to(self._survivals.device, non_blocking=True)
 
     @contextmanager
-    def timing(self, target_worker: Any, packing: Packing) -> Iterator[None]:
-        """Time the verify forward of ``packing`` inside the block."""
+    def timing(self, target_worker: Any, verify_input: PackedVerifyInput) -> Iterator[None]:
+        """Time the forward of ``verify_input`` inside the block."""
         forward = target_worker.forward_batch_generation
         begin, end = Mark(self._on_cuda), Mark(self._on_cuda)
 
@@ -331,7 +338,7 @@ class Planning:
             yield
         if self._step is not None:
             self._step.verify = [begin, end]
-            self._step.forwarded = packing.forwarded_rows
+            self._step.forwarded = verify_input.forwarded_rows
 
     def verified(self, verify_input: PackedVerifyInput, accept_lens: Tensor) -> None:
         """The outcome of a step: ``accept_lens`` [B] tokens accepted, bonus included."""

@@ -77,9 +77,10 @@ class Feedback:
         return self._rule.pays(requests * width, requests * self._rows_per_request)
 
     @contextmanager
-    def timing(self, target_worker: Any, packing: Packing) -> Iterator[None]:
-        """Time the verify forward of ``packing`` inside the block (on CUDA)."""
-        if not self._on_cuda:
+    def timing(self, target_worker: Any, verify_input: Any) -> Iterator[None]:
+        """Time the forward of a packed ``verify_input`` inside the block (on CUDA)."""
+        packing: Packing | None = verify_input.packing
+        if not self._on_cuda or packing is None:
             yield
             return
         forward = target_worker.forward_batch_generation

@@ -37,14 +37,16 @@ Accepted = tuple[Tensor, Tensor, Tensor]
 class Timing(Protocol):
     """Who wants to know what a forward took."""
 
-    def timing(self, target_worker: Any, packing: Packing) -> AbstractContextManager[None]:
-        """Time the verify forward of ``packing`` inside the block."""
+    def timing(
+        self, target_worker: Any, verify_input: PackedVerifyInput
+    ) -> AbstractContextManager[None]:
+        """Time the forward of ``verify_input`` inside the block."""
         ...
 
 
 @dataclasses.dataclass(kw_only=True)
 class PackedVerifyInput(EagleVerifyInput):
-    """A verification of which the target forwards some rows only.
+    """A verification of which the target may forward some rows only.
 
     The inherited fields are SGLang's, [B, N] tables and [B * N] rows.
     """
@@ -65,6 +67,13 @@ class PackedVerifyInput(EagleVerifyInput):
     def num_rows(self) -> Tensor:
         """[B] int32: rows of each request that are verified."""
         raise NotImplementedError
+
+    @property
+    def forwarded_rows(self) -> int:
+        """T, padding included, once the forward is laid out."""
+        if self.packing is None:
+            return len(self.num_rows) * self.draft_token_num
+        return self.packing.forwarded_rows
 
     def accept(
         self,
@@ -87,12 +96,13 @@ class PackedVerifyInput(EagleVerifyInput):
 def verifying(
     verify_input: PackedVerifyInput, target_worker: Any, feedback: Timing
 ) -> Iterator[None]:
-    """``run_eagle_verify`` verifies the packed rows of ``verify_input`` inside the block.
+    """``run_eagle_verify`` verifies the packed rows of ``verify_input`` inside the block, or all.
 
     ``feedback`` learns what the forward of ``target_worker`` took.
     """
     if verify_input.packing is None:
-        yield
+        with feedback.timing(target_worker, verify_input):
+            yield
         return
     common: Any = eagle_worker_common
     prepare = partial(_prepare, common.eagle_prepare_for_verify)
@@ -105,7 +115,7 @@ def verifying(
         attach.swapped(common, "eagle_prepare_for_verify", prepare),
         attach.swapped(common, "eagle_sample", sample),
         attach.swapped(common, "_finalize_accept_tree_path", verify_input.accepted_to_front),
-        feedback.timing(target_worker, verify_input.packing),
+        feedback.timing(target_worker, verify_input),
     ):
         yield
 

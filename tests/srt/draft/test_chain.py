@@ -48,6 +48,7 @@ class StockWorker:
 
     def __init__(self) -> None:
         self.speculative_num_steps = STEPS
+        self.speculative_num_draft_tokens = STEPS + 1
         self.draft_runner = double("ModelRunner", forward=self.forward, attn_backend="stock extend")
         self.draft_runner.draft_attn_backend = "stock"  # the worker gives it to its runner
         self.draft_attn_backend: Any = "stock"
@@ -84,7 +85,9 @@ class StockWorker:
 
         runner = self.cuda_graph_runner
         run = self.draft_forward if runner is None else runner.execute
-        tokens = run(batch)[2]
+        parents, scores, tokens, _ = run(batch)
+        drafts = self.speculative_num_draft_tokens - 1
+        assert parents.shape == scores.shape == tokens.shape == (BATCH, drafts)
         return eagle_worker_v2.build_eagle_verify_input(
             tokens, num_steps=self.speculative_num_steps
         )
@@ -96,7 +99,8 @@ class StockWorker:
             if step == self.speculative_num_steps - 1:
                 break
             self.draft_runner.forward(forward_batch)
-        return "parents", "scores", torch.cat(tokens, dim=1), None
+        parents = torch.zeros(BATCH, STEPS)
+        return parents, parents, torch.cat(tokens, dim=1), None
 
 
 def built(tokens: torch.Tensor, *, num_steps: int) -> Any:
@@ -117,11 +121,12 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def batch() -> Any:
+def batch(greedy: bool = True) -> Any:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     return double(
         "ForwardBatch",
+        sampling_info=double("SamplingBatchInfo", is_all_greedy=greedy),
         forward_mode=ForwardMode.DECODE,
         req_pool_indices=torch.arange(BATCH),
         seq_lens=torch.ones(BATCH),
@@ -182,8 +187,12 @@ def test_a_planned_step_on_a_cpu_ends_behind_the_layer_that_was_enough(
     assert worker.speculative_num_steps == verify_input.spec_steps == STEPS
 
 
+@pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("steps", [1, 3, 6])
-def test_a_plain_step_asks_no_gate_and_verifies_all_it_drafts(worker: Any, steps: int) -> None:
+def test_a_plain_step_asks_no_gate_and_verifies_all_it_drafts(
+    worker: Any, steps: int, greedy: bool
+) -> None:
+    """As a server of so many drafts would; where requests sample, as planned steps do."""
     planner = Planner(STEPS, Survival(STEPS))
     plan = Plan(steps, BATCH * (steps + 1), 1.0, 1.0)
     planner.plain_step = lambda _: Choice(plan, "plain")  # type: ignore[method-assign]
@@ -192,9 +201,12 @@ def test_a_plain_step_asks_no_gate_and_verifies_all_it_drafts(worker: Any, steps
     worker.gate.planned, worker.cuda_graph_runner = True, None
     worker.planning = Planning(planner, tiers=lambda: None, width=STEPS + 1, slots=8, device="cpu")
     worker.layers_run = 0
-    verify_input = worker.draft(batch())
+    verify_input = worker.draft(batch(greedy))
     assert worker.layers_run == steps - 1
-    assert verify_input.draft_token.tolist() == [0, *[7] * steps, *[0] * (STEPS - steps)] * BATCH
+    drafts = steps if greedy else STEPS
+    assert verify_input.spec_steps == drafts
+    assert (verify_input.packing is None) == greedy
+    assert verify_input.draft_token.tolist() == [0, *[7] * steps, *[0] * (drafts - steps)] * BATCH
     assert verify_input.num_rows.tolist() == [steps + 1] * BATCH
     assert worker.drafted_rows == steps + 1
 

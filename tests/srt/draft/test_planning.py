@@ -75,7 +75,9 @@ def verify(planning: Planning, rows: int, milliseconds: float = 0.0) -> None:
     target.forward_batch_generation = lambda: time.sleep(milliseconds / 1e3)
     packing = Packing.full(1, 1, "cpu")
     packing.forwarded_rows = rows
-    with planning.timing(target, packing):
+    lens = torch.ones(1, dtype=torch.int32)
+    verify_input = ChainVerifyInput.cut(full_chains(1, 1), lens, packing=packing)
+    with planning.timing(target, verify_input):
         target.forward_batch_generation()
 
 
