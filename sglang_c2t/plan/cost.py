@@ -122,10 +122,9 @@ class Curve:
         return values[right - 1] + share * (values[right] - values[right - 1])
 
     def stale(self, among: Iterable[int]) -> list[int]:
-        """Of sizes that were measured, those that should be measured again, the oldest first."""
-        old = [size for size in among if about(size) in self._measured_at]
-        old = [size for size in old if not self.measured(size)]
-        return sorted(old, key=lambda size: (self._measured_at[about(size)], size))
+        """Of sizes that were ever measured, those that should be again."""
+        known = [size for size in among if about(size) in self._measured_at]
+        return [size for size in known if not self.measured(size)]
 
     def _fitted(self) -> list[float]:
         if self._values is None:

@@ -34,9 +34,9 @@ WHOLE_EVERY = 32
 #: Share of the time that may be lost by steps that are made only to learn from.
 EXPLORING = 0.005
 
-#: Milliseconds that a young server may lose besides, for row counts that were only measured before
+#: Steps whose time a young server may lose besides, for row counts that were only measured before
 #: it served: whatever else the machine did then is in them.
-YOUNG_MS = 500.0
+YOUNG = 10.0
 
 #: However dear they look, all layers are drafted once in so many steps, and in a young server at
 #: least whenever its age has doubled: a price that nobody looks at again would stay what a bad
@@ -120,9 +120,9 @@ class Planner:
         self._steps = 0
         self._spent = 0.0  # milliseconds of all steps
         self._lost = 0.0  # milliseconds, by steps made to learn
-        self._credit = YOUNG_MS
+        self._credit = YOUNG
         self._turn = 0
-        self._drafted_all_at = self._measured_at = 0  # steps; a row count measured anew
+        self._drafted_all_at = 0  # steps
         self.predicted_ms = self.measured_ms = 0.0
         """Of all steps that had a prediction, together."""
         self._measures: int | None = None
@@ -309,7 +309,7 @@ class Planner:
         """Start anew, costs included."""
         self.reset()
         self.cost = StepCost()
-        self._credit = YOUNG_MS
+        self._credit = YOUNG
 
     def reset(self) -> None:
         """Forget everything but the costs, which are the machine's."""
@@ -334,19 +334,15 @@ class Planner:
 
     def _rows_to_measure(self, every: Plans, best: Plan) -> tuple[int, Plan] | None:
         """A row count whose price may not hold any more, and a plan with it, if one is worth
-        leaving the ``best`` plan for: the count that would be best, and now and then the one that
-        was not measured for longest.
+        leaving the ``best`` plan for: the count that would be best. Once that is known again it is
+        another's turn, of which the last one costs most and is paid for most seldom.
         """
-        stale = self.cost.verify.stale(every.tiers.tolist())
-        due = self._due(self._measured_at)
-        found = every.best_that_fills(stale[:1] if due else stale)
+        found = every.best_that_fills(self.cost.verify.stale(every.tiers.tolist()))
         if found is None:
             return None
-        rows, look = found
-        if not (due or self._credited(look, best) or self._affordable(look, best)):
-            return None
-        self._measured_at = self._steps
-        return rows, look
+        _, look = found
+        worth = self._credited(look, best) or self._affordable(look, best)
+        return found if worth else None
 
     def _due(self, last: int) -> bool:
         """Whether it is time for a look, the last one at that step, whatever it costs."""
@@ -365,7 +361,7 @@ class Planner:
 
     def _credited(self, other: Plan, plan: Plan) -> bool:
         """Whether it may, as the server is young."""
-        lost = _lost(other, plan)
+        lost = _lost(other, plan) / other.milliseconds
         if lost > self._credit:
             return False
         self._credit -= lost
