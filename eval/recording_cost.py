@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     args = parser.parse_args(argv)
 
-    flags = (*speculative_flags(args.algorithm, args.num_steps), "--c2t")
+    flags = (*speculative_flags(args.algorithm, args.num_steps), "--c2t", "--c2t-policy", "c2t")
     with tempfile.TemporaryDirectory() as folder:
         recording = ("--c2t-record", f"{folder}/rec", "--c2t-record-share", str(args.share))
         logs = Path(folder)

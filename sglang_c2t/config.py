@@ -28,6 +28,9 @@ CONFIG_ENV = "SGLANG_C2T_CONFIG"
 #: Settings that reach the policy by themselves: no option may say them a second time.
 POLICY_SETTINGS = ("policy", "beta", "classifier")
 
+#: The policy of who names none; :func:`sglang_c2t.policies.named` says which that is.
+DEFAULT = "default"
+
 #: Longest name of a policy, or of an option.
 LONGEST_NAME = 200
 
@@ -105,7 +108,11 @@ class C2TConfig:
     """
 
     policy: str = _setting(
-        "c2t", NAME, "Which drafts are verified: a name from the menu, or module:Class of your own."
+        DEFAULT,
+        NAME,
+        "Which drafts are verified: a name from the menu, or module:Class of your own. 'default': "
+        "auto for chains that are verified packed; c2t for other drafts, and where a threshold, a "
+        "classifier, options or a recording are set.",
     )
     beta: float | None = _setting(
         None,

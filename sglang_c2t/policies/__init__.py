@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_c2t.checks import shown, told
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier, shipped
-from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.config import DEFAULT, C2TConfig, ConfigError
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.hints import did_you_mean
 from sglang_c2t.policies.auto import Auto, RowsOnly, plans
@@ -65,12 +65,31 @@ def policy_of(classifier: Classifier) -> str:
     )
 
 
+def named(config: C2TConfig, *, packed_chains: bool) -> C2TConfig:
+    """``config`` with the name of the policy that serves where none was chosen.
+
+    The planner where it was shown to pay, which is chains that are verified packed; else, and for
+    who sets what only gates take or records what theirs would cut, the published gate.
+    """
+    if config.policy != DEFAULT:
+        return config
+    wants_gate = (
+        config.beta is not None
+        or config.classifier != "default"
+        or bool(config.policy_options)
+        or config.record is not None
+    )
+    planned = packed_chains and config.verify != "static" and not wants_gate
+    return replace(config, policy=Auto.name if planned else C2T.name)
+
+
 def build_policy(config: C2TConfig) -> ChainPolicy:
     """Build the configured policy for chains.
 
     Raises :class:`ConfigError` for an unknown name, an option the policy does not take,
     or a classifier that cannot be used.
     """
+    config = named(config, packed_chains=True)
     policy = _built(config, config.policy.removesuffix(ON_EAGLE2), _options(config))
     if is_tree_policy(policy) or _only_trees(config.policy):
         raise ConfigError(
@@ -86,6 +105,7 @@ def build_tree_policy(config: C2TConfig) -> TreePolicy:
     ``policy_options`` may hold ``layer_limit`` for a gate, beside its own options. Raises
     :class:`ConfigError` as :func:`build_policy` does, and for a rule that cuts chains only.
     """
+    config = named(config, packed_chains=False)
     options, name = _options(config), config.policy
     if name.endswith(ON_EAGLE2):
         return GatedEAGLE2(_gate(config, name.removesuffix(ON_EAGLE2), options))

@@ -16,12 +16,12 @@ from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 from torch import Tensor
 
-from sglang_c2t.config import C2TConfig, ConfigError, active
+from sglang_c2t.config import C2TConfig, ConfigError, active, publish
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.gate import Gate
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.plan.planner import Planner
-from sglang_c2t.policies import plans, policy_for
+from sglang_c2t.policies import named, plans, policy_for
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.draft import ancestors
@@ -73,9 +73,10 @@ class WorkerMixin(EAGLEWorkerV2):
             super().__init__(*args, **kwargs)
         config = active()
         assert config is not None, "the factory builds this worker only when C2T is on"
-        self._config = self._start = config
+        self._typed = config
+        self._config = self._start = named(config, packed_chains=self.topk == 1)
         self._plannings: dict[str, Planning] = {}
-        self._recorder = Recorder.from_config(config, self.server_args)
+        self._recorder = Recorder.from_config(self._config, self.server_args)
         self._draft_worker.watch(self._gate_maker(), self._recorder)
         compat.widen_request_table()  # SGLang makes it once its workers are there
         self._feedback = self._draft_worker.feedback = Feedback(
@@ -253,6 +254,14 @@ class WorkerMixin(EAGLEWorkerV2):
             self.speculative_num_draft_tokens,
         )
 
+    def _settle_policy(self, *, packed_chains: bool) -> None:
+        """Name the policy where none was chosen, now that it is known what can be packed."""
+        config = named(self._typed, packed_chains=packed_chains)
+        if config != self._start:
+            self._draft_worker.gate.switch(policy_for(config, self._shape), captured=False)
+            self._config = self._start = config
+        publish(config)  # what this process reports
+
     def _announce(self, what: str) -> None:
         """One line at the start that says what this server does."""
         logger.info(
@@ -288,6 +297,7 @@ class ChainWorkerMixin(WorkerMixin):
         draft, runner = self._draft_worker, self.target_worker.model_runner
         draft.packed = chain.decide(self._config.verify, runner)
         draft.exact = compat.accepts_exactly(self.server_args)
+        self._settle_policy(packed_chains=draft.packed)
         self._plan_with(self._planning_for(draft.gate.served.policy))
         self._announce(f"{'ragged' if draft.packed else 'static'} verification of chains")
 
@@ -324,6 +334,7 @@ class TreeWorkerMixin(WorkerMixin):
         super().init_attention_backends()
         draft, runner = self._draft_worker, self.target_worker.model_runner
         draft.packed = tree.decide(self._config, runner)
+        self._settle_policy(packed_chains=False)
         self._plan_with(self._planning_for(draft.gate.served.policy))
         rows = "packed" if draft.packed else "padded"
         self._announce(f"{rows} verification of trees, {self._follow_ancestors()} ancestors")

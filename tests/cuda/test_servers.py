@@ -51,10 +51,14 @@ class Case(NamedTuple):
     flags: tuple[str, ...] = ("--c2t",)
 
 
+GATED = ("--c2t", "--c2t-policy", "c2t")
+
 CASES = {
-    "chains, fa3": Case("fa3", "EAGLE3", 1, 6),
-    "chains, fa3, eager": Case("fa3", "EAGLE3", 1, 6, ("--c2t", "--disable-cuda-graph")),
-    "chains, flashinfer": Case("flashinfer", "EAGLE3", 1, 6),
+    "chains, fa3": Case("fa3", "EAGLE3", 1, 6, GATED),
+    "planned chains, fa3": Case("fa3", "EAGLE3", 1, 6),
+    "chains, fa3, eager": Case("fa3", "EAGLE3", 1, 6, (*GATED, "--disable-cuda-graph")),
+    "chains, flashinfer": Case("flashinfer", "EAGLE3", 1, 6, GATED),
+    "planned chains, flashinfer": Case("flashinfer", "EAGLE3", 1, 6),
     "chains of a standalone draft, fa3": Case("fa3", "STANDALONE", 1, 6),
     "trees, flashinfer": Case("flashinfer", "EAGLE3", 4, 16),
     "trees of a standalone draft, flashinfer": Case("flashinfer", "STANDALONE", 4, 16),

@@ -83,8 +83,8 @@ WHOLE = {SHAPES["chains"][2]: "fixed", SHAPES["trees"][2]: "eagle2"}
 @pytest.fixture(scope="module", params=sorted(SHAPES))
 def controlled(request: pytest.FixtureRequest, logs: Path) -> Iterator[Controlled]:
     algorithm, shape, full = SHAPES[request.param]
-    flags = (*speculative_flags(algorithm, **shape), "--c2t", "--enable-metrics",
-             "--admin-api-key", KEY, "--decode-log-interval", "1")  # fmt: skip
+    flags = (*speculative_flags(algorithm, **shape), "--c2t", "--c2t-policy", "c2t",
+             "--enable-metrics", "--admin-api-key", KEY, "--decode-log-interval", "1")  # fmt: skip
     with running(Launch(f"controlled-{request.param}", flags), logs) as server:
         yield Controlled(server, full)
 

@@ -19,7 +19,7 @@ from tests.e2e.conftest import BODIES, run_beside_posts, verified, verified_rows
 
 @dataclass(frozen=True)
 class Planned:
-    """A server with ``--c2t-policy auto``."""
+    """A server that plans: ``--c2t`` alone for chains, ``--c2t-policy auto`` for trees."""
 
     server: Server
     state: Path
@@ -45,10 +45,40 @@ def planned_trees(logs: Path) -> Iterator[Planned]:
 def planned(logs: Path) -> Iterator[Planned]:
     state = logs / "planner.json"
     state.write_text('{"version": 1, "planner": "of a server that died while writing"')
-    flags = ("--c2t", "--c2t-policy", "auto", "--c2t-state", str(state), "--enable-metrics")
+    flags = ("--c2t", "--c2t-state", str(state), "--enable-metrics")
     launch = Launch("planned", (*speculative_flags("EAGLE3"), *flags))
     with running(launch, logs) as server:
         yield Planned(server, state)
+
+
+def test_chains_are_planned_where_no_policy_was_named(planned: Planned) -> None:
+    assert planned.told()["policy"] == "auto"
+
+
+def test_where_rows_cannot_be_packed_a_gate_serves_who_named_no_policy(
+    logs: Path, expected: list[tuple[int, ...]]
+) -> None:
+    flags = (*speculative_flags("EAGLE3"), "--c2t", "--attention-backend", "torch_native")
+    with running(Launch("unpacked", flags), logs) as server:
+        told = requests.get(f"{server.url}/c2t", timeout=60).json()
+        assert told["policy"] == "c2t"
+        assert run_load(server.url, BODIES[:8], concurrency=4).outputs == expected[:8]
+    assert "C2T: policy c2t, static verification of chains" in server.log.read_text()
+
+
+def test_planned_chains_of_a_standalone_draft_give_the_same_outputs(
+    logs: Path, expected: list[tuple[int, ...]]
+) -> None:
+    """It has a KV cache of its own, which plain steps of other widths fill as well."""
+    launch = Launch("planned-standalone", (*speculative_flags("STANDALONE"), "--c2t"))
+    with running(launch, logs) as server:
+        for concurrency in (1, 4, len(BODIES)):
+            server.flush_cache()
+            bodies = BODIES[:4] if concurrency == 1 else BODIES
+            answered = run_load(server.url, bodies, concurrency=concurrency).outputs
+            assert answered == expected[: len(bodies)]
+        (told,) = requests.get(f"{server.url}/c2t", timeout=60).json()["planner"]
+    assert told["steps"] > 100
 
 
 def test_outputs_are_those_without_speculation_at_every_load(

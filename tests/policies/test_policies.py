@@ -17,7 +17,14 @@ from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft_layer import TOPK_PROBS
 from sglang_c2t.offline.train import RECIPES
-from sglang_c2t.policies import POLICIES, TREE_POLICIES, DraftLayer, build_policy
+from sglang_c2t.policies import (
+    POLICIES,
+    TREE_POLICIES,
+    DraftLayer,
+    build_policy,
+    build_tree_policy,
+    named,
+)
 from tests import oracles
 from tests.recordings import HIDDEN_SIZE
 from tests.refusals import refused
@@ -69,6 +76,36 @@ def classifier_of(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return save
+
+
+# -- no policy named ----------------------------------------------------------------------
+
+
+def test_packed_chains_are_planned_where_no_policy_is_named_and_other_drafts_gated() -> None:
+    assert named(C2TConfig(), packed_chains=True) == C2TConfig("auto")
+    assert named(C2TConfig(), packed_chains=False) == C2TConfig("c2t")
+    assert build_policy(C2TConfig()) == build_policy(C2TConfig("auto"))
+    assert build_tree_policy(C2TConfig()) == build_tree_policy(C2TConfig("c2t"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"beta": 0.4},
+        {"classifier": "mine.safetensors"},
+        {"policy_options": {"layer_limit": 2}},
+        {"record": "somewhere"},
+        {"verify": "static"},
+    ],
+)
+def test_who_sets_what_no_planner_takes_gets_the_gate(given: dict[str, Any]) -> None:
+    assert named(C2TConfig(**given), packed_chains=True) == C2TConfig("c2t", **given)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_policy_that_is_named_stays(packed: bool) -> None:
+    for config in (C2TConfig("auto"), C2TConfig("dyjoint"), C2TConfig("c2t", beta=0.4)):
+        assert named(config, packed_chains=packed) is config
 
 
 # -- rules without a classifier -----------------------------------------------------------

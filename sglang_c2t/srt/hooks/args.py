@@ -50,7 +50,8 @@ def add_arguments(_result: None, parser: argparse.ArgumentParser) -> None:
         "--c2t",
         action=_EnableC2T,
         default=argparse.SUPPRESS,
-        help="End each request's draft where a classifier says the target would reject it.",
+        help="Draft and verify what pays: as much of each request's draft as a classifier and the "
+        "measured cost of a step say. --c2t-policy chooses the rule.",
     )
     for setting in dataclasses.fields(C2TConfig):
         if setting.metadata["values"].flag is not None:

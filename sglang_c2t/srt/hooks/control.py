@@ -33,7 +33,7 @@ from typing import Any
 
 from sglang_c2t.checks import parse_json, require, shown
 from sglang_c2t.classifier.checkpoint import load_classifier, shipped_names
-from sglang_c2t.config import C2TConfig, ConfigError, active, publish
+from sglang_c2t.config import DEFAULT, C2TConfig, ConfigError, active, publish
 from sglang_c2t.hints import did_you_mean
 from sglang_c2t.policies import policy_for, policy_names
 from sglang_c2t.policies.base import TreeShape
@@ -141,7 +141,7 @@ def shown_classifier(config: C2TConfig) -> str:
 
 def _is_own(policy: object, start: C2TConfig) -> bool:
     """Whether this is the policy that the server was started with, and not on the menu."""
-    return policy == start.policy and policy not in policy_names()
+    return policy == start.policy and policy not in (DEFAULT, *policy_names())
 
 
 def _classifier(value: object, start: C2TConfig) -> str:
