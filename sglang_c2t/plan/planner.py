@@ -164,12 +164,12 @@ class Planner:
             return Choice(self._everything(batch), "unknown", whole)
         wanted = plain and not self._all_layers
         alike = self._alike = self._best_alike(first, batch) if wanted else None
-        if alike is not None and not self._plain_steps_to_come(alike, batch):
-            alike = None
+        gain = None if alike is None else self._plain.gain(batch)
         every = self._plans(first[:, None], batch, depths, tiers)
         plans = every.best_of_each_depth()
-        plan = best_of(plans)
-        best = plan if alike is None else best_of([plan, alike])  # by which looks are priced
+        plan = best = best_of(plans)
+        if alike is not None and gain is not None and gain < 0.0:
+            best = best_of([plan, alike])  # by which looks are priced
         # Layers that are not drafted may have got better, and rows that are not verified cheaper.
         if look := self._rows_to_measure(every, best):
             self._measures, again = look
@@ -182,6 +182,9 @@ class Planner:
                 if other is plans[-1]:
                     self._drafted_all_at = self._steps
                 return Choice(other, "explore", whole)
+        # Behind the looks, or a young server would make plain steps of what it has not measured.
+        if alike is not None and gain is not None:
+            self._begin_plain(alike, batch, gain)
         self._as_planned = whole is None
         return Choice(plan, "plan", whole)
 
@@ -373,19 +376,16 @@ class Planner:
         survival = self._forecast(typical[:, None], self.samples).mean(axis=0)
         return best_alike(survival, batch, partial(self.cost.one, plain=True))
 
-    def _plain_steps_to_come(self, alike: Plan, batch: int) -> bool:
-        """Decide whether the steps behind this one are plain; whether because that brings more."""
-        gain = self._plain.gain(batch)
-        if gain is None:
-            return False
+    def _begin_plain(self, alike: Plan, batch: int, gain: float) -> None:
+        """Make the steps behind this one plain where that brings more than the ``gain`` of planned
+        ones, or a few to see what they cost.
+        """
         if gain < 0.0:
             self._plain.begin(batch, alike, RUN)
-            return True
-        if not self.cost.plain_rest.measured(batch):
+        elif not self.cost.plain_rest.measured(batch):
             instead = alike._replace(tokens=alike.tokens + gain * alike.milliseconds)
             if self._affordable(alike, instead, TRIAL):
                 self._plain.begin(batch, alike, TRIAL)
-        return False
 
     def _plans(
         self, known: Array, batch: int, depths: Sequence[int], tiers: Sequence[int]

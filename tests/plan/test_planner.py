@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -189,6 +190,14 @@ def test_plain_steps_end_where_the_batch_changes_and_are_not_for_those_who_may_n
     assert server.choice(planner, server.chains(9)).reason != "plain"
     server.gate_ms = None
     assert server.choice(planner, server.chains(4)).reason != "plain"
+
+
+def test_plain_steps_begin_behind_planned_ones_so_that_looks_come_first() -> None:
+    """A young server would otherwise make sixteen of seventeen steps of what it measured first."""
+    server = MadeUpServer(4, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
+    reasons = [choice.reason for choice in server.serve(Planner(DEPTH, Survival(DEPTH)), 1000)[0]]
+    before = {a for a, b in pairwise(reasons) if b == "plain" and a != "plain"}
+    assert before == {"plan"}
 
 
 def test_vllms_rule_has_no_plain_steps() -> None:

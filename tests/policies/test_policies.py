@@ -84,8 +84,8 @@ def classifier_of(tmp_path: Path) -> Callable[..., str]:
 def test_packed_chains_are_planned_where_no_policy_is_named_and_other_drafts_gated() -> None:
     assert named(C2TConfig(), packed_chains=True) == C2TConfig("auto")
     assert named(C2TConfig(), packed_chains=False) == C2TConfig("c2t")
-    assert build_policy(C2TConfig()) == build_policy(C2TConfig("auto"))
-    assert build_tree_policy(C2TConfig()) == build_tree_policy(C2TConfig("c2t"))
+    assert build_policy(C2TConfig()).name == "auto"
+    assert build_tree_policy(C2TConfig()).name == build_tree_policy(C2TConfig("c2t")).name
 
 
 @pytest.mark.parametrize(
