@@ -248,7 +248,7 @@ def test_rank_zero_records_under_the_names_of_the_models_if_there_is_a_directory
     group = double("sglang.srt.distributed.parallel_state.GroupCoordinator", rank_in_group=rank)
     monkeypatch.setattr(recorder, "get_parallel", lambda: SimpleNamespace(tp_group=group))
     record = str(tmp_path) if directory else None
-    config = C2TConfig(record=record, record_roots="every", record_extra=("hidden",))
+    config = C2TConfig("c2t", record=record, record_roots="every", record_extra=("hidden",))
     server_args = double(
         "ServerArgs",
         model_path="/models/target",

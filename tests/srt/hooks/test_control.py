@@ -145,7 +145,7 @@ def folder(tmp_path: Path) -> Path:
 
 def taken(value: object, start: C2TConfig) -> C2TConfig:
     """The configuration after both checks."""
-    config = changed(C2TConfig(), {"classifier": value}, start)
+    config = changed(C2TConfig("c2t"), {"classifier": value}, start)
     approved(config, start, CHAIN)
     return config
 
@@ -202,7 +202,9 @@ def test_what_a_file_holds_is_told_to_the_log_alone(
 
 def test_a_classifier_of_another_policy_is_told_without_its_path(folder: Path) -> None:
     start = C2TConfig(classifier_dir=str(folder))
-    config = changed(C2TConfig(), {"policy": "c2t-plus", "classifier": "good.safetensors"}, start)
+    config = changed(
+        C2TConfig("c2t"), {"policy": "c2t-plus", "classifier": "good.safetensors"}, start
+    )
     with pytest.raises(ConfigError) as error:
         approved(config, start, CHAIN)
     assert "classifier good.safetensors wants joint" in str(error.value)
@@ -235,7 +237,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(control, "publish", lambda config: None)
     monkeypatch.setattr(CONTROL, "switches", 0)
     monkeypatch.setattr(CONTROL, "refusal", None)
-    return SimpleNamespace(draft_worker=Worker(C2TConfig()))
+    return SimpleNamespace(draft_worker=Worker(C2TConfig("c2t")))
 
 
 def sent(scheduler: Any, *names: str) -> bool:
@@ -263,7 +265,7 @@ def test_a_scheduler_takes_what_is_right(scheduler: Any) -> None:
 )  # fmt: skip
 def test_a_scheduler_trusts_nobody(scheduler: Any, names: list[str]) -> None:
     assert not sent(scheduler, *names)
-    assert scheduler.draft_worker.config == C2TConfig()
+    assert scheduler.draft_worker.config == C2TConfig("c2t")
     assert CONTROL.refusal
 
 
@@ -288,3 +290,9 @@ def test_nothing_is_imported_for_a_client(monkeypatch: pytest.MonkeyPatch, sched
     )
     for policy in ("os:system", "tests.canary:Policy", ":x", "a.b:c-eagle2"):
         assert not sent(scheduler, "c2t " + json.dumps({"policy": policy}))
+
+
+def test_no_client_asks_for_whatever_is_the_default() -> None:
+    """Which that is was settled at the start, by what can be packed."""
+    with pytest.raises(ConfigError, match="unknown c2t policy 'default'"):
+        changed(C2TConfig("auto"), {"policy": "default"}, C2TConfig())

@@ -32,7 +32,7 @@ class Manager:
             api_key=api_key, admin_api_key=admin_api_key, speculative_eagle_topk=1,
             speculative_num_steps=5, speculative_num_draft_tokens=6,
         )  # fmt: skip
-        self.config = C2TConfig()
+        self.config = C2TConfig("c2t")
         self.sent: list[Any] = []
 
     async def get_internal_state(self) -> list[dict[str, Any]]:

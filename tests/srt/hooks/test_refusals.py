@@ -175,7 +175,10 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
             [*EAGLE3, "--c2t-policy", "auto", "--c2t-verify", "static"],
             "plans decides how many rows are verified: drop --c2t-verify static",
         ),
-        ([*EAGLE3, "--c2t-state", "x"], "choose --c2t-policy auto or rows-only, or drop it"),
+        (
+            [*EAGLE3, "--c2t-policy", "c2t", "--c2t-state", "x"],
+            "choose --c2t-policy auto or rows-only, or drop it",
+        ),
         ([*TREES, "--c2t-policy", "rows-only"], "policy rows-only cuts chains only"),
         (
             [*TREES, "--c2t-policy", "auto", "--c2t-max-verify-rows", "64"],
