@@ -55,17 +55,6 @@ def test_chains_are_planned_where_no_policy_was_named(planned: Planned) -> None:
     assert planned.told()["policy"] == "auto"
 
 
-def test_where_rows_cannot_be_packed_a_gate_serves_who_named_no_policy(
-    logs: Path, expected: list[tuple[int, ...]]
-) -> None:
-    flags = (*speculative_flags("EAGLE3"), "--c2t", "--attention-backend", "torch_native")
-    with running(Launch("unpacked", flags), logs) as server:
-        told = requests.get(f"{server.url}/c2t", timeout=60).json()
-        assert told["policy"] == "c2t"
-        assert run_load(server.url, BODIES[:8], concurrency=4).outputs == expected[:8]
-    assert "C2T: policy c2t, static verification of chains" in server.log.read_text()
-
-
 def test_planned_chains_of_a_standalone_draft_give_the_same_outputs(
     logs: Path, expected: list[tuple[int, ...]]
 ) -> None:
