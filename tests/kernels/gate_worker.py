@@ -104,14 +104,17 @@ def judged_by_hand(
 
 
 def assert_same(got: GateOutput, expected: GateOutput, beta: float) -> None:
-    """Ids exactly; numbers to float32; decisions wherever beta is not a rounding away."""
+    """Ids exactly; numbers to float32; decisions wherever beta is not a rounding away.
+
+    An entropy that torch sums over a vocabulary of 128,256 was 9e-5 off on a CPU without AVX-512.
+    """
     mine, theirs = got.tokens, expected.tokens
     assert mine.dtype == torch.int64
     assert torch.equal(mine, theirs), f"{mine.tolist()} != {theirs.tolist()}"
     for name in ("prob", "joint", "confidence", "entropy"):
         mine, theirs = getattr(got, name), getattr(expected, name).float()
         worst = (mine - theirs).abs().max().item() if mine.numel() else 0.0
-        close = torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+        close = torch.allclose(mine, theirs, rtol=2e-5, atol=1e-5)
         assert close, f"{name}: differs by {worst}"
     sure = (expected.confidence - beta).abs() > 1e-5
     assert torch.equal(got.keep & sure, expected.keep & sure), "keep"
