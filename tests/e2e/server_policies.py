@@ -63,7 +63,9 @@ class Switchable:
         if mode in ("full", "none"):
             return torch.full_like(layer.alive, mode == "full")
         if mode not in self._policies:
-            config = C2TConfig("c2t") if mode == "c2t" else C2TConfig.from_json(mode, source="control")
+            config = (
+                C2TConfig("c2t") if mode == "c2t" else C2TConfig.from_json(mode, source="control")
+            )
             self._policies[mode] = build_policy(config)
         return self._policies[mode].keep(layer)
 
@@ -108,7 +110,9 @@ class SwitchableTree:
             key = joint.masked_fill(drawn >= share, -torch.inf)
             return Growth(key=key, expand=key)
         if mode not in self._policies:
-            config = C2TConfig("c2t") if mode == "c2t" else C2TConfig.from_json(mode, source="control")
+            config = (
+                C2TConfig("c2t") if mode == "c2t" else C2TConfig.from_json(mode, source="control")
+            )
             policy = build_tree_policy(config)
             assert self._shape is not None
             policy.check(self._shape)
