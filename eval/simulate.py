@@ -220,8 +220,6 @@ class Simulation:
     costs: Costs | MeasuredCosts
     batch: int
     seed: int = 0
-    looks: bool = False
-    """Whether the host sees each layer before the next is drafted, as on a CPU."""
 
     tiers: list[int] = field(init=False)
 
@@ -261,12 +259,7 @@ class Simulation:
         """One step of a planner."""
         confidence, survival = self.drafts.draw(rng, self.batch)
         choice = planner.choose(confidence[:, 0], self.batch, self.tiers)
-        layers = choice.plan.layers
-        if self.looks and choice.reason == "plan" and layers > 1:
-            layers = 2
-            while layers < self.layers and planner.goes_on(confidence[:, :layers], self.tiers):
-                layers += 1
-        drafted = confidence[:, :layers]
+        drafted = confidence[:, : choice.plan.layers]
         plan = planner.settle(drafted, self.tiers)
         kept = self._best(planner.survival.of_chains(drafted), plan.rows - self.batch)
         correct = self._correct(rng, survival, kept)
@@ -327,8 +320,6 @@ def table(
     costs: Costs | MeasuredCosts,
     batches: Sequence[int],
     steps: int,
-    *,
-    looks: bool = False,
 ) -> list[str]:
     """Markdown: every rule against no speculation, a line for each batch.
 
@@ -340,7 +331,7 @@ def table(
     for batch in batches:
 
         def made(policy: str = "auto", batch: int = batch) -> Simulation:
-            return Simulation(drafts_of(policy), costs, batch, looks=looks)
+            return Simulation(drafts_of(policy), costs, batch)
 
         base = made().none()
         rates = [
@@ -363,15 +354,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--recording", type=Path, help="drafts of a recording, roots: every")
     parser.add_argument("--positions", type=float, nargs="+", default=POSITIONS[:5])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument(
-        "--looks", action="store_true", help="auto sees each layer before the next, as on a CPU"
-    )
     args = parser.parse_args(argv)
     try:
         if min(*args.batch, args.steps) < 1:
             raise ConfigError("--batch and --steps must be 1 or more")
         costs = costs_of(args.curves, args.shape, args.machine)
-        lines = table(_drafts(args), costs, args.batch, args.steps, looks=args.looks)
+        lines = table(_drafts(args), costs, args.batch, args.steps)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,6 @@
 """Decides each step from what the steps before have shown, and learns from it in turn.
 
     choose   how many layers to draft, before any is drafted
-    goes_on  whether to draft another, where the host sees each layer as it comes
     settle   how many rows to verify, once they are drafted
     learn    which of the verified drafts survived; what the step took
 
@@ -187,17 +186,6 @@ class Planner:
             self._begin_plain(alike, batch, gain)
         self._as_planned = whole is None
         return Choice(plan, "plan", whole)
-
-    def goes_on(self, confidences: Array, tiers: Sequence[int]) -> bool:
-        """Whether the best plan drafts more than the k layers whose ``confidences`` [B, k, ...] are
-        known.
-        """
-        batch, known = confidences.shape[:2]
-        if known not in self._depths:
-            return True
-        depths = [depth for depth in self._depths if depth >= known]
-        plans = self._plans(confidences, batch, depths, tiers)
-        return best_of(plans.best_of_each_depth()).layers > known
 
     def settle(self, confidences: Array, tiers: Sequence[int]) -> Plan:
         """How many rows to verify, now that the ``confidences`` [B, d] of all drafts are known."""

@@ -31,9 +31,6 @@ class MadeUpServer:
     floor_ms: float = 30.0
     power: float = 2.0
     pause_ms: float = 0.0
-    looks: bool = False
-    """Asks behind each layer whether to go on."""
-
     gate_ms: float | None = None
     """Of a step that asks the gate; ``None``: all do."""
 
@@ -65,11 +62,6 @@ class MadeUpServer:
                 choices.append(choice)
                 continue
             drafted = chains[:, : choice.plan.layers]
-            if self.looks and choice.reason == "plan" and choice.plan.layers > 1:
-                layers = 2
-                while layers < DEPTH and planner.goes_on(chains[:, :layers], self.tiers()):
-                    layers += 1
-                drafted = chains[:, :layers]
             plan = planner.settle(drafted, self.tiers())
             drafts = self.kept(planner, drafted, plan.rows - self.batch)
             correct = np.minimum(lives.sum(axis=1), drafts)
@@ -125,27 +117,6 @@ def test_it_serves_as_fast_as_one_that_knew_everything(batch: int, row_ms: float
     server.serve(planner, 300)
     _, rate = server.serve(planner, 300)
     assert rate >= 0.95 * server.best_rate()
-
-
-def test_looking_at_each_layer_brings_more_where_few_are_served() -> None:
-    """One sure chain goes on, one that has turned out badly does not."""
-    blind, looking = (MadeUpServer(1, layer_ms=8.0, looks=looks) for looks in (False, True))
-    rates = []
-    for server in (blind, looking):
-        planner = Planner(DEPTH, Survival(DEPTH))
-        server.serve(planner, 500)
-        rates.append(server.serve(planner, 1500)[1])
-    assert rates[1] >= 1.005 * rates[0]
-
-
-def test_a_sure_chain_goes_on_and_an_unsure_one_ends() -> None:
-    server = MadeUpServer(1, layer_ms=4.0)
-    planner = Planner(DEPTH, Survival(DEPTH))
-    server.serve(planner, 500)
-    assert planner.goes_on(np.full((1, 2), 0.99), server.tiers())
-    assert not planner.goes_on(np.full((1, 2), 0.05), server.tiers())
-    rows_only = Planner(DEPTH, Survival(DEPTH), all_layers=True)
-    assert rows_only.goes_on(np.full((1, 2), 0.05), server.tiers())
 
 
 def uniform_rate(server: MadeUpServer) -> float:

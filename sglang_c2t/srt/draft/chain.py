@@ -76,8 +76,6 @@ class ChainDraftMixin(DraftWatcher):
             # A graph has the gate in it, so that a plain step would save nothing.
             eager = self.cuda_graph_runner is None
             steps, self._whole = self._begin_planned(batch, planning, plain=eager)
-            if planning.looks and steps > 1:
-                steps = self._all_steps  # or until it pays no more
         self.drafted_rows = steps + 1
         narrow = planning is not None and planning.plain and self._as_sglang_does(planning, batch)
         drafting = self._drafting_narrow(steps) if narrow else self._drafting(steps)
@@ -143,15 +141,10 @@ class ChainDraftMixin(DraftWatcher):
         self._catch_up()
         with GATE_CLOCK:
             self.gate.begin(forward_batch.req_pool_indices)
-        steps = self.speculative_num_steps
-        with (
-            self._watching(self._draft_layer),
-            attach.swapped(self, "speculative_num_steps", steps),
-        ):
+        with self._watching(self._draft_layer):
             drafted = super().draft_forward(forward_batch)
         if self.planning is not None and self.gate.program is not None:
             self.planning.drafted(self.gate.confidences)
-            self.drafted_rows = self.gate.depth + 1
         self._lens[: len(forward_batch.req_pool_indices)] = self.gate.verify_lens
         return drafted
 
@@ -273,17 +266,7 @@ class ChainDraftMixin(DraftWatcher):
         logits_output = output.logits_output
         with GATE_CLOCK:
             self.gate.observe(logits_output.next_token_logits, logits_output.hidden_states)
-        if self._ends_here():
-            # SGLang's loop looks at it in each round.
-            attach.write(self, speculative_num_steps=self.gate.depth)
         return output
-
-    def _ends_here(self) -> bool:
-        """Whether a planned step stops behind the layers it has."""
-        planning = self.planning
-        if planning is None or not planning.looks or self._whole:
-            return False
-        return self.gate.depth < self._all_steps and not planning.goes_on(self.gate.confidences)
 
 
 def first_rows(values: Tensor | None, *, requests: int, longest: int) -> Tensor | None:

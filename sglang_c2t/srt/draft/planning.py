@@ -45,10 +45,6 @@ REFRESH_EVERY = 16
 #: Steps whose outcomes may be on their way; more are not remembered.
 LONGEST_LAG = 16
 
-#: Requests whose drafts are looked at layer by layer: of more, about as many go on as was planned,
-#: and a look brings less than it takes.
-FEW = 8
-
 #: Why a step does what it does, numbered alike on all ranks.
 REASONS = ("plan", "unknown", "explore", "rehearsed", "plain")
 
@@ -194,23 +190,6 @@ class Planning:
     def interrupted(self) -> None:
         """What comes next is no step like the others: nobody knows when this one ended."""
         self._step = None
-
-    def goes_on(self, confidences: Sequence[Tensor]) -> bool:
-        """Whether another layer pays behind those with ``confidences`` [B]; see :attr:`looks`."""
-        seen = torch.stack(tuple(confidences), dim=1).numpy().astype(np.float64)
-        (goes_on,) = self.agree([int(self.planner.goes_on(seen, self._rows(len(seen))))])
-        return bool(goes_on)
-
-    @property
-    def looks(self) -> bool:
-        """Whether the step in progress looks at each layer before it drafts another: on a CPU,
-        where the host sees it for nothing, while :data:`FEW` requests are served, and unless layers
-        are drafted to be learnt from.
-        """
-        step = self._step
-        if step is None or self._on_cuda:
-            return False
-        return step.choice.reason == "plan" and step.batch <= FEW
 
     @property
     def plain(self) -> bool:

@@ -16,7 +16,7 @@ from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.planner import Choice, Planner
 from sglang_c2t.plan.survival import Survival
 from sglang_c2t.plan.tiers import Tiers
-from sglang_c2t.srt.draft.planning import FEW, Planning, every_few
+from sglang_c2t.srt.draft.planning import Planning, every_few
 from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.packing import Packing
 from tests.doubles import double
@@ -123,7 +123,6 @@ def test_ranks_follow_the_first_in_all_that_decides_what_is_forwarded(reason: st
     choices = [planning.begin(2, first(0.5, 0.5)) for planning in plannings]
     assert choices[0] == choices[1]._replace(plan=choices[0].plan)
     assert choices[0].plan[:2] == choices[1].plan[:2] == (3, 7)
-    assert plannings[0].looks == plannings[1].looks == (reason == "plan")
     assert plannings[0].plain == plannings[1].plain == (reason == "plain")
 
 
@@ -243,11 +242,3 @@ def test_after_a_step_that_failed_it_serves_as_before() -> None:
     with pytest.raises(ZeroDivisionError):
         planning.rehearse(Plan(3, 7, 2.0, 1.0), lambda: 1 // 0, learn=True)
     assert planning.begin(2, first(0.5, 0.5)).plan.layers == 2
-
-
-@pytest.mark.parametrize("batch", [1, FEW, FEW + 1])
-def test_layers_are_looked_at_one_by_one_while_few_requests_are_served(batch: int) -> None:
-    planning = planning_of(Scripted())
-    assert not planning.looks, "no step has begun"
-    planning.begin(batch, first(*[0.5] * batch))
-    assert planning.looks == (batch <= FEW)
