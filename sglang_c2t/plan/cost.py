@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,9 +35,11 @@ class Curve:
 
     A low quartile because nothing makes a forward faster than it is, and the first ones of a
     process or a pause of the machine make it much slower: of up to four measurements the least
-    counts. It falls only where that is sure: kernels change with the size, so that on some CPUs
-    16 rows take two thirds of what 10 take, but a size that was measured less than :data:`SEED`
-    times, or ever was as fast as a larger one, is pooled with that, and the quartile of all they
+    counts. Less than :data:`SEED` measurements of a size can make it cheaper than the line between
+    its neighbours says, but no dearer: nobody would take it again and see that the machine had
+    paused. It falls only where that is sure: kernels change with the size, so that on some CPUs
+    16 rows take two thirds of what 10 take, but a size that was measured less often, or ever was
+    as fast as a larger one, is pooled with that, and the quartile of all they
     measured is theirs. Between sizes it is interpolated; beyond them it goes on with the slope
     from the smallest to the largest, though no size costs less than its share of a larger one.
     What was measured long ago gives way to the first new measurement. What was measured before
@@ -129,14 +131,24 @@ class Curve:
     def _fitted(self) -> list[float]:
         if self._values is None:
             pools: list[tuple[float, list[float], int]] = []  # quantile, measurements, sizes
-            for size in self._sizes:
-                measured = self._measured(size)
+            for measured in self._trusted():
                 pools.append((self._quantile(measured), measured, 1))
                 while len(pools) > 1 and _mistaken(*pools[-2][:2], pools[-1][0]):
                     (_, low, i), (_, high, j) = pools[-2:]
                     pools[-2:] = [(self._quantile(low + high), low + high, i + j)]
             self._values = [value for value, _, many in pools for _ in range(many)]
         return self._values
+
+    def _trusted(self) -> Iterator[list[float]]:
+        """What was measured of each size, rising, as far as that can be believed."""
+        every = {size: self._measured(size) for size in self._sizes}
+        sure = [size for size, measured in every.items() if len(measured) >= SEED]
+        line = [self._quantile(every[size]) for size in sure]
+        for size, measured in every.items():
+            if len(measured) < SEED and sure and size < sure[-1]:
+                most = float(np.interp(size, sure, line))
+                measured = [min(milliseconds, most) for milliseconds in measured]
+            yield measured
 
     def _measured(self, size: int) -> list[float]:
         measured = list(self._samples.get(size, ()))
@@ -241,11 +253,12 @@ class StepCost:
         return {name: getattr(self, name) for name in names}
 
 
-def about(size: int) -> int:
-    """The nearest of eight sizes between a power of two and the next, so that where every size can
-    occur each is measured often. All tiers of CUDA graphs are such sizes.
+def about(size: int, *, bits: int = 4) -> int:
+    """The nearest size whose first ``bits`` bits say all: with four, of eight between a power of
+    two and the next, so that where every size can occur each is measured often. All tiers of CUDA
+    graphs are such sizes.
     """
-    step = 1 << max(size.bit_length() - 4, 0)
+    step = 1 << max(size.bit_length() - bits, 0)
     return (size + step // 2) // step * step
 
 
@@ -257,8 +270,12 @@ def _mistaken(value: float, measured: list[float], larger: float) -> bool:
 def spread(sizes: Sequence[int], count: int = 8) -> tuple[list[int], list[int]]:
     """Which of the rising ``sizes`` to measure: ``count`` at most that span them, each about as
     many times the one before, and those between, without what is :func:`about` one of these.
+
+    Round ones, where there are such: kernels are made for these, and a price that is drawn between
+    two that are badly served would hide the good ones.
     """
-    wanted = np.geomspace(sizes[0], sizes[-1], count)
+    wanted = [about(round(goal), bits=2) for goal in np.geomspace(sizes[0], sizes[-1], count)]
+    wanted[-1] = sizes[-1]
     span = sorted({min(sizes, key=lambda size: abs(size - goal)) for goal in wanted})
     known = {about(size) for size in span}
     return span, [size for size in sizes if about(size) == size and size not in known]

@@ -44,6 +44,18 @@ def test_a_kernel_that_is_slow_for_its_size_is_believed_once_it_was_measured_a_f
     assert [curve(size) for size in (6, 10, 16)] == [94.0, 158.0, 86.0]
 
 
+def test_too_few_measurements_of_a_size_make_it_cheaper_but_no_dearer_than_its_neighbours() -> None:
+    """A pause would price it out, and nobody would take it again and see."""
+    curve = curve_of(*[(8, 100.0)] * SEED, *[(16, 140.0)] * SEED)
+    for _ in range(SEED - 1):
+        curve.observe(12, 190.0)
+        assert curve(12) == pytest.approx(120.0)
+    curve.observe(12, 190.0)
+    assert curve(12) == 190.0
+    curve.observe(14, 90.0)
+    assert curve(14) == 90.0
+
+
 def test_between_sizes_it_is_a_line_and_beyond_them_it_goes_on() -> None:
     curve = curve_of((10, 5.0), (20, 7.0))
     assert [curve(size) for size in (10, 15, 20, 30)] == pytest.approx([5.0, 6.0, 7.0, 9.0])
@@ -154,8 +166,8 @@ def test_a_step_that_served_nobody_says_nothing_of_the_rest() -> None:
     [
         (
             range(1, 41),
-            [1, 2, 3, 5, 8, 14, 24, 40],
-            [4, 6, 7, 9, 10, 11, 12, 13, 15, 16, 18, 20, 22, 26, 28, 30, 32, 36],
+            [1, 2, 3, 6, 8, 16, 24, 40],
+            [4, 5, 7, 9, 10, 11, 12, 13, 14, 15, 18, 20, 22, 26, 28, 30, 32, 36],
         ),
         ([1, 2, 4, 8, 16, 24], [1, 2, 4, 8, 16, 24], []),
         ([7], [7], []),

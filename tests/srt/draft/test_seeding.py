@@ -58,9 +58,9 @@ def seeded(row_ms: float, tiers: Tiers | None = None) -> Worker:
 def test_sizes_are_measured_three_times_behind_a_step_that_does_not_count() -> None:
     """First few that span all, then those between, some of which are as good as measured."""
     worker = seeded(0.01)
-    span = [1, 2, 3, 7, 12, 23, 43, 80]
-    between = [4, 5, 6, 8, 9, 10, 11, 13, 14, 15, 16, 18, 20, 22, 26, 28]
-    between += [30, 32, 36, 40, 48, 52, 56, 60, 64, 72]
+    span = [1, 2, 3, 8, 12, 24, 48, 80]
+    between = [4, 5, 6, 7, 9, 10, 11, 13, 14, 15, 16, 18, 20, 22, 26, 28]
+    between += [30, 32, 36, 40, 44, 52, 56, 60, 64, 72]
     order = [1, *span * 3, *(rows for rows in between for _ in range(3))]
     assert worker.steps == [(-(-rows // 5), rows) for rows in order]
     cost = worker.planning.planner.cost
@@ -82,16 +82,16 @@ def test_larger_sizes_are_left_out_where_there_is_no_time(monkeypatch: pytest.Mo
     worker = seeded(10.0)
     assert time.perf_counter() - began < 1.0 + 3 * 0.6, "forwards of all sizes take 20 seconds"
     measured = {rows for _, rows in worker.steps}
-    assert {1, 2, 3, 7} <= measured
-    assert not measured & {43, 80}
+    assert {1, 2, 3, 8} <= measured
+    assert not measured & {48, 80}
 
 
 def test_a_size_that_takes_long_is_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once would be the first time, which is slow."""
     monkeypatch.setattr(seeding, "ENOUGH_SECONDS", 0.4)
     steps = Counter(rows for _, rows in seeded(10.0).steps)
-    assert steps[7] == steps[12] == 3
-    assert steps[23] == steps[43] == steps[80] == 2
+    assert steps[8] == steps[12] == 3
+    assert steps[24] == steps[48] == steps[80] == 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
