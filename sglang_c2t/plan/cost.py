@@ -35,13 +35,17 @@ class Curve:
 
     A low quartile because nothing makes a forward faster than it is, and the first ones of a
     process or a pause of the machine make it much slower: of up to four measurements the least
-    counts. Less than :data:`SEED` measurements of a size can make it cheaper than the line between
-    its neighbours says, but no dearer: nobody would take it again and see that the machine had
-    paused. It falls only where that is sure: kernels change with the size, so that on some CPUs
-    16 rows take two thirds of what 10 take, but a size that was measured less often, or ever was
-    as fast as a larger one, is pooled with that, and the quartile of all they
-    measured is theirs. Between sizes it is interpolated; beyond them it goes on with the slope
-    from the smallest to the largest, though no size costs less than its share of a larger one.
+    counts.
+
+    Less than :data:`SEED` measurements of a size can make it cheaper than the line between its
+    neighbours says, but no dearer: nobody would take it again and see that the machine had paused.
+    The curve falls only where that is sure. Kernels change with the size, so that on some CPUs 16
+    rows take two thirds of what 10 take; but a size that was measured less often, or ever was as
+    fast as a larger one, is pooled with that, and the quartile of all they measured is theirs.
+
+    Between sizes it is interpolated; beyond them it goes on with the slope from the smallest to the
+    largest, though no size costs less than its share of a larger one.
+
     What was measured long ago gives way to the first new measurement. What was measured before
     serving is as good as long ago, but true: until there are enough measurements it or the least of
     them is believed. Sizes that are :func:`about` the same are one.
@@ -131,24 +135,29 @@ class Curve:
     def _fitted(self) -> list[float]:
         if self._values is None:
             pools: list[tuple[float, list[float], int]] = []  # quantile, measurements, sizes
-            for measured in self._trusted():
-                pools.append((self._quantile(measured), measured, 1))
+            for value, measured in self._believed():
+                pools.append((value, measured, 1))
                 while len(pools) > 1 and _mistaken(*pools[-2][:2], pools[-1][0]):
                     (_, low, i), (_, high, j) = pools[-2:]
                     pools[-2:] = [(self._quantile(low + high), low + high, i + j)]
             self._values = [value for value, _, many in pools for _ in range(many)]
         return self._values
 
-    def _trusted(self) -> Iterator[list[float]]:
-        """What was measured of each size, rising, as far as that can be believed."""
-        every = {size: self._measured(size) for size in self._sizes}
-        sure = [size for size, measured in every.items() if len(measured) >= SEED]
-        line = [self._quantile(every[size]) for size in sure]
-        for size, measured in every.items():
-            if len(measured) < SEED and sure and size < sure[-1]:
-                most = float(np.interp(size, sure, line))
-                measured = [min(milliseconds, most) for milliseconds in measured]
-            yield measured
+    def _believed(self) -> Iterator[tuple[float, list[float]]]:
+        """Of each size, rising: quantile and measurements, as far as these can be believed."""
+        every = [self._measured(size) for size in self._sizes]
+        values = [self._quantile(measured) for measured in every]
+        sure = [i for i, measured in enumerate(every) if len(measured) >= SEED]
+        if not sure:
+            yield from zip(values, every, strict=True)
+            return
+        known = [self._sizes[i] for i in sure], [values[i] for i in sure]
+        line = np.interp(self._sizes, *known, right=np.inf).tolist()
+        for value, measured, most in zip(values, every, line, strict=True):
+            if len(measured) < SEED:
+                yield min(value, most), [min(ms, most) for ms in measured]
+            else:
+                yield value, measured
 
     def _measured(self, size: int) -> list[float]:
         measured = list(self._samples.get(size, ()))

@@ -31,6 +31,11 @@ def _fail(mode: str, generator: torch.Generator) -> None:
         raise RuntimeError("this policy was told to fail")
 
 
+def _config_of(mode: str) -> C2TConfig:
+    """Of a mode that names a policy."""
+    return C2TConfig("c2t") if mode == "c2t" else C2TConfig.from_json(mode, source="control")
+
+
 @dataclass
 class Switchable:
     """Reads from the file ``control`` which gate to be, before every layer.
@@ -63,10 +68,7 @@ class Switchable:
         if mode in ("full", "none"):
             return torch.full_like(layer.alive, mode == "full")
         if mode not in self._policies:
-            config = (
-                C2TConfig("c2t") if mode == "c2t" else C2TConfig.from_json(mode, source="control")
-            )
-            self._policies[mode] = build_policy(config)
+            self._policies[mode] = build_policy(_config_of(mode))
         return self._policies[mode].keep(layer)
 
 
@@ -110,10 +112,7 @@ class SwitchableTree:
             key = joint.masked_fill(drawn >= share, -torch.inf)
             return Growth(key=key, expand=key)
         if mode not in self._policies:
-            config = (
-                C2TConfig("c2t") if mode == "c2t" else C2TConfig.from_json(mode, source="control")
-            )
-            policy = build_tree_policy(config)
+            policy = build_tree_policy(_config_of(mode))
             assert self._shape is not None
             policy.check(self._shape)
             self._policies[mode] = policy

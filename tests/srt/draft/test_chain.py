@@ -165,10 +165,13 @@ def test_a_shorter_step_runs_fewer_layers_and_still_builds_full_chains(
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 6])
-def test_a_planned_step_drafts_as_many_layers_as_planned(worker: Any, steps: int) -> None:
+@pytest.mark.parametrize("reason", ["plan", "explore"])
+def test_a_planned_step_drafts_as_many_layers_as_planned(
+    worker: Any, steps: int, reason: str
+) -> None:
     planner = Planner(STEPS, Survival(STEPS))
     plan = Plan(steps, BATCH * (STEPS + 1), 1.0, 1.0)
-    planner.choose = lambda *_, **__: Choice(plan, "plan")  # type: ignore[method-assign]
+    planner.choose = lambda *_, **__: Choice(plan, reason)  # type: ignore[method-assign]
     policy = build_policy(C2TConfig(policy="auto"))
     worker.gate = ChainGate(policy, num_slots=8, device="cpu")
     worker.gate.planned, worker.cuda_graph_runner = True, None
