@@ -2,7 +2,7 @@
 
 How deep to draft is decided before the first layer is drafted, so the plan needs to know how sure
 the classifier will be of drafts that do not exist yet, and what they will be worth. Known is how
-sure it is of those that do.
+sure it is of the first.
 
 numpy only; knows neither torch nor SGLang.
 
@@ -56,18 +56,18 @@ class Continuations:
         self._next[bins, at] = confidences[:, 1:].reshape(-1, *self._layer)
         np.add.at(self._seen, bins, 1)
 
-    def drawn(self, confidences: Array, samples: int) -> Array:
-        """[B * M, D, ...]: chains [B, k], or trees [B, k, W], of k >= 1 layers, each continued M
-        ways.
+    def drawn(self, first: Array, samples: int) -> Array:
+        """[B * M, D, ...]: chains, or trees, whose first layers are ``first`` [B], or [B, W], each
+        continued M ways.
 
         Where nothing like it was seen, a confidence stays what it was. The draws are the same at
         each call: evenly spread over what is remembered.
         """
-        batch, known = confidences.shape[:2]
+        batch = len(first)
         chains = np.empty((batch * samples, self._max_depth, *self._layer))
-        chains[:, :known] = np.repeat(confidences, samples, axis=0)
+        chains[:, 0] = np.repeat(first, samples, axis=0)
         turn = np.tile(np.arange(samples), batch)
-        for depth in range(known, self._max_depth):
+        for depth in range(1, self._max_depth):
             last = chains[:, depth - 1]
             bins = self._bins(self._best(last[:, None]), depth)[:, 0]
             kept = np.minimum(self._seen[bins], self._memory)
@@ -78,16 +78,16 @@ class Continuations:
             chains[kept > 0, depth] = self._next[bins, pick][kept > 0]
         return chains
 
-    def typical(self, known: int) -> Array:
-        """[K, k], or [K, k, W]: for each bin a chain, or a tree, of k layers like its middle."""
+    def typical(self) -> Array:
+        """[K], or [K, W]: for each bin a layer like its middle."""
         odds = LIMIT * (2 * np.arange(self._num_bins) + 1 - self._num_bins) / self._num_bins
-        layers = np.zeros((self._num_bins, known, *self._layer))
-        self._best(layers)[:] = (1.0 / (1.0 + np.exp(-odds)))[:, None]
+        layers = np.zeros((self._num_bins, *self._layer))
+        self._best(layers)[:] = 1.0 / (1.0 + np.exp(-odds))
         return layers
 
-    def places(self, last: Array) -> NDArray[np.int64]:
-        """[B]: the bin of each last layer [B], or [B, W]."""
-        return self._places(self._best(last))
+    def places(self, layer: Array) -> NDArray[np.int64]:
+        """[B]: the bin of each ``layer`` [B], or [B, W]."""
+        return self._places(self._best(layer))
 
     def _best(self, confidences: Array) -> Array:
         """[...]: of layers [..., W]."""
@@ -105,8 +105,8 @@ class Continuations:
 
 
 class Forecast:
-    """Survivals of drafts that do not exist yet: what those behind drafts like the last known ones
-    were worth in proportion to these, lately.
+    """Survivals of drafts that do not exist yet: what those behind first drafts like these were
+    worth in proportion to them, lately.
 
     Proportions are made when they are first asked for, and stay until :meth:`refresh`.
 
@@ -120,32 +120,32 @@ class Forecast:
         self, seen: Continuations, survivals: Callable[[Array], Array], *, samples: int = 32
     ) -> None:
         self._seen, self._survivals, self._samples = seen, survivals, samples
-        self._proportions: dict[int, Array] = {}  # behind k layers: [K, samples, D - k, ...]
+        self._proportions: Array | None = None  # [K, samples, D - 1, ...]
 
     def refresh(self) -> None:
         """What was seen, or what it is worth, has changed."""
-        self._proportions.clear()
+        self._proportions = None
 
-    def __call__(self, known: Array, most: int) -> Array:
-        """[B * M, D, ...] survival of chains [B, k], or trees [B, k, W], of which k >= 1 layers are
-        ``known``, each continued M ways: about ``most`` in all.
+    def __call__(self, first: Array, most: int) -> Array:
+        """[B * M, D, ...] survival of chains, or trees, whose ``first`` layers [B], or [B, W], are
+        known, each continued M ways: about ``most`` in all.
         """
-        survival = self._survivals(known)
-        batch, layers = known.shape[:2]
-        if layers not in self._proportions:
-            self._proportions[layers] = self._behind(layers)
+        survival = self._survivals(first[:, None])
+        batch = len(first)
+        if self._proportions is None:
+            self._proportions = self._behind()
         every = max(batch * self._samples // most, 1)
-        behind = self._proportions[layers][self._seen.places(known[:, -1]), ::every]
+        behind = self._proportions[self._seen.places(first), ::every]
         ways = behind.shape[1]
-        # In proportion to the best of the last layer.
-        last = survival[:, -1].reshape(batch, -1).max(axis=1)
-        behind = behind * last.reshape(batch, *[1] * (behind.ndim - 1))
+        # In proportion to the best of the layer.
+        best = survival.reshape(batch, -1).max(axis=1)
+        behind = behind * best.reshape(batch, *[1] * (behind.ndim - 1))
         survival = np.broadcast_to(survival[:, None], (batch, ways, *survival.shape[1:]))
         whole = np.concatenate((survival, behind), axis=2)
         return whole.reshape(batch * ways, *whole.shape[2:])
 
-    def _behind(self, layers: int) -> Array:
-        drawn = self._survivals(self._seen.drawn(self._seen.typical(layers), self._samples))
-        last = drawn[:, layers - 1].reshape(len(drawn), -1).max(axis=1)
-        drawn = drawn[:, layers:] / last.reshape(len(drawn), *[1] * (drawn.ndim - 1))
+    def _behind(self) -> Array:
+        drawn = self._survivals(self._seen.drawn(self._seen.typical(), self._samples))
+        best = drawn[:, 0].reshape(len(drawn), -1).max(axis=1)
+        drawn = drawn[:, 1:] / best.reshape(len(drawn), *[1] * (drawn.ndim - 1))
         return drawn.reshape(len(drawn) // self._samples, self._samples, *drawn.shape[1:])

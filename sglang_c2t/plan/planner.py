@@ -164,7 +164,8 @@ class Planner:
         wanted = plain and not self._all_layers
         alike = self._alike = self._best_alike(first, batch) if wanted else None
         gain = None if alike is None else self._plain.gain(batch)
-        every = self._plans(first[:, None], batch, depths, tiers)
+        survival = self._forecast(first, self.samples)
+        every = every_plan(survival, batch, self.cost, depths=depths, tiers=tiers)
         plans = every.best_of_each_depth()
         plan = best = best_of(plans)
         if alike is not None and gain is not None and gain < 0.0:
@@ -361,7 +362,7 @@ class Planner:
     def _best_alike(self, first: Array, batch: int) -> Plan:
         """The best plain step for drafts that begin as ``first`` [S] and those before them did."""
         typical = self._plain.typical(first)
-        survival = self._forecast(typical[:, None], self.samples).mean(axis=0)
+        survival = self._forecast(typical, self.samples).mean(axis=0)
         return best_alike(survival, batch, partial(self.cost.one, plain=True))
 
     def _begin_plain(self, alike: Plan, batch: int, gain: float) -> None:
@@ -374,13 +375,6 @@ class Planner:
             instead = alike._replace(tokens=alike.tokens + gain * alike.milliseconds)
             if self._affordable(alike, instead, TRIAL):
                 self._plain.begin(batch, alike, TRIAL)
-
-    def _plans(
-        self, known: Array, batch: int, depths: Sequence[int], tiers: Sequence[int]
-    ) -> Plans:
-        """Those for drafts of which the confidences ``known`` [S, k, ...] are."""
-        survival = self._forecast(known, self.samples)
-        return every_plan(survival, batch, self.cost, depths=depths, tiers=tiers)
 
     def _everything(self, batch: int) -> Plan:
         rows = batch * self.full_rows(self.max_depth)
