@@ -23,11 +23,21 @@ MEMORY = 9
 #: Measurements of a size behind which they alone are believed.
 SEED = 3
 
+#: The quantile that is believed of measurements, unless said otherwise.
+LOW = 0.25
+
 #: Steps after which a measurement says nothing any more.
 STALE = 400
 
 #: Sizes in a curve that comes from outside.
 LARGEST = 10_000
+
+#: Forwards by which the pace of a machine is known.
+MOMENT = 5
+
+#: What of a change the pace explains. Not all: what it explains no price ever learns, and then
+#: prices and pace may drift apart together, those of sizes that nobody visits staying behind.
+EXPLAINED = 0.9
 
 
 class Curve:
@@ -52,11 +62,11 @@ class Curve:
 
     Args:
         memory: Measurements kept of a size.
-        quantile: Of them, what is believed; the low quartile if nothing else is said.
+        share: Of them, which quantile is believed.
     """
 
-    def __init__(self, memory: int = MEMORY, *, quantile: float = 0.25) -> None:
-        self._memory, self._share = memory, quantile
+    def __init__(self, memory: int = MEMORY, *, share: float = LOW) -> None:
+        self._memory, self._share = memory, share
         self._samples: dict[int, deque[float]] = {}
         self._seeds: dict[int, float] = {}
         self._measured_at: dict[int, int] = {}
@@ -96,6 +106,10 @@ class Curve:
     def measured(self, size: int) -> bool:
         """Whether this size was measured while serving, not too long ago."""
         return self._steps - self._measured_at.get(about(size), -STALE - 1) <= STALE
+
+    def sure(self, size: int) -> bool:
+        """Whether this size was measured often enough while serving."""
+        return len(self._samples.get(about(size), ())) >= SEED
 
     @property
     def seeded(self) -> bool:
@@ -174,7 +188,29 @@ class Curve:
         self._drawn.clear()
 
     def _quantile(self, values: list[float]) -> float:
-        return sorted(values)[int((len(values) - 1) * self._share)]
+        return quantile(values, self._share)
+
+
+class Pace:
+    """How much longer everything takes now than its price says: 1 where nothing changed.
+
+    Other work on the machine, its clock and longer contexts make forwards of all sizes slower
+    together. Were that learnt as the price of the sizes that are visited, those that are not would
+    keep the price of another hour, and look too dear or too cheap beside them.
+
+    The same low quartile as of a :class:`Curve`, of the last forwards: with another, prices would
+    follow the pace and the pace the prices.
+    """
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=MOMENT)
+        self.now = 1.0
+
+    def observe(self, milliseconds: float, price: float) -> None:
+        """What a forward took, and what it would have as priced; nothing is known of free ones."""
+        if milliseconds > 0 and price > 0:
+            self._ratios.append(milliseconds / price)
+            self.now = quantile(self._ratios, LOW) ** EXPLAINED
 
 
 class StepCost:
@@ -186,14 +222,17 @@ class StepCost:
     as well as a long one, and a plan that did not know would take too many short ones.
 
     Plain steps, in which no gate looks at any draft, have layers and a rest of their own.
+
+    ``verify`` holds prices without the :class:`Pace` of the moment, which is multiplied with them.
     """
 
     def __init__(self) -> None:
+        self.pace = Pace()
         self.verify = Curve()
         self.layer = Curve()
-        self.rest = Curve(quantile=0.5)
+        self.rest = Curve(share=0.5)
         self.plain_layer = Curve()
-        self.plain_rest = Curve(quantile=0.5)
+        self.plain_rest = Curve(share=0.5)
 
     def observe(
         self,
@@ -217,7 +256,9 @@ class StepCost:
             return
         for curve in self._curves.values():
             curve.step()
-        self.verify.observe(rows, verify_ms)
+        if self.verify.sure(rows):
+            self.pace.observe(verify_ms, self.verify(rows))
+        self.verify.observe(rows, verify_ms / self.pace.now)
         layers_of, rest = self._beside(plain)
         rest.observe(batch, rest_ms)
         for requests, milliseconds in layer.items():
@@ -228,17 +269,20 @@ class StepCost:
         layer, rest = self._beside(plain)
         layer = layer if layer.known else self.layer
         rest = rest if rest.known else self.rest
-        return self.verify(rows) + max(layers - 1, 0) * layer(batch) + rest(batch)
+        verify = self.verify(rows) * self.pace.now
+        return verify + max(layers - 1, 0) * layer(batch) + rest(batch)
 
     def __call__(self, rows: NDArray[np.int64], batch: int, depths: Sequence[int]) -> Array:
         """[d, n] milliseconds of steps with T of ``rows`` [n] behind each of d ``depths``."""
-        verify = np.array([self.verify(size) for size in rows.tolist()])
+        verify = self.pace.now * np.array([self.verify(size) for size in rows.tolist()])
         layer, rest = self.layer(batch), self.rest(batch)
         return np.array([[max(d - 1, 0) * layer + rest] for d in depths]) + verify
 
     def state(self) -> dict[str, Any]:
-        """The curves' points, for JSON."""
-        return {name: curve.points for name, curve in self._curves.items()}
+        """The curves' points at the pace of the moment, for JSON."""
+        points = {name: curve.points for name, curve in self._curves.items()}
+        points["verify"] = {size: ms * self.pace.now for size, ms in points["verify"].items()}
+        return points
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Seed the curves; ValueError for what are no points of them."""
@@ -269,6 +313,12 @@ def about(size: int, *, bits: int = 4) -> int:
     """
     step = 1 << max(size.bit_length() - bits, 0)
     return (size + step // 2) // step * step
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The one of ``values`` that is ``share`` of the way from the least to the largest."""
+    ordered = sorted(values)
+    return ordered[int((len(ordered) - 1) * share)]
 
 
 def _mistaken(value: float, measured: list[float], larger: float) -> bool:

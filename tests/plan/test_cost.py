@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -144,6 +145,61 @@ def test_a_step_is_its_parts_and_comes_back_from_a_file() -> None:
     again = StepCost()
     again.restore(json.loads(json.dumps(cost.state())))
     assert again.one(18, 6, 3) == pytest.approx(cost.one(18, 6, 3))
+
+
+def served(cost: StepCost, rows: int, verify_ms: float, steps: int = 1) -> None:
+    for _ in range(steps):
+        cost.observe(
+            rows=rows, batch=1, layers=1, verify_ms=verify_ms, draft_ms=0.0, rest_ms=0.0
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("pace", [0.6, 1.5])
+def test_rows_that_nobody_visits_keep_the_pace_of_the_machine(pace: float) -> None:
+    cost = StepCost()
+    served(cost, 16, 100.0, 9)
+    served(cost, 32, 180.0, 9)
+    served(cost, 16, 100.0 * pace, 5)
+    assert cost.one(16, 1, 1) == pytest.approx(100 * pace, rel=0.06)
+    assert cost.one(32, 1, 1) == pytest.approx(180 * pace, rel=0.06)
+    served(cost, 24, 140.0 * pace)
+    assert cost.one(24, 1, 1) == pytest.approx(140 * pace, rel=0.06), "of the same moment"
+    assert list(cost(np.array([16, 32]), 1, [1])[0]) == [cost.one(n, 1, 1) for n in (16, 32)]
+    again = StepCost()
+    again.restore(json.loads(json.dumps(cost.state())))
+    assert again.one(32, 1, 1) == pytest.approx(cost.one(32, 1, 1))
+
+
+def test_a_price_that_was_wrong_is_mended_though_the_pace_explains_it_at_first() -> None:
+    """Else the one that is visited would make all others as dear as it is itself."""
+    cost = StepCost()
+    served(cost, 32, 180.0, 9)
+    served(cost, 16, 50.0, 9)
+    served(cost, 16, 100.0, 200)
+    assert cost.one(16, 1, 1) == pytest.approx(100, rel=0.02)
+    assert cost.one(32, 1, 1) == pytest.approx(180, rel=0.1)
+
+
+@given(st.integers(0, 20))
+def test_prices_do_not_run_away_with_the_pace(seed: int) -> None:
+    """Each follows the other: of noise alone, with pauses, neither may make anything."""
+    rng = np.random.default_rng(seed)
+    cost = StepCost()
+    for _ in range(1500):
+        rows = int(rng.choice([4, 4, 4, 8, 16]))
+        pause = 3.0 if rng.uniform() < 0.05 else 1.0
+        served(cost, rows, (20.0 + 5 * rows) * pause * float(np.exp(rng.exponential(0.1))))
+    for rows in (4, 8, 16):
+        true = 20.0 + 5 * rows
+        assert cost.verify(rows) == pytest.approx(true, rel=0.3)
+        assert cost.verify(rows) / cost.verify(4) == pytest.approx(true / 40.0, rel=0.15)
+
+
+def test_a_forward_that_took_no_time_says_nothing_of_the_pace() -> None:
+    cost = StepCost()
+    served(cost, 16, 100.0, 9)
+    served(cost, 16, 0.0)
+    assert cost.pace.now == 1.0
 
 
 def test_what_every_step_loses_is_no_mishap() -> None:
