@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from eval.lossless import seeded as seeds
 from eval.lossless.sampling import Cells, Cut, Tokens, exact_cells, fit
 from eval.prompts import demo_mix
-from eval.server import TARGET, Launch, running, speculative_flags
+from eval.server import TARGET, Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import differing, run_load
 from tests.e2e.conftest import (
     REPOSITORY,
@@ -28,6 +28,7 @@ from tests.tiny_llama import next_tokens, tiny_llama
 PROMPT = [3, 1, 4, 1, 5]
 NUM_TOKENS = 3
 NUM_SAMPLES = 6000
+PLANNED = ("--c2t", "--c2t-policy", "auto")
 
 
 @pytest.fixture(scope="module")
@@ -45,26 +46,27 @@ def tiny(
     request: pytest.FixtureRequest, exact: tuple[Path, Cells], logs: Path
 ) -> Iterator[GatedServer]:
     """A gated STANDALONE server on these two different models."""
-    folder, _ = exact
     control = logs / f"gate-tiny-{request.param}"
-    topk, num_draft_tokens = {"chains": ("1", "4"), "trees": ("3", "9")}[request.param]
     gate = (
         switchable_flags(control, logs)
         if request.param == "chains"
         else own_policy_flags(SwitchableTree, control, logs, {"control": str(control)})
     )
-    flags = (
-        "--speculative-algorithm", "STANDALONE",
-        "--speculative-draft-model-path", str(folder / "draft"),
-        "--speculative-num-steps", "3", "--speculative-eagle-topk", topk,
-        "--speculative-num-draft-tokens", num_draft_tokens, "--skip-tokenizer-init",
-        "--skip-server-warmup",  # it asks for tokens that this vocabulary does not have
-        *gate,
-    )  # fmt: skip
-    env = {"PYTHONPATH": str(REPOSITORY)}
-    launch = Launch(f"tiny-{request.param}", flags, folder / "target", env)
+    launch = tiny_launch(f"tiny-{request.param}", exact[0], request.param, *gate)
     with running(launch, logs) as server:
         yield GatedServer(server, "STANDALONE", control)
+
+
+def tiny_launch(name: str, folder: Path, shape: str, *flags: str) -> Launch:
+    """A STANDALONE server on the two models of :func:`exact`."""
+    sizes = {"chains": (3,), "trees": (3, 3, 9)}[shape]
+    every = (
+        *speculative_flags("STANDALONE", *sizes, draft=folder / "draft"),
+        "--skip-tokenizer-init",
+        "--skip-server-warmup",  # it asks for tokens that this vocabulary does not have
+        *flags,
+    )
+    return Launch(name, every, folder / "target", {"PYTHONPATH": str(REPOSITORY)})
 
 
 @pytest.mark.parametrize("mode", ["full", "c2t", "random"])
@@ -76,12 +78,24 @@ def test_samples_follow_the_targets_exact_distribution(
     False alarm: 1e-4 per mode (a fixed seed is not possible over a server). Its power, and
     that the bias of the classic mistake is found: tests/eval/test_lossless_sampling.py.
     """
-    sampled = sample(tiny, mode)
+    replace_text(tiny.control, mode)
+    sampled = sample(tiny.server)
     assert sampled.total() == NUM_SAMPLES
     assert fit([sampled], [exact[1]]).p_value > 1e-4
 
 
-def sample(gated: GatedServer, mode: str) -> Counter[Tokens]:
+@pytest.mark.parametrize("shape", ["chains", "trees"])
+def test_samples_under_a_plan_follow_the_targets_exact_distribution(
+    exact: tuple[Path, Cells], logs: Path, shape: str
+) -> None:
+    """What is verified hangs on drafts and on the past alone, or those accepted would be picked."""
+    launch = tiny_launch(f"tiny-planned-{shape}", exact[0], shape, *PLANNED)
+    with running(launch, logs) as server:
+        assert fit([sample(server)], [exact[1]]).p_value > 1e-4
+        assert server.c2t_state()["planner"]["steps"] > 100
+
+
+def sample(server: Server) -> Counter[Tokens]:
     """NUM_SAMPLES continuations at temperature 1."""
     copies = 100  # per HTTP request; SGLang samples them independently
     body = {
@@ -90,11 +104,10 @@ def sample(gated: GatedServer, mode: str) -> Counter[Tokens]:
             "temperature": 1.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True, "n": copies,
         },
     }  # fmt: skip
-    replace_text(gated.control, mode)
-    gated.server.flush_cache()
+    server.flush_cache()
     found: Counter[Tokens] = Counter()
     for _ in range(NUM_SAMPLES // copies):
-        for answer in gated.server.generate(**body):
+        for answer in server.generate(**body):
             found[tuple(answer["output_ids"])] += 1
     return found
 
@@ -124,6 +137,22 @@ def test_a_seed_gives_the_same_tokens_whatever_tree_was_verified(
         assert differing(got.outputs, seeded_outputs[cut][:count]) == [], (mode, concurrency)
         drafts = sum(a.meta_info.get("spec_num_correct_drafts", 0) for a in got.answers)
         assert drafts > 0, "nothing was drafted right, so little was shown"
+
+
+@pytest.mark.parametrize("shape", ["chains", "trees"])
+def test_a_seed_gives_the_same_tokens_whatever_was_planned(
+    seeded_outputs: dict[str, list[tuple[int, ...]]], logs: Path, shape: str
+) -> None:
+    """Depth and rows change from step to step, and with what the planner has learnt so far."""
+    sizes = {"chains": (5,), "trees": (5, 4, 16)}[shape]
+    flags = (*speculative_flags("STANDALONE", *sizes), *seeds.FLAGS, *PLANNED)
+    with running(Launch(f"seeded-planned-{shape}", flags), logs) as server:
+        for cut, concurrency in (("whole", 16), ("top_p", 16), ("top_k", 16), ("whole", 1)):
+            count = 6 if concurrency == 1 else None
+            bodies = seeds.bodies(PROMPTS, cut)[:count]
+            got = run_load(server.url, bodies, concurrency=concurrency).outputs
+            assert differing(got, seeded_outputs[cut][:count]) == [], (cut, concurrency)
+        assert server.c2t_state()["planner"]["steps"] > 50
 
 
 @pytest.fixture(scope="module")

@@ -56,16 +56,23 @@ def test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_without_specula
         assert server.c2t_state()["recording"]["drafts_written"] > 0
 
 
-def planned_launch(name: str, *flags: str, env: dict[str, str]) -> Launch:
+def planned_launch(name: str, *flags: str, env: dict[str, str], **shape: int) -> Launch:
     planned = ("--c2t", "--c2t-policy", "auto")
-    return Launch(name, (*speculative_flags("EAGLE3"), *planned, *flags), env=env)
+    return Launch(name, (*speculative_flags("EAGLE3", **shape), *planned, *flags), env=env)
 
 
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("chains", {}), ("trees", {"topk": 4, "num_draft_tokens": 16})]
+)
 def test_two_tensor_parallel_ranks_follow_one_plan(
-    logs: Path, expected_of_two_ranks: list[tuple[int, ...]]
+    logs: Path,
+    expected_of_two_ranks: list[tuple[int, ...]],
+    kind: str,
+    shape: dict[str, int],
 ) -> None:
     """Each measures other times; ranks that drafted or verified other numbers would hang."""
-    with running(planned_launch("tp2-planned", "--tp-size", "2", env=BIND), logs) as server:
+    launch = planned_launch(f"tp2-planned-{kind}", "--tp-size", "2", env=BIND, **shape)
+    with running(launch, logs) as server:
         for concurrency in (4, len(BODIES)):
             server.flush_cache()
             result = run_load(server.url, BODIES, concurrency=concurrency)

@@ -13,7 +13,6 @@ and the others are told.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,11 +30,11 @@ from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.planner import Choice, Planner
 from sglang_c2t.plan.survival import Array
 from sglang_c2t.plan.tiers import Tiers
-from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.draft.state_file import StateFile
 from sglang_c2t.srt.hooks.step_metrics import PlannedStep
 from sglang_c2t.srt.verify.packed import PackedVerifyInput
 from sglang_c2t.srt.verify.packing import HostSizes
+from sglang_c2t.srt.verify.timing import Mark, timed_forward
 
 # B requests, D layers, d of them drafted, N = D + 1 rows of a full chain, T rows of the forward
 
@@ -49,32 +48,6 @@ LONGEST_LAG = 16
 REASONS = ("plan", "unknown", "explore", "rehearsed", "plain")
 
 
-class Mark:
-    """A point in time, of the device if there is one."""
-
-    def __init__(self, on_cuda: bool) -> None:
-        self._event = torch.cuda.Event(enable_timing=True) if on_cuda else None
-        self._at = 0.0
-
-    def set(self) -> None:
-        """Now, or once the device is there."""
-        if self._event is None:
-            self._at = time.perf_counter()
-        else:
-            self._event.record()
-
-    @property
-    def passed(self) -> bool:
-        """Whether the device is past it."""
-        return self._event is None or bool(self._event.query())
-
-    def until(self, later: Mark) -> float:
-        """Milliseconds; both are passed."""
-        if self._event is None or later._event is None:
-            return (later._at - self._at) * 1e3
-        return float(self._event.elapsed_time(later._event))
-
-
 @dataclass
 class _Step:
     """A step in progress, or whose times are on their way."""
@@ -84,11 +57,12 @@ class _Step:
     batch: int
     start: Mark
     draft: list[Mark] = field(default_factory=list)
-    verify: list[Mark] = field(default_factory=list)
+    verify: tuple[Mark, Mark] | None = None
     forwarded: int = 0
 
     def times(self) -> dict[str, Any]:
-        """What the cost of steps is learnt from; all its marks are passed."""
+        """What the cost of steps is learnt from; it has verified, and all its marks are passed."""
+        assert self.verify is not None
         return {
             "rows": self.forwarded,
             "batch": self.batch,
@@ -302,21 +276,10 @@ class Planning:
     @contextmanager
     def timing(self, target_worker: Any, verify_input: PackedVerifyInput) -> Iterator[None]:
         """Time the forward of ``verify_input`` inside the block."""
-        forward = target_worker.forward_batch_generation
-        begin, end = Mark(self._on_cuda), Mark(self._on_cuda)
-
-        def timed_forward(*args: Any, **kwargs: Any) -> Any:
-            begin.set()
-            # Again, before a graph: the device idles until its replay has been launched.
-            with compat.before_replay(target_worker.model_runner, begin.set):
-                result = forward(*args, **kwargs)
-            end.set()
-            return result
-
-        with attach.swapped(target_worker, "forward_batch_generation", timed_forward):
+        with timed_forward(target_worker, self._on_cuda) as marks:
             yield
         if self._step is not None:
-            self._step.verify = [begin, end]
+            self._step.verify = marks
             self._step.forwarded = verify_input.forwarded_rows
 
     def verified(self, verify_input: PackedVerifyInput, accept_lens: Tensor) -> None:
@@ -355,7 +318,7 @@ class Planning:
         self.planner.learn_drafts(confidences, drafts[:, 0], correct[:, 0])
 
     def _learn_time(self, step: _Step, end: Mark) -> None:
-        if not step.verify:
+        if step.verify is None:
             return
         self.planner.learn_time(
             step.plan,

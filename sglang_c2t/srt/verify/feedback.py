@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.plan.load import DraftDepth, PackingRule
-from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.verify.packing import HostSizes, Packing
+from sglang_c2t.srt.verify.timing import Mark, timed_forward
 
 AGREE_EVERY = 64
 """Steps between two looks at the measured times."""
@@ -46,7 +46,7 @@ class Feedback:
         self._steps = 0
         self._previous: tuple[HostSizes, DraftDepth | None, int] | None = None
         self._rows_per_request: float | None = None
-        self._timed: deque[tuple[int, Any, Any]] = deque()  # rows and events of forwards
+        self._timed: deque[tuple[int, Mark, Mark]] = deque()  # rows, begin and end of forwards
         self._on_cuda = on_cuda
 
     def start(self, sizes: Tensor, depth: DraftDepth | None = None) -> HostSizes:
@@ -83,25 +83,17 @@ class Feedback:
         if not self._on_cuda or packing is None:
             yield
             return
-        forward = target_worker.forward_batch_generation
 
-        def timed_forward(*args: Any, **kwargs: Any) -> Any:
+        def launching() -> None:
             if packing.arrived is not None:
                 self._rule.waited((time.perf_counter() - packing.arrived) * 1e3)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            # Again, before a graph: the device idles until its replay has been launched.
-            with compat.before_replay(target_worker.model_runner, begin.record):
-                result = forward(*args, **kwargs)
-            end.record()
-            self._timed.append((packing.forwarded_rows, begin, end))
-            return result
 
-        with attach.swapped(target_worker, "forward_batch_generation", timed_forward):
+        with timed_forward(target_worker, True, launching) as (begin, end):
             yield
-        while self._timed and self._timed[0][2].query():
+        self._timed.append((packing.forwarded_rows, begin, end))
+        while self._timed and self._timed[0][2].passed:
             rows, begin, end = self._timed.popleft()
-            self._rule.forward_took(rows, begin.elapsed_time(end))
+            self._rule.forward_took(rows, begin.until(end))
 
     def _decide(self) -> None:
         per_row, wait = self._rule.measured

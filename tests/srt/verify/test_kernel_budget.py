@@ -25,10 +25,11 @@ from sglang_c2t.policies import POLICIES, build_policy, build_tree_policy
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.draft.planning import Mark, _Step
+from sglang_c2t.srt.draft.planning import _Step
 from sglang_c2t.srt.draft.tree_planning import TreePlanning
 from sglang_c2t.srt.verify import accept, sampling, tree
 from sglang_c2t.srt.verify.packing import Packing
+from sglang_c2t.srt.verify.timing import Mark
 from sglang_c2t.tree import Trees
 from tests.fake_cuda import HostRead, Launches, fake_cuda
 

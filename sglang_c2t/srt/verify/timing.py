@@ -1,0 +1,65 @@
+"""What a target forward takes, on the host's clock or the device's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sglang_c2t.srt import attach, compat
+
+
+class Mark:
+    """A point in time, of the device if there is one."""
+
+    def __init__(self, on_cuda: bool) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if on_cuda else None
+        self._at = 0.0
+
+    def set(self) -> None:
+        """Now, or once the device is there."""
+        if self._event is None:
+            self._at = time.perf_counter()
+        else:
+            self._event.record()
+
+    @property
+    def passed(self) -> bool:
+        """Whether the device is past it."""
+        return self._event is None or bool(self._event.query())
+
+    def until(self, later: Mark) -> float:
+        """Milliseconds; both are passed."""
+        if self._event is None or later._event is None:
+            return (later._at - self._at) * 1e3
+        return float(self._event.elapsed_time(later._event))
+
+
+@contextmanager
+def timed_forward(
+    target_worker: Any, on_cuda: bool, launching: Callable[[], object] = lambda: None
+) -> Iterator[tuple[Mark, Mark]]:
+    """Give marks at the begin and the end of the target forward that is made inside the block.
+
+    Args:
+        target_worker: SGLang's.
+        on_cuda: Whether it forwards on a GPU.
+        launching: Called as the host is about to launch it.
+    """
+    forward = target_worker.forward_batch_generation
+    begin, end = Mark(on_cuda), Mark(on_cuda)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        launching()
+        begin.set()
+        # Again, before a graph: the device idles until its replay has been launched.
+        with compat.before_replay(target_worker.model_runner, begin.set):
+            result = forward(*args, **kwargs)
+        end.set()
+        return result
+
+    with attach.swapped(target_worker, "forward_batch_generation", timed):
+        yield begin, end
