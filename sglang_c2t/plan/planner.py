@@ -37,9 +37,9 @@ EXPLORING = 0.005
 #: it served: whatever else the machine did then is in them.
 YOUNG = 10.0
 
-#: However dear they look, all layers are drafted once in so many steps, and in a young server at
-#: least whenever its age has doubled: a price that nobody looks at again would stay what a bad
-#: moment made it.
+#: However dear they look, all layers are drafted once in so many steps, plain steps are tried whose
+#: price is not known, and in a young server at least whenever its age has doubled: a price that
+#: nobody looks at again would stay what a bad moment made it.
 EXPLORE_EVERY = 500
 EXPLORE_FIRST = 16
 
@@ -111,7 +111,7 @@ class Planner:
         self._forecast = Forecast(self._continuations, self.survivals)
         self._depths = [max_depth] if all_layers else list(range(1, max_depth + 1))
         self._all_layers = all_layers
-        self._plain = PlainSteps()
+        self._plain = PlainSteps(self.max_depth)
         self._as_planned = False
         """Whether the step in progress is one by which planned steps are known."""
         self._alike: Plan | None = None
@@ -121,7 +121,7 @@ class Planner:
         self._lost = 0.0  # milliseconds, by steps made to learn
         self._credit = YOUNG
         self._turn = 0
-        self._drafted_all_at = 0  # steps
+        self._drafted_all_at = self._tried_plain_at = 0  # steps
         self.predicted_ms = self.measured_ms = 0.0
         """Of all steps that had a prediction, together."""
         self._measures: int | None = None
@@ -222,6 +222,10 @@ class Planner:
         """
         self._learn_soon(outcome[0].shape[1], outcome)
 
+    def learn_plain(self, num_drafts: int, num_correct: Numbers) -> None:
+        """Learn from a plain step: so many drafts of each request, and how many [B] were right."""
+        self._plain.verified(num_drafts, num_correct)
+
     def catch_up(self) -> None:
         """Learn from all outcomes that wait for others."""
         steps, self._outcomes = self._outcomes, []
@@ -310,7 +314,7 @@ class Planner:
         self.survival.reset()
         self._continuations = self._nothing_seen()
         self._forecast = Forecast(self._continuations, self.survivals)
-        self._plain = PlainSteps()
+        self._plain = PlainSteps(self.max_depth)
         self.reliability[:] = 0.0
 
     @property
@@ -363,17 +367,20 @@ class Planner:
         """The best plain step for drafts that begin as ``first`` [S] and those before them did."""
         typical = self._plain.typical(first)
         survival = self._forecast(typical, self.samples).mean(axis=0)
+        survival = self._plain.corrected(survival)
         return best_alike(survival, batch, partial(self.cost.one, plain=True))
 
     def _begin_plain(self, alike: Plan, batch: int, gain: float) -> None:
         """Make the steps behind this one plain where that brings more than the ``gain`` of planned
-        ones, or a few to see what they cost.
+        ones, or a few to see what they cost: looks that lose less would take all of the allowance
+        before these ever can, so that they have their turn whatever they cost.
         """
         if gain < 0.0:
             self._plain.begin(batch, alike, RUN)
         elif not self.cost.plain_rest.measured(batch):
             instead = alike._replace(tokens=alike.tokens + gain * alike.milliseconds)
-            if self._affordable(alike, instead, TRIAL):
+            if self._due(self._tried_plain_at) or self._affordable(alike, instead, TRIAL):
+                self._tried_plain_at = self._steps
                 self._plain.begin(batch, alike, TRIAL)
 
     def _everything(self, batch: int) -> Plan:

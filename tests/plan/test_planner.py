@@ -59,6 +59,7 @@ class MadeUpServer:
                 correct = np.minimum(lives.sum(axis=1), choice.plan.rows // self.batch - 1)
                 spent += self.take(planner, choice.plan)
                 tokens += self.batch + correct.sum()
+                planner.learn_plain(choice.plan.rows // self.batch - 1, correct)
                 choices.append(choice)
                 continue
             drafted = chains[:, : choice.plan.layers]
@@ -130,14 +131,23 @@ def uniform_rate(server: MadeUpServer) -> float:
     return max(rates)
 
 
-@pytest.mark.parametrize("batch", [1, 4, 32])
-def test_where_planning_costs_more_than_it_brings_most_steps_are_plain(batch: int) -> None:
-    server = MadeUpServer(batch, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
-    planner = Planner(DEPTH, Survival(DEPTH))
-    server.serve(planner, 500)
-    choices, rate = server.serve(planner, 3000)
-    assert np.mean([choice.reason == "plain" for choice in choices]) > 0.8
-    assert rate >= 0.96 * uniform_rate(server), "one step of seventeen is planned, a quarter longer"
+@pytest.mark.parametrize(("batch", "servers"), [(1, 12), (4, 3), (32, 1)])
+def test_where_planning_costs_more_than_it_brings_most_steps_are_plain(
+    batch: int, servers: int
+) -> None:
+    """Small looks, which seldom run out, leave something for the first plain steps as well: without
+    a turn of their own one in twelve of these servers never made any.
+    """
+    rates = []
+    for seed in range(servers):
+        rng = np.random.default_rng(seed)
+        server = MadeUpServer(batch, row_ms=0.2, layer_ms=1.0, gate_ms=10.0, rng=rng)
+        planner = Planner(DEPTH, Survival(DEPTH))
+        server.serve(planner, 500)
+        choices, rate = server.serve(planner, 1500)
+        assert np.mean([choice.reason == "plain" for choice in choices]) > 0.8
+        rates.append(rate / uniform_rate(server))
+    assert np.mean(rates) >= 0.96, "one step of seventeen is planned, a quarter longer"
 
 
 def test_where_planning_costs_nothing_steps_are_planned() -> None:
