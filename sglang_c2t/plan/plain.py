@@ -17,7 +17,7 @@ import numpy as np
 
 from sglang_c2t.plan.cost import about
 from sglang_c2t.plan.plan import Plan, best_of
-from sglang_c2t.plan.survival import Array, Numbers
+from sglang_c2t.plan.survival import Array
 
 #: Plain steps behind one that was planned. That one keeps learning what survives, and whether they
 #: still pay.
@@ -32,11 +32,8 @@ ENOUGH = 8
 #: Steps of a kind by whose times the next are judged.
 LATELY = 17
 
-#: First drafts, drafts of plain steps, and planned steps, that stand for the traffic.
+#: First drafts, and planned steps, that stand for the traffic.
 TYPICAL = 128
-
-#: Drafts of a depth, verified in plain steps, that weigh as much as what was forecast.
-FORECAST_DRAFTS = 16.0
 
 
 def best_alike(survival: Array, batch: int, cost: Callable[[int, int, int], float]) -> Plan:
@@ -56,21 +53,15 @@ def best_alike(survival: Array, batch: int, cost: Callable[[int, int, int], floa
 
 
 class PlainSteps:
-    """Which of the next steps are plain, and what they are compared with.
+    """Which of the next steps are plain, and what they are compared with."""
 
-    Args:
-        max_depth: D.
-    """
-
-    def __init__(self, max_depth: int) -> None:
+    def __init__(self) -> None:
         self._left = 0
         self._plan = Plan(1, 1, 1.0, 1.0)
         self._batch = 0  # that the plan was made for
         self._planned: dict[int, tuple[int, float, float]] = {}  # steps, gain, ms, by batch
         self._times: dict[tuple[int, bool], deque[float]] = {}  # over predicted, by batch and kind
         self._firsts = np.zeros(0)
-        self._became = np.zeros((2, max_depth))  # verified behind accepted ones, accepted
-        self._came_true = np.ones(max_depth + 1)
 
     def begin(self, batch: int, plan: Plan, steps: int) -> None:
         """So many steps are plain from now on, while the batch stays about as large."""
@@ -98,10 +89,9 @@ class PlainSteps:
         """
         milliseconds = plan.milliseconds * self._slower(batch, plain=False)
         alike_rate = alike.rate / self._slower(batch, plain=True)
-        tokens = plan.tokens * float(self._came_true[plan.layers])
         steps, gain, spent = self._planned.get(about(batch), (0, 0.0, 0.0))
         kept = 1.0 - 1.0 / TYPICAL
-        gain = kept * gain + tokens - alike_rate * milliseconds
+        gain = kept * gain + plan.tokens - alike_rate * milliseconds
         self._planned[about(batch)] = steps + 1, gain, kept * spent + milliseconds
 
     def gain(self, batch: int) -> float | None:
@@ -121,31 +111,3 @@ class PlainSteps:
         """Confidences of first drafts lately, ``first`` [S] among them."""
         self._firsts = np.concatenate((self._firsts, first))[-TYPICAL:]
         return self._firsts
-
-    def verified(self, num_drafts: int, num_correct: Numbers) -> None:
-        """What became of a plain step: so many drafts of each request, and how many [B] were right.
-
-        What is not drafted any more is forgotten with the rest, lest a length that once did badly
-        is never tried again.
-        """
-        depths = np.arange(num_drafts)
-        accepted = (num_correct[:, None] > depths).sum(axis=0)
-        reached = np.concatenate(([len(num_correct)], accepted))[:num_drafts]
-        self._became *= (1.0 - 1.0 / TYPICAL) ** len(num_correct)
-        self._became[:, :num_drafts] += reached, accepted
-
-    def corrected(self, survival: Array) -> Array:
-        """[D]: the ``survival`` [D] of a typical draft, forecast from confidences, by what became
-        of plain steps lately.
-
-        These know nothing of confidences, and just for that whether such are worth here what they
-        are worth elsewhere. A planned step believes the same survivals, so that its tokens count
-        as far as those of a plain one as deep came true.
-        """
-        reached, accepted = self._became
-        forecast = survival / np.maximum(np.concatenate(([1.0], survival[:-1])), 1e-9)
-        accepts = (accepted + FORECAST_DRAFTS * forecast) / (reached + FORECAST_DRAFTS)
-        became = accepts.cumprod()
-        both = np.stack((became, survival)).cumsum(axis=1)
-        self._came_true[1:] = (1.0 + both[0]) / (1.0 + both[1])
-        return np.asarray(became)

@@ -111,7 +111,7 @@ class Planner:
         self._forecast = Forecast(self._continuations, self.survivals)
         self._depths = [max_depth] if all_layers else list(range(1, max_depth + 1))
         self._all_layers = all_layers
-        self._plain = PlainSteps(self.max_depth)
+        self._plain = PlainSteps()
         self._as_planned = False
         """Whether the step in progress is one by which planned steps are known."""
         self._alike: Plan | None = None
@@ -222,10 +222,6 @@ class Planner:
         """
         self._learn_soon(outcome[0].shape[1], outcome)
 
-    def learn_plain(self, num_drafts: int, num_correct: Numbers) -> None:
-        """Learn from a plain step: so many drafts of each request, and how many [B] were right."""
-        self._plain.verified(num_drafts, num_correct)
-
     def catch_up(self) -> None:
         """Learn from all outcomes that wait for others."""
         steps, self._outcomes = self._outcomes, []
@@ -314,7 +310,7 @@ class Planner:
         self.survival.reset()
         self._continuations = self._nothing_seen()
         self._forecast = Forecast(self._continuations, self.survivals)
-        self._plain = PlainSteps(self.max_depth)
+        self._plain = PlainSteps()
         self.reliability[:] = 0.0
 
     @property
@@ -367,7 +363,6 @@ class Planner:
         """The best plain step for drafts that begin as ``first`` [S] and those before them did."""
         typical = self._plain.typical(first)
         survival = self._forecast(typical, self.samples).mean(axis=0)
-        survival = self._plain.corrected(survival)
         return best_alike(survival, batch, partial(self.cost.one, plain=True))
 
     def _begin_plain(self, alike: Plan, batch: int, gain: float) -> None:

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from sglang_c2t.plan.plain import ENOUGH, LATELY, TYPICAL, PlainSteps, best_alike
 from sglang_c2t.plan.plan import Plan
 
-DEPTH = 5
-
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 6))
 def test_no_other_number_of_drafts_for_all_has_a_higher_rate(
@@ -35,7 +33,7 @@ def test_no_other_number_of_drafts_for_all_has_a_higher_rate(
 
 
 def test_a_run_ends_behind_its_last_step_or_with_another_batch() -> None:
-    steps, plan = PlainSteps(DEPTH), Plan(3, 64 * 4, 100.0, 10.0)
+    steps, plan = PlainSteps(), Plan(3, 64 * 4, 100.0, 10.0)
     assert steps.next(64) is None, "nobody began"
     steps.begin(64, plan, 3)
     assert steps.next(64) == plan
@@ -51,7 +49,7 @@ ALIKE = Plan(3, 16, 10.0, 100.0)
 
 
 def test_planned_steps_are_known_by_their_batch_and_by_what_they_brought_lately() -> None:
-    steps = PlainSteps(DEPTH)
+    steps = PlainSteps()
     for _ in range(ENOUGH):
         assert steps.gain(4) is None
         steps.planned(4, Plan(3, 12, 12.0, 100.0), ALIKE)
@@ -64,7 +62,7 @@ def test_planned_steps_are_known_by_their_batch_and_by_what_they_brought_lately(
 
 def test_a_slow_minute_says_nothing_of_planned_steps() -> None:
     """Both kinds are priced at the same moment."""
-    steps = PlainSteps(DEPTH)
+    steps = PlainSteps()
     for slow in (1.0, 3.0):
         for _ in range(ENOUGH):
             planned, alike = (
@@ -79,7 +77,7 @@ def test_kinds_are_judged_by_what_they_really_took() -> None:
     """Planned steps took a tenth longer than the costs said, plain ones did not; a single pause
     says nothing, nor what another batch took.
     """
-    steps = PlainSteps(DEPTH)
+    steps = PlainSteps()
     for _ in range(LATELY):
         steps.took(4, 1.1, plain=False)
     steps.took(4, 50.0, plain=False)
@@ -94,56 +92,8 @@ def test_kinds_are_judged_by_what_they_really_took() -> None:
 
 
 def test_the_last_first_drafts_stand_for_the_traffic() -> None:
-    steps = PlainSteps(DEPTH)
+    steps = PlainSteps()
     for value in np.linspace(0, 1, 3 * TYPICAL):
         found = steps.typical(np.array([value]))
     assert len(found) == TYPICAL
     assert found.min() > 0.6
-
-
-FORECAST = np.array([0.8, 0.6, 0.5, 0.4, 0.3])
-
-
-def test_a_forecast_stands_until_plain_steps_say_otherwise() -> None:
-    assert PlainSteps(DEPTH).corrected(FORECAST) == pytest.approx(FORECAST)
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 64), st.integers(1, DEPTH))
-def test_what_becomes_of_plain_drafts_is_believed_and_deeper_ones_keep_their_proportion(
-    seed: int, batch: int, drafts: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    accepts = rng.uniform(0.3, 0.9, DEPTH)
-    steps = PlainSteps(DEPTH)
-    told = []
-    for _ in range(400):
-        correct = (rng.uniform(size=(batch, drafts)) < accepts[:drafts]).cumprod(axis=1).sum(axis=1)
-        steps.verified(drafts, correct)
-        told.append(steps.corrected(FORECAST))
-    found = np.mean(told[200:], axis=0)
-    assert found[:drafts] == pytest.approx(accepts[:drafts].cumprod(), abs=0.2)
-    assert found[drafts:] / found[drafts - 1] == pytest.approx(
-        FORECAST[drafts:] / FORECAST[drafts - 1], rel=1e-6
-    )
-
-
-def test_of_a_length_that_is_not_drafted_any_more_the_forecast_returns() -> None:
-    steps = PlainSteps(DEPTH)
-    for _ in range(TYPICAL):
-        steps.verified(5, np.array([3]))
-    assert steps.corrected(FORECAST)[3] < 0.2
-    for _ in range(5 * TYPICAL):
-        steps.verified(3, np.array([3]))
-    found = steps.corrected(FORECAST)
-    assert found[3] / found[2] == pytest.approx(0.8, rel=0.1)
-
-
-def test_tokens_of_planned_steps_count_as_far_as_plain_ones_came_true() -> None:
-    """Both believe the same survivals: of five drafts forecast at 2.6 none is right."""
-    steps = PlainSteps(DEPTH)
-    for _ in range(10 * TYPICAL):
-        steps.verified(5, np.zeros(4))
-    steps.corrected(FORECAST)
-    for _ in range(ENOUGH):
-        steps.planned(4, Plan(5, 24, 14.4, 100.0), Plan(1, 4, 4.0, 50.0))
-    assert steps.gain(4) == pytest.approx(0.04 - 0.08, abs=0.015)

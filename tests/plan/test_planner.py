@@ -59,7 +59,6 @@ class MadeUpServer:
                 correct = np.minimum(lives.sum(axis=1), choice.plan.rows // self.batch - 1)
                 spent += self.take(planner, choice.plan)
                 tokens += self.batch + correct.sum()
-                planner.learn_plain(choice.plan.rows // self.batch - 1, correct)
                 choices.append(choice)
                 continue
             drafted = chains[:, : choice.plan.layers]

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,9 +109,7 @@ class Planning:
         # Of a step, where CUDA graphs can write them.
         self._confidences = torch.ones((slots, layers), device=device)
         self._survivals = torch.ones((slots, layers), device=device)
-        self._outcomes: deque[tuple[HostSizes, Callable[[Array], None]]]
-        self._outcomes = deque(maxlen=LONGEST_LAG)
-        """What became of steps, and what learns from it."""
+        self._outcomes: deque[tuple[HostSizes, int]] = deque(maxlen=LONGEST_LAG)
         self._times: deque[tuple[_Step, Mark]] = deque(maxlen=LONGEST_LAG)
         """Steps, and when the next one started."""
         self._step: _Step | None = None
@@ -288,8 +285,6 @@ class Planning:
     def verified(self, verify_input: PackedVerifyInput, accept_lens: Tensor) -> None:
         """The outcome of a step: ``accept_lens`` [B] tokens accepted, bonus included."""
         if self.plain:  # nobody has said how sure its drafts were
-            learn = partial(self._learn_plain, num_drafts=self.rows_each - 1)
-            self._outcomes.append((HostSizes(accept_lens), learn))
             return
         num_rows, layers = verify_input.num_rows, self._now.plan.layers
         parts = (
@@ -297,14 +292,13 @@ class Planning:
             num_rows[:, None].float() - 1,
             accept_lens[:, None].float() - 1,
         )
-        learn = partial(self._learn_outcome, layers=layers)
-        self._outcomes.append((HostSizes(torch.cat(parts, dim=1)), learn))
+        self._outcomes.append((HostSizes(torch.cat(parts, dim=1)), layers))
 
     def _learn(self) -> None:
         """Learn from what has arrived since."""
         while self._outcomes and self._outcomes[0][0].arrived:
-            sizes, learn = self._outcomes.popleft()
-            learn(sizes.wait().numpy().astype(np.float64))
+            sizes, layers = self._outcomes.popleft()
+            self._learn_outcome(sizes.wait().numpy().astype(np.float64), layers)
             self._learnt += 1
             if self._learnt % REFRESH_EVERY == 0:
                 self._survival.refresh(self.planner.survival)
@@ -322,9 +316,6 @@ class Planning:
         confidences, drafts, correct = np.split(outcome, [layers, layers + 1], axis=1)
         self._known_first = confidences[:, 0]
         self.planner.learn_drafts(confidences, drafts[:, 0], correct[:, 0])
-
-    def _learn_plain(self, accept_lens: Array, num_drafts: int) -> None:
-        self.planner.learn_plain(num_drafts, accept_lens - 1.0)
 
     def _learn_time(self, step: _Step, end: Mark) -> None:
         if step.verify is None:

@@ -7,7 +7,6 @@ of the batch are verified: on the device, after its draft, outside of CUDA graph
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,8 +74,7 @@ class TreePlanning(Planning):
         row = verify_input.retrieve_index[:, :1] + chosen.cumsum(dim=1)
         survived = chosen & (row[:, :, None] == accepted[:, None, :]).any(dim=2)
         parts = torch.stack((depth, least, chosen, survived), dim=2)  # float32, as least is
-        learn = partial(self._learn_outcome, layers=self._now.plan.layers)
-        self._outcomes.append((HostSizes(parts), learn))
+        self._outcomes.append((HostSizes(parts), self._now.plan.layers))
 
     def _first(self, layer: FirstLayer) -> Array:
         confidence = layer.confidence.T.numpy()

@@ -34,7 +34,6 @@ class Scripted(Planner):
         self.first: list[float] = []
         self.rows_to_choose: list[int] = []
         self.drafts: list[tuple[Any, ...]] = []
-        self.alike: list[tuple[int, list[float]]] = []
         self.times: list[dict[str, float]] = []
 
     def choose(
@@ -51,9 +50,6 @@ class Scripted(Planner):
 
     def learn_drafts(self, *told: Any) -> None:
         self.drafts.append(told)
-
-    def learn_plain(self, num_drafts: int, num_correct: Any) -> None:
-        self.alike.append((num_drafts, num_correct.tolist()))
 
     def learn_time(self, choice: Plan, **told: Any) -> None:
         self.times.append(told)
@@ -130,7 +126,7 @@ def test_ranks_follow_the_first_in_all_that_decides_what_is_forwarded(reason: st
     assert plannings[0].plain == plannings[1].plain == (reason == "plain")
 
 
-def test_of_a_plain_step_its_time_is_learnt_and_how_many_were_right() -> None:
+def test_of_a_plain_step_only_its_time_is_learnt() -> None:
     """Nobody said how sure its drafts were; its rows are shared alike."""
     planner = Scripted(layers=2, rows=6)
     planner.reason = "plain"
@@ -142,7 +138,6 @@ def test_of_a_plain_step_its_time_is_learnt_and_how_many_were_right() -> None:
         verify(planning, 6)
         planning.verified(verified_rows(3, 3), torch.tensor([1, 2]))
     assert planner.drafts == []
-    assert planner.alike == [(2, [0, 1]), (2, [0, 1])]
     assert [told["plain"] for told in planner.times] == [True, True]
 
 
