@@ -30,22 +30,33 @@ class Difference:
 
 
 def output_differences(
-    cells: Iterable[Cell], baseline: str, *, seeded: bool = False
+    cells: Iterable[Cell], baseline: str, *, seeded: bool = False, fresh: bool = False
 ) -> tuple[list[Difference], int]:
     """Cells whose outputs differ from the baseline's, and how many outputs were compared.
 
     Greedy cells are compared with the baseline's first repeat at the same concurrency, its own
     later repeats included. ``seeded`` compares sampled cells too, each with the baseline's cell
-    of the same repeat, which drew with the same seeds.
+    of the same repeat, which drew with the same seeds. With ``fresh`` prompts greedy ones are
+    compared so, too.
     """
     cells = list(cells)
-    reference = _references(cells, baseline)
+
+    def rung(cell: Cell) -> tuple[float, int, int]:
+        """Cells of one must give the same outputs."""
+        own = fresh or cell.temperature > 0
+        return cell.temperature, cell.concurrency, cell.repeat if own else 0
+
+    reference: dict[tuple[float, int, int], Cell] = {}
+    for cell in sorted(cells, key=lambda cell: cell.repeat):
+        if cell.method == baseline:
+            reference.setdefault(rung(cell), cell)
     found, compared = [], 0
     for cell in cells:
-        expected = reference.get(_rung(cell))
+        expected = reference.get(rung(cell))
         if expected is None or expected is cell or (cell.temperature > 0 and not seeded):
             continue
-        wrong = differing(cell.outputs, expected.outputs)
+        places = differing(cell.outputs, expected.outputs)
+        wrong = [cell.requests[place].index for place in places]
         compared += len(cell.requests)
         if wrong:
             found.append(Difference(cell.key, wrong, len(cell.requests)))
@@ -54,24 +65,14 @@ def output_differences(
 
 def compared_outputs(cells: Iterable[Cell], run: Run) -> tuple[list[Difference], int]:
     """The same as the run's configuration asks for it; of replayed traces outputs say nothing."""
-    wanted = run.config.get("requests", {}).get("equal_outputs")
+    requests = run.config.get("requests", {})
+    wanted = requests.get("equal_outputs")
     if wanted == "none":
         return [], 0
     baseline = next((method.name for method in run.methods if method.baseline), "")
-    return output_differences(cells, baseline, seeded=wanted == "seeded")
-
-
-def _references(cells: Sequence[Cell], baseline: str) -> dict[tuple[float, int, int], Cell]:
-    result: dict[tuple[float, int, int], Cell] = {}
-    for cell in sorted(cells, key=lambda cell: cell.repeat):
-        if cell.method == baseline:
-            result.setdefault(_rung(cell), cell)
-    return result
-
-
-def _rung(cell: Cell) -> tuple[float, int, int]:
-    """Cells of one rung must give the same outputs; sampled ones only with the same seeds."""
-    return cell.temperature, cell.concurrency, cell.repeat if cell.temperature > 0 else 0
+    return output_differences(
+        cells, baseline, seeded=wanted == "seeded", fresh=requests.get("fresh_prompts", False)
+    )
 
 
 def metric_disagreements(cell: Cell) -> list[str]:

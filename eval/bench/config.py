@@ -98,6 +98,7 @@ class RequestConfig:
     timeout_s: float = 600.0
     warm_up: int = 16
     cached_prompts: bool = False
+    fresh_prompts: bool = False
     steady_ratio: float = 0.8
     equal_outputs: Literal["greedy", "seeded", "report", "none"] = "greedy"
 
@@ -357,6 +358,8 @@ class BenchConfig:
     def _check_replay(self, replay: ReplayConfig) -> None:
         if self.dataset.parts:
             raise ConfigError("replay makes its own prompts: drop dataset.parts")
+        if self.requests.fresh_prompts:
+            raise ConfigError("replay has one prompt a trace: drop requests.fresh_prompts")
         if any(load.temperature > 0 for load in self.load) or not self.requests.ignore_eos:
             raise ConfigError(
                 "replay serves greedy answers of one length: set load.temperature = 0 and "

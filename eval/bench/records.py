@@ -61,7 +61,7 @@ def slug(name: str) -> str:
 class Request:
     """What became of one prompt. Times are seconds of the client's clock."""
 
-    index: int  # of the prompt in the cell
+    index: int  # of the prompt in the data set
     family: str
     prompt_len: int  # tokens
     output_len: int  # tokens

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -87,7 +87,7 @@ class Runner:
     budget: Budget = field(default_factory=Budget)
     failures: list[str] = field(default_factory=list)
     _warm: set[tuple[int, str, float, int]] = field(default_factory=set)
-    _cached: dict[int, int] = field(default_factory=dict)  # prompts that servers hold, by process
+    _cached: dict[int, set[int]] = field(default_factory=dict)  # prompts servers hold, by process
 
     @cached_property
     def _replay(self) -> Replay | None:
@@ -198,16 +198,17 @@ class Runner:
         """One cell, from a cache that is empty or holds its prompts; CellError if any of its
         requests fails.
         """
+        numbers = self.numbers(cell)
         if self._replay is not None:
             samples: Sequence[Sample] = self._replay.samples(method, cell.prompts)
         else:
-            samples = self.samples[: cell.prompts]
+            samples = [self.samples[number] for number in numbers]
             if host.shared:
                 switch(server, method)
-        bodies = [self.body(cell, index) for index in range(len(samples))]
+        bodies = [self.body(cell, number) for number in numbers]
         self._warm_up(cell, method, server, samples, bodies)
         if self.config.requests.cached_prompts:
-            self._cache_prompts(server, samples)
+            self._cache_prompts(server, numbers)
         else:
             server.flush_cache()
         series, state = self._series(server), server.internal_state()
@@ -243,21 +244,31 @@ class Runner:
             work=client.grown(_counters(state), _counters(after)),
             metrics=client.grown(series, self._series(server)),
             server_argv=_argv(server),
-            requests=tuple(measured.requests),
+            requests=tuple(replace(r, index=numbers[r.index]) for r in measured.requests),
             clock=None if clock is None else clock._asdict(),
             planner=after.get("c2t", {}).get("planner"),
         )
         if failed := measured.failures:
             path = write_cell(self.folder / FAILED, result)
+            prompt = numbers[failed[0].index]
             raise CellError(
-                f"{len(failed)} of {len(samples)} requests failed, prompt {failed[0].index} with: "
+                f"{len(failed)} of {len(samples)} requests failed, prompt {prompt} with: "
                 f"{failed[0].error}; all answers: {path}"
             )
         if self.config.requests.cached_prompts:
             _check_cached(result)
         return result
 
-    def body(self, cell: PlannedCell, index: int) -> dict[str, Any]:
+    def numbers(self, cell: PlannedCell) -> list[int]:
+        """Which prompts of the data set a cell sends: the first, or those behind what its repeats
+        before it have sent; the first again behind the last.
+        """
+        if not self.config.requests.fresh_prompts:
+            return list(range(cell.prompts))
+        start = cell.key.repeat * cell.prompts
+        return [number % len(self.samples) for number in range(start, start + cell.prompts)]
+
+    def body(self, cell: PlannedCell, number: int) -> dict[str, Any]:
         """What a request says beside its prompt; the seed is the same for all methods."""
         wanted = self.config.requests
         params: dict[str, Any] = {
@@ -268,7 +279,7 @@ class Runner:
         if wanted.top_p < 1:
             params["top_p"] = wanted.top_p
         if wanted.seeded and cell.key.temperature > 0:
-            params["sampling_seed"] = (self.config.seed + cell.key.repeat) * 1_000_003 + index
+            params["sampling_seed"] = (self.config.seed + cell.key.repeat) * 1_000_003 + number
         return {"sampling_params": params, "stream": wanted.stream}
 
     def _series(self, server: Server) -> dict[str, float]:
@@ -300,12 +311,14 @@ class Runner:
             run_load(server.url, warm, concurrency=at_once)
         self._warm.add(once)
 
-    def _cache_prompts(self, server: Server, samples: Sequence[Sample]) -> None:
-        """Have the prefix cache hold the prompts of ``samples``, the first of all there are."""
-        known = self._cached.get(server.process.pid, 0)
-        if new := [_short(sample, {"temperature": 0.0}, 1) for sample in samples[known:]]:
-            run_load(server.url, new, concurrency=8)
-            self._cached[server.process.pid] = len(samples)
+    def _cache_prompts(self, server: Server, numbers: Sequence[int]) -> None:
+        """Have the prefix cache hold the prompts of these ``numbers``."""
+        known = self._cached.setdefault(server.process.pid, set())
+        new = [number for number in numbers if number not in known]
+        if new:
+            prompts = [_short(self.samples[number], {"temperature": 0.0}, 1) for number in new]
+            run_load(server.url, prompts, concurrency=8)
+            known.update(new)
 
 
 def _short(sample: Sample, sampling_params: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:

@@ -14,10 +14,11 @@ BASELINE = "no speculation"
 
 def cell(
     method: str, outputs: list[tuple[int, ...]], *, temperature: float = 0.0, concurrency: int = 4,
-    repeat: int = 0,
+    repeat: int = 0, first: int = 0,
 ) -> Cell:  # fmt: skip
     requests = tuple(
-        Request(i, "math", 5, len(ids), ids, 0.0, 1.0, 0.5, True) for i, ids in enumerate(outputs)
+        Request(i, "math", 5, len(ids), ids, 0.0, 1.0, 0.5, True)
+        for i, ids in enumerate(outputs, first)
     )
     return Cell(method, temperature, concurrency, repeat, "", 1.0, 3, 3.0, None, {}, {}, {}, [],
                 requests)  # fmt: skip
@@ -45,6 +46,18 @@ def test_a_baseline_that_differs_from_itself_is_found() -> None:
     cells = [cell(BASELINE, ONE), cell(BASELINE, OTHER, repeat=1)]
     (found,), _ = output_differences(cells, BASELINE)
     assert (found.cell.method, found.cell.repeat) == (BASELINE, 1)
+
+
+def test_repeats_with_prompts_of_their_own_are_compared_with_the_same_prompts() -> None:
+    cells = [
+        cell(method, outputs, repeat=repeat, first=2 * repeat)
+        for repeat, outputs in enumerate([ONE, OTHER])
+        for method in (BASELINE, "c2t")
+    ]
+    assert output_differences(cells, BASELINE, fresh=True) == ([], 4)
+    wrong = [*cells[:3], cell("c2t", ONE, repeat=1, first=2)]
+    (found,), _ = output_differences(wrong, BASELINE, fresh=True)
+    assert (found.cell.repeat, found.prompts) == (1, [3])
 
 
 def test_every_repeat_is_compared_at_temperature_0() -> None:

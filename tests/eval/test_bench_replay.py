@@ -91,6 +91,7 @@ def test_large_models_start_once_in_the_order_of_the_configuration(tmp_path: Pat
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "fresh prompts": ({"requests__fresh_prompts": True}, "drop requests.fresh_prompts"),
     "prompts as well": ({"dataset__parts": [{"source": "gsm8k", "n": 9}]}, "drop dataset.parts"),
     "sampling": (
         {"load": [{"temperature": 1.0, "concurrency": [1], "prompts": [1]}]}, "greedy answers",

@@ -260,8 +260,20 @@ def test_prompts_are_put_into_a_servers_cache_once(
     monkeypatch.setattr(runner_module, "run_load", load)
     for name, pid, prompts in [("a", 1, 2), ("a", 1, 2), ("a", 1, 5), ("b", 2, 3), ("a", 1, 4)]:
         server: Any = types.SimpleNamespace(url=name, process=types.SimpleNamespace(pid=pid))
-        runner._cache_prompts(server, SAMPLES[:prompts])
+        runner._cache_prompts(server, range(prompts))
     assert sent == [("a", ["0", "1"]), ("a", ["2", "3", "4"]), ("b", ["0", "1", "2"])]
+
+
+def test_repeats_send_the_same_prompts_or_each_those_behind_the_last_ones(tmp_path: Path) -> None:
+    load = [{"temperature": 0.0, "concurrency": [1, 4], "prompts": [3, 8]}]
+    sent = {}
+    for fresh in (False, True):
+        runner, cells = make_runner(tmp_path, repeats=3, load=load, requests__fresh_prompts=fresh)
+        mine = [cell for cell in cells if cell.key.method == "c2t" and cell.key.concurrency == 1]
+        sent[fresh] = [runner.numbers(cell) for cell in mine]
+        (whole, *_) = [runner.numbers(cell) for cell in cells if cell.key.concurrency == 4]
+        assert whole == list(range(8))
+    assert sent == {False: [[0, 1, 2]] * 3, True: [[0, 1, 2], [3, 4, 5], [6, 7, 0]]}
 
 
 def test_a_cell_whose_prompts_were_not_in_the_cache_is_no_cell(tmp_path: Path) -> None:
@@ -405,14 +417,17 @@ def test_a_tiny_run_on_real_servers_goes_on_and_shows_what_it_must(
 ) -> None:
     """Two servers, three methods: outputs equal, metrics exact; one lost cell is measured again."""
     path, folder = tmp_path / "tiny.toml", tmp_path / "run"
-    path.write_text(TOML)
+    twice = TOML.replace("repeats = 1", "repeats = 2")
+    path.write_text(twice.replace("[requests]", "[requests]\nfresh_prompts = true"))
     assert main([str(path), "--out", str(folder)]) == 0, capsys.readouterr().out
 
     cells, broken = read_cells(folder)
-    assert (len(cells), broken) == (6, [])
+    assert (len(cells), broken) == (12, [])
     verdict = json.loads((folder / CHECKS_FILE).read_text())
-    assert verdict["outputs_compared"] == 20
-    assert verdict["cells_with_metrics"] == 4
+    assert verdict["outputs_compared"] == 40
+    assert verdict["cells_with_metrics"] == 8
+    small = sorted(cell.repeat for cell in cells if [r.index for r in cell.requests] == [2, 3])
+    assert small == [1, 1, 1]
     for cell in cells:
         gated = cell.method != "no speculation"
         assert (cell.totals.verify_ct > 0) == gated
