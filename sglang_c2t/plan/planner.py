@@ -43,6 +43,10 @@ YOUNG = 10.0
 EXPLORE_EVERY = 500
 EXPLORE_FIRST = 16
 
+#: Steps without so many layers before a look at them, however cheap it seems: what they are worth
+#: is soon known, and a look costs more than it seems to, as those that seem cheap are taken.
+LOOK_EVERY = 16
+
 #: Measurements of draft layers and of verification before a plan relies on them, where nothing was
 #: measured before it served; the first ones of a process are slow.
 ENOUGH = 5
@@ -121,7 +125,8 @@ class Planner:
         self._lost = 0.0  # milliseconds, by steps made to learn
         self._credit = YOUNG
         self._turn = 0
-        self._drafted_all_at = self._tried_plain_at = 0  # steps
+        self._drafted_at = [0] * (max_depth + 1)  # steps that last drafted so many layers or more
+        self._tried_plain_at = 0  # step
         self.predicted_ms = self.measured_ms = 0.0
         """Of all steps that had a prediction, together."""
         self._measures: int | None = None
@@ -174,13 +179,12 @@ class Planner:
         if look := self._rows_to_measure(every, best):
             self._measures, again = look
             return Choice(again, "explore", whole)
-        if deeper := [other for other in plans if other.layers > plan.layers]:
-            due = self._due(self._drafted_all_at)
+        if deeper := [p for p in plans if p.layers > plan.layers and self._unseen(p.layers)]:
+            due = self._due(self._drafted_at[-1])
             other = deeper[-1 if due else self._turn % len(deeper)]
             if due or self._affordable(other, best):
                 self._turn += 1
-                if other is plans[-1]:
-                    self._drafted_all_at = self._steps
+                self._drafted(other.layers)
                 return Choice(other, "explore", whole)
         # Behind the looks, or a young server would make plain steps of what it has not measured.
         if alike is not None and gain is not None:
@@ -336,6 +340,14 @@ class Planner:
         worth = self._credited(look, best) or self._affordable(look, best)
         return found if worth else None
 
+    def _unseen(self, layers: int) -> bool:
+        """Whether no step has drafted so many layers for a while."""
+        return self._steps - self._drafted_at[layers] >= LOOK_EVERY
+
+    def _drafted(self, layers: int) -> None:
+        """The step in progress, or the last one, drafts so many."""
+        self._drafted_at[: layers + 1] = [self._steps] * (layers + 1)
+
     def _due(self, last: int) -> bool:
         """Whether it is time for a look, the last one at that step, whatever it costs."""
         return self._steps - last >= min(max(last, EXPLORE_FIRST), EXPLORE_EVERY)
@@ -387,8 +399,7 @@ class Planner:
 
     def _learn_soon(self, layers: int, outcome: tuple[Numbers, ...]) -> None:
         """Learn from the ``outcome`` of a step, or keep it until there are more."""
-        if layers == self.max_depth:
-            self._drafted_all_at = self._steps
+        self._drafted(layers)
         self._outcomes.append((layers, outcome))
         self._new += len(outcome[0])
         young = self._new >= LEARN_SHARE * self._seen

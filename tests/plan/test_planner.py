@@ -212,6 +212,16 @@ def test_where_rows_are_dear_it_drafts_next_to_nothing_and_still_looks_now_and_t
     assert {c.plan.layers for c in explored} >= {2, DEPTH}
 
 
+def test_layers_that_nearly_pay_are_looked_at_now_and_then_and_not_all_the_time() -> None:
+    server = MadeUpServer(16, row_ms=0.01, layer_ms=5.0)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    server.serve(planner, 300)
+    choices, _ = server.serve(planner, 600)
+    explored = [c.plan.layers for c in choices if c.reason == "explore"]
+    assert len(explored) <= 60
+    assert {4, DEPTH} <= set(explored)
+
+
 def test_a_slow_start_is_no_dead_spot() -> None:
     """Layers and rows that were dear while a process was warming up are looked at again."""
     planner = Planner(DEPTH, Survival(DEPTH))
