@@ -99,6 +99,7 @@ class RequestConfig:
     warm_up: int = 16
     cached_prompts: bool = False
     fresh_prompts: bool = False
+    timed: Literal["full batch", "decoding"] = "full batch"
     steady_ratio: float = 0.8
     equal_outputs: Literal["greedy", "seeded", "report", "none"] = "greedy"
 

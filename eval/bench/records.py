@@ -92,7 +92,7 @@ class Cell:
     metrics: dict[str, float]  # what the c2t:* series of /metrics grew by; {} without --c2t
     server_argv: list[str]
     requests: tuple[Request, ...] = ()
-    clock: dict[str, float] | None = None  # full_batch of the server's step clock, if it has one
+    clock: dict[str, float] | None = None  # what the server's step clock timed, if it has one
     planner: dict[str, Any] | None = None  # what it told at the end, if the method plans
 
     @property

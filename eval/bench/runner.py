@@ -29,7 +29,7 @@ from eval.bench.datasets import Sample
 from eval.bench.methods import Host, PlannedCell, passes, reduced, switch
 from eval.bench.records import Cell, has_cell, write_cell
 from eval.bench.replay import Replay
-from eval.gpu.step_clock import KEY, Span, full_batch, since
+from eval.gpu.step_clock import KEY, Span, decoding, full_batch, since
 from eval.server import Server, ServerError, SwitchError, running
 from sglang_c2t.offline.client import run_load
 
@@ -224,7 +224,7 @@ class Runner:
             cell.arrivals,
         )
         after = server.internal_state()
-        clock = _clock(state, after, cell.key.concurrency)
+        clock = self._clock(state, after, cell.key.concurrency)
         seconds, tokens = (
             (measured.busy_s, measured.output_tokens)
             if clock is None
@@ -281,6 +281,14 @@ class Runner:
         if wanted.seeded and cell.key.temperature > 0:
             params["sampling_seed"] = (self.config.seed + cell.key.repeat) * 1_000_003 + number
         return {"sampling_params": params, "stream": wanted.stream}
+
+    def _clock(self, before: dict[str, Any], after: dict[str, Any], batch: int) -> Span | None:
+        """What the server's step clock says of the time between; None without one."""
+        if KEY not in after:
+            return None
+        steps = since(before[KEY], after[KEY])
+        decodes = self.config.requests.timed == "decoding"
+        return decoding(steps) if decodes else full_batch(steps, batch)
 
     def _series(self, server: Server) -> dict[str, float]:
         return client.scrape(server.url) if self.config.server.metrics else {}
@@ -344,13 +352,6 @@ def _check_cached(cell: Cell) -> None:
 
 def _counters(state: dict[str, Any]) -> dict[str, Any]:
     return dict(state.get("c2t", {}).get("counters", {}))
-
-
-def _clock(before: dict[str, Any], after: dict[str, Any], batch: int) -> Span | None:
-    """What the server's step clock says of the time between; None without one."""
-    if KEY not in after:
-        return None
-    return full_batch(since(before[KEY], after[KEY]), batch)
 
 
 def _argv(server: Server) -> list[str]:

@@ -1,14 +1,15 @@
 """An SGLang plugin: when each step of the scheduler ended, and what it brought.
 
 One row per decoded batch, kept in the scheduler and handed out by ``/server_info`` under
-``step_clock``: throughput is read off the server's own steps, without a client's delays, and
-only where the whole batch decodes. Works with and without speculation.
+``step_clock``: throughput is read off the server's own steps, without a client's delays and
+without prefill. Works with and without speculation.
 
 Costs two passes over the batch's requests on the host, the same for every method.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -91,7 +92,7 @@ def since(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -
 
 
 class Span(NamedTuple):
-    """Stretches in which the whole batch decoded, added up."""
+    """Decode steps, added up."""
 
     seconds: float
     tokens: int
@@ -99,8 +100,27 @@ class Span(NamedTuple):
     rows: int
 
 
+def decoding(steps: Sequence[Sequence[float]]) -> Span:
+    """All decode steps, of whatever batch: what answers take without their prefill.
+
+    Every method has then done the same work. A step's time is the distance to what came before it;
+    where the scheduler overlaps steps, the first one behind a prefill holds some of that.
+
+    Raises ValueError where there is none.
+    """
+    timed = [(row[0] - last[0], row) for last, row in itertools.pairwise(steps) if row[1] > 0]
+    if not timed:
+        raise ValueError(f"no decode step among {len(steps)}: longer answers, or more requests")
+    seconds = math.fsum(took for took, _ in timed)
+    tokens, rows = (int(sum(row[column] for _, row in timed)) for column in (3, 4))
+    return Span(seconds, tokens, len(timed), rows)
+
+
 def full_batch(steps: Sequence[Sequence[float]], batch: int, skip: int = 2) -> Span:
     """All stretches of steps in which ``batch`` requests decoded and none had finished.
+
+    Not fair to who gives all requests the same where another serves the sure ones first: these end
+    first, and what is slow stands behind the end of the stretch. :func:`decoding` is.
 
     The first ``skip`` steps of each are left out, because they still overlap the prefill. A step's
     time is the distance to the step before it. With skip 0, steps at 1.0, 1.1, 1.3 s of 4 tokens

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.gpu import microbench, models, plugins, roofline, step_clock
-from eval.gpu.step_clock import Step, full_batch
+from eval.gpu.step_clock import Step, decoding, full_batch
 from eval.gpu.timing import Timing
 
 CEILINGS = roofline.Ceilings("made up", bytes_per_s=4e12, flops_per_s=8e14)
@@ -37,6 +37,20 @@ def test_only_steps_of_the_whole_batch_are_timed() -> None:
     ]
     span = full_batch(log, 2, skip=0)
     assert span == (pytest.approx(0.3), 9, 2, 15)
+
+
+def test_all_decode_steps_are_timed_and_no_prefill() -> None:
+    log = [
+        (0.0, 0, 0, 0, 0),  # prefill
+        (0.5, 1, 1, 1, 4),
+        (0.6, 0, 0, 0, 0),
+        (1.0, 2, 2, 4, 8),
+        (1.1, 2, 1, 6, 8),  # one request has finished
+        (1.4, 1, 1, 3, 4),
+    ]
+    assert decoding(log) == (pytest.approx(0.5 + 0.4 + 0.1 + 0.3), 1 + 4 + 6 + 3, 4, 24)
+    with pytest.raises(ValueError, match="no decode step among 1"):
+        decoding(log[:1])
 
 
 def test_stretches_between_prefills_are_added_up() -> None:
