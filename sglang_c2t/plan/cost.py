@@ -146,6 +146,10 @@ class Curve:
         known = [size for size in among if about(size) in self._measured_at]
         return [size for size in known if not self.measured(size)]
 
+    def unknown(self, among: Iterable[int]) -> list[int]:
+        """Of sizes, those that were never measured: their price is drawn between others."""
+        return [size for size in among if about(size) not in self._measured_at]
+
     def _fitted(self) -> list[float]:
         if self._values is None:
             pools: list[tuple[float, list[float], int]] = []  # quantile, measurements, sizes

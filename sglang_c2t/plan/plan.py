@@ -141,7 +141,8 @@ def every_plan(
     drafts = np.empty(milliseconds.shape, dtype=np.int64)
     tokens = np.empty(milliseconds.shape)
     for i, layers in enumerate(depths):
-        all_drafts = batch * survival[0, :layers].size
+        # Of trees a layer may hold fewer nodes than there is room for.
+        all_drafts = round(np.count_nonzero(survival[:, :layers]) * batch / len(survival))
         drafts[i] = np.minimum(roomy - batch, all_drafts)
         tokens[i] = batch + expected_gains(survival[:, :layers], batch, drafts[i])
         milliseconds[i, 1 + int(np.searchsorted(roomy, batch + all_drafts)) :] = np.inf

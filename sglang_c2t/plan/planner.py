@@ -47,6 +47,10 @@ EXPLORE_FIRST = 16
 #: is soon known, and a look costs more than it seems to, as those that seem cheap are taken.
 LOOK_EVERY = 16
 
+#: Share of its time that a step with some row count may seem to lose, and may yet be the best once
+#: that count is measured.
+NEARLY = 0.1
+
 #: Measurements of draft layers and of verification before a plan relies on them, where nothing was
 #: measured before it served; the first ones of a process are slow.
 ENOUGH = 5
@@ -331,14 +335,18 @@ class Planner:
     def _rows_to_measure(self, every: Plans, best: Plan) -> tuple[int, Plan] | None:
         """A row count whose price may not hold any more, and a plan with it, if one is worth
         leaving the ``best`` plan for: the count that would be best. Once that is known again it is
-        another's turn, of which the last one costs most and is paid for most seldom.
+        another's turn, of which the last one costs most and is paid for most seldom. Counts that
+        nobody has measured, whose kernels may be better than those around them, are worth it where
+        they are nearly best as they are.
         """
-        found = every.best_that_fills(self.cost.verify.stale(every.tiers.tolist()))
-        if found is None:
-            return None
-        _, look = found
-        worth = self._credited(look, best) or self._affordable(look, best)
-        return found if worth else None
+        verify, tiers = self.cost.verify, every.tiers.tolist()
+        for sizes, most in ((verify.stale(tiers), np.inf), (verify.unknown(tiers), NEARLY)):
+            found = every.best_that_fills(sizes)
+            if found is None or _lost(found[1], best) > most * found[1].milliseconds:
+                continue
+            if self._credited(found[1], best) or self._affordable(found[1], best):
+                return found
+        return None
 
     def _unseen(self, layers: int) -> bool:
         """Whether no step has drafted so many layers for a while."""

@@ -125,6 +125,7 @@ def test_a_size_measured_long_ago_is_stale_and_its_next_measurement_is_believed(
     curve.step()
     assert curve.stale([4, 8]) == [4]
     assert curve.stale([8, 16]) == [], "what was never measured is drawn from the others"
+    assert curve.unknown([8, 16]) == [16]
     curve.observe(4, 0.5)
     assert curve(4) == 0.5
     assert curve.stale([4, 8]) == []

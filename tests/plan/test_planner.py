@@ -218,7 +218,7 @@ def test_layers_that_nearly_pay_are_looked_at_now_and_then_and_not_all_the_time(
     server.serve(planner, 300)
     choices, _ = server.serve(planner, 600)
     explored = [c.plan.layers for c in choices if c.reason == "explore"]
-    assert len(explored) <= 60
+    assert len(explored) <= 75
     assert {4, DEPTH} <= set(explored)
 
 
@@ -280,6 +280,21 @@ def test_what_looks_best_is_measured_first() -> None:
     looks = [choice.plan for choice in choices if choice.reason == "explore"]
     assert len(looks) > 5
     assert min(look.rate for look in looks) > 0.9 * server.best_rate()
+
+
+@pytest.mark.parametrize(("dearest", "looks"), [(400.0, True), (900.0, False)])
+def test_a_row_count_that_nobody_measured_is_looked_at_where_it_is_nearly_best(
+    dearest: float, looks: bool
+) -> None:
+    """20 rows, between 16 of 100 ms and 48 of more: a line makes them 8 or 35 percent slower."""
+    planner = Planner(DEPTH, Survival(DEPTH))
+    for rows, verify_ms in [(8, 100.0), (16, 100.0), (48, dearest)] * 3:
+        planner.cost.observe(
+            rows=rows, batch=8, layers=2, verify_ms=verify_ms, draft_ms=1.0, rest_ms=10.0
+        )
+    tiers = [8, 16, 20, 48]
+    planner.choose(np.full(8, 0.9), 8, tiers)
+    assert planner.settle(np.full((8, DEPTH), 0.9), tiers).rows == (20 if looks else 16)
 
 
 def test_outcomes_are_learnt_together_and_none_is_lost() -> None:
