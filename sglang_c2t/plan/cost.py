@@ -26,8 +26,11 @@ SEED = 3
 #: The quantile that is believed of measurements, unless said otherwise.
 LOW = 0.25
 
-#: Steps after which a measurement says nothing any more.
+#: Steps after which a measurement says nothing any more: as many as the server was old when it was
+#: made, within these bounds. The first ones of a process may be far off; later what makes the whole
+#: machine slower is its pace, and a load that comes back need not look at all its sizes again.
 STALE = 400
+STALE_AT_LAST = 4000
 
 #: Sizes in a curve that comes from outside.
 LARGEST = 10_000
@@ -105,7 +108,8 @@ class Curve:
 
     def measured(self, size: int) -> bool:
         """Whether this size was measured while serving, not too long ago."""
-        return self._steps - self._measured_at.get(about(size), -STALE - 1) <= STALE
+        at = self._measured_at.get(about(size), -STALE - 1)
+        return self._steps - at <= min(max(at, STALE), STALE_AT_LAST)
 
     def sure(self, size: int) -> bool:
         """Whether this size was measured often enough while serving."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,28 +53,41 @@ def best_alike(survival: Array, batch: int, cost: Callable[[int, int, int], floa
     return best_of(plans)
 
 
+class _Run(NamedTuple):
+    """Plain steps to come."""
+
+    plan: Plan
+    batch: int
+    """For which the plan was made."""
+
+    left: int
+    """How many."""
+
+
 class PlainSteps:
     """Which of the next steps are plain, and what they are compared with."""
 
     def __init__(self) -> None:
-        self._left = 0
-        self._plan = Plan(1, 1, 1.0, 1.0)
-        self._batch = 0  # that the plan was made for
+        self._runs: dict[int, _Run] = {}  # by batch
         self._planned: dict[int, tuple[int, float, float]] = {}  # steps, gain, ms, by batch
         self._times: dict[tuple[int, bool], deque[float]] = {}  # over predicted, by batch and kind
         self._firsts = np.zeros(0)
 
     def begin(self, batch: int, plan: Plan, steps: int) -> None:
-        """So many steps are plain from now on, while the batch stays about as large."""
-        self._left, self._plan, self._batch = steps, plan, batch
+        """The next so many steps of about as many requests are plain."""
+        self._runs[about(batch)] = _Run(plan, batch, steps)
 
     def next(self, batch: int) -> Plan | None:
-        """The plan of the next step, if it is plain."""
-        if self._left == 0 or about(batch) != about(self._batch):
-            self._left = 0
+        """The plan of the next step, if it is plain.
+
+        Requests come and go, and each number of them has a run of its own, that goes on when they
+        are as many again: a planned step whenever one has ended would be one of every few.
+        """
+        run = self._runs.get(about(batch))
+        if run is None or run.left == 0:
             return None
-        self._left -= 1
-        return self._plan._replace(rows=self._plan.rows // self._batch * batch)
+        self._runs[about(batch)] = run._replace(left=run.left - 1)
+        return run.plan._replace(rows=run.plan.rows // run.batch * batch)
 
     def took(self, batch: int, over_predicted: float, *, plain: bool) -> None:
         """The time of a step over what was predicted for it."""

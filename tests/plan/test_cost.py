@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.cost import SEED, STALE, Curve, StepCost, about, spread
+from sglang_c2t.plan.cost import SEED, STALE, STALE_AT_LAST, Curve, StepCost, about, spread
 from sglang_c2t.plan.tiers import Tiers
 
 MEASURED = st.lists(st.tuples(st.integers(1, 64), st.floats(0.1, 100)), min_size=1, max_size=40)
@@ -129,6 +129,25 @@ def test_a_size_measured_long_ago_is_stale_and_its_next_measurement_is_believed(
     curve.observe(4, 0.5)
     assert curve(4) == 0.5
     assert curve.stale([4, 8]) == []
+
+
+def test_what_an_old_server_measures_holds_for_as_long_as_it_was_old() -> None:
+    curve = Curve()
+
+    def goes_on(steps: int) -> None:
+        for _ in range(steps):
+            curve.step()
+
+    goes_on(3 * STALE)
+    curve.observe(8, 20.0)
+    goes_on(3 * STALE)
+    assert curve.stale([8]) == []
+    goes_on(1)
+    assert curve.stale([8]) == [8]
+    goes_on(STALE_AT_LAST)
+    curve.observe(8, 20.0)
+    goes_on(STALE_AT_LAST + 1)
+    assert curve.stale([8]) == [8]
 
 
 def test_no_size_is_free() -> None:

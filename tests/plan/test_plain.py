@@ -32,7 +32,7 @@ def test_no_other_number_of_drafts_for_all_has_a_higher_rate(
     assert found.layers == max(found.rows // batch - 1, 1)
 
 
-def test_a_run_ends_behind_its_last_step_or_with_another_batch() -> None:
+def test_a_run_ends_behind_its_last_step_and_waits_while_the_batch_is_another() -> None:
     steps, plan = PlainSteps(), Plan(3, 64 * 4, 100.0, 10.0)
     assert steps.next(64) is None, "nobody began"
     steps.begin(64, plan, 3)
@@ -40,9 +40,14 @@ def test_a_run_ends_behind_its_last_step_or_with_another_batch() -> None:
     assert steps.next(63) == plan._replace(rows=63 * 4), "about as many"
     assert steps.next(64) == plan
     assert steps.next(64) is None
-    steps.begin(64, plan, 3)
+    steps.begin(64, plan, 2)
+    assert steps.next(64) == plan
+    assert steps.next(48) is None, "nobody began one of these"
+    steps.begin(48, plan._replace(rows=48 * 2), 1)
+    assert steps.next(64) == plan
+    assert steps.next(64) is None
+    assert steps.next(48) == plan._replace(rows=48 * 2)
     assert steps.next(48) is None
-    assert steps.next(64) is None, "it has ended"
 
 
 ALIKE = Plan(3, 16, 10.0, 100.0)

@@ -159,7 +159,7 @@ def test_where_planning_costs_nothing_steps_are_planned() -> None:
     assert rate >= 0.95 * server.best_rate()
 
 
-def test_plain_steps_end_where_the_batch_changes_and_are_not_for_those_who_may_not() -> None:
+def test_plain_steps_are_of_one_batch_and_not_for_those_who_may_not() -> None:
     server = MadeUpServer(4, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 500)
