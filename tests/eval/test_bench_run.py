@@ -418,7 +418,8 @@ def test_a_tiny_run_on_real_servers_goes_on_and_shows_what_it_must(
     """Two servers, three methods: outputs equal, metrics exact; one lost cell is measured again."""
     path, folder = tmp_path / "tiny.toml", tmp_path / "run"
     twice = TOML.replace("repeats = 1", "repeats = 2")
-    path.write_text(twice.replace("[requests]", "[requests]\nfresh_prompts = true"))
+    fresh = twice.replace("[requests]", "[requests]\nfresh_prompts = true")
+    path.write_text(fresh)
     assert main([str(path), "--out", str(folder)]) == 0, capsys.readouterr().out
 
     cells, broken = read_cells(folder)
@@ -438,7 +439,7 @@ def test_a_tiny_run_on_real_servers_goes_on_and_shows_what_it_must(
     drafted = {c.method: c.totals.num_proposed_drafts for c in cells if c.concurrency == 4}
     assert drafted["c2t"] != drafted["dyjoint"], "the shared server was switched"
 
-    (lost,) = (c for c in cells if c.method == "dyjoint" and c.concurrency == 4)
+    (lost,) = (c for c in cells if (c.method, c.concurrency, c.repeat) == ("dyjoint", 4, 1))
     shutil.move(folder / "cells" / lost.key.file_name, tmp_path / "lost.jsonl")
     before = {file: file.stat().st_mtime_ns for file in (folder / "cells").iterdir()}
     assert main([str(path), "--out", str(folder)]) == 0, capsys.readouterr().out
@@ -447,6 +448,6 @@ def test_a_tiny_run_on_real_servers_goes_on_and_shows_what_it_must(
     assert again.totals == lost.totals
     assert {file: file.stat().st_mtime_ns for file in before} == before
 
-    path.write_text(TOML.replace("max_new_tokens = 24", "max_new_tokens = 25"))
+    path.write_text(fresh.replace("max_new_tokens = 24", "max_new_tokens = 25"))
     assert main([str(path), "--out", str(folder)]) == 2
     assert "requests.max_new_tokens: 24 -> 25" in capsys.readouterr().err
