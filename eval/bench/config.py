@@ -338,6 +338,11 @@ class BenchConfig:
                     f"methods: kind adaptive serves {' and '.join(ADAPTIVE)} drafts, got "
                     f"model.algorithm {self.model.algorithm}; drop the method"
                 )
+        if self.requests.timed == "decoding" and "step_clock" not in self.server.plugins:
+            raise ConfigError(
+                'requests.timed = "decoding" needs the server\'s step clock: put "step_clock" '
+                "among server.plugins, or drop it"
+            )
         if self.requests.seeded and SEEDS not in self.server.flags:
             raise ConfigError(
                 f"requests.seeded = true needs {SEEDS} among server.flags: without it, SGLang "

@@ -340,8 +340,8 @@ class Planner:
         they are nearly best as they are.
         """
         verify, tiers = self.cost.verify, every.tiers.tolist()
-        for sizes, most in ((verify.stale(tiers), np.inf), (verify.unknown(tiers), NEARLY)):
-            found = every.best_that_fills(sizes)
+        for untried, most in ((verify.stale, np.inf), (verify.unknown, NEARLY)):
+            found = every.best_that_fills(untried(tiers))
             if found is None or _lost(found[1], best) > most * found[1].milliseconds:
                 continue
             if self._credited(found[1], best) or self._affordable(found[1], best):
