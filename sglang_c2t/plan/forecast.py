@@ -134,9 +134,12 @@ class Forecast:
         batch = len(first)
         if self._proportions is None:
             self._proportions = self._behind()
-        every = max(batch * self._samples // most, 1)
-        behind = self._proportions[self._seen.places(first), ::every]
-        ways = behind.shape[1]
+        ways = min(max(most // batch, 1), self._samples)
+        # Where they are few, each draft has others than the next, or all that begin alike would
+        # share their luck.
+        turn = np.arange(batch)[:, None] + np.arange(ways) * (self._samples // ways)
+        places = self._seen.places(first)[:, None]
+        behind = self._proportions[places, turn % self._samples]
         # In proportion to the best of the layer.
         best = survival.reshape(batch, -1).max(axis=1)
         behind = behind * best.reshape(batch, *[1] * (behind.ndim - 1))

@@ -77,10 +77,11 @@ def test_what_comes_is_worth_what_it_was_worth_behind_one_like_the_first(
     begun = firsts(rng, batch)
     found = forecast(begun, most).reshape(batch, -1, DEPTH)
     ways = found.shape[1]
-    assert ways == len(range(0, 8, max(batch * 8 // most, 1)))
+    assert ways == min(max(most // batch, 1), 8)
     typical = seen.typical()[seen.places(begun)]
     drawn = estimator.accepts(1 + np.arange(DEPTH), seen.drawn(typical, 8))
-    drawn = drawn.reshape(batch, 8, DEPTH)[:, :: max(batch * 8 // most, 1)]
+    turns = [[(b + way * (8 // ways)) % 8 for way in range(ways)] for b in range(batch)]
+    drawn = np.take_along_axis(drawn.reshape(batch, 8, DEPTH), np.array(turns)[..., None], axis=1)
     drawn[:, :, 0] = estimator.accepts(np.ones(1, dtype=int), begun[:, None])
     assert found == pytest.approx(drawn.cumprod(axis=2))
 
@@ -95,6 +96,16 @@ def test_what_comes_is_never_worth_more_than_what_is_known(seed: int) -> None:
     found = Forecast(seen, survival.of_chains)(begun, 64)
     assert (np.diff(found, axis=1) <= 1e-12).all()
     assert found[:: len(found) // 3, :1] == pytest.approx(survival.of_chains(begun[:, None]))
+
+
+@pytest.mark.parametrize("most", [8, 16, 64])
+def test_drafts_that_begin_alike_go_on_in_all_ways_between_them(most: int) -> None:
+    """However few each has: were they the same few, a batch would share their luck."""
+    seen, survival = Continuations(DEPTH), Survival(DEPTH)
+    seen.observe(chains(np.random.default_rng(0), 200, DEPTH))
+    forecast = Forecast(seen, survival.of_chains, samples=8)
+    all_ways = forecast(np.array([0.8]), 8).mean(axis=0)
+    assert forecast(np.full(8, 0.8), most).mean(axis=0) == pytest.approx(all_ways)
 
 
 def test_a_forecast_stays_what_it_was_until_it_is_made_anew() -> None:
