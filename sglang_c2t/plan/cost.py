@@ -35,6 +35,19 @@ STALE_AT_LAST = 4000
 #: Sizes in a curve that comes from outside.
 LARGEST = 10_000
 
+#: Deviations by which the slope over contexts is known, and forwards of a size that they are from.
+REMEMBERED = 20_000
+LATELY = 100
+
+#: How many times the noise of a slope its square must be, before any of it is believed.
+SURE = 16.0
+
+#: Share of a forward's time that its rows take at least, whatever its context.
+LEAST = 0.1
+
+#: Tokens of context of which a state tells the milliseconds.
+TOLD_TOKENS = 1000
+
 #: Forwards by which the pace of a machine is known.
 MOMENT = 5
 
@@ -221,8 +234,55 @@ class Pace:
             self.now = quantile(self._ratios, LOW) ** EXPLAINED
 
 
+class Context:
+    """Milliseconds by which forwards of all sizes grow with the tokens before them.
+
+    Attention reads the keys and values of every request, however many of its rows are verified.
+    Were that taken for the :class:`Pace` of the machine, each row would look dearer by as much.
+
+    It is a slope: by how much longer forwards of a size took when the contexts of their batch held
+    more tokens than they mostly do. It is believed as far as it stands out of the noise (James and
+    Stein's positive part), so that short contexts, which make no difference, are none.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, tuple[float, float, float]] = {}  # forwards, tokens, ms, by size
+        # Of deviations from these: how many, and the sums of tokens^2, tokens * ms, ms^2.
+        self._sums: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+        self._told = 0.0
+
+    def observe(self, size: int, tokens: float, milliseconds: float) -> None:
+        """A forward of ``size`` rows behind so many ``tokens``, of the whole batch."""
+        size = about(size)
+        seen, mean_tokens, mean_ms = self._means.get(size, (0.0, 0.0, 0.0))
+        more, longer = tokens - mean_tokens, milliseconds - mean_ms
+        kept, new = 1.0 - 1.0 / REMEMBERED, seen / (seen + 1.0)
+        products = 1.0, more * more, more * longer, longer * longer
+        self._sums = tuple(kept * s + new * p for s, p in zip(self._sums, products, strict=True))
+        seen = min(seen + 1.0, LATELY)
+        self._means[size] = seen, mean_tokens + more / seen, mean_ms + longer / seen
+
+    def seed(self, per_token: float) -> None:
+        """Known before: believed while nothing was seen here."""
+        self._told = per_token
+
+    @property
+    def per_token(self) -> float:
+        """Milliseconds; 0 where none can be told from the noise."""
+        forwards, tokens, both, ms = self._sums
+        if both <= 0.0 or forwards < SEED:
+            return self._told
+        slope = both / tokens
+        noise = max(ms - slope * both, 0.0) / forwards / tokens  # of the slope, squared
+        return slope * max(1.0 - SURE * noise / slope**2, 0.0) or self._told
+
+    def __call__(self, tokens: float) -> float:
+        """Milliseconds at the pace of prices."""
+        return self.per_token * tokens
+
+
 class StepCost:
-    """Milliseconds of a step: verify(T) + draft(B, d) + rest(B).
+    """Milliseconds of a step: verify(T) + context(tokens) + draft(B, d) + rest(B).
 
     SGLang drafts the first layer at the end of the step before, in draft extend, so that d layers
     are d - 1 draft forwards. The rest is what the host and draft extend take; it grows with the
@@ -231,11 +291,13 @@ class StepCost:
 
     Plain steps, in which no gate looks at any draft, have layers and a rest of their own.
 
-    ``verify`` holds prices without the :class:`Pace` of the moment, which is multiplied with them.
+    ``verify`` and ``context`` hold prices without the :class:`Pace` of the moment, which is
+    multiplied with them.
     """
 
     def __init__(self) -> None:
         self.pace = Pace()
+        self.context = Context()
         self.verify = Curve()
         self.layer = Curve()
         self.rest = Curve(share=0.5)
@@ -251,9 +313,11 @@ class StepCost:
         verify_ms: float,
         draft_ms: float,
         rest_ms: float | None = None,
+        context: int = 0,
         plain: bool = False,
     ) -> None:
-        """A step: ``rows`` T forwarded for ``batch`` B requests behind ``layers`` d of drafts.
+        """A step: ``rows`` T forwarded for ``batch`` B requests behind ``layers`` d of drafts and
+        ``context`` tokens of all of them.
 
         Without a rest if it served nobody: it then seeds.
         """
@@ -264,25 +328,33 @@ class StepCost:
             return
         for curve in self._curves.values():
             curve.step()
+        longer = self.context(context)
         if self.verify.sure(rows):
-            self.pace.observe(verify_ms, self.verify(rows))
-        self.verify.observe(rows, verify_ms / self.pace.now)
+            self.pace.observe(verify_ms, self.verify(rows) + longer)
+        price = verify_ms / self.pace.now
+        self.verify.observe(rows, max(price - longer, LEAST * price))
+        self.context.observe(rows, context, verify_ms)
         layers_of, rest = self._beside(plain)
         rest.observe(batch, rest_ms)
         for requests, milliseconds in layer.items():
             layers_of.observe(requests, milliseconds)
 
-    def one(self, rows: int, batch: int, layers: int, *, plain: bool = False) -> float:
+    def one(
+        self, rows: int, batch: int, layers: int, *, context: int = 0, plain: bool = False
+    ) -> float:
         """Milliseconds of a step. A plain one that nobody has seen costs what others do."""
         layer, rest = self._beside(plain)
         layer = layer if layer.known else self.layer
         rest = rest if rest.known else self.rest
-        verify = self.verify(rows) * self.pace.now
+        verify = (self.verify(rows) + self.context(context)) * self.pace.now
         return verify + max(layers - 1, 0) * layer(batch) + rest(batch)
 
-    def __call__(self, rows: NDArray[np.int64], batch: int, depths: Sequence[int]) -> Array:
+    def __call__(
+        self, rows: NDArray[np.int64], batch: int, depths: Sequence[int], *, context: int = 0
+    ) -> Array:
         """[d, n] milliseconds of steps with T of ``rows`` [n] behind each of d ``depths``."""
-        verify = self.pace.now * np.array([self.verify(size) for size in rows.tolist()])
+        verify = np.array([self.verify(size) for size in rows.tolist()]) + self.context(context)
+        verify *= self.pace.now
         layer, rest = self.layer(batch), self.rest(batch)
         return np.array([[max(d - 1, 0) * layer + rest] for d in depths]) + verify
 
@@ -290,6 +362,8 @@ class StepCost:
         """The curves' points at the pace of the moment, for JSON."""
         points = {name: curve.points for name, curve in self._curves.items()}
         points["verify"] = {size: ms * self.pace.now for size, ms in points["verify"].items()}
+        longer = self.context(TOLD_TOKENS) * self.pace.now
+        points["context"] = {TOLD_TOKENS: longer} if longer else {}
         return points
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -303,6 +377,10 @@ class StepCost:
             if not all(size > 0 and 0 <= ms < 1e6 for size, ms in points.items()):
                 raise ValueError(f"{name} holds what are no sizes and milliseconds")
             curve.seed(points)
+        told = {int(tokens): float(ms) for tokens, ms in dict(state.get("context", {})).items()}
+        if not all(tokens > 0 and 0 <= ms < 1e6 for tokens, ms in told.items()):
+            raise ValueError("context holds what are no tokens and milliseconds")
+        self.context.seed(max((ms / tokens for tokens, ms in told.items()), default=0.0))
 
     def _beside(self, plain: bool) -> tuple[Curve, Curve]:
         """A layer and the rest."""

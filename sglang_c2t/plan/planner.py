@@ -21,7 +21,7 @@ import numpy as np
 from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.forecast import Continuations, Forecast
 from sglang_c2t.plan.plain import RUN, TRIAL, PlainSteps, best_alike
-from sglang_c2t.plan.plan import Plan, Plans, best_of, best_plan, every_plan
+from sglang_c2t.plan.plan import Cost, Plan, Plans, best_of, best_plan, every_plan
 from sglang_c2t.plan.survival import Array, Numbers
 
 #: Chains that stand for a batch: more say no more, and cost the host time.
@@ -124,6 +124,8 @@ class Planner:
         """Whether the step in progress is one by which planned steps are known."""
         self._alike: Plan | None = None
         """The best plain step in its place, if it may be one."""
+        self._context = 0
+        """Tokens before the drafts of the step in progress."""
         self._steps = 0
         self._spent = 0.0  # milliseconds of all steps
         self._lost = 0.0  # milliseconds, by steps made to learn
@@ -153,6 +155,7 @@ class Planner:
         tiers: Sequence[int],
         depths: Sequence[int] | None = None,
         *,
+        context: int = 0,
         plain: bool = False,
     ) -> Choice:
         """How deep to draft, and about how many rows to verify.
@@ -163,9 +166,11 @@ class Planner:
             batch: B.
             tiers: Numbers of rows to choose from, rising; the last holds whole drafts of all B.
             depths: Numbers of layers that can be drafted; ``None``: any up to D.
+            context: Tokens before the drafts, of all B.
             plain: Whether steps behind this one may be plain.
         """
         self._begin()
+        self._context = context
         whole = (self._steps // WHOLE_EVERY) % batch if self._steps % WHOLE_EVERY == 0 else None
         depths = [d for d in self._depths if depths is None or d in depths]
         if self._unknown:
@@ -174,7 +179,7 @@ class Planner:
         alike = self._alike = self._best_alike(first, batch) if wanted else None
         gain = None if alike is None else self._plain.gain(batch)
         survival = self._forecast(first, self.samples)
-        every = every_plan(survival, batch, self.cost, depths=depths, tiers=tiers)
+        every = every_plan(survival, batch, self._cost, depths=depths, tiers=tiers)
         plans = every.best_of_each_depth()
         plan = best = best_of(plans)
         if alike is not None and gain is not None and gain < 0.0:
@@ -206,9 +211,10 @@ class Planner:
             return Plan(layers, min(max(rows, batch), most), float(batch), 1.0)
         if self._measures is not None:
             rows = min(self._measures, most)
-            return Plan(layers, rows, float(batch), self.cost.one(rows, batch, layers))
+            milliseconds = self.cost.one(rows, batch, layers, context=self._context)
+            return Plan(layers, rows, float(batch), milliseconds)
         survival = self.survivals(confidences)
-        plan = best_plan(survival, batch, self.cost, depths=[layers], tiers=tiers)
+        plan = best_plan(survival, batch, self._cost, depths=[layers], tiers=tiers)
         if self._as_planned and self._alike is not None:
             self._plain.planned(batch, plan, self._alike)
         return plan
@@ -248,20 +254,25 @@ class Planner:
         verify_ms: float,
         draft_ms: float,
         step_ms: float,
+        context: int = 0,
         plain: bool = False,
     ) -> None:
-        """Learn from what a step took: ``rows`` T were forwarded as its ``choice`` asked for."""
+        """Learn from what a step took: ``rows`` T were forwarded as its ``choice`` asked for,
+        behind ``context`` tokens.
+        """
         parts = {"verify_ms": verify_ms, "draft_ms": draft_ms}
         rest = max(step_ms - verify_ms - draft_ms, 0.0)
         if self.cost.rest.known:
-            predicted = self.cost.one(rows, batch, choice.layers, plain=plain)
+            kind: Any = {"context": context, "plain": plain}
+            predicted = self.cost.one(rows, batch, choice.layers, **kind)
             self._errors.append(predicted / step_ms)
             self._plain.took(batch, step_ms / predicted, plain=plain)
             self.predicted_ms += predicted
             self.measured_ms += step_ms
         self.cost.observe(
-            rows=rows, batch=batch, layers=choice.layers, rest_ms=rest, plain=plain, **parts
-        )
+            rows=rows, batch=batch, layers=choice.layers, rest_ms=rest, context=context,
+            plain=plain, **parts,
+        )  # fmt: skip
         self._spent += step_ms
 
     @property
@@ -383,7 +394,13 @@ class Planner:
         """The best plain step for drafts that begin as ``first`` [S] and those before them did."""
         typical = self._plain.typical(first)
         survival = self._forecast(typical, self.samples).mean(axis=0)
-        return best_alike(survival, batch, partial(self.cost.one, plain=True))
+        cost = partial(self.cost.one, context=self._context, plain=True)
+        return best_alike(survival, batch, cost)
+
+    @property
+    def _cost(self) -> Cost:
+        """Of the step in progress."""
+        return partial(self.cost, context=self._context)
 
     def _begin_plain(self, alike: Plan, batch: int, gain: float) -> None:
         """Make the steps behind this one plain where that brings more than the ``gain`` of planned

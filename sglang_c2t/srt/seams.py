@@ -351,6 +351,11 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{SCHEDULE_BATCH}.Req",
+        "knows how long contexts are",
+        fields="origin_input_ids output_ids",
+    ),
+    Seam(
+        f"{SCHEDULE_BATCH}.Req",
         "counts what was verified",
         fields="spec_verify_ct spec_num_cap_tokens spec_num_correct_drafts",
     ),

@@ -215,6 +215,66 @@ def test_prices_do_not_run_away_with_the_pace(seed: int) -> None:
         assert cost.verify(rows) / cost.verify(4) == pytest.approx(true / 40.0, rel=0.15)
 
 
+def behind(cost: StepCost, rows: int, context: int, verify_ms: float) -> None:
+    cost.observe(
+        rows=rows, batch=1, layers=1, verify_ms=verify_ms, draft_ms=0.0, rest_ms=0.0,
+        context=context,
+    )  # fmt: skip
+
+
+@given(st.integers(0, 20), st.floats(0.0, 0.05))
+def test_what_contexts_cost_is_told_apart_from_rows_and_from_the_pace(
+    seed: int, noise: float
+) -> None:
+    """Of traffic that becomes long, sizes that nobody visits meanwhile are priced right as well."""
+    rng = np.random.default_rng(seed)
+    cost = StepCost()
+    true = lambda rows, context: 5.0 + 0.05 * rows + context / 4000  # noqa: E731
+    for per_request in (300, 1000):
+        for _ in range(300):
+            rows = int(rng.choice([32, 64, 128]))
+            context = 32 * per_request + int(rng.integers(2000))
+            slow = float(np.exp(noise * rng.normal()))
+            behind(cost, rows, context, true(rows, context) * slow)
+    for _ in range(300):
+        context = 32 * 4000 + int(rng.integers(2000))
+        behind(cost, 32, context, true(32, context) * float(np.exp(noise * rng.normal())))
+    assert 4000 * cost.context.per_token == pytest.approx(1.0, abs=0.02 + noise)
+    for rows in (32, 64, 128):
+        price = cost.one(rows, 1, 1, context=32 * 4000)
+        assert price == pytest.approx(true(rows, 32 * 4000), rel=0.15)
+    more = cost.one(128, 1, 1, context=32 * 4000) - cost.one(32, 1, 1, context=32 * 4000)
+    assert more < 3 * 96 * 0.05, "as a slow machine it would be seven times that"
+
+
+@given(st.integers(0, 20))
+def test_contexts_that_make_no_difference_are_next_to_none(seed: int) -> None:
+    """Though the machine has slow minutes, and pauses."""
+    rng = np.random.default_rng(seed)
+    cost = StepCost()
+    for step in range(1500):
+        rows = int(rng.choice([4, 8, 16]))
+        slow = 1.0 + 0.3 * np.sin(step / 200) + (2.0 if rng.uniform() < 0.03 else 0.0)
+        behind(cost, rows, rows * int(rng.integers(30, 150)), (20.0 + 5 * rows) * float(slow))
+    assert cost.context(4 * 100) < 0.15 * 40
+    assert cost.context(16 * 100) < 0.15 * 100
+
+
+def test_what_contexts_cost_comes_back_from_a_file_and_is_learnt_anew() -> None:
+    cost = StepCost()
+    for context in (1000, 2000, 4000, 8000) * 5:
+        behind(cost, 16, context, 10.0 + context / 1000)
+    again = StepCost()
+    again.restore(json.loads(json.dumps(cost.state())))
+    told = cost.one(16, 1, 1, context=3000)
+    assert again.one(16, 1, 1, context=3000) == pytest.approx(told)
+    for context in (1000, 2000, 4000, 8000) * 20:
+        behind(again, 16, context, 10.0 + context / 500)
+    assert again.context(1000) == pytest.approx(2.0, rel=0.05)
+    with pytest.raises(ValueError, match="context holds"):
+        StepCost().restore({"verify": {}, "layer": {}, "rest": {}, "context": {"1000": -1.0}})
+
+
 def test_a_forward_that_took_no_time_says_nothing_of_the_pace() -> None:
     cost = StepCost()
     served(cost, 16, 100.0, 9)

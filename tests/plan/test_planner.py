@@ -31,6 +31,9 @@ class MadeUpServer:
     floor_ms: float = 30.0
     power: float = 2.0
     pause_ms: float = 0.0
+    token_ms: float = 0.0
+    context: int = 0
+    """Tokens before the drafts, of the whole batch."""
     gate_ms: float | None = None
     """Of a step that asks the gate; ``None``: all do."""
 
@@ -43,7 +46,8 @@ class MadeUpServer:
 
     def cost(self, rows: np.ndarray, _batch: int, depths: Sequence[int]) -> np.ndarray:
         layers = np.array(depths)[:, None]
-        return self.floor_ms + self.row_ms * rows + self.layer_ms * (layers - 1)
+        floor_ms = self.floor_ms + self.token_ms * self.context
+        return floor_ms + self.row_ms * rows + self.layer_ms * (layers - 1)
 
     def tiers(self) -> list[int]:
         return list(range(self.batch, self.batch * (DEPTH + 1) + 1))
@@ -76,16 +80,19 @@ class MadeUpServer:
         batch, plain = len(chains), self.gate_ms is not None
         again = planner.plain_step(batch) if plain else None
         tiers = range(batch, batch * (DEPTH + 1) + 1)
-        return again or planner.choose(chains[:, 0], batch, [*tiers], plain=plain)
+        return again or planner.choose(
+            chains[:, 0], batch, [*tiers], context=self.context, plain=plain
+        )
 
     def take(self, planner: Planner, plan: Plan, gate_ms: float | None = None) -> float:
         """Milliseconds of a step, told to the planner; a plain one without ``gate_ms``."""
         draft_ms = self.layer_ms * (plan.layers - 1)
         verify_ms = self.floor_ms + self.row_ms * plan.rows + self.pause_ms
+        verify_ms += self.token_ms * self.context
         took = verify_ms + draft_ms + (gate_ms or 0.0)
         planner.learn_time(
             plan, rows=plan.rows, batch=self.batch, verify_ms=verify_ms, draft_ms=draft_ms,
-            step_ms=took, plain=gate_ms is None,
+            step_ms=took, context=self.context, plain=gate_ms is None,
         )  # fmt: skip
         return took
 
@@ -280,6 +287,19 @@ def test_what_looks_best_is_measured_first() -> None:
     looks = [choice.plan for choice in choices if choice.reason == "explore"]
     assert len(looks) > 5
     assert min(look.rate for look in looks) > 0.9 * server.best_rate()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_traffic_whose_contexts_become_long_is_planned_as_if_it_had_always_been(seed: int) -> None:
+    """Each row costs as little as before: what takes fifteen times as long is attention."""
+    server = MadeUpServer(16, row_ms=0.3, layer_ms=0.3, floor_ms=5.0, token_ms=0.002)
+    server.rng = np.random.default_rng(seed)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    for server.context in (2000, 2200, 2500):
+        server.serve(planner, 150)
+    server.context = 75_000
+    _, rate = server.serve(planner, 200)
+    assert rate > 0.96 * server.best_rate()
 
 
 @pytest.mark.parametrize(("dearest", "looks"), [(400.0, True), (900.0, False)])

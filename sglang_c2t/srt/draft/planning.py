@@ -55,6 +55,7 @@ class _Step:
     choice: Choice
     plan: Plan
     batch: int
+    context: int
     start: Mark
     draft: list[Mark] = field(default_factory=list)
     verify: tuple[Mark, Mark] | None = None
@@ -66,6 +67,7 @@ class _Step:
         return {
             "rows": self.forwarded,
             "batch": self.batch,
+            "context": self.context,
             "verify_ms": self.verify[0].until(self.verify[1]),
             "draft_ms": self.draft[0].until(self.draft[1]) if self.draft else 0.0,
         }
@@ -123,9 +125,17 @@ class Planning:
             for chosen in (None, whole):
                 rows_within(self._survivals[:batch], 0, chosen)
 
-    def begin(self, batch: int, first: Callable[[], FirstLayer], *, plain: bool = False) -> Choice:
-        """Layers to draft in this step; ``first`` gives what is known of its first drafts, and
-        ``plain`` says whether it may do without a gate.
+    def begin(
+        self,
+        batch: int,
+        first: Callable[[], FirstLayer],
+        *,
+        context: int = 0,
+        plain: bool = False,
+    ) -> Choice:
+        """Layers to draft in this step; ``first`` gives what is known of its first drafts,
+        ``context`` is how many tokens stand before all of them, and ``plain`` says whether it may
+        do without a gate.
         """
         start = Mark(self._on_cuda)
         start.set()
@@ -137,15 +147,16 @@ class Planning:
             if not self._on_cuda:
                 self._known_first = self._first(first())
             choice = self.planner.choose(
-                self._known_first, batch, self._rows(batch), self.depths, plain=plain
-            )
+                self._known_first, batch, self._rows(batch), self.depths,
+                context=context, plain=plain,
+            )  # fmt: skip
         plan, whole = choice.plan, -1 if choice.whole is None else choice.whole
         reason, layers, rows, whole = self.agree(
             [REASONS.index(choice.reason), plan.layers, plan.rows, whole]
         )
         plan = plan._replace(layers=layers, rows=rows)
         choice = Choice(plan, REASONS[reason], None if whole < 0 else whole)
-        self._step = _Step(choice, plan, batch, start)
+        self._step = _Step(choice, plan, batch, context, start)
         return choice
 
     @property

@@ -177,7 +177,11 @@ class DraftWatcher(EagleDraftWorker):
             self._catch_up()
             return self.gate.first_tokens.judged(slots)
 
-        choice = planning.begin(len(slots), first, plain=plain and not whole)
+        # In overlap a step or two behind: nobody waits for a number that only prices read.
+        context = sum(len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs)
+        choice = planning.begin(
+            len(slots), first, context=context or batch.seq_lens_sum, plain=plain and not whole
+        )
         return self.speculative_num_steps if whole else choice.plan.layers, whole
 
     def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> None:

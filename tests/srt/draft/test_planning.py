@@ -37,9 +37,9 @@ class Scripted(Planner):
         self.times: list[dict[str, float]] = []
 
     def choose(
-        self, first: Any, batch: int, tiers: Any, depths: Any = None, *, plain: bool = False
+        self, first: Any, batch: int, tiers: Any, depths: Any = None, *, context: int = 0, **_: Any
     ) -> Choice:
-        self.first, self.rows_to_choose = first.tolist(), list(tiers)
+        self.first, self.rows_to_choose, self.context = first.tolist(), list(tiers), context
         return Choice(self.plan, self.reason, self.whole)
 
     def plain_step(self, batch: int) -> None:
@@ -170,6 +170,16 @@ def test_a_step_that_something_came_behind_is_not_timed() -> None:
     planning.begin(1, first(0.5))
     planning.begin(1, first(0.5))
     assert planner.times == [], "one was interrupted, and one verified nothing"
+
+
+def test_prices_are_of_the_contexts_that_the_step_has() -> None:
+    planner = Scripted()
+    planning = planning_of(planner)
+    planning.begin(2, first(0.5, 0.5), context=700)
+    verify(planning, rows=2)
+    planning.begin(2, first(0.5, 0.5), context=702)
+    assert planner.context == 702
+    assert [told["context"] for told in planner.times] == [700]
 
 
 def test_outcomes_are_learnt_at_the_next_step() -> None:

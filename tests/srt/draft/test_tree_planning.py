@@ -36,9 +36,7 @@ class Scripted(TreePlanner):
         self.first: list[Any] = []
         self.told: tuple[Any, ...] = ()
 
-    def choose(
-        self, first: Any, batch: int, tiers: Any, depths: Any = None, *, plain: bool = False
-    ) -> Choice:
+    def choose(self, first: Any, *_args: Any, **_kwargs: Any) -> Choice:
         self.first = first.tolist()
         return Choice(self.plan, "plan", self.whole)
 
