@@ -85,7 +85,9 @@ class StockWorker:
 
         runner = self.cuda_graph_runner
         run = self.draft_forward if runner is None else runner.execute
-        parents, scores, tokens, _ = run(batch)
+        given = "sampling_info forward_mode req_pool_indices seq_lens".split()
+        fields = {name: getattr(batch, name) for name in given}
+        parents, scores, tokens, _ = run(double("ForwardBatch", batch_size=BATCH, **fields))
         drafts = self.speculative_num_draft_tokens - 1
         assert parents.shape == scores.shape == tokens.shape == (BATCH, drafts)
         return eagle_worker_v2.build_eagle_verify_input(
@@ -125,12 +127,12 @@ def batch(greedy: bool = True) -> Any:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     return double(
-        "ForwardBatch",
+        "ScheduleBatch",
+        reqs=[double("Req", origin_input_ids=[1], output_ids=[])] * BATCH,
         sampling_info=double("SamplingBatchInfo", is_all_greedy=greedy),
         forward_mode=ForwardMode.DECODE,
         req_pool_indices=torch.arange(BATCH),
         seq_lens=torch.ones(BATCH),
-        batch_size=BATCH,
     )
 
 
