@@ -157,7 +157,7 @@ def test_a_planned_tree_step_stays_within_its_budget() -> None:
         planner = policy.planner(SHAPE)
     planning = TreePlanning(planner, tiers=lambda: None, width=16, slots=64, device="cuda")
     plan = Plan(D, 2 * B, 1.0, 1.0)
-    planning._step = _Step(Choice(plan, "plan"), plan, B, Mark(on_cuda=False))
+    planning._step = _Step(Choice(plan, "plan"), plan, B, 0, Mark(on_cuda=False))
     launched = tree_step(policy, lambda trees, keys: planning.choose_nodes(trees, keys, D)[0])
     assert len(launched) <= 306
 
