@@ -85,7 +85,7 @@ class StockWorker:
 
         runner = self.cuda_graph_runner
         run = self.draft_forward if runner is None else runner.execute
-        given = "sampling_info forward_mode req_pool_indices seq_lens".split()
+        given = ["sampling_info", "forward_mode", "req_pool_indices", "seq_lens"]
         fields = {name: getattr(batch, name) for name in given}
         parents, scores, tokens, _ = run(double("ForwardBatch", batch_size=BATCH, **fields))
         drafts = self.speculative_num_draft_tokens - 1
