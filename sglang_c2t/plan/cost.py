@@ -342,7 +342,10 @@ class StepCost:
     def one(
         self, rows: int, batch: int, layers: int, *, context: int = 0, plain: bool = False
     ) -> float:
-        """Milliseconds of a step. A plain one that nobody has seen costs what others do."""
+        """Milliseconds of a step. A plain one that nobody has seen costs what others do.
+
+        In plain numbers, not as one of an array: it is asked several times a step.
+        """
         layer, rest = self._beside(plain)
         layer = layer if layer.known else self.layer
         rest = rest if rest.known else self.rest
@@ -371,15 +374,8 @@ class StepCost:
         for name, curve in self._curves.items():
             # Costs that were measured elsewhere may know of no plain steps.
             told = state.get(name, {}) if name.startswith("plain") else state[name]
-            points = {int(size): float(ms) for size, ms in dict(told).items()}
-            if len(points) > LARGEST:
-                raise ValueError(f"{name} holds {len(points)} sizes, of {LARGEST} at most")
-            if not all(size > 0 and 0 <= ms < 1e6 for size, ms in points.items()):
-                raise ValueError(f"{name} holds what are no sizes and milliseconds")
-            curve.seed(points)
-        told = {int(tokens): float(ms) for tokens, ms in dict(state.get("context", {})).items()}
-        if not all(tokens > 0 and 0 <= ms < 1e6 for tokens, ms in told.items()):
-            raise ValueError("context holds what are no tokens and milliseconds")
+            curve.seed(_points(name, told))
+        told = _points("context", state.get("context", {}))
         self.context.seed(max((ms / tokens for tokens, ms in told.items()), default=0.0))
 
     def _beside(self, plain: bool) -> tuple[Curve, Curve]:
@@ -390,6 +386,16 @@ class StepCost:
     def _curves(self) -> dict[str, Curve]:
         names = "verify", "layer", "rest", "plain_layer", "plain_rest"
         return {name: getattr(self, name) for name in names}
+
+
+def _points(name: str, told: Any) -> dict[int, float]:
+    """Milliseconds by size, of a state; ValueError for what are none."""
+    points = {int(size): float(ms) for size, ms in dict(told).items()}
+    if len(points) > LARGEST:
+        raise ValueError(f"{name} holds {len(points)} sizes, of {LARGEST} at most")
+    if not all(size > 0 and 0 <= ms < 1e6 for size, ms in points.items()):
+        raise ValueError(f"{name} holds what are no sizes and milliseconds")
+    return points
 
 
 def about(size: int, *, bits: int = 4) -> int:
