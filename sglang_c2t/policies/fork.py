@@ -14,8 +14,16 @@ feed the last accepted token again as the root, and give it the k *distinct* mos
 tokens of the target's (cached) distribution as children; the sample is then drawn at the
 root and matched as everywhere. It costs one verified row and, per branch, one row of draft
 extension. Duplicates (samples with replacement) are legal only where the sample is drawn
-first and matched then. What is here is the draft-initialised form, with distinct first
-tokens behind the committed sample: nothing extra to run, and lossless as it is.
+first and matched then.
+
+It brings nothing, so that it is not served: let both forms have the same draft trees behind
+the same texts and the same noise. Where the sample is one of the k, the deferred form reaches
+what the committed one reaches, in a forward that also holds the root and the trees of the
+other k - 1; where it is none of them, its forward yields the sample, which the committed form
+had for nothing. So it takes as many forwards more as samples are outside of the k, and each
+has more rows (``tests/policies/test_target_first.py``). Greedy all samples are inside, and
+the rows remain. What is here is the draft-initialised form, with distinct first tokens behind
+the committed sample: nothing extra to run, and lossless as it is.
 
 Sliced mask (section 3.2). The paper builds one mask and cuts it where drafting stops. Here
 nodes are numbered layer by layer, branch by branch, so that the mask of a fork of depth d is
