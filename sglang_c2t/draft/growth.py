@@ -1,10 +1,10 @@
 """Growing a batch of draft trees: layer by layer, a policy decides, this file keeps count.
 
 Per step and request the draft offers K children for each of its W beam rows (W = 1, the
-root, in the first layer; K behind it). They are the *candidates*, numbered layer by layer,
+root, in the first layer; mostly K behind it). They are the *candidates*, numbered layer by layer,
 row by row: SGLang's flat index, so that candidate c hangs from the row c // K - 1. The
-policy says which enter the tree and which are forwarded next; the K best of those become
-the beam rows of the next layer::
+policy says which enter the tree and which are forwarded next; the best of those, K unless
+the tree is a narrower one, become the beam rows of the next layer::
 
     layer 1   root -> a b          beams: a b          candidates 0 1
     layer 2   a -> c d, b -> e f   beams: c e          candidates 2 3 4 5
@@ -40,19 +40,19 @@ class Beams:
     """The rows that are forwarded next, of every request; dead ones included."""
 
     tokens: Tensor
-    """[B, K] int64."""
+    """[B, W] int64."""
 
     parent_row: Tensor
-    """[B, K] int64: row in the layer before (0, the root, for the first)."""
+    """[B, W] int64: row in the layer before (0, the root, for the first)."""
 
     alive: Tensor
-    """[B, K] bool: whether anybody reads what this row drafts."""
+    """[B, W] bool: whether anybody reads what this row drafts."""
 
     candidate: Tensor
-    """[B, K] int64: number of the node itself."""
+    """[B, W] int64: number of the node itself."""
 
     joint: Tensor
-    """[B, K] float32: product of q along the path."""
+    """[B, W] float32: product of q along the path."""
 
 
 class TreeGrowth:
@@ -66,6 +66,7 @@ class TreeGrowth:
         failed: Told what the policy raised; the tree is then EAGLE-2's. ``None``: raised on.
         whole: [B] bool: requests whose trees are EAGLE-2's all the same; ``None``: none.
         layers: How many are grown; what is offered behind them is dead. ``None``: all.
+        width: W behind the first layer; ``None``: K.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class TreeGrowth:
         failed: Callable[[Exception], None] | None = None,
         whole: Tensor | None = None,
         layers: int | None = None,
+        width: int | None = None,
     ) -> None:
         self._policy = policy
         self._failed = failed
@@ -85,6 +87,7 @@ class TreeGrowth:
         # Copied only on demand: a layer brings its whole ancestry.
         self._reads_parent = getattr(policy, "reads_parent", False)
         self._shape = shape
+        self._width = shape.topk if width is None else width
         self.batch = batch
         self.device = device
         self._layers: list[TreeLayer] = []
@@ -107,7 +110,7 @@ class TreeGrowth:
 
     @property
     def ancestor_rows(self) -> Tensor:
-        """[B, K, d]: of each beam behind d layers, the rows its path was forwarded in.
+        """[B, W, d]: of each beam behind d layers, the rows its path was forwarded in.
 
         The last one is its own. Example above after layer 2: c is row 0 below a in row 0,
         e is row 1 below b in row 1: [[0, 0], [1, 1]]; were d chosen for e, [[0, 0], [0, 1]].
@@ -238,10 +241,10 @@ class TreeGrowth:
         return before.take(rows.repeat_interleave(self._shape.topk))
 
     def _choose(self, expand: Tensor, tokens: Tensor, joint: Tensor, first: int) -> None:
-        """The K best of a layer become the beams, of equals the first; all [B, W * K]."""
-        topk = self._shape.topk
-        chosen = expand.argsort(dim=1, descending=True, stable=True)[:, :topk]  # [B, K]
-        row = chosen // topk
+        """The W best of a layer become the beams, of equals the first; all [B, W * K]."""
+        width = self._width
+        chosen = expand.argsort(dim=1, descending=True, stable=True)[:, :width]  # [B, W]
+        row = chosen // self._shape.topk
         self._beams = Beams(
             tokens=tokens.gather(1, chosen),
             parent_row=row,
@@ -251,7 +254,7 @@ class TreeGrowth:
         )
         depth = self._ancestor_rows.shape[2]
         above = self._ancestor_rows.gather(1, row[:, :, None].expand(-1, -1, depth))
-        own = torch.arange(topk, device=self.device).expand(self.batch, topk)
+        own = torch.arange(width, device=self.device).expand(self.batch, width)
         self._ancestor_rows = torch.cat((above, own[:, :, None]), dim=2)
 
 

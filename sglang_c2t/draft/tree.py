@@ -58,10 +58,13 @@ class TreeGate(Gate):
         # Of the layer to come: [B * W, ...], or all that a program says about its children.
         self._rows: dict[str, Tensor] = {}
         self._judged: GateOutput | None = None
+        self._best: tuple[Tensor, Tensor] | None = None  # tokens and q of its children, [B * W, K]
         self.planned = False
         """Whether somebody plans what is verified, and sees to those who want all of it."""
         self.layers_planned: int | None = None
         """How many layers the next step grows; ``None``: all."""
+        self.width_planned: int | None = None
+        """W of the next step's layers behind the first; ``None``: K."""
 
     def switch(self, policy: TreePolicy, *, captured: bool) -> None:
         """Ask another policy; see :meth:`ServedPolicy.switch`.
@@ -79,7 +82,7 @@ class TreeGate(Gate):
     def begin(self, slots: Tensor) -> None:
         """Start a step for the requests in ``slots`` [B]."""
         self._start()
-        self._rows, self._judged = {}, None
+        self._rows, self._judged, self._best = {}, None, None
         self._first: FirstLayer | None = None
         if self.program is None:
             self._rows = self._measured_first(slots)
@@ -94,25 +97,28 @@ class TreeGate(Gate):
             failed=self._fall_back,
             whole=None if self.planned else self.opt_outs.whole(slots),
             layers=self.layers_planned,
+            width=self.width_planned,
         )
 
     def observe(
         self, logits: Tensor, hidden: Tensor | None = None, token_map: Tensor | None = None
     ) -> GateOutput | None:
-        """Measure the rows of the layer to come: draft ``logits`` [B * K, V].
+        """Measure the rows of the layer to come: draft ``logits`` [B * W, V].
 
         With a program also their children, which it returns: :meth:`add` takes no others.
         ``token_map`` [V] int64 are the target ids of the draft's; ``None``: the same.
         """
         if self.program is None:
             self._rows = measure(logits, self._names - PER_NODE, hidden=hidden)
+            if (self.width_planned or self.topk) < self.topk:
+                self._best = _best_children(logits, self.topk, token_map)
             return None
         beams = self._growth.beams
         self._judged = judge_layer(
             logits,
             self.program,
             depth=len(self.layers) + 1,
-            topk=self._shape.topk,
+            topk=self.topk,
             joint=beams.joint.flatten(),
             alive=beams.alive.flatten(),
             token_map=token_map,
@@ -122,10 +128,11 @@ class TreeGate(Gate):
     def add(self, tokens: Tensor, prob: Tensor) -> Beams:
         """Judge a layer, [B, W, K] each; returns the rows to forward next.
 
-        Behind the first layer a program has chosen the children itself.
+        Behind the first layer a program has chosen the children itself. Nor is SGLang's loop asked
+        for them in narrow trees: of one row it knows one child.
         """
         if self._judged is not None:
-            judged, shape = self._judged, tokens.shape
+            judged, shape = self._judged, (self.batch, -1, self.topk)
             measured = {
                 "entropy": judged.entropy,
                 "confidence": judged.confidence.flatten(),
@@ -134,6 +141,8 @@ class TreeGate(Gate):
             return self._growth.add(judged.tokens.view(shape), judged.prob.view(shape), measured)
         if self.program is not None:
             return self._growth.add(tokens, prob, self._judged_first(self.program))
+        if self._best is not None:
+            tokens, prob = (of.view(self.batch, -1, self.topk) for of in self._best)
         measured = {name: v for name, v in self._rows.items() if name not in {"prob", *PER_NODE}}
         if "margin" in self._names:
             measured["margin"] = node_margins(prob.flatten(0, 1))
@@ -150,13 +159,18 @@ class TreeGate(Gate):
         }
 
     @property
+    def topk(self) -> int:
+        """K."""
+        return self._shape.topk
+
+    @property
     def batch(self) -> int:
         """B of the step in progress."""
         return self._growth.batch
 
     @property
     def ancestor_rows(self) -> Tensor:
-        """[B, K, d] int64: where the beams' ancestors were forwarded (d layers so far)."""
+        """[B, W, d] int64: where the beams' ancestors were forwarded (d layers so far)."""
         return self._growth.ancestor_rows
 
     @property
@@ -194,6 +208,12 @@ class TreeGate(Gate):
         elif self._max_rows is not None and not self.exploring:
             trees = within_budget(trees, keys, self._max_rows)
         return trees.agreed(self._agree)
+
+
+def _best_children(logits: Tensor, topk: int, token_map: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Target ids and q [R, K] of the likeliest tokens by ``logits`` [R, V]."""
+    prob, tokens = logits.float().softmax(dim=1).topk(topk, dim=1)
+    return (tokens if token_map is None else token_map[tokens]), prob
 
 
 def _rule(policy: TreePolicy) -> tuple[type, int | None]:

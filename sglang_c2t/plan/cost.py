@@ -2,7 +2,7 @@
 
 numpy only; knows neither torch nor SGLang.
 
-Legend: T rows of a target forward, B requests, d draft layers.
+Legend: T rows of a target forward, B requests, d draft layers of W rows a request.
 """
 
 from __future__ import annotations
@@ -282,20 +282,25 @@ class Context:
 
 
 class StepCost:
-    """Milliseconds of a step: verify(T) + context(tokens) + draft(B, d) + rest(B).
+    """Milliseconds of a step: verify(T) + context(tokens) + draft(B W, d) + rest(B).
 
     SGLang drafts the first layer at the end of the step before, in draft extend, so that d layers
     are d - 1 draft forwards. The rest is what the host and draft extend take; it grows with the
     batch. Of it the median is believed: what a step always loses to the machine, a short step loses
     as well as a long one, and a plan that did not know would take too many short ones.
 
-    Plain steps, in which no gate looks at any draft, have layers and a rest of their own.
+    Plain steps, in which no gate looks at any draft, have layers and a rest of their own; steps of
+    narrower drafts than the widest, with whose trees the host has less to do, a rest.
 
     ``verify`` and ``context`` hold prices without the :class:`Pace` of the moment, which is
     multiplied with them.
+
+    Args:
+        width: W of the widest drafts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 1) -> None:
+        self._width = width
         self.pace = Pace()
         self.context = Context()
         self.verify = Curve()
@@ -303,6 +308,7 @@ class StepCost:
         self.rest = Curve(share=0.5)
         self.plain_layer = Curve()
         self.plain_rest = Curve(share=0.5)
+        self.narrow_rest = Curve(share=0.5)
 
     def observe(
         self,
@@ -314,14 +320,15 @@ class StepCost:
         draft_ms: float,
         rest_ms: float | None = None,
         context: int = 0,
+        width: int = 1,
         plain: bool = False,
     ) -> None:
-        """A step: ``rows`` T forwarded for ``batch`` B requests behind ``layers`` d of drafts and
-        ``context`` tokens of all of them.
+        """A step: ``rows`` T forwarded for ``batch`` B requests behind ``layers`` d of drafts of
+        ``width`` W, and ``context`` tokens of all of them.
 
         Without a rest if it served nobody: it then seeds.
         """
-        layer = {batch: draft_ms / (layers - 1)} if layers > 1 else {}
+        layer = {batch * width: draft_ms / (layers - 1)} if layers > 1 else {}
         if rest_ms is None:
             self.verify.seed({rows: verify_ms})
             self.layer.seed(layer)
@@ -334,31 +341,44 @@ class StepCost:
         price = verify_ms / self.pace.now
         self.verify.observe(rows, max(price - longer, LEAST * price))
         self.context.observe(rows, context, verify_ms)
-        layers_of, rest = self._beside(plain)
+        layers_of, rest = self._beside(width, plain)
         rest.observe(batch, rest_ms)
-        for requests, milliseconds in layer.items():
-            layers_of.observe(requests, milliseconds)
+        for drafted, milliseconds in layer.items():
+            layers_of.observe(drafted, milliseconds)
 
     def one(
-        self, rows: int, batch: int, layers: int, *, context: int = 0, plain: bool = False
+        self,
+        rows: int,
+        batch: int,
+        layers: int,
+        *,
+        context: int = 0,
+        width: int = 1,
+        plain: bool = False,
     ) -> float:
-        """Milliseconds of a step. A plain one that nobody has seen costs what others do.
+        """Milliseconds of a step. One of a kind that nobody has seen costs what others do.
 
         In plain numbers, not as one of an array: it is asked several times a step.
         """
-        layer, rest = self._beside(plain)
-        layer = layer if layer.known else self.layer
-        rest = rest if rest.known else self.rest
         verify = (self.verify(rows) + self.context(context)) * self.pace.now
-        return verify + max(layers - 1, 0) * layer(batch) + rest(batch)
+        layer, rest = self._draft(batch, width, plain)
+        return verify + max(layers - 1, 0) * layer + rest
 
     def __call__(
-        self, rows: NDArray[np.int64], batch: int, depths: Sequence[int], *, context: int = 0
+        self,
+        rows: NDArray[np.int64],
+        batch: int,
+        depths: Sequence[int],
+        *,
+        context: int = 0,
+        width: int = 1,
     ) -> Array:
-        """[d, n] milliseconds of steps with T of ``rows`` [n] behind each of d ``depths``."""
+        """[d, n] milliseconds of steps with T of ``rows`` [n] behind each of d ``depths`` of drafts
+        of ``width`` W.
+        """
         verify = np.array([self.verify(size) for size in rows.tolist()]) + self.context(context)
         verify *= self.pace.now
-        layer, rest = self.layer(batch), self.rest(batch)
+        layer, rest = self._draft(batch, width)
         return np.array([[max(d - 1, 0) * layer + rest] for d in depths]) + verify
 
     def state(self) -> dict[str, Any]:
@@ -372,19 +392,28 @@ class StepCost:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Seed the curves; ValueError for what are no points of them."""
         for name, curve in self._curves.items():
-            # Costs that were measured elsewhere may know of no plain steps.
-            told = state.get(name, {}) if name.startswith("plain") else state[name]
+            # Costs that were measured elsewhere may know of one kind of step only.
+            told = state[name] if name in {"verify", "layer", "rest"} else state.get(name, {})
             curve.seed(_points(name, told))
         told = _points("context", state.get("context", {}))
         self.context.seed(max((ms / tokens for tokens, ms in told.items()), default=0.0))
 
-    def _beside(self, plain: bool) -> tuple[Curve, Curve]:
-        """A layer and the rest."""
-        return (self.plain_layer, self.plain_rest) if plain else (self.layer, self.rest)
+    def _draft(self, batch: int, width: int, plain: bool = False) -> tuple[float, float]:
+        """Milliseconds of a draft layer, and of the rest."""
+        layer, rest = self._beside(width, plain)
+        layer = layer if layer.known else self.layer
+        rest = rest if rest.known else self.rest
+        return layer(batch * width), rest(batch)
+
+    def _beside(self, width: int, plain: bool) -> tuple[Curve, Curve]:
+        """A layer and the rest, of a kind of step."""
+        if plain:
+            return self.plain_layer, self.plain_rest
+        return self.layer, self.rest if width == self._width else self.narrow_rest
 
     @property
     def _curves(self) -> dict[str, Curve]:
-        names = "verify", "layer", "rest", "plain_layer", "plain_rest"
+        names = "verify", "layer", "rest", "plain_layer", "plain_rest", "narrow_rest"
         return {name: getattr(self, name) for name in names}
 
 

@@ -71,7 +71,7 @@ class PlainSteps:
         self._runs: dict[int, _Run] = {}  # by batch
         self._planned: dict[int, tuple[int, float, float]] = {}  # steps, gain, ms, by batch
         self._times: dict[tuple[int, bool], deque[float]] = {}  # over predicted, by batch and kind
-        self._firsts = np.zeros(0)
+        self._firsts: Array | None = None
 
     def begin(self, batch: int, plan: Plan, steps: int) -> None:
         """The next so many steps of about as many requests are plain."""
@@ -122,6 +122,7 @@ class PlainSteps:
         return float(np.median(times)) if times else 1.0
 
     def typical(self, first: Array) -> Array:
-        """Confidences of first drafts lately, ``first`` [S] among them."""
-        self._firsts = np.concatenate((self._firsts, first))[-TYPICAL:]
+        """First layers of drafts lately, ``first`` [S, ...] among them."""
+        known = first if self._firsts is None else np.concatenate((self._firsts, first))
+        self._firsts = known[-TYPICAL:]
         return self._firsts

@@ -41,6 +41,9 @@ class Plan(NamedTuple):
     milliseconds: float
     """Expected of the step."""
 
+    width: int = 1
+    """W: rows of a request that each draft layer forwards; 1 in chains."""
+
     @property
     def rate(self) -> float:
         """Tokens a millisecond."""
@@ -65,6 +68,9 @@ class Plans(NamedTuple):
     milliseconds: Array
     """Expected; infinite in tiers behind the first that holds all: nobody pads so far."""
 
+    width: int = 1
+    """W of all of them."""
+
     def best_of_each_depth(self) -> list[Plan]:
         """The plan with the highest rate for each number of layers."""
         best = (self.tokens / self.milliseconds).argmax(axis=1)
@@ -84,7 +90,7 @@ class Plans(NamedTuple):
     def _plan(self, depth: int, tier: int) -> Plan:
         at = depth, tier
         expected = float(self.tokens[at]), float(self.milliseconds[at])
-        return Plan(self.depths[depth], int(self.rows[at]), *expected)
+        return Plan(self.depths[depth], int(self.rows[at]), *expected, self.width)
 
 
 def best_plan(
@@ -94,12 +100,13 @@ def best_plan(
     *,
     depths: Sequence[int],
     tiers: Sequence[int],
+    width: int = 1,
 ) -> Plan:
     """The plan with the highest rate; of equal ones that with fewest layers, then rows.
 
     As :func:`every_plan`.
     """
-    plans = every_plan(survival, batch, cost, depths=depths, tiers=tiers)
+    plans = every_plan(survival, batch, cost, depths=depths, tiers=tiers, width=width)
     return best_of(plans.best_of_each_depth())
 
 
@@ -119,6 +126,7 @@ def every_plan(
     *,
     depths: Sequence[int],
     tiers: Sequence[int],
+    width: int = 1,
 ) -> Plans:
     """All there are to choose from.
 
@@ -129,6 +137,7 @@ def every_plan(
         cost: Milliseconds; positive.
         depths: Numbers of layers there are graphs for, 0 among them if a step may go without.
         tiers: Row counts that are worth their padding, rising; none holds less than a root each.
+        width: W of the drafts.
 
     Raises:
         ValueError: No tier holds the batch.
@@ -146,7 +155,7 @@ def every_plan(
         drafts[i] = np.minimum(roomy - batch, all_drafts)
         tokens[i] = batch + expected_gains(survival[:, :layers], batch, drafts[i])
         milliseconds[i, 1 + int(np.searchsorted(roomy, batch + all_drafts)) :] = np.inf
-    return Plans(depths, roomy, batch + drafts, tokens, milliseconds)
+    return Plans(depths, roomy, batch + drafts, tokens, milliseconds, width)
 
 
 def expected_gains(survival: Array, batch: int, drafts: NDArray[np.int64]) -> Array:

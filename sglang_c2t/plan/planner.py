@@ -6,13 +6,14 @@
 
 numpy only; knows neither torch nor SGLang.
 
-Legend: B requests, D layers, d of them drafted, R rows verified, T rows of the forward.
+Legend: B requests, D layers, d of them drafted, W the width of the drafts (rows of a request that a
+layer forwards, 1 in chains), R rows verified, T rows of the forward.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -109,14 +110,16 @@ class Planner:
     samples = SAMPLES
     """Drafts of requests that stand for a batch."""
 
+    widths: Sequence[int] = (1,)
+    """W of the drafts there are to choose from, rising."""
+
     def __init__(self, max_depth: int, survival: Estimator, *, all_layers: bool = False) -> None:
         self.max_depth = max_depth
         self.survival = survival
-        self.cost = StepCost()
-        self._outcomes: list[tuple[int, tuple[Numbers, ...]]] = []  # layers, of a step
+        self.cost = StepCost(self.widest)
+        self._outcomes: list[tuple[tuple[int, int], tuple[Numbers, ...]]] = []  # W and d of a step
         self._seen = self._new = 0  # drafts of requests, learnt from and not yet
-        self._continuations = self._nothing_seen()
-        self._forecast = Forecast(self._continuations, self.survivals)
+        self._forget_drafts()
         self._depths = [max_depth] if all_layers else list(range(1, max_depth + 1))
         self._all_layers = all_layers
         self._plain = PlainSteps()
@@ -131,7 +134,8 @@ class Planner:
         self._lost = 0.0  # milliseconds, by steps made to learn
         self._credit = YOUNG
         self._turn = 0
-        self._drafted_at = [0] * (max_depth + 1)  # steps that last drafted so many layers or more
+        # Steps that last drafted so many layers or more, by width.
+        self._drafted_at = {width: [0] * (max_depth + 1) for width in self.widths}
         self._tried_plain_at = 0  # step
         self.predicted_ms = self.measured_ms = 0.0
         """Of all steps that had a prediction, together."""
@@ -156,17 +160,19 @@ class Planner:
         depths: Sequence[int] | None = None,
         *,
         context: int = 0,
+        widths: Collection[int] | None = None,
         plain: bool = False,
     ) -> Choice:
-        """How deep to draft, and about how many rows to verify.
+        """How deep and how wide to draft, and about how many rows to verify.
 
         Args:
             first: [S] confidences of first drafts, those of the batch or of some like it; of trees
-                [S, W], see :meth:`survivals`.
+                [S, C], see :meth:`survivals`.
             batch: B.
             tiers: Numbers of rows to choose from, rising; the last holds whole drafts of all B.
             depths: Numbers of layers that can be drafted; ``None``: any up to D.
             context: Tokens before the drafts, of all B.
+            widths: Widths that can be; ``None``: any there is.
             plain: Whether steps behind this one may be plain.
         """
         self._begin()
@@ -178,9 +184,12 @@ class Planner:
         wanted = plain and not self._all_layers
         alike = self._alike = self._best_alike(first, batch) if wanted else None
         gain = None if alike is None else self._plain.gain(batch)
-        survival = self._forecast(first, self.samples)
-        every = every_plan(survival, batch, self._cost, depths=depths, tiers=tiers)
-        plans = every.best_of_each_depth()
+        every = [
+            self._every(first, batch, width, depths=depths, tiers=tiers)
+            for width in self.widths
+            if widths is None or width in widths
+        ]
+        plans = [plan for of_width in every for plan in of_width.best_of_each_depth()]
         plan = best = best_of(plans)
         if alike is not None and gain is not None and gain < 0.0:
             best = best_of([plan, alike])  # by which looks are priced
@@ -188,12 +197,12 @@ class Planner:
         if look := self._rows_to_measure(every, best):
             self._measures, again = look
             return Choice(again, "explore", whole)
-        if deeper := [p for p in plans if p.layers > plan.layers and self._unseen(p.layers)]:
-            due = self._due(self._drafted_at[-1])
-            other = deeper[-1 if due else self._turn % len(deeper)]
+        if others := [p for p in plans if not _within(p, plan) and self._unseen(p)]:
+            due = [p for p in others if p.layers == depths[-1] and self._due(self._last_whole(p))]
+            other = due[0] if due else others[self._turn % len(others)]
             if due or self._affordable(other, best):
                 self._turn += 1
-                self._drafted(other.layers)
+                self._drafted(other.width, other.layers)
                 return Choice(other, "explore", whole)
         # Behind the looks, or a young server would make plain steps of what it has not measured.
         if alike is not None and gain is not None:
@@ -201,25 +210,32 @@ class Planner:
         self._as_planned = whole is None
         return Choice(plan, "plan", whole)
 
-    def settle(self, confidences: Array, tiers: Sequence[int]) -> Plan:
-        """How many rows to verify, now that the ``confidences`` [B, d] of all drafts are known."""
+    def settle(self, confidences: Array, tiers: Sequence[int], width: int = 1) -> Plan:
+        """How many rows to verify, now that the ``confidences`` [B, d] of all drafts of this
+        ``width`` are known.
+        """
         batch, layers = confidences.shape[:2]
-        most = batch * self.full_rows(layers)
+        most = batch * self.full_rows(layers, width)
         if self._unknown:
             # Rows of every number are measured once, from all to none.
             rows = tiers[-1 - self._steps % min(len(tiers), ENOUGH) * (len(tiers) // ENOUGH)]
-            return Plan(layers, min(max(rows, batch), most), float(batch), 1.0)
+            return Plan(layers, min(max(rows, batch), most), float(batch), 1.0, width)
         if self._measures is not None:
             rows = min(self._measures, most)
-            milliseconds = self.cost.one(rows, batch, layers, context=self._context)
-            return Plan(layers, rows, float(batch), milliseconds)
-        survival = self.survivals(confidences)
-        plan = best_plan(survival, batch, self._cost, depths=[layers], tiers=tiers)
+            took = self.cost.one(rows, batch, layers, context=self._context, width=width)
+            return Plan(layers, rows, float(batch), took, width)
+        survival, cost = self.survivals(confidences), self._cost(width)
+        plan = best_plan(survival, batch, cost, depths=[layers], tiers=tiers, width=width)
         if self._as_planned and self._alike is not None:
             self._plain.planned(batch, plan, self._alike)
         return plan
 
-    def full_rows(self, layers: int) -> int:
+    @property
+    def widest(self) -> int:
+        """The largest W."""
+        return self.widths[-1]
+
+    def full_rows(self, layers: int, width: int = 1) -> int:
         """Rows of a whole draft of d ``layers``, root included."""
         return 1 + layers
 
@@ -234,16 +250,16 @@ class Planner:
             outcome: Confidences [B, d] of its drafts, how many [B] were verified and how many [B]
                 accepted.
         """
-        self._learn_soon(outcome[0].shape[1], outcome)
+        self._learn_soon(1, outcome[0].shape[1], outcome)
 
     def catch_up(self) -> None:
         """Learn from all outcomes that wait for others."""
         steps, self._outcomes = self._outcomes, []
-        for layers in sorted({layers for layers, _ in steps}):
-            together = [outcome for d, outcome in steps if d == layers]
-            self._learn(layers, *map(np.concatenate, zip(*together, strict=True)))
+        for kind in sorted({kind for kind, _ in steps}):
+            together = [outcome for of, outcome in steps if of == kind]
+            self._learn(*kind, *map(np.concatenate, zip(*together, strict=True)))
         self._seen, self._new = self._seen + self._new, 0
-        self._forecast.refresh()
+        self._refresh()
 
     def learn_time(
         self,
@@ -263,7 +279,7 @@ class Planner:
         parts = {"verify_ms": verify_ms, "draft_ms": draft_ms}
         rest = max(step_ms - verify_ms - draft_ms, 0.0)
         if self.cost.rest.known:
-            kind: Any = {"context": context, "plain": plain}
+            kind: Any = {"context": context, "width": choice.width, "plain": plain}
             predicted = self.cost.one(rows, batch, choice.layers, **kind)
             self._errors.append(predicted / step_ms)
             self._plain.took(batch, step_ms / predicted, plain=plain)
@@ -271,6 +287,7 @@ class Planner:
             self.measured_ms += step_ms
         self.cost.observe(
             rows=rows, batch=batch, layers=choice.layers, rest_ms=rest, context=context,
+            width=choice.width,
             plain=plain, **parts,
         )  # fmt: skip
         self._spent += step_ms
@@ -313,13 +330,13 @@ class Planner:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state` said; ValueError where it does not fit."""
         self.survival.restore(state["survival"])
-        self._forecast.refresh()
+        self._refresh()
         self.cost.restore(state["cost"])
 
     def forget(self) -> None:
         """Start anew, costs included."""
         self.reset()
-        self.cost = StepCost()
+        self.cost = StepCost(self.widest)
         self._credit = YOUNG
 
     def reset(self) -> None:
@@ -327,8 +344,7 @@ class Planner:
         self._outcomes.clear()
         self._seen = self._new = 0
         self.survival.reset()
-        self._continuations = self._nothing_seen()
-        self._forecast = Forecast(self._continuations, self.survivals)
+        self._forget_drafts()
         self._plain = PlainSteps()
         self.reliability[:] = 0.0
 
@@ -343,29 +359,56 @@ class Planner:
         self._steps += 1
         self._as_planned, self._alike, self._measures = False, None, None
 
-    def _rows_to_measure(self, every: Plans, best: Plan) -> tuple[int, Plan] | None:
+    def _every(
+        self,
+        first: Array,
+        batch: int,
+        width: int,
+        *,
+        depths: Sequence[int],
+        tiers: Sequence[int],
+    ) -> Plans:
+        """All plans for drafts of a ``width`` that begin as ``first``."""
+        survival, cost = self._behind(first, width), self._cost(width)
+        return every_plan(survival, batch, cost, depths=depths, tiers=tiers, width=width)
+
+    def _behind(self, first: Array, width: int) -> Array:
+        """Survivals of drafts of a ``width`` whose ``first`` layers are these."""
+        return self._forecasts[width](first, self.samples)
+
+    def _chains(self, survival: Array) -> Array:
+        """[S, D] of the narrowest drafts' ``survival``: that of plain ones."""
+        return survival
+
+    def _rows_to_measure(self, every: Sequence[Plans], best: Plan) -> tuple[int, Plan] | None:
         """A row count whose price may not hold any more, and a plan with it, if one is worth
         leaving the ``best`` plan for: the count that would be best. Once that is known again it is
         another's turn, of which the last one costs most and is paid for most seldom. Counts that
         nobody has measured, whose kernels may be better than those around them, are worth it where
         they are nearly best as they are.
         """
-        verify, tiers = self.cost.verify, every.tiers.tolist()
+        verify, tiers = self.cost.verify, every[0].tiers.tolist()
         for untried, most in ((verify.stale, np.inf), (verify.unknown, NEARLY)):
-            found = every.best_that_fills(untried(tiers))
+            again = untried(tiers)
+            looks = [look for plans in every if (look := plans.best_that_fills(again))]
+            found = max(looks, key=lambda look: look[1].rate, default=None)
             if found is None or _lost(found[1], best) > most * found[1].milliseconds:
                 continue
             if self._credited(found[1], best) or self._affordable(found[1], best):
                 return found
         return None
 
-    def _unseen(self, layers: int) -> bool:
-        """Whether no step has drafted so many layers for a while."""
-        return self._steps - self._drafted_at[layers] >= LOOK_EVERY
+    def _unseen(self, plan: Plan) -> bool:
+        """Whether no step has drafted so many layers, so wide, for a while."""
+        return self._steps - self._drafted_at[plan.width][plan.layers] >= LOOK_EVERY
 
-    def _drafted(self, layers: int) -> None:
-        """The step in progress, or the last one, drafts so many."""
-        self._drafted_at[: layers + 1] = [self._steps] * (layers + 1)
+    def _last_whole(self, plan: Plan) -> int:
+        """The step that last drafted all layers as wide as a ``plan`` does."""
+        return self._drafted_at[plan.width][-1]
+
+    def _drafted(self, width: int, layers: int) -> None:
+        """The step in progress, or the last one, drafts so many, so wide."""
+        self._drafted_at[width][: layers + 1] = [self._steps] * (layers + 1)
 
     def _due(self, last: int) -> bool:
         """Whether it is time for a look, the last one at that step, whatever it costs."""
@@ -391,16 +434,14 @@ class Planner:
         return True
 
     def _best_alike(self, first: Array, batch: int) -> Plan:
-        """The best plain step for drafts that begin as ``first`` [S] and those before them did."""
-        typical = self._plain.typical(first)
-        survival = self._forecast(typical, self.samples).mean(axis=0)
+        """The best plain step for drafts that begin as ``first`` and those before them did."""
+        survival = self._chains(self._behind(self._plain.typical(first), 1))
         cost = partial(self.cost.one, context=self._context, plain=True)
-        return best_alike(survival, batch, cost)
+        return best_alike(survival.mean(axis=0), batch, cost)
 
-    @property
-    def _cost(self) -> Cost:
-        """Of the step in progress."""
-        return partial(self.cost, context=self._context)
+    def _cost(self, width: int) -> Cost:
+        """Of the step in progress, with drafts of a ``width``."""
+        return partial(self.cost, context=self._context, width=width)
 
     def _begin_plain(self, alike: Plan, batch: int, gain: float) -> None:
         """Make the steps behind this one plain where that brings more than the ``gain`` of planned
@@ -416,25 +457,37 @@ class Planner:
                 self._plain.begin(batch, alike, TRIAL)
 
     def _everything(self, batch: int) -> Plan:
-        rows = batch * self.full_rows(self.max_depth)
-        return Plan(self.max_depth, rows, float(batch), 1.0)
+        rows = batch * self.full_rows(self.max_depth, self.widest)
+        return Plan(self.max_depth, rows, float(batch), 1.0, self.widest)
 
-    def _nothing_seen(self) -> Continuations:
+    def _forget_drafts(self) -> None:
+        """Know of no draft how it goes on."""
+        self._continuations = {width: self._nothing_seen(width) for width in self.widths}
+        self._forecasts = {
+            width: Forecast(seen, self.survivals) for width, seen in self._continuations.items()
+        }
+
+    def _refresh(self) -> None:
+        """What drafts are worth has changed."""
+        for forecast in self._forecasts.values():
+            forecast.refresh()
+
+    def _nothing_seen(self, width: int) -> Continuations:
         return Continuations(self.max_depth)
 
-    def _learn_soon(self, layers: int, outcome: tuple[Numbers, ...]) -> None:
+    def _learn_soon(self, width: int, layers: int, outcome: tuple[Numbers, ...]) -> None:
         """Learn from the ``outcome`` of a step, or keep it until there are more."""
-        self._drafted(layers)
-        self._outcomes.append((layers, outcome))
+        self._drafted(width, layers)
+        self._outcomes.append(((width, layers), outcome))
         self._new += len(outcome[0])
         young = self._new >= LEARN_SHARE * self._seen
         if young or len(self._outcomes) >= LEARN_EVERY or self.survival.by_steps:
             self.catch_up()
 
-    def _learn(self, layers: int, *outcome: Numbers) -> None:
+    def _learn(self, width: int, layers: int, *outcome: Numbers) -> None:
         """Learn from steps of d ``layers`` as told to :meth:`learn_drafts`."""
         confidences, num_drafts, num_correct = outcome
-        self._continuations.observe(confidences)
+        self._continuations[width].observe(confidences)
         depths = np.broadcast_to(1 + np.arange(layers), confidences.shape)
         verified = depths <= num_drafts[:, None]
         survived = depths <= num_correct[:, None]
@@ -447,6 +500,11 @@ class Planner:
         bins = np.minimum((predicted * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
         for kind, weights in enumerate((np.ones(len(predicted)), predicted, survived)):
             np.add.at(self.reliability[:, kind], (depth - 1, bins), weights)
+
+
+def _within(other: Plan, plan: Plan) -> bool:
+    """Whether who drafts as the ``plan`` says drafts all of the ``other`` as well."""
+    return other.width == plan.width and other.layers <= plan.layers
 
 
 def _lost(other: Plan, plan: Plan) -> float:

@@ -6,10 +6,16 @@ the forecast of layers that are not drafted yet, a tree is what its layers hold:
 each, the best first. Which of them hang together matters only once nodes are chosen, and then the
 device knows.
 
+A draft layer forwards W rows of every request, the width of the tree, and each offers K children
+for nothing. K rows pay while they are cheap. Under load one is forwarded: the tree is then a chain
+with the siblings of its drafts, and what the other rows would have cost goes into the survivors of
+more requests. The first layer, which comes with draft extend, is the same either way. How drafts of
+a width go on is learnt from steps of that width.
+
 numpy only; knows neither torch nor SGLang.
 
-Legend: B requests, S samples of them, D layers, d of them drafted, K topk, W confidences of a layer
-at most, N nodes of a tree, its root included.
+Legend: B requests, S samples of them, D layers, d of them drafted, W width, K topk, C confidences
+of a layer at most, N nodes of a tree, its root included.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ class TreePlanner(Planner):
     """The planner of a server that verifies trees.
 
     Args:
-        topk: K.
+        topk: K, and the largest W.
         max_depth: D.
         max_nodes: N.
     """
@@ -35,20 +41,21 @@ class TreePlanner(Planner):
     samples = 64  # each is many drafts
 
     def __init__(self, topk: int, max_depth: int, max_nodes: int) -> None:
-        self._topk, self._max_nodes = topk, max_nodes
+        self.widths, self._max_nodes = (1, topk), max_nodes
         super().__init__(max_depth, Survival(max_depth))
 
-    @property
-    def width(self) -> int:
-        """W."""
-        return min(self._topk**2, self._max_nodes - 1)
+    def layer_nodes(self, width: int) -> int:
+        """C of trees of this ``width``."""
+        return min(width * self.widest, self._max_nodes - 1)
 
-    def full_rows(self, layers: int) -> int:
-        """Nodes of a tree of d ``layers``: of each K rows the K best children, N at most."""
-        return min(1 + self._topk + (layers - 1) * self._topk**2, self._max_nodes)
+    def full_rows(self, layers: int, width: int = 1) -> int:
+        """Nodes of a tree of d ``layers``: the K children of the root, and of W rows behind each
+        but the last, N at most.
+        """
+        return min(1 + self.widest * (1 + (layers - 1) * width), self._max_nodes)
 
     def survivals(self, confidences: Array) -> Array:
-        """[S, d, W]: survival in trees with ``confidences`` [S, d, W] by layer, 0 where is no node.
+        """[S, d, C]: survival in trees with ``confidences`` [S, d, C] by layer, 0 where is no node.
 
         No node is taken to survive more often than the best of the layer before.
         """
@@ -57,32 +64,46 @@ class TreePlanner(Planner):
         best = np.minimum.accumulate(survival.max(axis=2), axis=1)
         return np.minimum(survival, best[:, :, None])
 
-    def learn_nodes(self, layers: int, *outcome: Numbers) -> None:
+    def learn_nodes(self, width: int, layers: int, *outcome: Numbers) -> None:
         """Learn from a step, now or together with others.
 
         Args:
-            layers: d of its trees.
+            width: W of its trees.
+            layers: d of them.
             outcome: Of their drafts [B, N - 1] the depths, 0 for padding, the least confidences on
                 their paths, which were verified and which accepted.
         """
-        self._learn_soon(layers, outcome)
+        self._learn_soon(width, layers, outcome)
 
-    def _learn(self, layers: int, *outcome: Numbers) -> None:
+    def by_layer(self, depth: Numbers, confidence: Array, width: int, layers: int) -> Array:
+        """[B, d, C]: see :func:`by_layer`."""
+        return by_layer(depth, confidence, layers, self.layer_nodes(width))
+
+    def _behind(self, first: Array, width: int) -> Array:
+        """``first`` [S, C] of the widest."""
+        return super()._behind(first[:, : self.layer_nodes(width)], width)
+
+    def _chains(self, survival: Array) -> Array:
+        """Of each layer the best node."""
+        return survival[:, :, 0]
+
+    def _learn(self, width: int, layers: int, *outcome: Numbers) -> None:
         depth, confidence, verified, survived = outcome
-        self._continuations.observe(by_layer(depth, confidence, layers, self.width))
+        seen = self.by_layer(depth, confidence, width, layers)
+        self._continuations[width].observe(seen)
         depth, confidence, survived = depth[verified], confidence[verified], survived[verified]
         self._grade(depth, self.survival(depth, confidence), survived)
         self.survival.observe(depth, confidence, survived)
 
-    def _nothing_seen(self) -> Continuations:
-        return Continuations(self.max_depth, width=self.width)
+    def _nothing_seen(self, width: int) -> Continuations:
+        return Continuations(self.max_depth, width=self.layer_nodes(width))
 
 
-def by_layer(depth: Numbers, confidence: Array, layers: int, width: int) -> Array:
-    """[B, d, W]: the ``confidence`` [B, n] of nodes at ``depth`` [B, n], of each layer the best
-    first, and 0 where there are no more.
+def by_layer(depth: Numbers, confidence: Array, layers: int, most: int) -> Array:
+    """[B, d, C], C ``most``: the ``confidence`` [B, n] of nodes at ``depth`` [B, n], of each layer
+    the best first, and 0 where there are no more.
     """
     depths = 1 + np.arange(layers)[:, None]
     found = np.where(depth[:, None] == depths, confidence[:, None], 0.0)  # [B, d, n]
-    found = -np.sort(-found, axis=2)[:, :, :width]
-    return np.pad(found, ((0, 0), (0, 0), (0, width - found.shape[2])))
+    found = -np.sort(-found, axis=2)[:, :, :most]
+    return np.pad(found, ((0, 0), (0, 0), (0, most - found.shape[2])))

@@ -627,6 +627,25 @@ CPU_SEAMS: tuple[Seam, ...] = (
         fields="_create_intel_amx_decode_backend _create_intel_amx_prefill_backend _create_backend "
         "draft_model_runner topk speculative_num_steps",
     ),
+    Seam(
+        "sglang.srt.speculative.draft_utils.DraftBackendFactory",
+        "drafts chains in a server of trees",
+        "draft_model_runner topk speculative_num_steps",
+    ),
+    Seam(
+        "sglang.srt.speculative.draft_utils.DraftBackendFactory.create_decode_backend",
+        "drafts chains in a server of trees",
+    ),
+    Seam(
+        "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase",
+        "drafts chains in a server of trees",
+        fields="_rebuild_topk1_chain_buffers _topk1_parents_prealloc",
+    ),
+    Seam(
+        f"{EAGLE_INFO}.EagleDraftInput",
+        "drafts chains in a server of trees",
+        fields="topk_p topk_index",
+    ),
     *(
         Seam(
             f"sglang.srt.arg_groups.choices.{name}",

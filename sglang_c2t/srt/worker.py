@@ -124,6 +124,7 @@ class WorkerMixin(EAGLEWorkerV2):
         planning = None if gate.exploring else self._planning
         with (
             attach.swapped(self, "speculative_num_draft_tokens", width),
+            attach.swapped(self, "topk", verify_input.topk),  # a tree server may verify chains
             verifying(verify_input, self.target_worker, planning or self._feedback),
         ):
             result = super().verify(batch, *args, **kwargs)
@@ -220,6 +221,7 @@ class WorkerMixin(EAGLEWorkerV2):
             state_file=self._state_file if self._config is self._start else None,
             agree=host_agreement(),
         )
+        planning.widths = draft.draft_widths
         self._plannings[policy.name] = planning
         PARTS["planner"] = self._plans_told
         return planning
@@ -334,6 +336,7 @@ class TreeWorkerMixin(WorkerMixin):
         super().init_attention_backends()
         draft, runner = self._draft_worker, self.target_worker.model_runner
         draft.packed = tree.decide(self._config, runner)
+        draft.exact = compat.accepts_exactly(self.server_args)
         self._settle_policy(packed_chains=False)
         self._plan_with(self._planning_for(draft.gate.served.policy))
         rows = "packed" if draft.packed else "padded"

@@ -64,6 +64,8 @@ class Draft:
     max_nodes: int
     fine: bool = False
     """Probabilities of 24 random bits instead of multiples of 1/8."""
+    width: int | None = None
+    """Rows forwarded behind the first layer; ``None``: K."""
 
     @property
     def shape(self) -> TreeShape:
@@ -107,7 +109,8 @@ class Run:
 
 def grown(draft: Draft, policy: TreePolicy, layers: int | None = None) -> Run:
     """Drafts with the policy. What a dead row reads is nonsense: nobody may look at it."""
-    run = Run(draft, TreeGrowth(policy, draft.shape, draft.batch, "cpu", layers=layers))
+    how: Any = {"layers": layers, "width": draft.width}
+    run = Run(draft, TreeGrowth(policy, draft.shape, draft.batch, "cpu", **how))
     texts: list[list[tuple[int, ...]]] = [[()] for _ in range(draft.batch)]
     alive = [[True]] * draft.batch
     nonsense = Row([-7] * draft.topk, [float("nan")] * draft.topk, [9.0] * draft.topk, -1, -1)
@@ -211,7 +214,7 @@ class Oracle:
 
     def layers(self, draft: Draft, request: int) -> tuple[list[list[Node]], list[list[Node]]]:
         """What enters, and what is forwarded behind it, layer by layer."""
-        topk = draft.topk
+        topk, width = draft.topk, draft.width or draft.topk
         all_entered, all_beams = [], []
         beams: list[Node | None] = [None]
         first = 0
@@ -227,8 +230,8 @@ class Oracle:
                 entered = [node for node in entered if node in best]
             expand = self.expand or self.key
             going_on = [node for node in entered if expand(node) > NEVER]
-            beams = sorted(going_on, key=lambda node: -expand(node))[:topk]
-            first += topk * (topk if all_entered else 1)
+            beams = sorted(going_on, key=lambda node: -expand(node))[:width]
+            first += topk * (width if all_entered else 1)
             all_entered.append(entered)
             all_beams.append(beams)
         return all_entered, all_beams
@@ -279,7 +282,7 @@ def assert_beams(run: Run, oracle: Oracle) -> None:
     for b in range(run.draft.batch):
         _, layers = oracle.layers(run.draft, b)
         for beams, nodes in zip(run.beams[:-1], layers[:-1], strict=True):
-            dead = run.draft.topk - len(nodes)
+            dead = (run.draft.width or run.draft.topk) - len(nodes)
             live = len(nodes)
             assert beams.alive[b].tolist() == [True] * live + [False] * dead
             assert beams.tokens[b, :live].tolist() == [node.token for node in nodes]
@@ -332,12 +335,13 @@ def test_of_fewer_layers_trees_are_those_of_a_draft_of_so_many(draft: Draft, lay
     assert torch.equal(run.keys, short.keys)
 
 
-@given(drafts(), betas, st.none() | st.integers(1, 5))
+@given(drafts(), betas, st.none() | st.integers(1, 5), st.integers(1, 4))
 def test_algorithm_1_is_what_it_is_node_by_node(
-    draft: Draft, beta: float, limit: int | None
+    draft: Draft, beta: float, limit: int | None, width: int
 ) -> None:
-    """Pruned by confidence, expanded by confidence, capped by confidence."""
+    """Pruned by confidence, expanded by confidence, capped by confidence; however narrow."""
     oracle = Oracle(lambda node: node.mark >= beta, key=mark, limit=limit)
+    draft = replace(draft, width=min(width, draft.topk))
     grown_as(oracle, draft, GatedTree(ByMark(beta), limit))
 
 

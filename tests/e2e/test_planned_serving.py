@@ -175,6 +175,18 @@ def test_planned_trees_give_the_same_outputs_at_every_load(
     assert len(set().union(*sizes)) >= 8, "trees of one forward differ in size"
 
 
+def test_trees_are_narrow_or_plain_where_that_brings_more_and_outputs_are_the_same(
+    planned_trees: Planned, expected: list[tuple[int, ...]]
+) -> None:
+    """Beside so small a target it does: layers cost as much as forwards."""
+    for _ in range(6):
+        assert run_load(planned_trees.server.url, BODIES, concurrency=4).outputs == expected
+        curves = planned_trees.told()["planner"][0]["cost_ms"]
+        if curves["narrow_rest"] and curves["plain_rest"]:
+            return
+    pytest.fail("one kind of step was never made")
+
+
 def test_planned_trees_and_others_take_turns_during_requests(
     planned_trees: Planned, expected: list[tuple[int, ...]]
 ) -> None:
@@ -195,7 +207,7 @@ def test_what_a_planner_of_trees_learnt_is_told_and_kept(planned_trees: Planned)
     run_load(planned_trees.server.url, BODIES, concurrency=4)
     (told,) = planned_trees.told()["planner"]
     assert all(sum(drafts) > 20 for drafts in told["reliability"]["drafts"])
-    assert all(told["cost_ms"][name] for name in ("verify", "layer", "rest"))
+    assert all(told["cost_ms"][name] for name in ("verify", "layer", "rest", "narrow_rest"))
     assert 0.3 < told["predicted_over_measured"] < 3
     kept = json.loads(planned_trees.state.read_text())
     assert kept["learnt_on"]["topk"] == TREE["topk"]

@@ -34,15 +34,18 @@ class MadeUpServer:
     batch: int
     row_ms: float = 1.0
     layer_ms: float = 4.0
+    wide_ms: float = 0.0
+    """Of a layer, for each row of a request behind the first."""
+    widths: tuple[int, ...] | None = (TOPK,)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
-    def trees(self, layers: int) -> Batch:
-        """K children of the root, then of each of the K best of a layer; the best N - 1 of all."""
+    def trees(self, layers: int, width: int = TOPK) -> Batch:
+        """K children of the root, then of each of the W best of a layer; the best N - 1 of all."""
         made = Batch(*(np.zeros((self.batch, NODES - 1)) for _ in range(3)))
         for request in range(self.batch):
             ease = self.rng.uniform(0.3, 1.0)
             nodes = [(-1, 1, self.confidence(ease)) for _ in range(TOPK)]
-            rows = [0, 1]
+            rows = sorted(range(TOPK), key=lambda n: -nodes[n][2])[:width]
             for depth in range(2, layers + 1):
                 first = len(nodes)
                 for parent in rows:
@@ -50,7 +53,7 @@ class MadeUpServer:
                         (parent, depth, min(nodes[parent][2], self.confidence(ease)))
                         for _ in range(TOPK)
                     ]
-                rows = sorted(range(first, len(nodes)), key=lambda n: -nodes[n][2])[:TOPK]
+                rows = sorted(range(first, len(nodes)), key=lambda n: -nodes[n][2])[:width]
             best = sorted(sorted(range(len(nodes)), key=lambda n: -nodes[n][2])[: NODES - 1])
             for place, node in enumerate(best):
                 parent, made.depth[request, place], made.least[request, place] = nodes[node]
@@ -68,16 +71,16 @@ class MadeUpServer:
         choices, all_rows = [], []
         for _ in range(steps):
             first = -np.sort(-self.trees(1).least[:, :TOPK], axis=1)
-            first = np.pad(first, ((0, 0), (0, planner.width - TOPK)))
-            choice = planner.choose(first, self.batch, self.tiers())
-            layers = choice.plan.layers
-            trees = self.trees(layers)
-            seen = by_layer(trees.depth, trees.least, layers, planner.width)
-            rows = planner.settle(seen, self.tiers()).rows
+            first = np.pad(first, ((0, 0), (0, planner.layer_nodes(TOPK) - TOPK)))
+            choice = planner.choose(first, self.batch, self.tiers(), widths=self.widths)
+            layers, width = choice.plan.layers, choice.plan.width
+            trees = self.trees(layers, width)
+            seen = planner.by_layer(trees.depth, trees.least, width, layers)
+            rows = planner.settle(seen, self.tiers(), width).rows
             chosen = self.chosen(planner, trees, rows - self.batch)
-            planner.learn_nodes(layers, trees.depth.astype(int), trees.least, chosen, chosen
+            planner.learn_nodes(width, layers, trees.depth.astype(int), trees.least, chosen, chosen
                                 & self.survives(trees))  # fmt: skip
-            draft_ms = self.layer_ms * (layers - 1)
+            draft_ms = (self.layer_ms + self.wide_ms * (width - 1)) * (layers - 1)
             verify_ms = 30.0 + self.row_ms * rows
             planner.learn_time(
                 choice.plan, rows=rows, batch=self.batch, verify_ms=verify_ms, draft_ms=draft_ms,
@@ -122,9 +125,27 @@ def test_cheap_rows_and_layers_are_used_and_dear_ones_are_not() -> None:
     assert np.mean(rows) < 2 * 4
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, DEPTH))
+@pytest.mark.parametrize(("wide_ms", "width"), [(0.0, TOPK), (40.0, 1)])
+def test_wide_layers_are_drafted_where_they_cost_little(wide_ms: float, width: int) -> None:
+    server = MadeUpServer(4, 0.1, wide_ms=wide_ms, widths=None)
+    planner = TreePlanner(TOPK, DEPTH, NODES)
+    server.serve(planner, 300)
+    choices, _ = server.serve(planner, 200)
+    planned = [choice.plan for choice in choices if choice.reason == "plan"]
+    # A first layer comes with draft extend, however wide.
+    assert np.mean([plan.width == width or plan.layers == 1 for plan in planned]) > 0.9
+    assert {choice.plan.width for choice in choices} == {1, TOPK}, "the other is looked at"
+    assert len(planned) > 170, "seldom"
+
+
+def test_a_width_that_cannot_be_drafted_is_not_chosen() -> None:
+    choices, _ = MadeUpServer(4, wide_ms=100.0).serve(TreePlanner(TOPK, DEPTH, NODES), 100)
+    assert {choice.plan.width for choice in choices} == {TOPK}
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, DEPTH), st.sampled_from([1, 2]))
 def test_rows_are_as_many_as_trying_every_number_finds_best(
-    seed: int, batch: int, layers: int
+    seed: int, batch: int, layers: int, width: int
 ) -> None:
     server = MadeUpServer(batch, rng=np.random.default_rng(seed))
     planner = TreePlanner(TOPK, DEPTH, NODES)
@@ -134,14 +155,16 @@ def test_rows_are_as_many_as_trying_every_number_finds_best(
             step_ms=25.0,
         )  # fmt: skip
     server.serve(planner, 30)
-    seen = by_layer(*tree_of(server.trees(layers)), layers, planner.width)
+    trees = server.trees(layers, width)
+    seen = planner.by_layer(*tree_of(trees), width, layers)
     values = sorted(planner.survivals(seen)[seen > 0].tolist(), reverse=True)
     rates = [
-        (batch + sum(values[:drafts])) / planner.cost.one(batch + drafts, batch, layers)
+        (batch + sum(values[:drafts]))
+        / planner.cost.one(batch + drafts, batch, layers, width=width)
         for drafts in range(len(values) + 1)
     ]
     planner._begin()  # what the last step looked at is over
-    plan = planner.settle(seen, server.tiers())
+    plan = planner.settle(seen, server.tiers(), width)
     assert rates[plan.rows - batch] == pytest.approx(max(rates))
 
 
@@ -149,13 +172,15 @@ def tree_of(trees: Batch) -> tuple[np.ndarray, np.ndarray]:
     return trees.depth, trees.least
 
 
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(2, 40))
-def test_the_host_knows_how_many_nodes_trees_have(topk: int, layers: int, most: int) -> None:
-    rows, nodes = 1, 1
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(2, 40), st.booleans())
+def test_the_host_knows_how_many_nodes_trees_have(
+    topk: int, layers: int, most: int, narrow: bool
+) -> None:
+    rows, nodes, width = 1, 1, 1 if narrow else topk
     for _ in range(layers):
         nodes += rows * topk
-        rows = min(rows * topk, topk)
-    assert TreePlanner(topk, 5, most).full_rows(layers) == min(nodes, most)
+        rows = min(rows * topk, width)
+    assert TreePlanner(topk, 5, most).full_rows(layers, width) == min(nodes, most)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, DEPTH))
@@ -165,11 +190,12 @@ def test_in_layers_survival_falls_and_where_no_node_is_there_is_none(
     server = MadeUpServer(3, rng=np.random.default_rng(seed))
     planner = TreePlanner(TOPK, DEPTH, NODES)
     trees = server.trees(layers)
-    seen = by_layer(*tree_of(trees), layers, planner.width)
+    most = planner.layer_nodes(TOPK)
+    seen = by_layer(*tree_of(trees), layers, most)
     for request in range(3):
         for layer in range(layers):
             there = sorted(trees.least[request, trees.depth[request] == layer + 1], reverse=True)
-            there += [0.0] * (planner.width - len(there))
+            there += [0.0] * (most - len(there))
             assert seen[request, layer].tolist() == there
     survival = planner.survivals(seen)
     assert ((survival > 0) == (seen > 0)).all()

@@ -218,7 +218,8 @@ def written_names(source: str) -> set[str]:
 #: Attributes of our own, on objects of ours that have no name of their own above.
 OWN = {
     "draft_steps", "feedback", "packed", "exact", "follow_ancestors", "_reads_host", "__class__",
-    "planning", "planned", "layers_planned", "depths", "plan", "forwarded",
+    "planning", "planned", "layers_planned", "width_planned", "depths", "widths", "plan",
+    "forwarded",
 }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ steps were like (:class:`~sglang_c2t.plan.load.DraftDepth`).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,13 +16,13 @@ import torch
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
-from torch import Tensor
 
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.plan.load import DraftDepth
 from sglang_c2t.srt import attach
+from sglang_c2t.srt.draft.plain import PlainDrafting
 from sglang_c2t.srt.draft.planning import Planning
-from sglang_c2t.srt.draft.watcher import DraftWatcher, no_forward
+from sglang_c2t.srt.draft.watcher import no_forward
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.hooks.requests import opts_out
 from sglang_c2t.srt.verify.chain import ChainVerifyInput
@@ -40,7 +39,7 @@ class _DraftGraphs(NamedTuple):
     draft_attn_backend: Any
 
 
-class ChainDraftMixin(DraftWatcher):
+class ChainDraftMixin(PlainDrafting):
     """Cuts chains."""
 
     gate: ChainGate
@@ -50,9 +49,6 @@ class ChainDraftMixin(DraftWatcher):
 
     draft_steps: tuple[int, ...] | None = None
     """Numbers of layers to choose from, as configured."""
-
-    exact = True
-    """Whether drafts are accepted by sampling and matching, as thresholds of 1 ask for."""
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """Also make room for the lengths, where CUDA graphs can write them."""
@@ -75,17 +71,23 @@ class ChainDraftMixin(DraftWatcher):
         else:
             # A graph has the gate in it, so that a plain step would save nothing.
             eager = self.cuda_graph_runner is None
-            steps, self._whole = self._begin_planned(batch, planning, plain=eager)
+            plan, self._whole = self._begin_planned(batch, planning, plain=eager)
+            steps = plan.layers
         self.drafted_rows = steps + 1
-        narrow = planning is not None and planning.plain and self._as_sglang_does(planning, batch)
-        drafting = self._drafting_narrow(steps) if narrow else self._drafting(steps)
+        stock = (
+            planning is not None
+            and planning.plain
+            and planning.rows_each == self.drafted_rows
+            and self._sglang_may(batch)
+        )
+        drafting = self._drafting_short(steps) if stock else self._drafting(steps)
         with self._eager_if_recorded(), drafting:
             if planning is not None and self.cuda_graph_runner is not None:
                 planning.layers_begin()  # a replay calls nothing of ours
             verify_input = super().draft(batch, *args, **kwargs)
         if planning is not None:
             planning.layers_end()
-            if narrow:
+            if stock:
                 lens, _ = planning.alike()
                 return ChainVerifyInput.of(verify_input, verify_lens=lens, exact=self.exact)
             return self._planned(verify_input, batch, planning)
@@ -127,8 +129,8 @@ class ChainDraftMixin(DraftWatcher):
         if forward_batch.forward_mode.is_idle():
             return super().draft_forward(forward_batch)
         if self.planning is not None and self.planning.plain:
-            with self._watching(self._plain_layer):
-                parents, scores, tokens, probs = super().draft_forward(forward_batch)
+            forward = partial(super().draft_forward, forward_batch)
+            parents, scores, tokens, probs = self._plain_forward(forward)
         else:
             parents, scores, tokens, probs = self._gated_forward(forward_batch)
         # Layers that were not drafted lie behind every cut.
@@ -151,24 +153,9 @@ class ChainDraftMixin(DraftWatcher):
     def _draft_extend_for_decode(
         self, batch: Any, batch_result: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Extend the draft over what was accepted, on a CPU, where the host may look.
-
-        SGLang extends over N rows of every request, and reads the last accepted one of each.
-        """
-        accept_lens = batch_result.accept_lens
-        if batch.forward_mode.is_idle() or not accept_lens.is_cpu:
-            super()._draft_extend_for_decode(batch, batch_result, *args, **kwargs)
-            return
-        longest = int(accept_lens.max())
-        rows = partial(first_rows, requests=len(accept_lens), longest=longest)
-        narrow, output = copy.copy(batch_result), copy.copy(batch_result.logits_output)
-        attach.write(output, hidden_states=rows(output.hidden_states))
-        attach.write(narrow, logits_output=output, next_token_ids=rows(narrow.next_token_ids))
-        with (
-            attach.swapped(self, "speculative_num_draft_tokens", longest),
-            attach.swapped(batch, "out_cache_loc", rows(batch.out_cache_loc)),
-        ):
-            super()._draft_extend_for_decode(batch, narrow, *args, **kwargs)
+        """Extend the draft over what was accepted, see :meth:`_extend_over_accepted`."""
+        stock = super()._draft_extend_for_decode
+        self._extend_over_accepted(stock, batch, batch_result, *args, **kwargs)
 
     def _capture_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
         """Capture drafting for every number of layers that may be chosen."""
@@ -226,34 +213,6 @@ class ChainDraftMixin(DraftWatcher):
         ):
             yield
 
-    def _as_sglang_does(self, planning: Planning, batch: Any) -> bool:
-        """Whether a plain step is SGLang's own of as many drafts: nothing is packed, which would
-        take the host time for nothing.
-
-        On a CPU, where attention reads the width of each input. Not where requests sample: these
-        get the same tokens from the same seed whatever is verified, which SGLang does not promise.
-        """
-        return (
-            self.device == "cpu"
-            and planning.rows_each == self.drafted_rows
-            and batch.sampling_info.is_all_greedy
-        )
-
-    @contextmanager
-    def _drafting_narrow(self, steps: int) -> Iterator[None]:
-        """SGLang drafts ``steps`` layers inside the block, and builds chains of as many."""
-        with (
-            attach.swapped(self, "speculative_num_steps", steps),
-            attach.swapped(self, "speculative_num_draft_tokens", steps + 1),
-        ):
-            yield
-
-    def _plain_layer(self, _forward_batch: Any, run: Callable[[], Any]) -> Any:
-        """A layer that is timed, and that nobody looks at."""
-        assert self.planning is not None
-        self.planning.layers_begin()
-        return run()
-
     def _draft_layer(self, forward_batch: Any, run: Callable[[], Any]) -> Any:
         # Reads the host once per layer: free on a CPU; on a GPU one wait for a tiny
         # kernel, which buys a whole draft forward whenever the batch has stopped.
@@ -267,13 +226,6 @@ class ChainDraftMixin(DraftWatcher):
         with GATE_CLOCK:
             self.gate.observe(logits_output.next_token_logits, logits_output.hidden_states)
         return output
-
-
-def first_rows(values: Tensor | None, *, requests: int, longest: int) -> Tensor | None:
-    """Of [B * N, ...] the ``longest`` first rows of each of B ``requests``."""
-    if values is None:
-        return None
-    return values.unflatten(0, (requests, -1))[:, :longest].flatten(0, 1)
 
 
 class C2TEagleDraftWorker(ChainDraftMixin, EagleDraftWorker):

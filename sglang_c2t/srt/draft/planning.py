@@ -36,7 +36,7 @@ from sglang_c2t.srt.verify.packed import PackedVerifyInput
 from sglang_c2t.srt.verify.packing import HostSizes
 from sglang_c2t.srt.verify.timing import Mark, timed_forward
 
-# B requests, D layers, d of them drafted, N = D + 1 rows of a full chain, T rows of the forward
+# B requests, D layers, d of them drafted, N rows of a full draft, T rows of the forward
 
 #: Steps between two copies of what was learnt to the device.
 REFRESH_EVERY = 16
@@ -102,6 +102,8 @@ class Planning:
         self._tiers, self._width = tiers, width
         self.depths: Sequence[int] | None = None
         """Numbers of layers that can be drafted; ``None``: any."""
+        self.widths: Collection[int] | None = None
+        """Widths of drafts that can be; ``None``: any that the planner knows."""
         self.agree = agree or (lambda numbers: numbers)
         self._rehearsed: Choice | None = None
         """What a step does that serves nobody; ``None``: it serves."""
@@ -111,7 +113,7 @@ class Planning:
         # Of a step, where CUDA graphs can write them.
         self._confidences = torch.ones((slots, layers), device=device)
         self._survivals = torch.ones((slots, layers), device=device)
-        self._outcomes: deque[tuple[HostSizes, int]] = deque(maxlen=LONGEST_LAG)
+        self._outcomes: deque[tuple[HostSizes, Plan]] = deque(maxlen=LONGEST_LAG)
         self._times: deque[tuple[_Step, Mark]] = deque(maxlen=LONGEST_LAG)
         """Steps, and when the next one started."""
         self._step: _Step | None = None
@@ -148,13 +150,13 @@ class Planning:
                 self._known_first = self._first(first())
             choice = self.planner.choose(
                 self._known_first, batch, self._rows(batch), self.depths,
-                context=context, plain=plain,
+                context=context, widths=self.widths, plain=plain,
             )  # fmt: skip
         plan, whole = choice.plan, -1 if choice.whole is None else choice.whole
-        reason, layers, rows, whole = self.agree(
-            [REASONS.index(choice.reason), plan.layers, plan.rows, whole]
+        reason, width, layers, rows, whole = self.agree(
+            [REASONS.index(choice.reason), plan.width, plan.layers, plan.rows, whole]
         )
-        plan = plan._replace(layers=layers, rows=rows)
+        plan = plan._replace(width=width, layers=layers, rows=rows)
         choice = Choice(plan, REASONS[reason], None if whole < 0 else whole)
         self._step = _Step(choice, plan, batch, context, start)
         return choice
@@ -168,9 +170,16 @@ class Planning:
         return PlannedStep(
             self._step.choice.reason,
             self._step.plan.layers,
+            self._step.plan.width,
             planner.predicted_ms / 1e3,
             planner.measured_ms / 1e3,
         )
+
+    def whole_drafts(self) -> Plan:
+        """Somebody wants all of a draft: the step in progress drafts as much as any can."""
+        step, planner = self._now, self.planner
+        step.plan = step.plan._replace(layers=planner.max_depth, width=planner.widest)
+        return step.plan
 
     def interrupted(self) -> None:
         """What comes next is no step like the others: nobody knows when this one ended."""
@@ -193,7 +202,7 @@ class Planning:
             if self._on_cuda:
                 torch.cuda.synchronize()
             if learn:
-                self.planner.cost.observe(layers=plan.layers, **step.times())
+                self.planner.cost.observe(layers=plan.layers, width=plan.width, **step.times())
         finally:
             self._rehearsed = self._step = None
             self._outcomes.clear()
@@ -241,6 +250,11 @@ class Planning:
         return each, rows
 
     @property
+    def layers(self) -> int:
+        """D of the step in progress."""
+        return self._now.plan.layers
+
+    @property
     def rows_each(self) -> int:
         """Rows of each request in a plain step, root included."""
         return self._now.plan.rows // self._now.batch
@@ -262,12 +276,13 @@ class Planning:
             seen: Gives the drafts' confidences, where the host can have them for nothing.
         """
         step = self._now
-        batch, each = step.batch, self.planner.full_rows(layers) - 1
+        batch, width = step.batch, step.plan.width
+        each = self.planner.full_rows(layers, width) - 1
         if not self._on_cuda and self._rehearsed is None:
-            plan = self.planner.settle(seen(), self._rows(batch))
+            plan = self.planner.settle(seen(), self._rows(batch), width)
             (rows,) = self.agree([plan.rows])
             step.plan = plan._replace(rows=rows)
-        step.plan = step.plan._replace(layers=layers)  # more than planned where somebody wants all
+        step.plan = step.plan._replace(layers=layers)
         whole = {*whole} if step.choice.whole is None else {*whole, step.choice.whole}
         wanted = step.plan.rows - batch - len(whole) * each
         drafts = min(max(wanted, 0), (batch - len(whole)) * each)
@@ -303,13 +318,13 @@ class Planning:
             num_rows[:, None].float() - 1,
             accept_lens[:, None].float() - 1,
         )
-        self._outcomes.append((HostSizes(torch.cat(parts, dim=1)), layers))
+        self._outcomes.append((HostSizes(torch.cat(parts, dim=1)), self._now.plan))
 
     def _learn(self) -> None:
         """Learn from what has arrived since."""
         while self._outcomes and self._outcomes[0][0].arrived:
-            sizes, layers = self._outcomes.popleft()
-            self._learn_outcome(sizes.wait().numpy().astype(np.float64), layers)
+            sizes, plan = self._outcomes.popleft()
+            self._learn_outcome(sizes.wait().numpy().astype(np.float64), plan)
             self._learnt += 1
             if self._learnt % REFRESH_EVERY == 0:
                 self._survival.refresh(self.planner.survival)
@@ -322,8 +337,9 @@ class Planning:
         """What is known of first drafts, as :meth:`Planner.choose` takes it."""
         return layer.confidence[0].numpy().astype(np.float64)
 
-    def _learn_outcome(self, outcome: Array, layers: int) -> None:
-        """Learn from what :meth:`verified` sent on its way."""
+    def _learn_outcome(self, outcome: Array, plan: Plan) -> None:
+        """Learn from what :meth:`verified` sent on its way, of a step of this plan."""
+        layers = plan.layers
         confidences, drafts, correct = np.split(outcome, [layers, layers + 1], axis=1)
         self._known_first = confidences[:, 0]
         self.planner.learn_drafts(confidences, drafts[:, 0], correct[:, 0])

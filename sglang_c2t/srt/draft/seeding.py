@@ -60,7 +60,8 @@ def seed_costs(planning: Planning, worker: Any) -> None:
     def step(rows: int, *, learn: bool) -> None:
         requests = -(-rows // width)
         batch = _dummy_batch(worker, requests)
-        plan = Plan(planning.planner.max_depth, rows, float(requests), 1.0)
+        planner = planning.planner
+        plan = Plan(planner.max_depth, rows, float(requests), 1.0, planner.widest)
         planning.rehearse(plan, lambda: worker.forward_batch_generation(batch), learn=learn)
 
     step(span[0], learn=False)  # compiles what a server compiles once

@@ -16,25 +16,32 @@ What is drafted also depends on what draft rows attend to: see ``ancestors.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from sglang.srt.speculative import eagle_worker_v2
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from torch import Tensor
 
 from sglang_c2t.draft.tree import TreeGate
+from sglang_c2t.plan.plan import Plan
 from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.draft.ancestors import Follow
+from sglang_c2t.srt.draft.plain import PlainDrafting
 from sglang_c2t.srt.draft.tree_planning import TreePlanning
-from sglang_c2t.srt.draft.watcher import DraftWatcher, no_forward
+from sglang_c2t.srt.draft.watcher import no_forward
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
+from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.feedback import choose_packing
+from sglang_c2t.srt.verify.packed import PackedVerifyInput
 from sglang_c2t.srt.verify.packing import Packing
-from sglang_c2t.srt.verify.tree import TreeVerifyInput, build_verify_input
+from sglang_c2t.srt.verify.tree import build_verify_input
 from sglang_c2t.tree import Trees
 
 # B requests, W beam rows, K topk, D steps, N nodes of a tree, H draft hidden size
@@ -44,8 +51,8 @@ from sglang_c2t.tree import Trees
 Choose = Callable[[Trees, Tensor, Tensor], tuple[Trees, Packing]]
 
 
-class TreeDraftMixin(DraftWatcher):
-    """Grows trees with the gate's policy."""
+class TreeDraftMixin(PlainDrafting):
+    """Grows trees with the gate's policy, wide or narrow; in plain steps chains, as SGLang does."""
 
     gate: TreeGate
 
@@ -54,11 +61,19 @@ class TreeDraftMixin(DraftWatcher):
     follow_ancestors: Follow | None = None
     """Tells attention where a row's ancestors are; ``None``: rows attend as in stock."""
 
+    @property
+    def draft_widths(self) -> Collection[int] | None:
+        """Captured graphs have one width."""
+        return None if self.device == "cpu" else (self.topk,)
+
     def draft_forward(self, forward_batch: Any) -> Any:
         """Grow the trees of a batch; see the top of the file for what comes back."""
         if forward_batch.forward_mode.is_idle():
             return super().draft_forward(forward_batch)
+        if self.planning is not None and self.planning.plain:
+            return self._plain_forward(partial(super().draft_forward, forward_batch))
         with GATE_CLOCK:
+            self._catch_up()
             self.gate.begin(forward_batch.req_pool_indices)
         with (
             self._watching(self._draft_layer),
@@ -70,28 +85,57 @@ class TreeDraftMixin(DraftWatcher):
     def draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """SGLang's, up to the verify input, which is ours."""
         self.drafted_rows = self.speculative_num_draft_tokens
-        self.gate.layers_planned = None
+        self.gate.layers_planned = self.gate.width_planned = None
         choose: Choose = self._chosen
+        rows: Any = nullcontext()
         if not batch.forward_mode.is_idle():
             if self.gate.exploring:  # recorded: whole drafts, and times that say nothing
                 self._interrupted()
             elif self.planning is not None:
-                choose = self._begin_plan(batch, self.planning)
+                plain = self._sglang_may(batch)
+                plan, whole = self._begin_planned(batch, self.planning, plain=plain)
+                if self.planning.plain:
+                    draft = partial(super().draft, batch, *args, **kwargs)
+                    return self._draft_plain(draft, batch, self.planning)
+                choose = self._as_planned(self.planning, plan, whole)
+                if plan.width < self.topk:
+                    rows = self._one_row(ask=True)
         with (
             self._eager_if_recorded(),
             attach.swapped(
                 eagle_worker_v2,
                 "build_eagle_verify_input",
-                self._around_build(eagle_worker_v2.build_eagle_verify_input, choose),
+                self._around_build(eagle_worker_v2.build_eagle_verify_input, choose, self.topk),
             ),
+            rows,
         ):
             return super().draft(batch, *args, **kwargs)
 
-    def _begin_plan(self, batch: Any, planning: TreePlanning) -> Choose:
-        """A planned step starts; returns what chooses its nodes."""
-        layers, whole = self._begin_planned(batch, planning)
-        self.gate.layers_planned = layers
-        self.drafted_rows = planning.planner.full_rows(layers)
+    def _draft_plain(
+        self, draft: Callable[[], Any], batch: Any, planning: TreePlanning
+    ) -> ChainVerifyInput:
+        """A plain step: what SGLang's ``draft`` drafts of chains, all verified alike."""
+        steps, first = planning.layers, batch.spec_info
+        self.drafted_rows = steps + 1
+        with (
+            self._one_row(ask=False),
+            self._drafting_short(steps),
+            attach.swapped(first, "topk_p", first.topk_p[:, :1]),
+            attach.swapped(first, "topk_index", first.topk_index[:, :1]),
+        ):
+            chains = draft()
+        planning.layers_end()
+        lens, total = planning.alike()
+        if planning.rows_each == self.drafted_rows:
+            return ChainVerifyInput.of(chains, verify_lens=lens, exact=self.exact)
+        packing = Packing(lens, self.drafted_rows, total=total)
+        return ChainVerifyInput.cut(chains, lens, packing=packing, exact=self.exact)
+
+    def _as_planned(self, planning: TreePlanning, plan: Plan, whole: Collection[int]) -> Choose:
+        """A step of this ``plan`` starts; returns what chooses its nodes."""
+        layers = plan.layers
+        self.gate.layers_planned, self.gate.width_planned = layers, plan.width
+        self.drafted_rows = planning.planner.full_rows(layers, plan.width)
         if self.cuda_graph_runner is not None:
             planning.layers_begin()  # a replay calls nothing of ours
 
@@ -127,14 +171,42 @@ class TreeDraftMixin(DraftWatcher):
         if self.planning is not None and getattr(self, "cuda_graph_runner", None) is not None:
             self.planning.depths = [self.speculative_num_steps]
 
+    def init_attention_backend(self) -> None:
+        """Also an attention for chains, where a step may draft these."""
+        super().init_attention_backend()
+        if self.draft_widths is not None:
+            return
+        steps = self.speculative_num_steps
+        with (
+            attach.swapped(self, "topk", 1),
+            attach.swapped(self, "speculative_num_draft_tokens", steps + 1),
+        ):
+            self._rebuild_topk1_chain_buffers()
+        factory = DraftBackendFactory(self.draft_runner, 1, steps)
+        self._backend_of_chains = factory.create_decode_backend()
+
+    @contextmanager
+    def _one_row(self, *, ask: bool) -> Iterator[None]:
+        """SGLang's layers forward one row of each request inside the block, and ``ask`` us what is
+        drafted, which they do of chains only where SGLang's tables of them are too small.
+        """
+        tables = self._topk1_parents_prealloc
+        assert tables is not None, "made with the attention backend"
+        with (
+            attach.swapped(self, "topk", 1),
+            attach.swapped(self, "draft_attn_backend", self._backend_of_chains),
+            attach.swapped(self, "_topk1_parents_prealloc", tables[:0] if ask else tables),
+        ):
+            yield
+
     def _draft_extend_for_decode(self, batch: Any, batch_result: Any, **kwargs: Any) -> None:
         """Extend the draft over the accepted path, at most D + 1 rows of a tree's N."""
-        verify_input = batch.spec_info
-        if not isinstance(verify_input, TreeVerifyInput):
-            return super()._draft_extend_for_decode(batch, batch_result, **kwargs)
+        verify_input, stock = batch.spec_info, super()._draft_extend_for_decode
+        if not isinstance(verify_input, PackedVerifyInput):
+            return stock(batch, batch_result, **kwargs)
         width = verify_input.max_tree_depth
         with attach.swapped(self, "speculative_num_draft_tokens", width):
-            return super()._draft_extend_for_decode(batch, batch_result, **kwargs)
+            return self._extend_over_accepted(stock, batch, batch_result, **kwargs)
 
     # -- what SGLang's loop calls ---------------------------------------------------------
 
@@ -147,19 +219,21 @@ class TreeDraftMixin(DraftWatcher):
         scores: Any,
         topk: int,
     ) -> tuple[Tensor, Tensor | None, None, tuple[None, None, Tensor]]:
-        """In place of ``select_top_k_tokens``: (ids [B * K], hidden [B * K, H], -, -).
+        """In place of ``select_top_k_tokens``: (ids [B * W], hidden [B * W, H], -, -) of the layer
+        to come.
 
-        ``topk_p`` and ``topk_index`` are [B * W, K], ``hidden_states`` [B * W, H].
+        ``topk_p`` and ``topk_index`` are [B * W, K], ``hidden_states`` [B * W, H] of this one.
         """
         batch, width = self.gate.batch, topk_p.shape[0] // self.gate.batch
-        children = topk_index.view(batch, width, topk), topk_p.view(batch, width, topk)
+        children = topk_index.view(batch, width, -1), topk_p.view(batch, width, -1)
         with GATE_CLOCK:
             beams = self.gate.add(*children)
         if step < self.speculative_num_steps - 1:
             if hidden_states is not None:
                 first_row = torch.arange(batch, device=hidden_states.device)[:, None] * width
                 hidden_states = hidden_states[(first_row + beams.parent_row).flatten()]
-            if self.follow_ancestors is not None and step > 0:  # a first row has no ancestors
+            # Neither has a first row ancestors that stand elsewhere, nor has an only one.
+            if self.follow_ancestors is not None and step > 0 and topk > 1:
                 self.follow_ancestors(step, self.gate.ancestor_rows)
         # The numbers of the expanded nodes are for a SGLang that follows ancestors itself.
         return beams.tokens.flatten(), hidden_states, None, (None, None, beams.candidate)
@@ -175,7 +249,7 @@ class TreeDraftMixin(DraftWatcher):
         else:
             token_map = None  # the choices are no vocabulary's
             COUNTERS.draft_forwards_skipped += 1
-            output = no_forward(forward_batch, choices=self.topk)
+            output = no_forward(forward_batch, choices=self.gate.topk)
         said = output.logits_output
         with GATE_CLOCK:
             judged = self.gate.observe(said.next_token_logits, said.hidden_states, token_map)
@@ -198,7 +272,9 @@ class TreeDraftMixin(DraftWatcher):
         links = torch.stack((trees.parents, trees.depth, trees.source), dim=2)
         return links, keys, trees.tokens
 
-    def _around_build(self, stock: Callable[..., Any], choose: Choose) -> Callable[..., Any]:
+    def _around_build(
+        self, stock: Callable[..., Any], choose: Choose, topk: int
+    ) -> Callable[..., Any]:
         """In place of ``build_eagle_verify_input``; stock's for idle ranks."""
 
         def build(
@@ -216,7 +292,7 @@ class TreeDraftMixin(DraftWatcher):
             drafted = Trees(tokens, parents, depth, (parents >= 0).sum(dim=1) + 1, source)
             trees, packing = choose(drafted, keys, draft_input.bonus_tokens)
             return build_verify_input(
-                trees, batch, num_steps=self.speculative_num_steps, topk=self.topk, packing=packing
+                trees, batch, num_steps=self.speculative_num_steps, topk=topk, packing=packing
             )
 
         return build

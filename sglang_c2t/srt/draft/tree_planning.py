@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.draft.slots import FirstLayer
+from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.survival import Array
-from sglang_c2t.plan.trees import TreePlanner, by_layer
+from sglang_c2t.plan.trees import TreePlanner
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.verify.packed import PackedVerifyInput
 from sglang_c2t.srt.verify.packing import HostSizes
@@ -36,7 +37,7 @@ class TreePlanning(Planning):
 
     def __init__(self, planner: TreePlanner, **options: Any) -> None:
         super().__init__(planner, **options)
-        self._known_first = np.full((1, planner.width), 0.5)
+        self._known_first = np.full((1, planner.layer_nodes(planner.widest)), 0.5)
 
     def warm_up(self, batches: Iterable[int]) -> None:
         """Nothing is compiled."""
@@ -53,9 +54,13 @@ class TreePlanning(Planning):
             whole: Which of the B requests' trees are verified whole, come what may.
         """
         depth, least = trees.depth[:, 1:], keys[:, 1:]
-        drafts, mask, total = self._share(
-            layers, whole, lambda: self._by_layer(depth.numpy(), least.numpy(), layers)
-        )
+        width = self._now.plan.width
+
+        def seen() -> Array:
+            confidence = least.numpy().astype(np.float64)
+            return self.planner.by_layer(depth.numpy(), confidence, width, layers)
+
+        drafts, mask, total = self._share(layers, whole, seen)
         ranked = live = depth > 0
         if mask is not None:
             ranked = live & ~mask[:, None]
@@ -66,6 +71,8 @@ class TreePlanning(Planning):
 
     def verified(self, verify_input: PackedVerifyInput, accept_lens: Tensor) -> None:
         """The outcome of a step: what the ``verify_input`` of its trees was accepted of."""
+        if self.plain:  # nobody has said how sure its drafts were
+            return
         assert isinstance(verify_input, TreeVerifyInput)
         accepted = verify_input.accept_index
         assert accepted is not None, "told before it was verified"
@@ -74,17 +81,14 @@ class TreePlanning(Planning):
         row = verify_input.retrieve_index[:, :1] + chosen.cumsum(dim=1)
         survived = chosen & (row[:, :, None] == accepted[:, None, :]).any(dim=2)
         parts = torch.stack((depth, least, chosen, survived), dim=2)  # float32, as least is
-        self._outcomes.append((HostSizes(parts), self._now.plan.layers))
+        self._outcomes.append((HostSizes(parts), self._now.plan))
 
     def _first(self, layer: FirstLayer) -> Array:
-        confidence = layer.confidence.T.numpy()
-        return self._by_layer(np.ones(confidence.shape), confidence, 1)[:, 0]
+        confidence, planner = layer.confidence.T.numpy().astype(np.float64), self.planner
+        return planner.by_layer(np.ones(confidence.shape), confidence, planner.widest, 1)[:, 0]
 
-    def _learn_outcome(self, outcome: Array, layers: int) -> None:
+    def _learn_outcome(self, outcome: Array, plan: Plan) -> None:
         depth, least, chosen, survived = np.moveaxis(outcome, 2, 0)
         depth, chosen = depth.astype(np.int64), chosen > 0
-        self._known_first = self._by_layer(depth, least, layers)[:, 0]
-        self.planner.learn_nodes(layers, depth, least, chosen, survived)
-
-    def _by_layer(self, depth: Any, least: Any, layers: int) -> Array:
-        return by_layer(depth, least.astype(np.float64), layers, self.planner.width)
+        self._known_first = self.planner.by_layer(depth, least, self.planner.widest, 1)[:, 0]
+        self.planner.learn_nodes(plan.width, plan.layers, depth, least, chosen, survived)

@@ -13,7 +13,7 @@ not recycle. Steps that are recorded draft eagerly, because recordings read ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sglang_c2t.draft.gate import Exploration, Gate
 from sglang_c2t.draft.slots import FirstLayer
+from sglang_c2t.plan.plan import Plan
 from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
@@ -162,10 +163,15 @@ class DraftWatcher(EagleDraftWorker):
         if self.planning is not None:
             self.planning.interrupted()
 
+    @property
+    def draft_widths(self) -> Collection[int] | None:
+        """Widths of drafts that a step can have; ``None``: any that a planner knows."""
+        return None
+
     def _begin_planned(
         self, batch: Any, planning: Planning, *, plain: bool = False
-    ) -> tuple[int, list[int]]:
-        """Layers that a step drafts as planned, and who of its requests wants all verified.
+    ) -> tuple[Plan, list[int]]:
+        """What a step does as planned, and who of its requests wants all verified.
 
         ``plain``: it may do without a gate, unless somebody wants that.
         """
@@ -182,7 +188,7 @@ class DraftWatcher(EagleDraftWorker):
         choice = planning.begin(
             len(slots), first, context=context or batch.seq_lens_sum, plain=plain and not whole
         )
-        return self.speculative_num_steps if whole else choice.plan.layers, whole
+        return planning.whole_drafts() if whole else choice.plan, whole
 
     def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Measure the first token drafted behind each verification."""

@@ -27,6 +27,9 @@ class PlannedStep:
     layers: int
     """Drafted."""
 
+    width: int
+    """Rows of a request in each."""
+
     predicted_seconds: float
     """Of all steps so far that had a prediction, like the next."""
 
@@ -120,6 +123,7 @@ class Series:
             for reason in ("plan", "plain", "unknown", "explore")
         }
         self.planned_layers = counter("planned_layers", "Draft layers of planned steps.")
+        self.planned_width = counter("planned_width", "Widths of the drafts of planned steps.")
         self.predicted = counter("predicted_step_seconds", "What planned steps should have taken.")
         self.measured = counter("measured_step_seconds", "What those steps did take.")
         self._planned_told = 0.0, 0.0
@@ -127,6 +131,7 @@ class Series:
     def _add_plan(self, planned: PlannedStep) -> None:
         self.plans[planned.reason].inc()
         self.planned_layers.inc(planned.layers)
+        self.planned_width.inc(planned.width)
         told = planned.predicted_seconds, planned.measured_seconds
         for series, now, before in zip(
             (self.predicted, self.measured), told, self._planned_told, strict=True

@@ -14,7 +14,7 @@ from sglang_c2t.plan.planner import Choice, Planner
 from sglang_c2t.plan.survival import Survival
 from sglang_c2t.policies import build_policy
 from sglang_c2t.policies.fixed import Fixed
-from sglang_c2t.srt.draft import chain
+from sglang_c2t.srt.draft import chain, plain
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.draft.watcher import DraftWatcher
 from tests.doubles import double, invented
@@ -268,5 +268,5 @@ def test_no_other_lengths_are_captured_if_so_configured() -> None:
 def test_the_first_rows_of_each_request_are_kept(longest: int) -> None:
     values = torch.arange(24).view(12, 2)  # three requests of four rows
     expected = [row.tolist() for first in (0, 4, 8) for row in values[first : first + longest]]
-    assert chain.first_rows(values, requests=3, longest=longest).tolist() == expected
-    assert chain.first_rows(None, requests=3, longest=longest) is None
+    assert plain.first_rows(values, requests=3, longest=longest).tolist() == expected
+    assert plain.first_rows(None, requests=3, longest=longest) is None

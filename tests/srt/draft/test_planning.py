@@ -45,7 +45,7 @@ class Scripted(Planner):
     def plain_step(self, batch: int) -> None:
         return None
 
-    def settle(self, confidences: Any, tiers: Any) -> Plan:
+    def settle(self, *_args: Any) -> Plan:
         return self.plan
 
     def learn_drafts(self, *told: Any) -> None:

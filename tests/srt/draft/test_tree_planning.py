@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,8 @@ class Scripted(TreePlanner):
 
     def __init__(self, draft: Draft, layers: int, rows: int, whole: int | None = None) -> None:
         super().__init__(*draft.shape)
-        self.plan, self.whole = Plan(layers, rows, 1.0, 1.0), whole
+        self.plan = Plan(layers, rows, 1.0, 1.0, draft.width or draft.topk)
+        self.whole = whole
         self.first: list[Any] = []
         self.told: tuple[Any, ...] = ()
 
@@ -40,7 +42,7 @@ class Scripted(TreePlanner):
         self.first = first.tolist()
         return Choice(self.plan, "plan", self.whole)
 
-    def settle(self, confidences: Any, tiers: Any) -> Plan:
+    def settle(self, *_args: Any) -> Plan:
         return self.plan
 
     def learn_nodes(self, *told: Any) -> None:
@@ -60,7 +62,14 @@ def roomy(draft: Draft) -> bool:
     return draft.topk > 1 and draft.max_nodes > draft.topk
 
 
-@given(drafts().filter(roomy), st.integers(1, 4), st.integers(0, 2**20), st.booleans())
+def wide_or_narrow(draft: Draft) -> st.SearchStrategy[Draft]:
+    return st.sampled_from([draft, replace(draft, width=1)])
+
+
+roomy_drafts = drafts().filter(roomy).flatmap(wide_or_narrow)
+
+
+@given(roomy_drafts, st.integers(1, 4), st.integers(0, 2**20), st.booleans())
 def test_the_best_nodes_of_a_batch_get_the_rows_and_who_wants_all_gets_all(
     draft: Draft, layers: int, seed: int, explores: bool
 ) -> None:
@@ -68,7 +77,7 @@ def test_the_best_nodes_of_a_batch_get_the_rows_and_who_wants_all_gets_all(
     rng = random.Random(seed)
     layers = min(layers, draft.steps)
     run = grown(draft, PlannedTree(ByMark()), layers)
-    each = Scripted(draft, layers, 0).full_rows(layers) - 1
+    each = Scripted(draft, layers, 0).full_rows(layers, draft.width or draft.topk) - 1
     rows = rng.randint(draft.batch, draft.batch * draft.max_nodes)
     planner = Scripted(draft, layers, rows, rng.randrange(draft.batch) if explores else None)
     planning = begun(planner, draft)
@@ -104,7 +113,7 @@ def test_the_best_nodes_of_a_batch_get_the_rows_and_who_wants_all_gets_all(
     assert np.allclose(sorted(kept), sorted(survivals)[len(survivals) - budget :], atol=1e-5)
 
 
-@given(drafts().filter(roomy), st.integers(0, 2**20))
+@given(roomy_drafts, st.integers(0, 2**20))
 def test_a_node_survived_if_it_lies_on_the_accepted_path(draft: Draft, seed: int) -> None:
     """Labels are those of the verified nodes, in the tree as it was drafted."""
     rng = random.Random(seed)
@@ -118,8 +127,8 @@ def test_a_node_survived_if_it_lies_on_the_accepted_path(draft: Draft, seed: int
     verify_input, paths = accepted(verified, total, draft, rng)
     planning.verified(verify_input, torch.tensor([len(path) for path in paths]))
     planning.begin(draft.batch, lambda: FirstLayer(*[torch.full((draft.topk, 1), 0.5)] * 3))
-    layers, depth, least, told_chosen, survived = planner.told
-    assert layers == draft.steps
+    width, layers, depth, least, told_chosen, survived = planner.told
+    assert (width, layers) == (draft.width or draft.topk, draft.steps)
     assert depth.tolist() == run.trees.depth[:, 1:].tolist()
     live = depth > 0
     assert least[live].tolist() == run.keys[:, 1:][torch.tensor(live)].tolist()
