@@ -276,19 +276,17 @@ class Planner:
         """Learn from what a step took: ``rows`` T were forwarded as its ``choice`` asked for,
         behind ``context`` tokens.
         """
-        parts = {"verify_ms": verify_ms, "draft_ms": draft_ms}
         rest = max(step_ms - verify_ms - draft_ms, 0.0)
+        kind: Any = {"context": context, "width": choice.width, "plain": plain}
         if self.cost.rest.known:
-            kind: Any = {"context": context, "width": choice.width, "plain": plain}
             predicted = self.cost.one(rows, batch, choice.layers, **kind)
             self._errors.append(predicted / step_ms)
             self._plain.took(batch, step_ms / predicted, plain=plain)
             self.predicted_ms += predicted
             self.measured_ms += step_ms
         self.cost.observe(
-            rows=rows, batch=batch, layers=choice.layers, rest_ms=rest, context=context,
-            width=choice.width,
-            plain=plain, **parts,
+            rows=rows, batch=batch, layers=choice.layers, verify_ms=verify_ms, draft_ms=draft_ms,
+            rest_ms=rest, **kind,
         )  # fmt: skip
         self._spent += step_ms
 
