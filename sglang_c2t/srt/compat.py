@@ -339,6 +339,23 @@ def backend_choices() -> ModuleType:
         return importlib.import_module(SERVER_ARGS)
 
 
+def draft_backends(server_args: Any, draft_runner: Any, topk: int, num_steps: int) -> Any:
+    """SGLang's ``DraftBackendFactory`` for drafts of other shapes than the server's own.
+
+    Older SGLang has it read the names of backends from ``server_args``, newer from the runner.
+    """
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+    arguments = {
+        "draft_model_runner": draft_runner,
+        "topk": topk,
+        "speculative_num_steps": num_steps,
+    }
+    if "server_args" in parameters_of(DraftBackendFactory.__init__):
+        arguments["server_args"] = server_args
+    return DraftBackendFactory(**arguments)
+
+
 def made_backend(factory: Any, name: str, backend: Any) -> Any:
     """What a method of SGLang's ``DraftBackendFactory`` returns for a backend that it made.
 

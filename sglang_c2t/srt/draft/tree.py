@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from sglang.srt.speculative import eagle_worker_v2
-from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from torch import Tensor
@@ -182,7 +181,7 @@ class TreeDraftMixin(PlainDrafting):
             attach.swapped(self, "speculative_num_draft_tokens", steps + 1),
         ):
             self._rebuild_topk1_chain_buffers()
-        factory = DraftBackendFactory(self.draft_runner, 1, steps)
+        factory = compat.draft_backends(self.server_args, self.draft_runner, 1, steps)
         self._backend_of_chains = factory.create_decode_backend()
 
     @contextmanager
