@@ -87,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = read_config(args.config)
         if args.algorithm is not None:
             config = drafting_by(config, args.algorithm)
+        if args.prompts:
+            config = sending(config, tuple(args.prompts))
         _check_names(args.only, config)
         cells = plan(config, args.only, args.at_once)
         servers = hosts(config, args.out / "logs")
@@ -123,6 +125,14 @@ def _parser() -> argparse.ArgumentParser:
         "--at-once", nargs="+", type=int, default=[], metavar="N", help="these concurrencies only"
     )
     parser.add_argument(
+        "--prompts",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="send so many, a number for each concurrency of the configuration",
+    )
+    parser.add_argument(
         "--algorithm", choices=sorted(DRAFTS), help="draft by this one, not the configuration's"
     )
     parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds of this call")
@@ -130,6 +140,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="folder with files of public prompt sets")
     parser.add_argument("--list", action="store_true", help="print what would be measured; no run")
     return parser
+
+
+def sending(config: BenchConfig, prompts: tuple[int, ...]) -> BenchConfig:
+    """The same run with other numbers of prompts; ConfigError unless one for each concurrency."""
+    return replace(config, load=tuple(replace(load, prompts=prompts) for load in config.load))
 
 
 def drafting_by(config: BenchConfig, algorithm: str) -> BenchConfig:
