@@ -399,6 +399,19 @@ def test_another_draft_leaves_out_the_methods_it_does_not_have(
     assert "tiny, STANDALONE: 6 cells (3 methods" in capsys.readouterr().out
 
 
+def test_a_run_sends_as_many_prompts_as_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One number for each concurrency; another count of numbers is a wrong command."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(TOML)
+    assert main([str(path), "--list", "--prompts", "3", "5"]) == 0
+    assert "1 at once: 3 prompts" in (said := capsys.readouterr().out)
+    assert "4 at once: 5 prompts" in said
+    assert main([str(path), "--list", "--prompts", "3"]) == 2
+    assert "lists of one length" in capsys.readouterr().err
+
+
 def test_a_listing_starts_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
