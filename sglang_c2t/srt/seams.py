@@ -422,9 +422,9 @@ SEAMS: tuple[Seam, ...] = (
         Seam(
             worker,
             "drafts several numbers of layers, each with its CUDA graphs and attention",
-            fields="draft_runner req_to_token_pool device topk hot_token_id speculative_num_steps "
-            "speculative_num_draft_tokens cuda_graph_runner cuda_graph_runner_for_draft_extend "
-            "draft_attn_backend draft_extend_attn_backend",
+            fields="draft_runner server_args req_to_token_pool device topk hot_token_id "
+            "speculative_num_steps speculative_num_draft_tokens cuda_graph_runner "
+            "cuda_graph_runner_for_draft_extend draft_attn_backend draft_extend_attn_backend",
         )
         for worker in (
             f"{EAGLE_WORKER}.EagleDraftWorker",
