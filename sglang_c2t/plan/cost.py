@@ -290,7 +290,7 @@ class StepCost:
     as well as a long one, and a plan that did not know would take too many short ones.
 
     Plain steps, in which no gate looks at any draft, have layers and a rest of their own; steps of
-    narrower drafts than the widest, with whose trees the host has less to do, a rest.
+    narrower drafts than the widest, with whose trees the host has less to do, a rest, plain or not.
 
     ``verify`` and ``context`` hold prices without the :class:`Pace` of the moment, which is
     multiplied with them.
@@ -309,6 +309,7 @@ class StepCost:
         self.plain_layer = Curve()
         self.plain_rest = Curve(share=0.5)
         self.narrow_rest = Curve(share=0.5)
+        self.plain_narrow_rest = Curve(share=0.5)
 
     def observe(
         self,
@@ -372,14 +373,19 @@ class StepCost:
         *,
         context: int = 0,
         width: int = 1,
+        plain: bool = False,
     ) -> Array:
         """[d, n] milliseconds of steps with T of ``rows`` [n] behind each of d ``depths`` of drafts
         of ``width`` W.
         """
         verify = np.array([self.verify(size) for size in rows.tolist()]) + self.context(context)
         verify *= self.pace.now
-        layer, rest = self._draft(batch, width)
+        layer, rest = self._draft(batch, width, plain)
         return np.array([[max(d - 1, 0) * layer + rest] for d in depths]) + verify
+
+    def plain_measured(self, batch: int, width: int) -> bool:
+        """Whether plain steps of drafts of this ``width`` were measured, not too long ago."""
+        return self._beside(width, plain=True)[1].measured(batch)
 
     def state(self) -> dict[str, Any]:
         """The curves' points at the pace of the moment, for JSON."""
@@ -402,19 +408,21 @@ class StepCost:
         """Milliseconds of a draft layer, and of the rest."""
         layer, rest = self._beside(width, plain)
         layer = layer if layer.known else self.layer
-        rest = rest if rest.known else self.rest
+        others = (self.plain_narrow_rest, self.plain_rest) if plain else ()
+        rest = next((curve for curve in (rest, *others) if curve.known), self.rest)
         return layer(batch * width), rest(batch)
 
     def _beside(self, width: int, plain: bool) -> tuple[Curve, Curve]:
         """A layer and the rest, of a kind of step."""
+        narrow = width < self._width
         if plain:
-            return self.plain_layer, self.plain_rest
-        return self.layer, self.rest if width == self._width else self.narrow_rest
+            return self.plain_layer, self.plain_narrow_rest if narrow else self.plain_rest
+        return self.layer, self.narrow_rest if narrow else self.rest
 
     @property
     def _curves(self) -> dict[str, Curve]:
-        names = "verify", "layer", "rest", "plain_layer", "plain_rest", "narrow_rest"
-        return {name: getattr(self, name) for name in names}
+        kinds = "plain_layer", "plain_rest", "narrow_rest", "plain_narrow_rest"
+        return {name: getattr(self, name) for name in ("verify", "layer", "rest", *kinds)}
 
 
 def _points(name: str, told: Any) -> dict[int, float]:

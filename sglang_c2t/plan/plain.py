@@ -5,7 +5,8 @@ are a staircase on which some fixed length happens to stand well, that is more t
 
 numpy only; knows neither torch nor SGLang.
 
-Legend: B requests, D layers.
+Legend: B requests, D layers, d of them drafted, S samples of drafts, C confidences of a tree's
+layer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sglang_c2t.plan.cost import about
-from sglang_c2t.plan.plan import Plan, best_of
+from sglang_c2t.plan.plan import Cost, Plan, best_of
 from sglang_c2t.plan.survival import Array
 
 #: Plain steps behind one that was planned. That one keeps learning what survives, and whether they
@@ -51,6 +52,33 @@ def best_alike(survival: Array, batch: int, cost: Callable[[int, int, int], floa
         layers, rows = max(drafts, 1), batch * (1 + drafts)  # the first comes with draft extend
         plans.append(Plan(layers, rows, expected, cost(rows, batch, layers)))
     return best_of(plans)
+
+
+def best_alike_trees(
+    survival: Array, batch: int, cost: Cost, *, whole: Callable[[int], int], width: int
+) -> Plan:
+    """The plan with the highest rate among those that verify as many nodes of each request's tree,
+    a whole path at least: SGLang's bookkeeping takes it for granted.
+
+    Args:
+        survival: [S, D, C] of typical trees, 0 where is no node. The most likely are verified.
+        batch: B.
+        cost: Gives milliseconds.
+        whole: Gives the nodes of a whole tree of d layers, its root included.
+        width: W of the trees.
+    """
+    depths = range(1, survival.shape[1] + 1)
+    drafts = 1 + np.arange(whole(depths[-1]) - 1)  # of a request
+    rows = batch * (1 + drafts)
+    milliseconds = cost(rows, batch, depths)
+    expected = np.zeros(milliseconds.shape)
+    for i, layers in enumerate(depths):
+        best = -np.sort(-survival[:, :layers].reshape(len(survival), -1), axis=1)
+        gained = np.cumsum(best.mean(axis=0))[: whole(layers) - 1]
+        expected[i, layers - 1 : len(gained)] = batch * (1.0 + gained[layers - 1 :])
+    i, j = divmod(int((expected / milliseconds).argmax()), len(rows))
+    at = float(expected[i, j]), float(milliseconds[i, j])
+    return Plan(depths[i], int(rows[j]), *at, width)
 
 
 class _Run(NamedTuple):

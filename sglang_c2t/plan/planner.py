@@ -182,12 +182,11 @@ class Planner:
         if self._unknown:
             return Choice(self._everything(batch), "unknown", whole)
         wanted = plain and not self._all_layers
-        alike = self._alike = self._best_alike(first, batch) if wanted else None
+        alike = self._alike = self._best_plain(first, batch) if wanted else None
         gain = None if alike is None else self._plain.gain(batch)
         every = [
-            self._every(first, batch, width, depths=depths, tiers=tiers)
-            for width in self.widths
-            if widths is None or width in widths
+            self._every(first, batch, width, depths=drafted, tiers=tiers)
+            for width, drafted in self._kinds(widths, depths)
         ]
         plans = [plan for of_width in every for plan in of_width.best_of_each_depth()]
         plan = best = best_of(plans)
@@ -357,6 +356,16 @@ class Planner:
         self._steps += 1
         self._as_planned, self._alike, self._measures = False, None, None
 
+    def _kinds(
+        self, widths: Collection[int] | None, depths: list[int]
+    ) -> list[tuple[int, list[int]]]:
+        """Widths of drafts and numbers of layers to choose from. A draft of one layer is the same
+        at any width, and counts as one of the narrowest.
+        """
+        narrowest, *others = [w for w in self.widths if widths is None or w in widths]
+        deeper = [d for d in depths if d > 1]
+        return [(narrowest, depths), *((width, deeper) for width in others if deeper)]
+
     def _every(
         self,
         first: Array,
@@ -407,6 +416,8 @@ class Planner:
     def _drafted(self, width: int, layers: int) -> None:
         """The step in progress, or the last one, drafts so many, so wide."""
         self._drafted_at[width][: layers + 1] = [self._steps] * (layers + 1)
+        for of_width in self._drafted_at.values():
+            of_width[1] = self._steps  # the first layer is the same
 
     def _due(self, last: int) -> bool:
         """Whether it is time for a look, the last one at that step, whatever it costs."""
@@ -431,9 +442,13 @@ class Planner:
         self._credit -= lost
         return True
 
-    def _best_alike(self, first: Array, batch: int) -> Plan:
+    def _best_plain(self, first: Array, batch: int) -> Plan:
         """The best plain step for drafts that begin as ``first`` and those before them did."""
-        survival = self._chains(self._behind(self._plain.typical(first), 1))
+        return self._best_alike(self._plain.typical(first), batch)
+
+    def _best_alike(self, first: Array, batch: int) -> Plan:
+        """The best plain step for drafts that begin as ``first``."""
+        survival = self._chains(self._behind(first, 1))
         cost = partial(self.cost.one, context=self._context, plain=True)
         return best_alike(survival.mean(axis=0), batch, cost)
 
@@ -448,7 +463,7 @@ class Planner:
         """
         if gain < 0.0:
             self._plain.begin(batch, alike, RUN)
-        elif not self.cost.plain_rest.measured(batch):
+        elif not self.cost.plain_measured(batch, alike.width):
             instead = alike._replace(tokens=alike.tokens + gain * alike.milliseconds)
             if self._due(self._tried_plain_at) or self._affordable(alike, instead, TRIAL):
                 self._tried_plain_at = self._steps
@@ -502,7 +517,8 @@ class Planner:
 
 def _within(other: Plan, plan: Plan) -> bool:
     """Whether who drafts as the ``plan`` says drafts all of the ``other`` as well."""
-    return other.width == plan.width and other.layers <= plan.layers
+    alike = other.width == plan.width or other.layers == 1
+    return alike and other.layers <= plan.layers
 
 
 def _lost(other: Plan, plan: Plan) -> float:

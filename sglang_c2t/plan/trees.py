@@ -20,9 +20,13 @@ of a layer at most, N nodes of a tree, its root included.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from sglang_c2t.plan.forecast import Continuations
+from sglang_c2t.plan.plain import best_alike_trees
+from sglang_c2t.plan.plan import Plan, best_of
 from sglang_c2t.plan.planner import Planner
 from sglang_c2t.plan.survival import Array, Numbers, Survival
 
@@ -86,6 +90,18 @@ class TreePlanner(Planner):
     def _chains(self, survival: Array) -> Array:
         """Of each layer the best node."""
         return survival[:, :, 0]
+
+    def _best_alike(self, first: Array, batch: int) -> Plan:
+        """Of chains, and of trees as wide as they can be."""
+        chains, width = super()._best_alike(first, batch), self.widest
+        trees = best_alike_trees(
+            self._behind(first[-self.samples :], width),
+            batch,
+            partial(self.cost, context=self._context, width=width, plain=True),
+            whole=partial(self.full_rows, width=width),
+            width=width,
+        )
+        return best_of([chains, trees])
 
     def _learn(self, width: int, layers: int, *outcome: Numbers) -> None:
         depth, confidence, verified, survived = outcome

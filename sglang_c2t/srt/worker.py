@@ -130,7 +130,7 @@ class WorkerMixin(EAGLEWorkerV2):
             result = super().verify(batch, *args, **kwargs)
         if planning is not None:
             planning.verified(verify_input, result.accept_lens)
-        compat.set_output_stride(result, verify_input.max_tree_depth)
+        compat.set_output_stride(result, verify_input.output_stride)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         attach.write(result, cap_lens=verify_input.num_rows)
         result.c2t_step = Step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.config import C2TConfig
+from sglang_c2t.plan.plan import Plan
+from sglang_c2t.plan.planner import Choice
+from sglang_c2t.plan.trees import TreePlanner
 from sglang_c2t.policies import (
     ChainPolicy,
     DraftLayer,
@@ -19,6 +23,8 @@ from sglang_c2t.policies import (
     build_tree_policy,
 )
 from sglang_c2t.policies.base import Growth, TreeLayer, TreeShape
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.gated_tree import PlannedTree
 
 MODES = ("c2t", "full", "none", "random")
 
@@ -117,3 +123,30 @@ class SwitchableTree:
             policy.check(self._shape)
             self._policies[mode] = policy
         return self._policies[mode].grow(layer)
+
+
+class AnyPlain(TreePlanner):
+    """Two of three steps are plain, of any width, height and size that there can be."""
+
+    _random = random.Random(0)
+
+    def plain_step(self, batch: int) -> Choice | None:
+        """Drawn, whatever it costs."""
+        if self._random.random() < 1 / 3:
+            return super().plain_step(batch)
+        width = self._random.choice(self.widths)
+        layers = self._random.randint(1, self.max_depth)
+        least, most = (1, 1 + layers) if width == 1 else (1 + layers, self.full_rows(layers, width))
+        rows = batch * self._random.randint(least, most)
+        return Choice(Plan(layers, rows, float(batch), 1.0, width), "plain")
+
+
+@dataclass(frozen=True)
+class PlainTrees(PlannedTree):
+    """Trees whose planner is :class:`AnyPlain`."""
+
+    gate: DyJoint = field(default_factory=DyJoint)
+
+    def planner(self, shape: TreeShape) -> AnyPlain:
+        """A planner that knows nothing yet."""
+        return AnyPlain(*shape)

@@ -182,9 +182,25 @@ def test_trees_are_narrow_or_plain_where_that_brings_more_and_outputs_are_the_sa
     for _ in range(6):
         assert run_load(planned_trees.server.url, BODIES, concurrency=4).outputs == expected
         curves = planned_trees.told()["planner"][0]["cost_ms"]
-        if curves["narrow_rest"] and curves["plain_rest"]:
+        if curves["narrow_rest"] and (curves["plain_narrow_rest"] or curves["plain_rest"]):
             return
     pytest.fail("one kind of step was never made")
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
+def test_plain_trees_of_every_size_give_the_same_outputs(
+    logs: Path, expected: list[tuple[int, ...]], algorithm: str
+) -> None:
+    """Between planned ones, and between plain chains."""
+    policy = ("--c2t", "--c2t-policy", "tests.e2e.server_policies:PlainTrees")
+    launch = Launch(f"plain-trees-{algorithm}", (*speculative_flags(algorithm, **TREE), *policy))
+    with running(launch, logs) as server:
+        for concurrency in (4, len(BODIES)):
+            server.flush_cache()
+            assert run_load(server.url, BODIES, concurrency=concurrency).outputs == expected
+        (told,) = requests.get(f"{server.url}/c2t", timeout=60).json()["planner"]
+    curves = told["cost_ms"]
+    assert all(curves[name] for name in ("plain_rest", "plain_narrow_rest", "rest"))
 
 
 def test_planned_trees_and_others_take_turns_during_requests(

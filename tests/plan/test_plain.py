@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.plain import ENOUGH, LATELY, TYPICAL, PlainSteps, best_alike
+from sglang_c2t.plan.plain import (
+    ENOUGH,
+    LATELY,
+    TYPICAL,
+    PlainSteps,
+    best_alike,
+    best_alike_trees,
+)
 from sglang_c2t.plan.plan import Plan
 
 
@@ -30,6 +39,31 @@ def test_no_other_number_of_drafts_for_all_has_a_higher_rate(
     assert found.rate == pytest.approx(max(rates))
     assert found.rows % batch == 0
     assert found.layers == max(found.rows // batch - 1, 1)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 4), st.integers(2, 4))
+def test_no_other_size_of_trees_for_all_has_a_higher_rate(
+    seed: int, batch: int, depth: int, width: int
+) -> None:
+    """Of each sampled tree its most likely nodes, as many of each, and room for a whole path."""
+    rng = np.random.default_rng(seed)
+    survival = np.cumprod(rng.uniform(0.1, 1.0, (5, depth, width)), axis=1)
+    whole = lambda layers: min(1 + layers * width, 8)  # noqa: E731
+    verify, layer = rng.uniform(1, 20, batch * 8 + 1), rng.uniform(0, 3)
+
+    def cost(rows: np.ndarray, _batch: int, layers: Sequence[int]) -> np.ndarray:
+        return verify[rows] + layer * (np.array(layers)[:, None] - 1)
+
+    found = best_alike_trees(survival, batch, cost, whole=whole, width=width)
+    rates = {}
+    for layers in range(1, depth + 1):
+        for rows in range(1 + layers, whole(layers) + 1):
+            gained = [sum(sorted(tree[:layers].ravel())[-(rows - 1) :]) for tree in survival]
+            took = verify[batch * rows] + layer * (layers - 1)
+            rates[layers, batch * rows] = batch * (1 + np.mean(gained)) / took
+    assert found.rate == pytest.approx(max(rates.values()))
+    assert found.rate == pytest.approx(rates[found.layers, found.rows])
+    assert found.width == width
 
 
 def test_a_run_ends_behind_its_last_step_and_waits_while_the_batch_is_another() -> None:

@@ -135,6 +135,8 @@ def test_wide_layers_are_drafted_where_they_cost_little(wide_ms: float, width: i
     # A first layer comes with draft extend, however wide.
     assert np.mean([plan.width == width or plan.layers == 1 for plan in planned]) > 0.9
     assert {choice.plan.width for choice in choices} == {1, TOPK}, "the other is looked at"
+    of_one_layer = [choice.plan.width for choice in choices if choice.plan.layers == 1]
+    assert set(of_one_layer) <= {1}, "which is the same at any width"
     assert len(planned) > 170, "seldom"
 
 

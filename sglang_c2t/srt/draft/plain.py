@@ -1,7 +1,7 @@
-"""Steps as SGLang itself makes them: chains of one length, and no gate.
+"""Steps as SGLang itself makes them: chains of one length or trees of one size, and no gate.
 
-What chains and trees draft in their plain steps (``plan/plain.py``), and how either extends the
-draft over what was accepted on a CPU.
+What servers of chains and of trees draft in their plain steps (``plan/plain.py``), and how either
+extends the draft over what was accepted on a CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_c2t.srt.draft.watcher import DraftWatcher
 
 
 class PlainDrafting(DraftWatcher):
-    """Drafts plain chains."""
+    """Drafts plain steps."""
 
     exact = True
     """Whether drafts are accepted by sampling and matching, as thresholds of 1 ask for."""
@@ -36,11 +36,13 @@ class PlainDrafting(DraftWatcher):
         return self.device == "cpu" and bool(batch.sampling_info.is_all_greedy)
 
     @contextmanager
-    def _drafting_short(self, steps: int) -> Iterator[None]:
-        """SGLang drafts ``steps`` layers inside the block, and builds chains of as many."""
+    def _drafting_short(self, steps: int, rows: int | None = None) -> Iterator[None]:
+        """SGLang drafts ``steps`` layers inside the block, and builds chains of as many, or trees
+        of so many ``rows``.
+        """
         with (
             attach.swapped(self, "speculative_num_steps", steps),
-            attach.swapped(self, "speculative_num_draft_tokens", steps + 1),
+            attach.swapped(self, "speculative_num_draft_tokens", rows or steps + 1),
         ):
             yield
 
@@ -48,6 +50,8 @@ class PlainDrafting(DraftWatcher):
         """SGLang's draft loop ``forward``, timed, with nobody looking at its layers."""
         with self._watching(self._plain_layer):
             parents, scores, tokens, probs = forward()
+        if self.topk > 1:
+            return parents, scores, tokens, probs
         # SGLang's tables are of whole chains.
         drafts = self.speculative_num_draft_tokens - 1
         return parents[:, :drafts], scores[:, :drafts], tokens, probs
@@ -60,7 +64,7 @@ class PlainDrafting(DraftWatcher):
     def _extend_over_accepted(
         self, stock: Callable[..., None], batch: Any, batch_result: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Extend the draft of chains over what was accepted, on a CPU, where the host may look.
+        """Extend the draft over what was accepted, on a CPU, where the host may look.
 
         SGLang, the ``stock`` one, extends over N rows of every request, and reads the last accepted
         one of each.

@@ -255,6 +255,11 @@ class Planning:
         return self._now.plan.layers
 
     @property
+    def width(self) -> int:
+        """W of the step in progress."""
+        return self._now.plan.width
+
+    @property
     def rows_each(self) -> int:
         """Rows of each request in a plain step, root included."""
         return self._now.plan.rows // self._now.batch

@@ -40,7 +40,7 @@ from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.feedback import choose_packing
 from sglang_c2t.srt.verify.packed import PackedVerifyInput
 from sglang_c2t.srt.verify.packing import Packing
-from sglang_c2t.srt.verify.tree import build_verify_input
+from sglang_c2t.srt.verify.tree import AlikeTrees, build_verify_input
 from sglang_c2t.tree import Trees
 
 # B requests, W beam rows, K topk, D steps, N nodes of a tree, H draft hidden size
@@ -51,7 +51,9 @@ Choose = Callable[[Trees, Tensor, Tensor], tuple[Trees, Packing]]
 
 
 class TreeDraftMixin(PlainDrafting):
-    """Grows trees with the gate's policy, wide or narrow; in plain steps chains, as SGLang does."""
+    """Grows trees with the gate's policy, wide or narrow; in plain steps trees or chains, as SGLang
+    does.
+    """
 
     gate: TreeGate
 
@@ -112,9 +114,19 @@ class TreeDraftMixin(PlainDrafting):
 
     def _draft_plain(
         self, draft: Callable[[], Any], batch: Any, planning: TreePlanning
-    ) -> ChainVerifyInput:
-        """A plain step: what SGLang's ``draft`` drafts of chains, all verified alike."""
+    ) -> PackedVerifyInput:
+        """A plain step: what SGLang's ``draft`` drafts of trees or of chains, all of one size."""
         steps, first = planning.layers, batch.spec_info
+        if planning.width > 1:
+            self.drafted_rows = planning.rows_each
+            backend = self._backends_of_trees.get(steps)  # none drafts a layer that is there
+            with (
+                self._drafting_short(steps, planning.rows_each),
+                attach.swapped(self, "draft_attn_backend", backend),
+            ):
+                trees = draft()
+            planning.layers_end()
+            return AlikeTrees.of(trees)
         self.drafted_rows = steps + 1
         with (
             self._one_row(ask=False),
@@ -171,7 +183,7 @@ class TreeDraftMixin(PlainDrafting):
             self.planning.depths = [self.speculative_num_steps]
 
     def init_attention_backend(self) -> None:
-        """Also an attention for chains, where a step may draft these."""
+        """Also attentions for chains and for lower trees, where a step may draft these."""
         super().init_attention_backend()
         if self.draft_widths is not None:
             return
@@ -181,8 +193,14 @@ class TreeDraftMixin(PlainDrafting):
             attach.swapped(self, "speculative_num_draft_tokens", steps + 1),
         ):
             self._rebuild_topk1_chain_buffers()
-        factory = compat.draft_backends(self.server_args, self.draft_runner, 1, steps)
-        self._backend_of_chains = factory.create_decode_backend()
+
+        def backend(topk: int, steps: int) -> Any:
+            factory = compat.draft_backends(self.server_args, self.draft_runner, topk, steps)
+            return factory.create_decode_backend()
+
+        self._backend_of_chains = backend(1, steps)
+        self._backends_of_trees = {lower: backend(self.topk, lower) for lower in range(2, steps)}
+        self._backends_of_trees[steps] = self.draft_attn_backend
 
     @contextmanager
     def _one_row(self, *, ask: bool) -> Iterator[None]:

@@ -54,7 +54,7 @@ class TreePlanning(Planning):
             whole: Which of the B requests' trees are verified whole, come what may.
         """
         depth, least = trees.depth[:, 1:], keys[:, 1:]
-        width = self._now.plan.width
+        width = self.width
 
         def seen() -> Array:
             confidence = least.numpy().astype(np.float64)

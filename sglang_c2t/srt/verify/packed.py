@@ -75,6 +75,11 @@ class PackedVerifyInput(EagleVerifyInput):
             return len(self.num_rows) * self.draft_token_num
         return self.packing.forwarded_rows
 
+    @property
+    def output_stride(self) -> int:
+        """Places of a request in the tokens that verification gives back."""
+        return self.draft_token_num if self.packing is None else self.max_tree_depth
+
     def accept(
         self,
         stock: Callable[..., Accepted],

@@ -94,6 +94,15 @@ class TreeVerifyInput(PackedVerifyInput):
         return predict[row.flatten()]
 
 
+class AlikeTrees(PackedVerifyInput):
+    """SGLang's own trees, all of one size and all verified."""
+
+    @property
+    def num_rows(self) -> Tensor:
+        """[B] int32: N of each request."""
+        return torch.full((len(self.retrieve_index),), self.draft_token_num, dtype=torch.int32)
+
+
 def build_verify_input(
     trees: Trees, batch: Any, *, num_steps: int, topk: int, packing: Packing
 ) -> TreeVerifyInput:

@@ -79,7 +79,8 @@ def test_what_cannot_be_used_is_told_in_one_line_and_the_start_is_cold(
     assert said in line
     assert "\n" not in line
     assert survival(planner) == COLD
-    curves = "verify", "layer", "rest", "plain_layer", "plain_rest", "narrow_rest", "context"
+    plain = "plain_layer", "plain_rest", "plain_narrow_rest"
+    curves = "verify", "layer", "rest", *plain, "narrow_rest", "context"
     assert planner.cost.state() == {name: {} for name in curves}
     assert json.loads(path.read_text())["version"] == 1, "ours is in its place"
 
