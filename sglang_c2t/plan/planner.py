@@ -396,7 +396,8 @@ class Planner:
         """
         verify, tiers = self.cost.verify, every[0].tiers.tolist()
         for untried, most in ((verify.stale, np.inf), (verify.unknown, NEARLY)):
-            again = untried(tiers)
+            if not (again := untried(tiers)):
+                continue
             looks = [look for plans in every if (look := plans.best_that_fills(again))]
             found = max(looks, key=lambda look: look[1].rate, default=None)
             if found is None or _lost(found[1], best) > most * found[1].milliseconds:

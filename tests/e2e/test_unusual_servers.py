@@ -56,8 +56,10 @@ def test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_without_specula
         assert server.c2t_state()["recording"]["drafts_written"] > 0
 
 
-def planned_launch(name: str, *flags: str, env: dict[str, str], **shape: int) -> Launch:
-    planned = ("--c2t", "--c2t-policy", "auto")
+def planned_launch(
+    name: str, *flags: str, env: dict[str, str], policy: str = "auto", **shape: int
+) -> Launch:
+    planned = ("--c2t", "--c2t-policy", policy)
     return Launch(name, (*speculative_flags("EAGLE3", **shape), *planned, *flags), env=env)
 
 
@@ -81,11 +83,21 @@ def test_two_tensor_parallel_ranks_follow_one_plan(
         assert told["steps"] > 50
 
 
+@pytest.mark.parametrize(
+    ("policy", "shape"),
+    [
+        ("auto", {}),
+        ("auto", {"topk": 4, "num_draft_tokens": 16}),
+        ("tests.e2e.server_policies:PlainTrees", {"topk": 4, "num_draft_tokens": 16}),
+    ],
+    ids=["chains", "trees", "plain trees"],
+)
 def test_requests_retracted_under_a_plan_give_the_same_outputs_and_leak_nothing(
-    logs: Path, expected: list[tuple[int, ...]]
+    logs: Path, expected: list[tuple[int, ...]], policy: str, shape: dict[str, int]
 ) -> None:
     """SGLang retracts every third step; its strict memory check ends the server on a leak."""
-    with running(planned_launch("retract-planned", env=RETRACTING), logs) as server:
+    launch = planned_launch("retract-planned", env=RETRACTING, policy=policy, **shape)
+    with running(launch, logs) as server:
         result = run_load(server.url, BODIES, concurrency=len(BODIES))
         assert sum(answer.meta_info["num_retractions"] for answer in result.answers) > 0
         assert differing(result.outputs, expected) == []
