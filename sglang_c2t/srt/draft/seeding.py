@@ -34,6 +34,10 @@ MEASURED = SEED
 #: Seconds all may take. Sizes are then left out; curves go on between and beyond those measured.
 SECONDS = 15.0
 
+#: Of these, what one step may take: so many rows are bound by compute, and the curve goes on as it
+#: rose. Those of few requests, where each row counts, would be left out for them.
+DEAREST = SECONDS / 10
+
 #: Seconds behind which a size is not measured a third time: in so long pauses come to little.
 ENOUGH_SECONDS = 0.5
 
@@ -72,7 +76,8 @@ def seed_costs(planning: Planning, worker: Any) -> None:
     for rows in [*span * MEASURED, *(rows for rows in between for _ in range(MEASURED))]:
         mine, now = took.setdefault(rows, []), time.perf_counter()
         # A row more rarely costs more than those before it did.
-        late = now + (min(mine) if mine else seconds * rows / size) - began > SECONDS
+        expected = min(mine) if mine else seconds * rows / size
+        late = expected > min(began + SECONDS - now, DEAREST)
         (enough,) = planning.agree([late or (len(mine) > 1 and sum(mine) > ENOUGH_SECONDS)])
         if not enough:
             step(rows, learn=True)

@@ -86,6 +86,16 @@ def test_larger_sizes_are_left_out_where_there_is_no_time(monkeypatch: pytest.Mo
     assert not measured & {48, 80}
 
 
+def test_a_size_that_takes_too_long_is_left_out_for_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(seeding, "DEAREST", 0.5)
+    measured = {rows for _, rows in seeded(10.0).steps}
+    assert 48 in measured
+    assert not measured & {52, 56, 60, 64, 72, 80}
+    assert {4, 5, 6, 7, 9} <= measured
+
+
 def test_a_size_that_takes_long_is_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once would be the first time, which is slow."""
     monkeypatch.setattr(seeding, "ENOUGH_SECONDS", 0.4)
