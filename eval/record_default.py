@@ -22,7 +22,7 @@ from sglang_c2t.offline.train import TrainSettings
 from sglang_c2t.policies import ON_TREES
 
 RECIPES = ("c2t", "c2t-log", "c2t-plus", "logistic", "mcsd")
-TREE_RECIPES = ("c2t", "c2t-log", "c2t-plus")
+TREE_RECIPES = ("c2t", "c2t-log", "c2t-plus-tree")
 
 
 def settings_of(recipe: str) -> TrainSettings:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eval.record_default", description=__doc__)
     parser.add_argument("--train-sets", type=Path, help="folder with public prompts to learn from")
     parser.add_argument("--num-prompts", type=int, default=100, help="per family and draft kind")
-    parser.add_argument("--num-tree-prompts", type=int, default=5, help="the same, for trees")
+    parser.add_argument("--num-tree-prompts", type=int, default=20, help="the same, for trees")
     parser.add_argument("--work", type=Path, default=Path("runs/tables"))
     parser.add_argument("--tree-work", type=Path, default=Path("runs/trees"))
     parser.add_argument(
@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     pooled = _recordings(args.tree_work, texts, TREES)
     for recipe in TREE_RECIPES:
         epochs = ("--epochs", str(settings_of(recipe).epochs))
-        if code := _train(pooled, recipe, args.out / f"{recipe}{ON_TREES}.safetensors", *epochs):
+        name = recipe.removesuffix(ON_TREES) + ON_TREES
+        if code := _train(pooled, recipe, args.out / f"{name}.safetensors", *epochs):
             return code
     return 0
 

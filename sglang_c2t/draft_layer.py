@@ -19,6 +19,9 @@ from torch import Tensor
 #: names no k; 10 is the top-K of EAGLE-2 and C2T.
 TOPK_PROBS = 10
 
+#: Where a token stands among those of its layer; known without any measurement.
+PLACES = frozenset({"rank", "parent_rank"})
+
 _TOP_ENTROPY = re.compile(r"entropy_top(\d+)")
 
 
@@ -50,6 +53,9 @@ class DraftLayer:
     ``topk_prob``        [B, k] float32, descending, zero-padded
     ``hidden``           [B, H]: the draft's hidden state that gave the distribution
     ``confidence``       [B] float32 in [0, 1]: the gate's own, where a kernel has computed it
+    ``rank``             [B] float32: place among its siblings, 0 for the most likely
+    ``parent_rank``      [B] float32: its parent's place among the rows that were forwarded for the
+                         request, best first; 0 for children of the root, and in chains
     """
 
     parent: DraftLayer | None = None
@@ -72,7 +78,7 @@ class DraftLayer:
 def known_measurement(name: str) -> bool:
     """Whether :func:`measure` can supply ``name``."""
     plain = {"prob", "entropy", "margin", "topk_prob", "hidden"}
-    return name in plain or _TOP_ENTROPY.fullmatch(name) is not None
+    return name in plain | PLACES or _TOP_ENTROPY.fullmatch(name) is not None
 
 
 def measure(
@@ -102,6 +108,8 @@ def measure(
             if hidden is None:
                 raise ValueError("this draft model returns no hidden state")
             stats[name] = hidden
+        elif name in PLACES:
+            stats[name] = torch.zeros_like(stats["prob"])
         elif name in cuts:
             # The cut tail is dropped, not spread: the probabilities are not renormalised.
             stats[name] = entropy(top[:, : cuts[name]])

@@ -31,7 +31,7 @@ class Defaults(NamedTuple):
 
 
 CHAINS = Defaults("80", "100", Path("runs/tables"), Path("eval/TABLES.md"))
-TREES = Defaults("8", "5", Path("runs/trees"), Path("eval/TREES.md"))
+TREES = Defaults("30", "20", Path("runs/trees"), Path("eval/TREES.md"))
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -45,8 +45,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--test-sets", type=Path, help="folder with the public test prompts")
     add("--train-sets", type=Path, help="folder with the public training prompts")
     add("--num-test", nargs="+", metavar="N",
-        help="prompts per family (80; trees 8); 80 EAGLE=40: 40 for that draft")  # fmt: skip
-    add("--num-train", nargs="+", metavar="N", help="likewise (100; trees 5)")
+        help="prompts per family (80; trees 30); 80 EAGLE=40: 40 for that draft")  # fmt: skip
+    add("--num-train", nargs="+", metavar="N", help="likewise (100; trees 20)")
     add("--algorithms", nargs="+", choices=sorted(DRAFTS), default=sorted(DRAFTS))
     add("--work", type=Path, help=f"recordings, kept ({CHAINS.work}; trees {TREES.work})")
     add("--out", type=Path, help=f"the tables ({CHAINS.out}; trees {TREES.out})")

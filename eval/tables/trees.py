@@ -24,8 +24,10 @@ from eval.record_default import settings_of
 from eval.recordings import TREES, named_bodies, prompts, record
 from eval.server import Launch, running, speculative_flags
 from eval.tables.markdown import bracket, difference, mix, section, tau_gamma, with_interval
+from eval.tables.tree_inputs import inputs_table
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
 from sglang_c2t.classifier.recording import Recording
+from sglang_c2t.draft_layer import PLACES
 from sglang_c2t.offline.client import run_load
 from sglang_c2t.offline.compare import Array, Curve, everyone, resamples
 from sglang_c2t.offline.scores import auc
@@ -52,6 +54,12 @@ SIZES = (2, 4, 6, 8, 12, 16, 20, 26, 33, 40, 50, 60, 80, 100, 140, 200, FULL.num
 #: EAGLE-2 trees whose accept length the others are compared at.
 TARGETS = (8, 16, 26, 60)
 BETAS = (0.2, 0.3, 0.5, 0.7, 0.85)
+RECIPES_OF = {
+    "C2T": "c2t",
+    "C2T-log": "c2t-log",
+    "C2T-plus": "c2t-plus-tree",
+    "C2T-plus without ranks": "c2t-plus",
+}
 
 #: A policy, and how large its trees may be.
 Setting = tuple[TreePolicy, TreeShape]
@@ -62,8 +70,10 @@ class Draft:
     """One draft model, the trees to measure on, and what was learnt from others."""
 
     algorithm: str
+    groups: list[str]
     forest: Forest
     test: Recording
+    train: Recording
     classifiers: dict[str, Classifier]
     once: Array  # [1, Q]
     drawn: Array  # [S, Q]
@@ -154,11 +164,7 @@ def _cells(draft: Draft, outcome: TreeOutcome) -> list[str]:
 def equal_tau_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:
     """Nodes at EAGLE-2's accept lengths, and the difference from it."""
     rival = curves["EAGLE-2, N"]
-
-    def target(size: int, weights: Array) -> Array:
-        return rival.tau(weights)[:, SIZES.index(size)]
-
-    heads = [f"tau {float(target(n, draft.once)[0]):.3f} (EAGLE-2, N = {n})" for n in TARGETS]
+    heads = [f"tau {reached(rival, n)(draft.once)[0]:.3f} (EAGLE-2, N = {n})" for n in TARGETS]
     rows = [("EAGLE-2, N", [f"{size}.00" for size in TARGETS])]
     for name, curve in curves.items():
         if curve is rival:
@@ -166,7 +172,7 @@ def equal_tau_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:
         cells = []
         for size in TARGETS:
             once, drawn = (
-                curve.gamma_at(target(size, weights), weights)
+                curve.gamma_at(reached(rival, size)(weights), weights)
                 for weights in (draft.once, draft.drawn)
             )
             change = difference(100 * (once / size - 1), 100 * (drawn / size - 1))
@@ -180,6 +186,33 @@ def equal_tau_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:
         "italic: more.",
         ["method", *heads],
         rows,
+    )
+
+
+def reached(rival: Curve, size: int) -> Callable[[Array], Array]:
+    """Gives the accept lengths of EAGLE-2's trees of this ``size``, for weights."""
+    return lambda weights: rival.tau(weights)[:, SIZES.index(size)]
+
+
+def family_table(draft: Draft, curves: dict[str, Curve], size: int = 26) -> list[str]:
+    """The difference from EAGLE-2 in each family, and in all."""
+    rival, groups = curves["EAGLE-2, N"], np.array(draft.groups)
+    families: list[str | None] = [*sorted(set(draft.groups)), None]
+
+    def cell(curve: Curve, family: str | None) -> str:
+        mask = np.ones(len(groups)) if family is None else (groups == family).astype(float)
+        once, drawn = (
+            curve.gamma_at(reached(rival, size)(weights * mask), weights * mask)
+            for weights in (draft.once, draft.drawn)
+        )
+        return difference(100 * (once / size - 1), 100 * (drawn / size - 1))
+
+    shown = [name for name in curves if curves[name] is not rival and "on EAGLE-2" not in name]
+    return section(
+        f"### {draft.algorithm}: by family, at EAGLE-2's accept length there with N = {size}",
+        "Difference of gamma from EAGLE-2's in per cent.",
+        ["method", *("all" if family is None else family for family in families)],
+        [(name, [cell(curves[name], family) for family in families]) for name in shown],
     )
 
 
@@ -203,10 +236,10 @@ def variation_table(draft: Draft) -> list[str]:
 
 def classifier_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:
     """Whether classifiers learn more from trees than from chains."""
-    layer, labels = draft.test.layer(), draft.test.nodes["accept"].float()
+    layer, labels = draft.test.layer(PLACES), draft.test.nodes["accept"].float()
     shown = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:300_000]
     sample, truth = layer.take(shown), labels[shown]
-    tau = curves["EAGLE-2, N"].tau(draft.once)[:, SIZES.index(26)]
+    tau = reached(curves["EAGLE-2, N"], 26)(draft.once)
     scores = {"joint threshold": sample.joint}
     scores |= {name: c.confidence(sample) for name, c in draft.classifiers.items()}
     gammas = {name: float(curves[name].gamma_at(tau, draft.once)[0]) for name in scores}
@@ -287,7 +320,7 @@ def learn(train: Recording) -> dict[str, Classifier]:
     """Classifiers from this draft's trees, and the shipped one, which learnt from chains."""
     found = {
         label: train_classifier(train, RECIPES[recipe], settings=settings_of(recipe))
-        for label, recipe in (("C2T", "c2t"), ("C2T-log", "c2t-log"), ("C2T-plus", "c2t-plus"))
+        for label, recipe in RECIPES_OF.items()
     }
     found["C2T-plus, learnt from chains"] = load_classifier("c2t-plus")
     return found
@@ -302,8 +335,19 @@ def report(draft: Draft, texts: Sequence[Prompt], work: Path, console: Console) 
         curves[name] = draft.sweep(make, grid)
         console.print(f"  swept {name}")
     lines += equal_tau_table(draft, curves)
+    lines += family_table(draft, curves)
     lines += variation_table(draft)
     lines += classifier_table(draft, curves)
+    rival = curves["EAGLE-2, N"]
+    lines += inputs_table(
+        draft.forest,
+        draft.test,
+        draft.train,
+        algorithm=draft.algorithm,
+        targets={size: reached(rival, size) for size in TARGETS},
+        weights=(draft.once, draft.drawn),
+        console=console,
+    )
     lines += ancestor_table(draft, texts, work)
     return lines
 
@@ -320,7 +364,7 @@ def files(args: Namespace, console: Console) -> dict[Path, tuple[str, str, list[
         trained = record(algorithm, train, args.work / f"train-{algorithm}", TREES)
         forest = Forest.from_recording(tested)
         groups = [rid.rsplit("/", 1)[0] for rid in forest.requests]
-        draft = Draft(algorithm, forest, tested, learn(trained), everyone(groups),
+        draft = Draft(algorithm, groups, forest, tested, trained, learn(trained), everyone(groups),
                       resamples(groups, NUM_RESAMPLES))  # fmt: skip
         about[mix(groups)] = None
         lines += [f"## {algorithm}", "", *report(draft, test, args.work, console)]

@@ -51,7 +51,7 @@ from torch import Tensor
 from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
 from sglang_c2t.classifier.request_names import names_in
 from sglang_c2t.config import ConfigError
-from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.draft_layer import PLACES, DraftLayer
 from sglang_c2t.files import write_whole
 
 FORMAT = "c2t-recording"
@@ -116,7 +116,7 @@ class Recording:
         :class:`ConfigError` where one of the measurements it ``needs`` was not recorded.
         """
         extra = set(self.nodes) - set(NODE_COLUMNS) | MEASURED
-        if missing := sorted(set(needs) - extra):
+        if missing := sorted(set(needs) - extra - PLACES):
             raise ConfigError(
                 f"this recording lacks {', '.join(missing)}: record again with record_extra "
                 f"{missing}"
@@ -127,8 +127,25 @@ class Recording:
             joint=self.nodes["joint"],
             entropy=self.nodes["entropy"],
             alive=torch.ones(self.num_nodes, dtype=torch.bool),
-            measured={name: self.nodes[name] for name in extra},
+            measured={name: self.nodes[name] for name in extra}
+            | {name: self._place(name) for name in PLACES.intersection(needs)},
         )
+
+    def _place(self, name: str) -> Tensor:
+        """[num_nodes] float32: see :attr:`DraftLayer.measured`. Rows stood by falling joint
+        probability, of equals the first.
+        """
+        if name == "rank":
+            return self.nodes["rank"].float()
+        parents = self.parent_rows()
+        forwarded = parents[parents >= 0].unique()  # rising: of a layer and a draft in a row
+        layer = self.nodes["draft"].long()[forwarded] * 256 + self.nodes["depth"][forwarded]
+        order = self.nodes["joint"][forwarded].argsort(descending=True, stable=True)
+        order = order[layer[order].argsort(stable=True)]
+        first = torch.searchsorted(layer, layer)
+        place = torch.zeros(self.num_nodes)
+        place[forwarded[order]] = (torch.arange(len(order)) - first).float()
+        return place[parents.clamp(min=0)].masked_fill(parents < 0, 0.0)
 
     def parent_rows(self) -> Tensor:
         """[num_nodes] int64: the row of each token's parent, -1 for children of the root."""

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_c2t.draft_layer import DraftLayer, margins
+from sglang_c2t.draft_layer import PLACES, DraftLayer, margins
 from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape, grown
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.tree import Trees, best_per_request, closed_keys, grow, least_on_path
 
 #: Measurements that differ between the children of one row; the rest belong to the row.
-PER_NODE = frozenset({"margin", "confidence", "keep"})
+PER_NODE = frozenset({"margin", "confidence", "keep"}) | PLACES
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class TreeGrowth:
             prob: [B, W, K] float32, q(child | path).
             measured: By name, [B * W, ...] where it belongs to the row, [B * W * K] where
                 it belongs to the child (:data:`PER_NODE`); ``entropy`` and what the
-                policy needs.
+                policy needs, but for places, which stand here.
             exists: [B, W, K] bool: the others are dead from the start; ``None``: all do.
         """
         layer = self._layer(prob, measured, exists)
@@ -218,6 +218,8 @@ class TreeGrowth:
             name: values if name in PER_NODE else values.repeat_interleave(topk, dim=0)
             for name, values in measured.items()
         }
+        if "confidence" not in measured:
+            per_node |= {name: self._place(name, prob) for name in PLACES & self._policy.needs}
         nodes = DraftLayer(
             depth=len(self._layers) + 1,
             prob=prob.flatten().float(),
@@ -228,6 +230,12 @@ class TreeGrowth:
             parent=self._parent_nodes() if self._reads_parent else None,
         )
         return TreeLayer(nodes, self.batch, topk)
+
+    def _place(self, name: str, prob: Tensor) -> Tensor:
+        """[B * W * K] float32: where children with ``prob`` [B, W, K], or their parents, stand."""
+        rows, children = (torch.arange(n, device=prob.device) for n in prob.shape[1:])
+        place = children if name == "rank" else rows[:, None]
+        return place.float().expand(prob.shape).flatten()
 
     def _parent_nodes(self) -> DraftLayer | None:
         """[B * W * K]: each child's parent, taken from the layer before."""

@@ -122,6 +122,7 @@ class TreeGate(Gate):
             joint=beams.joint.flatten(),
             alive=beams.alive.flatten(),
             token_map=token_map,
+            width=beams.tokens.shape[1],
         )
         return self._judged
 

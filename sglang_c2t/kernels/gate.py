@@ -42,7 +42,8 @@ MAX_TOPK = 16
 MAX_HIDDEN = 64
 
 #: What the network may read; names and meanings are the classifier's.
-FEATURES = ("joint", "log_joint", "prob", "log_prob", "margin", "entropy", "depth")
+MEASURES = ("joint", "log_joint", "prob", "log_prob", "margin", "entropy", "depth")
+FEATURES = (*MEASURES, *sorted(draft_layer.PLACES))
 
 CHUNK = 4096  # logits per program: 8 or 16 KB, enough programs even for one row
 GROUP = 64  # logits per maximum
@@ -189,6 +190,7 @@ def judge_layer(
     num_kept: Tensor | None = None,  # [R] int32, in place: += keep[:, 0]
     out: GateOutput | None = None,  # written in place and returned
     tokens: bool = True,  # False: nobody asks which tokens they are
+    width: int = 1,  # rows of a request, best first, which stand together
 ) -> GateOutput:
     """The K best children of each row, and which of them to keep.
 
@@ -215,6 +217,7 @@ def judge_layer(
             num_kept=num_kept,
             out=out,
             tokens=tokens,
+            width=width,
         )
     _check(logits, topk, joint, alive, token_map, num_kept, out)
     rows, vocab = logits.shape
@@ -240,17 +243,18 @@ def judge_layer(
         token_map,
         num_kept,
         *out,
-        **judge_constants(program.names, program.hidden_size, topk, num_chunks),
+        **judge_constants(program.names, program.hidden_size, topk, num_chunks, width),
         num_warps=4,
     )
     return out
 
 
 def judge_constants(
-    names: tuple[str, ...], hidden_size: int, topk: int, num_chunks: int
+    names: tuple[str, ...], hidden_size: int, topk: int, num_chunks: int, width: int = 1
 ) -> dict[str, object]:
     """What the kernel ``judge`` is compiled for."""
     return {
+        "WIDTH": width if "parent_rank" in names else 1,
         "NAMES": names,
         "HIDDEN": hidden_size,
         "K": topk,
@@ -275,6 +279,7 @@ def judge_layer_reference(
     num_kept: Tensor | None = None,
     out: GateOutput | None = None,
     tokens: bool = True,
+    width: int = 1,
 ) -> GateOutput:
     """:func:`judge_layer` in plain torch, on a CPU."""
     _check(logits, topk, joint, alive, token_map, num_kept, out)
@@ -300,6 +305,8 @@ def judge_layer_reference(
         "margin": lambda: draft_layer.margins(best, topk),
         "entropy": lambda: entropy[:, None].expand_as(prob),
         "depth": lambda: torch.full_like(prob, depth),
+        "rank": lambda: torch.arange(topk).expand_as(prob).float(),
+        "parent_rank": lambda: (torch.arange(len(x)) % width)[:, None].expand_as(prob).float(),
     }
     confidence = _confidence(program, [features[name]() for name in program.names])
     keep = confidence >= program.beta
@@ -455,7 +462,9 @@ def _largest(keys, COUNT: tl.constexpr, PAD: tl.constexpr):
 
 
 @triton.jit
-def _feature(NAMES: tl.constexpr, F: tl.constexpr, prob, joint, margin, entropy, depth):
+def _feature(
+    NAMES: tl.constexpr, F: tl.constexpr, prob, joint, margin, entropy, depth, rank, parent_rank
+):
     """[K] float32."""
     x = tl.zeros_like(prob)
     if NAMES[F] == "joint":
@@ -470,6 +479,10 @@ def _feature(NAMES: tl.constexpr, F: tl.constexpr, prob, joint, margin, entropy,
         x += margin
     elif NAMES[F] == "entropy":
         x += entropy
+    elif NAMES[F] == "rank":
+        x += rank
+    elif NAMES[F] == "parent_rank":
+        x += parent_rank
     else:
         tl.static_assert(NAMES[F] == "depth")
         x += depth
@@ -495,6 +508,7 @@ def judge(
     confidence_out,
     keep_out,
     entropy_out,
+    WIDTH: tl.constexpr,
     NAMES: tl.constexpr,
     HIDDEN: tl.constexpr,
     K: tl.constexpr,
@@ -553,8 +567,9 @@ def judge(
     margin = value - tl.where(place == 0, second, m)
     margin = tl.minimum(tl.maximum(margin, -MAX_MARGIN), MAX_MARGIN)
 
+    rank, parent_rank = place.to(tl.float32), (row % WIDTH).to(tl.float32)
     if HIDDEN == 0:
-        confidence = _feature(NAMES, 0, prob, joint, margin, entropy, depth)
+        confidence = _feature(NAMES, 0, prob, joint, margin, entropy, depth, rank, parent_rank)
     else:
         unit = tl.arange(0, PAD_HIDDEN)
         used = unit < HIDDEN
@@ -562,7 +577,7 @@ def judge(
         out_weight = tl.load(program + 2 + HIDDEN + unit, mask=used, other=0.0)
         hidden = tl.zeros([PAD_K, PAD_HIDDEN], tl.float32) + hidden_bias[None, :]
         for f in tl.static_range(len(NAMES)):
-            x = _feature(NAMES, f, prob, joint, margin, entropy, depth)
+            x = _feature(NAMES, f, prob, joint, margin, entropy, depth, rank, parent_rank)
             weight = tl.load(program + 2 + (2 + f) * HIDDEN + unit, mask=used, other=0.0)
             hidden += x[:, None] * weight[None, :]
         activity = tl.maximum(hidden, 0.0) * out_weight[None, :]

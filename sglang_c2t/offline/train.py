@@ -60,6 +60,12 @@ RECIPES: dict[str, Recipe] = {
     "c2t-plus": Recipe(
         ("log_joint", "margin", "entropy", "depth"), standardise=True, balance=False
     ),
+    # In trees, its place there as well.
+    "c2t-plus-tree": Recipe(
+        ("log_joint", "margin", "entropy", "depth", "rank", "parent_rank"),
+        standardise=True,
+        balance=False,
+    ),
     # The paper's entropy, cut to the 1000 largest probabilities.
     "c2t-top1000": Recipe(("joint", "entropy_top1000", "depth")),
     # Ablations: one input left out.

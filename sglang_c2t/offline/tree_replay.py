@@ -25,6 +25,7 @@ from torch import Tensor
 from sglang_c2t.classifier.recording import MEASURED, NODE_COLUMNS, Recording
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft.growth import PER_NODE, TreeGrowth
+from sglang_c2t.draft_layer import PLACES
 from sglang_c2t.offline.replay import Outcome, Roots, refuse_unrecorded, walk
 from sglang_c2t.policies.base import TreePolicy, TreeShape
 
@@ -90,7 +91,7 @@ def replay_trees(policy: TreePolicy, forest: Forest, shape: TreeShape | None = N
     for name, wanted, recorded in zip(shape._fields, shape, forest.shape, strict=True):
         if not 1 <= wanted <= recorded:
             raise ConfigError(f"cannot replay {name} {wanted} on trees recorded with {recorded}")
-    refuse_unrecorded(policy, forest.nodes)
+    refuse_unrecorded(policy, {*forest.nodes, *PLACES})
     policy.check(shape)
     rows = torch.arange(len(forest.draft_row)).split(ROOTS_AT_ONCE)
     table = torch.cat([_grown(policy, forest, shape, at) for at in rows], dim=1)  # [4, R]
@@ -103,7 +104,7 @@ def replay_trees(policy: TreePolicy, forest: Forest, shape: TreeShape | None = N
 def _grown(policy: TreePolicy, forest: Forest, shape: TreeShape, roots: Tensor) -> Tensor:
     """[4, B] int64: accepted and verified nodes, drafted layers, uncovered beams at ``roots``."""
     growth = TreeGrowth(policy, shape, len(roots), roots.device)
-    names = {"entropy"} | policy.needs
+    names = {"entropy"} | policy.needs - PLACES
     num_drafted, num_uncovered = torch.zeros_like(roots), torch.zeros_like(roots)
     # Tokens are numbers of recorded nodes here.
     rows = len(forest.nodes["accept"]) + forest.draft_row[roots][:, None]  # [B, W]

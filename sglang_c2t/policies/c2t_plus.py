@@ -6,6 +6,12 @@ whether a chain is unlikely because of this token or of an earlier one; with the
 beside it the network can tell. All inputs come from the draft's own distribution, so a
 classifier still moves between draft models (C2T, arXiv:2502.13652, is the frame).
 
+In trees it may read the token's rank among its siblings and its parent's among the rows that were
+forwarded, too (6-48-1, 385 parameters): what else the tree offers says how likely this node is, and
+both are known without measuring anything. Of more inputs, the parent's margin and entropy, those of
+the root, the mass of better siblings or of better nodes of the layer bring no more than these two
+(eval/TREES.md).
+
 Default threshold, chains: chosen as that of C2T-log is.
 
 Sampled drafts: keep-then-stop, because P_i contains the probability of the drawn token.
@@ -16,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sglang_c2t.draft_layer import PLACES
 from sglang_c2t.policies.c2t import C2T
 
 
@@ -26,4 +33,6 @@ class C2TPlus(C2T):
     beta: float = 0.24  # accepts what c2t does at 0.5: eval/tables/thresholds.py
     name: ClassVar[str] = "c2t-plus"
     tree_beta: ClassVar[float] = 0.03  # ours: about a dozen nodes on the demo models
-    reads: ClassVar[frozenset[str]] = frozenset({"log_joint", "margin", "entropy", "depth"})
+    reads: ClassVar[frozenset[str]] = (
+        frozenset({"log_joint", "margin", "entropy", "depth"}) | PLACES
+    )

@@ -22,7 +22,19 @@ from sglang_c2t.classifier.recording import (
     read_recording,
 )
 from sglang_c2t.classifier.request_names import name_requests, recorded_id
-from tests.recordings import ORIGIN, Draft, chain, random_chains, recording, tables, trees, write
+from sglang_c2t.config import ConfigError
+from sglang_c2t.draft_layer import PLACES
+from tests.recordings import (
+    ORIGIN,
+    Draft,
+    chain,
+    random_chains,
+    random_trees,
+    recording,
+    tables,
+    trees,
+    write,
+)
 from tests.refusals import refused
 
 CHAINS = random_chains(4, roots=3, depth=3)
@@ -142,6 +154,28 @@ def test_all_nodes_together_are_the_layer_a_classifier_reads() -> None:
     layer = recording(CHAINS, extra=("topk_prob",)).layer()
     assert layer.depth.tolist() == [1.0, 2.0, 3.0] * len(CHAINS)
     assert set(layer.measured) == {"margin", "entropy_top1000", "topk_prob"}
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**16))
+def test_places_are_those_that_eagle2_grew_the_trees_by(topk: int, steps: int, seed: int) -> None:
+    """Draft by draft and layer by layer: the most likely K are forwarded, of equals the first."""
+    grown = recording(random_trees(2, 3, topk=topk, num_steps=steps, seed=seed))
+    places = grown.layer(PLACES).measured
+    nodes, parents = grown.nodes, grown.parent_rows().tolist()
+    assert places["rank"].tolist() == nodes["rank"].tolist()
+    for draft in range(grown.num_drafts):
+        rows = [n for n in range(grown.num_nodes) if nodes["draft"][n] == draft]
+        beams = [-1]
+        for depth in range(1, steps + 1):
+            layer = [n for n in rows if nodes["depth"][n] == depth]
+            found = [int(places["parent_rank"][n]) for n in layer]
+            assert found == [beams.index(parents[n]) for n in layer]
+            beams = sorted(layer, key=lambda n: -float(nodes["joint"][n]))[:topk]
+
+
+def test_what_was_not_recorded_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="lacks hidden"):
+        recording(CHAINS).layer({"hidden", "rank"})
 
 
 # -- the disk -----------------------------------------------------------------------------

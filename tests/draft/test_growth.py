@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sglang_c2t import tree
 from sglang_c2t.draft.growth import Beams, TreeGrowth, node_margins
-from sglang_c2t.draft_layer import DraftLayer, measure
+from sglang_c2t.draft_layer import PLACES, DraftLayer, measure
 from sglang_c2t.policies.base import TreePolicy, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
@@ -469,6 +469,7 @@ def test_a_policy_sees_every_node_with_its_own_measurements_and_its_own_parents(
     @dataclass(frozen=True)
     class Curious(ByMark):
         reads_parent = True
+        needs = ByMark.needs | PLACES
 
     run = grown(draft, GatedTree(Curious(beta)))
     assert len(run.growth.layers) == draft.steps
@@ -487,6 +488,8 @@ def test_a_policy_sees_every_node_with_its_own_measurements_and_its_own_parents(
                     at = (b * rows + row) * draft.topk + node.rank
                     assert layer.joint[b, row, node.rank] == node.joint
                     assert layer.entropy[b, row, node.rank] == torch.tensor(node.entropy)
+                    assert layer.nodes.measured["rank"][at] == node.rank
+                    assert layer.nodes.measured["parent_rank"][at] == row
                     assert_is(layer.nodes, at, node)
 
 

@@ -26,9 +26,8 @@ def draft() -> tree_tables.Draft:
     forest = Forest.from_recording(tables[1])
     groups = [rid.rsplit("/", 1)[0] for rid in forest.requests]
     classifiers = tree_tables.learn(tables[0])
-    return tree_tables.Draft(
-        "EAGLE", forest, tables[1], classifiers, everyone(groups), resamples(groups, 10)
-    )
+    weights = everyone(groups), resamples(groups, 10)
+    return tree_tables.Draft("EAGLE", groups, forest, tables[1], tables[0], classifiers, *weights)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +63,19 @@ def test_eagle2_is_the_measure_at_equal_accept_length(
     assert first_cells(lines) == list(curves)
     assert rows[1] == "| EAGLE-2, N | " + " | ".join(f"{n:.2f}" for n in tree_tables.TARGETS) + " |"
     assert all("[" in row or "not reached in" in row for row in rows[2:])
+
+
+def test_each_family_has_a_column_and_all_have_one(
+    draft: tree_tables.Draft, curves: dict[str, Curve]
+) -> None:
+    """Where there is one family, both say the same, and what the table of all says."""
+    assert set(draft.groups) == {"math"}
+    lines = tree_tables.family_table(draft, curves)
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    assert rows[0] == ["method", "math", "all"]
+    assert all(of_family == of_all for _, of_family, of_all in rows[1:])
+    pooled = {line.split(" | ")[0]: line for line in tree_tables.equal_tau_table(draft, curves)}
+    assert all(cell in pooled[f"| {name}"] for name, cell, _ in rows[1:])
 
 
 def test_a_looser_second_pruning_verifies_no_less(draft: tree_tables.Draft) -> None:

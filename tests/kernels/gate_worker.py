@@ -25,12 +25,13 @@ from sglang_c2t.kernels.gate import (
 )
 from tests import oracles
 
-#: Feature sets of c2t, c2t-log and c2t-plus; then what else a classifier may read.
+#: Feature sets of c2t, c2t-log, c2t-plus; what else may be read; c2t-plus in trees.
 NETWORKS = [
     ("joint", "entropy", "depth"),
     ("log_joint", "entropy", "depth"),
     ("log_joint", "margin", "entropy", "depth"),
     ("depth", "log_prob", "prob"),
+    ("log_joint", "margin", "entropy", "depth", "rank", "parent_rank"),
 ]
 #: DyJoint and DyMax.
 THRESHOLDS = [("joint",), ("prob",)]
@@ -68,6 +69,7 @@ def judged_by_hand(
     joint: Tensor | None = None,
     alive: Tensor | None = None,
     token_map: Tensor | None = None,
+    width: int = 1,
 ) -> GateOutput:
     """Row by row and token by token in float64; at least one logit of a row is finite."""
     rows = []
@@ -89,6 +91,8 @@ def judged_by_hand(
                 "margin": min(max(row[token] - row[rival], -50.0), 50.0),
                 "entropy": entropy,
                 "depth": float(depth),
+                "rank": float(place),
+                "parent_rank": float(r % width),
             }
             sure = confidence_by_hand(names, weights, known)
             keep = sure >= beta and (alive is None or bool(alive[r]))
@@ -147,8 +151,8 @@ def random_layer(
 
 def each_feature_set_and_type_of_logits() -> None:
     for names, dtype in itertools.product(NETWORKS + THRESHOLDS, DTYPES):
-        logits, layer = random_layer(3, 150, 4, dtype=dtype)
-        verify_against_hand(logits, program(names), **layer)
+        logits, layer = random_layer(6, 150, 4, dtype=dtype)
+        verify_against_hand(logits, program(names), **layer, width=3)
         logits, layer = random_layer(3, 150, 1, dtype=dtype, seed=1)
         verify_against_hand(logits, program(names), **layer)
 

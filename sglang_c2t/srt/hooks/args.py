@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from sglang_c2t.config import C2TConfig, ConfigError, publish, resolve
-from sglang_c2t.draft_layer import known_measurement
+from sglang_c2t.draft_layer import PLACES, known_measurement
 from sglang_c2t.hints import hints_for
 from sglang_c2t.policies import check_policy, policy_names
 from sglang_c2t.srt import seams, versions
@@ -137,7 +137,7 @@ def _publish_flags(typed: dict[str, Any]) -> None:
 def check_extra(names: tuple[str, ...]) -> None:
     """Refuse to record what nobody can measure."""
     for name in names:
-        if not known_measurement(name):
+        if not known_measurement(name) or name in PLACES:
             raise ConfigError(
                 f"c2t record_extra: unknown measurement {name!r}; known: hidden, topk_prob, "
                 "entropy_topM with a number M"
