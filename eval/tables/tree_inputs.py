@@ -35,8 +35,8 @@ LAYER = ("layer_rank", "better_in_layer")
 REQUEST = ("hits", "last_hit")
 ALL = tuple(dict.fromkeys((*PLUS, *RANKS, *SIBLINGS, *PARENT, *ROOT, *LAYER, *REQUEST)))
 
-SMALL, WIDE = (48,), (128, 128)
-EPOCHS = 15
+SMALL, WIDE = (48,), (64, 64)
+EPOCHS = 10
 BATCH = 4096
 LEARNING_RATE = 4e-3
 
@@ -134,7 +134,7 @@ def inputs_table(
     sizes = [f"N = {size}" for size in targets]
     lines = section(
         f"### {algorithm}: inputs of a classifier",
-        "Networks of 48 units (wide: 128 and 128) on the same training nodes, one training each; "
+        "Networks of 48 units (wide: 64 and 64) on the same training nodes, one training each; "
         "log loss on all recorded test nodes, in thousandths. Difference of nodes from EAGLE-2's "
         "in per cent at its accept lengths, as above. Inputs beyond C2T-plus's: ranks of a node "
         "among its siblings and of its parent among the rows forwarded; "

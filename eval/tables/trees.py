@@ -252,6 +252,9 @@ def classifier_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:
     )
 
 
+#: Of the test prompts, so many are served live.
+NUM_LIVE = 56
+
 #: Served live, with and without exact ancestors; trees of up to 60 nodes.
 LIVE: dict[str, dict[str, Any]] = {
     "EAGLE-2, N = 60": {"policy": "eagle2"},
@@ -348,7 +351,7 @@ def report(draft: Draft, texts: Sequence[Prompt], work: Path, console: Console) 
         weights=(draft.once, draft.drawn),
         console=console,
     )
-    lines += ancestor_table(draft, texts, work)
+    lines += ancestor_table(draft, texts[:NUM_LIVE], work)
     return lines
 
 
