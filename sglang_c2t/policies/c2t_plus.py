@@ -8,9 +8,8 @@ classifier still moves between draft models (C2T, arXiv:2502.13652, is the frame
 
 In trees it may read the token's rank among its siblings and its parent's among the rows that were
 forwarded, too (6-48-1, 385 parameters): what else the tree offers says how likely this node is, and
-both are known without measuring anything. Of more inputs, the parent's margin and entropy, those of
-the root, the mass of better siblings or of better nodes of the layer bring no more than these two
-(eval/TREES.md).
+both are known without measuring anything. Others that were tried bring about as much, and would
+have to be carried from layer to layer or counted over a whole one (eval/TREES.md).
 
 Default threshold, chains: chosen as that of C2T-log is.
 

@@ -173,7 +173,7 @@ def test_numbers_of_prompts_may_differ_by_draft() -> None:
 def test_trees_have_numbers_and_files_of_their_own() -> None:
     chains, trees = arguments([]), arguments(["--trees", "--num-test", "9"])
     assert (chains.num_test["EAGLE"], chains.num_train["EAGLE"]) == (80, 100)
-    assert (trees.num_test["EAGLE"], trees.num_train["EAGLE"]) == (9, 5)
+    assert (trees.num_test["EAGLE"], trees.num_train["EAGLE"]) == (9, 20)
     assert (chains.out.name, trees.out.name) == ("TABLES.md", "TREES.md")
     assert chains.work != trees.work
     with pytest.raises(SystemExit):

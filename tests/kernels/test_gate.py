@@ -93,7 +93,8 @@ def test_the_gate_is_as_sure_as_the_shipped_classifier(name: str, topk: int) -> 
     weights = Weights(*classifier.net.parameters())
     shipped = FusedGate(classifier.features.names, weights, beta=0.5, device="cpu")
     logits, given_layer = random_layer(20, 300, topk, seed=3)
-    judged = judge_layer(logits, shipped, **given_layer)
+    width = 1 if topk == 1 else 4
+    judged = judge_layer(logits, shipped, **given_layer, width=width)
 
     stats = measure(logits, ["margin"])
     prob = logits.softmax(-1).topk(topk).values
@@ -105,7 +106,11 @@ def test_the_gate_is_as_sure_as_the_shipped_classifier(name: str, topk: int) -> 
         joint=joint,
         entropy=stats["entropy"].repeat_interleave(topk),
         alive=given_layer["alive"].repeat_interleave(topk),
-        measured={"margin": margin},
+        measured={
+            "margin": margin,
+            "rank": torch.arange(topk).repeat(20).float(),
+            "parent_rank": (torch.arange(20) % width).repeat_interleave(topk).float(),
+        },
     )
     torch.testing.assert_close(judged.prob[:, 0], stats["prob"])
     torch.testing.assert_close(judged.entropy, stats["entropy"])

@@ -61,7 +61,7 @@ def test_training_learns_that_joint_probability_decides(recipe: str) -> None:
 def test_every_recipe_trains(small: Recording, name: str) -> None:
     recipe = RECIPES[name]
     classifier = train_classifier(small, recipe, settings=ONE_EPOCH)
-    confidence = classifier.confidence(small.layer())
+    confidence = classifier.confidence(small.layer(classifier.features.needs))
     assert confidence.shape == (small.num_nodes,)
     assert bool(((confidence >= 0) & (confidence <= 1)).all())
     assert classifier.features.names == recipe.names
