@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -69,6 +69,16 @@ def difference(once: Array, drawn: Array) -> str:
         if np.isnan(drawn).any()
         else signed(float(once[0]), *interval(drawn))
     )
+
+
+def change_at(
+    curve: Curve, size: int, tau: Callable[[Array], Array], weights: tuple[Array, Array]
+) -> str:
+    """The difference of gamma from ``size`` in per cent at the accept length that ``tau`` gives for
+    weights [1, Q] and [S, Q].
+    """
+    once, drawn = (100 * (curve.gamma_at(tau(w), w) / size - 1) for w in weights)
+    return difference(once, drawn)
 
 
 def signed(value: float, low: float, high: float) -> str:

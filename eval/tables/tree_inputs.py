@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from eval.tables.markdown import difference, section
+from eval.tables.markdown import change_at, section
 from sglang_c2t.classifier.features import MIN_PROB
 from sglang_c2t.classifier.model import ConfidenceNet, num_parameters
 from sglang_c2t.classifier.recording import Recording
@@ -125,10 +125,7 @@ def inputs_table(
         for table, confidence in ((plain, logits.sigmoid()), (priced, logits.sigmoid() * price)):
             scored = replace(forest, nodes=forest.nodes | {"confidence": confidence})
             curve = Curve.of([replay_trees(GatedTree(Known(b)), scored) for b in GRID])  # type: ignore[arg-type]
-            cells = []
-            for size, tau in targets.items():
-                once, drawn = (curve.gamma_at(tau(w), w) for w in weights)
-                cells.append(difference(100 * (once / size - 1), 100 * (drawn / size - 1)))
+            cells = [change_at(curve, size, tau, weights) for size, tau in targets.items()]
             table.append((trial.name, [*(beside if table is plain else ()), *cells]))
         console.print(f"  inputs: {trial.name}")
     sizes = [f"N = {size}" for size in targets]
@@ -174,13 +171,13 @@ def inputs_of(recording: Recording) -> dict[str, Tensor]:
         "log_joint": log_joint, "log_prob": log_prob, "margin": nodes["margin"],
         "entropy": nodes["entropy"], "depth": nodes["depth"].float(),
     }  # fmt: skip
-    found |= {name: recording.layer(RANKS).measured[name] for name in RANKS}
+    places = recording.layer(RANKS).measured
+    found |= {name: places[name] for name in RANKS}
     for name, of_root in (("margin", 5.0), ("entropy", 0.0)):
         behind = nodes[name][parents.clamp(min=0)]
         found[f"parent_{name}"] = behind.masked_fill(parents < 0, of_root)
-    first = torch.searchsorted(
-        of, torch.arange(recording.num_drafts)
-    )  # nodes begin by the likeliest
+    # A draft's nodes begin by the likeliest child of its root.
+    first = torch.searchsorted(of, torch.arange(recording.num_drafts))
     for name, values in (("joint", log_joint), ("margin", nodes["margin"]),
                          ("entropy", nodes["entropy"])):  # fmt: skip
         found[f"root_{name}"] = values[first][of]

@@ -23,7 +23,15 @@ from eval.prompts import Prompt
 from eval.record_default import settings_of
 from eval.recordings import TREES, named_bodies, prompts, record
 from eval.server import Launch, running, speculative_flags
-from eval.tables.markdown import bracket, difference, mix, section, tau_gamma, with_interval
+from eval.tables.markdown import (
+    bracket,
+    change_at,
+    difference,
+    mix,
+    section,
+    tau_gamma,
+    with_interval,
+)
 from eval.tables.tree_inputs import inputs_table
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
 from sglang_c2t.classifier.recording import Recording
@@ -201,11 +209,8 @@ def family_table(draft: Draft, curves: dict[str, Curve], size: int = 26) -> list
 
     def cell(curve: Curve, family: str | None) -> str:
         mask = np.ones(len(groups)) if family is None else (groups == family).astype(float)
-        once, drawn = (
-            curve.gamma_at(reached(rival, size)(weights * mask), weights * mask)
-            for weights in (draft.once, draft.drawn)
-        )
-        return difference(100 * (once / size - 1), 100 * (drawn / size - 1))
+        weights = draft.once * mask, draft.drawn * mask
+        return change_at(curve, size, reached(rival, size), weights)
 
     shown = [name for name in curves if curves[name] is not rival and "on EAGLE-2" not in name]
     return section(

@@ -42,8 +42,9 @@ MAX_TOPK = 16
 MAX_HIDDEN = 64
 
 #: What the network may read; names and meanings are the classifier's.
-MEASURES = ("joint", "log_joint", "prob", "log_prob", "margin", "entropy", "depth")
-FEATURES = (*MEASURES, *sorted(draft_layer.PLACES))
+FEATURES = (
+    "joint", "log_joint", "prob", "log_prob", "margin", "entropy", "depth", "parent_rank", "rank"
+)  # fmt: skip
 
 CHUNK = 4096  # logits per program: 8 or 16 KB, enough programs even for one row
 GROUP = 64  # logits per maximum

@@ -182,7 +182,8 @@ class Planner:
         if self._unknown:
             return Choice(self._everything(batch), "unknown", whole)
         wanted = plain and not self._all_layers
-        alike = self._alike = self._best_plain(first, batch) if wanted else None
+        alike = self._best_alike(self._plain.typical(first), batch) if wanted else None
+        self._alike = alike
         gain = None if alike is None else self._plain.gain(batch)
         every = [
             self._every(first, batch, width, depths=drafted, tiers=tiers)
@@ -442,10 +443,6 @@ class Planner:
             return False
         self._credit -= lost
         return True
-
-    def _best_plain(self, first: Array, batch: int) -> Plan:
-        """The best plain step for drafts that begin as ``first`` and those before them did."""
-        return self._best_alike(self._plain.typical(first), batch)
 
     def _best_alike(self, first: Array, batch: int) -> Plan:
         """The best plain step for drafts that begin as ``first``."""
