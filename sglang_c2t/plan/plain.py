@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sglang_c2t.plan.cost import about
-from sglang_c2t.plan.plan import Cost, Plan, best_of
+from sglang_c2t.plan.plan import Cost, Plan
 from sglang_c2t.plan.survival import Array
 
 #: Plain steps behind one that was planned. That one keeps learning what survives, and whether they
@@ -32,53 +32,56 @@ TRIAL = 3
 ENOUGH = 8
 
 #: Steps of a kind by whose times the next are judged.
-LATELY = 17
+LATELY = 65
 
-#: First drafts, and planned steps, that stand for the traffic.
-TYPICAL = 128
+#: First drafts that stand for the traffic.
+TYPICAL = 256
 
-
-def best_alike(survival: Array, batch: int, cost: Callable[[int, int, int], float]) -> Plan:
-    """The plan with the highest rate among those that verify as many drafts of each request.
-
-    Args:
-        survival: [D] of a typical draft.
-        batch: B.
-        cost: Gives milliseconds of (rows, B, layers).
-    """
-    tokens = batch * np.cumsum(np.concatenate(([1.0], survival)))
-    plans = []
-    for drafts, expected in enumerate(tokens.tolist()):
-        layers, rows = max(drafts, 1), batch * (1 + drafts)  # the first comes with draft extend
-        plans.append(Plan(layers, rows, expected, cost(rows, batch, layers)))
-    return best_of(plans)
+#: Planned steps after which what one brought counts a third.
+REMEMBERED = 128
 
 
-def best_alike_trees(
-    survival: Array, batch: int, cost: Cost, *, whole: Callable[[int], int], width: int
+def best_alike(
+    survival: Array, batch: int, cost: Cost, *, whole: Callable[[int], int], width: int = 1
 ) -> Plan:
-    """The plan with the highest rate among those that verify as many nodes of each request's tree,
-    a whole path at least: SGLang's bookkeeping takes it for granted.
+    """The plan with the highest rate among those that verify as many drafts of each request: of
+    trees a whole path at least, which SGLang's bookkeeping takes for granted; of chains, those of
+    width 1, all that are drafted, or none.
 
     Args:
-        survival: [S, D, C] of typical trees, 0 where is no node. The most likely are verified.
+        survival: [S, D, C] of typical drafts, 0 where is none. The most likely are verified.
         batch: B.
         cost: Gives milliseconds.
-        whole: Gives the nodes of a whole tree of d layers, its root included.
-        width: W of the trees.
+        whole: Gives the rows of a whole draft of d layers, its root included.
+        width: W of the drafts.
     """
     depths = range(1, survival.shape[1] + 1)
-    drafts = 1 + np.arange(whole(depths[-1]) - 1)  # of a request
+    drafts = np.arange(whole(depths[-1]))  # of a request
     rows = batch * (1 + drafts)
     milliseconds = cost(rows, batch, depths)
     expected = np.zeros(milliseconds.shape)
     for i, layers in enumerate(depths):
-        best = -np.sort(-survival[:, :layers].reshape(len(survival), -1), axis=1)
-        gained = np.cumsum(best.mean(axis=0))[: whole(layers) - 1]
-        expected[i, layers - 1 : len(gained)] = batch * (1.0 + gained[layers - 1 :])
+        gained = _gains(survival[:, :layers])[: whole(layers)]
+        expected[i, layers : len(gained)] = batch * (1.0 + gained[layers:])
+    if width == 1:
+        expected[0, 0] = batch
     i, j = divmod(int((expected / milliseconds).argmax()), len(rows))
     at = float(expected[i, j]), float(milliseconds[i, j])
     return Plan(depths[i], int(rows[j]), *at, width)
+
+
+def tokens_alike(plan: Plan, survival: Array, batch: int) -> float:
+    """Tokens expected of a plain step of this ``plan`` for drafts of a ``survival`` [S, D, C]."""
+    gained = _gains(survival[:, : plan.layers])
+    return batch * (1.0 + float(gained[plan.rows // batch - 1]))
+
+
+def _gains(survival: Array) -> Array:
+    """[1 + d * C]: tokens that none, one, two, ... of the most likely drafts of each sample
+    [S, d, C] bring on average.
+    """
+    best = -np.sort(-survival.reshape(len(survival), -1), axis=1)
+    return np.concatenate(([0.0], np.cumsum(best.mean(axis=0))))
 
 
 class _Run(NamedTuple):
@@ -97,9 +100,11 @@ class PlainSteps:
 
     def __init__(self) -> None:
         self._runs: dict[int, _Run] = {}  # by batch
-        self._planned: dict[int, tuple[int, float, float]] = {}  # steps, gain, ms, by batch
+        # By batch how many, and the tokens and milliseconds [2, 2] of these and of plain ones.
+        self._planned: dict[int, tuple[int, Array]] = {}
         self._times: dict[tuple[int, bool], deque[float]] = {}  # over predicted, by batch and kind
         self._firsts: Array | None = None
+        self._usual: dict[int, tuple[int, Plan]] = {}  # planned steps it is still good for, by B
 
     def begin(self, batch: int, plan: Plan, steps: int) -> None:
         """The next so many steps of about as many requests are plain."""
@@ -125,23 +130,29 @@ class PlainSteps:
     def planned(self, batch: int, plan: Plan, alike: Plan) -> None:
         """A step that was planned, and the plain one that would have been in its place.
 
-        They are compared at the same moment, by the same costs, because machines have slow minutes;
-        and by how much longer either kind lately took than these say: a plan that is chosen among
-        many is one that looks too good.
+        They are compared at the same moment, by the same costs and for the same drafts, because
+        machines have slow minutes and requests bad ones, and those are when plain steps would be
+        begun; and by how much longer either kind lately took than these costs say: a plan that is
+        chosen among many is one that looks too good.
         """
-        milliseconds = plan.milliseconds * self._slower(batch, plain=False)
-        alike_rate = alike.rate / self._slower(batch, plain=True)
-        steps, gain, spent = self._planned.get(about(batch), (0, 0.0, 0.0))
-        kept = 1.0 - 1.0 / TYPICAL
-        gain = kept * gain + plan.tokens - alike_rate * milliseconds
-        self._planned[about(batch)] = steps + 1, gain, kept * spent + milliseconds
+        slower = self._slower(batch, plain=False), self._slower(batch, plain=True)
+        new = np.array([
+            [plan.tokens, plan.milliseconds * slower[0]],
+            [alike.tokens, alike.milliseconds * slower[1]],
+        ])  # fmt: skip
+        steps, sums = self._planned.get(about(batch), (0, np.zeros((2, 2))))
+        self._planned[about(batch)] = steps + 1, (1.0 - 1.0 / REMEMBERED) * sums + new
 
     def gain(self, batch: int) -> float | None:
         """Tokens a millisecond that planned steps lately brought more than plain ones would have;
         ``None``: there were too few.
         """
-        steps, gain, spent = self._planned.get(about(batch), (0, 0.0, 1.0))
-        return gain / spent if steps >= ENOUGH else None
+        steps, sums = self._planned.get(about(batch), (0, np.zeros((2, 2))))
+        if steps < ENOUGH:
+            return None
+        # Not step by step: a plain one takes its time where a planned one is short as well.
+        (tokens, took), (alike, took_alike) = sums.tolist()
+        return float(tokens / took - alike / took_alike)
 
     def _slower(self, batch: int, *, plain: bool) -> float:
         """Median of times over predicted ones; of planned steps while no plain ones were made."""
@@ -149,8 +160,14 @@ class PlainSteps:
         times = next((t for kind in kinds if (t := self._times.get((about(batch), kind)))), None)
         return float(np.median(times)) if times else 1.0
 
-    def typical(self, first: Array) -> Array:
-        """First layers of drafts lately, ``first`` [S, ...] among them."""
+    def usual(self, batch: int, first: Array, best: Callable[[Array], Plan]) -> Plan:
+        """The plain step that is ``best`` for first layers of drafts lately, ``first`` [S, ...]
+        among them; looked for again once in so many planned steps of a batch.
+        """
         known = first if self._firsts is None else np.concatenate((self._firsts, first))
         self._firsts = known[-TYPICAL:]
-        return self._firsts
+        left, plan = self._usual.get(batch, (0, None))
+        if plan is None or left == 0:
+            left, plan = ENOUGH, best(self._firsts)
+        self._usual[batch] = left - 1, plan
+        return plan

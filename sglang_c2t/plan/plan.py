@@ -14,7 +14,7 @@ Legend: B requests, D layers, d of them drafted, T rows of the target's forward,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -76,11 +76,12 @@ class Plans(NamedTuple):
         best = (self.tokens / self.milliseconds).argmax(axis=1)
         return [self._plan(depth, tier) for depth, tier in enumerate(best.tolist())]
 
-    def best_that_fills(self, tiers: Sequence[int]) -> tuple[int, Plan] | None:
+    def best_that_fills(self, tiers: Collection[int]) -> tuple[int, Plan] | None:
         """One of ``tiers`` and a plan with as many rows of it as any has: of these the one with the
         highest rate. ``None``: nobody runs in one of them.
         """
-        fills = (self.rows == self.rows.max(axis=0)) & np.isin(self.tiers, tiers)
+        among = np.array([tier in tiers for tier in self.tiers.tolist()])
+        fills = (self.rows == self.rows.max(axis=0)) & among
         rate = np.where(fills, self.tokens / self.milliseconds, 0.0)
         depth, tier = divmod(int(rate.argmax()), len(self.tiers))
         if rate[depth, tier] == 0.0:

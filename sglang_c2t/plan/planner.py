@@ -13,15 +13,15 @@ layer forwards, 1 in chains), R rows verified, T rows of the forward.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.forecast import Continuations, Forecast
-from sglang_c2t.plan.plain import RUN, TRIAL, PlainSteps, best_alike
+from sglang_c2t.plan.plain import RUN, TRIAL, PlainSteps, best_alike, tokens_alike
 from sglang_c2t.plan.plan import Cost, Plan, Plans, best_of, best_plan, every_plan
 from sglang_c2t.plan.survival import Array, Numbers
 
@@ -181,12 +181,14 @@ class Planner:
         depths = [d for d in self._depths if depths is None or d in depths]
         if self._unknown:
             return Choice(self._everything(batch), "unknown", whole)
-        wanted = plain and not self._all_layers
-        alike = self._best_alike(self._plain.typical(first), batch) if wanted else None
+        behind = cache(partial(self._behind, first, self.samples))
+        alike = self._alike_for(first, behind, batch) if plain and not self._all_layers else None
         self._alike = alike
         gain = None if alike is None else self._plain.gain(batch)
         every = [
-            self._every(first, batch, width, depths=drafted, tiers=tiers)
+            every_plan(
+                behind(width), batch, self._cost(width), depths=drafted, tiers=tiers, width=width
+            )
             for width, drafted in self._kinds(widths, depths)
         ]
         plans = [plan for of_width in every for plan in of_width.best_of_each_depth()]
@@ -367,26 +369,13 @@ class Planner:
         deeper = [d for d in depths if d > 1]
         return [(narrowest, depths), *((width, deeper) for width in others if deeper)]
 
-    def _every(
-        self,
-        first: Array,
-        batch: int,
-        width: int,
-        *,
-        depths: Sequence[int],
-        tiers: Sequence[int],
-    ) -> Plans:
-        """All plans for drafts of a ``width`` that begin as ``first``."""
-        survival, cost = self._behind(first, width), self._cost(width)
-        return every_plan(survival, batch, cost, depths=depths, tiers=tiers, width=width)
+    def _behind(self, first: Array, most: int, width: int) -> Array:
+        """Survivals of about ``most`` drafts of a ``width`` whose ``first`` layers are these."""
+        return self._forecasts[width](first, most)
 
-    def _behind(self, first: Array, width: int) -> Array:
-        """Survivals of drafts of a ``width`` whose ``first`` layers are these."""
-        return self._forecasts[width](first, self.samples)
-
-    def _chains(self, survival: Array) -> Array:
-        """[S, D] of the narrowest drafts' ``survival``: that of plain ones."""
-        return survival
+    def _alike_of(self, survival: Array, width: int) -> Array:
+        """[S, D, C]: ``survival`` of plain drafts of a ``width``, by that of planned ones."""
+        return survival[:, :, None]
 
     def _rows_to_measure(self, every: Sequence[Plans], best: Plan) -> tuple[int, Plan] | None:
         """A row count whose price may not hold any more, and a plan with it, if one is worth
@@ -397,7 +386,7 @@ class Planner:
         """
         verify, tiers = self.cost.verify, every[0].tiers.tolist()
         for untried, most in ((verify.stale, np.inf), (verify.unknown, NEARLY)):
-            if not (again := untried(tiers)):
+            if not (again := set(untried(tiers))):
                 continue
             looks = [look for plans in every if (look := plans.best_that_fills(again))]
             found = max(looks, key=lambda look: look[1].rate, default=None)
@@ -444,11 +433,26 @@ class Planner:
         self._credit -= lost
         return True
 
-    def _best_alike(self, first: Array, batch: int) -> Plan:
+    def _alike_for(self, first: Array, behind: Callable[[int], Array], batch: int) -> Plan:
+        """The plain step that would be in place of this one, whose drafts begin as ``first`` and
+        go on as ``behind`` says of each width.
+        """
+        plan = self._plain.usual(batch, first, partial(self._best_alike, batch))
+        survival = self._alike_of(behind(plan.width), plan.width)
+        took = self.cost.one(
+            plan.rows, batch, plan.layers, context=self._context, width=plan.width, plain=True
+        )
+        return plan._replace(tokens=tokens_alike(plan, survival, batch), milliseconds=took)
+
+    def _best_alike(self, batch: int, first: Array) -> Plan:
         """The best plain step for drafts that begin as ``first``."""
-        survival = self._chains(self._behind(first, 1))
-        cost = partial(self.cost.one, context=self._context, plain=True)
-        return best_alike(survival.mean(axis=0), batch, cost)
+        return best_of([self._best_alike_of(width, batch, first) for width in self.widths])
+
+    def _best_alike_of(self, width: int, batch: int, first: Array) -> Plan:
+        survival = self._alike_of(self._behind(first, len(first), width), width)
+        cost = partial(self.cost, context=self._context, width=width, plain=True)
+        whole = partial(self.full_rows, width=width) if width > 1 else _whole_chain
+        return best_alike(survival, batch, cost, whole=whole, width=width)
 
     def _cost(self, width: int) -> Cost:
         """Of the step in progress, with drafts of a ``width``."""
@@ -511,6 +515,11 @@ class Planner:
         bins = np.minimum((predicted * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
         for kind, weights in enumerate((np.ones(len(predicted)), predicted, survived)):
             np.add.at(self.reliability[:, kind], (depth - 1, bins), weights)
+
+
+def _whole_chain(layers: int) -> int:
+    """Rows of a chain, its root included."""
+    return 1 + layers
 
 
 def _within(other: Plan, plan: Plan) -> bool:

@@ -20,13 +20,9 @@ of a layer at most, N nodes of a tree, its root included.
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
 from sglang_c2t.plan.forecast import Continuations
-from sglang_c2t.plan.plain import best_alike_trees
-from sglang_c2t.plan.plan import Plan, best_of
 from sglang_c2t.plan.planner import Planner
 from sglang_c2t.plan.survival import Array, Numbers, Survival
 
@@ -83,25 +79,13 @@ class TreePlanner(Planner):
         """[B, d, C]: see :func:`by_layer`."""
         return by_layer(depth, confidence, layers, self.layer_nodes(width))
 
-    def _behind(self, first: Array, width: int) -> Array:
+    def _behind(self, first: Array, most: int, width: int) -> Array:
         """``first`` [S, C] of the widest."""
-        return super()._behind(first[:, : self.layer_nodes(width)], width)
+        return super()._behind(first[:, : self.layer_nodes(width)], most, width)
 
-    def _chains(self, survival: Array) -> Array:
-        """Of each layer the best node."""
-        return survival[:, :, 0]
-
-    def _best_alike(self, first: Array, batch: int) -> Plan:
-        """Of chains, and of trees as wide as they can be."""
-        chains, width = super()._best_alike(first, batch), self.widest
-        trees = best_alike_trees(
-            self._behind(first[-self.samples :], width),
-            batch,
-            partial(self.cost, context=self._context, width=width, plain=True),
-            whole=partial(self.full_rows, width=width),
-            width=width,
-        )
-        return best_of([chains, trees])
+    def _alike_of(self, survival: Array, width: int) -> Array:
+        """Plain drafts of one row a layer are chains: of each layer the best node."""
+        return survival if width > 1 else survival[:, :, :1]
 
     def _learn(self, width: int, layers: int, *outcome: Numbers) -> None:
         depth, confidence, verified, survived = outcome
@@ -121,5 +105,7 @@ def by_layer(depth: Numbers, confidence: Array, layers: int, most: int) -> Array
     """
     depths = 1 + np.arange(layers)[:, None]
     found = np.where(depth[:, None] == depths, confidence[:, None], 0.0)  # [B, d, n]
-    found = -np.sort(-found, axis=2)[:, :, :most]
-    return np.pad(found, ((0, 0), (0, 0), (0, most - found.shape[2])))
+    best = np.zeros((len(depth), layers, most))
+    held = min(most, depth.shape[1])
+    best[:, :, :held] = -np.sort(-found, axis=2)[:, :, :held]
+    return best
