@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +124,42 @@ def other_mix(folders: Sequence[Path], n: int, apart_from: Sequence[Prompt]) -> 
         apart = (text for text in _fitting(texts) if taken.isdisjoint(_runs(text)))
         prompts += [Prompt(family, text) for text in itertools.islice(apart, n)]
     return prompts
+
+
+def long_mix(n: int, folder: Path, tokens: Callable[[str], int], most: int) -> list[Prompt]:
+    """``n`` prompts per family of up to ``most`` ``tokens``: solved tasks of the family, and an
+    open one behind them.
+
+    Families and open tasks are those of `demo_mix` and of `EVALUATION_SETS` in ``folder``.
+    """
+    open_ones = demo_mix(3 * n) + public_mix(folder, EVALUATION_SETS, n)
+    solved = {family: list(_solved_sets(family, folder)) for family in EVALUATION_SETS}
+    seen: Counter[str] = Counter()
+    prompts = []
+    for family, text in ((prompt.family, prompt.text) for prompt in open_ones):
+        rng = random.Random(f"{family}/{seen[family]}")
+        tasks = _solved_own(family, seen[family]) if family in FAMILIES else solved[family]
+        seen[family] += 1
+        for task in rng.sample(tasks, len(tasks)):
+            longer = f"{task}\n\n{text}"
+            if task not in text and text not in task and tokens(longer) <= most:
+                text = longer
+        prompts.append(Prompt(family, text))
+    return prompts
+
+
+def _solved_own(family: str, number: int) -> list[str]:
+    made = (generate(family, "demo", f"solved/{number}/{i}") for i in range(40))
+    return [document.prompt + document.answer for document in made]
+
+
+def _solved_sets(family: str, folder: Path) -> Iterator[str]:
+    """Tasks with the answers that their set gives, if it gives any."""
+    name, shape = EVALUATION_SETS[family]
+    for row in _rows([folder], name, family):
+        question = shape(row["turns"][0])
+        answer = row.get("reference", "")
+        yield question + (answer if question.endswith("\n") else f" {answer}".rstrip())
 
 
 def _runs(text: str) -> set[tuple[str, ...]]:

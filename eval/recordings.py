@@ -20,6 +20,7 @@ from eval.prompts import (
     Prompt,
     classifier_mix,
     demo_mix,
+    long_mix,
     other_mix,
     public_mix,
 )
@@ -41,6 +42,10 @@ class Recorded(NamedTuple):
     num_steps: int
     topk: int = 1
     max_new_tokens: int = MAX_NEW_TOKENS
+    ignore_eos: bool = False
+    """Whether answers go on behind their end, so that all are as long."""
+
+    concurrency: int = CONCURRENCY
 
     @property
     def num_draft_tokens(self) -> int:
@@ -51,6 +56,11 @@ class Recorded(NamedTuple):
 CHAINS = Recorded(NUM_STEPS)
 #: EAGLE-2's full tree, about as wide as its paper's; shorter answers, because it is 328 nodes.
 TREES = Recorded(num_steps=6, topk=8, max_new_tokens=48)
+#: Tokens of a long prompt, at most; the demo models have room for 2,048 with their answer and tree.
+LONG_PROMPT = 1500
+
+#: Behind answers that are far longer than the demo models' training texts, 256 tokens.
+LONG_ANSWERS = TREES._replace(max_new_tokens=512, ignore_eos=True, concurrency=4)
 MANIFEST = "manifest.json"
 
 #: A STANDALONE draft behind a cached prefix depends on who cached it: SGLang's draft keeps
@@ -62,6 +72,14 @@ def prompts(split: str, n: int, folder: Path | None) -> list[Prompt]:
     """``n`` prompts of each family: our generators', and the public sets' if there is a folder."""
     own, sets = (demo_mix, EVALUATION_SETS) if split == "test" else (classifier_mix, TRAINING_SETS)
     return _shuffled(own(3 * n) + (public_mix(folder, sets, n) if folder is not None else []))
+
+
+def long_prompts(n: int, folder: Path) -> list[Prompt]:
+    """``n`` test prompts of each family behind solved tasks, `LONG_PROMPT` tokens each."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    return _shuffled(long_mix(n, folder, lambda text: len(tokenizer.encode(text)), LONG_PROMPT))
 
 
 def other_prompts(n: int, folders: Sequence[Path], apart_from: Sequence[Prompt]) -> list[Prompt]:
@@ -111,22 +129,27 @@ def manifest(algorithm: str, texts: Sequence[Prompt], what: Recorded = CHAINS) -
         "num_steps": what.num_steps,
         "max_new_tokens": what.max_new_tokens,
         **({"topk": what.topk} if what.topk > 1 else {}),
+        **({"ignore_eos": True} if what.ignore_eos else {}),
     }
 
 
-def named_bodies(texts: Sequence[Prompt], max_new_tokens: int) -> list[dict[str, Any]]:
+def named_bodies(
+    texts: Sequence[Prompt], max_new_tokens: int, *, ignore_eos: bool = False
+) -> list[dict[str, Any]]:
     """Greedy requests whose ids say family and number."""
     numbers: Counter[str] = Counter()
     bodies = []
     for prompt in texts:
         rid = f"{prompt.family}/{numbers[prompt.family]}"
-        bodies.append(greedy(prompt.text, max_new_tokens) | {"rid": rid})
+        body = greedy(prompt.text, max_new_tokens) | {"rid": rid}
+        body["sampling_params"] |= {"ignore_eos": True} if ignore_eos else {}
+        bodies.append(body)
         numbers[prompt.family] += 1
     return bodies
 
 
 def _serve(algorithm: str, texts: Sequence[Prompt], directory: Path, what: Recorded) -> None:
-    bodies = named_bodies(texts, what.max_new_tokens)
+    bodies = named_bodies(texts, what.max_new_tokens, ignore_eos=what.ignore_eos)
     chains = what.topk == 1  # of trees there are many nodes: only what every rule reads
     extra = ["topk_prob", "entropy_top100", "entropy_top500"] if chains else []
     extra += ["hidden"] if chains and algorithm != "STANDALONE" else []
@@ -152,7 +175,7 @@ def _serve(algorithm: str, texts: Sequence[Prompt], directory: Path, what: Recor
         bars(console()) as progress,
     ):
         task = progress.add_task(f"recording {directory.name}", total=len(bodies))
-        run_load(server.url, bodies, concurrency=CONCURRENCY,
+        run_load(server.url, bodies, concurrency=what.concurrency,
                  on_answer=lambda: progress.advance(task))  # fmt: skip
         state = server.c2t_state()["recording"]  # writes what is pending
         if state["stopped"] or state["drafts_written"] != state["drafts"]:

@@ -2,6 +2,7 @@
 
     python -m eval.tables              chains: eval/TABLES.md and eval/VARIANTS.md
     python -m eval.tables --trees      trees: eval/TREES.md
+    python -m eval.tables --long       trees, long prompts and answers: eval/LONG.md
 
 Records what is not recorded yet, trains classifiers on other prompts, replays each rule, and writes
 the tables with their conditions.
@@ -18,7 +19,7 @@ from typing import NamedTuple
 from eval import terminal
 from eval.bench import provenance
 from eval.server import DRAFTS
-from eval.tables import chains, trees
+from eval.tables import chains, long, trees
 
 
 class Defaults(NamedTuple):
@@ -32,6 +33,7 @@ class Defaults(NamedTuple):
 
 CHAINS = Defaults("80", "100", Path("runs/tables"), Path("eval/TABLES.md"))
 TREES = Defaults("30", "20", Path("runs/trees"), Path("eval/TREES.md"))
+LONG = TREES._replace(out=Path("eval/LONG.md"))
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -41,7 +43,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("--trees", action="store_true", help="tree policies, instead of the rules of chains")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--trees", action="store_true", help="tree policies, instead of chains' rules"
+    )
+    kind.add_argument("--long", action="store_true", help="trees behind long prompts, and the like")
     add("--test-sets", type=Path, help="folder with the public test prompts")
     add("--train-sets", type=Path, help="folder with the public training prompts")
     add("--num-test", nargs="+", metavar="N",
@@ -60,7 +66,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     only.add_argument("--variants", type=Path, default=Path("eval/VARIANTS.md"))
     only.add_argument("--no-variants", action="store_true", help="leave that file as it is")
     args = parser.parse_args(argv)
-    defaults = TREES if args.trees else CHAINS
+    defaults = LONG if args.long else TREES if args.trees else CHAINS
     args.work, args.out = args.work or defaults.work, args.out or defaults.out
     try:
         args.num_test = per_draft(args.num_test or [defaults.num_test])
@@ -87,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Record what is not recorded yet, then write the tables."""
     args, console = arguments(argv), terminal.console()
     made = provenance.conditions("eval.tables", sys.argv[1:] if argv is None else argv)
-    files = (trees if args.trees else chains).files(args, console)
+    files = (long if args.long else trees if args.trees else chains).files(args, console)
     for path, (title, about, lines) in files.items():
         text = "\n".join([f"# {title}", "", made, "", about, "", *lines])
         path.write_text(text.rstrip() + "\n", encoding="utf-8")

@@ -110,15 +110,17 @@ def after_eagle2(gate: Callable[[float], Any]) -> Callable[[float], Setting]:
     return lambda beta: (GatedEAGLE2(gate(beta)), SIXTY)
 
 
-def curves_of(draft: Draft) -> dict[str, tuple[Callable[[float], Setting], Sequence[float]]]:
-    """Every rule with a threshold or a size."""
+def curves_of(
+    draft: Draft, after: Sequence[str] = ("C2T", "C2T-log")
+) -> dict[str, tuple[Callable[[float], Setting], Sequence[float]]]:
+    """Every rule with a threshold or a size; the classifiers ``after`` EAGLE-2 as well."""
     made: dict[str, tuple[Callable[[float], Setting], Sequence[float]]] = {
         "EAGLE-2, N": (of_size, SIZES),
         "joint threshold": (gated(DyJoint), GRID),
     }
     for name, classifier in draft.classifiers.items():
         made[name] = (gated(lambda beta, c=classifier: C2T(c, beta)), GRID)  # type: ignore[misc]
-    for name in ("C2T", "C2T-log"):
+    for name in after:
         made[f"{name} on EAGLE-2 (N = 60)"] = (
             after_eagle2(lambda beta, c=draft.classifiers[name]: C2T(c, beta)),  # type: ignore[misc]
             GRID,
@@ -269,38 +271,49 @@ LIVE: dict[str, dict[str, Any]] = {
 
 def ancestor_table(draft: Draft, texts: Sequence[Prompt], work: Path) -> list[str]:
     """What attending to true ancestors does, measured on live servers."""
-    rows = []
-    bodies = named_bodies(texts, TREES.max_new_tokens)
-    drawn = resamples([prompt.family for prompt in texts], NUM_RESAMPLES)
-    once = everyone([prompt.family for prompt in texts])
-    for name, config in LIVE.items():
-        found, outputs = [], []
-        for exact in (False, True):
-            label = f"{draft.algorithm}-{config['policy']}-{'exact' if exact else 'stock'}"
-            file = work / f"{label}.json"
-            file.write_text(json.dumps({**config, "exact_ancestors": exact}))
-            flags = speculative_flags(
-                draft.algorithm, SIXTY.num_steps, SIXTY.topk, SIXTY.num_draft_tokens
-            )
-            launch = Launch(label, (*flags, "--c2t", "--c2t-config", str(file)))
-            with running(launch, work) as server:
-                result = run_load(server.url, bodies, concurrency=16)
-            found.append(_live_curve([answer.meta_info for answer in result.answers]))
-            outputs.append(result.outputs)
-        if outputs[0] != outputs[1]:
-            raise RuntimeError(f"{draft.algorithm}, {name}: outputs differ with exact ancestors")
-        taus = [(c.tau(once)[:, 0], c.tau(drawn)[:, 0]) for c in found]
-        gammas = [f"{float(c.gamma(once)[0, 0]):.2f}" for c in found]
-        change = signed_tau(taus[0], taus[1])
-        rows.append((name, [with_interval(*taus[0]), with_interval(*taus[1]), change, *gammas]))
+    rows = [
+        (name, ancestor_cells(draft.algorithm, texts, work, config, SIXTY))
+        for name, config in LIVE.items()
+    ]
     return section(
         f"### {draft.algorithm}: exact ancestors, live",
         f"Real servers, {len(texts)} test prompts, trees of up to 60 nodes, K = 8, six layers; "
-        "stock: draft nodes attend to their beam rows (sgl-project/sglang#8409). Outputs were "
-        "identical. In brackets: 95 % intervals over requests; of the difference, paired.",
-        ["method", "tau, stock", "tau, exact", "difference", "gamma, stock", "gamma, exact"],
+        + ANCESTORS,
+        ["method", *ANCESTOR_COLUMNS],
         rows,
     )
+
+
+ANCESTORS = (
+    "stock: draft nodes attend to their beam rows (sgl-project/sglang#8409). Outputs were "
+    "identical. In brackets: 95 % intervals over requests; of the difference, paired."
+)
+ANCESTOR_COLUMNS = ("tau, stock", "tau, exact", "difference", "gamma, stock", "gamma, exact")
+
+
+def ancestor_cells(
+    algorithm: str, texts: Sequence[Prompt], work: Path, config: dict[str, Any], shape: TreeShape
+) -> list[str]:
+    """Of :data:`ANCESTOR_COLUMNS`: ``texts`` served live with and without exact ancestors."""
+    bodies = named_bodies(texts, TREES.max_new_tokens)
+    groups = [prompt.family for prompt in texts]
+    once, drawn = everyone(groups), resamples(groups, NUM_RESAMPLES)
+    found, outputs = [], []
+    for exact in (False, True):
+        label = f"{algorithm}-{config['policy']}-{'exact' if exact else 'stock'}"
+        file = work / f"{label}.json"
+        file.write_text(json.dumps({**config, "exact_ancestors": exact}))
+        flags = speculative_flags(algorithm, shape.num_steps, shape.topk, shape.num_draft_tokens)
+        launch = Launch(label, (*flags, "--c2t", "--c2t-config", str(file)))
+        with running(launch, work) as server:
+            result = run_load(server.url, bodies, concurrency=16)
+        found.append(_live_curve([answer.meta_info for answer in result.answers]))
+        outputs.append(result.outputs)
+    if outputs[0] != outputs[1]:
+        raise RuntimeError(f"{algorithm}, {config}: outputs differ with exact ancestors")
+    taus = [(c.tau(once)[:, 0], c.tau(drawn)[:, 0]) for c in found]
+    gammas = [f"{float(c.gamma(once)[0, 0]):.2f}" for c in found]
+    return [*(with_interval(*tau) for tau in taus), signed_tau(*taus), *gammas]
 
 
 def signed_tau(stock: tuple[Array, Array], exact: tuple[Array, Array]) -> str:
