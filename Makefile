@@ -97,7 +97,9 @@ classifier: $(STAMP)  ## Train the shipped classifiers again: make classifier [T
 tables: $(STAMP)  ## Compare all rules in eval/*.md: make tables [TEST=dir TRAIN=dir OTHER="dir dir"]
 	$(BIN)/python -m eval.tables $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN)) \
 	  $(if $(OTHER),--other-sets $(OTHER))
-	$(BIN)/python -m eval.tables --trees $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN))
+	for kind in --trees --long; do \
+	  $(BIN)/python -m eval.tables $$kind $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN)) \
+	    || exit; done
 
 patch: $(STAMP)  ## Apply patches/ to the installed SGLang and FlashInfer (optional, see patches/README.md)
 	$(BIN)/python patches/apply.py apply

@@ -126,14 +126,16 @@ def other_mix(folders: Sequence[Path], n: int, apart_from: Sequence[Prompt]) -> 
     return prompts
 
 
-def long_mix(n: int, folder: Path, tokens: Callable[[str], int], most: int) -> list[Prompt]:
+def long_mix(n: int, folder: Path | None, tokens: Callable[[str], int], most: int) -> list[Prompt]:
     """``n`` prompts per family of up to ``most`` ``tokens``: solved tasks of the family, and an
     open one behind them.
 
-    Families and open tasks are those of `demo_mix` and of `EVALUATION_SETS` in ``folder``.
+    Families and open tasks are those of `demo_mix`, and of `EVALUATION_SETS` if there is a folder.
     """
-    open_ones = demo_mix(3 * n) + public_mix(folder, EVALUATION_SETS, n)
-    solved = {family: list(_solved_sets(family, folder)) for family in EVALUATION_SETS}
+    open_ones, solved = demo_mix(3 * n), {}
+    if folder is not None:
+        open_ones += public_mix(folder, EVALUATION_SETS, n)
+        solved = {family: list(_solved_sets(family, folder)) for family in EVALUATION_SETS}
     seen: Counter[str] = Counter()
     prompts = []
     for family, text in ((prompt.family, prompt.text) for prompt in open_ones):

@@ -74,7 +74,7 @@ def prompts(split: str, n: int, folder: Path | None) -> list[Prompt]:
     return _shuffled(own(3 * n) + (public_mix(folder, sets, n) if folder is not None else []))
 
 
-def long_prompts(n: int, folder: Path) -> list[Prompt]:
+def long_prompts(n: int, folder: Path | None) -> list[Prompt]:
     """``n`` test prompts of each family behind solved tasks, `LONG_PROMPT` tokens each."""
     from transformers import AutoTokenizer
 

@@ -17,7 +17,7 @@ import requests
 
 from eval.prompts import demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
-from sglang_c2t.offline.client import Answer, LoadResult, greedy, run_load
+from sglang_c2t.offline.client import Answer, LoadResult, differing, greedy, run_load
 from tests.e2e.server_policies import FAILS, MODES, Switchable
 from tests.e2e.witness import Witness
 
@@ -32,6 +32,36 @@ BODIES: list[dict[str, Any]] = [
     greedy("A", 40),  # one prompt token
     greedy(" ".join(prompt.text for prompt in demo_mix(12, seed=1)), 40),  # chunked, several pages
 ]
+
+
+LOGPROB_BODIES: list[dict[str, Any]] = [
+    {**greedy(prompt.text, 24), "return_logprob": True, "top_logprobs_num": 2}
+    for prompt in demo_mix(8, seed=7)
+]
+
+_SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["n"],
+}
+_CONSTRAINTS: list[dict[str, str]] = [
+    {"regex": "(yes|no|maybe)( and (yes|no|maybe)){2,5}"},
+    {},
+    {"json_schema": json.dumps(_SCHEMA)},
+    {"regex": "[a-c]{3,12}"},
+    {},
+    {"regex": "[0-9]{2}(-[0-9]{4}){1,3}"},
+]
+
+
+def _constrained(number: int, text: str) -> dict[str, Any]:
+    body = greedy(text, 40)
+    body["sampling_params"].update(_CONSTRAINTS[number % len(_CONSTRAINTS)])
+    return body
+
+
+#: Constrained requests, and free ones among them.
+CONSTRAINED_BODIES = [_constrained(i, prompt.text) for i, prompt in enumerate(demo_mix(12, seed=8))]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -155,18 +185,35 @@ def verified(answer: Answer) -> bool:
     return "spec_verify_ct" in answer.meta_info
 
 
-def run_beside_aborts(gated: GatedServer) -> LoadResult:
-    """Serve all of BODIES in mode ``random``, while other requests come and vanish."""
-    replace_text(gated.control, "random")
-    gated.server.flush_cache()  # before the others come: a busy server refuses
+def run_beside_aborts(server: Server) -> LoadResult:
+    """Serve all of BODIES while other requests come and vanish."""
+    server.flush_cache()  # before the others come: a busy server refuses
     stop = threading.Event()
-    victims = threading.Thread(target=abort_in_a_loop, args=(gated.server.url, stop))
+    victims = threading.Thread(target=abort_in_a_loop, args=(server.url, stop))
     victims.start()
     try:
-        return run_load(gated.server.url, BODIES, concurrency=CONCURRENCY)
+        return run_load(server.url, BODIES, concurrency=CONCURRENCY)
     finally:
         stop.set()
         victims.join(timeout=60)
+
+
+def assert_same_logprobs(got: LoadResult, wanted: LoadResult) -> None:
+    """The same tokens, and log-probabilities but for rounding."""
+    assert differing(got.outputs, wanted.outputs) == []
+    for ours, theirs in zip(got.answers, wanted.answers, strict=True):
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            pairs = zip(_flat(ours.meta_info[name]), _flat(theirs.meta_info[name]), strict=True)
+            for (logprob, token), (other, same_token) in pairs:
+                assert token == same_token
+                assert logprob == pytest.approx(other, abs=1e-4)
+
+
+def _flat(logprobs: list[Any]) -> list[tuple[float, int]]:
+    """(log-probability, token) of every entry, whether listed per position or not."""
+    if logprobs and isinstance(logprobs[0][0], list):
+        return [pair for position in logprobs for pair in _flat(position)]
+    return [(logprob, token) for logprob, token, _ in logprobs]
 
 
 def run_beside_posts(

@@ -13,8 +13,17 @@ import pytest
 import requests
 
 from eval.server import Launch, Server, running, speculative_flags
-from sglang_c2t.offline.client import run_load
-from tests.e2e.conftest import BODIES, run_beside_posts, verified, verified_rows_reported
+from sglang_c2t.offline.client import differing, run_load
+from tests.e2e.conftest import (
+    BODIES,
+    CONSTRAINED_BODIES,
+    LOGPROB_BODIES,
+    assert_same_logprobs,
+    run_beside_aborts,
+    run_beside_posts,
+    verified,
+    verified_rows_reported,
+)
 
 
 @dataclass(frozen=True)
@@ -187,20 +196,44 @@ def test_trees_are_narrow_or_plain_where_that_brings_more_and_outputs_are_the_sa
     pytest.fail("one kind of step was never made")
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
-def test_plain_trees_of_every_size_give_the_same_outputs(
-    logs: Path, expected: list[tuple[int, ...]], algorithm: str
-) -> None:
-    """Between planned ones, and between plain chains."""
+@pytest.fixture(scope="module", params=["EAGLE3", "STANDALONE"])
+def plain_trees(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
+    """Two of three steps are plain, of any size, between planned ones and plain chains."""
     policy = ("--c2t", "--c2t-policy", "tests.e2e.server_policies:PlainTrees")
-    launch = Launch(f"plain-trees-{algorithm}", (*speculative_flags(algorithm, **TREE), *policy))
-    with running(launch, logs) as server:
-        for concurrency in (4, len(BODIES)):
-            server.flush_cache()
-            assert run_load(server.url, BODIES, concurrency=concurrency).outputs == expected
-        (told,) = requests.get(f"{server.url}/c2t", timeout=60).json()["planner"]
+    flags = (*speculative_flags(request.param, **TREE), *policy)
+    with running(Launch(f"plain-trees-{request.param}", flags), logs) as server:
+        yield server
+
+
+def test_plain_trees_of_every_size_give_the_same_outputs(
+    plain_trees: Server, expected: list[tuple[int, ...]]
+) -> None:
+    for concurrency in (4, len(BODIES)):
+        plain_trees.flush_cache()
+        assert run_load(plain_trees.url, BODIES, concurrency=concurrency).outputs == expected
+    (told,) = requests.get(f"{plain_trees.url}/c2t", timeout=60).json()["planner"]
     curves = told["cost_ms"]
     assert all(curves[name] for name in ("plain_rest", "plain_narrow_rest", "rest"))
+
+
+def test_aborted_requests_leave_planned_and_plain_steps_of_others_untouched(
+    plain_trees: Server, expected: list[tuple[int, ...]]
+) -> None:
+    assert differing(run_beside_aborts(plain_trees).outputs, expected) == []
+
+
+def test_planned_and_plain_steps_give_the_log_probabilities_of_plain_decoding(
+    plain_trees: Server, plain: Server
+) -> None:
+    servers = plain_trees, plain
+    got, wanted = (run_load(server.url, LOGPROB_BODIES, concurrency=8) for server in servers)
+    assert_same_logprobs(got, wanted)
+
+
+def test_planned_and_plain_steps_keep_to_constraints(plain_trees: Server, plain: Server) -> None:
+    servers = plain_trees, plain
+    got, wanted = (run_load(server.url, CONSTRAINED_BODIES, concurrency=12) for server in servers)
+    assert differing(got.outputs, wanted.outputs) == []
 
 
 def test_planned_trees_and_others_take_turns_during_requests(

@@ -20,9 +20,13 @@ from sglang_c2t.offline.client import Answer, LoadResult, differing, greedy, run
 from tests.e2e.conftest import (
     BODIES,
     CONCURRENCY,
+    CONSTRAINED_BODIES,
+    LOGPROB_BODIES,
     TREE,
     GatedServer,
+    assert_same_logprobs,
     notes_of,
+    replace_text,
     run_beside_aborts,
     tree_launch,
     verified,
@@ -174,57 +178,24 @@ def test_aborted_requests_leave_the_others_untouched(
     trees: GatedServer, expected: list[tuple[int, ...]]
 ) -> None:
     """Requests that join, are aborted or lose their client, among ones that are checked."""
-    assert differing(run_beside_aborts(trees).outputs, expected) == []
+    replace_text(trees.control, "random")
+    assert differing(run_beside_aborts(trees.server).outputs, expected) == []
 
 
 # -- the same log-probabilities, constraints, KV ------------------------------------------
 
 
 def test_log_probabilities_equal_those_of_plain_decoding(trees: GatedServer, plain: Server) -> None:
-    bodies = [
-        {**greedy(prompt.text, 24), "return_logprob": True, "top_logprobs_num": 2}
-        for prompt in demo_mix(8, seed=7)
-    ]
     plain.flush_cache()
-    wanted = run_load(plain.url, bodies, concurrency=8)
-    got = trees.run("random", bodies)
-    assert differing(got.outputs, wanted.outputs) == []
-    for ours, theirs in zip(got.answers, wanted.answers, strict=True):
-        for name in ("output_token_logprobs", "output_top_logprobs"):
-            pairs = zip(flat(ours.meta_info[name]), flat(theirs.meta_info[name]), strict=True)
-            for (logprob, token), (other, same_token) in pairs:
-                assert token == same_token
-                assert logprob == pytest.approx(other, abs=1e-4)
-
-
-def flat(logprobs: list[Any]) -> list[tuple[float, int]]:
-    """(log-probability, token) of every entry, whether listed per position or not."""
-    if logprobs and isinstance(logprobs[0][0], list):
-        return [pair for position in logprobs for pair in flat(position)]
-    return [(logprob, token) for logprob, token, _ in logprobs]
+    wanted = run_load(plain.url, LOGPROB_BODIES, concurrency=8)
+    assert_same_logprobs(trees.run("random", LOGPROB_BODIES), wanted)
 
 
 def test_constrained_and_free_requests_share_a_batch(trees: GatedServer, plain: Server) -> None:
     """Each row of a tree has its own mask, that of the path to it."""
-    schema = {
-        "type": "object",
-        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
-        "required": ["n"],
-    }
-    constraints: list[dict[str, str]] = [
-        {"regex": "(yes|no|maybe)( and (yes|no|maybe)){2,5}"},
-        {},
-        {"json_schema": json.dumps(schema)},
-        {"regex": "[a-c]{3,12}"},
-        {},
-        {"regex": "[0-9]{2}(-[0-9]{4}){1,3}"},
-    ]
-    bodies = [greedy(prompt.text, 40) for prompt in demo_mix(12, seed=8)]
-    for i, body in enumerate(bodies):
-        body["sampling_params"].update(constraints[i % len(constraints)])
     plain.flush_cache()
-    wanted = run_load(plain.url, bodies, concurrency=4)
-    assert differing(trees.run("random", bodies, 12).outputs, wanted.outputs) == []
+    wanted = run_load(plain.url, CONSTRAINED_BODIES, concurrency=4)
+    assert differing(trees.run("random", CONSTRAINED_BODIES, 12).outputs, wanted.outputs) == []
 
 
 def test_biases_and_penalties_reach_every_row(trees: GatedServer) -> None:

@@ -12,7 +12,15 @@ import pytest
 from rich.console import Console
 
 from eval.bench.provenance import conditions
-from eval.prompts import EVALUATION_SETS, OTHER_SETS, TRAINING_SETS, Prompt, other_mix, public_mix
+from eval.prompts import (
+    EVALUATION_SETS,
+    OTHER_SETS,
+    TRAINING_SETS,
+    Prompt,
+    long_mix,
+    other_mix,
+    public_mix,
+)
 from eval.recordings import MANIFEST, manifest, prompts, record
 from eval.tables import chains as tables
 from eval.tables import thresholds
@@ -176,6 +184,8 @@ def test_trees_have_numbers_and_files_of_their_own() -> None:
     assert (trees.num_test["EAGLE"], trees.num_train["EAGLE"]) == (9, 20)
     assert (chains.out.name, trees.out.name) == ("TABLES.md", "TREES.md")
     assert chains.work != trees.work
+    long = arguments(["--long"])
+    assert (long.num_train, long.out.name) == (arguments(["--trees"]).num_train, "LONG.md")
     with pytest.raises(SystemExit):
         arguments(["--num-test", "many"])
 
@@ -191,6 +201,17 @@ def test_public_prompts_that_do_not_fit_are_skipped(tmp_path: Path) -> None:
     mix = public_mix(tmp_path, EVALUATION_SETS, 3)
     assert [p.family for p in mix].count("gsm8k") == 3
     assert max(len(p.text) for p in mix) < 100
+
+
+def test_long_public_prompts_bring_the_answers_their_set_gives(tmp_path: Path) -> None:
+    for name, _ in EVALUATION_SETS.values():
+        rows = [{"turns": [f"task {i} of {name}"], "reference": f"done {i}"} for i in range(3)]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+    found = long_mix(1, tmp_path, len, 400)
+    (of_set,) = [prompt.text for prompt in found if prompt.family == "mt_bench"]
+    assert of_set.endswith("\n\nUser: task 0 of mt_bench.jsonl\nAssistant:")
+    assert "User: task 2 of mt_bench.jsonl\nAssistant: done 2\n\n" in of_set
+    assert "done 0" not in of_set
 
 
 def test_a_missing_public_set_is_named(tmp_path: Path) -> None:
