@@ -138,14 +138,14 @@ def long_mix(n: int, folder: Path | None, tokens: Callable[[str], int], most: in
         solved = {family: list(_solved_sets(family, folder)) for family in EVALUATION_SETS}
     seen: Counter[str] = Counter()
     prompts = []
-    for family, open_one in ((prompt.family, prompt.text) for prompt in open_ones):
-        text = open_one
+    for open_one in open_ones:
+        family, text = open_one.family, open_one.text
         rng = random.Random(f"{family}/{seen[family]}")
         tasks = _solved_own(family, seen[family]) if family in FAMILIES else solved[family]
         seen[family] += 1
         for task in rng.sample(tasks, len(tasks)):
             longer = f"{task}\n\n{text}"
-            if task not in text and open_one not in task and tokens(longer) <= most:
+            if task not in text and open_one.text not in task and tokens(longer) <= most:
                 text = longer
         prompts.append(Prompt(family, text))
     return prompts

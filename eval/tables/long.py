@@ -21,23 +21,18 @@ from eval.recordings import LONG_ANSWERS, LONG_PROMPT, TREES, long_prompts, prom
 from eval.tables import trees
 from eval.tables.markdown import change_at, mix, section, with_interval
 from eval.tables.trees import Draft
-from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
+from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.classifier.recording import Recording
-from sglang_c2t.draft_layer import PLACES
-from sglang_c2t.offline.compare import Curve, everyone, resamples
+from sglang_c2t.offline.compare import Curve
 from sglang_c2t.offline.scores import auc, expected_calibration_error
 from sglang_c2t.offline.train import RECIPES, train_classifier
-from sglang_c2t.offline.tree_replay import Forest
 from sglang_c2t.policies.base import TreeShape
 
-#: Test prompts of a family: behind short ones, long ones, and with long answers.
-SHORT, PROMPTS, ANSWERS = 30, 6, 2
+#: Test prompts of a family: long ones, and those with long answers.
+PROMPTS, ANSWERS = 6, 2
 
 #: Tokens of a long answer at which its parts end.
 PARTS = (64, 256, LONG_ANSWERS.max_new_tokens)
-
-#: Nodes on which a confidence is judged, at most.
-JUDGED = 300_000
 
 #: Of each set, so many prompts are served live.
 NUM_LIVE = 42
@@ -58,21 +53,9 @@ def parts(recording: Recording) -> Iterator[tuple[str, Recording]]:
         first = end
 
 
-def draft_of(algorithm: str, test: Recording, classifiers: dict[str, Classifier]) -> Draft:
-    """What the tables of trees are made from; nothing is learnt here."""
-    forest = Forest.from_recording(test)
-    groups = [rid.rsplit("/", 1)[0] for rid in forest.requests]
-    weights = everyone(groups), resamples(groups, trees.NUM_RESAMPLES)
-    return Draft(algorithm, groups, forest, test, test, classifiers, *weights)
-
-
 def judged(draft: Draft) -> dict[str, list[str]]:
     """By rule AUC and calibration error of its confidences over recorded nodes."""
-    layer, labels = draft.test.layer(PLACES), draft.test.nodes["accept"].float()
-    shown = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:JUDGED]
-    sample, truth = layer.take(shown), labels[shown]
-    scores = {"joint threshold": sample.joint}
-    scores |= {name: c.confidence(sample) for name, c in draft.classifiers.items()}
+    scores, truth = trees.scored(draft)
     return {
         name: [f"{auc(s, truth):.3f}", f"{expected_calibration_error(s, truth):.4f}"]
         for name, s in scores.items()
@@ -134,7 +117,7 @@ def files(args: Namespace, console: Console) -> dict[Path, tuple[str, str, list[
     about: dict[str, None] = {}
     for algorithm in args.algorithms:
         console.print(algorithm)
-        short = prompts("test", SHORT, args.test_sets)
+        short = prompts("test", args.num_test[algorithm], args.test_sets)
         behind = long_prompts(PROMPTS, args.test_sets)
         learnt = prompts("train", args.num_train[algorithm], args.train_sets)
         train = record(algorithm, learnt, args.work / f"train-{algorithm}", TREES)
@@ -159,7 +142,7 @@ def files(args: Namespace, console: Console) -> dict[Path, tuple[str, str, list[
         }
         rows, families = [], []
         for name, recording in recorded.items():
-            draft = draft_of(algorithm, recording, classifiers)
+            draft = Draft.of(algorithm, recording, classifiers)
             found, curves = comparison(draft, name)
             rows += found
             if name == "long prompts":

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from eval.prompts import Prompt
 from eval.record_default import settings_of
@@ -81,10 +82,17 @@ class Draft:
     groups: list[str]
     forest: Forest
     test: Recording
-    train: Recording
     classifiers: dict[str, Classifier]
     once: Array  # [1, Q]
     drawn: Array  # [S, Q]
+
+    @classmethod
+    def of(cls, algorithm: str, test: Recording, classifiers: dict[str, Classifier]) -> Draft:
+        """The draft whose trees ``test`` holds."""
+        forest = Forest.from_recording(test)
+        groups = [rid.rsplit("/", 1)[0] for rid in forest.requests]
+        weights = everyone(groups), resamples(groups, NUM_RESAMPLES)
+        return cls(algorithm, groups, forest, test, classifiers, *weights)
 
     def replay(self, setting: Setting) -> TreeOutcome:
         """Exact wherever ``num_uncovered`` is 0."""
@@ -241,18 +249,29 @@ def variation_table(draft: Draft) -> list[str]:
     )
 
 
-def classifier_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:
-    """Whether classifiers learn more from trees than from chains."""
+#: Nodes on which a confidence is scored, at most.
+SCORED = 300_000
+
+
+def scored(draft: Draft) -> tuple[dict[str, Tensor], Tensor]:
+    """Of recorded nodes, drawn alike each time, the confidences by rule and which were accepted."""
     layer, labels = draft.test.layer(PLACES), draft.test.nodes["accept"].float()
-    shown = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:300_000]
-    sample, truth = layer.take(shown), labels[shown]
-    tau = reached(curves["EAGLE-2, N"], 26)(draft.once)
+    shown = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:SCORED]
+    sample = layer.take(shown)
     scores = {"joint threshold": sample.joint}
     scores |= {name: c.confidence(sample) for name, c in draft.classifiers.items()}
+    return scores, labels[shown]
+
+
+def classifier_table(draft: Draft, curves: dict[str, Curve]) -> list[str]:
+    """Whether classifiers learn more from trees than from chains."""
+    scores, truth = scored(draft)
+    share = 100 * float(draft.test.nodes["accept"].float().mean())
+    tau = reached(curves["EAGLE-2, N"], 26)(draft.once)
     gammas = {name: float(curves[name].gamma_at(tau, draft.once)[0]) for name in scores}
     return section(
         f"### {draft.algorithm}: classifiers on tree nodes",
-        f"AUC over {len(shown)} recorded test nodes, {100 * float(labels.mean()):.2f} % of them "
+        f"AUC over {len(truth)} recorded test nodes, {share:.2f} % of them "
         "accepted; gamma at the accept length of EAGLE-2, N = 26.",
         ["confidence", "AUC", "gamma"],
         [(name, [f"{auc(scores[name], truth):.4f}", f"{gammas[name]:.2f}"]) for name in scores],
@@ -347,7 +366,9 @@ def learn(train: Recording) -> dict[str, Classifier]:
     return found
 
 
-def report(draft: Draft, texts: Sequence[Prompt], work: Path, console: Console) -> list[str]:
+def report(
+    draft: Draft, train: Recording, texts: Sequence[Prompt], work: Path, console: Console
+) -> list[str]:
     """All tables of one draft model."""
     lines = settings_table(draft)
     console.print("  replayed the settings")
@@ -363,7 +384,7 @@ def report(draft: Draft, texts: Sequence[Prompt], work: Path, console: Console) 
     lines += inputs_table(
         draft.forest,
         draft.test,
-        draft.train,
+        train,
         algorithm=draft.algorithm,
         targets={size: reached(rival, size) for size in TARGETS},
         weights=(draft.once, draft.drawn),
@@ -383,12 +404,9 @@ def files(args: Namespace, console: Console) -> dict[Path, tuple[str, str, list[
         train = prompts("train", args.num_train[algorithm], args.train_sets)
         tested = record(algorithm, test, args.work / f"test-{algorithm}", TREES)
         trained = record(algorithm, train, args.work / f"train-{algorithm}", TREES)
-        forest = Forest.from_recording(tested)
-        groups = [rid.rsplit("/", 1)[0] for rid in forest.requests]
-        draft = Draft(algorithm, groups, forest, tested, trained, learn(trained), everyone(groups),
-                      resamples(groups, NUM_RESAMPLES))  # fmt: skip
-        about[mix(groups)] = None
-        lines += [f"## {algorithm}", "", *report(draft, test, args.work, console)]
+        draft = Draft.of(algorithm, tested, learn(trained))
+        about[mix(draft.groups)] = None
+        lines += [f"## {algorithm}", "", *report(draft, trained, test, args.work, console)]
     return {args.out: ("Draft trees on the demo models", conditions("; ".join(about)), lines)}
 
 

@@ -36,7 +36,7 @@ def test_parts_of_answers_hold_every_draft_once_by_its_token(monkeypatch) -> Non
 
 def test_each_rule_is_judged_and_compared_with_eagle2_on_its_own_set(monkeypatch) -> None:
     monkeypatch.setattr(tree_tables, "GRID", tree_tables.GRID[::4])
-    draft = long.draft_of("EAGLE", answers(3), {})
+    draft = tree_tables.Draft.of("EAGLE", answers(3), {})
     rows, curves = long.comparison(draft, "short")
     assert [name for name, _ in rows] == ["short: joint threshold"]
     (_, cells), rival = rows[0], curves["EAGLE-2, N"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from eval.tables import trees as tree_tables
-from sglang_c2t.offline.compare import Curve, everyone, resamples
-from sglang_c2t.offline.tree_replay import Forest
+from sglang_c2t.offline.compare import Curve, resamples
 from tests.recordings import random_trees, recording, tree_origin
 
 
@@ -23,11 +24,8 @@ def draft() -> tree_tables.Draft:
         )
         for seed in (1, 2)
     ]
-    forest = Forest.from_recording(tables[1])
-    groups = [rid.rsplit("/", 1)[0] for rid in forest.requests]
-    classifiers = tree_tables.learn(tables[0])
-    weights = everyone(groups), resamples(groups, 10)
-    return tree_tables.Draft("EAGLE", groups, forest, tables[1], tables[0], classifiers, *weights)
+    draft = tree_tables.Draft.of("EAGLE", tables[1], tree_tables.learn(tables[0]))
+    return replace(draft, drawn=resamples(draft.groups, 10))
 
 
 @pytest.fixture(scope="module")
