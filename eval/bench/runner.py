@@ -26,7 +26,7 @@ from eval.bench import client
 from eval.bench.client import Target
 from eval.bench.config import BenchConfig, MethodConfig
 from eval.bench.datasets import Sample
-from eval.bench.methods import Host, PlannedCell, passes, reduced, switch
+from eval.bench.methods import Host, PlannedCell, passes, reduced, rounds, switch
 from eval.bench.records import Cell, has_cell, write_cell
 from eval.bench.replay import Replay
 from eval.gpu.step_clock import KEY, Span, decoding, full_batch, since
@@ -121,11 +121,12 @@ class Runner:
         return free >= needed
 
     def _together(self, todo: Sequence[PlannedCell], needed: Sequence[Host], bars: Bars) -> None:
-        with self._fleet(needed, bars) as fleet:
-            by_method = {m.name: (host, m) for host in needed for m in host.methods}
-            for cell in todo:
-                host, method = by_method[cell.key.method]
-                self._try(cell, method, host, fleet.get(host.name), bars)
+        for hosts, cells in rounds(self.config, todo, needed):
+            by_method = {m.name: (host, m) for host in hosts for m in host.methods}
+            with self._fleet(hosts, bars) as fleet:
+                for cell in cells:
+                    host, method = by_method[cell.key.method]
+                    self._try(cell, method, host, fleet.get(host.name), bars)
 
     def _in_turn(self, todo: Sequence[PlannedCell], needed: Sequence[Host], bars: Bars) -> None:
         for host, cells in passes(self.config, todo, needed):

@@ -18,6 +18,7 @@ from eval.bench.methods import (
     passes,
     plan,
     reduced,
+    rounds,
     switch,
     write_files,
 )
@@ -83,6 +84,25 @@ def test_a_ramps_requests_arrive_alike_for_all_methods_of_a_repeat() -> None:
     assert [len(arrivals) for arrivals in seen.values()] == [1, 1]
     assert seen[0] != seen[1]
     assert not any(c.arrivals for c in plan(config()))
+
+
+@pytest.mark.parametrize("repeats", [2, 4, 9])
+def test_servers_that_run_together_start_anew_for_each_repeat_in_an_order_that_turns(
+    tmp_path: Path, repeats: int
+) -> None:
+    settings = config(repeats=repeats)
+    cells, servers = plan(settings), hosts(settings, tmp_path)
+    turns = rounds(settings, cells, servers)
+    assert [cell for _, mine in turns for cell in mine] == cells
+    assert [{c.key.repeat for c in mine} for _, mine in turns] == [{r} for r in range(repeats)]
+    orders = [[host.name for host in started] for started, _ in turns]
+    assert all(sorted(order) == sorted(host.name for host in servers) for order in orders)
+    firsts = Counter(order[0] for order in orders)
+    assert len(firsts) == min(repeats, len(servers))
+    assert max(firsts.values()) - min(firsts.values()) <= 1
+    left = [cell for cell in cells if cell.key.method == "fixed 3" and cell.key.repeat == 1]
+    (alone,) = rounds(settings, left, servers)
+    assert ([host.name for host in alone[0]], alone[1]) == (["fixed-3"], left)
 
 
 def test_one_server_at_a_time_still_measures_every_cell_once(tmp_path: Path) -> None:
