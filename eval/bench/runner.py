@@ -34,6 +34,7 @@ from eval.server import Server, ServerError, SwitchError, running
 from sglang_c2t.offline.client import run_load
 
 WARM_UP_TOKENS = 32
+SEEN = 16  # warm-up requests of a method that plans by what it has seen of a load
 LOG_LINES = 5
 SPARE_GIB = 1.5  # for the client, and for files the servers have mapped
 FAILED = "failed"
@@ -207,7 +208,7 @@ class Runner:
             if host.shared:
                 switch(server, method)
         bodies = [self.body(cell, number) for number in numbers]
-        self._warm_up(cell, method, server, samples, bodies)
+        self._warm_up(cell, method, server, samples, bodies[0]["sampling_params"])
         if self.config.requests.cached_prompts:
             self._cache_prompts(server, numbers)
         else:
@@ -300,22 +301,24 @@ class Runner:
         method: MethodConfig,
         server: Server,
         samples: Sequence[Sample],
-        bodies: Sequence[dict[str, Any]],
+        params: dict[str, Any],
     ) -> None:
         """A few short requests, once for each method and temperature on a server.
 
         Where single steps are timed, once for each batch size as well: each has a graph. So for
-        methods that plan by what they have seen of a load.
+        methods that plan by what they have seen of a load, of which they see more, and before
+        their own prompts others, where each repeat has prompts of its own.
         """
-        at_once = cell.key.concurrency
+        at_once, wanted = cell.key.concurrency, self.config.requests
         rung = at_once if self.config.replay or method.plans else 0
         once = (server.process.pid, method.name, cell.key.temperature, rung)
         if once in self._warm:
             return
-        warm = [
-            _short(sample, body["sampling_params"], WARM_UP_TOKENS)
-            for sample, body in zip(samples, bodies, strict=True)
-        ][: min(self.config.requests.warm_up, 2 * at_once)]
+        count = min(wanted.warm_up, max(2 * at_once, SEEN if method.plans else 0))
+        if method.plans and wanted.fresh_prompts:
+            start = cell.key.repeat * cell.prompts - count
+            samples = [self.samples[n % len(self.samples)] for n in range(start, start + count)]
+        warm = [_short(sample, params, WARM_UP_TOKENS) for sample in samples[:count]]
         if warm:
             run_load(server.url, warm, concurrency=at_once)
         self._warm.add(once)

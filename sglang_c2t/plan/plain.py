@@ -11,8 +11,10 @@ layer.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -95,20 +97,40 @@ class _Run(NamedTuple):
     """How many."""
 
 
+@dataclass
+class _Load:
+    """What is known of about so many requests."""
+
+    run: _Run | None = None
+    compared: int = 0
+    """Planned steps."""
+
+    sums: Array = field(default_factory=lambda: np.zeros((2, 2)))
+    """Tokens and milliseconds of these, and of plain ones in their place; lately."""
+
+    planned: deque[float] = field(default_factory=partial(deque, maxlen=LATELY))
+    """Times over predicted ones."""
+
+    plain: deque[float] = field(default_factory=partial(deque, maxlen=LATELY))
+
+    @property
+    def slower(self) -> Array:
+        """[2]: medians of the times, planned and plain; without plain ones, planned ones."""
+        kinds = self.planned, self.plain or self.planned
+        return np.array([np.median(times) if times else 1.0 for times in kinds])
+
+
 class PlainSteps:
     """Which of the next steps are plain, and what they are compared with."""
 
     def __init__(self) -> None:
-        self._runs: dict[int, _Run] = {}  # by batch
-        # By batch how many, and the tokens and milliseconds [2, 2] of these and of plain ones.
-        self._planned: dict[int, tuple[int, Array]] = {}
-        self._times: dict[tuple[int, bool], deque[float]] = {}  # over predicted, by batch and kind
+        self._loads: defaultdict[int, _Load] = defaultdict(_Load)
         self._firsts: Array | None = None
         self._usual: dict[int, tuple[int, Plan]] = {}  # planned steps it is still good for, by B
 
     def begin(self, batch: int, plan: Plan, steps: int) -> None:
         """The next so many steps of about as many requests are plain."""
-        self._runs[about(batch)] = _Run(plan, batch, steps)
+        self._load(batch).run = _Run(plan, batch, steps)
 
     def next(self, batch: int) -> Plan | None:
         """The plan of the next step, if it is plain.
@@ -116,16 +138,17 @@ class PlainSteps:
         Requests come and go, and each number of them has a run of its own, that goes on when they
         are as many again: a planned step whenever one has ended would be one of every few.
         """
-        run = self._runs.get(about(batch))
-        if run is None or run.left == 0:
+        load = self._load(batch)
+        if load.run is None or load.run.left == 0:
             return None
-        self._runs[about(batch)] = run._replace(left=run.left - 1)
-        return run.plan._replace(rows=run.plan.rows // run.batch * batch)
+        load.run = load.run._replace(left=load.run.left - 1)
+        plan = load.run.plan
+        return plan._replace(rows=plan.rows // load.run.batch * batch)
 
     def took(self, batch: int, over_predicted: float, *, plain: bool) -> None:
         """The time of a step over what was predicted for it."""
-        times = self._times.setdefault((about(batch), plain), deque(maxlen=LATELY))
-        times.append(over_predicted)
+        load = self._load(batch)
+        (load.plain if plain else load.planned).append(over_predicted)
 
     def planned(self, batch: int, plan: Plan, alike: Plan) -> None:
         """A step that was planned, and the plain one that would have been in its place.
@@ -135,30 +158,25 @@ class PlainSteps:
         begun; and by how much longer either kind lately took than these costs say: a plan that is
         chosen among many is one that looks too good.
         """
-        slower = self._slower(batch, plain=False), self._slower(batch, plain=True)
-        new = np.array([
-            [plan.tokens, plan.milliseconds * slower[0]],
-            [alike.tokens, alike.milliseconds * slower[1]],
-        ])  # fmt: skip
-        steps, sums = self._planned.get(about(batch), (0, np.zeros((2, 2))))
-        self._planned[about(batch)] = steps + 1, (1.0 - 1.0 / REMEMBERED) * sums + new
+        load = self._load(batch)
+        new = np.array([[one.tokens, one.milliseconds] for one in (plan, alike)])
+        new[:, 1] *= load.slower
+        load.sums = (1.0 - 1.0 / REMEMBERED) * load.sums + new
+        load.compared += 1
 
     def gain(self, batch: int) -> float | None:
         """Tokens a millisecond that planned steps lately brought more than plain ones would have;
         ``None``: there were too few.
         """
-        steps, sums = self._planned.get(about(batch), (0, np.zeros((2, 2))))
-        if steps < ENOUGH:
+        load = self._load(batch)
+        if load.compared < ENOUGH:
             return None
         # Not step by step: a plain one takes its time where a planned one is short as well.
-        (tokens, took), (alike, took_alike) = sums.tolist()
+        (tokens, took), (alike, took_alike) = load.sums.tolist()
         return float(tokens / took - alike / took_alike)
 
-    def _slower(self, batch: int, *, plain: bool) -> float:
-        """Median of times over predicted ones; of planned steps while no plain ones were made."""
-        kinds = (plain, False)
-        times = next((t for kind in kinds if (t := self._times.get((about(batch), kind)))), None)
-        return float(np.median(times)) if times else 1.0
+    def _load(self, batch: int) -> _Load:
+        return self._loads[about(batch)]
 
     def usual(self, batch: int, first: Array, best: Callable[[Array], Plan]) -> Plan:
         """The plain step that is ``best`` for first layers of drafts lately, ``first`` [S, ...]

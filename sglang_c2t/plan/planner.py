@@ -325,13 +325,19 @@ class Planner:
     def state(self) -> dict[str, Any]:
         """What a server that starts again goes on from, for JSON."""
         self.catch_up()
-        return {"survival": self.survival.state(), "cost": self.cost.state()}
+        return {
+            "survival": self.survival.state(),
+            "cost": self.cost.state(),
+            "credit": self._credit,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state` said; ValueError where it does not fit."""
         self.survival.restore(state["survival"])
         self._refresh()
         self.cost.restore(state["cost"])
+        # Who goes on is not young again: looks it has paid for would be paid for at each start.
+        self._credit = min(max(float(state.get("credit", 0.0)), 0.0), YOUNG)
 
     def forget(self) -> None:
         """Start anew, costs included."""
@@ -451,8 +457,12 @@ class Planner:
     def _best_alike_of(self, width: int, batch: int, first: Array) -> Plan:
         survival = self._alike_of(self._behind(first, len(first), width), width)
         cost = partial(self.cost, context=self._context, width=width, plain=True)
-        whole = partial(self.full_rows, width=width) if width > 1 else _whole_chain
+        whole = partial(self._whole_alike, width)
         return best_alike(survival, batch, cost, whole=whole, width=width)
+
+    def _whole_alike(self, width: int, layers: int) -> int:
+        """Rows of a whole plain draft: a chain, where layers are one row wide."""
+        return 1 + layers if width == 1 else self.full_rows(layers, width)
 
     def _cost(self, width: int) -> Cost:
         """Of the step in progress, with drafts of a ``width``."""
@@ -515,11 +525,6 @@ class Planner:
         bins = np.minimum((predicted * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
         for kind, weights in enumerate((np.ones(len(predicted)), predicted, survived)):
             np.add.at(self.reliability[:, kind], (depth - 1, bins), weights)
-
-
-def _whole_chain(layers: int) -> int:
-    """Rows of a chain, its root included."""
-    return 1 + layers
 
 
 def _within(other: Plan, plan: Plan) -> bool:

@@ -230,13 +230,15 @@ def test_an_interrupt_stops_all_servers_and_keeps_what_is_done(
 def test_a_method_is_warmed_up_once_and_one_that_plans_on_each_rung(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never with more requests than two for each at once."""
+    """Two requests for each at once; who plans sees more, and none that is measured next."""
     kinds = [{"kind": "none"}, {"kind": "c2t", "policy": "auto"}]
-    runner, cells = make_runner(tmp_path, requests__warm_up=5, methods=kinds)
-    sent: list[tuple[str, int, int]] = []
+    runner, cells = make_runner(
+        tmp_path, requests__warm_up=3, requests__fresh_prompts=True, methods=kinds
+    )
+    sent: list[tuple[str, int, list[str]]] = []
 
     def load(url: str, bodies: list[Any], *, concurrency: int) -> None:
-        sent.append((url, concurrency, len(bodies)))
+        sent.append((url, concurrency, [body["text"][-1] for body in bodies]))
 
     monkeypatch.setattr(runner_module, "run_load", load)
     for cell in cells:
@@ -244,9 +246,13 @@ def test_a_method_is_warmed_up_once_and_one_that_plans_on_each_rung(
             continue
         (method,) = (m for m in runner.config.methods if m.name == cell.key.method)
         server: Any = types.SimpleNamespace(url=method.name, process=types.SimpleNamespace(pid=1))
-        bodies = [runner.body(cell, index) for index in range(len(SAMPLES))]
-        runner._warm_up(cell, method, server, SAMPLES, bodies)
-    assert sorted(sent) == [("auto", 1, 2), ("auto", 4, 5), ("no speculation", 1, 2)]
+        mine = [SAMPLES[number] for number in runner.numbers(cell)]
+        runner._warm_up(cell, method, server, mine, {"temperature": 0.0})
+    assert sorted(sent) == [
+        ("auto", 1, ["5", "6", "7"]),
+        ("auto", 4, ["5", "6", "7"]),
+        ("no speculation", 1, ["0", "1"]),
+    ]
 
 
 def test_prompts_are_put_into_a_servers_cache_once(

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from sglang_c2t.plan.plan import Plan, best_plan
-from sglang_c2t.plan.planner import EXPLORE_EVERY, LEARN_EVERY, WHOLE_EVERY, Choice, Planner
+from sglang_c2t.plan.planner import (
+    EXPLORE_EVERY,
+    LEARN_EVERY,
+    WHOLE_EVERY,
+    YOUNG,
+    Choice,
+    Planner,
+)
 from sglang_c2t.plan.survival import OneSlope, Survival
 
 DEPTH = 5
@@ -372,6 +379,7 @@ def test_what_was_learnt_comes_back_and_is_forgotten_on_command(kind: type) -> N
     expected = planner.survival.of_chains(chains)
     assert again.survival.of_chains(chains) == pytest.approx(expected)
     assert again.cost.one(20, 8, 3) == pytest.approx(planner.cost.one(20, 8, 3))
+    assert again._credit == planner._credit < YOUNG, "looks that were paid for are not due again"
     again.reset()
     unknown = kind(DEPTH).of_chains(chains)
     assert again.survival.of_chains(chains) == pytest.approx(unknown)
