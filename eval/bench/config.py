@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from eval.demo_models.weighted import LARGEST, SMALLEST, STANDARD
 from eval.gpu.models import SHAPES
 from sglang_c2t.config import C2TConfig, ConfigError
-from sglang_c2t.policies import build_policy, build_tree_policy, plans
+from sglang_c2t.policies import ChainPolicy, TreePolicy, build_policy, build_tree_policy, plans
 
 DEMO = "demo"
 SHAPE = "shape:"
@@ -268,7 +268,7 @@ class MethodConfig:
     @property
     def plans(self) -> bool:
         """Whether it learns costs and survivals from the load it has seen."""
-        return self.kind == "c2t" and plans(build_policy(self.c2t()))
+        return self.gated and plans(self._policy())
 
     @property
     def baseline(self) -> bool:
@@ -282,10 +282,17 @@ class MethodConfig:
 
     def c2t(self) -> C2TConfig:
         """Its settings as ``--c2t`` takes them; ConfigError for any that it would refuse."""
-        assert not isinstance(self.beta, tuple), "expanded() makes one method of each"
-        config = C2TConfig.from_mapping(self.c2t_settings())
-        (build_tree_policy if self.kind == "c2t-tree" else build_policy)(config)
+        config = self._config()
+        self._policy()
         return config
+
+    def _config(self) -> C2TConfig:
+        assert not isinstance(self.beta, tuple), "expanded() makes one method of each"
+        return C2TConfig.from_mapping(self.c2t_settings())
+
+    def _policy(self) -> ChainPolicy | TreePolicy:
+        build = build_tree_policy if self.kind == "c2t-tree" else build_policy
+        return build(self._config())
 
     def expanded(self) -> list[MethodConfig]:
         """One named method for each beta."""

@@ -15,6 +15,7 @@ from eval.bench.config import BenchConfig, MethodConfig
 from eval.bench.methods import (
     PlannedCell,
     hosts,
+    method_flags,
     passes,
     plan,
     reduced,
@@ -227,3 +228,17 @@ def test_a_server_that_refuses_or_ignores_settings_is_found_out(
     ignoring = serve(monkeypatch, Control(ignored=("beta",)))
     with pytest.raises(SwitchError, match=r"in force: \{'beta': 0\.9\}"):
         switch(ignoring, DYJOINT)
+
+
+@pytest.mark.parametrize("kind", ["c2t", "c2t-tree"])
+def test_what_a_method_that_plans_has_learnt_is_kept_for_its_next_server(
+    tmp_path: Path, kind: str
+) -> None:
+    shape = {"topk": 4, "num_draft_tokens": 16} if kind == "c2t-tree" else {}
+    methods = [{"kind": kind, "policy": policy, **shape} for policy in ("auto", "c2t-plus")]
+    settings = config(methods=methods, server={"device": "cpu", "share": False})
+    keeps = [
+        "--c2t-state" in method_flags(settings.model, method, tmp_path)
+        for method in settings.methods
+    ]
+    assert ([method.plans for method in settings.methods], keeps) == ([True, False], [True, False])
