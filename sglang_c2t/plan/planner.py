@@ -337,7 +337,10 @@ class Planner:
         self._refresh()
         self.cost.restore(state["cost"])
         # Who goes on is not young again: looks it has paid for would be paid for at each start.
-        self._credit = min(max(float(state.get("credit", 0.0)), 0.0), YOUNG)
+        credit = float(state.get("credit", 0.0))
+        if not 0.0 <= credit <= YOUNG:
+            raise ValueError(f"{credit} is no number of steps from 0 to {YOUNG:g}")
+        self._credit = credit
 
     def forget(self) -> None:
         """Start anew, costs included."""
