@@ -268,7 +268,7 @@ class MethodConfig:
     @property
     def plans(self) -> bool:
         """Whether it learns costs and survivals from the load it has seen."""
-        return self.gated and plans(self._policy())
+        return self.gated and plans(self._policy(self.c2t()))
 
     @property
     def baseline(self) -> bool:
@@ -282,17 +282,13 @@ class MethodConfig:
 
     def c2t(self) -> C2TConfig:
         """Its settings as ``--c2t`` takes them; ConfigError for any that it would refuse."""
-        config = self._config()
-        self._policy()
+        assert not isinstance(self.beta, tuple), "expanded() makes one method of each"
+        config = C2TConfig.from_mapping(self.c2t_settings())
+        self._policy(config)
         return config
 
-    def _config(self) -> C2TConfig:
-        assert not isinstance(self.beta, tuple), "expanded() makes one method of each"
-        return C2TConfig.from_mapping(self.c2t_settings())
-
-    def _policy(self) -> ChainPolicy | TreePolicy:
-        build = build_tree_policy if self.kind == "c2t-tree" else build_policy
-        return build(self._config())
+    def _policy(self, config: C2TConfig) -> ChainPolicy | TreePolicy:
+        return (build_tree_policy if self.kind == "c2t-tree" else build_policy)(config)
 
     def expanded(self) -> list[MethodConfig]:
         """One named method for each beta."""

@@ -243,7 +243,7 @@ def rounds(
 
 def passes(
     config: BenchConfig, cells: Sequence[PlannedCell], servers: Sequence[Host]
-) -> list[tuple[Host, list[PlannedCell]]]:
+) -> list[tuple[list[Host], list[PlannedCell]]]:
     """The cells of a run with one server at a time: each repeat is a pass over the servers.
 
     The servers' order is drawn anew in each pass. On a server the rungs come in their order, and
@@ -263,7 +263,7 @@ def passes(
         members = {method.name for method in host.methods}
         mine = [c for c in cells if c.key.repeat in repeats and c.key.method in members]
         if mine:
-            result.append((host, mine))
+            result.append(([host], mine))
     return result
 
 

@@ -105,7 +105,8 @@ class Runner:
         together = self._together_is_possible(len(needed))
         with terminal.bars(self.console) as progress:
             bars = Bars(progress, len(todo))
-            (self._together if together else self._in_turn)(todo, needed, bars)
+            for hosts, mine in (rounds if together else passes)(self.config, todo, needed):
+                self._serve(hosts, mine, bars)
 
     def _together_is_possible(self, num_servers: int) -> bool:
         """Whether all servers run at once; "auto" asks for the memory and says what it found."""
@@ -121,20 +122,12 @@ class Runner:
         )
         return free >= needed
 
-    def _together(self, todo: Sequence[PlannedCell], needed: Sequence[Host], bars: Bars) -> None:
-        for hosts, cells in rounds(self.config, todo, needed):
-            by_method = {m.name: (host, m) for host in hosts for m in host.methods}
-            with self._fleet(hosts, bars) as fleet:
-                for cell in cells:
-                    host, method = by_method[cell.key.method]
-                    self._try(cell, method, host, fleet.get(host.name), bars)
-
-    def _in_turn(self, todo: Sequence[PlannedCell], needed: Sequence[Host], bars: Bars) -> None:
-        for host, cells in passes(self.config, todo, needed):
-            methods = {method.name: method for method in host.methods}
-            with self._fleet([host], bars) as fleet:
-                for cell in cells:
-                    self._try(cell, methods[cell.key.method], host, fleet.get(host.name), bars)
+    def _serve(self, hosts: Sequence[Host], cells: Sequence[PlannedCell], bars: Bars) -> None:
+        by_method = {m.name: (host, m) for host in hosts for m in host.methods}
+        with self._fleet(hosts, bars) as fleet:
+            for cell in cells:
+                host, method = by_method[cell.key.method]
+                self._try(cell, method, host, fleet.get(host.name), bars)
 
     @contextlib.contextmanager
     def _fleet(self, hosts: Sequence[Host], bars: Bars) -> Iterator[dict[str, Server]]:
@@ -267,8 +260,10 @@ class Runner:
         """
         if not self.config.requests.fresh_prompts:
             return list(range(cell.prompts))
-        start = cell.key.repeat * cell.prompts
-        return [number % len(self.samples) for number in range(start, start + cell.prompts)]
+        return self._numbers(cell.key.repeat * cell.prompts, cell.prompts)
+
+    def _numbers(self, start: int, count: int) -> list[int]:
+        return [number % len(self.samples) for number in range(start, start + count)]
 
     def body(self, cell: PlannedCell, number: int) -> dict[str, Any]:
         """What a request says beside its prompt; the seed is the same for all methods."""
@@ -316,8 +311,8 @@ class Runner:
             return
         count = min(wanted.warm_up, max(2 * at_once, SEEN if method.plans else 0))
         if method.plans and wanted.fresh_prompts:
-            start = cell.key.repeat * cell.prompts - count
-            samples = [self.samples[n % len(self.samples)] for n in range(start, start + count)]
+            before = self._numbers(cell.key.repeat * cell.prompts - count, count)
+            samples = [self.samples[number] for number in before]
         warm = [_short(sample, params, WARM_UP_TOKENS) for sample in samples[:count]]
         if warm:
             run_load(server.url, warm, concurrency=at_once)

@@ -111,7 +111,7 @@ def test_one_server_at_a_time_still_measures_every_cell_once(tmp_path: Path) -> 
     servers = hosts(config(), tmp_path)
     seen: list[PlannedCell] = []
     last_repeat = 0
-    for host, mine in passes(config(), cells, servers):
+    for (host,), mine in passes(config(), cells, servers):
         repeats = {cell.key.repeat for cell in mine}
         assert len(repeats) == 1, "a pass is one repeat"
         assert (last_repeat := max(repeats)) >= last_repeat

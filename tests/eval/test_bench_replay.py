@@ -86,7 +86,7 @@ def test_large_models_start_once_in_the_order_of_the_configuration(tmp_path: Pat
     cells = plan(settings, at_once=[4])
     assert {cell.key.concurrency for cell in cells} == {4}
     turns = passes(settings, cells, hosts(settings, tmp_path))
-    assert [host.name for host, _ in turns] == ["no-speculation", "fixed-3", "shared-1"]
+    assert [host.name for (host,), _ in turns] == ["no-speculation", "fixed-3", "shared-1"]
     assert [len(mine) for _, mine in turns] == [3, 3, 15]
 
 

@@ -233,7 +233,7 @@ def test_a_method_is_warmed_up_once_and_one_that_plans_on_each_rung(
     """Two requests for each at once; who plans sees more, and none that is measured next."""
     kinds = [{"kind": "none"}, {"kind": "c2t", "policy": "auto"}]
     runner, cells = make_runner(
-        tmp_path, requests__warm_up=3, requests__fresh_prompts=True, methods=kinds
+        tmp_path, requests__warm_up=5, requests__fresh_prompts=True, methods=kinds
     )
     sent: list[tuple[str, int, list[str]]] = []
 
@@ -249,8 +249,8 @@ def test_a_method_is_warmed_up_once_and_one_that_plans_on_each_rung(
         mine = [SAMPLES[number] for number in runner.numbers(cell)]
         runner._warm_up(cell, method, server, mine, {"temperature": 0.0})
     assert sorted(sent) == [
-        ("auto", 1, ["5", "6", "7"]),
-        ("auto", 4, ["5", "6", "7"]),
+        ("auto", 1, ["3", "4", "5", "6", "7"]),
+        ("auto", 4, ["3", "4", "5", "6", "7"]),
         ("no speculation", 1, ["0", "1"]),
     ]
 
