@@ -152,7 +152,7 @@ class Storm:
         self._record(card.kind, card.key, verdict, reply, told)
 
     def _record(self, kind: str, name: str, verdict: Verdict, reply: Reply, told: str = "") -> None:
-        detail = "" if verdict in GOOD else told or reply.problem
+        detail = "" if verdict in GOOD else told or "; ".join(reply.messages)
         self.outcomes.append(
             Outcome(kind, name, verdict, reply.status, round(reply.seconds, 4), detail)
         )

@@ -15,6 +15,10 @@ Verdict = Literal["right", "cut", "timed out", "refused", "as stock", "wrong", "
 GOOD: tuple[Verdict, ...] = ("right", "cut", "timed out", "refused", "as stock")
 
 
+#: What SGLang says of a request that it ends without a reason.
+REASON_LOST = frozenset({"Aborted", "Abort in waiting queue"})
+
+
 @dataclass(frozen=True)
 class Reply:
     """What came back. Times are seconds of one monotonic clock."""
@@ -30,6 +34,12 @@ class Reply:
     def seconds(self) -> float:
         """How long the client waited."""
         return self.ended - self.started
+
+    @property
+    def messages(self) -> list[str]:
+        """What was said about a failure, of the whole and of each answer."""
+        told = [self.problem, *(output.message for output in self.outputs)]
+        return [text for text in told if text]
 
 
 @dataclass
@@ -66,10 +76,14 @@ def judge(
 
 
 def _says_timeout(job: Job, reply: Reply) -> bool:
-    """OpenAI endpoints and streams say of an answer that was begun only that it was aborted."""
-    told = [reply.problem, *(output.message for output in reply.outputs)]
+    """OpenAI endpoints and streams say of an answer that was begun only that it was aborted; and
+    SGLang forgets why where it ends a request that reads its prompt in chunks, as a retracted one
+    reads its own answer again (``Scheduler.process_pending_chunked_abort``).
+    """
     silent = (job.stream or job.path != "/generate") and reply.status == 200
-    return silent or any("timeout reached" in text for text in told)
+    return silent or any(
+        "timeout reached" in text or text in REASON_LOST for text in reply.messages
+    )
 
 
 def judge_malformed(

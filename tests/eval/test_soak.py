@@ -113,6 +113,15 @@ def test_the_time_limit_excuses_only_who_ran_as_long() -> None:
     assert verdict(silent, replace(JOB, path="/v1/completions")) == "timed out"
 
 
+@pytest.mark.parametrize("message", ["Aborted", "Abort in waiting queue"])
+def test_past_the_time_limit_an_end_without_its_reason_is_the_limit(message: str) -> None:
+    ended = (Output("", "abort", (1, 2), message=message),)
+    assert verdict(Reply(200, 0.0, LIMIT + 1, ended)) == "timed out"
+    assert verdict(reply(outputs=ended)) == "unexpected"
+    other = (Output("", "abort", (1, 2), message="out of memory"),)
+    assert verdict(Reply(200, 0.0, LIMIT + 1, other)) == "unexpected"
+
+
 @pytest.mark.parametrize("status", [400, 500, 503])
 def test_a_refusal_of_a_good_request_is_unexpected(status: int) -> None:
     assert verdict(reply(status, ())) == "unexpected"
