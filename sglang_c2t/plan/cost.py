@@ -440,8 +440,19 @@ def about(size: int, *, bits: int = 4) -> int:
     two and the next, so that where every size can occur each is measured often. All tiers of CUDA
     graphs are such sizes.
     """
-    step = 1 << max(size.bit_length() - bits, 0)
+    step = _step(size, bits)
     return (size + step // 2) // step * step
+
+
+def priced_behind(size: int) -> int:
+    """The next larger size that is :func:`about` no other: that a :class:`Curve` has a price of."""
+    step = _step(size)
+    return size // step * step + step
+
+
+def _step(size: int, bits: int = 4) -> int:
+    """How far apart numbers are of which, around ``size``, the first ``bits`` bits say all."""
+    return 1 << max(size.bit_length() - bits, 0)
 
 
 def quantile(values: Iterable[float], share: float) -> float:

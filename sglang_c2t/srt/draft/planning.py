@@ -26,6 +26,7 @@ from torch import Tensor
 from sglang_c2t.draft.slots import FirstLayer
 from sglang_c2t.draft.survivals import DeviceSurvival
 from sglang_c2t.kernels.budget import rows_within
+from sglang_c2t.plan.cost import priced_behind
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.planner import Choice, Planner
 from sglang_c2t.plan.survival import Array
@@ -377,5 +378,10 @@ class Planning:
 
 
 def every_few(least: int, most: int) -> list[int]:
-    """About thirty numbers from ``least`` to ``most``, both among them."""
-    return sorted({*range(least, most, max((most - least) // 30, 1)), most})
+    """Numbers from ``least`` to ``most``, both among them, and between these the ones that have a
+    price of their own: a few of each octave, so that most are where a row costs most.
+    """
+    found = [least]
+    while (size := priced_behind(found[-1])) < most:
+        found.append(size)
+    return sorted({*found, most})

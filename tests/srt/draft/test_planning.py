@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_c2t.draft.slots import FirstLayer
+from sglang_c2t.plan.cost import about
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.planner import Choice, Planner
 from sglang_c2t.plan.survival import Survival
@@ -220,6 +222,10 @@ def test_a_few_numbers_span_a_range(least: int, most: int) -> None:
     assert found[-1] == most
     assert found == sorted(set(found))
     assert len(found) <= 62
+    between = found[1:-1]
+    assert [about(size) for size in between] == between, "else one price would stand for several"
+    gaps = [b - a for a, b in itertools.pairwise(found)]
+    assert all(gap <= max(1, a / 8) for gap, a in zip(gaps, found, strict=False)), "none too far"
 
 
 def test_a_step_that_serves_nobody_teaches_what_it_took_and_nothing_else() -> None:
