@@ -111,8 +111,8 @@ class C2TConfig:
         DEFAULT,
         NAME,
         "Which drafts are verified: a name from the menu, or module:Class of your own. 'default': "
-        "auto for chains that are verified packed; c2t for other drafts, and where a threshold, a "
-        "classifier, options or a recording are set.",
+        "auto for drafts that are verified packed; c2t for others, and where a threshold, a "
+        "classifier, options, a bound on rows or a recording are set.",
     )
     beta: float | None = _setting(
         None,

@@ -65,11 +65,11 @@ def policy_of(classifier: Classifier) -> str:
     )
 
 
-def named(config: C2TConfig, *, packed_chains: bool) -> C2TConfig:
+def named(config: C2TConfig, *, packed: bool) -> C2TConfig:
     """``config`` with the name of the policy that serves where none was chosen.
 
-    The planner where it was shown to pay, which is chains that are verified packed; else, and for
-    who sets what only gates take or records what theirs would cut, the published gate.
+    The planner, where drafts are verified ``packed``; else, and for who sets what only gates take
+    or records what theirs would cut, the published gate.
     """
     if config.policy != DEFAULT:
         return config
@@ -78,8 +78,9 @@ def named(config: C2TConfig, *, packed_chains: bool) -> C2TConfig:
         or config.classifier != "default"
         or bool(config.policy_options)
         or config.record is not None
+        or config.max_verify_rows is not None
     )
-    planned = packed_chains and config.verify != "static" and not wants_gate
+    planned = packed and config.verify != "static" and not wants_gate
     return replace(config, policy=Auto.name if planned else C2T.name)
 
 
@@ -89,7 +90,7 @@ def build_policy(config: C2TConfig) -> ChainPolicy:
     Raises :class:`ConfigError` for an unknown name, an option the policy does not take,
     or a classifier that cannot be used.
     """
-    config = named(config, packed_chains=True)
+    config = named(config, packed=True)
     policy = _built(config, config.policy.removesuffix(ON_EAGLE2), _options(config))
     if is_tree_policy(policy) or _only_trees(config.policy):
         raise ConfigError(
@@ -105,7 +106,7 @@ def build_tree_policy(config: C2TConfig) -> TreePolicy:
     ``policy_options`` may hold ``layer_limit`` for a gate, beside its own options. Raises
     :class:`ConfigError` as :func:`build_policy` does, and for a rule that cuts chains only.
     """
-    config = named(config, packed_chains=False)
+    config = named(config, packed=True)
     options, name = _options(config), config.policy
     if name.endswith(ON_EAGLE2):
         return GatedEAGLE2(_gate(config, name.removesuffix(ON_EAGLE2), options))

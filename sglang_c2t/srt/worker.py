@@ -74,7 +74,7 @@ class WorkerMixin(EAGLEWorkerV2):
         config = active()
         assert config is not None, "the factory builds this worker only when C2T is on"
         self._typed = config
-        self._config = self._start = named(config, packed_chains=self.topk == 1)
+        self._config = self._start = named(config, packed=True)
         self._plannings: dict[str, Planning] = {}
         self._recorder = Recorder.from_config(self._config, self.server_args)
         self._draft_worker.watch(self._gate_maker(), self._recorder)
@@ -256,9 +256,9 @@ class WorkerMixin(EAGLEWorkerV2):
             self.speculative_num_draft_tokens,
         )
 
-    def _settle_policy(self, *, packed_chains: bool) -> None:
+    def _settle_policy(self) -> None:
         """Name the policy where none was chosen, now that it is known what can be packed."""
-        config = named(self._typed, packed_chains=packed_chains)
+        config = named(self._typed, packed=self._draft_worker.packed)
         if config != self._start:
             self._draft_worker.gate.switch(policy_for(config, self._shape), captured=False)
             self._config = self._start = config
@@ -299,7 +299,7 @@ class ChainWorkerMixin(WorkerMixin):
         draft, runner = self._draft_worker, self.target_worker.model_runner
         draft.packed = chain.decide(self._config.verify, runner)
         draft.exact = compat.accepts_exactly(self.server_args)
-        self._settle_policy(packed_chains=draft.packed)
+        self._settle_policy()
         self._plan_with(self._planning_for(draft.gate.served.policy))
         self._announce(f"{'ragged' if draft.packed else 'static'} verification of chains")
 
@@ -337,7 +337,7 @@ class TreeWorkerMixin(WorkerMixin):
         draft, runner = self._draft_worker, self.target_worker.model_runner
         draft.packed = tree.decide(self._config, runner)
         draft.exact = compat.accepts_exactly(self.server_args)
-        self._settle_policy(packed_chains=False)
+        self._settle_policy()
         self._plan_with(self._planning_for(draft.gate.served.policy))
         rows = "packed" if draft.packed else "padded"
         self._announce(f"{rows} verification of trees, {self._follow_ancestors()} ancestors")

@@ -81,11 +81,10 @@ def classifier_of(tmp_path: Path) -> Callable[..., str]:
 # -- no policy named ----------------------------------------------------------------------
 
 
-def test_packed_chains_are_planned_where_no_policy_is_named_and_other_drafts_gated() -> None:
-    assert named(C2TConfig(), packed_chains=True) == C2TConfig("auto")
-    assert named(C2TConfig(), packed_chains=False) == C2TConfig("c2t")
+def test_packed_drafts_are_planned_where_no_policy_is_named_and_others_gated() -> None:
+    assert named(C2TConfig(), packed=True) == C2TConfig("auto")
+    assert named(C2TConfig(), packed=False) == C2TConfig("c2t")
     assert build_policy(C2TConfig()).name == "auto"
-    assert build_tree_policy(C2TConfig()).name == build_tree_policy(C2TConfig("c2t")).name
 
 
 @pytest.mark.parametrize(
@@ -96,16 +95,17 @@ def test_packed_chains_are_planned_where_no_policy_is_named_and_other_drafts_gat
         {"policy_options": {"layer_limit": 2}},
         {"record": "somewhere"},
         {"verify": "static"},
+        {"max_verify_rows": 64},
     ],
 )
 def test_who_sets_what_no_planner_takes_gets_the_gate(given: dict[str, Any]) -> None:
-    assert named(C2TConfig(**given), packed_chains=True) == C2TConfig("c2t", **given)
+    assert named(C2TConfig(**given), packed=True) == C2TConfig("c2t", **given)
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_policy_that_is_named_stays(packed: bool) -> None:
     for config in (C2TConfig("auto"), C2TConfig("dyjoint"), C2TConfig("c2t", beta=0.4)):
-        assert named(config, packed_chains=packed) is config
+        assert named(config, packed=packed) is config
 
 
 # -- rules without a classifier -----------------------------------------------------------

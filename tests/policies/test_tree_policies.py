@@ -152,12 +152,16 @@ def test_the_same_gate_cuts_chains_and_prunes_trees() -> None:
     assert build_tree_policy(replace(config, policy="dyjoint-eagle2")) == GatedEAGLE2(gate)
 
 
-def test_the_default_policy_prunes_trees_with_its_shipped_classifier() -> None:
-    default, after = build_tree_policy(C2TConfig()), build_tree_policy(C2TConfig("c2t-eagle2"))
-    assert isinstance(default, GatedTree)
+def test_the_published_gate_prunes_trees_with_its_shipped_classifier() -> None:
+    growing, after = build_tree_policy(C2TConfig("c2t")), build_tree_policy(C2TConfig("c2t-eagle2"))
+    assert isinstance(growing, GatedTree)
     assert isinstance(after, GatedEAGLE2)
-    assert default.gate.name == after.gate.name == "c2t"
-    assert default.gate.beta == after.gate.beta == POLICIES["c2t"].beta
+    assert growing.gate.name == after.gate.name == "c2t"
+    assert growing.gate.beta == after.gate.beta == POLICIES["c2t"].beta
+
+
+def test_trees_are_planned_by_default() -> None:
+    assert isinstance(build_tree_policy(C2TConfig()), PlannedTree)
 
 
 def test_layer_limit_belongs_to_the_tree_and_other_options_to_the_gate() -> None:

@@ -30,12 +30,12 @@ def test_the_gate_follows_the_policy_once_it_is_known_what_can_be_packed(
     """Where a backend cannot pack rows, nothing can be planned, and nobody asked for it."""
     monkeypatch.setenv(settings.CONFIG_ENV, typed.to_json())
     worker = object.__new__(C2TEagleWorker)
-    at_first = named(typed, packed_chains=True)
+    at_first = named(typed, packed=True)
     gate = ChainGate(policy_for(at_first, CHAIN), num_slots=4, device="cpu", exploration=None)
     worker._typed, worker._start, worker._config = typed, at_first, at_first
-    worker._draft_worker = SimpleNamespace(gate=gate)
+    worker._draft_worker = SimpleNamespace(gate=gate, packed=packed)
     monkeypatch.setattr(C2TEagleWorker, "_shape", CHAIN)
-    worker._settle_policy(packed_chains=packed)
+    worker._settle_policy()
     assert gate.served.policy.name == serves
     assert worker._config.policy == worker._start.policy == serves
     told = settings.active()
