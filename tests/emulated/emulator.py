@@ -1,0 +1,71 @@
+"""Cases for the emulated device, and the process that serves them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.emulated.serve import ENVIRONMENT, Case, Served
+
+REPOSITORY = Path(__file__).parents[2]
+
+#: Seconds that a case may take, on a machine that has other things to do.
+SECONDS = 300
+
+
+class Emulator:
+    """Serves one case after the other, each in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self._process, self._log = process, log
+        self._read()  # it is ready
+
+    def serve(self, case: Case) -> Served:
+        """What became of it; AssertionError where it failed, with what was printed last."""
+        served = self.ask(case)
+        assert not served.error, f"{served.error}\n{self._printed()}"
+        return served
+
+    def ask(self, case: Case) -> Served:
+        """What became of it, an error perhaps."""
+        assert self._process.stdin is not None
+        print(json.dumps(asdict(case)), file=self._process.stdin, flush=True)
+        return Served(**json.loads(self._read()))
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the emulator ended:\n{self._printed()}"
+        return line
+
+    def _printed(self) -> str:
+        return self._log.read_text(errors="replace")[-4000:]
+
+
+@contextmanager
+def emulator(folder: Path) -> Iterator[Emulator]:
+    """One that lives as long as the block; what it prints is in ``folder``."""
+    log = folder / "emulator.log"
+    home = {"HOME": str(folder), "FLASHINFER_WORKSPACE_BASE": str(folder)}
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.emulated.serve", str(SECONDS)],
+            cwd=REPOSITORY, env={**os.environ, **ENVIRONMENT, **home},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, text=True,
+        )  # fmt: skip
+    try:
+        yield Emulator(process, log)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

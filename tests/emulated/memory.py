@@ -1,0 +1,58 @@
+"""Memory of the emulated device, and pinned memory of the host.
+
+A block that nobody holds any more goes back to the stream that it was allocated on, whose next
+work may overwrite it: it is poisoned there, behind the streams that were recorded on it and no
+other, as PyTorch's caching allocator would reuse it. Fresh memory is poisoned as well.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.emulated.queues import Event, Stream
+
+
+class Block:
+    """What an allocation returned, held by every tensor that lies in it."""
+
+    def __init__(self, memory: Tensor, stream: Stream | None) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+        self._stream = stream
+        self._others: set[Stream] = set()
+
+    def record(self, stream: Stream) -> None:
+        """The ``stream`` uses it, too."""
+        self._others.add(stream)
+
+    def __del__(self) -> None:
+        if self._stream is None:  # a graph's own, which stays its own
+            return
+        for other in self._others:
+            used = Event()
+            used.record(other)
+            self._stream.wait(used)
+        self._stream.give(lambda memory=self._bytes: poison(memory))
+
+
+def poison(memory: Tensor) -> None:
+    """Nothing that anybody computed: nan, or numbers that are no index of anything."""
+    if memory.dtype.is_floating_point or memory.dtype.is_complex:
+        memory.fill_(float("nan"))
+    elif memory.dtype == torch.uint8:
+        memory.fill_(0xFF)  # of floats nan, of integers -1
+    elif memory.dtype == torch.bool:
+        memory.fill_(True)
+    else:
+        memory.fill_(max(-(2**30), torch.iinfo(memory.dtype).min))
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """The tensor, in memory that copies may use while the host goes on."""
+    tensor.untyped_storage().emulated_pinned = True
+    return tensor
+
+
+def pinned(tensor: Tensor) -> bool:
+    """Whether its memory is."""
+    return getattr(tensor.untyped_storage(), "emulated_pinned", False)

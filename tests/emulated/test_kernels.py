@@ -1,0 +1,83 @@
+"""References of attention against attention by hand: split over a prefix, and through pages."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.emulated import kernels
+
+HEADS, KEY_HEADS, SIZE, POOL = 4, 2, 8, 40
+SCALE = 0.3
+
+
+def workspace(rows: list[int], keys: list[int]) -> Tensor:
+    """As a plan leaves it."""
+    words = torch.tensor([len(keys), *rows, *keys], dtype=torch.int32).view(torch.uint8)
+    return torch.cat([words, torch.zeros(64, dtype=torch.uint8)])
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[R, H, D]: each row sees all keys up to its own, and the rows are the last of them."""
+    out = torch.empty_like(q)
+    for row in range(len(q)):
+        seen = len(k) - len(q) + row + 1
+        for head in range(HEADS):
+            of_keys = head * KEY_HEADS // HEADS
+            weights = (k[:seen, of_keys] @ q[row, head] * SCALE).softmax(0)
+            out[row, head] = weights @ v[:seen, of_keys]
+    return out
+
+
+def drawn(rows: int, keys: int, seed: int) -> tuple[Tensor, ...]:
+    """Queries, a pool of keys and one of values, and the slots of the keys."""
+    torch.manual_seed(seed)
+    q = torch.randn(rows, HEADS, SIZE)
+    pools = (torch.randn(POOL, 1, KEY_HEADS, SIZE) for _ in range(2))
+    return q, *pools, torch.randperm(POOL)[:keys].int()
+
+
+@given(rows=st.integers(1, 8), prefix=st.integers(1, 9), seed=st.integers(0, 1000))
+def test_flashinfer_over_a_prefix_and_its_rows_is_attention_over_both(
+    rows: int, prefix: int, seed: int
+) -> None:
+    q, k, v, slots = drawn(rows, prefix + rows, seed)
+    k_rows, v_rows = (pool[slots.long(), 0] for pool in (k, v))
+    starts, before = torch.tensor([0, rows]), torch.tensor([0, prefix])
+    own, seen, both = (torch.empty_like(q) for _ in range(3))
+    own_sums, seen_sums, sums = (torch.empty(rows, HEADS) for _ in range(3))
+    kernels.ragged(
+        workspace([0, rows], [rows]), q, k_rows[prefix:], v_rows[prefix:], starts, starts, own,
+        own_sums, 1, None, None, SCALE,
+    )  # fmt: skip
+    kernels.paged(
+        workspace([0, rows], [prefix]), q, k, v, starts, before, slots[:prefix],
+        torch.tensor([1]), seen, seen_sums, 0, None, None, SCALE,
+    )  # fmt: skip
+    kernels.merge_state(own, own_sums, seen, seen_sums, both, sums)
+    torch.testing.assert_close(both, by_hand(q, k_rows, v_rows))
+
+
+@given(
+    rows=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    prefix=st.integers(0, 6),
+    seed=st.integers(0, 1000),
+)
+def test_fa3_over_pages_is_attention_of_each_request(
+    rows: list[int], prefix: int, seed: int
+) -> None:
+    every = [drawn(n, prefix + n, seed + i) for i, n in enumerate(rows)]
+    k, v = every[0][1:3]
+    table = torch.zeros(len(rows), prefix + max(rows), dtype=torch.int32)
+    for b, (_, _, _, slots) in enumerate(every):
+        table[b, : len(slots)] = slots
+    q = torch.cat([of[0] for of in every])
+    starts = torch.tensor([0, *rows]).cumsum(0)
+    out, lse = torch.empty_like(q), torch.empty(HEADS, len(q))
+    lengths = torch.tensor(rows) + prefix
+    kernels.fa3_paged(out, lse, q, k, v, lengths, table, starts, max(rows), SCALE, True, -1)
+    for b, (queries, _, _, slots) in enumerate(every):
+        wanted = by_hand(queries, k[slots.long(), 0], v[slots.long(), 0])
+        torch.testing.assert_close(out[starts[b] : starts[b + 1]], wanted)
