@@ -22,7 +22,6 @@ from sglang_c2t.policies import (
     TREE_POLICIES,
     DraftLayer,
     build_policy,
-    build_tree_policy,
     named,
 )
 from tests import oracles
