@@ -61,7 +61,7 @@ soak: $(STAMP)  ## 15 minutes of load and faults against --c2t servers, chains a
 
 test: $(STAMP)  ## All tests: lint, types, unit, and real servers on the CPU
 	$(MAKE) lint types
-	$(PYTEST)
+	$(PYTEST) --durations=40
 
 unit: $(STAMP)  ## Tests that start no server
 	$(PYTEST) -m "not server"
