@@ -102,11 +102,14 @@ class Device:
             self.capture.allocated(block, memory)
         return DeviceTensor(memory, block)
 
-    def wait(self, why: str = "syncs") -> None:
-        """The host waits for the current stream; :class:`Refused` while capturing."""
+    def wait(self, finish: Work | None = None, kind: str = "syncs") -> None:
+        """The host waits until ``finish`` is through, or the current stream; :class:`Refused` while
+        capturing.
+        """
         self.refuse_in_capture("the host waits")
-        self.count(why)
-        self.finish()
+        self.count(kind)
+        with computing():
+            (finish or self.current.finish)()
 
     def finish(self) -> None:
         """All work of the current stream is done."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.emulated.serve import ENVIRONMENT, Case, Served
+from tests.emulated.serve import Case, Served
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -28,15 +28,11 @@ class Emulator:
 
     def serve(self, case: Case) -> Served:
         """What became of it; AssertionError where it failed, with what was printed last."""
-        served = self.ask(case)
-        assert not served.error, f"{served.error}\n{self._printed()}"
-        return served
-
-    def ask(self, case: Case) -> Served:
-        """What became of it, an error perhaps."""
         assert self._process.stdin is not None
         print(json.dumps(asdict(case)), file=self._process.stdin, flush=True)
-        return Served(**json.loads(self._read()))
+        served = Served(**json.loads(self._read()))
+        assert not served.error, f"{served.error}\n{self._printed()}"
+        return served
 
     def _read(self) -> str:
         assert self._process.stdout is not None
@@ -56,7 +52,7 @@ def emulator(folder: Path) -> Iterator[Emulator]:
     with log.open("w") as sink:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.emulated.serve", str(SECONDS)],
-            cwd=REPOSITORY, env={**os.environ, **ENVIRONMENT, **home},
+            cwd=REPOSITORY, env={**os.environ, **home},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, text=True,
         )  # fmt: skip
     try:

@@ -66,10 +66,7 @@ class CudaStream(Stream):
 
     def synchronize(self) -> None:
         """The host waits."""
-        DEVICE.refuse_in_capture("the host waits")
-        DEVICE.count("syncs")
-        with computing():
-            self.finish()
+        DEVICE.wait(self.finish)
 
     def query(self) -> bool:
         """Whether nothing is left to do."""
@@ -92,10 +89,7 @@ class CudaEvent(Event):
             (stream or DEVICE.current).wait(self)
 
     def synchronize(self) -> None:
-        DEVICE.refuse_in_capture("the host waits")
-        DEVICE.count("event waits")
-        with computing():
-            super().synchronize()
+        DEVICE.wait(super().synchronize, "event waits")
 
     def query(self) -> bool:
         with computing():
@@ -140,9 +134,7 @@ class _Capturing:
 
 def _synchronize(*_: Any, **__: Any) -> None:
     """The host waits for all streams."""
-    DEVICE.refuse_in_capture("the host waits")
-    DEVICE.count("syncs")
-    DEVICE.idle()
+    DEVICE.wait(DEVICE.idle)
 
 
 def _set_stream(stream: CudaStream) -> None:

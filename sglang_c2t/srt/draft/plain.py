@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sglang_c2t.srt import attach
@@ -49,9 +48,7 @@ class PlainDrafting(DraftWatcher):
 
     def _plain_forward(self, forward: Callable[[], Any]) -> Any:
         """SGLang's draft loop ``forward``, timed, with nobody looking at its layers."""
-        # SGLang compiles how trees grow when one first does: seconds of somebody's answer, for some
-        # microseconds of a step.
-        with self._watching(self._plain_layer), torch.compiler.set_stance("force_eager"):
+        with self._watching(self._plain_layer):
             parents, scores, tokens, probs = forward()
         if self.topk > 1:
             return parents, scores, tokens, probs

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from sglang.srt.speculative import eagle_worker_v2
-from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker, select_top_k_tokens
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from torch import Tensor
 
@@ -72,7 +72,8 @@ class TreeDraftMixin(PlainDrafting):
         if forward_batch.forward_mode.is_idle():
             return super().draft_forward(forward_batch)
         if self.planning is not None and self.planning.plain:
-            return self._plain_forward(partial(super().draft_forward, forward_batch))
+            with attach.swapped(eagle_worker_v2, "select_top_k_tokens", _select_uncompiled):
+                return self._plain_forward(partial(super().draft_forward, forward_batch))
         with GATE_CLOCK:
             self._catch_up()
             self.gate.begin(forward_batch.req_pool_indices)
@@ -313,6 +314,14 @@ class TreeDraftMixin(PlainDrafting):
             )
 
         return build
+
+
+def _select_uncompiled(*args: Any) -> Any:
+    """SGLang's ``select_top_k_tokens``, which it compiles when a tree first grows: seconds of
+    somebody's answer, for some microseconds of a step.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        return select_top_k_tokens(*args)
 
 
 class C2TEagleTreeDraftWorker(TreeDraftMixin, EagleDraftWorker):
