@@ -13,10 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import requests
@@ -107,12 +107,43 @@ def gpu_environment() -> dict[str, str]:
     }
 
 
+class Process(Protocol):
+    """What we ask of a server's main process; :class:`subprocess.Popen` is one."""
+
+    @property
+    def args(self) -> Any:
+        """Its command line."""
+
+    @property
+    def pid(self) -> int:
+        """Its id, which is that of its process group too."""
+
+    def poll(self) -> int | None:
+        """What it ended with, None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """What it ends with; :class:`subprocess.TimeoutExpired` when it does not in time."""
+
+
+Starter = Callable[[Sequence[str], Mapping[str, str], Path], Process]
+"""Starts a command line in an environment, in a session of its own; output goes to the file."""
+
+
+def start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """As a user does, by a new interpreter; see :data:`Starter`."""
+    with log.open("wb") as sink:
+        # A session of its own, so that stopping it reaches SGLang's child processes.
+        return subprocess.Popen(
+            argv, stdout=sink, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+
+
 @dataclass(frozen=True)
 class Server:
     """A running server. All calls raise on an HTTP error."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
 
     def generate(self, timeout: float = 300.0, **body: Any) -> Any:
@@ -160,18 +191,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(launch: Launch, log_dir: Path) -> Iterator[Server]:
+def running(launch: Launch, log_dir: Path, starter: Starter = start) -> Iterator[Server]:
     """Start ``launch``, yield when it answers, stop it at the end of the block."""
     port = free_port()
     log_dir.mkdir(parents=True, exist_ok=True)
     log = log_dir / f"{launch.name}.log"
-    env = _environment(launch)
-    with log.open("wb") as sink:
-        # A session of its own, so that stopping it reaches SGLang's child processes.
-        process = subprocess.Popen(
-            [*launch.argv(port), *_control(launch)], stdout=sink, stderr=subprocess.STDOUT,
-            env=env, start_new_session=True,
-        )  # fmt: skip
+    process = starter([*launch.argv(port), *_control(launch)], environment(launch.env), log)
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
         _wait_until_ready(server)
@@ -183,7 +208,7 @@ def running(launch: Launch, log_dir: Path) -> Iterator[Server]:
 def run_to_exit(launch: Launch, timeout: float = READY_SECONDS) -> subprocess.CompletedProcess[str]:
     """Start a server that is expected to refuse, and return its exit code and output."""
     return subprocess.run(
-        launch.argv(free_port()), capture_output=True, text=True, env=_environment(launch),
+        launch.argv(free_port()), capture_output=True, text=True, env=environment(launch.env),
         timeout=timeout,
         check=False,
     )  # fmt: skip
@@ -197,8 +222,8 @@ def _control(launch: Launch) -> tuple[str, ...]:
     return ()
 
 
-def _environment(launch: Launch) -> dict[str, str]:
-    """The caller's environment, made fit for a server on the CPU."""
+def environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """The caller's environment, made fit for a server on the CPU, with ``extra``."""
     return {
         **os.environ,
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -206,11 +231,11 @@ def _environment(launch: Launch) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",  # the demo models are local; no look-up at start
         # Several processes share few cores; a second thread each mostly waits for a core.
         "OMP_NUM_THREADS": "1",
-        **launch.env,
+        **extra,
     }
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: Process) -> None:
     """End the server's process group: first politely, then for sure, children included."""
     for sig in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
@@ -236,7 +261,7 @@ def _wait_until_ready(server: Server) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
-            raise ServerError(f"server ended with {server.process.returncode}\n{_tail(server.log)}")
+            raise ServerError(f"server ended with {server.process.poll()}\n{_tail(server.log)}")
         with contextlib.suppress(requests.RequestException):
             if requests.get(f"{server.url}/health_generate", timeout=30).ok:
                 return

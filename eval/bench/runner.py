@@ -354,7 +354,7 @@ def _counters(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _argv(server: Server) -> list[str]:
-    return [str(part) for part in server.process.args]  # type: ignore[union-attr]
+    return [str(part) for part in server.process.args]
 
 
 # -- progress -------------------------------------------------------------------------------

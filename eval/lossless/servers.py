@@ -6,7 +6,6 @@ The demo models on the CPU, or models of the user's own. Knows nothing of what i
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from eval.server import (
     DRAFTS,
     TARGET,
     Launch,
+    Process,
     Server,
     ServerError,
     SwitchError,
@@ -136,7 +136,7 @@ def visit_all(
     At most ``at_once`` servers live at a time. A server that breaks does not keep the others
     from being visited; any other error, an interruption too, ends them all.
     """
-    live: set[subprocess.Popen[bytes]] = set()
+    live: set[Process] = set()
 
     def visit(launch: Launch) -> T | Broken:
         try:

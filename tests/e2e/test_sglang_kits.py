@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import pytest
 
 from eval.lossless import kits
-from eval.server import Launch, Server, running, speculative_flags
+from eval.server import Launch, Server, speculative_flags
+from tests.e2e.nursery import running
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,103 @@
+"""Servers born of one process that has imported SGLang already.
+
+A server is three processes or more, and each takes 20 seconds of a core to import SGLang: most of
+what such a test costs. Here one process imports it as the launcher does, plugins included, and
+every server is a fork of it, and so are the server's own processes. Command line, environment,
+log, HTTP and the end are a real server's. What differs: a plugin's registration saw the
+environment that all servers share, not what this one adds, and SGLang's processes are forked
+where it asks for new interpreters. :mod:`tests.e2e.test_launch` starts servers as users do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from unittest import mock
+
+from eval import server
+from eval.server import Launch, Server
+
+#: What SGLang looks up when a server starts. Other variables it may have read on import, so that
+#: a server with one of these is started as users do.
+READ_LATE = {
+    "PYTHONPATH", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_REQ_RUNNING_TIMEOUT",
+    "SGLANG_REQ_WAITING_TIMEOUT",
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def running(launch: Launch, log_dir: Path) -> Iterator[Server]:
+    """:func:`eval.server.running`, within a few seconds, and gone at once."""
+    starter = start if launch.env.keys() <= READ_LATE else server.start
+    with server.running(launch, log_dir, starter) as born:
+        yield born
+        # Asked politely, SGLang sleeps for 5 seconds before it ends.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(born.process.pid, signal.SIGKILL)
+
+
+class Forked:
+    """A server's main process, as :class:`eval.server.Process`."""
+
+    def __init__(self, argv: Sequence[str], process: ForkServerProcess) -> None:
+        self.args = list(argv)
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Its id, which is that of its process group too."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """What it ended with, None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """What it ends with; :class:`subprocess.TimeoutExpired` when it does not in time."""
+        self._process.join(timeout)
+        ended = self.poll()
+        if ended is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        return ended
+
+
+@functools.cache
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.e2e.preloaded"])
+    return context
+
+
+def start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> Forked:
+    """Serve ``argv``, which is ``python -m module flags...``, with ``env`` and nothing else."""
+    _, dash_m, module, *flags = argv
+    assert dash_m == "-m", argv
+    process = _context().Process(target=_serve, args=(module, flags, dict(env), log))
+    with mock.patch.dict(os.environ, server.environment({})):  # the first one starts the nursery
+        process.start()
+    return Forked(argv, process)
+
+
+def _serve(module: str, flags: list[str], env: dict[str, str], log: Path) -> None:
+    os.setsid()
+    with log.open("wb") as sink:
+        os.dup2(sink.fileno(), sys.__stdout__.fileno())
+        os.dup2(sink.fileno(), sys.__stderr__.fileno())
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
+    # SGLang asks for new interpreters, which would import all of it again.
+    multiprocessing.set_start_method("fork", force=True)
+    with mock.patch("multiprocessing.set_start_method"):
+        sys.argv[1:] = flags
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
