@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -125,12 +125,8 @@ class Process(Protocol):
         """What it ends with; :class:`subprocess.TimeoutExpired` when it does not in time."""
 
 
-Starter = Callable[[Sequence[str], Mapping[str, str], Path], Process]
-"""Starts a command line in an environment, in a session of its own; output goes to the file."""
-
-
 def start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """As a user does, by a new interpreter; see :data:`Starter`."""
+    """Start a command line as a user does; its output goes to ``log``."""
     with log.open("wb") as sink:
         # A session of its own, so that stopping it reaches SGLang's child processes.
         return subprocess.Popen(
@@ -191,12 +187,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(launch: Launch, log_dir: Path, starter: Starter = start) -> Iterator[Server]:
+def running(launch: Launch, log_dir: Path) -> Iterator[Server]:
     """Start ``launch``, yield when it answers, stop it at the end of the block."""
     port = free_port()
     log_dir.mkdir(parents=True, exist_ok=True)
     log = log_dir / f"{launch.name}.log"
-    process = starter([*launch.argv(port), *_control(launch)], environment(launch.env), log)
+    process = start([*launch.argv(port), *_control(launch)], environment(launch.env), log)
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
         _wait_until_ready(server)
@@ -231,6 +227,8 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",  # the demo models are local; no look-up at start
         # Several processes share few cores; a second thread each mostly waits for a core.
         "OMP_NUM_THREADS": "1",
+        # It takes a server that is stopped for one that crashes, and would sleep for 5 seconds.
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         **extra,
     }
 

@@ -1,7 +1,13 @@
 """Settings for all tests."""
 
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 from hypothesis import settings
+
+from eval import server
+from tests import nursery
 
 # A deadline measures the machine, not the code; shared CI machines pause for seconds.
 settings.register_profile("no-deadline", deadline=None)
@@ -16,3 +22,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     serving = {item.path for item in items if item.get_closest_marker("server")}
     items.sort(key=lambda item: item.path not in serving)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _born_of_the_nursery(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Servers start within seconds, but for files that want them as users have them."""
+    as_users_do = getattr(request.module, "AS_USERS_DO", False)
+    with mock.patch.object(server, "start", server.start if as_users_do else nursery.start):
+        yield

@@ -16,9 +16,8 @@ import pytest
 import requests
 
 from eval.prompts import demo_mix
-from eval.server import DRAFTS, Launch, Server, speculative_flags
+from eval.server import DRAFTS, Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import Answer, LoadResult, differing, greedy, run_load
-from tests.e2e.nursery import running
 from tests.e2e.server_policies import FAILS, MODES, Switchable
 from tests.e2e.witness import Witness
 

@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 import requests
 
-from eval.server import Launch, Server, speculative_flags
+from eval.server import Launch, Server, running, speculative_flags
 from eval.soak.malformed import FATAL, HANGING, Malformed
 from eval.soak.mutations import mutants
 from sglang_c2t.offline.client import greedy
 from tests.e2e.conftest import REPOSITORY
-from tests.e2e.nursery import running
 
 API, ADMIN = "for-clients", "for-admins"
 JSON = {"Content-Type": "application/json"}

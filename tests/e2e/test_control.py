@@ -14,7 +14,7 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from eval.server import Launch, Server, speculative_flags
+from eval.server import Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import Answer, LoadResult, post_all, run_load
 from tests.e2e.conftest import (
     BODIES,
@@ -24,7 +24,6 @@ from tests.e2e.conftest import (
     run_beside_posts,
     verified,
 )
-from tests.e2e.nursery import running
 
 KEY = "sesame"
 ADMIN = {"Authorization": f"Bearer {KEY}"}

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import requests
 
-from eval import server as started_as_users_do
-from eval.server import Launch, Server, speculative_flags
+from eval.server import Launch, Server, running, speculative_flags
 from eval.soak.faults import END_SECONDS, NO_CORE_DUMP, ClassifierFile, kill_child
 from sglang_c2t.offline.client import run_load
 from tests.e2e.conftest import BODIES, CONCURRENCY
-from tests.e2e.nursery import running
+
+AS_USERS_DO = True
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_a_server_whose_child_is_killed_ends_and_leaves_nothing_behind(
     name = child.rpartition(":")[2]
     flags = (*speculative_flags("EAGLE3"), "--c2t")
     launch = Launch(f"killed-{name}", flags, env=NO_CORE_DUMP)
-    with started_as_users_do.running(launch, logs) as server:
+    with running(launch, logs) as server:
         ending = kill_child(server, child)
     assert ending.clean, ending
     assert ending.seconds < END_SECONDS

@@ -18,6 +18,8 @@ from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.policies import build_policy
 from tests.e2e.conftest import REPOSITORY
 
+AS_USERS_DO = True
+
 EAGLE3 = speculative_flags("EAGLE3")
 
 # Runs in every Python process before anything else; renames a function once its module

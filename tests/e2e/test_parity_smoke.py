@@ -13,10 +13,9 @@ import pytest
 import requests
 
 from eval.prompts import demo_mix
-from eval.server import Launch, Server, speculative_flags
+from eval.server import Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import LoadResult, differing, greedy, run_load
 from tests.e2e.conftest import TREE, verified, verified_rows_reported
-from tests.e2e.nursery import running
 
 # Seeds reach the sampler only with this flag.
 SEEDED = "--enable-deterministic-inference"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import requests
 
-from eval.server import Launch, Server, speculative_flags
+from eval.server import Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import differing, run_load
 from tests.e2e.conftest import (
     BODIES,
@@ -24,7 +24,6 @@ from tests.e2e.conftest import (
     verified,
     verified_rows_reported,
 )
-from tests.e2e.nursery import running
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 
 from eval.prompts import Prompt, demo_mix
 from eval.recordings import WITHOUT_PREFIX_CACHE, record
-from eval.server import DRAFTS, Launch, speculative_flags
+from eval.server import DRAFTS, Launch, running, speculative_flags
 from sglang_c2t.classifier.checkpoint import save_classifier
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.config import C2TConfig
@@ -22,7 +22,6 @@ from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.offline.train import RECIPES, train_classifier
 from sglang_c2t.policies import build_policy
 from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags
-from tests.e2e.nursery import running
 
 NUM_STEPS = 10
 MAX_NEW_TOKENS = 96  # as the recording was made

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from eval.lossless import seeded as seeds
 from eval.lossless.sampling import Cells, Cut, Tokens, exact_cells, fit
 from eval.prompts import demo_mix
-from eval.server import TARGET, Launch, Server, speculative_flags
+from eval.server import TARGET, Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import differing, run_load
 from tests.e2e.conftest import (
     REPOSITORY,
@@ -22,7 +22,6 @@ from tests.e2e.conftest import (
     switchable_flags,
     tree_launch,
 )
-from tests.e2e.nursery import running
 from tests.e2e.server_policies import SwitchableTree
 from tests.tiny_llama import next_tokens, tiny_llama
 

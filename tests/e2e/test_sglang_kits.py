@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from eval.lossless import kits
-from eval.server import Launch, Server, speculative_flags
-from tests.e2e.nursery import running
+from eval.server import Launch, Server, running, speculative_flags
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch
 
 from eval.prompts import Prompt, demo_mix
 from eval.recordings import Recorded, named_bodies, record
-from eval.server import Launch, speculative_flags
+from eval.server import Launch, running, speculative_flags
 from sglang_c2t.classifier.recording import Recording, read_recording
 from sglang_c2t.classifier.request_names import name_requests
 from sglang_c2t.config import C2TConfig
@@ -22,7 +22,6 @@ from sglang_c2t.offline.tree_replay import Forest, replay_trees
 from sglang_c2t.policies import TreePolicy, build_tree_policy
 from sglang_c2t.policies.base import TreeShape
 from tests.e2e.conftest import REPOSITORY, GatedServer, own_policy_flags
-from tests.e2e.nursery import running
 from tests.e2e.server_policies import SwitchableTree
 
 ALGORITHM = "EAGLE"

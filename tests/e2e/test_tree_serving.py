@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from eval.prompts import demo_mix
-from eval.server import TARGET, Server
+from eval.server import TARGET, Server, running
 from sglang_c2t.offline.client import Answer, LoadResult, differing, greedy, run_load
 from tests.e2e.conftest import (
     BODIES,
@@ -32,7 +32,6 @@ from tests.e2e.conftest import (
     verified,
     verified_rows_reported,
 )
-from tests.e2e.nursery import running
 from tests.e2e.server_policies import FAILS
 from tests.e2e.witness import WATCHED
 

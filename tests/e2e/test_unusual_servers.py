@@ -9,10 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.prompts import demo_mix
-from eval.server import TARGET, Launch, Server, speculative_flags
+from eval.server import TARGET, Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import differing, greedy, run_load
 from tests.e2e.conftest import BODIES, REPOSITORY, GatedServer, switchable_flags, tree_launch
-from tests.e2e.nursery import running
 from tests.e2e.server_policies import FAILS
 
 PYTHONPATH = {"PYTHONPATH": str(REPOSITORY)}

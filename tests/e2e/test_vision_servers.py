@@ -14,11 +14,10 @@ import pytest
 from PIL import Image
 
 from eval.prompts import demo_mix
-from eval.server import Launch, Server
+from eval.server import Launch, Server, running
 from sglang_c2t.offline.client import differing, run_load
 from tests.e2e import vision_models
 from tests.e2e.conftest import REPOSITORY
-from tests.e2e.nursery import running
 
 CONTEXT = 160
 CONCURRENCY = 6

@@ -5,26 +5,25 @@ what such a test costs. Here one process imports it as the launcher does, plugin
 every server is a fork of it, and so are the server's own processes. Command line, environment,
 log, HTTP and the end are a real server's. What differs: a plugin's registration saw the
 environment that all servers share, not what this one adds, and SGLang's processes are forked
-where it asks for new interpreters. :mod:`tests.e2e.test_launch` starts servers as users do.
+where it asks for new interpreters. Files of tests that say ``AS_USERS_DO`` do without.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import multiprocessing
 import os
 import runpy
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from unittest import mock
 
 from eval import server
-from eval.server import Launch, Server
 
 #: What SGLang looks up when a server starts. Other variables it may have read on import, so that
 #: a server with one of these is started as users do.
@@ -33,16 +32,9 @@ READ_LATE = {
     "SGLANG_REQ_WAITING_TIMEOUT",
 }  # fmt: skip
 
+_ONE_AT_A_TIME = threading.Lock()
 
-@contextlib.contextmanager
-def running(launch: Launch, log_dir: Path) -> Iterator[Server]:
-    """:func:`eval.server.running`, within a few seconds, and gone at once."""
-    starter = start if launch.env.keys() <= READ_LATE else server.start
-    with server.running(launch, log_dir, starter) as born:
-        yield born
-        # Asked politely, SGLang sleeps for 5 seconds before it ends.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(born.process.pid, signal.SIGKILL)
+_start_as_users_do = server.start
 
 
 class Forked:
@@ -72,23 +64,28 @@ class Forked:
 
 
 @functools.cache
-def _context() -> ForkServerContext:
+def _nursery() -> ForkServerContext:
+    """It runs, in the environment that all servers share."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.e2e.preloaded"])
+    context.set_forkserver_preload(["tests.preloaded"])
+    with mock.patch.dict(os.environ, server.environment({})):
+        forkserver.ensure_running()
     return context
 
 
-def start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> Forked:
-    """Serve ``argv``, which is ``python -m module flags...``, with ``env`` and nothing else."""
-    _, dash_m, module, *flags = argv
-    assert dash_m == "-m", argv
-    process = _context().Process(target=_serve, args=(module, flags, dict(env), log))
-    with mock.patch.dict(os.environ, server.environment({})):  # the first one starts the nursery
+def start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> server.Process:
+    """In place of :func:`eval.server.start`."""
+    shared = server.environment({})
+    own = {name for name, value in env.items() if shared.get(name) != value}
+    if argv[1] != "-m" or not own <= READ_LATE:
+        return _start_as_users_do(argv, env, log)
+    with _ONE_AT_A_TIME:
+        process = _nursery().Process(target=_serve, args=(argv[2], argv[3:], dict(env), log))
         process.start()
     return Forked(argv, process)
 
 
-def _serve(module: str, flags: list[str], env: dict[str, str], log: Path) -> None:
+def _serve(module: str, flags: Sequence[str], env: dict[str, str], log: Path) -> None:
     os.setsid()
     with log.open("wb") as sink:
         os.dup2(sink.fileno(), sys.__stdout__.fileno())
