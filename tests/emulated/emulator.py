@@ -15,7 +15,7 @@ from tests.emulated.serve import Case, Served
 
 REPOSITORY = Path(__file__).parents[2]
 
-#: Seconds that a case may take, on a machine that has other things to do.
+#: Seconds that a start or a run may take, on a machine that has other things to do.
 SECONDS = 300
 
 
@@ -26,13 +26,18 @@ class Emulator:
         self._process, self._log = process, log
         self._read()  # it is ready
 
-    def serve(self, case: Case) -> Served:
-        """What became of it; AssertionError where it failed, with what was printed last."""
+    def serve(self, case: Case) -> list[Served]:
+        """What became of its runs; AssertionError where one failed, with what was printed last."""
+        served = self.try_to(case)
+        for run in served:
+            assert not run.error, f"{run.error}\n{self._printed()}"
+        return served
+
+    def try_to(self, case: Case) -> list[Served]:
+        """What became of its runs, some of which may have failed."""
         assert self._process.stdin is not None
         print(json.dumps(asdict(case)), file=self._process.stdin, flush=True)
-        served = Served(**json.loads(self._read()))
-        assert not served.error, f"{served.error}\n{self._printed()}"
-        return served
+        return [Served(**json.loads(self._read())) for _ in case.runs]
 
     def _read(self) -> str:
         assert self._process.stdout is not None

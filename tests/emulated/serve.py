@@ -1,9 +1,10 @@
 """SGLang's own scheduler on the emulated device: requests in, tokens out.
 
-    python -m tests.emulated.serve    reads cases, one a line, and answers each with a line
+    python -m tests.emulated.serve    reads cases, one a line, and answers each with some lines
 
 No HTTP and no tokenizer: requests are handed to the scheduler's loop, some of them while others
-run. SGLang is imported once, and each case is served in a fork of its own.
+run. SGLang is imported once; each case is a server in a fork of that, and each of its runs a fork
+of the server as it stands behind its start.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ import sys
 import traceback
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 #: What SGLang and its libraries read when they are imported.
 ENVIRONMENT = {
@@ -37,6 +43,12 @@ ENVIRONMENT = {
 #: Iterations of the scheduler behind which a case has failed.
 MOST_ITERATIONS = 400
 
+#: Numbers that stand for what a layer keeps of a token.
+SKETCHED = 4
+
+#: Characters of an error that are told, its last ones: less than a pipe holds.
+LONGEST_ERROR = 8000
+
 
 @dataclass(frozen=True)
 class Request:
@@ -44,61 +56,102 @@ class Request:
 
     ids: tuple[int, ...]
     joins: int = 0  # the iteration at which it comes
+    aborted: int | None = None  # that at which somebody aborts it
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     max_new_tokens: int = 16
 
 
 @dataclass(frozen=True)
-class Case:
-    """A server, and what it is asked."""
+class Run:
+    """What a server is asked."""
 
-    flags: tuple[str, ...]
     requests: tuple[Request, ...]
-    in_turn: bool = False
-    """Everything is done when it is launched."""
-
     ahead: int | None = None
     """A seed by which streams run ahead of the host; ``None``: all is as late as can be."""
+
+    mutant: str = ""
+    """What is broken, see ``mutants.py``."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A server, and its runs: each finds it as it started."""
+
+    flags: tuple[str, ...]
+    runs: tuple[Run, ...]
+    mutant: str = ""
+    """What is broken before it starts."""
+
+    in_turn: bool = False
+    """Everything is done when it is launched."""
 
 
 @dataclass
 class Served:
-    """What became of a case."""
+    """What became of a run."""
 
     outputs: list[list[int]]
+    verifications: list[int]
+    """Of each request."""
+
+    rows: list[int]
+    """That were verified of each request."""
+
     steps: list[dict[str, int]]
     """What each decode step counted, with ``batch``."""
 
     sites: dict[str, int]
     """Where it came from, over all steps: ``what at line``."""
 
+    keys: list[list[list[float]]]
+    """Of each request, of each token in the prefix cache: :func:`sketch` of what target and draft
+    model keep of it."""
+
     error: str = ""
 
+    @classmethod
+    def failed(cls, error: str) -> Served:
+        """Nothing but the reason."""
+        return cls([], [], [], [], {}, [], error)
 
-def serve(case: Case) -> Served:
-    """The scheduler's own loop, until every request has its answer."""
-    from sglang.srt.managers import scheduler as of_sglang
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
-    from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
+
+def start(case: Case) -> Any:
+    """SGLang's scheduler, ready to serve."""
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
     import sglang_c2t.kernels.rows
     from tests.emulated.device import DEVICE
+    from tests.emulated.mutants import MUTANTS
 
     load_plugins()
     # Blocks of a launch, which the interpreter runs one by one.
     sglang_c2t.kernels.rows.FULL_GRID = 4
     DEVICE.in_turn = case.in_turn
-    DEVICE.ahead = None if case.ahead is None else random.Random(case.ahead)
+    if case.mutant:
+        MUTANTS[case.mutant].break_it()
     args = prepare_server_args(list(case.flags))
     args.resolve_once()
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    scheduler = of_sglang.Scheduler(args, PortArgs.init_new(args))
+    scheduler = Scheduler(args, PortArgs.init_new(args))
     DEVICE.idle()  # seconds have gone by
+    return scheduler
+
+
+def serve(scheduler: Any, run: Run) -> Served:
+    """The scheduler's own loop, until every request has its answer."""
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
+    from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
+
+    from tests.emulated.device import DEVICE
+    from tests.emulated.mutants import MUTANTS
+
+    DEVICE.ahead = None if run.ahead is None else random.Random(run.ahead)
+    if run.mutant:
+        MUTANTS[run.mutant].break_it()
     DEVICE.tally.clear()
     DEVICE.sites.clear()
     steps: list[dict[str, int]] = []
@@ -121,32 +174,70 @@ def serve(case: Case) -> Served:
         if mode.startswith("DECODE"):
             steps.append({**(now - counted), "batch": int(mode.split()[1])})
         mode, counted = "", now
-        all_there = len(taken) == len(case.requests)
+        all_there = len(taken) == len(run.requests)
         if (all_there and all(r.finished() for r in taken.values())) or iteration > MOST_ITERATIONS:
             scheduler.gracefully_exit = True
-        come = [
-            _tokenized(TokenizedGenerateReqInput, SamplingParams, number, request)
-            for number, request in enumerate(case.requests)
-            if request.joins == iteration
-        ]
+        numbered = list(enumerate(run.requests))
+        come = [_tokenized(n, request) for n, request in numbered if request.joins == iteration]
+        gone = [AbortReq(rid=str(n)) for n, request in numbered if request.aborted == iteration]
         iteration += 1
-        return come
+        return [*come, *gone]
 
     scheduler._add_request_to_queue, scheduler.run_batch = keep, noting
     SchedulerRequestReceiver.recv_requests = receive
     SenderWrapper.send_output = lambda *_, **__: None
     scheduler.run_event_loop()
-    outputs = [list(taken[n].output_ids)[: r.max_new_tokens] for n, r in enumerate(case.requests)]
+    DEVICE.idle()
     sites = {f"{what} at {line}": n for (what, line), n in DEVICE.sites.most_common(60)}
-    return Served(outputs, steps, sites)
+    return Served(
+        [list(taken[n].output_ids)[: r.max_new_tokens] for n, r in enumerate(run.requests)],
+        [taken[n].spec_verify_ct for n in range(len(run.requests))],
+        [taken[n].spec_num_cap_tokens for n in range(len(run.requests))],
+        steps,
+        sites,
+        [_kept(scheduler, taken[n]) for n in range(len(run.requests))],
+    )
 
 
-def _tokenized(kind: Any, sampling: Any, number: int, request: Request) -> Any:
-    parameters = sampling(
+def sketch(layers: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """[L, n * SKETCHED] float32 of keys and values [L, heads, size] of each of n layers: a few
+    sums, of which some would differ if a number did.
+    """
+    rows = torch.cat([torch.cat((k.flatten(1), v.flatten(1)), dim=1) for k, v in layers], dim=1)
+    size = rows.shape[1] // len(layers)
+    signs = torch.randn((size, SKETCHED), generator=torch.Generator().manual_seed(0))
+    return (rows.float().view(-1, len(layers), size) @ signs).flatten(1)
+
+
+def _kept(scheduler: Any, req: Any) -> list[list[float]]:
+    """What models keep of the request's tokens, those that are in the prefix cache."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.common import _req_radix_key
+
+    tree = scheduler.tree_cache
+    key = _req_radix_key(tree, req, req.origin_input_ids + req.output_ids)
+    found = tree.match_prefix(MatchPrefixParams(key=key))
+    slots = tree.path_device_indices(found.last_device_node)[: found.device_prefix_len].cpu()
+    pools = [scheduler.tp_worker.model_runner.token_to_kv_pool]
+    if scheduler.draft_worker is not None:
+        pools.append(scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
+    kept = []
+    for pool in pools:
+        buffers = zip(pool.k_buffer, pool.v_buffer, strict=True)
+        kept.append(sketch([(k.host[slots], v.host[slots]) for k, v in buffers]))
+    told: list[list[float]] = torch.cat(kept, dim=1).tolist()
+    return told
+
+
+def _tokenized(number: int, request: Request) -> Any:
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    parameters = SamplingParams(
         max_new_tokens=request.max_new_tokens, ignore_eos=True, **request.sampling
     )
     parameters.normalize(None)
-    return kind(
+    return TokenizedGenerateReqInput(
         rid=str(number), input_text="", input_ids=array("q", request.ids), input_embeds=None,
         mm_inputs=None, token_type_ids=None, sampling_params=parameters, return_logprob=False,
         logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, stream=False,
@@ -156,26 +247,60 @@ def _tokenized(kind: Any, sampling: Any, number: int, request: Request) -> Any:
 def case_of(line: str) -> Case:
     """A case from JSON."""
     given = json.loads(line)
-    requests = tuple(Request(**{**r, "ids": tuple(r["ids"])}) for r in given.pop("requests"))
-    return Case(tuple(given.pop("flags")), requests, **given)
+    runs = tuple(
+        Run(tuple(Request(**{**r, "ids": tuple(r["ids"])}) for r in run.pop("requests")), **run)
+        for run in given.pop("runs")
+    )
+    return Case(tuple(given.pop("flags")), runs, **given)
 
 
 def main(seconds: int) -> None:
-    """Answers each case that comes, in a fork that may take so many ``seconds``."""
+    """Answers each run of each case that comes, in a fork that may take so many ``seconds``."""
     os.environ.update(ENVIRONMENT)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what SGLang prints is no answer
+
+    def answer(served: Served) -> None:
+        print(json.dumps(asdict(served)), file=answers, flush=True)
+
     with ExitStack() as stack:
         _device(stack)
         print("ready", file=answers, flush=True)
         for line in sys.stdin:
-            child = os.fork()
-            if child == 0:
-                _answer(line, answers, seconds)
-            _, status = os.waitpid(child, 0)
-            if status:
-                died = Served([], [], {}, f"it ended with {status}")
-                print(json.dumps(asdict(died)), file=answers, flush=True)
+            case = case_of(line)
+            died = _forked(partial(_serve_all, case, answer, seconds), seconds)
+            for _ in case.runs if died else ():
+                answer(Served.failed(died))
+
+
+def _serve_all(case: Case, answer: Callable[[Served], None], seconds: int) -> None:
+    """In a fork: a server, and each of its runs in a fork."""
+    scheduler = start(case)
+    signal.alarm(0)
+    for run in case.runs:
+        died = _forked(lambda run=run: answer(serve(scheduler, run)), seconds)
+        if died:
+            answer(Served.failed(died))
+
+
+def _forked(work: Callable[[], None], seconds: int) -> str:
+    """Done in a fork that may take so many ``seconds``; what it died of, if it did."""
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(seconds)
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os.write(tell, traceback.format_exc()[-LONGEST_ERROR:].encode())
+        sys.stderr.flush()
+        os._exit(0)
+    os.close(tell)
+    with os.fdopen(told) as lines:
+        error = lines.read()
+    _, status = os.waitpid(child, 0)
+    return error or (f"it ended with {status}" if status else "")
 
 
 def _device(stack: ExitStack) -> None:
@@ -194,19 +319,6 @@ def _device(stack: ExitStack) -> None:
     import sglang.srt.models.llama_eagle3
     import sglang.srt.speculative.eagle_worker_v2
     import sglang.srt.speculative.standalone_worker_v2  # noqa: F401
-
-
-def _answer(line: str, answers: Any, seconds: int) -> None:
-    """In the fork: one answer, and the end."""
-    signal.alarm(seconds)
-    try:
-        served = serve(case_of(line))
-    except BaseException:
-        served = Served([], [], {}, traceback.format_exc())
-        traceback.print_exc()
-    print(json.dumps(asdict(served)), file=answers, flush=True)
-    sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,102 @@
+"""What a run on the emulated device must come to, by transformers and by SGLang without the plugin.
+
+Keys and values tell more than tokens: a wrong mask, position or slot changes them in each layer
+behind the first, where the likeliest token often stays the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eval.prompts import demo_mix
+from eval.server import TARGET
+from tests.emulated.serve import Case, Request, Run, Served, sketch
+from tests.emulated.servers import BUDGET, COMMON, COUNTED, SERVERS
+
+TOKENS = 16
+JOINS = (0, 0, 4, 7)
+
+#: Rounding in what :func:`sketch` gives, whose numbers are in the tens.
+ROUNDING = 1e-3
+
+#: Of a request's last tokens some are not kept: the one that nobody was forwarded behind, and where
+#: pairs of tokens are kept the one before.
+NOT_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request must come to."""
+
+    tokens: list[int]
+    kept: Tensor
+    """[L, n] :func:`sketch` of what the target keeps."""
+
+
+class Oracle:
+    """The answers to four prompts."""
+
+    @cached_property
+    def prompts(self) -> list[tuple[int, ...]]:
+        """Of 24 tokens each."""
+        tokenizer = AutoTokenizer.from_pretrained(TARGET)
+        return [tuple(tokenizer(p.text)["input_ids"][:24]) for p in demo_mix(len(JOINS), seed=3)]
+
+    @cached_property
+    def answers(self) -> list[Answer]:
+        """By transformers, one token after the other."""
+        model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+        return [self._answer(model, prompt) for prompt in self.prompts]
+
+    @torch.inference_mode()
+    def _answer(self, model: torch.nn.Module, prompt: tuple[int, ...]) -> Answer:
+        ids = list(prompt)
+        for _ in range(TOKENS):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        layers = model(torch.tensor([ids])).past_key_values.layers
+        kept = sketch([(x.keys[0].transpose(0, 1), x.values[0].transpose(0, 1)) for x in layers])
+        return Answer(ids[len(prompt) :], kept)
+
+    def run(self, ahead: int | None = None, mutant: str = "") -> Run:
+        """All prompts, some of which join later."""
+        requests = (
+            Request(ids, joins, max_new_tokens=TOKENS)
+            for ids, joins in zip(self.prompts, JOINS, strict=True)
+        )
+        return Run(tuple(requests), ahead, mutant)
+
+    def case(self, server: str, *runs: Run, mutant: str = "") -> Case:
+        """One of :data:`SERVERS`, and its runs."""
+        return Case((*COMMON, *SERVERS[server]), runs, mutant)
+
+    def wrong(self, server: str, served: Served, stock: Served | None) -> list[str]:
+        """What is, in words. ``stock`` is SGLang's own run with the same draft model."""
+        if served.error:
+            return [served.error]
+        found = []
+        for number, answer in enumerate(self.answers):
+            if served.outputs[number] != answer.tokens:
+                found.append(f"tokens of request {number}")
+            kept, width = torch.tensor(served.keys[number]), answer.kept.shape[1]
+            if len(answer.kept) - len(kept) > NOT_KEPT:
+                found.append(f"request {number} left {len(kept)} tokens in the cache")
+            if _differ(kept[:, :width], answer.kept):
+                found.append(f"keys and values of the target, request {number}")
+            if stock and _differ(kept[:, width:], torch.tensor(stock.keys[number])[:, width:]):
+                found.append(f"keys and values of the draft model, request {number}")
+        for what, allowed in zip(COUNTED, BUDGET.get(server, ()), strict=False):
+            most = max(step.get(what, 0) for step in served.steps)
+            if most > allowed:
+                found.append(f"{most} {what} in a step, and {allowed} are allowed: {served.sites}")
+        return found
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two sketches do, in the tokens that both have; nan differs from all."""
+    shared = min(len(one), len(other))
+    return not torch.allclose(one[:shared], other[:shared], rtol=0, atol=ROUNDING)

@@ -1,0 +1,46 @@
+"""The servers that the emulated device runs, and what a step of theirs may cost."""
+
+from __future__ import annotations
+
+from eval.server import TARGET, speculative_flags
+
+COMMON = (
+    "--model-path", str(TARGET), "--dtype", "float32", "--max-total-tokens", "4096",
+    "--max-running-requests", "4", "--cuda-graph-max-bs-decode", "4", "--skip-tokenizer-init",
+    "--mm-feature-transport", "cpu", "--grammar-backend", "none", "--disable-prefill-cuda-graph",
+    "--random-seed", "1", "--mem-fraction-static", "0.5", "--watchdog-timeout", "100000",
+)  # fmt: skip
+FLASHINFER = ("--attention-backend", "flashinfer")
+CHAINS = {kind: speculative_flags(kind, 3) for kind in ("EAGLE3", "STANDALONE")}
+TREES = speculative_flags("EAGLE3", 3, 4, 8)
+
+SERVERS: dict[str, tuple[str, ...]] = {
+    "target alone, FA3": (),
+    "EAGLE3 chains, FA3, stock": CHAINS["EAGLE3"],
+    "EAGLE3 chains, FA3": (*CHAINS["EAGLE3"], "--c2t"),
+    "EAGLE3 chains, FA3, gated": (*CHAINS["EAGLE3"], "--c2t", "--c2t-policy", "c2t"),
+    "STANDALONE chains, FA3": (*CHAINS["STANDALONE"], "--c2t"),
+    "EAGLE3 chains, FlashInfer": (*CHAINS["EAGLE3"], *FLASHINFER, "--c2t"),
+    "EAGLE3 chains, FlashInfer, gated": (
+        *CHAINS["EAGLE3"],
+        *FLASHINFER,
+        "--c2t",
+        "--c2t-policy",
+        "c2t",
+    ),
+    "EAGLE3 trees, FlashInfer": (*TREES, *FLASHINFER, "--c2t"),
+    "EAGLE3 trees, FlashInfer, gated": (*TREES, *FLASHINFER, "--c2t", "--c2t-policy", "c2t"),
+}
+
+#: What a decode step may count at most outside of graphs, while requests come and go. Pageable
+#: copies are SGLang's own. Plans go by the clock, so that nothing is said of servers that plan.
+COUNTED = ("launches", "H2D", "D2H", "pageable", "syncs", "event waits", "replays")
+BUDGET: dict[str, tuple[int, ...]] = {
+    "target alone, FA3": (40, 1, 1, 0, 0, 1, 1),
+    "EAGLE3 chains, FA3, stock": (70, 3, 2, 2, 0, 1, 3),
+    "EAGLE3 chains, FA3, gated": (120, 3, 4, 2, 0, 4, 3),
+    "EAGLE3 trees, FlashInfer, gated": (170, 9, 6, 2, 2, 4, 3),
+}
+
+#: The server of the same draft model that is SGLang's own.
+STOCK = {"EAGLE3": "EAGLE3 chains, FA3, stock"}
