@@ -97,6 +97,8 @@ class Device:
     def allocate(self, memory: Tensor) -> DeviceTensor:
         """A tensor in fresh ``memory``."""
         poison(memory)
+        if self.capture is None:
+            self.current.reuse()
         block = Block(memory, None if self.capture is not None else self.current)
         if self.capture is not None:
             self.capture.allocated(block, memory)

@@ -1,11 +1,14 @@
 """Memory of the emulated device, and pinned memory of the host.
 
-A block that nobody holds any more goes back to the stream that it was allocated on, whose next
-work may overwrite it: it is poisoned there, behind the streams that were recorded on it and no
-other, as PyTorch's caching allocator would reuse it. Fresh memory is poisoned as well.
+A block that nobody holds any more goes back to the stream that it was allocated on, which may
+overwrite it from its next allocation on: it is poisoned there, behind the streams that were
+recorded on it and no other, as PyTorch's caching allocator would reuse it. Fresh memory is poisoned
+as well.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,11 +31,17 @@ class Block:
     def __del__(self) -> None:
         if self._stream is None:  # a graph's own, which stays its own
             return
+        users = []
         for other in self._others:
-            used = Event()
-            used.record(other)
-            self._stream.wait(used)
-        self._stream.give(lambda memory=self._bytes: poison(memory))
+            users.append(Event())
+            users[-1].record(other)
+        self._stream.freed.append(partial(_overwrite, self._bytes, users))
+
+
+def _overwrite(memory: Tensor, users: list[Event]) -> None:
+    for used in users:
+        used.synchronize()
+    poison(memory)
 
 
 def poison(memory: Tensor) -> None:

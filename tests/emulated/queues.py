@@ -21,6 +21,8 @@ class Stream:
         self._undone: deque[Work] = deque()
         self.given = 0
         """Pieces of work, ever."""
+        self.freed: list[Work] = []
+        """What overwrites memory that was given back to it, once it allocates again."""
 
     @property
     def done(self) -> int:
@@ -31,6 +33,12 @@ class Stream:
         """One more piece."""
         self._undone.append(work)
         self.given += 1
+
+    def reuse(self) -> None:
+        """It allocates: memory that was given back is in use again."""
+        for overwrite in self.freed:
+            self.give(overwrite)
+        self.freed.clear()
 
     def finish(self, upto: int | None = None) -> None:
         """Do the first ``upto`` pieces that were ever given; ``None``: all of them."""

@@ -120,23 +120,27 @@ def test_who_overwrites_what_another_stream_reads_must_wait_for_it(waits: bool) 
         assert seen.tolist() == ([1.0, 1.0] if waits else [8.0, 8.0])
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_memory_that_is_let_go_is_overwritten_unless_its_other_stream_is_recorded(
-    recorded: bool,
+@pytest.mark.parametrize("safe", ["recorded", "waited for", ""])
+def test_memory_that_is_let_go_is_overwritten_unless_its_other_stream_is_recorded_or_waited_for(
+    safe: str,
 ) -> None:
-    other, made = torch.cuda.Stream(), torch.cuda.Event()
+    """By the next that its own stream is given, not before."""
+    own, other, made = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Event()
     numbers = zeros(2) + 1
     made.record()
     with torch.cuda.stream(other):
         other.wait_event(made)
         seen = numbers * 2
-    if recorded:
+    if safe == "recorded":
         numbers.record_stream(other)
     del numbers
     gc.collect()
-    torch.cuda.synchronize()
+    if safe == "waited for":
+        own.wait_stream(other)
+    zeros(1)
+    own.synchronize()
     with torch.cuda.stream(other):
-        assert (seen.tolist() == [2.0, 2.0]) is recorded
+        assert (seen.tolist() == [2.0, 2.0]) is bool(safe)
 
 
 def test_memory_that_is_let_go_on_its_own_stream_is_safe() -> None:

@@ -1,5 +1,5 @@
 """SGLang's CUDA path with and without ``--c2t``, on the emulated device: graphs and overlap on,
-requests that come while others run, and everything as late as the program allows.
+requests that come while others run, and streams as late as the program allows or in random order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from tests.emulated.servers import SERVERS, STOCK
 
 pytestmark = pytest.mark.server
 
+#: Orders in which streams run ahead of the host, beside the latest one.
+SEEDS = 2
+
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
@@ -28,21 +31,26 @@ def oracle() -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def served(emulated: Emulator, oracle: Oracle) -> dict[str, Served]:
-    return {server: emulated.serve(oracle.case(server, oracle.run()))[0] for server in SERVERS}
+def served(emulated: Emulator, oracle: Oracle) -> dict[str, list[Served]]:
+    """All servers' runs, as late as can be first."""
+    runs = oracle.run(), *(oracle.run(ahead=seed) for seed in range(SEEDS))
+    return {server: emulated.serve(oracle.case(server, *runs)) for server in SERVERS}
 
 
 @pytest.mark.parametrize("server", SERVERS)
-def test_tokens_keys_and_values_are_those_of_the_models(
-    served: dict[str, Served], oracle: Oracle, server: str
+def test_tokens_keys_and_values_are_those_of_the_models_in_every_order(
+    served: dict[str, list[Served]], oracle: Oracle, server: str
 ) -> None:
     """The target's by transformers, a draft model's by SGLang alone, no step above its budget."""
-    stock = next((served[name] for kind, name in STOCK.items() if kind in server), None)
-    assert oracle.wrong(server, served[server], stock) == []
+    stock = next((served[name][0] for kind, name in STOCK.items() if kind in server), None)
+    for run in served[server]:
+        assert oracle.wrong(server, run, stock) == []
 
 
-def test_what_a_gate_lets_through_does_not_depend_on_the_attention(
-    served: dict[str, Served],
+@pytest.mark.parametrize("server", [s for s in SERVERS if "gated" in s])
+def test_what_a_gate_lets_through_depends_on_no_order_and_on_no_attention(
+    served: dict[str, list[Served]], server: str
 ) -> None:
-    one, other = served["EAGLE3 chains, FA3, gated"], served["EAGLE3 chains, FlashInfer, gated"]
-    assert (one.verifications, one.rows) == (other.verifications, other.rows)
+    latest, twin = served[server][0], server.replace("FA3", "FlashInfer")
+    for run in (*served[server], *served[twin]):
+        assert (run.verifications, run.rows) == (latest.verifications, latest.rows)
