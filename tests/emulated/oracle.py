@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from tests.emulated.servers import BUDGET, COMMON, COUNTED, SERVERS
 
 TOKENS = 16
 JOINS = (0, 0, 4, 7)
+ABORTED_AT = 4
 
 #: Rounding in what :func:`sketch` gives, whose numbers are in the tens.
 ROUNDING = 1e-3
@@ -62,24 +64,47 @@ class Oracle:
         kept = sketch([(x.keys[0].transpose(0, 1), x.values[0].transpose(0, 1)) for x in layers])
         return Answer(ids[len(prompt) :], kept)
 
-    def run(self, ahead: int | None = None, mutant: str = "") -> Run:
-        """All prompts, some of which join later."""
+    def run(
+        self, *, aborted: int | None = None, cut: dict[str, Any] | None = None, **how: Any
+    ) -> Run:
+        """All prompts, some of which join later.
+
+        Args:
+            aborted: This one is, once it has some tokens.
+            cut: They are sampled, each by its own seed, from the target's distribution cut so.
+            how: See :class:`Run`.
+        """
         requests = (
-            Request(ids, joins, max_new_tokens=TOKENS)
-            for ids, joins in zip(self.prompts, JOINS, strict=True)
+            Request(
+                ids,
+                joins,
+                ABORTED_AT if number == aborted else None,
+                {"temperature": 0.0} if cut is None else {**_seeded(number), **cut},
+                TOKENS,
+            )
+            for number, (ids, joins) in enumerate(zip(self.prompts, JOINS, strict=True))
         )
-        return Run(tuple(requests), ahead, mutant)
+        return Run(tuple(requests), **how)
 
     def case(self, server: str, *runs: Run, mutant: str = "") -> Case:
         """One of :data:`SERVERS`, and its runs."""
         return Case((*COMMON, *SERVERS[server]), runs, mutant)
 
-    def wrong(self, server: str, served: Served, stock: Served | None) -> list[str]:
-        """What is, in words. ``stock`` is SGLang's own run with the same draft model."""
+    def wrong(
+        self, server: str, served: Served, stock: Served | None, aborted: int | None = None
+    ) -> list[str]:
+        """What is, in words. ``stock`` is SGLang's own run with the same draft model; of an
+        ``aborted`` request only its first tokens are looked at.
+        """
         if served.error:
             return [served.error]
         found = []
         for number, answer in enumerate(self.answers):
+            if number == aborted:
+                tokens = served.outputs[number]
+                if not 0 < len(tokens) < TOKENS or tokens != answer.tokens[: len(tokens)]:
+                    found.append(f"tokens of request {number}, which was aborted: {tokens}")
+                continue
             if served.outputs[number] != answer.tokens:
                 found.append(f"tokens of request {number}")
             kept, width = torch.tensor(served.keys[number]), answer.kept.shape[1]
@@ -94,6 +119,10 @@ class Oracle:
             if most > allowed:
                 found.append(f"{most} {what} in a step, and {allowed} are allowed: {served.sites}")
         return found
+
+
+def _seeded(number: int) -> dict[str, Any]:
+    return {"temperature": (1.0, 0.7)[number % 2], "sampling_seed": 1000 + number}
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

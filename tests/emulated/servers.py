@@ -44,3 +44,10 @@ BUDGET: dict[str, tuple[int, ...]] = {
 
 #: The server of the same draft model that is SGLang's own.
 STOCK = {"EAGLE3": "EAGLE3 chains, FA3, stock"}
+
+#: SGLang reads seeds under this flag only.
+SEEDED = ("--enable-deterministic-inference",)
+SERVERS |= {
+    f"{name}, seeded": (*SERVERS[name], *SEEDED)
+    for name in ("target alone, FA3", "EAGLE3 chains, FA3", "EAGLE3 trees, FlashInfer")
+}

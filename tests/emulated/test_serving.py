@@ -13,10 +13,15 @@ from tests.emulated.oracle import Oracle
 from tests.emulated.serve import Served
 from tests.emulated.servers import SERVERS, STOCK
 
+GREEDY = [name for name in SERVERS if "seeded" not in name]
+
 pytestmark = pytest.mark.server
 
 #: Orders in which streams run ahead of the host, beside the latest one.
 SEEDS = 2
+
+#: The request that is aborted in a last run.
+ABORTED = 1
 
 
 @pytest.fixture(scope="module")
@@ -32,25 +37,27 @@ def oracle() -> Oracle:
 
 @pytest.fixture(scope="module")
 def served(emulated: Emulator, oracle: Oracle) -> dict[str, list[Served]]:
-    """All servers' runs, as late as can be first."""
-    runs = oracle.run(), *(oracle.run(ahead=seed) for seed in range(SEEDS))
-    return {server: emulated.serve(oracle.case(server, *runs)) for server in SERVERS}
+    """All servers' runs: as late as can be, in random orders, and with an aborted request."""
+    orders = [oracle.run(), *(oracle.run(ahead=seed) for seed in range(SEEDS))]
+    runs = *orders, oracle.run(aborted=ABORTED)
+    return {server: emulated.serve(oracle.case(server, *runs)) for server in GREEDY}
 
 
-@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("server", GREEDY)
 def test_tokens_keys_and_values_are_those_of_the_models_in_every_order(
     served: dict[str, list[Served]], oracle: Oracle, server: str
 ) -> None:
     """The target's by transformers, a draft model's by SGLang alone, no step above its budget."""
     stock = next((served[name][0] for kind, name in STOCK.items() if kind in server), None)
-    for run in served[server]:
+    for run in served[server][:-1]:
         assert oracle.wrong(server, run, stock) == []
+    assert oracle.wrong(server, served[server][-1], stock, ABORTED) == []
 
 
-@pytest.mark.parametrize("server", [s for s in SERVERS if "gated" in s])
+@pytest.mark.parametrize("server", [s for s in GREEDY if "gated" in s])
 def test_what_a_gate_lets_through_depends_on_no_order_and_on_no_attention(
     served: dict[str, list[Served]], server: str
 ) -> None:
     latest, twin = served[server][0], server.replace("FA3", "FlashInfer")
-    for run in (*served[server], *served[twin]):
+    for run in (*served[server][:-1], *served[twin][:-1]):
         assert (run.verifications, run.rows) == (latest.verifications, latest.rows)
