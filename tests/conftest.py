@@ -24,9 +24,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in serving)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _born_of_the_nursery() -> Iterator[None]:
+    """Servers start within seconds."""
+    with mock.patch.object(server, "start", nursery.start):
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _born_of_the_nursery(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Servers start within seconds, but for files that want them as users have them."""
-    as_users_do = getattr(request.module, "AS_USERS_DO", False)
-    with mock.patch.object(server, "start", server.start if as_users_do else nursery.start):
+def _as_users_do(request: pytest.FixtureRequest, _born_of_the_nursery: None) -> Iterator[None]:
+    """But for files that want them as users have them."""
+    wanted = getattr(request.module, "AS_USERS_DO", False)
+    with mock.patch.object(server, "start", nursery.start_as_users_do if wanted else server.start):
         yield

@@ -34,7 +34,7 @@ READ_LATE = {
 
 _ONE_AT_A_TIME = threading.Lock()
 
-_start_as_users_do = server.start
+start_as_users_do = server.start
 
 
 class Forked:
@@ -78,7 +78,7 @@ def start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> server.Proc
     shared = server.environment({})
     own = {name for name, value in env.items() if shared.get(name) != value}
     if argv[1] != "-m" or not own <= READ_LATE:
-        return _start_as_users_do(argv, env, log)
+        return start_as_users_do(argv, env, log)
     with _ONE_AT_A_TIME:
         process = _nursery().Process(target=_serve, args=(argv[2], argv[3:], dict(env), log))
         process.start()
