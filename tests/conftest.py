@@ -1,6 +1,7 @@
 """Settings for all tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,12 +17,14 @@ settings.load_profile("no-deadline")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Servers first: their files take minutes, so that one left over would have a core idle.
+    """Servers first: their files take minutes, so that one left over would have a core idle. Before
+    them the longest file of all.
 
     Files keep together (a file's tests share servers); the sort is stable.
     """
     serving = {item.path for item in items if item.get_closest_marker("server")}
-    items.sort(key=lambda item: item.path not in serving)
+    longest = Path(__file__).parent / "emulated" / "test_serving.py"
+    items.sort(key=lambda item: (item.path != longest, item.path not in serving))
 
 
 @pytest.fixture(scope="session", autouse=True)

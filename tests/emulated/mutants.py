@@ -2,7 +2,7 @@
 
 A mutant breaks one thing in the process of a server: when it has started, or before. On the
 emulated device it must end in an error, keep other keys and values, verify other rows, or exceed
-the budget of a step; ``test_mutants.py`` looks. A GPU would show some of them now and then.
+the budget of a step; ``test_serving.py`` looks. A GPU would show some of them now and then.
 """
 
 from __future__ import annotations

@@ -5,10 +5,12 @@ requests that come while others run, and streams as late as the program allows o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
 from tests.emulated.emulator import Emulator, emulator
+from tests.emulated.mutants import MUTANTS
 from tests.emulated.oracle import Oracle
 from tests.emulated.serve import Served
 from tests.emulated.servers import SERVERS, STOCK
@@ -35,29 +37,69 @@ def oracle() -> Oracle:
     return Oracle()
 
 
+@dataclass(frozen=True)
+class Runs:
+    """Of one server."""
+
+    orders: list[Served]  # as late as can be, and random ones
+    aborted: Served
+    mutants: dict[str, Served]
+
+
 @pytest.fixture(scope="module")
-def served(emulated: Emulator, oracle: Oracle) -> dict[str, list[Served]]:
-    """All servers' runs: as late as can be, in random orders, and with an aborted request."""
+def served(emulated: Emulator, oracle: Oracle) -> dict[str, Runs]:
+    """All servers, each started once."""
+    return {server: _serve(emulated, oracle, server) for server in GREEDY}
+
+
+def _serve(emulated: Emulator, oracle: Oracle, server: str) -> Runs:
     orders = [oracle.run(), *(oracle.run(ahead=seed) for seed in range(SEEDS))]
-    runs = *orders, oracle.run(aborted=ABORTED)
-    return {server: emulated.serve(oracle.case(server, *runs)) for server in GREEDY}
+    late = [n for n, m in MUTANTS.items() if m.server == server and not m.at_start]
+    broken = [oracle.run(mutant=name) for name in late]
+    found = emulated.try_to(oracle.case(server, *orders, oracle.run(aborted=ABORTED), *broken))
+    count = len(orders)
+    return Runs(found[:count], found[count], dict(zip(late, found[count + 1 :], strict=True)))
 
 
 @pytest.mark.parametrize("server", GREEDY)
 def test_tokens_keys_and_values_are_those_of_the_models_in_every_order(
-    served: dict[str, list[Served]], oracle: Oracle, server: str
+    served: dict[str, Runs], oracle: Oracle, server: str
 ) -> None:
     """The target's by transformers, a draft model's by SGLang alone, no step above its budget."""
-    stock = next((served[name][0] for kind, name in STOCK.items() if kind in server), None)
-    for run in served[server][:-1]:
+    stock = _stock(served, server)
+    for run in served[server].orders:
         assert oracle.wrong(server, run, stock) == []
-    assert oracle.wrong(server, served[server][-1], stock, ABORTED) == []
+    assert oracle.wrong(server, served[server].aborted, stock, ABORTED) == []
 
 
 @pytest.mark.parametrize("server", [s for s in GREEDY if "gated" in s])
 def test_what_a_gate_lets_through_depends_on_no_order_and_on_no_attention(
-    served: dict[str, list[Served]], server: str
+    served: dict[str, Runs], server: str
 ) -> None:
-    latest, twin = served[server][0], server.replace("FA3", "FlashInfer")
-    for run in (*served[server][:-1], *served[twin][:-1]):
+    latest, twin = served[server].orders[0], server.replace("FA3", "FlashInfer")
+    for run in (*served[server].orders, *served[twin].orders):
         assert (run.verifications, run.rows) == (latest.verifications, latest.rows)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_is_seen(
+    emulated: Emulator, served: dict[str, Runs], oracle: Oracle, name: str
+) -> None:
+    mutant = MUTANTS[name]
+    sound = served[mutant.server].orders[0]
+    if mutant.at_start:
+        (broken,) = emulated.try_to(oracle.case(mutant.server, oracle.run(), mutant=name))
+    else:
+        broken = served[mutant.server].mutants[name]
+    seen = oracle.wrong(mutant.server, broken, _stock(served, mutant.server))
+    if not seen and broken.verifications != sound.verifications:
+        seen = [f"{broken.verifications} verifications"]
+    if not seen and broken.rows != sound.rows:
+        seen = [f"{broken.rows} rows"]
+    print(name, *seen, sep="\n  ")
+    assert seen
+
+
+def _stock(served: dict[str, Runs], server: str) -> Served | None:
+    """SGLang's own, with the same draft model."""
+    return next((served[name].orders[0] for kind, name in STOCK.items() if kind in server), None)
