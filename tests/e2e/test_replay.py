@@ -25,7 +25,7 @@ from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags
 
 NUM_STEPS = 10
 MAX_NEW_TOKENS = 96  # as the recording was made
-PROMPTS: list[Prompt] = demo_mix(15, seed=3)
+PROMPTS: list[Prompt] = demo_mix(21, seed=3)
 
 #: Every policy of the menu; "hidden" stands for a classifier trained in the test.
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -29,7 +29,7 @@ ALGORITHM = "EAGLE"
 #: many requests.
 RECORDED = Recorded(num_steps=4, topk=8, max_new_tokens=20)
 SERVED = TreeShape(topk=3, num_steps=4, num_draft_tokens=8)
-PROMPTS: list[Prompt] = demo_mix(12, seed=3)
+PROMPTS: list[Prompt] = demo_mix(18, seed=3)
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "eagle2": {"policy": "eagle2"},
