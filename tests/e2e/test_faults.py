@@ -72,8 +72,7 @@ def test_a_server_whose_child_is_killed_ends_and_leaves_nothing_behind(
     """By itself, with an exit code that is not 0."""
     name = child.rpartition(":")[2]
     flags = (*speculative_flags("EAGLE3"), "--c2t")
-    launch = Launch(f"killed-{name}", flags, env=NO_CORE_DUMP)
-    with running(launch, logs) as server:
+    with running(Launch(f"killed-{name}", flags, env=NO_CORE_DUMP), logs) as server:
         ending = kill_child(server, child)
     assert ending.clean, ending
     assert ending.seconds < END_SECONDS

@@ -99,8 +99,9 @@ class Device:
         poison(memory)
         if self.capture is None:
             self.current.reuse()
-        block = Block(memory, None if self.capture is not None else self.current)
-        if self.capture is not None:
+            block = Block(memory, self.current)
+        else:
+            block = Block(memory, None)
             self.capture.allocated(block, memory)
         return DeviceTensor(memory, block)
 

@@ -32,7 +32,7 @@ def mutant(server: str, *, at_start: bool = False) -> Callable[[Callable[[], Non
     """Its function's name says what goes wrong."""
 
     def add(break_it: Callable[[], None]) -> None:
-        MUTANTS[break_it.__name__.strip("_").replace("_", " ")] = Mutant(server, break_it, at_start)
+        MUTANTS[break_it.__name__.replace("_", " ")] = Mutant(server, break_it, at_start)
 
     return add
 

@@ -11,6 +11,7 @@ COMMON = (
     "--random-seed", "1", "--mem-fraction-static", "0.5", "--watchdog-timeout", "100000",
 )  # fmt: skip
 FLASHINFER = ("--attention-backend", "flashinfer")
+GATED = ("--c2t", "--c2t-policy", "c2t")
 CHAINS = {kind: speculative_flags(kind, 3) for kind in ("EAGLE3", "STANDALONE")}
 TREES = speculative_flags("EAGLE3", 3, 4, 8)
 
@@ -18,18 +19,12 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "target alone, FA3": (),
     "EAGLE3 chains, FA3, stock": CHAINS["EAGLE3"],
     "EAGLE3 chains, FA3": (*CHAINS["EAGLE3"], "--c2t"),
-    "EAGLE3 chains, FA3, gated": (*CHAINS["EAGLE3"], "--c2t", "--c2t-policy", "c2t"),
+    "EAGLE3 chains, FA3, gated": (*CHAINS["EAGLE3"], *GATED),
     "STANDALONE chains, FA3": (*CHAINS["STANDALONE"], "--c2t"),
     "EAGLE3 chains, FlashInfer": (*CHAINS["EAGLE3"], *FLASHINFER, "--c2t"),
-    "EAGLE3 chains, FlashInfer, gated": (
-        *CHAINS["EAGLE3"],
-        *FLASHINFER,
-        "--c2t",
-        "--c2t-policy",
-        "c2t",
-    ),
+    "EAGLE3 chains, FlashInfer, gated": (*CHAINS["EAGLE3"], *FLASHINFER, *GATED),
     "EAGLE3 trees, FlashInfer": (*TREES, *FLASHINFER, "--c2t"),
-    "EAGLE3 trees, FlashInfer, gated": (*TREES, *FLASHINFER, "--c2t", "--c2t-policy", "c2t"),
+    "EAGLE3 trees, FlashInfer, gated": (*TREES, *FLASHINFER, *GATED),
 }
 
 #: What a decode step may count at most outside of graphs, while requests come and go. Pageable

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.emulated.emulator import Emulator, emulator
+from tests.emulated.emulator import Emulator
 from tests.emulated.oracle import Oracle
 from tests.emulated.serve import Served
 from tests.emulated.servers import SERVERS
@@ -18,17 +17,6 @@ pytestmark = pytest.mark.server
 CUTS: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}]
 
 ALONE, *PLANNED = (name for name in SERVERS if name.endswith("seeded"))
-
-
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
-    with emulator(tmp_path_factory.mktemp("sampled")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle()
 
 
 @pytest.fixture(scope="module")
