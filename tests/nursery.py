@@ -25,11 +25,12 @@ from unittest import mock
 
 from eval import server
 
-#: What SGLang looks up when a server starts. Other variables it may have read on import, so that
-#: a server with one of these is started as users do.
+#: What SGLang looks up when a server starts, or :func:`_serve` for it. Other variables it may have
+#: read on import, so that a server with one of these is started as users do.
 READ_LATE = {
-    "PYTHONPATH", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_REQ_RUNNING_TIMEOUT",
-    "SGLANG_REQ_WAITING_TIMEOUT",
+    "PYTHONPATH", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "SGLANG_REQ_RUNNING_TIMEOUT",
+    "SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_TEST_RETRACT",
 }  # fmt: skip
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -93,8 +94,18 @@ def _serve(module: str, flags: Sequence[str], env: dict[str, str], log: Path) ->
     os.environ.clear()
     os.environ.update(env)
     sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
+    _read_again()
     # SGLang asks for new interpreters, which would import all of it again.
     multiprocessing.set_start_method("fork", force=True)
     with mock.patch("multiprocessing.set_start_method"):
         sys.argv[1:] = flags
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _read_again() -> None:
+    """What SGLang keeps of the environment from its import on."""
+    from sglang.srt.environ import envs
+    from sglang.srt.managers import scheduler
+
+    vars(scheduler)["TEST_RETRACT"]  # KeyError where SGLang has renamed it
+    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()

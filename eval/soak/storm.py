@@ -91,11 +91,17 @@ class Storm:
     outcomes: list[Outcome] = field(default_factory=list)
     sent: int = 0
     _deck: list[Card] = field(default_factory=list)
+    _decks: int = 0
 
     @property
     def spent(self) -> bool:
         """Whether the bound on requests is reached."""
         return self.sent >= self.max_requests
+
+    @property
+    def dealt(self) -> bool:
+        """Whether a whole deck went out, so that each kind was sent."""
+        return self._decks > 1 or (self._decks == 1 and not self._deck)
 
     async def blow(self, seconds: float, concurrency: int, meddler: Callable[
         [aiohttp.ClientSession], Meddler], tick: Callable[[], None]) -> Meddler:  # fmt: skip
@@ -130,6 +136,7 @@ class Storm:
         if not self._deck:
             self._deck = [*self.jobs, *self.jobs, *self.malformed]
             self.rng.shuffle(self._deck)
+            self._decks += 1
         return self._deck.pop()
 
     async def _serve(self, session: aiohttp.ClientSession, card: Card) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from sglang_c2t.offline.metrics import SpecTotals
 from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.offline.train import RECIPES, train_classifier
 from sglang_c2t.policies import build_policy
+from sglang_c2t.policies.mcsd import MCSD
 from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags
 
 NUM_STEPS = 10
@@ -95,19 +97,38 @@ def live_and_replayed(both: RecordedAndLive, name: str) -> tuple[SpecTotals, Spe
     settings = dict(CONFIGS[name])
     if settings.get("classifier") == "hidden":
         settings["classifier"] = str(both.hidden_classifier)
+    chains = Chains.from_recording(both.recording)
+    policy = build_policy(C2TConfig.from_mapping(settings))
+    if isinstance(policy, MCSD):
+        settings["beta"] = beta_away_from_all(policy, chains)
+        policy = build_policy(C2TConfig.from_mapping(settings))
     bodies = [greedy(prompt.text, MAX_NEW_TOKENS) for prompt in PROMPTS]
     concurrency = 1 if name == "mcsd" else 8
     result = both.gated.run(json.dumps(settings), bodies, concurrency)
     live = SpecTotals.from_meta_infos(answer.meta_info for answer in result.answers)
 
-    policy = build_policy(C2TConfig.from_mapping(settings))
-    outcome = replay(policy, Chains.from_recording(both.recording))
+    outcome = replay(policy, chains)
     replayed = SpecTotals(
         verify_ct=round(float(outcome.num_steps.sum())),
         num_correct_drafts=round(float(outcome.num_correct.sum())),
         num_proposed_drafts=round(float(outcome.num_proposed.sum())),
     )
     return live, replayed
+
+
+def beta_away_from_all(policy: MCSD, chains: Chains) -> float:
+    """A threshold near the gate's own that no draft's confidence is near.
+
+    Hidden states and probabilities of the vocabulary are recorded in half precision, so that a
+    confidence beside the threshold may be above it in the server and below it in the replay.
+    """
+    model = SimpleNamespace(needs=policy.needs, confidence=policy.classifier.confidence)
+    # A chain ends at its first low one, so that no later one decides.
+    deciding = chains.confidences(model).cummin(dim=1).values
+    near = deciding[(deciding - policy.beta).abs() < 0.05].double().sort().values
+    gap, at = near.diff().max(dim=0)
+    assert gap > 1e-4, "confidences are too dense to stand between them"
+    return float(near[at] + gap / 2)
 
 
 def test_recording_every_root_changes_no_output(both: RecordedAndLive) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from eval.soak.faults import ClassifierFile, Ending
 from eval.soak.health import Drift, Growth, Idle, after_warm_up, alarms, drift, exceptions
 from eval.soak.malformed import FATAL, HANGING, MALFORMED
-from eval.soak.storm import Outcome, counted
+from eval.soak.storm import Answers, Outcome, Storm, counted
 from eval.soak.summary import Bounds, Findings, as_json, checks
 from eval.soak.traffic import (
     Job,
@@ -41,6 +42,16 @@ def verdict(
     answer: Reply, job: Job = JOB, expected: Any = WHOLE, spans: tuple[Any, ...] = ()
 ) -> str:
     return judge(job, answer, expected, Interruptions(LIMIT, list(spans)))
+
+
+def test_a_deck_is_dealt_when_each_of_its_requests_went_out_once() -> None:
+    never = Interruptions(LIMIT)
+    storm = Storm("", [JOB], MALFORMED[:1], Answers(), never, random.Random(0), 9)
+    dealt = []
+    for _ in range(5):  # a deck has each job twice
+        storm._draw()
+        dealt.append(storm.dealt)
+    assert dealt == [False, False, True, True, True]
 
 
 def output(tokens: tuple[int, ...], finish: str) -> tuple[Output, ...]:
