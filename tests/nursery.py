@@ -4,8 +4,9 @@ A server is three processes or more, and each takes 20 seconds of a core to impo
 what such a test costs. Here one process imports it as the launcher does, plugins included, and
 every server is a fork of it, and so are the server's own processes. Command line, environment,
 log, HTTP and the end are a real server's. What differs: a plugin's registration saw the
-environment that all servers share, not what this one adds, and SGLang's processes are forked
-where it asks for new interpreters. Files of tests that say ``AS_USERS_DO`` do without.
+environment that all servers share, not what this one adds, SGLang's processes are forked where it
+asks for new interpreters, and those that plan take less time to price their steps. Files of tests
+that say ``AS_USERS_DO`` do without.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from eval import server
 #: What SGLang looks up when a server starts, or :func:`_serve` for it. Other variables it may have
 #: read on import, so that a server with one of these is started as users do.
 READ_LATE = {
-    "PYTHONPATH", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "SGLANG_REQ_RUNNING_TIMEOUT",
-    "SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_TEST_RETRACT",
+    "PYTHONPATH", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE",
+    "SGLANG_REQ_RUNNING_TIMEOUT", "SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_TEST_RETRACT",
 }  # fmt: skip
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -95,6 +96,7 @@ def _serve(module: str, flags: Sequence[str], env: dict[str, str], log: Path) ->
     os.environ.update(env)
     sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
     _read_again()
+    _price_briefly()
     # SGLang asks for new interpreters, which would import all of it again.
     multiprocessing.set_start_method("fork", force=True)
     with mock.patch("multiprocessing.set_start_method"):
@@ -109,3 +111,10 @@ def _read_again() -> None:
 
     vars(scheduler)["TEST_RETRACT"]  # KeyError where SGLang has renamed it
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
+
+
+def _price_briefly() -> None:
+    """What steps cost decides how much is planned, and no output: a rough price does here."""
+    from sglang_c2t.srt.draft import seeding
+
+    seeding.SECONDS = 4.0

@@ -15,8 +15,6 @@ from eval.soak.faults import END_SECONDS, NO_CORE_DUMP, ClassifierFile, kill_chi
 from sglang_c2t.offline.client import run_load
 from tests.e2e.conftest import BODIES, CONCURRENCY
 
-AS_USERS_DO = True
-
 
 @pytest.fixture(scope="module")
 def classifier(logs: Path) -> ClassifierFile:

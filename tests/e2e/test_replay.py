@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from eval.prompts import Prompt, demo_mix
-from eval.recordings import WITHOUT_PREFIX_CACHE, record
+from eval.recordings import WITHOUT_PREFIX_CACHE, Recorded, record
 from eval.server import DRAFTS, Launch, running, speculative_flags
 from sglang_c2t.classifier.checkpoint import save_classifier
 from sglang_c2t.classifier.recording import Recording
@@ -25,8 +25,7 @@ from sglang_c2t.policies import build_policy
 from sglang_c2t.policies.mcsd import MCSD
 from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags
 
-NUM_STEPS = 10
-MAX_NEW_TOKENS = 96  # as the recording was made
+RECORDED = Recorded(num_steps=10, max_new_tokens=64)
 PROMPTS: list[Prompt] = demo_mix(21, seed=3)
 
 #: Every policy of the menu; "hidden" stands for a classifier trained in the test.
@@ -63,7 +62,7 @@ class RecordedAndLive:
 @pytest.fixture(scope="module", params=sorted(DRAFTS))
 def both(request: pytest.FixtureRequest, logs: Path) -> Iterator[RecordedAndLive]:
     algorithm: str = request.param
-    recording = record(algorithm, PROMPTS, logs / f"recording-{algorithm}")
+    recording = record(algorithm, PROMPTS, logs / f"recording-{algorithm}", RECORDED)
     hidden: Path | None = None
     if algorithm == "EAGLE3":
         hidden = logs / f"hidden-{algorithm}.safetensors"
@@ -71,7 +70,7 @@ def both(request: pytest.FixtureRequest, logs: Path) -> Iterator[RecordedAndLive
     control = logs / f"replayed-gate-{algorithm}"
     measured = ["margin", "topk_prob", *(["hidden"] if hidden else [])]
     flags = (
-        *speculative_flags(algorithm, NUM_STEPS),
+        *speculative_flags(algorithm, RECORDED.num_steps),
         *WITHOUT_PREFIX_CACHE,
         *switchable_flags(control, logs, measured),
     )
@@ -102,7 +101,7 @@ def live_and_replayed(both: RecordedAndLive, name: str) -> tuple[SpecTotals, Spe
     if isinstance(policy, MCSD):
         settings["beta"] = beta_away_from_all(policy, chains)
         policy = build_policy(C2TConfig.from_mapping(settings))
-    bodies = [greedy(prompt.text, MAX_NEW_TOKENS) for prompt in PROMPTS]
+    bodies = [greedy(prompt.text, RECORDED.max_new_tokens) for prompt in PROMPTS]
     concurrency = 1 if name == "mcsd" else 8
     result = both.gated.run(json.dumps(settings), bodies, concurrency)
     live = SpecTotals.from_meta_infos(answer.meta_info for answer in result.answers)
@@ -133,7 +132,7 @@ def beta_away_from_all(policy: MCSD, chains: Chains) -> float:
 
 def test_recording_every_root_changes_no_output(both: RecordedAndLive) -> None:
     """One root per generated token but the last, so answers are as long as without recording."""
-    bodies = [greedy(prompt.text, MAX_NEW_TOKENS) for prompt in PROMPTS]
+    bodies = [greedy(prompt.text, RECORDED.max_new_tokens) for prompt in PROMPTS]
     plain = both.gated.run("full", bodies)
     chains = Chains.from_recording(both.recording)
     roots = (chains.first_root[1:] - chains.first_root[:-1]).tolist()

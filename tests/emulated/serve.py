@@ -118,17 +118,16 @@ class Served:
 def start(case: Case) -> Any:
     """SGLang's scheduler, ready to serve."""
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
-    import sglang_c2t.kernels.rows
+    from sglang_c2t.kernels import rows
+    from sglang_c2t.srt.draft import seeding
     from tests.emulated.device import DEVICE
     from tests.emulated.mutants import MUTANTS
 
-    load_plugins()
-    # Blocks of a launch, which the interpreter runs one by one.
-    sglang_c2t.kernels.rows.FULL_GRID = 4
+    rows.FULL_GRID = 4  # blocks of a launch, which the interpreter runs one by one
+    seeding.SECONDS = 2.0  # for prices of steps, which say nothing here
     DEVICE.in_turn = case.in_turn
     if case.mutant:
         MUTANTS[case.mutant].break_it()
@@ -316,9 +315,12 @@ def _device(stack: ExitStack) -> None:
     import sglang.srt.layers.attention.flashattention_backend
     import sglang.srt.layers.attention.flashinfer_backend
     import sglang.srt.managers.scheduler
-    import sglang.srt.models.llama_eagle3
+    import sglang.srt.models.registry
     import sglang.srt.speculative.eagle_worker_v2
     import sglang.srt.speculative.standalone_worker_v2  # noqa: F401
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
 
 
 if __name__ == "__main__":

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
 import torch
+import triton
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.emulated import kernels
+from sglang_c2t.kernels import gate
+from tests.emulated import kernels, references
+from tests.kernels.gate_worker import NETWORKS, program, random_layer
 
 HEADS, KEY_HEADS, SIZE, POOL = 4, 2, 8, 40
 SCALE = 0.3
@@ -81,3 +88,36 @@ def test_fa3_over_pages_is_attention_of_each_request(
     for b, (queries, _, _, slots) in enumerate(every):
         wanted = by_hand(queries, k[slots.long(), 0], v[slots.long(), 0])
         torch.testing.assert_close(out[starts[b] : starts[b + 1]], wanted)
+
+
+class Launched:
+    """A reference, launched as its kernel is."""
+
+    def __init__(self, reference: Callable[..., None]) -> None:
+        self._reference = reference
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._reference
+
+
+def test_the_reference_of_the_gate_takes_what_its_kernels_take() -> None:
+    logits, layer = random_layer(5, 300, 4, seed=1)
+    network = program(NETWORKS[-1])
+    with (
+        mock.patch.object(gate, "logit_partials", Launched(references.logit_partials)),
+        mock.patch.object(gate, "judge", Launched(references.judge)),
+        mock.patch.object(triton.knobs.runtime, "interpret", True),
+    ):
+        judged = gate.judge_layer(logits, network, **layer, width=2)
+    twins = gate.judge_layer_reference(logits, network, **layer, width=2)
+    for mine, theirs in zip(judged, twins, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_slots_are_read_before_any_is_written() -> None:
+    wide, narrow = torch.arange(12.0).view(6, 2), torch.arange(6.0).view(6, 1)
+    addresses = torch.tensor([wide.data_ptr(), narrow.data_ptr()])
+    sources, targets = torch.tensor([1, 2, 4, 0]), torch.tensor([2, 1, 3, 5])
+    references.copy_slots(addresses, torch.tensor([8, 4]), targets, sources, 3)
+    assert narrow[:, 0].tolist() == [0, 2, 1, 4, 4, 5]
+    assert wide[:, 0].tolist() == [0, 4, 2, 8, 8, 10]

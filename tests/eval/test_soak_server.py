@@ -15,7 +15,7 @@ from eval.soak.malformed import FATAL, MALFORMED
 def test_a_short_soak_passes_and_its_summary_tells_of_every_kind_of_request(
     tmp_path: Path,
 ) -> None:
-    argv = ["--minutes", "0.8", "--shape", "tree", "--round", "24", "--probes", "1",
+    argv = ["--minutes", "0.8", "--shape", "tree", "--round", "48", "--probes", "1",
             "--seed", "5", "--out", str(tmp_path)]  # fmt: skip
     assert main(argv) == 0
     told = json.loads((tmp_path / "summary.json").read_text())
