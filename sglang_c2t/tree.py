@@ -67,11 +67,31 @@ class Trees:
         """The same trees on other roots [B]."""
         return replace(self, tokens=torch.cat((roots.long()[:, None], self.tokens[:, 1:]), dim=1))
 
-    def agreed(self, agree: Callable[[Tensor], Tensor]) -> Trees:
+
+@dataclass(frozen=True)
+class LinkedTrees(Trees):
+    """Trees as SGLang's verify kernels walk them."""
+
+    first_child: Tensor
+    """[B, N] int64: a node's first child, -1 where there is none."""
+
+    next_sibling: Tensor
+    """[B, N] int64: the next child of its parent, -1 where there is none."""
+
+    @classmethod
+    def of(cls, trees: Trees) -> LinkedTrees:
+        """The same trees."""
+        return cls(**vars(trees), **dict(zip(LINKS, child_links(trees.parents), strict=True)))
+
+    def agreed(self, agree: Callable[[Tensor], Tensor]) -> LinkedTrees:
         """The trees of the rank that ``agree`` (any int64 tensor to rank 0's) listens to."""
-        same = agree(torch.stack((self.tokens, self.parents, self.depth, self.source)))
-        tokens, parents, depth, source = same.unbind()
-        return Trees(tokens, parents, depth, (parents >= 0).sum(dim=1) + 1, source)
+        same = agree(torch.stack([getattr(self, name) for name in (*PLANES, *LINKS)]))
+        tables = dict(zip((*PLANES, *LINKS), same.unbind(), strict=True))
+        return LinkedTrees(num_nodes=(tables["parents"] >= 0).sum(dim=1) + 1, **tables)
+
+
+PLANES = ("tokens", "parents", "depth", "source")
+LINKS = ("first_child", "next_sibling")
 
 
 def least_on_path(values: Tensor, parents: Tensor, max_depth: int) -> Tensor:
@@ -155,14 +175,15 @@ def grow(
     )
 
 
-def within_budget(trees: Trees, keys: Tensor, max_rows: int) -> Trees:
-    """The trees, cut to ``max_rows`` nodes over the whole batch: the best ones stay.
+def within_budget(trees: Trees, keys: Tensor, max_rows: int) -> Tensor:
+    """[B, N - 1] bool: the best nodes behind the roots, ``max_rows`` over the whole batch with
+    these.
 
     ``keys`` [B, N] are closed keys of the nodes. Roots count and always stay, so a batch of
     more than ``max_rows`` requests verifies nothing else. Ties: :func:`best_of_batch`.
     """
     live = trees.parents[:, 1:] >= 0
-    return cut(trees, best_of_batch(keys[:, 1:], live, max(max_rows - len(keys), 0)))
+    return best_of_batch(keys[:, 1:], live, max(max_rows - len(keys), 0))
 
 
 def cut(trees: Trees, chosen: Tensor) -> Trees:

@@ -131,7 +131,7 @@ def test_a_budget_cuts_the_trees_of_a_batch_to_its_best_nodes(
     """Roots count and stay; ties go by node number, then by request; N = 1 is a tree, too."""
     trees = batch.grown(max_drafts)
     size = len(batch.roots)
-    cut = tree.within_budget(trees, keys_of(batch, trees), max_rows)
+    cut = tree.cut(trees, tree.within_budget(trees, keys_of(batch, trees), max_rows))
     ranks = [
         (-key, node, b)
         for b in range(size)

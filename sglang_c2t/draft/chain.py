@@ -96,7 +96,7 @@ class ChainGate(Gate):
         The same on all ranks, because it decides whether they forward.
         """
         alive = self._alive if self._keeps_all is None else self._alive | self._keeps_all
-        return bool(self._agree(alive.to(torch.uint8)).any())
+        return bool(self._agreed(alive.to(torch.uint8)).any())
 
     @property
     def verify_lens(self) -> Tensor:
@@ -112,7 +112,7 @@ class ChainGate(Gate):
 
     def finalize(self, verify_lens: Tensor) -> Tensor:
         """[B] int32: the lengths that all ranks verify, rank 0's."""
-        return self._agree(verify_lens)
+        return self._agreed(verify_lens)
 
     @property
     def depth(self) -> int:

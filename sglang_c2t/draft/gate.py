@@ -48,7 +48,7 @@ class Gate:
         topk: Children per row.
         exploration: Which steps are left whole.
         agree: Makes an integer tensor equal on all tensor-parallel ranks, in place or not,
-            and returns it. Identity on one rank.
+            and returns it; ``None`` on one rank.
         recording: Whether some rank explores; only one of them knows when.
 
     Raises:
@@ -63,7 +63,7 @@ class Gate:
         device: torch.device | str,
         topk: int = 1,
         exploration: Exploration | None = None,
-        agree: Callable[[Tensor], Tensor] = lambda decision: decision,
+        agree: Callable[[Tensor], Tensor] | None = None,
         recording: bool = False,
     ) -> None:
         self.served = ServedPolicy(policy, device=device, topk=topk)
@@ -85,6 +85,10 @@ class Gate:
     def program(self) -> FusedGate | None:
         """What judges the step in progress; ``None``: the policy, or nobody as it explores."""
         return None if self.exploring else self.served.program
+
+    def _agreed(self, decision: Tensor) -> Tensor:
+        """Rank 0's."""
+        return decision if self._agree is None else self._agree(decision)
 
     def switch(self, policy: Any, *, captured: bool) -> None:
         """Ask another policy; see :meth:`ServedPolicy.switch`."""
@@ -136,7 +140,7 @@ class Gate:
         explores = self._exploration.next_step_explores()
         if self._recording:
             flag = torch.tensor([int(explores)], device=self.first_tokens.device)
-            explores = bool(self._agree(flag))  # once per step, and only while recording
+            explores = bool(self._agreed(flag))  # once per step, and only while recording
         return explores
 
     def _relay(

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_c2t.plan.survival import LIMIT, OneSlope, Survival
-from sglang_c2t.tree import Trees, least_on_path
+from sglang_c2t.kernels.survival import survival_of_chains, survival_of_nodes
+from sglang_c2t.plan.survival import OneSlope, Survival
+from sglang_c2t.tree import Trees
 
 
 class DeviceSurvival:
@@ -53,29 +54,12 @@ class DeviceSurvival:
         :class:`Survival`. What it says of roots and padding means nothing. No host reads.
         """
         (values,) = self._parameters
-        survival = _survival(values, (trees.depth - 1).clamp(min=0), least)
-        survival = survival.masked_fill(trees.depth == 0, 1.0)
-        return least_on_path(survival, trees.parents, len(values))
+        return survival_of_nodes(values, least, trees.depth, trees.parents)
 
 
 def _calibrated(confidences: Tensor, values: Tensor) -> Tensor:
     """:meth:`Survival.of_chains`; ``values`` [D, K]."""
-    layer = torch.arange(confidences.shape[1], device=values.device)
-    survival = _survival(values, layer, torch.cummin(confidences, dim=1).values)
-    return torch.cummin(survival, dim=1).values
-
-
-def _survival(values: Tensor, layer: Tensor, least: Tensor) -> Tensor:
-    """[B, ...]: :meth:`Survival.__call__` for confidences ``least`` [B, ...] in a ``layer``
-    [...] from 0; ``values`` [D, K].
-    """
-    bins = values.shape[1]
-    place = (torch.logit(least, eps=1e-6).clamp(-LIMIT, LIMIT) + LIMIT) * (bins / (2 * LIMIT))
-    place = place - 0.5  # between the middles of bins
-    left = place.floor().clamp(0, bins - 2)
-    share = (place - left).clamp(0.0, 1.0)
-    low, high = values[layer, left.long()], values[layer, left.long() + 1]
-    return low + share * (high - low)
+    return survival_of_chains(values, confidences)
 
 
 def _one_slope(prob: Tensor, slope: Tensor, intercepts: Tensor) -> Tensor:

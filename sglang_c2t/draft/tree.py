@@ -23,9 +23,10 @@ from sglang_c2t.draft.growth import PER_NODE, Beams, TreeGrowth, node_margins
 from sglang_c2t.draft.slots import FirstLayer
 from sglang_c2t.draft_layer import measure
 from sglang_c2t.kernels.gate import FusedGate, GateOutput, judge_layer
+from sglang_c2t.kernels.trees import cut_and_link
 from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
-from sglang_c2t.tree import Trees, cut, within_budget
+from sglang_c2t.tree import LinkedTrees, Trees, within_budget
 
 
 class TreeGate(Gate):
@@ -184,7 +185,7 @@ class TreeGate(Gate):
 
         The same on all ranks, because it decides whether they forward.
         """
-        return bool(self._agree(self._growth.beams.alive.long()).any())
+        return bool(self._agreed(self._growth.beams.alive.long()).any())
 
     def finish(self) -> tuple[Trees, Tensor]:
         """Each request's tree by itself, roots not filled in, and its nodes' keys [B, N].
@@ -197,18 +198,16 @@ class TreeGate(Gate):
 
     def finalize(
         self, trees: Trees, keys: Tensor, roots: Tensor, chosen: Tensor | None = None
-    ) -> Trees:
+    ) -> LinkedTrees:
         """What the target verifies, equal on all ranks: the ``chosen`` [B, N - 1] nodes behind the
         roots if somebody plans, else what is within the batch's budget.
 
         ``roots`` [B] are the committed bonus tokens.
         """
-        trees = trees.rooted(roots)
-        if chosen is not None:
-            trees = cut(trees, chosen)
-        elif self._max_rows is not None and not self.exploring:
-            trees = within_budget(trees, keys, self._max_rows)
-        return trees.agreed(self._agree)
+        if chosen is None and self._max_rows is not None and not self.exploring:
+            chosen = within_budget(trees, keys, self._max_rows)
+        linked = cut_and_link(trees, roots, chosen)
+        return linked if self._agree is None else linked.agreed(self._agree)
 
 
 def _best_children(logits: Tensor, topk: int, token_map: Tensor | None) -> tuple[Tensor, Tensor]:

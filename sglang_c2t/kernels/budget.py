@@ -7,12 +7,13 @@ n best are verified, so that expected tokens are as many as n rows can bring::
               0.8 0.3 0.2                                    2
 
 Survival falls along a chain, and of equals the shallower comes first: what is kept leaves no gaps.
+In trees it falls along each path, and of equals the node with the lower number comes first.
 
 One launch, 4 B d bytes, static shapes, no host reads; n is no constant of the kernel. A kernel
 runs on CUDA tensors (or under TRITON_INTERPRET=1); elsewhere its twin in torch does. Knows nothing
 of SGLang.
 
-Legend: B requests, d drafted layers.
+Legend: B requests, d drafted layers, N nodes of a tree, root included.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -25,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_c2t.kernels.rows import block_of, block_of_batch, runs_triton
+from sglang_c2t.tree import best_of_batch
 
 
 def rows_within(
@@ -73,21 +75,53 @@ def rows_within_torch(survival: Tensor, drafts: int, whole: Tensor | None = None
     return 1 + kept.sum(dim=0, dtype=torch.int32)
 
 
-@triton.jit(do_not_specialize=["stride", "drafts", "batch", "layers"])
-def _rows_within_kernel(
-    survival, stride, whole, rows, drafts, batch, layers,
-    ANY_WHOLE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    request = tl.arange(0, BLOCK_B)
-    layer = tl.arange(0, BLOCK_D)
-    real = (request < batch)[None, :] & (layer < layers)[:, None]  # [D, B]
-    values = tl.load(survival + request[None, :] * stride + layer[:, None], mask=real, other=0.0)
+def nodes_within(
+    survival: Tensor, depth: Tensor, drafts: int, whole: Tensor | None = None
+) -> Tensor:
+    """[B, N - 1] bool: the nodes behind the roots that are kept.
+
+    Args:
+        survival: [B, N] float32 in [0, 1], falling along each path; contiguous.
+        depth: [B, N] int64 of :class:`~sglang_c2t.tree.Trees`; may be strided.
+        drafts: How many to keep of the requests that are not ``whole``.
+        whole: [B] bool: requests whose trees are kept whole, beside these. ``None``: none.
+    """
+    if not runs_triton(survival):
+        return nodes_within_torch(survival, depth, drafts, whole)
+    batch, num_nodes = survival.shape
+    kept = survival.new_empty((batch, num_nodes - 1), dtype=torch.bool)
+    block_b, block_n = block_of_batch(batch), block_of(num_nodes - 1)
+    _nodes_within_kernel[(1,)](
+        survival,
+        depth,
+        kept if whole is None else whole,
+        kept,
+        drafts,
+        batch,
+        num_nodes,
+        *depth.stride(),
+        ANY_WHOLE=whole is not None,
+        BLOCK_B=block_b,
+        BLOCK_N=block_n,
+        num_warps=4 if block_b * block_n <= 2048 else 16,
+    )
+    return kept
+
+
+def nodes_within_torch(
+    survival: Tensor, depth: Tensor, drafts: int, whole: Tensor | None = None
+) -> Tensor:
+    """:func:`nodes_within` in plain torch."""
+    live = depth[:, 1:] > 0
+    ranked = live if whole is None else live & ~whole[:, None]
+    return best_of_batch(survival[:, 1:], ranked, drafts) | (live & ~ranked)
+
+
+@triton.jit
+def _best(values, ranked, drafts):
+    """[D, B] int32: 1 at the ``drafts`` largest that are ``ranked``, of equals the first."""
     # Floats that are not negative are ordered as their bits are.
     keys = tl.maximum(values, 0.0).to(tl.int32, bitcast=True)
-    all_of_it = tl.zeros([BLOCK_B], dtype=tl.int1)
-    if ANY_WHOLE:
-        all_of_it = tl.load(whole + request, mask=request < batch, other=0) != 0
-    ranked = real & ~all_of_it[None, :]
     keys = tl.where(ranked, keys, -1)
     # The largest threshold that `drafts` keys reach, from its highest bit down.
     least = tl.zeros([], dtype=tl.int32)
@@ -100,6 +134,39 @@ def _rows_within_kernel(
     of_layer = tl.sum(equal, axis=1)
     before = tl.cumsum(of_layer, axis=0) - of_layer
     turn = tl.cumsum(equal, axis=1) + before[:, None]
-    kept = above + equal * (turn <= drafts - tl.sum(above)).to(tl.int32)
+    return above + equal * (turn <= drafts - tl.sum(above)).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["stride", "drafts", "batch", "layers"])
+def _rows_within_kernel(
+    survival, stride, whole, rows, drafts, batch, layers,
+    ANY_WHOLE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    request = tl.arange(0, BLOCK_B)
+    layer = tl.arange(0, BLOCK_D)
+    real = (request < batch)[None, :] & (layer < layers)[:, None]  # [D, B]
+    values = tl.load(survival + request[None, :] * stride + layer[:, None], mask=real, other=0.0)
+    all_of_it = tl.zeros([BLOCK_B], dtype=tl.int1)
+    if ANY_WHOLE:
+        all_of_it = tl.load(whole + request, mask=request < batch, other=0) != 0
+    kept = _best(values, real & ~all_of_it[None, :], drafts)
     kept = tl.where(real & all_of_it[None, :], 1, kept)
     tl.store(rows + request, 1 + tl.sum(kept, axis=0), mask=request < batch)
+
+
+@triton.jit(do_not_specialize=["drafts", "batch", "num_nodes", "row_stride", "node_stride"])
+def _nodes_within_kernel(
+    survival, depth, whole, kept, drafts, batch, num_nodes, row_stride, node_stride,
+    ANY_WHOLE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    request = tl.arange(0, BLOCK_B)[None, :]
+    node = 1 + tl.arange(0, BLOCK_N)[:, None]
+    real = (request < batch) & (node < num_nodes)  # [N - 1, B]
+    deep = tl.load(depth + request * row_stride + node * node_stride, mask=real, other=0)
+    values = tl.load(survival + request * num_nodes + node, mask=real, other=0.0)
+    live = real & (deep > 0)
+    all_of_it = tl.zeros([1, BLOCK_B], dtype=tl.int1)
+    if ANY_WHOLE:
+        all_of_it = tl.load(whole + request, mask=request < batch, other=0) != 0
+    best = _best(values, live & ~all_of_it, drafts) != 0
+    tl.store(kept + request * (num_nodes - 1) + node - 1, best | (live & all_of_it), mask=real)

@@ -247,6 +247,128 @@ def pack_inputs_torch(
     return packed
 
 
+# -- the window that a verification writes ------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["width"])
+def _window_kernel(
+    req_to_token, req_pool_indices, seq_lens, window, width, pool_stride, pool_width,
+    BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    this = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK_W)
+    slots = req_to_token + tl.load(req_pool_indices + this).to(tl.int64) * pool_stride
+    place = tl.load(seq_lens + this) + lane
+    inside = lane < width
+    loc = tl.load(slots + place, mask=inside & (place < pool_width), other=0)
+    tl.store(window + this * width + lane, loc.to(tl.int64), mask=inside)
+
+
+def verify_window(
+    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, width: int
+) -> Tensor:
+    """[B, width] int64: KV slots of the places behind each committed prefix.
+
+    Those behind the context limit, where the table ends, are 0: SGLang's padding slot. Arguments
+    are those of :func:`pack_inputs`. One launch, 12 B width bytes.
+    """
+    if not runs_triton(req_to_token):
+        return verify_window_torch(req_to_token, req_pool_indices, seq_lens, width)
+    batch = len(seq_lens)
+    window = req_to_token.new_empty((batch, width), dtype=torch.int64)
+    if batch:
+        _window_kernel[(batch,)](
+            req_to_token, req_pool_indices, seq_lens, window, width,
+            req_to_token.stride(0), req_to_token.shape[1], BLOCK_W=block_of(width),
+        )  # fmt: skip
+    return window
+
+
+def verify_window_torch(
+    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, width: int
+) -> Tensor:
+    """Twin of :func:`verify_window`."""
+    places = seq_lens[:, None] + torch.arange(width, device=seq_lens.device)
+    last = req_to_token.shape[1] - 1
+    locations = req_to_token[req_pool_indices[:, None], places.clamp(max=last)]
+    return locations.masked_fill(places > last, 0).to(torch.int64)
+
+
+class AcceptedPaths(NamedTuple):
+    """Where the rows of accepted paths stand, [B * S]; behind a path rows and slots are 0, and 0 is
+    the padding slot.
+    """
+
+    rows: Tensor
+    """int64: of R packed rows."""
+
+    written: Tensor
+    """int64: KV slots that the target's forward has written."""
+
+    front: Tensor
+    """int64: the first slots of the window, where they belong."""
+
+
+@triton.jit(do_not_specialize=["max_nodes", "window_width", "path_width"])
+def _paths_kernel(
+    accept_index, accept_lens, strided, window, rows, written, front,
+    max_nodes, window_width, path_width,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    this = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK_S)
+    inside = lane < path_width
+    here = this * path_width + lane
+    row = tl.load(accept_index + here, mask=inside, other=0).to(tl.int64)
+    row = tl.maximum(row, 0)
+    accepted = inside & (lane < tl.load(accept_lens + this))
+    of = tl.load(strided + row, mask=accepted, other=0)
+    request = of // max_nodes
+    slot = tl.load(
+        window + request * window_width + of - request * max_nodes, mask=accepted, other=0
+    )
+    tl.store(rows + here, row, mask=inside)
+    tl.store(written + here, slot, mask=inside)
+    first = tl.load(window + this * window_width + lane, mask=accepted, other=0)
+    tl.store(front + here, first, mask=inside)
+
+
+def accepted_paths(
+    accept_index: Tensor, accept_lens: Tensor, strided: Tensor, window: Tensor, max_nodes: int
+) -> AcceptedPaths:
+    """Accepted paths, in the numbers of rows and of KV slots.
+
+    Args:
+        accept_index: [B, S] integers, packed rows of each path, negative behind it; contiguous.
+        accept_lens: [B] integers, nodes of each path.
+        strided: [R] int64, which of the B * N rows each packed one is.
+        window: [B, W] int64, see :func:`verify_window`; W >= N and W >= S.
+        max_nodes: N.
+    """
+    if not runs_triton(window):
+        return accepted_paths_torch(accept_index, accept_lens, strided, window, max_nodes)
+    batch, width = accept_index.shape
+    paths = AcceptedPaths(*(window.new_empty(batch * width) for _ in AcceptedPaths._fields))
+    if batch:
+        _paths_kernel[(batch,)](
+            accept_index, accept_lens, strided, window, *paths, max_nodes, window.shape[1], width,
+            BLOCK_S=block_of(width),
+        )  # fmt: skip
+    return paths
+
+
+def accepted_paths_torch(
+    accept_index: Tensor, accept_lens: Tensor, strided: Tensor, window: Tensor, max_nodes: int
+) -> AcceptedPaths:
+    """Twin of :func:`accepted_paths`."""
+    width = accept_index.shape[1]
+    accepted = torch.arange(width, device=window.device) < accept_lens[:, None]  # [B, S]
+    rows = accept_index.long().clamp(min=0)
+    slots = window[:, :max_nodes].flatten()[strided]
+    paths = rows, slots[rows].masked_fill(~accepted, 0), window[:, :width].masked_fill(~accepted, 0)
+    return AcceptedPaths(*(table.flatten() for table in paths))
+
+
 # -- tables of rows -----------------------------------------------------------------------
 
 

@@ -18,11 +18,11 @@ def ranks() -> int:
     return int(get_parallel().tp_group.world_size)
 
 
-def agreement() -> Callable[[Tensor], Tensor]:
-    """A function that makes a tensor equal on all ranks; the identity on one rank."""
+def agreement() -> Callable[[Tensor], Tensor] | None:
+    """A function that makes a tensor equal on all ranks; ``None`` on one rank."""
     group = get_parallel().tp_group
     if group.world_size == 1:
-        return lambda decision: decision
+        return None
     return lambda decision: group.broadcast(decision, src=0)
 
 

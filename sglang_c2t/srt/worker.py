@@ -44,7 +44,7 @@ from sglang_c2t.srt.hooks.control import FORGET, approved, changed
 from sglang_c2t.srt.hooks.reporting import PARTS
 from sglang_c2t.srt.hooks.step_metrics import Step
 from sglang_c2t.srt.recorder import Recorder
-from sglang_c2t.srt.tensor_parallel import agreement, host_agreement, ranks
+from sglang_c2t.srt.tensor_parallel import agreement, host_agreement
 from sglang_c2t.srt.verify import chain, tree
 from sglang_c2t.srt.verify.feedback import Feedback
 from sglang_c2t.srt.verify.packed import PackedVerifyInput, verifying
@@ -81,7 +81,7 @@ class WorkerMixin(EAGLEWorkerV2):
         compat.widen_request_table()  # SGLang makes it once its workers are there
         self._feedback = self._draft_worker.feedback = Feedback(
             self.device == "cuda",
-            agreement() if ranks() > 1 else None,
+            agreement(),
             config.max_verify_rows,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import pytest
@@ -22,7 +23,7 @@ from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.fork import Fork
 from sglang_c2t.policies.gated_tree import GatedTree
-from sglang_c2t.tree import Trees, within_budget
+from sglang_c2t.tree import LINKS, PLANES, LinkedTrees, Trees, cut, within_budget
 from tests.doubles import double
 from tests.draft.own_rules import Scheduled, in_torch
 
@@ -156,7 +157,7 @@ def test_a_first_layer_nobody_measured_counts_as_certain() -> None:
 # -- what is verified ---------------------------------------------------------------------
 
 
-def eagle2_trees(slots: Tensor, first: Tensor) -> Trees:
+def eagle2_trees(slots: Tensor, first: Tensor) -> LinkedTrees:
     """EAGLE-2's trees of the same draft."""
     gate = gate_of(EAGLE2())
     gate.join(slots, first)
@@ -164,7 +165,8 @@ def eagle2_trees(slots: Tensor, first: Tensor) -> Trees:
 
 
 def same(left: Trees, right: Trees) -> bool:
-    return all(torch.equal(values, getattr(right, name)) for name, values in vars(left).items())
+    names = [field.name for field in fields(Trees)]
+    return all(torch.equal(getattr(left, name), getattr(right, name)) for name in names)
 
 
 def test_an_exploring_step_verifies_eagle2s_whole_tree_and_measures_more() -> None:
@@ -217,7 +219,7 @@ def test_a_batch_is_cut_to_its_budget(max_rows: int) -> None:
     gate = gate_of(EAGLE2(), max_rows=max_rows)
     drafted, keys = run_step(gate, slots, first)
     trees = gate.finalize(drafted, keys, ROOTS)
-    assert same(trees, within_budget(drafted.rooted(ROOTS), keys, max_rows))
+    assert same(trees, cut(drafted.rooted(ROOTS), within_budget(drafted, keys, max_rows)))
     assert int(trees.num_nodes.sum()) == min(max(max_rows, 2), 18)
 
 
@@ -230,8 +232,7 @@ def test_rank_zero_decides_all_of_a_tree_in_one_message() -> None:
     def agree(mine: Tensor) -> Tensor:
         assert mine.dtype == torch.int64
         messages.append(mine)
-        fields = (theirs.tokens, theirs.parents, theirs.depth, theirs.source)
-        return torch.stack(fields)
+        return torch.stack([getattr(theirs, name) for name in (*PLANES, *LINKS)])
 
     gate = gate_of(Scripted(keep=False), max_rows=4, agree=agree)
     gate.join(slots, first)

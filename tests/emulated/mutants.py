@@ -319,13 +319,15 @@ def keys_are_moved_the_wrong_way() -> None:
 
 @mutant(TREES)
 def siblings_are_children() -> None:
-    from sglang_c2t.srt.verify import tree
+    from dataclasses import replace
 
-    def swapped(links: Any, parents: Any) -> Any:
-        child, sibling = links(parents)
-        return sibling, child
+    from sglang_c2t.draft import tree
 
-    around(tree, "child_links", swapped)
+    def swapped(cut: Any, *given: Any) -> Any:
+        made = cut(*given)
+        return replace(made, first_child=made.next_sibling, next_sibling=made.first_child)
+
+    around(tree, "cut_and_link", swapped)
 
 
 @mutant(TREES)

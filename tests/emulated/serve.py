@@ -187,7 +187,7 @@ def serve(scheduler: Any, run: Run) -> Served:
     SenderWrapper.send_output = lambda *_, **__: None
     scheduler.run_event_loop()
     DEVICE.idle()
-    sites = {f"{what} at {line}": n for (what, line), n in DEVICE.sites.most_common(60)}
+    sites = {f"{what} at {line}": n for (what, line), n in DEVICE.sites.most_common(120)}
     return Served(
         [list(taken[n].output_ids)[: r.max_new_tokens] for n, r in enumerate(run.requests)],
         [taken[n].spec_verify_ct for n in range(len(run.requests))],

@@ -53,6 +53,5 @@ def check(rng: random.Random, batch: int, layers: int, device: str = "cpu") -> N
 def main() -> None:
     """Batches of all sizes around the kernel's blocks."""
     rng = random.Random(0)
-    for batch in (1, 2, 3, 31, 32, 33, 70):
-        for layers in (1, 2, 5, 8):
-            check(rng, batch, layers)
+    for batch, layers in ((1, 1), (1, 8), (2, 5), (31, 2), (32, 5), (33, 2), (70, 8)):
+        check(rng, batch, layers)

@@ -41,13 +41,13 @@ from sglang_c2t.srt.verify.feedback import choose_packing
 from sglang_c2t.srt.verify.packed import PackedVerifyInput
 from sglang_c2t.srt.verify.packing import Packing
 from sglang_c2t.srt.verify.tree import AlikeTrees, build_verify_input
-from sglang_c2t.tree import Trees
+from sglang_c2t.tree import LinkedTrees, Trees
 
 # B requests, W beam rows, K topk, D steps, N nodes of a tree, H draft hidden size
 
 
 #: Of trees as drafted, their nodes' keys [B, N] and roots [B]: what is verified, and its rows.
-Choose = Callable[[Trees, Tensor, Tensor], tuple[Trees, Packing]]
+Choose = Callable[[Trees, Tensor, Tensor], tuple[LinkedTrees, Packing]]
 
 
 class TreeDraftMixin(PlainDrafting):
@@ -151,7 +151,7 @@ class TreeDraftMixin(PlainDrafting):
         if self.cuda_graph_runner is not None:
             planning.layers_begin()  # a replay calls nothing of ours
 
-        def planned(drafted: Trees, keys: Tensor, roots: Tensor) -> tuple[Trees, Packing]:
+        def planned(drafted: Trees, keys: Tensor, roots: Tensor) -> tuple[LinkedTrees, Packing]:
             planning.layers_end()
             chosen, total = planning.choose_nodes(drafted, keys, layers, whole)
             trees = self.gate.finalize(drafted, keys, roots, chosen)
@@ -163,7 +163,7 @@ class TreeDraftMixin(PlainDrafting):
 
         return planned
 
-    def _chosen(self, drafted: Trees, keys: Tensor, roots: Tensor) -> tuple[Trees, Packing]:
+    def _chosen(self, drafted: Trees, keys: Tensor, roots: Tensor) -> tuple[LinkedTrees, Packing]:
         """What is verified where nobody plans, and its rows."""
         trees = self.gate.finalize(drafted, keys, roots)
         return trees, choose_packing(

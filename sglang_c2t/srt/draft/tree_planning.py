@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.draft.slots import FirstLayer
+from sglang_c2t.kernels.budget import nodes_within
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.survival import Array
 from sglang_c2t.plan.trees import TreePlanner
@@ -21,7 +22,7 @@ from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.verify.packed import PackedVerifyInput
 from sglang_c2t.srt.verify.packing import HostSizes
 from sglang_c2t.srt.verify.tree import TreeVerifyInput
-from sglang_c2t.tree import Trees, best_of_batch
+from sglang_c2t.tree import Trees
 
 # B requests, D layers, d of them drafted, N nodes of a tree, S = D + 1 nodes of the longest path
 
@@ -40,7 +41,17 @@ class TreePlanning(Planning):
         self._known_first = np.full((1, planner.layer_nodes(planner.widest)), 0.5)
 
     def warm_up(self, batches: Iterable[int]) -> None:
-        """Nothing is compiled."""
+        """Compile what is launched outside of graphs, for batches of these sizes."""
+        device = self._survivals.device
+        for batch in batches:
+            links = torch.zeros((batch, self._width, 3), dtype=torch.int64, device=device)
+            parents, depth, _ = links.unbind(dim=2)  # in one table, as drafted
+            trees = Trees(parents, parents, depth, parents[:, 0], parents)
+            survival = self._survival.of_nodes(
+                torch.zeros_like(parents, dtype=torch.float32), trees
+            )
+            for whole in (None, parents[:, 0] > 0):
+                nodes_within(survival, depth, 0, whole)
 
     def choose_nodes(
         self, trees: Trees, keys: Tensor, layers: int, whole: Collection[int] = ()
@@ -61,11 +72,7 @@ class TreePlanning(Planning):
             return self.planner.by_layer(depth.numpy(), confidence, width, layers)
 
         drafts, mask, total = self._share(layers, whole, seen)
-        ranked = live = depth > 0
-        if mask is not None:
-            ranked = live & ~mask[:, None]
-        survival = self._survival.of_nodes(keys, trees)[:, 1:]
-        chosen = best_of_batch(survival, ranked, drafts) | (live & ~ranked)
+        chosen = nodes_within(self._survival.of_nodes(keys, trees), trees.depth, drafts, mask)
         self._drafted = depth, least, chosen
         return chosen, total
 

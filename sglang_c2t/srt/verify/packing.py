@@ -23,6 +23,7 @@ from sglang_c2t.kernels.rows import (
     PackedRows,
     pack_inputs,
     packed_rows,
+    verify_window,
 )
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.tree import visible_blocks, visible_nodes
@@ -175,17 +176,6 @@ class Packing:
         if self.parents is None:
             return None
         return visible_blocks(visible_nodes(self.parents, self._num_steps), self.num_rows)
-
-
-def verify_window(req_to_token: Tensor, slots: Tensor, seq_lens: Tensor, width: int) -> Tensor:
-    """[B, width] int64: KV locations of the positions behind each committed prefix.
-
-    Those behind the context limit, where the table ends, are 0: SGLang's padding slot.
-    """
-    positions = seq_lens[:, None] + torch.arange(width, device=seq_lens.device)
-    last = req_to_token.shape[1] - 1
-    locations = req_to_token[slots[:, None], positions.clamp(max=last)]
-    return locations.masked_fill(positions > last, 0).to(torch.int64)
 
 
 def tiers_of(target_runner: Any) -> Tiers | None:

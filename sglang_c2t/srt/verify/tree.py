@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.kernels.rows import accepted_paths
 from sglang_c2t.srt import attach
 from sglang_c2t.srt.verify import backends
 from sglang_c2t.srt.verify.accept import match_rows
 from sglang_c2t.srt.verify.packed import Accepted, PackedVerifyInput
 from sglang_c2t.srt.verify.packing import Packing
-from sglang_c2t.tree import Trees, child_links
+from sglang_c2t.tree import LinkedTrees
 
 # B requests, N nodes of a padded tree, R verified rows, S = D + 1 nodes of the longest path
 
@@ -34,7 +35,7 @@ class TreeVerifyInput(PackedVerifyInput):
 
     packing: Packing
 
-    trees: Trees
+    trees: LinkedTrees
 
     accept_index: Tensor | None = None
     """[B, S] rows of the accepted path, once verified: older SGLang's result does not say."""
@@ -80,18 +81,15 @@ class TreeVerifyInput(PackedVerifyInput):
         [B * S, H]. Behind the path stand leftovers nobody reads, as in stock.
         """
         self.accept_index = accept_index
-        window, width = self.packing.window, accept_index.shape[1]
-        accepted = torch.arange(width, device=accept_index.device) < accept_lens[:, None]  # [B, S]
-        row = accept_index.long().clamp(min=0)
         # From the window, not from req_to_token: by now the scheduler may have given a finished
-        # request's row away. Slot 0 is SGLang's padding slot.
-        front = window[:, :width].masked_fill(~accepted, 0)
-        slots = window[:, :num_draft_tokens].flatten()[self.packing.rows]
-        written = slots[row].masked_fill(~accepted, 0)
-        token_to_kv_pool_allocator.get_kvcache().move_kv_cache(front.flatten(), written.flatten())
+        # request's row away.
+        paths = accepted_paths(
+            accept_index, accept_lens, self.packing.rows, self.packing.window, num_draft_tokens
+        )
+        token_to_kv_pool_allocator.get_kvcache().move_kv_cache(paths.front, paths.written)
         if logits_output.hidden_states is not None:
-            attach.write(logits_output, hidden_states=logits_output.hidden_states[row.flatten()])
-        return predict[row.flatten()]
+            attach.write(logits_output, hidden_states=logits_output.hidden_states[paths.rows])
+        return predict[paths.rows]
 
 
 class AlikeTrees(PackedVerifyInput):
@@ -104,18 +102,17 @@ class AlikeTrees(PackedVerifyInput):
 
 
 def build_verify_input(
-    trees: Trees, batch: Any, *, num_steps: int, topk: int, packing: Packing
+    trees: LinkedTrees, batch: Any, *, num_steps: int, topk: int, packing: Packing
 ) -> TreeVerifyInput:
     """The verify input of a batch, given its final trees."""
-    next_token, next_sibling = child_links(trees.parents)
     unread: Any = None  # by packed verification, which has its own masks and sizes
     return TreeVerifyInput(
         draft_token=trees.tokens.flatten(),
         custom_mask=unread,
         positions=trees.positions(batch.seq_lens.long()).flatten(),
         retrieve_index=trees.retrieve_index(packing.num_rows),
-        retrieve_next_token=next_token,
-        retrieve_next_sibling=next_sibling,
+        retrieve_next_token=trees.first_child,
+        retrieve_next_sibling=trees.next_sibling,
         retrieve_cum_len=unread,
         spec_steps=num_steps,
         topk=topk,

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from sglang_c2t.kernels.rows import block_of, scatter_rows
+from sglang_c2t.kernels.rows import accepted_paths, block_of, scatter_rows
+from sglang_c2t.kernels.trees import cut_and_link
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.verify.packing import Packing, tiers_of
+from sglang_c2t.tree import Trees
 
 
 def warm_up(
@@ -43,6 +45,8 @@ def warm_up(
             target_runner,
         )
         _ = packing.rows, packing.words
+        if trees:
+            _warm_up_trees(packing, num_steps)
         if compat.is_flashinfer(target_runner.attn_backend):
             requests.batch_size, requests.seq_lens_cpu = batch, torch.zeros(batch)
             target_runner.attn_backend.eager_plan(requests, packing)
@@ -51,6 +55,20 @@ def warm_up(
                 scatter_rows(torch.zeros((batch, columns), dtype=dtype, device=device), rows, width)
     if (tiers := tiers_of(target_runner)) is not None:
         _warm_up_layouts(tiers, device)
+
+
+def _warm_up_trees(packing: Packing, num_steps: int) -> None:
+    """What cuts them to what is verified, links them, and finds the accepted paths."""
+    assert packing.parents is not None
+    batch, width = packing.parents.shape
+    # Links in one table, as drafted.
+    parents, depth, source = packing.parents[:, :, None].repeat(1, 1, 3).unbind(dim=2)
+    tokens = torch.zeros((batch, width), dtype=torch.int64, device=parents.device)
+    roots = tokens[:, 0].contiguous()
+    for chosen in (None, tokens[:, 1:] > 0):
+        cut_and_link(Trees(tokens, parents, depth, roots, source), roots, chosen)
+    path = torch.zeros((batch, num_steps + 1), dtype=torch.int32, device=parents.device)
+    accepted_paths(path, path[:, 0].contiguous(), packing.rows, packing.window, width)
 
 
 def one_of_each(most: int) -> list[int]:

@@ -41,6 +41,14 @@ class Worker:
 
 
 @pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing takes time but what says so, on whatever machine."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+
+@pytest.fixture(autouse=True)
 def _batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeding, "_dummy_batch", lambda _worker, requests: requests)
 

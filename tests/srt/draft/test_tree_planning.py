@@ -20,7 +20,7 @@ from sglang_c2t.policies.gated_tree import PlannedTree
 from sglang_c2t.srt.draft.tree_planning import TreePlanning
 from sglang_c2t.srt.verify.packing import Packing
 from sglang_c2t.srt.verify.tree import TreeVerifyInput, build_verify_input
-from sglang_c2t.tree import Trees, cut
+from sglang_c2t.tree import LinkedTrees, Trees, cut
 from tests import oracles
 from tests.draft.own_rules import ByMark
 from tests.draft.test_growth import Draft, drafts, grown
@@ -151,7 +151,7 @@ def accepted(
     packing = Packing(trees.num_nodes, draft.max_nodes, total=total, **shape)
     batch = SimpleNamespace(seq_lens=torch.zeros(draft.batch))
     verify_input = build_verify_input(
-        trees, batch, num_steps=draft.steps, topk=draft.topk, packing=packing
+        LinkedTrees.of(trees), batch, num_steps=draft.steps, topk=draft.topk, packing=packing
     )
     paths = [
         sorted(oracles.ancestors(parents[:size], rng.randrange(size)))

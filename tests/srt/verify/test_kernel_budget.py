@@ -30,7 +30,7 @@ from sglang_c2t.srt.draft.tree_planning import TreePlanning
 from sglang_c2t.srt.verify import accept, sampling, tree
 from sglang_c2t.srt.verify.packing import Packing
 from sglang_c2t.srt.verify.timing import Mark
-from sglang_c2t.tree import Trees
+from sglang_c2t.tree import LinkedTrees, Trees
 from tests.fake_cuda import HostRead, Launches, fake_cuda
 
 B, D, V, N = 8, 5, 512, 6
@@ -228,7 +228,8 @@ def test_full_width_needs_no_copy_of_its_sizes() -> None:
 
 
 def test_packing_trees_stays_within_its_budget() -> None:
-    trees = Trees(integers(B, N), integers(B, N), integers(B, N), integers(B), integers(B, N))
+    tokens, parents, depth, source, child, sibling = (integers(B, N) for _ in range(6))
+    trees = LinkedTrees(tokens, parents, depth, integers(B), source, child, sibling)
     here = batch()
     packing = packing_of_two_thirds(N, parents=trees.parents, num_steps=D)
     with Launches() as launches:

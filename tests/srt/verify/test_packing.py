@@ -17,7 +17,7 @@ from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.verify import chain, packed, sampling
 from sglang_c2t.srt.verify.feedback import Feedback
-from sglang_c2t.srt.verify.packing import Packing, verify_window
+from sglang_c2t.srt.verify.packing import Packing
 from tests.doubles import double
 from tests.srt.chains import full_chains
 
@@ -116,29 +116,6 @@ def test_packed_rows_have_the_mrope_positions_of_their_requests(
 
 
 # -- near the context limit ---------------------------------------------------------------
-
-
-@given(
-    st.lists(st.integers(0, 20), min_size=1, max_size=4),
-    st.integers(1, 9),
-    st.integers(0, 12),
-    st.integers(0, 2**20),
-)
-def test_a_window_behind_the_end_of_the_request_table_is_the_padding_slot(
-    seq_lens: list[int], width: int, room: int, seed: int
-) -> None:
-    rng = random.Random(seed)
-    places = max(seq_lens) + room
-    table = [rng.sample(range(1, 200), max(places, 1)) for _ in range(6)]
-    slots = rng.sample(range(6), len(seq_lens))
-    found = verify_window(
-        torch.tensor(table, dtype=torch.int32), torch.tensor(slots), torch.tensor(seq_lens), width
-    )
-    assert found.dtype == torch.int64
-    assert found.tolist() == [
-        [dict(enumerate(table[slot])).get(length + j, 0) for j in range(width)]
-        for slot, length in zip(slots, seq_lens, strict=True)
-    ]
 
 
 @pytest.mark.parametrize(("stock", "reserved", "room"), [(10, 24, 24), (32, 24, 32)])

@@ -15,7 +15,7 @@ from torch import Tensor
 from sglang_c2t.cpu.tree_verify import verify_tree
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt.verify import tree as tree_verify
-from sglang_c2t.tree import Trees
+from sglang_c2t.tree import LinkedTrees, Trees
 from tests import oracles
 from tests.doubles import double
 
@@ -86,7 +86,7 @@ class Case:
             else tree_verify.Packing.full(len(self.parents), self.max_nodes, "cpu", **shape)
         )
         return tree_verify.build_verify_input(
-            trees, self.batch(), num_steps=self.num_steps, topk=3, packing=packing
+            LinkedTrees.of(trees), self.batch(), num_steps=self.num_steps, topk=3, packing=packing
         )
 
     def batch(self, **fields: Any) -> Any:

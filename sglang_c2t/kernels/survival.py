@@ -1,0 +1,161 @@
+"""Survivals of drafts, from confidences and what an estimator has learnt.
+
+``values`` [D, K] are survivals by layer and by confidence: its log odds, from -L to L in K bins,
+and straight lines between their middles (:class:`sglang_c2t.plan.survival.Survival`). Survival
+falls along a path, so that a draft has the least of its own and of those in front of it::
+
+    chain   confidence 0.9 0.4 0.8    least 0.9 0.4 0.4    survival of each, falling
+    tree    least on each path        survival of each     least on each path
+
+One launch, 12 bytes a draft, static shapes, no host reads. Kernels and their twins in torch as in
+:mod:`sglang_c2t.kernels.rows`. Knows nothing of SGLang.
+
+Legend: B requests, d <= D drafted layers, N nodes of a tree, K bins.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang_c2t.kernels.rows import block_of, runs_triton
+from sglang_c2t.plan.survival import LIMIT
+from sglang_c2t.tree import least_on_path
+
+#: Confidences nearer to 0 or 1 are taken for these.
+EPS = 1e-6
+
+#: Requests of a thread block.
+CHAINS = 32
+
+
+def survival_of_chains(values: Tensor, confidences: Tensor) -> Tensor:
+    """[B, d] float32, falling along each row.
+
+    Args:
+        values: [D, K] float32.
+        confidences: [B, d] float32 in [0, 1], contiguous.
+    """
+    if not runs_triton(confidences):
+        return survival_of_chains_torch(values, confidences)
+    batch, layers = confidences.shape
+    survival = torch.empty_like(confidences)
+    _chains_kernel[(triton.cdiv(batch, CHAINS),)](
+        values, confidences, survival, batch, layers,
+        BINS=values.shape[1], LIMIT=LIMIT, EPS=EPS, BLOCK_B=CHAINS, num_warps=1,
+    )  # fmt: skip
+    return survival
+
+
+def survival_of_chains_torch(values: Tensor, confidences: Tensor) -> Tensor:
+    """Twin of :func:`survival_of_chains`."""
+    layer = torch.arange(confidences.shape[1], device=values.device)
+    survival = _own(values, layer, torch.cummin(confidences, dim=1).values)
+    return torch.cummin(survival, dim=1).values
+
+
+def survival_of_nodes(values: Tensor, least: Tensor, depth: Tensor, parents: Tensor) -> Tensor:
+    """[B, N] float32, falling along each path, 1 for roots and padding.
+
+    Args:
+        values: [D, K] float32.
+        least: [B, N] float32: the least confidence on each node's path, contiguous.
+        depth: [B, N] int64 of :class:`~sglang_c2t.tree.Trees`; may be strided.
+        parents: [B, N] int64, with the same strides.
+    """
+    if not runs_triton(least):
+        return survival_of_nodes_torch(values, least, depth, parents)
+    depth, parents = alike(depth, parents)
+    batch, num_nodes = least.shape
+    survival = torch.empty_like(least)
+    _nodes_kernel[(batch,)](
+        values, least, depth, parents, survival, num_nodes, *depth.stride(),
+        BINS=values.shape[1], DEPTH=values.shape[0], LIMIT=LIMIT, EPS=EPS,
+        BLOCK_N=block_of(num_nodes), num_warps=1 if num_nodes <= 64 else 4,
+    )  # fmt: skip
+    return survival
+
+
+def survival_of_nodes_torch(
+    values: Tensor, least: Tensor, depth: Tensor, parents: Tensor
+) -> Tensor:
+    """Twin of :func:`survival_of_nodes`."""
+    survival = _own(values, (depth - 1).clamp(min=0), least).masked_fill(depth == 0, 1.0)
+    return least_on_path(survival, parents, len(values))
+
+
+def alike(*tables: Tensor) -> tuple[Tensor, ...]:
+    """Tables [B, N] with the same strides: as they are, or contiguous where these differ."""
+    if len({table.stride() for table in tables}) == 1:
+        return tables
+    return tuple(table.contiguous() for table in tables)
+
+
+def _own(values: Tensor, layer: Tensor, least: Tensor) -> Tensor:
+    """[B, ...]: what ``values`` say of ``least`` [B, ...] in a ``layer`` [...] from 0."""
+    bins = values.shape[1]
+    place = (torch.logit(least, eps=EPS).clamp(-LIMIT, LIMIT) + LIMIT) * (bins / (2 * LIMIT))
+    place = place - 0.5  # between the middles of bins
+    left = place.floor().clamp(0, bins - 2)
+    share = (place - left).clamp(0.0, 1.0)
+    low, high = values[layer, left.long()], values[layer, left.long() + 1]
+    return low + share * (high - low)
+
+
+@triton.jit
+def _said(values, layer, least, real, BINS: tl.constexpr, LIMIT: tl.constexpr, EPS: tl.constexpr):
+    """:func:`_own` of the lanes that are ``real``."""
+    x = tl.minimum(tl.maximum(least, EPS), 1.0 - EPS)
+    odds = tl.minimum(tl.maximum(tl.log(x / (1.0 - x)), -LIMIT), LIMIT)
+    place = (odds + LIMIT) * (BINS / (2 * LIMIT)) - 0.5
+    left = tl.minimum(tl.maximum(tl.floor(place), 0.0), BINS - 2.0)
+    share = tl.minimum(tl.maximum(place - left, 0.0), 1.0)
+    here = values + layer * BINS + left.to(tl.int32)
+    low = tl.load(here, mask=real, other=0.0)
+    return low + share * (tl.load(here + 1, mask=real, other=0.0) - low)
+
+
+@triton.jit(do_not_specialize=["batch", "layers"])
+def _chains_kernel(
+    values, confidences, survival, batch, layers,
+    BINS: tl.constexpr, LIMIT: tl.constexpr, EPS: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    real = request < batch
+    least = tl.full([BLOCK_B], 1.0, tl.float32)
+    falling = tl.full([BLOCK_B], float("inf"), tl.float32)
+    for layer in range(layers):
+        here = request * layers + layer
+        least = tl.minimum(least, tl.load(confidences + here, mask=real, other=1.0))
+        falling = tl.minimum(falling, _said(values, layer, least, real, BINS, LIMIT, EPS))
+        tl.store(survival + here, falling, mask=real)
+
+
+@triton.jit(do_not_specialize=["num_nodes", "row_stride", "node_stride"])
+def _nodes_kernel(
+    values, least, depth, parents, survival, num_nodes, row_stride, node_stride,
+    BINS: tl.constexpr, DEPTH: tl.constexpr, LIMIT: tl.constexpr, EPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, BLOCK_N)
+    real = node < num_nodes
+    parents += request * row_stride
+    survival += request * num_nodes
+    deep = tl.load(depth + request * row_stride + node * node_stride, mask=real, other=0)
+    sure = tl.load(least + request * num_nodes + node, mask=real, other=0.0)
+    layer = tl.maximum(deep - 1, 0)
+    lowest = tl.where(deep == 0, 1.0, _said(values, layer, sure, real, BINS, LIMIT, EPS))
+    tl.store(survival + node, lowest, mask=real)
+    tl.debug_barrier()  # the walk reads what other lanes have written
+    above = tl.load(parents + node * node_stride, mask=real, other=-1)
+    for _ in range(DEPTH - 1):
+        up = above > 0
+        lowest = tl.minimum(lowest, tl.load(survival + above, mask=up, other=1.0))
+        above = tl.load(parents + above * node_stride, mask=up, other=-1)
+    tl.debug_barrier()  # and writes only when all have read
+    tl.store(survival + node, lowest, mask=real)

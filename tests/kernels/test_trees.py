@@ -1,0 +1,77 @@
+"""Choosing, cutting and linking trees: kernels, twins and loops agree; all compile for an H100.
+
+The kernels run in Triton's interpreter (`trees_worker`), and where there is one on a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from sglang_c2t.kernels import budget, survival, trees
+from tests.gpu import gpu
+from tests.kernels.hopper import compiled, require_no_spills
+from tests.kernels.processes import run_worker
+from tests.kernels.trees_worker import CHECKS
+
+INT, FLOAT, BOOL = torch.int64, torch.float32, torch.bool
+
+
+def test_the_interpreted_kernels_do_what_loops_and_twins_do() -> None:
+    run_worker("trees_worker")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@given(st.integers(0, 2**20), st.integers(1, 12), st.integers(1, 4))
+def test_the_twins_do_what_loops_do(
+    check: Callable[..., None], seed: int, width: int, size: int
+) -> None:
+    check(random.Random(seed), width, size)
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("block", [8, 64])
+def test_the_cut_compiles_for_an_h100(block: int, every: bool) -> None:
+    kernel = compiled(
+        trees._cut_kernel, *[INT] * 5, BOOL, INT, INT, block, 5 * block, 3 * block, 3,
+        ALL=every, BLOCK_N=block,
+    )  # fmt: skip
+    require_no_spills(kernel)
+
+
+@pytest.mark.parametrize("any_whole", [False, True])
+def test_the_choice_compiles_for_an_h100(any_whole: bool) -> None:
+    kernel = compiled(
+        budget._nodes_within_kernel, FLOAT, INT, BOOL, BOOL, 5, 5, 5, 24, 3,
+        ANY_WHOLE=any_whole, BLOCK_B=64, BLOCK_N=16,
+    )  # fmt: skip
+    require_no_spills(kernel)
+
+
+def test_survivals_compile_for_an_h100() -> None:
+    constants = {"BINS": 12, "LIMIT": survival.LIMIT, "EPS": survival.EPS}
+    chains = compiled(
+        survival._chains_kernel, FLOAT, FLOAT, FLOAT, 5, 5, **constants, BLOCK_B=survival.CHAINS
+    )
+    nodes = compiled(
+        survival._nodes_kernel, FLOAT, FLOAT, INT, INT, FLOAT, 9, 27, 3, **constants, DEPTH=5,
+        BLOCK_N=16,
+    )  # fmt: skip
+    for kernel in (chains, nodes):
+        require_no_spills(kernel)
+
+
+@gpu
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_kernels_do_what_loops_and_twins_do_on_a_gpu(check: Callable[..., None]) -> None:
+    rng = random.Random(1)
+    for width in (1, 8, 33, 65, 128):
+        for size in (1, 3, 70, 256):
+            check(rng, width, size, "cuda")

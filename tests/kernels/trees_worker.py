@@ -1,0 +1,142 @@
+"""The kernels that choose, cut and link trees, against loops and their twins, on any device.
+
+`test_trees` runs `main` by Triton's interpreter, in a process of its own, and calls the checks by
+itself for the twins, and for the kernels where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from sglang_c2t.kernels.budget import nodes_within
+from sglang_c2t.kernels.survival import (
+    survival_of_chains,
+    survival_of_chains_torch,
+    survival_of_nodes,
+    survival_of_nodes_torch,
+)
+from sglang_c2t.kernels.trees import cut_and_link
+from sglang_c2t.tree import Trees
+from tests.kernels.masks_worker import random_forest
+
+DEPTH = 70  # of the deepest node that a forest may have
+
+
+def drafted(rng: random.Random, width: int, size: int, device: str = "cpu") -> Trees:
+    """Random trees as a draft's end gives them: parents, depths and sources in one table."""
+    parents = random_forest(rng, width, size=size).parents
+    depths = []
+    for of_tree in parents:
+        depth: list[int] = []
+        for node, parent in enumerate(of_tree):
+            depth.append(depth[parent] + 1 if node and parent >= 0 else 0)
+        depths.append(depth)
+    source = [
+        [100 * b + node if parent >= 0 else -1 for node, parent in enumerate(of_tree)]
+        for b, of_tree in enumerate(parents)
+    ]
+    tokens = [[rng.randrange(1, 9) if s >= 0 else 0 for s in of_tree] for of_tree in source]
+    links = torch.tensor([parents, depths, source], device=device).permute(1, 2, 0).contiguous()
+    above, deep, came_from = links.unbind(dim=2)
+    nodes = (above >= 0).sum(dim=1) + 1
+    return Trees(torch.tensor(tokens, device=device), above, deep, nodes, came_from)
+
+
+def falling(rng: random.Random, trees: Trees, steps: int) -> Tensor:
+    """[B, N] float32 in [0, 1] that fall along each path, many of them equal."""
+    values = []
+    for of_tree in trees.parents.tolist():
+        mine: list[float] = []
+        for parent in of_tree:
+            drawn = rng.randrange(steps + 1) / steps
+            mine.append(drawn if parent < 0 else min(mine[parent], drawn))
+        values.append(mine)
+    return torch.tensor(values, device=trees.tokens.device)
+
+
+def check_choice(rng: random.Random, width: int, size: int, device: str = "cpu") -> None:
+    """Every budget, with and without whole trees, by picking the best node so many times."""
+    trees = drafted(rng, width, size, device)
+    survival = falling(rng, trees, rng.choice([2, 10, 1000]))
+    live = [(b, n) for b, row in enumerate(trees.depth.tolist()) for n, d in enumerate(row) if d]
+    whole = [rng.random() < 0.3 for _ in range(size)]
+    for drafts in {0, 1, len(live), len(live) + 2, rng.randint(0, len(live))}:
+        for mask in (None, whole):
+            ranked = [(b, n) for b, n in live if mask is None or not mask[b]]
+            ranked.sort(key=lambda at: (-survival[at].item(), at[1], at[0]))
+            kept = {*ranked[:drafts], *(set(live) - set(ranked))}
+            given = None if mask is None else torch.tensor(mask, device=device)
+            found = nodes_within(survival, trees.depth, drafts, given)
+            assert found.dtype == torch.bool
+            assert {(b, n + 1) for b, n in found.nonzero().tolist()} == kept
+
+
+def check_cut(rng: random.Random, width: int, size: int, device: str = "cpu") -> None:
+    """Trees and links by loops, of a random closed set and of all."""
+    trees = drafted(rng, width, size, device)
+    roots = [rng.randrange(10, 99) for _ in range(size)]
+    survival = falling(rng, trees, 5)
+    budget = rng.randint(0, size * width)
+    for chosen in (None, nodes_within(survival, trees.depth, budget)):
+        found = cut_and_link(trees, torch.tensor(roots, dtype=torch.int32, device=device), chosen)
+        for b, parents in enumerate(trees.parents.tolist()):
+            stay = [0] + [
+                n
+                for n, parent in enumerate(parents)
+                if parent >= 0 and (chosen is None or bool(chosen[b, n - 1]))
+            ]
+            up = [-1] + [stay.index(parents[n]) for n in stay[1:]]
+            wanted = {
+                "tokens": [roots[b], *(int(trees.tokens[b, n]) for n in stay[1:])],
+                "parents": up,
+                "depth": [int(trees.depth[b, n]) for n in stay],
+                "source": [int(trees.source[b, n]) for n in stay],
+                "first_child": [
+                    next((c for c, p in enumerate(up) if p == n), -1) for n in range(len(stay))
+                ],
+                "next_sibling": [
+                    next((c for c in range(n + 1, len(stay)) if up[c] == up[n] >= 0), -1)
+                    for n in range(len(stay))
+                ],
+            }
+            assert int(found.num_nodes[b]) == len(stay)
+            for name, values in wanted.items():
+                pad = [0 if name in ("tokens", "depth") else -1] * (width - len(stay))
+                table = getattr(found, name)
+                assert table.is_contiguous() or name in ("parents", "depth", "source")
+                assert table[b].tolist() == values + pad, name
+
+
+def check_survival(rng: random.Random, width: int, size: int, device: str = "cpu") -> None:
+    """The kernels say what their twins say, certain and hopeless drafts among them."""
+    torch.manual_seed(rng.randrange(2**20))
+    values = torch.rand(DEPTH, 12, device=device)
+    trees = drafted(rng, width, size, device)
+    least = falling(rng, trees, 7)
+    least[:, 0] = torch.inf  # as roots have it
+    least = least.masked_fill((trees.depth == 0) & (least < 2), -torch.inf)
+    of_nodes = survival_of_nodes(values, least, trees.depth, trees.parents)
+    twins = survival_of_nodes_torch(values, least, trees.depth, trees.parents)
+    torch.testing.assert_close(of_nodes, twins, rtol=1e-5, atol=1e-6)
+    above = of_nodes.gather(1, trees.parents.clamp(min=0))
+    assert (of_nodes <= above)[trees.depth > 0].all(), "exactly, or the best would be no trees"
+    chains = torch.rand(size, rng.randint(1, 9), device=device)
+    chains[0, 0] = rng.choice([0.0, 1.0])
+    of_chains = survival_of_chains(values, chains)
+    twins = survival_of_chains_torch(values, chains)
+    torch.testing.assert_close(of_chains, twins, rtol=1e-5, atol=1e-6)
+    assert (of_chains.diff(dim=1) <= 0).all()
+
+
+CHECKS = (check_choice, check_cut, check_survival)
+
+
+def main() -> None:
+    """Trees of sizes around the kernels' blocks."""
+    rng = random.Random(0)
+    for width, size in ((1, 3), (2, 1), (9, 3), (5, 33), (33, 2), (65, 2)):
+        for check in CHECKS:
+            check(rng, width, size)
