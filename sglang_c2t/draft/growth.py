@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.draft_layer import PLACES, DraftLayer, margins
+from sglang_c2t.kernels.trees import choose_beams, finish_trees
 from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape, grown
 from sglang_c2t.policies.eagle2 import EAGLE2
-from sglang_c2t.tree import Trees, best_per_request, closed_keys, grow, least_on_path
+from sglang_c2t.tree import Trees
 
 #: Measurements that differ between the children of one row; the rest belong to the row.
 PER_NODE = frozenset({"margin", "confidence", "keep"}) | PLACES
@@ -151,38 +152,24 @@ class TreeGrowth:
             self._choose(expand, tokens.flatten(1), layer.joint.flatten(1), first)
         return self._beams
 
-    def finish(self, roots: Tensor) -> tuple[Trees, Tensor]:
-        """The trees, and [B, N] float32 what their nodes are ranked by (inf for the root).
-
-        ``roots`` is [B]. Padding has -inf. A tree holds no more than N nodes.
+    def finish(self) -> tuple[Trees, Tensor]:
+        """The trees, roots not filled in, and [B, N] float32 what their nodes are ranked by (inf
+        for the root). Padding has -inf. A tree holds no more than N nodes.
         """
-        depth = len(self._layers)
-        parents = torch.cat(self._parents, dim=1)
-        closed = least_on_path(torch.cat(self._keys, dim=1), parents, depth)
-        chosen = best_per_request(closed, self._shape.num_draft_tokens - 1)
-        if any(verify is not None for verify in self._verify):
-            wanted = torch.cat(
-                [
-                    torch.ones_like(key, dtype=torch.bool) if verify is None else verify
-                    for key, verify in zip(self._keys, self._verify, strict=True)
-                ],
-                dim=1,
+        verify: Tensor | None = None
+        if any(of_layer is not None for of_layer in self._verify):
+            every = zip(self._keys, self._verify, strict=True)
+            verify = torch.cat(
+                [torch.ones_like(k, dtype=torch.bool) if v is None else v for k, v in every], dim=1
             )
-            chosen = chosen & (closed_keys(closed, wanted, parents, depth) > -torch.inf)
-        depths = torch.cat(
-            [torch.full_like(tokens, d) for d, tokens in enumerate(self._tokens, start=1)], dim=1
-        )
-        trees = grow(
-            roots.long(),
+        return finish_trees(
             torch.cat(self._tokens, dim=1),
-            parents,
-            depths,
-            chosen,
-            self._shape.num_draft_tokens,
+            torch.cat(self._parents, dim=1),
+            torch.cat(self._keys, dim=1),
+            verify,
+            max_nodes=self._shape.num_draft_tokens,
+            max_depth=len(self._layers),
         )
-        keys = closed.gather(1, trees.source.clamp(min=0)).masked_fill(trees.source < 0, -torch.inf)
-        keys[:, 0] = torch.inf
-        return trees, keys
 
     def _grown(self, layer: TreeLayer) -> Growth:
         """The policy's decision; where it fails, EAGLE-2's on this layer and all others."""
@@ -250,20 +237,12 @@ class TreeGrowth:
 
     def _choose(self, expand: Tensor, tokens: Tensor, joint: Tensor, first: int) -> None:
         """The W best of a layer become the beams, of equals the first; all [B, W * K]."""
-        width = self._width
-        chosen = expand.argsort(dim=1, descending=True, stable=True)[:, :width]  # [B, W]
-        row = chosen // self._shape.topk
-        self._beams = Beams(
-            tokens=tokens.gather(1, chosen),
-            parent_row=row,
-            alive=expand.gather(1, chosen) > -torch.inf,
-            candidate=chosen + first,
-            joint=joint.gather(1, chosen),
-        )
-        depth = self._ancestor_rows.shape[2]
-        above = self._ancestor_rows.gather(1, row[:, :, None].expand(-1, -1, depth))
-        own = torch.arange(width, device=self.device).expand(self.batch, width)
-        self._ancestor_rows = torch.cat((above, own[:, :, None]), dim=2)
+        best = choose_beams(
+            expand, tokens, joint, self._ancestor_rows,
+            width=self._width, topk=self._shape.topk, first=first,
+        )  # fmt: skip
+        self._ancestor_rows = best.ancestor_rows
+        self._beams = Beams(best.tokens, best.parent_row, best.alive, best.candidate, best.joint)
 
 
 def _mixed(whole: Tensor, growth: Growth, full: Growth) -> Growth:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sglang_c2t.config import ConfigError
@@ -192,9 +191,7 @@ class TreeGate(Gate):
 
         Static shapes, no host read: may stand inside a CUDA graph.
         """
-        return self._growth.finish(
-            torch.zeros(self._growth.batch, dtype=torch.int64, device=self._growth.device)
-        )
+        return self._growth.finish()
 
     def finalize(
         self, trees: Trees, keys: Tensor, roots: Tensor, chosen: Tensor | None = None

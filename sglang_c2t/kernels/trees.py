@@ -1,28 +1,298 @@
-"""What is verified of drafted trees: the chosen nodes on other roots, and their links.
+"""Draft trees while they grow, when they are done, and what is verified of them.
 
 ::
 
-    drafted  root a b c   b and c below a    chosen b? no: a and c stay
+    choose_beams   per layer: its best children are the next rows
+    finish_trees   at the end: the best candidates of each request are its tree
+    cut_and_link   the chosen nodes on other roots, as SGLang's verify kernels walk them
+
+    drafted  root a b c   b and c below a    chosen: a and c
     cut      root a c     parents -1 0 1     first child 1 2 -1     next sibling -1 -1 -1
 
-One launch for what are 60 in torch: it writes 48 bytes a node, so that the launch is what it
-costs. Static shapes, no host reads. The kernel and its twin in torch as in
+One launch each for what are 15, 70 and 60 in torch: they move less than 100 bytes a node, so that
+launches are what they cost. Static shapes, no host reads. Kernels and their twins in torch as in
 :mod:`sglang_c2t.kernels.rows`. Knows nothing of SGLang.
 
-Legend: B requests, N nodes of a tree, root included.
+Legend: B requests, W beam rows, K topk, M candidates, N nodes of a tree, root included.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sglang_c2t.kernels.rows import block_of, runs_triton
 from sglang_c2t.kernels.survival import alike
-from sglang_c2t.tree import LinkedTrees, Trees, cut
+from sglang_c2t.tree import (
+    LinkedTrees,
+    Trees,
+    best_per_request,
+    closed_keys,
+    cut,
+    grow,
+    least_on_path,
+)
+
+
+def _without_nan(values: Tensor) -> Tensor:
+    """-inf in its place."""
+    return values.masked_fill(~(values > -torch.inf), -torch.inf)
+
+
+@triton.jit
+def _ordered(values):
+    """int64 from 0 that orders as floats do; -1 for -inf and nan."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, with which it ties
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(values > float("-inf"), ordered.to(tl.int64) + 0x80000000, -1)
+
+
+# -- while they grow ----------------------------------------------------------------------
+
+
+class Chosen(NamedTuple):
+    """The W best children of each request, best first, of equals the first."""
+
+    tokens: Tensor
+    """[B, W] int64."""
+
+    parent_row: Tensor
+    """[B, W] int64: row of the layer before."""
+
+    candidate: Tensor
+    """[B, W] int64: number of the node itself."""
+
+    alive: Tensor
+    """[B, W] bool."""
+
+    joint: Tensor
+    """[B, W] float32."""
+
+    ancestor_rows: Tensor
+    """[B, W, d + 1] int64: where its path was forwarded, and will be."""
+
+
+def choose_beams(
+    expand: Tensor, tokens: Tensor, joint: Tensor, ancestor_rows: Tensor, *,
+    width: int, topk: int, first: int,
+) -> Chosen:  # fmt: skip
+    """The rows that a layer's children become.
+
+    Args:
+        expand: [B, n] float32: what they are ranked by, -inf for those that are dead; n = rows of
+            the layer times K.
+        tokens: [B, n] int64.
+        joint: [B, n] float32.
+        ancestor_rows: [B, rows, d] int64 of the layer's own rows.
+        width: W <= n.
+        topk: K.
+        first: Number of the layer's first candidate.
+    """
+    if not runs_triton(expand):
+        return choose_beams_torch(
+            expand, tokens, joint, ancestor_rows, width=width, topk=topk, first=first
+        )
+    batch, children = expand.shape
+    rows, depth = ancestor_rows.shape[1:]
+    numbers = tokens.new_empty((3, batch, width))
+    alive = tokens.new_empty((batch, width), dtype=torch.bool)
+    joints = joint.new_empty((batch, width))
+    ancestors = tokens.new_empty((batch, width, depth + 1))
+    if batch:
+        _beams_kernel[(batch,)](
+            expand.contiguous(), tokens.contiguous(), joint.contiguous(),
+            ancestor_rows.contiguous(), numbers, alive, joints, ancestors,
+            children, batch * width, width, topk, first, rows, depth,
+            BLOCK=block_of(children), BLOCK_D=block_of(depth),
+            num_warps=1 if children <= 16 else 4 if children <= 64 else 8,
+        )  # fmt: skip
+    chosen, row, candidate = numbers.unbind()
+    return Chosen(chosen, row, candidate, alive, joints, ancestors)
+
+
+def choose_beams_torch(
+    expand: Tensor, tokens: Tensor, joint: Tensor, ancestor_rows: Tensor, *,
+    width: int, topk: int, first: int,
+) -> Chosen:  # fmt: skip
+    """Twin of :func:`choose_beams`."""
+    expand = _without_nan(expand)
+    best = expand.argsort(dim=1, descending=True, stable=True)[:, :width]  # [B, W]
+    row = best // topk
+    depth = ancestor_rows.shape[2]
+    above = ancestor_rows.gather(1, row[:, :, None].expand(-1, -1, depth))
+    own = torch.arange(width, device=expand.device).expand_as(row)
+    return Chosen(
+        tokens=tokens.gather(1, best),
+        parent_row=row,
+        candidate=best + first,
+        alive=expand.gather(1, best) > -torch.inf,
+        joint=joint.gather(1, best),
+        ancestor_rows=torch.cat((above, own[:, :, None]), dim=2),
+    )
+
+
+@triton.jit(do_not_specialize=[
+    "children", "table_size", "width", "topk", "first", "rows", "depth",
+])  # fmt: skip
+def _beams_kernel(
+    expand, tokens, joint, ancestor_rows, numbers, alive, joint_out, ancestors_out,
+    children, table_size, width, topk, first, rows, depth,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    child = tl.arange(0, BLOCK)
+    real = child < children
+    here = request * children + child
+    values = tl.load(expand + here, mask=real, other=float("-inf"))
+    key = tl.where(real, _ordered(values), -2)
+    better = (key[None, :] > key[:, None]) | (
+        (key[None, :] == key[:, None]) & (child[None, :] < child[:, None])
+    )
+    place = tl.sum(better.to(tl.int32), axis=1)
+    stays = real & (place < width)
+    row = child // topk
+    out = request * width + place
+    tl.store(numbers + out, tl.load(tokens + here, mask=stays, other=0), mask=stays)
+    tl.store(numbers + table_size + out, row.to(tl.int64), mask=stays)
+    tl.store(numbers + 2 * table_size + out, (child + first).to(tl.int64), mask=stays)
+    tl.store(alive + out, key >= 0, mask=stays)
+    tl.store(joint_out + out, tl.load(joint + here, mask=stays, other=0.0), mask=stays)
+    step = tl.arange(0, BLOCK_D)
+    inside = stays[:, None] & (step < depth)[None, :]
+    above = (request * rows + row)[:, None] * depth + step[None, :]
+    path = tl.load(ancestor_rows + above, mask=inside, other=0)
+    tl.store(ancestors_out + out[:, None] * (depth + 1) + step[None, :], path, mask=inside)
+    tl.store(ancestors_out + out * (depth + 1) + depth, place.to(tl.int64), mask=stays)
+
+
+# -- when they are done -------------------------------------------------------------------
+
+
+def finish_trees(
+    tokens: Tensor, parents: Tensor, keys: Tensor, verify: Tensor | None, *,
+    max_nodes: int, max_depth: int,
+) -> tuple[Trees, Tensor]:  # fmt: skip
+    """The trees of the best candidates, roots not filled in, and what their nodes are ranked by:
+    [B, N] float32, the least key on each path, inf for roots and -inf for padding.
+
+    Args:
+        tokens: [B, M] int64.
+        parents: [B, M] int64 candidate numbers, -1 for children of the root.
+        keys: [B, M] float32, -inf where a candidate may not enter.
+        verify: [B, M] bool: which of the best are kept, where nodes above them are; ``None``: all.
+        max_nodes: N.
+        max_depth: D, of the deepest candidate.
+    """
+    if not runs_triton(keys):
+        return finish_trees_torch(
+            tokens, parents, keys, verify, max_nodes=max_nodes, max_depth=max_depth
+        )
+    batch, candidates = tokens.shape
+    tables = tokens.new_empty((4, batch, max_nodes))
+    count, ranks = tokens.new_empty(batch), keys.new_empty((batch, max_nodes))
+    number = tokens.new_empty((batch, candidates), dtype=torch.int32)
+    if batch:
+        _finish_kernel[(batch,)](
+            tokens, parents, keys, keys if verify is None else verify, number, tables, count, ranks,
+            candidates, max_nodes, batch * max_nodes,
+            DEPTH=max_depth, ALL=verify is None, BLOCK_M=block_of(candidates),
+            BLOCK_N=block_of(max_nodes), num_warps=1 if candidates <= 64 else 4,
+        )  # fmt: skip
+    made, parents, depth, source = tables.unbind()
+    return Trees(made, parents, depth, count, source), ranks
+
+
+def finish_trees_torch(
+    tokens: Tensor, parents: Tensor, keys: Tensor, verify: Tensor | None, *,
+    max_nodes: int, max_depth: int,
+) -> tuple[Trees, Tensor]:  # fmt: skip
+    """Twin of :func:`finish_trees`."""
+    closed = least_on_path(_without_nan(keys), parents, max_depth)
+    chosen = best_per_request(closed, max_nodes - 1)
+    if verify is not None:
+        chosen = chosen & (closed_keys(closed, verify, parents, max_depth) > -torch.inf)
+    depth, above = torch.ones_like(parents), parents
+    for _ in range(max_depth - 1):
+        depth = depth + (above >= 0)
+        above = torch.where(above >= 0, parents.gather(1, above.clamp(min=0)), above)
+    trees = grow(torch.zeros_like(tokens[:, 0]), tokens, parents, depth, chosen, max_nodes)
+    ranks = closed.gather(1, trees.source.clamp(min=0)).masked_fill(trees.source < 0, -torch.inf)
+    ranks[:, 0] = torch.inf
+    return trees, ranks
+
+
+@triton.jit(do_not_specialize=["candidates", "max_nodes", "table_size"])
+def _finish_kernel(
+    tokens, parents, keys, verify, number, tables, count, ranks,
+    candidates, max_nodes, table_size,
+    DEPTH: tl.constexpr, ALL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    this = tl.arange(0, BLOCK_M)
+    real = this < candidates
+    of = request * candidates
+    parent = tl.load(parents + of + this, mask=real, other=-1)
+    least = tl.load(keys + of + this, mask=real, other=float("-inf"))
+    least = tl.where(least > float("-inf"), least, float("-inf"))  # nor may nan enter
+    wanted = real
+    if not ALL:
+        wanted = wanted & (tl.load(verify + of + this, mask=real, other=0) != 0)
+    depth = tl.full([BLOCK_M], 1, tl.int64)
+    above = parent
+    for _ in range(DEPTH - 1):
+        up = above >= 0
+        key = tl.load(keys + of + above, mask=up, other=float("inf"))
+        least = tl.minimum(least, tl.where(key > float("-inf"), key, float("-inf")))
+        if not ALL:
+            wanted = wanted & (tl.load(verify + of + above, mask=up, other=1) != 0)
+        depth += up.to(tl.int64)
+        above = tl.load(parents + of + above, mask=up, other=-1)
+
+    key = _ordered(least)
+    lowest = tl.zeros([], dtype=tl.int64)  # that so many reach, from its highest bit down
+    for bit in range(32):
+        tried = lowest | (tl.full([], 1, tl.int64) << (31 - bit))
+        enough = tl.sum((key >= tried).to(tl.int32)) >= max_nodes - 1
+        lowest = tl.where(enough, tried, lowest)
+    better = key > lowest
+    equal = key == lowest
+    left = max_nodes - 1 - tl.sum(better.to(tl.int32))
+    chosen = better | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= left))
+    chosen = chosen & wanted & (key >= 0)
+    node = tl.cumsum(chosen.to(tl.int32), axis=0)
+    tl.store(number + of + this, node, mask=real)
+    tl.debug_barrier()  # parents' numbers are other lanes'
+    up = tl.load(number + of + parent, mask=chosen & (parent >= 0), other=0)
+
+    place = tables + request * max_nodes + node
+    tl.store(place, tl.load(tokens + of + this, mask=chosen, other=0), mask=chosen)
+    tl.store(place + table_size, up.to(tl.int64), mask=chosen)
+    tl.store(place + 2 * table_size, depth, mask=chosen)
+    tl.store(place + 3 * table_size, this.to(tl.int64), mask=chosen)
+    tl.store(ranks + request * max_nodes + node, least, mask=chosen)
+
+    # The root, and padding behind the nodes.
+    size = tl.sum(chosen.to(tl.int32)) + 1
+    slot = tl.arange(0, BLOCK_N)
+    rest = (slot < max_nodes) & ((slot == 0) | (slot >= size))
+    place = tables + request * max_nodes + slot
+    none = tl.full([BLOCK_N], -1, tl.int64)
+    tl.store(place, none + 1, mask=rest)
+    tl.store(place + table_size, none, mask=rest)
+    tl.store(place + 2 * table_size, none + 1, mask=rest)
+    tl.store(place + 3 * table_size, none, mask=rest)
+    rank = tl.where(slot == 0, float("inf"), float("-inf"))
+    tl.store(ranks + request * max_nodes + slot, rank, mask=rest)
+    tl.store(count + request, size.to(tl.int64))
+
+
+# -- what is verified ---------------------------------------------------------------------
 
 
 def cut_and_link(trees: Trees, roots: Tensor, chosen: Tensor | None = None) -> LinkedTrees:

@@ -123,7 +123,7 @@ def _grown(policy: TreePolicy, forest: Forest, shape: TreeShape, roots: Tensor) 
             measured[name] = forest.nodes[name][at.flatten()].float()
         prob = forest.nodes["prob"][children].masked_fill(~exists, 0.0)
         rows = growth.add(children, prob, measured, exists).tokens
-    trees, _ = growth.finish(torch.zeros_like(roots))
+    trees, _ = growth.finish()
     live = trees.parents >= 0
     correct = (forest.nodes["accept"][trees.tokens].bool() & live).sum(dim=1)
     return torch.stack((correct, trees.num_nodes - 1, num_drafted, num_uncovered))

@@ -145,7 +145,8 @@ def grown(draft: Draft, policy: TreePolicy, layers: int | None = None) -> Run:
         run.beams.append(beams)
         run.texts.append(texts)
     roots = torch.tensor([draft.root(b) for b in range(draft.batch)])
-    run.trees, run.keys = run.growth.finish(roots)
+    trees, run.keys = run.growth.finish()
+    run.trees = trees.rooted(roots)
     return run
 
 

@@ -253,7 +253,7 @@ def test_the_gate_grows_what_its_policy_grows() -> None:
             shaped = (values.view(2, width, SHAPE.topk) for values in choices(of))
             growth.add(*shaped, {"entropy": measure(of)["entropy"]})
             of, width = logits(6, seed + step), SHAPE.topk
-        alone, same_keys = growth.finish(torch.zeros(2))
+        alone, same_keys = growth.finish()
         assert same(trees, alone)
         assert torch.equal(keys, same_keys)
         assert torch.equal(gate.ancestor_rows, growth.ancestor_rows)
@@ -503,7 +503,7 @@ def test_a_narrow_step_forwards_one_row_of_a_request_and_offers_all_its_children
         token, prob = (values[:, None] for values in choices(of))
         measured = measure(of, MORE) | {"margin": node_margins(prob[:, 0])}
         growth.add(own_vocabulary[token] if depth else token, prob, measured)
-    alone, same_keys = growth.finish(torch.zeros(2))
+    alone, same_keys = growth.finish()
     assert same(trees, alone)
     torch.testing.assert_close(keys, same_keys, rtol=1e-5, atol=1e-5)
     assert trees.num_nodes.tolist() == [SHAPE.num_draft_tokens] * 2

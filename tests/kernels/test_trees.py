@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from sglang_c2t.kernels import budget, survival, trees
+from sglang_c2t.kernels.rows import block_of
 from tests.gpu import gpu
 from tests.kernels.hopper import compiled, require_no_spills
 from tests.kernels.processes import run_worker
@@ -42,6 +43,25 @@ def test_the_cut_compiles_for_an_h100(block: int, every: bool) -> None:
     kernel = compiled(
         trees._cut_kernel, *[INT] * 5, BOOL, INT, INT, block, 5 * block, 3 * block, 3,
         ALL=every, BLOCK_N=block,
+    )  # fmt: skip
+    require_no_spills(kernel)
+
+
+@pytest.mark.parametrize(("children", "block_d"), [(64, 8), (4, 1)])
+def test_beams_compile_for_an_h100(children: int, block_d: int) -> None:
+    kernel = compiled(
+        trees._beams_kernel, FLOAT, INT, FLOAT, INT, INT, BOOL, FLOAT, INT,
+        children, 48, 8, 8, 72, 8, 3, BLOCK=children, BLOCK_D=block_d,
+    )  # fmt: skip
+    require_no_spills(kernel)
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("candidates", [64, 264])
+def test_the_end_compiles_for_an_h100(candidates: int, every: bool) -> None:
+    kernel = compiled(
+        trees._finish_kernel, INT, INT, FLOAT, BOOL, torch.int32, INT, INT, FLOAT,
+        candidates, 60, 480, DEPTH=6, ALL=every, BLOCK_M=block_of(candidates), BLOCK_N=64,
     )  # fmt: skip
     require_no_spills(kernel)
 

@@ -18,7 +18,12 @@ from sglang_c2t.kernels.survival import (
     survival_of_nodes,
     survival_of_nodes_torch,
 )
-from sglang_c2t.kernels.trees import cut_and_link
+from sglang_c2t.kernels.trees import (
+    choose_beams,
+    cut_and_link,
+    finish_trees,
+    finish_trees_torch,
+)
 from sglang_c2t.tree import Trees
 from tests.kernels.masks_worker import random_forest
 
@@ -131,7 +136,60 @@ def check_survival(rng: random.Random, width: int, size: int, device: str = "cpu
     assert (of_chains.diff(dim=1) <= 0).all()
 
 
-CHECKS = (check_choice, check_cut, check_survival)
+def check_beams(rng: random.Random, width: int, size: int, device: str = "cpu") -> None:
+    """The best children of each request, of equals the first; nan is no better than -inf."""
+    topk, rows, depth = rng.randint(1, 5), rng.randint(1, 4), rng.randint(0, 3)
+    children = topk * rows
+    width = min(width, children)
+    strange = [-torch.inf, torch.nan, 0.0, -0.0, -2.5]
+    values = [
+        [rng.choice([*strange, rng.random(), 0.5]) for _ in range(children)] for _ in range(size)
+    ]
+    tokens = torch.randint(1, 99, (size, children))
+    joint = torch.rand(size, children)
+    above = torch.randint(0, 9, (size, rows, depth))
+    found = choose_beams(
+        *(table.to(device) for table in (torch.tensor(values), tokens, joint, above)),
+        width=width, topk=topk, first=100,
+    )  # fmt: skip
+    for b, row in enumerate(torch.tensor(values).tolist()):
+        key = [v if v > -torch.inf else -torch.inf for v in row]
+        best = sorted(range(children), key=lambda i: (-key[i], i))[:width]
+        assert found.tokens[b].tolist() == tokens[b, best].tolist()
+        assert found.joint[b].tolist() == joint[b, best].tolist()
+        assert found.candidate[b].tolist() == [100 + i for i in best]
+        assert found.parent_row[b].tolist() == [i // topk for i in best]
+        assert found.alive[b].tolist() == [key[i] > -torch.inf for i in best]
+        assert found.ancestor_rows[b].tolist() == [
+            [*above[b, i // topk].tolist(), place] for place, i in enumerate(best)
+        ]
+
+
+def check_finish(rng: random.Random, width: int, size: int, device: str = "cpu") -> None:
+    """The kernel says what its twin says; deep trees, many equal keys, dead nodes and nan."""
+    candidates, depth = rng.randint(1, 2 * width), [1] * (2 * width)
+    parents = []
+    for _ in range(size):
+        of_tree = []
+        for c in range(candidates):
+            parent = rng.randint(max(-1, c - 4), c - 1) if c else -1
+            of_tree.append(parent)
+            depth[c] = max(depth[c], 1 + (depth[parent] if parent >= 0 else 0))
+        parents.append(of_tree)
+    drawn = [-torch.inf, torch.nan, -1.5, 0.0, 0.25, 0.5]
+    keys = [[rng.choice([*drawn, rng.random()]) for _ in range(candidates)] for _ in range(size)]
+    tables = torch.randint(1, 99, (size, candidates)), torch.tensor(parents), torch.tensor(keys)
+    for verify in (None, torch.rand(size, candidates) < 0.8):
+        given = [None if table is None else table.to(device) for table in (*tables, verify)]
+        sizes = {"max_nodes": width, "max_depth": max(depth)}
+        trees, ranks = finish_trees(*given, **sizes)
+        twins, same_ranks = finish_trees_torch(*given, **sizes)
+        for name in ("tokens", "parents", "depth", "num_nodes", "source"):
+            assert getattr(trees, name).equal(getattr(twins, name)), name
+        assert ranks.equal(same_ranks)
+
+
+CHECKS = (check_choice, check_cut, check_survival, check_beams, check_finish)
 
 
 def main() -> None:

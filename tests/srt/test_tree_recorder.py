@@ -91,7 +91,7 @@ def explored(batch: int, shape: TreeShape, *, packed: bool = True, seed: int = 0
         }
         tokens.append(token.flatten(1))
         growth.add(token, prob, measured)
-    trees, _ = growth.finish(torch.randint(VOCABULARY, (batch,), generator=generator))
+    trees = growth.finish()[0].rooted(torch.randint(VOCABULARY, (batch,), generator=generator))
     num_rows = (
         trees.num_nodes if packed else torch.full_like(trees.num_nodes, trees.tokens.shape[1])
     )

@@ -140,7 +140,7 @@ def chain_step(policy: Any) -> list[str]:
 
 SHAPE = TreeShape(topk=4, num_steps=D, num_draft_tokens=16)
 #: Launches of a tree's step, up to what the target verifies.
-TREES = {"c2t": 233, "c2t-eagle2": 264, "eagle2": 240, "entropy-width": 300, "fork": 275}
+TREES = {"c2t": 94, "c2t-eagle2": 85, "eagle2": 102, "entropy-width": 162, "fork": 137}
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
@@ -159,7 +159,7 @@ def test_a_planned_tree_step_stays_within_its_budget() -> None:
     plan = Plan(D, 2 * B, 1.0, 1.0)
     planning._step = _Step(Choice(plan, "plan"), plan, B, 0, Mark(on_cuda=False))
     launched = tree_step(policy, lambda trees, keys: planning.choose_nodes(trees, keys, D)[0])
-    assert len(launched) <= 306
+    assert len(launched) <= 86
 
 
 def tree_step(
@@ -218,7 +218,7 @@ def test_packing_chains_is_two_kernels_and_what_the_layout_takes() -> None:
         _ = packing.rows
     assert launches.names.count("_pack_inputs_kernel") == 1
     assert launches.names.count("_packed_rows_kernel") == 1
-    assert len(launches.names) <= 17  # ten of them for the window that draft extend writes
+    assert len(launches.names) <= 8
 
 
 def test_full_width_needs_no_copy_of_its_sizes() -> None:
@@ -236,7 +236,7 @@ def test_packing_trees_stays_within_its_budget() -> None:
         verify_input = tree.build_verify_input(trees, here, num_steps=D, topk=4, packing=packing)
         packing.forwarded(verify_input, here, EAGER)
         _ = packing.rows, packing.words
-    assert len(launches.names) <= 36
+    assert len(launches.names) <= 12
 
 
 def sampling_info(**fields: Any) -> Any:
