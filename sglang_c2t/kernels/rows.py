@@ -51,6 +51,25 @@ def splits_of(batch: int) -> int:
     return max(FULL_GRID // max(batch, 1), 1)
 
 
+def alike(*tables: Tensor) -> tuple[Tensor, ...]:
+    """Tables with the same strides: as they are, or contiguous where these differ."""
+    if len({table.stride() for table in tables}) == 1:
+        return tables
+    return tuple(table.contiguous() for table in tables)
+
+
+def aligned_tables(
+    like: Tensor, count: int, rows: int, columns: int
+) -> tuple[Tensor, list[Tensor]]:
+    """So many tables [rows, columns] of the type of ``like``, not filled in, in one piece of memory
+    [count, ...]. Each begins at a multiple of 16 bytes: for one that does not, a kernel that reads
+    it would be compiled anew.
+    """
+    apart = -(-rows * columns // 16) * 16
+    memory = like.new_empty((count, apart))
+    return memory, [table[: rows * columns].view(rows, columns) for table in memory]
+
+
 @triton.jit
 def rows_before(verify_lens, request, batch, BLOCK_B: tl.constexpr):
     """Rows of the requests in front of this one; request number ``batch`` gives all."""

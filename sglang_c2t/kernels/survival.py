@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_c2t.kernels.rows import block_of, runs_triton
+from sglang_c2t.kernels.rows import alike, block_of, runs_triton
 from sglang_c2t.plan.survival import LIMIT
 from sglang_c2t.tree import least_on_path
 
@@ -38,10 +38,11 @@ def survival_of_chains(values: Tensor, confidences: Tensor) -> Tensor:
 
     Args:
         values: [D, K] float32.
-        confidences: [B, d] float32 in [0, 1], contiguous.
+        confidences: [B, d] float32 in [0, 1].
     """
     if not runs_triton(confidences):
         return survival_of_chains_torch(values, confidences)
+    confidences = confidences.contiguous()
     batch, layers = confidences.shape
     survival = torch.empty_like(confidences)
     _chains_kernel[(triton.cdiv(batch, CHAINS),)](
@@ -86,13 +87,6 @@ def survival_of_nodes_torch(
     """Twin of :func:`survival_of_nodes`."""
     survival = _own(values, (depth - 1).clamp(min=0), least).masked_fill(depth == 0, 1.0)
     return least_on_path(survival, parents, len(values))
-
-
-def alike(*tables: Tensor) -> tuple[Tensor, ...]:
-    """Tables [B, N] with the same strides: as they are, or contiguous where these differ."""
-    if len({table.stride() for table in tables}) == 1:
-        return tables
-    return tuple(table.contiguous() for table in tables)
 
 
 def _own(values: Tensor, layer: Tensor, least: Tensor) -> Tensor:

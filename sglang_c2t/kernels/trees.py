@@ -9,7 +9,7 @@
     drafted  root a b c   b and c below a    chosen: a and c
     cut      root a c     parents -1 0 1     first child 1 2 -1     next sibling -1 -1 -1
 
-One launch each for what are 15, 70 and 60 in torch: they move less than 100 bytes a node, so that
+One launch each for what are 11, 70 and 60 in torch: they move less than 100 bytes a node, so that
 launches are what they cost. Static shapes, no host reads. Kernels and their twins in torch as in
 :mod:`sglang_c2t.kernels.rows`. Knows nothing of SGLang.
 
@@ -27,8 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_c2t.kernels.rows import block_of, runs_triton
-from sglang_c2t.kernels.survival import alike
+from sglang_c2t.kernels.rows import aligned_tables, alike, block_of, runs_triton
 from sglang_c2t.tree import (
     LinkedTrees,
     Trees,
@@ -100,19 +99,19 @@ def choose_beams(
         )
     batch, children = expand.shape
     rows, depth = ancestor_rows.shape[1:]
-    numbers = tokens.new_empty((3, batch, width))
+    memory, numbers = aligned_tables(tokens, 3, batch, width)
     alive = tokens.new_empty((batch, width), dtype=torch.bool)
     joints = joint.new_empty((batch, width))
     ancestors = tokens.new_empty((batch, width, depth + 1))
     if batch:
         _beams_kernel[(batch,)](
             expand.contiguous(), tokens.contiguous(), joint.contiguous(),
-            ancestor_rows.contiguous(), numbers, alive, joints, ancestors,
-            children, batch * width, width, topk, first, rows, depth,
+            ancestor_rows.contiguous(), memory, alive, joints, ancestors,
+            children, memory.stride(0), width, topk, first, rows, depth,
             BLOCK=block_of(children), BLOCK_D=block_of(depth),
             num_warps=1 if children <= 16 else 4 if children <= 64 else 8,
         )  # fmt: skip
-    chosen, row, candidate = numbers.unbind()
+    chosen, row, candidate = numbers
     return Chosen(chosen, row, candidate, alive, joints, ancestors)
 
 
@@ -194,17 +193,17 @@ def finish_trees(
             tokens, parents, keys, verify, max_nodes=max_nodes, max_depth=max_depth
         )
     batch, candidates = tokens.shape
-    tables = tokens.new_empty((4, batch, max_nodes))
+    memory, tables = aligned_tables(tokens, 4, batch, max_nodes)
     count, ranks = tokens.new_empty(batch), keys.new_empty((batch, max_nodes))
     number = tokens.new_empty((batch, candidates), dtype=torch.int32)
     if batch:
         _finish_kernel[(batch,)](
-            tokens, parents, keys, keys if verify is None else verify, number, tables, count, ranks,
-            candidates, max_nodes, batch * max_nodes,
+            tokens, parents, keys, keys if verify is None else verify, number, memory, count, ranks,
+            candidates, max_nodes, memory.stride(0),
             DEPTH=max_depth, ALL=verify is None, BLOCK_M=block_of(candidates),
             BLOCK_N=block_of(max_nodes), num_warps=1 if candidates <= 64 else 4,
         )  # fmt: skip
-    made, parents, depth, source = tables.unbind()
+    made, parents, depth, source = tables
     return Trees(made, parents, depth, count, source), ranks
 
 
@@ -307,17 +306,17 @@ def cut_and_link(trees: Trees, roots: Tensor, chosen: Tensor | None = None) -> L
         return cut_and_link_torch(trees, roots, chosen)
     parents, depth, source = alike(trees.parents, trees.depth, trees.source)
     batch, num_nodes = trees.tokens.shape
-    tables = parents.new_empty((6, batch, num_nodes))
+    memory, tables = aligned_tables(parents, 6, batch, num_nodes)
     count = parents.new_empty(batch)
     if batch:
         _cut_kernel[(batch,)](
             trees.tokens, parents, depth, source, roots.long(),
-            count if chosen is None else chosen.contiguous(), tables, count,
-            num_nodes, batch * num_nodes, *parents.stride(),
+            count if chosen is None else chosen.contiguous(), memory, count,
+            num_nodes, memory.stride(0), *parents.stride(),
             ALL=chosen is None, BLOCK_N=block_of(num_nodes),
             num_warps=4 if num_nodes <= 64 else 8,
         )  # fmt: skip
-    tokens, parents, depth, source, child, sibling = tables.unbind()
+    tokens, parents, depth, source, child, sibling = tables
     return LinkedTrees(tokens, parents, depth, count, source, child, sibling)
 
 

@@ -17,12 +17,14 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
 
-from sglang_c2t.kernels.rows import scatter_rows
+from sglang_c2t.kernels.rows import accepted_paths, scatter_rows
+from sglang_c2t.kernels.trees import cut_and_link
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.verify.flashinfer import RaggedFlashInferBackend, _GraphBuffers
 from sglang_c2t.srt.verify.packing import HostSizes, Packing
 from sglang_c2t.srt.verify.warm_up import warm_up
+from sglang_c2t.tree import LinkedTrees, Trees
 from tests.doubles import double
 
 MAX_REQUESTS, CONTEXT, VOCABULARY, HIDDEN = 40, 64, 512, 64
@@ -86,6 +88,16 @@ class Server:
         parents = torch.zeros((batch, self.width), dtype=torch.int64)
         return {"parents": parents, "num_steps": 3}
 
+    def cut(self, parents: torch.Tensor, rng: random.Random) -> LinkedTrees:
+        """As the draft's end leaves them: links in one table; all of them, or what is chosen."""
+        above, depth, source = parents[:, :, None].repeat(1, 1, 3).unbind(dim=2)
+        nodes = torch.ones(len(parents), dtype=torch.int64)
+        chosen = torch.zeros((len(parents), self.width - 1), dtype=torch.bool)
+        drafted = Trees(torch.zeros_like(parents), above, depth, nodes, source)
+        made = cut_and_link(drafted, nodes.to(torch.int32), rng.choice([None, chosen]))
+        made.parents.zero_()  # no kernel has filled it in
+        return made
+
     def capture(self) -> None:
         """What `graphs.py` plans for each tier, with the rows that SGLang's layout has."""
         for rows in self.tiers.rows:
@@ -106,7 +118,10 @@ class Server:
         """A step of a batch, by the dtypes that SGLang and our gates use."""
         lens = torch.tensor([rng.randint(1, self.width) for _ in range(batch)])
         lens = lens if self.trees else lens.to(torch.int32)
-        packed = Packing(lens, self.width, **self.shape(batch))
+        shape = self.shape(batch)
+        if self.trees:
+            shape["parents"] = self.cut(shape["parents"], rng).parents
+        packed = Packing(lens, self.width, **shape)
         table = torch.zeros(batch * self.width, dtype=torch.int64)
         verify_input = double(
             "EagleVerifyInput", draft_token=table, positions=table, spec_steps=self.width - 1
@@ -122,7 +137,10 @@ class Server:
             slots = self.tiers.slots(layout.graph_num_tokens)
             layout.padded_to_bucket(padded_bs=slots, cap=self.width)
             self.plan(packed, slots)
-        if not self.trees:
+        if self.trees:
+            path = torch.zeros((batch, 4), dtype=torch.int32)
+            accepted_paths(path, path[:, 0] + 1, packed.rows, packed.window, self.width)
+        else:
             hidden = torch.zeros((layout.graph_num_tokens, 3 * HIDDEN), dtype=torch.bfloat16)
             logits = torch.zeros((layout.graph_num_tokens, VOCABULARY))
             for output in (hidden, logits):
