@@ -345,10 +345,14 @@ def paged(
             continue
         indices = kv_indices[pages[b] : pages[b + 1]]
         keys = (len(indices) - 1) * size + int(last_page[b])
+        if len(indices) == 0:  # a plan counts the last page all the same
+            planned_keys[b] = keys
         if keys not in (planned_keys[b], planned_keys[b] * size):
             raise Defect(f"FlashInfer: {planned_keys[b]} keys are planned, {keys} there")
         if keys <= 0:
             out[start:end] = 0
+            if lse is not None:
+                lse[start:end] = -torch.inf
             continue
         slots = _slots(indices, size, keys)
         visible = _seen(mode, end - start, keys, bits, starts, b)

@@ -65,12 +65,18 @@ class Oracle:
         return Answer(ids[len(prompt) :], kept)
 
     def run(
-        self, *, aborted: int | None = None, cut: dict[str, Any] | None = None, **how: Any
+        self,
+        *,
+        aborted: int | None = None,
+        opted_out: int | None = None,
+        cut: dict[str, Any] | None = None,
+        **how: Any,
     ) -> Run:
         """All prompts, some of which join later.
 
         Args:
             aborted: This one is, once it has some tokens.
+            opted_out: This one is.
             cut: They are sampled, each by its own seed, from the target's distribution cut so.
             how: See :class:`Run`.
         """
@@ -79,6 +85,7 @@ class Oracle:
                 ids,
                 joins,
                 ABORTED_AT if number == aborted else None,
+                number == opted_out,
                 {"temperature": 0.0} if cut is None else {**_seeded(number), **cut},
                 TOKENS,
             )
@@ -91,10 +98,22 @@ class Oracle:
         return Case((*COMMON, *SERVERS[server]), runs, mutant)
 
     def wrong(
-        self, server: str, served: Served, stock: Served | None, aborted: int | None = None
+        self,
+        server: str,
+        served: Served,
+        stock: Served | None,
+        aborted: int | None = None,
+        *,
+        counted: bool = True,
     ) -> list[str]:
-        """What is, in words. ``stock`` is SGLang's own run with the same draft model; of an
-        ``aborted`` request only its first tokens are looked at.
+        """What is, in words.
+
+        Args:
+            server: One of :data:`SERVERS`.
+            served: Its run.
+            stock: SGLang's own run with the same draft model.
+            aborted: Of this request only the first tokens are looked at.
+            counted: Whether steps must stay within their budget.
         """
         if served.error:
             return [served.error]
@@ -114,7 +133,7 @@ class Oracle:
                 found.append(f"keys and values of the target, request {number}")
             if stock and _differ(kept[:, width:], torch.tensor(stock.keys[number])[:, width:]):
                 found.append(f"keys and values of the draft model, request {number}")
-        for what, allowed in zip(COUNTED, BUDGET.get(server, ()), strict=False):
+        for what, allowed in zip(COUNTED, BUDGET.get(server, ()) if counted else (), strict=False):
             most = max(step.get(what, 0) for step in served.steps)
             if most > allowed:
                 found.append(f"{most} {what} in a step, and {allowed} are allowed: {served.sites}")

@@ -43,6 +43,9 @@ ENVIRONMENT = {
 #: Iterations of the scheduler behind which a case has failed.
 MOST_ITERATIONS = 400
 
+#: The iteration at which a policy is switched.
+SWITCHED_AT = 5
+
 #: Numbers that stand for what a layer keeps of a token.
 SKETCHED = 4
 
@@ -57,6 +60,7 @@ class Request:
     ids: tuple[int, ...]
     joins: int = 0  # the iteration at which it comes
     aborted: int | None = None  # that at which somebody aborts it
+    opted_out: bool = False
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     max_new_tokens: int = 16
 
@@ -71,6 +75,12 @@ class Run:
 
     mutant: str = ""
     """What is broken, see ``mutants.py``."""
+
+    retracting: bool = False
+    """Requests lose their places again and again, as where there is no memory left."""
+
+    switched: str = ""
+    """What somebody posts to /c2t while requests run: JSON."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,9 @@ class Served:
     rows: list[int]
     """That were verified of each request."""
 
+    retracted: list[int]
+    """How often each request was."""
+
     steps: list[dict[str, int]]
     """What each decode step counted, with ``batch``."""
 
@@ -112,7 +125,7 @@ class Served:
     @classmethod
     def failed(cls, error: str) -> Served:
         """Nothing but the reason."""
-        return cls([], [], [], [], {}, [], error)
+        return cls([], [], [], [], [], {}, [], error)
 
 
 def start(case: Case) -> Any:
@@ -141,13 +154,16 @@ def start(case: Case) -> Any:
 
 def serve(scheduler: Any, run: Run) -> Served:
     """The scheduler's own loop, until every request has its answer."""
-    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers import scheduler as of_sglang
+    from sglang.srt.managers.io_struct import AbortReq, SetInternalStateReq
     from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
     from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
 
+    from sglang_c2t.srt.hooks import control
     from tests.emulated.device import DEVICE
     from tests.emulated.mutants import MUTANTS
 
+    of_sglang.TEST_RETRACT = run.retracting
     DEVICE.ahead = None if run.ahead is None else random.Random(run.ahead)
     if run.mutant:
         MUTANTS[run.mutant].break_it()
@@ -178,7 +194,12 @@ def serve(scheduler: Any, run: Run) -> Served:
             scheduler.gracefully_exit = True
         numbered = list(enumerate(run.requests))
         come = [_tokenized(n, request) for n, request in numbered if request.joins == iteration]
-        gone = [AbortReq(rid=str(n)) for n, request in numbered if request.aborted == iteration]
+        gone: list[Any] = [
+            AbortReq(rid=str(n)) for n, request in numbered if request.aborted == iteration
+        ]
+        if run.switched and iteration == SWITCHED_AT:
+            values = {f"{control._PREFIX}{run.switched}": None}
+            gone.append(SetInternalStateReq(server_args=values))
         iteration += 1
         return [*come, *gone]
 
@@ -192,6 +213,7 @@ def serve(scheduler: Any, run: Run) -> Served:
         [list(taken[n].output_ids)[: r.max_new_tokens] for n, r in enumerate(run.requests)],
         [taken[n].spec_verify_ct for n in range(len(run.requests))],
         [taken[n].spec_num_cap_tokens for n in range(len(run.requests))],
+        [taken[n].retraction_count for n in range(len(run.requests))],
         steps,
         sites,
         [_kept(scheduler, taken[n]) for n in range(len(run.requests))],
@@ -233,7 +255,10 @@ def _tokenized(number: int, request: Request) -> Any:
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     parameters = SamplingParams(
-        max_new_tokens=request.max_new_tokens, ignore_eos=True, **request.sampling
+        max_new_tokens=request.max_new_tokens,
+        ignore_eos=True,
+        custom_params={"c2t": False} if request.opted_out else None,
+        **request.sampling,
     )
     parameters.normalize(None)
     return TokenizedGenerateReqInput(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.emulated.emulator import Emulator
 from tests.emulated.mutants import MUTANTS
 from tests.emulated.oracle import Oracle
 from tests.emulated.serve import Served
-from tests.emulated.servers import SERVERS, STOCK
+from tests.emulated.servers import DRAFTS, NODES, SERVERS, STOCK
 
 GREEDY = [name for name in SERVERS if "seeded" not in name]
 
@@ -22,8 +23,14 @@ pytestmark = pytest.mark.server
 #: Orders in which streams run ahead of the host, beside the latest one.
 SEEDS = 2
 
-#: The request that is aborted in a last run.
+#: What happens to one request or to all, once per server.
 ABORTED = 1
+EVENTS: dict[str, dict[str, Any]] = {
+    "aborted": {"aborted": ABORTED},
+    "retracted": {"retracting": True},
+    "opted out": {"opted_out": 0},
+    "switched": {"switched": '{"beta": 0.9}'},
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Runs:
     """Of one server."""
 
     orders: list[Served]  # as late as can be, and random ones
-    aborted: Served
+    events: dict[str, Served]
     mutants: dict[str, Served]
 
 
@@ -45,9 +52,14 @@ def _serve(emulated: Emulator, oracle: Oracle, server: str) -> Runs:
     orders = [oracle.run(), *(oracle.run(ahead=seed) for seed in range(SEEDS))]
     late = [n for n, m in MUTANTS.items() if m.server == server and not m.at_start]
     broken = [oracle.run(mutant=name) for name in late]
-    found = emulated.try_to(oracle.case(server, *orders, oracle.run(aborted=ABORTED), *broken))
-    count = len(orders)
-    return Runs(found[:count], found[count], dict(zip(late, found[count + 1 :], strict=True)))
+    events = [name for name in EVENTS if name in ("aborted", "retracted") or "gated" in server]
+    happening = [oracle.run(**EVENTS[name]) for name in events]
+    found = iter(emulated.try_to(oracle.case(server, *orders, *happening, *broken)))
+    return Runs(
+        [next(found) for _ in orders],
+        {name: next(found) for name in events},
+        {name: next(found) for name in late},
+    )
 
 
 @pytest.mark.parametrize("server", GREEDY)
@@ -58,7 +70,12 @@ def test_tokens_keys_and_values_are_those_of_the_models_in_every_order(
     stock = _stock(served, server)
     for run in served[server].orders:
         assert oracle.wrong(server, run, stock) == []
-    assert oracle.wrong(server, served[server].aborted, stock, ABORTED) == []
+    for name, run in served[server].events.items():
+        aborted = ABORTED if name == "aborted" else None
+        # A step that retracts or hears of another policy may wait.
+        counted = name not in ("retracted", "switched")
+        assert oracle.wrong(server, run, stock, aborted, counted=counted) == [], name
+    assert any(served[server].events["retracted"].retracted)
 
 
 @pytest.mark.parametrize("server", [s for s in GREEDY if "gated" in s])
@@ -68,6 +85,18 @@ def test_what_a_gate_lets_through_depends_on_no_order_and_on_no_attention(
     latest, twin = served[server].orders[0], server.replace("FA3", "FlashInfer")
     for run in (*served[server].orders, *served[twin].orders):
         assert (run.verifications, run.rows) == (latest.verifications, latest.rows)
+
+
+@pytest.mark.parametrize("server", [s for s in GREEDY if "gated" in s])
+def test_who_opts_out_has_all_drafts_verified_and_a_switch_is_heard(
+    served: dict[str, Runs], server: str
+) -> None:
+    usual, events = served[server].orders[0], served[server].events
+    width = NODES if "trees" in server else DRAFTS + 1
+    own = events["opted out"]
+    assert own.rows[0] == width * own.verifications[0] > usual.rows[0]
+    assert all(own.rows[n] < width * own.verifications[n] for n in range(1, len(own.rows)))
+    assert sum(events["switched"].rows) != sum(usual.rows)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
