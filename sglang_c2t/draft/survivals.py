@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.kernels.survival import survival_of_chains, survival_of_nodes
-from sglang_c2t.plan.survival import OneSlope, Survival
+from sglang_c2t.plan.survival import LIMIT, OneSlope, Survival
 from sglang_c2t.tree import Trees
 
 
@@ -54,12 +54,12 @@ class DeviceSurvival:
         :class:`Survival`. What it says of roots and padding means nothing. No host reads.
         """
         (values,) = self._parameters
-        return survival_of_nodes(values, least, trees.depth, trees.parents)
+        return survival_of_nodes(values, least, trees.depth, trees.parents, LIMIT)
 
 
 def _calibrated(confidences: Tensor, values: Tensor) -> Tensor:
     """:meth:`Survival.of_chains`; ``values`` [D, K]."""
-    return survival_of_chains(values, confidences)
+    return survival_of_chains(values, confidences, LIMIT)
 
 
 def _one_slope(prob: Tensor, slope: Tensor, intercepts: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_c2t.kernels.rows import alike, block_of, runs_triton
-from sglang_c2t.plan.survival import LIMIT
 from sglang_c2t.tree import least_on_path
 
 #: Confidences nearer to 0 or 1 are taken for these.
@@ -33,33 +32,36 @@ EPS = 1e-6
 CHAINS = 32
 
 
-def survival_of_chains(values: Tensor, confidences: Tensor) -> Tensor:
+def survival_of_chains(values: Tensor, confidences: Tensor, limit: float) -> Tensor:
     """[B, d] float32, falling along each row.
 
     Args:
         values: [D, K] float32.
         confidences: [B, d] float32 in [0, 1].
+        limit: L.
     """
     if not runs_triton(confidences):
-        return survival_of_chains_torch(values, confidences)
+        return survival_of_chains_torch(values, confidences, limit)
     confidences = confidences.contiguous()
     batch, layers = confidences.shape
     survival = torch.empty_like(confidences)
     _chains_kernel[(triton.cdiv(batch, CHAINS),)](
         values, confidences, survival, batch, layers,
-        BINS=values.shape[1], LIMIT=LIMIT, EPS=EPS, BLOCK_B=CHAINS, num_warps=1,
+        BINS=values.shape[1], LIMIT=limit, EPS=EPS, BLOCK_B=CHAINS, num_warps=1,
     )  # fmt: skip
     return survival
 
 
-def survival_of_chains_torch(values: Tensor, confidences: Tensor) -> Tensor:
+def survival_of_chains_torch(values: Tensor, confidences: Tensor, limit: float) -> Tensor:
     """Twin of :func:`survival_of_chains`."""
     layer = torch.arange(confidences.shape[1], device=values.device)
-    survival = _own(values, layer, torch.cummin(confidences, dim=1).values)
+    survival = _own(values, layer, torch.cummin(confidences, dim=1).values, limit)
     return torch.cummin(survival, dim=1).values
 
 
-def survival_of_nodes(values: Tensor, least: Tensor, depth: Tensor, parents: Tensor) -> Tensor:
+def survival_of_nodes(
+    values: Tensor, least: Tensor, depth: Tensor, parents: Tensor, limit: float
+) -> Tensor:
     """[B, N] float32, falling along each path, 1 for roots and padding.
 
     Args:
@@ -67,32 +69,33 @@ def survival_of_nodes(values: Tensor, least: Tensor, depth: Tensor, parents: Ten
         least: [B, N] float32: the least confidence on each node's path, contiguous.
         depth: [B, N] int64 of :class:`~sglang_c2t.tree.Trees`; may be strided.
         parents: [B, N] int64, with the same strides.
+        limit: L.
     """
     if not runs_triton(least):
-        return survival_of_nodes_torch(values, least, depth, parents)
+        return survival_of_nodes_torch(values, least, depth, parents, limit)
     depth, parents = alike(depth, parents)
     batch, num_nodes = least.shape
     survival = torch.empty_like(least)
     _nodes_kernel[(batch,)](
         values, least, depth, parents, survival, num_nodes, *depth.stride(),
-        BINS=values.shape[1], DEPTH=values.shape[0], LIMIT=LIMIT, EPS=EPS,
+        BINS=values.shape[1], DEPTH=values.shape[0], LIMIT=limit, EPS=EPS,
         BLOCK_N=block_of(num_nodes), num_warps=1 if num_nodes <= 64 else 4,
     )  # fmt: skip
     return survival
 
 
 def survival_of_nodes_torch(
-    values: Tensor, least: Tensor, depth: Tensor, parents: Tensor
+    values: Tensor, least: Tensor, depth: Tensor, parents: Tensor, limit: float
 ) -> Tensor:
     """Twin of :func:`survival_of_nodes`."""
-    survival = _own(values, (depth - 1).clamp(min=0), least).masked_fill(depth == 0, 1.0)
+    survival = _own(values, (depth - 1).clamp(min=0), least, limit).masked_fill(depth == 0, 1.0)
     return least_on_path(survival, parents, len(values))
 
 
-def _own(values: Tensor, layer: Tensor, least: Tensor) -> Tensor:
+def _own(values: Tensor, layer: Tensor, least: Tensor, limit: float) -> Tensor:
     """[B, ...]: what ``values`` say of ``least`` [B, ...] in a ``layer`` [...] from 0."""
     bins = values.shape[1]
-    place = (torch.logit(least, eps=EPS).clamp(-LIMIT, LIMIT) + LIMIT) * (bins / (2 * LIMIT))
+    place = (torch.logit(least, eps=EPS).clamp(-limit, limit) + limit) * (bins / (2 * limit))
     place = place - 0.5  # between the middles of bins
     left = place.floor().clamp(0, bins - 2)
     share = (place - left).clamp(0.0, 1.0)

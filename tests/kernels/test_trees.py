@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from sglang_c2t.kernels import budget, survival, trees
 from sglang_c2t.kernels.rows import block_of
+from sglang_c2t.plan.survival import LIMIT
 from tests.gpu import gpu
 from tests.kernels.hopper import compiled, require_no_spills
 from tests.kernels.processes import run_worker
@@ -76,7 +77,7 @@ def test_the_choice_compiles_for_an_h100(any_whole: bool) -> None:
 
 
 def test_survivals_compile_for_an_h100() -> None:
-    constants = {"BINS": 12, "LIMIT": survival.LIMIT, "EPS": survival.EPS}
+    constants = {"BINS": 12, "LIMIT": LIMIT, "EPS": survival.EPS}
     chains = compiled(
         survival._chains_kernel, FLOAT, FLOAT, FLOAT, 5, 5, **constants, BLOCK_B=survival.CHAINS
     )

@@ -24,6 +24,7 @@ from sglang_c2t.kernels.trees import (
     finish_trees,
     finish_trees_torch,
 )
+from sglang_c2t.plan.survival import LIMIT
 from sglang_c2t.tree import Trees
 from tests.kernels.masks_worker import random_forest
 
@@ -123,15 +124,15 @@ def check_survival(rng: random.Random, width: int, size: int, device: str = "cpu
     least = falling(rng, trees, 7)
     least[:, 0] = torch.inf  # as roots have it
     least = least.masked_fill((trees.depth == 0) & (least < 2), -torch.inf)
-    of_nodes = survival_of_nodes(values, least, trees.depth, trees.parents)
-    twins = survival_of_nodes_torch(values, least, trees.depth, trees.parents)
+    of_nodes = survival_of_nodes(values, least, trees.depth, trees.parents, LIMIT)
+    twins = survival_of_nodes_torch(values, least, trees.depth, trees.parents, LIMIT)
     torch.testing.assert_close(of_nodes, twins, rtol=1e-5, atol=1e-6)
     above = of_nodes.gather(1, trees.parents.clamp(min=0))
     assert (of_nodes <= above)[trees.depth > 0].all(), "exactly, or the best would be no trees"
     chains = torch.rand(size, rng.randint(1, 9), device=device)
     chains[0, 0] = rng.choice([0.0, 1.0])
-    of_chains = survival_of_chains(values, chains)
-    twins = survival_of_chains_torch(values, chains)
+    of_chains = survival_of_chains(values, chains, LIMIT)
+    twins = survival_of_chains_torch(values, chains, LIMIT)
     torch.testing.assert_close(of_chains, twins, rtol=1e-5, atol=1e-6)
     assert (of_chains.diff(dim=1) <= 0).all()
 
