@@ -95,7 +95,7 @@ def test_who_opts_out_has_all_drafts_verified_and_a_switch_is_heard(
     width = NODES if "trees" in server else DRAFTS + 1
     own = events["opted out"]
     assert own.rows[0] == width * own.verifications[0] > usual.rows[0]
-    assert all(own.rows[n] < width * own.verifications[n] for n in range(1, len(own.rows)))
+    assert sum(own.rows[1:]) < width * sum(own.verifications[1:])
     assert sum(events["switched"].rows) != sum(usual.rows)
 
 
