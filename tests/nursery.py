@@ -109,8 +109,9 @@ def _read_again() -> None:
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler
 
-    vars(scheduler)["TEST_RETRACT"]  # KeyError where SGLang has renamed it
-    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
+    from sglang_c2t.srt import attach
+
+    attach.write(scheduler, TEST_RETRACT=envs.SGLANG_TEST_RETRACT.get())
 
 
 def _price_briefly() -> None:

@@ -291,7 +291,8 @@ def _show_fates(args: argparse.Namespace, console: Console, came_from: dict[str,
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.soak", description=__doc__)
     add = parser.add_argument
-    add("--minutes", type=_positive, default=15.0, help="of load, all shapes together")
+    add("--minutes", type=_positive, default=15.0, help="of load, all shapes together; "
+        "more where a slow machine needs them to send each kind of request")  # fmt: skip
     add("--shape", choices=(*SHAPES, "both"), default="both",
         help="both: one after the other, half the time each")  # fmt: skip
     add("--algorithm", choices=sorted(DRAFTS), default="EAGLE3")

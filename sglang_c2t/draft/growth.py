@@ -21,39 +21,18 @@ Legend: B requests, W beam rows, K topk, D steps, M candidates, N nodes of a tre
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sglang_c2t.draft_layer import PLACES, DraftLayer, margins
-from sglang_c2t.kernels.trees import choose_beams, finish_trees
+from sglang_c2t.kernels.trees import Beams, choose_beams, finish_trees
 from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape, grown
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.tree import Trees
 
 #: Measurements that differ between the children of one row; the rest belong to the row.
 PER_NODE = frozenset({"margin", "confidence", "keep"}) | PLACES
-
-
-@dataclass(frozen=True)
-class Beams:
-    """The rows that are forwarded next, of every request; dead ones included."""
-
-    tokens: Tensor
-    """[B, W] int64."""
-
-    parent_row: Tensor
-    """[B, W] int64: row in the layer before (0, the root, for the first)."""
-
-    alive: Tensor
-    """[B, W] bool: whether anybody reads what this row drafts."""
-
-    candidate: Tensor
-    """[B, W] int64: number of the node itself."""
-
-    joint: Tensor
-    """[B, W] float32: product of q along the path."""
 
 
 class TreeGrowth:
@@ -97,7 +76,6 @@ class TreeGrowth:
         self._keys: list[Tensor] = []
         self._verify: list[Tensor | None] = []
         self._beams = self._root()
-        self._ancestor_rows = torch.zeros((batch, 1, 0), dtype=torch.int64, device=device)
 
     @property
     def layers(self) -> list[TreeLayer]:
@@ -116,7 +94,7 @@ class TreeGrowth:
         The last one is its own. Example above after layer 2: c is row 0 below a in row 0,
         e is row 1 below b in row 1: [[0, 0], [1, 1]]; were d chosen for e, [[0, 0], [0, 1]].
         """
-        return self._ancestor_rows
+        return self._beams.ancestor_rows
 
     def add(
         self,
@@ -190,7 +168,7 @@ class TreeGrowth:
     def _root(self) -> Beams:
         zero = torch.zeros((self.batch, 1), dtype=torch.int64, device=self.device)
         one = torch.ones_like(zero)
-        return Beams(zero, zero, one.bool(), zero - 1, one.float())
+        return Beams(zero, zero, zero - 1, one.bool(), one.float(), zero[:, :, None][:, :, :0])
 
     def _layer(
         self, prob: Tensor, measured: Mapping[str, Tensor], exists: Tensor | None
@@ -237,12 +215,10 @@ class TreeGrowth:
 
     def _choose(self, expand: Tensor, tokens: Tensor, joint: Tensor, first: int) -> None:
         """The W best of a layer become the beams, of equals the first; all [B, W * K]."""
-        best = choose_beams(
-            expand, tokens, joint, self._ancestor_rows,
+        self._beams = choose_beams(
+            expand, tokens, joint, self._beams.ancestor_rows,
             width=self._width, topk=self._shape.topk, first=first,
         )  # fmt: skip
-        self._ancestor_rows = best.ancestor_rows
-        self._beams = Beams(best.tokens, best.parent_row, best.alive, best.candidate, best.joint)
 
 
 def _mixed(whole: Tensor, growth: Growth, full: Growth) -> Growth:

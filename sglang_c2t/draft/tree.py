@@ -18,11 +18,11 @@ from torch import Tensor
 
 from sglang_c2t.config import ConfigError
 from sglang_c2t.draft.gate import Gate
-from sglang_c2t.draft.growth import PER_NODE, Beams, TreeGrowth, node_margins
+from sglang_c2t.draft.growth import PER_NODE, TreeGrowth, node_margins
 from sglang_c2t.draft.slots import FirstLayer
 from sglang_c2t.draft_layer import measure
 from sglang_c2t.kernels.gate import FusedGate, GateOutput, judge_layer
-from sglang_c2t.kernels.trees import cut_and_link
+from sglang_c2t.kernels.trees import Beams, cut_and_link
 from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.tree import LinkedTrees, Trees, within_budget

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_c2t.kernels.rows import block_of, block_of_batch, runs_triton
+from sglang_c2t.kernels.rows import block_of, block_of_batch, runs_triton, threshold
 from sglang_c2t.tree import best_of_batch
 
 
@@ -123,12 +123,7 @@ def _best(values, ranked, drafts):
     # Floats that are not negative are ordered as their bits are.
     keys = tl.maximum(values, 0.0).to(tl.int32, bitcast=True)
     keys = tl.where(ranked, keys, -1)
-    # The largest threshold that `drafts` keys reach, from its highest bit down.
-    least = tl.zeros([], dtype=tl.int32)
-    for bit in range(31):
-        tried = least | (1 << (30 - bit))
-        enough = tl.sum((keys >= tried).to(tl.int32)) >= drafts
-        least = tl.where(enough, tried, least)
+    least = threshold(keys, drafts, 31)
     above = (keys > least).to(tl.int32)
     equal = ((keys == least) & ranked).to(tl.int32)
     of_layer = tl.sum(equal, axis=1)

@@ -71,6 +71,17 @@ def aligned_tables(
 
 
 @triton.jit
+def threshold(keys, count, BITS: tl.constexpr):
+    """The largest number of so many bits that ``count`` of the integers reach."""
+    found = tl.zeros([], dtype=keys.dtype)
+    one = tl.full([], 1, keys.dtype)
+    for bit in range(BITS):
+        tried = found | (one << (BITS - 1 - bit))
+        found = tl.where(tl.sum((keys >= tried).to(tl.int32)) >= count, tried, found)
+    return found
+
+
+@triton.jit
 def rows_before(verify_lens, request, batch, BLOCK_B: tl.constexpr):
     """Rows of the requests in front of this one; request number ``batch`` gives all."""
     index = tl.arange(0, BLOCK_B)

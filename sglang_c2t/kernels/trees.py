@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_c2t.kernels.rows import aligned_tables, alike, block_of, runs_triton
+from sglang_c2t.kernels.rows import aligned_tables, alike, block_of, runs_triton, threshold
 from sglang_c2t.tree import (
     LinkedTrees,
     Trees,
@@ -55,33 +55,33 @@ def _ordered(values):
 # -- while they grow ----------------------------------------------------------------------
 
 
-class Chosen(NamedTuple):
-    """The W best children of each request, best first, of equals the first."""
+class Beams(NamedTuple):
+    """The rows that are forwarded next, of every request; dead ones included."""
 
     tokens: Tensor
     """[B, W] int64."""
 
     parent_row: Tensor
-    """[B, W] int64: row of the layer before."""
+    """[B, W] int64: row in the layer before (0, the root, for the first)."""
 
     candidate: Tensor
     """[B, W] int64: number of the node itself."""
 
     alive: Tensor
-    """[B, W] bool."""
+    """[B, W] bool: whether anybody reads what this row drafts."""
 
     joint: Tensor
-    """[B, W] float32."""
+    """[B, W] float32: product of q along the path."""
 
     ancestor_rows: Tensor
-    """[B, W, d + 1] int64: where its path was forwarded, and will be."""
+    """[B, W, d] int64: where its path was forwarded, d layers so far, and where it will be."""
 
 
 def choose_beams(
     expand: Tensor, tokens: Tensor, joint: Tensor, ancestor_rows: Tensor, *,
     width: int, topk: int, first: int,
-) -> Chosen:  # fmt: skip
-    """The rows that a layer's children become.
+) -> Beams:  # fmt: skip
+    """The W best children of each request, best first, of equals the first.
 
     Args:
         expand: [B, n] float32: what they are ranked by, -inf for those that are dead; n = rows of
@@ -112,13 +112,13 @@ def choose_beams(
             num_warps=1 if children <= 16 else 4 if children <= 64 else 8,
         )  # fmt: skip
     chosen, row, candidate = numbers
-    return Chosen(chosen, row, candidate, alive, joints, ancestors)
+    return Beams(chosen, row, candidate, alive, joints, ancestors)
 
 
 def choose_beams_torch(
     expand: Tensor, tokens: Tensor, joint: Tensor, ancestor_rows: Tensor, *,
     width: int, topk: int, first: int,
-) -> Chosen:  # fmt: skip
+) -> Beams:  # fmt: skip
     """Twin of :func:`choose_beams`."""
     expand = _without_nan(expand)
     best = expand.argsort(dim=1, descending=True, stable=True)[:, :width]  # [B, W]
@@ -126,7 +126,7 @@ def choose_beams_torch(
     depth = ancestor_rows.shape[2]
     above = ancestor_rows.gather(1, row[:, :, None].expand(-1, -1, depth))
     own = torch.arange(width, device=expand.device).expand_as(row)
-    return Chosen(
+    return Beams(
         tokens=tokens.gather(1, best),
         parent_row=row,
         candidate=best + first,
@@ -254,11 +254,7 @@ def _finish_kernel(
         above = tl.load(parents + of + above, mask=up, other=-1)
 
     key = _ordered(least)
-    lowest = tl.zeros([], dtype=tl.int64)  # that so many reach, from its highest bit down
-    for bit in range(32):
-        tried = lowest | (tl.full([], 1, tl.int64) << (31 - bit))
-        enough = tl.sum((key >= tried).to(tl.int32)) >= max_nodes - 1
-        lowest = tl.where(enough, tried, lowest)
+    lowest = threshold(key, max_nodes - 1, 32)
     better = key > lowest
     equal = key == lowest
     left = max_nodes - 1 - tl.sum(better.to(tl.int32))

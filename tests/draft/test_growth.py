@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sglang_c2t import tree
-from sglang_c2t.draft.growth import Beams, TreeGrowth, node_margins
+from sglang_c2t.draft.growth import TreeGrowth, node_margins
 from sglang_c2t.draft_layer import PLACES, DraftLayer, measure
+from sglang_c2t.kernels.trees import Beams
 from sglang_c2t.policies.base import TreePolicy, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax

@@ -159,11 +159,12 @@ def serve(scheduler: Any, run: Run) -> Served:
     from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
     from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
 
+    from sglang_c2t.srt import attach
     from sglang_c2t.srt.hooks import control
     from tests.emulated.device import DEVICE
     from tests.emulated.mutants import MUTANTS
 
-    of_sglang.TEST_RETRACT = run.retracting
+    attach.write(of_sglang, TEST_RETRACT=run.retracting)
     DEVICE.ahead = None if run.ahead is None else random.Random(run.ahead)
     if run.mutant:
         MUTANTS[run.mutant].break_it()
@@ -208,7 +209,7 @@ def serve(scheduler: Any, run: Run) -> Served:
     SenderWrapper.send_output = lambda *_, **__: None
     scheduler.run_event_loop()
     DEVICE.idle()
-    sites = {f"{what} at {line}": n for (what, line), n in DEVICE.sites.most_common(120)}
+    sites = {f"{what} at {line}": n for (what, line), n in DEVICE.sites.most_common(60)}
     return Served(
         [list(taken[n].output_ids)[: r.max_new_tokens] for n, r in enumerate(run.requests)],
         [taken[n].spec_verify_ct for n in range(len(run.requests))],
