@@ -124,7 +124,9 @@ class Recorder(Exploration):
             return
         width = len(layers) + 1
         if self.every_position:
-            target = result.logits_output.next_token_logits.argmax(dim=-1)  # [B * (D + 1)]
+            # Behind the drafts there may be rows that fill a captured graph.
+            logits = result.logits_output.next_token_logits[: len(draft_tokens)]
+            target = logits.argmax(dim=-1)  # [B * (D + 1)]
             num_correct = matched_drafts(draft_tokens.view(-1, width), target.view(-1, width))
         else:
             num_correct = result.accept_lens - 1

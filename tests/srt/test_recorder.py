@@ -164,9 +164,10 @@ def test_every_position_labels_by_the_targets_argmax_and_skips_who_does_not_foll
         of,
         reqs,
         recordable=[True, True, True, False, True],
-        # Root, then two drafts; the target's choice stands one row before the draft.
+        # Root, then two drafts; the target's choice stands one row before the draft. Its last
+        # rows fill a captured graph and are nobody's.
         drafts=[[9, 1, 2]] * 5,
-        target=[[1, 3, 4], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 0]],
+        target=[[1, 3, 4], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 0], [8, 8, 8]],
     )
     read = written(tmp_path, of, reqs)
     assert [read.requests[i] for i in read.drafts["request"]] == ["greedy", "also greedy"]
