@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from sglang_c2t.config import ConfigError
 
 
@@ -31,6 +33,7 @@ class Seam:
     the class must have (:func:`attribute_names`); both separated by spaces. ``hook`` marks
     targets of SGLang's own hook registry. ``otherwise`` is what we hold on to in an SGLang that
     does not offer this. ``only_with`` names a module: without it there is nothing to hold on to.
+    ``on_gpu`` marks what can only be imported, and is only used, where there is a GPU.
     """
 
     target: str
@@ -40,6 +43,7 @@ class Seam:
     hook: bool = False
     otherwise: Seam | None = None
     only_with: str | None = None
+    on_gpu: bool = False
 
     def chosen(self) -> Seam:
         """The seam itself or, where it does not fit and another does, that one."""
@@ -57,6 +61,8 @@ class Seam:
 
     def _own_defect(self) -> str | None:
         if self.only_with is not None and not module_exists(self.only_with):
+            return None
+        if self.on_gpu and not torch.cuda.is_available():
             return None
         try:
             found = pkgutil.resolve_name(self.target)

@@ -21,6 +21,7 @@ GRAPH_BACKEND = (
     "sglang.srt.model_executor.runner_backend.base_cuda_graph_backend.BaseCudaGraphBackend"
 )
 FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend"
+FLASH_ATTENTION = "sglang.srt.layers.attention.flashattention_backend"
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 STANDALONE_WORKER = "sglang.srt.speculative.standalone_worker_v2"
 EAGLE_COMMON = "sglang.srt.speculative.eagle_worker_common"
@@ -52,6 +53,7 @@ SET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.set_internal_state
 ASK_INTERNAL_STATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.set_internal_state"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__"
 VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+SHARES_BUFFERS = "has draft graphs of fewer layers use the buffers of those of all"
 #: FastAPI's, which calls it by its global name.
 READ_BODY = "fastapi.routing", "solve_dependencies"
 CREATE_MESSAGE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
@@ -563,6 +565,39 @@ SEAMS: tuple[Seam, ...] = (
         f"{FLASHINFER}.FlashInferMultiStepDraftBackend",
         "tells draft rows their ancestors",
         fields="attn_backends",
+    ),
+    Seam(
+        f"{FLASHINFER}.FlashInferMultiStepDraftBackend.init_cuda_graph_state",
+        SHARES_BUFFERS,
+        "max_bs max_num_tokens",
+    ),
+    Seam(
+        f"{FLASHINFER}.FlashInferAttnBackend._create_decode_wrappers",
+        SHARES_BUFFERS,
+        "bs num_tokens",
+    ),
+    Seam(
+        f"{FLASHINFER}.FlashInferAttnBackend",
+        SHARES_BUFFERS,
+        fields="decode_cuda_graph_metadata",
+    ),
+    Seam(
+        FLASHINFER_DECODE,
+        SHARES_BUFFERS,
+        fields="_int_workspace_buffer _pin_memory_int_workspace_buffer",
+        only_with="flashinfer",
+    ),
+    Seam(
+        f"{FLASH_ATTENTION}.FlashAttentionMultiStepBackend.init_cuda_graph_state",
+        SHARES_BUFFERS,
+        "max_bs max_num_tokens",
+        on_gpu=True,
+    ),
+    Seam(
+        f"{FLASH_ATTENTION}.FlashAttentionMultiStepBackend",
+        SHARES_BUFFERS,
+        fields="attn_backends",
+        on_gpu=True,
     ),
     Seam(
         FLASHINFER_PREFILL,

@@ -37,7 +37,8 @@ class Emulator:
         """What became of its runs, some of which may have failed."""
         assert self._process.stdin is not None
         print(json.dumps(asdict(case)), file=self._process.stdin, flush=True)
-        return [Served(**json.loads(self._read())) for _ in case.runs]
+        told = ((run, json.loads(self._read())) for run in case.runs)
+        return [Served(**{**served, "requests": run.requests}) for run, served in told]
 
     def _read(self) -> str:
         assert self._process.stdout is not None

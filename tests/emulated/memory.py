@@ -19,8 +19,12 @@ from tests.emulated.queues import Event, Stream
 class Block:
     """What an allocation returned, held by every tensor that lies in it."""
 
+    held = 0
+    """Bytes of all blocks that somebody holds."""
+
     def __init__(self, memory: Tensor, stream: Stream | None) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+        Block.held += self._bytes.numel()
         self._stream = stream
         self._others: set[Stream] = set()
 
@@ -29,6 +33,7 @@ class Block:
         self._others.add(stream)
 
     def __del__(self) -> None:
+        Block.held -= self._bytes.numel()
         if self._stream is None:  # a graph's own, which stays its own
             return
         users = []

@@ -45,6 +45,7 @@ def around(owner: Any, name: str, instead: Callable[..., Any]) -> None:
 
 CHAINS, FLASHINFER = "EAGLE3 chains, FA3, gated", "EAGLE3 chains, FlashInfer, gated"
 TREES = "EAGLE3 trees, FlashInfer, gated"
+TWO_RANKS = "EAGLE3 chains, FA3, two ranks"
 
 
 # -- order -----------------------------------------------------------------------------------
@@ -343,3 +344,13 @@ def depths_are_no_positions() -> None:
 
     nodes = Trees.positions
     Trees.positions = lambda self, lens: nodes(self, lens) * 0 + lens[:, None]
+
+
+# -- ranks -----------------------------------------------------------------------------------
+
+
+@mutant(TWO_RANKS, at_start=True)
+def each_rank_plans_by_its_own_clock() -> None:
+    from sglang_c2t.srt import worker
+
+    worker.host_agreement = lambda: None

@@ -6,69 +6,129 @@ behind the first, where the likeliest token often stays the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import itertools
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import regex
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from eval.prompts import demo_mix
 from eval.server import TARGET
 from tests.emulated.serve import Case, Request, Run, Served, sketch
-from tests.emulated.servers import BUDGET, COMMON, COUNTED, SERVERS
+from tests.emulated.servers import BUDGET, COMMON, COUNTED, SERVERS, UNUSUAL
+
+FLAGS = SERVERS | UNUSUAL
 
 TOKENS = 16
 JOINS = (0, 0, 4, 7)
 ABORTED_AT = 4
 
-#: Rounding in what :func:`sketch` gives, whose numbers are in the tens.
-ROUNDING = 1e-3
+#: What some requests are held to, by their number.
+CONSTRAINTS = {1: "[0-9]{2}(-[0-9]{4}){1,3}", 3: "(yes|no|maybe)( and (yes|no|maybe)){2,5}"}
+
+#: Who asks for log-probabilities where somebody does.
+TOLD = (0, 3)
 
 #: Of a request's last tokens some are not kept: the one that nobody was forwarded behind, and where
 #: pairs of tokens are kept the one before.
 NOT_KEPT = 2
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a request must come to."""
+class Rounding(NamedTuple):
+    """How far a server may be from transformers in float32."""
 
-    tokens: list[int]
+    logits: float
+    """A token's below the highest."""
+
+    logprobs: float
+
+    kept: float
+    """Of a number in what :func:`sketch` gives, which are in the tens."""
+
+
+#: In bfloat16 about twice what the target alone is: 0.06 and 0.9.
+ROUNDING = {"float32": Rounding(0.0, 1e-4, 1e-3), "bfloat16": Rounding(0.12, 0.2, 1.8)}
+
+
+class Truth(NamedTuple):
+    """What a sequence of tokens comes to."""
+
+    logits: Tensor
+    """[n, V] behind each token but the last."""
+
     kept: Tensor
-    """[L, n] :func:`sketch` of what the target keeps."""
+    """[L, m] :func:`sketch` of what the target keeps."""
 
 
 class Oracle:
-    """The answers to four prompts."""
+    """Four prompts, and by transformers what follows them."""
+
+    def __init__(self) -> None:
+        self.read = functools.cache(self._read)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Of target and drafts."""
+        return AutoTokenizer.from_pretrained(TARGET)
 
     @cached_property
     def prompts(self) -> list[tuple[int, ...]]:
         """Of 24 tokens each."""
-        tokenizer = AutoTokenizer.from_pretrained(TARGET)
-        return [tuple(tokenizer(p.text)["input_ids"][:24]) for p in demo_mix(len(JOINS), seed=3)]
+        texts = [prompt.text for prompt in demo_mix(len(JOINS), seed=3)]
+        return [tuple(self.tokenizer(text)["input_ids"][:24]) for text in texts]
 
     @cached_property
-    def answers(self) -> list[Answer]:
-        """By transformers, one token after the other."""
-        model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-        return [self._answer(model, prompt) for prompt in self.prompts]
+    def _models(self) -> dict[str, torch.nn.Module]:
+        """With weights as they are, and rounded."""
+        load = AutoModelForCausalLM.from_pretrained
+        return {name: load(TARGET, dtype=getattr(torch, name)).float() for name in ROUNDING}
 
     @torch.inference_mode()
-    def _answer(self, model: torch.nn.Module, prompt: tuple[int, ...]) -> Answer:
-        ids = list(prompt)
-        for _ in range(TOKENS):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        layers = model(torch.tensor([ids])).past_key_values.layers
+    def _read(self, ids: tuple[int, ...], dtype: str = "float32") -> Truth:
+        """All at once, computed in float32."""
+        out = self._models[dtype](torch.tensor([ids]))
+        layers = out.past_key_values.layers
         kept = sketch([(x.keys[0].transpose(0, 1), x.values[0].transpose(0, 1)) for x in layers])
-        return Answer(ids[len(prompt) :], kept)
+        return Truth(out.logits[0, :-1], kept)
+
+    def answer(
+        self, number: int, tokens: list[int], *, dtype: str = "float32", pattern: str = ""
+    ) -> Tensor:
+        """[n, V] log-probabilities at each of these ``tokens`` of a request's answer, of which a
+        ``pattern`` may forbid some.
+        """
+        prompt = self.prompts[number]
+        logits = self.read((*prompt, *tokens), dtype).logits[len(prompt) - 1 :].clone()
+        for at in range(len(tokens)) if pattern else ():
+            logits[at, ~self._allowed(pattern, tuple(tokens[:at]))] = -torch.inf
+        return logits.log_softmax(-1)
+
+    def _allowed(self, pattern: str, before: tuple[int, ...]) -> Tensor:
+        """[V] bool: what may follow these tokens. Each one is tried."""
+        said = self.tokenizer.decode(list(before))
+        allowed = [
+            bool(text) and regex.fullmatch(pattern, said + text, partial=True) is not None
+            for text in self._texts
+        ]
+        allowed[self.tokenizer.eos_token_id] = regex.fullmatch(pattern, said) is not None
+        return torch.tensor(allowed)
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        """Of each token; of special ones nothing."""
+        ids = range(len(self.tokenizer))
+        return [self.tokenizer.decode([i], skip_special_tokens=True) for i in ids]
 
     def run(
         self,
         *,
         aborted: int | None = None,
         opted_out: int | None = None,
+        asked: bool = False,
         cut: dict[str, Any] | None = None,
         **how: Any,
     ) -> Run:
@@ -77,66 +137,96 @@ class Oracle:
         Args:
             aborted: This one is, once it has some tokens.
             opted_out: This one is.
+            asked: Some are held to patterns, and some want log-probabilities.
             cut: They are sampled, each by its own seed, from the target's distribution cut so.
             how: See :class:`Run`.
         """
-        requests = (
-            Request(
-                ids,
-                joins,
-                ABORTED_AT if number == aborted else None,
-                number == opted_out,
-                {"temperature": 0.0} if cut is None else {**_seeded(number), **cut},
-                TOKENS,
+        requests = []
+        for number, (ids, joins) in enumerate(zip(self.prompts, JOINS, strict=True)):
+            sampling: dict[str, Any] = {"temperature": 0.0}
+            if cut is not None:
+                sampling = {**_seeded(number), **cut}
+            if asked and number in CONSTRAINTS:
+                sampling["regex"] = CONSTRAINTS[number]
+            requests.append(
+                Request(
+                    ids,
+                    joins,
+                    ABORTED_AT if number == aborted else None,
+                    number == opted_out,
+                    sampling,
+                    TOKENS,
+                    logprobs=asked and number in TOLD,
+                )
             )
-            for number, (ids, joins) in enumerate(zip(self.prompts, JOINS, strict=True))
-        )
         return Run(tuple(requests), **how)
 
-    def case(self, server: str, *runs: Run, mutant: str = "") -> Case:
-        """One of :data:`SERVERS`, and its runs."""
-        return Case((*COMMON, *SERVERS[server]), runs, mutant)
+    def case(self, server: str, *runs: Run, mutant: str = "", more: tuple[str, ...] = ()) -> Case:
+        """One of :data:`SERVERS` or :data:`UNUSUAL`, with ``more`` flags, and its runs."""
+        return Case((*COMMON, *FLAGS[server], *more), runs, mutant)
 
     def wrong(
-        self,
-        server: str,
-        served: Served,
-        stock: Served | None,
-        aborted: int | None = None,
-        *,
-        counted: bool = True,
+        self, server: str, served: Served, stock: Served | None, *, counted: bool = True
     ) -> list[str]:
         """What is, in words.
 
         Args:
-            server: One of :data:`SERVERS`.
+            server: Which one served.
             served: Its run.
             stock: SGLang's own run with the same draft model.
-            aborted: Of this request only the first tokens are looked at.
             counted: Whether steps must stay within their budget.
         """
         if served.error:
             return [served.error]
-        found = []
-        for number, answer in enumerate(self.answers):
-            if number == aborted:
-                tokens = served.outputs[number]
-                if not 0 < len(tokens) < TOKENS or tokens != answer.tokens[: len(tokens)]:
-                    found.append(f"tokens of request {number}, which was aborted: {tokens}")
-                continue
-            if served.outputs[number] != answer.tokens:
-                found.append(f"tokens of request {number}")
-            kept, width = torch.tensor(served.keys[number]), answer.kept.shape[1]
-            if len(answer.kept) - len(kept) > NOT_KEPT:
-                found.append(f"request {number} left {len(kept)} tokens in the cache")
-            if _differ(kept[:, :width], answer.kept):
-                found.append(f"keys and values of the target, request {number}")
-            if stock and _differ(kept[:, width:], torch.tensor(stock.keys[number])[:, width:]):
-                found.append(f"keys and values of the draft model, request {number}")
+        found = [
+            f"{what}, request {number}"
+            for number in range(len(served.requests))
+            for what in self._wrong_of(server, served, stock, number)
+        ]
         for what, allowed in zip(COUNTED, BUDGET.get(server, ()) if counted else (), strict=False):
             most = max(step.get(what, 0) for step in served.steps)
             if most > allowed:
                 found.append(f"{most} {what} in a step, and {allowed} are allowed: {served.sites}")
+        return found
+
+    def _wrong_of(
+        self, server: str, served: Served, stock: Served | None, number: int
+    ) -> list[str]:
+        """Of one request."""
+        request, tokens = served.requests[number], served.outputs[number]
+        flags = (*COMMON, *FLAGS[server])
+        dtype = _last(flags, "--dtype", "float32")
+        rounding, pattern = ROUNDING[dtype], request.sampling.get("regex", "")
+        ended = bool(pattern) and self.tokenizer.eos_token_id in tokens[-1:]
+        if request.aborted is not None:
+            ended = 0 < len(tokens) < TOKENS
+        if not ended and len(tokens) != TOKENS:
+            return [f"{len(tokens)} tokens"]
+        if not all(0 <= token < len(self.tokenizer) for token in tokens):
+            return [f"tokens {tokens}"]
+        found = []
+        said = self.answer(number, tokens, dtype=dtype, pattern=pattern)
+        each = said.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        if bool((each < said.max(-1).values - rounding.logits).any()):
+            found.append("tokens")
+        if request.logprobs and not _alike(
+            torch.tensor(served.logprobs[number]), each, rounding.logprobs
+        ):
+            found.append("log-probabilities")
+        if request.aborted is not None:
+            return found
+        truth = self.read((*request.ids, *tokens), dtype).kept
+        kept, width = torch.tensor(served.keys[number]), truth.shape[1]
+        if len(truth) - len(kept) >= NOT_KEPT + int(_last(flags, "--page-size", "1")):
+            return [*found, f"{len(kept)} tokens in the cache"]
+        shared = min(len(kept), len(truth))
+        if not _alike(kept[:shared, :width], truth[:shared], rounding.kept):
+            found.append("keys and values of the target")
+        if stock is not None:
+            theirs = torch.tensor(stock.keys[number])
+            shared = min(len(kept), len(theirs))
+            if not _alike(kept[:shared, width:], theirs[:shared, width:], rounding.kept):
+                found.append("keys and values of the draft model")
         return found
 
 
@@ -144,7 +234,12 @@ def _seeded(number: int) -> dict[str, Any]:
     return {"temperature": (1.0, 0.7)[number % 2], "sampling_seed": 1000 + number}
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
-    """Whether two sketches do, in the tokens that both have; nan differs from all."""
-    shared = min(len(one), len(other))
-    return not torch.allclose(one[:shared], other[:shared], rtol=0, atol=ROUNDING)
+def _alike(one: Tensor, other: Tensor, rounding: float) -> bool:
+    """Whether each number is; nan is like nothing."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=rounding)
+
+
+def _last(flags: tuple[str, ...], name: str, default: str) -> str:
+    """What was said last of a flag."""
+    values = [value for flag, value in itertools.pairwise(flags) if flag == name]
+    return values[-1] if values else default

@@ -19,12 +19,13 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 #: What SGLang and its libraries read when they are imported.
 ENVIRONMENT = {
@@ -32,6 +33,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "FLASHINFER_USE_CUDA_NORM": "1",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
     "SGLANG_HOST_IP": "127.0.0.1",
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
@@ -63,6 +65,7 @@ class Request:
     opted_out: bool = False
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     max_new_tokens: int = 16
+    logprobs: bool = False  # asked for, of each token of the answer
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,9 @@ class Served:
     """How often each request was."""
 
     steps: list[dict[str, int]]
-    """What each decode step counted, with ``batch``."""
+    """What each decode step counted, its ``batch``, and the rows of a whole draft of it that ours
+    ``drafted``.
+    """
 
     sites: dict[str, int]
     """Where it came from, over all steps: ``what at line``."""
@@ -120,19 +125,44 @@ class Served:
     """Of each request, of each token in the prefix cache: :func:`sketch` of what target and draft
     model keep of it."""
 
+    logprobs: list[list[float]]
+    """Of each request that asked, of each token of its answer."""
+
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes of the device when the server had started: ``held``, and of those the draft attention's
+    for ``whole drafts`` and for ``all`` lengths.
+    """
+
     error: str = ""
+    requests: tuple[Request, ...] = ()
+    """What it was asked."""
 
     @classmethod
     def failed(cls, error: str) -> Served:
         """Nothing but the reason."""
-        return cls([], [], [], [], [], {}, [], error)
+        return cls([], [], [], [], [], {}, [], [], error=error)
 
 
-def start(case: Case) -> Any:
+class Start(NamedTuple):
+    """What each rank of a server is given."""
+
+    args: Any
+    ports: Any
+
+    @classmethod
+    def of(cls, case: Case) -> Start:
+        """As its flags say."""
+        from sglang.srt.server_args import PortArgs, prepare_server_args
+
+        args = prepare_server_args(list(case.flags))
+        args.resolve_once()
+        return cls(args, PortArgs.init_new(args))
+
+
+def start(case: Case, given: Start, rank: int = 0) -> Any:
     """SGLang's scheduler, ready to serve."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import PortArgs, prepare_server_args
 
     from sglang_c2t.kernels import rows
     from sglang_c2t.srt.draft import seeding
@@ -144,10 +174,8 @@ def start(case: Case) -> Any:
     DEVICE.in_turn = case.in_turn
     if case.mutant:
         MUTANTS[case.mutant].break_it()
-    args = prepare_server_args(list(case.flags))
-    args.resolve_once()
-    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    scheduler = Scheduler(args, PortArgs.init_new(args))
+    publish(given.args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
+    scheduler = Scheduler(given.args, given.ports)
     DEVICE.idle()  # seconds have gone by
     return scheduler
 
@@ -161,9 +189,12 @@ def serve(scheduler: Any, run: Run) -> Served:
 
     from sglang_c2t.srt import attach
     from sglang_c2t.srt.hooks import control
+    from sglang_c2t.srt.hooks.reporting import BEFORE_REPORT
     from tests.emulated.device import DEVICE
+    from tests.emulated.memory import Block
     from tests.emulated.mutants import MUTANTS
 
+    memory = {"held": Block.held, **_bytes_of_draft_attention(scheduler)}
     attach.write(of_sglang, TEST_RETRACT=run.retracting)
     DEVICE.ahead = None if run.ahead is None else random.Random(run.ahead)
     if run.mutant:
@@ -172,7 +203,7 @@ def serve(scheduler: Any, run: Run) -> Served:
     DEVICE.sites.clear()
     steps: list[dict[str, int]] = []
     taken: dict[int, Any] = {}
-    mode, counted, iteration = "", Counter[str](), 0
+    mode, counted, iteration, drafted = "", Counter[str](), 0, 0
     queue, run_batch = scheduler._add_request_to_queue, scheduler.run_batch
 
     def keep(req: Any, *more: Any, **options: Any) -> Any:
@@ -180,15 +211,18 @@ def serve(scheduler: Any, run: Run) -> Served:
         return queue(req, *more, **options)
 
     def noting(batch: Any, *more: Any, **options: Any) -> Any:
-        nonlocal mode
+        nonlocal mode, drafted
         mode = f"{batch.forward_mode.name} {len(batch.reqs)}"
-        return run_batch(batch, *more, **options)
+        result = run_batch(batch, *more, **options)
+        step = getattr(result, "c2t_step", None)
+        drafted = step.drafted if step is not None else 0
+        return result
 
     def receive(*_: Any, **__: Any) -> list[Any]:
         nonlocal mode, counted, iteration
         now = Counter(DEVICE.tally)
         if mode.startswith("DECODE"):
-            steps.append({**(now - counted), "batch": int(mode.split()[1])})
+            steps.append({**(now - counted), "batch": int(mode.split()[1]), "drafted": drafted})
         mode, counted = "", now
         all_there = len(taken) == len(run.requests)
         if (all_there and all(r.finished() for r in taken.values())) or iteration > MOST_ITERATIONS:
@@ -209,6 +243,8 @@ def serve(scheduler: Any, run: Run) -> Served:
     SenderWrapper.send_output = lambda *_, **__: None
     scheduler.run_event_loop()
     DEVICE.idle()
+    for prepare in BEFORE_REPORT:  # what was recorded is written
+        prepare()
     sites = {f"{what} at {line}": n for (what, line), n in DEVICE.sites.most_common(60)}
     return Served(
         [list(taken[n].output_ids)[: r.max_new_tokens] for n, r in enumerate(run.requests)],
@@ -218,6 +254,11 @@ def serve(scheduler: Any, run: Run) -> Served:
         steps,
         sites,
         [_kept(scheduler, taken[n]) for n in range(len(run.requests))],
+        [
+            list(taken[n].logprob.output_token_logprobs_val or ())[: r.max_new_tokens]
+            for n, r in enumerate(run.requests)
+        ],
+        memory,
     )
 
 
@@ -235,7 +276,11 @@ def _kept(scheduler: Any, req: Any) -> list[list[float]]:
     """What models keep of the request's tokens, those that are in the prefix cache."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.common import _req_radix_key
+    from sglang.srt.runtime_context import get_parallel
 
+    from tests.emulated.ranks import whole
+
+    group = get_parallel().tp_group
     tree = scheduler.tree_cache
     key = _req_radix_key(tree, req, req.origin_input_ids + req.output_ids)
     found = tree.match_prefix(MatchPrefixParams(key=key))
@@ -245,10 +290,37 @@ def _kept(scheduler: Any, req: Any) -> list[list[float]]:
         pools.append(scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
     kept = []
     for pool in pools:
-        buffers = zip(pool.k_buffer, pool.v_buffer, strict=True)
-        kept.append(sketch([(k.host[slots], v.host[slots]) for k, v in buffers]))
+        layers = [
+            (k.host[slots], v.host[slots])
+            for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)
+        ]
+        kept.append(sketch([(whole(k, group), whole(v, group)) for k, v in layers]))
     told: list[list[float]] = torch.cat(kept, dim=1).tolist()
     return told
+
+
+def _bytes_of_draft_attention(scheduler: Any) -> dict[str, int]:
+    """What its steps hold of the device, for whole drafts and for drafts of all lengths."""
+    if scheduler.draft_worker is None:
+        return {}
+    draft = scheduler.draft_worker.draft_worker
+    shorter = [graphs.draft_attn_backend for graphs in getattr(draft, "_graphs", {}).values()]
+    found: dict[int, int] = {}
+    told = {}
+    for name, backends in (("whole drafts", [draft.draft_attn_backend]), ("all", shorter)):
+        for backend in filter(None, backends):
+            for step in (backend, *backend.attn_backends):
+                found |= _storages(vars(step))
+        told[name] = sum(found.values())
+    return told
+
+
+def _storages(held: Any) -> dict[int, int]:
+    """Bytes of the device's tensors, by address, FlashInfer's plans among them."""
+    leaves = tree_leaves(held)
+    leaves += [leaf._int_workspace_buffer for leaf in leaves if "Wrapper" in type(leaf).__name__]
+    storages = [t.untyped_storage() for t in leaves if isinstance(t, Tensor) and t.is_cuda]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def _tokenized(number: int, request: Request) -> Any:
@@ -264,8 +336,9 @@ def _tokenized(number: int, request: Request) -> Any:
     parameters.normalize(None)
     return TokenizedGenerateReqInput(
         rid=str(number), input_text="", input_ids=array("q", request.ids), input_embeds=None,
-        mm_inputs=None, token_type_ids=None, sampling_params=parameters, return_logprob=False,
-        logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, stream=False,
+        mm_inputs=None, token_type_ids=None, sampling_params=parameters,
+        return_logprob=request.logprobs, logprob_start_len=-1, top_logprobs_num=0,
+        token_ids_logprob=None, stream=False,
     )  # fmt: skip
 
 
@@ -300,7 +373,11 @@ def main(seconds: int) -> None:
 
 def _serve_all(case: Case, answer: Callable[[Served], None], seconds: int) -> None:
     """In a fork: a server, and each of its runs in a fork."""
-    scheduler = start(case)
+    given = Start.of(case)
+    if given.args.tp_size > 1:
+        _serve_by_ranks(case, given, answer, seconds)
+        return
+    scheduler = start(case, given)
     signal.alarm(0)
     for run in case.runs:
         died = _forked(lambda run=run: answer(serve(scheduler, run)), seconds)
@@ -308,8 +385,33 @@ def _serve_all(case: Case, answer: Callable[[Served], None], seconds: int) -> No
             answer(Served.failed(died))
 
 
+def _serve_by_ranks(
+    case: Case, given: Start, answer: Callable[[Served], None], seconds: int
+) -> None:
+    """Each run by a server of its own, as ranks are connected and a fork would share that. Each
+    rank is a fork, and its streams run ahead in an order of its own.
+    """
+    for run in case.runs:
+
+        def serve_as(rank: int, run: Run = run) -> None:
+            mine = run if run.ahead is None else replace(run, ahead=run.ahead + rank)
+            served = serve(start(case, given, rank), mine)
+            if rank == 0:
+                answer(served)
+
+        ranks = [_fork(partial(serve_as, rank), seconds) for rank in range(given.args.tp_size)]
+        died = [end() for end in ranks]
+        if died[0]:
+            answer(Served.failed("\n".join(died)[-LONGEST_ERROR:]))
+
+
 def _forked(work: Callable[[], None], seconds: int) -> str:
     """Done in a fork that may take so many ``seconds``; what it died of, if it did."""
+    return _fork(work, seconds)()
+
+
+def _fork(work: Callable[[], None], seconds: int) -> Callable[[], str]:
+    """As :func:`_forked`, which waits for it when what is given back is called."""
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -322,15 +424,19 @@ def _forked(work: Callable[[], None], seconds: int) -> str:
         sys.stderr.flush()
         os._exit(0)
     os.close(tell)
-    with os.fdopen(told) as lines:
-        error = lines.read()
-    _, status = os.waitpid(child, 0)
-    return error or (f"it ended with {status}" if status else "")
+
+    def end() -> str:
+        with os.fdopen(told) as lines:
+            error = lines.read()
+        _, status = os.waitpid(child, 0)
+        return error or (f"it ended with {status}" if status else "")
+
+    return end
 
 
 def _device(stack: ExitStack) -> None:
     """The device is there, and SGLang imported."""
-    from tests.emulated import kernels, torch_cuda, triton_interpreter
+    from tests.emulated import kernels, ranks, torch_cuda, triton_interpreter
 
     stack.enter_context(torch_cuda.installed())
     stack.enter_context(torch_cuda.compiled_as_it_is())
@@ -338,6 +444,7 @@ def _device(stack: ExitStack) -> None:
     kernels.define_operations()
     stack.enter_context(kernels.served())
     stack.enter_context(triton_interpreter.interpreted())
+    stack.enter_context(ranks.connected())
     import sglang.srt.layers.attention.flashattention_backend
     import sglang.srt.layers.attention.flashinfer_backend
     import sglang.srt.managers.scheduler

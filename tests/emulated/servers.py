@@ -6,8 +6,8 @@ from eval.server import TARGET, speculative_flags
 
 COMMON = (
     "--model-path", str(TARGET), "--dtype", "float32", "--max-total-tokens", "4096",
-    "--max-running-requests", "4", "--cuda-graph-max-bs-decode", "4", "--skip-tokenizer-init",
-    "--mm-feature-transport", "cpu", "--grammar-backend", "none", "--disable-prefill-cuda-graph",
+    "--max-running-requests", "4", "--cuda-graph-max-bs-decode", "4",
+    "--mm-feature-transport", "cpu", "--disable-prefill-cuda-graph",
     "--random-seed", "1", "--mem-fraction-static", "0.5", "--watchdog-timeout", "100000",
 )  # fmt: skip
 FLASHINFER = ("--attention-backend", "flashinfer")
@@ -27,6 +27,21 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "EAGLE3 chains, FlashInfer, gated": (*CHAINS["EAGLE3"], *FLASHINFER, *GATED),
     "EAGLE3 trees, FlashInfer": (*TREES, *FLASHINFER, "--c2t"),
     "EAGLE3 trees, FlashInfer, gated": (*TREES, *FLASHINFER, *GATED),
+}
+
+#: Beside what the others do: rounding, pages that drafts share with what was accepted, and eager
+#: drafts that are recorded behind every token (the folder is the test's).
+ROUNDED = ("--dtype", "bfloat16")
+PAGES = ("--page-size", "16")
+RECORDED = ("--c2t-record-roots", "every", "--c2t-record")
+TWO_RANKS = ("--tp-size", "2", "--disable-custom-all-reduce")
+UNUSUAL = {
+    "EAGLE3 chains, FA3, two ranks": (*CHAINS["EAGLE3"], "--c2t", *TWO_RANKS),
+    "EAGLE3 trees, FlashInfer, gated, two ranks": (*TREES, *FLASHINFER, *GATED, *TWO_RANKS),
+    "EAGLE3 chains, FA3, gated, bfloat16, pages": (*CHAINS["EAGLE3"], *GATED, *ROUNDED, *PAGES),
+    "EAGLE3 trees, FlashInfer, bfloat16": (*TREES, *FLASHINFER, "--c2t", *ROUNDED),
+    "EAGLE3 chains, FA3, pages, recorded": (*CHAINS["EAGLE3"], *PAGES, "--c2t", *RECORDED),
+    "EAGLE3 trees, FlashInfer, recorded": (*TREES, *FLASHINFER, "--c2t", *RECORDED),
 }
 
 #: What a decode step may count at most outside of graphs, while requests come and go. Pageable

@@ -62,7 +62,17 @@ def all_seams() -> list[probes.Seam]:
         dataclasses.replace(seam, otherwise=None)
         for seam in chosen
         if seam.only_with is None or probes.module_exists(seam.only_with)
+        if not seam.on_gpu or torch.cuda.is_available()
     ]
+
+
+def test_what_is_only_on_a_gpu_is_probed_there(monkeypatch) -> None:
+    """Ours are found by the servers of tests/emulated."""
+    assert any(seam.on_gpu for seam in seams.SEAMS)
+    seam = probes.Seam("sglang.srt.no_such_module.thing", "does it", on_gpu=True)
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert (seam.defect() is not None) == there
 
 
 def named(seam: probes.Seam) -> str:

@@ -20,6 +20,7 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.plan.load import DraftDepth
 from sglang_c2t.srt import attach
+from sglang_c2t.srt.draft import graph_buffers
 from sglang_c2t.srt.draft.plain import PlainDrafting
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.draft.watcher import no_forward
@@ -174,8 +175,8 @@ class ChainDraftMixin(PlainDrafting):
             self.planning.depths = sorted({1, *choices})
 
     def _capture(self, runner_class: type, steps: int) -> _DraftGraphs:
-        """Graphs of ``steps`` layers. An attention backend of their own, because a backend's
-        buffers belong to the graphs that were captured with it last.
+        """Graphs of ``steps`` layers. An attention backend of their own, because what a backend
+        keeps of a batch belongs to the graphs that were captured with it last.
         """
         runner = self.draft_runner
         kept = "draft_attn_backend", "draft_extend_attn_backend"
@@ -185,6 +186,7 @@ class ChainDraftMixin(PlainDrafting):
             with self._as_captured(), attach.swapped(self, "speculative_num_steps", steps):
                 self.init_attention_backend()
                 backend = self.draft_attn_backend
+                graph_buffers.borrow(backend, mine["draft_attn_backend"])
                 graphs = runner_class(self, draft_attn_backend=backend, speculative_num_steps=steps)
         finally:
             for owner, values in ((self, mine), (runner, theirs)):

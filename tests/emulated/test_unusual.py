@@ -1,0 +1,91 @@
+"""What few servers do, on the emulated device: ranks, bfloat16, pages, recording."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang_c2t.classifier.recording import Recording, read_recording
+from tests.emulated.emulator import Emulator
+from tests.emulated.mutants import MUTANTS
+from tests.emulated.oracle import TOKENS, Oracle
+from tests.emulated.servers import DRAFTS, UNUSUAL
+from tests.emulated.test_serving import EVENTS
+
+pytestmark = pytest.mark.server
+
+CHAINS, TREES = (name for name in UNUSUAL if name.endswith("recorded"))
+
+
+@pytest.mark.parametrize("server", [name for name in UNUSUAL if "two ranks" in name])
+def test_two_ranks_keep_what_one_would(emulated: Emulator, oracle: Oracle, server: str) -> None:
+    """Streams of each run ahead in an order of its own."""
+    (run,) = emulated.serve(oracle.case(server, oracle.run(ahead=0)))
+    assert oracle.wrong(server, run, None) == []
+    assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
+
+
+@pytest.mark.parametrize("name", [name for name, m in MUTANTS.items() if m.server in UNUSUAL])
+def test_a_mistake_of_ranks_is_seen(emulated: Emulator, oracle: Oracle, name: str) -> None:
+    case = oracle.case(MUTANTS[name].server, oracle.run(), mutant=name)
+    (broken,) = emulated.try_to(case)
+    assert "Defect: ranks differ" in broken.error, broken.error
+
+
+@pytest.mark.parametrize("server", [name for name in UNUSUAL if "bfloat16" in name])
+def test_tokens_keys_and_values_are_the_models_to_rounding(
+    emulated: Emulator, oracle: Oracle, server: str
+) -> None:
+    """The usual run, one where streams run ahead, and what happens to servers."""
+    events = [EVENTS[name] for name in ("aborted", "asked", "retracted")]
+    runs = oracle.run(), oracle.run(ahead=0), *(oracle.run(**event) for event in events)
+    for run in emulated.serve(oracle.case(server, *runs)):
+        assert oracle.wrong(server, run, None) == []
+        assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
+
+
+def test_a_recording_says_the_same_of_chains_and_of_the_likeliest_nodes_of_trees(
+    emulated: Emulator, oracle: Oracle, tmp_path: Path
+) -> None:
+    """With other attention, pages and shapes, of each token that was served."""
+    found = {}
+    for server in (CHAINS, TREES):
+        folder = tmp_path / server
+        (run,) = emulated.serve(oracle.case(server, oracle.run(), more=(str(folder),)))
+        assert oracle.wrong(server, run, None) == []
+        # The first token is the prefill's, and behind the last one nothing is drafted.
+        assert run.verifications == [TOKENS - 1] * len(oracle.prompts)
+        recording = read_recording(folder)
+        assert recording.num_drafts == sum(run.verifications)
+        found[server] = _likeliest(recording)
+    chains, trees = found.values()
+    assert len(chains) == (TOKENS - 1) * len(oracle.prompts) * DRAFTS
+    # Of a deeper node trees may have likelier ones elsewhere.
+    assert trees.keys() <= chains.keys()
+    assert len(trees) > len(chains) / 2
+    assert sum(bool(chains[node][-1]) for node in trees) > len(trees) / 4, "few were accepted"
+    for node, values in trees.items():
+        assert torch.allclose(values, chains[node], rtol=1e-3, atol=1e-4), node
+
+
+def _likeliest(recording: Recording) -> dict[tuple[int, int, int], Tensor]:
+    """Of nodes that are the likeliest ones behind likeliest ones what was measured and whether
+    they were accepted, by prompt, position and depth.
+    """
+    nodes, found, behind = recording.nodes, {}, {-1}
+    columns = [nodes[name].float() for name in ("prob", "joint", "entropy", "margin", "accept")]
+    values = torch.stack(columns, dim=1)
+    first, last = 0, -1
+    for number, (draft, parent, rank, depth) in enumerate(
+        zip(*(nodes[name].tolist() for name in ("draft", "parent", "rank", "depth")), strict=True)
+    ):
+        if draft != last:
+            first, last, behind = number, draft, {-1}
+        if rank == 0 and parent in behind:
+            behind = {number - first}
+            prompt, position = (int(recording.drafts[n][draft]) for n in ("prompt", "position"))
+            found[prompt, position, depth] = values[number]
+    return found
