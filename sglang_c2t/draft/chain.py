@@ -70,6 +70,7 @@ class ChainGate(Gate):
 
     def observe(self, logits: Tensor, hidden: Tensor | None = None) -> None:
         """Judge the next drafted layer from its draft ``logits`` [B, V]."""
+        self._logits = logits.shape[1], logits.dtype
         if self.program is None:
             self._judge(measure(logits, self._names, hidden=hidden))
             return

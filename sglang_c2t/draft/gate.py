@@ -77,6 +77,7 @@ class Gate:
         self.fell_back = False
         """Whether the policy failed in the step in progress, so that nothing more is cut."""
         self._names: frozenset[str] = frozenset()  # measured in the step in progress
+        self._logits: tuple[int, torch.dtype] | None = None  # V, of layers that were observed
         self.exploring = self._explores()
         """Whether the step in progress, or behind its last token the next one, verifies full
         drafts."""
@@ -112,6 +113,16 @@ class Gate:
         """
         self.exploring = self._explores()
         self._relay(slots, logits, hidden, self._extra_names)
+
+    def warm_up(self) -> None:
+        """Compile what judges first tokens, for logits like those of the layers observed so far.
+
+        In captured graphs it judges layers that have parents, and is another kernel.
+        """
+        if self.served.program is not None and self._logits is not None:
+            columns, dtype = self._logits
+            logits = torch.zeros((1, columns), dtype=dtype, device=self.first_tokens.device)
+            judge_layer(logits, self.served.program, depth=1, topk=self._topk, tokens=False)
 
     def first_tokens_complete(self, slots: Tensor) -> Tensor:
         """[B] bool: the first tokens of this step carry all that exploration measures."""

@@ -108,6 +108,7 @@ class TreeGate(Gate):
         With a program also their children, which it returns: :meth:`add` takes no others.
         ``token_map`` [V] int64 are the target ids of the draft's; ``None``: the same.
         """
+        self._logits = logits.shape[1], logits.dtype
         if self.program is None:
             self._rows = measure(logits, self._names - PER_NODE, hidden=hidden)
             if (self.width_planned or self.topk) < self.topk:

@@ -94,6 +94,8 @@ class WorkerMixin(EAGLEWorkerV2):
         super().init_cuda_graphs()
         runner = self.target_worker.model_runner
         trees = self.topk > 1
+        if runner.device == "cuda":
+            self._draft_worker.gate.warm_up()
         # Padded trees go the same way as packed ones, with all rows.
         if runner.device == "cuda" and (self._draft_worker.packed or trees):
             warm_up(

@@ -259,6 +259,25 @@ def test_a_program_decides_as_its_policy(name: str) -> None:
     assert len(seen) > 2, "no choice"
 
 
+def test_first_tokens_are_judged_once_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For logits like a layer's, as columns and type are compiled in."""
+    judged: list[tuple[Any, ...]] = []
+    stock = parts.judge_layer
+
+    def judge(logits: torch.Tensor, *args: Any, **how: Any) -> Any:
+        judged.append((logits.shape[1], logits.dtype, how))
+        return stock(logits, *args, **how)
+
+    gate, logits = fused(DyJoint()), torch.randn(2, 30, dtype=torch.bfloat16)
+    gate.begin(torch.arange(2))
+    gate.observe(logits)
+    monkeypatch.setattr(parts, "judge_layer", judge)
+    gate.warm_up()
+    gate.join(torch.arange(2), logits)
+    assert judged[0] == judged[1]
+    assert len(judged) == 2
+
+
 @pytest.mark.parametrize("batch", [0, 1, 5])
 def test_a_layer_is_one_call_of_the_kernel_and_nothing_else(
     batch: int, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,7 @@ import random
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -71,6 +71,9 @@ class Device:
         self.tally: Counter[str] = Counter()
         self.sites: Counter[tuple[str, str]] = Counter()
         """What was counted, by the line of the program that did it."""
+        self._compiled: set[Hashable] = set()
+        self.compiled: list[str] = []
+        """Names of kernels, once for each key that they had to be compiled for."""
 
     def reset(self) -> None:
         """A device nobody has used."""
@@ -93,6 +96,12 @@ class Device:
             self.finish()
         elif self.ahead is not None and self.ahead.random() < OFTEN:
             self._run_ahead(self.ahead)
+
+    def compile(self, name: str, key: Hashable) -> None:
+        """A kernel is needed as this ``key`` says; a GPU's host would wait, where it is new."""
+        if key not in self._compiled:
+            self._compiled.add(key)
+            self.compiled.append(name)
 
     def allocate(self, memory: Tensor) -> DeviceTensor:
         """A tensor in fresh ``memory``."""

@@ -183,6 +183,8 @@ class Oracle:
             for number in range(len(served.requests))
             for what in self._wrong_of(server, served, stock, number)
         ]
+        if served.compiled:
+            found.append(f"compiled while it served: {served.compiled}")
         for what, allowed in zip(COUNTED, BUDGET.get(server, ()) if counted else (), strict=False):
             most = max(step.get(what, 0) for step in served.steps)
             if most > allowed:

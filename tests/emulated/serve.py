@@ -128,6 +128,9 @@ class Served:
     logprobs: list[list[float]]
     """Of each request that asked, of each token of its answer."""
 
+    compiled: list[str]
+    """Triton kernels of ours that had to be, while it served."""
+
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes of the device when the server had started: ``held``, and of those the draft attention's
     for ``whole drafts`` and for ``all`` lengths.
@@ -140,7 +143,7 @@ class Served:
     @classmethod
     def failed(cls, error: str) -> Served:
         """Nothing but the reason."""
-        return cls([], [], [], [], [], {}, [], [], error=error)
+        return cls([], [], [], [], [], {}, [], [], [], error=error)
 
 
 class Start(NamedTuple):
@@ -201,6 +204,7 @@ def serve(scheduler: Any, run: Run) -> Served:
         MUTANTS[run.mutant].break_it()
     DEVICE.tally.clear()
     DEVICE.sites.clear()
+    compiled = len(DEVICE.compiled)
     steps: list[dict[str, int]] = []
     taken: dict[int, Any] = {}
     mode, counted, iteration, drafted = "", Counter[str](), 0, 0
@@ -258,6 +262,7 @@ def serve(scheduler: Any, run: Run) -> Served:
             list(taken[n].logprob.output_token_logprobs_val or ())[: r.max_new_tokens]
             for n, r in enumerate(run.requests)
         ],
+        DEVICE.compiled[compiled:],
         memory,
     )
 

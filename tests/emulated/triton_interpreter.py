@@ -19,8 +19,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import autotuner, driver, interpreter
 
-from tests.emulated.device import CUDA, launch
+from tests.emulated.device import CUDA, DEVICE, launch
 from tests.emulated.references import TRITON
+from tests.triton_keys import key_of
 
 
 class _Driver:
@@ -69,8 +70,10 @@ def interpreted() -> Iterator[None]:
     patch_language, patched = interpreter._patch_lang, set()
 
     def queued(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        name = self.fn.__name__
+        if self.fn.__module__.startswith("sglang_c2t."):
+            DEVICE.compile(name, key_of(self, args, kwargs))
         if not warmup:
-            name = self.fn.__name__
             kernel = TRITON.get(name) or functools.partial(run, self, grid=grid, warmup=False)
             launch(f"triton {name}", kernel, *args, **kwargs)
 

@@ -1,20 +1,16 @@
 """What packed verification would compile while it serves, told by Triton's own keys.
 
-What Triton would compile each launch for is asked of the function that the compiler's binder
-asks. Nothing is run: only dtypes and sizes count.
+Nothing is run: only dtypes and sizes count.
 """
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 from sglang.kernels.ops.speculative.ragged_verify_kernels import BuildQoIndptr, PaddedToBucket
-from triton._C.libtriton import native_specialize_impl
-from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
 
 from sglang_c2t.kernels.rows import accepted_paths, scatter_rows
@@ -26,6 +22,7 @@ from sglang_c2t.srt.verify.packing import HostSizes, Packing
 from sglang_c2t.srt.verify.warm_up import warm_up
 from sglang_c2t.tree import LinkedTrees, Trees
 from tests.doubles import double
+from tests.triton_keys import key_of
 
 MAX_REQUESTS, CONTEXT, VOCABULARY, HIDDEN = 40, 64, 512, 64
 WIDTH = {"chains": 6, "trees": 9}
@@ -36,18 +33,7 @@ def record_keys() -> None:
     """Remember in :data:`SEEN` what each launch would be compiled for, instead of launching."""
 
     def recording(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        signature = inspect.signature(self.fn)
-        settings = {k: v for k, v in kwargs.items() if k in signature.parameters}
-        fixed = self.kwargs["do_not_specialize"] or ()
-        key: list[Hashable] = [self.fn.__name__]
-        for name, value in signature.bind(*args, **settings).arguments.items():
-            if "constexpr" in str(signature.parameters[name].annotation):
-                key.append((name, value))
-            else:
-                specialize = name not in fixed
-                said = native_specialize_impl(CUDABackend, value, False, specialize, True)
-                key.append((name, said))
-        SEEN.add(tuple(key))
+        SEEN.add(key_of(self, args, kwargs))
 
     InterpretedFunction.run = recording
 

@@ -25,8 +25,7 @@ def warm_up(
     num_steps: int,
 ) -> None:
     """Compile what packed verification launches outside of graphs, for every batch size, before
-    a request has to wait for it. What the gate launches has been compiled when graphs were
-    captured.
+    a request has to wait for it. The gate warms up itself.
     """
     device = target_runner.device
     for batch in one_of_each(max_requests):
