@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eval.prompts import demo_mix
 from eval.server import TARGET
 from tests.emulated.serve import Case, Request, Run, Served, sketch
-from tests.emulated.servers import BUDGET, COMMON, COUNTED, SERVERS
+from tests.emulated.servers import COMMON, SERVERS
+from tests.emulated.versions import COUNTED, RELEASE
 
 TOKENS = 16
 JOINS = (0, 0, 4, 7)
@@ -133,7 +134,8 @@ class Oracle:
                 found.append(f"keys and values of the target, request {number}")
             if stock and _differ(kept[:, width:], torch.tensor(stock.keys[number])[:, width:]):
                 found.append(f"keys and values of the draft model, request {number}")
-        for what, allowed in zip(COUNTED, BUDGET.get(server, ()) if counted else (), strict=False):
+        budget = RELEASE.budget.get(server, ()) if counted else ()
+        for what, allowed in zip(COUNTED, budget, strict=False):
             most = max(step.get(what, 0) for step in served.steps)
             if most > allowed:
                 found.append(f"{most} {what} in a step, and {allowed} are allowed: {served.sites}")
