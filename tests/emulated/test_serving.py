@@ -42,10 +42,22 @@ class Runs:
     mutants: dict[str, Served]
 
 
+class Every(dict[str, Runs]):
+    """Servers by name, each started once, when somebody asks for it."""
+
+    def __init__(self, emulated: Emulator, oracle: Oracle) -> None:
+        super().__init__()
+        self._emulated, self._oracle = emulated, oracle
+
+    def __missing__(self, server: str) -> Runs:
+        self[server] = _serve(self._emulated, self._oracle, server)
+        return self[server]
+
+
 @pytest.fixture(scope="module")
 def served(emulated: Emulator, oracle: Oracle) -> dict[str, Runs]:
-    """All servers, each started once."""
-    return {server: _serve(emulated, oracle, server) for server in GREEDY}
+    """All servers, or those of the tests that were chosen."""
+    return Every(emulated, oracle)
 
 
 def _serve(emulated: Emulator, oracle: Oracle, server: str) -> Runs:
