@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sglang_c2t.cpu.tree_build import build_tree
 from sglang_c2t.cpu.tree_verify import verify_tree
+from sglang_c2t.srt.versions import TESTED
 from tests.emulated.kernels import store_cache
 
 #: What is counted of a decode step, outside of graphs, while requests come and go.
@@ -102,69 +103,69 @@ def _cached_0_5_23(tree: Any, req: Any) -> Tensor:
     return slots
 
 
-#: By SGLang's version.
-RELEASES: dict[str, Release] = {
-    "0.5.17": Release(
-        loaders=("sglang.kernels.jit.utils", "sglang.kernels.jit.utils.compile"),
-        operations={
-            "build_tree_kernel_efficient(Tensor parent_list, Tensor selected_index, "
-            "Tensor verified_seq_len, Tensor! tree_mask, Tensor! positions, "
-            "Tensor! retrive_index, Tensor! retrive_next_token, Tensor! retrive_next_sibling, "
-            "int topk, int depth, int draft_token_num, int tree_mask_mode) -> ()": build_tree,
-            "verify_tree_greedy(Tensor! predicts, Tensor! accept_index, "
-            "Tensor! accept_token_num, Tensor candidates, Tensor retrive_index, "
-            "Tensor retrive_next_token, Tensor retrive_next_sibling, Tensor target_predict)"
-            " -> ()": verify_tree,
-        },
-        compiled={"kvcache.store_cache": _store_cache_0_5_17},
-        deep_gemm=ModuleType("deep_gemm"),  # its attention for MLA cannot be imported without
-        without={},
-        scheduler=_scheduler_0_5_17,
-        cached=_cached_0_5_17,
-        # Draft extend is in no graph on FA3, and on FlashInfer lengths travel twice more.
-        budget={
-            "target alone, FA3": (40, 1, 1, 0, 0, 1, 1),
-            "EAGLE3 chains, FA3, stock": (100, 3, 2, 2, 0, 1, 2),
-            "EAGLE3 chains, FA3, gated": (135, 3, 4, 2, 0, 4, 2),
-            "EAGLE3 chains, FA3": (180, 3, 6, 2, 0, 6, 2),
-            "EAGLE3 chains, FlashInfer, gated": (115, 9, 6, 4, 2, 4, 3),
-            "EAGLE3 chains, FlashInfer": (155, 11, 8, 4, 3, 7, 3),
-            "EAGLE3 trees, FlashInfer, gated": (125, 9, 6, 4, 2, 4, 3),
-            "EAGLE3 trees, FlashInfer": (160, 11, 9, 4, 3, 7, 3),
-        },
-    ),
-    "0.5.23": Release(
-        loaders=(
-            "sglang.kernels.jit.utils",
-            "sglang.kernels.jit.utils.compile",
-            "sglang.kernels.jit.utils.compile.loader",
-        ),
-        operations={},
-        compiled={
-            "kvcache.store_cache": store_cache,
-            "speculative_tree.build_tree_kernel_efficient": build_tree,
-            "speculative_tree.verify_tree_greedy": verify_tree,
-        },
-        deep_gemm=None,
-        # It copies by raw addresses: SGLang's own way without it is torch's.
-        without={
-            "sglang.kernels.ops.memory.small_copy": {"try_small_copy": lambda *_: False},
-        },
-        scheduler=_scheduler_0_5_23,
-        cached=_cached_0_5_23,
-        budget={
-            "target alone, FA3": (40, 1, 1, 0, 0, 1, 1),
-            "EAGLE3 chains, FA3, stock": (70, 3, 2, 2, 0, 1, 3),
-            "EAGLE3 chains, FA3, gated": (105, 3, 4, 2, 0, 4, 3),
-            "EAGLE3 chains, FA3": (145, 3, 6, 2, 0, 6, 3),
-            "EAGLE3 chains, FlashInfer, gated": (110, 9, 6, 2, 2, 4, 3),
-            "EAGLE3 chains, FlashInfer": (150, 11, 8, 2, 3, 7, 3),
-            "EAGLE3 trees, FlashInfer, gated": (120, 9, 6, 2, 2, 4, 3),
-            "EAGLE3 trees, FlashInfer": (150, 11, 9, 2, 3, 7, 3),
-        },
-    ),
-}
+OLDEST = Release(
+    loaders=("sglang.kernels.jit.utils", "sglang.kernels.jit.utils.compile"),
+    operations={
+        "build_tree_kernel_efficient(Tensor parent_list, Tensor selected_index, "
+        "Tensor verified_seq_len, Tensor! tree_mask, Tensor! positions, "
+        "Tensor! retrive_index, Tensor! retrive_next_token, Tensor! retrive_next_sibling, "
+        "int topk, int depth, int draft_token_num, int tree_mask_mode) -> ()": build_tree,
+        "verify_tree_greedy(Tensor! predicts, Tensor! accept_index, "
+        "Tensor! accept_token_num, Tensor candidates, Tensor retrive_index, "
+        "Tensor retrive_next_token, Tensor retrive_next_sibling, Tensor target_predict)"
+        " -> ()": verify_tree,
+    },
+    compiled={"kvcache.store_cache": _store_cache_0_5_17},
+    deep_gemm=ModuleType("deep_gemm"),  # its attention for MLA cannot be imported without
+    without={},
+    scheduler=_scheduler_0_5_17,
+    cached=_cached_0_5_17,
+    # Draft extend is in no graph on FA3, and on FlashInfer lengths travel twice more.
+    budget={
+        "target alone, FA3": (40, 1, 1, 0, 0, 1, 1),
+        "EAGLE3 chains, FA3, stock": (100, 3, 2, 2, 0, 1, 2),
+        "EAGLE3 chains, FA3, gated": (135, 3, 4, 2, 0, 4, 2),
+        "EAGLE3 chains, FA3": (180, 3, 6, 2, 0, 6, 2),
+        "EAGLE3 chains, FlashInfer, gated": (115, 9, 6, 4, 2, 4, 3),
+        "EAGLE3 chains, FlashInfer": (155, 11, 8, 4, 3, 7, 3),
+        "EAGLE3 trees, FlashInfer, gated": (125, 9, 6, 4, 2, 4, 3),
+        "EAGLE3 trees, FlashInfer": (160, 11, 9, 4, 3, 7, 3),
+    },
+)
 
-#: The one that is installed.
-RELEASE = RELEASES[version("sglang")]
-OLDEST = RELEASES["0.5.17"]
+NEWEST = Release(
+    loaders=(
+        "sglang.kernels.jit.utils",
+        "sglang.kernels.jit.utils.compile",
+        "sglang.kernels.jit.utils.compile.loader",
+    ),
+    operations={},
+    compiled={
+        "kvcache.store_cache": store_cache,
+        "speculative_tree.build_tree_kernel_efficient": build_tree,
+        "speculative_tree.verify_tree_greedy": verify_tree,
+    },
+    deep_gemm=None,
+    # It copies by raw addresses: SGLang's own way without it is torch's.
+    without={
+        "sglang.kernels.ops.memory.small_copy": {"try_small_copy": lambda *_: False},
+    },
+    scheduler=_scheduler_0_5_23,
+    cached=_cached_0_5_23,
+    budget={
+        "target alone, FA3": (40, 1, 1, 0, 0, 1, 1),
+        "EAGLE3 chains, FA3, stock": (70, 3, 2, 2, 0, 1, 3),
+        "EAGLE3 chains, FA3, gated": (105, 3, 4, 2, 0, 4, 3),
+        "EAGLE3 chains, FA3": (145, 3, 6, 2, 0, 6, 3),
+        "EAGLE3 chains, FlashInfer, gated": (110, 9, 6, 2, 2, 4, 3),
+        "EAGLE3 chains, FlashInfer": (150, 11, 8, 2, 3, 7, 3),
+        "EAGLE3 trees, FlashInfer, gated": (120, 9, 6, 2, 2, 4, 3),
+        "EAGLE3 trees, FlashInfer": (150, 11, 9, 2, 3, 7, 3),
+    },
+)
+
+#: By SGLang's version.
+RELEASES = dict(zip(TESTED, (OLDEST, NEWEST), strict=True))
+
+#: The one that is installed; one that nobody has looked at yet is taken for the newest.
+RELEASE = RELEASES.get(version("sglang"), NEWEST)
