@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # one core.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 DEMO   := eval/demo_models/weights
-# The oldest SGLang we serve, beside which one small test runs.
+# The oldest SGLang we serve, beside which two small tests run.
 OLD       := 0.5.17
 OLD_VENV  := .venv-$(OLD)
 OLD_STAMP := $(OLD_VENV)/.installed
@@ -71,8 +71,8 @@ e2e: $(STAMP)  ## Only the tests that start real servers
 
 check: lint types unit  ## Lint, types and unit tests
 
-parity-old: $(OLD_STAMP)  ## The same outputs beside the oldest SGLang served, in .venv-0.5.17
-	$(OLD_VENV)/bin/python -m pytest tests/e2e/test_parity_smoke.py
+parity-old: $(OLD_STAMP)  ## The same outputs beside the oldest SGLang served, on CPU and emulated CUDA
+	$(OLD_VENV)/bin/python -m pytest tests/e2e/test_parity_smoke.py tests/emulated/test_smoke.py
 
 $(OLD_STAMP): $(STAMP) pyproject.toml requirements-$(OLD).lock
 	test -x $(OLD_VENV)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(OLD_VENV)

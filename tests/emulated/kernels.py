@@ -1,10 +1,5 @@
 """What SGLang's compiled kernels compute, in torch: those that a Llama with a draft model launches.
 
-Three libraries bring them, and each is taken at the place where SGLang loads it: ``sgl_kernel``
-(operations of torch), SGLang's own that are compiled when they are first used, and FlashInfer,
-whose Python runs as it is while its compiled ``plan`` and ``run`` are these. A kernel without a
-reference ends the program that launches it.
-
 References write into tensors as the host sees them, when their launch is due. What a kernel must
 not be given raises :class:`Defect` then.
 
@@ -14,24 +9,17 @@ Legend: R rows, B requests, H query heads, G key heads, D head size.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglang_c2t.cpu.tree_build import build_tree
-from sglang_c2t.cpu.tree_verify import verify_tree
-from tests.emulated.device import OPERATIONS, DeviceTensor, launch
+from tests.emulated.device import DeviceTensor, launch
 from tests.emulated.memory import pinned
 
 NAN = float("nan")
@@ -437,138 +425,3 @@ def merge_state(
     total = (v_a.float() * a[..., None] + v_b.float() * b[..., None]) / (a + b)[..., None]
     out.copy_(total.to(out.dtype))
     sums.copy_(most + torch.log2(a + b))
-
-
-# -- where they are found ----------------------------------------------------------------------
-
-#: Operations of ``sgl_kernel``: schema, and the reference or what is done at once.
-SGL_KERNEL: dict[str, Callable[..., Any]] = {
-    "rmsnorm(Tensor! output, Tensor input, Tensor weight, float eps, bool enable_pdl) -> ()":
-        rmsnorm,
-    "fused_add_rmsnorm(Tensor! input, Tensor! residual, Tensor weight, float eps, bool enable_pdl)"
-    " -> ()": fused_add_rmsnorm,
-    "silu_and_mul(Tensor! out, Tensor input) -> ()":
-        lambda out, x: activation(x, out, "silu"),
-}  # fmt: skip
-
-#: Functions of modules that are compiled when they are first used, by module and function.
-COMPILED: dict[str, Callable[..., None]] = {
-    "norm.rmsnorm": rmsnorm,
-    "norm.fused_add_rmsnorm": fused_add_rmsnorm,
-    "quantization.segment_packbits": segment_packbits,
-    "cascade.merge_state": merge_state,
-    "rmsnorm.rmsnorm": jit_rmsnorm,
-    "fused_add_rmsnorm.fused_add_rmsnorm": fused_add_rmsnorm,
-    "activation.run_activation": activation,
-    "fused_rope.run_rope": rope,
-    "fused_rope.run_rope_store": rope_and_store,
-    "rotary_embedding.rotary_embedding": rotary_embedding,
-    "kvcache.store_cache": store_cache,
-    "clamp_position.clamp_position": clamp_position,
-    "speculative_tree.build_tree_kernel_efficient": build_tree,
-    "speculative_tree.verify_tree_greedy": verify_tree,
-}
-
-#: Of these the arguments with which a module was made matter.
-_MADE_FOR = {"fused_rope.run_rope", "fused_rope.run_rope_store"}
-
-
-class _Compiled:
-    """A module that a compiler would have made."""
-
-    def __init__(self, name: str, made_for: tuple[Any, ...] = ()) -> None:
-        self._name, self._made_for = name, made_for
-
-    def __getattr__(self, function: str) -> Callable[..., None]:
-        if function.startswith("__"):
-            raise AttributeError(function)
-        key = f"{self._name}.{function}"
-        if key not in COMPILED:
-            raise NotImplementedError(f"no reference for the compiled kernel {key}")
-        kernel = COMPILED[key]
-        if key in _MADE_FOR:
-            kernel = functools.partial(kernel, made_for=self._made_for)
-        return functools.partial(launch, key, kernel)
-
-
-def import_sgl_kernel() -> None:
-    """``sgl_kernel`` without its libraries, which need a driver: for a process of its own."""
-    for library in ("flash_ops", "flashmla_ops", "spatial_ops"):
-        sys.modules[f"sgl_kernel.{library}"] = ModuleType(library)
-    sys.modules["deep_gemm"] = None  # is not there
-    find = importlib.util.spec_from_file_location
-
-    class Nothing:
-        def create_module(self, spec: ModuleSpec) -> ModuleType:
-            return ModuleType(spec.name)
-
-        def exec_module(self, module: ModuleType) -> None:
-            pass
-
-    def without_operations(name: str, location: Any = None, **options: Any) -> Any:
-        if name != "common_ops":
-            return find(name, location, **options)
-        empty = ModuleSpec(name, Nothing(), origin=str(location))
-        empty.has_location = True
-        return empty
-
-    with patch.object(importlib.util, "spec_from_file_location", without_operations):
-        import sgl_kernel  # noqa: F401
-
-
-_library = torch.library.Library("sgl_kernel", "FRAGMENT")
-
-
-def define_operations() -> None:
-    """The operations of ``sgl_kernel`` that there are references for."""
-    for schema, kernel in SGL_KERNEL.items():
-        name = "sgl_kernel::" + schema.partition("(")[0]
-        _library.define(schema)
-        OPERATIONS[name] = functools.partial(launch, name, kernel)
-    _library.define("weak_ref_tensor(Tensor tensor) -> Tensor")
-    OPERATIONS["sgl_kernel::weak_ref_tensor"] = lambda tensor: tensor.view(tensor.shape)
-
-
-@contextmanager
-def served() -> Iterator[None]:
-    """SGLang and FlashInfer find these kernels inside the block."""
-    import flashinfer.decode
-    import flashinfer.jit.core
-    import flashinfer.prefill
-    import sgl_kernel.flash_attn
-    import sglang.kernels.jit.utils as utils
-    import sglang.kernels.jit.utils.compile as compiling
-    import sglang.kernels.jit.utils.compile.loader as loader
-    import sglang.kernels.ops.attention.flash_attention_v3 as fa3
-    import sglang.kernels.ops.memory.small_copy as small_copy
-
-    compiled = loader.load_jit
-
-    def load_jit(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("cuda_files") or kwargs.get("external_cuda_files"):
-            return _Compiled(str(args[0]), args[1:])
-        return compiled(*args, **kwargs)
-
-    def load_flashinfer(spec: Any) -> _Compiled:
-        return _Compiled(spec.name.split("_dtype")[0])
-
-    attention = {
-        "flash_attn_with_kvcache": flash_attn_with_kvcache,
-        "flash_attn_varlen_func": flash_attn_varlen_func,
-        "get_scheduler_metadata": get_scheduler_metadata,
-    }
-    with ExitStack() as stack:
-        for owner, instead in (
-            *((module, {"load_jit": load_jit}) for module in (utils, compiling, loader)),
-            (flashinfer.jit.core.JitSpec, {"build_and_load": load_flashinfer}),
-            (flashinfer.prefill, {"get_batch_prefill_module": prefill_module}),
-            (flashinfer.decode, {"get_batch_prefill_module": prefill_module,
-                                 "get_batch_decode_module": decode_module}),
-            (sgl_kernel.flash_attn, attention),
-            (fa3, {"_load_fa3_kernels": lambda: attention}),
-            (torch.ops, {"load_library": lambda _: None}),  # all need a driver
-            # It copies by raw addresses: SGLang's own way without it is torch's.
-            (small_copy, {"try_small_copy": lambda *_: False}),
-        ):  # fmt: skip
-            stack.enter_context(patch.multiple(owner, **instead))
-        yield

@@ -155,30 +155,28 @@ class Start(NamedTuple):
     @classmethod
     def of(cls, case: Case) -> Start:
         """As its flags say."""
-        from sglang.srt.server_args import PortArgs, prepare_server_args
+        from sglang.srt.server_args import PortArgs
 
-        args = prepare_server_args(list(case.flags))
-        args.resolve_once()
+        from tests.emulated.versions import RELEASE
+
+        args = RELEASE.arguments(list(case.flags))
         return cls(args, PortArgs.init_new(args))
 
 
 def start(case: Case, given: Start, rank: int = 0) -> Any:
     """SGLang's scheduler, ready to serve."""
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.runtime_context import SpawnRanks, publish
-
     from sglang_c2t.kernels import rows
     from sglang_c2t.srt.draft import seeding
     from tests.emulated.device import DEVICE
     from tests.emulated.mutants import MUTANTS
+    from tests.emulated.versions import RELEASE
 
     rows.FULL_GRID = 4  # blocks of a launch, which the interpreter runs one by one
     seeding.SECONDS = 2.0  # for prices of steps, which say nothing here
     DEVICE.in_turn = case.in_turn
     if case.mutant:
         MUTANTS[case.mutant].break_it()
-    publish(given.args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
-    scheduler = Scheduler(given.args, given.ports)
+    scheduler = RELEASE.scheduler(given.args, given.ports, rank)
     DEVICE.idle()  # seconds have gone by
     return scheduler
 
@@ -279,17 +277,13 @@ def sketch(layers: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 def _kept(scheduler: Any, req: Any) -> list[list[float]]:
     """What models keep of the request's tokens, those that are in the prefix cache."""
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.mem_cache.common import _req_radix_key
     from sglang.srt.runtime_context import get_parallel
 
     from tests.emulated.ranks import whole
+    from tests.emulated.versions import RELEASE
 
     group = get_parallel().tp_group
-    tree = scheduler.tree_cache
-    key = _req_radix_key(tree, req, req.origin_input_ids + req.output_ids)
-    found = tree.match_prefix(MatchPrefixParams(key=key))
-    slots = tree.path_device_indices(found.last_device_node)[: found.device_prefix_len].cpu()
+    slots = RELEASE.cached(scheduler.tree_cache, req).cpu()
     pools = [scheduler.tp_worker.model_runner.token_to_kv_pool]
     if scheduler.draft_worker is not None:
         pools.append(scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
@@ -441,13 +435,13 @@ def _fork(work: Callable[[], None], seconds: int) -> Callable[[], str]:
 
 def _device(stack: ExitStack) -> None:
     """The device is there, and SGLang imported."""
-    from tests.emulated import kernels, ranks, torch_cuda, triton_interpreter
+    from tests.emulated import libraries, ranks, torch_cuda, triton_interpreter
 
     stack.enter_context(torch_cuda.installed())
     stack.enter_context(torch_cuda.compiled_as_it_is())
-    kernels.import_sgl_kernel()
-    kernels.define_operations()
-    stack.enter_context(kernels.served())
+    libraries.import_sgl_kernel()
+    libraries.define_operations()
+    stack.enter_context(libraries.served())
     stack.enter_context(triton_interpreter.interpreted())
     stack.enter_context(ranks.connected())
     import sglang.srt.layers.attention.flashattention_backend
@@ -463,3 +457,4 @@ def _device(stack: ExitStack) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 120)
+    os._exit(0)  # an interpreter with all of SGLang in it takes seconds to end

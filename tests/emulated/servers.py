@@ -1,4 +1,4 @@
-"""The servers that the emulated device runs, and what a step of theirs may cost."""
+"""The servers that the emulated device runs."""
 
 from __future__ import annotations
 
@@ -42,20 +42,6 @@ UNUSUAL = {
     "EAGLE3 trees, FlashInfer, bfloat16": (*TREES, *FLASHINFER, "--c2t", *ROUNDED),
     "EAGLE3 chains, FA3, pages, recorded": (*CHAINS["EAGLE3"], *PAGES, "--c2t", *RECORDED),
     "EAGLE3 trees, FlashInfer, recorded": (*TREES, *FLASHINFER, "--c2t", *RECORDED),
-}
-
-#: What a decode step may count at most outside of graphs, while requests come and go. Pageable
-#: copies are SGLang's own. Plans go by the clock: theirs are a quarter above the most of one run.
-COUNTED = ("launches", "H2D", "D2H", "pageable", "syncs", "event waits", "replays")
-BUDGET: dict[str, tuple[int, ...]] = {
-    "target alone, FA3": (40, 1, 1, 0, 0, 1, 1),
-    "EAGLE3 chains, FA3, stock": (70, 3, 2, 2, 0, 1, 3),
-    "EAGLE3 chains, FA3, gated": (105, 3, 4, 2, 0, 4, 3),
-    "EAGLE3 chains, FA3": (145, 3, 6, 2, 0, 6, 3),
-    "EAGLE3 chains, FlashInfer, gated": (110, 9, 6, 2, 2, 4, 3),
-    "EAGLE3 chains, FlashInfer": (150, 11, 8, 2, 3, 7, 3),
-    "EAGLE3 trees, FlashInfer, gated": (120, 9, 6, 2, 2, 4, 3),
-    "EAGLE3 trees, FlashInfer": (150, 11, 9, 2, 3, 7, 3),
 }
 
 #: The server of the same draft model that is SGLang's own.

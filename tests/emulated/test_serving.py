@@ -46,10 +46,22 @@ class Runs:
     mutants: dict[str, Served]
 
 
+class Every(dict[str, Runs]):
+    """Servers by name, each started once, when somebody asks for it."""
+
+    def __init__(self, emulated: Emulator, oracle: Oracle) -> None:
+        super().__init__()
+        self._emulated, self._oracle = emulated, oracle
+
+    def __missing__(self, server: str) -> Runs:
+        self[server] = _serve(self._emulated, self._oracle, server)
+        return self[server]
+
+
 @pytest.fixture(scope="module")
 def served(emulated: Emulator, oracle: Oracle) -> dict[str, Runs]:
-    """All servers, each started once."""
-    return {server: _serve(emulated, oracle, server) for server in GREEDY}
+    """All servers, or those of the tests that were chosen."""
+    return Every(emulated, oracle)
 
 
 def _serve(emulated: Emulator, oracle: Oracle, server: str) -> Runs:
@@ -119,7 +131,7 @@ def test_chains_are_drafted_to_several_lengths(served: dict[str, Runs], server: 
 
 def test_memory_of_ours_is_little_beside_stock(served: dict[str, Runs]) -> None:
     """Draft graphs of all lengths lie in the buffers of the longest."""
-    memory = {server: runs.orders[0].memory for server, runs in served.items()}
+    memory = {server: served[server].orders[0].memory for server in GREEDY}
     for server, bytes_of in memory.items():
         print(server, bytes_of)
     for server in (s for s in memory if "chains" in s and "--c2t" in SERVERS[s]):
