@@ -227,8 +227,10 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",  # the demo models are local; no look-up at start
         # Several processes share few cores; a second thread each mostly waits for a core.
         "OMP_NUM_THREADS": "1",
-        # It takes a server that is stopped for one that crashes, and would sleep for 5 seconds.
+        # It takes a server that is stopped for one that crashes, and would sleep for 5 seconds, and
+        # for another 60 where a scheduler on a GPU fails.
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         **extra,
     }
 
