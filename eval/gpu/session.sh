@@ -19,7 +19,8 @@ export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD${SITE:+:$SITE}${PYTHO
 run() {
   local name=$1; shift
   echo "== $*"
-  timeout --signal=TERM --kill-after=30 "$BUDGET" "$@" 2>&1 | tee "$OUT/$name.log"
+  # Stopping a server takes up to 40 s; who is killed earlier leaves it on the GPU.
+  timeout --signal=TERM --kill-after=60 "$BUDGET" "$@" 2>&1 | tee "$OUT/$name.log"
   local code=$?
   echo "== $name: exit code $code"
   return $code
