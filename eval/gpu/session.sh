@@ -30,10 +30,10 @@ case "$STAGE" in
   check)
     run check "$PYTHON" -m eval.gpu.check --out "$OUT/check" "$@" ;;
   tests)
-    run tests "$PYTHON" -m pytest -m gpu tests/cuda tests/kernels tests/test_chain.py tests/policies \
-      -p no:cacheprovider -rA --tb=short "$@" ;;
+    run tests "$PYTHON" -m pytest -m gpu tests/cuda tests/kernels tests/draft/test_chain.py \
+      tests/policies -p no:cacheprovider -rA --tb=short "$@" ;;
   microbench)
-    run ceilings "$PYTHON" -m eval.gpu.roofline --out "$OUT/ceilings.json" &&
+    run ceilings "$PYTHON" -m eval.gpu.roofline --out "$OUT/ceilings.json" ${CEILINGS:-} &&
       run microbench "$PYTHON" -m eval.gpu.microbench --ceilings "$OUT/ceilings.json" \
         --out "$OUT/micro.json" "$@" ;;
   throughput)
