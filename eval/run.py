@@ -31,7 +31,7 @@ from rich.table import Table
 
 from eval import terminal
 from eval.bench.checks import compared_outputs, metric_disagreements
-from eval.bench.config import ADAPTIVE, BenchConfig, as_dict, read_config
+from eval.bench.config import ADAPTIVE, SHAPE, BenchConfig, as_dict, read_config
 from eval.bench.datasets import Dataset, load
 from eval.bench.methods import (
     Host,
@@ -54,6 +54,7 @@ from eval.bench.records import (
 )
 from eval.bench.replay import Replay
 from eval.bench.runner import Budget, OutOfTime, Runner
+from eval.gpu.models import SHAPES
 from eval.server import DRAFTS
 from sglang_c2t.config import ConfigError
 from sglang_c2t.files import write_whole
@@ -87,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = read_config(args.config)
         if args.algorithm is not None:
             config = drafting_by(config, args.algorithm)
+        if args.shape is not None:
+            config = shaped(config, args.shape)
         if args.prompts:
             config = sending(config, tuple(args.prompts))
         _check_names(args.only, config)
@@ -135,6 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--algorithm", choices=sorted(DRAFTS), help="draft by this one, not the configuration's"
     )
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="serve this one, not the configuration's"
+    )
     parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds of this call")
     parser.add_argument("--revision", help="of this code, where there is no git")
     parser.add_argument("--data", type=Path, help="folder with files of public prompt sets")
@@ -145,6 +151,15 @@ def _parser() -> argparse.ArgumentParser:
 def sending(config: BenchConfig, prompts: tuple[int, ...]) -> BenchConfig:
     """The same run with other numbers of prompts; ConfigError unless one for each concurrency."""
     return replace(config, load=tuple(replace(load, prompts=prompts) for load in config.load))
+
+
+def shaped(config: BenchConfig, shape: str) -> BenchConfig:
+    """The same run with models of another shape; ConfigError where it has real ones."""
+    named = {config.model.target, config.model.draft}
+    if not all(name.startswith(SHAPE) for name in named):
+        raise ConfigError(f"--shape replaces a shape, and this run serves {config.model.target}")
+    model = replace(config.model, target=SHAPE + shape, draft=SHAPE + shape)
+    return replace(config, name=f"{config.name}, {shape}", model=model)
 
 
 def drafting_by(config: BenchConfig, algorithm: str) -> BenchConfig:
