@@ -334,7 +334,8 @@ def _device(stack: ExitStack) -> None:
 
     stack.enter_context(torch_cuda.installed())
     stack.enter_context(torch_cuda.compiled_as_it_is())
-    kernels.import_sgl_kernel()
+    with kernels.without_libraries():
+        import sgl_kernel  # noqa: F401
     kernels.define_operations()
     stack.enter_context(kernels.served())
     stack.enter_context(triton_interpreter.interpreted())
