@@ -4,7 +4,8 @@
 #     [SITE=dir] [OUT=dir] [BUDGET=s] bash eval/gpu/session.sh STAGE [arguments]
 #
 # SITE: folder with SGLang and what it needs, unless they are installed. If it holds env.sh, that
-# is read too. PYTHON: the interpreter. Each stage ends within BUDGET seconds, 560 by default.
+# is read too. PYTHON: the interpreter. Each stage ends within BUDGET seconds, 560 by default, or a
+# minute behind that if its last server has to be killed. Folders are named from the repository.
 set -u -o pipefail
 cd "$(dirname "$0")/../.." || exit 2
 STAGE=${1:-}; shift || true
@@ -12,7 +13,10 @@ export OUT=${OUT:-$PWD/runs/gpu}
 BUDGET=${BUDGET:-560}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
-if [ -n "${SITE:-}" ] && [ -f "$SITE/env.sh" ]; then . "$SITE/env.sh"; fi
+if [ -n "${SITE:-}" ]; then
+  SITE=$(cd "$SITE" && pwd) || exit 2
+  if [ -f "$SITE/env.sh" ]; then . "$SITE/env.sh"; fi
+fi
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD${SITE:+:$SITE}${PYTHONPATH:+:$PYTHONPATH}
 
 # run NAME COMMAND...: within the budget, its output on the screen and in $OUT/NAME.log

@@ -6,6 +6,7 @@ often SGLang without speculation parts from itself between batch sizes is the co
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -29,8 +30,9 @@ from eval.server import (
 from tests.cuda.ties import Reference, excused, parting
 from tests.gpu import gpu
 
-BATCHES = (1, 16, 64, 256)
-NEW_TOKENS = 64
+#: A device that is slow may be asked less.
+BATCHES = tuple(map(int, os.environ.get("GPU_TEST_BATCHES", "1 16 64 256").split()))
+NEW_TOKENS = int(os.environ.get("GPU_TEST_TOKENS", "64"))
 COMMON = (
     "--mem-fraction-static", "0.4", "--max-running-requests", str(max(BATCHES)),
     "--cuda-graph-bs-decode", *map(str, BATCHES),
