@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -63,6 +64,19 @@ if __name__ == "__main__":
 
 def test_a_spawned_process_has_the_device_and_one_without_torch_imports_none() -> None:
     assert python(SPAWNING, TOLD) == "True 3.0 tests.emulated.triton_interpreter\nFalse\n"
+
+
+@pytest.mark.server
+def test_each_part_of_the_microbenchmark_runs(tmp_path: Path) -> None:
+    """Takes as long as a server."""
+    ceilings = tmp_path / "ceilings.json"
+    ceilings.write_text(json.dumps({"gpu": "made up", "bytes_per_s": 4e12, "flops_per_s": 8e14}))
+    table = python(
+        "import sys; from eval.gpu.microbench import main; sys.exit(main(sys.argv[1:]))",
+        "--brief", "--batches", "2", "--ceilings", str(ceilings),
+    )  # fmt: skip
+    rows = [line for line in table.splitlines() if "| B 2" in line]
+    assert len(rows) == 16, table
 
 
 @pytest.mark.server
