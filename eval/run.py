@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -90,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = drafting_by(config, args.algorithm)
         if args.shape is not None:
             config = shaped(config, args.shape)
+        if args.flags:
+            config = flagged(config, shlex.split(args.flags))
         if args.prompts:
             config = sending(config, tuple(args.prompts))
         _check_names(args.only, config)
@@ -141,6 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), help="serve this one, not the configuration's"
     )
+    parser.add_argument(
+        "--flags", metavar="'--A 1 --B'", default="", help="further ones for every server"
+    )
     parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds of this call")
     parser.add_argument("--revision", help="of this code, where there is no git")
     parser.add_argument("--data", type=Path, help="folder with files of public prompt sets")
@@ -160,6 +166,13 @@ def shaped(config: BenchConfig, shape: str) -> BenchConfig:
         raise ConfigError(f"--shape replaces a shape, and this run serves {config.model.target}")
     model = replace(config.model, target=SHAPE + shape, draft=SHAPE + shape)
     return replace(config, name=f"{config.name}, {shape}", model=model)
+
+
+def flagged(config: BenchConfig, flags: Sequence[str]) -> BenchConfig:
+    """The same run, its servers started with further flags of SGLang's; of two equal ones the last
+    holds.
+    """
+    return replace(config, server=replace(config.server, flags=(*config.server.flags, *flags)))
 
 
 def drafting_by(config: BenchConfig, algorithm: str) -> BenchConfig:
