@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +32,7 @@ from rich.table import Table
 
 from eval import terminal
 from eval.bench.checks import compared_outputs, metric_disagreements
-from eval.bench.config import ADAPTIVE, BenchConfig, as_dict, read_config
+from eval.bench.config import ADAPTIVE, SHAPE, BenchConfig, as_dict, read_config
 from eval.bench.datasets import Dataset, load
 from eval.bench.methods import (
     Host,
@@ -54,6 +55,7 @@ from eval.bench.records import (
 )
 from eval.bench.replay import Replay
 from eval.bench.runner import Budget, OutOfTime, Runner
+from eval.gpu.models import SHAPES
 from eval.server import DRAFTS
 from sglang_c2t.config import ConfigError
 from sglang_c2t.files import write_whole
@@ -87,6 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = read_config(args.config)
         if args.algorithm is not None:
             config = drafting_by(config, args.algorithm)
+        if args.shape is not None:
+            config = shaped(config, args.shape)
+        if args.flags:
+            config = flagged(config, shlex.split(args.flags))
         if args.prompts:
             config = sending(config, tuple(args.prompts))
         _check_names(args.only, config)
@@ -135,6 +141,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--algorithm", choices=sorted(DRAFTS), help="draft by this one, not the configuration's"
     )
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="serve this one, not the configuration's"
+    )
+    parser.add_argument(
+        "--flags", metavar="'--A 1 --B'", default="", help="further ones for every server"
+    )
     parser.add_argument("--budget-s", type=float, default=math.inf, help="seconds of this call")
     parser.add_argument("--revision", help="of this code, where there is no git")
     parser.add_argument("--data", type=Path, help="folder with files of public prompt sets")
@@ -145,6 +157,22 @@ def _parser() -> argparse.ArgumentParser:
 def sending(config: BenchConfig, prompts: tuple[int, ...]) -> BenchConfig:
     """The same run with other numbers of prompts; ConfigError unless one for each concurrency."""
     return replace(config, load=tuple(replace(load, prompts=prompts) for load in config.load))
+
+
+def shaped(config: BenchConfig, shape: str) -> BenchConfig:
+    """The same run with models of another shape; ConfigError where it has real ones."""
+    named = {config.model.target, config.model.draft}
+    if not all(name.startswith(SHAPE) for name in named):
+        raise ConfigError(f"--shape replaces a shape, and this run serves {config.model.target}")
+    model = replace(config.model, target=SHAPE + shape, draft=SHAPE + shape)
+    return replace(config, name=f"{config.name}, {shape}", model=model)
+
+
+def flagged(config: BenchConfig, flags: Sequence[str]) -> BenchConfig:
+    """The same run, its servers started with further flags of SGLang's; of two equal ones the last
+    holds.
+    """
+    return replace(config, server=replace(config.server, flags=(*config.server.flags, *flags)))
 
 
 def drafting_by(config: BenchConfig, algorithm: str) -> BenchConfig:

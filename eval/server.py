@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -187,15 +188,20 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(launch: Launch, log_dir: Path) -> Iterator[Server]:
-    """Start ``launch``, yield when it answers, stop it at the end of the block."""
+def running(
+    launch: Launch, log_dir: Path, unwanted: threading.Event | None = None
+) -> Iterator[Server]:
+    """Start ``launch``, yield when it answers, stop it at the end of the block.
+
+    A server that is ``unwanted`` before it answers is stopped, too: :class:`ServerError`.
+    """
     port = free_port()
     log_dir.mkdir(parents=True, exist_ok=True)
     log = log_dir / f"{launch.name}.log"
     process = start([*launch.argv(port), *_control(launch)], environment(launch.env), log)
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
-        _wait_until_ready(server)
+        _wait_until_ready(server, unwanted or threading.Event())
         yield server
     finally:
         stop(process)
@@ -227,8 +233,10 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",  # the demo models are local; no look-up at start
         # Several processes share few cores; a second thread each mostly waits for a core.
         "OMP_NUM_THREADS": "1",
-        # It takes a server that is stopped for one that crashes, and would sleep for 5 seconds.
+        # It takes a server that is stopped for one that crashes, and would sleep for 5 seconds, and
+        # for another 60 where a scheduler on a GPU fails.
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         **extra,
     }
 
@@ -255,9 +263,11 @@ def free_port() -> int:
             return port
 
 
-def _wait_until_ready(server: Server) -> None:
+def _wait_until_ready(server: Server, unwanted: threading.Event) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
+        if unwanted.is_set():
+            raise ServerError("nobody waits for this server any more")
         if server.process.poll() is not None:
             raise ServerError(f"server ended with {server.process.poll()}\n{_tail(server.log)}")
         with contextlib.suppress(requests.RequestException):

@@ -29,9 +29,9 @@ from eval import server
 #: What SGLang looks up when a server starts, or :func:`_serve` for it. Other variables it may have
 #: read on import, so that a server with one of these is started as users do.
 READ_LATE = {
-    "PYTHONPATH", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE",
-    "SGLANG_REQ_RUNNING_TIMEOUT", "SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_TEST_RETRACT",
+    "PYTHONPATH", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "SGLANG_REQ_RUNNING_TIMEOUT",
+    "SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_TEST_RETRACT",
 }  # fmt: skip
 
 _ONE_AT_A_TIME = threading.Lock()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -135,10 +136,11 @@ class Runner:
         workers = ThreadPoolExecutor(self.config.server.starting)
         bars.starting(len(hosts))
         stacks = {host.name: contextlib.ExitStack() for host in hosts}
+        over = threading.Event()
 
         def start(host: Host) -> tuple[Host, Server | ServerError]:
             try:
-                server = running(host.launch, self.folder / "logs")
+                server = running(host.launch, self.folder / "logs", over)
                 return host, stacks[host.name].enter_context(server)
             except ServerError as error:
                 return host, error
@@ -156,7 +158,8 @@ class Runner:
                         fleet[host.name] = server
             yield fleet
         finally:
-            workers.shutdown(cancel_futures=True)  # servers that are just starting end first
+            over.set()  # servers that are just starting end first
+            workers.shutdown(cancel_futures=True)
             with ThreadPoolExecutor(len(hosts)) as closing:
                 list(closing.map(contextlib.ExitStack.close, stacks.values()))
 

@@ -1,6 +1,6 @@
 """Whether this machine can be measured: versions, GPU, seams, traces, and one server of each kind.
 
-    python -m eval.gpu.check [--no-servers]
+    python -m eval.gpu.check [--no-servers] [--shape NAME]
 
 Costs a minute or two, and finds out what would otherwise end a long run. The servers are those of
 ``eval/configs/gpu-check.toml``.
@@ -19,6 +19,7 @@ import torch
 from eval import run
 from eval.bench import provenance
 from eval.gpu import traces
+from eval.gpu.models import SHAPES
 
 CONFIG = Path(__file__).parents[1] / "configs" / "gpu-check.toml"
 
@@ -29,7 +30,7 @@ def gpu() -> str:
         raise RuntimeError("torch sees no CUDA device")
     major, minor = torch.cuda.get_device_capability()
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
-    name = ", ".join(provenance.hardware()["gpus"])
+    name = ", ".join(provenance.hardware()["gpus"]) or torch.cuda.get_device_name()
     return f"{name}, sm_{major}{minor}, {free:.0f} of {total:.0f} GiB free"
 
 
@@ -52,10 +53,10 @@ def recorded() -> str:
     return f"{loaded.num_traces} traces, {traces.fingerprint(traces.DEMO)}"
 
 
-def servers(out: Path) -> str:
+def servers(out: Path, shape: str | None = None) -> str:
     """Three servers on a small model walk a few traces; raises unless all is as recorded."""
     shutil.rmtree(out, ignore_errors=True)  # an older check says nothing of this machine
-    if run.main([str(CONFIG), "--out", str(out)]):
+    if run.main([str(CONFIG), "--out", str(out), *(("--shape", shape) if shape else ())]):
         raise RuntimeError(f"see above, {out}/checks.json and {out}/logs")
     return "no speculation, fixed lengths and gates walk their traces"
 
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(prog="python -m eval.gpu.check", description=__doc__)
     options.add_argument("--no-servers", action="store_true")
     options.add_argument("--out", type=Path, default=Path("runs/gpu/check"), help="logs and cells")
+    options.add_argument("--shape", choices=sorted(SHAPES), help="of the servers' models")
     args = options.parse_args(argv)
     checks: dict[str, Callable[[], str]] = {
         "versions": versions,
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "traces": recorded,
     }
     if not args.no_servers:
-        checks["servers"] = lambda: servers(args.out)
+        checks["servers"] = lambda: servers(args.out, args.shape)
     failed = 0
     for name, check in checks.items():
         try:

@@ -104,12 +104,11 @@ def step_floor(
 # -- measuring ----------------------------------------------------------------------------
 
 
-def measure() -> Ceilings:
-    """Median of 20 copies of 4 GiB and of 20 products of 8192 cubed, on random data."""
-    size = 4 * 2**30
+def measure(gib: float = 4, side: int = 8192) -> Ceilings:
+    """Median of 20 copies of so many GiB and of 20 products of ``side`` cubed, on random data."""
+    size = int(gib * 2**30)
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
     copy = by_events(torch.empty_like(source).copy_, source).median
-    side = 8192
     left, right = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in "ab")
     product = by_events(torch.matmul, left, right).median
     return Ceilings(torch.cuda.get_device_name(), 2 * size / copy, 2 * side**3 / product)
@@ -119,11 +118,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure the ceilings of this machine."""
     parser = argparse.ArgumentParser(prog="python -m eval.gpu.roofline", description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON, for the report")
+    parser.add_argument("--gib", type=float, default=4, help="size of a copy (%(default)s)")
+    parser.add_argument("--side", type=int, default=8192, help="of a product (%(default)s)")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("eval.gpu.roofline: needs a CUDA device", file=sys.stderr)
         return 2
-    found = measure()
+    found = measure(args.gib, args.side)
     text = json.dumps(asdict(found))
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)

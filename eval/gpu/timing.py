@@ -10,6 +10,15 @@ from typing import NamedTuple
 
 import torch
 
+#: Calls that are timed on the device and on the host, and rounds of works that a graph holds.
+REPEATS, HOST_REPEATS, ROUNDS = 20, 100, 8
+
+
+def briefly() -> None:
+    """From now on as few as can be: what is timed runs, and its times say nothing."""
+    global REPEATS, HOST_REPEATS, ROUNDS
+    REPEATS, HOST_REPEATS, ROUNDS = 2, 2, 1
+
 
 class Timing(NamedTuple):
     """Seconds of one call."""
@@ -30,13 +39,11 @@ class Timing(NamedTuple):
         )
 
 
-def by_events(
-    work: Callable[..., object], *inputs: object, repeats: int = 20, warmup: int = 3
-) -> Timing:
+def by_events(work: Callable[..., object], *inputs: object) -> Timing:
     """Time on the device between two events, one pair per call of ``work(*inputs)``."""
-    for _ in range(warmup):
+    for _ in range(3):
         work(*inputs)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
     events[0].record()
     for event in events[1:]:
         work(*inputs)
@@ -45,8 +52,8 @@ def by_events(
     return Timing.of([a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)])
 
 
-def by_graph(works: list[Callable[[], object]], *, rounds: int = 8, repeats: int = 20) -> Timing:
-    """Time of one call inside a graph of ``rounds`` times all ``works``.
+def by_graph(works: list[Callable[[], object]]) -> Timing:
+    """Time of one call inside a graph of some rounds of all ``works``.
 
     The works do the same on other inputs, so that none finds its own in the cache.
     """
@@ -57,18 +64,18 @@ def by_graph(works: list[Callable[[], object]], *, rounds: int = 8, repeats: int
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             for work in works:
                 work()
-    calls = rounds * len(works)
-    timing = by_events(graph.replay, repeats=repeats)
+    calls = ROUNDS * len(works)
+    timing = by_events(graph.replay)
     return Timing(*(seconds / calls for seconds in timing))
 
 
-def by_host(work: Callable[[], object], *, repeats: int = 100, warmup: int = 10) -> Timing:
+def by_host(work: Callable[[], object]) -> Timing:
     """Time on the host, the device idle before each call and waited for after it."""
-    seconds = []
-    for i in range(warmup + repeats):
+    seconds, warmup = [], HOST_REPEATS // 10
+    for i in range(warmup + HOST_REPEATS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         work()

@@ -25,11 +25,8 @@ import psutil
 from eval.server import Server
 from eval.soak.verdicts import Interruptions
 
-#: Longest that a server whose child died may take to end. SGLang itself waits 5 seconds for GPU
-#: activity to settle before it kills what is left, and, where a scheduler still lives, 60 seconds
-#: for its core dump (:data:`NO_CORE_DUMP` switches that off).
+#: Longest that a server whose child died may take to end.
 END_SECONDS = 30.0
-NO_CORE_DUMP = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0"}
 JUNK = b"this is no classifier"
 
 POLICIES = {

@@ -28,6 +28,7 @@ Legend: R rows, V draft vocabulary, K topk, C chunks, F features, H hidden units
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -282,7 +283,7 @@ def judge_layer_reference(
     tokens: bool = True,
     width: int = 1,
 ) -> GateOutput:
-    """:func:`judge_layer` in plain torch, on a CPU."""
+    """:func:`judge_layer` in plain torch. It looks at its numbers, so no CUDA graph can hold it."""
     _check(logits, topk, joint, alive, token_map, num_kept, out)
     x = draft_layer.floored(logits)
     log_probs = x.log_softmax(dim=-1)
@@ -295,7 +296,9 @@ def judge_layer_reference(
         ids = ids if token_map is None else token_map[ids]
     else:
         best = log_probs.amax(-1, keepdim=True) if count == 1 else log_probs.topk(count).values
-        ids = torch.empty((len(x), topk), dtype=torch.int64) if out is None else out.tokens
+        shape = (len(x), topk)
+        ids = x.new_empty(shape, dtype=torch.int64) if out is None else out.tokens
+    numbered = partial(torch.arange, device=x.device)
     prob = best[:, :topk].exp()
     parents = prob if joint is None else prob * joint[:, None]
     features = {
@@ -306,8 +309,8 @@ def judge_layer_reference(
         "margin": lambda: draft_layer.margins(best, topk),
         "entropy": lambda: entropy[:, None].expand_as(prob),
         "depth": lambda: torch.full_like(prob, depth),
-        "rank": lambda: torch.arange(topk).expand_as(prob).float(),
-        "parent_rank": lambda: (torch.arange(len(x)) % width)[:, None].expand_as(prob).float(),
+        "rank": lambda: numbered(topk).expand_as(prob).float(),
+        "parent_rank": lambda: (numbered(len(x)) % width)[:, None].expand_as(prob).float(),
     }
     confidence = _confidence(program, [features[name]() for name in program.names])
     keep = confidence >= program.beta

@@ -6,7 +6,9 @@ often SGLang without speculation parts from itself between batch sizes is the co
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,11 +28,13 @@ from eval.server import (
     running,
     speculative_flags,
 )
+from eval.terminal import interrupted_by_sigterm
 from tests.cuda.ties import Reference, excused, parting
 from tests.gpu import gpu
 
-BATCHES = (1, 16, 64, 256)
-NEW_TOKENS = 64
+#: A device that is slow may be asked less.
+BATCHES = tuple(map(int, os.environ.get("GPU_TEST_BATCHES", "1 16 64 256").split()))
+NEW_TOKENS = int(os.environ.get("GPU_TEST_TOKENS", "64"))
 COMMON = (
     "--mem-fraction-static", "0.4", "--max-running-requests", str(max(BATCHES)),
     "--cuda-graph-bs-decode", *map(str, BATCHES),
@@ -71,8 +75,9 @@ CASES = {
 
 @contextmanager
 def served(name: str, *flags: str) -> Iterator[Server]:
-    """A server on the GPU with our plugin."""
+    """A server on the GPU with our plugin, stopped as well where the time of a session ends."""
     with ExitStack() as stack:
+        stack.enter_context(interrupted_by_sigterm())
         work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         env = gpu_environment() | plugins.environment(plugins.write(work / "plugins"), ["c2t"])
         started = Launch(name, (*COMMON, *flags), TARGET, env, common=())
@@ -136,3 +141,27 @@ def test_answers_are_those_of_no_speculation(name: str) -> None:
     if "--c2t" in case.flags:
         kind = "trees" if case.topk > 1 else "chains"
         assert re.search(rf"(ragged|packed) verification of {kind}", log), "verified full width"
+
+
+def test_a_session_that_is_out_of_time_leaves_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pytest alone ends at once, and its server would keep the GPU from the next stage."""
+    up = []
+
+    @contextmanager
+    def fake(launch: Launch, _: Path) -> Iterator[str]:
+        up.append(launch.name)
+        try:
+            yield launch.name
+        finally:
+            up.clear()
+
+    monkeypatch.setattr("tests.cuda.test_servers.running", fake)
+
+    def run() -> None:
+        with served("any"):
+            assert up == ["any"]
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert up == []

@@ -261,6 +261,8 @@ _READING = {
     "_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select",
     "nonzero", "unique_consecutive", "unique_dim",
 }  # fmt: skip
+#: Matrix products: a GPU adds up in float32 whatever it is given, and many a CPU is slow otherwise.
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 #: These look tensors up by tensors, which may lie on the host, and count masks there.
 _LOOKING_UP = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
@@ -302,6 +304,8 @@ class _Operation:
         """Does it on what the host sees. It holds no block: work that is still to be done does not
         keep memory from being used again.
         """
+        if name in _PRODUCTS and not func._schema.is_mutable:
+            self._now = functools.partial(_in_float32, self._now)
         if self.kwargs.get("pin_memory"):
             raise Refused("only dense CPU tensors can be pinned")
 
@@ -402,6 +406,15 @@ class _Operation:
         # One number for all that a mask chooses is written where the mask is.
         fills = self.name != "index" and len(self.args) > 2 and self.args[2].numel() == 1
         return bool(masks) and not fills
+
+
+def _in_float32(product: functools.partial[Tensor]) -> Tensor:
+    """The product, rounded once."""
+    dtype = product.args[0].dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return product()
+    args = tree_map_only(Tensor, Tensor.float, product.args)
+    return product.func(*args, **product.keywords).to(dtype)
 
 
 def _put(compute: Callable[[], Any], into: list[Tensor]) -> None:

@@ -74,8 +74,11 @@ class _Compiled:
         return functools.partial(launch, key, kernel)
 
 
-def import_sgl_kernel() -> None:
-    """``sgl_kernel`` without its libraries, which need a driver: for a process of its own."""
+@contextmanager
+def without_libraries() -> Iterator[None]:
+    """``sgl_kernel`` can be imported inside the block, without its libraries, which need a driver:
+    for a process of its own.
+    """
     for library in ("flash_ops", "flashmla_ops", "spatial_ops"):
         sys.modules[f"sgl_kernel.{library}"] = ModuleType(library)
     sys.modules["deep_gemm"] = RELEASE.deep_gemm
@@ -96,7 +99,7 @@ def import_sgl_kernel() -> None:
         return empty
 
     with patch.object(importlib.util, "spec_from_file_location", without_operations):
-        import sgl_kernel  # noqa: F401
+        yield
 
 
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")

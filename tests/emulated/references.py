@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from sglang_c2t.kernels.gate import FusedGate, GateOutput, judge_layer_reference
-
 
 def logit_partials(*_: Any, **__: Any) -> None:
     """Nobody but ``judge`` reads what it leaves."""
@@ -26,6 +24,9 @@ def judge(
     **_: Any,
 ) -> None:  # fmt: skip
     """The gate's twin."""
+    # Not before: whoever imports it may be what brings Triton, and with it these references.
+    from sglang_c2t.kernels.gate import FusedGate, GateOutput, judge_layer_reference
+
     gate = FusedGate.__new__(FusedGate)  # over the kernel's own buffer
     gate.names, gate.hidden_size, gate.buffer = NAMES, HIDDEN, program
     judge_layer_reference(

@@ -439,7 +439,8 @@ def _device(stack: ExitStack) -> None:
 
     stack.enter_context(torch_cuda.installed())
     stack.enter_context(torch_cuda.compiled_as_it_is())
-    libraries.import_sgl_kernel()
+    with libraries.without_libraries():
+        import sgl_kernel  # noqa: F401
     libraries.define_operations()
     stack.enter_context(libraries.served())
     stack.enter_context(triton_interpreter.interpreted())

@@ -54,6 +54,15 @@ def test_a_program_computes_what_it_computes_on_the_host(
     assert torch.equal(there.cpu(), host)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_products_are_added_up_in_float32_or_better_and_rounded_once(dtype: torch.dtype) -> None:
+    left, right = torch.rand(5, 300).to(dtype), torch.rand(300, 4).to(dtype)
+    product = torch.matmul(left.cuda(), right.cuda()).cpu()
+    assert product.dtype == dtype
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    assert torch.equal(product, (left.to(wide) @ right.to(wide)).to(dtype))
+
+
 def test_shapes_that_are_data_are_waited_for() -> None:
     numbers = torch.tensor([3, 0, 5, 0]).to("cuda")
     before = DEVICE.tally["syncs"]

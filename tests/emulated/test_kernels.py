@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sglang_c2t.kernels import gate
 from tests.emulated import kernels, references
+from tests.emulated.torch_cuda import installed
 from tests.kernels.gate_worker import NETWORKS, program, random_layer
 
 HEADS, KEY_HEADS, SIZE, POOL = 4, 2, 8, 40
@@ -119,6 +120,19 @@ def test_the_reference_of_the_gate_takes_what_its_kernels_take() -> None:
     twins = gate.judge_layer_reference(logits, network, **layer, width=2)
     for mine, theirs in zip(judged, twins, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_the_gates_twin_computes_where_its_tensors_lie() -> None:
+    """On a GPU it is what the kernels are compared with; tensors of the host would not mix."""
+    logits, layer = random_layer(5, 300, 4, seed=1)
+    here = gate.judge_layer_reference(logits, program(NETWORKS[-1]), **layer, width=2)
+    with installed():
+        moved = {n: v.cuda() if isinstance(v, Tensor) else v for n, v in layer.items()}
+        network = program(NETWORKS[-1], device="cuda")
+        there = gate.judge_layer_reference(logits.cuda(), network, **moved, width=2)
+        for mine, theirs in zip(there, here, strict=True):
+            assert mine.is_cuda
+            torch.testing.assert_close(mine.cpu(), theirs)
 
 
 def test_slots_are_read_before_any_is_written() -> None:

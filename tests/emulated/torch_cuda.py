@@ -155,8 +155,8 @@ def _tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
 
 
 @contextmanager
-def installed() -> Iterator[None]:
-    """The device is there: fresh, idle, and the only one."""
+def installed(free: int = 120 << 30) -> Iterator[None]:
+    """The device is there: fresh, idle, and the only one, with so many bytes ``free``."""
     DEVICE.reset()
     DEVICE.default = DEVICE.current = CudaStream()
     instead = {
@@ -170,7 +170,7 @@ def installed() -> Iterator[None]:
         "get_device_properties": _always(PROPERTIES), "get_device_capability": _always((9, 0)),
         "get_device_name": _always(PROPERTIES.name), "get_arch_list": _always(["sm_90"]),
         "is_bf16_supported": _always(True), "can_device_access_peer": _always(True),
-        "mem_get_info": _always((120 << 30, 140 << 30)), "memory_reserved": _always(0),
+        "mem_get_info": _always((free, 140 << 30)), "memory_reserved": _always(0),
         "memory_allocated": _always(0), "max_memory_allocated": _always(0),
         "max_memory_reserved": _always(0), "reset_peak_memory_stats": _always(None),
         "memory_stats": lambda *_: defaultdict(int), "empty_cache": _always(None),

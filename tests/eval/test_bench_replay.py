@@ -20,7 +20,7 @@ from eval.gpu.trace_replay import ENV, LANE_SHIFT, MARK
 from eval.report.cells import load
 from eval.report.markdown import markdown
 from eval.report.report import report
-from eval.run import judge, main
+from eval.run import flagged, judge, main, shaped
 from eval.server import TARGET
 from sglang_c2t.config import ConfigError
 from tests.eval import bench_configs
@@ -115,6 +115,22 @@ def test_what_cannot_be_replayed_is_refused(case: str) -> None:
     changes, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
         config(**changes)
+
+
+def test_a_smaller_shape_stands_in_for_another_one_but_for_no_real_model() -> None:
+    small = shaped(config(), "toy")
+    assert (small.model.target, small.model.draft) == ("shape:toy", "shape:toy")
+    assert small.name == "gpu-check, toy", "its report is another one"
+    with pytest.raises(ConfigError, match="this run serves demo"):
+        shaped(read_config(CONFIGS / "demo.toml"), "toy")
+
+
+def test_further_flags_stand_behind_the_configurations_own(tmp_path: Path) -> None:
+    more = ["--max-running-requests", "2"]
+    for host in hosts(flagged(config(), more), tmp_path):
+        argv = host.launch.argv(1)
+        given = [argv[i + 1] for i, word in enumerate(argv) if word == "--max-running-requests"]
+        assert given == ["4", "2"], "the last one holds"
 
 
 # -- requests -----------------------------------------------------------------------------

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import json
+import os
 import shutil
+import signal
+import sys
+import threading
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from eval import run as module
+from eval import server
 from eval.bench import runner as runner_module
 from eval.bench.datasets import Dataset, Sample
 from eval.bench.methods import PlannedCell, hosts, plan
@@ -87,7 +95,7 @@ class Fleet:
         self.started: list[str] = []
         self.most = 0
 
-    def __call__(self, launch: Any, log_dir: Path) -> FakeServer:
+    def __call__(self, launch: Any, log_dir: Path, unwanted: threading.Event) -> FakeServer:
         return FakeServer(self, launch.name)
 
 
@@ -225,6 +233,42 @@ def test_an_interrupt_stops_all_servers_and_keeps_what_is_done(
     assert fleet.started != []
     assert fleet.running == []
     assert [has_cell(tmp_path, c.key) for c in cells[:4]] == [True, True, True, False]
+
+
+def test_an_interrupt_does_not_wait_for_a_server_that_is_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever interrupts may kill us soon, and the server would be left over."""
+    told = []
+
+    @contextlib.contextmanager
+    def starting(_launch: Any, _log_dir: Path, unwanted: threading.Event) -> Iterator[None]:
+        _thread.interrupt_main()
+        told.append(unwanted.wait(20.0))
+        raise ServerError("not ready")
+        yield
+
+    monkeypatch.setattr(runner_module, "running", starting)
+    runner, cells = make_runner(tmp_path, server__mode="in-turn")
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(cells)
+    assert told == [True]
+
+
+def test_a_server_that_nobody_waits_for_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = [sys.executable, "-c", "import time; time.sleep(60)"]
+    process = server.start(never, os.environ, tmp_path / "log")
+    monkeypatch.setattr(server, "start", lambda *_: process)
+    unwanted = threading.Event()
+    threading.Timer(0.5, unwanted.set).start()
+    with (
+        pytest.raises(ServerError, match="nobody waits"),
+        server.running(server.Launch("never"), tmp_path, unwanted),
+    ):
+        raise AssertionError("it answered")
+    assert process.poll() == -signal.SIGTERM
 
 
 def test_a_method_is_warmed_up_once_and_one_that_plans_on_each_rung(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
@@ -19,6 +22,7 @@ from eval.gpu import microbench, models, plugins, roofline, step_clock
 from eval.gpu.step_clock import Step, decoding, full_batch
 from eval.gpu.timing import Timing
 
+ROOT = Path(__file__).parents[2]
 CEILINGS = roofline.Ceilings("made up", bytes_per_s=4e12, flops_per_s=8e14)
 
 
@@ -272,3 +276,28 @@ def test_the_readme_names_every_module_and_stage() -> None:
     for stage in stages:
         assert f"session.sh {stage}" in text, stage
     assert f"stages: {' '.join(stages)}" in script
+
+
+def marked(path: Path) -> set[str]:
+    """Tests of a file that ask for a GPU, by its own names for the mark."""
+    functions = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
+    return {
+        function.name
+        for function in functions
+        if any(isinstance(mark, ast.Name) and mark.id == "gpu" for mark in function.decorator_list)
+    }
+
+
+def test_the_session_runs_every_test_that_asks_for_a_gpu() -> None:
+    script = (ROOT / "eval" / "gpu" / "session.sh").read_text()
+    (command,) = re.findall(r"-m pytest -m gpu (.*?) -p ", script.replace("\\\n", " "))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider",
+         "-m", "gpu", *command.split()],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    collected = set(re.findall(r"^(tests/\S+\.py)::(\w+)", done.stdout, re.MULTILINE))
+    files = (ROOT / "tests").rglob("test_*.py")
+    wanted = {(str(p.relative_to(ROOT)), name) for p in files for name in marked(p)}
+    assert collected == wanted

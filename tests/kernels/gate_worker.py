@@ -47,9 +47,11 @@ def random_weights(features: int, hidden: int, seed: int = 0) -> Weights:
     return Weights(*(torch.randn(shape, generator=generator) * 0.3 for shape in shapes))
 
 
-def program(names: tuple[str, ...], hidden: int = 48, beta: float = 0.4) -> FusedGate:
+def program(
+    names: tuple[str, ...], hidden: int = 48, beta: float = 0.4, device: str = "cpu"
+) -> FusedGate:
     weights = None if names in THRESHOLDS else random_weights(len(names), hidden)
-    return FusedGate(names, weights, beta=beta, device="cpu")
+    return FusedGate(names, weights, beta=beta, device=device)
 
 
 def confidence_by_hand(

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from sglang_c2t.kernels import masks
-from tests.gpu import gpu
+from tests.gpu import at_size, gpu
 from tests.kernels import masks_worker
 from tests.kernels.hopper import compiled
 from tests.kernels.masks_worker import Forest, check_mask, check_words, random_forest
@@ -90,6 +90,7 @@ def test_kernels_compile_for_an_h100(size: int, integers: torch.dtype) -> None:
 
 
 @gpu
+@at_size
 @pytest.mark.parametrize("width", [1, 2, 16, 63, 64, 65, 100])
 def test_kernels_do_what_loops_do_on_a_gpu(width: int) -> None:
     rng = random.Random(width)
@@ -106,6 +107,7 @@ def test_rows_shorter_than_a_byte_are_packed_on_a_gpu() -> None:
 
 
 @gpu
+@at_size
 def test_a_long_prefix_is_packed_as_the_twin_packs_it() -> None:
     """32 thousand keys, 64 rows: many blocks of nothing but prefix."""
     forest = random_forest(random.Random(0), 64, "cuda", size=4, prefix=32_768)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from sglang_c2t.kernels import rows
-from tests.gpu import gpu
+from tests.gpu import at_size, gpu
 from tests.kernels import rows_worker
 from tests.kernels.hopper import compiled
 from tests.kernels.processes import run_worker
@@ -110,6 +110,7 @@ def test_all_ancestors_are_read_before_any_is_written(topk: int, depth: int) -> 
 
 
 @gpu
+@at_size
 @pytest.mark.parametrize("width", [1, 2, 16, 63, 64, 65, 100])
 def test_kernels_do_what_loops_do_on_a_gpu(width: int) -> None:
     rng = random.Random(width)
@@ -118,6 +119,7 @@ def test_kernels_do_what_loops_do_on_a_gpu(width: int) -> None:
 
 
 @gpu
+@at_size
 def test_wide_tables_and_long_prefixes_on_a_gpu() -> None:
     rng = random.Random(0)
     for columns in (4096, 4099, 12345):
@@ -128,6 +130,7 @@ def test_wide_tables_and_long_prefixes_on_a_gpu() -> None:
 
 
 @gpu
+@at_size
 def test_ancestors_are_followed_on_a_gpu_time_and_again() -> None:
     """Many warps a block: a store that overtakes a load would show."""
     rng = random.Random(0)

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from sglang_c2t.kernels import budget, survival, trees
 from sglang_c2t.kernels.rows import block_of
 from sglang_c2t.plan.survival import LIMIT
-from tests.gpu import gpu
+from tests.gpu import at_size, gpu
 from tests.kernels.hopper import compiled, require_no_spills
 from tests.kernels.processes import run_worker
 from tests.kernels.trees_worker import CHECKS
@@ -90,6 +90,7 @@ def test_survivals_compile_for_an_h100() -> None:
 
 
 @gpu
+@at_size
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_kernels_do_what_loops_and_twins_do_on_a_gpu(check: Callable[..., None]) -> None:
     rng = random.Random(1)
