@@ -21,7 +21,7 @@ GREEDY = [name for name in SERVERS if "seeded" not in name]
 pytestmark = pytest.mark.server
 
 #: Orders in which streams run ahead of the host, beside the latest one.
-SEEDS = 2
+SEEDS = 1
 
 #: Bytes that ours may hold beside stock: classifiers, lengths, graphs of other lengths.
 MORE_MEMORY = 4 << 20
