@@ -283,6 +283,9 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return _on_host(func, name, args, kwargs)
     if name == "is_pinned":
         return False
+    if given and _made_on_host(name, kwargs):
+        args, kwargs = tree_map_only(DeviceTensor, lambda t: t.host, (args, kwargs))
+        return _on_host(func, name, args, kwargs)
     if _composite(func):  # in inference mode these come whole
         with Emulating():
             return func.decompose(*args, **kwargs)
@@ -530,6 +533,13 @@ def _meta(tensor: Tensor) -> Tensor:
 
 def _empty(like: Tensor) -> Tensor:
     return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+
+
+def _made_on_host(name: str, kwargs: Any) -> bool:
+    """Whether it is a new tensor of the host, of which one of the device says the shape only."""
+    device = kwargs.get("device")
+    shaped = name.startswith("new_") or name.endswith("_like")
+    return shaped and device is not None and not _on_cuda(device)
 
 
 @functools.cache

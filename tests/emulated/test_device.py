@@ -63,6 +63,18 @@ def test_products_are_added_up_in_float32_or_better_and_rounded_once(dtype: torc
     assert torch.equal(product, (left.to(wide) @ right.to(wide)).to(dtype))
 
 
+def test_a_tensor_of_the_host_may_have_the_shape_of_one_of_the_device() -> None:
+    there, before = zeros(2, 3), DEVICE.tally["syncs"]
+    for here in (
+        torch.empty_like(there, device="cpu"), torch.zeros_like(there, device="cpu"),
+        there.new_empty((2, 3), device="cpu"), there.new_full((2, 3), 7.0, device="cpu"),
+    ):  # fmt: skip
+        assert not isinstance(here, DeviceTensor)
+        assert here.shape == (2, 3)
+    assert DEVICE.tally["syncs"] == before
+    assert torch.empty_like(there).is_cuda
+
+
 def test_shapes_that_are_data_are_waited_for() -> None:
     numbers = torch.tensor([3, 0, 5, 0]).to("cuda")
     before = DEVICE.tally["syncs"]
