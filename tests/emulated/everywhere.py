@@ -26,9 +26,13 @@ def install() -> None:
 
 def _device() -> None:
     from tests.emulated import libraries, torch_cuda
+    from tests.emulated.device import DEVICE
 
     free = int(float(os.environ.get(FREE_GIB, "1")) * 2**30)
     _kept.enter_context(torch_cuda.installed(free))
+    # Nothing runs beside the host: orders are what test_serving.py is for, and as late as can be
+    # SGLang alone plans FlashInfer's decoding over a plan that is still to be copied.
+    DEVICE.in_turn = True
     _kept.enter_context(torch_cuda.compiled_as_it_is())
     _kept.enter_context(libraries.without_libraries())
     libraries.define_operations()
