@@ -19,7 +19,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -387,13 +387,13 @@ def _serve_by_ranks(
     case: Case, given: Start, answer: Callable[[Served], None], seconds: int
 ) -> None:
     """Each run by a server of its own, as ranks are connected and a fork would share that. Each
-    rank is a fork, and its streams run ahead in an order of its own.
+    rank is a fork. All are in one order: a device that waits for another one keeps its host, so
+    that two orders would wait for each other where hosts agree on something.
     """
     for run in case.runs:
 
         def serve_as(rank: int, run: Run = run) -> None:
-            mine = run if run.ahead is None else replace(run, ahead=run.ahead + rank)
-            served = serve(start(case, given, rank), mine)
+            served = serve(start(case, given, rank), run)
             if rank == 0:
                 answer(served)
 

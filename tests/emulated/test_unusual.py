@@ -22,7 +22,6 @@ CHAINS, TREES = (name for name in UNUSUAL if name.endswith("recorded"))
 
 @pytest.mark.parametrize("server", [name for name in UNUSUAL if "two ranks" in name])
 def test_two_ranks_keep_what_one_would(emulated: Emulator, oracle: Oracle, server: str) -> None:
-    """Streams of each run ahead in an order of its own."""
     (run,) = emulated.serve(oracle.case(server, oracle.run(ahead=0)))
     assert oracle.wrong(server, run, None) == []
     assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
