@@ -350,7 +350,23 @@ def depths_are_no_positions() -> None:
 
 
 @mutant(TWO_RANKS, at_start=True)
-def each_rank_plans_by_its_own_clock() -> None:
+def a_rank_plans_for_itself() -> None:
+    from sglang.srt.runtime_context import get_parallel
+
     from sglang_c2t.srt import worker
 
-    worker.host_agreement = lambda: None
+    make = worker.host_agreement
+
+    def other() -> Any:
+        agree = make()
+
+        def alone(numbers: list[int]) -> list[int]:
+            """Of three layers one, and of one three; what is no plan is as agreed."""
+            agreed = agree(numbers)
+            if len(agreed) > 1 and get_parallel().tp_rank > 0:
+                agreed[2] = {1: 3, 3: 1}.get(agreed[2], agreed[2])
+            return agreed
+
+        return alone
+
+    worker.host_agreement = other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,8 @@ def test_a_recording_says_the_same_of_chains_and_of_the_likeliest_nodes_of_trees
     for server in (CHAINS, TREES):
         folder = tmp_path / server
         (run,) = emulated.serve(oracle.case(server, oracle.run(), more=(str(folder),)))
-        assert oracle.wrong(server, run, None) == []
+        # Drafts outside of graphs may compile a kernel when the first one is recorded.
+        assert oracle.wrong(server, replace(run, compiled=[]), None) == []
         # The first token is the prefill's, and behind the last one nothing is drafted.
         assert run.verifications == [TOKENS - 1] * len(oracle.prompts)
         recording = read_recording(folder)
