@@ -30,8 +30,8 @@ def _device() -> None:
 
     free = int(float(os.environ.get(FREE_GIB, "1")) * 2**30)
     _kept.enter_context(torch_cuda.installed(free))
-    # Nothing runs beside the host: orders are what test_serving.py is for, and as late as can be
-    # SGLang alone plans FlashInfer's decoding over a plan that is still to be copied.
+    # Orders are what test_serving.py is for. As late as can be SGLang alone, without speculation on
+    # FlashInfer, plans a step in pinned memory that the step before has still to copy.
     DEVICE.in_turn = True
     _kept.enter_context(torch_cuda.compiled_as_it_is())
     _kept.enter_context(libraries.without_libraries())
