@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from sglang_c2t.config import ConfigError
 
 
@@ -62,7 +60,7 @@ class Seam:
     def _own_defect(self) -> str | None:
         if self.only_with is not None and not module_exists(self.only_with):
             return None
-        if self.on_gpu and not torch.cuda.is_available():
+        if self.on_gpu and not has_gpu():
             return None
         try:
             found = pkgutil.resolve_name(self.target)
@@ -87,6 +85,13 @@ def module_exists(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # a package around it
         return False
+
+
+def has_gpu() -> bool:
+    """Whether torch sees a CUDA device; only who asks pays for torch."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @functools.cache

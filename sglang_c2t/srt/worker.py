@@ -93,11 +93,18 @@ class WorkerMixin(EAGLEWorkerV2):
         """Capture, and have ready what runs outside of the graphs."""
         super().init_cuda_graphs()
         runner = self.target_worker.model_runner
-        trees = self.topk > 1
         if runner.device == "cuda":
-            self._draft_worker.gate.warm_up()
+            self._warm_up(runner)
+        # A recorded step drafts and verifies everything.
+        if self._planning is not None and self._config.record is None:
+            seed_costs(self._planning, self)
+
+    def _warm_up(self, runner: Any) -> None:
+        """Compile what a GPU would compile when a request first needs it."""
+        trees = self.topk > 1
+        self._draft_worker.gate.warm_up()
         # Padded trees go the same way as packed ones, with all rows.
-        if runner.device == "cuda" and (self._draft_worker.packed or trees):
+        if self._draft_worker.packed or trees:
             warm_up(
                 runner,
                 self._draft_worker.draft_runner,
@@ -106,12 +113,8 @@ class WorkerMixin(EAGLEWorkerV2):
                 trees=trees,
                 num_steps=self.speculative_num_steps,
             )
-
-        if runner.device == "cuda" and self._planning is not None:
+        if self._planning is not None:
             self._planning.warm_up(one_of_each(runner.max_running_requests))
-        # A recorded step drafts and verifies everything.
-        if self._planning is not None and self._config.record is None:
-            seed_costs(self._planning, self)
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify what the gate left of the batch's drafts, and report it."""

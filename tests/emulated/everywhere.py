@@ -38,8 +38,8 @@ def _device() -> None:
     libraries.define_operations()
     behind(("triton",), _triton)  # torch has mostly imported it
     behind(("sgl_kernel", "flashinfer", "sglang.kernels"), _kernels)
-    behind(("sglang_c2t.kernels.rows",), _small_grids)
-    behind(("sglang_c2t.srt.draft.seeding",), _rough_prices)
+    behind(("sglang_c2t.kernels.rows",), small_grids)
+    behind(("sglang_c2t.srt.draft.seeding",), rough_prices)
 
 
 def _kernels() -> None:
@@ -54,13 +54,15 @@ def _triton() -> None:
     _kept.enter_context(triton_interpreter.interpreted())
 
 
-def _small_grids() -> None:
+def small_grids() -> None:
+    """Few blocks of a launch, which the interpreter runs one by one."""
     from sglang_c2t.kernels import rows
 
-    rows.FULL_GRID = 4  # blocks of a launch, which the interpreter runs one by one
+    rows.FULL_GRID = 4
 
 
-def _rough_prices() -> None:
+def rough_prices() -> None:
+    """Little time for prices of steps, which say nothing here."""
     from sglang_c2t.srt.draft import seeding
 
-    seeding.SECONDS = 2.0  # for prices of steps, which say nothing here
+    seeding.SECONDS = 2.0

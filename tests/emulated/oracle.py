@@ -46,6 +46,7 @@ class Rounding(NamedTuple):
     """A token's below the highest."""
 
     logprobs: float
+    """A token's, either way."""
 
     kept: float
     """Of a number in what :func:`sketch` gives, which are in the tens."""

@@ -164,14 +164,13 @@ class Start(NamedTuple):
 
 def start(case: Case, given: Start, rank: int = 0) -> Any:
     """SGLang's scheduler, ready to serve."""
-    from sglang_c2t.kernels import rows
-    from sglang_c2t.srt.draft import seeding
     from tests.emulated.device import DEVICE
+    from tests.emulated.everywhere import rough_prices, small_grids
     from tests.emulated.mutants import MUTANTS
     from tests.emulated.versions import RELEASE
 
-    rows.FULL_GRID = 4  # blocks of a launch, which the interpreter runs one by one
-    seeding.SECONDS = 2.0  # for prices of steps, which say nothing here
+    small_grids()
+    rough_prices()
     DEVICE.in_turn = case.in_turn
     if case.mutant:
         MUTANTS[case.mutant].break_it()
