@@ -153,17 +153,6 @@ class ChainGate(Gate):
             return self._alive
 
 
-def truncated_chains(retrieve_next_token: Tensor, verify_lens: Tensor) -> Tensor:
-    """Chains in SGLang's linked form, cut: nothing follows row verify_lens - 1.
-
-    ``retrieve_next_token`` is [B, N] int64, the row after each row or -1; so is the result.
-    The verify kernels walk it, so a cut chain ends there and its bonus token comes from
-    that row. A copy, because SGLang may share one constant chain between steps.
-    """
-    rows = torch.arange(retrieve_next_token.shape[1], device=verify_lens.device)
-    return retrieve_next_token.masked_fill(rows >= verify_lens[:, None] - 1, -1)
-
-
 def matched_drafts(draft_tokens: Tensor, target_tokens: Tensor) -> Tensor:
     """[B] int64 in [0, D]: drafts that a greedy target would accept.
 

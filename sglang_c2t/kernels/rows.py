@@ -1,10 +1,10 @@
-"""Packed rows for the target's forward: which they are, gathered, scattered back, and indexed.
+"""Packed rows of the target's forward: scattered back, and indexed.
 
 Each of B requests has N strided rows, of which the first ``verify_lens[b]`` are verified;
-packed, they stand one request behind the other, padded to a token tier T::
+packed, they stand one request behind the other (``layout.py`` says where)::
 
-    verify_lens [3, 1], N = 4, T = 6     strided   0 1 2 . | 4 . . .
-                                         packed    0 1 2 4 8 8        (8 = B * N: the sink)
+    verify_lens [3, 1], N = 4     strided   0 1 2 . | 4 . . .
+                                  packed    0 1 2 4
 
 Everything here has static shapes and reads nothing on the host. A kernel runs on CUDA tensors
 (or under TRITON_INTERPRET=1); elsewhere a twin in torch does, ``NAME_torch``, with the same
@@ -19,8 +19,6 @@ Legend: B requests, N rows a request, T packed rows (>= the sum of verify_lens),
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -89,316 +87,6 @@ def rows_before(verify_lens, request, batch, BLOCK_B: tl.constexpr):
     return tl.sum(lens.to(tl.int64))
 
 
-# -- which rows ---------------------------------------------------------------------------
-
-
-class PackedRows(NamedTuple):
-    """What stands at each of T packed places."""
-
-    rows: Tensor
-    """[T] int64: number of the strided row, ascending; B * N (the sink) on padding."""
-
-    request: Tensor
-    """[T] int64: its request; 0 on padding, so that tables [B] can be gathered."""
-
-    valid: Tensor
-    """[T] bool: not padding."""
-
-
-@triton.jit(do_not_specialize=["batch", "num_tokens"])
-def _packed_rows_kernel(
-    verify_lens, rows, request, valid, batch, width, num_tokens,
-    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    # One program a request, and a last one for the padding.
-    this = tl.program_id(0)
-    first = rows_before(verify_lens, this, batch, BLOCK_B)
-    lane = tl.arange(0, BLOCK_N)
-    if this < batch:
-        place = first + lane
-        live = (lane < tl.load(verify_lens + this)) & (place < num_tokens)
-        row = this.to(tl.int64) * width + lane
-        tl.store(rows + place, row, mask=live)
-        tl.store(request + place, this, mask=live)
-        tl.store(valid + place, True, mask=live)
-    else:
-        for start in range(first, num_tokens, BLOCK_N):
-            place = start + lane
-            behind = place < num_tokens
-            tl.store(rows + place, this.to(tl.int64) * width, mask=behind)
-            tl.store(request + place, 0, mask=behind)
-            tl.store(valid + place, False, mask=behind)
-
-
-def packed_rows(verify_lens: Tensor, width: int, num_tokens: int) -> PackedRows:
-    """Which of the B * N strided rows stands at each packed place.
-
-    ``verify_lens`` [B] int in [0, N], N = ``width``, T = ``num_tokens``. One launch, 17 T bytes.
-    Static shapes: which rows survive is data.
-    """
-    if not runs_triton(verify_lens):
-        return packed_rows_torch(verify_lens, width, num_tokens)
-    batch = len(verify_lens)
-    packed = PackedRows(
-        rows=verify_lens.new_empty(num_tokens, dtype=torch.int64),
-        request=verify_lens.new_empty(num_tokens, dtype=torch.int64),
-        valid=verify_lens.new_empty(num_tokens, dtype=torch.bool),
-    )
-    _packed_rows_kernel[(batch + 1,)](
-        verify_lens, *packed, batch, width, num_tokens,
-        BLOCK_B=block_of_batch(batch), BLOCK_N=block_of(width),
-    )  # fmt: skip
-    return packed
-
-
-def packed_rows_torch(verify_lens: Tensor, width: int, num_tokens: int) -> PackedRows:
-    """Twin of :func:`packed_rows`."""
-    batch = len(verify_lens)
-    ends = verify_lens.long().cumsum(0)  # [B]
-    place = torch.arange(num_tokens, device=verify_lens.device)
-    request = torch.searchsorted(ends, place, right=True)  # [T], B on padding
-    valid = request < batch
-    if batch == 0:
-        return PackedRows(torch.zeros_like(place), torch.zeros_like(place), valid)
-    request = request.masked_fill(~valid, 0)
-    row = request * width + place - (ends - verify_lens)[request]
-    return PackedRows(row.masked_fill(~valid, batch * width), request, valid)
-
-
-# -- the target's inputs ------------------------------------------------------------------
-
-
-class PackedInputs(NamedTuple):
-    """What the target's forward gets, T entries each; padding is 0, SGLang's dummy KV slot."""
-
-    input_ids: Tensor
-    positions: Tensor
-    out_cache_loc: Tensor
-
-
-@triton.jit(do_not_specialize=["batch", "num_tokens"])
-def _pack_inputs_kernel(
-    verify_lens, draft_token, positions, req_to_token, req_pool_indices, seq_lens,
-    out_ids, out_positions, out_locs, batch, width, num_tokens, pool_stride, pool_width,
-    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    this = tl.program_id(0)
-    first = rows_before(verify_lens, this, batch, BLOCK_B)
-    lane = tl.arange(0, BLOCK_N)
-    if this < batch:
-        place = first + lane
-        live = (lane < tl.load(verify_lens + this)) & (place < num_tokens)
-        row = this * width + lane
-        slots = req_to_token + tl.load(req_pool_indices + this).to(tl.int64) * pool_stride
-        slot = tl.load(seq_lens + this) + lane
-        tl.store(out_ids + place, tl.load(draft_token + row, mask=live), mask=live)
-        tl.store(out_positions + place, tl.load(positions + row, mask=live), mask=live)
-        # Behind the row another request's begins.
-        loc = tl.load(slots + slot, mask=live & (slot < pool_width), other=0)
-        tl.store(out_locs + place, loc, mask=live)
-    else:
-        for start in range(first, num_tokens, BLOCK_N):
-            place = start + lane
-            behind = place < num_tokens
-            tl.store(out_ids + place, 0, mask=behind)
-            tl.store(out_positions + place, 0, mask=behind)
-            tl.store(out_locs + place, 0, mask=behind)
-
-
-def pack_inputs(
-    verify_lens: Tensor,
-    draft_token: Tensor,
-    positions: Tensor,
-    req_to_token: Tensor,
-    req_pool_indices: Tensor,
-    seq_lens: Tensor,
-    num_tokens: int,
-    out: PackedInputs | None = None,
-) -> PackedInputs:
-    """Token, position and KV slot of every packed row.
-
-    Row j of request b writes slot ``req_to_token[req_pool_indices[b], seq_lens[b] + j]``.
-    One launch, 44 T bytes. Source: ``verify_window`` and three gathers.
-
-    Args:
-        verify_lens: [B] int in [0, N].
-        draft_token: [B * N] int.
-        positions: [B * N] int.
-        req_to_token: [pool, places] int32, the last dimension contiguous. Rows that would
-            stand behind the last place get slot 0.
-        req_pool_indices: [B] int.
-        seq_lens: [B] int, the root not counted.
-        num_tokens: T.
-        out: Buffers of at least T integers, written up to T; new int64 ones otherwise.
-    """
-    if out is None:
-        out = PackedInputs(*(draft_token.new_empty(num_tokens, dtype=torch.int64) for _ in "123"))
-    if not runs_triton(verify_lens):
-        return pack_inputs_torch(
-            verify_lens, draft_token, positions, req_to_token, req_pool_indices, seq_lens,
-            num_tokens, out,
-        )  # fmt: skip
-    batch = len(verify_lens)
-    width = draft_token.numel() // max(batch, 1)
-    _pack_inputs_kernel[(batch + 1,)](
-        verify_lens, draft_token, positions, req_to_token, req_pool_indices, seq_lens, *out,
-        batch, width, num_tokens, req_to_token.stride(0), req_to_token.shape[1],
-        BLOCK_B=block_of_batch(batch), BLOCK_N=block_of(width),
-    )  # fmt: skip
-    return PackedInputs(*(buffer[:num_tokens] for buffer in out))
-
-
-def pack_inputs_torch(
-    verify_lens: Tensor,
-    draft_token: Tensor,
-    positions: Tensor,
-    req_to_token: Tensor,
-    req_pool_indices: Tensor,
-    seq_lens: Tensor,
-    num_tokens: int,
-    out: PackedInputs,
-) -> PackedInputs:
-    """Twin of :func:`pack_inputs`."""
-    batch = len(verify_lens)
-    packed = PackedInputs(*(buffer[:num_tokens] for buffer in out))
-    width = draft_token.numel() // max(batch, 1)
-    rows, request, valid = packed_rows_torch(verify_lens, width, num_tokens)
-    if batch == 0:
-        for buffer in packed:
-            buffer.zero_()
-        return packed
-    rows = rows.masked_fill(~valid, 0)
-    slot = torch.where(valid, seq_lens[request] + rows % width, 0)
-    last = req_to_token.shape[1] - 1
-    locs = req_to_token[req_pool_indices[request], slot.clamp(max=last)].masked_fill(slot > last, 0)
-    found = draft_token[rows], positions[rows], locs
-    for buffer, values in zip(packed, found, strict=True):
-        buffer.copy_(values.masked_fill(~valid, 0))
-    return packed
-
-
-# -- the window that a verification writes ------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["width"])
-def _window_kernel(
-    req_to_token, req_pool_indices, seq_lens, window, width, pool_stride, pool_width,
-    BLOCK_W: tl.constexpr,
-):  # fmt: skip
-    this = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK_W)
-    slots = req_to_token + tl.load(req_pool_indices + this).to(tl.int64) * pool_stride
-    place = tl.load(seq_lens + this) + lane
-    inside = lane < width
-    loc = tl.load(slots + place, mask=inside & (place < pool_width), other=0)
-    tl.store(window + this * width + lane, loc.to(tl.int64), mask=inside)
-
-
-def verify_window(
-    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, width: int
-) -> Tensor:
-    """[B, width] int64: KV slots of the places behind each committed prefix.
-
-    Those behind the context limit, where the table ends, are 0: SGLang's padding slot. Arguments
-    are those of :func:`pack_inputs`. One launch, 12 B width bytes.
-    """
-    if not runs_triton(req_to_token):
-        return verify_window_torch(req_to_token, req_pool_indices, seq_lens, width)
-    batch = len(seq_lens)
-    window = req_to_token.new_empty((batch, width), dtype=torch.int64)
-    if batch:
-        _window_kernel[(batch,)](
-            req_to_token, req_pool_indices, seq_lens, window, width,
-            req_to_token.stride(0), req_to_token.shape[1], BLOCK_W=block_of(width),
-        )  # fmt: skip
-    return window
-
-
-def verify_window_torch(
-    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, width: int
-) -> Tensor:
-    """Twin of :func:`verify_window`."""
-    places = seq_lens[:, None] + torch.arange(width, device=seq_lens.device)
-    last = req_to_token.shape[1] - 1
-    locations = req_to_token[req_pool_indices[:, None], places.clamp(max=last)]
-    return locations.masked_fill(places > last, 0).to(torch.int64)
-
-
-class AcceptedPaths(NamedTuple):
-    """Where the rows of accepted paths stand, [B * S]; behind a path rows and slots are 0, and 0 is
-    the padding slot.
-    """
-
-    rows: Tensor
-    """int64: of R packed rows."""
-
-    written: Tensor
-    """int64: KV slots that the target's forward has written."""
-
-    front: Tensor
-    """int64: the first slots of the window, where they belong."""
-
-
-@triton.jit(do_not_specialize=["max_nodes", "window_width", "path_width"])
-def _paths_kernel(
-    accept_index, accept_lens, strided, window, rows, written, front,
-    max_nodes, window_width, path_width,
-    BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    this = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK_S)
-    inside = lane < path_width
-    here = this * path_width + lane
-    row = tl.load(accept_index + here, mask=inside, other=0).to(tl.int64)
-    row = tl.maximum(row, 0)
-    accepted = inside & (lane < tl.load(accept_lens + this))
-    of = tl.load(strided + row, mask=accepted, other=0)
-    request = of // max_nodes
-    slot = tl.load(
-        window + request * window_width + of - request * max_nodes, mask=accepted, other=0
-    )
-    tl.store(rows + here, row, mask=inside)
-    tl.store(written + here, slot, mask=inside)
-    first = tl.load(window + this * window_width + lane, mask=accepted, other=0)
-    tl.store(front + here, first, mask=inside)
-
-
-def accepted_paths(
-    accept_index: Tensor, accept_lens: Tensor, strided: Tensor, window: Tensor, max_nodes: int
-) -> AcceptedPaths:
-    """Accepted paths, in the numbers of rows and of KV slots.
-
-    Args:
-        accept_index: [B, S] integers, packed rows of each path, negative behind it; contiguous.
-        accept_lens: [B] integers, nodes of each path.
-        strided: [R] int64, which of the B * N rows each packed one is.
-        window: [B, W] int64, see :func:`verify_window`; W >= N and W >= S.
-        max_nodes: N.
-    """
-    if not runs_triton(window):
-        return accepted_paths_torch(accept_index, accept_lens, strided, window, max_nodes)
-    batch, width = accept_index.shape
-    paths = AcceptedPaths(*(window.new_empty(batch * width) for _ in AcceptedPaths._fields))
-    if batch:
-        _paths_kernel[(batch,)](
-            accept_index, accept_lens, strided, window, *paths, max_nodes, window.shape[1], width,
-            BLOCK_S=block_of(width),
-        )  # fmt: skip
-    return paths
-
-
-def accepted_paths_torch(
-    accept_index: Tensor, accept_lens: Tensor, strided: Tensor, window: Tensor, max_nodes: int
-) -> AcceptedPaths:
-    """Twin of :func:`accepted_paths`."""
-    width = accept_index.shape[1]
-    accepted = torch.arange(width, device=window.device) < accept_lens[:, None]  # [B, S]
-    rows = accept_index.long().clamp(min=0)
-    slots = window[:, :max_nodes].flatten()[strided]
-    paths = rows, slots[rows].masked_fill(~accepted, 0), window[:, :width].masked_fill(~accepted, 0)
-    return AcceptedPaths(*(table.flatten() for table in paths))
-
-
 # -- tables of rows -----------------------------------------------------------------------
 
 
@@ -457,6 +145,41 @@ def scatter_rows_torch(packed: Tensor, verify_lens: Tensor, width: int, out: Ten
     if full.numel():
         full.copy_(packed[source.flatten()].masked_fill(~live.flatten()[:, None], 0))
     return full
+
+
+# -- SGLang's links of chains -------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["width"])
+def _chain_links_kernel(lens, copied, links, width, BLOCK_N: tl.constexpr):
+    this = tl.program_id(0)
+    node = tl.arange(0, BLOCK_N)
+    rows = tl.load(lens + this).to(tl.int32)
+    tl.store(copied + this, rows)
+    behind = tl.where(node + 1 < rows, node + 1, -1).to(tl.int64)
+    tl.store(links + this.to(tl.int64) * width + node, behind, mask=node < width)
+
+
+def chain_links(lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Chains that are cut: their ``lens`` [B] in [1, N] as int32 of their own, and [B, N] int64,
+    the row after each row, -1 behind the last. N = ``width``.
+
+    SGLang's kernels walk the links, so that a cut chain ends there and its bonus token comes from
+    that row. One launch.
+    """
+    if not runs_triton(lens):
+        return chain_links_torch(lens, width)
+    copied = lens.new_empty(len(lens), dtype=torch.int32)
+    links = lens.new_empty((len(lens), width), dtype=torch.int64)
+    if len(lens):
+        _chain_links_kernel[(len(lens),)](lens, copied, links, width, BLOCK_N=block_of(width))
+    return copied, links
+
+
+def chain_links_torch(lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Twin of :func:`chain_links`."""
+    behind = torch.arange(1, width + 1, device=lens.device).expand(len(lens), width)
+    return lens.to(torch.int32, copy=True), behind.masked_fill(behind >= lens[:, None], -1)
 
 
 # -- FlashInfer's index arrays ------------------------------------------------------------

@@ -170,13 +170,6 @@ def has_recurrent_state(model_config: Any) -> bool:
     return mambaish_config(model_config) is not None
 
 
-def verify_tree_greedy(**tables: Any) -> Any:
-    """SGLang's acceptance kernel for this platform: (predicts, accept_index, accept_token_num)."""
-    from sglang.srt.speculative import eagle_utils
-
-    return eagle_utils.verify_tree_greedy_func(**tables)
-
-
 @contextmanager
 def writing_rows(verify_input: Any, locs: Tensor) -> Iterator[None]:
     """``eagle_prepare_for_verify`` binds the rows of ``verify_input`` to ``locs`` [T] int64.

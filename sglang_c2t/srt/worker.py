@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative import eagle_worker_v2, standalone_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
@@ -124,8 +123,7 @@ class WorkerMixin(EAGLEWorkerV2):
         gate, width = self._draft_worker.gate, verify_input.draft_token_num
         # Every rank must cut alike, and only rank 0 has a recorder: ask the configuration.
         if self._config.visits_every_root:
-            links = verify_input.retrieve_next_token
-            attach.write(verify_input, retrieve_next_token=torch.full_like(links, -1))
+            verify_input.reject_drafts()
         planning = None if gate.exploring else self._planning
         with (
             attach.swapped(self, "speculative_num_draft_tokens", width),
@@ -367,8 +365,9 @@ class TreeWorkerMixin(WorkerMixin):
     def _record(
         self, recorder: Recorder, batch: Any, recordable: Tensor, verify_input: Any, result: Any
     ) -> None:
-        layers, rows = self._draft_worker.gate.layers, verify_input.retrieve_index
-        accepted = verify_input.accept_index
+        layers = self._draft_worker.gate.layers
+        rows = verify_input.trees.retrieve_index(verify_input.packing.num_rows)
+        accepted = verify_input.paths.accept_index
         recorder.add_trees(batch, layers, recordable, verify_input.trees, rows, accepted, result)
 
 

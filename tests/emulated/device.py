@@ -39,7 +39,7 @@ CUDA, CPU, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("me
 OFTEN = 0.2
 
 #: Parts of file names whose frames are not where a program did something.
-_OURS = ("/tests/emulated/", "/torch/", "contextlib.py", "functools.py")
+_OURS = ("/tests/emulated/", "/torch/", "/triton/runtime/", "contextlib.py", "functools.py")
 
 
 class Refused(RuntimeError):

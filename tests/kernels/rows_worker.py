@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sglang_c2t.kernels import rows
+from sglang_c2t.kernels import accept, layout, rows
 
 UNTOUCHED = -7
 
@@ -78,57 +78,108 @@ def same(found: Tensor, expected: list) -> None:
     assert found.tolist() == expected, (found.tolist(), expected)
 
 
-def check_packed_rows(batch: Batch) -> None:
-    """Live rows in order; padding is the sink, of request 0, and not valid."""
-    padding = batch.num_tokens - sum(batch.lens)
-    arguments = batch.ints(batch.lens, torch.int32), batch.width, batch.num_tokens
-    for function in (rows.packed_rows, rows.packed_rows_torch):
-        found = function(*arguments)
-        same(
-            found.rows, [b * batch.width + j for b, j in batch.live()] + [batch.num_rows] * padding
-        )
-        same(found.request, [b for b, _ in batch.live()] + [0] * padding)
-        same(found.valid, [True] * sum(batch.lens) + [False] * padding)
-        assert found.rows.dtype == found.request.dtype == torch.int64
-
-
-def check_pack_inputs(batch: Batch) -> None:
-    """Three gathers, zero behind; buffers beyond the tier stay as they were.
+def check_layout(batch: Batch) -> None:
+    """Three gathers, zero behind; whose rows they are; the window; and every row in some slot.
 
     The request table may end before a request's last row.
     """
     pool, slots = batch.pool()
     pool = pool[:, : pool.shape[1] - batch.rng.choice([0, batch.rng.randint(0, batch.width + 2)])]
     draft, positions = (batch.table(batch.num_rows, dtype=torch.int64) for _ in range(2))
-    padding = [0] * (batch.num_tokens - sum(batch.lens))
+    left = batch.num_tokens - sum(batch.lens)
     strided = [b * batch.width + j for b, j in batch.live()]
-    expected = (
-        [draft[row].item() for row in strided] + padding,
-        [positions[row].item() for row in strided] + padding,
-        [
-            pool[slots[b], place].item() if (place := batch.prefixes[b] + j) < pool.shape[1] else 0
-            for b, j in batch.live()
-        ]
-        + padding,
-    )
-    arguments = (
-        batch.ints(batch.lens), draft, positions, pool, slots, batch.ints(batch.prefixes),
-        batch.num_tokens,
-    )  # fmt: skip
-    for function in (rows.pack_inputs, rows.pack_inputs_torch):
-        # As in a CUDA graph: buffers of the largest tier, KV slots of either integer type.
-        buffers = rows.PackedInputs(
-            *(
-                torch.full((batch.num_tokens + 2,), UNTOUCHED, dtype=dtype, device=batch.device)
-                for dtype in (torch.int64, torch.int64, torch.int32)
-            )
+    places = batch.width + batch.rng.choice([0, 2])
+
+    def kv_slot(b: int, j: int) -> int:
+        place = batch.prefixes[b] + j
+        return pool[slots[b], place].item() if place < pool.shape[1] else 0
+
+    spare = batch.slots - batch.size
+    each = batch.lens + [left // spare + (i < left % spare) for i in range(spare)]
+    if batch.size and not spare:
+        each = [*each[:-1], each[-1] + left]
+    keys = [n + before for n, before in zip(each, batch.prefixes + [1] * spare, strict=True)]
+    padding = [0] * left
+    expected = layout.Layout(
+        *(
+            [draft[row].item() for row in strided] + padding,
+            [positions[row].item() for row in strided] + padding,
+            [kv_slot(b, j) for b, j in batch.live()] + padding,
+            strided + [batch.num_rows] * left,
+            [b for b, _ in batch.live()] + padding,
+            [[kv_slot(b, j) for j in range(places)] for b in range(batch.size)],
+            each,
+            [sum(each[:i]) for i in range(batch.slots + 1)],
+            keys,
+            [sum(keys[:i]) for i in range(batch.slots + 1)],
         )
-        packed = function(*arguments, buffers)
-        for values, buffer, wanted in zip(packed, buffers, expected, strict=True):
-            same(values, wanted)
-            same(buffer, [*wanted, UNTOUCHED, UNTOUCHED])
-    for values, wanted in zip(rows.pack_inputs(*arguments), expected, strict=True):
-        same(values, wanted)
+    )
+    for lay_out in (layout.lay_out, layout.lay_out_torch):
+        for of_lens in (torch.int32, torch.int64):
+            found = lay_out(
+                batch.ints(batch.lens, of_lens), draft, positions, pool, slots,
+                batch.ints(batch.prefixes),
+                tokens=batch.num_tokens, slots=batch.slots, places=places,
+            )  # fmt: skip
+            for name, values in zip(found._fields, found, strict=True):
+                same(values, getattr(expected, name))
+                assert values.dtype == (torch.int32 if "slot_" in name or "_starts" in name
+                                        else torch.int64), name  # fmt: skip
+
+
+def check_accept(batch: Batch, most: int, *, trees: bool) -> None:
+    """A walk from the root, to the first child that is wanted; where its nodes were written."""
+    batch.lens = [max(n, 1) for n in batch.lens]
+    rng, width, tokens = batch.rng, batch.width, 3  # so few that a path goes on
+    parents = [[-1, *(rng.randrange(n) if n < length else -1 for n in range(1, width))]
+               for length in batch.lens]  # fmt: skip
+    drafts = [[rng.randrange(tokens) for _ in range(width)] for _ in batch.lens]
+    wanted = [rng.randrange(tokens) for _ in batch.live()]
+    longest = most + rng.choice([0, 2])
+    starts = [sum(batch.lens[:b]) for b in range(batch.size + 1)]
+    window = batch.table(batch.size, max(width, longest) + 1, dtype=torch.int64)
+    predict = [0] * batch.num_rows
+    lens, index, written, front = [], [], [], []
+    for b, length in enumerate(batch.lens):
+        path = [0]
+        while len(path) < most:
+            here = path[-1]
+            below = [n for n in range(1, length) if (parents[b][n] if trees else n - 1) == here]
+            next_ = [n for n in below if drafts[b][n] == wanted[starts[b] + here]]
+            if not next_:
+                break
+            path.append(next_[0])
+        first = starts[b] if trees else b * width
+        for n in path:
+            predict[first + n] = wanted[starts[b] + n]
+        behind = longest - len(path)
+        lens.append(len(path))
+        index.append([first + n for n in path] + [-1] * behind)
+        written += [window[b, n].item() for n in path] + [0] * behind
+        front += [window[b, j].item() for j in range(len(path))] + [0] * behind
+    for accept_paths in (accept.accept_paths, accept.accept_paths_torch):
+        found = accept_paths(
+            batch.ints(wanted), batch.ints([t for row in drafts for t in row]),
+            batch.ints(batch.lens, torch.int32), batch.ints(starts, torch.int32), window,
+            batch.ints([n for row in parents for n in row]).view(-1, width) if trees else None,
+            longest=longest, most=most,
+        )  # fmt: skip
+        for values, told in zip(found, (predict, lens, index, written, front), strict=True):
+            same(values, told)
+        assert found.predict.dtype == found.accept_index.dtype == torch.int32
+        assert found.accept_lens.dtype == torch.int32
+
+
+def check_links(batch: Batch) -> None:
+    """The row behind each, none behind the last; lengths are copied."""
+    lens = batch.ints([max(n, 1) for n in batch.lens], batch.rng.choice([torch.int32, torch.int64]))
+    expected = [[j + 1 if j + 1 < n else -1 for j in range(batch.width)] for n in lens.tolist()]
+    for chain_links in (rows.chain_links, rows.chain_links_torch):
+        copied, links = chain_links(lens, batch.width)
+        same(links, expected)
+        same(copied, lens.tolist())
+        assert (copied.dtype, links.dtype) == (torch.int32, torch.int64)
+        assert not batch.size or copied.data_ptr() != lens.data_ptr()
 
 
 def check_scatter(batch: Batch, columns: int, dtype: torch.dtype) -> None:
@@ -215,57 +266,17 @@ def check_follow_ancestors(
         same(indices, [*after, UNTOUCHED])
 
 
-def check_window(batch: Batch) -> None:
-    """Slots behind each prefix, 0 where the table has ended; and those of accepted paths in it."""
-    pool, slots = batch.pool()
-    pool = pool[:, : max(pool.shape[1] - batch.rng.choice([0, 3, 5]), 1)]
-    width = batch.width + batch.rng.choice([0, 2])
-    expected = [
-        [
-            pool[slots[b], place].item() if place < pool.shape[1] else 0
-            for place in range(batch.prefixes[b], batch.prefixes[b] + width)
-        ]
-        for b in range(batch.size)
-    ]
-    for function in (rows.verify_window, rows.verify_window_torch):
-        window = function(pool, slots, batch.ints(batch.prefixes), width)
-        assert window.dtype == torch.int64
-        same(window, expected)
-    if batch.size:
-        check_paths(batch, window)
-
-
-def check_paths(batch: Batch, window: Tensor) -> None:
-    """Rows of a path, the slots that they were written to, and those in front."""
-    longest = batch.rng.randint(1, batch.width)
-    strided = [b * batch.width + j for b, j in batch.live()]
-    index, lens, told = [], [], []
-    for b in range(batch.size):
-        own = [row for row, (of, _) in enumerate(batch.live()) if of == b]
-        path = sorted(batch.rng.sample(own, batch.rng.randint(0, min(len(own), longest))))
-        behind = longest - len(path)
-        index.append(path + [-1] * behind)
-        lens.append(len(path))
-        nodes = [strided[row] - b * batch.width for row in path]
-        told += [(row, window[b, n].item(), window[b, j].item())
-                 for j, (row, n) in enumerate(zip(path, nodes, strict=True))]  # fmt: skip
-        told += [(0, 0, 0)] * behind
-    table = batch.ints([x for row in index for x in row], torch.int32).view(-1, longest)
-    given = table, batch.ints(lens, torch.int32), batch.ints([*strided, 0]), window, batch.width
-    for function in (rows.accepted_paths, rows.accepted_paths_torch):
-        same(torch.stack(function(*given), dim=1), [list(row) for row in told])
-
-
 def check(batch: Batch) -> None:
     """Everything that takes a ragged batch."""
-    check_packed_rows(batch)
-    check_window(batch)
-    check_pack_inputs(batch)
+    check_layout(batch)
+    check_links(batch)
     check_indptr(batch)
     check_kv_indices(batch)
     columns = batch.rng.choice([1, 5, 64])
     dtype = batch.rng.choice([torch.bfloat16, torch.float32, torch.int32])
     check_scatter(batch, columns, dtype)
+    for trees in (False, True):
+        check_accept(batch, batch.rng.choice([1, 2, 5]), trees=trees)
 
 
 def main() -> None:

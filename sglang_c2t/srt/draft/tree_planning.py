@@ -81,11 +81,11 @@ class TreePlanning(Planning):
         if self.plain:  # nobody has said how sure its drafts were
             return
         assert isinstance(verify_input, TreeVerifyInput)
-        accepted = verify_input.accept_index
-        assert accepted is not None, "told before it was verified"
+        assert verify_input.paths is not None, "told before it was verified"
+        accepted, starts = verify_input.paths.accept_index, verify_input.packing.layout.row_starts
         depth, least, chosen = self._drafted
         # Rows are the chosen nodes in order, behind each root.
-        row = verify_input.retrieve_index[:, :1] + chosen.cumsum(dim=1)
+        row = starts[: len(chosen), None] + chosen.cumsum(dim=1)
         survived = chosen & (row[:, :, None] == accepted[:, None, :]).any(dim=2)
         parts = torch.stack((depth, least, chosen, survived), dim=2)  # float32, as least is
         self._outcomes.append((HostSizes(parts), self._now.plan))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.verify import graphs
+from sglang_c2t.srt.verify import graphs, ragged
 
 
 def obstacle(target_runner: Any) -> str | None:
@@ -38,5 +38,7 @@ def prepare(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
         from sglang_c2t.srt.verify import flashinfer
 
         flashinfer.adopt(target_runner.attn_backend)
+    elif target_runner.device == "cuda":
+        ragged.read_by(target_runner.attn_backend)
     if target_runner.device == "cuda":
         graphs.use_tiers(target_runner, trees=trees, max_rows=max_rows)

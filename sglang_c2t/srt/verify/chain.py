@@ -18,7 +18,6 @@ from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from torch import Tensor
 
 from sglang_c2t.config import ConfigError
-from sglang_c2t.draft.chain import truncated_chains
 from sglang_c2t.kernels.rows import scatter_rows
 from sglang_c2t.srt import attach
 from sglang_c2t.srt.verify import backends
@@ -42,9 +41,10 @@ class ChainVerifyInput(PackedVerifyInput):
     """Whether drafts are accepted by sampling and matching, as thresholds of 1 ask for."""
 
     @classmethod
-    def cut(cls, stock: EagleVerifyInput, verify_lens: Tensor, **own: Any) -> Self:
-        """SGLang's verify input of full chains, which end behind ``verify_lens`` [B] rows."""
-        links = truncated_chains(stock.retrieve_next_token, verify_lens)
+    def cut(cls, stock: EagleVerifyInput, verify_lens: Tensor, links: Tensor, **own: Any) -> Self:
+        """SGLang's verify input of full chains, which end behind ``verify_lens`` [B] rows, as
+        :func:`~sglang_c2t.kernels.rows.chain_links` links them.
+        """
         return cls.of(stock, verify_lens=verify_lens, retrieve_next_token=links, **own)
 
     @property
@@ -67,8 +67,9 @@ class ChainVerifyInput(PackedVerifyInput):
         if batch.return_logprob or not self.exact:
             _unpack(logits_output, "next_token_logits", packing)
             accepted = stock(self, batch, logits_output, grammar_mask, *args, **kwargs)
-        else:  # rows are numbered as in [B * N]
-            accepted = match_rows(self, packing, packing.rows, batch, logits_output, grammar_mask)
+        else:
+            paths = match_rows(self, packing, batch, logits_output, grammar_mask)
+            accepted = paths.predict, paths.accept_lens, paths.accept_index
         _unpack(logits_output, "hidden_states", packing)
         return accepted
 

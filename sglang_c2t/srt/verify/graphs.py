@@ -100,6 +100,11 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
     def _ragged_capture_slots(self, num_tokens: int) -> int:
         return self.tiers.slots(num_tokens)
 
+    def _stage_ragged_verify_layout(self, *_: Any) -> None:
+        """Nothing: attention is told of each replay by itself, and no graph reads the layout that
+        it was captured with, as those of targets with recurrent state do.
+        """
+
     def _capture_one_stream(self, *args: Any, **kwargs: Any) -> None:
         """One graph per tier: SGLang captures ``capture_bs`` times the width of a request."""
         with (

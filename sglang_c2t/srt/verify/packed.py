@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol, Self
 
+import torch
 from sglang.srt.speculative import eagle_worker_common
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from torch import Tensor
@@ -54,6 +55,8 @@ class PackedVerifyInput(EagleVerifyInput):
     packing: Packing | None = None
     """Which rows are forwarded; ``None``: all of them, and nothing here is ours."""
 
+    accepts_drafts: bool = True
+
     @classmethod
     def of(cls, stock: EagleVerifyInput, **own: Any) -> Self:
         """SGLang's verify input, with fields of our ``own``."""
@@ -79,6 +82,11 @@ class PackedVerifyInput(EagleVerifyInput):
     def output_stride(self) -> int:
         """Places of a request in the tokens that verification gives back."""
         return self.draft_token_num if self.packing is None else self.max_tree_depth
+
+    def reject_drafts(self) -> None:
+        """Accept no draft, whatever the target says."""
+        none = torch.full_like(self.retrieve_next_token, -1)
+        attach.write(self, accepts_drafts=False, retrieve_next_token=none)
 
     def accept(
         self,
@@ -145,7 +153,7 @@ def _prepare(
             return stock(packed, req_to_token_pool, batch, target_worker)
     finally:
         # Draft extend writes behind the committed prefix, wherever the rows were verified.
-        extended = packing.window[:, : verify_input.max_tree_depth].flatten()
+        extended = packing.layout.window[:, : verify_input.max_tree_depth].flatten()
         attach.write(batch, spec_info=verify_input, out_cache_loc=extended)
 
 

@@ -17,15 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_c2t.kernels.layout import Layout, lay_out
 from sglang_c2t.kernels.masks import ancestor_words_from_parents
-from sglang_c2t.kernels.rows import (
-    PackedInputs,
-    PackedRows,
-    pack_inputs,
-    packed_rows,
-    verify_window,
-)
 from sglang_c2t.plan.tiers import Tiers
+from sglang_c2t.srt.verify.ragged import PackedLayout
 from sglang_c2t.tree import visible_blocks, visible_nodes
 
 # B requests, N most rows of a request, R rows that are verified, T >= R rows of the forward
@@ -94,9 +89,8 @@ class Packing:
         """When the host learnt the sizes, if it had to wait (``time.perf_counter``)."""
         self.forwarded_rows = 0
         """T, once the forward is laid out."""
-        self.window: Tensor
-        """[B, W] int64, once the forward is laid out: KV slots behind each committed prefix. Row j
-        of a request is written to slot j; wide enough for N rows and for the longest path."""
+        self.layout: Layout
+        """Once it is; its windows are wide enough for N rows and for the longest path."""
 
     @classmethod
     def full(cls, batch: int, width: int, device: torch.device | str, **trees: Any) -> Packing:
@@ -122,16 +116,12 @@ class Packing:
     @property
     def rows(self) -> Tensor:
         """[R] int64: which of the B * N rows are verified, in order."""
-        return self._verified.rows
+        return self.layout.rows[: self.total]
 
     @property
     def request(self) -> Tensor:
         """[R] int64: which of the B requests each of them belongs to."""
-        return self._verified.request
-
-    @cached_property
-    def _verified(self) -> PackedRows:
-        return packed_rows(self.num_rows, self.width, self.total)
+        return self.layout.request[: self.total]
 
     @cached_property
     def words(self) -> Tensor | None:
@@ -145,31 +135,29 @@ class Packing:
 
         T is the token tier of a CUDA graph, its last T - R rows padding; or R.
         """
-        from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
-
-        places = batch.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens
-        self.window = verify_window(*places, max(self.width, verify_input.max_tree_depth))
-        tier = _tier(target_runner, self.total, len(self.num_rows)) or self.total
-        self.forwarded_rows = tier
-        inputs: PackedInputs = pack_inputs(
+        tokens, slots = _size(target_runner, self.total, len(self.num_rows))
+        self.forwarded_rows = tokens
+        self.layout = lay_out(
             self.num_rows,
             verify_input.draft_token,
             verify_input.positions,
-            *places,
-            tier,
+            batch.req_to_token_pool.req_to_token,
+            batch.req_pool_indices,
+            batch.seq_lens,
+            tokens=tokens,
+            slots=slots,
+            places=max(self.width, verify_input.max_tree_depth),
         )
         packed = copy.copy(verify_input)
-        packed.draft_token, packed.positions = inputs.input_ids, inputs.positions
-        packed.custom_mask = self._mask_of_bools() if inputs.input_ids.is_cpu else None
-        packed.ragged_verify_layout = RaggedVerifyLayout.from_verify_lens_device(
-            verify_lens=self.num_rows, graph_num_tokens=tier
-        )
-        return packed, inputs.out_cache_loc
+        packed.draft_token, packed.positions = self.layout.input_ids, self.layout.positions
+        packed.custom_mask = self._mask_of_bools() if self.num_rows.is_cpu else None
+        packed.ragged_verify_layout = PackedLayout.of(self.layout)
+        return packed, self.layout.out_cache_loc
 
     def rotated(self, positions: Tensor) -> Tensor:
         """[3, T] int64: M-RoPE positions [3, B * N] of the rows of the forward, 0 on padding."""
-        rows = packed_rows(self.num_rows, self.width, self.forwarded_rows).rows
-        return torch.nn.functional.pad(positions, (0, 1))[:, rows]  # padding is row B * N
+        # Padding is row B * N.
+        return torch.nn.functional.pad(positions, (0, 1))[:, self.layout.rows]
 
     def _mask_of_bools(self) -> Tensor | None:
         """Trees: [sum(n_b * n_b)] bool, which CPU attention reads; chains are causal."""
@@ -183,7 +171,8 @@ def tiers_of(target_runner: Any) -> Tiers | None:
     return getattr(target_runner.decode_cuda_graph_runner, "tiers", None)
 
 
-def _tier(target_runner: Any, rows: int, requests: int) -> int | None:
-    """T for R ``rows`` of B ``requests``; ``None``: they run eagerly, unpadded."""
+def _size(target_runner: Any, rows: int, requests: int) -> tuple[int, int]:
+    """T and S for R ``rows`` of B ``requests``: of a graph, or unpadded where they run eagerly."""
     tiers = tiers_of(target_runner)
-    return None if tiers is None else tiers.pick(rows, requests)
+    tier = None if tiers is None else tiers.pick(rows, requests)
+    return (rows, requests) if tiers is None or tier is None else (tier, tiers.slots(tier))

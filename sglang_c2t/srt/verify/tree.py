@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.config import C2TConfig, ConfigError
-from sglang_c2t.kernels.rows import accepted_paths
+from sglang_c2t.kernels.accept import AcceptedPaths
 from sglang_c2t.srt import attach
 from sglang_c2t.srt.verify import backends
 from sglang_c2t.srt.verify.accept import match_rows
@@ -37,8 +37,8 @@ class TreeVerifyInput(PackedVerifyInput):
 
     trees: LinkedTrees
 
-    accept_index: Tensor | None = None
-    """[B, S] rows of the accepted path, once verified: older SGLang's result does not say."""
+    paths: AcceptedPaths | None = None
+    """Of all requests, once they are verified."""
 
     @property
     def tree_topk(self) -> int:
@@ -59,37 +59,35 @@ class TreeVerifyInput(PackedVerifyInput):
         *args: Any,
         **kwargs: Any,
     ) -> Accepted:
-        """In place of ``eagle_sample``: see :func:`match_rows`. Rows are numbered as packed."""
-        at = torch.arange(self.packing.total, device=self.draft_token.device)
-        return match_rows(self, self.packing, at, batch, logits_output, grammar_mask)
+        """In place of ``eagle_sample``: see :func:`match_rows`."""
+        self.paths = match_rows(self, self.packing, batch, logits_output, grammar_mask)
+        return self.paths.predict, self.paths.accept_lens, self.paths.accept_index
 
     def accepted_to_front(
         self,
         _batch: Any,
-        accept_index: Tensor,
-        accept_lens: Tensor,
+        _accept_index: Tensor,
+        _accept_lens: Tensor,
         predict: Tensor,
         logits_output: Any,
-        _batch_size: int,
-        *,
+        *_: Any,
         token_to_kv_pool_allocator: Any,
-        num_draft_tokens: int,
+        **__: Any,
     ) -> Tensor:
         """In place of ``_finalize_accept_tree_path``: [B * S] int32, the accepted paths' tokens.
 
         Moves each path's KV to the first slots of its window, and its hidden states to
         [B * S, H]. Behind the path stand leftovers nobody reads, as in stock.
         """
-        self.accept_index = accept_index
+        assert self.paths is not None, "moved before it was accepted"
         # From the window, not from req_to_token: by now the scheduler may have given a finished
         # request's row away.
-        paths = accepted_paths(
-            accept_index, accept_lens, self.packing.rows, self.packing.window, num_draft_tokens
-        )
-        token_to_kv_pool_allocator.get_kvcache().move_kv_cache(paths.front, paths.written)
+        kv_cache = token_to_kv_pool_allocator.get_kvcache()
+        kv_cache.move_kv_cache(self.paths.front, self.paths.written)
+        rows = self.paths.accept_index.clamp(min=0).flatten()
         if logits_output.hidden_states is not None:
-            attach.write(logits_output, hidden_states=logits_output.hidden_states[paths.rows])
-        return predict[paths.rows]
+            attach.write(logits_output, hidden_states=logits_output.hidden_states[rows])
+        return predict[rows]
 
 
 class AlikeTrees(PackedVerifyInput):
@@ -105,12 +103,12 @@ def build_verify_input(
     trees: LinkedTrees, batch: Any, *, num_steps: int, topk: int, packing: Packing
 ) -> TreeVerifyInput:
     """The verify input of a batch, given its final trees."""
-    unread: Any = None  # by packed verification, which has its own masks and sizes
+    unread: Any = None  # by packed verification, which has its own masks, rows and sizes
     return TreeVerifyInput(
         draft_token=trees.tokens.flatten(),
         custom_mask=unread,
         positions=trees.positions(batch.seq_lens.long()).flatten(),
-        retrieve_index=trees.retrieve_index(packing.num_rows),
+        retrieve_index=unread,
         retrieve_next_token=trees.first_child,
         retrieve_next_sibling=trees.next_sibling,
         retrieve_cum_len=unread,

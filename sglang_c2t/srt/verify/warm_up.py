@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from sglang_c2t.kernels.rows import accepted_paths, block_of, scatter_rows
+from sglang_c2t.kernels.accept import accept_paths
+from sglang_c2t.kernels.layout import lay_out
+from sglang_c2t.kernels.rows import block_of, block_of_batch, chain_links, scatter_rows
 from sglang_c2t.kernels.trees import cut_and_link
-from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.verify.packing import Packing, tiers_of
 from sglang_c2t.tree import Trees
@@ -43,21 +44,26 @@ def warm_up(
             requests,
             target_runner,
         )
-        _ = packing.rows, packing.words
+        layout = packing.layout
+        accept_paths(
+            layout.rows, zeros, rows, layout.row_starts, layout.window, parents,
+            longest=num_steps + 1, most=1,
+        )  # fmt: skip
+        _ = packing.words
         if trees:
-            _warm_up_trees(packing, num_steps)
+            _warm_up_trees(packing)
         if compat.is_flashinfer(target_runner.attn_backend):
             requests.batch_size, requests.seq_lens_cpu = batch, torch.zeros(batch)
             target_runner.attn_backend.eager_plan(requests, packing)
         if not trees:
+            chain_links(rows, width)
             for columns, dtype in _unpacked_tables(target_runner, draft_runner):
                 scatter_rows(torch.zeros((batch, columns), dtype=dtype, device=device), rows, width)
-    if (tiers := tiers_of(target_runner)) is not None:
-        _warm_up_layouts(tiers, device)
+    _warm_up_layouts(target_runner, width, max(width, num_steps + 1))
 
 
-def _warm_up_trees(packing: Packing, num_steps: int) -> None:
-    """What cuts them to what is verified, links them, and finds the accepted paths."""
+def _warm_up_trees(packing: Packing) -> None:
+    """What cuts them to what is verified, and links them."""
     assert packing.parents is not None
     batch, width = packing.parents.shape
     # Links in one table, as drafted.
@@ -66,8 +72,6 @@ def _warm_up_trees(packing: Packing, num_steps: int) -> None:
     roots = tokens[:, 0].contiguous()
     for chosen in (None, tokens[:, 1:] > 0):
         cut_and_link(Trees(tokens, parents, depth, roots, source), roots, chosen)
-    path = torch.zeros((batch, num_steps + 1), dtype=torch.int32, device=parents.device)
-    accepted_paths(path, path[:, 0].contiguous(), packing.rows, packing.window, width)
 
 
 def one_of_each(most: int) -> list[int]:
@@ -91,17 +95,15 @@ def _unpacked_tables(target_runner: Any, draft_runner: Any) -> list[tuple[int, t
     ]
 
 
-def _warm_up_layouts(tiers: Tiers, device: Any) -> None:
-    """SGLang's kernels that pad a layout to the slots of its tier, at each replay."""
-    from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
-
-    kinds: dict[tuple[object, ...], tuple[int, int, int]] = {}
-    for rows in tiers.rows:
-        slots = tiers.slots(rows)
-        for batch in one_of_each(slots):
-            kind = block_of(slots), *((n == 1, n % 16 == 0) for n in (batch, slots, rows))
-            kinds.setdefault(kind, (batch, slots, rows))
-    for batch, slots, rows in kinds.values():
-        RaggedVerifyLayout.from_verify_lens_device(
-            verify_lens=torch.ones(batch, dtype=torch.int32, device=device), graph_num_tokens=rows
-        ).padded_to_bucket(padded_bs=slots, cap=tiers.width)
+def _warm_up_layouts(target_runner: Any, width: int, places: int) -> None:
+    """What lays out a forward, for the slots of each tier."""
+    if (tiers := tiers_of(target_runner)) is None:
+        return
+    pool = target_runner.req_to_token_pool.req_to_token
+    request = torch.zeros(1, dtype=torch.int64, device=pool.device)
+    rows = request.repeat(width)
+    for tier in {block_of_batch(tiers.slots(tier)): tier for tier in tiers.rows}.values():
+        lay_out(
+            request.int() + 1, rows, rows, pool, request, request,
+            tokens=tier, slots=tiers.slots(tier), places=places,
+        )  # fmt: skip

@@ -1,0 +1,224 @@
+"""Where everything of one packed forward stands, in one launch.
+
+A verification forwards the first ``num_rows[b]`` of each request's N strided rows, one request
+behind the other, padded to T rows and S >= B slots (those of a CUDA graph). Attention wants every
+row in some slot, so that the slots behind the requests share the padding::
+
+    num_rows [3, 1], N = 4, T = 6, S = 3     rows 0 1 2 4 8 8     slots of 3, 1, 2 rows
+
+Static shapes, no host reads; 44 T + 12 B W + 16 S bytes, so that the cost is the launch. Kernel and
+twin as in :mod:`sglang_c2t.kernels.rows`. Knows nothing of SGLang.
+
+Legend: B requests, N rows a request, T packed rows (at least those verified), S slots, W places.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang_c2t.kernels.rows import (
+    aligned_tables,
+    block_of,
+    block_of_batch,
+    rows_before,
+    runs_triton,
+)
+
+
+class Layout(NamedTuple):
+    """Of the rows of a forward, of its slots, and of where requests write."""
+
+    input_ids: Tensor
+    """[T] int64; on padding 0, as in the next two: SGLang's dummy KV slot."""
+
+    positions: Tensor
+    """[T] int64."""
+
+    out_cache_loc: Tensor
+    """[T] int64: KV slots."""
+
+    rows: Tensor
+    """[T] int64: number of the strided row, ascending; B * N on padding."""
+
+    request: Tensor
+    """[T] int64: whose row it is; 0 on padding, so that tables [B] can be gathered."""
+
+    window: Tensor
+    """[B, W] int64: KV slots of the places behind each committed prefix; 0 behind the context
+    limit, where the table ends."""
+
+    slot_rows: Tensor
+    """[S] int32, T in all: of the requests, and of slots behind them, which have equally many of
+    what is left. The last request has that, where there is no slot behind it."""
+
+    row_starts: Tensor
+    """[S + 1] int32: where each slot's rows begin, and T."""
+
+    slot_keys: Tensor
+    """[S] int32: rows and the keys before them, one before padding."""
+
+    key_starts: Tensor
+    """[S + 1] int32: sums of these."""
+
+
+def lay_out(
+    num_rows: Tensor,
+    draft_token: Tensor,
+    positions: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    *,
+    tokens: int,
+    slots: int,
+    places: int,
+) -> Layout:
+    """Where the rows of a forward come from and go to.
+
+    Row j of request b writes KV slot ``req_to_token[req_pool_indices[b], seq_lens[b] + j]``.
+
+    Args:
+        num_rows: [B] int in [0, N], T or less in all.
+        draft_token: [B * N] int64.
+        positions: [B * N] int64.
+        req_to_token: [pool, context] int32, the last dimension contiguous. Rows that would
+            stand behind the last place get slot 0.
+        req_pool_indices: [B] int.
+        seq_lens: [B] int, the root not counted.
+        tokens: T.
+        slots: S.
+        places: W.
+    """
+    tables = num_rows, draft_token, positions, req_to_token, req_pool_indices, seq_lens
+    if not runs_triton(num_rows):
+        return lay_out_torch(*tables, tokens=tokens, slots=slots, places=places)
+    batch = len(num_rows)
+    width = draft_token.numel() // max(batch, 1)
+    window = req_to_token.new_empty((batch, places), dtype=torch.int64)
+    of_rows, rows = aligned_tables(window, 5, 1, tokens)
+    of_slots, sizes = aligned_tables(req_to_token, 4, 1, slots + 1)
+    _lay_out_kernel[(batch + 1,)](
+        *tables, of_rows, of_slots, window, batch, width, tokens, slots, places,
+        of_rows.stride(0), of_slots.stride(0), req_to_token.stride(0), req_to_token.shape[1],
+        BLOCK_S=block_of_batch(slots), BLOCK_N=block_of(max(width, places)),
+    )  # fmt: skip
+    ids, at, locs, strided, request = (table[0] for table in rows)
+    each, starts, keys, key_starts = (table[0] for table in sizes)
+    return Layout(
+        ids, at, locs, strided, request, window, each[:slots], starts, keys[:slots], key_starts
+    )
+
+
+@triton.jit(do_not_specialize=["batch", "tokens", "slots", "rows_apart", "slots_apart"])
+def _lay_out_kernel(
+    num_rows, draft_token, positions, req_to_token, req_pool_indices, seq_lens,
+    of_rows, of_slots, window, batch, width, tokens, slots, places,
+    rows_apart, slots_apart, pool_stride, pool_width,
+    BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # One program a request, and a last one for the padding and the slots.
+    this = tl.program_id(0)
+    first = rows_before(num_rows, this, batch, BLOCK_S)
+    lane = tl.arange(0, BLOCK_N)
+    if this < batch:
+        place = of_rows + first + lane
+        live = (lane < tl.load(num_rows + this)) & (first + lane < tokens)
+        row = this.to(tl.int64) * width + lane
+        pool = req_to_token + tl.load(req_pool_indices + this).to(tl.int64) * pool_stride
+        behind = tl.load(seq_lens + this) + lane
+        # Behind the row another request's begins.
+        there = (behind < pool_width) & (lane < tl.maximum(width, places))
+        loc = tl.load(pool + behind, mask=there, other=0).to(tl.int64)
+        tl.store(place, tl.load(draft_token + row, mask=live), mask=live)
+        tl.store(place + rows_apart, tl.load(positions + row, mask=live), mask=live)
+        tl.store(place + 2 * rows_apart, loc, mask=live)
+        tl.store(place + 3 * rows_apart, row, mask=live)
+        tl.store(place + 4 * rows_apart, tl.zeros_like(row) + this, mask=live)
+        tl.store(window + this.to(tl.int64) * places + lane, loc, mask=lane < places)
+    else:
+        for start in range(first, tokens, BLOCK_N):
+            place = of_rows + start + lane
+            padding = start + lane < tokens
+            for table in range(5):
+                fill = tl.where(table == 3, this.to(tl.int64) * width, 0)
+                tl.store(place + table * rows_apart, fill, mask=padding)
+        slot = tl.arange(0, BLOCK_S)
+        real, inside = slot < batch, slot < slots
+        left = (tokens - first).to(tl.int32)
+        spare = slots - batch
+        share = left // tl.maximum(spare, 1)
+        one_more = (slot - batch < left - share * spare).to(tl.int32)
+        each = tl.load(num_rows + slot, mask=real, other=0).to(tl.int32)
+        each += tl.where((spare == 0) & (slot == batch - 1), left, 0)
+        each = tl.where(real, each, share + one_more)
+        before = tl.load(seq_lens + slot, mask=real, other=1).to(tl.int32)
+        keys = each + before
+        tl.store(of_slots + slot, each, mask=inside)
+        tl.store(of_slots + slots_apart, 0)
+        tl.store(of_slots + slots_apart + 1 + slot, tl.cumsum(each, 0), mask=inside)
+        tl.store(of_slots + 2 * slots_apart + slot, keys, mask=inside)
+        tl.store(of_slots + 3 * slots_apart, 0)
+        tl.store(of_slots + 3 * slots_apart + 1 + slot, tl.cumsum(keys, 0), mask=inside)
+
+
+def lay_out_torch(
+    num_rows: Tensor,
+    draft_token: Tensor,
+    positions: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    *,
+    tokens: int,
+    slots: int,
+    places: int,
+) -> Layout:
+    """Twin of :func:`lay_out`."""
+    batch, last = len(num_rows), req_to_token.shape[1] - 1
+    width = draft_token.numel() // max(batch, 1)
+
+    def slots_at(request: Tensor, place: Tensor) -> Tensor:
+        found = req_to_token[req_pool_indices[request], place.clamp(max=last)]
+        return found.masked_fill(place > last, 0).long()
+
+    rows, request = _packed_places(num_rows, width, tokens)
+    padding = rows == batch * width
+    ids, at, locs = (torch.zeros_like(rows) for _ in range(3))
+    if batch:
+        row = rows.masked_fill(padding, 0)
+        locs = slots_at(request, seq_lens[request] + row % width).masked_fill(padding, 0)
+        ids, at = (table[row].masked_fill(padding, 0) for table in (draft_token, positions))
+    every = torch.arange(batch, device=rows.device)[:, None]
+    window = slots_at(every, seq_lens[:, None] + torch.arange(places, device=rows.device))
+
+    left = tokens - num_rows.sum()
+    spare = slots - batch
+    pad = torch.arange(spare, device=rows.device)
+    each = torch.cat((num_rows.long(), left // max(spare, 1) + (pad < left % max(spare, 1))))
+    if not spare and batch:
+        each[-1] += left
+    keys = each + torch.nn.functional.pad(seq_lens.long(), (0, spare), value=1)
+    sums = [torch.nn.functional.pad(t.cumsum(0), (1, 0)) for t in (each, keys)]
+    each, starts, keys, key_starts = (t.to(torch.int32) for t in (each, sums[0], keys, sums[1]))
+    return Layout(ids, at, locs, rows, request, window, each, starts, keys, key_starts)
+
+
+def _packed_places(num_rows: Tensor, width: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """``rows`` and ``request`` of :class:`Layout`, N = ``width`` and T = ``tokens``."""
+    batch = len(num_rows)
+    ends = num_rows.long().cumsum(0)  # [B]
+    place = torch.arange(tokens, device=num_rows.device)
+    request = torch.searchsorted(ends, place, right=True)  # B on padding
+    padding = request >= batch
+    if batch == 0:
+        return torch.zeros_like(place), torch.zeros_like(place)
+    request = request.masked_fill(padding, 0)
+    row = request * width + place - (ends - num_rows)[request]
+    return row.masked_fill(padding, batch * width), request

@@ -1,0 +1,64 @@
+"""What attention is told of a packed forward, laid out for it already.
+
+SGLang's ``RaggedVerifyLayout`` has the rows of each request; its graph runner and its attention
+then pad them to a graph's slots, sum them up and add the keys, in a dozen launches a step.
+:func:`~sglang_c2t.kernels.layout.lay_out` has done that with all else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+from sglang.srt.speculative.ragged_verify import RaggedTargetVerifyGeometry, RaggedVerifyLayout
+from torch import Tensor
+
+from sglang_c2t.kernels.layout import Layout
+from sglang_c2t.srt import attach
+
+# B requests, S >= B slots of the forward, T rows of it
+
+
+class PackedLayout(RaggedVerifyLayout, frozen=True, kw_only=True):
+    """SGLang's layout of T rows, of all S slots, and the keys of each."""
+
+    slot_keys: Tensor
+    """[S] int32."""
+
+    key_starts: Tensor
+    """[S + 1] int32."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> Self:
+        """Of a forward."""
+        return cls(
+            verify_lens=layout.slot_rows,
+            graph_num_tokens=len(layout.input_ids),
+            extend_start_loc=layout.row_starts[:-1],
+            qo_indptr_device=layout.row_starts,
+            slot_keys=layout.slot_keys,
+            key_starts=layout.key_starts,
+        )
+
+    def padded_to_bucket(self, *, padded_bs: int, cap: int | None = None) -> Self:
+        """Itself: it has the slots of the graph that is replayed, and no others."""
+        assert (padded_bs, cap) == (self.bs, None), (padded_bs, cap, self.bs)
+        return self
+
+
+def read_by(backend: Any) -> None:
+    """Have an attention backend that computes what it reads of a layout take ours as it is."""
+    attach.wrap_global(type(backend).__module__, "build_ragged_target_verify_geometry", _geometry)
+
+
+def _geometry(
+    stock: Callable[..., RaggedTargetVerifyGeometry], *, seq_lens: Tensor, layout: Any
+) -> RaggedTargetVerifyGeometry:
+    if not isinstance(layout, PackedLayout):  # as at capture
+        return stock(seq_lens=seq_lens, layout=layout)
+    return RaggedTargetVerifyGeometry(
+        cache_seqlens_int32=layout.slot_keys,
+        cu_seqlens_q=layout.qo_indptr_device,
+        cu_seqlens_k=layout.key_starts,
+        max_seq_len_q=None,  # N
+    )
