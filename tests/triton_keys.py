@@ -20,11 +20,12 @@ def key_of(
     signature = inspect.signature(kernel.fn)
     named = {name: value for name, value in settings.items() if name in signature.parameters}
     fixed = kernel.kwargs["do_not_specialize"] or ()
+    anywhere = kernel.kwargs["do_not_specialize_on_alignment"] or ()
     key: list[Hashable] = [kernel.fn.__name__]
     for name, value in signature.bind(*args, **named).arguments.items():
         if "constexpr" in str(signature.parameters[name].annotation):
             key.append((name, value))
         else:
-            specialize = name not in fixed
-            key.append((name, native_specialize_impl(CUDABackend, value, False, specialize, True)))
+            how = False, name not in fixed, name not in anywhere
+            key.append((name, native_specialize_impl(CUDABackend, value, *how)))
     return tuple(key)

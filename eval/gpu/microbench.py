@@ -64,9 +64,17 @@ def gate_bytes(batch: int, vocab: int) -> int:
     return batch * (vocab * BF16 + 2 * INT64 + 5 * FLOAT32 + 1)
 
 
-def pack_bytes(rows: int) -> int:
-    """Token, position and KV slot of T packed rows, read (the slot as int32) and written."""
-    return rows * (2 * INT64 + INT32 + 3 * INT64)
+def layout_bytes(batch: int, width: int, rows: int) -> int:
+    """Token and position of T packed rows, read; these, KV slot, number and request, written; KV
+    slots of N places of B requests, read as int32; and what attention reads of each of them.
+    """
+    of_request = width * (INT32 + INT64) + 4 * INT32 + 2 * INT64
+    return rows * (2 * INT64 + 5 * INT64) + batch * of_request
+
+
+def accept_bytes(batch: int, width: int, rows: int) -> int:
+    """Tokens of target and draft, read; token and number of each row and two KV slots, written."""
+    return rows * INT64 + batch * width * (INT64 + 2 * INT32 + 3 * INT64)
 
 
 def scatter_bytes(batch: int, width: int, rows: int, columns: int) -> int:
@@ -136,8 +144,12 @@ def gates(batch: int, vocab: int) -> list[Row]:
 
 
 def packing(batch: int) -> list[Row]:
-    """Rows of chains: which, their inputs, FlashInfer's indices, logits back to their places."""
+    """Rows of chains: where they stand, FlashInfer's indices, which are accepted, logits back to
+    their places.
+    """
+    from sglang_c2t.kernels import layout
     from sglang_c2t.kernels import rows as kernels
+    from sglang_c2t.kernels.accept import accept_paths
 
     lens = torch.randint(1, WIDTH + 1, (batch,), dtype=torch.int32, device="cuda")
     total = int(lens.sum())
@@ -151,15 +163,20 @@ def packing(batch: int) -> list[Row]:
     vocab = VOCABS[-1]
     packed = torch.randn(total, vocab, device="cuda")
     full = torch.empty(batch * WIDTH, vocab, device="cuda")
-    inputs = kernels.pack_inputs(lens, tokens, tokens, table, slots, seq_lens, total)
+
+    def lay_out() -> layout.Layout:
+        given = lens, tokens, tokens, table, slots, seq_lens
+        return layout.lay_out(*given, tokens=total, slots=batch, places=WIDTH)
+
+    packed_at = lay_out()
+    here = packed_at.row_starts, packed_at.window
 
     return on_device(
         f"B {batch}, T {total}",
-        ("row numbers", lambda: kernels.packed_rows(lens, WIDTH, total),
-         batch * INT32 + 17 * total),
-        ("packed inputs",
-         lambda: kernels.pack_inputs(lens, tokens, tokens, table, slots, seq_lens, total, inputs),
-         pack_bytes(total)),
+        ("forward laid out", lay_out, layout_bytes(batch, WIDTH, total)),
+        ("accepted paths",
+         lambda: accept_paths(packed_at.rows, tokens, lens, *here, longest=WIDTH, most=WIDTH),
+         accept_bytes(batch, WIDTH, total)),
         ("KV indices",
          lambda: kernels.ragged_kv_indices(table, slots, seq_lens, lens, starts, indices),
          kv_indices_bytes(batch, PREFIX, total)),

@@ -51,7 +51,7 @@ class ChainGate(Gate):
         self._start()
         self._depth = 0
         self._layers, self.confidences = [], []
-        self._keeps_all = self.opt_outs.whole(slots)
+        self._keeps_all = self.opt_outs.whole(slots) if self.cuts else None
         if self.program is None:
             self._alive = torch.ones(slots.shape, dtype=torch.bool, device=slots.device)
             self._num_kept = torch.zeros(slots.shape, dtype=torch.int32, device=slots.device)
@@ -60,13 +60,15 @@ class ChainGate(Gate):
         first = self.first_tokens.judged(slots)
         self._depth = 1
         self._joint = first.prob[0]
-        self._alive = first.confidence[0] >= self.program.beta
-        self._num_kept = self._alive.int()
         if self.planned:
             self.confidences.append(first.confidence[0])
         self._output = GateOutput.empty(len(slots), 1, slots.device)._replace(
-            joint=self._joint[:, None], keep=self._alive[:, None]
+            joint=self._joint[:, None]
         )
+        if self.cuts:
+            self._alive = first.confidence[0] >= self.program.beta
+            self._num_kept = self._alive.int()
+            self._output = self._output._replace(keep=self._alive[:, None])
 
     def observe(self, logits: Tensor, hidden: Tensor | None = None) -> None:
         """Judge the next drafted layer from its draft ``logits`` [B, V]."""
@@ -85,11 +87,18 @@ class ChainGate(Gate):
             depth=self._depth,
             topk=1,
             joint=self._joint,
-            alive=self._alive,
-            num_kept=self._num_kept,
+            alive=self._alive if self.cuts else None,
+            num_kept=self._num_kept if self.cuts else None,
             out=self._output,
             tokens=False,  # SGLang's loop chooses them
         )
+
+    @property
+    def cuts(self) -> bool:
+        """Whether somebody may ask where chains end: not if they are planned, but who takes over
+        from a plan asks the graphs that were captured for it.
+        """
+        return not self.planned or self.exploring or self.served.capturing
 
     def any_alive(self) -> bool:
         """Whether any chain may still grow. Reads the host: eager mode only.

@@ -122,7 +122,8 @@ class Gate:
         if self.served.program is not None and self._logits is not None:
             columns, dtype = self._logits
             logits = torch.zeros((1, columns), dtype=dtype, device=self.first_tokens.device)
-            judge_layer(logits, self.served.program, depth=1, topk=self._topk, tokens=False)
+            nobody = torch.zeros(1, dtype=torch.int64, device=logits.device)
+            self._judge_first(nobody, logits, self.served.program)
 
     def first_tokens_complete(self, slots: Tensor) -> Tensor:
         """[B] bool: the first tokens of this step carry all that exploration measures."""
@@ -159,8 +160,7 @@ class Gate:
     ) -> None:
         program = self.served.program
         if program is not None:
-            said = judge_layer(logits, program, depth=1, topk=self._topk, tokens=False)
-            self.first_tokens.put_judged(slots, said)
+            self._judge_first(slots, logits, program)
         measured: dict[str, Tensor] = {}
         if program is None or extra:
             measured = measure(logits, self.served.needs | extra, hidden=hidden)
@@ -169,6 +169,10 @@ class Gate:
         if self._exploration.names:
             complete = float(self._exploration.names <= measured.keys())
             self.first_tokens.put("complete", slots, torch.full((1,), complete))
+
+    def _judge_first(self, slots: Tensor, logits: Tensor, program: FusedGate) -> None:
+        relay = self.first_tokens.relay(slots)
+        judge_layer(logits, program, depth=1, topk=self._topk, tokens=False, relay=relay)
 
     def _reserve(self) -> None:
         """Make the table's columns, since a captured CUDA graph must not."""

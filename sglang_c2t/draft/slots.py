@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.draft_layer import unknown
-from sglang_c2t.kernels.gate import GateOutput
+from sglang_c2t.kernels.gate import Relay
 
 
 class FirstLayer(NamedTuple):
@@ -47,9 +47,9 @@ class FirstTokens:
         self._judged = certain[:, None].repeat(1, num_slots)  # [1 + 2 K, num_slots]
         self._columns: dict[str, Tensor] = {}  # by name, [num_slots] or [num_slots, width]
 
-    def put_judged(self, slots: Tensor, said: GateOutput) -> None:
-        """Write what a program said of K children of each root, rows ``slots`` [B]."""
-        self._judged[:, slots] = torch.cat((said.entropy[None], said.prob.T, said.confidence.T))
+    def relay(self, slots: Tensor) -> Relay:
+        """Where a program leaves what it says of the K children of each root in ``slots`` [B]."""
+        return Relay(self._judged, slots)
 
     def judged(self, slots: Tensor) -> FirstLayer:
         """What was written for ``slots`` [B], the caller's own."""

@@ -45,9 +45,11 @@ class DeviceSurvival:
                 values = values.pin_memory()
             there.copy_(values, non_blocking=True)
 
-    def __call__(self, confidences: Tensor) -> Tensor:
-        """[B, d] float32 in [0, 1], falling along each row, from as many. No host reads."""
-        return self._of_chains(confidences, *self._parameters)
+    def of_chains(self, confidences: Tensor, *, out: Tensor, kept: Tensor) -> None:
+        """Write to ``out`` [B, d] float32 in [0, 1], falling along each row, from as many, and
+        these to ``kept``. No host reads.
+        """
+        self._of_chains(confidences, *self._parameters, out=out, kept=kept)
 
     def of_nodes(self, least: Tensor, trees: Trees) -> Tensor:
         """[B, N] float32, falling along each path, from the ``least`` [B, N] confidence on it, by
@@ -57,16 +59,19 @@ class DeviceSurvival:
         return survival_of_nodes(values, least, trees.depth, trees.parents, LIMIT)
 
 
-def _calibrated(confidences: Tensor, values: Tensor) -> Tensor:
+def _calibrated(confidences: Tensor, values: Tensor, **to: Tensor) -> None:
     """:meth:`Survival.of_chains`; ``values`` [D, K]."""
-    return survival_of_chains(values, confidences, LIMIT)
+    survival_of_chains(values, confidences, LIMIT, **to)
 
 
-def _one_slope(prob: Tensor, slope: Tensor, intercepts: Tensor) -> Tensor:
+def _one_slope(
+    prob: Tensor, slope: Tensor, intercepts: Tensor, *, out: Tensor, kept: Tensor
+) -> None:
     """:meth:`OneSlope.of_chains`."""
     feature = (prob.log() - torch.log1p(-prob)).clamp(-OneSlope.LARGEST, OneSlope.LARGEST)
     accepted = torch.sigmoid(slope * feature + intercepts[: prob.shape[1]])
-    return accepted.cumprod(dim=1)
+    out.copy_(accepted.cumprod(dim=1))
+    kept.copy_(prob)
 
 
-_TWINS: dict[type, Callable[..., Tensor]] = {Survival: _calibrated, OneSlope: _one_slope}
+_TWINS: dict[type, Callable[..., None]] = {Survival: _calibrated, OneSlope: _one_slope}

@@ -84,6 +84,16 @@ class GateOutput(NamedTuple):
         return cls(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds))
 
 
+class Relay(NamedTuple):
+    """A table in which what is said waits for another step, with a column for each of S slots."""
+
+    table: Tensor
+    """[1 + 2 K, S] float32: entropy, then ``prob`` and ``confidence`` of the K best."""
+
+    slots: Tensor
+    """[R] integers: the column of each row."""
+
+
 class Weights(NamedTuple):
     """A network of one hidden layer, ``sigmoid(out @ relu(hidden @ x))``, on any device.
 
@@ -193,6 +203,7 @@ def judge_layer(
     out: GateOutput | None = None,  # written in place and returned
     tokens: bool = True,  # False: nobody asks which tokens they are
     width: int = 1,  # rows of a request, best first, which stand together
+    relay: Relay | None = None,  # written as well
 ) -> GateOutput:
     """The K best children of each row, and which of them to keep.
 
@@ -220,6 +231,7 @@ def judge_layer(
             out=out,
             tokens=tokens,
             width=width,
+            relay=relay,
         )
     _check(logits, topk, joint, alive, token_map, num_kept, out)
     rows, vocab = logits.shape
@@ -244,6 +256,7 @@ def judge_layer(
         alive,
         token_map,
         num_kept,
+        *((None, None, 0) if relay is None else (*relay, relay.table.shape[1])),
         *out,
         **judge_constants(program.names, program.hidden_size, topk, num_chunks, width),
         num_warps=4,
@@ -282,6 +295,7 @@ def judge_layer_reference(
     out: GateOutput | None = None,
     tokens: bool = True,
     width: int = 1,
+    relay: Relay | None = None,
 ) -> GateOutput:
     """:func:`judge_layer` in plain torch. It looks at its numbers, so no CUDA graph can hold it."""
     _check(logits, topk, joint, alive, token_map, num_kept, out)
@@ -319,6 +333,9 @@ def judge_layer_reference(
     if num_kept is not None:
         num_kept += keep[:, 0]
     judged = GateOutput(ids, prob, parents, confidence, keep, entropy.clamp(min=0))
+    if relay is not None:
+        said = judged.entropy[None], judged.prob.T, judged.confidence.T
+        relay.table[:, relay.slots] = torch.cat(said)
     if out is None:
         return judged
     for there, here in zip(out, judged, strict=True):
@@ -506,6 +523,9 @@ def judge(
     parent_alive,
     token_map,
     num_kept,
+    relay_table,
+    relay_slots,
+    num_slots,
     tokens_out,
     prob_out,
     joint_out,
@@ -526,7 +546,7 @@ def judge(
     """Judge one row from what :func:`logit_partials` left; grid (R,).
 
     Pointers are those of :func:`judge_layer`; ``parent_joint``, ``parent_alive``,
-    ``token_map`` and ``num_kept`` may be None. ``program`` is ``FusedGate.buffer``.
+    ``token_map``, ``num_kept`` and the relay may be None. ``program`` is ``FusedGate.buffer``.
 
     Reads per row, from L2: V / 16 bytes of maxima, 12 C of partials, K * 64 logits, the
     weights (964 bytes for 3-48-1). Bound by latency, not by bytes: 2 max(K, 2) reductions,
@@ -606,3 +626,8 @@ def judge(
     tl.store(joint_out + here, joint, mask=wanted)
     tl.store(confidence_out + here, confidence, mask=wanted)
     tl.store(keep_out + here, keep, mask=wanted)
+    if relay_table is not None:
+        column = relay_table + tl.load(relay_slots + row)
+        tl.store(column, entropy)
+        tl.store(column + (1 + place) * num_slots, prob, mask=wanted)
+        tl.store(column + (1 + K + place) * num_slots, confidence, mask=wanted)

@@ -32,31 +32,37 @@ EPS = 1e-6
 CHAINS = 32
 
 
-def survival_of_chains(values: Tensor, confidences: Tensor, limit: float) -> Tensor:
-    """[B, d] float32, falling along each row.
+def survival_of_chains(
+    values: Tensor, confidences: Tensor, limit: float, *, out: Tensor, kept: Tensor
+) -> None:
+    """Survivals of the drafts of chains.
 
     Args:
         values: [D, K] float32.
-        confidences: [B, d] float32 in [0, 1].
+        confidences: [B, d] float32 in [0, 1]; may be strided.
         limit: L.
+        out: [B, d] float32, written: the survivals, falling along each row. Layers are neighbours.
+        kept: [B, d] float32 with the strides of ``out``, written: the confidences.
     """
     if not runs_triton(confidences):
-        return survival_of_chains_torch(values, confidences, limit)
-    confidences = confidences.contiguous()
+        survival_of_chains_torch(values, confidences, limit, out=out, kept=kept)
+        return
+    assert out.stride() == kept.stride(), (out.stride(), kept.stride())
     batch, layers = confidences.shape
-    survival = torch.empty_like(confidences)
     _chains_kernel[(triton.cdiv(batch, CHAINS),)](
-        values, confidences, survival, batch, layers,
+        values, confidences, out, kept, batch, layers, *confidences.stride(), out.stride(0),
         BINS=values.shape[1], LIMIT=limit, EPS=EPS, BLOCK_B=CHAINS, num_warps=1,
     )  # fmt: skip
-    return survival
 
 
-def survival_of_chains_torch(values: Tensor, confidences: Tensor, limit: float) -> Tensor:
+def survival_of_chains_torch(
+    values: Tensor, confidences: Tensor, limit: float, *, out: Tensor, kept: Tensor
+) -> None:
     """Twin of :func:`survival_of_chains`."""
     layer = torch.arange(confidences.shape[1], device=values.device)
     survival = _own(values, layer, torch.cummin(confidences, dim=1).values, limit)
-    return torch.cummin(survival, dim=1).values
+    out.copy_(torch.cummin(survival, dim=1).values)
+    kept.copy_(confidences)
 
 
 def survival_of_nodes(
@@ -116,9 +122,13 @@ def _said(values, layer, least, real, BINS: tl.constexpr, LIMIT: tl.constexpr, E
     return low + share * (tl.load(here + 1, mask=real, other=0.0) - low)
 
 
-@triton.jit(do_not_specialize=["batch", "layers"])
+# Of one layer, confidences are a row of a larger table.
+@triton.jit(
+    do_not_specialize=["batch", "layers", "row_stride", "layer_stride", "stride"],
+    do_not_specialize_on_alignment=["confidences"],
+)
 def _chains_kernel(
-    values, confidences, survival, batch, layers,
+    values, confidences, survival, kept, batch, layers, row_stride, layer_stride, stride,
     BINS: tl.constexpr, LIMIT: tl.constexpr, EPS: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -126,10 +136,13 @@ def _chains_kernel(
     least = tl.full([BLOCK_B], 1.0, tl.float32)
     falling = tl.full([BLOCK_B], float("inf"), tl.float32)
     for layer in range(layers):
-        here = request * layers + layer
-        least = tl.minimum(least, tl.load(confidences + here, mask=real, other=1.0))
+        sure = tl.load(
+            confidences + request * row_stride + layer * layer_stride, mask=real, other=1.0
+        )
+        least = tl.minimum(least, sure)
         falling = tl.minimum(falling, _said(values, layer, least, real, BINS, LIMIT, EPS))
-        tl.store(survival + here, falling, mask=real)
+        tl.store(survival + request * stride + layer, falling, mask=real)
+        tl.store(kept + request * stride + layer, sure, mask=real)
 
 
 @triton.jit(do_not_specialize=["num_nodes", "row_stride", "node_stride"])

@@ -7,11 +7,15 @@ the budget of a step; ``test_serving.py`` looks. A GPU would show some of them n
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+#: Imported where a mutant needs them: SGLang is, with them.
+PACKING, ACCEPT = "sglang_c2t.srt.verify.packing", "sglang_c2t.srt.verify.accept"
 
 MUTANTS: dict[str, Mutant] = {}
 
@@ -38,7 +42,10 @@ def mutant(server: str, *, at_start: bool = False) -> Callable[[Callable[[], Non
 
 
 def around(owner: Any, name: str, instead: Callable[..., Any]) -> None:
-    """``instead`` is given the function that it replaces, and its arguments."""
+    """``instead`` is given the function that it replaces, of an object or of a module by its name,
+    and its arguments.
+    """
+    owner = importlib.import_module(owner) if isinstance(owner, str) else owner
     kept = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: instead(kept, *args, **kwargs))
 
@@ -114,74 +121,83 @@ def attention_is_laid_out_on_a_stream_that_nobody_waits_for() -> None:
 
 @mutant(CHAINS)
 def padding_writes_over_a_request() -> None:
-    from sglang_c2t.srt.verify import packing
-
-    def written(pack: Any, rows: Any, tokens: Any, positions: Any, table: Any, slots: Any,
-                seq_lens: Any, tier: int) -> Any:  # fmt: skip
-        made = pack(rows, tokens, positions, table, slots, seq_lens, tier)
+    def written(lay_out: Any, *tables: Any, **sizes: Any) -> Any:
+        made = lay_out(*tables, **sizes)
+        rows, _, _, table, slots, seq_lens = tables
         last = table[slots[:1].long(), seq_lens[:1].long() - 1]
-        padding = torch.arange(tier, device=rows.device) >= rows.sum()
+        padding = torch.arange(len(made.input_ids), device=rows.device) >= rows.sum()
         return made._replace(out_cache_loc=torch.where(padding, last, made.out_cache_loc))
 
-    around(packing, "pack_inputs", written)
+    around(PACKING, "lay_out", written)
 
 
 @mutant(CHAINS)
 def rows_are_written_one_place_behind() -> None:
-    from sglang_c2t.srt.verify import packing
+    def behind(lay_out: Any, *tables: Any, **sizes: Any) -> Any:
+        made = lay_out(*tables, **sizes)
+        later = lay_out(*tables[:5], tables[5] + 1, **sizes)
+        return made._replace(out_cache_loc=later.out_cache_loc)
 
-    around(
-        packing,
-        "pack_inputs",
-        lambda pack, *args: pack(*args[:5], args[5] + 1, *args[6:]),
-    )
+    around(PACKING, "lay_out", behind)
 
 
 @mutant(CHAINS)
 def positions_are_those_of_whole_drafts() -> None:
-    from sglang_c2t.srt.verify import packing
-
-    def unpacked(pack: Any, rows: Any, tokens: Any, positions: Any, *more: Any) -> Any:
-        made = pack(rows, tokens, positions, *more)
+    def unpacked(
+        lay_out: Any, rows: Any, tokens: Any, positions: Any, *more: Any, **sizes: Any
+    ) -> Any:
+        made = lay_out(rows, tokens, positions, *more, **sizes)
         whole = positions.repeat(len(made.positions) // len(positions) + 1)
         return made._replace(positions=whole[: len(made.positions)])
 
-    around(packing, "pack_inputs", unpacked)
+    around(PACKING, "lay_out", unpacked)
 
 
 @mutant(CHAINS)
 def the_smallest_graph_is_replayed_for_any_rows() -> None:
-    from sglang_c2t.srt.verify import packing
+    def smallest(_: Any, runner: Any, *sizes: Any) -> tuple[int, int]:
+        tiers = runner.decode_cuda_graph_runner.tiers
+        return min(tiers.rows), tiers.slots(min(tiers.rows))
 
-    packing._tier = lambda runner, *_: min(runner.decode_cuda_graph_runner.tiers.rows)
+    around(PACKING, "_size", smallest)
 
 
 @mutant(CHAINS)
 def a_graph_keeps_the_rows_of_its_capture() -> None:
-    from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+    from sglang_c2t.srt.verify.ragged import PackedLayout
 
-    def captured(make: Any, *, verify_lens: Any, graph_num_tokens: int) -> Any:
-        return make(verify_lens=torch.ones_like(verify_lens), graph_num_tokens=graph_num_tokens)
+    of = PackedLayout.of
 
-    around(RaggedVerifyLayout, "from_verify_lens_device", captured)
+    def captured(layout: Any) -> Any:
+        alike = torch.arange(len(layout.row_starts), dtype=torch.int32, device="cuda")
+        return of(layout._replace(row_starts=alike))
+
+    PackedLayout.of = captured
+
+
+@mutant(CHAINS)
+def attention_forgets_the_rows_themselves() -> None:
+    def before(lay_out: Any, *tables: Any, **sizes: Any) -> Any:
+        made = lay_out(*tables, **sizes)
+        return made._replace(slot_keys=made.slot_keys - made.slot_rows)
+
+    around(PACKING, "lay_out", before)
 
 
 @mutant(CHAINS)
 def a_row_counts_to_the_request_behind() -> None:
-    from sglang_c2t.srt.verify import packing
-
-    def shifted(rows: Any, *args: Any) -> Any:
-        made = rows(*args)
-        return made._replace(rows=made.rows.roll(1))
-
-    around(packing, "packed_rows", shifted)
+    around(
+        ACCEPT, "accept_paths", lambda walk, wanted, *more, **n: walk(wanted.roll(1), *more, **n)
+    )
 
 
 @mutant(CHAINS)
 def cuts_are_forgotten() -> None:
-    from sglang_c2t.srt.verify import chain
+    def whole(walk: Any, wanted: Any, tokens: Any, rows: Any, *more: Any, **sizes: Any) -> Any:
+        everything = torch.nn.functional.pad(wanted, (0, tokens.numel() - len(wanted)))
+        return walk(everything, tokens, torch.full_like(rows, 4), *more, **sizes)
 
-    chain.truncated_chains = lambda links, _lens: links
+    around(ACCEPT, "accept_paths", whole)
 
 
 @mutant(CHAINS)
@@ -213,13 +229,20 @@ def first_tokens_are_judged_by_those_of_another_request() -> None:
 
 
 @mutant(CHAINS)
+def first_tokens_wait_in_the_slots_of_another_request() -> None:
+    from sglang_c2t.draft.slots import FirstTokens
+
+    around(FirstTokens, "relay", lambda relay, self, slots: relay(self, slots.flip(0)))
+
+
+@mutant(CHAINS)
 def lengths_are_read_of_the_step_before() -> None:
     from sglang_c2t.draft.chain import ChainGate
 
     last: list[Any] = []
 
     def before(finalize: Any, self: Any, lens: Any) -> Any:
-        last.append(lens)
+        last.append(lens.clone())
         stale = last[-2] if len(last) > 1 and len(last[-2]) == len(lens) else lens
         return finalize(self, stale)
 
@@ -284,13 +307,11 @@ def rows_see_the_tree_of_the_step_before() -> None:
 
 @mutant(TREES)
 def the_window_begins_one_place_behind() -> None:
-    from sglang_c2t.srt.verify import packing
+    def behind(lay_out: Any, *tables: Any, **sizes: Any) -> Any:
+        made = lay_out(*tables, **sizes)
+        return made._replace(window=lay_out(*tables[:5], tables[5] + 1, **sizes).window)
 
-    around(
-        packing,
-        "verify_window",
-        lambda window, table, slots, lens, width: window(table, slots, lens + 1, width),
-    )
+    around(PACKING, "lay_out", behind)
 
 
 @mutant(TREES)
@@ -319,23 +340,22 @@ def keys_are_moved_the_wrong_way() -> None:
 
 
 @mutant(TREES)
-def siblings_are_children() -> None:
-    from dataclasses import replace
+def all_nodes_are_children_of_the_root() -> None:
+    def flat(walk: Any, *tables: Any, **sizes: Any) -> Any:
+        *more, parents = tables
+        return walk(*more, parents.clamp(max=0), **sizes)
 
-    from sglang_c2t.draft import tree
-
-    def swapped(cut: Any, *given: Any) -> Any:
-        made = cut(*given)
-        return replace(made, first_child=made.next_sibling, next_sibling=made.first_child)
-
-    around(tree, "cut_and_link", swapped)
+    around(ACCEPT, "accept_paths", flat)
 
 
 @mutant(TREES)
 def padding_counts_as_rows() -> None:
-    from sglang_c2t.tree import Trees
+    def padded(walk: Any, wanted: Any, tokens: Any, rows: Any, starts: Any, *more: Any,
+               **sizes: Any) -> Any:  # fmt: skip
+        late = starts + torch.arange(len(starts), dtype=torch.int32, device=starts.device)
+        return walk(wanted, tokens, rows, late.clamp(max=len(wanted) - 1), *more, **sizes)
 
-    around(Trees, "retrieve_index", lambda index, self, rows: index(self, rows + 1))
+    around(ACCEPT, "accept_paths", padded)
 
 
 @mutant(TREES)

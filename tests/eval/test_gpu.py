@@ -228,7 +228,8 @@ def test_more_rows_drafts_or_context_never_lower_the_floor(
 
 def test_floors_of_the_parts_by_hand() -> None:
     assert microbench.gate_bytes(2, 100) == 2 * (200 + 16 + 20 + 1)
-    assert microbench.pack_bytes(10) == 440  # as its docstring says: 44 a row
+    assert microbench.layout_bytes(2, 4, 7) == 7 * 56 + 2 * (48 + 32)
+    assert microbench.accept_bytes(2, 4, 7) == 56 + 8 * 40
     assert microbench.scatter_bytes(2, 4, 3, 10) == (3 + 8) * 10 * 4
     assert microbench.kv_indices_bytes(2, 100, 6) == 8 * 206
     assert microbench.mask_bytes(1, 3, 2) == 2 * 8 + 2  # the docstring's mask of two bytes

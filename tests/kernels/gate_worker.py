@@ -19,6 +19,7 @@ from sglang_c2t.kernels import gate
 from sglang_c2t.kernels.gate import (
     FusedGate,
     GateOutput,
+    Relay,
     Weights,
     judge_layer,
     judge_layer_reference,
@@ -234,6 +235,21 @@ def results_land_in_given_memory_and_nowhere_else() -> None:
             for mine, theirs in zip(out, expected, strict=True):
                 assert torch.allclose(mine.double(), theirs.double(), rtol=1e-5, atol=1e-5)
             assert not any(a[-64:].any() for a in around)
+
+
+def what_is_said_waits_in_the_columns_of_its_slots() -> None:
+    """And nothing else of the table is touched."""
+    for topk in (1, 3):
+        logits, layer = random_layer(4, 90, topk)
+        slots = torch.tensor([5, 0, 2, 6])
+        for run in (judge_layer, judge_layer_reference):
+            table = torch.full((1 + 2 * topk, 8), -7.0)
+            said = run(logits, program(NETWORKS[2]), **layer, relay=Relay(table, slots))
+            expected = torch.full_like(table, -7.0)
+            for row, slot in enumerate(slots.tolist()):
+                column = [said.entropy[row], *said.prob[row], *said.confidence[row]]
+                expected[:, slot] = torch.stack(column)
+            assert torch.equal(table, expected), run.__name__
 
 
 def chains_keep_their_books_in_place() -> None:

@@ -11,9 +11,12 @@ from sglang.kernels.ops.speculative.dspark.dspark_verify_window import (
     compact_row_index,
     scatter_compact_to_strided,
 )
-from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+from sglang.srt.speculative.ragged_verify import (
+    RaggedVerifyLayout,
+    build_ragged_target_verify_geometry,
+)
 
-from sglang_c2t.kernels import masks, rows
+from sglang_c2t.kernels import layout, masks, rows
 from tests.kernels.masks_worker import Forest, random_forest
 from tests.kernels.rows_worker import Batch, random_batch
 
@@ -31,31 +34,42 @@ def ragged_rows(batch: Batch) -> None:
     request, within, valid = compact_row_index(
         verify_lens=lens, padded_total=batch.num_tokens, device="cpu"
     )
-    packed = rows.packed_rows(lens, batch.width, batch.num_tokens)
-    assert torch.equal(packed.valid, valid)
+    draft = batch.table(batch.num_rows, dtype=torch.int64)
+    packed = layout.lay_out(
+        lens, draft, draft, pool, slots, prefixes,
+        tokens=batch.num_tokens, slots=batch.slots, places=batch.width,
+    )  # fmt: skip
     assert torch.equal(packed.request[valid], request[valid].long())
     assert torch.equal(packed.rows[valid], (request * batch.width + within)[valid].long())
+    assert torch.equal(packed.rows == batch.num_rows, ~valid)
 
-    layout = RaggedVerifyLayout.from_verify_lens_device(
+    theirs = RaggedVerifyLayout.from_verify_lens_device(
         verify_lens=lens, graph_num_tokens=batch.num_tokens
     )
+    in_slots = theirs.padded_to_bucket(padded_bs=batch.slots)
+    of_padding = torch.ones(batch.slots - batch.size, dtype=torch.int64)
+    attention = build_ragged_target_verify_geometry(
+        seq_lens=torch.cat((prefixes, of_padding)), layout=in_slots
+    )
+    assert torch.equal(packed.slot_rows, in_slots.verify_lens)
+    assert torch.equal(packed.row_starts, attention.cu_seqlens_q)
+    assert torch.equal(packed.slot_keys, attention.cache_seqlens_int32)
+    assert torch.equal(packed.key_starts, attention.cu_seqlens_k)
     logits = batch.table(batch.num_tokens, 7)
     assert torch.equal(
         rows.scatter_rows(logits, lens, batch.width),
         scatter_compact_to_strided(
-            compact=logits, layout=layout, fill_value=0.0, verify_num_draft_tokens=batch.width
+            compact=logits, layout=theirs, fill_value=0.0, verify_num_draft_tokens=batch.width
         ),
     )
-    assert torch.equal(rows.indptr(lens, batch.size), layout.qo_indptr_device)
+    assert torch.equal(rows.indptr(lens, batch.size), theirs.qo_indptr_device)
 
     locs = torch.zeros(batch.num_tokens, dtype=torch.int64)
     assign_extend_cache_locs[(batch.size,)](
         slots, pool, prefixes, prefixes + lens, locs, pool.shape[1],
         triton.next_power_of_2(batch.size),
     )  # fmt: skip
-    draft = batch.table(batch.num_rows, dtype=torch.int64)
-    inputs = rows.pack_inputs(lens, draft, draft, pool, slots, prefixes, batch.num_tokens)
-    assert torch.equal(inputs.out_cache_loc, locs)
+    assert torch.equal(packed.out_cache_loc, locs)
 
     kv_indptr = rows.indptr(lens, batch.size, prefix_lens=prefixes)
     expected = torch.zeros(int(kv_indptr[-1]), dtype=torch.int32)

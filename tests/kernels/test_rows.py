@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from sglang_c2t.kernels import rows
+from sglang_c2t.kernels import accept, layout, rows
 from tests.gpu import at_size, gpu
 from tests.kernels import rows_worker
 from tests.kernels.hopper import compiled
@@ -41,10 +41,19 @@ def test_ancestors_twin_does_what_loops_do(seed: int, size: int, topk: int, dept
     check_follow_ancestors(random.Random(seed), size, topk, depth)
 
 
+def laid_out(lens: torch.Tensor, lay_out: Any = layout.lay_out, **sizes: int) -> layout.Layout:
+    """Of four rows a request at most, whose tokens and positions are their numbers."""
+    batch, device = len(lens), lens.device
+    draft = torch.arange(4 * batch, device=device)
+    pool = torch.arange(200, dtype=INT32, device=device).view(-1, 20)
+    return lay_out(lens, draft, draft, pool, draft[:batch], draft[:batch], **sizes)
+
+
 def test_the_example_of_the_docstring() -> None:
-    packed = rows.packed_rows(torch.tensor([3, 1]), 4, 6)
-    assert packed.rows.tolist() == [0, 1, 2, 4, 8, 8]
-    assert packed.request.tolist() == [0, 0, 0, 1, 0, 0]
+    found = laid_out(torch.tensor([3, 1]), tokens=6, slots=3, places=4)
+    assert found.rows.tolist() == [0, 1, 2, 4, 8, 8]
+    assert found.request.tolist() == [0, 0, 0, 1, 0, 0]
+    assert found.slot_rows.tolist() == [3, 1, 2]
 
 
 def test_twins_have_static_shapes_and_read_nothing_on_the_host() -> None:
@@ -53,11 +62,16 @@ def test_twins_have_static_shapes_and_read_nothing_on_the_host() -> None:
         lens = torch.empty(3, dtype=INT32)
         seq_lens = torch.empty(3, dtype=INT64)
         pool = torch.empty(8, 40, dtype=INT32)
-        draft = torch.empty(12, dtype=INT64)
-        packed = rows.packed_rows(lens, 4, 8)
-        assert packed.rows.shape == (8,)
-        inputs = rows.pack_inputs(lens, draft, draft, pool, seq_lens, seq_lens, 8)
-        assert inputs.out_cache_loc.shape == (8,)
+        found = laid_out(lens, tokens=8, slots=5, places=6)
+        assert found.out_cache_loc.shape == (8,)
+        assert found.window.shape == (3, 6)
+        assert found.slot_rows.shape == (5,)
+        wanted, draft = torch.empty(7, dtype=INT64), torch.empty(12, dtype=INT64)
+        for parents in (None, draft.view(3, 4)):
+            paths = accept.accept_paths(
+                wanted, draft, lens, found.row_starts, found.window, parents, longest=4, most=4
+            )
+            assert paths.accept_index.shape == (3, 4)
         strided = rows.scatter_rows(torch.empty(8, 5), lens, 4)
         assert strided.shape == (12, 5)
         kv_indptr = rows.indptr(lens, 6, prefix_lens=seq_lens, ghost=1)
@@ -71,15 +85,16 @@ def test_twins_have_static_shapes_and_read_nothing_on_the_host() -> None:
 @pytest.mark.parametrize("integers", [INT32, INT64])
 def test_kernels_compile_for_an_h100(size: int, integers: torch.dtype) -> None:
     """Also where sizes are 1, which the compiler turns into constants."""
-    blocks: dict[str, Any] = {"BLOCK_B": 8, "BLOCK_N": 8}
     compiled(
-        rows._packed_rows_kernel, integers, INT64, INT64, torch.bool, size, size, size, **blocks
-    )
-    compiled(
-        rows._pack_inputs_kernel,
-        integers, INT64, INT64, INT32, integers, integers, INT64, INT64, integers,
-        size, size, size, size, size, **blocks,
+        layout._lay_out_kernel, integers, INT64, INT64, INT32, integers, integers,
+        INT64, INT32, INT64, *[size] * 9, BLOCK_S=32, BLOCK_N=8,
     )  # fmt: skip
+    for trees in (False, True):
+        compiled(
+            accept._accept_kernel, INT64, INT64, INT32, INT32, INT64, INT64,
+            *[INT32] * 3, *[INT64] * 2, *[size] * 5, TREES=trees, BLOCK_N=8,
+        )  # fmt: skip
+    compiled(rows._chain_links_kernel, integers, INT32, INT64, size, BLOCK_N=8)
     for dtype in (torch.bfloat16, torch.float32, INT32):
         sizes = [size] * 5
         compiled(
@@ -142,27 +157,22 @@ def test_ancestors_are_followed_on_a_gpu_time_and_again() -> None:
 def test_a_replayed_graph_packs_other_lengths() -> None:
     """Captured once with all rows, replayed with every batch that fits."""
     rng = random.Random(0)
-    lens = torch.full((4,), 6, dtype=INT32, device="cuda")
-    pool = torch.randint(1, 999, (9, 80), dtype=INT32, device="cuda")
-    draft = torch.arange(24, device="cuda")
-    slots = torch.tensor([5, 0, 8, 2], device="cuda")
-    seq_lens = torch.tensor([50, 0, 7, 20], device="cuda")
+    lens = torch.full((4,), 4, dtype=INT32, device="cuda")
 
-    def run(pack: Any, scatter: Any, *scatter_out: Any) -> tuple[Any, Any]:
-        inputs = pack(lens, draft, draft, pool, slots, seq_lens, 24, *scatter_out[:1])
-        return inputs, scatter(inputs.input_ids[:, None], lens, 6, *scatter_out[1:])
+    def run(lay_out: Any, scatter: Any, *out: Any) -> tuple[layout.Layout, torch.Tensor]:
+        found = laid_out(lens, lay_out, tokens=16, slots=6, places=5)
+        return found, scatter(found.input_ids[:, None], lens, 4, *out)
 
-    run(rows.pack_inputs, rows.scatter_rows)  # compiles
+    run(layout.lay_out, rows.scatter_rows)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        inputs, strided = run(rows.pack_inputs, rows.scatter_rows)
+        found, strided = run(layout.lay_out, rows.scatter_rows)
     for _ in range(20):
-        lens.copy_(torch.tensor([rng.randint(0, 6) for _ in range(4)]))
+        lens.copy_(torch.tensor([rng.randint(0, 4) for _ in range(4)]))
         graph.replay()
-        buffers = rows.PackedInputs(*torch.empty(3, 24, dtype=INT64, device="cuda"))
-        expected = run(
-            rows.pack_inputs_torch, rows.scatter_rows_torch, buffers, torch.empty_like(strided)
+        expected, table = run(
+            layout.lay_out_torch, rows.scatter_rows_torch, torch.empty_like(strided)
         )
-        for found, wanted in zip(inputs, expected[0], strict=True):
-            assert torch.equal(found, wanted)
-        assert torch.equal(strided, expected[1])
+        for values, wanted in zip(found, expected, strict=True):
+            assert torch.equal(values, wanted)
+        assert torch.equal(strided, table)

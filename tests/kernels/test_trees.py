@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from sglang_c2t.kernels import budget, survival, trees
+from sglang_c2t.kernels import budget, outcome, survival, trees
 from sglang_c2t.kernels.rows import block_of
 from sglang_c2t.plan.survival import LIMIT
 from tests.gpu import at_size, gpu
@@ -79,13 +79,25 @@ def test_the_choice_compiles_for_an_h100(any_whole: bool) -> None:
 def test_survivals_compile_for_an_h100() -> None:
     constants = {"BINS": 12, "LIMIT": LIMIT, "EPS": survival.EPS}
     chains = compiled(
-        survival._chains_kernel, FLOAT, FLOAT, FLOAT, 5, 5, **constants, BLOCK_B=survival.CHAINS
+        survival._chains_kernel, *[FLOAT] * 4, *[5] * 5, **constants, BLOCK_B=survival.CHAINS
     )
     nodes = compiled(
         survival._nodes_kernel, FLOAT, FLOAT, INT, INT, FLOAT, 9, 27, 3, **constants, DEPTH=5,
         BLOCK_N=16,
     )  # fmt: skip
     for kernel in (chains, nodes):
+        require_no_spills(kernel)
+
+
+def test_outcomes_compile_for_an_h100() -> None:
+    chains = compiled(
+        outcome._chains_kernel, FLOAT, torch.int32, torch.int32, FLOAT, 5, 5, 5, BLOCK_B=32
+    )
+    trees_ = compiled(
+        outcome._trees_kernel, INT, FLOAT, BOOL, torch.int32, torch.int32, FLOAT, 9, 4, 27, 3,
+        BLOCK_N=16,
+    )  # fmt: skip
+    for kernel in (chains, trees_):
         require_no_spills(kernel)
 
 

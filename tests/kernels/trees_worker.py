@@ -12,6 +12,12 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.kernels.budget import nodes_within
+from sglang_c2t.kernels.outcome import (
+    outcome_of_chains,
+    outcome_of_chains_torch,
+    outcome_of_trees,
+    outcome_of_trees_torch,
+)
 from sglang_c2t.kernels.survival import (
     survival_of_chains,
     survival_of_chains_torch,
@@ -129,12 +135,51 @@ def check_survival(rng: random.Random, width: int, size: int, device: str = "cpu
     torch.testing.assert_close(of_nodes, twins, rtol=1e-5, atol=1e-6)
     above = of_nodes.gather(1, trees.parents.clamp(min=0))
     assert (of_nodes <= above)[trees.depth > 0].all(), "exactly, or the best would be no trees"
-    chains = torch.rand(size, rng.randint(1, 9), device=device)
+    layers = rng.randint(1, 9)
+    chains = torch.rand(layers, size, device=device)  # layers may be rows, too
+    chains = rng.choice([chains.T, chains.T.contiguous()])
     chains[0, 0] = rng.choice([0.0, 1.0])
-    of_chains = survival_of_chains(values, chains, LIMIT)
-    twins = survival_of_chains_torch(values, chains, LIMIT)
-    torch.testing.assert_close(of_chains, twins, rtol=1e-5, atol=1e-6)
-    assert (of_chains.diff(dim=1) <= 0).all()
+    told = []
+    for survivals in (survival_of_chains, survival_of_chains_torch):
+        tables = torch.full((2, size + 1, 11), -7.0, device=device)
+        out, kept = tables[:, :size, :layers].unbind()
+        survivals(values, chains, LIMIT, out=out, kept=kept)
+        assert kept.equal(chains)
+        assert (out.diff(dim=1) <= 0).all()
+        told.append(out.clone())
+        tables[:, :size, :layers] = -7.0
+        assert (tables == -7.0).all(), "no more than that is written"
+    torch.testing.assert_close(*told, rtol=1e-5, atol=1e-6)
+
+
+def check_outcome(rng: random.Random, width: int, size: int, device: str = "cpu") -> None:
+    """What travels to the host, number by number; nodes are recognised by their packed rows."""
+    layers = rng.randint(1, 5)
+    confidences = torch.rand(size, layers + 2, device=device)[:, :layers]
+    rows, accepted = (torch.randint(1, 9, (size,), dtype=torch.int32) for _ in range(2))
+    for told in (outcome_of_chains, outcome_of_chains_torch):
+        found = told(confidences, rows.to(device), accepted.to(device))
+        for b, sure in enumerate(confidences.tolist()):
+            assert found[b].tolist() == [*sure, rows[b] - 1, accepted[b] - 1]
+    links = torch.randint(0, 6, (size, width, 3), device=device)
+    depth = rng.choice([links[:, :, 1], links[:, :, 1].contiguous()])
+    keys, chosen = torch.rand(size, width, device=device), torch.rand(size, width - 1) < 0.6
+    starts, paths = [0], []
+    for b in range(size):
+        here = [*range(starts[b], starts[b] + 1 + int(chosen[b].sum()))]
+        starts.append(here[-1] + 1)
+        path = [here[0], *sorted(rng.sample(here[1:], min(len(here) - 1, 3)))]
+        paths.append(path + [-1] * (5 - len(path)))
+    index, begins = (torch.tensor(n, dtype=torch.int32, device=device) for n in (paths, starts))
+    for told in (outcome_of_trees, outcome_of_trees_torch):
+        found = told(depth, keys, chosen.to(device), index, begins)
+        for b in range(size):
+            row = starts[b]
+            for node in range(1, width):
+                verified = bool(chosen[b, node - 1])
+                row += verified
+                of_node = depth[b, node], keys[b, node], verified, verified and row in paths[b]
+                assert found[b, node - 1].tolist() == [float(x) for x in of_node]
 
 
 def check_beams(rng: random.Random, width: int, size: int, device: str = "cpu") -> None:
@@ -190,7 +235,7 @@ def check_finish(rng: random.Random, width: int, size: int, device: str = "cpu")
         assert ranks.equal(same_ranks)
 
 
-CHECKS = (check_choice, check_cut, check_survival, check_beams, check_finish)
+CHECKS = (check_choice, check_cut, check_survival, check_outcome, check_beams, check_finish)
 
 
 def main() -> None:

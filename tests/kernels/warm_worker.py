@@ -13,7 +13,8 @@ import torch
 from sglang.kernels.ops.speculative.ragged_verify_kernels import BuildQoIndptr, PaddedToBucket
 from triton.runtime.interpreter import InterpretedFunction
 
-from sglang_c2t.kernels.rows import accepted_paths, scatter_rows
+from sglang_c2t.kernels.accept import accept_paths
+from sglang_c2t.kernels.rows import chain_links, scatter_rows
 from sglang_c2t.kernels.trees import cut_and_link
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
@@ -116,19 +117,18 @@ class Server:
             "ScheduleBatch", req_to_token_pool=self.runner.req_to_token_pool,
             req_pool_indices=table[:batch], seq_lens=table[:batch],
         )  # fmt: skip
-        forwarded, _ = packed.forwarded(verify_input, requests, self.runner)
-        _ = packed.rows
-        layout = forwarded.ragged_verify_layout
-        if layout.graph_num_tokens in self.tiers.rows:
-            slots = self.tiers.slots(layout.graph_num_tokens)
-            layout.padded_to_bucket(padded_bs=slots, cap=self.width)
-            self.plan(packed, slots)
-        if self.trees:
-            path = torch.zeros((batch, 4), dtype=torch.int32)
-            accepted_paths(path, path[:, 0] + 1, packed.rows, packed.window, self.width)
-        else:
-            hidden = torch.zeros((layout.graph_num_tokens, 3 * HIDDEN), dtype=torch.bfloat16)
-            logits = torch.zeros((layout.graph_num_tokens, VOCABULARY))
+        packed.forwarded(verify_input, requests, self.runner)
+        if packed.forwarded_rows in self.tiers.rows:
+            self.plan(packed, self.tiers.slots(packed.forwarded_rows))
+        layout = packed.layout
+        accept_paths(
+            packed.rows, table, packed.num_rows, layout.row_starts, layout.window, packed.parents,
+            longest=4 if self.trees else self.width, most=rng.choice([1, 4]),
+        )  # fmt: skip
+        if not self.trees:
+            chain_links(packed.num_rows, self.width)
+            hidden = torch.zeros((packed.forwarded_rows, 3 * HIDDEN), dtype=torch.bfloat16)
+            logits = torch.zeros((packed.forwarded_rows, VOCABULARY))
             for output in (hidden, logits):
                 scatter_rows(output, packed.num_rows, self.width)
 

@@ -154,7 +154,8 @@ class ChainDraftMixin(PlainDrafting):
             drafted = super().draft_forward(forward_batch)
         if self.planning is not None and self.gate.program is not None:
             self.planning.drafted(self.gate.confidences)
-        self._lens[: len(forward_batch.req_pool_indices)] = self.gate.verify_lens
+        if self.gate.cuts:
+            self._lens[: len(forward_batch.req_pool_indices)] = self.gate.verify_lens
         return drafted
 
     def _draft_extend_for_decode(

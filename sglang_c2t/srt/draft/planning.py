@@ -26,6 +26,7 @@ from torch import Tensor
 from sglang_c2t.draft.slots import FirstLayer
 from sglang_c2t.draft.survivals import DeviceSurvival
 from sglang_c2t.kernels.budget import rows_within
+from sglang_c2t.kernels.outcome import outcome_of_chains
 from sglang_c2t.plan.cost import priced_behind
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.planner import Choice, Planner
@@ -127,6 +128,9 @@ class Planning:
             whole = torch.zeros(batch, dtype=torch.bool, device=self._survivals.device)
             for chosen in (None, whole):
                 rows_within(self._survivals[:batch], 0, chosen)
+            ones = whole.int() + 1
+            outcome_of_chains(self._confidences[:batch], ones, ones)
+            self.drafted([self._survivals[:batch, 0].clone()])  # without a graph
 
     def begin(
         self,
@@ -210,10 +214,10 @@ class Planning:
 
     def drafted(self, confidences: Sequence[Tensor]) -> None:
         """The confidences [B] of each drafted layer. May be captured in a CUDA graph."""
-        drafted = torch.stack(tuple(confidences), dim=1)
-        batch, layers = drafted.shape
-        self._confidences[:batch, :layers] = drafted
-        self._survivals[:batch, :layers] = self._survival(drafted)
+        first, *more = confidences
+        drafted = torch.stack((first, *more), dim=1) if more else first[:, None]
+        here = slice(len(first)), slice(len(confidences))
+        self._survival.of_chains(drafted, out=self._survivals[here], kept=self._confidences[here])
 
     def layers_begin(self) -> None:
         """The first draft forward of a step starts; of several calls the first counts."""
@@ -319,12 +323,9 @@ class Planning:
         if self.plain:  # nobody has said how sure its drafts were
             return
         num_rows, layers = verify_input.num_rows, self._now.plan.layers
-        parts = (
-            self._confidences[: len(num_rows), :layers],
-            num_rows[:, None].float() - 1,
-            accept_lens[:, None].float() - 1,
-        )
-        self._outcomes.append((HostSizes(torch.cat(parts, dim=1)), self._now.plan))
+        drafted = self._confidences[: len(num_rows), :layers]
+        outcome = outcome_of_chains(drafted, num_rows, accept_lens)
+        self._outcomes.append((HostSizes(outcome), self._now.plan))
 
     def _learn(self) -> None:
         """Learn from what has arrived since."""

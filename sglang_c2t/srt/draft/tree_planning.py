@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sglang_c2t.draft.slots import FirstLayer
 from sglang_c2t.kernels.budget import nodes_within
+from sglang_c2t.kernels.outcome import outcome_of_trees
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.survival import Array
 from sglang_c2t.plan.trees import TreePlanner
@@ -33,8 +34,8 @@ class TreePlanning(Planning):
     planner: TreePlanner
 
     _drafted: tuple[Tensor, Tensor, Tensor]
-    """Of the step in progress, [B, N - 1] each: depths of drafts, least confidences on their
-    paths, which are verified."""
+    """Of the step in progress: depths [B, N], least confidences on paths [B, N], and which drafts
+    [B, N - 1] are verified."""
 
     def __init__(self, planner: TreePlanner, **options: Any) -> None:
         super().__init__(planner, **options)
@@ -51,7 +52,9 @@ class TreePlanning(Planning):
                 torch.zeros_like(parents, dtype=torch.float32), trees
             )
             for whole in (None, parents[:, 0] > 0):
-                nodes_within(survival, depth, 0, whole)
+                chosen = nodes_within(survival, depth, 0, whole)
+            path = torch.zeros((batch, self._width), dtype=torch.int32, device=device)
+            outcome_of_trees(depth, survival, chosen, path, path[:, 0].contiguous())
 
     def choose_nodes(
         self, trees: Trees, keys: Tensor, layers: int, whole: Collection[int] = ()
@@ -73,7 +76,7 @@ class TreePlanning(Planning):
 
         drafts, mask, total = self._share(layers, whole, seen)
         chosen = nodes_within(self._survival.of_nodes(keys, trees), trees.depth, drafts, mask)
-        self._drafted = depth, least, chosen
+        self._drafted = trees.depth, keys, chosen
         return chosen, total
 
     def verified(self, verify_input: PackedVerifyInput, accept_lens: Tensor) -> None:
@@ -83,12 +86,8 @@ class TreePlanning(Planning):
         assert isinstance(verify_input, TreeVerifyInput)
         assert verify_input.paths is not None, "told before it was verified"
         accepted, starts = verify_input.paths.accept_index, verify_input.packing.layout.row_starts
-        depth, least, chosen = self._drafted
-        # Rows are the chosen nodes in order, behind each root.
-        row = starts[: len(chosen), None] + chosen.cumsum(dim=1)
-        survived = chosen & (row[:, :, None] == accepted[:, None, :]).any(dim=2)
-        parts = torch.stack((depth, least, chosen, survived), dim=2)  # float32, as least is
-        self._outcomes.append((HostSizes(parts), self._now.plan))
+        outcome = outcome_of_trees(*self._drafted, accepted, starts)
+        self._outcomes.append((HostSizes(outcome), self._now.plan))
 
     def _first(self, layer: FirstLayer) -> Array:
         confidence, planner = layer.confidence.T.numpy().astype(np.float64), self.planner
