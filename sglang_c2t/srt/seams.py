@@ -37,6 +37,7 @@ WATERMARKING = "sglang.srt.sampling.watermarking"
 METADATA_GLUE = "sglang.srt.model_executor.runner.metadata_glue_graph"
 KV_INDEX_TRANSLATOR = "sglang.srt.mem_cache.kv_index_translator"
 RAGGED_VERIFY = "sglang.srt.speculative.ragged_verify"
+FLASH_ATTENTION = "sglang.srt.layers.attention.flashattention_backend"
 SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
 SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 FLASHINFER_PREFILL = "flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper"
@@ -230,12 +231,6 @@ SEAMS: tuple[Seam, ...] = (
         "num_draft_tokens",
     ),
     Seam(
-        "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func",
-        "walks trees",
-        "predicts accept_index accept_token_num candidates retrieve_index retrieve_next_token "
-        "retrieve_next_sibling target_predict topk",
-    ),
-    Seam(
         "sglang.srt.constrained.base_grammar_backend.GrammarMask",
         "constrains the rows of a tree",
         fields="vocab_mask",
@@ -247,14 +242,20 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam("sglang.srt.utils.async_probe.sanitize_nan_logits", "guards sampling"),
     Seam(
-        f"{RAGGED_VERIFY}.RaggedVerifyLayout.from_verify_lens_device",
-        "tells attention the rows of each request",
-        "verify_lens graph_num_tokens",
-    ),
-    Seam(
         f"{RAGGED_VERIFY}.RaggedVerifyLayout",
         "tells attention the rows of each request",
-        fields="verify_lens verify_lens_cpu bs graph_num_tokens",
+        fields="verify_lens verify_lens_cpu bs graph_num_tokens extend_start_loc qo_indptr_device",
+    ),
+    Seam(
+        f"{RAGGED_VERIFY}.RaggedTargetVerifyGeometry",
+        "tells attention the rows and keys of each slot",
+        "cache_seqlens_int32 cu_seqlens_q cu_seqlens_k max_seq_len_q",
+    ),
+    Seam(
+        f"{FLASH_ATTENTION}.build_ragged_target_verify_geometry",
+        "tells attention the rows and keys of each slot",
+        "seq_lens layout",
+        on_gpu=True,  # it imports SGLang's kernels
     ),
     Seam(
         f"{RAGGED_VERIFY}.RaggedVerifyLayout.from_verify_lens",
@@ -263,7 +264,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{RAGGED_VERIFY}.RaggedVerifyLayout.padded_to_bucket",
-        "compiles what packing launches before a request waits for it",
+        "tells attention the rows of each slot",
         "padded_bs cap",
     ),
     Seam(
@@ -479,6 +480,7 @@ SEAMS: tuple[Seam, ...] = (
             "get_batch_sizes_to_capture",
             "DecodeCudaGraphRunner._build_ragged_verify_token_buckets",
             "DecodeCudaGraphRunner._ragged_capture_slots",
+            "DecodeCudaGraphRunner._stage_ragged_verify_layout",
             "DecodeCudaGraphRunner._capture_one_stream",
             "DecodeCudaGraphRunner._autotune_buffers",
         )

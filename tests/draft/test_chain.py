@@ -15,10 +15,9 @@ from sglang_c2t.draft import gate as parts
 from sglang_c2t.draft.chain import (
     ChainGate,
     matched_drafts,
-    truncated_chains,
 )
 from sglang_c2t.draft_layer import measure
-from sglang_c2t.kernels.gate import GateOutput, judge_layer
+from sglang_c2t.kernels.gate import GateOutput, Relay, judge_layer
 from sglang_c2t.policies import DraftLayer, build_policy
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
@@ -264,9 +263,9 @@ def test_first_tokens_are_judged_once_before_any_request(monkeypatch: pytest.Mon
     judged: list[tuple[Any, ...]] = []
     stock = parts.judge_layer
 
-    def judge(logits: torch.Tensor, *args: Any, **how: Any) -> Any:
-        judged.append((logits.shape[1], logits.dtype, how))
-        return stock(logits, *args, **how)
+    def judge(logits: torch.Tensor, *args: Any, relay: Relay, **how: Any) -> Any:
+        judged.append((logits.shape[1], logits.dtype, relay.slots.dtype, how))
+        return stock(logits, *args, relay=relay, **how)
 
     gate, logits = fused(DyJoint()), torch.randn(2, 30, dtype=torch.bfloat16)
     gate.begin(torch.arange(2))
@@ -543,15 +542,6 @@ def test_a_captured_step_decides_as_the_policy_in_torch(name: str) -> None:
 
 
 # -- packing ------------------------------------------------------------------------------
-
-
-@given(lens_and_width)
-def test_a_cut_chain_links_to_nothing_behind_its_last_row(case: tuple[list[int], int]) -> None:
-    lens, width = case
-    link = torch.tensor([*range(1, width), -1]).repeat(len(lens), 1)
-    cut = truncated_chains(link, torch.tensor(lens, dtype=torch.int32))
-    for row, length in zip(cut.tolist(), lens, strict=True):
-        assert row == [j + 1 if j < length - 1 else -1 for j in range(width)]
 
 
 @given(

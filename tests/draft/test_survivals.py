@@ -16,6 +16,14 @@ from sglang_c2t.tree import Trees
 DEPTH = 4
 
 
+def of_chains(twin: DeviceSurvival, confidences: torch.Tensor) -> torch.Tensor:
+    """What it writes, beside what it was given."""
+    out, kept = torch.empty(2, *confidences.shape).unbind()
+    twin.of_chains(confidences, out=out, kept=kept)
+    assert kept.shape == confidences.shape
+    return out
+
+
 def taught(kind: type, rng: np.random.Generator) -> Survival | OneSlope:
     estimator: Survival | OneSlope = kind(DEPTH)
     for _ in range(OneSlope.EVERY):  # so many steps until the other one learns at all
@@ -36,7 +44,7 @@ def test_a_twin_says_what_the_estimator_has_learnt(kind: type, seed: int, layers
         # As float32 has them: nearest to 1, log odds would differ by more than rounding.
         drawn = np.concatenate([rng.uniform(0, 1, (9, layers)), np.full((1, layers), 1e-7)])
         confidences = torch.tensor(drawn, dtype=torch.float32)
-        found = twin(confidences).numpy()
+        found = of_chains(twin, confidences).numpy()
         expected = learnt.of_chains(confidences.numpy().astype(np.float64))
         assert found == pytest.approx(expected, abs=1e-5)
         assert (np.diff(found, axis=1) <= 1e-7).all(), "survival falls"
@@ -74,7 +82,7 @@ def test_of_nodes_it_says_what_chains_of_their_paths_have(
 @pytest.mark.parametrize("kind", [Survival, OneSlope])
 def test_certain_drafts_have_a_survival_too(kind: type) -> None:
     twin = DeviceSurvival(kind(DEPTH), "cpu")
-    found = twin(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
+    found = of_chains(twin, torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
     assert torch.isfinite(found).all()
     assert (found[0] < found[1]).all()
 
@@ -82,4 +90,5 @@ def test_certain_drafts_have_a_survival_too(kind: type) -> None:
 @pytest.mark.parametrize("kind", [Survival, OneSlope])
 def test_nothing_is_read_on_the_host(kind: type) -> None:
     with FakeTensorMode():
-        assert DeviceSurvival(kind(DEPTH), "cpu")(torch.empty(3, 2)).shape == (3, 2)
+        twin = DeviceSurvival(kind(DEPTH), "cpu")
+        assert of_chains(twin, torch.empty(3, 2)).shape == (3, 2)

@@ -74,5 +74,6 @@ class Event:
         early, self._asked = not self._asked, True
         if early and self.finish is not None:
             return False
-        self.synchronize()
+        if self.finish is not None:
+            self.finish()  # nobody has waited, the device has gone on
         return True

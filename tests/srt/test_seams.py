@@ -228,7 +228,7 @@ def written_names(source: str) -> set[str]:
 #: Attributes of our own, on objects of ours that have no name of their own above.
 OWN = {
     "draft_steps", "feedback", "packed", "exact", "follow_ancestors", "_reads_host", "__class__",
-    "planning", "planned", "layers_planned", "width_planned", "depths", "widths", "plan",
+    "planning", "planned", "layers_planned", "width_planned", "depths", "widths", "plan", "packing",
     "forwarded",
 }  # fmt: skip
 

@@ -18,7 +18,6 @@ from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 
 from sglang_c2t.draft.chain import ChainGate
-from sglang_c2t.kernels.rows import chain_links
 from sglang_c2t.plan.load import DraftDepth
 from sglang_c2t.srt import attach
 from sglang_c2t.srt.draft import graph_buffers
@@ -93,20 +92,15 @@ class ChainDraftMixin(PlainDrafting):
                 lens, _ = planning.alike()
                 return ChainVerifyInput.of(verify_input, verify_lens=lens, exact=self.exact)
             return self._planned(verify_input, batch, planning)
-        # Lengths of its own: the next step writes this memory while the scheduler reads these.
-        verify_lens, links = chain_links(
-            self.gate.finalize(self._lens[: len(batch.seq_lens)]), verify_input.draft_token_num
-        )
-        packing = None
+        lens = self.gate.finalize(self._lens[: len(batch.seq_lens)])
+        chains = ChainVerifyInput.cut(verify_input, lens, exact=self.exact)
         if self.packed:
             # A recorded step drafts all layers, and its lengths say nothing of the gate.
             depth = None if self.gate.exploring else self.depth
-            packing = choose_packing(
-                self.feedback, verify_lens, verify_input.draft_token_num, depth=depth
+            chains.packing = choose_packing(
+                self.feedback, chains.verify_lens, chains.draft_token_num, depth=depth
             )
-        return ChainVerifyInput.cut(
-            verify_input, verify_lens, links, packing=packing, exact=self.exact
-        )
+        return chains
 
     def _steps_for(self, batch: Any) -> int:
         """Layers to draft: all where somebody reads all."""
@@ -124,12 +118,12 @@ class ChainDraftMixin(PlainDrafting):
         else:
             lens, total = planning.settle(self.drafted_rows - 1, self._whole)
             lens = self.gate.finalize(lens)
-        lens, links = chain_links(lens, width)
+        chains = ChainVerifyInput.cut(verify_input, lens, exact=self.exact)
         if total < len(lens) * width:
-            packing = Packing(lens, width, total=total)
+            chains.packing = Packing(chains.verify_lens, width, total=total)
         else:
-            packing = Packing.full(len(lens), width, lens.device)
-        return ChainVerifyInput.cut(verify_input, lens, links, packing=packing, exact=self.exact)
+            chains.packing = Packing.full(len(lens), width, lens.device)
+        return chains
 
     def draft_forward(self, forward_batch: Any) -> Any:
         """SGLang's draft loop, gated unless the step is plain."""

@@ -29,7 +29,6 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
 from torch import Tensor
 
 from sglang_c2t.draft.tree import TreeGate
-from sglang_c2t.kernels.rows import chain_links
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.draft.ancestors import Follow
@@ -141,9 +140,9 @@ class TreeDraftMixin(PlainDrafting):
         lens, total = planning.alike()
         if planning.rows_each == self.drafted_rows:
             return ChainVerifyInput.of(chains, verify_lens=lens, exact=self.exact)
-        lens, links = chain_links(lens, self.drafted_rows)
-        packing = Packing(lens, self.drafted_rows, total=total)
-        return ChainVerifyInput.cut(chains, lens, links, packing=packing, exact=self.exact)
+        cut = ChainVerifyInput.cut(chains, lens, exact=self.exact)
+        cut.packing = Packing(cut.verify_lens, self.drafted_rows, total=total)
+        return cut
 
     def _as_planned(self, planning: TreePlanning, plan: Plan, whole: Collection[int]) -> Choose:
         """A step of this ``plan`` starts; returns what chooses its nodes."""

@@ -18,7 +18,7 @@ from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from torch import Tensor
 
 from sglang_c2t.config import ConfigError
-from sglang_c2t.kernels.rows import scatter_rows
+from sglang_c2t.kernels.rows import chain_links, scatter_rows
 from sglang_c2t.srt import attach
 from sglang_c2t.srt.verify import backends
 from sglang_c2t.srt.verify.accept import match_rows
@@ -41,11 +41,12 @@ class ChainVerifyInput(PackedVerifyInput):
     """Whether drafts are accepted by sampling and matching, as thresholds of 1 ask for."""
 
     @classmethod
-    def cut(cls, stock: EagleVerifyInput, verify_lens: Tensor, links: Tensor, **own: Any) -> Self:
-        """SGLang's verify input of full chains, which end behind ``verify_lens`` [B] rows, as
-        :func:`~sglang_c2t.kernels.rows.chain_links` links them.
+    def cut(cls, stock: EagleVerifyInput, lens: Tensor, **own: Any) -> Self:
+        """SGLang's verify input of full chains, which end behind ``lens`` [B] rows: copied, as the
+        next step may write there while the scheduler still reads them.
         """
-        return cls.of(stock, verify_lens=verify_lens, retrieve_next_token=links, **own)
+        lens, links = chain_links(lens, stock.draft_token_num)
+        return cls.of(stock, verify_lens=lens, retrieve_next_token=links, **own)
 
     @property
     def num_rows(self) -> Tensor:

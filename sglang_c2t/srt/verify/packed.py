@@ -85,8 +85,9 @@ class PackedVerifyInput(EagleVerifyInput):
 
     def reject_drafts(self) -> None:
         """Accept no draft, whatever the target says."""
+        self.accepts_drafts = False
         none = torch.full_like(self.retrieve_next_token, -1)
-        attach.write(self, accepts_drafts=False, retrieve_next_token=none)
+        attach.write(self, retrieve_next_token=none)  # where SGLang's own acceptance looks
 
     def accept(
         self,

@@ -40,19 +40,22 @@ class HostSizes:
             self._arrived.record()
 
     @property
-    def transferred(self) -> bool:
-        """Whether they come from a device, so that the host may have to wait."""
+    def awaited(self) -> bool:
+        """Whether they come from a device and nobody has seen them arrive."""
         return self._arrived is not None
 
     @property
     def arrived(self) -> bool:
         """Whether nobody would have to wait for them."""
-        return self._arrived is None or bool(self._arrived.query())
+        if self._arrived is not None and self._arrived.query():
+            self._arrived = None
+        return self._arrived is None
 
     def wait(self) -> Tensor:
         """The sizes on the host, once they are there."""
         if self._arrived is not None:
             self._arrived.synchronize()
+            self._arrived = None
         return self._host
 
 
@@ -103,8 +106,9 @@ class Packing:
     @cached_property
     def host_rows(self) -> Tensor:
         """[B] int32 on the host. Waits for the device, once."""
+        awaited = self._sizes.awaited
         rows = self._sizes.wait().to(torch.int32)
-        if self._sizes.transferred:
+        if awaited:
             self.arrived = time.perf_counter()
         return rows
 

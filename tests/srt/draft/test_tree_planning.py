@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_c2t.draft.slots import FirstLayer
+from sglang_c2t.kernels.rows import indptr
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.planner import Choice
 from sglang_c2t.plan.trees import TreePlanner
@@ -157,11 +158,11 @@ def accepted(
         sorted(oracles.ancestors(parents[:size], rng.randrange(size)))
         for parents, size in zip(trees.parents.tolist(), trees.num_nodes.tolist(), strict=True)
     ]
-    rows = verify_input.retrieve_index
+    packing.layout = SimpleNamespace(row_starts=indptr(packing.num_rows, draft.batch))
     index = torch.full((draft.batch, draft.steps + 1), -1, dtype=torch.int32)
     for b, path in enumerate(paths):
-        index[b, : len(path)] = rows[b, path].int()
-    verify_input.accept_index = index
+        index[b, : len(path)] = packing.layout.row_starts[b] + torch.tensor(path)
+    verify_input.paths = SimpleNamespace(accept_index=index)
     return verify_input, paths
 
 

@@ -17,17 +17,18 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.draft.chain import ChainGate, truncated_chains
+from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.tree import TreeGate
+from sglang_c2t.kernels import layout
+from sglang_c2t.kernels.rows import chain_links
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.planner import Choice
 from sglang_c2t.policies import POLICIES, build_policy, build_tree_policy
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.policies.c2t import C2T
-from sglang_c2t.srt import compat
 from sglang_c2t.srt.draft.planning import _Step
 from sglang_c2t.srt.draft.tree_planning import TreePlanning
-from sglang_c2t.srt.verify import accept, sampling, tree
+from sglang_c2t.srt.verify import accept, ragged, sampling, tree
 from sglang_c2t.srt.verify.packing import Packing
 from sglang_c2t.srt.verify.timing import Mark
 from sglang_c2t.tree import LinkedTrees, Trees
@@ -205,20 +206,25 @@ def packing_of_two_thirds(width: int, **trees: Any) -> Any:
 EAGER = SimpleNamespace(decode_cuda_graph_runner=None)
 
 
-def test_packing_chains_is_two_kernels_and_what_the_layout_takes() -> None:
+def test_packing_chains_is_two_kernels() -> None:
+    """Also for a graph, whose slots attention would pad and sum up by itself."""
     verify_input = SimpleNamespace(
         draft_token=integers(B * N), positions=integers(B * N), ragged_verify_layout=None,
         max_tree_depth=N,
     )  # fmt: skip
-    links, here = integers(B, N), batch()
+    lens, here = integers(B), batch()
     packing = packing_of_two_thirds(N)
     with Launches() as launches:
-        truncated_chains(links, packing.num_rows)
-        packing.forwarded(verify_input, here, EAGER)
+        chain_links(lens, N)
+        packed, _ = packing.forwarded(verify_input, here, EAGER)
+        layout = packed.ragged_verify_layout.padded_to_bucket(padded_bs=B)
+        ragged._geometry(forbidden, seq_lens=here.seq_lens, layout=layout)
         _ = packing.rows
-    assert launches.names.count("_pack_inputs_kernel") == 1
-    assert launches.names.count("_packed_rows_kernel") == 1
-    assert len(launches.names) <= 8
+    assert launches.names == ["_chain_links_kernel", "_lay_out_kernel"]
+
+
+def forbidden(**_: Any) -> Any:
+    raise AssertionError("SGLang's own")
 
 
 def test_full_width_needs_no_copy_of_its_sizes() -> None:
@@ -235,8 +241,8 @@ def test_packing_trees_stays_within_its_budget() -> None:
     with Launches() as launches:
         verify_input = tree.build_verify_input(trees, here, num_steps=D, topk=4, packing=packing)
         packing.forwarded(verify_input, here, EAGER)
-        _ = packing.rows, packing.words
-    assert len(launches.names) <= 12
+        _ = packing.words
+    assert len(launches.names) <= 4
 
 
 def sampling_info(**fields: Any) -> Any:
@@ -250,13 +256,16 @@ def sampling_info(**fields: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("greedy", "budget"), [(True, 13), (False, 20)])
+@pytest.mark.parametrize(("greedy", "budget"), [(True, 8), (False, 15)])
 def test_acceptance_stays_within_its_budget(
     greedy: bool, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Penalties and bias included; SGLang's sampler and walk of the links are not."""
+    """Penalties and bias included; SGLang's sampler is not."""
     packing = packing_of_two_thirds(N)
     rows = packing.total
+    packing.layout = layout.Layout(
+        *[integers(rows + 3)] * 5, integers(B, N), *[on_device(B + 1, dtype=torch.int32)] * 4
+    )
     info = sampling_info(
         acc_additive_penalties=on_device(B, V),
         acc_scaling_penalties=on_device(B, V),
@@ -268,16 +277,11 @@ def test_acceptance_stays_within_its_budget(
     monkeypatch.setattr(sampling, "get_parallel", lambda: one_rank)
     monkeypatch.setattr(accept, "sanitize_nan_logits", lambda *_: None)
     monkeypatch.setattr(accept, "apply_scaling_penalties", lambda logits, scale: logits.mul_(scale))
-    monkeypatch.setattr(
-        compat,
-        "verify_tree_greedy",
-        lambda **tables: (tables["predicts"], tables["accept_index"], tables["accept_token_num"]),
-    )
     verify_input = SimpleNamespace(
-        positions=integers(B * N), draft_token=integers(B * N), max_tree_depth=N, tree_topk=1,
-        **{f"retrieve_{name}": integers(B, N) for name in ("index", "next_token", "next_sibling")},
+        positions=integers(B * N), draft_token=integers(B * N), max_tree_depth=N,
+        accepts_drafts=True,
     )  # fmt: skip
     output = SimpleNamespace(next_token_logits=on_device(rows + 3, V))
     with Launches() as launches:
-        accept.match_rows(verify_input, packing, packing.rows, batch(sampling_info=info), output)
+        accept.match_rows(verify_input, packing, batch(sampling_info=info), output)
     assert len(launches.names) <= budget

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sglang_c2t.kernels.accept import AcceptedPaths
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.verify import chain, packed, sampling
@@ -170,7 +171,8 @@ def test_chains_end_where_they_were_cut_and_keep_what_sglang_hung_on_them() -> N
     assert chains.retrieve_next_token.tolist() == [[1, -1, -1], [1, 2, -1]]
     assert stock.retrieve_next_token.tolist() == [[1, 2, -1], [1, 2, -1]]
     assert (chains.hidden_states, chains.draft_token_num) == ("undeclared", 3)
-    assert chains.num_rows is lens
+    lens.zero_()
+    assert chains.num_rows.tolist() == [2, 3], "of its own"
 
 
 @pytest.mark.parametrize("return_logprob", [False, True])
@@ -184,12 +186,13 @@ def test_outputs_are_unpacked_for_whoever_reads_them_full(
     logits = torch.arange(4.0 * VOCAB).view(4, VOCAB)
     hidden = torch.arange(8.0).view(4, 2) if has_hidden else None
     output = double("LogitsProcessorOutput", next_token_logits=logits, hidden_states=hidden)
-    monkeypatch.setattr(chain, "match_rows", lambda *_: "ours")
+    ours = AcceptedPaths(*torch.zeros(5, 1))
+    monkeypatch.setattr(chain, "match_rows", lambda *_: ours)
     chains = chain_input([3, 1], width=3, exact=own_acceptance)
     batch = SimpleNamespace(return_logprob=return_logprob)
     accepted = chains.accept(lambda *_: "stock", batch, output)
     reads_full = return_logprob or not own_acceptance
-    assert accepted == ("stock" if reads_full else "ours")
+    assert accepted == ("stock" if reads_full else ours[:3])
 
     def unpacked(rows: Tensor) -> list[list[float]]:
         nothing = [0.0] * rows.shape[1]

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_c2t.cpu.tree_verify import verify_tree
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt.verify import tree as tree_verify
 from sglang_c2t.tree import LinkedTrees, Trees
@@ -23,22 +22,6 @@ VOCAB = 4  # so small that drafts are often right, and siblings sometimes equal
 NEVER = float("-inf")
 
 fast = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(autouse=True)
-def _acceptance_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang picks its kernel by the platform it saw first in this process."""
-
-    def walk(*, predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor,
-             candidates: Tensor, retrieve_index: Tensor, retrieve_next_token: Tensor,
-             retrieve_next_sibling: Tensor, target_predict: Tensor, topk: int,
-             ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        assert topk == -1
-        verify_tree(predicts, accept_index, accept_token_num, candidates, retrieve_index,
-                    retrieve_next_token, retrieve_next_sibling, target_predict)  # fmt: skip
-        return predicts, accept_index, accept_token_num
-
-    monkeypatch.setattr("sglang_c2t.srt.compat.verify_tree_greedy", walk)
 
 
 def target_runner(graphs: Any = None) -> Any:
@@ -150,19 +133,19 @@ def test_a_verify_input_is_its_trees_and_names_the_rows_of_the_forward(case: Cas
     found = case.verify_input()
     width = max(case.max_nodes, case.num_steps + 1)
     assert found.max_tree_depth == case.num_steps + 1
-    assert found.packing.rows.tolist() == [b * case.max_nodes + node for b, node in case.forwarded]
     found.packing.forwarded(found, case.batch(), target_runner())
+    assert found.packing.rows.tolist() == [b * case.max_nodes + node for b, node in case.forwarded]
     for b, parents in enumerate(case.parents):
         rows = [row for row, (owner, _) in enumerate(case.forwarded) if owner == b]
         assert found.packing.num_rows[b] == len(rows)
-        assert found.packing.window[b].tolist() == [
+        assert found.packing.layout.window[b].tolist() == [
             case.kv_slot(b, place) for place in range(width)
         ]
         for node in range(len(parents)):
             flat = b * case.max_nodes + node
             assert found.draft_token[flat] == case.tokens[b][node]
             assert found.positions[flat] == case.seq_lens[b] + case.depth(b, node)
-            assert found.retrieve_index[b, node] == rows[node]
+            assert found.packing.layout.row_starts[b] + node == rows[node]
 
 
 @fast
@@ -193,9 +176,17 @@ def test_the_target_is_given_live_nodes_with_their_slots_and_masks(
         for owner, column in case.forwarded
         if owner == b
     ]
-    layout = packed.ragged_verify_layout
-    assert layout.verify_lens.tolist() == whole.packing.num_rows.tolist()
-    assert layout.graph_num_tokens == rows
+    layout, slots = packed.ragged_verify_layout, len(case.parents)
+    if captured:
+        slots = tiers.slots(rows)
+    assert (
+        layout.verify_lens.tolist()[: len(case.parents) - 1]
+        == (
+            whole.packing.num_rows.tolist()[:-1]  # the last may have what is left
+        )
+    )
+    assert layout.verify_lens.sum() == layout.graph_num_tokens == rows
+    assert layout.padded_to_bucket(padded_bs=slots) is layout
     assert whole.draft_token.numel() == len(case.parents) * case.max_nodes
     assert whole.ragged_verify_layout is None
 
@@ -218,11 +209,14 @@ def sampling_info(**fields: Any) -> Any:
 
 
 def matched(
-    case: Case, logits: Tensor, mask: Any = None, **info: Any
+    case: Case, logits: Tensor, mask: Any = None, verify_input: Any = None, **info: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = case.batch(sampling_info=sampling_info(**info))
     output = double("LogitsProcessorOutput", next_token_logits=logits)
-    return case.verify_input().accept(None, batch, output, mask)
+    verify_input = verify_input or case.verify_input()
+    verify_input.packing.forwarded(verify_input, batch, target_runner())
+    accepted: tuple[Tensor, Tensor, Tensor] = verify_input.accept(None, batch, output, mask)
+    return accepted
 
 
 def assert_accepts(
@@ -347,16 +341,15 @@ def test_the_accepted_path_moves_to_the_front_and_nothing_else_changes(
     logits = logits_of(case)
     target = logits.argmax(dim=1).tolist()
     verify_input = case.verify_input()
-    found = matched(case, logits)
+    found = matched(case, logits, verify_input=verify_input)
     paths = assert_accepts(case, target, found)
     predict, accept_lens, accept_index = found
     pool = Pool()
     hidden = torch.arange(2.0 * len(logits)).view(-1, 2)
     output = double("LogitsProcessorOutput", hidden_states=hidden.clone() if with_hidden else None)
-    verify_input.packing.forwarded(verify_input, case.batch(), target_runner())
     case.table.zero_()  # the scheduler may have given the requests' rows away by now
     batch = case.batch(spec_info=verify_input)
-    slots = verify_input.packing.window.tolist()
+    slots = verify_input.packing.layout.window.tolist()
     tokens = verify_input.accepted_to_front(
         batch, accept_index, accept_lens, predict, output, len(case.parents),
         token_to_kv_pool_allocator=pool, num_draft_tokens=case.max_nodes,
@@ -374,5 +367,5 @@ def test_the_accepted_path_moves_to_the_front_and_nothing_else_changes(
     for sign, layer in zip((1, -1), pool.layers, strict=True):
         assert layer.tolist() == [sign * holds[slot] for slot in range(200)]
     assert tokens.shape == (len(case.parents) * width,)
-    assert verify_input.accept_index is accept_index  # for recordings
+    assert verify_input.paths.accept_index is accept_index  # for recordings
     assert with_hidden or output.hidden_states is None
