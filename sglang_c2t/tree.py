@@ -43,7 +43,7 @@ class Trees:
     """[B, N] int64: 0 for the root and for padding."""
 
     num_nodes: Tensor
-    """[B] int64 in [1, N]: live nodes, root included."""
+    """[B] integers in [1, N]: live nodes, root included."""
 
     source: Tensor
     """[B, N] int64: the candidate a node was; -1 for the root and for padding."""

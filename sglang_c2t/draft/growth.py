@@ -13,7 +13,8 @@ the tree is a narrower one, become the beam rows of the next layer::
 A draft model's KV stays in the row that wrote it while the beams are re-sorted, so a row's
 ancestors stand in other rows: :meth:`TreeGrowth.ancestor_rows` remembers which.
 
-Pure torch, static shapes, no host reads; knows nothing of SGLang.
+Static shapes, no host reads; knows nothing of SGLang. In torch, whatever the policy; on a GPU
+policies whose rule a kernel knows are no longer asked (:meth:`TreeGrowth.add_judged`).
 
 Legend: B requests, W beam rows, K topk, D steps, M candidates, N nodes of a tree.
 """
@@ -26,7 +27,14 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.draft_layer import PLACES, DraftLayer, margins
-from sglang_c2t.kernels.trees import Beams, choose_beams, finish_trees
+from sglang_c2t.kernels.trees import (
+    Beams,
+    Candidates,
+    Rule,
+    choose_beams,
+    finish_trees,
+    grow_layer,
+)
 from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape, grown
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.tree import Trees
@@ -47,6 +55,8 @@ class TreeGrowth:
         whole: [B] bool: requests whose trees are EAGLE-2's all the same; ``None``: none.
         layers: How many are grown; what is offered behind them is dead. ``None``: all.
         width: W behind the first layer; ``None``: K.
+        fused: The policy for a kernel, which then decides without being asked itself, and the
+            threshold that it looks at; ``None``: the policy is asked, in torch.
     """
 
     def __init__(
@@ -59,6 +69,7 @@ class TreeGrowth:
         whole: Tensor | None = None,
         layers: int | None = None,
         width: int | None = None,
+        fused: tuple[Rule, Tensor] | None = None,
     ) -> None:
         self._policy = policy
         self._failed = failed
@@ -75,7 +86,23 @@ class TreeGrowth:
         self._parents: list[Tensor] = []
         self._keys: list[Tensor] = []
         self._verify: list[Tensor | None] = []
-        self._beams = self._root()
+        self._beams: Beams | None = None
+        self._fused = fused
+        self._depth, self._offered = 0, 0
+        """Layers and candidates of a request so far."""
+        if fused is not None:
+            most = shape.topk + (shape.num_steps - 1) * self._width * shape.topk
+            self._candidates = Candidates.empty(batch, most, device)
+
+    @property
+    def fused(self) -> bool:
+        """Whether a kernel grows these trees."""
+        return self._fused is not None
+
+    @property
+    def depth(self) -> int:
+        """Layers so far."""
+        return self._depth
 
     @property
     def layers(self) -> list[TreeLayer]:
@@ -85,6 +112,8 @@ class TreeGrowth:
     @property
     def beams(self) -> Beams:
         """The rows of the next forward, or the root."""
+        if self._beams is None:
+            self._beams = self._root()
         return self._beams
 
     @property
@@ -94,7 +123,7 @@ class TreeGrowth:
         The last one is its own. Example above after layer 2: c is row 0 below a in row 0,
         e is row 1 below b in row 1: [[0, 0], [1, 1]]; were d chosen for e, [[0, 0], [0, 1]].
         """
-        return self._beams.ancestor_rows
+        return self.beams.ancestor_rows
 
     def add(
         self,
@@ -113,27 +142,52 @@ class TreeGrowth:
                 policy needs, but for places, which stand here.
             exists: [B, W, K] bool: the others are dead from the start; ``None``: all do.
         """
+        assert self._fused is None, "a kernel grows this tree"
         layer = self._layer(prob, measured, exists)
         growth = self._grown(layer)
         key = _live(growth.key, layer)
-        first = sum(t.shape[1] for t in self._tokens)  # number of this layer's first candidate
         self._layers.append(layer)
         self._tokens.append(tokens.flatten(1))
-        self._parents.append(self._beams.candidate.repeat_interleave(self._shape.topk, dim=1))
+        self._parents.append(self.beams.candidate.repeat_interleave(self._shape.topk, dim=1))
         self._keys.append(key)
         self._verify.append(None if growth.verify is None else growth.verify.flatten(1))
-        if len(self._layers) < self._shape.num_steps:
+        self._depth += 1
+        if self._depth < self._shape.num_steps:
             enters = key > -torch.inf  # not where it is nan either
             expand = torch.where(enters, growth.expand.float().flatten(1), -torch.inf)
-            if len(self._layers) >= self._last:
+            if self._depth >= self._last:
                 expand = torch.full_like(expand, -torch.inf)
-            self._choose(expand, tokens.flatten(1), layer.joint.flatten(1), first)
+            self._beams = choose_beams(
+                expand, tokens.flatten(1), layer.joint.flatten(1), self.beams.ancestor_rows,
+                width=self._width, topk=self._shape.topk, first=self._offered,
+            )  # fmt: skip
+        self._offered += key.shape[1]
+        return self.beams
+
+    def add_judged(self, tokens: Tensor, prob: Tensor, confidence: Tensor) -> Beams:
+        """As :meth:`add`, in one launch, of ``confidence`` [B, W * K]."""
+        assert self._fused is not None, "no kernel grows this tree"
+        rule, beta = self._fused
+        self._depth += 1
+        self._beams = grow_layer(
+            tokens.flatten(1), prob.flatten(1), confidence, self._beams, self._candidates,
+            rule=rule, beta=beta, whole=self._whole, width=self._width, topk=self._shape.topk,
+            first=self._offered, expands=self._depth < self._last,
+        )  # fmt: skip
+        self._offered += tokens.shape[1] * self._shape.topk
         return self._beams
 
     def finish(self) -> tuple[Trees, Tensor]:
         """The trees, roots not filled in, and [B, N] float32 what their nodes are ranked by (inf
         for the root). Padding has -inf. A tree holds no more than N nodes.
         """
+        sizes = {"max_nodes": self._shape.num_draft_tokens, "max_depth": self._depth}
+        if self._fused is not None:
+            tokens, parents, keys, passed = (
+                table[:, : self._offered].contiguous() for table in self._candidates
+            )
+            filtered = self._fused[0].kind == "filtered"
+            return finish_trees(tokens, parents, keys, passed if filtered else None, **sizes)
         verify: Tensor | None = None
         if any(of_layer is not None for of_layer in self._verify):
             every = zip(self._keys, self._verify, strict=True)
@@ -145,8 +199,7 @@ class TreeGrowth:
             torch.cat(self._parents, dim=1),
             torch.cat(self._keys, dim=1),
             verify,
-            max_nodes=self._shape.num_draft_tokens,
-            max_depth=len(self._layers),
+            **sizes,
         )
 
     def _grown(self, layer: TreeLayer) -> Growth:
@@ -167,18 +220,18 @@ class TreeGrowth:
 
     def _root(self) -> Beams:
         zero = torch.zeros((self.batch, 1), dtype=torch.int64, device=self.device)
-        one = torch.ones_like(zero)
-        return Beams(zero, zero, zero - 1, one.bool(), one.float(), zero[:, :, None][:, :, :0])
+        one, nowhere = torch.ones_like(zero), zero[:, :, None][:, :, :0]
+        return Beams(zero, zero, zero, zero - 1, one.bool(), one.float(), nowhere)
 
     def _layer(
         self, prob: Tensor, measured: Mapping[str, Tensor], exists: Tensor | None
     ) -> TreeLayer:
         """The layer as policies read it: one row per node."""
         topk = self._shape.topk
-        alive = self._beams.alive.flatten().repeat_interleave(topk)
+        alive = self.beams.alive.flatten().repeat_interleave(topk)
         if exists is not None:
             alive = alive & exists.flatten()
-        joint = prob.float() * self._beams.joint[:, :, None]
+        joint = prob.float() * self.beams.joint[:, :, None]
         per_node = {
             name: values if name in PER_NODE else values.repeat_interleave(topk, dim=0)
             for name, values in measured.items()
@@ -186,7 +239,7 @@ class TreeGrowth:
         if "confidence" not in measured:
             per_node |= {name: self._place(name, prob) for name in PLACES & self._policy.needs}
         nodes = DraftLayer(
-            depth=len(self._layers) + 1,
+            depth=self._depth + 1,
             prob=prob.flatten().float(),
             joint=joint.flatten(),
             entropy=per_node["entropy"],
@@ -210,15 +263,8 @@ class TreeGrowth:
         first = sum(t.shape[1] for t in self._tokens[:-1])
         width = self._tokens[-1].shape[1]
         request = torch.arange(self.batch, device=self.device)[:, None] * width
-        rows = (request + self._beams.candidate - first).flatten()  # [B * W]
+        rows = (request + self.beams.candidate - first).flatten()  # [B * W]
         return before.take(rows.repeat_interleave(self._shape.topk))
-
-    def _choose(self, expand: Tensor, tokens: Tensor, joint: Tensor, first: int) -> None:
-        """The W best of a layer become the beams, of equals the first; all [B, W * K]."""
-        self._beams = choose_beams(
-            expand, tokens, joint, self._beams.ancestor_rows,
-            width=self._width, topk=self._shape.topk, first=first,
-        )  # fmt: skip
 
 
 def _mixed(whole: Tensor, growth: Growth, full: Growth) -> Growth:

@@ -3,7 +3,7 @@
 Around :class:`~sglang_c2t.draft.growth.TreeGrowth`: measures draft logits for the policy, leaves
 exploring steps whole, and fits the batch into the rows of one target forward. With a
 program (:mod:`sglang_c2t.kernels.gate`) one kernel call per layer measures, finds the K
-best children and computes the gate's confidence.
+best children and computes the gate's confidence, and on a GPU another lets the tree grow.
 
 Knows nothing of SGLang.
 
@@ -22,9 +22,11 @@ from sglang_c2t.draft.growth import PER_NODE, TreeGrowth, node_margins
 from sglang_c2t.draft.slots import FirstLayer
 from sglang_c2t.draft_layer import measure
 from sglang_c2t.kernels.gate import FusedGate, GateOutput, judge_layer
-from sglang_c2t.kernels.trees import Beams, cut_and_link
+from sglang_c2t.kernels.rows import runs_triton
+from sglang_c2t.kernels.trees import Beams, Rule, cut_and_link
 from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
+from sglang_c2t.policies.fused import growth_rule
 from sglang_c2t.tree import LinkedTrees, Trees, within_budget
 
 
@@ -98,7 +100,15 @@ class TreeGate(Gate):
             whole=None if self.planned else self.opt_outs.whole(slots),
             layers=self.layers_planned,
             width=self.width_planned,
+            fused=self._fused(slots),
         )
+
+    def _fused(self, slots: Tensor) -> tuple[Rule, Tensor] | None:
+        """How a kernel grows this step's trees; ``None``: torch does."""
+        rule = growth_rule(self.served.policy)
+        if self.program is None or rule is None or not runs_triton(slots):
+            return None
+        return rule, self.program.beta
 
     def observe(
         self, logits: Tensor, hidden: Tensor | None = None, token_map: Tensor | None = None
@@ -118,7 +128,7 @@ class TreeGate(Gate):
         self._judged = judge_layer(
             logits,
             self.program,
-            depth=len(self.layers) + 1,
+            depth=self._growth.depth + 1,
             topk=self.topk,
             joint=beams.joint.flatten(),
             alive=beams.alive.flatten(),
@@ -135,6 +145,11 @@ class TreeGate(Gate):
         """
         if self._judged is not None:
             judged, shape = self._judged, (self.batch, -1, self.topk)
+            if self._growth.fused:
+                confidence = judged.confidence.view(self.batch, -1)
+                return self._growth.add_judged(
+                    judged.tokens.view(shape), judged.prob.view(shape), confidence
+                )
             measured = {
                 "entropy": judged.entropy,
                 "confidence": judged.confidence.flatten(),
@@ -142,6 +157,9 @@ class TreeGate(Gate):
             }
             return self._growth.add(judged.tokens.view(shape), judged.prob.view(shape), measured)
         if self.program is not None:
+            assert self._first is not None, "no step began"
+            if self._growth.fused:
+                return self._growth.add_judged(tokens, prob, self._first.confidence.T)
             return self._growth.add(tokens, prob, self._judged_first(self.program))
         if self._best is not None:
             tokens, prob = (of.view(self.batch, -1, self.topk) for of in self._best)
@@ -177,7 +195,7 @@ class TreeGate(Gate):
 
     @property
     def layers(self) -> list[TreeLayer]:
-        """The layers judged in this step, shallowest first."""
+        """The layers judged in this step, shallowest first; none if a kernel grew them."""
         return self._growth.layers
 
     def any_alive(self) -> bool:

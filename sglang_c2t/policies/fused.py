@@ -1,4 +1,4 @@
-"""Which policies the gate kernel can run in place of torch: C2T's family, DyJoint, DyMax.
+"""Which policies kernels can run in place of torch: C2T's family, DyJoint, DyMax, EAGLE-2.
 
 Only the measuring and asking moves into :mod:`sglang_c2t.kernels.gate`; the rule and its
 threshold stay the policy's. Whatever the kernel does not know is asked in torch: other
@@ -13,11 +13,15 @@ import torch
 
 from sglang_c2t.classifier.model import ConfidenceNet
 from sglang_c2t.kernels.gate import MAX_TOPK, FusedGate, Weights
+from sglang_c2t.kernels.trees import Rule
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
+from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree, PlannedTree
 
+#: What becomes of the confidence in trees.
+_GROWS = {GatedTree: "gated", GatedEAGLE2: "filtered", PlannedTree: "planned"}
 #: The confidence of gates without a network.
 _PLAIN = {DyJoint: "joint", DyMax: "prob"}
 
@@ -30,9 +34,11 @@ def fused_gate(policy: Any, device: torch.device | str, *, topk: int = 1) -> Fus
         device: Where the logits will be.
         topk: Children per row.
     """
-    gate = policy.gate if type(policy) in {GatedTree, GatedEAGLE2, PlannedTree} else policy
+    gate = policy.gate if type(policy) in _GROWS else policy
     if topk > MAX_TOPK:
         return None
+    if type(policy) is EAGLE2:
+        return FusedGate(("joint",), None, beta=0.0, device=device)
     for rule, name in _PLAIN.items():
         if _follows(gate, rule):
             return FusedGate((name,), None, beta=gate.beta, device=device)
@@ -47,6 +53,14 @@ def fused_gate(policy: Any, device: torch.device | str, *, topk: int = 1) -> Fus
     ):
         return None
     return FusedGate(names, Weights(*net.parameters()), beta=gate.beta, device=device)
+
+
+def growth_rule(policy: Any) -> Rule | None:
+    """How a tree policy's layers grow, for the kernel; ``None``: it must be asked in torch."""
+    if type(policy) is EAGLE2:
+        return Rule("joint")
+    kind = _GROWS.get(type(policy))
+    return None if kind is None else Rule(kind, getattr(policy, "layer_limit", None) or 0)
 
 
 def _follows(gate: Any, rule: type[Any]) -> bool:

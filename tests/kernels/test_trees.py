@@ -21,7 +21,7 @@ from sglang_c2t.plan.survival import LIMIT
 from tests.gpu import at_size, gpu
 from tests.kernels.hopper import compiled, require_no_spills
 from tests.kernels.processes import run_worker
-from tests.kernels.trees_worker import CHECKS
+from tests.kernels.trees_worker import CHECKS, KERNELS
 
 INT, FLOAT, BOOL = torch.int64, torch.float32, torch.bool
 
@@ -42,7 +42,7 @@ def test_the_twins_do_what_loops_do(
 @pytest.mark.parametrize("block", [8, 64])
 def test_the_cut_compiles_for_an_h100(block: int, every: bool) -> None:
     kernel = compiled(
-        trees._cut_kernel, *[INT] * 5, BOOL, INT, INT, block, 5 * block, 3 * block, 3,
+        trees._cut_kernel, *[INT] * 5, BOOL, INT, torch.int32, block, 5 * block, 3 * block, 3,
         ALL=every, BLOCK_N=block,
     )  # fmt: skip
     require_no_spills(kernel)
@@ -53,6 +53,18 @@ def test_beams_compile_for_an_h100(children: int, block_d: int) -> None:
     kernel = compiled(
         trees._beams_kernel, FLOAT, INT, FLOAT, INT, INT, BOOL, FLOAT, INT,
         children, 48, 8, 8, 72, 8, 3, BLOCK=children, BLOCK_D=block_d,
+    )  # fmt: skip
+    require_no_spills(kernel)
+
+
+@pytest.mark.parametrize("kind", ["gated", "planned", "joint", "filtered"])
+@pytest.mark.parametrize(("children", "block_d", "root"), [(64, 8, False), (8, 1, True)])
+def test_growth_compiles_for_an_h100(kind: str, children: int, block_d: int, root: bool) -> None:
+    kernel = compiled(
+        trees._grow_kernel, INT, FLOAT, FLOAT, 64, 5, FLOAT, BOOL, INT, BOOL, FLOAT, INT,
+        INT, INT, FLOAT, BOOL, 264, INT, BOOL, FLOAT, INT,
+        children, 48, 8, 8, 72, 8, 3, 2, 5, KIND=kind, ROOT=root, ANY_WHOLE=not root,
+        BLOCK=children, BLOCK_D=block_d,
     )  # fmt: skip
     require_no_spills(kernel)
 
@@ -103,7 +115,7 @@ def test_outcomes_compile_for_an_h100() -> None:
 
 @gpu
 @at_size
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", [*CHECKS, *KERNELS])
 def test_the_kernels_do_what_loops_and_twins_do_on_a_gpu(check: Callable[..., None]) -> None:
     rng = random.Random(1)
     for width in (1, 8, 33, 65, 128):

@@ -11,6 +11,7 @@ import random
 import torch
 from torch import Tensor
 
+from sglang_c2t.draft.growth import TreeGrowth
 from sglang_c2t.kernels.budget import nodes_within
 from sglang_c2t.kernels.outcome import (
     outcome_of_chains,
@@ -31,6 +32,11 @@ from sglang_c2t.kernels.trees import (
     finish_trees_torch,
 )
 from sglang_c2t.plan.survival import LIMIT
+from sglang_c2t.policies.base import TreePolicy, TreeShape
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.eagle2 import EAGLE2
+from sglang_c2t.policies.fused import growth_rule
+from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree, PlannedTree
 from sglang_c2t.tree import Trees
 from tests.kernels.masks_worker import random_forest
 
@@ -235,12 +241,60 @@ def check_finish(rng: random.Random, width: int, size: int, device: str = "cpu")
         assert ranks.equal(same_ranks)
 
 
+def check_growth(rng: random.Random, width: int, size: int, device: str = "cpu") -> None:
+    """The kernel grows the trees that the policy grows in torch: alive beams and all nodes."""
+    torch.manual_seed(rng.randrange(2**20))
+    topk, steps = rng.randint(1, 4), rng.randint(1, 4)
+    gate, narrow = DyJoint(0.5), rng.choice([None, 1, topk])
+    policy: TreePolicy = rng.choice(
+        [GatedTree(gate), GatedTree(gate, layer_limit=2), GatedEAGLE2(gate), PlannedTree(gate),
+         EAGLE2()]
+    )  # fmt: skip
+    rule = growth_rule(policy)
+    assert rule is not None
+    whole = rng.choice([None, torch.rand(size, device=device) < 0.5])
+    how = {"whole": whole, "layers": rng.choice([None, 1, 2]), "width": narrow}
+    beta = torch.tensor([0.5], device=device)
+    shape = TreeShape(topk, steps, width)
+    asked = TreeGrowth(policy, shape, size, device, **how)
+    fused = TreeGrowth(policy, shape, size, device, **how, fused=(rule, beta))
+    for depth in range(steps):
+        alive = asked.beams.alive
+        grid = size, alive.shape[1], topk
+        tokens = torch.randint(1, 99, grid, device=device)
+        # Multiples of 1/8: their products are exact, and many are equal.
+        prob, sure = (torch.randint(1, 9, grid, device=device) / 8 for _ in range(2))
+        sure[torch.rand(grid, device=device) < 0.05] = torch.nan
+        keep = (sure >= 0.5) & alive[:, :, None]
+        measured = {
+            "entropy": torch.zeros(alive.numel(), device=device),
+            "confidence": sure.flatten(), "keep": keep.flatten(),
+        }  # fmt: skip
+        wanted = asked.add(tokens, prob, measured)
+        # Of the first layer it waits in a table, request by request.
+        strided = sure.flatten(1).T.contiguous().T if depth == 0 else sure.flatten(1)
+        found = fused.add_judged(tokens, prob, strided)
+        if depth + 1 == steps:
+            break
+        assert found.alive.equal(wanted.alive)
+        for name in ("tokens", "parent_row", "row_of_batch", "candidate", "joint"):
+            mine, theirs = getattr(found, name), getattr(wanted, name)
+            assert mine[found.alive].equal(theirs[found.alive]), name
+        assert found.ancestor_rows[found.alive].equal(wanted.ancestor_rows[found.alive])
+    (trees, ranks), (same, same_ranks) = fused.finish(), asked.finish()
+    for name in ("tokens", "parents", "depth", "num_nodes", "source"):
+        assert getattr(trees, name).equal(getattr(same, name)), (name, rule)
+    assert ranks.equal(same_ranks)
+
+
 CHECKS = (check_choice, check_cut, check_survival, check_outcome, check_beams, check_finish)
+#: What has a kernel only.
+KERNELS = (check_growth,)
 
 
 def main() -> None:
     """Trees of sizes around the kernels' blocks."""
     rng = random.Random(0)
     for width, size in ((1, 3), (2, 1), (9, 3), (5, 33), (33, 2), (65, 2)):
-        for check in CHECKS:
+        for check in (*CHECKS, *KERNELS * 3):
             check(rng, width, size)

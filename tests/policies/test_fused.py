@@ -61,11 +61,11 @@ def test_a_plain_gate_is_one_feature_and_its_threshold(gate: Any, feature: str) 
 
 
 @pytest.mark.parametrize(
-    "name", ["logistic", "mcsd", "entropy", "fixed", "eagle2", "fork", "static", "logistic-eagle2"]
+    "name", ["logistic", "mcsd", "entropy", "fixed", "fork", "static", "logistic-eagle2"]
 )
 def test_other_rules_are_asked_in_torch(name: str) -> None:
     config = C2TConfig(policy=name)
-    trees = name in {"eagle2", "fork", "static", "logistic-eagle2"}
+    trees = name in {"fork", "static", "logistic-eagle2"}
     assert fused_gate((build_tree_policy if trees else build_policy)(config), "cpu") is None
 
 

@@ -249,8 +249,7 @@ class TreeDraftMixin(PlainDrafting):
             beams = self.gate.add(*children)
         if step < self.speculative_num_steps - 1:
             if hidden_states is not None:
-                first_row = torch.arange(batch, device=hidden_states.device)[:, None] * width
-                hidden_states = hidden_states[(first_row + beams.parent_row).flatten()]
+                hidden_states = hidden_states[beams.row_of_batch.flatten()]
             # Neither has a first row ancestors that stand elsewhere, nor has an only one.
             if self.follow_ancestors is not None and step > 0 and topk > 1:
                 self.follow_ancestors(step, self.gate.ancestor_rows)
