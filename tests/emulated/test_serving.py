@@ -46,6 +46,10 @@ class Runs:
     mutants: dict[str, Served]
 
 
+#: What ends a run that went wrong; a look-up behind a table's end CUDA asserts as well.
+ENDS = r"\.(Defect|Refused): |IndexError: index out of range in self"
+
+
 class Every(dict[str, Runs]):
     """Servers by name, each started once, when somebody asks for it."""
 
@@ -152,7 +156,7 @@ def test_a_mistake_is_seen(
     else:
         broken = served[mutant.server].mutants[name]
     # What ends a run otherwise is a mutant that does not fit the code any more.
-    assert not broken.error or re.search(r"\.(Defect|Refused): ", broken.error), broken.error
+    assert not broken.error or re.search(ENDS, broken.error), broken.error
     seen = oracle.wrong(mutant.server, broken, _stock(served, mutant.server))
     if not seen and broken.verifications != sound.verifications:
         seen = [f"{broken.verifications} verifications"]
