@@ -52,6 +52,8 @@ def around(owner: Any, name: str, instead: Callable[..., Any]) -> None:
 
 CHAINS, FLASHINFER = "EAGLE3 chains, FA3, gated", "EAGLE3 chains, FlashInfer, gated"
 TREES = "EAGLE3 trees, FlashInfer, gated"
+#: With a target that sees: not among the servers of `servers.py`.
+SEEING = "a server that sees"
 TWO_RANKS = "EAGLE3 chains, FA3, two ranks"
 
 
@@ -143,10 +145,8 @@ def rows_are_written_one_place_behind() -> None:
 
 @mutant(CHAINS)
 def positions_are_those_of_whole_drafts() -> None:
-    def unpacked(
-        lay_out: Any, rows: Any, tokens: Any, positions: Any, *more: Any, **sizes: Any
-    ) -> Any:
-        made = lay_out(rows, tokens, positions, *more, **sizes)
+    def unpacked(lay_out: Any, *tables: Any, **sizes: Any) -> Any:
+        made, positions = lay_out(*tables, **sizes), tables[2]
         whole = positions.repeat(len(made.positions) // len(positions) + 1)
         return made._replace(positions=whole[: len(made.positions)])
 
@@ -364,6 +364,17 @@ def depths_are_no_positions() -> None:
 
     nodes = Trees.positions
     Trees.positions = lambda self, lens: nodes(self, lens) * 0 + lens[:, None]
+
+
+@mutant(SEEING)
+def rows_are_rotated_as_whole_drafts_are() -> None:
+    from sglang_c2t.srt.verify.packing import Packing
+
+    def unpacked(self: Any, positions: Any) -> Any:
+        rows = len(self.layout.rows)
+        return torch.nn.functional.pad(positions, (0, max(rows - positions.shape[1], 0)))[:, :rows]
+
+    Packing.rotated = unpacked
 
 
 # -- ranks -----------------------------------------------------------------------------------

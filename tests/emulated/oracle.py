@@ -9,16 +9,22 @@ from __future__ import annotations
 import functools
 import itertools
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import regex
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 from eval.prompts import demo_mix
 from eval.server import TARGET
-from tests.emulated.serve import Case, Request, Run, Served, sketch
+from tests.emulated.serve import Case, Request, Run, Served, rotated, sketch
 from tests.emulated.servers import COMMON, SERVERS, UNUSUAL
 from tests.emulated.versions import COUNTED, RELEASE
 
@@ -69,6 +75,9 @@ class Truth(NamedTuple):
 class Oracle:
     """Four prompts, and by transformers what follows them."""
 
+    #: That some of them begin with, see `serve.rotated`.
+    pictures: tuple[tuple[int, int] | None, ...] = (None,) * len(JOINS)
+
     def __init__(self) -> None:
         self.read = functools.cache(self._read)
 
@@ -89,13 +98,18 @@ class Oracle:
         load = AutoModelForCausalLM.from_pretrained
         return {name: load(TARGET, dtype=getattr(torch, name)).float() for name in ROUNDING}
 
+    def _places(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
+        """Where the model takes its tokens to stand; nothing: one behind the other."""
+        del ids
+        return {}
+
     @torch.inference_mode()
     def _read(self, ids: tuple[int, ...], dtype: str = "float32") -> Truth:
         """All at once, computed in float32."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # several of so small a model wait for each other, on busy cores
         try:
-            out = self._models[dtype](torch.tensor([ids]))
+            out = self._models[dtype](torch.tensor([ids]), **self._places(ids))
         finally:
             torch.set_num_threads(threads)
         layers = out.past_key_values.layers
@@ -164,6 +178,7 @@ class Oracle:
                     sampling,
                     TOKENS,
                     logprobs=asked and number in TOLD,
+                    picture=self.pictures[number],
                 )
             )
         return Run(tuple(requests), **how)
@@ -238,6 +253,36 @@ class Oracle:
             if not _alike(kept[:shared, width:], theirs[:shared, width:], rounding.kept):
                 found.append("keys and values of the draft model")
         return found
+
+
+class Seeing(Oracle):
+    """Of a target that sees: the demo target as a Qwen2.5-VL, and pictures that nobody looks at.
+
+    Args:
+        folder: See :func:`tests.e2e.vision_models.save`.
+    """
+
+    pictures = (None, (2, 4), (3, 3), None)
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @cached_property
+    def _models(self) -> dict[str, torch.nn.Module]:
+        load = AutoModelForImageTextToText.from_pretrained
+        return {"float32": load(self._folder / "target", dtype=torch.float32)}
+
+    def _places(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
+        number = next(n for n, prompt in enumerate(self.prompts) if ids[: len(prompt)] == prompt)
+        return {"position_ids": rotated(self.pictures[number], len(ids))[:, None]}
+
+    def case(self, server: str, *runs: Run, mutant: str = "", more: tuple[str, ...] = ()) -> Case:
+        """As :meth:`Oracle.case`, of models that see."""
+        models = "--model-path", str(self._folder / "target"), "--speculative-draft-model-path"
+        return super().case(
+            server, *runs, mutant=mutant, more=(*models, str(self._folder / "draft"), *more)
+        )
 
 
 def _seeded(number: int) -> dict[str, Any]:

@@ -50,6 +50,9 @@ SWITCHED_AT = 5
 #: Numbers that stand for what a layer keeps of a token.
 SKETCHED = 4
 
+#: Where a picture begins.
+PICTURE = 8
+
 #: Characters of an error that are told, its last ones: less than a pipe holds.
 LONGEST_ERROR = 8000
 
@@ -65,6 +68,7 @@ class Request:
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     max_new_tokens: int = 16
     logprobs: bool = False  # asked for, of each token of the answer
+    picture: tuple[int, int] | None = None  # of so many rows and columns, see `rotated`
 
 
 @dataclass(frozen=True)
@@ -333,10 +337,36 @@ def _tokenized(number: int, request: Request) -> Any:
     parameters.normalize(None)
     return TokenizedGenerateReqInput(
         rid=str(number), input_text="", input_ids=array("q", request.ids), input_embeds=None,
-        mm_inputs=None, token_type_ids=None, sampling_params=parameters,
+        mm_inputs=_seen(request), token_type_ids=None, sampling_params=parameters,
         return_logprob=request.logprobs, logprob_start_len=-1, top_logprobs_num=0,
         token_ids_logprob=None, stream=False,
     )  # fmt: skip
+
+
+def rotated(picture: tuple[int, int] | None, length: int) -> Tensor:
+    """[3, length] int64 of M-RoPE: places in time, height and width. Of a ``picture``, rows times
+    columns tokens from the ninth on, all are at one time, and what follows begins behind its longer
+    side.
+    """
+    places = torch.arange(length).repeat(3, 1)
+    if picture is not None:
+        rows, columns = picture
+        token, begins, ends = torch.arange(rows * columns), PICTURE, PICTURE + rows * columns
+        seen = torch.stack((token * 0, token // columns, token % columns)) + begins
+        places[:, begins:ends] = seen
+        places[:, ends:] += begins + max(picture) - ends
+    return places
+
+
+def _seen(request: Request) -> Any:
+    """SGLang's word for it; nothing is to be looked at, so that only places tell."""
+    if request.picture is None:
+        return None
+    from sglang.srt.managers.schedule_batch import MultimodalInputs
+
+    places = rotated(request.picture, len(request.ids))
+    behind = places[:, -1:] - (len(request.ids) - 1)
+    return MultimodalInputs(mm_items=[], mrope_positions=places, mrope_position_delta=behind[:1])
 
 
 def case_of(line: str) -> Case:

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.classifier.recording import Recording, read_recording
+from tests.e2e import vision_models
 from tests.emulated.emulator import Emulator
-from tests.emulated.mutants import MUTANTS
-from tests.emulated.oracle import TOKENS, Oracle
+from tests.emulated.mutants import MUTANTS, TWO_RANKS
+from tests.emulated.oracle import TOKENS, Oracle, Seeing
 from tests.emulated.servers import DRAFTS, UNUSUAL
 from tests.emulated.test_serving import EVENTS
 
 pytestmark = pytest.mark.server
 
+#: With a target that sees.
+SEEING = "EAGLE3 chains, FA3", "EAGLE3 trees, FlashInfer, gated"
 CHAINS, TREES = (name for name in UNUSUAL if name.endswith("recorded"))
 
 
@@ -28,7 +31,7 @@ def test_two_ranks_keep_what_one_would(emulated: Emulator, oracle: Oracle, serve
     assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
 
 
-@pytest.mark.parametrize("name", [name for name, m in MUTANTS.items() if m.server in UNUSUAL])
+@pytest.mark.parametrize("name", [name for name, m in MUTANTS.items() if m.server == TWO_RANKS])
 def test_a_mistake_of_ranks_is_seen(emulated: Emulator, oracle: Oracle, name: str) -> None:
     case = oracle.case(MUTANTS[name].server, oracle.run(), mutant=name)
     (broken,) = emulated.try_to(case)
@@ -45,6 +48,28 @@ def test_tokens_keys_and_values_are_the_models_to_rounding(
     for run in emulated.serve(oracle.case(server, *runs)):
         assert oracle.wrong(server, run, None) == []
         assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    folder = tmp_path_factory.mktemp("seeing")
+    vision_models.save(folder)
+    return Seeing(folder)
+
+
+@pytest.mark.parametrize("server", SEEING)
+def test_packed_rows_are_rotated_as_their_pictures_say(
+    emulated: Emulator, seeing: Seeing, server: str
+) -> None:
+    """M-RoPE: two of four requests count otherwise behind a picture, each in its own way."""
+    runs = (
+        seeing.run(ahead=0, **EVENTS["retracted"]),
+        seeing.run(mutant="rows are rotated as whole drafts are"),
+    )
+    run, broken = emulated.try_to(seeing.case(server, *runs))
+    assert seeing.wrong(server, run, None, counted=False) == []
+    assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
+    assert seeing.wrong(server, broken, None, counted=False) != []
 
 
 def test_a_recording_says_the_same_of_chains_and_of_the_likeliest_nodes_of_trees(

@@ -137,12 +137,12 @@ OLDEST = Release(
     budget={
         "target alone, FA3": (40, 1, 1, 0, 0, 1, 1),
         "EAGLE3 chains, FA3, stock": (100, 3, 2, 2, 0, 1, 2),
-        "EAGLE3 chains, FA3, gated": (135, 3, 4, 2, 0, 4, 2),
-        "EAGLE3 chains, FA3": (180, 3, 6, 2, 0, 6, 2),
-        "EAGLE3 chains, FlashInfer, gated": (115, 9, 6, 4, 2, 4, 3),
-        "EAGLE3 chains, FlashInfer": (155, 11, 8, 4, 3, 7, 3),
-        "EAGLE3 trees, FlashInfer, gated": (125, 9, 6, 4, 2, 4, 3),
-        "EAGLE3 trees, FlashInfer": (160, 11, 9, 4, 3, 7, 3),
+        "EAGLE3 chains, FA3, gated": (96, 3, 4, 2, 0, 2, 2),
+        "EAGLE3 chains, FA3": (100, 3, 6, 2, 0, 1, 2),
+        "EAGLE3 chains, FlashInfer, gated": (80, 9, 6, 4, 2, 2, 3),
+        "EAGLE3 chains, FlashInfer": (86, 11, 8, 4, 3, 2, 3),
+        "EAGLE3 trees, FlashInfer, gated": (95, 9, 6, 4, 2, 2, 3),
+        "EAGLE3 trees, FlashInfer": (100, 11, 9, 4, 3, 2, 3),
     },
 )
 
@@ -168,13 +168,13 @@ NEWEST = Release(
     cached=_cached_0_5_23,
     budget={
         "target alone, FA3": (40, 1, 1, 0, 0, 1, 1),
-        "EAGLE3 chains, FA3, stock": (70, 3, 2, 2, 0, 1, 3),
-        "EAGLE3 chains, FA3, gated": (105, 3, 4, 2, 0, 4, 3),
-        "EAGLE3 chains, FA3": (145, 3, 6, 2, 0, 6, 3),
-        "EAGLE3 chains, FlashInfer, gated": (110, 9, 6, 2, 2, 4, 3),
-        "EAGLE3 chains, FlashInfer": (150, 11, 8, 2, 3, 7, 3),
-        "EAGLE3 trees, FlashInfer, gated": (120, 9, 6, 2, 2, 4, 3),
-        "EAGLE3 trees, FlashInfer": (150, 11, 9, 2, 3, 7, 3),
+        "EAGLE3 chains, FA3, stock": (66, 3, 2, 2, 0, 1, 3),
+        "EAGLE3 chains, FA3, gated": (73, 3, 4, 2, 0, 2, 3),
+        "EAGLE3 chains, FA3": (78, 3, 6, 2, 0, 1, 3),
+        "EAGLE3 chains, FlashInfer, gated": (82, 9, 6, 2, 2, 2, 3),
+        "EAGLE3 chains, FlashInfer": (82, 11, 8, 2, 3, 2, 3),
+        "EAGLE3 trees, FlashInfer, gated": (88, 9, 6, 2, 2, 2, 3),
+        "EAGLE3 trees, FlashInfer": (94, 11, 9, 2, 3, 2, 3),
     },
 )
 

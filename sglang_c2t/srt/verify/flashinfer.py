@@ -13,6 +13,7 @@ Chains are causal. A tree's mask is packed straight from its nodes' ancestors.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,9 +27,15 @@ from torch import Tensor
 
 from sglang_c2t.kernels.masks import mask_indptr, pack_tree_mask
 from sglang_c2t.kernels.rows import indptr, ragged_kv_indices
+from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.verify.packed import packing_of
 from sglang_c2t.srt.verify.packing import Packing
+
+logger = logging.getLogger(__name__)
+
+#: Bytes of a workspace that nobody asked for.
+MOST_WORKSPACE = 1 << 30
 
 # B requests, S >= B slots, T rows of a graph, L committed length, n rows of a request
 
@@ -94,8 +101,12 @@ def workspace_bytes(
     return -(-vectors // 16) * 16 + num_heads * partial_rows * 4
 
 
-def room(backend: Any) -> Callable[[int, int], bool]:
-    """Whether a backend's workspace holds a graph of (T rows, S slots)."""
+def room(backend: Any, tiers: Tiers) -> Callable[[int, int], bool]:
+    """Whether a backend's workspace holds a graph of (T rows, S slots).
+
+    Where it holds not all ``tiers``, graphs get a workspace of their own, sized from the largest up
+    to :data:`MOST_WORKSPACE` bytes.
+    """
     updater, workspace = backend.indices_updater_prefill, backend.workspace_buffer
     device = torch.cuda.get_device_properties(workspace.device)
     need = functools.partial(
@@ -105,7 +116,16 @@ def room(backend: Any) -> Callable[[int, int], bool]:
         num_sm=device.multi_processor_count,
         by_rows=compat.flashinfer_counts_rows(),
     )
-    return lambda rows, slots: need(rows, slots) <= workspace.numel() * workspace.element_size()
+    most = max(need(rows, tiers.slots(rows)) for rows in tiers.all_rows)
+    if most > workspace.nbytes:
+        workspace = workspace.new_empty(min(most, MOST_WORKSPACE), dtype=torch.uint8)
+        attach.write(backend, workspace_buffer=workspace)
+        logger.info(
+            "C2T: FlashInfer's CUDA graphs of up to %d packed rows have a workspace of %d MiB",
+            tiers.all_rows[-1],
+            workspace.nbytes >> 20,
+        )
+    return lambda rows, slots: need(rows, slots) <= workspace.nbytes
 
 
 class _GraphBuffers(NamedTuple):

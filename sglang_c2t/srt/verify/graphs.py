@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,13 +59,13 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
         compat.plan_every_replay(self)
 
     def _build_ragged_verify_token_buckets(self) -> list[int]:
-        self.tiers = Tiers(
+        wanted = Tiers(
             max(self.capture_bs),
             self.captured_req_width,
             max_rows=self.max_rows,
             rows_per_slot=self.rows_per_slot,
-            admits=self._admits(),
         )
+        self.tiers = replace(wanted, admits=self._admits(wanted))
         if not self.tiers.rows:
             raise ConfigError(f"{_TOO_SMALL} no CUDA graph of packed rows: {_HOW_TO_RAISE}")
         if self.tiers.rows != self.tiers.all_rows:
@@ -78,13 +79,13 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
             )
         return self.tiers.rows
 
-    def _admits(self) -> Callable[[int, int], bool] | None:
-        """Which tiers attention has room for, where it says so."""
+    def _admits(self, wanted: Tiers) -> Callable[[int, int], bool] | None:
+        """Which of the tiers attention has room for, where it says so."""
         if not compat.is_flashinfer(self.attn_backend):
             return None
         from sglang_c2t.srt.verify import flashinfer as flashinfer_verify
 
-        return flashinfer_verify.room(self.attn_backend)
+        return flashinfer_verify.room(self.attn_backend, wanted)
 
     def _autotune_buffers(self) -> tuple[Any, int]:
         """Buffers for SGLang's dummy forward, and B of it: full width, N rows for each request.

@@ -137,9 +137,27 @@ def _h100(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_h100")
+def test_graphs_get_a_workspace_of_their_own_where_sglangs_is_too_small() -> None:
+    """Just as large as the largest of them wants, and no larger than is reasonable."""
+    mine = runner(384)
+    before = mine.attn_backend.workspace_buffer
+    assert max(mine._build_ragged_verify_token_buckets()) == 966
+    assert 384 * MIB < mine.attn_backend.workspace_buffer.nbytes < 400 * MIB
+    assert before.nbytes == 384 * MIB, "who has it already keeps it"
+    enough = runner(512)
+    before = enough.attn_backend.workspace_buffer
+    enough._build_ragged_verify_token_buckets()
+    assert enough.attn_backend.workspace_buffer is before
+    huge = runner(384, capture_bs=[1, 2048])
+    assert max(huge._build_ragged_verify_token_buckets()) < 2048 * 6
+    assert huge.attn_backend.workspace_buffer.nbytes == flashinfer_verify.MOST_WORKSPACE
+
+
+@pytest.mark.usefixtures("_h100")
 def test_graphs_that_flashinfer_has_no_room_for_are_left_out_and_said(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(flashinfer_verify, "MOST_WORKSPACE", 384 * MIB)
     with caplog.at_level(logging.WARNING):
         rows = runner(384)._build_ragged_verify_token_buckets()
     assert max(rows) < 966
@@ -151,7 +169,10 @@ def test_graphs_that_flashinfer_has_no_room_for_are_left_out_and_said(
 
 
 @pytest.mark.usefixtures("_h100")
-def test_a_workspace_without_room_for_any_graph_is_refused() -> None:
+def test_a_workspace_without_room_for_any_graph_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flashinfer_verify, "MOST_WORKSPACE", 100_000)
     with pytest.raises(ConfigError, match="SGLANG_FLASHINFER_WORKSPACE_SIZE"):
         runner(0.1)._build_ragged_verify_token_buckets()
 
