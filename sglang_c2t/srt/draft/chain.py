@@ -16,6 +16,7 @@ import torch
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker
+from torch import Tensor
 
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.plan.load import DraftDepth
@@ -208,7 +209,9 @@ class ChainDraftMixin(PlainDrafting):
 
         eager = _DraftGraphs(None, getattr(self, "draft_attn_backend", None))
         graphs = self._graphs.get(steps, eager)
+        select = eagle_worker_v2.select_top_k_tokens if steps > 1 else _as_they_are
         with (
+            attach.swapped(eagle_worker_v2, "select_top_k_tokens", select),
             attach.swapped(self, "speculative_num_steps", steps),
             attach.swapped(self, "cuda_graph_runner", graphs.cuda_graph_runner),
             attach.swapped(self, "draft_attn_backend", graphs.draft_attn_backend),
@@ -237,6 +240,15 @@ class C2TEagleDraftWorker(ChainDraftMixin, EagleDraftWorker):
 
 class C2TStandaloneDraftWorker(ChainDraftMixin, StandaloneDraftWorker):
     """Gated draft worker of STANDALONE."""
+
+
+def _as_they_are(
+    _step: int, topk_p: Tensor, topk_index: Tensor, hidden_states: Any, scores: Any, _topk: int
+) -> tuple[Tensor, Any, Any, tuple[Tensor, Tensor, None]]:
+    """In place of ``select_top_k_tokens`` for drafts of one layer, behind which nothing is
+    forwarded: SGLang's own copies hidden states and numbers parents.
+    """
+    return topk_index.flatten(), hidden_states, scores, (topk_p.unsqueeze(1), topk_index, None)
 
 
 def _choices(
