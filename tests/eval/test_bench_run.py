@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import json
 import os
@@ -243,7 +242,8 @@ def test_an_interrupt_does_not_wait_for_a_server_that_is_starting(
 
     @contextlib.contextmanager
     def starting(_launch: Any, _log_dir: Path, unwanted: threading.Event) -> Iterator[None]:
-        _thread.interrupt_main()
+        # A real signal: the other thread may wait for a lock already, and is to be woken.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         told.append(unwanted.wait(20.0))
         raise ServerError("not ready")
         yield
