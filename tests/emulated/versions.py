@@ -137,12 +137,12 @@ OLDEST = Release(
     budget={
         "target alone, FA3": (40, 1, 1, 0, 0, 1, 1),
         "EAGLE3 chains, FA3, stock": (100, 3, 2, 2, 0, 1, 2),
-        "EAGLE3 chains, FA3, gated": (96, 3, 4, 2, 0, 2, 2),
-        "EAGLE3 chains, FA3": (100, 3, 6, 2, 0, 1, 2),
-        "EAGLE3 chains, FlashInfer, gated": (80, 9, 6, 4, 2, 2, 3),
-        "EAGLE3 chains, FlashInfer": (86, 11, 8, 4, 3, 2, 3),
-        "EAGLE3 trees, FlashInfer, gated": (95, 9, 6, 4, 2, 2, 3),
-        "EAGLE3 trees, FlashInfer": (100, 11, 9, 4, 3, 2, 3),
+        "EAGLE3 chains, FA3, gated": (104, 3, 4, 2, 0, 2, 2),
+        "EAGLE3 chains, FA3": (108, 3, 6, 2, 0, 1, 2),
+        "EAGLE3 chains, FlashInfer, gated": (88, 9, 6, 4, 2, 2, 3),
+        "EAGLE3 chains, FlashInfer": (92, 11, 8, 4, 3, 2, 3),
+        "EAGLE3 trees, FlashInfer, gated": (102, 9, 6, 4, 2, 2, 3),
+        "EAGLE3 trees, FlashInfer": (106, 11, 9, 4, 3, 2, 3),
     },
 )
 
@@ -170,7 +170,7 @@ NEWEST = Release(
         "target alone, FA3": (40, 1, 1, 0, 0, 1, 1),
         "EAGLE3 chains, FA3, stock": (66, 3, 2, 2, 0, 1, 3),
         "EAGLE3 chains, FA3, gated": (73, 3, 4, 2, 0, 2, 3),
-        "EAGLE3 chains, FA3": (75, 3, 6, 2, 0, 1, 3),
+        "EAGLE3 chains, FA3": (78, 3, 6, 2, 0, 1, 3),
         "EAGLE3 chains, FlashInfer, gated": (82, 9, 6, 2, 2, 2, 3),
         "EAGLE3 chains, FlashInfer": (82, 11, 8, 2, 3, 2, 3),
         "EAGLE3 trees, FlashInfer, gated": (88, 9, 6, 2, 2, 2, 3),
