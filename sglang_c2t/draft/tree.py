@@ -145,22 +145,21 @@ class TreeGate(Gate):
         """
         if self._judged is not None:
             judged, shape = self._judged, (self.batch, -1, self.topk)
+            tokens, prob = judged.tokens.view(shape), judged.prob.view(shape)
             if self._growth.fused:
                 confidence = judged.confidence.view(self.batch, -1)
-                return self._growth.add_judged(
-                    judged.tokens.view(shape), judged.prob.view(shape), confidence
-                )
+                return self._growth.add_judged(tokens, prob, confidence)
             measured = {
                 "entropy": judged.entropy,
                 "confidence": judged.confidence.flatten(),
                 "keep": judged.keep.flatten(),
             }
-            return self._growth.add(judged.tokens.view(shape), judged.prob.view(shape), measured)
+            return self._growth.add(tokens, prob, measured)
         if self.program is not None:
             assert self._first is not None, "no step began"
             if self._growth.fused:
                 return self._growth.add_judged(tokens, prob, self._first.confidence.T)
-            return self._growth.add(tokens, prob, self._judged_first(self.program))
+            return self._growth.add(tokens, prob, self._judged_first(self._first, self.program))
         if self._best is not None:
             tokens, prob = (of.view(self.batch, -1, self.topk) for of in self._best)
         measured = {name: v for name, v in self._rows.items() if name not in {"prob", *PER_NODE}}
@@ -168,12 +167,11 @@ class TreeGate(Gate):
             measured["margin"] = node_margins(prob.flatten(0, 1))
         return self._growth.add(tokens, prob, measured)
 
-    def _judged_first(self, program: FusedGate) -> dict[str, Tensor]:
+    def _judged_first(self, first: FirstLayer, program: FusedGate) -> dict[str, Tensor]:
         """What the program said of the first layer when the step before ended."""
-        assert self._first is not None, "no step began"
-        confidence = self._first.confidence.T.flatten()  # [B * K]
+        confidence = first.confidence.T.flatten()  # [B * K]
         return {
-            "entropy": self._first.entropy,
+            "entropy": first.entropy,
             "confidence": confidence,
             "keep": confidence >= program.beta,  # by now it may be another
         }

@@ -94,7 +94,7 @@ def lay_out(
         seq_lens: [B] int, the root not counted.
         tokens: T.
         slots: S.
-        places: W.
+        places: W >= N.
     """
     tables = num_rows, draft_token, positions, req_to_token, req_pool_indices, seq_lens
     if not runs_triton(num_rows):
@@ -107,7 +107,7 @@ def lay_out(
     _lay_out_kernel[(batch + 1,)](
         *tables, of_rows, of_slots, window, batch, width, tokens, slots, places,
         of_rows.stride(0), of_slots.stride(0), req_to_token.stride(0), req_to_token.shape[1],
-        BLOCK_S=block_of_batch(slots), BLOCK_N=block_of(max(width, places)),
+        BLOCK_S=block_of_batch(slots), BLOCK_N=block_of(places),
     )  # fmt: skip
     ids, at, locs, strided, request = (table[0] for table in rows)
     each, starts, keys, key_starts = (table[0] for table in sizes)
@@ -134,7 +134,7 @@ def _lay_out_kernel(
         pool = req_to_token + tl.load(req_pool_indices + this).to(tl.int64) * pool_stride
         behind = tl.load(seq_lens + this) + lane
         # Behind the row another request's begins.
-        there = (behind < pool_width) & (lane < tl.maximum(width, places))
+        there = (behind < pool_width) & (lane < places)
         loc = tl.load(pool + behind, mask=there, other=0).to(tl.int64)
         tl.store(place, tl.load(draft_token + row, mask=live), mask=live)
         tl.store(place + rows_apart, tl.load(positions + row, mask=live), mask=live)

@@ -249,7 +249,7 @@ def serve(scheduler: Any, run: Run) -> Served:
     DEVICE.idle()
     for prepare in BEFORE_REPORT:  # what was recorded is written
         prepare()
-    sites = {f"{what} at {line}": n for (what, line), n in DEVICE.sites.most_common(160)}
+    sites = {f"{what} at {line}": n for (what, line), n in DEVICE.sites.most_common(60)}
     return Served(
         [list(taken[n].output_ids)[: r.max_new_tokens] for n, r in enumerate(run.requests)],
         [taken[n].spec_verify_ct for n in range(len(run.requests))],
