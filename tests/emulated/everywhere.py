@@ -65,4 +65,4 @@ def rough_prices() -> None:
     """Little time for prices of steps, which say nothing here."""
     from sglang_c2t.srt.draft import seeding
 
-    seeding.SECONDS = 2.0
+    seeding.SECONDS = 0.5

@@ -9,6 +9,7 @@ of the server as it stands behind its start.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -473,6 +475,7 @@ def _device(stack: ExitStack) -> None:
     stack.enter_context(libraries.served())
     stack.enter_context(triton_interpreter.interpreted())
     stack.enter_context(ranks.connected())
+    stack.enter_context(patch.object(gc, "unfreeze"))  # a server's captures would, and collect all
     import sglang.srt.layers.attention.flashattention_backend
     import sglang.srt.layers.attention.flashinfer_backend
     import sglang.srt.managers.scheduler
@@ -482,6 +485,8 @@ def _device(stack: ExitStack) -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    gc.collect()
+    gc.freeze()
 
 
 if __name__ == "__main__":

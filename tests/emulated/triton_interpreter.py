@@ -1,16 +1,14 @@
 """Triton over the emulated device: its interpreter, one launch behind the other's.
 
 Kernels that are decorated while ``TRITON_INTERPRET=1`` run in the interpreter, on the memory
-itself. Its patches of the language are left in place for as long as the block lasts: making and
-undoing them is most of the time of a small kernel. Some have a reference in their place.
+itself. Some have a reference in their place.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +19,7 @@ from triton.runtime import autotuner, driver, interpreter
 
 from tests.emulated.device import CUDA, DEVICE, launch
 from tests.emulated.references import TRITON
+from tests.interpreter import hastened
 from tests.triton_keys import key_of
 
 
@@ -56,18 +55,10 @@ class _Driver:
         return None
 
 
-class _Stays:
-    """Language patches that nobody takes back."""
-
-    def restore(self) -> None:
-        pass
-
-
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Triton's kernels run on the emulated device: for a process of its own, whose driver stays."""
     run = interpreter.InterpretedFunction.run
-    patch_language, patched = interpreter._patch_lang, set()
 
     def queued(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         name = self.fn.__name__
@@ -77,25 +68,13 @@ def interpreted() -> Iterator[None]:
             kernel = TRITON.get(name) or functools.partial(run, self, grid=grid, warmup=False)
             launch(f"triton {name}", kernel, *args, **kwargs)
 
-    def patched_once(function: Any) -> _Stays:
-        if id(function.__globals__) not in patched:
-            patch_language(function)
-            patched.add(id(function.__globals__))
-        return _Stays()
-
     def first_configuration(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
 
-    executor = interpreter.GridExecutor
-    with ExitStack() as stack:
-        for owner, name, instead in (
-            (interpreter.InterpretedFunction, "run", queued),
-            (interpreter, "_patch_lang", patched_once),
-            (executor, "_init_args_hst", lambda _, args, kwargs: (list(args), dict(kwargs))),
-            (executor, "_restore_args_dev", lambda *_: None),
-            (autotuner.Autotuner, "run", first_configuration),
-            (inspect, "getfullargspec", functools.lru_cache(None)(inspect.getfullargspec)),
-        ):
-            stack.enter_context(patch.object(owner, name, instead))
+    with (
+        hastened(),
+        patch.object(interpreter.InterpretedFunction, "run", queued),
+        patch.object(autotuner.Autotuner, "run", first_configuration),
+    ):
         driver.set_active(_Driver())
         yield

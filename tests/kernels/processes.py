@@ -14,11 +14,15 @@ def run_worker(worker: str, function: str = "main") -> str:
     """What a function of ``tests.kernels.WORKER`` printed; fails with the worker's own error."""
     module = f"tests.kernels.{worker}"
     # Without the interpreter the twins would be compared with themselves.
-    code = f"import triton, {module} as worker; assert triton.knobs.runtime.interpret; "
+    code = (
+        f"import triton, {module} as worker, tests.interpreter as interpreter\n"
+        "assert triton.knobs.runtime.interpret\n"
+        f"with interpreter.hastened(): worker.{function}()"
+    )
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     env.pop("SGLANG_USE_CPU_ENGINE", None)  # makes SGLang ask for sgl_kernel's CPU ops
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"{code} worker.{function}()"],
+        [sys.executable, "-W", "ignore", "-c", code],
         capture_output=True,
         text=True,
         timeout=600,
