@@ -63,12 +63,15 @@ class ChainGate(Gate):
         if self.planned:
             self.confidences.append(first.confidence[0])
         self._output = GateOutput.empty(len(slots), 1, slots.device)._replace(
-            joint=self._joint[:, None]
+            joint=self._joint[:, None], confidence=first.confidence[0][:, None]
         )
         if self.cuts:
             self._alive = first.confidence[0] >= self.program.beta
+            if self.program.together:
+                self._alive = self._alive.any().repeat(len(slots))
+            else:  # judged in place
+                self._output = self._output._replace(keep=self._alive[:, None])
             self._num_kept = self._alive.int()
-            self._output = self._output._replace(keep=self._alive[:, None])
 
     def observe(self, logits: Tensor, hidden: Tensor | None = None) -> None:
         """Judge the next drafted layer from its draft ``logits`` [B, V]."""
@@ -77,6 +80,8 @@ class ChainGate(Gate):
             self._judge(measure(logits, self._names, hidden=hidden))
             return
         self._depth += 1
+        sure = self._output.confidence[:, 0] if self.program.running else None
+        together = self.program.together and self.cuts
         if self.planned:  # each layer's are its own
             fresh = torch.empty_like(self._output.confidence)
             self._output = self._output._replace(confidence=fresh)
@@ -88,10 +93,14 @@ class ChainGate(Gate):
             topk=1,
             joint=self._joint,
             alive=self._alive if self.cuts else None,
-            num_kept=self._num_kept if self.cuts else None,
+            num_kept=self._num_kept if self.cuts and not together else None,
+            sure=sure,
             out=self._output,
             tokens=False,  # SGLang's loop chooses them
         )
+        if together:
+            self._alive &= self._output.keep.any()
+            self._num_kept += self._alive
 
     @property
     def cuts(self) -> bool:

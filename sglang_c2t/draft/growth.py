@@ -117,6 +117,14 @@ class TreeGrowth:
         return self._beams
 
     @property
+    def beam_keys(self) -> Tensor:
+        """[B, W] float32: what the beams are ranked by in their trees; of a gate their confidence.
+        Behind the first layer.
+        """
+        keys = torch.cat(self._keys, dim=1) if self._fused is None else self._candidates.keys
+        return keys.gather(1, self.beams.candidate)
+
+    @property
     def ancestor_rows(self) -> Tensor:
         """[B, W, d]: of each beam behind d layers, the rows its path was forwarded in.
 
@@ -169,10 +177,14 @@ class TreeGrowth:
         assert self._fused is not None, "no kernel grows this tree"
         rule, beta = self._fused
         self._depth += 1
+        template = None
+        if rule.kind == "static":
+            rows = tokens.shape[1]
+            template = self._policy.template(self._depth, rows, self._shape.topk, tokens.device)
         self._beams = grow_layer(
             tokens.flatten(1), prob.flatten(1), confidence, self._beams, self._candidates,
             rule=rule, beta=beta, whole=self._whole, width=self._width, topk=self._shape.topk,
-            first=self._offered, expands=self._depth < self._last,
+            first=self._offered, expands=self._depth < self._last, template=template,
         )  # fmt: skip
         self._offered += tokens.shape[1] * self._shape.topk
         return self._beams

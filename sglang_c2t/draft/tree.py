@@ -134,6 +134,7 @@ class TreeGate(Gate):
             alive=beams.alive.flatten(),
             token_map=token_map,
             width=beams.tokens.shape[1],
+            sure=self._growth.beam_keys.flatten() if self.program.running else None,
         )
         return self._judged
 
@@ -230,6 +231,6 @@ def _best_children(logits: Tensor, topk: int, token_map: Tensor | None) -> tuple
     return (tokens if token_map is None else token_map[tokens]), prob
 
 
-def _rule(policy: TreePolicy) -> tuple[type, int | None]:
+def _rule(policy: TreePolicy) -> tuple[type, Rule | None, Any]:
     """What of a policy a captured graph holds beyond the gate's data."""
-    return type(policy), getattr(policy, "layer_limit", None)
+    return type(policy), growth_rule(policy), getattr(policy, "paths", None)

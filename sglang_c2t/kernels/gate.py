@@ -35,22 +35,24 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from sglang_c2t import draft_layer
 
 MAX_TOPK = 16
 MAX_HIDDEN = 64
 
-#: What the network may read; names and meanings are the classifier's.
+#: What may be read; names and meanings are the classifier's.
 FEATURES = (
-    "joint", "log_joint", "prob", "log_prob", "margin", "entropy", "depth", "parent_rank", "rank"
+    "joint", "log_joint", "prob", "log_prob", "logit_prob", "topk_prob", "margin", "entropy",
+    "depth", "parent_rank", "rank",
 )  # fmt: skip
 
 CHUNK = 4096  # logits per program: 8 or 16 KB, enough programs even for one row
 GROUP = 64  # logits per maximum
 
 MIN_PROB = tl.constexpr(1e-9)  # classifier.features.MIN_PROB
+LOGIT_EPS = tl.constexpr(1e-6)  # classifier.features.LOGIT_EPS
 MAX_MARGIN = tl.constexpr(draft_layer.MAX_MARGIN)
 FLOOR = tl.constexpr(draft_layer.FLOOR)
 NO_KEY = tl.constexpr(-(2**63))  # below every key
@@ -69,7 +71,7 @@ class GateOutput(NamedTuple):
     """[R, K] float32: product of ``prob`` along the path, this token included."""
 
     confidence: Tensor
-    """[R, K] float32 in [0, 1]: what is compared with beta."""
+    """[R, K] float32: what is compared with beta."""
 
     keep: Tensor
     """[R, K] bool: the parent is alive and the confidence reaches beta."""
@@ -106,6 +108,16 @@ class Weights(NamedTuple):
     out_bias: Tensor  # [1]
 
 
+class DepthWeights(NamedTuple):
+    """``sigmoid(weight[d] x + bias[d])`` of the first feature x, with numbers for D depths d.
+
+    In the order of ``DepthLogistic.parameters()``.
+    """
+
+    weight: Tensor  # [D]
+    bias: Tensor  # [D]
+
+
 class FusedGate:
     """A network and a threshold, in device memory that captured graphs keep reading.
 
@@ -115,6 +127,11 @@ class FusedGate:
         weights: The network, or ``None``.
         beta: Least confidence of a token that is kept.
         device: Where the logits will be.
+        sign: With no network: -1 where the confidence is minus the feature, so that it must not
+            exceed minus beta.
+        running: The confidence is the network's times the parent's.
+        together: A chain is kept wherever one of the batch is. The kernels do not know of others:
+            this is for who asks them.
 
     Raises:
         ValueError: See :meth:`refusal`; or weights of other shapes.
@@ -123,23 +140,31 @@ class FusedGate:
     def __init__(
         self,
         names: Sequence[str],
-        weights: Weights | None,
+        weights: Weights | DepthWeights | None,
         *,
         beta: float,
         device: torch.device | str,
+        sign: int = 1,
+        running: bool = False,
+        together: bool = False,
     ) -> None:
         self.names = tuple(names)
-        self.hidden_size = 0 if weights is None else weights.hidden_weight.shape[0]
-        reason = self.refusal(self.names, () if weights is None else (self.hidden_size,))
+        self.hidden_size = weights.hidden_weight.shape[0] if isinstance(weights, Weights) else 0
+        self.num_depths = weights.weight.shape[0] if isinstance(weights, DepthWeights) else 0
+        self.running, self.together = running, together
+        reason = self.refusal(self.names, (self.hidden_size,) if self.hidden_size else ())
         if reason is not None:
             raise ValueError(reason)
-        size = 2 + (2 + len(self.names)) * self.hidden_size
-        #: [2 + 2 H + F H] float32: beta, out_bias, hidden_bias, out_weight, and
-        #: hidden_weight transposed, since the kernel adds one feature to all units at once.
+        size = 2 + (2 + len(self.columns)) * self.hidden_size + 2 * self.num_depths
+        #: float32. Of a network [2 + 2 H + F H]: beta, out_bias, hidden_bias, out_weight, and
+        #: hidden_weight transposed, since the kernel adds one feature to all units at once. Of
+        #: depths [2 + 2 D]: beta, nothing, weight, bias. Else beta and the sign.
         self.buffer = torch.zeros(size, dtype=torch.float32, device=device)
         self.set_beta(beta)
         if weights is not None:
             self.load(weights)
+        else:
+            self.buffer[1].fill_(sign)
 
     @staticmethod
     def refusal(names: Sequence[str], hidden_sizes: Sequence[int]) -> str | None:
@@ -147,29 +172,43 @@ class FusedGate:
         strange = [name for name in names if name not in FEATURES]
         if strange:
             return f"the gate kernel reads {', '.join(FEATURES)}, not {', '.join(strange)}"
-        if not hidden_sizes and tuple(names) not in {("joint",), ("prob",)}:
-            return f"without a network the confidence must be joint or prob, got {tuple(names)}"
         if len(hidden_sizes) > 1 or not all(1 <= size <= MAX_HIDDEN for size in hidden_sizes):
             return (
                 f"the gate kernel runs one hidden layer of at most {MAX_HIDDEN} units, "
                 f"got {list(hidden_sizes)}"
             )
+        if not hidden_sizes and (not names or names[0] == "topk_prob"):
+            return f"without a network the first feature is what decides, got {tuple(names)}"
         return None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """F names: of each number that the network reads."""
+        wide = {"topk_prob": draft_layer.TOPK_PROBS}
+        return tuple(name for name in self.names for _ in range(wide.get(name, 1)))
 
     def fits(self, other: FusedGate) -> bool:
         """Whether kernels compiled for ``other`` can run this one: only the data differ."""
-        return (self.names, self.hidden_size) == (other.names, other.hidden_size)
+        mine, theirs = (
+            (of.names, of.hidden_size, of.num_depths, of.running, of.together)
+            for of in (self, other)
+        )
+        return mine == theirs
 
-    def load(self, weights: Weights) -> None:
+    def load(self, weights: Weights | DepthWeights) -> None:
         """Write other weights into the buffer, in one copy on the current stream."""
-        hidden, features = self.hidden_size, len(self.names)
+        hidden, depths = self.hidden_size, self.num_depths
         shapes = [tuple(t.shape) for t in weights]
-        expected = [(hidden, features), (hidden,), (1, hidden), (1,)]
-        if hidden == 0 or shapes != expected:
+        if isinstance(weights, Weights):
+            expected = [(hidden, len(self.columns)), (hidden,), (1, hidden), (1,)]
+            parts = [weights.out_bias, weights.hidden_bias, weights.out_weight]
+            parts.append(weights.hidden_weight.T)
+        else:
+            expected, parts = [(depths,), (depths,)], [weights.weight, weights.bias]
+        if (hidden or depths) == 0 or shapes != expected:
             raise ValueError(f"this gate's weights have the shapes {expected}, got {shapes}")
-        parts = (weights.out_bias, weights.hidden_bias, weights.out_weight, weights.hidden_weight.T)
         packed = torch.cat([part.detach().float().flatten() for part in parts])
-        self.buffer[1:].copy_(packed)
+        self.buffer[-len(packed) :].copy_(packed)
 
     def set_beta(self, beta: float) -> None:
         """Write another threshold into the buffer, on the current stream."""
@@ -185,9 +224,19 @@ class FusedGate:
         """The network as the buffer holds it."""
         hidden = self.hidden_size
         _, out_bias, hidden_bias, out_weight, columns = self.buffer.split(
-            [1, 1, hidden, hidden, len(self.names) * hidden]
+            [1, 1, hidden, hidden, len(self.columns) * hidden]
         )
         return Weights(columns.view(-1, hidden).T, hidden_bias, out_weight[None], out_bias)
+
+    @property
+    def depth_weights(self) -> DepthWeights:
+        """Those of depths as the buffer holds them."""
+        return DepthWeights(*self.buffer[2:].view(2, self.num_depths))
+
+    @property
+    def sign(self) -> Tensor:
+        """[] float32: that of the feature."""
+        return self.buffer[1]
 
 
 def judge_layer(
@@ -204,13 +253,14 @@ def judge_layer(
     tokens: bool = True,  # False: nobody asks which tokens they are
     width: int = 1,  # rows of a request, best first, which stand together
     relay: Relay | None = None,  # written as well
+    sure: Tensor | None = None,  # [R] float32, the parents' confidence, where it is running
 ) -> GateOutput:
     """The K best children of each row, and which of them to keep.
 
     Without ``tokens`` the twin leaves the ids out, which cost it as much as all the rest.
 
-    ``joint`` and ``alive`` may be ``out``'s own memory (K = 1): each row is read before it
-    is written. With ``num_kept`` a step of a chain is these two launches and nothing else.
+    ``joint``, ``alive`` and ``sure`` may be ``out``'s own memory (K = 1): each row is read before
+    it is written. With ``num_kept`` a step of a chain is these two launches and nothing else.
 
     Logits ln [0.6, 0.4], parents' joint [0.5], names ("joint",), beta 0.25, K 2: tokens
     [[0, 1]], joint [[0.3, 0.2]], keep [[True, False]].
@@ -232,8 +282,9 @@ def judge_layer(
             tokens=tokens,
             width=width,
             relay=relay,
+            sure=sure,
         )
-    _check(logits, topk, joint, alive, token_map, num_kept, out)
+    _check(logits, topk, joint, alive, token_map, num_kept, out, sure)
     rows, vocab = logits.shape
     out = GateOutput.empty(rows, topk, logits.device) if out is None else out
     if rows == 0:
@@ -256,30 +307,41 @@ def judge_layer(
         alive,
         token_map,
         num_kept,
+        sure if program.running else None,
         *((None, None, 0) if relay is None else (*relay, relay.table.shape[1])),
         *out,
-        **judge_constants(program.names, program.hidden_size, topk, num_chunks, width),
+        **judge_constants(program, topk, num_chunks, width),
         num_warps=4,
     )
     return out
 
 
 def judge_constants(
-    names: tuple[str, ...], hidden_size: int, topk: int, num_chunks: int, width: int = 1
+    program: FusedGate, topk: int, num_chunks: int, width: int = 1
 ) -> dict[str, object]:
     """What the kernel ``judge`` is compiled for."""
+    names = program.columns
+    best = _num_best(names, topk, margin=True)  # the runner-up costs a kernel nothing to speak of
     return {
         "WIDTH": width if "parent_rank" in names else 1,
         "NAMES": names,
-        "HIDDEN": hidden_size,
+        "TOP": names.index("topk_prob") if "topk_prob" in names else 0,
+        "HIDDEN": program.hidden_size,
+        "DEPTHS": program.num_depths,
         "K": topk,
-        "PAD_K": triton.next_power_of_2(max(topk, 2)),
+        "BEST": best,
+        "PAD_K": triton.next_power_of_2(best),
         "CHUNKS": num_chunks,
         "PAD_CHUNKS": triton.next_power_of_2(num_chunks),
-        "PAD_HIDDEN": max(16, triton.next_power_of_2(hidden_size)),
+        "PAD_HIDDEN": max(16, triton.next_power_of_2(program.hidden_size)),
         "GROUPS": CHUNK // GROUP,
         "GROUP": GROUP,
     }
+
+
+def _num_best(names: Sequence[str], topk: int, *, margin: bool) -> int:
+    """How many of a row's best tokens somebody reads, the runner-up if there is a ``margin``."""
+    return max(topk, 2 if margin else 1, draft_layer.TOPK_PROBS if "topk_prob" in names else 1)
 
 
 def judge_layer_reference(
@@ -296,13 +358,14 @@ def judge_layer_reference(
     tokens: bool = True,
     width: int = 1,
     relay: Relay | None = None,
+    sure: Tensor | None = None,
 ) -> GateOutput:
     """:func:`judge_layer` in plain torch. It looks at its numbers, so no CUDA graph can hold it."""
-    _check(logits, topk, joint, alive, token_map, num_kept, out)
+    _check(logits, topk, joint, alive, token_map, num_kept, out, sure)
     x = draft_layer.floored(logits)
     log_probs = x.log_softmax(dim=-1)
     entropy = draft_layer.entropy(log_probs)  # [R]
-    count = max(topk, 2) if "margin" in program.names else topk
+    count = min(_num_best(program.names, topk, margin="margin" in program.names), x.shape[1])
     if tokens:
         draft_ids = _best_tokens(x, count)
         best = log_probs.gather(1, draft_ids)  # [R, count]
@@ -320,13 +383,17 @@ def judge_layer_reference(
         "log_joint": lambda: parents.clamp(min=MIN_PROB.value).log(),
         "prob": lambda: prob,
         "log_prob": lambda: prob.clamp(min=MIN_PROB.value).log(),
+        "logit_prob": lambda: prob.logit(eps=LOGIT_EPS.value),
+        "topk_prob": lambda: _top_probs(best)[:, None, :].expand(-1, topk, -1),
         "margin": lambda: draft_layer.margins(best, topk),
         "entropy": lambda: entropy[:, None].expand_as(prob),
         "depth": lambda: torch.full_like(prob, depth),
         "rank": lambda: numbered(topk).expand_as(prob).float(),
         "parent_rank": lambda: (numbered(len(x)) % width)[:, None].expand_as(prob).float(),
     }
-    confidence = _confidence(program, [features[name]() for name in program.names])
+    confidence = _confidence(program, [features[name]() for name in program.names], depth)
+    if program.running and sure is not None:
+        confidence = confidence * sure[:, None]
     keep = confidence >= program.beta
     if alive is not None:
         keep = keep & alive[:, None]
@@ -352,12 +419,22 @@ def _best_tokens(logits: Tensor, count: int) -> Tensor:
     return ids[:, :count]
 
 
-def _confidence(program: FusedGate, features: Sequence[Tensor]) -> Tensor:
-    """[R, K] from as many features [R, K] as the network reads."""
+def _top_probs(best: Tensor) -> Tensor:
+    """[R, TOPK_PROBS] from log probabilities [R, n], descending; zero where there are no more."""
+    probs = best[:, : draft_layer.TOPK_PROBS].exp()
+    return pad(probs, (0, draft_layer.TOPK_PROBS - probs.shape[1]))
+
+
+def _confidence(program: FusedGate, features: Sequence[Tensor], depth: int) -> Tensor:
+    """[R, K] from what the network reads, [R, K] or wider each."""
+    if program.num_depths:
+        of_depth = min(max(depth, 1), program.num_depths) - 1
+        weight, bias = (column[of_depth] for column in program.depth_weights)
+        return torch.sigmoid(weight * features[0] + bias)
     if program.hidden_size == 0:
-        return features[0]
+        return program.sign * features[0]
     weights = program.weights
-    x = torch.stack(tuple(features), dim=-1)
+    x = torch.cat([f if f.dim() == 3 else f[:, :, None] for f in features], dim=-1)
     hidden = torch.relu(linear(x, weights.hidden_weight, weights.hidden_bias))
     return torch.sigmoid(linear(hidden, weights.out_weight, weights.out_bias).squeeze(-1))
 
@@ -376,6 +453,7 @@ def _check(
     token_map: Tensor | None,
     num_kept: Tensor | None,
     out: GateOutput | None,
+    sure: Tensor | None,
 ) -> None:
     if logits.dim() != 2 or logits.dtype not in {torch.bfloat16, torch.float16, torch.float32}:
         raise ValueError(
@@ -392,6 +470,7 @@ def _check(
         ("alive", alive, (rows,), torch.bool),
         ("token_map", token_map, (vocab,), torch.int64),
         ("num_kept", num_kept, (rows,), torch.int32),
+        ("sure", sure, (rows,), torch.float32),
     ]
     if out is not None:
         fields = zip(out._fields, out, _kinds(rows, topk), strict=True)
@@ -484,8 +563,9 @@ def _largest(keys, COUNT: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def _feature(
-    NAMES: tl.constexpr, F: tl.constexpr, prob, joint, margin, entropy, depth, rank, parent_rank
-):
+    NAMES: tl.constexpr, F: tl.constexpr, TOP: tl.constexpr,
+    prob, joint, margin, entropy, depth, rank, parent_rank,
+):  # fmt: skip
     """[K] float32."""
     x = tl.zeros_like(prob)
     if NAMES[F] == "joint":
@@ -496,6 +576,11 @@ def _feature(
         x += prob
     elif NAMES[F] == "log_prob":
         x += tl.log(tl.maximum(prob, MIN_PROB))
+    elif NAMES[F] == "logit_prob":
+        p = tl.minimum(tl.maximum(prob, LOGIT_EPS), 1 - LOGIT_EPS)
+        x += tl.log(p / (1 - p))
+    elif NAMES[F] == "topk_prob":
+        x += tl.sum(tl.where(rank == F - TOP, prob, 0.0), axis=0)
     elif NAMES[F] == "margin":
         x += margin
     elif NAMES[F] == "entropy":
@@ -523,6 +608,7 @@ def judge(
     parent_alive,
     token_map,
     num_kept,
+    parent_sure,
     relay_table,
     relay_slots,
     num_slots,
@@ -534,8 +620,11 @@ def judge(
     entropy_out,
     WIDTH: tl.constexpr,
     NAMES: tl.constexpr,
+    TOP: tl.constexpr,
     HIDDEN: tl.constexpr,
+    DEPTHS: tl.constexpr,
     K: tl.constexpr,
+    BEST: tl.constexpr,
     PAD_K: tl.constexpr,
     CHUNKS: tl.constexpr,
     PAD_CHUNKS: tl.constexpr,
@@ -546,14 +635,13 @@ def judge(
     """Judge one row from what :func:`logit_partials` left; grid (R,).
 
     Pointers are those of :func:`judge_layer`; ``parent_joint``, ``parent_alive``,
-    ``token_map``, ``num_kept`` and the relay may be None. ``program`` is ``FusedGate.buffer``.
+    ``token_map``, ``num_kept``, ``parent_sure`` and the relay may be None. ``program`` is
+    ``FusedGate.buffer``. Of the BEST tokens, K or more, all are looked at and K are told.
 
     Reads per row, from L2: V / 16 bytes of maxima, 12 C of partials, K * 64 logits, the
-    weights (964 bytes for 3-48-1). Bound by latency, not by bytes: 2 max(K, 2) reductions,
+    weights (964 bytes for 3-48-1). Bound by latency, not by bytes: 2 BEST reductions,
     one after the other.
     """
-    # K = 1 needs the runner-up too, for the margin.
-    BEST: tl.constexpr = K if K > 1 else 2
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PAD_K)
 
@@ -592,8 +680,14 @@ def judge(
     margin = tl.minimum(tl.maximum(margin, -MAX_MARGIN), MAX_MARGIN)
 
     rank, parent_rank = place.to(tl.float32), (row % WIDTH).to(tl.float32)
-    if HIDDEN == 0:
-        confidence = _feature(NAMES, 0, prob, joint, margin, entropy, depth, rank, parent_rank)
+    if DEPTHS > 0:
+        x = _feature(NAMES, 0, TOP, prob, joint, margin, entropy, depth, rank, parent_rank)
+        of_layer = (tl.zeros([], tl.float32) + depth).to(tl.int32)  # the interpreter's is a float
+        of_depth = program + 1 + tl.minimum(tl.maximum(of_layer, 1), DEPTHS)
+        confidence = tl.sigmoid(x * tl.load(of_depth) + tl.load(of_depth + DEPTHS))
+    elif HIDDEN == 0:
+        x = _feature(NAMES, 0, TOP, prob, joint, margin, entropy, depth, rank, parent_rank)
+        confidence = x * tl.load(program + 1)
     else:
         unit = tl.arange(0, PAD_HIDDEN)
         used = unit < HIDDEN
@@ -601,12 +695,14 @@ def judge(
         out_weight = tl.load(program + 2 + HIDDEN + unit, mask=used, other=0.0)
         hidden = tl.zeros([PAD_K, PAD_HIDDEN], tl.float32) + hidden_bias[None, :]
         for f in tl.static_range(len(NAMES)):
-            x = _feature(NAMES, f, prob, joint, margin, entropy, depth, rank, parent_rank)
+            x = _feature(NAMES, f, TOP, prob, joint, margin, entropy, depth, rank, parent_rank)
             weight = tl.load(program + 2 + (2 + f) * HIDDEN + unit, mask=used, other=0.0)
             hidden += x[:, None] * weight[None, :]
         activity = tl.maximum(hidden, 0.0) * out_weight[None, :]
         confidence = tl.sigmoid(tl.sum(activity, axis=1) + tl.load(program + 1))
 
+    if parent_sure is not None:
+        confidence = confidence * tl.load(parent_sure + row)
     keep = confidence >= tl.load(program)
     if parent_alive is not None:
         keep = keep & (tl.load(parent_alive + row) != 0)

@@ -211,10 +211,13 @@ class Rule(NamedTuple):
 
     kind: str
     """By a gate's confidence: "gated" the confident ones enter and go on, "planned" all do. By the
-    joint probability: "joint" all do, "filtered" of these the confident ones are verified."""
+    joint probability: "joint" all do, "filtered" of these the confident ones are verified, "width"
+    as many of a row as its entropy says, which is the confidence here, "fork" the first ones, row
+    by row. "static" says of each child of a layer whether it does."""
 
     limit: int = 0
-    """How many of a request's layer may enter where they are gated; 0: any number."""
+    """How many of a request's layer may enter where they are gated, or of the first layer of a
+    fork; 0: any number."""
 
 
 class Candidates(NamedTuple):
@@ -242,7 +245,7 @@ class Candidates(NamedTuple):
 def grow_layer(
     tokens: Tensor, prob: Tensor, confidence: Tensor, beams: Beams | None, into: Candidates, *,
     rule: Rule, beta: Tensor, whole: Tensor | None, width: int, topk: int, first: int,
-    expands: bool,
+    expands: bool, template: Tensor | None = None,
 ) -> Beams:  # fmt: skip
     """What :class:`~sglang_c2t.draft.growth.TreeGrowth` does with a layer in torch, in one launch:
     the next beams, and what is written ``into`` its columns. For CUDA tensors.
@@ -260,6 +263,8 @@ def grow_layer(
         topk: K.
         first: Number of the layer's first candidate.
         expands: Whether any row of the layer to come is alive.
+        template: [2, W, K] float32 of a rule that is "static": a child's key, and what is forwarded
+            next.
     """
     batch, children = tokens.shape
     rows, depth = (1, 0) if beams is None else beams.ancestor_rows.shape[1:]
@@ -269,8 +274,9 @@ def grow_layer(
     if batch:
         _grow_kernel[(batch,)](
             tokens.contiguous(), prob.float().contiguous(), confidence, *confidence.stride(), beta,
-            beta if whole is None else whole, above.candidate, above.alive, above.joint,
-            above.ancestor_rows, *into, into.tokens.shape[1], memory, *made[4:],
+            beta if whole is None else whole, beta if template is None else template,
+            above.candidate, above.alive, above.joint, above.ancestor_rows, *into,
+            into.tokens.shape[1], memory, *made[4:],
             children, memory.stride(0), width, topk, first, rows, depth, rule.limit, int(expands),
             KIND=rule.kind, ROOT=beams is None, ANY_WHOLE=whole is not None,
             BLOCK=block_of(children), BLOCK_D=block_of(depth), num_warps=_warps(children),
@@ -286,7 +292,7 @@ def grow_layer(
     do_not_specialize_on_alignment=["confidence", "beta"],
 )  # fmt: skip
 def _grow_kernel(
-    tokens, prob, confidence, row_stride, child_stride, beta, whole, above, above_alive,
+    tokens, prob, confidence, row_stride, child_stride, beta, whole, template, above, above_alive,
     above_joint, ancestor_rows, all_tokens, all_parents, all_keys, all_verify, candidates,
     numbers, alive, joint_out, ancestors_out,
     children, table_size, width, topk, first, rows, depth, limit, expands,
@@ -308,18 +314,33 @@ def _grow_kernel(
         parent = tl.load(above + of_row, mask=real, other=0)
     sure = tl.load(confidence + request * row_stride + child * child_stride, mask=real, other=0.0)
     passes = lives & (sure >= tl.load(beta))
-    key = joint
+    rank = child % topk
+    key = joint  # in its tree
     if KIND == "gated":
         key = tl.where(passes, sure, float("-inf"))
     if KIND == "planned":
         key = tl.where(sure > float("-inf"), sure, 0.0)  # not nan
+    if KIND == "width":
+        wide = tl.minimum(tl.ceil(sure * 4), 7.0)
+        wide = tl.where(sure < 1, tl.where(sure >= 0.02, 2.0, 1.0), wide)
+        key = tl.where((sure <= tl.load(beta)) & (rank < wide), joint, float("-inf"))
+    goes = key  # what is forwarded next
+    if KIND == "fork":
+        inside = (limit == 0) | (rank < limit) if ROOT else rank == 0
+        key = tl.where(inside, joint, float("-inf"))
+        goes = -child.to(tl.float32)
+    if KIND == "static":
+        key = tl.load(template + child, mask=real, other=float("-inf"))
+        goes = tl.load(template + children + child, mask=real, other=float("-inf"))
     as_it_is = tl.zeros([], dtype=tl.int1)
     if ANY_WHOLE:
         as_it_is = tl.load(whole + request) != 0
         key = tl.where(as_it_is, joint, key)
+        goes = tl.where(as_it_is, joint, goes)
         passes = passes | as_it_is
     key = tl.where(lives, key, float("-inf"))
-    order = tl.where(real, _ordered(key), -2)
+    order = tl.where(key > float("-inf"), _ordered(goes), -1)
+    order = tl.where(real, order, -2)
     place = _place(order, child)
     if KIND == "gated":
         beyond = (limit > 0) & (place >= limit) & (as_it_is == 0)

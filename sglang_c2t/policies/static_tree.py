@@ -43,9 +43,9 @@ class StaticTree:
     name: ClassVar[str] = "static"
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    # (depth, rows, topk, device) -> tables. Filled in a warm-up pass: copying from the host
+    # (depth, rows, topk, device) -> table. Filled in a warm-up pass: copying from the host
     # while a CUDA graph is captured fails.
-    _tables: dict[tuple[int, int, int, torch.device], tuple[Tensor, Tensor]] = field(
+    _tables: dict[tuple[int, int, int, torch.device], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -72,11 +72,16 @@ class StaticTree:
     def grow(self, layer: TreeLayer) -> Growth:
         """The layer's part of the template, the same for every request."""
         batch, rows, topk = layer.joint.shape
-        spot = (layer.depth, rows, topk, layer.joint.device)
+        table = self.template(layer.depth, rows, topk, layer.joint.device)
+        key, expand = table[:, None].expand(-1, batch, -1, -1)
+        return Growth(key, expand)
+
+    def template(self, depth: int, rows: int, topk: int, device: torch.device) -> Tensor:
+        """[2, rows, topk] float32: key and expand of one layer."""
+        spot = (depth, rows, topk, device)
         if spot not in self._tables:
             self._tables[spot] = self._table(*spot)
-        key, expand = self._tables[spot]
-        return Growth(key=key.expand(batch, -1, -1), expand=expand.expand(batch, -1, -1))
+        return self._tables[spot]
 
     # -- the template ---------------------------------------------------------------------
 
@@ -93,10 +98,8 @@ class StaticTree:
         parents = {path[:-1] for path in self._layer(depth + 1)}
         return [path for path in self._layer(depth) if path in parents]
 
-    def _table(
-        self, depth: int, rows: int, topk: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Key and expand of one layer, [rows, topk] float32 each."""
+    def _table(self, depth: int, rows: int, topk: int, device: torch.device) -> Tensor:
+        """See :meth:`template`."""
         row_of = {path: row for row, path in enumerate(self._internal(depth - 1))}
         key = torch.full((rows, topk), -torch.inf)
         expand = key.clone()
@@ -104,7 +107,7 @@ class StaticTree:
             key[row_of[path[:-1]], path[-1]] = 1.0
         for place, path in enumerate(self._internal(depth)):
             expand[row_of[path[:-1]], path[-1]] = -float(place)  # path order stays row order
-        return key.to(device), expand.to(device)
+        return torch.stack((key, expand)).to(device)
 
 
 def _parsed(paths: Any) -> tuple[Path, ...]:

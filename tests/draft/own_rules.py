@@ -41,5 +41,5 @@ def in_torch(policy: Any) -> Any:
     gate = getattr(policy, "gate", policy)
     kind: Any = type(gate)
     own = type("Own", (kind,), {"confidence": lambda self, layer: kind.confidence(self, layer)})
-    rule = own(**{field.name: getattr(gate, field.name) for field in fields(gate)})
+    rule = own(**{field.name: getattr(gate, field.name) for field in fields(gate) if field.init})
     return rule if gate is policy else replace(policy, gate=rule)

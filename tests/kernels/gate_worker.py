@@ -15,8 +15,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sglang_c2t.draft_layer import TOPK_PROBS
 from sglang_c2t.kernels import gate
 from sglang_c2t.kernels.gate import (
+    DepthWeights,
     FusedGate,
     GateOutput,
     Relay,
@@ -26,16 +28,20 @@ from sglang_c2t.kernels.gate import (
 )
 from tests import oracles
 
-#: Feature sets of c2t, c2t-log, c2t-plus; what else may be read; c2t-plus in trees.
+#: Feature sets of c2t, c2t-log, c2t-plus; what else may be read; c2t-plus in trees; mcsd.
 NETWORKS = [
     ("joint", "entropy", "depth"),
     ("log_joint", "entropy", "depth"),
     ("log_joint", "margin", "entropy", "depth"),
     ("depth", "log_prob", "prob"),
     ("log_joint", "margin", "entropy", "depth", "rank", "parent_rank"),
+    ("entropy", "topk_prob", "depth"),
 ]
-#: DyJoint and DyMax.
-THRESHOLDS = [("joint",), ("prob",)]
+#: DyJoint and DyMax; entropy and fixed, which must not be exceeded.
+THRESHOLDS = {("joint",): 1, ("prob",): 1, ("entropy",): -1, ("depth",): -1}
+#: Of logistic and logistic-prob.
+BY_DEPTH = [("margin", "depth"), ("logit_prob", "depth")]
+MAX_DEPTH = 4
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -48,34 +54,50 @@ def random_weights(features: int, hidden: int, seed: int = 0) -> Weights:
     return Weights(*(torch.randn(shape, generator=generator) * 0.3 for shape in shapes))
 
 
+def depth_weights(seed: int = 0) -> DepthWeights:
+    generator = torch.Generator().manual_seed(seed)
+    return DepthWeights(*(torch.randn(MAX_DEPTH, generator=generator) * 0.3 for _ in range(2)))
+
+
 def program(
-    names: tuple[str, ...], hidden: int = 48, beta: float = 0.4, device: str = "cpu"
+    names: tuple[str, ...], hidden: int = 48, beta: float | None = None, device: str = "cpu"
 ) -> FusedGate:
-    weights = None if names in THRESHOLDS else random_weights(len(names), hidden)
-    return FusedGate(names, weights, beta=beta, device=device)
+    sign = THRESHOLDS.get(names, 1)
+    beta = 0.4 * (1 if sign > 0 else -8) if beta is None else beta
+    if names in BY_DEPTH:
+        return FusedGate(names, depth_weights(), beta=beta, device=device, running=True)
+    wide = len(names) + (TOPK_PROBS - 1) * ("topk_prob" in names)
+    weights = None if names in THRESHOLDS else random_weights(wide, hidden)
+    return FusedGate(names, weights, beta=beta, device=device, sign=sign)
 
 
-def confidence_by_hand(
-    names: tuple[str, ...], weights: Weights | None, known: dict[str, float]
-) -> float:
-    x = [known[name] for name in names]
-    return x[0] if weights is None else 1 / (1 + math.exp(-oracles.logit(weights, x)))
+def confidence_by_hand(gate_program: FusedGate, known: dict[str, float | list[float]]) -> float:
+    x: list[float] = []
+    for name in gate_program.names:
+        value = known[name]
+        x += value if isinstance(value, list) else [value]
+    if gate_program.hidden_size:
+        return 1 / (1 + math.exp(-oracles.logit(gate_program.weights, x)))
+    if gate_program.num_depths:
+        weight, bias = (column.tolist() for column in gate_program.depth_weights)
+        of_depth = min(int(x[1]), MAX_DEPTH) - 1
+        return 1 / (1 + math.exp(-(weight[of_depth] * x[0] + bias[of_depth])))
+    return THRESHOLDS[gate_program.names] * x[0]
 
 
 def judged_by_hand(
     logits: Tensor,
-    names: tuple[str, ...],
-    weights: Weights | None,
-    beta: float,
+    gate_program: FusedGate,
     depth: int,
     topk: int,
     joint: Tensor | None = None,
     alive: Tensor | None = None,
     token_map: Tensor | None = None,
     width: int = 1,
+    sure: Tensor | None = None,
 ) -> GateOutput:
     """Row by row and token by token in float64; at least one logit of a row is finite."""
-    rows = []
+    rows, beta = [], gate_program.beta.item()
     for r, row in enumerate(logits.double().tolist()):
         high = max(row)
         raised = [math.exp(x - high) for x in row]
@@ -91,16 +113,20 @@ def judged_by_hand(
                 "log_joint": math.log(max(p, 1e-9)),
                 "prob": probs[token],
                 "log_prob": math.log(max(probs[token], 1e-9)),
+                "logit_prob": log_odds(min(max(probs[token], 1e-6), 1 - 1e-6)),
+                "topk_prob": sorted([*probs, *[0.0] * TOPK_PROBS], reverse=True)[:TOPK_PROBS],
                 "margin": min(max(row[token] - row[rival], -50.0), 50.0),
                 "entropy": entropy,
                 "depth": float(depth),
                 "rank": float(place),
                 "parent_rank": float(r % width),
             }
-            sure = confidence_by_hand(names, weights, known)
-            keep = sure >= beta and (alive is None or bool(alive[r]))
+            said = confidence_by_hand(gate_program, known)
+            if gate_program.running and sure is not None:
+                said *= sure[r].item()
+            keep = said >= beta and (alive is None or bool(alive[r]))
             target = token if token_map is None else token_map[token].item()
-            rows.append((target, probs[token], p, sure, keep, entropy))
+            rows.append((target, probs[token], p, said, keep, entropy))
     columns = [list(column) for column in zip(*rows, strict=True)] or [[]] * 6
     types = [torch.int64] + [torch.float64] * 3 + [torch.bool, torch.float64]
     tensors = [
@@ -110,8 +136,12 @@ def judged_by_hand(
     return GateOutput(*tensors[:5], tensors[5][:, 0])
 
 
-def assert_same(got: GateOutput, expected: GateOutput, beta: float) -> None:
-    """Ids exactly; numbers to float32; decisions wherever beta is not a rounding away.
+def log_odds(p: float) -> float:
+    return math.log(p / (1 - p))
+
+
+def assert_same(got: GateOutput, expected: GateOutput, beta: float, rounding: float = 1e-5) -> None:
+    """Ids exactly; numbers to float32; decisions wherever beta is not a ``rounding`` away.
 
     An entropy that torch sums over a vocabulary of 128,256 was 9e-5 off on a CPU without AVX-512.
     """
@@ -121,21 +151,26 @@ def assert_same(got: GateOutput, expected: GateOutput, beta: float) -> None:
     for name in ("prob", "joint", "confidence", "entropy"):
         mine, theirs = getattr(got, name), getattr(expected, name).float()
         worst = (mine - theirs).abs().max().item() if mine.numel() else 0.0
-        close = torch.allclose(mine, theirs, rtol=2e-5, atol=1e-5)
+        atol = rounding if name == "confidence" else 1e-5
+        close = torch.allclose(mine, theirs, rtol=2e-5, atol=atol)
         assert close, f"{name}: differs by {worst}"
-    sure = (expected.confidence - beta).abs() > 1e-5
+    sure = (expected.confidence - beta).abs() > rounding
     assert torch.equal(got.keep & sure, expected.keep & sure), "keep"
 
 
 def verify_against_hand(logits: Tensor, gate_program: FusedGate, **layer: object) -> None:
     """The kernels (where they run) and their twin both say what the lists say."""
     beta = gate_program.beta.item()
-    weights = gate_program.weights if gate_program.hidden_size else None
-    expected = judged_by_hand(logits, gate_program.names, weights, beta, **layer)
-    assert_same(judge_layer_reference(logits, gate_program, **layer), expected, beta)
+    # Of a probability near 1 the log odds are those of a difference of a few bits.
+    rounding = 1e-2 if "logit_prob" in gate_program.names else 1e-5
+    expected = judged_by_hand(logits, gate_program, **layer)
+    twin = judge_layer_reference(logits, gate_program, **layer)
+    assert_same(twin, expected, beta, rounding)
     blind = judge_layer_reference(logits, gate_program, **layer, tokens=False)
-    assert_same(blind._replace(tokens=expected.tokens), expected, beta)
-    assert_same(judge_layer(logits, gate_program, **layer), expected, beta)
+    assert_same(blind._replace(tokens=expected.tokens), expected, beta, rounding)
+    judged = judge_layer(logits, gate_program, **layer)
+    assert_same(judged, expected, beta, rounding)
+    torch.testing.assert_close(judged.confidence, twin.confidence, rtol=2e-5, atol=rounding / 5)
 
 
 def random_layer(
@@ -145,15 +180,16 @@ def random_layer(
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(rows, vocab, generator=generator) * 4).to(dtype)
     alive = torch.arange(rows) != 0
-    joint = torch.rand(rows, generator=generator)
-    return logits, {"depth": 1 + seed % 6, "topk": topk, "joint": joint, "alive": alive}
+    joint, sure = torch.rand(2, rows, generator=generator).unbind()
+    of_parents = {"joint": joint, "alive": alive, "sure": sure}
+    return logits, {"depth": 1 + seed % 6, "topk": topk, **of_parents}
 
 
 # -- interpreted cases --------------------------------------------------------------------
 
 
 def each_feature_set_and_type_of_logits() -> None:
-    for names, dtype in itertools.product(NETWORKS + THRESHOLDS, DTYPES):
+    for names, dtype in itertools.product((*NETWORKS, *THRESHOLDS, *BY_DEPTH), DTYPES):
         logits, layer = random_layer(6, 150, 4, dtype=dtype)
         verify_against_hand(logits, program(names), **layer, width=3)
         logits, layer = random_layer(3, 150, 1, dtype=dtype, seed=1)
@@ -170,7 +206,8 @@ def each_topk_down_to_vocabularies_of_just_that_size() -> None:
     for topk in range(1, gate.MAX_TOPK + 1):
         for vocab in (max(topk, 2), gate.GROUP + 1):
             logits, layer = random_layer(2, vocab, topk, seed=topk)
-            verify_against_hand(logits, program(NETWORKS[2]), **layer)
+            for names in (NETWORKS[2], NETWORKS[-1]):
+                verify_against_hand(logits, program(names), **layer)
     logits, layer = random_layer(2, gate.CHUNK + 1, gate.MAX_TOPK)
     verify_against_hand(logits, program(NETWORKS[2]), **layer)
 
@@ -218,7 +255,7 @@ def rows_of_nothing_but_nan_harm_nobody() -> None:
     judged = judge_layer(logits, program(NETWORKS[1]), **layer)
     assert torch.equal(judged.tokens[1], layer["token_map"][:5])
     others = [0, 2]
-    of_others = {n: v[others] for n, v in layer.items() if n in {"joint", "alive"}}
+    of_others = {n: v[others] for n, v in layer.items() if n in {"joint", "alive", "sure"}}
     alone = judge_layer(logits[others], program(NETWORKS[1]), **{**layer, **of_others})
     for mine, theirs in zip(judged, alone, strict=True):
         assert torch.equal(mine[others], theirs)
@@ -275,6 +312,21 @@ def chains_keep_their_books_in_place() -> None:
         assert len(set(kept)) > 1, "the example should have chains of different length"
 
 
+def a_running_confidence_is_the_product_of_its_path() -> None:
+    """In chains, in place, from the first layer on, which has no parent."""
+    gate_program, deep = program(("margin", "depth"), beta=0.2), MAX_DEPTH + 2
+    alone = program(("margin", "depth"))
+    alone.running = False
+    for run in (judge_layer, judge_layer_reference):
+        books, product = GateOutput.empty(4, 1, "cpu"), torch.ones(4)
+        for depth in range(1, deep + 1):
+            logits, _ = random_layer(4, 30, 1, seed=depth)
+            sure = None if depth == 1 else books.confidence[:, 0]
+            run(logits, gate_program, depth=depth, topk=1, sure=sure, out=books)
+            product = product * run(logits, alone, depth=depth, topk=1).confidence[:, 0]
+            torch.testing.assert_close(books.confidence[:, 0], product)
+
+
 def a_confidence_exactly_at_the_threshold_is_kept() -> None:
     """And dropped where the threshold is the next float above it."""
     for names in (*THRESHOLDS, NETWORKS[1]):
@@ -308,10 +360,10 @@ LAYERS = {
     "vocab": st.integers(2, 300) | st.integers(4000, 5000),
     "topk": st.integers(1, gate.MAX_TOPK),
     "dtype": st.sampled_from(DTYPES),
-    "names": st.sampled_from(NETWORKS + THRESHOLDS),
+    "names": st.sampled_from([*NETWORKS, *THRESHOLDS, *BY_DEPTH]),
     "seed": st.integers(0, 10**6),
     "masked": st.floats(0, 1),
-    "unknown": st.sets(st.sampled_from(["joint", "alive"])),
+    "unknown": st.sets(st.sampled_from(["joint", "alive", "sure"])),
 }
 
 
@@ -356,6 +408,7 @@ INTERPRETED = [
     rows_of_nothing_but_nan_harm_nobody,
     results_land_in_given_memory_and_nowhere_else,
     chains_keep_their_books_in_place,
+    a_running_confidence_is_the_product_of_its_path,
     a_confidence_exactly_at_the_threshold_is_kept,
     new_weights_and_thresholds_are_seen_at_once,
     any_shape,

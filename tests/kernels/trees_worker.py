@@ -35,8 +35,11 @@ from sglang_c2t.plan.survival import LIMIT
 from sglang_c2t.policies.base import TreePolicy, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.eagle2 import EAGLE2
+from sglang_c2t.policies.entropy_width import EntropyWidth
+from sglang_c2t.policies.fork import Fork
 from sglang_c2t.policies.fused import growth_rule
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree, PlannedTree
+from sglang_c2t.policies.static_tree import StaticTree
 from sglang_c2t.tree import Trees
 from tests.kernels.masks_worker import random_forest
 
@@ -246,15 +249,19 @@ def check_growth(rng: random.Random, width: int, size: int, device: str = "cpu")
     torch.manual_seed(rng.randrange(2**20))
     topk, steps = rng.randint(1, 4), rng.randint(1, 4)
     gate, narrow = DyJoint(0.5), rng.choice([None, 1, topk])
+    paths = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0), (2, 0, 1), (0, 1, 0, 2)]
+    static = StaticTree([path for path in paths if len(path) <= steps and max(path) < topk])
     policy: TreePolicy = rng.choice(
         [GatedTree(gate), GatedTree(gate, layer_limit=2), GatedEAGLE2(gate), PlannedTree(gate),
-         EAGLE2()]
+         EAGLE2(), EntropyWidth(), EntropyWidth("dynamic", 0.5), Fork(), Fork(1),
+         *[static] * (topk > 2)]
     )  # fmt: skip
     rule = growth_rule(policy)
     assert rule is not None
+    narrow = None if policy is static else narrow  # its own rows are what it knows
     whole = rng.choice([None, torch.rand(size, device=device) < 0.5])
     how = {"whole": whole, "layers": rng.choice([None, 1, 2]), "width": narrow}
-    beta = torch.tensor([0.5], device=device)
+    beta = torch.tensor([0.5 if policy != EntropyWidth() else torch.inf], device=device)
     shape = TreeShape(topk, steps, width)
     asked = TreeGrowth(policy, shape, size, device, **how)
     fused = TreeGrowth(policy, shape, size, device, **how, fused=(rule, beta))
@@ -266,8 +273,12 @@ def check_growth(rng: random.Random, width: int, size: int, device: str = "cpu")
         prob, sure = (torch.randint(1, 9, grid, device=device) / 8 for _ in range(2))
         sure[torch.rand(grid, device=device) < 0.05] = torch.nan
         keep = (sure >= 0.5) & alive[:, :, None]
+        # A row's, around where widths change.
+        entropy = torch.randint(0, 9, alive.shape, device=device) / 4 - 0.48
+        if rule.kind == "width":
+            sure = entropy[:, :, None].expand(grid)
         measured = {
-            "entropy": torch.zeros(alive.numel(), device=device),
+            "entropy": entropy.flatten(),
             "confidence": sure.flatten(), "keep": keep.flatten(),
         }  # fmt: skip
         wanted = asked.add(tokens, prob, measured)
@@ -296,5 +307,5 @@ def main() -> None:
     """Trees of sizes around the kernels' blocks."""
     rng = random.Random(0)
     for width, size in ((1, 3), (2, 1), (9, 3), (5, 33), (33, 2), (65, 2)):
-        for check in (*CHECKS, *KERNELS * 3):
+        for check in (*CHECKS, *KERNELS * 6):
             check(rng, width, size)
