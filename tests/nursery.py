@@ -5,8 +5,8 @@ what such a test costs. Here one process imports it as the launcher does, plugin
 every server is a fork of it, and so are the server's own processes. Command line, environment,
 log, HTTP and the end are a real server's. What differs: a plugin's registration saw the
 environment that all servers share, not what this one adds, SGLang's processes are forked where it
-asks for new interpreters, and those that plan take less time to price their steps. Files of tests
-that say ``AS_USERS_DO`` do without.
+asks for new interpreters, those that plan take less time to price their steps, and nothing is
+compiled, which takes a server seconds. Files of tests that say ``AS_USERS_DO`` do without.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def _serve(module: str, flags: Sequence[str], env: dict[str, str], log: Path) ->
     sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
     _read_again()
     _price_briefly()
+    _compile_nothing()
     # SGLang asks for new interpreters, which would import all of it again.
     multiprocessing.set_start_method("fork", force=True)
     with mock.patch("multiprocessing.set_start_method"):
@@ -119,3 +120,10 @@ def _price_briefly() -> None:
     from sglang_c2t.srt.draft import seeding
 
     seeding.SECONDS = 4.0
+
+
+def _compile_nothing() -> None:
+    """What SGLang hands to ``torch.compile`` runs as it is."""
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True

@@ -3,6 +3,7 @@
 import gc
 
 import setproctitle
+import torch._dynamo  # noqa: F401
 
 # Before models are looked up: SGLang passes over those whose modules it cannot import.
 import tests.e2e.vision_server  # noqa: F401
