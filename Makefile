@@ -5,9 +5,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Two at a time, a file of tests in one process: files share servers, and a server uses about
 # one core.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 DEMO   := eval/demo_models/weights
-# The oldest SGLang we serve, beside which two small tests run.
+# The oldest SGLang we serve, beside which its CUDA path is tested, and a few servers on the CPU.
 OLD       := 0.5.17
 OLD_VENV  := .venv-$(OLD)
 OLD_STAMP := $(OLD_VENV)/.installed
@@ -72,7 +73,8 @@ e2e: $(STAMP)  ## Only the tests that start real servers
 check: lint types unit  ## Lint, types and unit tests
 
 parity-old: $(OLD_STAMP)  ## The same outputs beside the oldest SGLang served, on CPU and emulated CUDA
-	$(OLD_VENV)/bin/python -m pytest tests/e2e/test_parity_smoke.py tests/emulated/test_smoke.py
+	$(OLD_VENV)/bin/python -m pytest $(PARALLEL) --durations=20 tests/e2e/test_parity_smoke.py \
+	  tests/emulated
 
 $(OLD_STAMP): $(STAMP) pyproject.toml requirements-$(OLD).lock
 	test -x $(OLD_VENV)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(OLD_VENV)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tests.emulated.versions import OLDEST, RELEASE
+
 #: Imported where a mutant needs them: SGLang is, with them.
 PACKING, ACCEPT = "sglang_c2t.srt.verify.packing", "sglang_c2t.srt.verify.accept"
 
@@ -401,3 +403,7 @@ def a_rank_plans_for_itself() -> None:
         return alone
 
     worker.host_agreement = other
+
+
+#: Those that tests look for: beside one release, as comparisons are the same beside the other.
+TRIED = {} if RELEASE is OLDEST else MUTANTS

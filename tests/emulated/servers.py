@@ -44,6 +44,20 @@ UNUSUAL = {
     "EAGLE3 trees, FlashInfer, recorded": (*TREES, *FLASHINFER, "--c2t", *RECORDED),
 }
 
+#: Rules that the kernels run otherwise than c2t's.
+RULES = {
+    "EAGLE3 chains, FA3, mcsd": (
+        *CHAINS["EAGLE3"], "--c2t", "--c2t-policy", "mcsd", "--c2t-beta", "0.8",
+    ),
+    "EAGLE3 trees, FlashInfer, logistic": (
+        *TREES, *FLASHINFER, "--c2t", "--c2t-policy", "logistic",
+    ),
+    "EAGLE3 trees, FlashInfer, entropy-width": (
+        *TREES, *FLASHINFER, "--c2t", "--c2t-policy", "entropy-width",
+    ),
+}  # fmt: skip
+UNUSUAL |= RULES
+
 #: The server of the same draft model that is SGLang's own.
 STOCK = {"EAGLE3": "EAGLE3 chains, FA3, stock"}
 

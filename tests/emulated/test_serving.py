@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.emulated.emulator import Emulator
-from tests.emulated.mutants import MUTANTS
+from tests.emulated.mutants import MUTANTS, TRIED
 from tests.emulated.oracle import Oracle
 from tests.emulated.serve import Served
 from tests.emulated.servers import DRAFTS, NODES, SERVERS, STOCK
@@ -70,7 +70,7 @@ def served(emulated: Emulator, oracle: Oracle) -> dict[str, Runs]:
 
 def _serve(emulated: Emulator, oracle: Oracle, server: str) -> Runs:
     orders = [oracle.run(), *(oracle.run(ahead=seed) for seed in range(SEEDS))]
-    late = [n for n, m in MUTANTS.items() if m.server == server and not m.at_start]
+    late = [n for n, m in TRIED.items() if m.server == server and not m.at_start]
     broken = [oracle.run(mutant=name) for name in late]
     events = [name for name in EVENTS if _happens(name, server)]
     happening = [oracle.run(**EVENTS[name]) for name in events]
@@ -145,7 +145,7 @@ def test_memory_of_ours_is_little_beside_stock(served: dict[str, Runs]) -> None:
         assert memory[server]["held"] <= stock + MORE_MEMORY, server
 
 
-@pytest.mark.parametrize("name", [name for name, m in MUTANTS.items() if m.server in GREEDY])
+@pytest.mark.parametrize("name", [name for name, m in TRIED.items() if m.server in GREEDY])
 def test_a_mistake_is_seen(
     emulated: Emulator, served: dict[str, Runs], oracle: Oracle, name: str
 ) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from sglang_c2t.classifier.recording import Recording, read_recording
 from tests.e2e import vision_models
 from tests.emulated.emulator import Emulator
-from tests.emulated.mutants import MUTANTS, TWO_RANKS
+from tests.emulated.mutants import MUTANTS, TRIED, TWO_RANKS
 from tests.emulated.oracle import TOKENS, Oracle, Seeing
-from tests.emulated.servers import DRAFTS, UNUSUAL
+from tests.emulated.servers import DRAFTS, NODES, RULES, UNUSUAL
 from tests.emulated.test_serving import EVENTS
 
 pytestmark = pytest.mark.server
@@ -31,7 +31,7 @@ def test_two_ranks_keep_what_one_would(emulated: Emulator, oracle: Oracle, serve
     assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
 
 
-@pytest.mark.parametrize("name", [name for name, m in MUTANTS.items() if m.server == TWO_RANKS])
+@pytest.mark.parametrize("name", [name for name, m in TRIED.items() if m.server == TWO_RANKS])
 def test_a_mistake_of_ranks_is_seen(emulated: Emulator, oracle: Oracle, name: str) -> None:
     case = oracle.case(MUTANTS[name].server, oracle.run(), mutant=name)
     (broken,) = emulated.try_to(case)
@@ -48,6 +48,16 @@ def test_tokens_keys_and_values_are_the_models_to_rounding(
     for run in emulated.serve(oracle.case(server, *runs)):
         assert oracle.wrong(server, run, None) == []
         assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
+
+
+@pytest.mark.parametrize("server", RULES)
+def test_other_rules_prune_and_compile_nothing_while_they_serve(
+    emulated: Emulator, oracle: Oracle, server: str
+) -> None:
+    (run,) = emulated.serve(oracle.case(server, oracle.run(ahead=0)))
+    assert oracle.wrong(server, run, None) == []
+    widest = NODES if "trees" in server else DRAFTS + 1
+    assert sum(run.verifications) < sum(run.rows) < widest * sum(run.verifications)
 
 
 @pytest.fixture(scope="module")
