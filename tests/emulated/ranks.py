@@ -83,9 +83,23 @@ class Communicator:
 @contextmanager
 def connected() -> Iterator[None]:
     """SGLang's ranks talk so inside the block."""
+    from sglang.srt.distributed import parallel_state
     from sglang.srt.distributed.device_communicators import pynccl
 
-    with patch.object(pynccl, "PyNcclCommunicator", Communicator):
+    coordinator = parallel_state.GroupCoordinator
+    of_host = coordinator.broadcast
+
+    def broadcast(group: Any, input_: Tensor, src: int = 0) -> Tensor:
+        """In the order of the stream, also where a release asks torch, whose gloo does not wait."""
+        if not input_.is_cuda or group.world_size == 1:
+            return of_host(group, input_, src)
+        group.pynccl_comm.broadcast(input_, src)
+        return input_
+
+    with (
+        patch.object(pynccl, "PyNcclCommunicator", Communicator),
+        patch.object(coordinator, "broadcast", broadcast),
+    ):
         yield
 
 
