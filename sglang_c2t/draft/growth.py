@@ -37,6 +37,7 @@ from sglang_c2t.kernels.trees import (
 )
 from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape, grown
 from sglang_c2t.policies.eagle2 import EAGLE2
+from sglang_c2t.policies.static_tree import StaticTree
 from sglang_c2t.tree import Trees
 
 #: Measurements that differ between the children of one row; the rest belong to the row.
@@ -178,7 +179,7 @@ class TreeGrowth:
         rule, beta = self._fused
         self._depth += 1
         template = None
-        if rule.kind == "static":
+        if isinstance(self._policy, StaticTree):
             rows = tokens.shape[1]
             template = self._policy.template(self._depth, rows, self._shape.topk, tokens.device)
         self._beams = grow_layer(
