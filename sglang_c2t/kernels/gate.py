@@ -177,7 +177,8 @@ class FusedGate:
                 f"the gate kernel runs one hidden layer of at most {MAX_HIDDEN} units, "
                 f"got {list(hidden_sizes)}"
             )
-        if not hidden_sizes and (not names or names[0] == "topk_prob"):
+        alone = bool(names) and tuple(names[1:]) in {(), ("depth",)} and names[0] != "topk_prob"
+        if not hidden_sizes and not alone:
             return f"without a network the first feature is what decides, got {tuple(names)}"
         return None
 

@@ -181,6 +181,7 @@ def test_the_example_of_the_docstring() -> None:
         (("joint",), (65,), "at most 64 units"),
         (("joint",), (0,), "at most 64 units"),
         (("topk_prob",), (), "first feature is what decides"),
+        (("joint", "prob"), (), "first feature is what decides"),
         ((), (), "first feature is what decides"),
     ],
 )

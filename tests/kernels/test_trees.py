@@ -70,7 +70,7 @@ def test_growth_compiles_for_an_h100(kind: str, children: int, block_d: int, roo
         BLOCK=children, BLOCK_D=block_d,
     )  # fmt: skip
     # One block a request: 256 of them are two on each of 132 multiprocessors at most.
-    require_no_spills(kernel, 256)
+    require_no_spills(kernel, 256 if kind in ("fork", "static") else 128)
 
 
 @pytest.mark.parametrize("every", [False, True])
