@@ -115,7 +115,7 @@ class ChainGate(Gate):
         The same on all ranks, because it decides whether they forward.
         """
         alive = self._alive if self._keeps_all is None else self._alive | self._keeps_all
-        return bool(self._agreed(alive.to(torch.uint8)).any())
+        return bool(self.agreed(alive.to(torch.uint8)).any())
 
     @property
     def verify_lens(self) -> Tensor:
@@ -128,10 +128,6 @@ class ChainGate(Gate):
         if self._keeps_all is not None:
             kept = kept.masked_fill(self._keeps_all, self._depth)
         return kept + 1
-
-    def finalize(self, verify_lens: Tensor) -> Tensor:
-        """[B] int32: the lengths that all ranks verify, rank 0's."""
-        return self._agreed(verify_lens)
 
     @property
     def depth(self) -> int:

@@ -87,8 +87,8 @@ class Gate:
         """What judges the step in progress; ``None``: the policy, or nobody as it explores."""
         return None if self.exploring else self.served.program
 
-    def _agreed(self, decision: Tensor) -> Tensor:
-        """Rank 0's."""
+    def agreed(self, decision: Tensor) -> Tensor:
+        """Rank 0's, on all ranks."""
         return decision if self._agree is None else self._agree(decision)
 
     def switch(self, policy: Any, *, captured: bool) -> None:
@@ -152,7 +152,7 @@ class Gate:
         explores = self._exploration.next_step_explores()
         if self._recording:
             flag = torch.tensor([int(explores)], device=self.first_tokens.device)
-            explores = bool(self._agreed(flag))  # once per step, and only while recording
+            explores = bool(self.agreed(flag))  # once per step, and only while recording
         return explores
 
     def _relay(

@@ -202,7 +202,7 @@ class TreeGate(Gate):
 
         The same on all ranks, because it decides whether they forward.
         """
-        return bool(self._agreed(self._growth.beams.alive.long()).any())
+        return bool(self.agreed(self._growth.beams.alive.long()).any())
 
     def finish(self) -> tuple[Trees, Tensor]:
         """Each request's tree by itself, roots not filled in, and its nodes' keys [B, N].

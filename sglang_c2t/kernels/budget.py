@@ -9,11 +9,11 @@ n best are verified, so that expected tokens are as many as n rows can bring::
 Survival falls along a chain, and of equals the shallower comes first: what is kept leaves no gaps.
 In trees it falls along each path, and of equals the node with the lower number comes first.
 
-One launch, 4 B d bytes, static shapes, no host reads; n is no constant of the kernel. A kernel
-runs on CUDA tensors (or under TRITON_INTERPRET=1); elsewhere its twin in torch does. Knows nothing
-of SGLang.
+One launch, static shapes, no host reads; n is no constant of the kernel. A kernel runs on CUDA
+tensors (or under TRITON_INTERPRET=1); elsewhere its twin in torch does. Knows nothing of SGLang.
 
-Legend: B requests, d drafted layers, N nodes of a tree, root included.
+Legend: B requests, D layers of a full chain, d of them drafted, N rows of a full chain or nodes of
+a tree, root included.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -25,44 +25,63 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_c2t.kernels.rows import block_of, block_of_batch, runs_triton, threshold
+from sglang_c2t.kernels.rows import (
+    block_of,
+    block_of_batch,
+    chain_links_torch,
+    runs_triton,
+    threshold,
+)
 from sglang_c2t.tree import best_of_batch
 
 
-def rows_within(
-    survival: Tensor, drafts: int, whole: Tensor | None = None, *, layers: int | None = None
-) -> Tensor:
-    """[B] int32 in [1, d + 1]: rows of each request, root included.
+def chains_within(
+    survival: Tensor,
+    drafts: int,
+    width: int,
+    whole: Tensor | None = None,
+    *,
+    layers: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Chains cut to what is kept: rows of each request, root included, [B] int32 in [1, d + 1], and
+    [B, N] int64, the row behind each row, -1 behind the last (see :func:`.rows.chain_links`).
 
     Args:
         survival: [B, D] float32 in [0, 1], falling along each row; rows may lie further apart.
-        layers: d, how many of the D count; ``None``: all. No constant of the kernel, but D is.
         drafts: How many to keep of the requests that are not ``whole``.
+        width: N > d, rows of a full chain.
         whole: [B] bool: requests whose drafts are kept to the end, beside these. ``None``: none.
+        layers: d, how many of the D count; ``None``: all. No constant of the kernel, but D is.
     """
     batch, most = survival.shape
     layers = most if layers is None else layers
     if not runs_triton(survival):
-        return rows_within_torch(survival[:, :layers], drafts, whole)
+        return chains_within_torch(survival[:, :layers], drafts, width, whole)
     rows = survival.new_empty(batch, dtype=torch.int32)
-    _rows_within_kernel[(1,)](
+    links = survival.new_empty((batch, width), dtype=torch.int64)
+    _chains_within_kernel[(1,)](
         survival,
         survival.stride(0),
         rows if whole is None else whole,
         rows,
+        links,
         drafts,
         batch,
         layers,
+        width,
         ANY_WHOLE=whole is not None,
         BLOCK_B=block_of_batch(batch),
         BLOCK_D=block_of(most),
+        BLOCK_N=block_of(width),
         num_warps=4,
     )
-    return rows
+    return rows, links
 
 
-def rows_within_torch(survival: Tensor, drafts: int, whole: Tensor | None = None) -> Tensor:
-    """:func:`rows_within` of all layers in plain torch."""
+def chains_within_torch(
+    survival: Tensor, drafts: int, width: int, whole: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`chains_within` of all layers in plain torch."""
     batch, layers = survival.shape
     ranked = survival if whole is None else survival.masked_fill(whole[:, None], -1.0)
     # Layer by layer and stable: of equals the shallower first.
@@ -72,7 +91,7 @@ def rows_within_torch(survival: Tensor, drafts: int, whole: Tensor | None = None
     kept = kept.view(layers, batch)
     if whole is not None:
         kept = kept.masked_fill(whole, 1)
-    return 1 + kept.sum(dim=0, dtype=torch.int32)
+    return chain_links_torch(1 + kept.sum(dim=0, dtype=torch.int32), width)
 
 
 def nodes_within(
@@ -132,10 +151,10 @@ def _best(values, ranked, drafts):
     return above + equal * (turn <= drafts - tl.sum(above)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["stride", "drafts", "batch", "layers"])
-def _rows_within_kernel(
-    survival, stride, whole, rows, drafts, batch, layers,
-    ANY_WHOLE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+@triton.jit(do_not_specialize=["stride", "drafts", "batch", "layers", "width"])
+def _chains_within_kernel(
+    survival, stride, whole, rows, links, drafts, batch, layers, width,
+    ANY_WHOLE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     request = tl.arange(0, BLOCK_B)
     layer = tl.arange(0, BLOCK_D)
@@ -146,7 +165,12 @@ def _rows_within_kernel(
         all_of_it = tl.load(whole + request, mask=request < batch, other=0) != 0
     kept = _best(values, real & ~all_of_it[None, :], drafts)
     kept = tl.where(real & all_of_it[None, :], 1, kept)
-    tl.store(rows + request, 1 + tl.sum(kept, axis=0), mask=request < batch)
+    here = 1 + tl.sum(kept, axis=0)
+    tl.store(rows + request, here, mask=request < batch)
+    node = tl.arange(0, BLOCK_N)[:, None]
+    behind = tl.where(node + 1 < here[None, :], node + 1, -1).to(tl.int64)
+    inside = (request < batch)[None, :] & (node < width)
+    tl.store(links + request[None, :] * width + node, behind, mask=inside)
 
 
 @triton.jit(do_not_specialize=["drafts", "batch", "num_nodes", "row_stride", "node_stride"])

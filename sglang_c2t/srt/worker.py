@@ -100,18 +100,16 @@ class WorkerMixin(EAGLEWorkerV2):
 
     def _warm_up(self, runner: Any) -> None:
         """Compile what a GPU would compile when a request first needs it."""
-        trees = self.topk > 1
         self._draft_worker.gate.warm_up()
-        # Padded trees go the same way as packed ones, with all rows.
-        if self._draft_worker.packed or trees:
-            warm_up(
-                runner,
-                self._draft_worker.draft_runner,
-                self.speculative_num_draft_tokens,
-                runner.max_running_requests,
-                trees=trees,
-                num_steps=self.speculative_num_steps,
-            )
+        warm_up(
+            runner,
+            self._draft_worker.draft_runner,
+            self.speculative_num_draft_tokens,
+            runner.max_running_requests,
+            trees=self.topk > 1,
+            num_steps=self.speculative_num_steps,
+            packed=self._draft_worker.packed,
+        )
         if self._planning is not None:
             self._planning.warm_up(one_of_each(runner.max_running_requests))
 

@@ -193,7 +193,7 @@ def test_rank_zero_decides_for_all_ranks() -> None:
         agree=lambda mine: torch.tensor([3, 1, 2], dtype=mine.dtype),
     )
     assert run_gate(gate, torch.zeros(1, 3, 4)).tolist() == [1, 1, 1]
-    assert gate.finalize(gate.verify_lens).tolist() == [3, 1, 2]
+    assert gate.agreed(gate.verify_lens).tolist() == [3, 1, 2]
     assert gate.any_alive()
 
 

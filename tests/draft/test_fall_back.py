@@ -72,7 +72,7 @@ def chain_step(gate: ChainGate) -> Tensor:
     for _ in range(STEPS - 1):
         gate.observe(torch.randn(BATCH, VOCABULARY))
         gate.any_alive()
-    return gate.finalize(gate.verify_lens)
+    return gate.agreed(gate.verify_lens)
 
 
 def tree_step(policy: Any, *, seed: int, whole: Sequence[int] = ()) -> tuple[Trees, TreeGate]:

@@ -170,7 +170,7 @@ NEWEST = Release(
         "target alone, FA3": (40, 1, 1, 0, 0, 1, 1),
         "EAGLE3 chains, FA3, stock": (66, 3, 2, 2, 0, 1, 3),
         "EAGLE3 chains, FA3, gated": (73, 3, 4, 2, 0, 2, 3),
-        "EAGLE3 chains, FA3": (78, 3, 6, 2, 0, 1, 3),
+        "EAGLE3 chains, FA3": (76, 3, 6, 2, 0, 1, 3),
         "EAGLE3 chains, FlashInfer, gated": (82, 9, 6, 2, 2, 2, 3),
         "EAGLE3 chains, FlashInfer": (82, 11, 8, 2, 3, 2, 3),
         "EAGLE3 trees, FlashInfer, gated": (88, 9, 6, 2, 2, 2, 3),

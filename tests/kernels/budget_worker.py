@@ -10,7 +10,7 @@ import random
 
 import torch
 
-from sglang_c2t.kernels.budget import rows_within
+from sglang_c2t.kernels.budget import chains_within
 
 
 def slowly(survival: list[list[float]], drafts: int, whole: list[bool]) -> list[int]:
@@ -40,14 +40,18 @@ def check(rng: random.Random, batch: int, layers: int, device: str = "cpu") -> N
     for drafts in {0, 1, batch, batch * layers, batch * layers + 3, rng.randrange(batch * layers)}:
         for chosen in (None, whole):
             mask = None if chosen is None else torch.tensor(chosen, device=device)
-            found = rows_within(values, drafts, mask)
+            width = layers + rng.randint(1, 3)
+            found, links = chains_within(values, drafts, width, mask)
             # As a table of more layers holds them.
             table = torch.nn.functional.pad(values, (0, 3), value=1.0)
-            assert rows_within(table, drafts, mask, layers=layers).equal(found)
-            assert found.dtype == torch.int32
-            assert found.tolist() == slowly(survival, drafts, chosen or [False] * batch), (
-                survival, drafts, chosen,
-            )  # fmt: skip
+            again = chains_within(table, drafts, width, mask, layers=layers)
+            assert again[0].equal(found)
+            assert again[1].equal(links)
+            assert (found.dtype, links.dtype) == (torch.int32, torch.int64)
+            rows = slowly(survival, drafts, chosen or [False] * batch)
+            assert found.tolist() == rows, (survival, drafts, chosen)
+            ends = [[*range(1, n), *[-1] * (width + 1 - n)] for n in rows]
+            assert links.tolist() == ends
 
 
 def main() -> None:

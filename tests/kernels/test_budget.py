@@ -33,21 +33,24 @@ def test_the_twin_does_what_loops_do(seed: int, batch: int, layers: int) -> None
 
 def test_the_example_of_the_docstring() -> None:
     survival = torch.tensor([[0.9, 0.7, 0.1], [0.8, 0.3, 0.2]])
-    assert budget.rows_within(survival, 3).tolist() == [3, 2]
+    rows, links = budget.chains_within(survival, 3, 4)
+    assert rows.tolist() == [3, 2]
+    assert links.tolist() == [[1, 2, -1, -1], [1, -1, -1, -1]]
 
 
 def test_the_twin_reads_nothing_on_the_host() -> None:
     with FakeTensorMode():
         survival, whole = torch.empty(3, 5), torch.empty(3, dtype=torch.bool)
-        assert budget.rows_within(survival, 4, whole).shape == (3,)
+        rows, links = budget.chains_within(survival, 4, 6, whole)
+        assert (rows.shape, links.shape) == ((3,), (3, 6))
 
 
 @pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("any_whole", [False, True])
 def test_the_kernel_compiles_for_an_h100(size: int, any_whole: bool) -> None:
     kernel = compiled(
-        budget._rows_within_kernel, torch.float32, size, torch.bool, torch.int32, size, size, size,
-        ANY_WHOLE=any_whole, BLOCK_B=256, BLOCK_D=8,
+        budget._chains_within_kernel, torch.float32, size, torch.bool, torch.int32, torch.int64,
+        size, size, size, size, ANY_WHOLE=any_whole, BLOCK_B=256, BLOCK_D=8, BLOCK_N=8,
     )  # fmt: skip
     require_no_spills(kernel)
 

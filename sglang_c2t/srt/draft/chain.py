@@ -93,7 +93,7 @@ class ChainDraftMixin(PlainDrafting):
                 lens, _ = planning.alike()
                 return ChainVerifyInput.of(verify_input, verify_lens=lens, exact=self.exact)
             return self._planned(verify_input, batch, planning)
-        lens = self.gate.finalize(self._lens[: len(batch.seq_lens)])
+        lens = self.gate.agreed(self._lens[: len(batch.seq_lens)])
         chains = ChainVerifyInput.cut(verify_input, lens, exact=self.exact)
         if self.packed:
             # A recorded step drafts all layers, and its lengths say nothing of the gate.
@@ -114,12 +114,14 @@ class ChainDraftMixin(PlainDrafting):
     def _planned(self, verify_input: Any, batch: Any, planning: Planning) -> ChainVerifyInput:
         """Chains cut where the plan's rows are spent."""
         width = verify_input.draft_token_num
+        links = None
         if planning.plain:
             lens, total = planning.alike()
         else:
-            lens, total = planning.settle(self.drafted_rows - 1, self._whole)
-            lens = self.gate.finalize(lens)
-        chains = ChainVerifyInput.cut(verify_input, lens, exact=self.exact)
+            lens, links, total = planning.settle(
+                self.drafted_rows - 1, self._whole, agreed=self.gate.agreed
+            )
+        chains = ChainVerifyInput.cut(verify_input, lens, links, exact=self.exact)
         if total < len(lens) * width:
             chains.packing = Packing(chains.verify_lens, width, total=total)
         else:

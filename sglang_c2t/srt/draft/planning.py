@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sglang_c2t.draft.slots import FirstLayer
 from sglang_c2t.draft.survivals import DeviceSurvival
-from sglang_c2t.kernels.budget import rows_within
+from sglang_c2t.kernels.budget import chains_within
 from sglang_c2t.kernels.outcome import outcome_of_chains
 from sglang_c2t.plan.cost import priced_behind
 from sglang_c2t.plan.plan import Plan
@@ -127,7 +127,7 @@ class Planning:
         for batch in batches:
             whole = torch.zeros(batch, dtype=torch.bool, device=self._survivals.device)
             for chosen in (None, whole):
-                rows_within(self._survivals[:batch], 0, chosen)
+                chains_within(self._survivals[:batch], 0, self._width, chosen)
             ones = whole.int() + 1
             outcome_of_chains(self._confidences[:batch], ones, ones)
             self.drafted([self._survivals[:batch, 0].clone()])  # without a graph
@@ -230,12 +230,19 @@ class Planning:
         if self._step is not None and self._step.draft:
             self._step.draft[1].set()
 
-    def settle(self, layers: int, whole: Collection[int] = ()) -> tuple[Tensor, int]:
-        """Rows to verify of each request [B] int32, root included, and of all of them.
+    def settle(
+        self,
+        layers: int,
+        whole: Collection[int] = (),
+        *,
+        agreed: Callable[[Tensor], Tensor] = lambda mine: mine,
+    ) -> tuple[Tensor, Tensor, int]:
+        """Chains cut to what is verified, as :func:`chains_within` has them, and the rows of all.
 
         Args:
             layers: d, drafted.
             whole: Which of the B requests' drafts are verified to the end, come what may.
+            agreed: Makes a tensor equal on all ranks.
         """
         batch = self._now.batch
         drafts, mask, total = self._share(
@@ -243,11 +250,12 @@ class Planning:
             whole,
             lambda: self._confidences[:batch, :layers].numpy().astype(np.float64),
         )
-        lens = rows_within(self._survivals[:batch], drafts, mask, layers=layers)
-        return lens, total
+        survivals = agreed(self._survivals[:batch])
+        lens, links = chains_within(survivals, drafts, self._width, mask, layers=layers)
+        return lens, links, total
 
     def alike(self) -> tuple[Tensor, int]:
-        """What :meth:`settle` gives, of a plain step."""
+        """Rows of each request [B] int32, root included, and of all of them in a plain step."""
         batch, rows = self._now.batch, self._now.plan.rows
         each = torch.full(
             (batch,), self.rows_each, dtype=torch.int32, device=self._survivals.device

@@ -41,11 +41,16 @@ class ChainVerifyInput(PackedVerifyInput):
     """Whether drafts are accepted by sampling and matching, as thresholds of 1 ask for."""
 
     @classmethod
-    def cut(cls, stock: EagleVerifyInput, lens: Tensor, **own: Any) -> Self:
-        """SGLang's verify input of full chains, which end behind ``lens`` [B] rows: copied, as the
-        next step may write there while the scheduler still reads them.
+    def cut(
+        cls, stock: EagleVerifyInput, lens: Tensor, links: Tensor | None = None, **own: Any
+    ) -> Self:
+        """SGLang's verify input of full chains, which end behind ``lens`` [B] rows.
+
+        Without the ``links`` [B, N] that say so they are made, and lengths copied, as the next step
+        may write there while the scheduler still reads them.
         """
-        lens, links = chain_links(lens, stock.draft_token_num)
+        if links is None:
+            lens, links = chain_links(lens, stock.draft_token_num)
         return cls.of(stock, verify_lens=lens, retrieve_next_token=links, **own)
 
     @property

@@ -1,4 +1,4 @@
-"""What packed verification launches outside of graphs, compiled before a request waits for it."""
+"""What verification launches outside of graphs, compiled before a request waits for it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ def warm_up(
     *,
     trees: bool,
     num_steps: int,
+    packed: bool = True,
 ) -> None:
-    """Compile what packed verification launches outside of graphs, for every batch size, before
-    a request has to wait for it. The gate warms up itself.
+    """Compile what verification launches outside of graphs, for every batch size, before a request
+    has to wait for it. The gate warms up itself.
     """
     device = target_runner.device
+    if not trees:
+        chain_links(torch.ones(1, dtype=torch.int32, device=device), width)
+        if not packed:
+            return
+    # Padded trees go the same way as packed ones, with all rows.
     for batch in one_of_each(max_requests):
         rows = torch.ones(batch, dtype=torch.int32, device=device)
         zeros = torch.zeros(batch * width, dtype=torch.int64, device=device)
@@ -56,7 +62,6 @@ def warm_up(
             requests.batch_size, requests.seq_lens_cpu = batch, torch.zeros(batch)
             target_runner.attn_backend.eager_plan(requests, packing)
         if not trees:
-            chain_links(rows, width)
             for columns, dtype in _unpacked_tables(target_runner, draft_runner):
                 scatter_rows(torch.zeros((batch, columns), dtype=dtype, device=device), rows, width)
     _warm_up_layouts(target_runner, width, max(width, num_steps + 1))

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_c2t.draft.slots import FirstLayer
+from sglang_c2t.kernels.rows import chain_links
 from sglang_c2t.plan.cost import about
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.planner import Choice, Planner
@@ -99,10 +100,11 @@ def test_the_best_drafts_get_the_rows_and_who_wants_all_gets_all(
     confidences = rng.uniform(size=(batch, layers))
     draft(planning, confidences)
     wants_all = rng.uniform(size=batch) < 0.3
-    lens, total = planning.settle(layers, np.flatnonzero(wants_all).tolist())
+    lens, links, total = planning.settle(layers, np.flatnonzero(wants_all).tolist())
     if explores:
         wants_all[planner.whole] = True
     assert lens.sum() == total
+    assert links.equal(chain_links(lens, LAYERS + 1)[1])
     assert (lens[torch.tensor(wants_all)] == layers + 1).all()
     others = int((~wants_all).sum())
     budget = rows - batch - layers * int(wants_all.sum())
@@ -112,6 +114,14 @@ def test_the_best_drafts_get_the_rows_and_who_wants_all_gets_all(
     taken = np.arange(layers) < kept[:, None]
     if taken.any() and not taken.all():
         assert survival[taken].min() >= survival[~taken].max() - 1e-6
+
+
+def test_ranks_that_see_other_survivals_cut_by_the_first_ones() -> None:
+    planning = planning_of(Scripted(layers=2, rows=4))
+    planning.begin(2, first(0.5, 0.5))
+    draft(planning, np.array([[0.9, 0.8], [0.1, 0.1]]))
+    assert planning.settle(2)[0].tolist() == [3, 1]
+    assert planning.settle(2, agreed=lambda mine: mine.flip(0))[0].tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("reason", ["plan", "explore", "unknown", "plain"])
@@ -238,7 +248,7 @@ def test_a_step_that_serves_nobody_teaches_what_it_took_and_nothing_else() -> No
         time.sleep(0.004)
         planning.layers_end()
         draft(planning, np.full((2, 3), 0.5))
-        _, total = planning.settle(3)
+        *_, total = planning.settle(3)
         assert total == 7
         verify(planning, rows=total, milliseconds=10.0)
         planning.verified(verified_rows(4, 3), torch.tensor([2, 2]))

@@ -34,7 +34,7 @@ class Worker:
         assert self.planning.begin(requests, first(*[0.5] * requests)).plan.layers == LAYERS
         self.planning.layers_begin()
         self.planning.layers_end()
-        _, rows = self.planning.settle(LAYERS)
+        *_, rows = self.planning.settle(LAYERS)
         time.sleep(0.0 if self.steps else 1.0)
         self.steps.append((requests, rows))
         verify(self.planning, rows, rows * self.row_ms)
