@@ -1,4 +1,4 @@
-"""How the four models become folders that stock SGLang loads: config, bf16 weights, tokenizer.
+"""How the models become folders that stock SGLang loads: config, bf16 weights, tokenizer.
 
 Every file appears whole, so a server that starts while a model is being replaced reads either the
 old or the new one.
@@ -51,7 +51,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, out: Path, names: Iterable[str] = WITH_TOKENIZER) -> None:
     """`tokenizer.json` and a config that transformers 4 and 5 both read."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -61,23 +61,28 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    for name in WITH_TOKENIZER:
+    for name in names:
         (out / name).mkdir(parents=True, exist_ok=True)
         save_json(out / name / "tokenizer_config.json", config)
         write_whole({out / name / "tokenizer.json": lambda tmp: tokenizer.save(str(tmp), False)})
 
 
-def save_model(name: str, weights: dict[str, Tensor], out: Path) -> None:
-    """Write one model's config and weights; floats become bf16, a tied lm_head is left out."""
+def save_model(
+    name: str, weights: dict[str, Tensor], out: Path, config: dict[str, Any] | None = None
+) -> None:
+    """Write one model's weights and ``config``, by default the one of its name; floats become bf16,
+    a tied lm_head is left out.
+    """
+    config = config or CONFIGS[name]
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
-    tied = CONFIGS[name]["tie_word_embeddings"]
+    tied = config["tie_word_embeddings"]
     kept = {key: _to_bf16(value) for key, value in weights.items()}
     if tied:
         kept.pop("lm_head.weight", None)
     path = folder / "model.safetensors"
     write_whole({path: lambda tmp: save_file(kept, tmp, metadata={"format": "pt"})})
-    save_json(folder / "config.json", CONFIGS[name])
+    save_json(folder / "config.json", config)
 
 
 def _to_bf16(value: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.demo_models import corpus, export
+from eval.demo_models import corpus, export, mla
 from eval.demo_models.modeling import (
     AUX_LAYERS,
     CONFIGS,
@@ -415,9 +415,57 @@ def frequent_tokens(work: Path) -> Tensor:
     return torch.from_numpy(kept)
 
 
+# --- a target of latent attention, with its draft layer ------------------------------------------
+
+
+def mla_stage(args: argparse.Namespace) -> None:
+    """Plain next-token training, as of the other target."""
+    torch.manual_seed(SEED)
+    model = mla.new_target().train()
+    optimizer = Optimizer(model, muon_rate=4e-3, adam_rate=4e-3)
+    batches = crops(np.load(args.work / "stream.npy"), SEED + 2 + steps_done(args.work, mla.NAME))
+
+    def loss_of() -> tuple[Tensor, dict[str, float]]:
+        tokens = next(batches)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()), {}
+
+    fit(mla.NAME, model, optimizer, loss_of, args.minutes[mla.NAME], args.work)
+
+
+def mtp_stage(args: argparse.Namespace) -> None:
+    """The draft layer learns what the frozen target says one token later; both are saved."""
+    torch.manual_seed(SEED)
+    target = mla.new_target()
+    target.load_state_dict(torch.load(args.work / f"{mla.NAME}.pt", weights_only=False)["model"])
+    target.eval().requires_grad_(False)
+    head = mla.MtpHead(target).train().requires_grad_(True)
+    optimizer = Optimizer(head, muon_rate=4e-3, adam_rate=4e-3)
+    seed = SEED + 3 + steps_done(args.work, "mtp")
+    batches = crops(np.load(args.work / "stream.npy"), seed, DRAFT_BATCH)
+
+    def loss_of() -> tuple[Tensor, dict[str, float]]:
+        tokens = next(batches)[:, :-1]
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden, wanted = mla.states(target, tokens)
+            state = head(target.model.embed_tokens(tokens[:, 1:]), hidden[:, :-1])
+            logits, wanted = target.lm_head(state), wanted[:, 1:]
+        agree = (logits.argmax(-1) == wanted.argmax(-1)).float().mean().item()
+        return soft_cross_entropy(logits, wanted.float().softmax(-1)).mean(), {"agree": agree}
+
+    fit("mtp", head, optimizer, loss_of, args.minutes["mtp"], args.work)
+    weights = mla.published(dict(target.state_dict())) | head.weights()
+    tokenizer = Tokenizer.from_file(str(args.work / "tokenizer.json"))
+    export.save_tokenizer(tokenizer, args.out, (mla.NAME,))
+    export.save_model(mla.NAME, weights, args.out, mla.CONFIG)
+
+
 # --- command line ---------------------------------------------------------------------------------
 
-MINUTES = {"target": 28.0, "standalone": 5.0, "eagle": 5.0, "eagle3": 5.0}
+MINUTES = {
+    "target": 28.0, "standalone": 5.0, "eagle": 5.0, "eagle3": 5.0, "mla": 14.0, "mtp": 5.0,
+}  # fmt: skip
 STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     "corpus": corpus_stage,
     "target": target_stage,
@@ -425,6 +473,8 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     "standalone": standalone_stage,
     "eagle": partial(head_stage, name="eagle"),
     "eagle3": partial(head_stage, name="eagle3"),
+    "mla": mla_stage,
+    "mtp": mtp_stage,
 }
 
 
@@ -442,7 +492,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.demo_models.train", description=__doc__)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder of the real text, *.jsonl")
-    add("--out", type=Path, required=True, help="folder for the four model folders")
+    add("--out", type=Path, required=True, help="folder for the model folders")
     add(
         "--work", type=Path, default=Path("runs/demo_models"),
         help="folder for checkpoints; a second run goes on from them",

@@ -307,12 +307,13 @@ def gathers_rows(server_args: Any) -> bool:
 
 
 def reads_packed_rows(backend: Any) -> bool:
-    """Whether an attention backend is known to read a ``RaggedVerifyLayout``: ours for the CPU
-    says so, and FA3's (and FA4's) takes the layouts of DSPARK.
+    """Whether an attention backend says that it reads a ``RaggedVerifyLayout``: ours do, and those
+    of SGLang that take the layouts of DSPARK, for chains.
     """
     if getattr(backend, "supports_ragged_verify_eager", False):
         return True
-    return type(backend).__name__ == "FlashAttentionBackend" and backend.topk <= 1
+    chains = getattr(backend, "topk", None) in (None, 0, 1)
+    return bool(getattr(backend, "supports_ragged_verify_graph", False)) and chains
 
 
 def attention_fallback() -> tuple[ModuleType, str]:

@@ -44,7 +44,7 @@ from sglang_c2t.srt.hooks.reporting import PARTS
 from sglang_c2t.srt.hooks.step_metrics import Step
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.tensor_parallel import agreement, host_agreement
-from sglang_c2t.srt.verify import chain, tree
+from sglang_c2t.srt.verify import backends, chain, tree, trial
 from sglang_c2t.srt.verify.feedback import Feedback
 from sglang_c2t.srt.verify.packed import PackedVerifyInput, verifying
 from sglang_c2t.srt.verify.packing import tiers_of
@@ -303,6 +303,31 @@ class ChainWorkerMixin(WorkerMixin):
         self._settle_policy()
         self._plan_with(self._planning_for(draft.gate.served.policy))
         self._announce(f"{'ragged' if draft.packed else 'static'} verification of chains")
+
+    def init_cuda_graphs(self) -> None:
+        """Also see, once the target has its graphs, that packed rows come out of them right."""
+        if self._draft_worker.packed and (reason := self._misread()) is not None:
+            self._verify_whole(reason)
+        super().init_cuda_graphs()
+
+    def _misread(self) -> str | None:
+        """What is wrong with packed rows, as all ranks see it."""
+        try:
+            reason = trial.misread(self)
+        except Exception as error:
+            reason = f"a packed batch failed with {type(error).__name__}: {error}"
+        agree = host_agreement() or (lambda numbers: numbers)
+        (differs,) = agree([int(reason is not None)])
+        return (reason or "the first rank saw them differ") if differs else None
+
+    def _verify_whole(self, reason: str) -> None:
+        """Verify whole drafts from now on, and serve what can be served so."""
+        chain.settle(self._config.verify, reason)
+        backends.give_back(self.target_worker.model_runner)
+        self._draft_worker.packed = False
+        self._settle_policy()
+        self._plan_with(self._planning_for(self._draft_worker.gate.served.policy))
+        self._announce("static verification of chains")
 
     def _record(
         self, recorder: Recorder, batch: Any, recordable: Tensor, verify_input: Any, result: Any

@@ -59,10 +59,7 @@ class TorchCpuAttnBackend(AttentionBackend):
     def __init__(self, model_runner: Any, workspace: Workspace | None = None) -> None:
         super().__init__()
         if model_runner.use_mla_backend:
-            raise RuntimeError(
-                "the portable CPU attention of sglang-c2t has no MLA; "
-                "use --attention-backend torch_native (without speculation)"
-            )
+            _keep_latent()
         self.device = model_runner.device
         # read here: forward batches lose their pool fields later
         self.req_to_token_pool = model_runner.req_to_token_pool
@@ -241,6 +238,19 @@ def _verify_lengths(rows: Tensor, committed: list[int], spec_info: Any) -> _Leng
     if is_chain or mask is None or mask.numel() == 0:
         return _Lengths(rows, q_lens, kv_lens)
     return _Lengths(rows, q_lens, kv_lens, mask)
+
+
+def _keep_latent() -> None:
+    """In all forwards MLA models attend to what the pool keeps, latent keys and values of one head.
+
+    SGLang would expand a prompt's for all heads, and hand them over beside the pool.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
+
+    AttentionBackendRegistry.register("intel_amx", lambda *_: AttnForwardMethod.MLA)
 
 
 def _refuse_unsupported(layer: Any, kwargs: dict[str, Any]) -> None:

@@ -50,6 +50,7 @@ def install() -> list[str]:
         _install_attention()
         names.append(f"attention backend {BACKEND}: torch, with tree masks and ragged verify")
         names.append("--enable-deterministic-inference: seeds, without batch-invariant kernels")
+    attach.write(torch.cuda, synchronize=_nothing_to_wait_for)
     _leave_nccl_out()
     names.append("tensor parallelism over gloo: NCCL left out")
     if compat.supply_seed_hash(OPS["murmur_hash32_cpu"].run):
@@ -114,10 +115,9 @@ def _keep_backend_name() -> None:
     def keep(server_args: Any, previous: Callable[[Any], None]) -> None:
         module, name = compat.attention_fallback()
         fall_back = getattr(module, name)
-        has_mla = compat.uses_mla(server_args)
 
         def stay(view: Any) -> dict[str, Any]:
-            ours = view.attention_backend == BACKEND and view.device == "cpu" and not has_mla
+            ours = view.attention_backend == BACKEND and view.device == "cpu"
             return {} if ours else fall_back(view)
 
         with attach.swapped(module, name, stay):
@@ -141,6 +141,10 @@ def _only_seeds(enable_bmm: bool = True) -> None:
         "Deterministic inference on CPU: draws depend on seed and position only, but matrix "
         "products may differ in the last bit with the batch they run in."
     )
+
+
+def _nothing_to_wait_for(device: Any = None) -> None:
+    """Some models of SGLang wait for a GPU when they are given their draft's head."""
 
 
 # -- tensor parallelism -------------------------------------------------------------------

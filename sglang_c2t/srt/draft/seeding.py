@@ -12,17 +12,11 @@ import time
 from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.speculative.eagle_info import EagleDraftInput
-from sglang.srt.speculative.eagle_utils import get_draft_recurrent_hidden_state_spec
-from torch import Tensor
 
 from sglang_c2t.plan.cost import SEED, spread
 from sglang_c2t.plan.plan import Plan
-from sglang_c2t.srt import attach
 from sglang_c2t.srt.draft.planning import Planning
+from sglang_c2t.srt.dummy import dummy_batch
 
 logger = logging.getLogger(__name__)
 
@@ -94,54 +88,7 @@ def seed_costs(planning: Planning, worker: Any) -> None:
     )
 
 
-def _dummy_batch(worker: Any, requests: int) -> ScheduleBatch:
-    """A batch of B ``requests`` that is about to draft, as SGLang's scheduler hands it over."""
-    model = worker.target_worker.model_runner.model_config
-    length = min(CONTEXT, model.context_len // 2)
-
-    def full(value: int, dtype: Any, *columns: int) -> Tensor:
-        return torch.full((requests, *columns), value, dtype=dtype, device=worker.device)
-
-    hidden_size, dtype = get_draft_recurrent_hidden_state_spec(worker.draft_worker.draft_runner)
-    drafts = EagleDraftInput(
-        topk_p=full(1, torch.float32, worker.topk),
-        topk_index=full(0, torch.int64, worker.topk),
-        hidden_states=None if hidden_size is None else full(0, dtype, hidden_size),
-        bonus_tokens=full(0, torch.int32),
-    )
-    greedy = SamplingBatchInfo(
-        temperatures=full(1, torch.float32, 1),
-        top_ps=full(1, torch.float32),
-        top_ks=full(1, torch.int32),
-        min_ps=full(0, torch.float32),
-        is_all_greedy=True,
-        is_any_greedy=True,
-        need_top_p_sampling=False,
-        need_top_k_sampling=False,
-        need_min_p_sampling=False,
-        vocab_size=model.vocab_size,
-        device=worker.device,
-    )
-    no_cache: Any = None
-    batch = ScheduleBatch.init_new(
-        reqs=[],
-        req_to_token_pool=worker.req_to_token_pool,
-        token_to_kv_pool_allocator=worker.token_to_kv_pool_allocator,
-        tree_cache=no_cache,
-        model_config=model,
-        enable_overlap=False,
-        spec_algorithm=worker.speculative_algorithm,
-    )
-    attach.write(
-        batch,
-        forward_mode=ForwardMode.DECODE,
-        req_pool_indices=full(0, torch.int64),
-        seq_lens=full(length, torch.int64),
-        seq_lens_cpu=torch.full((requests,), length, dtype=torch.int64),
-        seq_lens_sum=requests * length,
-        orig_seq_lens=full(length, torch.int32),
-        multimodal_inputs=[None] * requests,
-        sampling_info=greedy,
-        spec_info=drafts,
-    )
-    return batch
+def _dummy_batch(worker: Any, requests: int) -> Any:
+    """A batch of B ``requests``, all in the padding row."""
+    length = min(CONTEXT, worker.target_worker.model_runner.model_config.context_len // 2)
+    return dummy_batch(worker, [0] * requests, [length] * requests)

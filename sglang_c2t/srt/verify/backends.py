@@ -11,8 +11,8 @@ from sglang_c2t.srt.verify import graphs, ragged
 def obstacle(target_runner: Any) -> str | None:
     """Why packed rows cannot be verified by this runner; ``None`` when they can.
 
-    Backends are on an allow-list: one that ignores the layout would read wrong rows without an
-    error.
+    Asked is what a backend says of itself. One that ignores the layout would read wrong rows
+    without an error, so that it is tried as well, see ``trial.py``.
     """
     backend = target_runner.attn_backend
     if compat.is_flashinfer(backend):
@@ -21,7 +21,7 @@ def obstacle(target_runner: Any) -> str | None:
         if (reason := flashinfer.hindrance(backend)) is not None:
             return reason
     elif not compat.reads_packed_rows(backend):
-        return f"attention backend {type(backend).__name__} is not known to read packed rows"
+        return f"attention backend {type(backend).__name__} does not say that it reads packed rows"
     if compat.gathers_rows(target_runner.server_args):
         return (
             "ranks exchange rows inside the model (--moe-a2a-backend, --moe-dense-tp-size), and "
@@ -42,3 +42,9 @@ def prepare(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
         ragged.read_by(target_runner.attn_backend)
     if target_runner.device == "cuda":
         graphs.use_tiers(target_runner, trees=trees, max_rows=max_rows)
+
+
+def give_back(target_runner: Any) -> None:
+    """Have the target verify whole drafts, in SGLang's own CUDA graphs if it has any."""
+    if target_runner.device == "cuda":
+        graphs.use_stock(target_runner)

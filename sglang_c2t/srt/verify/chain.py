@@ -98,7 +98,14 @@ def decide(mode: str, target_runner: Any) -> bool:
     if reason is None:
         backends.prepare(target_runner, trees=False, max_rows=None)
         return True
+    settle(mode, reason)
+    return False
+
+
+def settle(mode: str, reason: str) -> None:
+    """Say why whole drafts are verified; :class:`ConfigError` where ``--c2t-verify`` asks for
+    packed rows by name.
+    """
     if mode == "ragged":
         raise ConfigError(f"--c2t-verify ragged cannot be served: {reason}")
     logger.warning("C2T: verifying full width (same output, no saving): %s", reason)
-    return False

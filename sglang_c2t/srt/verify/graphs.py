@@ -159,6 +159,18 @@ def _one_slot_more(stock: Any) -> Any:
     return sizes
 
 
+def use_stock(target_runner: Any) -> None:
+    """Undo :func:`use_tiers`, and capture again what was captured since."""
+    for name in _OURS:
+        delattr(target_runner, name)
+    if target_runner.decode_cuda_graph_runner is not None:
+        target_runner.init_decode_cuda_graph()
+
+
+#: What :func:`use_tiers` puts in front of methods of SGLang's runner.
+_OURS = "_decode_cuda_graph_runner_cls", "max_decode_logits_rows"
+
+
 def use_tiers(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
     """Make the target capture :class:`TieredGraphRunner` graphs instead of stock's."""
     attributes = {"trees": trees, "rows_per_slot": 2 if trees else 1, "max_rows": max_rows}

@@ -119,14 +119,14 @@ def verifying(
             yield
         return
     common: Any = eagle_worker_common
-    prepare = partial(_prepare, common.eagle_prepare_for_verify)
+    prepare_rows = partial(prepare, common.eagle_prepare_for_verify)
     stock_sample = common.eagle_sample
 
     def sample(_verify_input: Any, *args: Any, **kwargs: Any) -> Accepted:
         return verify_input.accept(stock_sample, *args, **kwargs)
 
     with (
-        attach.swapped(common, "eagle_prepare_for_verify", prepare),
+        attach.swapped(common, "eagle_prepare_for_verify", prepare_rows),
         attach.swapped(common, "eagle_sample", sample),
         attach.swapped(common, "_finalize_accept_tree_path", verify_input.accepted_to_front),
         feedback.timing(target_worker, verify_input),
@@ -134,7 +134,7 @@ def verifying(
         yield
 
 
-def _prepare(
+def prepare(
     stock: Callable[..., Any],
     verify_input: PackedVerifyInput,
     req_to_token_pool: Any,

@@ -110,7 +110,7 @@ def test_packed_rows_have_the_mrope_positions_of_their_requests(
     case.batch.spec_info = whole
     worker = SimpleNamespace(model_runner=case.runner)
     pool = case.batch.req_to_token_pool
-    found = packed._prepare(case.init_new, whole, pool, case.batch, worker)
+    found = packed.prepare(case.init_new, whole, pool, case.batch, worker)
     assert found.tolist() == [case.rows_of_the_forward()] * 3
     assert case.batch.spec_info is whole
     assert (whole.prepared_mrope_positions is full) == prepared

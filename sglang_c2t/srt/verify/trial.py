@@ -1,0 +1,130 @@
+"""A few packed rows beside the full width of their drafts, before anybody is served.
+
+That a backend says it reads ``RaggedVerifyLayout`` is believed, and looked at: it may pack for one
+model and not for another, eagerly and not in a CUDA graph, and a row that sees another request's
+keys ends no server, it gives another token. Three requests have different prefixes and drafts of
+other lengths; SGLang's own verification of whole drafts says what their logits must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.speculative.eagle_worker_common import (
+    build_eagle_verify_input,
+    eagle_prepare_for_verify,
+)
+from torch import Tensor
+
+from sglang_c2t.srt import attach
+from sglang_c2t.srt.dummy import dummy_batch
+from sglang_c2t.srt.verify.chain import ChainVerifyInput
+from sglang_c2t.srt.verify.packed import prepare
+from sglang_c2t.srt.verify.packing import Packing
+
+# B requests, N rows of a whole draft, V vocabulary
+
+REQUESTS = 3
+
+#: How far apart the logits of a row may be, over their own spread. Half precision rounds to 0.02;
+#: a row that sees other keys is another row.
+APART = {torch.float32: 1e-2}
+APART_ROUNDED = 0.1
+
+#: Share of rows that may be further apart: where a rounding sends a token to another expert.
+EXCUSED = 0.25
+
+
+@torch.no_grad()
+def misread(worker: Any) -> str | None:
+    """How packed rows of chains come out of the target's forward, if not as whole drafts do.
+
+    Args:
+        worker: SGLang's speculative worker; the target's CUDA graphs are there.
+    """
+    width = worker.speculative_num_draft_tokens
+    runner = worker.target_worker.model_runner
+    requests = min(REQUESTS, runner.max_running_requests)
+    lengths = [1 + (width - b) % width for b in range(requests)]  # 1, N, N - 1
+    rows = [1 + (width - 1 - b) % width for b in range(requests)]  # N, N - 1, N - 2
+    with _places(worker, requests, 2 * width + 1) as slots:
+        written = dummy_batch(worker, slots, [1] * requests)
+        _logits(worker, written, _chains(worker, written, seed=0))  # what then stands before
+        batch = dummy_batch(worker, slots, lengths)
+        whole = _logits(worker, batch, _chains(worker, batch, seed=1))
+        batch = dummy_batch(worker, slots, lengths)
+        lens = torch.tensor(rows, dtype=torch.int32, device=worker.device)
+        chains = ChainVerifyInput.cut(_chains(worker, batch, seed=1), lens)
+        chains.packing = Packing(chains.verify_lens, width)
+        packed = _logits(worker, batch, chains)[: sum(rows)]
+    wanted = whole.view(requests, width, -1)
+    return difference(packed, torch.cat([wanted[b, :n] for b, n in enumerate(rows)]), runner.dtype)
+
+
+@contextmanager
+def _places(worker: Any, requests: int, tokens: int) -> Iterator[list[int]]:
+    """Rows of SGLang's request table with room for so many ``tokens`` each; given back behind the
+    block, when all is as if nobody had been here.
+    """
+    table, allocator = worker.req_to_token_pool.req_to_token, worker.token_to_kv_pool_allocator
+    span = -(-tokens // allocator.page_size) * allocator.page_size
+    slots = list(range(1, requests + 1))
+    places = allocator.alloc(requests * span)
+    assert places is not None, f"no KV cache for {requests} requests of {span} tokens"
+    for slot, mine in zip(slots, places.view(requests, span), strict=True):
+        table[slot, :span] = mine
+    try:
+        yield slots
+    finally:
+        table[1 : requests + 1, :span] = 0
+        allocator.clear()
+
+
+def _chains(worker: Any, batch: Any, *, seed: int) -> Any:
+    """SGLang's verify input of whole drafts, random ones: [B, N]."""
+    width, draft = worker.speculative_num_draft_tokens, worker.draft_worker
+    requests, vocab = len(batch.seq_lens), batch.model_config.vocab_size
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab, (requests, width), generator=random).to(worker.device)
+    attach.write(batch.spec_info, bonus_tokens=tokens[:, 0].to(torch.int32))
+    steps = torch.arange(width - 1, device=worker.device).repeat(requests, 1)
+    parents = steps - 1 if width > 2 else steps[:, :0]
+    return build_eagle_verify_input(
+        batch, batch.spec_info, parents, steps, tokens[:, 1:].contiguous(), None,
+        target_worker=worker.target_worker, topk=1, num_steps=width - 1, num_draft_tokens=width,
+        tree_mask_mode=draft.tree_mask_mode, device=worker.device,
+    )  # fmt: skip
+
+
+def _logits(worker: Any, batch: Any, verify_input: Any) -> Tensor:
+    """[T, V] of the target's forward."""
+    target, pool = worker.target_worker, worker.req_to_token_pool
+    attach.write(batch, spec_info=verify_input)
+    if getattr(verify_input, "packing", None) is None:
+        forward_batch, _ = eagle_prepare_for_verify(verify_input, pool, batch, target)
+    else:
+        forward_batch, _ = prepare(eagle_prepare_for_verify, verify_input, pool, batch, target)
+    output = target.forward_batch_generation(
+        batch=None, forward_batch=forward_batch, is_verify=True
+    )
+    logits: Tensor = output.logits_output.next_token_logits
+    return logits.clone()  # of a graph they are the next replay's
+
+
+def difference(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> str | None:
+    """What is wrong with logits [R, V] of a model of this ``dtype``; ``None``: nothing."""
+    if found.shape != wanted.shape:
+        return f"{tuple(found.shape)} logits come back where {tuple(wanted.shape)} should"
+    found, wanted = found.float(), wanted.float()
+    spread = (wanted - wanted.mean(dim=1, keepdim=True)).norm(dim=1).clamp(min=1e-6)
+    apart = (found - wanted).norm(dim=1) / spread
+    wrong = ~(apart <= APART.get(dtype, APART_ROUNDED))  # nan is wrong
+    if int(wrong.sum()) <= EXCUSED * len(wrong):
+        return None
+    return (
+        f"logits of {int(wrong.sum())} of {len(wrong)} packed rows differ from those of whole "
+        f"drafts by up to {float(apart.max()):.2g} of their spread"
+    )
