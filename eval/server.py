@@ -35,6 +35,9 @@ DRAFTS = {
     "EAGLE3": WEIGHTS / "eagle3",
 }
 
+#: A target of latent attention and experts, whose checkpoint has a draft layer: NEXTN.
+MLA = WEIGHTS / "mla"
+
 #: One process, no GPU, float32 so that greedy ties are real ties; pools fit a laptop.
 CPU_FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--max-total-tokens", "32768",
@@ -87,11 +90,14 @@ def speculative_flags(
 ) -> tuple[str, ...]:
     """Drafting of ``num_steps`` layers; with the demo draft of ``algorithm``, if none is named.
 
-    Chains by default; trees with ``topk`` above 1, of up to ``num_draft_tokens`` nodes.
+    NEXTN has none, as the target's checkpoint holds it. Chains by default; trees with ``topk``
+    above 1, of up to ``num_draft_tokens`` nodes.
     """
+    if draft is None:
+        draft = DRAFTS.get(algorithm)
     return (
         "--speculative-algorithm", algorithm,
-        "--speculative-draft-model-path", str(draft or DRAFTS[algorithm]),
+        *(() if draft is None else ("--speculative-draft-model-path", str(draft))),
         "--speculative-num-steps", str(num_steps),
         "--speculative-eagle-topk", str(topk),
         "--speculative-num-draft-tokens", str(num_draft_tokens or num_steps + 1),

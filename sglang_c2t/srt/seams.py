@@ -20,6 +20,7 @@ ALLOCATION = "sglang.srt.mem_cache.allocation_sizing"
 GRAPH_BACKEND = (
     "sglang.srt.model_executor.runner_backend.base_cuda_graph_backend.BaseCudaGraphBackend"
 )
+MLA_MODELS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend"
 FLASH_ATTENTION = "sglang.srt.layers.attention.flashattention_backend"
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -91,6 +92,8 @@ def resolution_seam(step: str, purpose: str) -> Seam:
         otherwise=Seam(STEP_FUNCTIONS[step], purpose, hook=True),
     )
 
+
+_TRIES = "tries packed rows before anybody is served"
 
 SEAMS: tuple[Seam, ...] = (
     Seam(ADD_CLI_ARGS, "adds the --c2t flags", "parser", hook=True),
@@ -320,6 +323,23 @@ SEAMS: tuple[Seam, ...] = (
         fields="forward_mode req_pool_indices seq_lens seq_lens_cpu seq_lens_sum orig_seq_lens "
         "multimodal_inputs sampling_info spec_info",
     ),
+    *(
+        Seam(f"{EAGLE_COMMON}.{name}", _TRIES)
+        for name in ("build_eagle_verify_input", "eagle_prepare_for_verify")
+    ),
+    Seam(f"{EAGLE_COMMON}.build_eagle_verify_input", _TRIES, "tree_mask_mode target_worker device"),
+    Seam(f"{EAGLE_INFO}.EagleDraftInput", _TRIES, fields="bonus_tokens"),
+    Seam(
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        _TRIES,
+        "batch forward_batch is_verify",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.allocator.BaseTokenToKVPoolAllocator",
+        _TRIES,
+        fields="alloc clear page_size",
+    ),
+    Seam(f"{MODEL_RUNNER}.init_decode_cuda_graph", _TRIES),
     Seam(
         SAMPLING_INFO,
         "measures at the start what steps cost",
@@ -695,6 +715,12 @@ CPU_SEAMS: tuple[Seam, ...] = (
     *(
         Seam(f"{module}.murmur_hash32", "draws by seed on a CPU")
         for module in ("sglang.kernels.ops.sampling.murmur_hash", "sglang.srt.layers.sampler")
+    ),
+    Seam("torch.cuda.synchronize", "runs models on a CPU that wait for a GPU"),
+    Seam(
+        f"{MLA_MODELS}.AttentionBackendRegistry.register",
+        "attends to latent keys on a CPU",
+        only_with=MLA_MODELS,
     ),
     Seam(
         "sglang.srt.distributed.device_communicators.pynccl.NCCLLibrary",

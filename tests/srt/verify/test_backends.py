@@ -48,7 +48,7 @@ def test_flashinfer_verifies_packed_unless_told_otherwise(
 @pytest.mark.parametrize(
     ("different", "reason"),
     [
-        ({"backend": object()}, "attention backend object is not known to read packed rows"),
+        ({"backend": object()}, "attention backend object does not say that it reads packed rows"),
         ({"num_wrappers": 2}, "FlashInfer with sliding windows or cross attention"),
         pytest.param(
             {"kv_index_translator": double("KVIndexTranslator", reads_are_translated=True)},
