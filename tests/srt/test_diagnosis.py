@@ -20,7 +20,7 @@ def check(
         sglang: str | None = versions.TESTED[-1], defects: tuple[str, ...] = (), device: str = "1"
     ) -> tuple[int, list[str]]:
         monkeypatch.setattr(versions, "installed", lambda: sglang)
-        monkeypatch.setattr(seams, "broken_seams", lambda: list(defects))
+        monkeypatch.setattr(seams, "broken_seams", lambda probed: list(defects))
         monkeypatch.setattr(seams, "missing_hooks", list)
         monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -82,7 +82,7 @@ def test_the_slow_part_is_announced_before_it_begins(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("torch.cuda.is_available", slow("torch"))
     monkeypatch.setattr("sglang.srt.plugins.load_plugins", slow("SGLang"))
-    monkeypatch.setattr(seams, "broken_seams", list)
+    monkeypatch.setattr(seams, "broken_seams", lambda probed: [])
     monkeypatch.setattr(seams, "missing_hooks", list)
     diagnosis.diagnose(said.append)
     assert said[said.index("torch") - 1] == "loading torch ..."
