@@ -20,7 +20,7 @@ WANTED    := $(if $(LOCKED),-r $(LOCKED) --no-deps -e .,-e '.[dev,train]' $(if $
 COMPILE   := uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url
 
 .DEFAULT_GOAL := help
-.PHONY: always help setup demo serve bench ramp lossless soak test unit check lint types e2e models classifier \
+.PHONY: help setup demo serve bench ramp lossless soak test unit check lint types e2e models classifier \
   tables parity parity-old patch unpatch patch-check lock clean
 
 help:  ## List the targets
@@ -30,14 +30,16 @@ setup: $(STAMP)  ## Make .venv with SGLang, torch and this package (about 11 GB)
 
 # The lock pins what was tested. Bytecode is compiled here because a server starts three
 # Python processes, and each would compile SGLang again where .pyc files are not written.
-$(STAMP): pyproject.toml requirements.lock
+$(STAMP): pyproject.toml requirements.lock | $(BIN)/uv
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
+	touch $@
+
+$(BIN)/uv:
 	test -x $(BIN)/python || ( $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13) and \
 	  "Python 3.11 or 3.12 is needed, for instance: make setup PYTHON=python3.11")' \
 	  && $(PYTHON) -m venv $(VENV) )
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
-	touch $@
 
 demo: $(STAMP)  ## What speculation gains here: none, fixed lengths, --c2t, in minutes
 	$(BIN)/python -m eval.demo
@@ -77,8 +79,8 @@ e2e: $(STAMP)  ## Only the tests that start real servers
 
 check: lint types unit  ## Lint, types and unit tests
 
-# OVERRIDE: requirements that win over SGLang's own pins. Exit code 3 of `check` is "not tested".
-parity: $(THIS_VENV)/.installed  ## Seams and outputs beside another SGLang: make parity SGLANG=0.5.20 (or a checkout's folder)
+# OVERRIDE: requirements that win over SGLang's own. Code 3 of `check` says no more than "not tested".
+parity: $(THIS_VENV)/.installed  ## Seams and outputs beside another SGLang: make parity SGLANG=0.5.20|folder [OVERRIDE=pins TESTS=files]
 	SGLANG_USE_CPU_ENGINE=1 $(THIS_VENV)/bin/python -m sglang_c2t check || test $$? -eq 3
 	$(THIS_VENV)/bin/python -m pytest $(PARALLEL) --durations=20 $(or $(TESTS),tests/srt/test_seams.py \
 	  tests/e2e/test_parity_smoke.py)
@@ -86,7 +88,8 @@ parity: $(THIS_VENV)/.installed  ## Seams and outputs beside another SGLang: mak
 parity-old:  ## The same beside the oldest SGLang served, and on emulated CUDA
 	$(MAKE) parity SGLANG=$(OLD) TESTS="tests/e2e/test_parity_smoke.py tests/emulated"
 
-$(THIS_VENV)/.installed: $(STAMP) pyproject.toml $(LOCKED) $(if $(CHECKOUT),always)
+.PHONY: always
+$(THIS_VENV)/.installed: pyproject.toml $(LOCKED) $(if $(CHECKOUT),always) | $(BIN)/uv
 	test -x $(THIS_VENV)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(THIS_VENV)
 	printf '%s\n' $(OVERRIDE) > $(THIS_VENV)/overrides.txt
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(THIS_VENV)/bin/python \
