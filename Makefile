@@ -10,13 +10,18 @@ PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 DEMO   := eval/demo_models/weights
 # The oldest SGLang we serve, beside which its CUDA path is tested, and a few servers on the CPU.
 OLD       := 0.5.17
-OLD_VENV  := .venv-$(OLD)
-OLD_STAMP := $(OLD_VENV)/.installed
+# Another SGLang, a release or the folder of a checkout, in an environment of its own: installed
+# from its lock if there is one, a checkout each time anew.
+SGLANG    := $(OLD)
+CHECKOUT  := $(wildcard $(SGLANG)/python/pyproject.toml)
+THIS_VENV := .venv-$(notdir $(abspath $(SGLANG)))
+LOCKED    := $(wildcard requirements-$(SGLANG).lock)
+WANTED    := $(if $(LOCKED),-r $(LOCKED) --no-deps -e .,-e '.[dev,train]' $(if $(CHECKOUT),-e $(SGLANG)/python,sglang==$(SGLANG)))
 COMPILE   := uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve bench ramp lossless soak test unit check lint types e2e models classifier \
-  tables parity-old patch unpatch patch-check lock clean
+  tables parity parity-old patch unpatch patch-check lock clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -25,14 +30,16 @@ setup: $(STAMP)  ## Make .venv with SGLang, torch and this package (about 11 GB)
 
 # The lock pins what was tested. Bytecode is compiled here because a server starts three
 # Python processes, and each would compile SGLang again where .pyc files are not written.
-$(STAMP): pyproject.toml requirements.lock
+$(STAMP): pyproject.toml requirements.lock | $(BIN)/uv
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
+	touch $@
+
+$(BIN)/uv:
 	test -x $(BIN)/python || ( $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13) and \
 	  "Python 3.11 or 3.12 is needed, for instance: make setup PYTHON=python3.11")' \
 	  && $(PYTHON) -m venv $(VENV) )
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
-	touch $@
 
 demo: $(STAMP)  ## What speculation gains here: none, fixed lengths, --c2t, in minutes
 	$(BIN)/python -m eval.demo
@@ -72,15 +79,21 @@ e2e: $(STAMP)  ## Only the tests that start real servers
 
 check: lint types unit  ## Lint, types and unit tests
 
-parity-old: $(OLD_STAMP)  ## The same outputs beside the oldest SGLang served, on CPU and emulated CUDA
-	$(OLD_VENV)/bin/python -m pytest $(PARALLEL) --durations=20 tests/e2e/test_parity_smoke.py \
-	  tests/emulated
+# OVERRIDE: requirements that win over SGLang's own. Code 3 of `check` says no more than "not tested".
+parity: $(THIS_VENV)/.installed  ## Seams and outputs beside another SGLang: make parity SGLANG=0.5.20|folder [OVERRIDE=pins TESTS=files]
+	SGLANG_USE_CPU_ENGINE=1 $(THIS_VENV)/bin/python -m sglang_c2t check || test $$? -eq 3
+	$(THIS_VENV)/bin/python -m pytest $(PARALLEL) --durations=20 $(or $(TESTS),tests/srt/test_seams.py \
+	  tests/e2e/test_parity_smoke.py)
 
-$(OLD_STAMP): $(STAMP) pyproject.toml requirements-$(OLD).lock
-	test -x $(OLD_VENV)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(OLD_VENV)
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(OLD_VENV)/bin/python \
-	  -r requirements-$(OLD).lock
-	$(BIN)/uv pip install --quiet --python $(OLD_VENV)/bin/python --no-deps -e .
+parity-old:  ## The same beside the oldest SGLang served, and on emulated CUDA
+	$(MAKE) parity SGLANG=$(OLD) TESTS="tests/e2e/test_parity_smoke.py tests/emulated"
+
+.PHONY: always
+$(THIS_VENV)/.installed: pyproject.toml $(LOCKED) $(if $(CHECKOUT),always) | $(BIN)/uv
+	test -x $(THIS_VENV)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(THIS_VENV)
+	printf '%s\n' $(OVERRIDE) > $(THIS_VENV)/overrides.txt
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(THIS_VENV)/bin/python \
+	  --override $(THIS_VENV)/overrides.txt $(WANTED)
 	touch $@
 
 lint: $(STAMP)  ## ruff: rules and format
@@ -118,4 +131,4 @@ lock: $(STAMP)  ## Pin what pyproject.toml resolves to now, with its SGLang and 
 	  -o requirements-$(OLD).lock
 
 clean:  ## Remove virtual environments, caches and runs/
-	rm -rf $(VENV) $(OLD_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

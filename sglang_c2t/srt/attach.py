@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang_c2t.srt.probes import SeamError, sglang_version
-from sglang_c2t.srt.seams import CPU_SEAMS, SEAMS, STEP_FUNCTIONS
+from sglang_c2t.srt.seams import CPU_SEAMS, SEAMS, step_seam
 
 
 def on_resolution(step: str, hook: Callable[[Any, Callable[[Any], None]], None]) -> None:
@@ -34,7 +34,7 @@ def on_resolution(step: str, hook: Callable[[Any, Callable[[Any], None]], None])
         def around(previous: Callable[[Any], None], server_args: Any) -> None:
             hook(server_args, previous)
 
-        HookRegistry.register(STEP_FUNCTIONS[step], around, HookType.AROUND)
+        HookRegistry.register(step_seam(step).chosen().target, around, HookType.AROUND)
         return
     register_resolution_hook(step)(hook)
 

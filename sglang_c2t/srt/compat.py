@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,11 +21,14 @@ from sglang_c2t.srt.attach import swapped, wrap_global, write
 from sglang_c2t.srt.probes import SeamError, module_exists, parameters_of, sglang_version
 from sglang_c2t.srt.seams import (
     ALLOCATION,
+    ATTENTION_HOOK,
     CACHE_LOCS,
     DRAFT_EXTEND_GRAPHS,
+    EAGLE_UTILS,
     IO_STRUCT,
     KV_CACHE,
     METADATA_GLUE,
+    MODEL_OVERRIDES,
     OVERRIDES,
     SERVER_ARGS,
     WATERMARKING,
@@ -188,7 +191,12 @@ def writing_rows(verify_input: Any, locs: Tensor) -> Iterator[None]:
         bound.append(locs)
         return locs
 
-    with swapped(module, name, assign):
+    with ExitStack() as stack:
+        stack.enter_context(swapped(module, name, assign))
+        utils = importlib.import_module(EAGLE_UTILS)
+        if hasattr(utils, "_PREPARE_FOR_VERIFY_DEPS"):
+            # It keeps what it imported first: the function from before, or else this one for ever.
+            stack.enter_context(swapped(utils, "_PREPARE_FOR_VERIFY_DEPS", None))
         yield
     assert bound, f"SGLang bound the rows to verify without {CACHE_LOCS}.{name}"
 
@@ -285,6 +293,16 @@ def is_flashinfer(backend: Any) -> bool:
     return any(cls.__name__ == "FlashInferAttnBackend" for cls in type(backend).__mro__)
 
 
+def translates_slots(backend: Any) -> bool:
+    """Whether an attention backend reads other slots of keys than the request table names."""
+    translator = getattr(backend, "kv_index_translator", None)
+    if translator is None:
+        return False
+    if hasattr(translator, "reads_are_translated"):
+        return bool(translator.reads_are_translated)
+    return bool(translator.is_translating)
+
+
 def flashinfer_counts_rows() -> bool:
     """Whether FlashInfer's planner sizes partial outputs by rows, as its source says; older ones
     by (row, query head of the group) pairs, which is never less.
@@ -320,7 +338,7 @@ def attention_fallback() -> tuple[ModuleType, str]:
     """The module global through which :data:`ATTENTION_STEP` leaves a CPU's own backend."""
     name = "_attention_backend_platform_fallbacks"
     try:  # it imports the function when it is loaded, older SGLang when the step runs
-        return importlib.import_module("sglang.srt.arg_groups.attention_hook"), name
+        return importlib.import_module(ATTENTION_HOOK), name
     except ImportError:
         return importlib.import_module(OVERRIDES), name
 
@@ -363,10 +381,10 @@ def made_backend(factory: Any, name: str, backend: Any) -> Any:
 def uses_mla(server_args: Any) -> bool:
     """Whether the target's attention is MLA."""
     try:
-        from sglang.srt.arg_groups.attention_hook import use_mla_backend
+        module = importlib.import_module(MODEL_OVERRIDES)
     except ImportError:
         return bool(server_args.use_mla_backend())
-    return bool(use_mla_backend(server_args))
+    return bool(module.use_mla_backend(server_args))
 
 
 def supply_seed_hash(torch_hash: Callable[..., Any]) -> bool:

@@ -45,7 +45,7 @@ def diagnose(say: Callable[[str], None]) -> int:
     say(f"plugin entry point: {'registered' if registered else 'NOT registered'}")
     if not registered:
         problems.append("run `pip install` for this package again")
-    problems += _seam_problems(say)
+    problems += _seam_problems(say, cpu_engine=cpu_engine)
     problems += _classifier_problems(say)
     for line in _cpu_lines(cpu_engine):
         say(line)
@@ -68,20 +68,21 @@ def device_problems(*, cuda: bool, cpu_engine: bool) -> list[str]:
     ]
 
 
-def _seam_problems(say: Callable[[str], None]) -> list[str]:
+def _seam_problems(say: Callable[[str], None], *, cpu_engine: bool) -> list[str]:
     from sglang_c2t.srt import seams
 
+    probed = (*seams.SEAMS, *seams.CPU_SEAMS) if cpu_engine else seams.SEAMS
     # Nearly all of the time: what we hold on to is in modules that import most of SGLang.
-    say(f"loading SGLang and looking at {len(seams.SEAMS)} seams, ten seconds to a minute ...")
+    say(f"loading SGLang and looking at {len(probed)} seams, ten seconds to a minute ...")
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # SGLang's imports print banners
             from sglang.srt.plugins import load_plugins
 
             load_plugins()
-            defects = seams.broken_seams() or seams.missing_hooks()
+            defects = seams.broken_seams(probed) or seams.missing_hooks()
     except ImportError as error:
         return [f"SGLang {versions.installed()} cannot be imported here: {error}"]
-    say(f"seams: {len(seams.SEAMS)} probed, {len(defects)} broken")
+    say(f"seams: {len(probed)} probed, {len(defects)} broken")
     return defects
 
 

@@ -65,7 +65,7 @@ class Seam:
         try:
             found = pkgutil.resolve_name(self.target)
         except (ImportError, AttributeError) as error:
-            return f"not found ({error})"
+            return f"not found ({import_failure(self.target) or error})"
         missing = [p for p in self.parameters.split() if p not in parameters_of(found)]
         if missing:
             return f"lacks the parameters {missing}"
@@ -77,6 +77,22 @@ class Seam:
 
 def parameters_of(function: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(inspect.unwrap(function)).parameters)
+
+
+def import_failure(target: str) -> str | None:
+    """Why a module on the way to a dotted name cannot be imported, where there is one.
+
+    ``pkgutil.resolve_name`` says of it what it says of a module that is not there.
+    """
+    parts = target.split(".")
+    for end in range(1, len(parts) + 1):
+        module = ".".join(parts[:end])
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            gone = isinstance(error, ModuleNotFoundError) and error.name == module
+            return None if gone else f"{module} cannot be imported: {error}"
+    return None
 
 
 def module_exists(module: str) -> bool:

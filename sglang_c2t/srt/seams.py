@@ -8,7 +8,9 @@ places are listed, and the functions of ``compat.py`` take the one that is there
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sglang_c2t.srt.probes import Seam, SeamError, sglang_version
 
@@ -26,10 +28,13 @@ FLASH_ATTENTION = "sglang.srt.layers.attention.flashattention_backend"
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 STANDALONE_WORKER = "sglang.srt.speculative.standalone_worker_v2"
 EAGLE_COMMON = "sglang.srt.speculative.eagle_worker_common"
+EAGLE_UTILS = "sglang.srt.speculative.eagle_utils"
 EAGLE_INFO = "sglang.srt.speculative.eagle_info"
 FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 CACHE_LOCS = "sglang.kernels.ops.speculative.cache_locs"
+ATTENTION_HOOK = "sglang.srt.arg_groups.attention_hook"
 OVERRIDES = "sglang.srt.arg_groups.overrides"
+MODEL_OVERRIDES = "sglang.srt.arg_groups.model_override_base"
 RESOLUTION_HOOKS = "sglang.srt.arg_groups.resolution_hooks"
 SERVER_ARGS = "sglang.srt.server_args"
 AUTH = "sglang.srt.utils.auth"
@@ -74,13 +79,22 @@ RAGGED_BACKENDS = ("fa3", "flashinfer", "intel_amx")
 #: cpu/engine.py.
 TREE_BACKENDS = ("flashinfer", "intel_amx")
 #: Steps of SGLang's argument resolution that we wrap, by the names of its resolution hooks,
-#: and the functions that are these steps in an SGLang without resolution hooks.
+#: and the functions that are these steps in an SGLang without resolution hooks, newest first.
 SPECULATIVE_STEP = "handle_speculative_decoding"
 ATTENTION_STEP = "handle_attention_backend_compatibility"
 STEP_FUNCTIONS = {
-    SPECULATIVE_STEP: f"sglang.srt.arg_groups.speculative_hook.{SPECULATIVE_STEP}",
-    ATTENTION_STEP: f"{SERVER_ARGS}.ServerArgs._{ATTENTION_STEP}",
+    SPECULATIVE_STEP: (f"sglang.srt.arg_groups.speculative_hook.{SPECULATIVE_STEP}",),
+    ATTENTION_STEP: (
+        f"{ATTENTION_HOOK}.{ATTENTION_STEP}",
+        f"{SERVER_ARGS}.ServerArgs._{ATTENTION_STEP}",
+    ),
 }
+
+
+def step_seam(step: str, purpose: str = "") -> Seam:
+    """The function that is this step in an SGLang without resolution hooks."""
+    *newer, oldest = (Seam(function, purpose, hook=True) for function in STEP_FUNCTIONS[step])
+    return functools.reduce(lambda old, new: replace(new, otherwise=old), reversed(newer), oldest)
 
 
 def resolution_seam(step: str, purpose: str) -> Seam:
@@ -89,7 +103,7 @@ def resolution_seam(step: str, purpose: str) -> Seam:
         f"{RESOLUTION_HOOKS}.register_resolution_hook",
         purpose,
         "name",
-        otherwise=Seam(STEP_FUNCTIONS[step], purpose, hook=True),
+        otherwise=step_seam(step, purpose),
     )
 
 
@@ -186,9 +200,13 @@ SEAMS: tuple[Seam, ...] = (
         "says where the packed rows are written",
         fields="prepared_out_cache_loc kv_loc_plan",
         otherwise=Seam(
-            f"{CACHE_LOCS}.assign_extend_cache_locs_uniform_func",
+            f"{EAGLE_UTILS}._PREPARE_FOR_VERIFY_DEPS",
             "says where the packed rows are written",
-            "req_pool_indices start_offset draft_token_num",
+            otherwise=Seam(
+                f"{CACHE_LOCS}.assign_extend_cache_locs_uniform_func",
+                "says where the packed rows are written",
+                "req_pool_indices start_offset draft_token_num",
+            ),
         ),
     ),
     Seam(
@@ -271,7 +289,7 @@ SEAMS: tuple[Seam, ...] = (
         "padded_bs cap",
     ),
     Seam(
-        "sglang.srt.speculative.eagle_utils.get_draft_input_from_target_hidden_dim",
+        f"{EAGLE_UTILS}.get_draft_input_from_target_hidden_dim",
         "compiles what packing launches before a request waits for it",
         "model_runner",
     ),
@@ -352,7 +370,7 @@ SEAMS: tuple[Seam, ...] = (
         "topk_p topk_index hidden_states bonus_tokens",
     ),
     Seam(
-        "sglang.srt.speculative.eagle_utils.get_draft_recurrent_hidden_state_spec",
+        f"{EAGLE_UTILS}.get_draft_recurrent_hidden_state_spec",
         "measures at the start what steps cost",
         "model_runner",
     ),
@@ -566,6 +584,12 @@ SEAMS: tuple[Seam, ...] = (
         f"{KV_INDEX_TRANSLATOR}.KVIndexTranslator",
         "reads the slots of keys as they stand in the request table",
         fields="reads_are_translated",
+        otherwise=Seam(
+            f"{KV_INDEX_TRANSLATOR}.KVIndexTranslator",
+            "reads the slots of keys as they stand in the request table",
+            fields="is_translating",
+            only_with=KV_INDEX_TRANSLATOR,
+        ),
         only_with=KV_INDEX_TRANSLATOR,
     ),
     Seam(
@@ -667,11 +691,19 @@ CPU_SEAMS: tuple[Seam, ...] = (
     Seam("sglang.srt.utils.common.cpu_has_amx_support", "knows which kernels are missing"),
     resolution_seam(ATTENTION_STEP, "keeps the attention backend of the CPU"),
     Seam(
-        "sglang.srt.arg_groups.attention_hook._attention_backend_platform_fallbacks",
+        f"{ATTENTION_HOOK}._attention_backend_platform_fallbacks",
         "keeps the attention backend of the CPU",
         otherwise=Seam(
             f"{OVERRIDES}._attention_backend_platform_fallbacks",
             "keeps the attention backend of the CPU",
+        ),
+    ),
+    Seam(
+        f"{MODEL_OVERRIDES}.use_mla_backend",
+        "keeps the attention backend of the CPU",
+        "server_args",
+        otherwise=Seam(
+            f"{SERVER_ARGS}.ServerArgs.use_mla_backend", "keeps the attention backend of the CPU"
         ),
     ),
     Seam(
@@ -727,7 +759,7 @@ CPU_SEAMS: tuple[Seam, ...] = (
         "leaves NCCL out on a CPU",
     ),
     *(
-        Seam(f"sglang.srt.speculative.eagle_utils.{name}", "verifies with samples on a CPU")
+        Seam(f"{EAGLE_UTILS}.{name}", "verifies with samples on a CPU")
         for name in ("eagle_sample", "verify_tree_greedy_func")
     ),
     Seam(

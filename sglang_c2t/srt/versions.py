@@ -1,11 +1,12 @@
-"""The releases of SGLang that the tests ran on; others are served where every seam is there."""
+"""The releases of SGLang that tests ran on; others are served where every seam is there."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-#: The newest is what a checkout installs (requirements.lock) and the extra ``tested`` names.
-TESTED = ("0.5.17", "0.5.23")
+#: Oldest first. The newest is what a checkout installs (requirements.lock) and the extra ``tested``
+#: names; CI runs beside it and the oldest, `make parity SGLANG=...` beside the others.
+TESTED = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
 
 
 def installed() -> str | None:

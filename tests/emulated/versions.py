@@ -179,7 +179,7 @@ NEWEST = Release(
 )
 
 #: By SGLang's version.
-RELEASES = dict(zip(TESTED, (OLDEST, NEWEST), strict=True))
+RELEASES = {TESTED[0]: OLDEST, TESTED[-1]: NEWEST}
 
 #: The one that is installed; one that nobody has looked at yet is taken for the newest.
 RELEASE = RELEASES.get(version("sglang"), NEWEST)

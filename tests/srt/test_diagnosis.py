@@ -20,7 +20,7 @@ def check(
         sglang: str | None = versions.TESTED[-1], defects: tuple[str, ...] = (), device: str = "1"
     ) -> tuple[int, list[str]]:
         monkeypatch.setattr(versions, "installed", lambda: sglang)
-        monkeypatch.setattr(seams, "broken_seams", lambda: list(defects))
+        monkeypatch.setattr(seams, "broken_seams", lambda probed: list(defects))
         monkeypatch.setattr(seams, "missing_hooks", list)
         monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -45,17 +45,17 @@ def test_a_missing_seam_is_named_and_not_ok(check: Callable) -> None:
 
 
 def test_an_untested_release_with_all_seams_is_said_to_be_just_that(check: Callable) -> None:
-    code, lines = check(sglang="0.5.20")
+    code, lines = check(sglang="0.5.16")
     assert code == diagnosis.UNTESTED == 3
-    assert "SGLang 0.5.20 is not tested with this version; tested: 0.5.17, 0.5.23" in lines[-1]
+    assert "SGLang 0.5.16 is not tested with this version; tested: 0.5.17, 0.5.18" in lines[-1]
     assert "All seams are there" in lines[-1]
 
 
 def test_an_untested_release_without_a_seam_is_not_ok(check: Callable) -> None:
-    code, lines = check(sglang="0.5.20", defects=("x.y",))
+    code, lines = check(sglang="0.5.16", defects=("x.y",))
     assert code == 1
     assert "PROBLEM: x.y" in lines
-    assert any("0.5.20 is not tested" in line for line in lines)
+    assert any("0.5.16 is not tested" in line for line in lines)
 
 
 def test_a_machine_without_a_device_is_not_ok_and_told_what_to_do(check: Callable) -> None:
@@ -73,6 +73,15 @@ def test_without_sglang_there_is_one_problem_and_what_to_install(check: Callable
     assert "PROBLEM: SGLang is not installed: run `pip install 'sglang-c2t[tested]'`" in lines[1]
 
 
+def test_what_only_the_cpu_engine_needs_is_probed_where_it_serves(
+    check: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seams, "CPU_SEAMS", seams.CPU_SEAMS[:3])
+    for device, more in (("1", 3), ("0", 0)):
+        _, lines = check(device=device)
+        assert f"seams: {len(seams.SEAMS) + more} probed, 0 broken" in lines
+
+
 def test_the_slow_part_is_announced_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imports take up to a minute, in which a silent command looks hung."""
     said: list[str] = []
@@ -82,7 +91,7 @@ def test_the_slow_part_is_announced_before_it_begins(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("torch.cuda.is_available", slow("torch"))
     monkeypatch.setattr("sglang.srt.plugins.load_plugins", slow("SGLang"))
-    monkeypatch.setattr(seams, "broken_seams", list)
+    monkeypatch.setattr(seams, "broken_seams", lambda probed: [])
     monkeypatch.setattr(seams, "missing_hooks", list)
     diagnosis.diagnose(said.append)
     assert said[said.index("torch") - 1] == "loading torch ..."

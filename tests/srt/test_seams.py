@@ -39,6 +39,20 @@ def test_a_missing_symbol_parameter_or_field_is_a_defect(seam: Any, said: str) -
     assert said in str(probes.Seam(*seam).defect())
 
 
+def test_a_module_that_cannot_be_imported_is_a_defect_that_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that is not installed is no seam that moved."""
+    package = tmp_path / "half_there"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "worker.py").write_text("import a_package_that_is_not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    defect = str(probes.Seam("half_there.worker.Worker", "works").defect())
+    assert "half_there.worker cannot be imported: No module named 'a_package_that" in defect
+    assert "has no attribute 'rest'" in str(probes.Seam("half_there.rest.Rest", "rests").defect())
+
+
 def test_a_server_argument_that_is_gone_is_an_error_not_off() -> None:
     """A refusal that reads a renamed argument must not let the combination through."""
     with pytest.raises(probes.SeamError, match="has no server argument enable_lora"):
@@ -323,6 +337,42 @@ def test_rows_that_sglang_binds_by_other_means_are_not_verified() -> None:
         compat.writing_rows(OldVerifyInput(), torch.tensor([7])),
     ):
         pass
+
+
+def test_what_sglang_keeps_of_an_earlier_verification_does_not_bind_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0.5.20 imports what binds them once, and would keep ours as well."""
+    from sglang.srt.speculative import eagle_utils
+
+    monkeypatch.setattr(eagle_utils, "_PREPARE_FOR_VERIFY_DEPS", "theirs", raising=False)
+    locs = torch.tensor([7])
+    with compat.writing_rows(OldVerifyInput(), locs):
+        assert eagle_utils._PREPARE_FOR_VERIFY_DEPS is None
+        monkeypatch.setattr(eagle_utils, "_PREPARE_FOR_VERIFY_DEPS", "ours")
+        assert bind_rows(OldVerifyInput()) is locs
+    assert eagle_utils._PREPARE_FOR_VERIFY_DEPS == "theirs"
+
+
+def test_a_step_of_argument_resolution_is_the_newest_function_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, older = "sglang.srt.server_args.ServerArgs", "sglang.srt.server_args.PortArgs"
+    for places in ((here, older), ("sglang.srt.no_such.step", here, older)):
+        monkeypatch.setitem(seams.STEP_FUNCTIONS, "step", places)
+        assert seams.step_seam("step").chosen().target == here
+
+
+def test_slots_are_translated_where_the_kv_pool_says_so() -> None:
+    """0.5.19 says it by another name, and older ones have nothing that could."""
+    assert not compat.translates_slots(SimpleNamespace())
+    for name in ("is_translating", "reads_are_translated"):
+        for said in (True, False):
+            translator = SimpleNamespace(**{name: said})
+            backend = SimpleNamespace(kv_index_translator=translator)
+            assert compat.translates_slots(backend) == said
+    deferred = SimpleNamespace(is_translating=True, reads_are_translated=False)
+    assert not compat.translates_slots(SimpleNamespace(kv_index_translator=deferred))
 
 
 def test_the_width_of_result_rows_is_told_in_the_field_that_the_result_has() -> None:

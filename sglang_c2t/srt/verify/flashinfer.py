@@ -323,7 +323,6 @@ def hindrance(backend: Any) -> str | None:
     """Why a FlashInfer backend cannot verify packed rows; ``None`` when it can."""
     if backend.num_wrappers != 1:
         return "FlashInfer with sliding windows or cross attention plans two attentions at once"
-    translator = getattr(backend, "kv_index_translator", None)
-    if translator is not None and translator.reads_are_translated:
+    if compat.translates_slots(backend):
         return "the KV pool hands out translated slots"
     return None
