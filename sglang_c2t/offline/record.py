@@ -103,5 +103,5 @@ def _recording_state(url: str, api_key: str | None) -> dict[str, Any]:
         raise ConfigError(f"the server at {url} has stopped recording: {stopped}")
     for count in ("drafts", "drafts_written"):
         recording[count] = sum(state[count] for state in states)
-    recording["id_keys"] = [state["id_key"] for state in states]
-    return recording
+    del recording["id_key"]
+    return recording | {"id_keys": [state["id_key"] for state in states]}

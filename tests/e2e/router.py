@@ -6,9 +6,11 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from eval.server import Server, environment, free_port, stop
 from tests.nursery import start_as_users_do
@@ -16,19 +18,41 @@ from tests.nursery import start_as_users_do
 READY_SECONDS = 60.0
 
 
+@dataclass(frozen=True)
+class Router(Server):
+    """A running router, which tells of itself at an address of its own."""
+
+    own_metrics: str
+
+    def routed(self, endpoint: str) -> float:
+        """Requests it has taken for this endpoint of its workers."""
+        told = requests.get(self.own_metrics, timeout=30).text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(told)
+            for sample in family.samples
+            if sample.name == "smg_router_requests_total" and sample.labels["endpoint"] == endpoint
+        )
+
+
 @contextlib.contextmanager
-def routing(workers: Sequence[Server], logs: Path, *flags: str) -> Iterator[Server]:
+def routing(workers: Sequence[Server], logs: Path, *flags: str) -> Iterator[Router]:
     """A router over ``workers``, which are taken in turn unless ``flags`` say otherwise."""
-    port = free_port()
+    port, own = free_port(), free_port()
     argv = [
         sys.executable, "-m", "sglang_router.launch_router",
         "--worker-urls", *(worker.url for worker in workers),
         "--host", "127.0.0.1", "--port", str(port),
-        "--prometheus-port", str(free_port()), "--prometheus-host", "127.0.0.1",
+        "--prometheus-port", str(own), "--prometheus-host", "127.0.0.1",
         "--policy", "round_robin", *flags,
     ]  # fmt: skip
     process = start_as_users_do(argv, environment({}), logs / "router.log")
-    router = Server(f"http://127.0.0.1:{port}", process, logs / "router.log")
+    router = Router(
+        url=f"http://127.0.0.1:{port}",
+        process=process,
+        log=logs / "router.log",
+        own_metrics=f"http://127.0.0.1:{own}/metrics",
+    )
     try:
         _wait_for(router, len(workers))
         yield router

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import requests
 
 from eval import server as servers
 from eval.server import Launch, Server, environment, free_port, running, speculative_flags, stop
+from eval.soak.faults import END_SECONDS
 from sglang_c2t.offline.client import differing, run_load
 from sglang_c2t.srt.draft.state_file import EVERY_IF_ASKED
 from tests.e2e.conftest import BODIES, CONCURRENCY, assert_counted, series
@@ -99,7 +102,9 @@ def test_one_replica_keeps_what_is_learnt(replicas: Server, state_file: Path) ->
 def test_two_nodes_of_one_model_give_the_outputs_of_one(
     logs: Path, expected: list[tuple[int, ...]]
 ) -> None:
-    """Two tensor-parallel ranks, each started by itself; the second takes no requests."""
+    """Two tensor-parallel ranks, each started by itself; the second takes no requests. Where it
+    dies the first ends too, and no client waits for a rank that never answers.
+    """
     address = f"127.0.0.1:{free_port()}"
     first, second = (
         Launch(f"node-{node}", (*PLANNED, "--tp-size", "2", "--nnodes", "2", "--node-rank",
@@ -117,5 +122,9 @@ def test_two_nodes_of_one_model_give_the_outputs_of_one(
                 assert differing(result.outputs, expected) == []
             assert settings(server)["switches"] == [2]
             assert process.poll() is None
+            os.killpg(process.pid, signal.SIGKILL)
+            with pytest.raises(requests.ConnectionError):
+                server.generate(timeout=END_SECONDS, **BODIES[1])
+            assert server.process.wait(timeout=END_SECONDS) != 0
     finally:
         stop(process)

@@ -20,7 +20,7 @@ import requests
 from eval.server import Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import post_all, run_load
 from tests.e2e.conftest import BODIES, CONCURRENCY, assert_counted, series
-from tests.e2e.router import routing
+from tests.e2e.router import Router, routing
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang_router") is None,
@@ -36,7 +36,7 @@ class Fleet:
     """Workers by the name that their answers carry, and the router in front of them."""
 
     workers: dict[str, Server]
-    router: Server
+    router: Router
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,7 @@ def test_requests_through_the_router_are_answered_as_without_speculation_and_cou
     fleet: Fleet, expected: list[tuple[int, ...]]
 ) -> None:
     before = {name: series(worker.url) for name, worker in fleet.workers.items()}
+    routed = fleet.router.routed("generate")
     result = run_load(fleet.router.url, BODIES, concurrency=CONCURRENCY)
     assert result.outputs == expected
     served = {
@@ -63,6 +64,7 @@ def test_requests_through_the_router_are_answered_as_without_speculation_and_cou
         for name in fleet.workers
     }
     assert sum(map(len, served.values())) == len(BODIES)
+    assert fleet.router.routed("generate") - routed == len(BODIES)
     for name, worker in fleet.workers.items():
         assert_counted(worker.url, before[name], served[name])
 
