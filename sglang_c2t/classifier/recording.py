@@ -212,7 +212,6 @@ class RecordingWriter:
             "roots": roots,
         }
         self._limit_bytes = limit_bytes
-        self._bytes = sum(path.stat().st_size for path in self._directory.glob("*.safetensors"))
         self._shard_nodes = shard_nodes
         self._num_shards = 0
         self.drafts_written = 0
@@ -237,9 +236,9 @@ class RecordingWriter:
         """Write what is in memory as one shard; nothing half-written stays behind."""
         if not self._num_nodes:
             return
-        if self._limit_bytes is not None and self._bytes >= self._limit_bytes:
+        if self._limit_bytes is not None and (held := self._held()) >= self._limit_bytes:
             raise RecordingFull(
-                f"{self._directory} holds {self._bytes / 1e6:.0f} MB, the limit is "
+                f"{self._directory} holds {held / 1e6:.0f} MB, the limit is "
                 f"{self._limit_bytes / 1e6:.0f} MB"
             )
         tensors = {name: torch.cat([n[name] for n in self._nodes]) for name in self._columns}
@@ -248,9 +247,12 @@ class RecordingWriter:
         metadata = self._metadata | {"requests": json.dumps(list(self._requests))}
         path = self._next_shard()
         write_whole({path: lambda tmp: save_file(tensors, tmp, metadata=metadata)})
-        self._bytes += path.stat().st_size
         self.drafts_written += self._num_drafts
         self._clear()
+
+    def _held(self) -> int:
+        """Bytes of all shards in the directory, those of other schedulers included."""
+        return sum(path.stat().st_size for path in self._directory.glob("shard-*.safetensors"))
 
     def _next_shard(self) -> Path:
         """A name that is free. The process id keeps two servers apart that record into one

@@ -105,10 +105,9 @@ def authorization(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
-def c2t_state(url: str, api_key: str | None = None) -> dict[str, Any]:
-    """What the plugin reports in /server_info; {} when it reports nothing."""
+def c2t_states(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
+    """What the plugin reports in /server_info for each scheduler; {} when it reports nothing."""
     asked = urllib.request.Request(f"{url}/server_info", headers=authorization(api_key))
     with urllib.request.urlopen(asked, timeout=30) as response:
         info = json.load(response)
-    state: dict[str, Any] = info["internal_states"][0].get("c2t", {})
-    return state
+    return [state.get("c2t", {}) for state in info["internal_states"]]

@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from sglang_c2t.classifier.request_names import name_requests
 from sglang_c2t.config import ConfigError
-from sglang_c2t.offline.client import c2t_state, post_all
+from sglang_c2t.offline.client import c2t_states, post_all
 from sglang_c2t.offline.prompts import PromptRow, request
 
 #: Holds the server's key; unlike a flag it is in no list of processes and no shell history.
@@ -72,15 +72,18 @@ def record_prompts(
 def _name(state: dict[str, Any], rids: list[str]) -> bool:
     """Whether the names of the requests could be put into the recording."""
     try:
-        name_requests(Path(state["directory"]), state["id_key"], rids)
+        for key in state["id_keys"]:
+            name_requests(Path(state["directory"]), key, rids)
     except OSError:  # the server's directory, and perhaps another machine's
         return False
     return True
 
 
 def _recording_state(url: str, api_key: str | None) -> dict[str, Any]:
+    """Of the whole server: each of its schedulers writes the drafts of its own requests."""
     try:
-        state = c2t_state(url, api_key)
+        states = [state.get("recording", {}) for state in c2t_states(url, api_key)]
+        recording: dict[str, Any] = {**states[0]}
     except HTTPError as error:
         if error.code in (401, 403):
             raise ConfigError(
@@ -91,12 +94,14 @@ def _recording_state(url: str, api_key: str | None) -> dict[str, Any]:
     except (OSError, HTTPException, LookupError, TypeError, AttributeError, ValueError) as error:
         why = str(error).strip()
         raise ConfigError(f"no SGLang server answers at {url}: {why}") from error
-    recording: dict[str, Any] = state.get("recording", {})
     if not recording.get("directory"):
         raise ConfigError(
             f"the server at {url} does not record: start it with --c2t --c2t-record DIR "
             "--c2t-record-roots every"
         )
-    if recording["stopped"]:
-        raise ConfigError(f"the server at {url} has stopped recording: {recording['stopped']}")
-    return recording
+    if stopped := next(filter(None, (state["stopped"] for state in states)), None):
+        raise ConfigError(f"the server at {url} has stopped recording: {stopped}")
+    for count in ("drafts", "drafts_written"):
+        recording[count] = sum(state[count] for state in states)
+    del recording["id_key"]
+    return recording | {"id_keys": [state["id_key"] for state in states]}

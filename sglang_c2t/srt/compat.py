@@ -139,6 +139,13 @@ def is_hybrid(cfg: Any) -> bool:
     return has_recurrent_state(ModelConfig.from_server_args(cfg))
 
 
+def dp_rank(runner: Any) -> int:
+    """Which of the data-parallel replicas of a model this is; 0 where there is one."""
+    runtime = importlib.import_module("sglang.srt.runtime_context")
+    parallel = getattr(runner, "ps", None) or runtime.get_parallel()
+    return parallel.dp_rank or 0
+
+
 def bundles_draft(cfg: Any) -> bool:
     """Whether SGLang takes draft layers out of the target's own checkpoint (MTP): as a draft
     the target's path then stands for another architecture.

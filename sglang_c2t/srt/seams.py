@@ -673,6 +673,16 @@ SEAMS: tuple[Seam, ...] = (
         only_with="flashinfer",
     ),
     Seam("sglang.srt.runtime_context.get_parallel", "knows the tensor-parallel group"),
+    Seam(
+        "sglang.srt.runtime_context.SpawnRanks",
+        "tells replicas apart",
+        fields="dp_rank",
+        otherwise=Seam(
+            "sglang.srt.distributed.parallel_state_wrapper.ParallelState",
+            "tells replicas apart",
+            fields="dp_rank",
+        ),
+    ),
 )
 #: Through which newer SGLang tells its arguments: see hooks/hidden_keys.py.
 TOLD_ARGUMENTS = (

@@ -228,7 +228,9 @@ class WorkerMixin(EAGLEWorkerV2):
         return planning
 
     def _state_file(self, planner: Planner) -> StateFile | None:
-        """The file that keeps what this server learns, on the rank that learns it."""
+        """The file that keeps what this server learns, on the rank that learns it; of several
+        replicas all begin with it, and the first one writes it.
+        """
         if self._config.state is None or get_parallel().tp_rank != 0:
             return None
         args = self.server_args
@@ -239,7 +241,8 @@ class WorkerMixin(EAGLEWorkerV2):
             "topk": self.topk,
             "policy": self._config.policy,
         }
-        return StateFile(Path(self._config.state), planner, learnt_on)
+        first = compat.dp_rank(self.target_worker.model_runner) == 0
+        return StateFile(Path(self._config.state), planner, learnt_on, writes=first)
 
     def _plans_told(self) -> dict[str, Any] | None:
         """What the planner in charge has learnt; ``None``: no policy plans now."""

@@ -196,6 +196,15 @@ def test_what_an_earlier_server_wrote_counts_towards_the_limit(tmp_path: Path) -
         write(tmp_path, CHAINS, limit_bytes=10)
 
 
+def test_what_another_scheduler_writes_meanwhile_counts_too(tmp_path: Path) -> None:
+    first, second = (RecordingWriter(tmp_path, origin=ORIGIN, limit_bytes=10) for _ in range(2))
+    first.add(*tables(CHAINS))
+    first.flush()
+    second.add(*tables(CHAINS))
+    with pytest.raises(RecordingFull):
+        second.flush()
+
+
 def test_a_save_that_fails_midway_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from eval.prompts import demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
@@ -178,6 +179,52 @@ def trees(request: pytest.FixtureRequest, logs: Path) -> Iterator[GatedServer]:
     launch, control = tree_launch(request.param, logs, algorithm=request.param)
     with running(launch, logs) as server:
         yield GatedServer(server, request.param, control)
+
+
+def series(url: str, **labels: str) -> dict[str, float]:
+    """Value of each series of ours, and of the accept rate's gauge, by name and the one label that
+    is ours; of those that have these ``labels``, and no two by the same name.
+    """
+    told: dict[str, float] = {}
+    text = requests.get(f"{url}/metrics", timeout=60).text
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            ours = sample.name.startswith("c2t:") or sample.name == "sglang:spec_accept_rate"
+            if ours and labels.items() <= sample.labels.items():
+                name = sample.name + "".join(sample.labels.get(own, "") for own in ("reason", "le"))
+                assert name not in told, f"{name} is there twice"
+                told[name] = sample.value
+    return told
+
+
+def counted(answers: list[Answer]) -> dict[str, int]:
+    """Sums over what the answers say of themselves, by the series that tells them."""
+    metas = [answer.meta_info for answer in answers if verified(answer)]
+    sums = {
+        "c2t:verifications_total": sum(meta["spec_verify_ct"] for meta in metas),
+        "c2t:proposed_drafts_total": sum(meta["spec_num_proposed_drafts"] for meta in metas),
+        "c2t:correct_drafts_total": sum(meta["spec_num_correct_drafts"] for meta in metas),
+    }
+    at_most: dict[int, int] = {}
+    for meta in metas:
+        for rows, times in enumerate(meta["spec_cap_lens_histogram"]):
+            at_most[rows - 1] = at_most.get(rows - 1, 0) + times
+    for length in sorted(at_most):
+        if 0 <= length <= 16:
+            below = sum(times for other, times in at_most.items() if other <= length)
+            sums[f"c2t:proposed_length_bucket{float(length)}"] = below
+    sums["c2t:proposed_length_count"] = sums["c2t:verifications_total"]
+    sums["c2t:proposed_length_sum"] = sums["c2t:proposed_drafts_total"]
+    return sums
+
+
+def assert_counted(
+    url: str, before: dict[str, float], answers: list[Answer], **labels: str
+) -> None:
+    """The series that have these ``labels`` have grown by these answers, and by no other."""
+    after, expected = series(url, **labels), counted(answers)
+    assert expected["c2t:proposed_drafts_total"] > 0
+    assert {name: after[name] - before.get(name, 0) for name in expected} == expected
 
 
 def verified(answer: Answer) -> bool:

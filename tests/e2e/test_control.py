@@ -16,13 +16,15 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from eval.server import Launch, Server, running, speculative_flags
-from sglang_c2t.offline.client import Answer, LoadResult, post_all, run_load
+from sglang_c2t.offline.client import LoadResult, post_all, run_load
 from tests.e2e.conftest import (
     BODIES,
     CONCURRENCY,
     REPOSITORY,
     TREE,
+    counted,
     run_beside_posts,
+    series,
     verified,
 )
 
@@ -64,15 +66,7 @@ class Controlled:
         return run_load(self.server.url, bodies, concurrency=CONCURRENCY)
 
     def series(self) -> dict[str, float]:
-        """Value of each series of ours, by name and the one label that is ours."""
-        text = requests.get(f"{self.server.url}/metrics", timeout=60).text
-        return {
-            sample.name + "".join(sample.labels.get(own, "") for own in ("reason", "le")):
-                sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name.startswith("c2t:") or sample.name == "sglang:spec_accept_rate"
-        }  # fmt: skip
+        return series(self.server.url)
 
     def accept_rates(self) -> tuple[float, float, float]:
         """The gauge; of the last step in SGLang's log, the rate of drafts verified, and its own."""
@@ -96,27 +90,6 @@ def controlled(request: pytest.FixtureRequest, logs: Path) -> Iterator[Controlle
              "--enable-metrics", "--admin-api-key", KEY, "--decode-log-interval", "1")  # fmt: skip
     with running(Launch(f"controlled-{request.param}", flags), logs) as server:
         yield Controlled(server, full)
-
-
-def counted(answers: list[Answer]) -> dict[str, int]:
-    """Sums over what the answers say of themselves."""
-    metas = [answer.meta_info for answer in answers if verified(answer)]
-    sums = {
-        "c2t:verifications_total": sum(meta["spec_verify_ct"] for meta in metas),
-        "c2t:proposed_drafts_total": sum(meta["spec_num_proposed_drafts"] for meta in metas),
-        "c2t:correct_drafts_total": sum(meta["spec_num_correct_drafts"] for meta in metas),
-    }
-    at_most: dict[int, int] = {}
-    for meta in metas:
-        for rows, times in enumerate(meta["spec_cap_lens_histogram"]):
-            at_most[rows - 1] = at_most.get(rows - 1, 0) + times
-    for length in sorted(at_most):
-        if 0 <= length <= 16:
-            below = sum(times for other, times in at_most.items() if other <= length)
-            sums[f"c2t:proposed_length_bucket{float(length)}"] = below
-    sums["c2t:proposed_length_count"] = sums["c2t:verifications_total"]
-    sums["c2t:proposed_length_sum"] = sums["c2t:proposed_drafts_total"]
-    return sums
 
 
 def test_series_agree_exactly_with_what_requests_say_of_themselves(controlled: Controlled) -> None:

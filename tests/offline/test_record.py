@@ -130,6 +130,22 @@ def test_the_state_behind_the_last_answer_is_returned(server: FakeServer) -> Non
     assert state["directory"] == "/drafts"
 
 
+def test_drafts_of_all_schedulers_are_counted_and_named(server: FakeServer, tmp_path: Path) -> None:
+    """Each has drafts and a key of its own, and SGLang lists them in any order."""
+    other = {"drafts": 5, "drafts_written": 5, "stopped": None, "id_key": "11" * 16}
+    server.state["directory"] = str(tmp_path)
+    recordings = [server.state, server.state | other]
+    server.info = {"internal_states": [{"c2t": {"recording": of}} for of in recordings]}
+    state = drive(server.url)
+    assert (state["new_drafts"], state["drafts_written"], state["named"]) == (9, 14, True)
+    names = names_in(tmp_path)
+    for key in ("00" * 16, "11" * 16):
+        for _, body in server.got:
+            assert names[recorded_id(body["rid"], key)] == body["rid"]
+    recordings[1]["stopped"] = "No space left on device"
+    assert "has stopped recording: No space left on device" in refusal(server.url)
+
+
 @pytest.mark.parametrize(("key", "said"), [(None, "wants its key"), ("no", "wants another key")])
 def test_a_missing_or_wrong_key_is_one_line_that_says_where_to_put_it(
     server: FakeServer, key: str | None, said: str

@@ -384,6 +384,17 @@ def test_the_width_of_result_rows_is_told_in_the_field_that_the_result_has() -> 
     assert vars(old) == {"speculative_num_draft_tokens": 6}
 
 
+def test_the_replica_is_the_models_where_it_has_one_and_the_processs_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Newer SGLang keeps it for the process, ``None`` where there is one replica."""
+    assert compat.dp_rank(SimpleNamespace(ps=SimpleNamespace(dp_rank=1))) == 1
+    for told, rank in ((None, 0), (2, 2)):
+        parallel = SimpleNamespace(dp_rank=told)
+        monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda of=parallel: of)
+        assert compat.dp_rank(SimpleNamespace()) == rank
+
+
 def test_dp_attention_is_found_by_its_size_or_by_its_flag() -> None:
     """The flag is older than the size; an SGLang that has neither is not "off"."""
     assert compat.uses_dp_attention(SimpleNamespace(attn_dp_size=2))

@@ -37,15 +37,19 @@ class StateFile:
         path: Where; its directory exists.
         planner: Whose state it holds. What an earlier server left is restored at once.
         learnt_on: What the state is true of: models, policy, draft length.
+        writes: Whether it is kept up to date; one of several planners that share a file does that.
 
     Raises:
         ConfigError: The file could not be written.
     """
 
-    def __init__(self, path: Path, planner: Planner, learnt_on: dict[str, Any]) -> None:
+    def __init__(
+        self, path: Path, planner: Planner, learnt_on: dict[str, Any], *, writes: bool = True
+    ) -> None:
         self._path, self._planner, self._learnt_on = path, planner, learnt_on
         self._saved_at = time.monotonic()
         self._failed = False
+        self._writes = writes
         if not path.parent.is_dir():
             raise ConfigError(f"c2t state: {path.parent} is no directory, for the file {path.name}")
         if path.exists():
@@ -63,6 +67,8 @@ class StateFile:
 
     def save(self) -> None:
         """Write it; where that fails serving goes on, and the log says so once."""
+        if not self._writes:
+            return
         self._saved_at = time.monotonic()
         content = {
             "version": VERSION,

@@ -28,6 +28,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,14 @@ async def _post(manager: Any, body: bytes, start: C2TConfig) -> dict[str, Any]:
     states = await _states(manager)
     if not all(taken):
         reasons = {state["control"]["refusal"] for state in states} - {None}
-        raise ConfigError("; ".join(sorted(reasons)) or "a scheduler refused the settings")
+        why = "; ".join(sorted(reasons)) or "a scheduler refused the settings"
+        if any(taken):
+            raise RefusedError(
+                500,
+                f"only {sum(taken)} of {len(taken)} schedulers took the settings, GET /c2t says "
+                f"which; post them again, or others: {why}",
+            )
+        raise ConfigError(why)
     return _told(states)
 
 
@@ -326,15 +334,20 @@ def _posted() -> Iterator[None]:
 
 
 async def _states(manager: Any) -> list[dict[str, Any]]:
-    """What each data-parallel scheduler reports, see :mod:`sglang_c2t.srt.hooks.reporting`."""
-    return [state["c2t"] for state in await manager.get_internal_state()]
+    """What each data-parallel scheduler reports, see :mod:`sglang_c2t.srt.hooks.reporting`, by
+    rank.
+    """
+    states = [state["c2t"] for state in await manager.get_internal_state()]
+    return sorted(states, key=itemgetter("dp_rank"))
 
 
 def _told(states: list[dict[str, Any]]) -> dict[str, Any]:
     """The settings in force, how often each scheduler has changed them, and what its planner has
-    learnt, where a policy plans.
+    learnt, where a policy plans. Where schedulers differ, also the settings of each.
     """
-    config = C2TConfig.from_json(states[0]["config"], source="/c2t")
-    told = {**settings(config), "switches": [state["control"]["switches"] for state in states]}
+    each = [settings(C2TConfig.from_json(state["config"], source="/c2t")) for state in states]
+    told = {**each[0], "switches": [state["control"]["switches"] for state in states]}
+    if any(others != each[0] for others in each):
+        told["differing"] = each
     planners = [state.get("planner") for state in states]
     return told | ({"planner": planners} if any(planners) else {})

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sglang_c2t.config import active
+from sglang_c2t.srt import compat
 
 COUNTERS_ENV = "SGLANG_C2T_COUNTERS"
 
@@ -110,6 +111,8 @@ def add_counters(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> No
         return
     state: dict[str, Any] = {"enabled": config is not None}
     if config is not None:
+        # SGLang lists its schedulers in the order in which they happen to answer.
+        state["dp_rank"] = compat.dp_rank(scheduler.tp_worker.model_runner)
         state["config"] = config.to_json()
         for flush in BEFORE_REPORT:
             flush()

@@ -43,6 +43,20 @@ def test_a_planner_goes_on_where_another_ended(tmp_path: Path) -> None:
     assert survival(second) != pytest.approx(COLD)
 
 
+def test_who_does_not_write_goes_on_from_the_file_and_leaves_it(tmp_path: Path) -> None:
+    """Of two replicas that share a file."""
+    path, first, second = tmp_path / "state.json", taught(), Planner(3, Survival(3))
+    StateFile(path, first, MODELS).save()
+    before = path.read_bytes()
+    kept = StateFile(path, second, MODELS, writes=False)
+    assert survival(second) == pytest.approx(survival(first))
+    second.learn_drafts(CHAINS, np.array([3]), np.array([3]))
+    kept.save()
+    assert path.read_bytes() == before
+    StateFile(tmp_path / "absent.json", second, MODELS, writes=False)
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+
+
 def content(**changes: Any) -> str:
     planner = taught().state()
     return json.dumps({"version": 1, "learnt_on": MODELS, "planner": planner} | changes)

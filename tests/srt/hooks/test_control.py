@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from sglang_c2t.policies import policy_names
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt.hooks import control
 from sglang_c2t.srt.hooks.control import approved, changed, settings
+from sglang_c2t.srt.hooks.http_guard import RefusedError
 from sglang_c2t.srt.hooks.reporting import CONTROL
 
 START = C2TConfig(policy="c2t-log", beta=0.3, classifier="at/start/mine.safetensors")
@@ -296,3 +298,66 @@ def test_no_client_asks_for_whatever_is_the_default() -> None:
     """Which that is was settled at the start, by what can be packed."""
     with pytest.raises(ConfigError, match="unknown c2t policy 'default'"):
         changed(C2TConfig("auto"), {"policy": "default"}, C2TConfig())
+
+
+# -- several schedulers -----------------------------------------------------------------------
+
+
+class Schedulers:
+    """A tokenizer manager before schedulers of these ranks, the last of which takes nothing."""
+
+    def __init__(self, *ranks: int, refusing: bool = False) -> None:
+        self.ranks, self.refusing = ranks, refusing
+        self.configs = dict.fromkeys(ranks, C2TConfig("c2t"))
+        self.server_args = SimpleNamespace(
+            speculative_eagle_topk=1, speculative_num_steps=5, speculative_num_draft_tokens=6
+        )
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        """In no order."""
+        refusal = "no memory is left"
+        return [
+            {"c2t": {
+                "dp_rank": rank,
+                "config": self.configs[rank].to_json(),
+                "control": {"switches": rank, "refusal": refusal if self.refuses(rank) else None},
+                "planner": {"steps": 10 * rank},
+            }}
+            for rank in self.ranks
+        ]  # fmt: skip
+
+    async def set_internal_state(self, message: Any) -> list[bool]:
+        (name,) = message.server_args
+        values = json.loads(name.removeprefix("c2t "))
+        for rank in self.ranks:
+            if not self.refuses(rank):
+                self.configs[rank] = changed(self.configs[rank], values, C2TConfig("c2t"))
+        return [not self.refuses(rank) for rank in self.ranks]
+
+    def refuses(self, rank: int) -> bool:
+        return self.refusing and rank == self.ranks[-1]
+
+
+def posted(schedulers: Schedulers) -> dict[str, Any]:
+    return asyncio.run(control._post(schedulers, b'{"beta": 0.7}', C2TConfig("c2t")))
+
+
+def test_schedulers_are_told_of_by_rank_in_whatever_order_they_answer() -> None:
+    told = posted(Schedulers(2, 0, 1))
+    assert (told["beta"], told["switches"]) == (0.7, [0, 1, 2])
+    assert told["planner"] == [{"steps": 0}, {"steps": 10}, {"steps": 20}]
+    assert "differing" not in told
+
+
+def test_settings_that_one_scheduler_alone_refuses_are_told_as_such() -> None:
+    schedulers = Schedulers(0, 1, refusing=True)
+    with pytest.raises(RefusedError, match=r"only 1 of 2 .*: no memory is left") as refused:
+        posted(schedulers)
+    assert refused.value.status == 500
+    told = control._told(asyncio.run(control._states(schedulers)))
+    assert [settings["beta"] for settings in told["differing"]] == [0.7, None]
+
+
+def test_settings_that_every_scheduler_refuses_are_refused_as_from_one() -> None:
+    with pytest.raises(ConfigError, match=r"^no memory is left$"):
+        posted(Schedulers(0, refusing=True))

@@ -36,8 +36,8 @@ class Manager:
         self.sent: list[Any] = []
 
     async def get_internal_state(self) -> list[dict[str, Any]]:
-        told = {"config": self.config.to_json(), "control": {"switches": len(self.sent)}}
-        return [{"c2t": told}]
+        control = {"switches": len(self.sent)}
+        return [{"c2t": {"dp_rank": 0, "config": self.config.to_json(), "control": control}}]
 
     async def set_internal_state(self, obj: Any) -> list[bool]:
         (name,) = obj.server_args

@@ -1,0 +1,77 @@
+"""SGLang's router in front of servers: it is a package of its own, and has no GPU to wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+
+from eval.server import Server, environment, free_port, stop
+from tests.nursery import start_as_users_do
+
+READY_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Router(Server):
+    """A running router, which tells of itself at an address of its own."""
+
+    own_metrics: str
+
+    def routed(self, endpoint: str) -> float:
+        """Requests it has taken for this endpoint of its workers."""
+        told = requests.get(self.own_metrics, timeout=30).text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(told)
+            for sample in family.samples
+            if sample.name == "smg_router_requests_total" and sample.labels["endpoint"] == endpoint
+        )
+
+
+@contextlib.contextmanager
+def routing(workers: Sequence[Server], logs: Path, *flags: str) -> Iterator[Router]:
+    """A router over ``workers``, which are taken in turn unless ``flags`` say otherwise."""
+    port, own = free_port(), free_port()
+    argv = [
+        sys.executable, "-m", "sglang_router.launch_router",
+        "--worker-urls", *(worker.url for worker in workers),
+        "--host", "127.0.0.1", "--port", str(port),
+        "--prometheus-port", str(own), "--prometheus-host", "127.0.0.1",
+        "--policy", "round_robin", *flags,
+    ]  # fmt: skip
+    process = start_as_users_do(argv, environment({}), logs / "router.log")
+    router = Router(
+        url=f"http://127.0.0.1:{port}",
+        process=process,
+        log=logs / "router.log",
+        own_metrics=f"http://127.0.0.1:{own}/metrics",
+    )
+    try:
+        _wait_for(router, len(workers))
+        yield router
+    finally:
+        stop(process)
+
+
+def healthy(router: Server) -> set[str]:
+    """Addresses of the workers that the router sends requests to."""
+    told = requests.get(f"{router.url}/workers", timeout=30).json()
+    return {worker["url"] for worker in told["workers"] if worker["is_healthy"]}
+
+
+def _wait_for(router: Server, num_workers: int) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        assert router.process.poll() is None, router.log.read_text()[-2000:]
+        with contextlib.suppress(requests.RequestException):
+            if len(healthy(router)) == num_workers:
+                return
+        time.sleep(0.2)
+    raise TimeoutError(router.log.read_text()[-2000:])
