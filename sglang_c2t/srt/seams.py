@@ -72,9 +72,11 @@ RESOLVE_RESULT = (
 )
 LOG_STATS = "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats"
 MODEL_FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
-#: Attention backends that may read packed rows, by SGLang's name; verify/backends.py looks at
-#: the backend itself once it exists.
-RAGGED_BACKENDS = ("fa3", "flashinfer", "intel_amx")
+#: Attention backends that may read packed rows, by SGLang's name; verify/backends.py asks the
+#: backend itself once it exists, and verify/trial.py tries it.
+RAGGED_BACKENDS = (
+    "fa3", "fa4", "flashinfer", "trtllm_mha", "trtllm_mla", "dsv4", "intel_amx",
+)  # fmt: skip
 #: Attention backends that read our tree masks, by SGLang's name; the CPU one is ours, see
 #: cpu/engine.py.
 TREE_BACKENDS = ("flashinfer", "intel_amx")

@@ -119,8 +119,8 @@ class Served:
     """How often each request was."""
 
     steps: list[dict[str, int]]
-    """What each decode step counted, its ``batch``, and the rows of a whole draft of it that ours
-    ``drafted``.
+    """What each decode step counted, its ``batch``, the rows of a whole draft of it that ours
+    ``drafted``, and those that the target ``forwarded`` for it.
     """
 
     sites: dict[str, int]
@@ -209,7 +209,8 @@ def serve(scheduler: Any, run: Run) -> Served:
     compiled = len(DEVICE.compiled)
     steps: list[dict[str, int]] = []
     taken: dict[int, Any] = {}
-    mode, counted, iteration, drafted = "", Counter[str](), 0, 0
+    mode, counted, iteration = "", Counter[str](), 0
+    ours = {"drafted": 0, "forwarded": 0}
     queue, run_batch = scheduler._add_request_to_queue, scheduler.run_batch
 
     def keep(req: Any, *more: Any, **options: Any) -> Any:
@@ -217,18 +218,19 @@ def serve(scheduler: Any, run: Run) -> Served:
         return queue(req, *more, **options)
 
     def noting(batch: Any, *more: Any, **options: Any) -> Any:
-        nonlocal mode, drafted
+        nonlocal mode
         mode = f"{batch.forward_mode.name} {len(batch.reqs)}"
         result = run_batch(batch, *more, **options)
         step = getattr(result, "c2t_step", None)
-        drafted = step.drafted if step is not None else 0
+        if step is not None:
+            ours.update(drafted=step.drafted, forwarded=step.forwarded_rows)
         return result
 
     def receive(*_: Any, **__: Any) -> list[Any]:
         nonlocal mode, counted, iteration
         now = Counter(DEVICE.tally)
         if mode.startswith("DECODE"):
-            steps.append({**(now - counted), "batch": int(mode.split()[1]), "drafted": drafted})
+            steps.append({**(now - counted), "batch": int(mode.split()[1]), **ours})
         mode, counted = "", now
         all_there = len(taken) == len(run.requests)
         if (all_there and all(r.finished() for r in taken.values())) or iteration > MOST_ITERATIONS:

@@ -61,6 +61,26 @@ def test_other_rules_prune_and_compile_nothing_while_they_serve(
     assert sum(run.verifications) < sum(run.rows) < widest * sum(run.verifications)
 
 
+#: Of packed rows, in what a first batch can show, and where.
+WRONG_ROWS = (
+    ("EAGLE3 chains, FA3", "rows are written one place behind"),
+    ("EAGLE3 chains, FA3", "a graph keeps the rows of its capture"),
+    ("EAGLE3 chains, FA3", "attention forgets the rows themselves"),
+    ("EAGLE3 chains, FlashInfer, gated", "rows are written one place behind"),
+)
+
+
+@pytest.mark.parametrize(("server", "name"), WRONG_ROWS)
+def test_a_server_that_packs_wrongly_sees_it_at_its_start_and_verifies_whole_drafts(
+    emulated: Emulator, oracle: Oracle, server: str, name: str
+) -> None:
+    """What is served is right, by SGLang's own graphs, where the same mistake later is not."""
+    (run,) = emulated.try_to(oracle.case(server, oracle.run(), mutant=name))
+    assert oracle.wrong(server, run, None, counted=False) == []
+    for step in run.steps:
+        assert step["forwarded"] == step["batch"] * (DRAFTS + 1)
+
+
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     folder = tmp_path_factory.mktemp("seeing")

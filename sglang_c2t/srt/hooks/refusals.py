@@ -1,7 +1,7 @@
 """Combinations ``--c2t`` does not serve, each refused by name before a model loads.
 
-One row per combination: when it applies, and the sentence the user reads. The checks
-run on SGLang's *resolved* arguments, so values that SGLang chose by itself count too.
+One row per combination: when it applies, what it is, why, and what to do instead. The checks run
+on SGLang's *resolved* arguments, so values that SGLang chose by itself count too.
 """
 
 from __future__ import annotations
@@ -28,10 +28,22 @@ ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 
 
 class Refusal(NamedTuple):
-    """``applies`` looks at the resolved arguments; ``sentence`` says what to change."""
+    """A combination; all but the first are read by who asked for it."""
 
     applies: Callable[[Any], bool]
-    sentence: str
+    """To resolved arguments."""
+
+    what: str
+    """By the flags, or variables, that ask for it."""
+
+    why: str
+    instead: str
+    """What to do, as one would say it to somebody."""
+
+    @property
+    def sentence(self) -> str:
+        """All of it."""
+        return f"--c2t does not serve {self.what}: {self.why}; {self.instead}"
 
 
 def _set(name: str) -> Callable[[Any], bool]:
@@ -122,97 +134,148 @@ def _pages_of_trees(cfg: Any) -> bool:
 #: traceback.
 PAGES_OF_TREES = Refusal(
     _pages_of_trees,
-    "--c2t grows trees on single KV slots: set --page-size 1 with --speculative-eagle-topk above 1",
+    "--page-size above 1 with --speculative-eagle-topk above 1",
+    "trees are grown on single KV slots",
+    "set --page-size 1 with --speculative-eagle-topk above 1, or --speculative-eagle-topk 1",
 )
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: cfg.speculative_algorithm is None,
-        "--c2t needs a draft model: add --speculative-algorithm "
-        f"{'|'.join(ALGORITHMS)} and --speculative-draft-model-path",
+        "a server without --speculative-algorithm",
+        "it needs a draft model",
+        f"add --speculative-algorithm {'|'.join(ALGORITHMS)} and --speculative-draft-model-path",
     ),
     Refusal(
         lambda cfg: cfg.speculative_algorithm not in (None, *ALGORITHMS),
-        f"--c2t serves --speculative-algorithm {', '.join(ALGORITHMS)} and no other",
+        f"a --speculative-algorithm other than {', '.join(ALGORITHMS)}",
+        "it gates the drafts of these",
+        "choose one of them",
     ),
     Refusal(
         lambda cfg: cfg.speculative_eagle_topk == 1 and _bounds_rows(),
-        "--c2t-max-verify-rows bounds trees: set --speculative-eagle-topk above 1, or drop it",
+        "--c2t-max-verify-rows with --speculative-eagle-topk 1",
+        "it bounds trees",
+        "set --speculative-eagle-topk above 1, or drop it",
     ),
     Refusal(
         _lacks_draft,
-        "--c2t needs a draft model: add --speculative-draft-model-path; only EAGLE and NEXTN do "
-        "without, where the target's own checkpoint holds draft layers",
+        "this --speculative-algorithm without --speculative-draft-model-path",
+        "only EAGLE and NEXTN do without, where the target's own checkpoint holds draft layers",
+        "add --speculative-draft-model-path",
     ),
     PAGES_OF_TREES,
     Refusal(
         lambda cfg: _trees(cfg) and cfg.attention_backend not in seams.TREE_BACKENDS,
-        "--c2t verifies trees with --attention-backend "
-        f"{', '.join(seams.TREE_BACKENDS)} and no other: change it, or set "
-        "--speculative-eagle-topk 1",
+        "--speculative-eagle-topk above 1 with an --attention-backend other than "
+        f"{', '.join(seams.TREE_BACKENDS)}",
+        "others do not read the masks of its trees",
+        "change it, or set --speculative-eagle-topk 1",
     ),
     Refusal(
         _ignores_accept_thresholds,
-        "--c2t accepts tree nodes exactly: drop --speculative-accept-threshold-single and "
-        "--speculative-accept-threshold-acc",
+        "--speculative-accept-threshold-single and --speculative-accept-threshold-acc with "
+        "--speculative-eagle-topk above 1",
+        "a tree's nodes are accepted exactly",
+        "drop --speculative-accept-threshold-single and --speculative-accept-threshold-acc",
     ),
     Refusal(
         lambda cfg: _trees(cfg) and compat.watermarks(cfg),
-        "--c2t does not serve --watermark-config with --speculative-eagle-topk above 1",
+        "--watermark-config with --speculative-eagle-topk above 1",
+        "packed rows of trees are sampled without it",
+        "drop it, or set --speculative-eagle-topk 1",
     ),
     Refusal(
         lambda cfg: cfg.speculative_algorithm in ALGORITHMS and cfg.speculative_num_steps < 1,
-        "--c2t needs something to gate: set --speculative-num-steps to 1 or more",
+        "--speculative-num-steps below 1",
+        "there is nothing to gate",
+        "set --speculative-num-steps to 1 or more",
     ),
     Refusal(
         lambda cfg: cfg.speculative_algorithm == "STANDALONE" and _reads_hidden(cfg),
-        "a STANDALONE draft passes no hidden state on: choose a --c2t-policy, and a record_extra, "
-        "that do not read it",
+        "--speculative-algorithm STANDALONE with a --c2t-policy, or a record_extra, that reads "
+        "hidden states",
+        "a STANDALONE draft passes no hidden state on",
+        "choose a --c2t-policy, and a record_extra, that do not",
     ),
     Refusal(
         _set("speculative_adaptive"),
-        "--c2t and --speculative-adaptive both set the draft length: drop one of them",
+        "--speculative-adaptive",
+        "--c2t and --speculative-adaptive both set the draft length",
+        "drop one of them",
     ),
     Refusal(
         _set("speculative_use_rejection_sampling"),
-        "--c2t does not serve "
-        "--speculative-use-rejection-sampling: whether a sampled draft token is verified "
-        "must not depend on the token; drop one of them",
+        "--speculative-use-rejection-sampling",
+        "whether a sampled draft token is verified must not depend on the token",
+        "drop one of them",
     ),
-    Refusal(_set("enable_multi_layer_eagle"), "--c2t does not serve --enable-multi-layer-eagle"),
+    Refusal(
+        _set("enable_multi_layer_eagle"),
+        "--enable-multi-layer-eagle",
+        "each of its draft layers is a model of its own, and the gate watches one",
+        "drop it",
+    ),
     Refusal(
         compat.uses_dp_attention,
-        "--c2t does not serve DP attention: drop --attn-dp-size or --enable-dp-attention",
+        "DP attention, --enable-dp-attention or --attn-dp-size",
+        "its ranks agree on full width before they verify",
+        "drop it; --dp-size by itself serves whole replicas",
     ),
-    Refusal(_set("enable_two_batch_overlap"), "--c2t does not serve --enable-two-batch-overlap"),
-    Refusal(_set("enable_pdmux"), "--c2t does not serve --enable-pdmux"),
+    Refusal(
+        _set("enable_two_batch_overlap"),
+        "--enable-two-batch-overlap",
+        "it halves batches by equally many rows for each request",
+        "drop it",
+    ),
+    Refusal(
+        _set("enable_pdmux"),
+        "--enable-pdmux",
+        "verification beside a prefill on other streams was not tried",
+        "drop it",
+    ),
     Refusal(
         # SGLang lets --lora-paths switch LoRA on, but only after this step.
         lambda cfg: _set("enable_lora")(cfg) or _set("lora_paths")(cfg),
-        "--c2t does not serve LoRA: drop --enable-lora and --lora-paths",
+        "LoRA, --enable-lora or --lora-paths",
+        "adapters are told of equally many rows for each request",
+        "drop --enable-lora and --lora-paths, and serve merged weights",
     ),
     Refusal(
-        _set("enable_return_routed_experts"), "--c2t does not serve --enable-return-routed-experts"
+        _set("enable_return_routed_experts"),
+        "--enable-return-routed-experts",
+        "it gives experts back for equally many rows of each request",
+        "drop it",
     ),
     Refusal(
-        lambda cfg: cfg.pp_size > 1, "--c2t does not serve pipeline parallelism: set --pp-size 1"
+        lambda cfg: cfg.pp_size > 1,
+        "pipeline parallelism, --pp-size above 1",
+        "later stages would not learn which rows are verified",
+        "set --pp-size 1; --tp-size spreads a model as well",
     ),
     Refusal(
         lambda cfg: cfg.disaggregation_mode not in (None, "null"),
-        "--c2t does not serve --disaggregation-mode",
+        "--disaggregation-mode",
+        "what is known of a request's first draft does not travel to who decodes",
+        "drop it",
     ),
     Refusal(
         lambda cfg: _graphs(cfg) and _set("disable_cuda_graph_padding")(cfg),
-        "--c2t pads rows to token tiers in CUDA graphs: drop --disable-cuda-graph-padding",
+        "--disable-cuda-graph-padding",
+        "rows are padded to token tiers in CUDA graphs",
+        "drop --disable-cuda-graph-padding",
     ),
     Refusal(
         lambda cfg: _graphs(cfg) and _policy_needs(cfg, "hidden"),
-        "a --c2t-policy that reads hidden states does not run inside CUDA graphs: add "
-        "--cuda-graph-backend-decode disabled",
+        "a --c2t-policy that reads hidden states inside CUDA graphs",
+        "a captured draft hands none over",
+        "add --cuda-graph-backend-decode disabled, or choose another policy",
     ),
     Refusal(
         lambda cfg: cfg.device not in ("cpu", "cuda"),
-        "--c2t serves --device cuda and cpu and no other",
+        "a --device other than cuda and cpu",
+        "none was tried",
+        "change it",
     ),
     Refusal(
         lambda cfg: (
@@ -220,30 +283,40 @@ REFUSALS: tuple[Refusal, ...] = (
             and not _trees(cfg)
             and cfg.attention_backend not in seams.RAGGED_BACKENDS
         ),
-        "--c2t-verify ragged needs an attention backend that reads packed rows "
-        f"({', '.join(seams.RAGGED_BACKENDS)}): change --attention-backend or drop the flag",
+        "--c2t-verify ragged with an --attention-backend other than "
+        f"{', '.join(seams.RAGGED_BACKENDS)}",
+        "others do not read packed rows",
+        "change --attention-backend, or drop --c2t-verify: all rows are then verified",
     ),
     Refusal(
         _plans_static,
-        "a --c2t-policy that plans decides how many rows are verified: drop --c2t-verify static",
+        "--c2t-verify static with a --c2t-policy that plans",
+        "it decides how many rows are verified",
+        "drop --c2t-verify static, or choose another policy",
     ),
     Refusal(
         lambda cfg: _bounds_rows() and _trees(cfg) and _plans(cfg),
-        "a --c2t-policy that plans decides how many rows are verified: drop --c2t-max-verify-rows",
+        "--c2t-max-verify-rows with a --c2t-policy that plans",
+        "it decides how many rows are verified",
+        "drop --c2t-max-verify-rows, or choose another policy",
     ),
     Refusal(
         _keeps_nothing,
-        "--c2t-state keeps what a policy that plans has learnt: choose --c2t-policy auto or "
-        "rows-only, or drop it",
+        "--c2t-state with a --c2t-policy that does not plan",
+        "it keeps what a planner has learnt",
+        "choose --c2t-policy auto or rows-only, or drop it",
     ),
     Refusal(
         lambda cfg: compat.simulates_acceptance(),
-        "--c2t cannot gate simulated acceptance: unset SGLANG_SIMULATE_ACC_LEN",
+        "SGLANG_SIMULATE_ACC_LEN",
+        "drafts that are accepted by chance cannot be gated",
+        "unset SGLANG_SIMULATE_ACC_LEN",
     ),
     Refusal(
         lambda cfg: compat.plans_on_another_stream(),
-        "--c2t builds the verify batch from the draft's output: unset "
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
+        "the verify batch is built from the draft's output",
+        "unset SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
     ),
 )
 

@@ -6,7 +6,9 @@ same through the real command.
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,7 +106,7 @@ def test_without_the_flag_nothing_is_published() -> None:
         (["--c2t-policy", "mcsd-hidden"], "no shipped classifier, because it fits one draft"),
         ({"betta": 0.5}, "unknown c2t setting 'betta'"),
         ({"policy_options": {"layer_limit": 3}}, "does not take these options (['layer_limit'])"),
-        (["--c2t-max-verify-rows", "64"], "max-verify-rows bounds trees: set --speculative-eagle-"),
+        (["--c2t-max-verify-rows", "64"], "it bounds trees; set --speculative-eagle-topk above 1"),
         *((["--c2t-policy", name], f"policy {name} grows trees: set --speculative-eagle-topk above")
           for name in ("eagle2", "c2t-eagle2", "entropy-width", "fork", "static")),
     ],
@@ -155,8 +157,11 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "needs a draft model: add --speculative-algorithm"),
-        (["--speculative-algorithm", "NGRAM"], "serves --speculative-algorithm EAGLE, EAGLE3"),
+        ([], "it needs a draft model; add --speculative-algorithm"),
+        (
+            ["--speculative-algorithm", "NGRAM"],
+            "a --speculative-algorithm other than EAGLE, EAGLE3",
+        ),
         (
             [*speculative_flags("EAGLE3", num_steps=3), "--speculative-adaptive"],
             "--speculative-adaptive both set the draft length",
@@ -165,15 +170,15 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
         ([*EAGLE3, "--lora-paths", "adapter=/absent"], "drop --enable-lora and --lora-paths"),
         (
             [*EAGLE3, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
-            "does not serve DP attention",
+            "does not serve DP attention, --enable-dp-attention",
         ),
         (
             [*EAGLE3, "--c2t-verify", "ragged", "--attention-backend", "torch_native"],
-            "needs an attention backend that reads packed rows (fa3, flashinfer, intel_amx)",
+            "an --attention-backend other than fa3, fa4, flashinfer, trtllm_mha, ",
         ),
         (
             [*EAGLE3, "--c2t-policy", "auto", "--c2t-verify", "static"],
-            "plans decides how many rows are verified: drop --c2t-verify static",
+            "plans: it decides how many rows are verified; drop --c2t-verify static",
         ),
         (
             [*EAGLE3, "--c2t-policy", "c2t", "--c2t-state", "x"],
@@ -182,12 +187,37 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
         ([*TREES, "--c2t-policy", "rows-only"], "policy rows-only cuts chains only"),
         (
             [*TREES, "--c2t-policy", "auto", "--c2t-max-verify-rows", "64"],
-            "plans decides how many rows are verified: drop --c2t-max-verify-rows",
+            "plans: it decides how many rows are verified; drop --c2t-max-verify-rows",
         ),
     ],
 )
 def test_an_unsupported_combination_is_refused_by_name(capsys, flags: list[str], said: str) -> None:
     assert said in refusal(capsys, *flags, "--c2t")
+
+
+def test_every_refusal_names_a_flag_says_why_and_what_to_do() -> None:
+    """A flag that SGLang or we have, or a variable; a reason; and an order that can be followed."""
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_c2t.srt.hooks.refusals import REFUSALS
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    known = {option for action in parser._actions for option in action.option_strings}
+    if compat.module_exists(seams.WATERMARKING):  # an older SGLang has not all that we refuse
+        for refusal in REFUSALS:
+            unknown = set(re.findall(r"--[a-z0-9-]+", refusal.sentence)) - known
+            assert unknown == set(), refusal.sentence
+    orders = ("add ", "change ", "choose ", "drop ", "set ", "unset ")
+    for refusal in REFUSALS:
+        assert re.search(r"--[a-z0-9-]+|SGLANG_[A-Z_]+", refusal.what), refusal.sentence
+        assert refusal.instead.startswith(orders), refusal.sentence
+        assert len(refusal.why.split()) >= 3, refusal.sentence
+        assert refusal.sentence == f"--c2t does not serve {refusal.what}: {refusal.why}; " + (
+            refusal.instead
+        )
+        assert not any(part.endswith((".", ";", ":")) for part in refusal[1:]), refusal.sentence
+    assert len({refusal.what for refusal in REFUSALS}) == len(REFUSALS)
 
 
 # -- trees --------------------------------------------------------------------------------
@@ -217,7 +247,7 @@ def test_trees_are_served(tmp_path: Path, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--attention-backend", "torch_native"], "trees with --attention-backend flashinfer, int"),
+        (["--attention-backend", "torch_native"], "--attention-backend other than flashinfer, int"),
         (["--attention-backend", "triton"], "or set --speculative-eagle-topk 1"),
         (["--speculative-accept-threshold-single", "0.9"], "drop --speculative-accept-threshold-s"),
         (["--speculative-accept-threshold-acc", "0.9"], "and --speculative-accept-threshold-acc"),

@@ -1,0 +1,54 @@
+"""What counts as another row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_c2t.srt.verify.trial import APART, APART_ROUNDED, EXCUSED, difference
+
+VOCABULARY = 200
+
+
+def logits(seed: int, rows: int) -> torch.Tensor:
+    """[R, V], each row with a level and a spread of its own."""
+    random = torch.Generator().manual_seed(seed)
+    found = torch.randn((rows, VOCABULARY), generator=random)
+    return found * torch.rand((rows, 1), generator=random).add(0.1) * 20 + seed % 7
+
+
+@given(st.integers(0, 2**20), st.integers(1, 12))
+def test_rows_of_other_requests_are_seen_and_rounding_is_not(seed: int, rows: int) -> None:
+    wanted = logits(seed, rows)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert difference(wanted.to(dtype), wanted, dtype) is None
+        others = difference(logits(seed + 1, rows), wanted, dtype)
+        assert others is not None
+        assert f"{rows} of {rows} packed rows" in others
+
+
+@given(st.integers(0, 2**20), st.integers(1, 12), st.integers(0, 12))
+def test_a_few_rows_may_have_met_other_experts(seed: int, rows: int, other: int) -> None:
+    wanted, other = logits(seed, rows), min(other, rows)
+    found = wanted.clone()
+    found[:other] = logits(seed + 1, other)
+    assert (difference(found, wanted, torch.bfloat16) is None) == (other <= EXCUSED * rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_how_far_apart_a_row_may_be(dtype: torch.dtype) -> None:
+    wanted = logits(0, 4)
+    spread = (wanted - wanted.mean(dim=1, keepdim=True)).norm(dim=1, keepdim=True)
+    away = torch.nn.functional.one_hot(torch.zeros(4, dtype=torch.int64), VOCABULARY) * spread
+    limit = APART.get(dtype, APART_ROUNDED)
+    assert difference(wanted + 0.9 * limit * away, wanted, dtype) is None
+    assert difference(wanted + 1.1 * limit * away, wanted, dtype) is not None
+
+
+def test_numbers_that_are_none_and_rows_that_are_missing_are_wrong() -> None:
+    wanted = logits(0, 4)
+    assert "4 of 4" in (difference(wanted * torch.nan, wanted, torch.float32) or "")
+    said = difference(wanted[:3], wanted, torch.float32)
+    assert said == "(3, 200) logits come back where (4, 200) should"
