@@ -20,7 +20,7 @@ WANTED    := $(if $(LOCKED),-r $(LOCKED) --no-deps -e .,-e '.[dev,train]' $(if $
 COMPILE   := uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve bench ramp lossless soak test unit check lint types e2e models classifier \
+.PHONY: help setup demo serve bench ramp lossless soak test matrix unit check lint types e2e models classifier \
   tables parity parity-old patch unpatch patch-check lock clean
 
 help:  ## List the targets
@@ -69,7 +69,10 @@ soak: $(STAMP)  ## 15 minutes of load and faults against --c2t servers, chains a
 
 test: $(STAMP)  ## All tests: lint, types, unit, and real servers on the CPU
 	$(MAKE) lint types
-	$(PYTEST) --durations=40
+	$(PYTEST) --durations=40 --junitxml=runs/tests.xml
+
+matrix: $(STAMP)  ## What is served and how, from the outcomes of `make test`: sglang_c2t/guides/matrix.md
+	$(BIN)/python -m tests.matrix runs/tests.xml
 
 unit: $(STAMP)  ## Tests that start no server
 	$(PYTEST) -m "not server"
