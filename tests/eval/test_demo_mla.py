@@ -1,0 +1,72 @@
+"""The demo target of latent attention: its checkpoint is named as DeepSeek names one."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eval.demo_models import mla
+from eval.prompts import demo_mix
+from eval.server import MLA
+
+
+def test_what_is_trained_is_what_is_shipped_and_all_of_it() -> None:
+    target = mla.new_target()
+    made = mla.published(dict(target.state_dict())) | mla.MtpHead(target).weights()
+    with safe_open(MLA / "model.safetensors", "pt") as file:
+        shipped = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    assert {name: list(value.shape) for name, value in made.items()} == shipped
+    assert json.loads((MLA / "config.json").read_text()) == mla.CONFIG
+
+
+def test_experts_that_stand_in_one_tensor_are_told_apart() -> None:
+    both = torch.arange(2 * 6 * 2.0).view(2, 6, 2)  # experts, gate and up, inputs
+    down = torch.arange(2 * 2 * 3.0).view(2, 2, 3)
+    made = mla.published({"a.experts.gate_up_proj": both, "a.experts.down_proj": down})
+    assert made["a.experts.1.gate_proj.weight"].equal(both[1, :3])
+    assert made["a.experts.1.up_proj.weight"].equal(both[1, 3:])
+    assert made["a.experts.0.down_proj.weight"].equal(down[0])
+    assert len(made) == 6
+
+
+@torch.inference_mode()
+def test_the_shipped_draft_layer_knows_what_its_target_will_say() -> None:
+    """Of tokens that the target was trained on a third or more, one token ahead."""
+    target = AutoModelForCausalLM.from_pretrained(MLA, dtype=torch.float32)
+    head = mla.MtpHead(target)
+    with safe_open(MLA / "model.safetensors", "pt") as file:
+        head.load_state_dict(_stacked(head, file))
+    tokenizer = AutoTokenizer.from_pretrained(MLA)
+    said = wanted = 0
+    for prompt in demo_mix(6):
+        tokens = torch.tensor([tokenizer(prompt.text)["input_ids"][:200]])
+        hidden, logits = mla.states(target, tokens)
+        drafted = target.lm_head(head(target.model.embed_tokens(tokens[:, 1:]), hidden[:, :-1]))
+        said += int((drafted.argmax(-1) == logits[:, 1:].argmax(-1)).sum())
+        wanted += tokens.shape[1] - 1
+    assert said > wanted / 3, (said, wanted)
+
+
+def _stacked(head: mla.MtpHead, file: safe_open) -> dict[str, torch.Tensor]:
+    """The draft layer's weights, as transformers keeps them."""
+    prefix, found = f"model.layers.{mla.LAYERS}.", {}
+    for name in head.state_dict():
+        first, _, rest = name.partition(".")
+        place = {"layer": rest, "norm": f"shared_head.norm.{rest}"}.get(first, name)
+        layer, stacked, which = (prefix + place).partition(".experts.")
+        if not stacked:
+            found[name] = file.get_tensor(prefix + place).float()
+            continue
+        parts = ["gate_proj", "up_proj"] if which == "gate_up_proj" else [which]
+        found[name] = torch.stack(
+            [
+                torch.cat(
+                    [file.get_tensor(f"{layer}.experts.{e}.{part}.weight") for part in parts]
+                ).float()
+                for e in range(mla.CONFIG["n_routed_experts"])
+            ]
+        )
+    return found
