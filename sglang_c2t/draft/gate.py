@@ -103,6 +103,10 @@ class Gate:
         """
         self._relay(slots, logits, hidden, self._exploration.names)
 
+    def join_unmeasured(self, slots: Tensor) -> None:
+        """Requests [B] enter whose prompt, and first draft, was somebody else's: it stays."""
+        self.first_tokens.forget(slots)
+
     def relay_first_token(
         self, slots: Tensor, logits: Tensor, hidden: Tensor | None = None
     ) -> None:

@@ -42,9 +42,9 @@ class FirstTokens:
         self._num_slots, self._topk = num_slots, topk
         self.device = device
         per_child = [unknown(name).repeat(topk) for name in ("prob", "confidence")]
-        certain = torch.cat([unknown("entropy"), *per_child]).to(device)
+        self._certain = torch.cat([unknown("entropy"), *per_child]).to(device)
         # Together, so that one launch writes or reads all that a program says.
-        self._judged = certain[:, None].repeat(1, num_slots)  # [1 + 2 K, num_slots]
+        self._judged = self._certain[:, None].repeat(1, num_slots)  # [1 + 2 K, num_slots]
         self._columns: dict[str, Tensor] = {}  # by name, [num_slots] or [num_slots, width]
 
     def relay(self, slots: Tensor) -> Relay:
@@ -67,6 +67,14 @@ class FirstTokens:
     def get(self, name: str, slots: Tensor) -> Tensor:
         """[B, ...] float32; what :func:`unknown` says where nobody ever wrote."""
         return self._column(name, 1)[slots]
+
+    def forget(self, slots: Tensor) -> None:
+        """What was known of the requests that had ``slots`` [B] before: nobody measured the first
+        layer of those that have them now.
+        """
+        self._judged[:, slots] = self._certain[:, None]
+        for name, column in self._columns.items():
+            column[slots] = unknown(name, column.shape[-1]).to(column.device)
 
     def _column(self, name: str, width: int) -> Tensor:
         if name not in self._columns:

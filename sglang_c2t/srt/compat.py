@@ -24,6 +24,7 @@ from sglang_c2t.srt.seams import (
     ATTENTION_HOOK,
     CACHE_LOCS,
     DRAFT_EXTEND_GRAPHS,
+    EAGLE_DISAGGREGATION,
     EAGLE_UTILS,
     IO_STRUCT,
     KV_CACHE,
@@ -243,6 +244,29 @@ def widen_request_table() -> None:
 def _room_for_all_reserved(original: Callable[..., int], *args: Any) -> int:
     sizing = importlib.import_module(ALLOCATION)
     return max(original(*args), sizing.get_alloc_reserve_per_decode(*args))
+
+
+def disaggregates(server_args: Any) -> bool:
+    """Whether prefill and decode are servers of their own."""
+    return argument(server_args, "disaggregation_mode") not in (None, "null")
+
+
+def only_prefills(server_args: Any) -> bool:
+    """Whether another server decodes, so that this one verifies nothing."""
+    return bool(argument(server_args, "disaggregation_mode") == "prefill")
+
+
+def on_arrival(server_args: Any, arrive: Callable[[Any], None]) -> None:
+    """Call ``arrive(batch)`` for requests whose prefill ran on another server."""
+    if not disaggregates(server_args):
+        return
+
+    def build(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        draft_input = original(batch, *args, **kwargs)
+        arrive(batch)
+        return draft_input
+
+    wrap_global(EAGLE_DISAGGREGATION, "build_eagle_disagg_draft_input", build)
 
 
 @contextmanager

@@ -29,6 +29,8 @@ MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 STANDALONE_WORKER = "sglang.srt.speculative.standalone_worker_v2"
 EAGLE_COMMON = "sglang.srt.speculative.eagle_worker_common"
 EAGLE_UTILS = "sglang.srt.speculative.eagle_utils"
+EAGLE_DISAGGREGATION = "sglang.srt.speculative.eagle_disaggregation"
+MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
 EAGLE_INFO = "sglang.srt.speculative.eagle_info"
 FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 CACHE_LOCS = "sglang.kernels.ops.speculative.cache_locs"
@@ -66,6 +68,7 @@ READ_BODY = "fastapi.routing", "solve_dependencies"
 CREATE_MESSAGE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
 NORMALIZE_REQUEST = f"{IO_STRUCT}.GenerateReqInput.normalize_batch_and_arguments"
 VERIFY_SAMPLING_PARAMS = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
+INIT_DISAGGREGATION = "sglang.srt.managers.scheduler.Scheduler.init_disaggregation"
 RESOLVE_RESULT = (
     "sglang.srt.managers.scheduler_components.batch_result_processor."
     "SchedulerBatchResultProcessor._resolve_spec_v2_tokens"
@@ -182,6 +185,11 @@ SEAMS: tuple[Seam, ...] = (
         f"{EAGLE_WORKER}.EagleDraftWorker.alloc_memory_pool",
         "sizes the per-request table",
         "req_to_token_pool",
+    ),
+    Seam(
+        f"{EAGLE_DISAGGREGATION}.build_eagle_disagg_draft_input",
+        "sees requests come whose prefill ran on another server",
+        "batch",
     ),
     Seam(f"{STANDALONE_WORKER}.StandaloneWorkerV2", "worker of STANDALONE"),
     Seam(f"{STANDALONE_WORKER}.StandaloneDraftWorker", "draft worker of STANDALONE"),
@@ -769,6 +777,14 @@ CPU_SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.distributed.device_communicators.pynccl.NCCLLibrary",
         "leaves NCCL out on a CPU",
+    ),
+    Seam(INIT_DISAGGREGATION, "sends keys from a CPU to another server"),
+    Seam(
+        f"{MOONCAKE}.MooncakeKVSender",
+        "sends keys from a CPU to another server",
+        fields="supports_host_tensor_indices",
+        otherwise=Seam(f"{MOONCAKE}.MooncakeKVSender", "sends keys from a CPU to another server"),
+        only_with="mooncake",
     ),
     *(
         Seam(f"{EAGLE_UTILS}.{name}", "verifies with samples on a CPU")

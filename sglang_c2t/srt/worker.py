@@ -77,6 +77,7 @@ class WorkerMixin(EAGLEWorkerV2):
         self._plannings: dict[str, Planning] = {}
         self._recorder = Recorder.from_config(self._config, self.server_args)
         self._draft_worker.watch(self._gate_maker(), self._recorder)
+        compat.on_arrival(self.server_args, self._draft_worker.arrive)
         compat.widen_request_table()  # SGLang makes it once its workers are there
         self._feedback = self._draft_worker.feedback = Feedback(
             self.device == "cuda",
@@ -94,8 +95,9 @@ class WorkerMixin(EAGLEWorkerV2):
         runner = self.target_worker.model_runner
         if runner.device == "cuda":
             self._warm_up(runner)
-        # A recorded step drafts and verifies everything.
-        if self._planning is not None and self._config.record is None:
+        # A recorded step drafts and verifies everything, and a server that prefills has none.
+        steps = self._config.record is None and not compat.only_prefills(self.server_args)
+        if self._planning is not None and steps:
             seed_costs(self._planning, self)
 
     def _warm_up(self, runner: Any) -> None:

@@ -51,6 +51,7 @@ def install() -> list[str]:
         names.append(f"attention backend {BACKEND}: torch, with tree masks and ragged verify")
         names.append("--enable-deterministic-inference: seeds, without batch-invariant kernels")
     attach.write(torch.cuda, synchronize=_nothing_to_wait_for)
+    _send_from_host()
     _leave_nccl_out()
     names.append("tensor parallelism over gloo: NCCL left out")
     if compat.supply_seed_hash(OPS["murmur_hash32_cpu"].run):
@@ -145,6 +146,26 @@ def _only_seeds(enable_bmm: bool = True) -> None:
 
 def _nothing_to_wait_for(device: Any = None) -> None:
     """Some models of SGLang wait for a GPU when they are given their draft's head."""
+
+
+# -- prefill and decode apart -------------------------------------------------------------
+
+
+def _send_from_host() -> None:
+    """Keys that another server decodes with leave from here: no GPU is waited for."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(seams.INIT_DISAGGREGATION, _name_slots_at_once, HookType.AFTER)
+
+
+def _name_slots_at_once(_result: None, _scheduler: Any) -> None:
+    """A sender of Mooncake's is given slots of keys in pinned memory, with an event of a GPU.
+
+    Looks at the module only where SGLang has imported it, and older SGLang has no such thing.
+    """
+    sender = getattr(sys.modules.get(seams.MOONCAKE), "MooncakeKVSender", None)
+    if hasattr(sender, "supports_host_tensor_indices"):
+        attach.write(sender, supports_host_tensor_indices=False)
 
 
 # -- tensor parallelism -------------------------------------------------------------------

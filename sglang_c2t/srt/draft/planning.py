@@ -106,6 +106,9 @@ class Planning:
         """Numbers of layers that can be drafted; ``None``: any."""
         self.widths: Collection[int] | None = None
         """Widths of drafts that can be; ``None``: any that the planner knows."""
+        self.unmeasured: Collection[int] = ()
+        """Requests of the step in progress of whose first draft nothing is known: what becomes of
+        their drafts says nothing of a confidence."""
         self.agree = agree or (lambda numbers: numbers)
         self._rehearsed: Choice | None = None
         """What a step does that serves nobody; ``None``: it serves."""
@@ -332,8 +335,15 @@ class Planning:
             return
         num_rows, layers = verify_input.num_rows, self._now.plan.layers
         drafted = self._confidences[: len(num_rows), :layers]
-        outcome = outcome_of_chains(drafted, num_rows, accept_lens)
+        outcome = self._without_unmeasured(outcome_of_chains(drafted, num_rows, accept_lens))
         self._outcomes.append((HostSizes(outcome), self._now.plan))
+
+    def _without_unmeasured(self, outcome: Tensor) -> Tensor:
+        """``outcome`` [B, ...], whose last two columns say what was verified and accepted."""
+        if self.unmeasured:
+            mask = self._mask(len(outcome), self.unmeasured)
+            outcome[mask, ..., -2:] = 0
+        return outcome
 
     def _learn(self) -> None:
         """Learn from what has arrived since."""

@@ -86,7 +86,7 @@ class TreePlanning(Planning):
         assert isinstance(verify_input, TreeVerifyInput)
         assert verify_input.paths is not None, "told before it was verified"
         accepted, starts = verify_input.paths.accept_index, verify_input.packing.layout.row_starts
-        outcome = outcome_of_trees(*self._drafted, accepted, starts)
+        outcome = self._without_unmeasured(outcome_of_trees(*self._drafted, accepted, starts))
         self._outcomes.append((HostSizes(outcome), self._now.plan))
 
     def _first(self, layer: FirstLayer) -> Array:

@@ -87,6 +87,7 @@ class DraftWatcher(EagleDraftWorker):
         """Size the relay of first-token statistics like SGLang's own request table."""
         super().alloc_memory_pool(*args, **kwargs)
         self._to_relay: Callable[[], None] | None = None
+        self._arrived: set[int] = set()  # slots
         self.gate = self._make_gate(
             num_slots=self.req_to_token_pool.req_to_token.shape[0],
             device=self.device,
@@ -158,6 +159,26 @@ class DraftWatcher(EagleDraftWorker):
                 self.gate.join(batch.req_pool_indices, *output())
         return result
 
+    def arrive(self, batch: Any) -> None:
+        """Requests come whose prefill, first draft included, ran on another server.
+
+        Of that draft only tokens and their probabilities travel, not what a gate reads.
+        """
+        slots = [compat.request_slot(req) for req in batch.reqs]
+        self._catch_up()  # else it would be told of who had these slots before
+        self.gate.opt_outs.admit(slots, [opts_out(req) for req in batch.reqs])
+        self.gate.join_unmeasured(batch.req_pool_indices)
+        self._arrived.update(slots)
+
+    def _take_arrived(self, batch: Any) -> list[int]:
+        """Which of the batch's requests arrived since the last step."""
+        if not self._arrived:
+            return []
+        slots = map(compat.request_slot, batch.reqs)
+        arrived = [request for request, slot in enumerate(slots) if slot in self._arrived]
+        self._arrived.clear()
+        return arrived
+
     def _interrupted(self) -> None:
         """A prefill, or a step that nobody planned, ran between two steps."""
         if self.planning is not None:
@@ -176,6 +197,9 @@ class DraftWatcher(EagleDraftWorker):
         ``plain``: it may do without a gate, unless somebody wants that.
         """
         slots = batch.req_pool_indices
+        planning.unmeasured = self._take_arrived(batch)
+        if len(planning.unmeasured) == len(slots):
+            planning.interrupted()  # the server was idle
         out = map(opts_out, batch.reqs) if self.gate.opt_outs.any else ()
         whole = [request for request, opted in enumerate(out) if opted]
 

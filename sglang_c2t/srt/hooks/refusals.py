@@ -93,6 +93,11 @@ def _keeps_nothing(cfg: Any) -> bool:
     return config is not None and config.state is not None and not _plans(cfg)
 
 
+def _records() -> bool:
+    config = active()
+    return config is not None and config.record is not None
+
+
 def _bounds_rows() -> bool:
     config = active()
     return config is not None and config.max_verify_rows is not None
@@ -254,10 +259,25 @@ REFUSALS: tuple[Refusal, ...] = (
         "set --pp-size 1; --tp-size spreads a model as well",
     ),
     Refusal(
-        lambda cfg: cfg.disaggregation_mode not in (None, "null"),
-        "--disaggregation-mode",
-        "what is known of a request's first draft does not travel to who decodes",
-        "drop it",
+        lambda cfg: compat.disaggregates(cfg) and cfg.speculative_algorithm == "STANDALONE",
+        "--disaggregation-mode with --speculative-algorithm STANDALONE",
+        "SGLang hands the decode server a hidden state, which such a draft has none of",
+        "drop --disaggregation-mode, or choose EAGLE or EAGLE3",
+    ),
+    Refusal(
+        lambda cfg: (
+            compat.disaggregates(cfg)
+            and compat.argument(cfg, "disaggregation_transfer_backend") != "mooncake"
+        ),
+        "--disaggregation-mode with a --disaggregation-transfer-backend other than mooncake",
+        "no other was tried",
+        "choose mooncake",
+    ),
+    Refusal(
+        lambda cfg: compat.disaggregates(cfg) and _records(),
+        "--disaggregation-mode with --c2t-record",
+        "the first draft of each request is measured on the server that prefills",
+        "drop one of them",
     ),
     Refusal(
         lambda cfg: _graphs(cfg) and _set("disable_cuda_graph_padding")(cfg),
