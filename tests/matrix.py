@@ -139,6 +139,16 @@ ROWS = (
     )),
     Row("Llama", "EAGLE3, chains", "ours for CPUs", "--nnodes 2", PACKED, CPU, (
         "e2e/test_data_parallel.py::test_two_nodes_of_one_model_give_the_outputs_of_one",)),
+    Row("Llama", "EAGLE3, chains and trees", "ours for CPUs", "prefill and decode apart: joins, "
+        "aborts, retraction, seeds, opt-out", PACKED, CPU, (
+        "e2e/test_disaggregation.py::test_chains_planned_and_gated_give_the_outputs_of_a_server_"
+        "without_speculation",
+        "e2e/test_disaggregation.py::test_requests_that_are_aborted_leave_the_others_untouched",
+        "e2e/test_disaggregation.py::test_a_seed_gives_the_tokens_of_a_server_without_speculation",
+        "e2e/test_disaggregation.py::test_an_opt_out_has_all_drafts_verified_from_the_first_on",
+        "e2e/test_disaggregation.py::test_trees_retracted_on_the_decode_server_give_the_same_"
+        "outputs",
+    )),
     Row("Llama", "EAGLE3, chains", "ours for CPUs", "two servers behind SGLang's router, one of "
         "them killed", PACKED, CPU, (
         "e2e/test_router.py::test_requests_through_the_router_are_answered_as_without_speculation_"

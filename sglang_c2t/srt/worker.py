@@ -272,6 +272,9 @@ class WorkerMixin(EAGLEWorkerV2):
 
     def _announce(self, what: str) -> None:
         """One line at the start that says what this server does."""
+        if compat.only_prefills(self.server_args):
+            logger.info("C2T: cuts nothing here, as another server verifies what this one drafts")
+            return
         logger.info(
             "C2T: policy %s, %s, settings %s", self._config.policy, what, self._config.to_json()
         )

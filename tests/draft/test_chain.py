@@ -568,3 +568,38 @@ def test_matched_drafts_counts_up_to_the_first_the_target_would_not_have_chosen(
         expected.append(matched)
     columns = torch.tensor(chains, dtype=torch.long).reshape(len(chains), 2, depth + 1)
     assert matched_drafts(columns[:, 0], columns[:, 1]).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [("c2t", ()), ("c2t-plus", ()), ("dymax", ()), ("mcsd", ()), ("entropy", ("hidden", "margin"))],
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_first_draft_that_nobody_measured_is_kept_whoever_had_the_slot_before(
+    policy: str, names: tuple[str, ...], fused: bool
+) -> None:
+    """Its prefill ran on another server, and drafts must not depend on other requests."""
+    rule = build_policy(C2TConfig(policy=policy))
+    exploration = Scheduled(*[False] * 9)
+    exploration.names = frozenset(names)
+    used, fresh = (
+        ChainGate(
+            rule if fused else in_torch(rule),
+            num_slots=3,
+            device="cpu",
+            exploration=exploration if names else None,
+        )
+        for _ in range(2)
+    )
+    logits, hidden = draft_logits(4, 3, seed=2), torch.rand(3, 4)
+    everyone, arriving = torch.arange(3), torch.tensor([2, 0])
+    used.join(everyone, torch.zeros_like(logits[0]), hidden)  # as unsure as can be
+    used.join_unmeasured(arriving)
+    for gate in (used, fresh):
+        gate.begin(arriving)
+        for layer in logits[1:]:
+            gate.observe(layer[arriving], hidden[arriving])
+    assert used.verify_lens.equal(fresh.verify_lens)
+    assert (used.verify_lens > 1).all()
+    if names:
+        assert used.first_tokens_complete(everyone).tolist() == [False, True, False]

@@ -38,10 +38,26 @@ class Router(Server):
 @contextlib.contextmanager
 def routing(workers: Sequence[Server], logs: Path, *flags: str) -> Iterator[Router]:
     """A router over ``workers``, which are taken in turn unless ``flags`` say otherwise."""
+    with _running(logs, len(workers), "--worker-urls", *(w.url for w in workers), *flags) as router:
+        yield router
+
+
+@contextlib.contextmanager
+def routing_apart(
+    prefill: Server, bootstrap_port: int, decode: Server, logs: Path
+) -> Iterator[Router]:
+    """A router that has ``prefill`` read prompts, and ``decode`` answer them."""
+    pair = ("--prefill", prefill.url, str(bootstrap_port), "--decode", decode.url)
+    soon = "--worker-startup-check-interval", "1"
+    with _running(logs, 2, "--pd-disaggregation", *pair, *soon) as router:
+        yield router
+
+
+@contextlib.contextmanager
+def _running(logs: Path, num_workers: int, *flags: str) -> Iterator[Router]:
     port, own = free_port(), free_port()
     argv = [
         sys.executable, "-m", "sglang_router.launch_router",
-        "--worker-urls", *(worker.url for worker in workers),
         "--host", "127.0.0.1", "--port", str(port),
         "--prometheus-port", str(own), "--prometheus-host", "127.0.0.1",
         "--policy", "round_robin", *flags,
@@ -54,7 +70,7 @@ def routing(workers: Sequence[Server], logs: Path, *flags: str) -> Iterator[Rout
         own_metrics=f"http://127.0.0.1:{own}/metrics",
     )
     try:
-        _wait_for(router, len(workers))
+        _wait_for(router, num_workers)
         yield router
     finally:
         stop(process)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from sglang_c2t.policies.fixed import Fixed
 from sglang_c2t.srt.draft import chain, plain
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.draft.watcher import DraftWatcher
-from tests.doubles import double, invented
+from sglang_c2t.srt.probes import attribute_names
+from tests.doubles import double, invented, real_class
 from tests.srt.chains import full_chains
 
 STEPS, BATCH, VOCAB = 6, 3, 8
@@ -270,3 +272,61 @@ def test_the_first_rows_of_each_request_are_kept(longest: int) -> None:
     expected = [row.tolist() for first in (0, 4, 8) for row in values[first : first + longest]]
     assert plain.first_rows(values, requests=3, longest=longest).tolist() == expected
     assert plain.first_rows(None, requests=3, longest=longest) is None
+
+
+def test_of_requests_that_arrive_from_another_server_nothing_is_known_but_what_they_asked(
+    worker: Any,
+) -> None:
+    """Not even by a measurement that waited: it was of who had the slot before."""
+    planner = Planner(STEPS, Survival(STEPS))
+    plan = Plan(STEPS, BATCH * (STEPS + 1), 1.0, 1.0)
+    planner.choose = lambda *_, **__: Choice(plan, "plan")  # type: ignore[method-assign]
+    worker.gate = ChainGate(build_policy(C2TConfig(policy="auto")), num_slots=8, device="cpu")
+    worker.gate.planned, worker.cuda_graph_runner = True, None
+    worker.planning = Planning(planner, tiers=lambda: None, width=STEPS + 1, slots=8, device="cpu")
+    worker._to_relay = lambda: worker.gate.join(torch.arange(BATCH), torch.zeros(BATCH, VOCAB))
+    worker.arrive(arriving(1, 2))
+    assert worker.gate.first_tokens.judged(torch.arange(BATCH)).prob[0].tolist() == [0.125, 1, 1]
+    assert worker.gate.opt_outs.whole(torch.arange(BATCH)).tolist() == [False, False, True]
+    running = batch()
+    running.reqs = [request(slot) for slot in range(BATCH)]
+    worker.draft(running)
+    assert worker.planning.unmeasured == [1, 2]
+    worker.draft(running)
+    assert worker.planning.unmeasured == []
+
+
+def test_a_step_is_not_timed_until_requests_come_to_an_idle_server(worker: Any) -> None:
+    interrupted: list[None] = []
+    worker.planning = double(Planning)
+    worker.planning.interrupted = lambda: interrupted.append(None)
+    plan = Plan(1, BATCH, 1.0, 1.0)
+    worker.planning.begin = lambda *_, **__: Choice(plan, "plan")
+    worker.planning.whole_drafts = lambda: plan
+    running = batch()
+    running.reqs = [request(slot) for slot in range(BATCH)]
+    for slots, times in (((0,), 0), ((), 0), (range(BATCH), 1)):
+        if slots:
+            worker.arrive(arriving(*slots))
+        worker._begin_planned(running, worker.planning)
+        assert len(interrupted) == times
+
+
+def request(slot: int) -> Any:
+    """That of slot 2 opted out."""
+    asked = double("SamplingParams", custom_params={"c2t": slot in (0, 1)})
+    at = {"origin_input_ids": [1], "output_ids": [], "sampling_params": asked}
+    made = double("Req", **at)
+    if "req_pool_idx" in attribute_names(real_class("Req")):  # older SGLang
+        made.req_pool_idx = slot
+    else:
+        made.kv = SimpleNamespace(req_pool_idx=slot)
+    return made
+
+
+def arriving(*slots: int) -> Any:
+    return double(
+        "ScheduleBatch",
+        reqs=[request(slot) for slot in slots],
+        req_pool_indices=torch.tensor(slots),
+    )

@@ -268,3 +268,16 @@ def test_after_a_step_that_failed_it_serves_as_before() -> None:
     with pytest.raises(ZeroDivisionError):
         planning.rehearse(Plan(3, 7, 2.0, 1.0), lambda: 1 // 0, learn=True)
     assert planning.begin(2, first(0.5, 0.5)).plan.layers == 2
+
+
+def test_nothing_is_learnt_of_drafts_whose_first_one_nobody_measured() -> None:
+    planner = Scripted(layers=2)
+    planning = planning_of(planner)
+    for unmeasured in ([1], []):
+        planning.unmeasured = unmeasured
+        planning.begin(2, first(0.5, 1.0))
+        draft(planning, np.array([[0.5, 0.25], [1.0, 0.75]]))
+        planning.verified(verified_rows(3, 2), torch.tensor([2, 2]))
+    planning.begin(2, first(0.5, 0.5))
+    told = [(drafts.tolist(), correct.tolist()) for _, drafts, correct in planner.drafts]
+    assert told == [([2, 0], [1, 0]), ([2, 1], [1, 1])]

@@ -21,6 +21,7 @@ from sglang_c2t.srt import compat, seams
 
 EAGLE3 = list(speculative_flags("EAGLE3"))
 TREES = list(speculative_flags("EAGLE3", topk=4, num_draft_tokens=16))
+DECODE = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,6 +84,13 @@ def test_a_served_combination_publishes_the_resolved_configuration(tmp_path: Pat
 
 def test_nextn_is_served_as_the_eagle_it_stands_for() -> None:
     launch(*speculative_flags("EAGLE")[2:], "--speculative-algorithm", "NEXTN", "--c2t")
+    assert config.active() == config.C2TConfig()
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize("draft", [EAGLE3, TREES], ids=["chains", "trees"])
+def test_prefill_and_decode_apart_are_served(mode: str, draft: list[str]) -> None:
+    launch(*draft, "--c2t", *DECODE[:1], mode, *DECODE[2:])
     assert config.active() == config.C2TConfig()
 
 
@@ -184,6 +192,12 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
             [*EAGLE3, "--c2t-policy", "c2t", "--c2t-state", "x"],
             "choose --c2t-policy auto or rows-only, or drop it",
         ),
+        (
+            [*speculative_flags("STANDALONE"), *DECODE],
+            "a hidden state, which such a draft has none of; drop --disaggregation-mode",
+        ),
+        ([*EAGLE3, *DECODE[:-1], "nixl"], "no other was tried; choose mooncake"),
+        ([*EAGLE3, *DECODE, "--c2t-record", "x"], "on the server that prefills; drop one of them"),
         ([*TREES, "--c2t-policy", "rows-only"], "policy rows-only cuts chains only"),
         (
             [*TREES, "--c2t-policy", "auto", "--c2t-max-verify-rows", "64"],
