@@ -29,7 +29,8 @@ from eval import server
 #: What SGLang looks up when a server starts, or :func:`_serve` for it. Other variables it may have
 #: read on import, so that a server with one of these is started as users do.
 READ_LATE = {
-    "MC_FORCE_TCP", "MOONCAKE_PROTOCOL", "PYTHONPATH", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
+    "MC_FORCE_TCP", "MOONCAKE_PROTOCOL", "PYTHONPATH", "SGLANG_CPU_OMP_THREADS_BIND",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "SGLANG_REQ_RUNNING_TIMEOUT",
     "SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_TEST_RETRACT",
 }  # fmt: skip

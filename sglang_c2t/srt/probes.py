@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class Seam:
     targets of SGLang's own hook registry. ``otherwise`` is what we hold on to in an SGLang that
     does not offer this. ``only_with`` names a module: without it there is nothing to hold on to.
     ``on_gpu`` marks what can only be imported, and is only used, where there is a GPU.
+    ``if_imported`` marks what is looked at only where SGLang has imported its module by itself.
     """
 
     target: str
@@ -42,6 +44,7 @@ class Seam:
     otherwise: Seam | None = None
     only_with: str | None = None
     on_gpu: bool = False
+    if_imported: bool = False
 
     def chosen(self) -> Seam:
         """The seam itself or, where it does not fit and another does, that one."""
@@ -61,6 +64,8 @@ class Seam:
         if self.only_with is not None and not module_exists(self.only_with):
             return None
         if self.on_gpu and not has_gpu():
+            return None
+        if self.if_imported and self.target.rpartition(".")[0] not in sys.modules:
             return None
         try:
             found = pkgutil.resolve_name(self.target)

@@ -778,9 +778,19 @@ CPU_SEAMS: tuple[Seam, ...] = (
         "sglang.srt.distributed.device_communicators.pynccl.NCCLLibrary",
         "leaves NCCL out on a CPU",
     ),
-    # Behind it MOONCAKE's MooncakeKVSender.supports_host_tensor_indices, where SGLang has imported
-    # it. Who probed that would import prometheus_client before SGLang says where its values go.
     Seam(INIT_DISAGGREGATION, "sends keys from a CPU to another server"),
+    # Its module imports prometheus_client, which must not be before SGLang says where values go.
+    Seam(
+        f"{MOONCAKE}.MooncakeKVSender",
+        "sends keys from a CPU to another server",
+        fields="supports_host_tensor_indices",
+        otherwise=Seam(
+            f"{MOONCAKE}.MooncakeKVSender",
+            "sends keys from a CPU to another server",
+            if_imported=True,
+        ),
+        if_imported=True,
+    ),
     *(
         Seam(f"{EAGLE_UTILS}.{name}", "verifies with samples on a CPU")
         for name in ("eagle_sample", "verify_tree_greedy_func")

@@ -77,6 +77,7 @@ def all_seams() -> list[probes.Seam]:
         for seam in chosen
         if seam.only_with is None or probes.module_exists(seam.only_with)
         if not seam.on_gpu or torch.cuda.is_available()
+        if not seam.if_imported
     ]
 
 
@@ -243,7 +244,7 @@ def written_names(source: str) -> set[str]:
 OWN = {
     "draft_steps", "feedback", "packed", "exact", "follow_ancestors", "_reads_host", "__class__",
     "planning", "planned", "layers_planned", "width_planned", "depths", "widths", "plan", "packing",
-    "forwarded",
+    "forwarded", "unmeasured",
 }  # fmt: skip
 
 
