@@ -237,36 +237,44 @@ def attend(
     logit_cap: float = 0.0,
     window: int | None = None,
     workspace: Workspace | None = None,
+    sinks: Tensor | None = None,  # [H]
 ) -> Tensor:
     """[T, H, Dv] attention of every packed row over its request's keys.
+
+    Keys and values may be kept in another dtype than the queries', which is then computed in.
+    `sinks` are scores of one more key per head that every row sees and whose value is 0 (gpt-oss).
 
     `logit_cap` c > 0 replaces a score s by c*tanh(s/c). `window` w lets a row see itself and
     the w keys before it; with a tree mask w must not be smaller than the tree is deep, because
     keys inside the tree are placed by their slot and not by their depth.
     """
     workspace = workspace or Workspace()
+    scores = _Scores(scaling, logit_cap, window, sinks)
     if len(plan.groups) == 1:
         group = plan.groups[0]
-        cells = _attend_group(q, k_cache, v_cache, group, scaling, logit_cap, window, workspace)
+        cells = _attend_group(q, k_cache, v_cache, group, scores, workspace)
         return cells if group.out_cells is None else cells.index_select(0, group.out_cells)
     out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[-1]))
     for group in plan.groups:
-        cells = _attend_group(q, k_cache, v_cache, group, scaling, logit_cap, window, workspace)
+        cells = _attend_group(q, k_cache, v_cache, group, scores, workspace)
         assert group.out_rows is not None
         assert group.out_cells is not None
         out.index_copy_(0, group.out_rows, cells.index_select(0, group.out_cells))
     return out
 
 
+@dataclass(frozen=True)
+class _Scores:
+    """How a layer weighs keys, see :func:`attend`."""
+
+    scaling: float
+    logit_cap: float
+    window: int | None
+    sinks: Tensor | None  # [H]
+
+
 def _attend_group(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    group: Group,
-    scaling: float,
-    logit_cap: float,
-    window: int | None,
-    workspace: Workspace,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, group: Group, scores: _Scores, workspace: Workspace
 ) -> Tensor:
     """[b*Q, H, Dv]: one padded attention; query heads of a key head sit in the row dimension."""
     b, num_q, num_k = group.shape
@@ -277,26 +285,36 @@ def _attend_group(
     rows = rows.reshape(b, kv_heads, num_q * repeat, -1)
     keys = workspace.gather("keys", k_cache, group.kv_slots)
     values = workspace.gather("values", v_cache, group.kv_slots)
-    keys = keys.view(b, num_k, kv_heads, -1).transpose(1, 2)
-    values = values.view(b, num_k, kv_heads, -1).transpose(1, 2)
-    bias = group.bias(repeat, q.dtype, window)
-    if logit_cap > 0:
-        out = _capped_attention(rows, keys, values, bias, scaling, logit_cap)
+    keys = keys.view(b, num_k, kv_heads, -1).transpose(1, 2).to(q.dtype)
+    values = values.view(b, num_k, kv_heads, -1).transpose(1, 2).to(q.dtype)
+    bias = group.bias(repeat, q.dtype, scores.window)
+    if scores.logit_cap > 0 or scores.sinks is not None:
+        out = _scored_attention(rows, keys, values, bias, scores)
     else:
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scaling)
+        out = F.scaled_dot_product_attention(
+            rows, keys, values, attn_mask=bias, scale=scores.scaling
+        )
     out = out.view(b, kv_heads, num_q, repeat, v_dim).transpose(1, 2)
     return out.reshape(b * num_q, heads, v_dim)
 
 
-def _capped_attention(
-    rows: Tensor,  # [b, G, M, D]
+def _scored_attention(
+    rows: Tensor,  # [b, G, M, D], M = Q * R
     keys: Tensor,  # [b, G, K, D]
     values: Tensor,  # [b, G, K, Dv]
     bias: Tensor,  # [b, 1, M, K]
-    scaling: float,
-    logit_cap: float,
+    how: _Scores,
 ) -> Tensor:
-    """Attention with soft-capped scores (Gemma 2), in float32 whatever the cache holds."""
-    scores = rows.float() @ keys.float().transpose(2, 3) * scaling
-    scores = torch.tanh(scores / logit_cap) * logit_cap + bias
-    return (scores.softmax(dim=-1) @ values.float()).to(rows.dtype)
+    """Soft-capped scores (Gemma 2) and sinks (gpt-oss), in float32 whatever the cache holds."""
+    b, kv_heads, num_rows, _ = rows.shape
+    num_keys = keys.shape[2]
+    scores = rows.float() @ keys.float().transpose(2, 3) * how.scaling
+    if how.logit_cap > 0:
+        scores = torch.tanh(scores / how.logit_cap) * how.logit_cap
+    scores = scores + bias
+    if how.sinks is not None:
+        per_row = how.sinks.float().view(1, kv_heads, 1, -1)  # [1, G, 1, R]
+        per_row = per_row.expand(b, -1, num_rows // per_row.shape[3], -1)
+        scores = torch.cat((scores, per_row.reshape(b, kv_heads, num_rows, 1)), dim=3)
+    weights = scores.softmax(dim=-1)[..., :num_keys]
+    return (weights @ values.float()).to(rows.dtype)

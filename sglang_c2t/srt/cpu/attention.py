@@ -108,6 +108,7 @@ class TorchCpuAttnBackend(AttentionBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        sinks: Tensor | None = None,  # [H]
         **kwargs: Any,
     ) -> Tensor:
         """[T, H*Dv]: write this forward's keys and values, then attend."""
@@ -131,6 +132,7 @@ class TorchCpuAttnBackend(AttentionBackend):
             logit_cap=layer.logit_cap,
             window=layer.sliding_window_size if layer.sliding_window_size >= 0 else None,
             workspace=self._workspace,
+            sinks=sinks,
         ).reshape(plan.num_rows, -1)
         if plan.num_rows < q.shape[0]:  # a ragged layout padded to a tier
             out = torch.nn.functional.pad(out, (0, 0, 0, q.shape[0] - plan.num_rows))

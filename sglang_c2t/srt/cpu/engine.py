@@ -49,6 +49,8 @@ def install() -> list[str]:
     if not cpu_has_amx_support():
         _install_attention()
         names.append(f"attention backend {BACKEND}: torch, with tree masks and ragged verify")
+        _find_last_slots()
+        names.append("--page-size: slots behind which pages go on")
         names.append("--enable-deterministic-inference: seeds, without batch-invariant kernels")
     attach.write(torch.cuda, synchronize=_nothing_to_wait_for)
     _send_from_host()
@@ -142,6 +144,16 @@ def _only_seeds(enable_bmm: bool = True) -> None:
         "Deterministic inference on CPU: draws depend on seed and position only, but matrix "
         "products may differ in the last bit with the batch they run in."
     )
+
+
+def _find_last_slots() -> None:
+    """SGLang has this in torch as well, and takes Triton's wherever attention is not torch_native.
+
+    Speculation asks for it where pages hold more than one token.
+    """
+    from sglang.srt.mem_cache import allocation
+
+    attach.write(allocation, get_last_loc_triton=allocation.get_last_loc_torch)
 
 
 def _nothing_to_wait_for(device: Any = None) -> None:
