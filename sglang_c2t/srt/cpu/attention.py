@@ -77,15 +77,12 @@ class TorchCpuAttnBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Read the batch's lengths; plans follow when a layer asks for them."""
-        self.use_lengths(_read_lengths(forward_batch), forward_batch.out_cache_loc)
+        self.use_lengths(_read_lengths(forward_batch))
 
-    def use_lengths(self, lengths: _Lengths, out_cache_loc: Tensor | None) -> None:
+    def use_lengths(self, lengths: _Lengths) -> None:
         """Serve the coming layers with these lengths."""
         self._lengths, self._plans = lengths, {}
         self._swa_write_loc = None
-        if self._has_swa_pool() and out_cache_loc is not None:
-            translate = self.token_to_kv_pool.translate_loc_from_full_to_swa
-            self._swa_write_loc = translate(out_cache_loc)
 
     def use_ancestors(self, ancestor_rows: Tensor) -> None:
         """Draft step i: beam t sees the slots of its ancestors, not those of its beam row.
@@ -118,7 +115,7 @@ class TorchCpuAttnBackend(AttentionBackend):
             self.verify_forwards_seen += 1
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
-            loc = KVWriteLoc(forward_batch.out_cache_loc, self._swa_write_loc)
+            loc = self._write_loc(forward_batch.out_cache_loc)
             keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
             values = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
             pool.set_kv_buffer(layer, loc, keys, values)
@@ -174,6 +171,15 @@ class TorchCpuAttnBackend(AttentionBackend):
                 group.kv_slots = translate(group.kv_slots).to(torch.int64)
         return plan
 
+    def _write_loc(self, out_cache_loc: Tensor) -> KVWriteLoc:
+        """Where this forward's keys go, in a pool of sliding windows too; found in its first layer,
+        as SGLang names a draft step's slots only when its metadata are there.
+        """
+        if self._swa_write_loc is None and self._has_swa_pool():
+            translate = self.token_to_kv_pool.translate_loc_from_full_to_swa
+            self._swa_write_loc = translate(out_cache_loc)
+        return KVWriteLoc(out_cache_loc, self._swa_write_loc)
+
     def _has_swa_pool(self) -> bool:
         return getattr(self.token_to_kv_pool, "swa_layer_nums", 0) > 0
 
@@ -193,8 +199,7 @@ class TorchCpuMultiStepDraftBackend:
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Lengths and masks of all draft forwards of one round."""
         for step, backend in enumerate(self.attn_backends):
-            # SGLang sets out_cache_loc per step; a sliding-window pool would need it here
-            backend.use_lengths(self._step_lengths(forward_batch, step), None)
+            backend.use_lengths(self._step_lengths(forward_batch, step))
 
     def _step_lengths(self, forward_batch: Any, step: int) -> _Lengths:
         committed = forward_batch.seq_lens.tolist()

@@ -1,0 +1,148 @@
+"""Windows, sinks, keys kept in another dtype, and pages: the same tokens as without speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.prompts import demo_mix
+from eval.server import TARGET, Launch, Server, running, speculative_flags
+from sglang_c2t.offline.client import Answer, LoadResult, differing, greedy, run_load
+from tests.e2e import breadth_models
+from tests.e2e.conftest import (
+    REPOSITORY,
+    GatedServer,
+    assert_same_logprobs,
+    switchable_flags,
+    verified,
+)
+
+CONCURRENCY = 8
+
+#: Of all lengths; the last prompt is many windows, and several pages, long.
+BODIES = [
+    greedy(prompt.text, (7, 40, 24, 1, 33, 2)[n % 6]) for n, prompt in enumerate(demo_mix(16))
+] + [greedy(" ".join(prompt.text for prompt in demo_mix(6, seed=1)), 40)]
+
+STEPS = 4
+TREES = {"topk": 3, "num_draft_tokens": 10}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A target, and how it is drafted for."""
+
+    name: str
+    model: Path
+    flags: tuple[str, ...]
+    alone: Server
+    """Without speculation."""
+    wanted: LoadResult
+    """Its answers, one at a time."""
+
+    def launch(self, kind: str, *flags: str, **shape: int) -> Launch:
+        """A server that drafts."""
+        draft = speculative_flags("STANDALONE", STEPS, draft=self.model.parent / "draft", **shape)
+        every = (*draft, *self.flags, *flags)
+        return Launch(f"breadth-{self.name}-{kind}", every, self.model, PYTHONPATH)
+
+
+PYTHONPATH = {"PYTHONPATH": str(REPOSITORY)}
+
+
+@pytest.fixture(scope="module", params=sorted(breadth_models.MODELS))
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, logs: Path
+) -> Iterator[Family]:
+    name: str = request.param
+    folder = tmp_path_factory.mktemp(name)
+    breadth_models.save(name, folder)
+    flags, model = breadth_models.FLAGS[name], folder / "target"
+    with running(Launch(f"breadth-{name}", flags, model, PYTHONPATH), logs) as alone:
+        yield Family(name, model, flags, alone, run_load(alone.url, BODIES, concurrency=1))
+
+
+def test_windows_do_not_change_what_chains_cut_at_random_give(family: Family, logs: Path) -> None:
+    """Packed rows of requests whose first keys have long left the window."""
+    control = logs / f"gate-{family.name}"
+    launch = family.launch("gated", *switchable_flags(control, logs))
+    with running(launch, logs) as server:
+        gated = GatedServer(server, "STANDALONE", control)
+        for mode in ("full", "random"):
+            result = gated.run(mode, BODIES, CONCURRENCY)
+            assert differing(result.outputs, family.wanted.outputs) == [], mode
+            assert_drafted_well(result.answers)
+        server.flush_cache()  # an idle server checks its memory
+    assert "ragged verification of chains" in server.log.read_text()
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("chains", {}), ("trees", TREES)])
+def test_planned_steps_behind_windows_keep_the_keys_of_a_prompt(
+    family: Family, logs: Path, kind: str, shape: dict[str, int]
+) -> None:
+    """The same tokens; and what a verification has kept of a token is what a prefill keeps."""
+    with running(family.launch(kind, "--c2t", **shape), logs) as server:
+        result = run_load(server.url, BODIES, concurrency=CONCURRENCY)
+        assert differing(result.outputs, family.wanted.outputs) == []
+        assert_drafted_well(result.answers)
+        assert server.c2t_state()["planner"]["steps"] > 10
+        assert_keys_of_a_prompt(server, family.alone, family.model)
+    how = {"chains": "ragged verification of chains", "trees": "packed verification of trees"}
+    assert how[kind] in server.log.read_text()
+
+
+def assert_drafted_well(answers: list[Answer]) -> None:
+    """Enough was accepted to show something."""
+    drafted = [answer for answer in answers if verified(answer)]
+    assert sum(a.meta_info["spec_num_correct_drafts"] for a in drafted) > len(drafted)
+
+
+def assert_keys_of_a_prompt(server: Server, alone: Server, model: Path) -> None:
+    """What stands behind answers of ``server`` goes on as where it is read anew."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    server.flush_cache()
+    asked = [greedy(prompt.text, 24) for prompt in demo_mix(8, seed=12)]
+    said = run_load(server.url, asked, concurrency=CONCURRENCY).answers
+    again: list[dict[str, Any]] = [
+        {
+            "input_ids": [*tokenizer(body["text"])["input_ids"], *answer.output_ids],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+            "return_logprob": True, "top_logprobs_num": 5,
+        }
+        for body, answer in zip(asked, said, strict=True)
+    ]  # fmt: skip
+    kept = run_load(server.url, again, concurrency=1)
+    for body, answer in zip(again, kept.answers, strict=True):
+        assert answer.meta_info["cached_tokens"] > len(body["input_ids"]) - 8
+    alone.flush_cache()
+    assert_same_logprobs(kept, run_load(alone.url, again, concurrency=1))
+
+
+#: What SGLang's CPU engine has of these without Intel AMX.
+KEPT_OTHERWISE = {
+    "keys-bf16": ("--kv-cache-dtype", "bf16"),
+    "pages-16": ("--page-size", "16"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(KEPT_OTHERWISE))
+def test_the_tokens_are_the_same_however_keys_are_kept(name: str, logs: Path) -> None:
+    """In a narrower dtype than the model's, and in pages of many tokens; chains cut at random."""
+    control, flags = logs / f"gate-{name}", KEPT_OTHERWISE[name]
+    with running(Launch(f"breadth-{name}", flags, TARGET, PYTHONPATH), logs) as alone:
+        wanted = run_load(alone.url, BODIES, concurrency=1)
+    every = (*speculative_flags("EAGLE3", STEPS), *flags, *switchable_flags(control, logs))
+    with running(Launch(f"breadth-{name}-gated", every, TARGET, PYTHONPATH), logs) as server:
+        gated = GatedServer(server, "EAGLE3", control)
+        for mode in ("c2t", "random"):
+            result = gated.run(mode, BODIES, CONCURRENCY)
+            assert differing(result.outputs, wanted.outputs) == [], mode
+            assert_drafted_well(result.answers)
+        server.flush_cache()
+    assert "ragged verification of chains" in server.log.read_text()
