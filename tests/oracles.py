@@ -38,8 +38,12 @@ def attention(
     sees: list[list[list[bool]]],  # per request: [query row][key]
     scaling: float,
     logit_cap: float = 0.0,
+    sinks: Tensor | None = None,  # [H]
 ) -> Tensor:
-    """[T, H, Dv] float64: softmax attention, one row, one head, one key at a time."""
+    """[T, H, Dv] float64: softmax attention, one row, one head, one key at a time.
+
+    A sink is the score of one more key, whose value is 0.
+    """
     heads, kv_heads = q.shape[1], k_cache.shape[1]
     out = torch.zeros(q.shape[0], heads, v_cache.shape[2], dtype=torch.float64)
     row = 0
@@ -56,6 +60,9 @@ def attention(
                         score = logit_cap * math.tanh(score / logit_cap)
                     scores.append(score)
                     values.append(v_cache[slot, g].double())
+                if sinks is not None:
+                    scores.append(float(sinks[h]))
+                    values.append(torch.zeros(v_cache.shape[2], dtype=torch.float64))
                 top = max(scores)
                 weights = [math.exp(s - top) for s in scores]
                 for weight, value in zip(weights, values, strict=True):

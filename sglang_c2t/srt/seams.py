@@ -792,6 +792,10 @@ CPU_SEAMS: tuple[Seam, ...] = (
         if_imported=True,
     ),
     *(
+        Seam(f"sglang.srt.mem_cache.allocation.{name}", "goes on in pages on a CPU")
+        for name in ("get_last_loc_triton", "get_last_loc_torch")
+    ),
+    *(
         Seam(f"{EAGLE_UTILS}.{name}", "verifies with samples on a CPU")
         for name in ("eagle_sample", "verify_tree_greedy_func")
     ),

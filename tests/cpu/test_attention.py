@@ -36,7 +36,9 @@ def _pool(seed: int, kv_heads: int, head_dim: int):
     return k, v, req_to_token, generator
 
 
-def _check(pool, rows, q, q_lens, kv_lens, sees, *mask, causal=True, window=None, logit_cap=0.0):
+def _check(
+    pool, rows, q, q_lens, kv_lens, sees, *mask, causal=True, window=None, logit_cap=0.0, sinks=None
+):
     """With memory of its own and with that of all batches before; `mask` is `make_plan`'s.
 
     Whatever no request holds is nan, in the slot table's stale ends as in the pool.
@@ -48,9 +50,9 @@ def _check(pool, rows, q, q_lens, kv_lens, sees, *mask, causal=True, window=None
     for row, length in zip(rows, kv_lens, strict=True):
         req_to_token[row, length:] = free[0]
     plan = make_plan(req_to_token, torch.tensor(rows), q_lens, kv_lens, *mask, causal=causal)
-    wanted = oracles.attention(q, k, v, slots, q_lens, sees, 0.3, logit_cap)
+    wanted = oracles.attention(q, k, v, slots, q_lens, sees, 0.3, logit_cap, sinks)
     for workspace in (None, USED):
-        out = attend(q, k, v, plan, 0.3, logit_cap, window, workspace)
+        out = attend(q, k, v, plan, 0.3, logit_cap, window, workspace, sinks)
         difference = (out.double() - wanted).abs().max().item()
         assert out.shape == wanted.shape
         assert difference < 2e-5, f"largest difference {difference}"
@@ -64,14 +66,21 @@ def _check(pool, rows, q, q_lens, kv_lens, sees, *mask, causal=True, window=None
     logit_cap=st.sampled_from([0.0, 1.5]),
     window=st.sampled_from([None, 0, 3]),
     causal=st.sampled_from([True, True, False]),
+    has_sinks=st.booleans(),
+    kept=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_extend_after_a_prefix_equals_the_loop(lengths, heads, seed, logit_cap, window, causal):
+def test_extend_after_a_prefix_equals_the_loop(
+    lengths, heads, seed, logit_cap, window, causal, has_sinks, kept
+):
     """Any mix of prefills, extends, decodes (q_len 1) and idle requests (q_len 0).
 
-    Encoder layers ask for causal=False, and then every row sees every key.
+    Encoder layers ask for causal=False, and then every row sees every key. Sinks take weight from
+    all keys; keys may be kept in a narrower dtype than queries come in.
     """
     num_heads, kv_heads, head_dim = heads
-    *_, generator = pool = _pool(seed, kv_heads, head_dim)
+    k, v, req_to_token, generator = _pool(seed, kv_heads, head_dim)
+    pool = k.to(kept), v.to(kept), req_to_token, generator
+    sinks = torch.randn(num_heads, generator=generator) if has_sinks else None
     q_lens = [q for q, _ in lengths]
     kv_lens = [q + prefix for q, prefix in lengths]
     rows = random.Random(seed).sample(range(1, ROWS), len(lengths))
@@ -84,7 +93,8 @@ def test_extend_after_a_prefix_equals_the_loop(lengths, heads, seed, logit_cap, 
         sees = [oracles.causal_sees(num_q, num_k, window) for num_q, num_k in sizes]
     else:
         window, sees = None, [[[True] * num_k] * num_q for num_q, num_k in sizes]
-    _check(pool, rows, q, q_lens, kv_lens, sees, causal=causal, window=window, logit_cap=logit_cap)
+    how = {"window": window, "logit_cap": logit_cap, "sinks": sinks}
+    _check(pool, rows, q, q_lens, kv_lens, sees, causal=causal, **how)
 
 
 @settings(max_examples=60, deadline=None)
