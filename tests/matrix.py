@@ -82,6 +82,16 @@ ROWS = (
          "the_context",)),
     Row("Qwen2.5-VL (M-RoPE)", "EAGLE3, chains and trees", "FA3; FlashInfer", "retraction", PACKED,
         EMULATED, (f"{UNUSUAL}::test_packed_rows_are_rotated_as_their_pictures_say",)),
+    Row("Gemma 2 (sliding windows)", "STANDALONE, chains and trees", "ours for CPUs",
+        "KV of a plain prefill", PACKED, CPU, (
+        "e2e/test_model_breadth.py::test_windows_do_not_change_what_chains_cut_at_random_give",
+        "e2e/test_model_breadth.py::test_planned_steps_behind_windows_keep_the_keys_of_a_prompt",
+    )),
+    Row("gpt-oss (windows, sinks, experts)", "STANDALONE, chains and trees", "ours for CPUs",
+        "KV of a plain prefill; --moe-runner-backend triton", PACKED, CPU, (
+        "e2e/test_model_breadth.py::test_windows_do_not_change_what_chains_cut_at_random_give",
+        "e2e/test_model_breadth.py::test_planned_steps_behind_windows_keep_the_keys_of_a_prompt",
+    )),
     # Attention
     Row("Llama", "EAGLE3, STANDALONE, chains", "FA3, FlashInfer", ORDERS, PACKED, EMULATED,
         (SERVING,)),
@@ -124,6 +134,9 @@ ROWS = (
         ("emulated/test_sampled.py::test_seeded_samples_are_those_of_the_target_alone",)),
     Row("Llama", "EAGLE3, chains and trees", "FA3; FlashInfer", "bfloat16; pages of 16 (chains)",
         PACKED, EMULATED, (f"{UNUSUAL}::test_tokens_keys_and_values_are_the_models_to_rounding",)),
+    Row("Llama", "EAGLE3, chains", "ours for CPUs", "--kv-cache-dtype bf16; --page-size 16", PACKED,
+        CPU, (
+        "e2e/test_model_breadth.py::test_the_tokens_are_the_same_however_keys_are_kept",)),
     # Several processes
     Row("Llama", "EAGLE3, chains and trees", "ours for CPUs", "--tp-size 2", PACKED, CPU, (
         "e2e/test_unusual_servers.py::test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_"
@@ -155,6 +168,17 @@ ROWS = (
         "and_counted_where_served",
         "e2e/test_router.py::test_a_worker_killed_under_load_costs_its_streams_and_no_other_answer",
     )),
+    Row("Llama", "EAGLE3, chains", "ours for CPUs", "prefill and decode apart, Mooncake over TCP: "
+        "aborts, seeds", PACKED, CPU, (
+        "e2e/test_disaggregation.py::test_chains_planned_and_gated_give_the_outputs_of_a_server_"
+        "without_speculation",
+        "e2e/test_disaggregation.py::test_requests_that_are_aborted_leave_the_others_untouched",
+        "e2e/test_disaggregation.py::test_a_seed_gives_the_tokens_of_a_server_without_speculation",
+    )),
+    Row("Llama", "EAGLE3, trees", "ours for CPUs", "prefill and decode apart, Mooncake over TCP: "
+        "retraction", PACKED, CPU, (
+        "e2e/test_disaggregation.py::test_trees_retracted_on_the_decode_server_give_the_same_"
+        "outputs",)),
 )  # fmt: skip
 
 
@@ -188,11 +212,13 @@ def outcomes(report: Path) -> dict[str, str]:
 
 
 def update(results: dict[str, dict[str, str]], reports: Iterable[Path]) -> None:
-    """Put what reports say of the rows' tests into ``results``, with day and SGLang's version."""
+    """Put what reports say of the rows' tests into ``results``, with day and SGLang's version; what
+    was skipped leaves what was known.
+    """
     named = {test for row in ROWS for test in row.tests}
     for report in reports:
         for test, outcome in outcomes(report).items():
-            if test in named:
+            if test in named and (outcome != "skipped" or test not in results):
                 results[test] = {
                     "outcome": outcome, "sglang": version("sglang"), "on": str(date.today()),
                 }  # fmt: skip

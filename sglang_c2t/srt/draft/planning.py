@@ -342,7 +342,8 @@ class Planning:
         """``outcome`` [B, ...], whose last two columns say what was verified and accepted."""
         if self.unmeasured:
             mask = self._mask(len(outcome), self.unmeasured)
-            outcome[mask, ..., -2:] = 0
+            ends = mask.view(-1, *[1] * (outcome.dim() - 1))
+            outcome[..., -2:].masked_fill_(ends, 0)  # by a mask as index the host would wait
         return outcome
 
     def _learn(self) -> None:
