@@ -206,7 +206,7 @@ def cuts_are_forgotten() -> None:
 def drafts_end_before_the_first() -> None:
     from sglang_c2t.draft.chain import ChainGate
 
-    ChainGate.finalize = lambda _, lens: torch.ones_like(lens)
+    around(ChainGate, "agreed", lambda agreed, self, lens: torch.ones_like(agreed(self, lens)))
 
 
 @mutant(CHAINS)
@@ -243,12 +243,12 @@ def lengths_are_read_of_the_step_before() -> None:
 
     last: list[Any] = []
 
-    def before(finalize: Any, self: Any, lens: Any) -> Any:
+    def before(agreed: Any, self: Any, lens: Any) -> Any:
         last.append(lens.clone())
         stale = last[-2] if len(last) > 1 and len(last[-2]) == len(lens) else lens
-        return finalize(self, stale)
+        return agreed(self, stale)
 
-    around(ChainGate, "finalize", before)
+    around(ChainGate, "agreed", before)
 
 
 @mutant(CHAINS, at_start=True)
