@@ -168,17 +168,6 @@ ROWS = (
         "and_counted_where_served",
         "e2e/test_router.py::test_a_worker_killed_under_load_costs_its_streams_and_no_other_answer",
     )),
-    Row("Llama", "EAGLE3, chains", "ours for CPUs", "prefill and decode apart, Mooncake over TCP: "
-        "aborts, seeds", PACKED, CPU, (
-        "e2e/test_disaggregation.py::test_chains_planned_and_gated_give_the_outputs_of_a_server_"
-        "without_speculation",
-        "e2e/test_disaggregation.py::test_requests_that_are_aborted_leave_the_others_untouched",
-        "e2e/test_disaggregation.py::test_a_seed_gives_the_tokens_of_a_server_without_speculation",
-    )),
-    Row("Llama", "EAGLE3, trees", "ours for CPUs", "prefill and decode apart, Mooncake over TCP: "
-        "retraction", PACKED, CPU, (
-        "e2e/test_disaggregation.py::test_trees_retracted_on_the_decode_server_give_the_same_"
-        "outputs",)),
 )  # fmt: skip
 
 
