@@ -351,10 +351,7 @@ SEAMS: tuple[Seam, ...] = (
         fields="forward_mode req_pool_indices seq_lens seq_lens_cpu seq_lens_sum orig_seq_lens "
         "multimodal_inputs sampling_info spec_info",
     ),
-    *(
-        Seam(f"{EAGLE_COMMON}.{name}", _TRIES)
-        for name in ("build_eagle_verify_input", "eagle_prepare_for_verify")
-    ),
+    Seam(f"{EAGLE_COMMON}.eagle_prepare_for_verify", _TRIES),
     Seam(f"{EAGLE_COMMON}.build_eagle_verify_input", _TRIES, "tree_mask_mode target_worker device"),
     Seam(f"{EAGLE_INFO}.EagleDraftInput", _TRIES, fields="bonus_tokens"),
     Seam(
