@@ -114,13 +114,14 @@ class MtpHead(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """By their names in the target's checkpoint."""
-        prefix = f"model.layers.{LAYERS}."
-        found = {}
-        for name, value in self.state_dict().items():
-            first, _, rest = name.partition(".")
-            place = {"layer": rest, "norm": f"shared_head.norm.{rest}"}.get(first, name)
-            found[prefix + place] = value
-        return published(found)
+        return published({placed(name): value for name, value in self.state_dict().items()})
+
+
+def placed(name: str) -> str:
+    """Where a weight of :class:`MtpHead` stands in the target's checkpoint."""
+    first, _, rest = name.partition(".")
+    place = {"layer": rest, "norm": f"shared_head.norm.{rest}"}.get(first, name)
+    return f"model.layers.{LAYERS}.{place}"
 
 
 def published(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -438,7 +438,7 @@ def mtp_stage(args: argparse.Namespace) -> None:
     """The draft layer learns what the frozen target says one token later; both are saved."""
     torch.manual_seed(SEED)
     target = mla.new_target()
-    target.load_state_dict(torch.load(args.work / f"{mla.NAME}.pt", weights_only=False)["model"])
+    target.load_state_dict(torch.load(args.work / f"{mla.NAME}.pt", weights_only=True)["model"])
     target.eval().requires_grad_(False)
     head = mla.MtpHead(target).train().requires_grad_(True)
     optimizer = Optimizer(head, muon_rate=4e-3, adam_rate=4e-3)

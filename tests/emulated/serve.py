@@ -222,8 +222,10 @@ def serve(scheduler: Any, run: Run) -> Served:
         mode = f"{batch.forward_mode.name} {len(batch.reqs)}"
         result = run_batch(batch, *more, **options)
         step = getattr(result, "c2t_step", None)
-        if step is not None:
-            ours.update(drafted=step.drafted, forwarded=step.forwarded_rows)
+        ours.update(
+            drafted=step.drafted if step is not None else 0,
+            forwarded=step.forwarded_rows if step is not None else 0,
+        )
         return result
 
     def receive(*_: Any, **__: Any) -> list[Any]:

@@ -52,13 +52,11 @@ def test_the_shipped_draft_layer_knows_what_its_target_will_say() -> None:
 
 def _stacked(head: mla.MtpHead, file: safe_open) -> dict[str, torch.Tensor]:
     """The draft layer's weights, as transformers keeps them."""
-    prefix, found = f"model.layers.{mla.LAYERS}.", {}
+    found = {}
     for name in head.state_dict():
-        first, _, rest = name.partition(".")
-        place = {"layer": rest, "norm": f"shared_head.norm.{rest}"}.get(first, name)
-        layer, stacked, which = (prefix + place).partition(".experts.")
+        layer, stacked, which = mla.placed(name).partition(".experts.")
         if not stacked:
-            found[name] = file.get_tensor(prefix + place).float()
+            found[name] = file.get_tensor(layer).float()
             continue
         parts = ["gate_proj", "up_proj"] if which == "gate_up_proj" else [which]
         found[name] = torch.stack(
