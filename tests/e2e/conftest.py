@@ -232,14 +232,17 @@ def verified(answer: Answer) -> bool:
     return "spec_verify_ct" in answer.meta_info
 
 
-def run_beside_aborts(server: Server) -> LoadResult:
-    """Serve all of BODIES while other requests come and vanish."""
+def run_beside_aborts(
+    server: Server, bodies: list[dict[str, Any]] = BODIES, concurrency: int = CONCURRENCY,
+    tokens: int = 400,
+) -> LoadResult:  # fmt: skip
+    """Serve ``bodies`` while other requests, for so many ``tokens``, come and vanish."""
     server.flush_cache()  # before the others come: a busy server refuses
     stop = threading.Event()
-    victims = threading.Thread(target=abort_in_a_loop, args=(server.url, stop))
+    victims = threading.Thread(target=abort_in_a_loop, args=(server.url, stop, tokens))
     victims.start()
     try:
-        return run_load(server.url, BODIES, concurrency=CONCURRENCY)
+        return run_load(server.url, bodies, concurrency=concurrency)
     finally:
         stop.set()
         victims.join(timeout=60)
@@ -288,8 +291,8 @@ def run_beside_posts(
     return result, done
 
 
-def abort_in_a_loop(url: str, stop: threading.Event) -> None:
-    """Start long requests and end each after a moment; at most 200.
+def abort_in_a_loop(url: str, stop: threading.Event, tokens: int = 400) -> None:
+    """Start requests for so many ``tokens`` and end each after a moment; at most 200.
 
     Every other one is aborted by name, the rest lose their client.
     """
@@ -298,7 +301,7 @@ def abort_in_a_loop(url: str, stop: threading.Event) -> None:
         if stop.is_set():
             return
         rid = f"victim-{number}"
-        body: dict[str, Any] = {**greedy(text, 400), "rid": rid}
+        body: dict[str, Any] = {**greedy(text, tokens), "rid": rid}
         body["sampling_params"]["ignore_eos"] = True
         patience = 60.0 if number % 2 else 0.05
         sender = threading.Thread(target=_post_patiently, args=(url, body, patience))

@@ -11,38 +11,16 @@ import pytest
 
 from eval.prompts import demo_mix
 from eval.server import MLA, Launch, Server, running, speculative_flags
-from sglang_c2t.offline.client import LoadResult, differing, greedy, run_load
+from sglang_c2t.offline.client import greedy, run_load
 from tests.e2e.conftest import (
     BODIES,
     CONCURRENCY,
     REPOSITORY,
-    GatedServer,
     assert_same_logprobs,
-    run_beside_aborts,
+    replace_text,
     switchable_flags,
-    verified,
 )
-
-#: SGLang reads seeds under this flag only.
-SEEDED = ("--enable-deterministic-inference",)
-
-
-def sampled(**cut: float) -> list[dict[str, Any]]:
-    """Bodies with seeds of their own, all cut alike: SGLang draws otherwise where one is cut."""
-    return [
-        {
-            "text": prompt.text,
-            "sampling_params": {
-                "temperature": (1.0, 0.7)[n % 2], "sampling_seed": 100 + n, "max_new_tokens": 24,
-                "ignore_eos": True, **cut,
-            },
-        }
-        for n, prompt in enumerate(demo_mix(8, seed=11))
-    ]  # fmt: skip
-
-
-#: What is asked for in one go: greedy answers of all lengths, and samples.
-LOADS = BODIES, sampled(), sampled(top_p=0.9)
+from tests.e2e.ordeal import FLAGS, RETRACTING, Ordeal
 
 TREES = {"topk": 3, "num_draft_tokens": 10}
 
@@ -50,53 +28,37 @@ TREES = {"topk": 3, "num_draft_tokens": 10}
 @pytest.fixture(scope="module")
 def alone(logs: Path) -> Any:
     """A server without speculation."""
-    with running(Launch("latent-plain", SEEDED, MLA), logs) as server:
+    with running(Launch("latent-plain", FLAGS, MLA), logs) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def wanted(alone: Server) -> list[LoadResult]:
-    """Its answers, one at a time."""
-    return [run_load(alone.url, bodies, concurrency=1) for bodies in LOADS]
+def ordeal(alone: Server) -> Ordeal:
+    prompts = [_tokenizer()(prompt.text)["input_ids"] for prompt in demo_mix(8, seed=11)]
+    return Ordeal.of(alone, BODIES, prompts)
 
 
-def launch(name: str, *flags: str, env: dict[str, str] | None = None, **shape: int) -> Launch:
-    environment = {"PYTHONPATH": str(REPOSITORY), **(env or {})}
-    every = (*speculative_flags("NEXTN", 4, **shape), *SEEDED, *flags)
+def launch(name: str, *flags: str, **shape: int) -> Launch:
+    environment = {"PYTHONPATH": str(REPOSITORY), **RETRACTING}
+    every = (*speculative_flags("NEXTN", 4, **shape), *FLAGS, *flags)
     return Launch(f"latent-{name}", every, MLA, environment)
 
 
-def test_chains_cut_at_random_and_retracted_give_the_same_tokens(
-    wanted: list[LoadResult], logs: Path
-) -> None:
-    """SGLang retracts every third step; its strict memory check ends the server on a leak."""
+def test_chains_cut_at_random_give_the_same_tokens(ordeal: Ordeal, logs: Path) -> None:
     control = logs / "gate-latent"
-    retracting = {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    gated = launch("gated", *switchable_flags(control, logs), env=retracting)
-    with running(gated, logs) as server:
-        for mode in ("c2t", "random"):
-            result = GatedServer(server, "NEXTN", control).run(mode)
-            assert differing(result.outputs, wanted[0].outputs) == [], mode
-        assert sum(answer.meta_info["num_retractions"] for answer in result.answers) > 0
-        server.flush_cache()
+    with running(launch("gated", *switchable_flags(control, logs)), logs) as server:
+        replace_text(control, "random")
+        ordeal.undergo(server)
     assert "ragged verification of chains" in server.log.read_text()
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("chains", {}), ("trees", TREES)])
 def test_planned_steps_give_the_same_tokens_samples_and_keys(
-    wanted: list[LoadResult], alone: Server, logs: Path, kind: str,
-    shape: dict[str, int],
-) -> None:  # fmt: skip
-    """Joins, aborts, seeds; and what a verification has kept of a token is what a prompt keeps."""
+    ordeal: Ordeal, alone: Server, logs: Path, kind: str, shape: dict[str, int]
+) -> None:
+    """And what a verification has kept of a token is what a prompt keeps."""
     with running(launch(f"planned-{kind}", "--c2t", **shape), logs) as server:
-        result = run_beside_aborts(server)
-        assert differing(result.outputs, wanted[0].outputs) == []
-        drafted = [answer for answer in result.answers if verified(answer)]
-        assert sum(a.meta_info["spec_num_correct_drafts"] for a in drafted) > len(drafted)
-        for bodies, answers in zip(LOADS[1:], wanted[1:], strict=True):
-            server.flush_cache()  # once all are gone: beside a greedy one samples are cut
-            drawn = run_load(server.url, bodies, concurrency=CONCURRENCY)
-            assert differing(drawn.outputs, answers.outputs) == []
+        ordeal.undergo(server)
         assert server.c2t_state()["planner"]["steps"] > 50
 
         server.flush_cache()

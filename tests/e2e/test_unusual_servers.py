@@ -12,6 +12,7 @@ from eval.prompts import demo_mix
 from eval.server import TARGET, Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import differing, greedy, run_load
 from tests.e2e.conftest import BODIES, REPOSITORY, GatedServer, switchable_flags, tree_launch
+from tests.e2e.ordeal import RETRACTING
 from tests.e2e.server_policies import FAILS
 
 PYTHONPATH = {"PYTHONPATH": str(REPOSITORY)}
@@ -27,8 +28,6 @@ def gated_launch(name: str, logs: Path, *flags: str, algorithm: str = "EAGLE3",
 
 #: SGLang binds CPU ranks to NUMA nodes unless told otherwise; a laptop has one.
 BIND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-
-RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,70 @@
+"""What every combination goes through: requests that join, vanish and are retracted, and seeds.
+
+ordeal = Ordeal.of(server without speculation, greedy bodies, prompts)
+ordeal.undergo(server started with FLAGS and RETRACTING)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eval.lossless import seeded
+from eval.server import Server
+from sglang_c2t.offline.client import LoadResult, differing, run_load
+from tests.e2e.conftest import CONCURRENCY, run_beside_aborts, verified
+
+#: Of both servers. SGLang reads seeds under it only.
+FLAGS = seeded.FLAGS
+
+#: Of the server that drafts. SGLang retracts every third step; its strict memory check ends the
+#: server on a leak.
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+
+#: One cut per load: beside a request that is cut otherwise SGLang draws otherwise.
+CUTS = "whole", "top_p"
+
+
+@dataclass(frozen=True)
+class Ordeal:
+    """Requests, and what they are answered without speculation, one at a time."""
+
+    greedy: list[dict[str, Any]]
+    """Of many lengths, so that some end while others join."""
+    drawn: list[list[dict[str, Any]]]
+    """With seeds, a list per cut."""
+    wanted: list[LoadResult]
+    """Of ``greedy``, and of each of ``drawn``."""
+
+    @classmethod
+    def of(
+        cls, alone: Server, greedy: list[dict[str, Any]], prompts: Sequence[Sequence[int]]
+    ) -> Ordeal:
+        """Ask ``alone``; ``prompts``, in tokens, are continued with seeds."""
+        drawn = [seeded.bodies(prompts, cut) for cut in CUTS]
+        wanted = [run_load(alone.url, bodies, concurrency=1) for bodies in (greedy, *drawn)]
+        return cls(greedy, drawn, wanted)
+
+    def undergo(self, server: Server, concurrency: int = CONCURRENCY, victims: int = 400) -> None:
+        """Tokens are the same; some drafts were right, some requests retracted, and no slot lost.
+
+        ``victims``: tokens asked for by those that vanish.
+        """
+        results = [run_beside_aborts(server, self.greedy, concurrency, victims)]
+        assert_drafted_well(results[0])
+        for bodies in self.drawn:
+            server.flush_cache()  # once all are gone, as greedy ones are cut
+            results.append(run_load(server.url, bodies, concurrency=concurrency))
+        for result, wanted in zip(results, self.wanted, strict=True):
+            assert differing(result.outputs, wanted.outputs) == []
+        answers = [answer for result in results for answer in result.answers]
+        assert sum(answer.meta_info["num_retractions"] for answer in answers) > 0
+        server.flush_cache()  # an idle server checks its memory
+        assert server.process.poll() is None
+
+
+def assert_drafted_well(result: LoadResult) -> None:
+    """Enough was accepted to show something."""
+    drafted = [answer for answer in result.answers if verified(answer)]
+    assert sum(a.meta_info["spec_num_correct_drafts"] for a in drafted) > len(drafted)
