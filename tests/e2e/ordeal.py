@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from eval.lossless import seeded
-from eval.server import Server
+from eval.prompts import demo_mix
+from eval.server import TARGET, Server
 from sglang_c2t.offline.client import LoadResult, differing, run_load
 from tests.e2e.conftest import CONCURRENCY, run_beside_aborts, verified
 
@@ -21,6 +24,10 @@ FLAGS = seeded.FLAGS
 #: Of the server that drafts. SGLang retracts every third step; its strict memory check ends the
 #: server on a leak.
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+
+_TOKENIZER = AutoTokenizer.from_pretrained(TARGET)
+#: Of the demo models' vocabulary.
+PROMPTS = [_TOKENIZER(prompt.text)["input_ids"] for prompt in demo_mix(8, seed=11)]
 
 #: One cut per load: beside a request that is cut otherwise SGLang draws otherwise.
 CUTS = "whole", "top_p"

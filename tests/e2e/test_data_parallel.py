@@ -16,13 +16,14 @@ import requests
 from eval import server as servers
 from eval.server import Launch, Server, environment, free_port, running, speculative_flags, stop
 from eval.soak.faults import END_SECONDS
-from sglang_c2t.offline.client import differing, run_load
+from sglang_c2t.offline.client import run_load
 from sglang_c2t.srt.draft.state_file import EVERY_IF_ASKED
-from tests.e2e.conftest import BODIES, CONCURRENCY, assert_counted, series
+from tests.e2e.conftest import BODIES, CONCURRENCY, assert_counted, counted, series
+from tests.e2e.ordeal import FLAGS, PROMPTS, RETRACTING, Ordeal
 from tests.e2e.test_unusual_servers import BIND
 
 RANKS = 0, 1
-PLANNED = (*speculative_flags("EAGLE3"), "--c2t")
+PLANNED = (*speculative_flags("EAGLE3"), "--c2t", *FLAGS)
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +32,26 @@ def state_file(logs: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def replicas(logs: Path, state_file: Path) -> Iterator[Server]:
+def ordeal(logs: Path) -> Ordeal:
+    with running(Launch("dp1-plain", FLAGS), logs) as server:
+        return Ordeal.of(server, BODIES, PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def replicas(
+    logs: Path,
+    state_file: Path,
+    ordeal: Ordeal,  # so that its server has gone
+) -> Iterator[Server]:
     """Two whole models behind SGLang's own controller, which takes them in turn."""
     flags = (*PLANNED, "--dp-size", "2", "--enable-metrics", "--c2t-state", str(state_file))
-    with running(Launch("dp2", flags, env=BIND), logs) as server:
+    with running(Launch("dp2", flags, env={**BIND, **RETRACTING}), logs) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def expected(ordeal: Ordeal) -> list[tuple[int, ...]]:
+    return ordeal.wanted[0].outputs
 
 
 def to_rank(rank: int, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -48,10 +64,10 @@ def settings(server: Server) -> dict[str, Any]:
 
 
 def test_requests_spread_over_replicas_are_answered_as_without_speculation(
-    replicas: Server, expected: list[tuple[int, ...]]
+    replicas: Server, ordeal: Ordeal
 ) -> None:
+    ordeal.undergo(replicas)
     result = run_load(replicas.url, BODIES, concurrency=CONCURRENCY)
-    assert result.outputs == expected
     assert {answer.meta_info["dp_rank"] for answer in result.answers} == set(RANKS)
     assert all(planner["steps"] > 0 for planner in settings(replicas)["planner"])
 
@@ -77,8 +93,11 @@ def test_a_change_reaches_every_replica(replicas: Server, expected: list[tuple[i
         replicas.flush_cache()
         result = run_load(replicas.url, to_rank(rank, BODIES), concurrency=CONCURRENCY)
         assert result.outputs == expected
-        rows.append([answer.meta_info.get("spec_cap_length") for answer in result.answers])
-    assert rows[0] == rows[1]
+        told = counted(result.answers)
+        rows.append(told["c2t:proposed_drafts_total"] / told["c2t:verifications_total"])
+    # About, as retraction has some drafts made anew. Whole ones have 5 rows.
+    assert rows[0] == pytest.approx(rows[1], rel=0.1)
+    assert max(rows) < 4
     replicas.switch(policy="auto")
 
 
@@ -99,16 +118,14 @@ def test_one_replica_keeps_what_is_learnt(replicas: Server, state_file: Path) ->
     assert json.loads(state_file.read_text())["planner"]["cost"] == first
 
 
-def test_two_nodes_of_one_model_give_the_outputs_of_one(
-    logs: Path, expected: list[tuple[int, ...]]
-) -> None:
+def test_two_nodes_of_one_model_give_the_outputs_of_one(logs: Path, ordeal: Ordeal) -> None:
     """Two tensor-parallel ranks, each started by itself; the second takes no requests. Where it
     dies the first ends too, and no client waits for a rank that never answers.
     """
     address = f"127.0.0.1:{free_port()}"
     first, second = (
         Launch(f"node-{node}", (*PLANNED, "--tp-size", "2", "--nnodes", "2", "--node-rank",
-               str(node), "--dist-init-addr", address), env=BIND)
+               str(node), "--dist-init-addr", address), env={**BIND, **RETRACTING})
         for node in (0, 1)
     )  # fmt: skip
     log = logs / "node-1.log"
@@ -117,9 +134,7 @@ def test_two_nodes_of_one_model_give_the_outputs_of_one(
         with running(first, logs) as server:
             for policy in ("auto", "c2t-plus"):
                 server.switch(policy=policy)
-                server.flush_cache()
-                result = run_load(server.url, BODIES, concurrency=CONCURRENCY)
-                assert differing(result.outputs, expected) == []
+                ordeal.undergo(server)
             assert settings(server)["switches"] == [2]
             assert process.poll() is None
             os.killpg(process.pid, signal.SIGKILL)

@@ -21,7 +21,7 @@ from tests.e2e.conftest import (
     replace_text,
     switchable_flags,
 )
-from tests.e2e.ordeal import FLAGS, RETRACTING, Ordeal
+from tests.e2e.ordeal import FLAGS, PROMPTS, RETRACTING, Ordeal
 
 CONCURRENCY = 8
 
@@ -56,7 +56,6 @@ PYTHONPATH = {"PYTHONPATH": str(REPOSITORY)}
 DRAFTING = {**PYTHONPATH, **RETRACTING}
 
 TOKENIZER = AutoTokenizer.from_pretrained(TARGET)
-PROMPTS = [TOKENIZER(prompt.text)["input_ids"] for prompt in demo_mix(8, seed=11)]
 
 
 @pytest.fixture(scope="module", params=sorted(breadth_models.MODELS))

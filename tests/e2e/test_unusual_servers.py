@@ -11,8 +11,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eval.prompts import demo_mix
 from eval.server import TARGET, Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import differing, greedy, run_load
-from tests.e2e.conftest import BODIES, REPOSITORY, GatedServer, switchable_flags, tree_launch
-from tests.e2e.ordeal import RETRACTING
+from tests.e2e.conftest import (
+    BODIES,
+    REPOSITORY,
+    GatedServer,
+    replace_text,
+    switchable_flags,
+    tree_launch,
+)
+from tests.e2e.ordeal import FLAGS, PROMPTS, RETRACTING, Ordeal
 from tests.e2e.server_policies import FAILS
 
 PYTHONPATH = {"PYTHONPATH": str(REPOSITORY)}
@@ -30,28 +37,32 @@ def gated_launch(name: str, logs: Path, *flags: str, algorithm: str = "EAGLE3",
 BIND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
+TWO_RANKS = ("--tp-size", "2", *FLAGS)
+
+
 @pytest.fixture(scope="module")
-def expected_of_two_ranks(logs: Path) -> list[tuple[int, ...]]:
-    """Without speculation."""
-    with running(Launch("tp2-plain", ("--tp-size", "2"), env=BIND), logs) as server:
-        return run_load(server.url, BODIES, concurrency=4).outputs
+def ordeal_of_two_ranks(logs: Path) -> Ordeal:
+    with running(Launch("tp2-plain", TWO_RANKS, env=BIND), logs) as server:
+        return Ordeal.of(server, BODIES, PROMPTS)
 
 
 @pytest.mark.parametrize("kind", ["chains", "trees"])
 def test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_without_speculation(
-    logs: Path, expected_of_two_ranks: list[tuple[int, ...]], kind: str
+    logs: Path, ordeal_of_two_ranks: Ordeal, kind: str
 ) -> None:
     """Each rank draws other random lengths and trees; unless rank 0's win, the ranks' rows
     differ and their next collective hangs. Recording leaves some drafts whole, as only rank 0
     knows. A policy may fail on one of them alone.
     """
     make = gated_launch if kind == "chains" else tree_launch
-    flags = ("--tp-size", "2", *recording(logs / kind))
-    launch, control = make(f"tp2-{kind}", logs, *flags, env=BIND)
+    flags = (*TWO_RANKS, *recording(logs / kind))
+    launch, control = make(f"tp2-{kind}", logs, *flags, env={**BIND, **RETRACTING})
     with running(launch, logs) as server:
-        gated = GatedServer(server, "EAGLE3", control)
-        for mode in ("c2t", "random", FAILS):
-            assert differing(gated.run(mode).outputs, expected_of_two_ranks) == [], mode
+        gated, wanted = GatedServer(server, "EAGLE3", control), ordeal_of_two_ranks.wanted[0]
+        for mode in ("c2t", FAILS):
+            assert differing(gated.run(mode).outputs, wanted.outputs) == [], mode
+        replace_text(control, "random")
+        ordeal_of_two_ranks.undergo(server)
         assert server.c2t_state()["recording"]["drafts_written"] > 0
 
 
@@ -67,17 +78,15 @@ def planned_launch(
 )
 def test_two_tensor_parallel_ranks_follow_one_plan(
     logs: Path,
-    expected_of_two_ranks: list[tuple[int, ...]],
+    ordeal_of_two_ranks: Ordeal,
     kind: str,
     shape: dict[str, int],
 ) -> None:
     """Each measures other times; ranks that drafted or verified other numbers would hang."""
-    launch = planned_launch(f"tp2-planned-{kind}", "--tp-size", "2", env=BIND, **shape)
+    env = {**BIND, **RETRACTING}
+    launch = planned_launch(f"tp2-planned-{kind}", *TWO_RANKS, env=env, **shape)
     with running(launch, logs) as server:
-        for concurrency in (4, len(BODIES)):
-            server.flush_cache()
-            result = run_load(server.url, BODIES, concurrency=concurrency)
-            assert differing(result.outputs, expected_of_two_ranks) == []
+        ordeal_of_two_ranks.undergo(server)
         told = server.c2t_state()["planner"]
         assert told["steps"] > 50
 
@@ -125,9 +134,14 @@ def test_static_truncation_gives_the_same_outputs_at_full_width(
     logs: Path, expected: list[tuple[int, ...]]
 ) -> None:
     """The fallback for backends that cannot pack: cut drafts, but every row is forwarded."""
-    launch, control = gated_launch("static", logs, "--c2t-verify", "static")
+    flags = ("--c2t-verify", "static", *FLAGS)
+    with running(Launch("static-plain", FLAGS), logs) as server:
+        ordeal = Ordeal.of(server, BODIES, PROMPTS)
+    launch, control = gated_launch("static", logs, *flags, env=RETRACTING)
     with running(launch, logs) as server:
         gated = GatedServer(server, "EAGLE3", control)
+        replace_text(control, "random")
+        ordeal.undergo(server)
         before = server.c2t_state()["counters"]
         result = gated.run("random")
         after = server.c2t_state()["counters"]

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from transformers import AutoTokenizer
 
 from eval.prompts import demo_mix
 from eval.server import Launch, Server, running
-from sglang_c2t.offline.client import differing, run_load
 from tests.e2e import vision_models
 from tests.e2e.conftest import REPOSITORY
+from tests.e2e.ordeal import FLAGS, RETRACTING, Ordeal
 
 CONTEXT = 160
 CONCURRENCY = 6
@@ -70,17 +71,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected_of_seeing(models: Path, logs: Path) -> list[tuple[int, ...]]:
-    """Without speculation, one at a time."""
-    launch = SeeingLaunch("seeing-plain", (), models / "target", PYTHONPATH)
+def ordeal(models: Path, logs: Path) -> Ordeal:
+    """The seeded requests see nothing."""
+    tokenizer = AutoTokenizer.from_pretrained(models / "target")
+    prompts = [tokenizer(prompt.text)["input_ids"] for prompt in demo_mix(8, seed=11)]
+    launch = SeeingLaunch("seeing-plain", FLAGS, models / "target", PYTHONPATH)
     with running(launch, logs) as server:
-        answers = run_load(server.url, BODIES, concurrency=1).answers
-    ends = [a.meta_info["prompt_tokens"] + a.meta_info["completion_tokens"] for a in answers]
+        found = Ordeal.of(server, BODIES, prompts)
+    metas = [answer.meta_info for answer in found.wanted[0].answers]
+    ends = [meta["prompt_tokens"] + meta["completion_tokens"] for meta in metas]
     assert sum(end >= CONTEXT - 2 for end in ends) >= 3, ends
-    return [answer.output_ids for answer in answers]
+    return found
 
 
 PYTHONPATH = {"PYTHONPATH": str(REPOSITORY)}
+DRAFTING = {**PYTHONPATH, **RETRACTING}
 
 #: Steps, topk and rows. Twelve layers of trees with few rows: their windows are longer than
 #: SGLang leaves room for behind the context.
@@ -90,29 +95,25 @@ SHAPES = {"chains": (5, 1, 6), "trees": (12, 3, 8)}
 @pytest.fixture(scope="module", params=sorted(SHAPES))
 def seeing(
     request: pytest.FixtureRequest, models: Path, logs: Path,
-    expected_of_seeing: list[tuple[int, ...]],  # so that its server has gone
+    ordeal: Ordeal,  # so that its server has gone
 ) -> Iterator[Server]:  # fmt: skip
     steps, topk, rows = SHAPES[request.param]
     flags = (
         "--speculative-algorithm", "EAGLE3",
         "--speculative-draft-model-path", str(models / "draft"),
         "--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk),
-        "--speculative-num-draft-tokens", str(rows), "--c2t",
+        "--speculative-num-draft-tokens", str(rows), "--c2t", *FLAGS,
     )  # fmt: skip
-    launch = SeeingLaunch(f"seeing-{request.param}", flags, models / "target", PYTHONPATH)
+    launch = SeeingLaunch(f"seeing-{request.param}", flags, models / "target", DRAFTING)
     with running(launch, logs) as server:
         yield server
 
 
 def test_outputs_equal_those_without_speculation_to_the_end_of_the_context(
-    seeing: Server, expected_of_seeing: list[tuple[int, ...]]
+    seeing: Server, ordeal: Ordeal
 ) -> None:
     """Pictures push the positions of the tokens behind them, in each request by another number.
 
     Requests that would not stop end at the context limit, beside others that go on.
     """
-    result = run_load(seeing.url, BODIES, concurrency=CONCURRENCY)
-    assert differing(result.outputs, expected_of_seeing) == []
-    correct = sum(a.meta_info.get("spec_num_correct_drafts", 0) for a in result.answers)
-    assert correct > 0, "nothing was drafted right, so little was shown"
-    assert seeing.process.poll() is None
+    ordeal.undergo(seeing, CONCURRENCY, victims=CONTEXT // 2)
