@@ -52,6 +52,7 @@ UNUSUAL = "emulated/test_unusual.py"
 SERVING = (
     "emulated/test_serving.py::test_tokens_keys_and_values_are_those_of_the_models_in_every_order"
 )
+ORDEAL = "joins, aborts, retraction, seeds"
 ORDERS = "joins, aborts, retraction, opt-out, a switch of policies, grammar, log-probabilities"
 
 ROWS = (
@@ -69,26 +70,27 @@ ROWS = (
         "e2e/test_tree_serving.py::test_the_kv_of_every_accepted_token_is_that_of_a_plain_prefill",
     )),
     Row("DeepSeek (MLA, experts)", "NEXTN, chains", "ours for CPUs",
-        "joins, aborts, retraction, seeds, KV of a plain prefill", PACKED, CPU, (
-        "e2e/test_latent_servers.py::test_chains_cut_at_random_and_retracted_give_the_same_tokens",
+        f"{ORDEAL}, KV of a plain prefill", PACKED, CPU, (
+        "e2e/test_latent_servers.py::test_chains_cut_at_random_give_the_same_tokens",
         "e2e/test_latent_servers.py::test_planned_steps_give_the_same_tokens_samples_and_keys",
     )),
     Row("DeepSeek (MLA, experts)", "NEXTN, trees", "ours for CPUs",
-        "joins, aborts, seeds, KV of a plain prefill", PACKED, CPU, (
+        f"{ORDEAL}, KV of a plain prefill", PACKED, CPU, (
         "e2e/test_latent_servers.py::test_planned_steps_give_the_same_tokens_samples_and_keys",
     )),
-    Row("Qwen2.5-VL (M-RoPE)", "EAGLE3, chains and trees", "ours for CPUs", "pictures", PACKED, CPU,
+    Row("Qwen2.5-VL (M-RoPE)", "EAGLE3, chains and trees", "ours for CPUs",
+        f"pictures, {ORDEAL}", PACKED, CPU,
         ("e2e/test_vision_servers.py::test_outputs_equal_those_without_speculation_to_the_end_of_"
          "the_context",)),
     Row("Qwen2.5-VL (M-RoPE)", "EAGLE3, chains and trees", "FA3; FlashInfer", "retraction", PACKED,
         EMULATED, (f"{UNUSUAL}::test_packed_rows_are_rotated_as_their_pictures_say",)),
     Row("Gemma 2 (sliding windows)", "STANDALONE, chains and trees", "ours for CPUs",
-        "KV of a plain prefill", PACKED, CPU, (
+        f"{ORDEAL}, KV of a plain prefill", PACKED, CPU, (
         "e2e/test_model_breadth.py::test_windows_do_not_change_what_chains_cut_at_random_give",
         "e2e/test_model_breadth.py::test_planned_steps_behind_windows_keep_the_keys_of_a_prompt",
     )),
     Row("gpt-oss (windows, sinks, experts)", "STANDALONE, chains and trees", "ours for CPUs",
-        "KV of a plain prefill; --moe-runner-backend triton", PACKED, CPU, (
+        f"{ORDEAL}, KV of a plain prefill; --moe-runner-backend triton", PACKED, CPU, (
         "e2e/test_model_breadth.py::test_windows_do_not_change_what_chains_cut_at_random_give",
         "e2e/test_model_breadth.py::test_planned_steps_behind_windows_keep_the_keys_of_a_prompt",
     )),
@@ -99,7 +101,7 @@ ROWS = (
     Row("Llama", "EAGLE3, chains", "one that reads packed rows wrongly", "", STATIC, EMULATED, (
         f"{UNUSUAL}::test_a_server_that_packs_wrongly_sees_it_at_its_start_and_verifies_whole_"
         "drafts",)),
-    Row("any", "chains", "one that says nothing of packed rows (Triton, torch_native, ...)", "",
+    Row("any", "chains", "one that says nothing of packed rows (Triton, torch_native, ...)", ORDEAL,
         STATIC, CPU, ("e2e/test_unusual_servers.py::test_static_truncation_gives_the_same_outputs_"
         "at_full_width", "srt/verify/test_backends.py::test_what_cannot_verify_packed_rows_is_"
         "refused_by_name_or_verifies_full_width")),
@@ -134,23 +136,24 @@ ROWS = (
         ("emulated/test_sampled.py::test_seeded_samples_are_those_of_the_target_alone",)),
     Row("Llama", "EAGLE3, chains and trees", "FA3; FlashInfer", "bfloat16; pages of 16 (chains)",
         PACKED, EMULATED, (f"{UNUSUAL}::test_tokens_keys_and_values_are_the_models_to_rounding",)),
-    Row("Llama", "EAGLE3, chains", "ours for CPUs", "--kv-cache-dtype bf16; --page-size 16", PACKED,
-        CPU, (
+    Row("Llama", "EAGLE3, chains", "ours for CPUs",
+        f"--kv-cache-dtype bf16; --page-size 16: {ORDEAL}", PACKED, CPU, (
         "e2e/test_model_breadth.py::test_the_tokens_are_the_same_however_keys_are_kept",)),
     # Several processes
-    Row("Llama", "EAGLE3, chains and trees", "ours for CPUs", "--tp-size 2", PACKED, CPU, (
+    Row("Llama", "EAGLE3, chains and trees", "ours for CPUs", f"--tp-size 2: {ORDEAL}", PACKED, CPU,
+        (
         "e2e/test_unusual_servers.py::test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_"
         "without_speculation",
         "e2e/test_unusual_servers.py::test_two_tensor_parallel_ranks_follow_one_plan",
     )),
     Row("Llama", "EAGLE3, chains and trees", "FA3; FlashInfer", "--tp-size 2", PACKED, EMULATED,
         (f"{UNUSUAL}::test_two_ranks_keep_what_one_would",)),
-    Row("Llama", "EAGLE3, chains", "ours for CPUs", "--dp-size 2", PACKED, CPU, (
+    Row("Llama", "EAGLE3, chains", "ours for CPUs", f"--dp-size 2: {ORDEAL}", PACKED, CPU, (
         "e2e/test_data_parallel.py::test_requests_spread_over_replicas_are_answered_as_without_"
         "speculation",
         "e2e/test_data_parallel.py::test_a_change_reaches_every_replica",
     )),
-    Row("Llama", "EAGLE3, chains", "ours for CPUs", "--nnodes 2", PACKED, CPU, (
+    Row("Llama", "EAGLE3, chains", "ours for CPUs", f"--nnodes 2: {ORDEAL}", PACKED, CPU, (
         "e2e/test_data_parallel.py::test_two_nodes_of_one_model_give_the_outputs_of_one",)),
     Row("Llama", "EAGLE3, chains and trees", "ours for CPUs", "prefill and decode apart: joins, "
         "aborts, retraction, seeds, opt-out", PACKED, CPU, (
