@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import track
 
 from eval.prompts import classifier_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import greedy, run_load
+from sglang_c2t.offline.progress import progress_on
 
 
 def seconds(server: Server, num_prompts: int, max_new_tokens: int) -> tuple[float, float]:
@@ -56,11 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             for server in (plain, recorder):
                 seconds(server, *load)  # warm-up
             ratios: list[tuple[float, ...]] = []
-            for round_ in track(range(args.rounds), console=Console(stderr=True)):
-                order = (plain, recorder) if round_ % 2 == 0 else (recorder, plain)
-                times = {server.url: seconds(server, *load) for server in order}
-                pairs = zip(times[recorder.url], times[plain.url], strict=True)
-                ratios.append(tuple(with_it / without for with_it, without in pairs))
+            with progress_on(Console(stderr=True)) as progress:
+                for round_ in progress.track(range(args.rounds), description="rounds"):
+                    order = (plain, recorder) if round_ % 2 == 0 else (recorder, plain)
+                    times = {server.url: seconds(server, *load) for server in order}
+                    pairs = zip(times[recorder.url], times[plain.url], strict=True)
+                    ratios.append(tuple(with_it / without for with_it, without in pairs))
             drafts = recorder.c2t_state()["recording"]["drafts"]
     print(
         f"share {args.share:g}, {args.num_prompts} requests at once, {args.rounds} rounds, "

@@ -25,10 +25,11 @@ from eval.prompts import (
     public_mix,
 )
 from eval.server import DRAFTS, TARGET, Launch, running, speculative_flags
-from eval.terminal import bars, console
+from eval.terminal import console
 from sglang_c2t.classifier.recording import Recording, read_recording
 from sglang_c2t.classifier.request_names import name_requests
 from sglang_c2t.offline.client import greedy, run_load
+from sglang_c2t.offline.progress import progress_on
 from sglang_c2t.policies.base import TreeShape
 
 NUM_STEPS = 10
@@ -172,7 +173,7 @@ def _serve(algorithm: str, texts: Sequence[Prompt], directory: Path, what: Recor
     )
     with (
         running(Launch(f"record-{algorithm}", flags), directory) as server,
-        bars(console()) as progress,
+        progress_on(console()) as progress,
     ):
         task = progress.add_task(f"recording {directory.name}", total=len(bodies))
         run_load(server.url, bodies, concurrency=what.concurrency,

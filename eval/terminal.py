@@ -1,4 +1,4 @@
-"""What the commands print with: one kind of console, of progress bars and of tables.
+"""What the commands print with: one kind of console and of tables.
 
 And how they are stopped: servers are process groups of their own, and would outlive a command that
 just ended.
@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 
@@ -24,20 +23,6 @@ def console(width: int = 140) -> Console:
     """
     found = Console(file=sys.stdout, highlight=False)
     return found if found.is_terminal else Console(file=sys.stdout, width=width, highlight=False)
-
-
-def bars(on: Console) -> Progress:
-    """Bars that tell how much is done and how long the rest may take."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=on,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        speed_estimate_period=600,
-    )
 
 
 def table(title: str | None, *columns: str, numbers: Sequence[str] = ()) -> Table:

@@ -22,7 +22,6 @@ import psutil
 from rich.console import Console
 from rich.progress import Progress
 
-from eval import terminal
 from eval.bench import client
 from eval.bench.client import Target
 from eval.bench.config import BenchConfig, MethodConfig
@@ -33,6 +32,7 @@ from eval.bench.replay import Replay
 from eval.gpu.step_clock import KEY, Span, decoding, full_batch, since
 from eval.server import Server, ServerError, SwitchError, running
 from sglang_c2t.offline.client import run_load
+from sglang_c2t.offline.progress import progress_on
 
 WARM_UP_TOKENS = 32
 SEEN = 16  # warm-up requests of a method that plans by what it has seen of a load
@@ -104,7 +104,7 @@ class Runner:
             return
         needed = reduced(self.servers, {cell.key.method for cell in todo})
         together = self._together_is_possible(len(needed))
-        with terminal.bars(self.console) as progress:
+        with progress_on(self.console) as progress:
             bars = Bars(progress, len(todo))
             for hosts, mine in (rounds if together else passes)(self.config, todo, needed):
                 self._serve(hosts, mine, bars)

@@ -28,6 +28,7 @@ from eval.lossless.suite import PARTS, Settings, Suite
 from eval.prompts import demo_mix
 from eval.server import DRAFTS
 from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.offline.progress import progress_on
 from sglang_c2t.offline.prompts import PromptRow, read_prompts
 from sglang_c2t.policies import build_policy, build_tree_policy
 
@@ -180,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     console = terminal.console()
     try:
-        with terminal.interrupted_by_sigterm(), terminal.bars(console) as progress:
+        with terminal.interrupted_by_sigterm(), progress_on(console) as progress:
             found = Suite(chosen, what, prompts, progress).run()
     except KeyboardInterrupt:
         console.print("interrupted; the servers are stopped")

@@ -52,6 +52,7 @@ from eval.soak.traffic import LONGEST, make_jobs
 from eval.soak.verdicts import Interruptions
 from sglang_c2t.files import write_texts
 from sglang_c2t.offline.client import greedy
+from sglang_c2t.offline.progress import progress_on
 
 #: Seconds a request may decode before the server ends it.
 TIME_LIMIT = 8.0
@@ -214,7 +215,7 @@ def soak(args: argparse.Namespace, console: Console) -> list[Findings]:
     shapes = list(SHAPES) if args.shape == "both" else [args.shape]
     done = []
     with (
-        terminal.bars(console) as progress,
+        progress_on(console) as progress,
         running(Launch("without-speculation", COMMON), args.out) as neighbour,
     ):
         answers = _reference(neighbour, args, progress)
@@ -278,7 +279,7 @@ def _show_fates(args: argparse.Namespace, console: Console, came_from: dict[str,
     """What ends stock servers; 1 if a ``--c2t`` server fares worse."""
     classifier = ClassifierFile.copied(args.out / "classifier", SHAPES["chain"][1])
     launches = [Launch("stock", COMMON), launch_of("chain", args.algorithm, classifier.path)]
-    with terminal.bars(console) as progress:
+    with progress_on(console) as progress:
         task = progress.add_task("fatal requests", total=len((*FATAL, *HANGING)) * len(launches))
         found = fates(launches, args.out, lambda: progress.advance(task))
     told = {"format": 1, "provenance": came_from, "fates": [asdict(fate) for fate in found]}

@@ -15,11 +15,12 @@ from typing import Any
 from urllib.error import HTTPError
 
 import aiohttp
-from rich.progress import Progress
+from rich.console import Console
 
 from sglang_c2t.classifier.request_names import name_requests
 from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.client import c2t_states, post_all
+from sglang_c2t.offline.progress import progress_on
 from sglang_c2t.offline.prompts import PromptRow, request
 
 #: Holds the server's key; unlike a flag it is in no list of processes and no shell history.
@@ -50,7 +51,7 @@ def record_prompts(
         rid = f"{row.group}/{numbers[row.group]}-{run}"
         numbers[row.group] += 1
         requests.append(request(row, rid, max_new_tokens))
-    with Progress() as progress:
+    with progress_on(Console()) as progress:
         task = progress.add_task("recording", total=len(requests))
         try:
             post_all(

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from rich.progress import track
+from rich.console import Console
 from torch import Tensor, nn
 
 from sglang_c2t.classifier.calibration import Isotonic, fit_isotonic, fit_temperature
@@ -25,6 +25,7 @@ from sglang_c2t.classifier.features import FeatureSpec, feature_matrix
 from sglang_c2t.classifier.model import HIDDEN_SIZE, ConfidenceNet, DepthLogistic, num_parameters
 from sglang_c2t.classifier.recording import Recording, require_finite
 from sglang_c2t.config import ConfigError
+from sglang_c2t.offline.progress import progress_on
 from sglang_c2t.offline.scores import auc, expected_calibration_error
 
 
@@ -140,7 +141,7 @@ def train_classifier(
         calibration: ``none``, ``temperature`` or ``isotonic``, fitted on the held-out prompts;
             the card's calibration error is then of what it was fitted on.
         start: Fine-tune these weights instead of random ones.
-        show_progress: Draw a bar.
+        show_progress: Say how far it is.
 
     Raises:
         ConfigError: Too little data, one class only, values that are not finite, or a
@@ -267,23 +268,24 @@ def _fit(
 ) -> None:
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.learning_rate, fused=True)
     loss_fn = nn.BCEWithLogitsLoss()
-    for _ in track(range(settings.epochs), "training", disable=not show_progress):
-        order = torch.randperm(len(labels), generator=generator)
-        # One gather per epoch: batches are then views, and a step is mostly overhead.
-        for x, y in zip(
-            features[order].split(settings.batch_size),
-            labels[order].split(settings.batch_size),
-            strict=True,
-        ):
-            loss = loss_fn(net(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        if not bool(torch.isfinite(loss)):
-            raise ConfigError(
-                f"training diverged: the loss is {loss.item()}; lower the learning rate "
-                f"(now {settings.learning_rate})"
-            )
+    with progress_on(Console(quiet=not show_progress)) as progress:
+        for _ in progress.track(range(settings.epochs), description="training: epochs"):
+            order = torch.randperm(len(labels), generator=generator)
+            # One gather per epoch: batches are then views, and a step is mostly overhead.
+            for x, y in zip(
+                features[order].split(settings.batch_size),
+                labels[order].split(settings.batch_size),
+                strict=True,
+            ):
+                loss = loss_fn(net(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            if not bool(torch.isfinite(loss)):
+                raise ConfigError(
+                    f"training diverged: the loss is {loss.item()}; lower the learning rate "
+                    f"(now {settings.learning_rate})"
+                )
 
 
 def _fit_logistic(net: DepthLogistic, features: Tensor, labels: Tensor) -> None:
