@@ -13,7 +13,7 @@ from sglang_c2t.classifier.recording import Recording, read_recording
 from tests.e2e import vision_models
 from tests.emulated.emulator import Emulator
 from tests.emulated.mutants import MUTANTS, TRIED, TWO_RANKS
-from tests.emulated.oracle import TOKENS, Oracle, Seeing
+from tests.emulated.oracle import TOKENS, Adapted, Oracle, Seeing
 from tests.emulated.servers import DRAFTS, NODES, RULES, UNUSUAL
 from tests.emulated.test_serving import EVENTS
 from tests.emulated.versions import OLDEST, RELEASE
@@ -22,6 +22,8 @@ pytestmark = pytest.mark.server
 
 #: With a target that sees.
 SEEING = "EAGLE3 chains, FA3", "EAGLE3 trees, FlashInfer, gated"
+#: With adapters beside the bare target.
+ADAPTED = "EAGLE3 chains, FA3, gated", "EAGLE3 trees, FlashInfer"
 CHAINS, TREES = (name for name in UNUSUAL if name.endswith("recorded"))
 
 
@@ -101,6 +103,19 @@ def test_packed_rows_are_rotated_as_their_pictures_say(
     assert seeing.wrong(server, run, None, counted=False) == []
     assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
     assert seeing.wrong(server, broken, None, counted=False) != []
+
+
+@pytest.mark.parametrize("backend", ["triton"])
+@pytest.mark.parametrize("server", ADAPTED)
+def test_packed_rows_have_the_adapters_of_their_requests(
+    emulated: Emulator, tmp_path: Path, server: str, backend: str
+) -> None:
+    """Two, and none, in one batch: in graphs, and where requests come and go."""
+    adapted = Adapted(tmp_path)
+    runs = adapted.run(ahead=0), adapted.run(**EVENTS["retracted"])
+    for run in emulated.serve(adapted.case(server, *runs, more=("--lora-backend", backend))):
+        assert adapted.wrong(server, run, None, counted=False) == []
+        assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
 
 
 def test_a_recording_says_the_same_of_chains_and_of_the_likeliest_nodes_of_trees(

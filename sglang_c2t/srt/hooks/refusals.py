@@ -51,6 +51,11 @@ def _set(name: str) -> Callable[[Any], bool]:
     return lambda cfg: bool(compat.argument(cfg, name))
 
 
+def _adapts(cfg: Any) -> bool:
+    """SGLang lets --lora-paths switch LoRA on, but only after this step."""
+    return _set("enable_lora")(cfg) or _set("lora_paths")(cfg)
+
+
 def _wants_ragged() -> bool:
     config = active()
     return config is not None and config.verify == "ragged"
@@ -240,11 +245,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop it",
     ),
     Refusal(
-        # SGLang lets --lora-paths switch LoRA on, but only after this step.
-        lambda cfg: _set("enable_lora")(cfg) or _set("lora_paths")(cfg),
-        "LoRA, --enable-lora or --lora-paths",
-        "adapters are told of equally many rows for each request",
+        lambda cfg: _adapts(cfg) and not compat.verifies_adapters(),
+        "LoRA, --enable-lora or --lora-paths, where SGLang serves none with these drafts itself",
+        "0.5.17 is such a release and 0.5.23 is not",
         "drop --enable-lora and --lora-paths, and serve merged weights",
+    ),
+    Refusal(
+        lambda cfg: _adapts(cfg) and cfg.speculative_algorithm == "STANDALONE",
+        "LoRA, --enable-lora or --lora-paths, with --speculative-algorithm STANDALONE",
+        "SGLang serves it with EAGLE, EAGLE3 and NEXTN",
+        "choose one of them, or drop --enable-lora and --lora-paths",
     ),
     Refusal(
         _set("enable_return_routed_experts"),
