@@ -310,7 +310,8 @@ class Adapted(Oracle):
         super().__init__()
         left, right = (str(folder / name) for name in ("left", "right"))
         for seed, path in enumerate((left, right)):
-            lora.save(Path(path), seed)
+            # Of few modules: each takes the interpreter two launches more per layer.
+            lora.save(Path(path), seed, of=("self_attn.o_proj", "mlp.down_proj"))
         self.adapters = (left, right, None, left)
 
     @cached_property
@@ -329,7 +330,12 @@ class Adapted(Oracle):
     def case(self, server: str, *runs: Run, mutant: str = "", more: tuple[str, ...] = ()) -> Case:
         """As :meth:`Oracle.case`, with both adapters."""
         paths = sorted(path for path in set(self.adapters) if path is not None)
-        return super().case(server, *runs, mutant=mutant, more=("--lora-paths", *paths, *more))
+        return super().case(
+            server,
+            *runs,
+            mutant=mutant,
+            more=("--max-loras-per-batch", "3", "--lora-paths", *paths, *more),
+        )
 
 
 def _seeded(number: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from sglang_c2t.classifier.recording import Recording, read_recording
 from tests.e2e import vision_models
 from tests.emulated.emulator import Emulator
+from tests.emulated.mutants import ADAPTED as WITH_ADAPTERS
 from tests.emulated.mutants import MUTANTS, TRIED, TWO_RANKS
 from tests.emulated.oracle import TOKENS, Adapted, Oracle, Seeing
 from tests.emulated.servers import DRAFTS, NODES, RULES, UNUSUAL
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.server
 #: With a target that sees.
 SEEING = "EAGLE3 chains, FA3", "EAGLE3 trees, FlashInfer, gated"
 #: With adapters beside the bare target.
-ADAPTED = "EAGLE3 chains, FA3, gated", "EAGLE3 trees, FlashInfer"
+ADAPTED = (("EAGLE3 chains, FA3, gated", "csgmv"), ("EAGLE3 trees, FlashInfer", "triton"))
 CHAINS, TREES = (name for name in UNUSUAL if name.endswith("recorded"))
 
 
@@ -105,17 +106,21 @@ def test_packed_rows_are_rotated_as_their_pictures_say(
     assert seeing.wrong(server, broken, None, counted=False) != []
 
 
-@pytest.mark.parametrize("backend", ["triton"])
-@pytest.mark.parametrize("server", ADAPTED)
+@pytest.mark.parametrize(("server", "backend"), ADAPTED)
 def test_packed_rows_have_the_adapters_of_their_requests(
     emulated: Emulator, tmp_path: Path, server: str, backend: str
 ) -> None:
-    """Two, and none, in one batch: in graphs, and where requests come and go."""
+    """Two adapters, and none, in one batch. Mistakes are made with SGLang's usual kernels."""
     adapted = Adapted(tmp_path)
-    runs = adapted.run(ahead=0), adapted.run(**EVENTS["retracted"])
-    for run in emulated.serve(adapted.case(server, *runs, more=("--lora-backend", backend))):
-        assert adapted.wrong(server, run, None, counted=False) == []
-        assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
+    mistakes = [n for n, m in TRIED.items() if m.server == WITH_ADAPTERS and backend == "csgmv"]
+    runs = adapted.run(ahead=0), *(adapted.run(mutant=name) for name in mistakes)
+    run, *broken = emulated.try_to(adapted.case(server, *runs, more=("--lora-backend", backend)))
+    assert adapted.wrong(server, run, None, counted=False) == []
+    assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
+    for name, one in zip(mistakes, broken, strict=True):
+        seen = adapted.wrong(server, one, None, counted=False)
+        print(name, *seen, sep="\n  ")
+        assert seen, name
 
 
 def test_a_recording_says_the_same_of_chains_and_of_the_likeliest_nodes_of_trees(
