@@ -137,6 +137,15 @@ ROWS = (
     Row("Llama", "EAGLE3, chains", "ours for CPUs", "--kv-cache-dtype bf16; --page-size 16", PACKED,
         CPU, (
         "e2e/test_model_breadth.py::test_the_tokens_are_the_same_however_keys_are_kept",)),
+    Row("Llama", "EAGLE3, chains and trees", "ours for CPUs", "LoRA, several adapters in a batch: "
+        "joins, aborts, retraction, seeds (torch_native)", PACKED, CPU, (
+        "e2e/test_lora_servers.py::test_chains_keep_their_adapters_beside_aborts_and_behind_"
+        "retraction",
+        "e2e/test_lora_servers.py::test_trees_of_more_adapters_than_fit_into_a_batch_keep_them",
+    )),
+    Row("Llama", "EAGLE3, chains", "FA3", "LoRA, several adapters in a batch (csgmv)", PACKED,
+        EMULATED, (f"{UNUSUAL}::test_packed_rows_have_the_adapters_of_their_requests",)),
+    Row("experts with LoRA adapters", "chains", "any", "", STATIC, UNSEEN),
     # Several processes
     Row("Llama", "EAGLE3, chains and trees", "ours for CPUs", "--tp-size 2", PACKED, CPU, (
         "e2e/test_unusual_servers.py::test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_"
