@@ -246,8 +246,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda cfg: _adapts(cfg) and not compat.verifies_adapters(),
-        "LoRA, --enable-lora or --lora-paths, where SGLang serves none with these drafts itself",
-        "0.5.17 is such a release and 0.5.23 is not",
+        "LoRA, --enable-lora or --lora-paths, in an SGLang that cannot tell it of packed rows",
+        "0.5.23 can and releases before it cannot",
         "drop --enable-lora and --lora-paths, and serve merged weights",
     ),
     Refusal(

@@ -224,7 +224,7 @@ def test_adapters_are_served_where_sglang_can_be_told_of_packed_rows(
     moved = dataclasses.replace(seams.ADAPTERS[-1], target="sglang.srt.no_such_module")
     monkeypatch.setattr(compat, "ADAPTERS", (*seams.ADAPTERS[:-1], moved))
     said = refusal(capsys, *draft, *flags, "--c2t")
-    assert "does not serve LoRA, --enable-lora or --lora-paths, where SGLang" in said
+    assert "does not serve LoRA, --enable-lora or --lora-paths, in an SGLang that" in said
 
 
 def test_every_refusal_names_a_flag_says_why_and_what_to_do() -> None:
