@@ -132,8 +132,10 @@ ROWS = (
     )),
     Row("Llama", "EAGLE3, chains and trees", "FA3; FlashInfer", "seeds", PACKED, EMULATED,
         ("emulated/test_sampled.py::test_seeded_samples_are_those_of_the_target_alone",)),
-    Row("Llama", "EAGLE3, chains and trees", "FA3; FlashInfer", "bfloat16; pages of 16 (chains)",
+    Row("Llama", "EAGLE3, chains and trees", "FA3; FlashInfer", "bfloat16, pages of 16",
         PACKED, EMULATED, (f"{UNUSUAL}::test_tokens_keys_and_values_are_the_models_to_rounding",)),
+    Row("Llama", "EAGLE3, trees", "FlashInfer", "pages of 16, beside single slots", PACKED,
+        EMULATED, (f"{UNUSUAL}::test_trees_in_pages_are_those_of_single_slots",)),
     Row("Llama", "EAGLE3, chains", "ours for CPUs", "--kv-cache-dtype bf16; --page-size 16", PACKED,
         CPU, (
         "e2e/test_model_breadth.py::test_the_tokens_are_the_same_however_keys_are_kept",)),

@@ -15,7 +15,7 @@ from tests.emulated.emulator import Emulator
 from tests.emulated.mutants import ADAPTED as WITH_ADAPTERS
 from tests.emulated.mutants import MUTANTS, TRIED, TWO_RANKS
 from tests.emulated.oracle import TOKENS, Adapted, Oracle, Seeing
-from tests.emulated.servers import DRAFTS, NODES, RULES, UNUSUAL
+from tests.emulated.servers import DRAFTS, NODES, PAGES, RULES, UNUSUAL
 from tests.emulated.test_serving import EVENTS
 from tests.emulated.versions import OLDEST, RELEASE
 
@@ -50,6 +50,21 @@ def test_tokens_keys_and_values_are_the_models_to_rounding(
     for run in emulated.serve(oracle.case(server, *runs)):
         assert oracle.wrong(server, run, None) == []
         assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
+
+
+def test_trees_in_pages_are_those_of_single_slots(emulated: Emulator, oracle: Oracle) -> None:
+    """The same trees are grown and verified, and both models keep the same of each token."""
+    server = "EAGLE3 trees, FlashInfer, gated"
+    (single,) = emulated.serve(oracle.case(server, oracle.run(ahead=0)))
+    (paged,) = emulated.serve(oracle.case(server, oracle.run(ahead=0), more=PAGES))
+    assert oracle.wrong(server, single, None) == []
+    assert (paged.outputs, paged.verifications, paged.rows) == (
+        single.outputs, single.verifications, single.rows,
+    )  # fmt: skip
+    for in_pages, in_slots in zip(paged.keys, single.keys, strict=True):
+        assert len(in_pages) >= 32  # whole pages stay
+        kept = torch.tensor(in_slots[: len(in_pages)])
+        assert torch.allclose(torch.tensor(in_pages), kept, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("server", RULES)

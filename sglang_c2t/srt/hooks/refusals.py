@@ -137,6 +137,7 @@ def _pages_of_trees(cfg: Any) -> bool:
         algorithm in ALGORITHMS
         and (cfg.speculative_eagle_topk or 1) > 1
         and (cfg.page_size or 1) > 1
+        and cfg.attention_backend != "flashinfer"
     )
 
 
@@ -144,8 +145,9 @@ def _pages_of_trees(cfg: Any) -> bool:
 #: traceback.
 PAGES_OF_TREES = Refusal(
     _pages_of_trees,
-    "--page-size above 1 with --speculative-eagle-topk above 1",
-    "trees are grown on single KV slots",
+    "--page-size above 1 with --speculative-eagle-topk above 1 and an --attention-backend other "
+    "than flashinfer",
+    "SGLang drafts trees in pages on few, and of those flashinfer alone reads our masks",
     "set --page-size 1 with --speculative-eagle-topk above 1, or --speculative-eagle-topk 1",
 )
 

@@ -331,11 +331,15 @@ def test_verification_planned_before_the_draft_is_known_is_refused(capsys, monke
 def test_what_sglang_refuses_here_would_be_refused_by_us_elsewhere(
     changed: dict[str, Any], said: str
 ) -> None:
-    """SGLang serves pages of 16 with trees on GPU backends, and may come to serve the other."""
+    """SGLang serves pages of 16 with trees on GPU backends, and may come to serve the other. We
+    serve them where it is FlashInfer.
+    """
     from sglang_c2t.srt.hooks import refusals
 
     args = compat.resolved(launch(*TREES, "--c2t"))
     assert refusals.refusals(args) == []
+    in_pages = Changed(args, page_size=16, attention_backend="flashinfer")
+    assert refusals.refusals(in_pages) == []
     (sentence,) = refusals.refusals(Changed(args, **changed))
     assert said in sentence
 
