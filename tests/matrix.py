@@ -134,11 +134,22 @@ ROWS = (
     )),
     Row("Llama", "EAGLE3, chains and trees", "FA3; FlashInfer", "seeds", PACKED, EMULATED,
         ("emulated/test_sampled.py::test_seeded_samples_are_those_of_the_target_alone",)),
-    Row("Llama", "EAGLE3, chains and trees", "FA3; FlashInfer", "bfloat16; pages of 16 (chains)",
+    Row("Llama", "EAGLE3, chains and trees", "FA3; FlashInfer", "bfloat16, pages of 16",
         PACKED, EMULATED, (f"{UNUSUAL}::test_tokens_keys_and_values_are_the_models_to_rounding",)),
+    Row("Llama", "EAGLE3, trees", "FlashInfer", "pages of 16, beside single slots", PACKED,
+        EMULATED, (f"{UNUSUAL}::test_trees_in_pages_are_those_of_single_slots",)),
     Row("Llama", "EAGLE3, chains", "ours for CPUs",
         f"--kv-cache-dtype bf16; --page-size 16: {ORDEAL}", PACKED, CPU, (
         "e2e/test_model_breadth.py::test_the_tokens_are_the_same_however_keys_are_kept",)),
+    Row("Llama", "EAGLE3, chains and trees", "ours for CPUs", "LoRA, several adapters in a batch: "
+        "joins, aborts, retraction, seeds (torch_native)", PACKED, CPU, (
+        "e2e/test_lora_servers.py::test_chains_keep_their_adapters_beside_aborts_and_behind_"
+        "retraction",
+        "e2e/test_lora_servers.py::test_trees_of_more_adapters_than_fit_into_a_batch_keep_them",
+    )),
+    Row("Llama", "EAGLE3, chains", "FA3", "LoRA, several adapters in a batch (csgmv)", PACKED,
+        EMULATED, (f"{UNUSUAL}::test_packed_rows_have_the_adapters_of_their_requests",)),
+    Row("experts with LoRA adapters", "chains", "any", "", STATIC, UNSEEN),
     # Several processes
     Row("Llama", "EAGLE3, chains and trees", "ours for CPUs", f"--tp-size 2: {ORDEAL}", PACKED, CPU,
         (

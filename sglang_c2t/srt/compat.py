@@ -20,6 +20,7 @@ from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt.attach import swapped, wrap_global, write
 from sglang_c2t.srt.probes import SeamError, module_exists, parameters_of, sglang_version
 from sglang_c2t.srt.seams import (
+    ADAPTERS,
     ALLOCATION,
     ATTENTION_HOOK,
     CACHE_LOCS,
@@ -179,6 +180,19 @@ def has_recurrent_state(model_config: Any) -> bool:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     return mambaish_config(model_config) is not None
+
+
+def verifies_adapters() -> bool:
+    """Whether this SGLang serves LoRA beside drafts, and can be told of packed rows there.
+
+    0.5.20 to 0.5.22 serve it, and allocate for graphs by another name.
+    """
+    return all(seam.defect() is None for seam in ADAPTERS)
+
+
+def lora_manager(target_runner: Any) -> Any:
+    """What prepares LoRA adapters for the target; ``None`` without, in older SGLang by omission."""
+    return getattr(target_runner, "lora_manager", None)
 
 
 @contextmanager

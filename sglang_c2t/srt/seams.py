@@ -69,6 +69,17 @@ CREATE_MESSAGE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create
 NORMALIZE_REQUEST = f"{IO_STRUCT}.GenerateReqInput.normalize_batch_and_arguments"
 VERIFY_SAMPLING_PARAMS = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
 INIT_DISAGGREGATION = "sglang.srt.managers.scheduler.Scheduler.init_disaggregation"
+LORA_MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
+#: What of it pins memory.
+PINS_ADAPTERS = tuple(
+    f"{LORA_MANAGER}.{name}"
+    for name in (
+        "__init__",
+        "load_lora_adapter",
+        "load_lora_adapter_from_tensors",
+        "prepare_lora_batch",
+    )
+)
 RESOLVE_RESULT = (
     "sglang.srt.managers.scheduler_components.batch_result_processor."
     "SchedulerBatchResultProcessor._resolve_spec_v2_tokens"
@@ -112,6 +123,7 @@ def resolution_seam(step: str, purpose: str) -> Seam:
     )
 
 
+_ADAPTS = "tells LoRA adapters of packed rows"
 _TRIES = "tries packed rows before anybody is served"
 
 SEAMS: tuple[Seam, ...] = (
@@ -701,6 +713,33 @@ TOLD_ARGUMENTS = (
         hook=True,
     ),
 )
+#: What packed rows hold on to where adapters are served; where it is not, LoRA is refused.
+ADAPTERS = (
+    Seam(
+        "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
+        "knows whether SGLang serves LoRA beside drafts",
+    ),
+    Seam(f"{LORA_MANAGER}.prepare_lora_batch", _ADAPTS, "forward_batch"),
+    Seam(
+        f"{LORA_MANAGER}.init_decode_cuda_graph_batch_info",
+        _ADAPTS,
+        "max_bs_in_cuda_graph num_tokens_per_req",
+    ),
+    Seam(LORA_MANAGER, _ADAPTS, fields="lora_backend"),
+    Seam(
+        "sglang.srt.lora.backend.base_backend.BaseLoRABackend",
+        _ADAPTS,
+        fields="is_moe_lora",
+    ),
+    Seam(MODEL_RUNNER, _ADAPTS, fields="lora_manager"),
+    Seam(FORWARD_BATCH, _ADAPTS, fields="forward_mode batch_size lora_ids input_ids spec_info"),
+    Seam(
+        f"{DECODE_GRAPHS}.DecodeCudaGraphRunner",
+        _ADAPTS,
+        fields="ragged_verify_mode capture_num_tokens model_runner",
+    ),
+    Seam(f"{DECODE_GRAPHS}.DecodeCudaGraphRunner.maybe_init_pdmux", _ADAPTS),
+)
 _CHOICES = "add_{}deterministic_attention_backend_choices"
 #: What makes SGLang's CPU engine run without its AMX kernels (`cpu/engine.py`); nothing else
 #: needs them.
@@ -776,6 +815,7 @@ CPU_SEAMS: tuple[Seam, ...] = (
         "leaves NCCL out on a CPU",
     ),
     Seam(INIT_DISAGGREGATION, "sends keys from a CPU to another server"),
+    *(Seam(target, "adapts models without pinned memory on a CPU") for target in PINS_ADAPTERS),
     # Its module imports prometheus_client, which must not be before SGLang says where values go.
     Seam(
         f"{MOONCAKE}.MooncakeKVSender",

@@ -56,6 +56,8 @@ CHAINS, FLASHINFER = "EAGLE3 chains, FA3, gated", "EAGLE3 chains, FlashInfer, ga
 TREES = "EAGLE3 trees, FlashInfer, gated"
 #: With a target that sees: not among the servers of `servers.py`.
 SEEING = "a server that sees"
+#: With adapters, the same.
+ADAPTED = "a server with adapters"
 TWO_RANKS = "EAGLE3 chains, FA3, two ranks"
 
 
@@ -366,6 +368,27 @@ def depths_are_no_positions() -> None:
 
     nodes = Trees.positions
     Trees.positions = lambda self, lens: nodes(self, lens) * 0 + lens[:, None]
+
+
+@mutant(ADAPTED)
+def adapters_are_told_of_the_rows_of_the_request_before() -> None:
+    from sglang_c2t.srt.verify import adapters
+
+    def shifted(stock: Any, forward_batch: Any) -> Any:
+        of_rows = stock(forward_batch)
+        return of_rows[:1] + of_rows[:-1]
+
+    around(adapters, "adapters_of_rows", shifted)
+
+
+@mutant(ADAPTED)
+def a_graph_adapts_rows_as_it_was_captured() -> None:
+    """Not at the start: nobody had an adapter then."""
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    from sglang_c2t.srt import attach
+
+    attach.write(LoRAManager, _use_cuda_graph_batch=lambda *_: False)
 
 
 @mutant(SEEING)

@@ -24,6 +24,7 @@ from transformers import (
 
 from eval.prompts import demo_mix
 from eval.server import TARGET
+from tests import lora
 from tests.emulated.serve import Case, Request, Run, Served, rotated, sketch
 from tests.emulated.servers import COMMON, SERVERS, UNUSUAL
 from tests.emulated.versions import COUNTED, RELEASE
@@ -78,6 +79,9 @@ class Oracle:
     #: That some of them begin with, see `serve.rotated`.
     pictures: tuple[tuple[int, int] | None, ...] = (None,) * len(JOINS)
 
+    #: Paths of those that some of them are for.
+    adapters: tuple[str | None, ...] = (None,) * len(JOINS)
+
     def __init__(self) -> None:
         self.read = functools.cache(self._read)
 
@@ -98,6 +102,15 @@ class Oracle:
         load = AutoModelForCausalLM.from_pretrained
         return {name: load(TARGET, dtype=getattr(torch, name)).float() for name in ROUNDING}
 
+    def _model(self, ids: tuple[int, ...], dtype: str) -> torch.nn.Module:
+        """Which one reads them."""
+        del ids
+        return self._models[dtype]
+
+    def _number(self, ids: tuple[int, ...]) -> int:
+        """Which prompt they begin with."""
+        return next(n for n, prompt in enumerate(self.prompts) if ids[: len(prompt)] == prompt)
+
     def _places(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
         """Where the model takes its tokens to stand; nothing: one behind the other."""
         del ids
@@ -109,7 +122,7 @@ class Oracle:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # several of so small a model wait for each other, on busy cores
         try:
-            out = self._models[dtype](torch.tensor([ids]), **self._places(ids))
+            out = self._model(ids, dtype)(torch.tensor([ids]), **self._places(ids))
         finally:
             torch.set_num_threads(threads)
         layers = out.past_key_values.layers
@@ -179,6 +192,7 @@ class Oracle:
                     TOKENS,
                     logprobs=asked and number in TOLD,
                     picture=self.pictures[number],
+                    adapter=self.adapters[number],
                 )
             )
         return Run(tuple(requests), **how)
@@ -274,14 +288,53 @@ class Seeing(Oracle):
         return {"float32": load(self._folder / "target", dtype=torch.float32)}
 
     def _places(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
-        number = next(n for n, prompt in enumerate(self.prompts) if ids[: len(prompt)] == prompt)
-        return {"position_ids": rotated(self.pictures[number], len(ids))[:, None]}
+        picture = self.pictures[self._number(ids)]
+        return {"position_ids": rotated(picture, len(ids))[:, None]}
 
     def case(self, server: str, *runs: Run, mutant: str = "", more: tuple[str, ...] = ()) -> Case:
         """As :meth:`Oracle.case`, of models that see."""
         models = "--model-path", str(self._folder / "target"), "--speculative-draft-model-path"
         return super().case(
             server, *runs, mutant=mutant, more=(*models, str(self._folder / "draft"), *more)
+        )
+
+
+class Adapted(Oracle):
+    """Of a target with two adapters, in a batch with itself.
+
+    Args:
+        folder: Where they are saved.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        left, right = (str(folder / name) for name in ("left", "right"))
+        for seed, path in enumerate((left, right)):
+            # Of few modules: each takes the interpreter two launches more per layer.
+            lora.save(Path(path), seed, of=("self_attn.o_proj", "mlp.down_proj"))
+        self.adapters = (left, right, None, left)
+
+    @cached_property
+    def _adapted(self) -> dict[str | None, torch.nn.Module]:
+        load = AutoModelForCausalLM.from_pretrained
+        models = {path: load(TARGET, dtype=torch.float32) for path in set(self.adapters)}
+        for path, model in models.items():
+            if path is not None:
+                lora.merge(Path(path), model)
+        return models
+
+    def _model(self, ids: tuple[int, ...], dtype: str) -> torch.nn.Module:
+        del dtype
+        return self._adapted[self.adapters[self._number(ids)]]
+
+    def case(self, server: str, *runs: Run, mutant: str = "", more: tuple[str, ...] = ()) -> Case:
+        """As :meth:`Oracle.case`, with both adapters."""
+        paths = sorted(path for path in set(self.adapters) if path is not None)
+        return super().case(
+            server,
+            *runs,
+            mutant=mutant,
+            more=("--max-loras-per-batch", "3", "--lora-paths", *paths, *more),
         )
 
 

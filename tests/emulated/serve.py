@@ -71,6 +71,7 @@ class Request:
     max_new_tokens: int = 16
     logprobs: bool = False  # asked for, of each token of the answer
     picture: tuple[int, int] | None = None  # of so many rows and columns, see `rotated`
+    adapter: str | None = None  # the path of one, of LoRA
 
 
 @dataclass(frozen=True)
@@ -345,7 +346,7 @@ def _tokenized(number: int, request: Request) -> Any:
         rid=str(number), input_text="", input_ids=array("q", request.ids), input_embeds=None,
         mm_inputs=_seen(request), token_type_ids=None, sampling_params=parameters,
         return_logprob=request.logprobs, logprob_start_len=-1, top_logprobs_num=0,
-        token_ids_logprob=None, stream=False,
+        token_ids_logprob=None, stream=False, lora_id=_known_as(request.adapter),
     )  # fmt: skip
 
 
@@ -362,6 +363,13 @@ def rotated(picture: tuple[int, int] | None, length: int) -> Tensor:
         places[:, begins:ends] = seen
         places[:, ends:] += begins + max(picture) - ends
     return places
+
+
+def _known_as(adapter: str | None) -> str | None:
+    """SGLang's name for an adapter that it was given as a path."""
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    return None if adapter is None else LoRARef.deterministic_id(adapter, adapter)
 
 
 def _seen(request: Request) -> Any:

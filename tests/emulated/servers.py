@@ -39,7 +39,7 @@ UNUSUAL = {
     "EAGLE3 chains, FA3, two ranks": (*CHAINS["EAGLE3"], "--c2t", *TWO_RANKS),
     "EAGLE3 trees, FlashInfer, gated, two ranks": (*TREES, *FLASHINFER, *GATED, *TWO_RANKS),
     "EAGLE3 chains, FA3, gated, bfloat16, pages": (*CHAINS["EAGLE3"], *GATED, *ROUNDED, *PAGES),
-    "EAGLE3 trees, FlashInfer, bfloat16": (*TREES, *FLASHINFER, "--c2t", *ROUNDED),
+    "EAGLE3 trees, FlashInfer, bfloat16, pages": (*TREES, *FLASHINFER, "--c2t", *ROUNDED, *PAGES),
     "EAGLE3 chains, FA3, pages, recorded": (*CHAINS["EAGLE3"], *PAGES, "--c2t", *RECORDED),
     "EAGLE3 trees, FlashInfer, recorded": (*TREES, *FLASHINFER, "--c2t", *RECORDED),
 }

@@ -12,9 +12,10 @@ from torch import Tensor
 from sglang_c2t.classifier.recording import Recording, read_recording
 from tests.e2e import vision_models
 from tests.emulated.emulator import Emulator
+from tests.emulated.mutants import ADAPTED as WITH_ADAPTERS
 from tests.emulated.mutants import MUTANTS, TRIED, TWO_RANKS
-from tests.emulated.oracle import TOKENS, Oracle, Seeing
-from tests.emulated.servers import DRAFTS, NODES, RULES, UNUSUAL
+from tests.emulated.oracle import TOKENS, Adapted, Oracle, Seeing
+from tests.emulated.servers import DRAFTS, NODES, PAGES, RULES, UNUSUAL
 from tests.emulated.test_serving import EVENTS
 from tests.emulated.versions import OLDEST, RELEASE
 
@@ -49,6 +50,21 @@ def test_tokens_keys_and_values_are_the_models_to_rounding(
     for run in emulated.serve(oracle.case(server, *runs)):
         assert oracle.wrong(server, run, None) == []
         assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
+
+
+def test_trees_in_pages_are_those_of_single_slots(emulated: Emulator, oracle: Oracle) -> None:
+    """The same trees are grown and verified, and both models keep the same of each token."""
+    server = "EAGLE3 trees, FlashInfer, gated"
+    (single,) = emulated.serve(oracle.case(server, oracle.run(ahead=0)))
+    (paged,) = emulated.serve(oracle.case(server, oracle.run(ahead=0), more=PAGES))
+    assert oracle.wrong(server, single, None) == []
+    assert (paged.outputs, paged.verifications, paged.rows) == (
+        single.outputs, single.verifications, single.rows,
+    )  # fmt: skip
+    for in_pages, in_slots in zip(paged.keys, single.keys, strict=True):
+        assert len(in_pages) >= 32  # whole pages stay
+        kept = torch.tensor(in_slots[: len(in_pages)])
+        assert torch.allclose(torch.tensor(in_pages), kept, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("server", RULES)
@@ -101,6 +117,23 @@ def test_packed_rows_are_rotated_as_their_pictures_say(
     assert seeing.wrong(server, run, None, counted=False) == []
     assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
     assert seeing.wrong(server, broken, None, counted=False) != []
+
+
+@pytest.mark.skipif(RELEASE is OLDEST, reason="it serves no adapters beside drafts")
+def test_packed_rows_have_the_adapters_of_their_requests(
+    emulated: Emulator, tmp_path: Path
+) -> None:
+    """Two adapters, and none, in one batch, by SGLang's usual LoRA kernels."""
+    server, adapted = "EAGLE3 chains, FA3", Adapted(tmp_path)
+    mistakes = [name for name, m in TRIED.items() if m.server == WITH_ADAPTERS]
+    runs = adapted.run(ahead=0), *(adapted.run(mutant=name) for name in mistakes)
+    run, *broken = emulated.try_to(adapted.case(server, *runs))
+    assert adapted.wrong(server, run, None, counted=False) == []
+    assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
+    for name, one in zip(mistakes, broken, strict=True):
+        seen = adapted.wrong(server, one, None, counted=False)
+        print(name, *seen, sep="\n  ")
+        assert seen, name
 
 
 def test_a_recording_says_the_same_of_chains_and_of_the_likeliest_nodes_of_trees(

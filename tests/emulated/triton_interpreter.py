@@ -71,8 +71,12 @@ def interpreted() -> Iterator[None]:
     def first_configuration(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
 
+    from sglang.srt import utils  # not before there is a device
+
     with (
         hastened(),
+        # It keeps what was compiled, and here nothing is.
+        patch.object(utils, "cached_triton_kernel", lambda *_: lambda kernel: kernel),
         patch.object(interpreter.InterpretedFunction, "run", queued),
         patch.object(autotuner.Autotuner, "run", first_configuration),
     ):

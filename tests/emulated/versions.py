@@ -94,6 +94,7 @@ def _arguments_0_5_23(flags: list[str]) -> Any:
 
     args = prepare_server_args(flags)
     args.resolve_once()
+    args.check_server_args()
     return args
 
 

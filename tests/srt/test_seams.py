@@ -71,7 +71,8 @@ def test_a_broken_seam_is_refused_in_a_sentence_that_names_it(monkeypatch) -> No
 
 def all_seams() -> list[probes.Seam]:
     """As this SGLang offers them, those that hold nothing here left out."""
-    chosen = [seam.chosen() for seam in (*seams.SEAMS, *seams.CPU_SEAMS)]
+    adapters = seams.ADAPTERS if compat.verifies_adapters() else ()
+    chosen = [seam.chosen() for seam in (*seams.SEAMS, *seams.CPU_SEAMS, *adapters)]
     return [
         dataclasses.replace(seam, otherwise=None)
         for seam in chosen
@@ -212,7 +213,7 @@ OURS = {
 def listed() -> set[str]:
     """Every name of a symbol or attribute in the list of seams."""
     found = set()
-    for seam in (*seams.SEAMS, *seams.CPU_SEAMS):
+    for seam in (*seams.SEAMS, *seams.CPU_SEAMS, *seams.ADAPTERS):
         each: probes.Seam | None = seam
         while each is not None:
             found |= {*each.fields.split(), each.target.rpartition(".")[2]}

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from sglang_c2t import cpu
 from sglang_c2t.cpu import OPS
@@ -54,6 +55,8 @@ def install() -> list[str]:
         names.append("--enable-deterministic-inference: seeds, without batch-invariant kernels")
     attach.write(torch.cuda, synchronize=_nothing_to_wait_for)
     _send_from_host()
+    _adapt_unpinned()
+    names.append("LoRA: memory that is not pinned")
     _leave_nccl_out()
     names.append("tensor parallelism over gloo: NCCL left out")
     if compat.supply_seed_hash(OPS["murmur_hash32_cpu"].run):
@@ -178,6 +181,31 @@ def _name_slots_at_once(_result: None, _scheduler: Any) -> None:
     sender = getattr(sys.modules.get(seams.MOONCAKE), "MooncakeKVSender", None)
     if hasattr(sender, "supports_host_tensor_indices"):
         attach.write(sender, supports_host_tensor_indices=False)
+
+
+# -- LoRA ---------------------------------------------------------------------------------
+
+
+class _Unpinned(TorchFunctionMode):
+    """Nothing that is made inside the block is pinned, which takes a GPU's driver."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{k: v for k, v in (kwargs or {}).items() if k != "pin_memory"})
+
+
+def _adapt_unpinned() -> None:
+    """SGLang's LoRA, torch_native's too, takes pinned memory for granted."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target in seams.PINS_ADAPTERS:
+        HookRegistry.register(target, _unpinned, HookType.AROUND)
+
+
+def _unpinned(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _Unpinned():
+        return original(*args, **kwargs)
 
 
 # -- tensor parallelism -------------------------------------------------------------------

@@ -51,6 +51,11 @@ def _set(name: str) -> Callable[[Any], bool]:
     return lambda cfg: bool(compat.argument(cfg, name))
 
 
+def _adapts(cfg: Any) -> bool:
+    """SGLang lets --lora-paths switch LoRA on, but only after this step."""
+    return _set("enable_lora")(cfg) or _set("lora_paths")(cfg)
+
+
 def _wants_ragged() -> bool:
     config = active()
     return config is not None and config.verify == "ragged"
@@ -132,6 +137,7 @@ def _pages_of_trees(cfg: Any) -> bool:
         algorithm in ALGORITHMS
         and (cfg.speculative_eagle_topk or 1) > 1
         and (cfg.page_size or 1) > 1
+        and cfg.attention_backend != "flashinfer"
     )
 
 
@@ -139,8 +145,9 @@ def _pages_of_trees(cfg: Any) -> bool:
 #: traceback.
 PAGES_OF_TREES = Refusal(
     _pages_of_trees,
-    "--page-size above 1 with --speculative-eagle-topk above 1",
-    "trees are grown on single KV slots",
+    "--page-size above 1 with --speculative-eagle-topk above 1 and an --attention-backend other "
+    "than flashinfer",
+    "SGLang drafts trees in pages on few, and of those flashinfer alone reads our masks",
     "set --page-size 1 with --speculative-eagle-topk above 1, or --speculative-eagle-topk 1",
 )
 
@@ -240,11 +247,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop it",
     ),
     Refusal(
-        # SGLang lets --lora-paths switch LoRA on, but only after this step.
-        lambda cfg: _set("enable_lora")(cfg) or _set("lora_paths")(cfg),
-        "LoRA, --enable-lora or --lora-paths",
-        "adapters are told of equally many rows for each request",
+        lambda cfg: _adapts(cfg) and not compat.verifies_adapters(),
+        "LoRA, --enable-lora or --lora-paths, in an SGLang that cannot tell it of packed rows",
+        "0.5.23 can and releases before it cannot",
         "drop --enable-lora and --lora-paths, and serve merged weights",
+    ),
+    Refusal(
+        lambda cfg: _adapts(cfg) and cfg.speculative_algorithm == "STANDALONE",
+        "LoRA, --enable-lora or --lora-paths, with --speculative-algorithm STANDALONE",
+        "SGLang serves it with EAGLE, EAGLE3 and NEXTN",
+        "choose one of them, or drop --enable-lora and --lora-paths",
     ),
     Refusal(
         _set("enable_return_routed_experts"),

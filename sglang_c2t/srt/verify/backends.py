@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.verify import graphs, ragged
+from sglang_c2t.srt.verify import adapters, graphs, ragged
 
 
 def obstacle(target_runner: Any) -> str | None:
@@ -29,6 +29,9 @@ def obstacle(target_runner: Any) -> str | None:
         )
     if compat.has_recurrent_state(target_runner.model_config):
         return "the target keeps recurrent state per verified row"
+    manager = compat.lora_manager(target_runner)
+    if manager is not None and manager.lora_backend.is_moe_lora:
+        return "LoRA adapters of experts were not tried with packed rows"
     return None
 
 
@@ -40,11 +43,15 @@ def prepare(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
         flashinfer.adopt(target_runner.attn_backend)
     elif target_runner.device == "cuda":
         ragged.read_by(target_runner.attn_backend)
+    if (manager := compat.lora_manager(target_runner)) is not None:
+        adapters.tell_rows(manager)
     if target_runner.device == "cuda":
         graphs.use_tiers(target_runner, trees=trees, max_rows=max_rows)
 
 
 def give_back(target_runner: Any) -> None:
     """Have the target verify whole drafts, in SGLang's own CUDA graphs if it has any."""
+    if (manager := compat.lora_manager(target_runner)) is not None:
+        adapters.tell_requests(manager)
     if target_runner.device == "cuda":
         graphs.use_stock(target_runner)

@@ -77,7 +77,15 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
                 max(self.tiers.all_rows),
                 _HOW_TO_RAISE,
             )
+        # SGLang looks now whether it has to refuse adapters, see `adapters.py`.
+        if compat.lora_manager(self.model_runner) is not None:
+            self.ragged_verify_mode = False
         return self.tiers.rows
+
+    def maybe_init_pdmux(self) -> None:
+        """The next that SGLang does: it has looked."""
+        self.ragged_verify_mode = self.capture_num_tokens is not None
+        super().maybe_init_pdmux()
 
     def _admits(self, wanted: Tiers) -> Callable[[int, int], bool] | None:
         """Which of the tiers attention has room for, where it says so."""

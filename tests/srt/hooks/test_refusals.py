@@ -7,6 +7,7 @@ same through the real command.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -174,8 +175,7 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
             [*speculative_flags("EAGLE3", num_steps=3), "--speculative-adaptive"],
             "--speculative-adaptive both set the draft length",
         ),
-        ([*EAGLE3, "--enable-lora"], "drop --enable-lora"),
-        ([*EAGLE3, "--lora-paths", "adapter=/absent"], "drop --enable-lora and --lora-paths"),
+        ([*speculative_flags("STANDALONE"), "--enable-lora"], "drop --enable-lora"),
         (
             [*EAGLE3, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
             "does not serve DP attention, --enable-dp-attention",
@@ -207,6 +207,24 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
 )
 def test_an_unsupported_combination_is_refused_by_name(capsys, flags: list[str], said: str) -> None:
     assert said in refusal(capsys, *flags, "--c2t")
+
+
+ADAPTED = (["--lora-paths", "adapter=/absent"], ["--enable-lora", "--max-lora-rank", "8",
+           "--lora-target-modules", "q_proj"])  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", ADAPTED)
+@pytest.mark.parametrize("draft", [EAGLE3, TREES], ids=["chains", "trees"])
+def test_adapters_are_served_where_sglang_can_be_told_of_packed_rows(
+    capsys, monkeypatch: pytest.MonkeyPatch, draft: list[str], flags: list[str]
+) -> None:
+    if compat.verifies_adapters():
+        launch(*draft, *flags, "--c2t")
+        assert config.active() == config.C2TConfig()
+    moved = dataclasses.replace(seams.ADAPTERS[-1], target="sglang.srt.no_such_module")
+    monkeypatch.setattr(compat, "ADAPTERS", (*seams.ADAPTERS[:-1], moved))
+    said = refusal(capsys, *draft, *flags, "--c2t")
+    assert "does not serve LoRA, --enable-lora or --lora-paths, in an SGLang that" in said
 
 
 def test_every_refusal_names_a_flag_says_why_and_what_to_do() -> None:
@@ -265,7 +283,6 @@ def test_trees_are_served(tmp_path: Path, settings: dict[str, Any]) -> None:
         (["--attention-backend", "triton"], "or set --speculative-eagle-topk 1"),
         (["--speculative-accept-threshold-single", "0.9"], "drop --speculative-accept-threshold-s"),
         (["--speculative-accept-threshold-acc", "0.9"], "and --speculative-accept-threshold-acc"),
-        (["--enable-lora"], "drop --enable-lora"),
         (
             ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
             "does not serve DP attention",
@@ -314,11 +331,15 @@ def test_verification_planned_before_the_draft_is_known_is_refused(capsys, monke
 def test_what_sglang_refuses_here_would_be_refused_by_us_elsewhere(
     changed: dict[str, Any], said: str
 ) -> None:
-    """SGLang serves pages of 16 with trees on GPU backends, and may come to serve the other."""
+    """SGLang serves pages of 16 with trees on GPU backends, and may come to serve the other. We
+    serve them where it is FlashInfer.
+    """
     from sglang_c2t.srt.hooks import refusals
 
     args = compat.resolved(launch(*TREES, "--c2t"))
     assert refusals.refusals(args) == []
+    in_pages = Changed(args, page_size=16, attention_backend="flashinfer")
+    assert refusals.refusals(in_pages) == []
     (sentence,) = refusals.refusals(Changed(args, **changed))
     assert said in sentence
 

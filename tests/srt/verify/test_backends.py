@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.utils import common
 
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import compat, seams
 from sglang_c2t.srt.probes import attribute_names
 from sglang_c2t.srt.verify import backends, chain, tree
 from tests.doubles import double, real_class
@@ -18,17 +18,24 @@ from tests.refusals import refused
 MODES = ("auto", "ragged", "static")
 
 
+def adapters(**of_backend: Any) -> Any:
+    """A LoRA manager."""
+    backend = double("sglang.srt.lora.backend.base_backend.BaseLoRABackend", **of_backend)
+    return double(seams.LORA_MANAGER, lora_backend=backend)
+
+
 def target(
     monkeypatch: pytest.MonkeyPatch, *, exchanges: bool = False, recurrent: bool = False,
-    backend: Any = None, **of_backend: Any,
+    backend: Any = None, lora: Any = None, **of_backend: Any,
 ) -> Any:  # fmt: skip
     """A target on a GPU; FlashInfer unless it has another backend."""
     monkeypatch.setattr(common, "require_gathered_buffer", lambda: exchanges)
     monkeypatch.setattr(compat, "has_recurrent_state", lambda model_config: recurrent)
     attention = backend or double("FlashInferAttnBackend", **{"num_wrappers": 1, **of_backend})
     return double(
-        "ModelRunner", attn_backend=attention, model_config=None, device="cuda", server_args=None
-    )
+        "ModelRunner", attn_backend=attention, model_config=None, device="cuda", server_args=None,
+        lora_manager=lora,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -61,6 +68,7 @@ def test_flashinfer_verifies_packed_unless_told_otherwise(
         # MoE all-to-all wants multiples of the ranks, and row counts agreed on before.
         ({"exchanges": True}, "ranks exchange rows inside the model (--moe-a2a-backend"),
         ({"recurrent": True}, "the target keeps recurrent state"),
+        ({"lora": adapters(is_moe_lora=True)}, "LoRA adapters of experts"),
     ],
 )
 def test_what_cannot_verify_packed_rows_is_refused_by_name_or_verifies_full_width(

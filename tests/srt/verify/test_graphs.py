@@ -125,7 +125,10 @@ def runner(workspace_mib: float | None, **attributes: Any) -> Any:
         backend = double(
             "FlashInferAttnBackend", indices_updater_prefill=updater, workspace_buffer=workspace
         )
-    of = {"capture_bs": [1, 80, 161], "captured_req_width": 6, "attn_backend": backend}
+    of = {
+        "capture_bs": [1, 80, 161], "captured_req_width": 6, "attn_backend": backend,
+        "model_runner": double("ModelRunner", lora_manager=None),
+    }  # fmt: skip
     return double(graphs.TieredGraphRunner, **{**of, **attributes})
 
 
