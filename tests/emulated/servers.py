@@ -59,6 +59,18 @@ RULES = {
 }  # fmt: skip
 UNUSUAL |= RULES
 
+#: With a target of latent attention (MLA), which FlashInfer has no float32 kernel for. The expert
+#: that is shared is one of the others, as it is in DeepSeek-V3: beside them SGLang's graphs read it
+#: from what the others write.
+LATENT_ALONE = (*FLASHINFER, *ROUNDED, "--enforce-shared-experts-fusion")
+LATENT_DRAFTS = (*LATENT_ALONE, *speculative_flags("NEXTN", DRAFTS))
+LATENT = {
+    "MLA alone, FlashInfer": LATENT_ALONE,
+    "MLA chains, FlashInfer, stock": LATENT_DRAFTS,
+    "MLA chains, FlashInfer": (*LATENT_DRAFTS, "--c2t"),
+    "MLA chains, FlashInfer, gated": (*LATENT_DRAFTS, *GATED),
+}
+
 #: The server of the same draft model that is SGLang's own.
 STOCK = {"EAGLE3": "EAGLE3 chains, FA3, stock"}
 
