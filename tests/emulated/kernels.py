@@ -55,7 +55,9 @@ def fused_eh_norm(
     embeds: Tensor, hidden: Tensor, of_embeds: Tensor, of_hidden: Tensor, out: Tensor, eps: float
 ) -> None:
     """Both normed, beside each other: what an MTP layer reads."""
-    for x, weight, half in zip((embeds, hidden), (of_embeds, of_hidden), out.chunk(2, -1)):
+    for x, weight, half in zip(
+        (embeds, hidden), (of_embeds, of_hidden), out.chunk(2, -1), strict=True
+    ):
         rmsnorm(half, x, weight, eps)
 
 

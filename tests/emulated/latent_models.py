@@ -1,7 +1,7 @@
 """The demo DeepSeek-V3 with heads as large as DeepSeek's own, which FlashInfer's MLA is made for.
 
 The same model but for rounding. Hidden states and latents are repeated, since the norm over copies
-is the norm; of the copies one is read. What else is new is zero.
+is the norm, and so are heads; of the copies one is read. What else is new is zero.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from eval.server import MLA
 
-#: Heads of DeepSeek-V3, and a width that SGLang's kernels for draft layers take.
+#: Of DeepSeek-V3; as many heads as FlashInfer launches otherwise for many rows than for few; and a
+#: width that SGLang's kernels for draft layers take.
 SIZES = {
-    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-    "hidden_size": 768,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "hidden_size": 768,
 }  # fmt: skip
 
 
@@ -55,7 +56,7 @@ def _with_heads(name: str, weight: Tensor, config: dict[str, Any]) -> Tensor:
     """A weight of attention with larger heads."""
     heads, sizes = config["num_attention_heads"], ("qk_nope_head_dim", "qk_rope_head_dim")
     latent, plain, turned, values = (config[n] for n in ("kv_lora_rank", *sizes, "v_head_dim"))
-    copies = SIZES["kv_lora_rank"] // latent
+    copies, more = SIZES["kv_lora_rank"] // latent, SIZES["num_attention_heads"] // heads
     if name.endswith("kv_a_layernorm.weight"):
         return weight.repeat(copies)
     if name.endswith("kv_a_proj_with_mqa.weight"):
@@ -63,14 +64,16 @@ def _with_heads(name: str, weight: Tensor, config: dict[str, Any]) -> Tensor:
     if name.endswith("kv_b_proj.weight"):
         keys, read = weight.view(heads, plain + values, latent).split((plain, values), dim=1)
         both = _grown(keys, 1, "qk_nope_head_dim"), _grown(read, 1, "v_head_dim")
-        return _grown(torch.cat(both, dim=1).flatten(0, 1), 1, "kv_lora_rank")
+        return _grown(torch.cat(both, dim=1).repeat(more, 1, 1).flatten(0, 1), 1, "kv_lora_rank")
     if name.endswith("o_proj.weight"):
-        return _grown(weight.view(-1, heads, values), 2, "v_head_dim").flatten(1)
+        read = _grown(weight.view(-1, heads, values), 2, "v_head_dim")
+        return _grown(read, 1, "num_attention_heads").flatten(1)
     if name.endswith("q_b_proj.weight"):
         still, moved = weight.view(heads, plain + turned, -1).split((plain, turned), dim=1)
         query = torch.cat((_grown(still, 1, "qk_nope_head_dim"), _turned(moved, 1)), dim=1)
         # Scores are divided by the root of a head's size.
-        return (query * (sum(map(SIZES.get, sizes)) / (plain + turned)) ** 0.5).flatten(0, 1)
+        scale = (sum(SIZES[size] for size in sizes) / (plain + turned)) ** 0.5
+        return (query * scale).repeat(more, 1, 1).flatten(0, 1)
     return weight
 
 

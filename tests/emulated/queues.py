@@ -14,7 +14,7 @@ from functools import partial
 
 Work = Callable[[], object]
 
-#: Who does work: threads of a program that loads weights wait for each other. Work may wait for work.
+#: Held by the thread that does work, which may wait for other work: weights are loaded by several.
 _DOING = threading.RLock()
 
 
