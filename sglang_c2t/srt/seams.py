@@ -527,6 +527,7 @@ SEAMS: tuple[Seam, ...] = (
             "get_batch_sizes_to_capture",
             "DecodeCudaGraphRunner._build_ragged_verify_token_buckets",
             "DecodeCudaGraphRunner._ragged_capture_slots",
+            "DecodeCudaGraphRunner._can_run_ragged_verify_graph",
             "DecodeCudaGraphRunner._stage_ragged_verify_layout",
             "DecodeCudaGraphRunner._capture_one_stream",
             "DecodeCudaGraphRunner._autotune_buffers",

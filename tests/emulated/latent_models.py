@@ -20,8 +20,8 @@ from eval.server import MLA
 #: Of DeepSeek-V3; as many heads as FlashInfer launches otherwise for many rows than for few; and a
 #: width that SGLang's kernels for draft layers take.
 SIZES = {
-    "num_attention_heads": 32, "num_key_value_heads": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128, "v_head_dim": 128, "hidden_size": 768,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "hidden_size": 768,
 }  # fmt: skip
 
 

@@ -52,9 +52,9 @@ def copy_slots(
 
 def experts(
     x: Tensor, _x_desc: None, weights: Tensor, _desc: None, _bias: None, out: Tensor,
-    _x_scale: None, _scale: None, shares: Tensor, routes: Tensor, blocks: Tensor, padded: Tensor, _mask: Any,
-    _n: int, _k: int, _em: int, count: int, *_: Any, BLOCK_SIZE_M: int, MUL_ROUTED_WEIGHT: bool,
-    top_k: int, **__: Any,
+    _x_scale: None, _scale: None, shares: Tensor, routes: Tensor, blocks: Tensor, padded: Tensor,
+    _mask: Any, _n: int, _k: int, _em: int, count: int, *_: Any, BLOCK_SIZE_M: int,
+    MUL_ROUTED_WEIGHT: bool, top_k: int, **__: Any,
 ) -> None:  # fmt: skip
     """Rows of ``x`` times the weights [E, N, K] of the expert that their route says, by blocks of
     routes, of which ``count`` are real; ``top_k`` routes of each row.

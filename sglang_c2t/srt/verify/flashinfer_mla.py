@@ -4,8 +4,8 @@ graphs.
 As in ``flashinfer.py`` SGLang's backend plans one width for all requests, and here each graph of
 (S, T) is planned from the rows of each. The kernel reads the plan and the slots of keys, nothing
 else. How it is launched stays as it was captured, and FlashInfer chooses that by the rows of a slot
-on average (``MLAPlan`` in its ``scheduler.cuh``), so that a replay plans as many as its capture:
-padding rows stand in the slots behind the requests, as in :class:`~sglang_c2t.kernels.layout.Layout`.
+on average (``MLAPlan`` in its ``scheduler.cuh``). So a replay plans as many as its capture: padding
+rows stand in the slots behind the requests, as in :class:`~sglang_c2t.kernels.layout.Layout`.
 """
 
 from __future__ import annotations
