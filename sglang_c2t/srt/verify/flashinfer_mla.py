@@ -100,7 +100,8 @@ class RaggedFlashInferMLABackend(FlashInferMLAAttnBackend):
         self, forward_batch: Any, packing: Packing, starts: Tensor, kv_indices: Tensor
     ) -> None:
         """Write the slots of the requests' keys; those of padding are any."""
-        batch, pool = len(packing.num_rows), self.req_to_token_pool
+        batch = len(packing.num_rows)
+        pool: Any = self.req_to_token_pool
         prefix = forward_batch.seq_lens[:batch]
         indptr(packing.num_rows, batch, prefix_lens=prefix, out=starts)
         ragged_kv_indices(
