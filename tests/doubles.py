@@ -19,6 +19,7 @@ SGLANG = {
         "sglang.srt.layers.attention.flashinfer_backend.DecodeMetadata",
         "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend",
         "sglang.srt.layers.attention.flashinfer_backend.FlashInferMultiStepDraftBackend",
+        "sglang.srt.layers.attention.flashinfer_mla_backend.FlashInferMLAAttnBackend",
         "sglang.srt.layers.logits_processor.LogitsProcessorOutput",
         "sglang.srt.managers.schedule_batch.Req",
         "sglang.srt.managers.schedule_batch.ScheduleBatch",

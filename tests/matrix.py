@@ -106,8 +106,11 @@ ROWS = (
         "at_full_width", "srt/verify/test_backends.py::test_what_cannot_verify_packed_rows_is_"
         "refused_by_name_or_verifies_full_width")),
     Row("any", "chains", "trtllm_mha, FA4", "tried at its start", PACKED, UNSEEN),
-    Row("MLA", "chains", "FlashInfer-MLA, trtllm_mla, dsv4", "tried at its start, static where "
-        "rows differ", PACKED, UNSEEN),
+    Row("DeepSeek (MLA, experts)", "NEXTN, chains", "FlashInfer-MLA", "bfloat16; retraction; "
+        "more requests than graphs hold", PACKED, EMULATED, (
+        f"{UNUSUAL}::test_packed_rows_attend_to_latents_as_the_model_does",)),
+    Row("MLA", "chains", "trtllm_mla, dsv4", "tried at its start, static where rows differ",
+        PACKED, UNSEEN),
     Row("Mamba, linear attention", "chains", "any", "", STATIC, UNSEEN),
     # Features
     Row("Llama", "EAGLE3, chains and trees", "ours for CPUs", "plans, at every load", PACKED, CPU, (

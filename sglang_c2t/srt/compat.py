@@ -338,6 +338,11 @@ def is_flashinfer(backend: Any) -> bool:
     return any(cls.__name__ == "FlashInferAttnBackend" for cls in type(backend).__mro__)
 
 
+def is_flashinfer_mla(backend: Any) -> bool:
+    """The same of its attention over latents."""
+    return any(cls.__name__ == "FlashInferMLAAttnBackend" for cls in type(backend).__mro__)
+
+
 def translates_slots(backend: Any) -> bool:
     """Whether an attention backend reads other slots of keys than the request table names."""
     translator = getattr(backend, "kv_index_translator", None)

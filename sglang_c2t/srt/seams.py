@@ -48,6 +48,8 @@ RAGGED_VERIFY = "sglang.srt.speculative.ragged_verify"
 FLASH_ATTENTION = "sglang.srt.layers.attention.flashattention_backend"
 SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
 SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+FLASHINFER_MLA = "sglang.srt.layers.attention.flashinfer_mla_backend"
+FLASHINFER_LATENTS = "flashinfer.mla.BatchMLAPagedAttentionWrapper"
 FLASHINFER_PREFILL = "flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper"
 FLASHINFER_DECODE = "flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper"
 # Hook targets, named once: plugin.py registers on them, the probes below look them up.
@@ -537,6 +539,7 @@ SEAMS: tuple[Seam, ...] = (
             "get_batch_sizes_to_capture",
             "DecodeCudaGraphRunner._build_ragged_verify_token_buckets",
             "DecodeCudaGraphRunner._ragged_capture_slots",
+            "DecodeCudaGraphRunner._can_run_ragged_verify_graph",
             "DecodeCudaGraphRunner._stage_ragged_verify_layout",
             "DecodeCudaGraphRunner._capture_one_stream",
             "DecodeCudaGraphRunner._autotune_buffers",
@@ -620,6 +623,56 @@ SEAMS: tuple[Seam, ...] = (
         f"{FLASHINFER}.PrefillMetadata",
         "plans packed rows",
         "prefill_wrappers use_ragged extend_no_prefix",
+    ),
+    Seam(
+        f"{FLASHINFER_MLA}.FlashInferMLAAttnBackend.init_forward_metadata_out_graph",
+        "plans packed rows for CUDA graphs",
+        "forward_batch in_capture",
+    ),
+    Seam(
+        f"{FLASHINFER_MLA}.FlashInferMLAAttnBackend.init_forward_metadata",
+        "plans packed rows",
+        "forward_batch",
+    ),
+    Seam(
+        f"{FLASHINFER_MLA}.FlashInferMLAAttnBackend.init_cuda_graph_state",
+        "allocates what graphs of packed rows read",
+        "max_bs max_num_tokens kv_indices_buf",
+    ),
+    Seam(
+        f"{FLASHINFER_MLA}.FlashInferMLAAttnBackend",
+        "plans packed rows",
+        fields="forward_metadata indices_updater_prefill max_context_len prefill_wrapper_verify "
+        "req_to_token_pool supports_ragged_verify_graph workspace_buffer",
+    ),
+    Seam(
+        f"{FLASHINFER_MLA}.FlashInferMLAIndicesUpdaterPrefill",
+        "plans packed rows",
+        fields="num_local_heads kv_lora_rank qk_rope_head_dim scaling q_data_type data_type",
+    ),
+    Seam(
+        f"{FLASHINFER_MLA}.PrefillMetadata",
+        "plans packed rows",
+        "prefill_wrapper use_ragged",
+    ),
+    Seam(
+        f"{FLASHINFER_MLA}.fast_mla_decode_plan",
+        "plans packed rows without reading the device",
+        "qo_indptr_cpu kv_indptr_cpu kv_indices kv_len_arr_cpu num_heads head_dim_ckv head_dim_kpe "
+        "page_size causal sm_scale q_data_type kv_data_type",
+    ),
+    Seam(
+        FLASHINFER_LATENTS,
+        "plans packed rows for CUDA graphs",
+        "float_workspace_buffer use_cuda_graph qo_indptr kv_indptr kv_indices kv_len_arr backend",
+        only_with="flashinfer",
+    ),
+    Seam(
+        f"{FLASHINFER_LATENTS}.plan",
+        "plans packed rows",
+        "qo_indptr kv_indptr kv_indices kv_len_arr num_heads head_dim_ckv head_dim_kpe page_size "
+        "causal sm_scale q_data_type kv_data_type",
+        only_with="flashinfer",
     ),
     Seam(
         f"{FLASHINFER}.DecodeMetadata",

@@ -413,11 +413,13 @@ class _Operation:
 
 def _in_float32(product: functools.partial[Tensor]) -> Tensor:
     """The product, rounded once."""
-    dtype = product.args[0].dtype
+    func, args, dtype = product.func, product.args, product.args[0].dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return product()
-    args = tree_map_only(Tensor, Tensor.float, product.args)
-    return product.func(*args, **product.keywords).to(dtype)
+    if func._schema.overload_name == "dtype":  # says what it is rounded to; GPUs alone have it
+        func, args, dtype = func.overloadpacket.default, args[:-1], args[-1]
+    args = tree_map_only(Tensor, Tensor.float, args)
+    return func(*args, **product.keywords).to(dtype)
 
 
 def _put(compute: Callable[[], Any], into: list[Tensor]) -> None:

@@ -51,6 +51,21 @@ def jit_rmsnorm(x: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
     rmsnorm(out, x, weight, eps)
 
 
+def fused_eh_norm(
+    embeds: Tensor, hidden: Tensor, of_embeds: Tensor, of_hidden: Tensor, out: Tensor, eps: float
+) -> None:
+    """Both normed, beside each other: what an MTP layer reads."""
+    for x, weight, half in zip(
+        (embeds, hidden), (of_embeds, of_hidden), out.chunk(2, -1), strict=True
+    ):
+        rmsnorm(half, x, weight, eps)
+
+
+def matmul(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Summed up in float32."""
+    out.copy_(x.float() @ weight.float())
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -111,6 +126,19 @@ def store_cache(
         cache[where] = rows.view(len(where), *cache.shape[1:]).to(cache.dtype)
 
 
+def set_mla_kv_buffer(
+    cache: Tensor, slots: Tensor, latent: Tensor, turned: Tensor, _warps: int, skip: int
+) -> None:
+    """Latents of R rows, and what RoPE turned of their keys, go to their ``slots``."""
+    rows = torch.cat((latent, turned), dim=1)
+    store_cache(rows, rows, cache, cache, slots, skip=skip)
+
+
+def concat_mla_k(out: Tensor, keys: Tensor, turned: Tensor) -> None:
+    """Keys [R, H, D] of heads, and what they share [R, 1, D']."""
+    out.copy_(torch.cat((keys, turned.expand(-1, keys.shape[1], -1)), dim=-1))
+
+
 def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor | None, head_size: int, cos_sin: Tensor, neox: bool
 ) -> None:
@@ -124,6 +152,32 @@ def rotary_embedding(
 def clamp_position(out: Tensor, lengths: Tensor) -> None:
     """Of the token that a length ends with."""
     out.copy_((lengths - 1).clamp(min=0))
+
+
+# -- experts ---------------------------------------------------------------------------------
+
+
+def moe_align_block_size(
+    chosen: Tensor, experts: int, size: int, routes: Tensor, blocks: Tensor, padded: Tensor,
+    _cumsum: Tensor, _pad: bool, _ignore: bool,
+) -> None:  # fmt: skip
+    """Which ``routes``, places in ``chosen`` [R, K], go to which expert: in blocks of so many, each
+    of one expert, padded with a place behind the last. ``experts`` counts one for nobody.
+    """
+    place, at = chosen.flatten(), 0
+    routes.fill_(place.numel())
+    for expert in range(experts - 1):
+        mine = (place == expert).nonzero()[:, 0]
+        routes[at : at + len(mine)] = mine
+        count = -(-len(mine) // size)
+        blocks[at // size : at // size + count] = expert
+        at += count * size
+    padded.fill_(at)
+
+
+def moe_sum_reduce(x: Tensor, out: Tensor, scale: float) -> None:
+    """Of a row's experts [R, K, D], scaled."""
+    out.copy_(x.float().sum(1) * scale)
 
 
 # -- attention -------------------------------------------------------------------------------
@@ -261,13 +315,18 @@ def get_scheduler_metadata(*, batch_size: int, cache_seqlens: Tensor, **_: Any) 
 # buffers that it was given.
 
 
-def _leave_plan(device_workspace: Tensor, pinned_workspace: Tensor, words: list[int]) -> None:
+def _note_plan(pinned_workspace: Tensor, words: list[int]) -> Tensor:
+    """Its bytes, in the host's workspace."""
     if not pinned(pinned_workspace):
         raise Defect("FlashInfer's host workspace is not pinned")
     plan = torch.tensor(words, dtype=torch.int32).view(torch.uint8)
     host = pinned_workspace.view(torch.uint8)[: len(plan)]
-    host.copy_(plan)
-    device_workspace.view(torch.uint8)[: len(plan)].copy_(host, non_blocking=True)
+    return host.copy_(plan)
+
+
+def _leave_plan(device_workspace: Tensor, pinned_workspace: Tensor, words: list[int]) -> None:
+    host = _note_plan(pinned_workspace, words)
+    device_workspace.view(torch.uint8)[: len(host)].copy_(host, non_blocking=True)
 
 
 def prefill_plan(
@@ -402,6 +461,80 @@ def _decode(
 ) -> None:  # fmt: skip
     paged(workspace, q, k_cache, v_cache, None, kv_indptr, kv_indices, last_page, out, lse, 0,
           None, None, scale)  # fmt: skip
+
+
+# -- FlashInfer's attention over latents (MLA)
+
+
+def mla_cluster(rows: int, heads: int, batch: int) -> int:
+    """Blocks that share a tile of queries: two where requests have many of them on average."""
+    return 2 if rows * heads // batch > 64 else 1
+
+
+def mla_plan(
+    _floats: Tensor, _workspace: Tensor, pinned_workspace: Tensor, qo_indptr: Tensor,
+    kv_indptr: Tensor, kv_lens: Tensor, heads: int, *_: Any,
+) -> tuple[list[int], int]:  # fmt: skip
+    """Work is cut from lengths on the host; how it is launched is told, and captured in a graph.
+    Gives back the bytes of the host's workspace that have to be copied.
+    """
+    for given in (qo_indptr, kv_indptr, kv_lens):
+        if isinstance(given, DeviceTensor):
+            raise Defect("FlashInfer plans from tensors of the device")
+    rows, batch = qo_indptr.tolist(), len(kv_lens)
+    cluster = mla_cluster(rows[batch], heads, batch)
+    words = [batch, *rows[: batch + 1], *kv_indptr.tolist()[:batch], *kv_lens.tolist(), cluster]
+    return [cluster] + [0] * 17, len(_note_plan(pinned_workspace, words))
+
+
+def mla(
+    workspace: Tensor, launched: int, q: Tensor, q_pe: Tensor, ckv: Tensor, kpe: Tensor,
+    kv_indices: Tensor, out: Tensor, lse: Any, causal: bool, size: int, scale: float,
+) -> None:  # fmt: skip
+    """One latent head of keys, of which values are the first part; of pages as were planned."""
+    raw = workspace.view(torch.uint8)
+    batch = int(raw[:4].view(torch.int32))
+    words = raw[4 : 4 * (3 + 3 * batch)].view(torch.int32).tolist()
+    rows, words = words[: batch + 1], words[batch + 1 :]
+    starts, lengths, (cluster,) = words[:batch], words[batch : 2 * batch], words[2 * batch :]
+    if cluster != launched:
+        raise Defect(f"FlashInfer: clusters of {launched}, and a plan for those of {cluster}")
+    if rows[batch] > len(q):
+        raise Defect(f"FlashInfer: {rows[batch]} rows are planned, and there are {len(q)}")
+    queries, out_of = torch.cat((q, q_pe), dim=-1), out.fill_(NAN)
+    for b, (start, end) in enumerate(itertools.pairwise(rows)):
+        keys, pages = lengths[b], -(-lengths[b] // size)
+        if start == end:
+            continue
+        if starts[b] + pages > len(kv_indices):
+            raise Defect(f"FlashInfer: pages to {starts[b] + pages} of {len(kv_indices)}")
+        slots = _slots(kv_indices[starts[b] : starts[b] + pages], size, keys)
+        latents = _in_pool(slots, ckv)[:, None]
+        both = torch.cat((latents, _in_pool(slots, kpe)[:, None]), dim=-1)
+        visible = _visible(end - start, keys, causal)
+        values, sums = attend(queries[start:end], both, latents, scale, visible)
+        out_of[start:end] = values.to(out.dtype)
+        if lse is not None:
+            lse[start:end] = sums / math.log(2)
+
+
+def mla_module(staged: bool) -> Any:
+    """In place of the compiled module. ``staged``: FlashInfer's Python copies plans to the device;
+    older modules do that themselves.
+    """
+
+    def plan(floats: Tensor, workspace: Tensor, host: Tensor, *given: Any) -> Any:
+        info, count = mla_plan(floats, workspace, host, *given)
+        if staged:
+            return info, count
+        workspace.view(torch.uint8)[:count].copy_(host.view(torch.uint8)[:count], non_blocking=True)
+        return info
+
+    def run(_floats: Tensor, workspace: Tensor, info: list[int], *given: Any) -> None:
+        *tensors, mode, _heads, size, scale = given[:11]
+        launch("flashinfer mla", mla, workspace, info[0], *tensors, mode == 1, size, scale)
+
+    return SimpleNamespace(plan=plan, run=run)
 
 
 def segment_packbits(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,12 @@ SGL_KERNEL: dict[str, Callable[..., Any]] = {
     " -> ()": kernels.fused_add_rmsnorm,
     "silu_and_mul(Tensor! out, Tensor input) -> ()":
         lambda out, x: kernels.activation(x, out, "silu"),
+    "moe_align_block_size(Tensor topk_ids, int num_experts, int block_size, "
+    "Tensor! sorted_token_ids, Tensor! experts_ids, Tensor! num_tokens_post_pad, "
+    "Tensor! cumsum_buffer, bool pad_sorted_token_ids, bool ignore_invalid_expert) -> ()":
+        kernels.moe_align_block_size,
+    "moe_sum_reduce(Tensor input, Tensor output, float routed_scaling_factor) -> ()":
+        kernels.moe_sum_reduce,
     **RELEASE.operations,
 }  # fmt: skip
 
@@ -49,6 +56,10 @@ COMPILED: dict[str, Callable[..., None]] = {
     "fused_rope.run_rope_store": kernels.rope_and_store,
     "rotary_embedding.rotary_embedding": kernels.rotary_embedding,
     "clamp_position.clamp_position": kernels.clamp_position,
+    "dsv3_fused_a_gemm.dsv3_fused_a_gemm": kernels.matmul,
+    "fused_eh_norm.fused_eh_norm": kernels.fused_eh_norm,
+    "set_mla_kv_buffer.set_mla_kv_buffer": kernels.set_mla_kv_buffer,
+    "concat_mla_k.concat_mla_k": kernels.concat_mla_k,
     **RELEASE.compiled,
 }
 
@@ -130,11 +141,16 @@ def served() -> Iterator[None]:
 
     def load_jit(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("cuda_files") or kwargs.get("external_cuda_files"):
-            return _Compiled(str(args[0]), args[1:])
+            # Some modules are made for sizes, and named by them.
+            return _Compiled(re.sub(r"(_\d+)+$", "", str(args[0])), args[1:])
         return compiled(*args, **kwargs)
 
-    def load_flashinfer(spec: Any) -> _Compiled:
-        return _Compiled(spec.name.split("_dtype")[0])
+    def load_flashinfer(spec: Any) -> Any:
+        name, adapt = spec.name.split("_dtype")[0], getattr(spec, "post_load_adapter", None)
+        if not name.startswith("batch_mla_attention"):
+            return _Compiled(name)
+        module = kernels.mla_module(staged=adapt is not None)
+        return module if adapt is None else adapt(module)
 
     attention = {
         "flash_attn_with_kvcache": kernels.flash_attn_with_kvcache,

@@ -58,6 +58,8 @@ TREES = "EAGLE3 trees, FlashInfer, gated"
 SEEING = "a server that sees"
 #: With adapters, the same.
 ADAPTED = "a server with adapters"
+#: With one that keeps latents, as well.
+LATENT = "NEXTN chains, FlashInfer, gated"
 TWO_RANKS = "EAGLE3 chains, FA3, two ranks"
 
 
@@ -400,6 +402,28 @@ def rows_are_rotated_as_whole_drafts_are() -> None:
         return torch.nn.functional.pad(positions, (0, max(rows - positions.shape[1], 0)))[:, :rows]
 
     Packing.rotated = unpacked
+
+
+@mutant(LATENT)
+def padding_is_planned_in_no_slot() -> None:
+    from sglang_c2t.srt.verify import flashinfer_mla
+    from sglang_c2t.srt.verify.flashinfer import HostPlan
+
+    def without(_: Any, forward_batch: Any, packing: Any, _tokens: int) -> Any:
+        prefix = forward_batch.seq_lens_cpu[: len(packing.host_rows)]
+        return HostPlan.of(packing.host_rows, prefix, forward_batch.batch_size)
+
+    around(flashinfer_mla, "_host_plan", without)
+
+
+@mutant(LATENT)
+def latents_of_rows_are_read_one_place_behind() -> None:
+    from sglang_c2t.srt.verify import flashinfer_mla
+
+    def behind(fill: Any, table: Any, requests: Any, prefix: Any, *more: Any) -> Any:
+        return fill(table.roll(-1, 1), requests, prefix, *more)
+
+    around(flashinfer_mla, "ragged_kv_indices", behind)
 
 
 # -- ranks -----------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ from eval.prompts import demo_mix
 from eval.server import TARGET
 from tests import lora
 from tests.emulated.serve import Case, Request, Run, Served, rotated, sketch
-from tests.emulated.servers import COMMON, SERVERS, UNUSUAL
+from tests.emulated.servers import COMMON, LATENT, SERVERS, UNUSUAL
 from tests.emulated.versions import COUNTED, RELEASE
 
-FLAGS = SERVERS | UNUSUAL
+FLAGS = SERVERS | UNUSUAL | LATENT
 
 TOKENS = 16
 JOINS = (0, 0, 4, 7)
@@ -125,9 +125,11 @@ class Oracle:
             out = self._model(ids, dtype)(torch.tensor([ids]), **self._places(ids))
         finally:
             torch.set_num_threads(threads)
-        layers = out.past_key_values.layers
-        kept = sketch([(x.keys[0].transpose(0, 1), x.values[0].transpose(0, 1)) for x in layers])
-        return Truth(out.logits[0, :-1], kept)
+        return Truth(out.logits[0, :-1], sketch(self._kept(out.past_key_values.layers)))
+
+    def _kept(self, layers: Any) -> list[tuple[Tensor, Tensor]]:
+        """What a server keeps of each token, by layer."""
+        return [(x.keys[0].transpose(0, 1), x.values[0].transpose(0, 1)) for x in layers]
 
     def answer(
         self, number: int, tokens: list[int], *, dtype: str = "float32", pattern: str = ""
@@ -335,6 +337,35 @@ class Adapted(Oracle):
             *runs,
             mutant=mutant,
             more=("--max-loras-per-batch", "3", "--lora-paths", *paths, *more),
+        )
+
+
+class Latent(Oracle):
+    """Of a target that keeps latents, and drafts with a layer of its own.
+
+    Args:
+        folder: See :func:`tests.emulated.latent_models.save`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @cached_property
+    def _models(self) -> dict[str, torch.nn.Module]:
+        load = AutoModelForCausalLM.from_pretrained
+        return {"bfloat16": load(self._folder, dtype=torch.float32)}  # its weights are rounded
+
+    def _kept(self, layers: Any) -> list[tuple[Tensor, Tensor]]:
+        """Latents, and what RoPE turned of the keys: transformers has its pairs apart."""
+        return [
+            (x.keys[0, 0], x.values[0, 0].unflatten(-1, (2, -1)).mT.flatten(-2)) for x in layers
+        ]
+
+    def case(self, server: str, *runs: Run, mutant: str = "", more: tuple[str, ...] = ()) -> Case:
+        """As :meth:`Oracle.case`, of this target."""
+        return super().case(
+            server, *runs, mutant=mutant, more=("--model-path", str(self._folder), *more)
         )
 
 

@@ -7,11 +7,15 @@ work undone each time, where a GPU lets it happen now and then. Knows nothing of
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 Work = Callable[[], object]
+
+#: Held by the thread that does work, which may wait for other work: weights are loaded by several.
+_DOING = threading.RLock()
 
 
 class Stream:
@@ -36,15 +40,17 @@ class Stream:
 
     def reuse(self) -> None:
         """It allocates: memory that was given back is in use again."""
-        for overwrite in self.freed:
-            self.give(overwrite)
-        self.freed.clear()
+        with _DOING:
+            for overwrite in self.freed:
+                self.give(overwrite)
+            self.freed.clear()
 
     def finish(self, upto: int | None = None) -> None:
         """Do the first ``upto`` pieces that were ever given; ``None``: all of them."""
         upto = self.given if upto is None else upto
-        while self.done < upto:
-            self._undone.popleft()()
+        with _DOING:
+            while self.done < upto:
+                self._undone.popleft()()
 
     def wait(self, event: Event) -> None:
         """What is given from now on comes after what the event stands behind."""

@@ -1,4 +1,4 @@
-"""What three Triton kernels compute, in torch: interpreted, they were half of a decode step.
+"""What some Triton kernels compute, in torch: interpreted, they were half of a decode step.
 
 They are checked as they are elsewhere: ours under ``tests/kernels``, SGLang's by SGLang. Each is
 given the kernel's own arguments, tensors as the host sees them, when its launch is due.
@@ -50,9 +50,29 @@ def copy_slots(
             ctypes.memmove(address + target * size, row, size)
 
 
+def experts(
+    x: Tensor, _x_desc: None, weights: Tensor, _desc: None, _bias: None, out: Tensor,
+    _x_scale: None, _scale: None, shares: Tensor, routes: Tensor, blocks: Tensor, padded: Tensor,
+    _mask: Any, _n: int, _k: int, _em: int, count: int, *_: Any, BLOCK_SIZE_M: int,
+    MUL_ROUTED_WEIGHT: bool, top_k: int, **__: Any,
+) -> None:  # fmt: skip
+    """Rows of ``x`` times the weights [E, N, K] of the expert that their route says, by blocks of
+    routes, of which ``count`` are real; ``top_k`` routes of each row.
+    """
+    table = out.view(-1, out.shape[-1])
+    for start in range(0, int(padded), BLOCK_SIZE_M):
+        mine = routes[start : start + BLOCK_SIZE_M].long()
+        mine = mine[mine < count]
+        values = x[mine // top_k].float() @ weights[int(blocks[start // BLOCK_SIZE_M])].float().T
+        if MUL_ROUTED_WEIGHT:
+            values *= shares.flatten()[mine][:, None]
+        table[mine] = values.to(out.dtype)
+
+
 #: By the kernel's name.
 TRITON: dict[str, Callable[..., None]] = {
     "copy_all_layer_kv_cache_tiled": copy_slots,
+    "fused_moe_kernel": experts,
     "judge": judge,
     "logit_partials": logit_partials,
 }

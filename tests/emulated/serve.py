@@ -298,11 +298,14 @@ def _kept(scheduler: Any, req: Any) -> list[list[float]]:
         pools.append(scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
     kept = []
     for pool in pools:
-        layers = [
-            (k.host[slots], v.host[slots])
-            for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)
-        ]
-        kept.append(sketch([(whole(k, group), whole(v, group)) for k, v in layers]))
+        if hasattr(pool, "kv_buffer"):  # latents, alike on all ranks, and what RoPE turned
+            layers = [kv.host[slots].tensor_split([pool.kv_lora_rank], -1) for kv in pool.kv_buffer]
+        else:
+            layers = [
+                (whole(k.host[slots], group), whole(v.host[slots], group))
+                for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)
+            ]
+        kept.append(sketch(layers))
     told: list[list[float]] = torch.cat(kept, dim=1).tolist()
     return told
 
@@ -326,7 +329,8 @@ def _bytes_of_draft_attention(scheduler: Any) -> dict[str, int]:
 def _storages(held: Any) -> dict[int, int]:
     """Bytes of the device's tensors, by address, FlashInfer's plans among them."""
     leaves = tree_leaves(held)
-    leaves += [leaf._int_workspace_buffer for leaf in leaves if "Wrapper" in type(leaf).__name__]
+    wrappers = [leaf for leaf in leaves if "Wrapper" in type(leaf).__name__]
+    leaves += [getattr(wrapper, "_int_workspace_buffer", None) for wrapper in wrappers]
     storages = [t.untyped_storage() for t in leaves if isinstance(t, Tensor) and t.is_cuda]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 

@@ -59,6 +59,20 @@ RULES = {
 }  # fmt: skip
 UNUSUAL |= RULES
 
+#: With a target of latent attention (MLA), which FlashInfer has no float32 kernel for. The expert
+#: that is shared is one of the others, as it is in DeepSeek-V3: beside them SGLang's graphs read it
+#: from what the others write.
+LATENT_CHAINS = (
+    *speculative_flags("NEXTN", DRAFTS), *FLASHINFER, *ROUNDED, "--enforce-shared-experts-fusion",
+)  # fmt: skip
+LATENT = {
+    "NEXTN chains, FlashInfer": (*LATENT_CHAINS, "--c2t"),
+    "NEXTN chains, FlashInfer, gated": (*LATENT_CHAINS, *GATED),
+    "NEXTN chains, FlashInfer, gated, few in graphs": (
+        *LATENT_CHAINS, *GATED, "--cuda-graph-max-bs-decode", "2",
+    ),
+}  # fmt: skip
+
 #: The server of the same draft model that is SGLang's own.
 STOCK = {"EAGLE3": "EAGLE3 chains, FA3, stock"}
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.emulated.device import DEVICE, DeviceTensor, Refused, launch
+from tests.emulated.queues import Stream
 from tests.emulated.torch_cuda import installed
 
 
@@ -309,3 +313,21 @@ def test_what_a_graph_keeps_for_itself_is_gone_at_the_next_replay() -> None:
     torch.cuda.synchronize()
     assert kept_host.isnan().all()
     assert total.tolist() == 0.0, "the graph's output is its user's"
+
+
+def test_work_is_done_in_its_order_whichever_threads_wait_for_it() -> None:
+    """As those do that load weights."""
+    stream, done = Stream(), list[int]()
+
+    def work(number: int) -> None:
+        time.sleep(1e-4)  # others go on
+        done.append(number)
+
+    for number in range(100):
+        stream.give(functools.partial(work, number))
+    threads = [threading.Thread(target=stream.finish) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == list(range(100))

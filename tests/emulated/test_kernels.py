@@ -30,7 +30,7 @@ def workspace(rows: list[int], keys: list[int]) -> Tensor:
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[R, H, D]: each row sees all keys up to its own, and the rows are the last of them."""
-    out = torch.empty_like(q)
+    out = torch.empty((*q.shape[:2], v.shape[-1]))
     for row in range(len(q)):
         seen = len(k) - len(q) + row + 1
         for head in range(HEADS):
@@ -67,6 +67,34 @@ def test_flashinfer_over_a_prefix_and_its_rows_is_attention_over_both(
     )  # fmt: skip
     kernels.merge_state(own, own_sums, seen, seen_sums, both, sums)
     torch.testing.assert_close(both, by_hand(q, k_rows, v_rows))
+
+
+@given(rows=st.lists(st.integers(0, 4), min_size=1, max_size=3), seed=st.integers(0, 1000))
+def test_flashinfer_over_latents_is_attention_to_one_head_of_keys(
+    rows: list[int], seed: int
+) -> None:
+    """Of which the first part is read, too; by what a plan left, in which nobody may be."""
+    torch.manual_seed(seed)
+    latents, turned = torch.randn(POOL, 1, SIZE), torch.randn(POOL, 1, 2)
+    q, q_turned = torch.randn(sum(rows), HEADS, SIZE), torch.randn(sum(rows), HEADS, 2)
+    lengths = [3 + n for n in rows]
+    starts, keys = (torch.tensor([0, *of]).cumsum(0).int() for of in (rows, lengths))
+    indices = torch.randint(POOL, (int(keys[-1]),)).int()
+    memory = torch.zeros(256, dtype=torch.uint8)
+    plan = mock.Mock(return_value=True)
+    with mock.patch.object(kernels, "pinned", plan):
+        info, count = kernels.mla_plan(memory, memory, memory, starts, keys, torch.tensor(lengths),
+                                       HEADS, SIZE, True)  # fmt: skip
+    out = torch.empty_like(q)
+    kernels.mla(memory[:count], info[0], q, q_turned, latents, turned, indices, out, None, True, 1,
+                SCALE)  # fmt: skip
+    for b, n in enumerate(rows):
+        mine, seen = slice(starts[b], starts[b + 1]), indices[keys[b] : keys[b + 1]].long()
+        both = torch.cat((latents[seen], turned[seen]), -1).expand(-1, KEY_HEADS, -1)
+        read = latents[seen].expand(-1, KEY_HEADS, -1)
+        asked = torch.cat((q[mine], q_turned[mine]), dim=-1)
+        if n:
+            torch.testing.assert_close(out[mine], by_hand(asked, both, read))
 
 
 @given(

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from sglang_c2t.classifier.recording import Recording, read_recording
 from tests.e2e import vision_models
+from tests.emulated import latent_models
 from tests.emulated.emulator import Emulator
 from tests.emulated.mutants import ADAPTED as WITH_ADAPTERS
 from tests.emulated.mutants import MUTANTS, TRIED, TWO_RANKS
-from tests.emulated.oracle import TOKENS, Adapted, Oracle, Seeing
-from tests.emulated.servers import DRAFTS, NODES, PAGES, RULES, UNUSUAL
+from tests.emulated.oracle import TOKENS, Adapted, Latent, Oracle, Seeing
+from tests.emulated.servers import DRAFTS, LATENT, NODES, PAGES, RULES, UNUSUAL
 from tests.emulated.test_serving import EVENTS
 from tests.emulated.versions import OLDEST, RELEASE
 
@@ -134,6 +135,35 @@ def test_packed_rows_have_the_adapters_of_their_requests(
         seen = adapted.wrong(server, one, None, counted=False)
         print(name, *seen, sep="\n  ")
         assert seen, name
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Latent:
+    folder = tmp_path_factory.mktemp("latent") / "target"
+    latent_models.save(folder)
+    return Latent(folder)
+
+
+@pytest.mark.skipif(RELEASE is OLDEST, reason="nobody wrote references of its experts")
+@pytest.mark.parametrize("server", LATENT)
+def test_packed_rows_attend_to_latents_as_the_model_does(
+    emulated: Emulator, latent: Latent, server: str
+) -> None:
+    """MLA with experts and its own draft layer: planned, in graphs, and without where more run."""
+    late = [name for name, mutant in TRIED.items() if mutant.server == server]
+    events = [latent.run(**EVENTS["retracted"])] if late else []
+    runs = latent.run(ahead=0), *events, *(latent.run(mutant=name) for name in late)
+    run, *others = emulated.try_to(latent.case(server, *runs))
+    if "few in graphs" in server:  # drafts outside of graphs compile their gate when they come
+        run = replace(run, compiled=[])
+    assert latent.wrong(server, run, None) == []
+    assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
+    assert any(step["forwarded"] < step["batch"] * (DRAFTS + 1) for step in run.steps)
+    for other in others[: len(events)]:
+        assert latent.wrong(server, other, None, counted=False) == []
+    for broken in others[len(events) :]:
+        print(*latent.wrong(server, broken, None, counted=False), sep="\n  ")
+        assert latent.wrong(server, broken, None, counted=False) != []
 
 
 def test_a_recording_says_the_same_of_chains_and_of_the_likeliest_nodes_of_trees(

@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import autotuner, driver, interpreter
 
@@ -73,10 +74,14 @@ def interpreted() -> Iterator[None]:
 
     from sglang.srt import utils  # not before there is a device
 
+    def nothing(**_: Any) -> None:
+        """One launch is behind the other anyway."""
+
     with (
         hastened(),
         # It keeps what was compiled, and here nothing is.
         patch.object(utils, "cached_triton_kernel", lambda *_: lambda kernel: kernel),
+        patch.multiple(tl.extra.cuda, gdc_wait=nothing, gdc_launch_dependents=nothing),
         patch.object(interpreter.InterpretedFunction, "run", queued),
         patch.object(autotuner.Autotuner, "run", first_configuration),
     ):

@@ -176,6 +176,8 @@ NEWEST = Release(
         "EAGLE3 chains, FlashInfer": (82, 11, 8, 2, 3, 2, 3),
         "EAGLE3 trees, FlashInfer, gated": (88, 9, 6, 2, 2, 2, 3),
         "EAGLE3 trees, FlashInfer": (94, 11, 9, 2, 3, 2, 3),
+        # SGLang alone: (112, 15, 3, 2, 1, 1, 2).
+        "NEXTN chains, FlashInfer, gated": (111, 12, 5, 2, 1, 2, 2),
     },
 )
 

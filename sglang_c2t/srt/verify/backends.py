@@ -8,8 +8,9 @@ from sglang_c2t.srt import compat
 from sglang_c2t.srt.verify import adapters, graphs, ragged
 
 
-def obstacle(target_runner: Any) -> str | None:
-    """Why packed rows cannot be verified by this runner; ``None`` when they can.
+def obstacle(target_runner: Any, *, trees: bool = False) -> str | None:
+    """Why packed rows, of ``trees`` or of chains, cannot be verified by this runner; ``None`` when
+    they can.
 
     Asked is what a backend says of itself. One that ignores the layout would read wrong rows
     without an error, so that it is tried as well, see ``trial.py``.
@@ -19,6 +20,11 @@ def obstacle(target_runner: Any) -> str | None:
         from sglang_c2t.srt.verify import flashinfer
 
         if (reason := flashinfer.hindrance(backend)) is not None:
+            return reason
+    elif compat.is_flashinfer_mla(backend):
+        from sglang_c2t.srt.verify import flashinfer_mla
+
+        if (reason := flashinfer_mla.hindrance(backend, trees=trees)) is not None:
             return reason
     elif not compat.reads_packed_rows(backend):
         return f"attention backend {type(backend).__name__} does not say that it reads packed rows"
@@ -41,6 +47,10 @@ def prepare(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
         from sglang_c2t.srt.verify import flashinfer
 
         flashinfer.adopt(target_runner.attn_backend)
+    elif compat.is_flashinfer_mla(target_runner.attn_backend):
+        from sglang_c2t.srt.verify import flashinfer_mla
+
+        flashinfer_mla.adopt(target_runner.attn_backend)
     elif target_runner.device == "cuda":
         ragged.read_by(target_runner.attn_backend)
     if (manager := compat.lora_manager(target_runner)) is not None:

@@ -58,6 +58,11 @@ class HostPlan(NamedTuple):
         keys = torch.ones(slots, dtype=torch.int32)
         rows[:batch] = num_rows
         keys[:batch] = prefix_lens + num_rows
+        return cls.of_slots(rows, keys)
+
+    @classmethod
+    def of_slots(cls, rows: Tensor, keys: Tensor) -> HostPlan:
+        """From the rows and keys [S] of each slot, int32 on the host."""
         return cls(_starts(rows), _starts(keys), keys)
 
     @property

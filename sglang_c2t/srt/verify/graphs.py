@@ -109,6 +109,13 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
     def _ragged_capture_slots(self, num_tokens: int) -> int:
         return self.tiers.slots(num_tokens)
 
+    def _can_run_ragged_verify_graph(self, forward_batch: Any, ragged_layout: Any) -> bool:
+        """Whether rows were laid out for a graph. SGLang by itself would take others for the next
+        tier as well, in which their padding has no slot.
+        """
+        tier = ragged_layout.graph_num_tokens in self.tiers.rows
+        return tier and bool(super()._can_run_ragged_verify_graph(forward_batch, ragged_layout))
+
     def _stage_ragged_verify_layout(self, *_: Any) -> None:
         """Nothing: attention is told of each replay by itself, and no graph reads the layout that
         it was captured with, as those of targets with recurrent state do.

@@ -129,7 +129,7 @@ def decide(config: C2TConfig, target_runner: Any) -> bool:
     Trees need a backend that reads our masks at all, so there is no full-width way out for
     others, as there is for chains: raises :class:`ConfigError`.
     """
-    hindrance = backends.obstacle(target_runner)
+    hindrance = backends.obstacle(target_runner, trees=True)
     if hindrance is not None:
         raise ConfigError(f"--c2t cannot verify trees: {hindrance}")
     backends.prepare(target_runner, trees=True, max_rows=config.max_verify_rows)

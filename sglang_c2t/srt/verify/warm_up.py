@@ -58,7 +58,7 @@ def warm_up(
         _ = packing.words
         if trees:
             _warm_up_trees(packing)
-        if compat.is_flashinfer(target_runner.attn_backend):
+        if hasattr(target_runner.attn_backend, "eager_plan"):  # FlashInfer's, adopted
             requests.batch_size, requests.seq_lens_cpu = batch, torch.zeros(batch)
             target_runner.attn_backend.eager_plan(requests, packing)
         if not trees:

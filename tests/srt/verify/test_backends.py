@@ -15,6 +15,9 @@ from sglang_c2t.srt.verify import backends, chain, tree
 from tests.doubles import double, real_class
 from tests.refusals import refused
 
+#: FlashInfer's for latents.
+MLA = double("FlashInferMLAAttnBackend")
+
 MODES = ("auto", "ragged", "static")
 
 
@@ -49,6 +52,18 @@ def test_flashinfer_verifies_packed_unless_told_otherwise(
     assert tree.decide(C2TConfig(verify=mode), runner) is (mode != "static")
     assert chain.decide(mode, runner) is (mode != "static")
     assert prepared == ([True] if mode == "static" else [True, False])
+
+
+def test_attention_over_latents_verifies_packed_chains_and_no_trees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang refuses trees of a draft that keeps latents, and no other draft's."""
+    monkeypatch.setattr(backends, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(compat, "translates_slots", lambda _: False)
+    runner = target(monkeypatch, backend=MLA)
+    assert chain.decide("auto", runner)
+    with refused("cannot verify trees: FlashInfer's attention over latents (MLA) reads no masks"):
+        tree.decide(C2TConfig(), runner)
 
 
 @pytest.mark.parametrize("mode", MODES)

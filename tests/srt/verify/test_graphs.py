@@ -15,7 +15,7 @@ from sglang_c2t.config import ConfigError
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.verify import flashinfer as flashinfer_verify
-from sglang_c2t.srt.verify import graphs
+from sglang_c2t.srt.verify import graphs, packing
 from tests.doubles import double
 from tests.kernels.flashinfer_plan import Shape
 
@@ -178,6 +178,26 @@ def test_a_workspace_without_room_for_any_graph_is_refused(
     monkeypatch.setattr(flashinfer_verify, "MOST_WORKSPACE", 100_000)
     with pytest.raises(ConfigError, match="SGLANG_FLASHINFER_WORKSPACE_SIZE"):
         runner(0.1)._build_ragged_verify_token_buckets()
+
+
+@given(st.integers(1, 12), st.integers(2, 8), st.data())
+def test_a_graph_runs_exactly_what_was_laid_out_for_it(
+    requests: int, width: int, data: st.DataObject
+) -> None:
+    """Also with one request more than graphs are captured for, whose slot is for padding."""
+    tiers = Tiers(requests + 1, width)
+    batch = data.draw(st.integers(1, requests + 2))
+    rows = data.draw(st.integers(batch, batch * width))
+    ours = runner(None, tiers=tiers, capture_num_tokens=tiers.rows, require_mlp_sync=False,
+                  is_encoder_decoder=False, capture_hidden_mode=0)  # fmt: skip
+    ours.attn_backend.supports_ragged_verify_graph = True
+    target = double("ModelRunner", decode_cuda_graph_runner=ours)
+    tokens, slots = packing._size(target, rows, batch)
+    layout = SimpleNamespace(graph_num_tokens=tokens)
+    forward_batch = double("ForwardBatch", batch_size=batch, capture_hidden_mode=0)
+    in_graph = tiers.pick(rows, batch) is not None
+    assert ours._can_run_ragged_verify_graph(forward_batch, layout) == in_graph
+    assert in_graph == (tokens in tiers.rows and slots == tiers.slots(tokens))
 
 
 @given(st.integers(1, 40), st.integers(1, 64), st.none() | st.integers(1, 400))
