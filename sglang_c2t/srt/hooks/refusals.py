@@ -222,10 +222,22 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop it",
     ),
     Refusal(
-        compat.uses_dp_attention,
-        "DP attention, --enable-dp-attention or --attn-dp-size",
-        "its ranks agree on full width before they verify",
-        "drop it; --dp-size by itself serves whole replicas",
+        lambda cfg: compat.uses_dp_attention(cfg) and _trees(cfg),
+        "DP attention with --speculative-eagle-topk above 1",
+        "its ranks agree on the layers and rows of chains",
+        "set --speculative-eagle-topk 1",
+    ),
+    Refusal(
+        lambda cfg: compat.uses_dp_attention(cfg) and _records(),
+        "DP attention with --c2t-record",
+        "one of its ranks would record",
+        "record without --enable-dp-attention; what is trained serves with it",
+    ),
+    Refusal(
+        lambda cfg: compat.uses_dp_attention(cfg) and compat.disaggregates(cfg),
+        "DP attention with --disaggregation-mode",
+        "the two were not tried together",
+        "drop one of them",
     ),
     Refusal(
         _set("enable_two_batch_overlap"),
