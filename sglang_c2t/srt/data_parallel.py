@@ -91,7 +91,7 @@ def telling_rows(batch: Any, packed: Any, rows: Sequence[int] | None) -> Iterato
 @contextmanager
 def somebody(batch: Any) -> Iterator[None]:
     """An idle ``batch`` has one request inside the block, in the padding row of SGLang's request
-    table, so that it can be padded to the rows of a CUDA graph.
+    table: a CUDA graph replays some, and attention is planned for some.
     """
     device = batch.device
     one = torch.ones(1, dtype=torch.int64)

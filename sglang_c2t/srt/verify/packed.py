@@ -109,20 +109,24 @@ class PackedVerifyInput(EagleVerifyInput):
 
 @dataclasses.dataclass(kw_only=True)
 class IdleVerifyInput(PackedVerifyInput):
-    """Of a rank that serves nobody, beside others that verify packed rows."""
+    """Of a rank that serves nobody, beside others that verify packed rows: it forwards one too,
+    see :func:`~sglang_c2t.srt.data_parallel.somebody`.
+    """
 
     @classmethod
     def beside(cls, stock: EagleVerifyInput) -> Self:
-        """SGLang's own, of no request."""
-        none = torch.zeros(0, dtype=torch.int32)
-        packing = Packing(
-            none.to(stock.draft_token.device), stock.draft_token_num, sizes=HostSizes(none), total=0
-        )
-        return cls.of(stock, packing=packing)
+        """In place of SGLang's own, which has no rows."""
+        width, device = stock.draft_token_num, stock.draft_token.device
+        one = torch.ones(1, dtype=torch.int32)
+        packing = Packing(one.to(device), width, total=1, sizes=HostSizes(one))
+        places = torch.ones(width, dtype=torch.int64, device=device)
+        made = cls.of(stock, packing=packing)
+        attach.write(made, draft_token=places - 1, positions=places)
+        return made
 
     @property
     def num_rows(self) -> Tensor:
-        """[0] int32."""
+        """[1] int32."""
         assert self.packing is not None
         return self.packing.num_rows
 
@@ -134,7 +138,7 @@ class IdleVerifyInput(PackedVerifyInput):
         *args: Any,
         **kwargs: Any,
     ) -> Accepted:
-        """Nothing. A graph gives states back, of rows that are all padding."""
+        """Nothing, whatever the row has become."""
         if (states := logits_output.hidden_states) is not None:
             attach.write(logits_output, hidden_states=states[:0])
         return stock(self, batch, logits_output, *args, **kwargs)
@@ -179,25 +183,25 @@ def prepare(
     """Around ``eagle_prepare_for_verify``: the forward batch is built from the packed rows."""
     packing = verify_input.packing
     assert packing is not None, "called outside of verifying()"
-    packed, slots = packing.forwarded(verify_input, batch, target_worker.model_runner)
-    attach.write(batch, spec_info=packed)
-    idle = batch.forward_mode.is_idle()
-    replays = len(packed.draft_token) > 0  # an idle rank, because others do
+    idle, places = batch.forward_mode.is_idle(), batch.out_cache_loc
     try:
-        with (
-            somebody(batch) if idle and replays else nullcontext(),
-            nullcontext() if idle and not replays else compat.writing_rows(packed, slots),
-            compat.rotating_rows(packed, verify_input.positions, packing.rotated),
-            telling_rows(batch, packed, packing.rows_of_ranks),
-        ):
-            prepared = stock(packed, req_to_token_pool, batch, target_worker)
-        if packing.rows_of_ranks is not None and not idle:
+        with somebody(batch) if idle else nullcontext():
+            packed, slots = packing.forwarded(verify_input, batch, target_worker.model_runner)
+            attach.write(batch, spec_info=packed)
+            with (
+                compat.writing_rows(packed, slots),
+                compat.rotating_rows(packed, verify_input.positions, packing.rotated),
+                telling_rows(batch, packed, packing.rows_of_ranks),
+            ):
+                prepared = stock(packed, req_to_token_pool, batch, target_worker)
+        if packing.rows_of_ranks is not None:
             prepared[0].__class__ = PackedForwardBatch
+        if not idle:
+            # Draft extend writes behind the committed prefix, wherever the rows were verified.
+            places = packing.layout.window[:, : verify_input.max_tree_depth].flatten()
         return prepared
     finally:
-        # Draft extend writes behind the committed prefix, wherever the rows were verified.
-        extended = packing.layout.window[:, : verify_input.max_tree_depth].flatten()
-        attach.write(batch, spec_info=verify_input, out_cache_loc=extended)
+        attach.write(batch, spec_info=verify_input, out_cache_loc=places)
 
 
 def packing_of(forward_batch: Any) -> Packing | None:
