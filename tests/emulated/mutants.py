@@ -57,6 +57,8 @@ TREES = "EAGLE3 trees, FlashInfer, gated"
 #: With a target that sees: not among the servers of `servers.py`.
 SEEING = "a server that sees"
 TWO_RANKS = "EAGLE3 chains, FA3, two ranks"
+#: Of ranks that have requests of their own: not among them either.
+DATA_PARALLEL = "a server of data-parallel attention"
 
 
 # -- order -----------------------------------------------------------------------------------
@@ -403,6 +405,17 @@ def a_rank_plans_for_itself() -> None:
         return alone
 
     worker.host_agreement = other
+
+
+@mutant(DATA_PARALLEL)
+def a_rank_hears_of_its_own_rows_alone() -> None:
+    from sglang_c2t.srt.data_parallel import Peers
+
+    def deaf(of_all: Any, self: Any, *mine: int) -> Any:
+        told = of_all(self, *mine)
+        return [list(mine)] * self.ranks if len(mine) == 2 else told
+
+    around(Peers, "of_all", deaf)
 
 
 #: Those that tests look for: beside one release, as comparisons are the same beside the other.
