@@ -232,14 +232,14 @@ def verified(answer: Answer) -> bool:
     return "spec_verify_ct" in answer.meta_info
 
 
-def run_beside_aborts(server: Server) -> LoadResult:
-    """Serve all of BODIES while other requests come and vanish."""
+def run_beside_aborts(server: Server, bodies: list[dict[str, Any]] = BODIES) -> LoadResult:
+    """Serve ``bodies`` while other requests come and vanish."""
     server.flush_cache()  # before the others come: a busy server refuses
     stop = threading.Event()
     victims = threading.Thread(target=abort_in_a_loop, args=(server.url, stop))
     victims.start()
     try:
-        return run_load(server.url, BODIES, concurrency=CONCURRENCY)
+        return run_load(server.url, bodies, concurrency=CONCURRENCY)
     finally:
         stop.set()
         victims.join(timeout=60)

@@ -282,13 +282,14 @@ def serve(scheduler: Any, run: Run) -> Served:
         DEVICE.compiled[compiled:],
         memory,
     )
-    return mine if together is None else _joined(mine, get_parallel().tp_group)
+    return mine if together is None else _joined(mine, get_parallel().tp_group, ranks)
 
 
-def _joined(mine: Served, group: Any) -> Served:
-    """What became of the requests of all ranks, which got them in turn; steps are this one's."""
+def _joined(mine: Served, group: Any, ranks: int) -> Served:
+    """What became of the requests of all ``ranks``, which got them in turn; steps are this one's."""
     everyones: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(everyones, mine, group=group.cpu_group)
+    everyones = everyones[:: group.world_size // ranks]  # others share requests
     of_requests = "outputs", "verifications", "rows", "retracted", "keys", "logprobs"
     taken_in_turn = {
         name: [
