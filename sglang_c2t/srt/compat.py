@@ -174,6 +174,14 @@ def plans_on_another_stream() -> bool:
     return bool(envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get())
 
 
+def verifies_beside_prefills() -> bool:
+    """Whether ranks of data-parallel attention verify while others prefill; older SGLang cannot."""
+    from sglang.srt.environ import envs
+
+    coordinates = getattr(envs, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", None)
+    return coordinates is not None and bool(coordinates.get())
+
+
 def has_recurrent_state(model_config: Any) -> bool:
     """Whether the model is a Mamba / linear-attention hybrid, with state per verified row."""
     from sglang.srt.configs.hybrid_arch import mambaish_config

@@ -194,7 +194,6 @@ def serve(scheduler: Any, run: Run) -> Served:
     from sglang.srt.managers.io_struct import AbortReq, SetInternalStateReq
     from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
     from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
-
     from sglang.srt.runtime_context import get_parallel
 
     from sglang_c2t.srt import attach
@@ -286,7 +285,7 @@ def serve(scheduler: Any, run: Run) -> Served:
 
 
 def _joined(mine: Served, group: Any, ranks: int) -> Served:
-    """What became of the requests of all ``ranks``, which got them in turn; steps are this one's."""
+    """What became of the requests of all ``ranks``, which got them in turn, and the steps of one."""
     everyones: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(everyones, mine, group=group.cpu_group)
     everyones = everyones[:: group.world_size // ranks]  # others share requests

@@ -1,6 +1,6 @@
-"""Two ranks of data-parallel attention on the emulated device: each has requests of its own, and all
-rows meet behind attention. Everything is done when it is launched: ranks that wait for each other,
-hosts and devices, do so in one order.
+"""Two ranks of data-parallel attention on the emulated device: each has requests of its own, and
+all rows meet behind attention. Everything is done when it is launched: ranks that wait for each
+other, hosts and devices, do so in one order.
 """
 
 from __future__ import annotations
