@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.utils.common import require_mlp_tp_gather
+from sglang.srt.utils.common import require_attn_tp_gather, require_mlp_tp_gather
 
 from sglang_c2t.srt import attach
 
@@ -52,10 +53,11 @@ def peers() -> Peers | None:
 
 
 def agrees_on_rows() -> bool:
-    """Whether ranks forward together and are told the rows of each: not where each has its own
-    only, as with most of --moe-a2a-backend.
+    """Whether ranks forward together, are told the rows of each, and gather them behind attention:
+    not where experts dispatch rows by themselves, or dense layers have groups of their own.
     """
-    return peers() is not None and require_mlp_tp_gather()
+    gathers = require_mlp_tp_gather() and not require_attn_tp_gather()
+    return peers() is not None and gathers and bool(get_moe_a2a_backend().is_none())
 
 
 class PackedForwardBatch(ForwardBatch):

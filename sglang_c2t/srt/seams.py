@@ -701,6 +701,8 @@ DATA_PARALLEL_SEAMS: tuple[Seam, ...] = (
         "knows the ranks that forward together",
     ),
     Seam("sglang.srt.utils.common.require_mlp_tp_gather", _ROWS),
+    Seam("sglang.srt.utils.common.require_attn_tp_gather", _ROWS),
+    Seam("sglang.srt.layers.moe.utils.get_moe_a2a_backend", _ROWS),
     Seam(f"{FORWARD_BATCH}.prepare_mlp_sync_batch", _ROWS, "model_runner"),
     Seam(
         f"{SCHEDULE_BATCH}.ScheduleBatch",

@@ -285,7 +285,7 @@ def serve(scheduler: Any, run: Run) -> Served:
 
 
 def _joined(mine: Served, group: Any, ranks: int) -> Served:
-    """What became of the requests of all ``ranks``, which got them in turn, and the steps of one."""
+    """What became of the requests of all ``ranks``, which got them in turn, and steps of one."""
     everyones: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(everyones, mine, group=group.cpu_group)
     everyones = everyones[:: group.world_size // ranks]  # others share requests
