@@ -167,6 +167,22 @@ ROWS = (
         "speculation",
         "e2e/test_data_parallel.py::test_a_change_reaches_every_replica",
     )),
+    Row("DeepSeek (MLA, experts)", "NEXTN, chains", "ours for CPUs", "--enable-dp-attention, "
+        "--tp-size 2: joins, aborts, a rank without requests", PACKED, CPU, (
+        "e2e/test_data_parallel_attention.py::test_both_ranks_answer_as_one_without_speculation_"
+        "while_others_come_and_vanish",
+        "e2e/test_data_parallel_attention.py::test_a_rank_that_serves_nobody_keeps_step_with_the_"
+        "other",
+    )),
+    Row("GLM-4.5 (dense layers)", "EAGLE3, chains", "FA3; FlashInfer", "--enable-dp-attention, "
+        "--tp-size 2: joins, aborts, retraction, opt-out, grammar, log-probabilities, a rank "
+        "without requests", PACKED, EMULATED, (
+        "emulated/test_data_parallel.py::test_ranks_with_requests_of_their_own_and_with_none_keep_"
+        "what_one_would",
+        "emulated/test_data_parallel.py::test_requests_that_leave_lose_their_place_or_ask_for_more_"
+        "leave_the_others_as_they_were",
+    )),
+    Row("any", "chains", "any", "--enable-dp-attention with --moe-a2a-backend", STATIC, UNSEEN),
     Row("Llama", "EAGLE3, chains", "ours for CPUs", f"--nnodes 2: {ORDEAL}", PACKED, CPU, (
         "e2e/test_data_parallel.py::test_two_nodes_of_one_model_give_the_outputs_of_one",)),
     Row("Llama", "EAGLE3, chains and trees", "ours for CPUs", "prefill and decode apart: joins, "

@@ -66,14 +66,15 @@ class Tiers:
         fewest = -(-rows // self.width)  # a capture spreads T rows over S requests of at most N
         return min(max(rows // self.rows_per_slot, fewest), self.max_requests)
 
-    def pick(self, rows: int, requests: int) -> int | None:
+    def pick(self, rows: int, requests: int, *, alone: bool = True) -> int | None:
         """T of the smallest tier for R ``rows`` of B ``requests``; ``None``: none holds them.
 
         Padding rows need a slot of their own: SGLang's layout would give them to the last
-        request, whose window they may overrun.
+        request, whose window they may overrun. Not ``alone``, these are the most of several
+        batches, of which another one has fewer rows.
         """
         for tier in self.rows[bisect.bisect_left(self.rows, rows) :]:
             free = self.slots(tier) - requests
-            if free > 0 or (free == 0 and rows == tier):
+            if free > 0 or (alone and free == 0 and rows == tier):
                 return tier
         return None

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang_c2t.srt.probes import SeamError, sglang_version
-from sglang_c2t.srt.seams import ADAPTERS, CPU_SEAMS, SEAMS, step_seam
+from sglang_c2t.srt.seams import ADAPTER_SEAMS, CPU_SEAMS, DATA_PARALLEL_SEAMS, SEAMS, step_seam
 
 
 def on_resolution(step: str, hook: Callable[[Any, Callable[[Any], None]], None]) -> None:
@@ -73,7 +73,7 @@ def _present(owner: Any, name: str) -> Any:
         return getattr(owner, name)
     except AttributeError as error:
         what = getattr(owner, "__name__", type(owner).__qualname__)
-        seams = (*SEAMS, *CPU_SEAMS, *ADAPTERS)
+        seams = (*SEAMS, *CPU_SEAMS, *ADAPTER_SEAMS, *DATA_PARALLEL_SEAMS)
         purposes = [
             s.purpose for s in seams if name in (*s.fields.split(), s.target.rpartition(".")[2])
         ]

@@ -20,7 +20,7 @@ from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt.attach import swapped, wrap_global, write
 from sglang_c2t.srt.probes import SeamError, module_exists, parameters_of, sglang_version
 from sglang_c2t.srt.seams import (
-    ADAPTERS,
+    ADAPTER_SEAMS,
     ALLOCATION,
     ATTENTION_HOOK,
     CACHE_LOCS,
@@ -175,6 +175,14 @@ def plans_on_another_stream() -> bool:
     return bool(envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get())
 
 
+def verifies_beside_prefills() -> bool:
+    """Whether ranks of data-parallel attention verify while others prefill; older SGLang cannot."""
+    from sglang.srt.environ import envs
+
+    coordinates = getattr(envs, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", None)
+    return coordinates is not None and bool(coordinates.get())
+
+
 def has_recurrent_state(model_config: Any) -> bool:
     """Whether the model is a Mamba / linear-attention hybrid, with state per verified row."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -187,7 +195,7 @@ def verifies_adapters() -> bool:
 
     0.5.20 to 0.5.22 serve it, and allocate for graphs by another name.
     """
-    return all(seam.defect() is None for seam in ADAPTERS)
+    return all(seam.defect() is None for seam in ADAPTER_SEAMS)
 
 
 def lora_manager(target_runner: Any) -> Any:

@@ -13,6 +13,7 @@ from sglang.srt.speculative.eagle_utils import get_draft_recurrent_hidden_state_
 from torch import Tensor
 
 from sglang_c2t.srt import attach
+from sglang_c2t.srt.data_parallel import peers
 
 # B requests
 
@@ -75,4 +76,12 @@ def dummy_batch(worker: Any, slots: list[int], lengths: list[int]) -> ScheduleBa
         sampling_info=greedy,
         spec_info=drafts,
     )
+    if (together := peers()) is not None:  # all of them have such a batch
+        attach.write(
+            batch,
+            global_num_tokens=[requests] * together.ranks,
+            global_num_tokens_for_logprob=[requests] * together.ranks,
+            can_run_decode_cuda_graph=True,
+            can_run_dp_draft_cuda_graph=True,
+        )
     return batch

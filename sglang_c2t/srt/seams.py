@@ -756,6 +756,37 @@ SEAMS: tuple[Seam, ...] = (
         ),
     ),
 )
+_LAYERS = "drafts as many layers as other ranks do"
+_ROWS = "tells other ranks how many rows are verified"
+#: Of attention that is data parallel (`data_parallel.py`); nothing else needs them.
+DATA_PARALLEL_SEAMS: tuple[Seam, ...] = (
+    Seam(f"{EAGLE_WORKER}.EagleDraftWorker._draft_forward_idle", _LAYERS, "forward_batch"),
+    Seam(
+        "sglang.srt.runtime_context.get_parallel",
+        "knows the ranks that forward together",
+    ),
+    Seam("sglang.srt.utils.common.require_mlp_tp_gather", _ROWS),
+    Seam("sglang.srt.utils.common.require_attn_tp_gather", _ROWS),
+    Seam("sglang.srt.layers.moe.utils.get_moe_a2a_backend", _ROWS),
+    Seam(f"{FORWARD_BATCH}.prepare_mlp_sync_batch", _ROWS, "model_runner"),
+    Seam(
+        f"{SCHEDULE_BATCH}.ScheduleBatch",
+        _ROWS,
+        fields="global_num_tokens global_num_tokens_for_logprob can_run_decode_cuda_graph "
+        "can_run_dp_draft_cuda_graph",
+    ),
+    Seam(
+        f"{EAGLE_INFO}.EagleVerifyInput",
+        _ROWS,
+        fields="num_tokens_per_req num_tokens_for_logprob_per_req",
+    ),
+    Seam(
+        f"{SCHEDULE_BATCH}.ScheduleBatch",
+        "forwards a row beside ranks that serve",
+        fields="req_pool_indices seq_lens seq_lens_cpu seq_lens_sum orig_seq_lens "
+        "multimodal_inputs forward_mode",
+    ),
+)
 #: Through which newer SGLang tells its arguments: see hooks/hidden_keys.py.
 TOLD_ARGUMENTS = (
     Seam(f"{SERVER_ARGS}.ServerArgs.resolved_dict", "hides keys", hook=True),
@@ -767,7 +798,7 @@ TOLD_ARGUMENTS = (
     ),
 )
 #: What packed rows hold on to where adapters are served; where it is not, LoRA is refused.
-ADAPTERS = (
+ADAPTER_SEAMS = (
     Seam(
         "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
         "knows whether SGLang serves LoRA beside drafts",

@@ -1,4 +1,4 @@
-"""One decision for all tensor-parallel ranks: rank 0's.
+"""One decision for all ranks that share requests: the first one's.
 
 Draft logits can differ in the last bit between ranks; a length that differs would make
 their next collective hang. SGLang broadcasts its own accept decisions the same way.
@@ -7,28 +7,39 @@ their next collective hang. SGLang broadcasts its own accept decisions the same 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 
-def ranks() -> int:
-    """How many tensor-parallel ranks serve one model."""
-    return int(get_parallel().tp_group.world_size)
+def sharing() -> Any:
+    """The group of ranks that share this one's requests: the tensor-parallel ones, of which data
+    parallel attention leaves some or none.
+    """
+    parallel = get_parallel()
+    return parallel.attn_tp_group if parallel.attn_dp_size > 1 else parallel.tp_group
+
+
+def all_ranks() -> Any:
+    """The group of all ranks of a model."""
+    return get_parallel().tp_group
 
 
 def agreement() -> Callable[[Tensor], Tensor] | None:
-    """A function that makes a tensor equal on all ranks; ``None`` on one rank."""
-    group = get_parallel().tp_group
+    """A function that makes a tensor equal on all ranks that share requests; ``None`` on one."""
+    group = sharing()
     if group.world_size == 1:
         return None
     return lambda decision: group.broadcast(decision, src=0)
 
 
-def host_agreement() -> Callable[[list[int]], list[int]] | None:
-    """A function that gives all ranks rank 0's integers, between hosts; ``None`` on one rank."""
-    group = get_parallel().tp_group
+def host_agreement(group: Any = None) -> Callable[[list[int]], list[int]] | None:
+    """A function that gives all ranks of a ``group`` its first one's integers, between hosts;
+    ``None`` on one rank. The group is of those that share requests, if none is given.
+    """
+    group = group or sharing()
     if group.world_size == 1:
         return None
 

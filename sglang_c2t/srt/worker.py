@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative import eagle_worker_v2, standalone_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
@@ -43,10 +42,10 @@ from sglang_c2t.srt.hooks.control import FORGET, approved, changed
 from sglang_c2t.srt.hooks.reporting import PARTS
 from sglang_c2t.srt.hooks.step_metrics import Step
 from sglang_c2t.srt.recorder import Recorder
-from sglang_c2t.srt.tensor_parallel import agreement, host_agreement
+from sglang_c2t.srt.tensor_parallel import agreement, all_ranks, host_agreement, sharing
 from sglang_c2t.srt.verify import backends, chain, tree, trial
 from sglang_c2t.srt.verify.feedback import Feedback
-from sglang_c2t.srt.verify.packed import PackedVerifyInput, verifying
+from sglang_c2t.srt.verify.packed import IdleVerifyInput, PackedVerifyInput, verifying
 from sglang_c2t.srt.verify.packing import tiers_of
 from sglang_c2t.srt.verify.warm_up import one_of_each, warm_up
 
@@ -118,7 +117,9 @@ class WorkerMixin(EAGLEWorkerV2):
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify what the gate left of the batch's drafts, and report it."""
         verify_input = batch.spec_info
-        if batch.forward_mode.is_idle() or not isinstance(verify_input, PackedVerifyInput):
+        if batch.forward_mode.is_idle():
+            return self._verify_along(partial(super().verify, batch, *args, **kwargs), batch)
+        if not isinstance(verify_input, PackedVerifyInput):
             return super().verify(batch, *args, **kwargs)
         gate, width = self._draft_worker.gate, verify_input.draft_token_num
         # Every rank must cut alike, and only rank 0 has a recorder: ask the configuration.
@@ -148,6 +149,16 @@ class WorkerMixin(EAGLEWorkerV2):
             recordable = gate.first_tokens_complete(batch.req_pool_indices)
             self._record(self._recorder, batch, recordable, verify_input, result)
         return result
+
+    def _verify_along(self, verify: Callable[[], Any], batch: Any) -> Any:
+        """SGLang's ``verify`` of nobody, beside the ranks that serve."""
+        draft = self._draft_worker
+        if draft.peers is None or not draft.packed:
+            return verify()
+        verify_input = IdleVerifyInput.beside(batch.spec_info)
+        attach.write(batch, spec_info=verify_input)
+        with verifying(verify_input, self.target_worker):
+            return verify()
 
     def _record(
         self, recorder: Recorder, batch: Any, recordable: Tensor, verify_input: Any, result: Any
@@ -233,7 +244,7 @@ class WorkerMixin(EAGLEWorkerV2):
         """The file that keeps what this server learns, on the rank that learns it; of several
         replicas all begin with it, and the first one writes it.
         """
-        if self._config.state is None or get_parallel().tp_rank != 0:
+        if self._config.state is None or sharing().rank_in_group != 0:
             return None
         args = self.server_args
         learnt_on = {
@@ -243,8 +254,9 @@ class WorkerMixin(EAGLEWorkerV2):
             "topk": self.topk,
             "policy": self._config.policy,
         }
-        first = compat.dp_rank(self.target_worker.model_runner) == 0
-        return StateFile(Path(self._config.state), planner, learnt_on, writes=first)
+        writes = all_ranks().rank_in_group == 0
+        writes = writes and compat.dp_rank(self.target_worker.model_runner) == 0
+        return StateFile(Path(self._config.state), planner, learnt_on, writes=writes)
 
     def _plans_told(self) -> dict[str, Any] | None:
         """What the planner in charge has learnt; ``None``: no policy plans now."""
@@ -326,7 +338,9 @@ class ChainWorkerMixin(WorkerMixin):
             reason = f"a packed batch failed with {type(error).__name__}: {error}"
         agree = host_agreement() or (lambda numbers: numbers)
         (differs,) = agree([int(reason is not None)])
-        return (reason or "the first rank saw them differ") if differs else None
+        if (together := self._draft_worker.peers) is not None:
+            (differs,) = max(together.of_all(differs))
+        return (reason or "another rank saw them differ") if differs else None
 
     def _verify_whole(self, reason: str) -> None:
         """Verify whole drafts from now on, and serve what can be served so."""

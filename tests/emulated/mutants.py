@@ -61,6 +61,8 @@ ADAPTED = "a server with adapters"
 #: With one that keeps latents, as well.
 LATENT = "NEXTN chains, FlashInfer, gated"
 TWO_RANKS = "EAGLE3 chains, FA3, two ranks"
+#: Of ranks that have requests of their own: not among them either.
+DATA_PARALLEL = "a server of data-parallel attention"
 
 
 # -- order -----------------------------------------------------------------------------------
@@ -450,6 +452,17 @@ def a_rank_plans_for_itself() -> None:
         return alone
 
     worker.host_agreement = other
+
+
+@mutant(DATA_PARALLEL)
+def a_rank_hears_of_its_own_rows_alone() -> None:
+    from sglang_c2t.srt.data_parallel import Peers
+
+    def deaf(of_all: Any, self: Any, *mine: int) -> Any:
+        told = of_all(self, *mine)
+        return [list(mine)] * self.ranks if len(mine) == 2 else told
+
+    around(Peers, "of_all", deaf)
 
 
 #: Those that tests look for: beside one release, as comparisons are the same beside the other.

@@ -61,6 +61,15 @@ class Communicator:
 
         self._launch("all_gather", gather, output_tensor, input_tensor)
 
+    def reduce_scatter(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
+        """To each rank its part of the sum."""
+
+        def scatter(out: Tensor, mine: Tensor) -> None:
+            dist.all_reduce(mine := mine.clone(), group=self._group)
+            out.copy_(mine.view(self.world_size, -1)[self.rank].view_as(out))
+
+        self._launch("reduce_scatter", scatter, output_tensor, input_tensor)
+
     def _launch(self, name: str, work: Callable[..., object], *tensors: Tensor) -> None:
         def together(*seen: Tensor) -> None:
             self._agree(name, seen[-1].numel())
@@ -93,7 +102,11 @@ def connected() -> Iterator[None]:
         """In the order of the stream, also where a release asks torch, whose gloo does not wait."""
         if not input_.is_cuda or group.world_size == 1:
             return of_host(group, input_, src)
-        group.pynccl_comm.broadcast(input_, src)
+        if group.pynccl_comm is not None:
+            group.pynccl_comm.broadcast(input_, src)
+            return input_
+        first, hosts = group.ranks[src], group.cpu_group
+        launch("broadcast", lambda t: dist.broadcast(t, first, hosts), input_)
         return input_
 
     with (

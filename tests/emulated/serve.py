@@ -20,8 +20,9 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -187,13 +188,17 @@ def start(case: Case, given: Start, rank: int = 0) -> Any:
 
 
 def serve(scheduler: Any, run: Run) -> Served:
-    """The scheduler's own loop, until every request has its answer."""
+    """The scheduler's own loop, until every request has its answer. Ranks of data-parallel
+    attention have requests of their own, which they get in turn.
+    """
     from sglang.srt.managers import scheduler as of_sglang
     from sglang.srt.managers.io_struct import AbortReq, SetInternalStateReq
     from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
     from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
+    from sglang.srt.runtime_context import get_parallel
 
     from sglang_c2t.srt import attach
+    from sglang_c2t.srt.data_parallel import peers
     from sglang_c2t.srt.hooks import control
     from sglang_c2t.srt.hooks.reporting import BEFORE_REPORT
     from tests.emulated.device import DEVICE
@@ -211,6 +216,9 @@ def serve(scheduler: Any, run: Run) -> Served:
     steps: list[dict[str, int]] = []
     taken: dict[int, Any] = {}
     mode, counted, iteration = "", Counter[str](), 0
+    together = peers()
+    ranks, rank = (together.ranks, get_parallel().attn_dp_rank) if together else (1, 0)
+    numbered = [(n, request) for n, request in enumerate(run.requests) if n % ranks == rank]
     ours = {"drafted": 0, "forwarded": 0}
     queue, run_batch = scheduler._add_request_to_queue, scheduler.run_batch
 
@@ -235,10 +243,12 @@ def serve(scheduler: Any, run: Run) -> Served:
         if mode.startswith("DECODE"):
             steps.append({**(now - counted), "batch": int(mode.split()[1]), **ours})
         mode, counted = "", now
-        all_there = len(taken) == len(run.requests)
-        if (all_there and all(r.finished() for r in taken.values())) or iteration > MOST_ITERATIONS:
+        all_there = len(taken) == len(numbered)
+        done = all_there and all(r.finished() for r in taken.values())
+        if together is not None:  # nobody ends before the others
+            (done,) = map(bool, min(together.of_all(int(done))))
+        if done or iteration > MOST_ITERATIONS:
             scheduler.gracefully_exit = True
-        numbered = list(enumerate(run.requests))
         come = [_tokenized(n, request) for n, request in numbered if request.joins == iteration]
         gone: list[Any] = [
             AbortReq(rid=str(n)) for n, request in numbered if request.aborted == iteration
@@ -257,21 +267,40 @@ def serve(scheduler: Any, run: Run) -> Served:
     for prepare in BEFORE_REPORT:  # what was recorded is written
         prepare()
     sites = {f"{what} at {line}": n for (what, line), n in DEVICE.sites.most_common(60)}
-    return Served(
-        [list(taken[n].output_ids)[: r.max_new_tokens] for n, r in enumerate(run.requests)],
-        [taken[n].spec_verify_ct for n in range(len(run.requests))],
-        [taken[n].spec_num_cap_tokens for n in range(len(run.requests))],
-        [taken[n].retraction_count for n in range(len(run.requests))],
+    mine = Served(
+        [list(taken[n].output_ids)[: r.max_new_tokens] for n, r in numbered],
+        [taken[n].spec_verify_ct for n, _ in numbered],
+        [taken[n].spec_num_cap_tokens for n, _ in numbered],
+        [taken[n].retraction_count for n, _ in numbered],
         steps,
         sites,
-        [_kept(scheduler, taken[n]) for n in range(len(run.requests))],
+        [_kept(scheduler, taken[n]) for n, _ in numbered],
         [
             list(taken[n].logprob.output_token_logprobs_val or ())[: r.max_new_tokens]
-            for n, r in enumerate(run.requests)
+            for n, r in numbered
         ],
         DEVICE.compiled[compiled:],
         memory,
     )
+    return mine if together is None else _joined(mine, get_parallel().tp_group, ranks)
+
+
+def _joined(mine: Served, group: Any, ranks: int) -> Served:
+    """What became of the requests of all ``ranks``, which got them in turn, and steps of one."""
+    everyones: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(everyones, mine, group=group.cpu_group)
+    everyones = everyones[:: group.world_size // ranks]  # others share requests
+    of_requests = "outputs", "verifications", "rows", "retracted", "keys", "logprobs"
+    taken_in_turn = {
+        name: [
+            told
+            for turn in zip_longest(*(getattr(each, name) for each in everyones), fillvalue=None)
+            for told in turn
+            if told is not None
+        ]
+        for name in of_requests
+    }
+    return replace(mine, **taken_in_turn)
 
 
 def sketch(layers: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -286,12 +315,11 @@ def sketch(layers: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 def _kept(scheduler: Any, req: Any) -> list[list[float]]:
     """What models keep of the request's tokens, those that are in the prefix cache."""
-    from sglang.srt.runtime_context import get_parallel
-
+    from sglang_c2t.srt.tensor_parallel import sharing
     from tests.emulated.ranks import whole
     from tests.emulated.versions import RELEASE
 
-    group = get_parallel().tp_group
+    group = sharing()
     slots = RELEASE.cached(scheduler.tree_cache, req).cpu()
     pools = [scheduler.tp_worker.model_runner.token_to_kv_pool]
     if scheduler.draft_worker is not None:

@@ -16,11 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_c2t.srt import attach, compat, probes, seams
+from sglang_c2t.srt import attach, compat, probes, seams, versions
+from sglang_c2t.srt.versions import TESTED
+
+EVERY = (*seams.SEAMS, *seams.CPU_SEAMS, *seams.ADAPTER_SEAMS, *seams.DATA_PARALLEL_SEAMS)
 
 
 def test_every_seam_fits_the_installed_sglang() -> None:
     assert seams.broken_seams() == []
+
+
+@pytest.mark.skipif(versions.installed() != TESTED[-1], reason="older ones are refused")
+def test_the_newest_sglang_tells_ranks_of_each_other_as_we_read_it() -> None:
+    assert seams.broken_seams(seams.DATA_PARALLEL_SEAMS) == []
 
 
 @pytest.mark.parametrize(
@@ -71,8 +79,9 @@ def test_a_broken_seam_is_refused_in_a_sentence_that_names_it(monkeypatch) -> No
 
 def all_seams() -> list[probes.Seam]:
     """As this SGLang offers them, those that hold nothing here left out."""
-    adapters = seams.ADAPTERS if compat.verifies_adapters() else ()
-    chosen = [seam.chosen() for seam in (*seams.SEAMS, *seams.CPU_SEAMS, *adapters)]
+    adapters = seams.ADAPTER_SEAMS if compat.verifies_adapters() else ()
+    there = [seam for seam in seams.DATA_PARALLEL_SEAMS if seam.defect() is None]
+    chosen = [seam.chosen() for seam in (*seams.SEAMS, *seams.CPU_SEAMS, *adapters, *there)]
     return [
         dataclasses.replace(seam, otherwise=None)
         for seam in chosen
@@ -213,7 +222,7 @@ OURS = {
 def listed() -> set[str]:
     """Every name of a symbol or attribute in the list of seams."""
     found = set()
-    for seam in (*seams.SEAMS, *seams.CPU_SEAMS, *seams.ADAPTERS):
+    for seam in EVERY:
         each: probes.Seam | None = seam
         while each is not None:
             found |= {*each.fields.split(), each.target.rpartition(".")[2]}

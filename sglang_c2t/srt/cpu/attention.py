@@ -141,6 +141,10 @@ class TorchCpuAttnBackend(AttentionBackend):
         """No Triton on a CPU."""
         return False
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Tokens of requests that only fill up a batch of data-parallel ranks."""
+        return 1
+
     # -- plans ----------------------------------------------------------------------------
 
     def _plan(self, layer: Any) -> AttentionPlan:

@@ -63,18 +63,23 @@ class ChainDraftMixin(PlainDrafting):
     def draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Draft chains; each ends where the gate ended it."""
         if batch.forward_mode.is_idle():
-            return super().draft(batch, *args, **kwargs)
+            return self._draft_along(partial(super().draft, batch, *args, **kwargs))
         planning = self.planning
         if self.gate.exploring:  # recorded: whole drafts, and times that say nothing
             self._interrupted()
             planning = None
         if planning is None:
-            steps = self._steps_for(batch)
+            steps = wanted = self._steps_for(batch)
         else:
             # A graph has the gate in it, so that a plain step would save nothing.
             eager = self.cuda_graph_runner is None
             plan, self._whole = self._begin_planned(batch, planning, plain=eager)
-            steps = plan.layers
+            steps = wanted = plan.layers
+        if self.peers is not None:
+            whole = steps == self._all_steps and self._somebody_wants_all(batch)
+            steps = self.peers.layers(steps, len(batch.reqs), all_of_them=whole)
+            if planning is not None and steps != wanted:
+                planning.draft(steps)
         self.drafted_rows = steps + 1
         stock = (
             planning is not None
@@ -97,7 +102,7 @@ class ChainDraftMixin(PlainDrafting):
         chains = ChainVerifyInput.cut(verify_input, lens, exact=self.exact)
         if self.packed:
             # A recorded step drafts all layers, and its lengths say nothing of the gate.
-            depth = None if self.gate.exploring else self.depth
+            depth = None if self.gate.exploring or steps != wanted else self.depth
             chains.packing = choose_packing(
                 self.feedback, chains.verify_lens, chains.draft_token_num, depth=depth
             )
@@ -107,9 +112,18 @@ class ChainDraftMixin(PlainDrafting):
         """Layers to draft: all where somebody reads all."""
         if self.depth is None or self.gate.exploring:
             return self._all_steps
-        if self.gate.opt_outs.any and any(map(opts_out, batch.reqs)):
-            return self._all_steps
-        return self.depth.steps
+        return self._all_steps if self._somebody_wants_all(batch) else self.depth.steps
+
+    def _somebody_wants_all(self, batch: Any) -> bool:
+        return self.gate.opt_outs.any and any(map(opts_out, batch.reqs))
+
+    def _draft_along(self, draft: Callable[[], Any]) -> Any:
+        """SGLang's ``draft`` of nobody, with as many layers as the ranks draft that serve."""
+        self._interrupted()
+        if self.peers is None:
+            return draft()
+        with self._drafting(self.peers.layers(1, 0)):
+            return draft()
 
     def _planned(self, verify_input: Any, batch: Any, planning: Planning) -> ChainVerifyInput:
         """Chains cut where the plan's rows are spent."""
@@ -224,7 +238,9 @@ class ChainDraftMixin(PlainDrafting):
     def _draft_layer(self, forward_batch: Any, run: Callable[[], Any]) -> Any:
         # Reads the host once per layer: free on a CPU; on a GPU one wait for a tiny
         # kernel, which buys a whole draft forward whenever the batch has stopped.
-        if self.planning is None and self._reads_host and not self.gate.any_alive():
+        # Other ranks that forward with this one would wait for it.
+        may_skip = self.planning is None and self._reads_host and self.peers is None
+        if may_skip and not self.gate.any_alive():
             COUNTERS.draft_forwards_skipped += 1
             return no_forward(forward_batch)
         if self.planning is not None:

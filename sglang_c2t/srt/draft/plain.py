@@ -32,8 +32,10 @@ class PlainDrafting(DraftWatcher):
 
         On a CPU, where attention reads the width of each input. Not where requests sample: these
         get the same tokens from the same seed whatever is verified, which SGLang does not promise.
+        Nor beside other ranks, whose drafts may have other lengths.
         """
-        return self.device == "cpu" and bool(batch.sampling_info.is_all_greedy)
+        alone = self.device == "cpu" and self.peers is None
+        return alone and bool(batch.sampling_info.is_all_greedy)
 
     @contextmanager
     def _drafting_short(self, steps: int, rows: int | None = None) -> Iterator[None]:
@@ -67,10 +69,11 @@ class PlainDrafting(DraftWatcher):
         """Extend the draft over what was accepted, on a CPU, where the host may look.
 
         SGLang, the ``stock`` one, extends over N rows of every request, and reads the last accepted
-        one of each.
+        one of each. So do we beside other ranks, which know of so many.
         """
         accept_lens = batch_result.accept_lens
-        if batch.forward_mode.is_idle() or not accept_lens.is_cpu:
+        as_many = self.peers is not None or not accept_lens.is_cpu
+        if batch.forward_mode.is_idle() or as_many:
             stock(batch, batch_result, *args, **kwargs)
             return
         longest = int(accept_lens.max())

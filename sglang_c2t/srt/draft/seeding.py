@@ -17,6 +17,7 @@ from sglang_c2t.plan.cost import SEED, spread
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.dummy import dummy_batch
+from sglang_c2t.srt.tensor_parallel import all_ranks, host_agreement
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,9 @@ def seed_costs(planning: Planning, worker: Any) -> None:
         planning: Whose planner learns it.
         worker: SGLang's speculative worker, ready to serve.
     """
-    (known,) = planning.agree([planning.planner.cost.verify.known])
+    # Ranks that forward together measure together.
+    agree = host_agreement(all_ranks()) or (lambda numbers: numbers)
+    (known,) = agree([planning.planner.cost.verify.known])
     if known:
         return
     width = worker.speculative_num_draft_tokens
@@ -72,7 +75,7 @@ def seed_costs(planning: Planning, worker: Any) -> None:
         # A row more rarely costs more than those before it did.
         expected = min(mine) if mine else seconds * rows / size
         late = expected > min(began + SECONDS - now, DEAREST)
-        (enough,) = planning.agree([late or (len(mine) > 1 and sum(mine) > ENOUGH_SECONDS)])
+        (enough,) = agree([late or (len(mine) > 1 and sum(mine) > ENOUGH_SECONDS)])
         if not enough:
             step(rows, learn=True)
             seconds, size = time.perf_counter() - now, rows

@@ -27,6 +27,7 @@ from sglang_c2t.draft.gate import Exploration, Gate
 from sglang_c2t.draft.slots import FirstLayer
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.srt import attach, compat
+from sglang_c2t.srt.data_parallel import Peers, peers
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.hooks.requests import opts_out
@@ -47,6 +48,9 @@ class DraftWatcher(EagleDraftWorker):
 
     packed = False
     """Whether the target forwards surviving rows only; else N rows per request."""
+
+    peers: Peers | None = None
+    """The ranks that forward together with this one."""
 
     drafted_rows: int
     """Rows of a request, root included, that the step in progress drafts at most."""
@@ -86,6 +90,7 @@ class DraftWatcher(EagleDraftWorker):
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """Size the relay of first-token statistics like SGLang's own request table."""
         super().alloc_memory_pool(*args, **kwargs)
+        self.peers = peers()
         self._to_relay: Callable[[], None] | None = None
         self._arrived: set[int] = set()  # slots
         self.gate = self._make_gate(

@@ -229,10 +229,44 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop it",
     ),
     Refusal(
-        compat.uses_dp_attention,
-        "DP attention, --enable-dp-attention or --attn-dp-size",
-        "its ranks agree on full width before they verify",
-        "drop it; --dp-size by itself serves whole replicas",
+        lambda cfg: (
+            compat.uses_dp_attention(cfg) and bool(seams.broken_seams(seams.DATA_PARALLEL_SEAMS))
+        ),
+        "DP attention, --enable-dp-attention or --attn-dp-size, beside this SGLang",
+        "it has other ways of telling ranks about each other than the newest one",
+        "drop it, or choose the newest SGLang that is served",
+    ),
+    Refusal(
+        lambda cfg: compat.uses_dp_attention(cfg) and _trees(cfg),
+        "--enable-dp-attention with --speculative-eagle-topk above 1",
+        "its ranks agree on layers and rows of chains",
+        "set --speculative-eagle-topk 1",
+    ),
+    Refusal(
+        lambda cfg: compat.uses_dp_attention(cfg) and _records(),
+        "--enable-dp-attention with --c2t-record",
+        "only one of its ranks would record",
+        "drop --enable-dp-attention while recording",
+    ),
+    Refusal(
+        lambda cfg: compat.uses_dp_attention(cfg) and compat.disaggregates(cfg),
+        "--enable-dp-attention with --disaggregation-mode",
+        "the two were not tried together",
+        "drop one of them",
+    ),
+    Refusal(
+        lambda cfg: (
+            compat.uses_dp_attention(cfg) and compat.argument(cfg, "elastic_ep_backend") is not None
+        ),
+        "--enable-dp-attention with --elastic-ep-backend",
+        "which ranks forward together may then change",
+        "drop one of them",
+    ),
+    Refusal(
+        lambda cfg: compat.uses_dp_attention(cfg) and compat.verifies_beside_prefills(),
+        "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
+        "ranks that prefill in the same step do not hear of packed rows",
+        "unset SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
     ),
     Refusal(
         _set("enable_two_batch_overlap"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import compat, data_parallel
 from sglang_c2t.srt.verify import adapters, graphs, ragged
 
 
@@ -28,7 +28,7 @@ def obstacle(target_runner: Any, *, trees: bool = False) -> str | None:
             return reason
     elif not compat.reads_packed_rows(backend):
         return f"attention backend {type(backend).__name__} does not say that it reads packed rows"
-    if compat.gathers_rows(target_runner.server_args):
+    if compat.gathers_rows(target_runner.server_args) and not data_parallel.agrees_on_rows():
         return (
             "ranks exchange rows inside the model (--moe-a2a-backend, --moe-dense-tp-size), and "
             "agree on full width before it"

@@ -21,6 +21,7 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, build_captu
 from sglang_c2t.config import ConfigError
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import attach, compat
+from sglang_c2t.srt.data_parallel import peers
 from sglang_c2t.srt.verify.packed import PackedVerifyInput
 from sglang_c2t.srt.verify.packing import HostSizes, Packing
 
@@ -68,7 +69,7 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
         self.tiers = replace(wanted, admits=self._admits(wanted))
         if not self.tiers.rows:
             raise ConfigError(f"{_TOO_SMALL} no CUDA graph of packed rows: {_HOW_TO_RAISE}")
-        if self.tiers.rows != self.tiers.all_rows:
+        if self._room(wanted) is not None and self.tiers.rows != self.tiers.all_rows:
             logger.warning(
                 "C2T: %s CUDA graphs of up to %d packed rows, of %d; what is larger verifies "
                 "without a graph. %s",
@@ -88,6 +89,15 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
         super().maybe_init_pdmux()
 
     def _admits(self, wanted: Tiers) -> Callable[[int, int], bool] | None:
+        """Which of the tiers there can be graphs of; ``None``: all."""
+        room, together = self._room(wanted), peers()
+        if together is None or together.rows_divide_by == 1:
+            return room
+        return lambda rows, slots: (
+            rows % together.rows_divide_by == 0 and (room is None or room(rows, slots))
+        )
+
+    def _room(self, wanted: Tiers) -> Callable[[int, int], bool] | None:
         """Which of the tiers attention has room for, where it says so."""
         if not compat.is_flashinfer(self.attn_backend):
             return None

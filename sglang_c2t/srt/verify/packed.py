@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -27,7 +27,8 @@ from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from torch import Tensor
 
 from sglang_c2t.srt import attach, compat
-from sglang_c2t.srt.verify.packing import Packing
+from sglang_c2t.srt.data_parallel import PackedForwardBatch, somebody, telling_rows
+from sglang_c2t.srt.verify.packing import HostSizes, Packing
 
 # B requests, N most rows of a request, T rows of the target's forward
 
@@ -106,16 +107,54 @@ class PackedVerifyInput(EagleVerifyInput):
         raise NotImplementedError
 
 
+@dataclasses.dataclass(kw_only=True)
+class IdleVerifyInput(PackedVerifyInput):
+    """Of a rank that serves nobody, beside others that verify packed rows: it forwards one too,
+    see :func:`~sglang_c2t.srt.data_parallel.somebody`.
+    """
+
+    @classmethod
+    def beside(cls, stock: EagleVerifyInput) -> Self:
+        """In place of SGLang's own, which has no rows."""
+        width, device = stock.draft_token_num, stock.draft_token.device
+        one = torch.ones(1, dtype=torch.int32)
+        packing = Packing(one.to(device), width, total=1, sizes=HostSizes(one))
+        places = torch.ones(width, dtype=torch.int64, device=device)
+        made = cls.of(stock, packing=packing)
+        attach.write(made, draft_token=places - 1, positions=places)
+        return made
+
+    @property
+    def num_rows(self) -> Tensor:
+        """[1] int32."""
+        assert self.packing is not None
+        return self.packing.num_rows
+
+    def accept(
+        self,
+        stock: Callable[..., Accepted],
+        batch: Any,
+        logits_output: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Accepted:
+        """Nothing, whatever the row has become."""
+        if (states := logits_output.hidden_states) is not None:
+            attach.write(logits_output, hidden_states=states[:0])
+        return stock(self, batch, logits_output, *args, **kwargs)
+
+
 @contextmanager
 def verifying(
-    verify_input: PackedVerifyInput, target_worker: Any, feedback: Timing
+    verify_input: PackedVerifyInput, target_worker: Any, feedback: Timing | None = None
 ) -> Iterator[None]:
     """``run_eagle_verify`` verifies the packed rows of ``verify_input`` inside the block, or all.
 
     ``feedback`` learns what the forward of ``target_worker`` took.
     """
+    timing = nullcontext() if feedback is None else feedback.timing(target_worker, verify_input)
     if verify_input.packing is None:
-        with feedback.timing(target_worker, verify_input):
+        with timing:
             yield
         return
     common: Any = eagle_worker_common
@@ -129,7 +168,7 @@ def verifying(
         attach.swapped(common, "eagle_prepare_for_verify", prepare_rows),
         attach.swapped(common, "eagle_sample", sample),
         attach.swapped(common, "_finalize_accept_tree_path", verify_input.accepted_to_front),
-        feedback.timing(target_worker, verify_input),
+        timing,
     ):
         yield
 
@@ -144,18 +183,25 @@ def prepare(
     """Around ``eagle_prepare_for_verify``: the forward batch is built from the packed rows."""
     packing = verify_input.packing
     assert packing is not None, "called outside of verifying()"
-    packed, slots = packing.forwarded(verify_input, batch, target_worker.model_runner)
-    attach.write(batch, spec_info=packed)
+    idle, places = batch.forward_mode.is_idle(), batch.out_cache_loc
     try:
-        with (
-            compat.writing_rows(packed, slots),
-            compat.rotating_rows(packed, verify_input.positions, packing.rotated),
-        ):
-            return stock(packed, req_to_token_pool, batch, target_worker)
+        with somebody(batch) if idle else nullcontext():
+            packed, slots = packing.forwarded(verify_input, batch, target_worker.model_runner)
+            attach.write(batch, spec_info=packed)
+            with (
+                compat.writing_rows(packed, slots),
+                compat.rotating_rows(packed, verify_input.positions, packing.rotated),
+                telling_rows(batch, packed, packing.rows_of_ranks),
+            ):
+                prepared = stock(packed, req_to_token_pool, batch, target_worker)
+        if packing.rows_of_ranks is not None:
+            prepared[0].__class__ = PackedForwardBatch
+        if not idle:
+            # Draft extend writes behind the committed prefix, wherever the rows were verified.
+            places = packing.layout.window[:, : verify_input.max_tree_depth].flatten()
+        return prepared
     finally:
-        # Draft extend writes behind the committed prefix, wherever the rows were verified.
-        extended = packing.layout.window[:, : verify_input.max_tree_depth].flatten()
-        attach.write(batch, spec_info=verify_input, out_cache_loc=extended)
+        attach.write(batch, spec_info=verify_input, out_cache_loc=places)
 
 
 def packing_of(forward_batch: Any) -> Packing | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from sglang_c2t.kernels.layout import Layout, lay_out
 from sglang_c2t.kernels.masks import ancestor_words_from_parents
 from sglang_c2t.plan.tiers import Tiers
+from sglang_c2t.srt.data_parallel import peers
 from sglang_c2t.srt.verify.ragged import PackedLayout
 from sglang_c2t.tree import visible_blocks, visible_nodes
 
@@ -91,7 +92,9 @@ class Packing:
         self.arrived: float | None = None
         """When the host learnt the sizes, if it had to wait (``time.perf_counter``)."""
         self.forwarded_rows = 0
-        """T, once the forward is laid out."""
+        """T, once the forward is laid out; of ranks that forward together the most of any."""
+        self.rows_of_ranks: list[int] | None = None
+        """Rows of each of these ranks, once the forward is laid out; ``None``: of no others."""
         self.layout: Layout
         """Once it is; its windows are wide enough for N rows and for the longest path."""
 
@@ -139,8 +142,8 @@ class Packing:
 
         T is the token tier of a CUDA graph, its last T - R rows padding; or R.
         """
-        tokens, slots = _size(target_runner, self.total, len(self.num_rows))
-        self.forwarded_rows = tokens
+        size = _size(target_runner, batch, self.total, len(self.num_rows))
+        self.forwarded_rows, self.rows_of_ranks = max(size.of_ranks or [size.rows]), size.of_ranks
         self.layout = lay_out(
             self.num_rows,
             verify_input.draft_token,
@@ -148,8 +151,8 @@ class Packing:
             batch.req_to_token_pool.req_to_token,
             batch.req_pool_indices,
             batch.seq_lens,
-            tokens=tokens,
-            slots=slots,
+            tokens=size.rows,
+            slots=size.slots,
             places=max(self.width, verify_input.max_tree_depth),
         )
         packed = copy.copy(verify_input)
@@ -175,8 +178,32 @@ def tiers_of(target_runner: Any) -> Tiers | None:
     return getattr(target_runner.decode_cuda_graph_runner, "tiers", None)
 
 
-def _size(target_runner: Any, rows: int, requests: int) -> tuple[int, int]:
-    """T and S for R ``rows`` of B ``requests``: of a graph, or unpadded where they run eagerly."""
-    tiers = tiers_of(target_runner)
-    tier = None if tiers is None else tiers.pick(rows, requests)
-    return (rows, requests) if tiers is None or tier is None else (tier, tiers.slots(tier))
+class _Size(NamedTuple):
+    """Of a forward."""
+
+    rows: int
+    """T."""
+
+    slots: int
+    """S."""
+
+    of_ranks: list[int] | None = None
+    """T of each rank that forwards together with this one."""
+
+
+def _size(target_runner: Any, batch: Any, rows: int, requests: int) -> _Size:
+    """For R ``rows`` of B ``requests``: of a graph, or unpadded where they run eagerly.
+
+    Ranks that forward together replay one graph, which holds the most rows of any.
+    """
+    tiers, together = tiers_of(target_runner), peers()
+    if together is None:
+        tier = None if tiers is None else tiers.pick(rows, requests)
+        return _Size(rows, requests) if not tier or not tiers else _Size(tier, tiers.slots(tier))
+    everyones = together.of_all(rows, requests)
+    most_rows, most_requests = map(max, zip(*everyones, strict=True))
+    if tiers is not None and batch.can_run_decode_cuda_graph:
+        tier = tiers.pick(most_rows, most_requests, alone=False)
+        if tier is not None:
+            return _Size(tier, tiers.slots(tier), [tier] * len(everyones))
+    return _Size(rows, requests, [theirs for theirs, _ in everyones])

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.sampler import create_sampler
-from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from sglang_c2t.srt import compat
+from sglang_c2t.srt.tensor_parallel import sharing
 
 # B requests, T verified rows of all requests, V vocabulary
 
@@ -40,7 +40,7 @@ def sample_rows(logits: Tensor, sampling_info: Any, request: Tensor, positions: 
         None,
         positions,
     ).to(torch.int64)
-    group = get_parallel().tp_group
+    group = sharing()
     if group.world_size > 1:  # ranks must accept the same drafts
         group.broadcast(tokens, src=0)
     return tokens

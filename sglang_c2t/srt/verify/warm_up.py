@@ -44,6 +44,7 @@ def warm_up(
             req_to_token_pool=target_runner.req_to_token_pool,
             req_pool_indices=zeros[:batch],
             seq_lens=zeros[:batch],
+            can_run_decode_cuda_graph=True,
         )
         packing.forwarded(
             SimpleNamespace(draft_token=zeros, positions=zeros, max_tree_depth=num_steps + 1),

@@ -18,11 +18,16 @@ import pytest
 
 from eval.server import TARGET, speculative_flags
 from sglang_c2t import config
-from sglang_c2t.srt import compat, seams
+from sglang_c2t.srt import compat, seams, versions
+from sglang_c2t.srt.versions import TESTED
 
 EAGLE3 = list(speculative_flags("EAGLE3"))
 TREES = list(speculative_flags("EAGLE3", topk=4, num_draft_tokens=16))
+TOGETHER = ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"]
 DECODE = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake"]
+
+
+newest = pytest.mark.skipif(versions.installed() != TESTED[-1], reason="refused beside older ones")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,10 +181,8 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
             "--speculative-adaptive both set the draft length",
         ),
         ([*speculative_flags("STANDALONE"), "--enable-lora"], "drop --enable-lora"),
-        (
-            [*EAGLE3, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
-            "does not serve DP attention, --enable-dp-attention",
-        ),
+        ([*EAGLE3, *TOGETHER, "--c2t-record", "x"], "drop --enable-dp-attention while recording"),
+        ([*EAGLE3, *TOGETHER, *DECODE], "--enable-dp-attention with --disaggregation-mode: the"),
         (
             [*EAGLE3, "--c2t-verify", "ragged", "--attention-backend", "torch_native"],
             "an --attention-backend other than fa3, fa4, flashinfer, trtllm_mha, ",
@@ -221,8 +224,8 @@ def test_adapters_are_served_where_sglang_can_be_told_of_packed_rows(
     if compat.verifies_adapters():
         launch(*draft, *flags, "--c2t")
         assert config.active() == config.C2TConfig()
-    moved = dataclasses.replace(seams.ADAPTERS[-1], target="sglang.srt.no_such_module")
-    monkeypatch.setattr(compat, "ADAPTERS", (*seams.ADAPTERS[:-1], moved))
+    moved = dataclasses.replace(seams.ADAPTER_SEAMS[-1], target="sglang.srt.no_such_module")
+    monkeypatch.setattr(compat, "ADAPTER_SEAMS", (*seams.ADAPTER_SEAMS[:-1], moved))
     said = refusal(capsys, *draft, *flags, "--c2t")
     assert "does not serve LoRA, --enable-lora or --lora-paths, in an SGLang that" in said
 
@@ -283,10 +286,7 @@ def test_trees_are_served(tmp_path: Path, settings: dict[str, Any]) -> None:
         (["--attention-backend", "triton"], "or set --speculative-eagle-topk 1"),
         (["--speculative-accept-threshold-single", "0.9"], "drop --speculative-accept-threshold-s"),
         (["--speculative-accept-threshold-acc", "0.9"], "and --speculative-accept-threshold-acc"),
-        (
-            ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
-            "does not serve DP attention",
-        ),
+        (TOGETHER, "does not serve --enable-dp-attention with --speculative-eagle-topk above 1"),
         (["--c2t-policy", "fixed"], "fixed cuts chains only: set --speculative-eagle-topk 1, or"),
         (["--c2t-policy", "entropy"], "choose one of auto, c2t, c2t-eagle2"),
         (["--c2t-policy", "static"], "needs at least --speculative-num-draft-tokens 26"),
@@ -316,6 +316,21 @@ def test_trees_with_watermarks_are_refused(capsys) -> None:
 def test_verification_planned_before_the_draft_is_known_is_refused(capsys, monkeypatch) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
     assert "unset SGLANG_ENABLE_OVERLAP_PLAN_STREAM" in refusal(capsys, *TREES, "--c2t")
+
+
+@newest
+def test_ranks_that_forward_together_are_served_and_do_not_verify_while_others_prefill(
+    capsys, monkeypatch
+) -> None:
+    launch(*EAGLE3, *TOGETHER, "--c2t")
+    name = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
+    monkeypatch.setenv(name, "1")
+    assert f"unset {name}" in refusal(capsys, *EAGLE3, *TOGETHER, "--c2t")
+
+
+@pytest.mark.skipif(versions.installed() == TESTED[-1], reason="it is served beside this one")
+def test_ranks_that_forward_together_are_refused_beside_an_older_sglang(capsys) -> None:
+    assert "choose the newest SGLang" in refusal(capsys, *EAGLE3, *TOGETHER, "--c2t")
 
 
 @pytest.mark.parametrize(

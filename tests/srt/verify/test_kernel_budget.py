@@ -282,8 +282,6 @@ def test_acceptance_stays_within_its_budget(
     )
     info.is_all_greedy = greedy
     monkeypatch.setattr(sampling, "_sampler", lambda: lambda *_: integers(rows))
-    one_rank = SimpleNamespace(tp_group=SimpleNamespace(world_size=1))
-    monkeypatch.setattr(sampling, "get_parallel", lambda: one_rank)
     monkeypatch.setattr(accept, "sanitize_nan_logits", lambda *_: None)
     monkeypatch.setattr(accept, "apply_scaling_penalties", lambda logits, scale: logits.mul_(scale))
     verify_input = SimpleNamespace(

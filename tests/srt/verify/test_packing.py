@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from sglang_c2t.kernels.accept import AcceptedPaths
@@ -45,6 +46,7 @@ class MRope:
         )
         self.spec_info: Any = None
         self.batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE,
             out_cache_loc=None,
             req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(9, 200, dtype=torch.int32)),
             req_pool_indices=torch.arange(len(lens)),
@@ -236,8 +238,7 @@ def test_the_double_of_a_group_is_called_as_sglangs() -> None:
 def test_ranks_accept_the_tokens_that_rank_zero_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank draws by itself: seeds apart, the draws differ."""
     theirs = torch.tensor([4, 3, 2, 1])
-    parallel = SimpleNamespace(tp_group=Rank(theirs))
-    monkeypatch.setattr(sampling, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(sampling, "sharing", lambda: Rank(theirs))
     monkeypatch.setattr(sampling, "_sampler", lambda: lambda *_: torch.zeros(4).long())
     names = "temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "return_sampling_masks"
     info = double("SamplingBatchInfo", **dict.fromkeys(names))

@@ -1,0 +1,54 @@
+"""What ranks of data-parallel attention agree on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_c2t.srt import data_parallel
+from sglang_c2t.srt.data_parallel import Peers
+from tests.doubles import double
+
+
+@pytest.mark.parametrize(
+    ("others", "mine", "agreed"),
+    [
+        ([[0, 1, 5], [0, 30, 2]], (3, 7), 2),  # the rank with most requests
+        ([[0, 7, 4], [0, 0, 1]], (3, 7), 4),  # of equally many the deeper
+        ([[0, 0, 1], [0, 0, 1]], (3, 7), 3),  # nobody else serves
+        ([[1, 1, 6], [0, 30, 2]], (3, 7), 6),  # somebody must have all
+    ],
+)
+def test_the_rank_with_most_requests_says_how_many_layers_all_draft(
+    monkeypatch: pytest.MonkeyPatch, others: Any, mine: tuple[int, int], agreed: int
+) -> None:
+    monkeypatch.setattr(Peers, "of_all", lambda self, *told: [list(told), *others])
+    assert Peers.__new__(Peers).layers(*mine) == agreed
+
+
+def test_of_ranks_that_share_requests_the_first_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks, two and two: they say the same."""
+    group = SimpleNamespace(size=lambda: 4)
+    parallel = SimpleNamespace(
+        attn_dp_size=2, attn_tp_size=2, tp_group=SimpleNamespace(cpu_group=group)
+    )
+
+    def all_gather(everyones: list[torch.Tensor], told: torch.Tensor, group: Any) -> None:
+        assert group is parallel.tp_group.cpu_group
+        for number, each in enumerate(everyones):
+            each.copy_(told + 10 * (number // 2))
+
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    assert Peers(parallel).of_all(1, 2) == [[1, 2], [11, 12]]
+
+
+def test_rows_are_told_as_they_are_and_requests_are_as_before() -> None:
+    batch = double("ScheduleBatch", global_num_tokens=[2, 0], global_num_tokens_for_logprob=[2, 0])
+    packed = double("EagleVerifyInput", num_tokens_per_req=6, num_tokens_for_logprob_per_req=6)
+    with data_parallel.telling_rows(batch, packed, [7, 1]):
+        assert batch.global_num_tokens == batch.global_num_tokens_for_logprob == [7, 1]
+        assert packed.num_tokens_per_req == packed.num_tokens_for_logprob_per_req == 1
+    assert (batch.global_num_tokens, packed.num_tokens_per_req) == ([2, 0], 6)
