@@ -70,7 +70,7 @@ def soundness(results: Results) -> list[Text]:
 def load_table(results: Results, temperature: float) -> Table:
     """What the headline's method and the best of the others reach at each load, and who loses."""
     found, base = answer(results, temperature), results.baseline
-    leaders = {"best static": results.best_static,
+    leaders: dict[str, Callable[[float, int], str | None]] = {"best static": results.best_static,
                "fastest": partial(results.fastest, results.names)}  # fmt: skip
     rows = []
     for r in rungs(results):
