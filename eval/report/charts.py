@@ -43,6 +43,7 @@ Size = tuple[float, float]  # inches, of which a page shows about 100 pixels eac
 WIDTH, HEIGHT = 5.4, 3.7  # about the width of a phone, so that its text stays legible
 WIDE, NARROW = (10.2, 4.7), (4.3, 4.2)  # the main plot, which has the page's whole width
 LABEL = 0.19  # height of a line's name
+ROOM = 1.0  # width per load in which numbers stand beside points
 SETTINGS: dict[Any, Any] = {
     "font.size": 11, "axes.titlesize": 11, "axes.labelsize": 11, "legend.fontsize": 10,
     "xtick.labelsize": 10, "ytick.labelsize": 10, "axes.edgecolor": INK, "axes.labelcolor": INK,
@@ -307,9 +308,11 @@ def _lines(
         xs, ys = [c * aside for c in points], [e.value for e in points.values()]
         _line(axis, name, xs, list(points.values()), look, bold=name in few)
         lead = reference is not None and name in few[:1]
-        text = f"{name} {ys[-1]:.2f}" if lead else name
+        text = f"{_shortened(name)} {ys[-1]:.2f}" if lead else _shortened(name)
         ends.append(End(name, xs[-1], ys[-1], look.color, name in few[:1], text))
-        for x, y in list(zip(xs, ys, strict=True))[:-1] if lead else ():
+        # Beside the first point; and, where they do not touch, beside those behind it.
+        told = len(xs) - 1 if width > ROOM * len(xs) else min(1, len(xs) - 1)
+        for x, y in list(zip(xs, ys, strict=True))[:told] if lead else ():
             axis.annotate(f"{y:.2f}", (x, y), (5, 5), textcoords="offset points",
                           color=look.color, weight="bold", fontsize=10, zorder=4)  # fmt: skip
     axis.set_xscale("log", base=2)

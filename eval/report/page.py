@@ -27,6 +27,7 @@ from eval.report.document import (
 from eval.report.document import Text as Paragraph
 from eval.tables.markdown import bold
 
+INTERVAL = r"\[[-+]?[\d.]+, [-+]?[\d.]+\]"
 STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
@@ -111,8 +112,8 @@ def _table(table: Table) -> str:
 
 def _entry(entry: Entry) -> str:
     """An interval may go to a line of its own, but is not broken; lists may be."""
-    text = re.sub(r"\[[^\]]*\]", r'<span class="interval">\g<0></span>', escape(entry.text))
-    kind = f"{entry.mark} list" if ", " in re.sub(r"\[[^\]]*\]", "", entry.text) else entry.mark
+    text = re.sub(INTERVAL, r'<span class="interval">\g<0></span>', escape(entry.text))
+    kind = f"{entry.mark} list" if ", " in re.sub(INTERVAL, "", entry.text) else entry.mark
     return f'<td class="{kind}">{text}</td>'
 
 
@@ -120,6 +121,7 @@ def _text(text: str) -> str:
     """Escaped, with the two marks a text may hold."""
     text = escape(text)
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
+    text = re.sub(INTERVAL, r'<span class="interval">\g<0></span>', text)
     return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
 
 

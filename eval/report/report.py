@@ -30,6 +30,7 @@ from eval.report.tables import (
     length_table,
     load_table,
     ramp_tables,
+    rate_table,
     reading,
     rung_table,
     short_conditions,
@@ -71,8 +72,13 @@ def _answer(results: Results, temperature: float, warnings: Sequence[Text] = ())
     if sentences := standing(results, temperature):
         yield Bullets(sentences)
     yield from ramp_tables(results, temperature)
-    if not results.phases(temperature):
-        yield load_table(results, temperature)
+    if results.phases(temperature):
+        return
+    if results.baseline is not None:
+        yield load_table(results, temperature, results.baseline)
+    else:  # then how fast each is, is all that is known
+        yield from speed_charts(results, temperature)[:1]
+        yield rate_table(results, temperature)
 
 
 def _folds(results: Results, ceilings: Ceilings | None) -> Iterator[Fold]:
@@ -82,7 +88,7 @@ def _folds(results: Results, ceilings: Ceilings | None) -> Iterator[Fold]:
         yield Fold(
             f"Speed of every method{where}",
             "tokens/s and speed-ups at each load, latency",
-            [*speed_tables(results, temperature), *speed_charts(results, temperature)],
+            list(_speed(results, temperature)),
         )
         yield Fold(
             f"Accepted and verified drafts{where}",
@@ -97,6 +103,15 @@ def _folds(results: Results, ceilings: Ceilings | None) -> Iterator[Fold]:
     yield Fold("How to read it", "tau, gamma, speed-up, intervals", list(reading(results)))
     yield Fold("Every concurrency", "all numbers of each load", list(_rungs(results)))
     yield Fold("Configuration and servers", "as recorded", list(appendix(results)))
+
+
+def _speed(results: Results, temperature: float) -> Iterator[Block]:
+    """But for what has been shown already."""
+    shown = results.baseline is None and not results.phases(temperature)
+    for table in speed_tables(results, temperature):
+        if not (shown and table == rate_table(results, temperature)):
+            yield table
+    yield from speed_charts(results, temperature)[int(shown) :]
 
 
 def _work(results: Results, temperature: float) -> Iterator[Block]:

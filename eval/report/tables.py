@@ -67,9 +67,9 @@ def soundness(results: Results) -> list[Text]:
     return [*found, failure_sentence(results, len(missing(results)))]
 
 
-def load_table(results: Results, temperature: float) -> Table:
+def load_table(results: Results, temperature: float, base: str) -> Table:
     """What the headline's method and the best of the others reach at each load, and who loses."""
-    found, base = answer(results, temperature), results.baseline
+    found = answer(results, temperature)
     leaders: dict[str, Callable[[float, int], str | None]] = {"best static": results.best_static,
                "fastest": partial(results.fastest, results.names)}  # fmt: skip
     rows = []
@@ -77,15 +77,15 @@ def load_table(results: Results, temperature: float) -> Table:
         if r.temperature != temperature:
             continue
         at = (temperature, r.concurrency)
-        entries = [] if base is None else [rate_entry(results, base, *at, best=False)]
+        entries = [rate_entry(results, base, *at, best=False)]
         if found is not None:
             entries.append(ratio_entry(found.ratios.get(r.concurrency)))
-        entries += [_named(results, pick(*at), *at) for pick in leaders.values()]
+        entries += [_named(results, pick(*at), base, *at) for pick in leaders.values()]
         entries.append(Entry(", ".join(r.losers), Mark.LOSS) if r.losers else ABSENT)
         rows.append((str(r.concurrency), entries))
     return Table(
         f"Speed-up by load, temperature {temperature:g}",
-        ["at once", *([] if base is None else [f"{base}, tokens/s"]),
+        ["at once", f"{base}, tokens/s",
          *([] if found is None else [found.method]), *leaders, "losses"],
         rows,
         "Times the tokens/s of no speculation, 95 % intervals. Static: no speculation or one fixed "
@@ -95,12 +95,13 @@ def load_table(results: Results, temperature: float) -> Table:
     )  # fmt: skip
 
 
-def _named(results: Results, name: str | None, temperature: float, concurrency: int) -> Entry:
+def _named(
+    results: Results, name: str | None, base: str, temperature: float, concurrency: int
+) -> Entry:
     """A method with its speed-up."""
-    base = results.baseline
-    if name is None or base is None or name == base:
+    if name in (None, base):
         return Entry(name or ABSENT.text)
-    ratio = ratio_entry(results.ratio(name, base, temperature, concurrency))
+    ratio = ratio_entry(results.ratio(str(name), base, temperature, concurrency))
     return Entry(f"{name} {ratio.text}", ratio.mark)
 
 
@@ -277,22 +278,23 @@ def by_concurrency(
 
 def speed_tables(results: Results, temperature: float) -> Iterator[Table]:
     """Speed-ups and tokens per second at one temperature."""
-    fastest = {r.concurrency: r.best for r in rungs(results) if r.temperature == temperature}
-
-    def throughput(name: str, concurrency: int) -> Entry:
-        best = fastest.get(concurrency) == name
-        return rate_entry(results, name, temperature, concurrency, best)
-
     if (base := results.baseline) is not None:
         yield speedup_table(results, temperature, base)
     if any(results.kind(name) == "fixed" for name in results.names):
         yield best_static_table(results, temperature)
-    yield by_concurrency(
+    yield rate_table(results, temperature)
+    yield fastest_table(results, temperature)
+
+
+def rate_table(results: Results, temperature: float) -> Table:
+    """Tokens per second of every method."""
+    fastest = {r.concurrency: r.best for r in rungs(results) if r.temperature == temperature}
+    return by_concurrency(
         f"Output tokens per second, temperature {temperature:g}", results.names,
-        results.concurrencies(temperature), throughput,
+        results.concurrencies(temperature),
+        lambda name, c: rate_entry(results, name, temperature, c, fastest.get(c) == name),
         "c: requests at once. Geometric mean [slowest, fastest repeat]. Bold: the fastest.",
     )  # fmt: skip
-    yield fastest_table(results, temperature)
 
 
 def rate_entry(

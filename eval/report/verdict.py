@@ -149,7 +149,7 @@ def _verdict(found: Answer) -> str:
     if ties == every:
         return f"{name} is not told apart from no speculation {where}"
     clauses = [
-        f"{what} at {listed(concurrencies)}"
+        f"{what} at {span(concurrencies, every)}"
         for what, concurrencies in (
             ("pays", wins),
             ("is not told apart from no speculation", ties),
@@ -208,7 +208,7 @@ def _against_static(results: Results, found: Answer) -> Iterator[str]:
     ):
         if not (where := against.at(mark)):
             continue
-        parts.append(f"{words} at {listed(where)}")
+        parts.append(f"{words} at {span(where, list(ratios))}")
         if pick is not None:
             extreme = pick(where, key=lambda c: ratios[c].value)
             most = f" at most, at {extreme}" if len(where) > 1 else ""
@@ -230,6 +230,14 @@ def _beaten(results: Results, found: Answer) -> Iterator[str]:
         ratio = results.ratio(best, found.method, found.temperature, c, rate)
         if ratio is not None and ratio.mark is Mark.WIN:
             yield f"At {c} at once {best} is faster: {ratio.text()} times {found.method}."
+
+
+def span(some: Sequence[int], every: Sequence[int]) -> str:
+    """``1 to 8`` where ``some`` are neighbours among ``every``, which ascend; else each one."""
+    start = every.index(some[0])
+    if len(some) > 2 and list(some) == list(every[start : start + len(some)]):
+        return f"{some[0]} to {some[-1]}"
+    return listed(some)
 
 
 def listed(numbers: Sequence[int]) -> str:

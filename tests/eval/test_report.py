@@ -24,6 +24,7 @@ from eval.report.intervals import Counts
 from eval.report.markdown import markdown
 from eval.report.page import STYLE, page
 from eval.report.report import report, write
+from eval.report.verdict import span
 from tests.eval.bench_runs import BASELINE, Edit, Made, failing, made_methods, write_made_run
 
 FEW = (made_methods()[0], made_methods()[2], made_methods()[-1])
@@ -254,6 +255,13 @@ def with_speeds(factors: dict[str, list[float]]) -> Edit:
     return edit
 
 
+def test_loads_that_are_neighbours_are_told_as_a_span() -> None:
+    every = [1, 2, 4, 8, 16]
+    assert [span(some, every) for some in ([1, 2, 4], [2, 4], [1, 2, 8], every)] == [
+        "1 to 4", "2 and 4", "1, 2 and 8", "1 to 16"
+    ]  # fmt: skip
+
+
 def test_losses_and_ties_are_told_in_words_and_wins_are_bold(tmp_path: Path) -> None:
     names = [made.method.name for made in made_methods()[:4]]
     speeds = dict(zip(names, ([1, 1, 1], [0.8, 0.81, 0.79], [0.9, 1.1, 1.0], [1.3, 1.31, 1.29]),
@@ -474,6 +482,9 @@ def test_without_a_baseline_there_are_no_speed_ups(tmp_path: Path) -> None:
     assert "No method without speculation was run" in text
     assert "Outputs: nothing to compare" in text
     assert "Speed-up over no speculation, temperature 0" not in text
+    assert text.count("**Output tokens per second, temperature 0**") == 1
+    page = Page((folder / "report.html").read_text())
+    assert page.order[:3] == ["p", "table", "details"]
     assert {row["speed-up"] for row in table(folder, "Temperature 0, 4 at once").values()} == {"-"}
 
 
