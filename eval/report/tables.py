@@ -148,7 +148,7 @@ def short_conditions(results: Results) -> Text:
         f"{dataset.get('n', len(results.prompts))} prompts of {dataset.get('name', 'a data set')}"
         f" ({', '.join(results.families)})",
         f"at most {requests['max_new_tokens']} new tokens" if "max_new_tokens" in requests else "",
-        f"{len(results.repeats)} repeats, started {results.run.started}",
+        f"repeats: {len(results.repeats)}; started {results.run.started}",
     ]  # fmt: skip
     return Text("Measured on " + "; ".join(part for part in parts if part) + ".")
 

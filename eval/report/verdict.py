@@ -204,7 +204,7 @@ def _against_static(results: Results, found: Answer) -> Iterator[str]:
     for mark, words, pick in (
         (Mark.WIN, "ahead", max),
         (Mark.LOSS, "behind", min),
-        (Mark.TIE, "not told apart", None),
+        (Mark.TIE, "not told apart from it", None),
     ):
         if not (where := against.at(mark)):
             continue
