@@ -246,11 +246,17 @@ class Results:
 
     def best_static(self, temperature: float, concurrency: int, rate: Rate = whole) -> str | None:
         """The fastest here of no speculation and the fixed lengths; None where none answered."""
+        static = [name for name in self.names if self.kind(name) in STATIC]
+        return self.fastest(static, temperature, concurrency, rate)
+
+    def fastest(
+        self, names: Iterable[str], temperature: float, concurrency: int, rate: Rate = whole
+    ) -> str | None:
+        """Of ``names`` here; None where none answered."""
         speeds = {
             name: speed.mean
-            for name in self.names
-            if self.kind(name) in STATIC
-            and (speed := self.speed(name, temperature, concurrency, rate)) is not None
+            for name in names
+            if (speed := self.speed(name, temperature, concurrency, rate)) is not None
         }
         return max(speeds, key=speeds.__getitem__, default=None)
 

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from eval.report.cells import UNTOLD_DRAFTS, Measured, Results
-from eval.report.charts import ratio_chart
+from eval.report.charts import ratio_figure
 from eval.report.document import (
     ABSENT,
     Block,
     Bullets,
     Document,
     Entry,
-    Heading,
+    Figure,
+    Fold,
+    Headline,
     Mark,
     Table,
     Text,
 )
 from eval.report.intervals import Ratio, acceptance, difference
-from eval.report.tables import by_concurrency, difference_entry, ratio_entry
+from eval.report.tables import by_concurrency, difference_entry, ratio_entry, short_conditions
 
 #: Conditions by the start of their name, and what their difference leaves of the comparison.
 MOOT = {
@@ -52,43 +54,58 @@ def compare(before: Results, after: Results, names: tuple[str, str]) -> Document
 
 
 def _blocks(before: Results, after: Results, names: tuple[str, str]) -> Iterator[Block]:
+    common = [name for name in before.names if name in after.names]
+    rungs = _rungs(before, after)
+    ratios = {t: _ratios(before, after, common, t, rungs[t]) for t in rungs}
+    differing = _differing(before, after)
+    yield Headline(_verdict(ratios))
+    yield from _warnings(differing)
     yield Bullets(
         [f"{which}: `{name}`, started {results.run.started}"
          for which, name, results in zip("AB", names, (before, after), strict=True)]
     )  # fmt: skip
-    common = [name for name in before.names if name in after.names]
-    rungs = _rungs(before, after)
-    ratios = {t: _ratios(before, after, common, t, rungs[t]) for t in rungs}
-    yield from _verdict(ratios)
-    yield from _conditions(before, after)
     yield from _only_one(before, after)
-    if not any(found for table in ratios.values() for found in table.values()):
-        return
-    yield _reading(before, after)
-    for temperature, concurrencies in rungs.items():
+    shared = any(found for table in ratios.values() for found in table.values())
+    for temperature, concurrencies in rungs.items() if shared else ():
         table = ratios[temperature]
-        yield Heading(2, f"Temperature {temperature:g}")
+        if any(table.values()):
+            yield _chart(before, table, temperature, concurrencies)
         yield _speed_table(table, temperature, concurrencies)
-        yield _speedup_table(before, after, common, temperature, concurrencies)
-        yield _acceptance_table(before, after, common, temperature, concurrencies)
-        yield ratio_chart(before, table, temperature, concurrencies)
+    yield from _conditions(after, differing)
+    if not shared:
+        return
+    for temperature, concurrencies in rungs.items():
+        yield Fold(
+            f"Speed-up, tau and gamma, temperature {temperature:g}",
+            "of each run, and their differences",
+            [
+                _speedup_table(before, after, common, temperature, concurrencies),
+                _acceptance_table(before, after, common, temperature, concurrencies),
+            ],
+        )
+    yield Fold("How to read it", "ratios, differences, intervals", [_reading(before, after)])
 
 
-def _verdict(ratios: Mapping[float, Ratios]) -> Iterator[Block]:
+def _chart(before: Results, ratios: Ratios, temperature: float, concurrencies: list[int]) -> Figure:
+    return ratio_figure(
+        before, temperature, list(ratios), lambda name, c: ratios[name].get(c), concurrencies,
+        kind="ratio", label="tokens/s, B / A", title="Output tokens per second of B over A",
+        reference="A", where="table on tokens/s of B over A",
+    )  # fmt: skip
+
+
+def _verdict(ratios: Mapping[float, Ratios]) -> str:
     """How many speeds changed."""
-    yield Heading(2, "Verdict")
     every = [r for table in ratios.values() for found in table.values() for r in found.values()]
     if not every:
-        yield Text("The runs share no method, or none at the same concurrency.", Mark.BAD)
-        return
+        return "**The runs share no method, or none at the same concurrency.**"
     counts = Counter(ratio.mark for ratio in every)
     clear = counts[Mark.WIN] + counts[Mark.LOSS] + counts[Mark.TIE]
     if not clear:
-        yield Text("No ratio of speeds has an interval: that takes two repeats of each run.")
-        return
-    yield Text(
-        f"Of {clear} speeds with an interval, B is faster in {counts[Mark.WIN]}, slower in "
-        f"{counts[Mark.LOSS]}, tied in {counts[Mark.TIE]}. Between equal runs, one in twenty is "
+        return "No ratio of speeds has an interval: that takes two repeats of each run."
+    return (
+        f"Of {clear} speeds with an interval, **B is faster in {counts[Mark.WIN]}, slower in "
+        f"{counts[Mark.LOSS]}, tied in {counts[Mark.TIE]}**. Between equal runs, one in twenty is "
         "expected to look faster or slower."
     )
 
@@ -127,22 +144,34 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
         yield name, value if isinstance(value, str) else json.dumps(value)
 
 
-def _conditions(before: Results, after: Results) -> Iterator[Block]:
-    yield Heading(2, "Conditions that differ")
+def _differing(before: Results, after: Results) -> dict[str, tuple[str, str]]:
     ours, theirs = told_conditions(before), told_conditions(after)
-    differing = [
-        name for name in dict.fromkeys((*ours, *theirs)) if ours.get(name) != theirs.get(name)
-    ]
+    return {
+        name: (ours.get(name, "-"), theirs.get(name, "-"))
+        for name in dict.fromkeys((*ours, *theirs))
+        if ours.get(name) != theirs.get(name)
+    }
+
+
+def _warnings(differing: Iterable[str]) -> Iterator[Text]:
+    names = list(differing)
     for prefix, warning in MOOT.items():
-        if any(name == prefix or name.startswith(f"{prefix}.") for name in differing):
+        if any(name == prefix or name.startswith(f"{prefix}.") for name in names):
             yield Text(warning, Mark.BAD)
+
+
+def _conditions(after: Results, differing: Mapping[str, tuple[str, str]]) -> Iterator[Block]:
+    yield short_conditions(after)
     if not differing:
-        yield Text("None of those recorded: revision, versions, hardware, prompts, configuration.")
+        yield Text(
+            "None of the recorded conditions differs: revision, versions, hardware, prompts, "
+            "configuration."
+        )
         return
     yield Table(
         "Conditions that differ",
         ["condition", "A", "B"],
-        [(name, [Entry(ours.get(name, "-")), Entry(theirs.get(name, "-"))]) for name in differing],
+        [(name, [Entry(a), Entry(b)]) for name, (a, b) in differing.items()],
         numeric=False,
     )
 

@@ -6,7 +6,7 @@ with two marks of Markdown: ``**bold**`` and backquotes for code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -37,8 +37,15 @@ ABSENT = Entry("-")
 
 
 @dataclass(frozen=True)
+class Headline:
+    """What a report comes to, in a sentence."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Heading:
-    """A heading; level 2 is in the table of contents."""
+    """A heading."""
 
     level: int
     text: str
@@ -82,9 +89,19 @@ class Figure:
     title: str
     alt: str  # for who cannot see it
     svg: str
+    narrow: str = ""  # the same, for phones, where one drawing cannot serve all widths
 
 
-Block = Heading | Text | Bullets | Table | Figure
+@dataclass(frozen=True)
+class Fold:
+    """Parts that the page shows when asked to; ``hint`` says what they hold."""
+
+    title: str
+    hint: str
+    blocks: Sequence[Block]
+
+
+Block = Headline | Heading | Text | Bullets | Table | Figure | Fold
 
 
 @dataclass(frozen=True)
@@ -97,4 +114,12 @@ class Document:
     @property
     def figures(self) -> list[Figure]:
         """Its plots."""
-        return [block for block in self.blocks if isinstance(block, Figure)]
+        return [block for block in unfolded(self.blocks) if isinstance(block, Figure)]
+
+
+def unfolded(blocks: Iterable[Block]) -> Iterator[Block]:
+    """All of them, those within folds behind their folds."""
+    for block in blocks:
+        yield block
+        if isinstance(block, Fold):
+            yield from unfolded(block.blocks)

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from eval.report.document import BOLD, Block, Bullets, Document, Entry, Figure, Heading, Table
+from eval.report.document import (
+    BOLD,
+    Block,
+    Bullets,
+    Document,
+    Entry,
+    Figure,
+    Fold,
+    Heading,
+    Headline,
+    Table,
+    unfolded,
+)
 from eval.report.document import Text as Paragraph
 from eval.tables.markdown import bold, row, rule
 
@@ -11,13 +23,18 @@ PLOTS = "plots"
 
 def markdown(document: Document) -> str:
     """The whole text; plots are taken from :data:`PLOTS` beside it."""
-    parts = [f"# {document.title}", *(_block(block) for block in document.blocks)]
+    blocks = unfolded(document.blocks)
+    parts = [f"# {document.title}", *(_block(block) for block in blocks)]
     return "\n\n".join(parts) + "\n"
 
 
 def _block(block: Block) -> str:
     if isinstance(block, Heading):
         return f"{'#' * block.level} {block.text}"
+    if isinstance(block, Fold):
+        return f"## {block.title}"
+    if isinstance(block, Headline):
+        return block.text
     if isinstance(block, Paragraph):
         return bold(block.text, block.mark in BOLD)
     if isinstance(block, Bullets):

@@ -10,7 +10,7 @@ from eval.bench.config import SHAPE
 from eval.gpu.models import SHAPES
 from eval.gpu.roofline import Ceilings, step_floor
 from eval.report.cells import UNTOLD_DRAFTS, Results
-from eval.report.document import ABSENT, Block, Entry, Heading, Table, Text
+from eval.report.document import ABSENT, Block, Entry, Table, Text
 
 COLUMNS = ["method", "rows", "tokens", "ms", "us per row", "floor, ms", "of it draft",
            "time / floor"]  # fmt: skip
@@ -20,7 +20,6 @@ def step_tables(results: Results, ceilings: Ceilings | None) -> Iterator[Block]:
     """A table for each batch size; nothing without a clock."""
     if not any(cell.clock for cell in results.cells.values()):
         return
-    yield Heading(2, "Where a step's time goes")
     yield Text(_floor_sentence(results, ceilings))
     for temperature in results.temperatures:
         for batch in results.concurrencies(temperature):

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,12 @@ from eval.report.document import (
 )
 from eval.report.intervals import LEVEL, NUM_RESAMPLES, Acceptance, Estimate, Ratio
 from eval.report.verdict import (
+    answer,
     failure_sentence,
     metric_sentence,
     output_sentence,
     replay_sentence,
     rungs,
-    speed_sentences,
 )
 
 TARGET_ROWS = ("target_decode_rows", "verify_rows")
@@ -58,24 +59,62 @@ def rate_digits(value: float) -> int:
     return 0 if value >= 100 else 1
 
 
-def verdict(results: Results) -> Iterator[Block]:
-    """What the run comes to."""
-    yield Heading(2, "Verdict")
-    yield Bullets(speed_sentences(results))
-    yield output_sentence(results)
-    yield metric_sentence(results)
+def soundness(results: Results) -> list[Text]:
+    """Whether the run can be believed: outputs, metrics, replay, what failed."""
+    found = [output_sentence(results), metric_sentence(results)]
     if results.replay is not None:
-        yield replay_sentence(results)
-    yield failure_sentence(results, len(missing(results)))
-    yield Table(
-        "The fastest method at each concurrency",
-        ["temperature", "at once", "fastest", "tokens/s", "over no speculation",
-         "not told apart from it", "slower than no speculation"],
+        found.append(replay_sentence(results))
+    return [*found, failure_sentence(results, len(missing(results)))]
+
+
+def load_table(results: Results, temperature: float, base: str) -> Table:
+    """What the headline's method and the best of the others reach at each load, and who loses."""
+    found = answer(results, temperature)
+    leaders: dict[str, Callable[[float, int], str | None]] = {"best static": results.best_static,
+               "fastest": partial(results.fastest, results.names)}  # fmt: skip
+    rows = []
+    for r in rungs(results):
+        if r.temperature != temperature:
+            continue
+        at = (temperature, r.concurrency)
+        entries = [rate_entry(results, base, *at, best=False)]
+        if found is not None:
+            entries.append(ratio_entry(found.ratios.get(r.concurrency)))
+        entries += [_named(results, pick(*at), base, *at) for pick in leaders.values()]
+        entries.append(Entry(", ".join(r.losers), Mark.LOSS) if r.losers else ABSENT)
+        rows.append((str(r.concurrency), entries))
+    return Table(
+        f"Speed-up by load, temperature {temperature:g}",
+        ["at once", f"{base}, tokens/s",
+         *([] if found is None else [found.method]), *leaders, "losses"],
+        rows,
+        "Times the tokens/s of no speculation, 95 % intervals. Static: no speculation or one fixed "
+        "length. Losses: slower than no speculation beyond the interval, which takes two repeats. "
+        "The best of several is picked from the same numbers that it is shown with, so that its "
+        "lead is told somewhat too large.",
+    )  # fmt: skip
+
+
+def _named(
+    results: Results, name: str | None, base: str, temperature: float, concurrency: int
+) -> Entry:
+    """A method with its speed-up."""
+    if name in (None, base):
+        return Entry(name or ABSENT.text)
+    ratio = ratio_entry(results.ratio(str(name), base, temperature, concurrency))
+    return Entry(f"{name} {ratio.text}", ratio.mark)
+
+
+def fastest_table(results: Results, temperature: float) -> Table:
+    """Who is the fastest at each load, and who may be as fast."""
+    return Table(
+        f"The fastest method at each concurrency, temperature {temperature:g}",
+        ["at once", "fastest", "tokens/s", "over no speculation", "not told apart from it",
+         "slower than no speculation"],
         [
             (
-                f"{r.temperature:g}",
+                str(r.concurrency),
                 [
-                    Entry(str(r.concurrency)),
                     Entry(r.best, Mark.BEST),
                     number(r.speed, rate_digits(r.speed)),
                     ratio_entry(r.ratio),
@@ -84,23 +123,39 @@ def verdict(results: Results) -> Iterator[Block]:
                 ],
             )
             for r in rungs(results)
+            if r.temperature == temperature
         ],
-        "The fastest is picked from the same numbers that it is shown with, so its lead is told "
-        "somewhat too large. The last two columns need two repeats.",
+        "The last two columns need two repeats.",
         numeric=False,
     )  # fmt: skip
+
+
+def short_conditions(results: Results) -> Text:
+    """What the numbers depend on, in a paragraph; :func:`conditions` has all of it."""
+    provenance, config, dataset = results.run.provenance, results.run.config, results.run.dataset
+    machine = provenance.get("hardware") or {}
+    versions = provenance.get("versions") or {}
+    model, requests = config.get("model") or {}, config.get("requests") or {}
+    gpus = machine.get("gpus") or ()
+    parts = [
+        ", ".join(_flat(gpu) for gpu in gpus)
+        or f"{machine.get('cores', '?')} cores of {machine.get('cpu', 'an unknown processor')}",
+        ", ".join(f"{name} {versions[name]}" for name in ("sglang-c2t", "sglang", "torch")
+                  if name in versions),
+        f"revision {provenance['revision']}" if provenance.get("revision") else "",
+        f"target {model['target']}, draft {model.get('draft')}, {model.get('algorithm')}"
+        if model.get("target") else "",
+        f"{dataset.get('n', len(results.prompts))} prompts of {dataset.get('name', 'a data set')}"
+        f" ({', '.join(results.families)})",
+        f"at most {requests['max_new_tokens']} new tokens" if "max_new_tokens" in requests else "",
+        f"repeats: {len(results.repeats)}; started {results.run.started}",
+    ]  # fmt: skip
+    return Text("Measured on " + "; ".join(part for part in parts if part) + ".")
 
 
 def conditions(results: Results) -> Iterator[Block]:
     """What was measured, on what, how."""
     run, provenance = results.run, results.run.provenance
-    yield Heading(2, "What was measured")
-    if results.replay is not None:
-        yield Text(
-            "Acceptance and confidences are replayed from recorded traces; weights are random. "
-            "Every kernel, graph and copy is real, the text is not.",
-            Mark.BEST,
-        )
     cells = Counter((key.method, key.temperature, key.concurrency) for key in results.cells)
     repeats = Counter(cells.values())
     items = [
@@ -168,8 +223,7 @@ def _flat(value: Any) -> str:
 
 
 def reading(results: Results) -> Iterator[Block]:
-    """How to read what follows."""
-    yield Heading(2, "How to read it")
+    """What the words mean."""
     percent = f"{100 * LEVEL:.0f} %"
     items = [
         "**tau**: tokens gained per verification, the bonus token included: (verifications + "
@@ -224,19 +278,21 @@ def by_concurrency(
 
 def speed_tables(results: Results, temperature: float) -> Iterator[Table]:
     """Speed-ups and tokens per second at one temperature."""
-    fastest = {r.concurrency: r.best for r in rungs(results) if r.temperature == temperature}
-
-    def throughput(name: str, concurrency: int) -> Entry:
-        best = fastest.get(concurrency) == name
-        return rate_entry(results, name, temperature, concurrency, best)
-
     if (base := results.baseline) is not None:
         yield speedup_table(results, temperature, base)
     if any(results.kind(name) == "fixed" for name in results.names):
         yield best_static_table(results, temperature)
-    yield by_concurrency(
+    yield rate_table(results, temperature)
+    yield fastest_table(results, temperature)
+
+
+def rate_table(results: Results, temperature: float) -> Table:
+    """Tokens per second of every method."""
+    fastest = {r.concurrency: r.best for r in rungs(results) if r.temperature == temperature}
+    return by_concurrency(
         f"Output tokens per second, temperature {temperature:g}", results.names,
-        results.concurrencies(temperature), throughput,
+        results.concurrencies(temperature),
+        lambda name, c: rate_entry(results, name, temperature, c, fastest.get(c) == name),
         "c: requests at once. Geometric mean [slowest, fastest repeat]. Bold: the fastest.",
     )  # fmt: skip
 
@@ -505,7 +561,6 @@ def missing(results: Results) -> list[CellKey]:
 
 def checks(results: Results) -> Iterator[Block]:
     """Outputs, metrics, failures, holes."""
-    yield Heading(2, "Checks")
     yield Heading(3, "Outputs")
     yield output_sentence(results)
     if any(entry.compared for entry in results.outputs.values()):
@@ -559,7 +614,6 @@ def _output_table(results: Results) -> Table:
 
 def appendix(results: Results) -> Iterator[Block]:
     """Configuration and servers, as recorded."""
-    yield Heading(2, "Configuration and servers")
     yield Bullets(
         [f"{name}: `{json.dumps(value)}`" for name, value in results.run.config.items()]
         or ["no configuration was recorded"]

@@ -160,13 +160,15 @@ class Report:
         """What is counted."""
         return "tokens" if self.label == "survives" else "tokens that the target reached"
 
-    def to_json(self) -> str:
-        """One line of strict JSON: numbers that are not finite are null."""
-        return json.dumps(_plain(asdict(self)), allow_nan=False)
+    def to_json(self, **more: Any) -> str:
+        """One line of strict JSON, with ``more`` beside: numbers that are not finite are null."""
+        return json.dumps(_plain(asdict(self) | more), allow_nan=False)
 
-    def to_markdown(self) -> str:
-        """The same as tables; of the surfaces only the cuts."""
+    def to_markdown(self, verdict: str = "") -> str:
+        """The same as tables, behind a ``verdict``; of the surfaces only the cuts."""
         parts = [
+            "# Classifier evaluation",
+            *([verdict] if verdict else []),
             _intro(self),
             _summary_text(self),
             _bucket_text(self),
@@ -366,7 +368,6 @@ def _intro(report: Report) -> str:
         for o in report.origins
     )
     return (
-        "# Classifier evaluation\n\n"
         f"Classifier: reads {', '.join(report.features)}; label `{report.label}`; keeps a token "
         f"whose confidence and those of all tokens before it are >= beta = {report.beta:g}.\n"
         f"Recording: {report.summary.recorded_tokens} tokens in {report.summary.drafts} drafts "
@@ -502,6 +503,6 @@ def _table(header: list[str], rows: list[list[str]], text_columns: int = 1) -> s
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(v) for key, v in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

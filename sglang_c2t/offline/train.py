@@ -117,6 +117,13 @@ def recipe_named(name: str, *, hidden_size: int | None = None) -> Recipe:
     return replace(recipe, hidden_sizes=(hidden_size,))
 
 
+def recipe_of(classifier: Classifier) -> str | None:
+    """Name of the recipe that trains classifiers of this kind; None where none does."""
+    kind = classifier.features.names, classifier.label
+    same = (name for name, recipe in RECIPES.items() if (recipe.names, recipe.label) == kind)
+    return next(same, None)
+
+
 def settings_from(*, fine_tune: bool, **typed: Any) -> TrainSettings:
     """The paper's settings, with whatever in ``typed`` is not ``None``."""
     given = {key: value for key, value in typed.items() if value is not None}

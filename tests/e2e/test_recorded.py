@@ -39,7 +39,8 @@ def test_a_prompt_file_becomes_a_classifier_that_is_served(logs: Path, tmp_path:
     assert f"drafts in {recording}" in told
     c2t("train", str(recording), "--out", str(out), "--recipe", "c2t-log")
     told = c2t("evaluate", str(recording), "--classifier", str(out), "--out", str(tmp_path / "r"))
-    assert "this classifier, c2t-log at 0.5" in told
+    assert "drafts verified at equal accept length" in told.splitlines()[-1]
+    assert "this classifier, c2t-log at 0.5" in (tmp_path / "r" / "report.md").read_text()
     assert {"report.md", "report.json", "surfaces.png"} <= {
         p.name for p in (tmp_path / "r").iterdir()
     }

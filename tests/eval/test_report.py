@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from eval.bench.records import Cell, Method, write_cell
 from eval.report import __main__ as command
 from eval.report import cells as reporting_cells
 from eval.report.cells import load
-from eval.report.charts import policy_lines, styles
-from eval.report.document import Bullets, Document, Entry, Figure, Mark, Table, Text
+from eval.report.charts import THEME, _spread, policy_lines, styles
+from eval.report.document import Bullets, Document, Entry, Mark, Table, Text
 from eval.report.intervals import Counts
 from eval.report.markdown import markdown
-from eval.report.page import page
+from eval.report.page import STYLE, page
 from eval.report.report import report, write
+from eval.report.verdict import span
 from tests.eval.bench_runs import BASELINE, Edit, Made, failing, made_methods, write_made_run
 
 FEW = (made_methods()[0], made_methods()[2], made_methods()[-1])
@@ -45,12 +47,19 @@ class Page(HTMLParser):
         self.tables: dict[str, list[list[str]]] = {}
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
+        self.order: list[str] = []  # headline, figures, tables and folds
+        self.boxed: list[bool] = []  # of each table, whether it scrolls within a box of its own
         self._rows: list[list[str]] = []
         self._where = [""]
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.boxed += [self.tags[-1][1].get("class") == "scroll"] if tag == "table" else []
         self.tags.append((tag, dict(attrs)))
+        if tag in ("figure", "table", "details") or ("class", "headline") in attrs:
+            self.order.append(tag)
+        if tag == "span" and ("class", "hint") in attrs:
+            self._where.append(tag)
         if tag in ("svg", "style", "title", "caption", "td", "th", "main"):
             self._where.append(tag)
         if tag == "table":
@@ -70,7 +79,7 @@ class Page(HTMLParser):
             self.tables[data] = self._rows
         elif where in ("td", "th"):
             self._rows[-1][-1] += data
-        if where not in ("svg", "style", "title"):
+        if where not in ("svg", "style", "title", "span"):
             self.text += f"{data} "
 
 
@@ -246,6 +255,13 @@ def with_speeds(factors: dict[str, list[float]]) -> Edit:
     return edit
 
 
+def test_loads_that_are_neighbours_are_told_as_a_span() -> None:
+    every = [1, 2, 4, 8, 16]
+    assert [span(some, every) for some in ([1, 2, 4], [2, 4], [1, 2, 8], every)] == [
+        "1 to 4", "2 and 4", "1, 2 and 8", "1 to 16"
+    ]  # fmt: skip
+
+
 def test_losses_and_ties_are_told_in_words_and_wins_are_bold(tmp_path: Path) -> None:
     names = [made.method.name for made in made_methods()[:4]]
     speeds = dict(zip(names, ([1, 1, 1], [0.8, 0.81, 0.79], [0.9, 1.1, 1.0], [1.3, 1.31, 1.29]),
@@ -257,11 +273,71 @@ def test_losses_and_ties_are_told_in_words_and_wins_are_bold(tmp_path: Path) -> 
     assert " tie |" in told["fixed 3"]
     assert any(line.startswith("| fixed 5 | **1.30 [") for line in lines)
     text = (folder / "report.html").read_text()
-    assert re.search(r'<td class="loss">0\.80 \[0\.\d\d, 0\.\d\d\] loss</td>', text)
-    assert re.search(r'<td class="win">1\.30 \[', text)
-    fastest = table(folder, "The fastest method at each concurrency")["0"]
+    interval = r'<span class="interval">\[\d\.\d\d, \d\.\d\d\]</span>'
+    assert re.search(rf'<td class="loss">0\.80 {interval} loss</td>', text)
+    assert re.search(rf'<td class="win">1\.30 {interval}</td>', text)
+    fastest = table(folder, "The fastest method at each concurrency, temperature 0")["4"]
     assert fastest["fastest"] == "fixed 5"
     assert fastest["slower than no speculation"] == "fixed 1"
+    by_load = table(folder, "Speed-up by load, temperature 0")["4"]
+    assert by_load["losses"] == "fixed 1"
+    assert by_load["best static"].startswith("fixed 5 1.30 [")
+
+
+def by_load(factors: dict[int, dict[str, float]], noise: float = 0.003) -> Edit:
+    """Cells whose speeds are 100 times the factor of their concurrency and method.
+
+    From repeat to repeat the baseline gets faster by ``noise``, and the others slower.
+    """
+
+    def edit(cell: Cell) -> Cell:
+        drift = 1 + noise * (cell.repeat if cell.method == BASELINE else -cell.repeat)
+        return replace(cell, tokens_per_second=100 * factors[cell.concurrency][cell.method] * drift)
+
+    return edit
+
+
+def alone(fixed: float, ours: float) -> dict[str, float]:
+    return {BASELINE: 1.0, "fixed 3": fixed, "c2t-plus": ours}
+
+
+#: Speeds by load, and what the first line of the report then says.
+HEADLINES: dict[str, tuple[dict[int, dict[str, float]], str]] = {
+    "gains": (
+        {1: alone(1.5, 2.0), 4: alone(1.2, 1.5), 16: alone(1.0, 1.3)},
+        r"\*\*c2t-plus pays at every load measured\*\*: 1\.\d\d \[.*\] times the tokens/s of no "
+        r"speculation over all loads, from 1\.99 \[.*\] \(1 at once\) down to 1\.29 \[.*\] "
+        r"\(16 at once\)\.",
+    ),
+    "gains, a tie and a loss": (
+        {1: alone(1.5, 2.0), 4: alone(1.2, 1.0), 16: alone(1.0, 0.6)},
+        r"\*\*c2t-plus pays at 1, is not told apart from no speculation at 4 and is slower than no "
+        r"speculation at 16 requests at once\*\*: 1\.06 \[.* down to 0\.60 \[.*\] \(16 at once\)\.",
+    ),
+    "losses, whatever another method gains": (
+        {1: alone(1.5, 0.8), 4: alone(1.2, 0.7), 16: alone(1.0, 0.6)},
+        r"\*\*c2t-plus does not pay: it is slower than no speculation at every load measured\*\*: "
+        r"0\.69 \[.*",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HEADLINES)
+def test_the_headline_tells(what: str, tmp_path: Path) -> None:
+    factors, said = HEADLINES[what]
+    folder = small(tmp_path, loads=((0.0, (1, 4, 16)),), edit=by_load(factors))
+    first = texts(folder).split("\n\n")[1]
+    assert re.fullmatch(said, first), first
+
+
+def test_who_beats_the_method_of_the_headline_is_told_beneath_it(tmp_path: Path) -> None:
+    factors = {1: alone(2.5, 2.0), 4: alone(0.9, 1.5), 16: alone(1.0, 1.3)}
+    text = texts(small(tmp_path, loads=((0.0, (1, 4, 16)),), edit=by_load(factors)))
+    assert "- At 1 at once fixed 3 is faster: 1.25 [" in text
+    assert re.search(
+        r"known only afterwards\) c2t-plus is ahead at 4 and 16 \(1\.49 \[.*\] at "
+        r"most, at 4\) and behind at 1 \(0\.80 \[.*\]\)\.", text
+    )  # fmt: skip
 
 
 def test_the_best_static_method_is_told_for_each_concurrency(tmp_path: Path) -> None:
@@ -335,10 +411,12 @@ OUTPUTS = "Outputs compared with those without speculation"
 TOLD: dict[str, tuple[dict[str, Any], list[str], dict[tuple[str, str, str], str]]] = {
     "where every method loses": (
         {"edit": with_speeds(SLOW)},
-        ["at 4 at once none is faster", "at 4 at once **all of them are slower**"], {},
+        ["**c2t-plus does not pay: it is slower than no speculation at 4 at once**: 0.90 ["], {},
     ),
     "that one repeat has neither intervals nor losses": (
-        {"repeats": 1}, ["no speed-up has an interval"],
+        {"repeats": 1},
+        ["**Whether c2t-plus pays is not known: no speed-up has an interval",
+         "One repeat, so there are no intervals."],
         {(SPEED_UP, name, "c = 4"): r"\d\.\d\d" for name in ("fixed 3", "c2t-plus")},
     ),
     "which cells are missing, and what is there": (
@@ -404,6 +482,9 @@ def test_without_a_baseline_there_are_no_speed_ups(tmp_path: Path) -> None:
     assert "No method without speculation was run" in text
     assert "Outputs: nothing to compare" in text
     assert "Speed-up over no speculation, temperature 0" not in text
+    assert text.count("**Output tokens per second, temperature 0**") == 1
+    page = Page((folder / "report.html").read_text())
+    assert page.order[:3] == ["p", "table", "details"]
     assert {row["speed-up"] for row in table(folder, "Temperature 0, 4 at once").values()} == {"-"}
 
 
@@ -465,8 +546,7 @@ def test_every_number_of_the_markdown_is_in_the_page_in_the_same_order(run: Path
 
     text = re.sub(r"!\[.*?\]\(.*?\)", "", (run / "report.md").read_text())
     shown = Page((run / "report.html").read_text()).text
-    # The page begins with its table of contents.
-    assert numbers(shown[shown.index("Verdict", shown.index("Verdict") + 1) :]) == numbers(text)
+    assert numbers(shown) == numbers(text)
 
 
 def test_the_page_needs_nothing_from_elsewhere(run: Path) -> None:
@@ -480,6 +560,78 @@ def test_the_page_needs_nothing_from_elsewhere(run: Path) -> None:
     assert "@import" not in text
 
 
+def test_the_answer_and_its_plot_come_before_any_table_and_the_rest_is_folded(run: Path) -> None:
+    page = Page((run / "report.html").read_text())
+    assert page.order[:3] == ["p", "figure", "table"]
+    unfolded = page.order[: page.order.index("details")]
+    assert unfolded.count("table") == len(load(run).temperatures) == 2
+    assert not any("open" in attributes for tag, attributes in page.tags if tag == "details")
+
+
+def test_a_table_is_never_wider_than_the_page_without_a_box_that_scrolls(run: Path) -> None:
+    page = Page((run / "report.html").read_text())
+    assert all(page.boxed)
+    assert len(page.boxed) > 10
+    boxes = [attributes for _, attributes in page.tags if attributes.get("class") == "scroll"]
+    assert all(box["tabindex"] == "0" and box["aria-label"] for box in boxes)
+    assert re.search(r"\.scroll \{ overflow-x: auto;", STYLE)
+
+
+def test_every_line_of_the_main_plot_has_its_name_beside_it(run: Path) -> None:
+    """On the wide and on the narrow drawing, and where one load makes it rows of points."""
+    figures = {figure.name: figure for figure in report(load(run)).figures}
+    for name in ("speedup-t0", "speedup-t1"):
+        for svg in (figures[name].svg, figures[name].narrow):
+            lines = set(re.findall(rf'id="{name}[a-z-]*?-line-([^"]+)"', svg))
+            labels = dict(
+                re.findall(rf'id="{name}[a-z-]*?-label-([^"]+)">\s*<text[^>]*>([^<]+)', svg)
+            )
+            assert lines == set(labels), name
+            assert len(lines) == len(made_methods()) - (name == "speedup-t1")
+    assert labels["fixed-3"] == "fixed 3"
+
+
+def test_names_beside_lines_do_not_overlap_and_keep_the_lines_order() -> None:
+    wanted = sorted([0.5, 0.5, 0.51, 0.1, 0.99, 1.0, 0.0])
+    found = _spread(wanted, 0.1)
+    assert all(b - a >= 0.1 - 1e-9 for a, b in pairwise(found))
+    assert found[0] >= 0
+    assert found[-1] <= 1 + 1e-9
+    assert _spread([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
+
+
+def colours(block: str) -> dict[str, str]:
+    return dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", block))
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_texts_and_lines_are_legible_in_both_modes() -> None:
+    """A contrast of 4.5 to 1, as WCAG 2.1 asks of text; losses stand on a band of their own."""
+    light, dark = STYLE.split("prefers-color-scheme: dark")[0], STYLE.split("@media")[1]
+    assert {name: colours(light)[name] for name in THEME.values()} == {
+        name: colour for colour, name in THEME.items()
+    }
+    for mode in (colours(light), colours(dark)):
+        grounds = {"loss": "loss-band", "bad": "bad-band"}
+        for name in {*mode} - {"paper", "rule", "loss-band", "bad-band"}:
+            pair = sorted(luminance(mode[n]) for n in (name, grounds.get(name, "paper")))
+            assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 4.5, name
+
+
+def test_dark_mode_reaches_every_colour_of_the_plots(run: Path) -> None:
+    """What is left of hexadecimal colours in a drawing would stay as it is on white."""
+    text = (run / "report.html").read_text()
+    drawings = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert {colour for svg in drawings for colour in re.findall(r"#[0-9a-f]{6}\b", svg)} <= {
+        "#000000"
+    }
+
+
 def test_anchors_and_parts_of_plots_have_ids_of_their_own(run: Path) -> None:
     tags = Page((run / "report.html").read_text()).tags
     ids = [attributes["id"] for _, attributes in tags if "id" in attributes]
@@ -491,7 +643,7 @@ def test_anchors_and_parts_of_plots_have_ids_of_their_own(run: Path) -> None:
 def test_tables_and_plots_say_what_they_are_to_who_cannot_see_them(run: Path) -> None:
     tags = Page((run / "report.html").read_text()).tags
     plots = [attributes for tag, attributes in tags if tag == "svg"]
-    assert len(plots) == 11
+    assert len(plots) == 12 + 2  # the main plots are drawn twice
     assert all(plot["role"] == "img" and len(plot["aria-label"] or "") > 40 for plot in plots)
     assert sum(tag == "caption" for tag, _ in tags) == sum(tag == "table" for tag, _ in tags)
     assert all(attributes.get("scope") in ("col", "row") for tag, attributes in tags if tag == "th")
@@ -499,7 +651,7 @@ def test_tables_and_plots_say_what_they_are_to_who_cannot_see_them(run: Path) ->
 
 def test_the_markdown_finds_its_plots_beside_it(run: Path) -> None:
     plots = re.findall(r"!\[(.+?)\]\((.+?)\)", (run / "report.md").read_text())
-    assert len(plots) == 11
+    assert len(plots) == 12
     for alt, path in plots:
         assert len(alt) > 40
         assert (run / path).read_text().startswith("<svg")
@@ -551,18 +703,19 @@ def test_lines_join_thresholds_of_one_policy_and_fixed_lengths() -> None:
     ]
 
 
-def test_plots_over_concurrency_need_two_of_them(tmp_path: Path) -> None:
+def test_throughput_and_latency_over_load_need_two_loads(tmp_path: Path) -> None:
     folder = write_made_run(tmp_path, methods=FEW, loads=((0.0, (4,)), (1.0, (1, 4))))
     names = {figure.name for figure in report(load(folder)).figures}
     assert {"throughput-t1", "speedup-t1", "latency-t1"} <= names
-    assert not {"throughput-t0", "speedup-t0", "latency-t0"} & names
-    assert {"tau-gamma-t0", "accept-lengths-t0", "draft-lengths-t0"} <= names
+    assert not {"throughput-t0", "latency-t0"} & names
+    assert {"speedup-t0", "tau-gamma-t0", "accept-lengths-t0", "draft-lengths-t0"} <= names
 
 
 def test_a_run_without_speculation_has_no_plots_of_drafts(tmp_path: Path) -> None:
     folder = write_made_run(tmp_path, methods=FEW[:1], loads=((0.0, (1, 4)),))
-    blocks = report(load(folder)).blocks
-    assert {b.name for b in blocks if isinstance(b, Figure)} == {"throughput-t0", "latency-t0"}
+    document = report(load(folder))
+    assert {figure.name for figure in document.figures} == {"throughput-t0", "latency-t0"}
+    assert "nothing to compare it with" in markdown(document)
 
 
 def test_thresholds_of_a_sweep_fill_many_legends(tmp_path: Path) -> None:

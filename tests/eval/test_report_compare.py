@@ -79,7 +79,7 @@ def test_a_run_and_itself_do_not_differ_and_gamma_of_an_adaptive_method_is_not_c
     tmp_path: Path,
 ) -> None:
     folder = pair(tmp_path, {}, {})
-    assert "None of those recorded" in text(folder)
+    assert "None of the recorded conditions differs" in text(folder)
     assert "B is faster in 0, slower in 0, tied in 4" in text(folder)
     rows = table(folder, "tokens/s of B over A, temperature 0", "compare.md")
     assert all(row["c = 4"].startswith("1.00 [") for row in rows.values())
