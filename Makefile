@@ -129,7 +129,7 @@ patch-check: $(STAMP)  ## Do the patches fit what is installed?
 	$(BIN)/python patches/apply.py check
 
 lock: $(STAMP)  ## Pin what pyproject.toml resolves to now, with its SGLang and the oldest one
-	$(BIN)/$(COMPILE) --extra dev --extra train --extra tested pyproject.toml -o requirements.lock
+	$(BIN)/$(COMPILE) --extra dev --extra docs --extra train --extra tested pyproject.toml -o requirements.lock
 	echo sglang==$(OLD) | $(BIN)/$(COMPILE) --extra dev --extra train pyproject.toml --constraint - \
 	  -o requirements-$(OLD).lock
 

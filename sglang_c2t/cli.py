@@ -1,4 +1,6 @@
-"""``check`` the plugin, ``record`` drafts, ``train`` a classifier on them, ``evaluate`` it."""
+"""``check`` the plugin, find its ``guides``; ``record`` drafts, ``train`` a classifier on them,
+``evaluate`` it.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.set_defaults(run=_check)
 
+    guides = commands.add_parser("guides", help="where the guides and deployment files lie")
+    guides.set_defaults(run=_guides)
+
     record = commands.add_parser("record", help="drive a prompt file through a recording server")
     record.add_argument("prompts", help="JSON lines with prompt, text, turns or messages")
     record.add_argument("--url", default="http://127.0.0.1:30000", help="default: %(default)s")
@@ -118,6 +123,16 @@ def _check(_args: argparse.Namespace) -> int:
     from sglang_c2t.srt.diagnosis import diagnose
 
     return diagnose(functools.partial(print, flush=True))
+
+
+def _guides(_args: argparse.Namespace) -> int:
+    folder = Path(__file__).with_name("guides")
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    print(folder)
+    for name, path in sorted(files.items()):
+        heading = path.read_text(encoding="utf-8").partition("\n")[0]
+        print(f"  {name:<28} {heading.lstrip('# ') if heading.startswith('#') else ''}".rstrip())
+    return 0
 
 
 def _require_extra(*packages: str) -> None:
