@@ -22,7 +22,7 @@ PAGES = [
         ROOT / page
         for page in ("README.md", "CONTRIBUTING.md", "eval/README.md", "eval/RESULTS.md")
     ),
-    *sorted(GUIDES.glob("*.md")),
+    *sorted(GUIDES.rglob("*.md")),
 ]
 
 
@@ -102,6 +102,34 @@ def anchor_of(head: str) -> str:
 def test_every_module_a_page_runs_exists(page: Path) -> None:
     for module in re.findall(r"python -m (eval[\w.]*|sglang_c2t[\w.]*)", page.read_text()):
         assert importlib.util.find_spec(module) is not None, module
+
+
+# The matrix says only what it was made by.
+@pytest.mark.parametrize(
+    "page", sorted({*GUIDES.rglob("*.md")} - {GUIDES / "matrix.md"}), ids=lambda page: page.name
+)
+def test_an_installed_guide_says_which_commands_need_a_checkout(page: Path) -> None:
+    """In the paragraph of the first, or before: eval/ and the Makefile are not installed."""
+    said = False
+    for paragraph in page.read_text().split("\n\n"):
+        said = said or "in a checkout" in " ".join(paragraph.split()).lower()
+        assert said or not re.search(r"python -m eval|(?:`|^)make \w", paragraph, re.MULTILINE)
+
+
+PACKAGE = (GUIDES / "package.md").read_text()
+
+
+def test_the_page_of_an_index_leads_nowhere_but_to_the_web() -> None:
+    """Whoever reads it there has no file beside it."""
+    assert PROJECT["readme"] == "sglang_c2t/guides/package.md"
+    assert all("://" in target for target in re.findall(r"\]\(([^)\s]+)\)", PACKAGE))
+
+
+def test_the_page_of_an_index_says_what_the_readme_does() -> None:
+    measured = PACKAGE.split("Measured on")[1].split("## Install")[0]
+    for figure in re.findall(r"\d+\.\d+|\d+ %", measured):
+        assert figure in README, figure
+    assert f"SGLang {TESTED[0]} to {TESTED[-1]}" in PACKAGE
 
 
 def test_the_guide_names_every_policy_and_no_other() -> None:

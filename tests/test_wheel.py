@@ -41,7 +41,8 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site,) = (folder / "env/lib").glob("python*/site-packages")
     # As a path alone: the .pth files there, ours for this checkout among them, are not read.
     sglang = find_spec("sglang")
-    assert sglang is not None and sglang.origin is not None
+    assert sglang is not None
+    assert sglang.origin is not None
     (site / "sglang.pth").write_text(f"{Path(sglang.origin).parents[1]}\n")
     return folder
 
