@@ -195,6 +195,36 @@ def test_the_readme_shows_a_result_within_one_screen() -> None:
     assert any(line.startswith("| no speculation |") for line in README.splitlines()[:25])
 
 
+def test_the_readme_in_chinese_shows_the_same_figures() -> None:
+    """Number by number, bold ones bold."""
+    chinese = figures((GUIDES / "README.zh.md").read_text())
+    assert [row[:7] for row in chinese] == [row[:7] for row in figures(README)]
+    assert [row[7:] for row in chinese[1:]] == [row[7:] for row in figures(README)[1:]]
+    assert len(figures(README)) == 7
+
+
+def figures(page: str) -> list[list[str]]:
+    """Entries of the first table's rows, names left out."""
+    head, _, *rows = page.split("\n\n|")[1].split("\n\n")[0].splitlines()
+    return [[entry.strip() for entry in row.strip("|").split("|")[1:]] for row in (head, *rows)]
+
+
+def test_the_readme_shows_what_the_results_say() -> None:
+    from eval.docs.benchmark import SECTION, parsed
+
+    section = (ROOT / "eval" / "RESULTS.md").read_text().split(SECTION)[1]
+    _, rows = parsed(next(block for block in section.split("\n\n") if block.startswith("|")))
+    shown = [re.findall(r"\d\.\d\d", "|".join(row)) for row in figures(README)]
+    for name in ("fixed 2", "fixed 3", "adaptive", "`auto`"):
+        assert [f"{value:.2f}" for value in rows[name]] in [row[:7] for row in shown], name
+
+
+def test_the_picture_of_a_step_is_what_its_source_draws() -> None:
+    from eval.docs.diagram import FILE, drawing
+
+    assert FILE.read_text(encoding="utf-8") == drawing()
+
+
 def test_the_walk_names_six_files_a_step_and_functions_that_are_there() -> None:
     guide = (GUIDES / "developing.md").read_text()
     walk = guide.split("## A walk through one step")[1].split("\n## ")[0]
