@@ -134,7 +134,7 @@ lock: $(STAMP)  ## Pin what pyproject.toml resolves to now, with its SGLang and 
 	  -o requirements-$(OLD).lock
 
 docs: $(STAMP)  ## The guides as a site, runs/site/index.html
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict -f eval/docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f eval/docs/mkdocs.yml
 
 dist: $(STAMP)  ## Source distribution and wheel, checked, in runs/dist
 	rm -rf runs/dist

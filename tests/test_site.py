@@ -17,10 +17,12 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site; a link or an anchor that leads nowhere would have ended the command."""
+    """The site; a link or an anchor that leads nowhere would have ended the command (not with
+    --quiet, which keeps the warnings from being counted).
+    """
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict",
+        [sys.executable, "-m", "mkdocs", "build", "--strict",
          "-f", "eval/docs/mkdocs.yml", "--site-dir", folder],
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
