@@ -21,7 +21,7 @@ COMPILE   := uv pip compile --quiet --universal --no-header --no-annotate --no-e
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve bench ramp lossless soak test matrix unit check lint types e2e models classifier \
-  tables parity parity-old patch unpatch patch-check lock clean
+  tables parity parity-old patch unpatch patch-check lock docs dist clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -129,9 +129,17 @@ patch-check: $(STAMP)  ## Do the patches fit what is installed?
 	$(BIN)/python patches/apply.py check
 
 lock: $(STAMP)  ## Pin what pyproject.toml resolves to now, with its SGLang and the oldest one
-	$(BIN)/$(COMPILE) --extra dev --extra train --extra tested pyproject.toml -o requirements.lock
+	$(BIN)/$(COMPILE) --extra dev --extra docs --extra train --extra tested pyproject.toml -o requirements.lock
 	echo sglang==$(OLD) | $(BIN)/$(COMPILE) --extra dev --extra train pyproject.toml --constraint - \
 	  -o requirements-$(OLD).lock
+
+docs: $(STAMP)  ## The guides as a site, runs/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f eval/docs/mkdocs.yml
+
+dist: $(STAMP)  ## Source distribution and wheel, checked, in runs/dist
+	rm -rf runs/dist
+	$(BIN)/uv build --quiet --no-build-isolation --python $(BIN)/python --out-dir runs/dist .
+	$(BIN)/python -m twine check --strict runs/dist/*
 
 clean:  ## Remove virtual environments, caches and runs/
 	rm -rf $(VENV) .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

@@ -1,4 +1,6 @@
-"""``check`` the plugin, ``record`` drafts, ``train`` a classifier on them, ``evaluate`` it."""
+"""``check`` the plugin, find its ``guides``; ``record`` drafts, ``train`` a classifier on them,
+``evaluate`` it.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit code: 0 yes; 1 no, and why; 3 yes, but on an SGLang that no test ran on",
     )
     check.set_defaults(run=_check)
+
+    guides = commands.add_parser("guides", help="where the guides and deployment files lie")
+    guides.set_defaults(run=_guides)
 
     record = commands.add_parser("record", help="drive a prompt file through a recording server")
     record.add_argument("prompts", help="JSON lines with prompt, text, turns or messages")
@@ -135,6 +140,16 @@ def _check(_args: argparse.Namespace) -> int:
     from sglang_c2t.srt.diagnosis import diagnose
 
     return diagnose(functools.partial(print, flush=True))
+
+
+def _guides(_args: argparse.Namespace) -> int:
+    folder = Path(__file__).with_name("guides")
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    print(folder)
+    for name, path in sorted(files.items()):
+        heading = path.read_text(encoding="utf-8").partition("\n")[0]
+        print(f"  {name:<28} {heading.lstrip('# ') if heading.startswith('#') else ''}".rstrip())
+    return 0
 
 
 def _require_extra(*packages: str) -> None:

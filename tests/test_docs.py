@@ -22,7 +22,7 @@ PAGES = [
         ROOT / page
         for page in ("README.md", "CONTRIBUTING.md", "eval/README.md", "eval/RESULTS.md")
     ),
-    *sorted(GUIDES.glob("*.md")),
+    *sorted(GUIDES.rglob("*.md")),
 ]
 
 
@@ -104,6 +104,34 @@ def test_every_module_a_page_runs_exists(page: Path) -> None:
         assert importlib.util.find_spec(module) is not None, module
 
 
+# The matrix says only what it was made by.
+@pytest.mark.parametrize(
+    "page", sorted({*GUIDES.rglob("*.md")} - {GUIDES / "matrix.md"}), ids=lambda page: page.name
+)
+def test_an_installed_guide_says_which_commands_need_a_checkout(page: Path) -> None:
+    """In the paragraph of the first, or before: eval/ and the Makefile are not installed."""
+    said = False
+    for paragraph in page.read_text().split("\n\n"):
+        said = said or "in a checkout" in " ".join(paragraph.split()).lower()
+        assert said or not re.search(r"python -m eval|(?:`|^)make \w", paragraph, re.MULTILINE)
+
+
+PACKAGE = (GUIDES / "package.md").read_text()
+
+
+def test_the_page_of_an_index_leads_nowhere_but_to_the_web() -> None:
+    """Whoever reads it there has no file beside it."""
+    assert PROJECT["readme"] == "sglang_c2t/guides/package.md"
+    assert all("://" in target for target in re.findall(r"\]\(([^)\s]+)\)", PACKAGE))
+
+
+def test_the_page_of_an_index_says_what_the_readme_does() -> None:
+    measured = PACKAGE.split("Measured on")[1].split("## Install")[0]
+    for figure in re.findall(r"\d+\.\d+|\d+ %", measured):
+        assert figure in README, figure
+    assert f"SGLang {TESTED[0]} to {TESTED[-1]}" in PACKAGE
+
+
 def test_the_guide_names_every_policy_and_no_other() -> None:
     from sglang_c2t.policies import POLICIES, tree_policy_names
 
@@ -165,6 +193,36 @@ def test_default_thresholds_are_those_that_the_tables_chose() -> None:
 
 def test_the_readme_shows_a_result_within_one_screen() -> None:
     assert any(line.startswith("| no speculation |") for line in README.splitlines()[:25])
+
+
+def test_the_readme_in_chinese_shows_the_same_figures() -> None:
+    """Number by number, bold ones bold."""
+    chinese = figures((GUIDES / "README.zh.md").read_text())
+    assert [row[:7] for row in chinese] == [row[:7] for row in figures(README)]
+    assert [row[7:] for row in chinese[1:]] == [row[7:] for row in figures(README)[1:]]
+    assert len(figures(README)) == 7
+
+
+def figures(page: str) -> list[list[str]]:
+    """Entries of the first table's rows, names left out."""
+    head, _, *rows = page.split("\n\n|")[1].split("\n\n")[0].splitlines()
+    return [[entry.strip() for entry in row.strip("|").split("|")[1:]] for row in (head, *rows)]
+
+
+def test_the_readme_shows_what_the_results_say() -> None:
+    from eval.docs.benchmark import SECTION, parsed
+
+    section = (ROOT / "eval" / "RESULTS.md").read_text().split(SECTION)[1]
+    _, rows = parsed(next(block for block in section.split("\n\n") if block.startswith("|")))
+    shown = [re.findall(r"\d\.\d\d", "|".join(row)) for row in figures(README)]
+    for name in ("fixed 2", "fixed 3", "adaptive", "`auto`"):
+        assert [f"{value:.2f}" for value in rows[name]] in [row[:7] for row in shown], name
+
+
+def test_the_picture_of_a_step_is_what_its_source_draws() -> None:
+    from eval.docs.diagram import FILE, drawing
+
+    assert FILE.read_text(encoding="utf-8") == drawing()
 
 
 def test_the_walk_names_six_files_a_step_and_functions_that_are_there() -> None:

@@ -1,12 +1,13 @@
-"""The wheel, as somebody installs it beside their SGLang, without this checkout."""
+"""The built package, as somebody installs it beside their SGLang, without this checkout."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-import sysconfig
 import venv
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a virtual environment in ``env``: the wheel, and what SGLang brings."""
+    """A folder with a virtual environment in ``env``: the wheel, and what SGLang brings. The wheel
+    is made of the source distribution, and both lie in the folder.
+    """
     folder = tmp_path_factory.mktemp("outside")
     uv = Path(sys.executable).with_name("uv")
     run(uv, "build", "--quiet", "--no-build-isolation", "--python", sys.executable,
@@ -37,8 +40,21 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=folder)  # fmt: skip
     (site,) = (folder / "env/lib").glob("python*/site-packages")
     # As a path alone: the .pth files there, ours for this checkout among them, are not read.
-    (site / "sglang.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    sglang = find_spec("sglang")
+    assert sglang is not None
+    assert sglang.origin is not None
+    (site / "sglang.pth").write_text(f"{Path(sglang.origin).parents[1]}\n")
     return folder
+
+
+def test_an_index_would_take_both_files_and_show_their_page(outside: Path) -> None:
+    built = sorted(path.name for path in outside.glob("sglang_c2t*"))
+    assert [re.sub(r"\d+(\.\d+)+", "N", name) for name in built] == [
+        "sglang_c2t-N-py3-none-any.whl",
+        "sglang_c2t-N.tar.gz",
+    ]
+    told = run(sys.executable, "-m", "twine", "check", "--strict", *built, cwd=outside)
+    assert told.count("PASSED") == 2
 
 
 def test_check_says_of_the_wheel_that_a_server_will_start(outside: Path) -> None:
@@ -47,6 +63,33 @@ def test_check_says_of_the_wheel_that_a_server_will_start(outside: Path) -> None
     assert "will start" in told
     where = run(python, "-c", "import sglang_c2t; print(sglang_c2t.__file__)", cwd=outside)
     assert Path(where.strip()).is_relative_to(outside)
+
+
+ENTRY_POINT = """
+from importlib.metadata import entry_points
+(plugin,) = entry_points(group="sglang.srt.plugins", name="c2t")
+print(plugin.load().__code__.co_filename)
+"""
+
+
+def test_the_entry_point_that_sglang_asks_for_is_the_wheel_s(outside: Path) -> None:
+    where = run(outside / "env/bin/python", "-c", ENTRY_POINT, cwd=outside)
+    assert Path(where.strip()).is_relative_to(outside)
+
+
+def test_the_wheel_says_where_its_guides_lie(outside: Path) -> None:
+    told = run(outside / "env/bin/python", "-m", "sglang_c2t", "guides", cwd=outside)
+    folder, *files = told.splitlines()
+    assert Path(folder).is_relative_to(outside)
+    named = [line.split()[0] for line in files]
+    assert {"production.md", "grafana.json", "deploy/Dockerfile", "deploy/kubernetes.yaml"} <= {
+        *named
+    }
+    assert all((Path(folder) / name).is_file() for name in named)
+    source = ROOT / "sglang_c2t" / "guides"
+    assert set(named) == {
+        str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""The guides as a site, and what its pages show."""
