@@ -27,8 +27,9 @@ def test_every_seam_fits_the_installed_sglang() -> None:
 
 
 @pytest.mark.skipif(versions.installed() != TESTED[-1], reason="older ones are refused")
-def test_the_newest_sglang_tells_ranks_of_each_other_as_we_read_it() -> None:
-    assert seams.broken_seams(seams.DATA_PARALLEL_SEAMS) == []
+def test_the_newest_sglang_has_what_older_ones_may_lack() -> None:
+    optional = (*seams.DATA_PARALLEL_SEAMS, *seams.ADAPTER_SEAMS)
+    assert seams.broken_seams(optional) == []
 
 
 @pytest.mark.parametrize(
@@ -79,9 +80,9 @@ def test_a_broken_seam_is_refused_in_a_sentence_that_names_it(monkeypatch) -> No
 
 def all_seams() -> list[probes.Seam]:
     """As this SGLang offers them, those that hold nothing here left out."""
-    adapters = seams.ADAPTER_SEAMS if compat.verifies_adapters() else ()
-    there = [seam for seam in seams.DATA_PARALLEL_SEAMS if seam.defect() is None]
-    chosen = [seam.chosen() for seam in (*seams.SEAMS, *seams.CPU_SEAMS, *adapters, *there)]
+    optional = (*seams.ADAPTER_SEAMS, *seams.DATA_PARALLEL_SEAMS)
+    there = [seam for seam in optional if seam.defect() is None]
+    chosen = [seam.chosen() for seam in (*seams.SEAMS, *seams.CPU_SEAMS, *there)]
     return [
         dataclasses.replace(seam, otherwise=None)
         for seam in chosen

@@ -1,0 +1,85 @@
+"""What clients people have learn of speculation: the openai package, SGLang's benchmark, gauges."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+
+from eval.prompts import demo_mix
+from eval.server import TARGET, Launch, Server, environment, running, speculative_flags
+from sglang_c2t.offline.client import greedy, run_load
+from tests.e2e.conftest import REPOSITORY, counted
+
+EXAMPLE = REPOSITORY / "sglang_c2t" / "guides" / "openai_client.py"
+
+
+@pytest.fixture(scope="module")
+def server(logs: Path) -> Iterator[Server]:
+    flags = (*speculative_flags("EAGLE3"), "--c2t", "--enable-metrics", "--tool-call-parser",
+             "qwen25")  # fmt: skip
+    with running(Launch("clients", flags), logs) as found:
+        yield found
+
+
+def run(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=300, check=False,
+        cwd=folder, env=environment({"PYTHONPATH": str(REPOSITORY)}),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_openai_package_is_told_what_was_verified(server: Server, logs: Path) -> None:
+    """In an answer, at the end of a stream, and where a grammar has a tool called."""
+    told = run(logs, str(EXAMPLE), server.url)
+    answer, stream = (re.findall(rf"^{what}: (.*)", told, re.M)[0] for what in ("answer", "stream"))
+    assert answer == stream
+    arguments = re.findall("^tool: weather (.*)", told, re.M)[0]
+    json.loads(arguments)  # what a model of 1.5 M parameters wants to know is another matter
+    facts = re.findall(
+        r"(\d+) verifications of (\d+) drafts, (\d+) of them right: ([\d.]+) tokens", told
+    )
+    assert len(facts) == 3
+    for verifications, drafts, right, length in facts:
+        assert int(drafts) >= int(right) > 0
+        # Of all tokens of an answer: the first is none of a verification.
+        about = 1 + int(right) / int(verifications), 1.01 / int(verifications)
+        assert float(length) == pytest.approx(about[0], abs=about[1])
+
+
+def test_the_gauge_of_accept_lengths_says_what_the_answers_say(server: Server) -> None:
+    """AIPerf and dashboards read it, SGLang's benchmark the server's own average."""
+    server.flush_cache()
+    bodies = [greedy(prompt.text, 40) for prompt in demo_mix(24, seed=5)]
+    sums = counted(run_load(server.url, bodies, concurrency=4).answers)
+    right = sums["c2t:correct_drafts_total"] / sums["c2t:verifications_total"]
+    gauge = value(server.url, "sglang:spec_accept_length")
+    assert gauge == pytest.approx(1 + right, rel=0.25)  # it tells the last steps alone
+
+
+def value(url: str, name: str) -> float:
+    families = text_string_to_metric_families(requests.get(f"{url}/metrics", timeout=60).text)
+    return next(s.value for family in families for s in family.samples if s.name == name)
+
+
+def test_sglangs_benchmark_reads_the_accept_length_of_a_gated_server(
+    server: Server, logs: Path
+) -> None:
+    told = run(
+        logs, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url,
+        "--dataset-name", "random-ids", "--random-input-len", "32", "--random-output-len", "24",
+        "--num-prompts", "8", "--model", str(TARGET), "--tokenizer", str(TARGET), "--seed", "1",
+    )  # fmt: skip
+    length = float(re.findall(r"Accept length:\s+([\d.]+)", told)[0])
+    states = requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"]
+    assert length == pytest.approx(states[0]["avg_spec_accept_length"], abs=0.01)
+    assert 1 <= length <= 6
