@@ -342,12 +342,14 @@ async def _states(manager: Any) -> list[dict[str, Any]]:
 
 
 def _told(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The settings in force, how often each scheduler has changed them, and what its planner has
-    learnt, where a policy plans. Where schedulers differ, also the settings of each.
+    """The settings in force, how often each scheduler has changed them, how it verifies, and what
+    its planner has learnt, where a policy plans. Where schedulers differ, also the settings of each.
     """
     each = [settings(C2TConfig.from_json(state["config"], source="/c2t")) for state in states]
     told = {**each[0], "switches": [state["control"]["switches"] for state in states]}
     if any(others != each[0] for others in each):
         told["differing"] = each
-    planners = [state.get("planner") for state in states]
-    return told | ({"planner": planners} if any(planners) else {})
+    for part in ("serving", "planner"):
+        each_part = [state.get(part) for state in states]
+        told |= {part: each_part} if any(each_part) else {}
+    return told

@@ -8,6 +8,10 @@ from sglang_c2t.srt import compat
 from sglang_c2t.srt.verify import graphs, ragged
 
 
+#: Why rows are not packed where they could be.
+ASKED_FOR = "--c2t-verify static asks for it"
+
+
 def obstacle(target_runner: Any) -> str | None:
     """Why packed rows cannot be verified by this runner; ``None`` when they can.
 
