@@ -65,7 +65,7 @@ LEARN_EVERY = 16
 #: Edges of the predicted survivals over which reliability is told.
 RELIABILITY_BINS = 10
 
-#: Planned steps whose first drafts stand for the traffic where what other loads would bring is told.
+#: Planned steps whose first drafts stand for the traffic where other loads are told of.
 RECENT = 16
 
 

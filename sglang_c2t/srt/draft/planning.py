@@ -381,7 +381,7 @@ class Planning:
         )
 
     def report(self, most_requests: int) -> dict[str, Any]:
-        """What the planner has learnt, and what loads of up to twice ``most_requests`` would bring."""
+        """What the planner has learnt, and what loads up to twice ``most_requests`` would bring."""
         batches = {1 << n for n in range((2 * most_requests).bit_length())} | {most_requests}
         outlook = self.planner.outlook({batch: self._rows(batch) for batch in sorted(batches)})
         return self.planner.report() | {"outlook": outlook}

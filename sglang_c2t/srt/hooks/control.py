@@ -342,8 +342,8 @@ async def _states(manager: Any) -> list[dict[str, Any]]:
 
 
 def _told(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The settings in force, how often each scheduler has changed them, how it verifies, and what
-    its planner has learnt, where a policy plans. Where schedulers differ, also the settings of each.
+    """The settings in force, how often each scheduler has changed them, how it verifies and what
+    its planner, if it has one, has learnt. Where schedulers differ, also the settings of each.
     """
     each = [settings(C2TConfig.from_json(state["config"], source="/c2t")) for state in states]
     told = {**each[0], "switches": [state["control"]["switches"] for state in states]}

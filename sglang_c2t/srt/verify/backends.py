@@ -7,7 +7,6 @@ from typing import Any
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.verify import graphs, ragged
 
-
 #: Why rows are not packed where they could be.
 ASKED_FOR = "--c2t-verify static asks for it"
 
