@@ -28,7 +28,11 @@ class Grades:
         self._counts = np.zeros((3, BINS))
 
     def observe(self, confidence: Array, survived: Numbers) -> None:
-        """Drafts with ``confidence`` [n], and which of them survived."""
+        """Drafts with ``confidence`` [n], and which of them survived. What is no probability, as a
+        classifier that is broken may say, is left out.
+        """
+        sane = (confidence >= 0.0) & (confidence <= 1.0)
+        confidence, survived = confidence[sane], survived[sane]
         bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
         kinds = np.ones(len(bins)), confidence, survived
         self._counts += [np.bincount(bins, weights, minlength=BINS) for weights in kinds]

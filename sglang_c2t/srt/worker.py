@@ -280,6 +280,7 @@ class WorkerMixin(EAGLEWorkerV2):
             "num_draft_tokens": self.speculative_num_draft_tokens,
             "max_running_requests": self.target_worker.model_runner.max_running_requests,
             "plans": plans(policy),
+            "row_ms": None if self._planning is not None else self._feedback.row_ms,
             "beta": getattr(policy, "beta", None),
             "classifier": told_of(policy),
             "first_drafts": self._first_drafts.grades.told() if self._first_drafts else None,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.draft.gate import Gate
+from sglang_c2t.draft.served import classifier_of
 from sglang_c2t.plan.grades import Grades
 from sglang_c2t.srt.verify.packing import HostSizes
 
@@ -36,7 +37,9 @@ class FirstDrafts:
             verified = rows > 1
             self.grades.observe(confidence[verified], accepted[verified] > 1)
             self._on_their_way = None
-        if self._steps % EVERY == 0 and gate.program is not None:
+        # Without a classifier a confidence is a probability of something else, or none at all.
+        judges = gate.program is not None and classifier_of(gate.served.policy) is not None
+        if judges and self._steps % EVERY == 0:
             confidence = gate.first_tokens.judged(slots).confidence[0]
             # Whole numbers of this size are exact in float32.
             self._on_their_way = HostSizes(torch.stack((confidence, num_rows, accept_lens)))
