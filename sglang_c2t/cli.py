@@ -127,6 +127,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_key(advise)
     advise.set_defaults(run=_advise)
+
+    top = commands.add_parser(
+        "top",
+        help="watch a running server",
+        description="Reads /metrics of a server that runs with --c2t and --enable-metrics once an "
+        "interval, and /c2t now and then. Fills the terminal; into a pipe, or with --once, it "
+        "prints a line of name=value an interval. A key from 1 to 9 switches the policy, after a "
+        "question, where the server lets you; q ends.",
+    )
+    top.add_argument("url", nargs="?", default=URL, help="default: %(default)s")
+    top.add_argument("--interval", type=float, default=2, help="seconds; default: %(default)s")
+    top.add_argument("--once", action="store_true", help="print the line of one interval and end")
+    _add_key(top)
+    top.add_argument(
+        "--admin-api-key",
+        metavar="KEY",
+        help="the server's, to switch policies; safer in SGLANG_ADMIN_API_KEY",
+    )
+    top.set_defaults(run=_top)
     return parser
 
 
@@ -187,10 +206,14 @@ def _api_key(args: argparse.Namespace) -> str | None:
     """The key of the flag, or of the environment."""
     from sglang_c2t.offline.client import API_KEY_ENV
 
-    api_key = args.api_key or os.environ.get(API_KEY_ENV) or None
-    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
+    return _sendable(args.api_key or os.environ.get(API_KEY_ENV) or None)
+
+
+def _sendable(key: str | None) -> str | None:
+    """A key that fits into a header."""
+    if key is not None and not re.fullmatch("[!-~]+", key):
         raise ConfigError("the API key must be ASCII without spaces; it is not shown here")
-    return api_key
+    return key
 
 
 def _advise(args: argparse.Namespace) -> int:
@@ -207,6 +230,19 @@ def _advise(args: argparse.Namespace) -> int:
         task = progress.add_task("watching", total=args.seconds)
         facts = watched(server, args.seconds, lambda: progress.advance(task, LOOK_EVERY))
     print(advice_text(facts, doctor=args.doctor))
+    return 0
+
+
+def _top(args: argparse.Namespace) -> int:
+    if not 0.2 <= args.interval <= 3600.0:
+        raise ConfigError(f"--interval must be from 0.2 to 3600 seconds, got {args.interval:g}")
+    _require_extra("aiohttp", "prometheus_client", "rich")
+    from sglang_c2t.offline.observe import Server
+    from sglang_c2t.offline.top import watch
+
+    server = Server(args.url.rstrip("/"), _api_key(args), patience=5.0)
+    admin_key = args.admin_api_key or os.environ.get("SGLANG_ADMIN_API_KEY") or None
+    watch(server, interval=args.interval, once=args.once, admin_key=_sendable(admin_key))
     return 0
 
 

@@ -128,6 +128,7 @@ class Server:
 
     url: str
     api_key: str | None = None
+    patience: float = PATIENCE
 
     def sample(self) -> Sample:
         """``/metrics`` now; told apart are servers that do not count, and those without steps."""
@@ -168,7 +169,7 @@ class Server:
         headers = authorization(admin_key or self.api_key) | {"Content-Type": "application/json"}
         asked = urllib.request.Request(f"{self.url}/c2t", data=body, headers=headers)
         try:
-            with urllib.request.urlopen(asked, timeout=PATIENCE) as response:
+            with urllib.request.urlopen(asked, timeout=self.patience) as response:
                 return f"policy {json.load(response)['policy']} from now on"
         except HTTPError as error:
             return f"refused: {_reason(error)}"
@@ -179,7 +180,7 @@ class Server:
         """The body of the answer; ``None``: there is no such path."""
         try:
             asked = urllib.request.Request(self.url + path, headers=authorization(self.api_key))
-            with urllib.request.urlopen(asked, timeout=PATIENCE) as response:
+            with urllib.request.urlopen(asked, timeout=self.patience) as response:
                 body: bytes = response.read()
                 return body.decode()
         except HTTPError as error:

@@ -39,7 +39,7 @@ from sglang_c2t.hints import did_you_mean
 from sglang_c2t.policies import policy_for, policy_names
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import attach, compat, seams
-from sglang_c2t.srt.hooks.http_guard import RefusedError, authorise, read_body
+from sglang_c2t.srt.hooks.http_guard import RefusedError, authorise, read_body, who_may
 from sglang_c2t.srt.hooks.reporting import CONTROL
 from sglang_c2t.srt.hooks.requests import check_body
 
@@ -250,9 +250,10 @@ def add_routes(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> None
     attach.wrap_global(*seams.READ_BODY, check_body)
     one_at_a_time = asyncio.Lock()
     keys = _keys(manager.server_args)
+    changed_by = who_may(admin_api_key=keys["admin_api_key"], loopback=start.loopback_control)
 
     async def read() -> JSONResponse:
-        return JSONResponse(_told(await _states(manager)))
+        return JSONResponse(_told(await _states(manager)) | {"changed_by": changed_by})
 
     async def change(request: Request) -> JSONResponse:
         try:
