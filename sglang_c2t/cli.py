@@ -217,6 +217,8 @@ def _sendable(key: str | None) -> str | None:
 
 
 def _advise(args: argparse.Namespace) -> int:
+    if args.recording:
+        return _advise_recorded(args.recording)
     if not 1.0 <= args.seconds <= 3600.0:
         raise ConfigError(f"--seconds must be from 1 to 3600, got {args.seconds:g}")
     _require_extra("aiohttp", "prometheus_client", "rich")
@@ -230,6 +232,14 @@ def _advise(args: argparse.Namespace) -> int:
         task = progress.add_task("watching", total=args.seconds)
         facts = watched(server, args.seconds, lambda: progress.advance(task, LOOK_EVERY))
     print(advice_text(facts, doctor=args.doctor))
+    return 0
+
+
+def _advise_recorded(directories: Sequence[str]) -> int:
+    from sglang_c2t.classifier.recording import read_recording
+    from sglang_c2t.offline.recorded_advice import recorded, recorded_text
+
+    print(recorded_text(recorded(read_recording(*directories))))
     return 0
 
 
