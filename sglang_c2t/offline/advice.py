@@ -51,8 +51,9 @@ class Grades(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Of the share that survived, to both sides."""
-        return SURE * math.sqrt(max(self.survived * (1.0 - self.survived), 1e-9) / self.drafts)
+        """Of the share that survived, to both sides (Agresti and Coull's: never 0)."""
+        share = (self.survived * self.drafts + 2.0) / (self.drafts + 4.0)
+        return SURE * math.sqrt(share * (1.0 - share) / (self.drafts + 4.0))
 
 
 class Outlook(NamedTuple):
@@ -327,8 +328,8 @@ def depth(f: Facts) -> Finding | Fine | None:
         return None
     reach = f.accepted_at_least.get(useful, 0.0) / f.verifications
     sentence = (
-        f"of {f.num_steps} steps the first {useful} are worth drafting: {reach:.0%} of "
-        f"{f.verifications:,.0f} verifications accept so many, and fewer than {SELDOM:.0%} more"
+        f"{reach:.0%} of {f.verifications:,.0f} verifications accept {useful} of {f.num_steps} "
+        f"steps or more, and fewer than {SELDOM:.0%} accept {useful + 1}"
     )
     deeper = sum(n for length, n in f.accepted_at_least.items() if length > useful)
     cost = _by_rows(f, excess_rows(f), lost=deeper)
@@ -339,8 +340,8 @@ def depth(f: Facts) -> Finding | Fine | None:
     wasted = excess_rows(f) / f.rows
     return Finding(
         "steps",
-        f"{sentence}; {wasted:.0%} of all rows lie behind those, and {f.num_steps - useful} draft "
-        "layers that are not in that number",
+        f"{sentence}; {wasted:.0%} of all rows lie behind the first {useful}, and "
+        f"{f.num_steps - useful} draft layers that are not in that number",
         f"--speculative-num-steps {useful} --speculative-num-draft-tokens {useful + 1}",
         cost,
         {
