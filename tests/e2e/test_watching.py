@@ -45,7 +45,7 @@ def loaded(name: str, logs: Path, *flags: str) -> Iterator[Server]:
 
     def serve(url: str) -> None:
         with contextlib.suppress(aiohttp.ClientError):  # its server ends before it does
-            run_load(url, bodies, concurrency=AT_ONCE)
+            run_load(url, bodies * 20, concurrency=AT_ONCE)
 
     with running(Launch(name, ("--c2t", "--enable-metrics", *flags)), logs) as server:
         load = threading.Thread(target=serve, args=(server.url,))
@@ -65,7 +65,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 def advised(server: Server, capsys: pytest.CaptureFixture[str]) -> str:
     """What the command prints, all of which is shown where a test fails."""
     capsys.readouterr()
-    assert main(["advise", server.url, "--seconds", "4", "--doctor"]) == 0
+    assert main(["advise", server.url, "--seconds", "3", "--doctor"]) == 0
     text = capsys.readouterr().out
     print(text)
     return text
@@ -88,9 +88,8 @@ def test_a_limit_below_the_load_is_named_with_what_more_would_bring(
 ) -> None:
     eventually(lambda: bool(told(queued)["planner"][0]["outlook"]))
     text = advised(queued, capsys)
-    assert re.match(
-        r"queue: \d+ requests wait while 4\d run: no more than 48 may", first_cause(text)
-    )
+    cause = first_cause(text)
+    assert re.match(r"queue: \d+ requests wait while 4\d run: no more than 48 may", cause)
     assert "--max-running-requests 48 -> 64 (queue)" in text or "add a replica" in text
     assert "by the planner's prices and survivals" in text
 
@@ -134,16 +133,17 @@ def test_a_classifier_of_another_model_is_named_by_what_it_promised(
     cause = first_cause(text)
     promised, survived = re.findall(r"(\d+)%", cause)[:2]
     assert cause.startswith("classifier: of ")
-    assert int(promised) < 60 < int(survived)
+    assert int(promised) + 10 < int(survived)
     assert "it was trained on other-draft for other-target" in cause
 
 
 def test_steps_that_never_survive_are_named(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = speculative_flags("EAGLE3", num_steps=16)
     with loaded("too-deep", logs, *shape, "--c2t-policy", "fixed") as server:
-        eventually(lambda: series(server.url)["c2t:verifications_total"] > 1000)
+        eventually(lambda: series(server.url)["c2t:verifications_total"] > 400)
         text = advised(server, capsys)
-    (useful,) = re.findall(r"^steps: of 16 steps the first (\d+) are worth", first_cause(text))
+    (useful,) = re.findall(r"accept (\d+) of 16 steps or more, and fewer", first_cause(text))
+    assert first_cause(text).startswith("steps: ")
     assert 2 <= int(useful) <= 9
     assert f"--speculative-num-steps 16 -> {useful} (steps)" in text
 
