@@ -218,6 +218,12 @@ def test_steps_beyond_what_survives_are_named_with_the_depth_that_does() -> None
 
 
 def test_tokens_that_shorter_drafts_lose_are_taken_off_what_they_save() -> None:
+    deep = replace(of_steps(16, 0.6), row_ms=(0.1, 0.0))
+    deeper = sum(3200 * 0.6**d for d in range(6, 17)) / (deep.verifications + deep.correct)
+    saved = 3200 * 11 / 100 * 0.1 / 100  # rows a step, of so many milliseconds, of 100
+    cost = first(deep).cost
+    assert cost is not None
+    assert cost.low == pytest.approx(deep.tokens * ((1 - deeper) / (1 - saved) - 1))
     free = replace(of_steps(16, 0.6), row_ms=(0.0, 0.0))
     (steps,) = [one for one in _all(free) if one.name == "steps"]
     assert isinstance(steps, Fine)  # 1.5 percent of the tokens lie deeper, and rows cost nothing
