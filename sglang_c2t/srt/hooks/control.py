@@ -250,17 +250,18 @@ def add_routes(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> None
     attach.wrap_global(*seams.READ_BODY, check_body)
     one_at_a_time = asyncio.Lock()
     keys = _keys(manager.server_args)
-    changed_by = who_may(admin_api_key=keys["admin_api_key"], loopback=start.loopback_control)
+    may = who_may(admin_api_key=keys["admin_api_key"], loopback=start.loopback_control)
+    changed_by = {"changed_by": may}
 
     async def read() -> JSONResponse:
-        return JSONResponse(_told(await _states(manager)) | {"changed_by": changed_by})
+        return JSONResponse(_told(await _states(manager)) | changed_by)
 
     async def change(request: Request) -> JSONResponse:
         try:
             authorise(request, **keys, loopback=start.loopback_control)
             body = await read_body(request)  # before the lock: a slow client waits alone
             async with one_at_a_time:
-                return JSONResponse(await _post(manager, body, start))
+                return JSONResponse(await _post(manager, body, start) | changed_by)
         except RefusedError as refused:
             return _error(refused.status, refused.sentence)
         except ConfigError as error:
