@@ -1,5 +1,5 @@
 """``check`` the plugin, find its ``guides``; ``record`` drafts, ``train`` a classifier on them,
-``evaluate`` it.
+``evaluate`` it; for running servers ``advise`` what to set, and ``top`` to watch them.
 """
 
 from __future__ import annotations
@@ -74,15 +74,10 @@ def _parser() -> argparse.ArgumentParser:
 
     record = commands.add_parser("record", help="drive a prompt file through a recording server")
     record.add_argument("prompts", help="JSON lines with prompt, text, turns or messages")
-    record.add_argument("--url", default="http://127.0.0.1:30000", help="default: %(default)s")
+    record.add_argument("--url", default=URL, help="default: %(default)s")
     record.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
     record.add_argument("--concurrency", type=int, default=32, help="default: %(default)s")
-    record.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="the server's --api-key; safer in the environment variable SGLANG_API_KEY, which "
-        "no list of processes shows",
-    )
+    _add_key(record)
     record.set_defaults(run=_record)
 
     train = commands.add_parser("train", help="fit a classifier to a recording")
@@ -133,7 +128,58 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--mix-drafts", action="store_true", help="admit several draft models")
     evaluate.set_defaults(run=_evaluate)
+
+    advise = commands.add_parser(
+        "advise",
+        help="what to set on a running server, and why it is slow",
+        description="Reads /server_info, /c2t and twice /metrics of a server that runs with --c2t "
+        "and --enable-metrics, and changes nothing. Prints what costs it tokens a second, the most "
+        "costly first, each with the number behind it, and which flags to set. Ask under load. "
+        "With --recording no server is asked: it says what recorded drafts are worth.",
+    )
+    advise.add_argument("url", nargs="?", default=URL, help="default: %(default)s")
+    advise.add_argument("--seconds", type=float, default=10, help="to watch; default: %(default)s")
+    advise.add_argument(
+        "--doctor", action="store_true", help="also print what was looked at and is no cause"
+    )
+    advise.add_argument(
+        "--recording", nargs="+", metavar="DIR", help="directories written by --c2t-record"
+    )
+    _add_key(advise)
+    advise.set_defaults(run=_advise)
+
+    top = commands.add_parser(
+        "top",
+        help="watch a running server",
+        description="Reads /metrics of a server that runs with --c2t and --enable-metrics once an "
+        "interval, and /c2t now and then. Fills the terminal; into a pipe, or with --once, it "
+        "prints a line of name=value an interval. A key from 1 to 9 switches the policy, after a "
+        "question, where the server lets you; q ends.",
+    )
+    top.add_argument("url", nargs="?", default=URL, help="default: %(default)s")
+    top.add_argument("--interval", type=float, default=2, help="seconds; default: %(default)s")
+    top.add_argument("--once", action="store_true", help="print the line of one interval and end")
+    _add_key(top)
+    top.add_argument(
+        "--admin-api-key",
+        metavar="KEY",
+        help="the server's, to switch policies; safer in SGLANG_ADMIN_API_KEY",
+    )
+    top.set_defaults(run=_top)
     return parser
+
+
+#: Where SGLang's servers are, unless they are told otherwise.
+URL = "http://127.0.0.1:30000"
+
+
+def _add_key(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="the server's --api-key; safer in the environment variable SGLANG_API_KEY, which "
+        "no list of processes shows",
+    )
 
 
 def _check(_args: argparse.Namespace) -> int:
@@ -164,21 +210,18 @@ def _require_extra(*packages: str) -> None:
 def _record(args: argparse.Namespace) -> int:
     _require_extra("aiohttp", "rich")
     from sglang_c2t.offline.prompts import read_prompts
-    from sglang_c2t.offline.record import API_KEY_ENV, record_prompts
+    from sglang_c2t.offline.record import record_prompts
 
     for name in ("max_new_tokens", "concurrency"):
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} must be 1 or more, got {getattr(args, name)}")
-    api_key = args.api_key or os.environ.get(API_KEY_ENV) or None
-    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
-        raise ConfigError("the API key must be ASCII without spaces; it is not shown here")
     state = record_prompts(
         args.url.rstrip("/"),
         read_prompts(args.prompts),
         max_new_tokens=args.max_new_tokens,
         concurrency=args.concurrency,
-        api_key=api_key,
+        api_key=_api_key(args),
     )
     print(f"recorded {state['new_drafts']} drafts in {state['directory']}")
     if not state["named"]:
@@ -186,6 +229,60 @@ def _record(args: argparse.Namespace) -> int:
             f"{state['directory']} is not on this machine, or not ours to write: reports will not "
             "tell the groups of this prompt file apart"
         )
+    return 0
+
+
+def _api_key(args: argparse.Namespace) -> str | None:
+    """The key of the flag, or of the environment."""
+    from sglang_c2t.offline.client import API_KEY_ENV
+
+    return _sendable(args.api_key or os.environ.get(API_KEY_ENV) or None)
+
+
+def _sendable(key: str | None) -> str | None:
+    """A key that fits into a header."""
+    if key is not None and not re.fullmatch("[!-~]+", key):
+        raise ConfigError("the API key must be ASCII without spaces; it is not shown here")
+    return key
+
+
+def _advise(args: argparse.Namespace) -> int:
+    if args.recording:
+        return _advise_recorded(args.recording)
+    if not 1.0 <= args.seconds <= 3600.0:
+        raise ConfigError(f"--seconds must be from 1 to 3600, got {args.seconds:g}")
+    _require_extra("aiohttp", "prometheus_client", "rich")
+    from rich.progress import Progress
+
+    from sglang_c2t.offline.advise import LOOK_EVERY, advice_text, watched
+    from sglang_c2t.offline.observe import Server
+
+    server = Server(args.url.rstrip("/"), _api_key(args))
+    with Progress(transient=True) as progress:
+        task = progress.add_task("watching", total=args.seconds)
+        facts = watched(server, args.seconds, lambda: progress.advance(task, LOOK_EVERY))
+    print(advice_text(facts, doctor=args.doctor))
+    return 0
+
+
+def _advise_recorded(directories: Sequence[str]) -> int:
+    from sglang_c2t.classifier.recording import read_recording
+    from sglang_c2t.offline.recorded_advice import recorded, recorded_text
+
+    print(recorded_text(recorded(read_recording(*directories))))
+    return 0
+
+
+def _top(args: argparse.Namespace) -> int:
+    if not 0.2 <= args.interval <= 3600.0:
+        raise ConfigError(f"--interval must be from 0.2 to 3600 seconds, got {args.interval:g}")
+    _require_extra("aiohttp", "prometheus_client", "rich")
+    from sglang_c2t.offline.observe import Server
+    from sglang_c2t.offline.top import watch
+
+    server = Server(args.url.rstrip("/"), _api_key(args), patience=5.0)
+    admin_key = args.admin_api_key or os.environ.get("SGLANG_ADMIN_API_KEY") or None
+    watch(server, interval=args.interval, once=args.once, admin_key=_sendable(admin_key))
     return 0
 
 

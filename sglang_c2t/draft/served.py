@@ -21,6 +21,24 @@ from sglang_c2t.policies.fused import fused_gate
 logger = logging.getLogger(__name__)
 
 
+def classifier_of(policy: Any) -> Classifier | None:
+    """The classifier that a policy asks, if it does."""
+    classifier = getattr(getattr(policy, "gate", policy), "classifier", None)
+    return classifier if isinstance(classifier, Classifier) else None
+
+
+def told_of(policy: Any) -> dict[str, Any] | None:
+    """What the classifier of a policy was trained on and how well it did there, without paths."""
+    classifier = classifier_of(policy)
+    if classifier is None:
+        return None
+    facts = classifier.training
+    origins = [origin for origin in facts.get("origins", ()) if isinstance(origin, dict)]
+    names = {f"{origin.get('draft')} for {origin.get('target')}" for origin in origins}
+    quality = ("heldout_auc", "heldout_ece", "calibration", "trained_on")
+    return {"origins": sorted(names)} | {name: facts.get(name) for name in quality}
+
+
 class ServedPolicy:
     """A policy and, where it has one, its gate as a program.
 
@@ -98,8 +116,8 @@ class ServedPolicy:
             )
 
     def _adopt(self, policy: Any) -> None:
-        classifier = getattr(getattr(policy, "gate", policy), "classifier", None)
-        if isinstance(classifier, Classifier):
+        classifier = classifier_of(policy)
+        if classifier is not None:
             classifier.to(self._device)  # torch asks it there where it has no program
         self.policy, self.needs = policy, frozenset(policy.needs)
         self._failure_told = False

@@ -17,6 +17,9 @@ import aiohttp
 
 REQUEST_SECONDS = 600.0
 
+#: Holds the server's key; unlike a flag it is in no list of processes and no shell history.
+API_KEY_ENV = "SGLANG_API_KEY"
+
 
 @dataclass(frozen=True)
 class Answer:

@@ -19,12 +19,9 @@ from rich.console import Console
 
 from sglang_c2t.classifier.request_names import name_requests
 from sglang_c2t.config import ConfigError
-from sglang_c2t.offline.client import c2t_states, post_all
+from sglang_c2t.offline.client import API_KEY_ENV, c2t_states, post_all
 from sglang_c2t.offline.progress import progress_on
 from sglang_c2t.offline.prompts import PromptRow, request
-
-#: Holds the server's key; unlike a flag it is in no list of processes and no shell history.
-API_KEY_ENV = "SGLANG_API_KEY"
 
 
 def record_prompts(

@@ -12,6 +12,7 @@ Legend: D draft layers, s of them drafted, T rows of a target forward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 
@@ -69,21 +70,31 @@ class Line:
 
     def __init__(self, memory: float = 0.99) -> None:
         self._memory = memory
-        self._sums = [0.0] * 5  # of 1, x, y, x x, x y
+        self._sums = [0.0] * 6  # of 1, x, y, x x, x y, y y
 
     def observe(self, x: float, y: float) -> None:
         """One measurement."""
-        new = 1.0, x, y, x * x, x * y
+        new = 1.0, x, y, x * x, x * y, y * y
         self._sums = [s * self._memory + n for s, n in zip(self._sums, new, strict=True)]
 
     def coefficients(self) -> tuple[float, float]:
         """(fixed, slope); (0, 0) before two different x were seen."""
-        n, sx, sy, sxx, sxy = self._sums
+        n, sx, sy, sxx, sxy, _ = self._sums
         spread = n * sxx - sx * sx
         if spread <= 1e-9 * max(n * sxx, 1.0):
             return 0.0, 0.0
         slope = (n * sxy - sx * sy) / spread
         return (sy - slope * sx) / n, slope
+
+    def slope_error(self) -> float | None:
+        """Standard error of the slope; ``None`` before three observations of different x."""
+        n, sx, sy, sxx, sxy, syy = self._sums
+        fixed, slope = self.coefficients()
+        spread = sxx - sx * sx / max(n, 1.0)
+        if n <= 2.0 or slope == fixed == 0.0:
+            return None
+        left = max(syy - fixed * sy - slope * sxy, 0.0)  # squares, of what the line leaves
+        return math.sqrt(left / (n - 2.0) / spread)
 
 
 class PackingRule:
@@ -115,6 +126,12 @@ class PackingRule:
     def measured(self) -> tuple[float, float]:
         """(ms per row, ms of waiting) as known now."""
         return self._forward.coefficients()[1], self._wait
+
+    @property
+    def row_ms(self) -> tuple[float, float] | None:
+        """Milliseconds per row, and their standard error; ``None``: not known."""
+        error = self._forward.slope_error()
+        return None if error is None else (self.measured[0], error)
 
     def decide_on(self, per_row: float, wait: float) -> None:
         """Use these numbers from now on. Ranks that must agree pass the same ones."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.forecast import Continuations, Forecast
+from sglang_c2t.plan.grades import Grades
 from sglang_c2t.plan.plain import RUN, TRIAL, PlainSteps, best_alike, tokens_alike
 from sglang_c2t.plan.plan import Cost, Plan, Plans, best_of, best_plan, every_plan
 from sglang_c2t.plan.survival import Array, Numbers
@@ -63,6 +64,9 @@ LEARN_EVERY = 16
 
 #: Edges of the predicted survivals over which reliability is told.
 RELIABILITY_BINS = 10
+
+#: Planned steps whose first drafts stand for the traffic where other loads are told of.
+RECENT = 16
 
 
 class Estimator(Protocol):
@@ -143,6 +147,10 @@ class Planner:
         """Rows that an exploring step verifies to learn what they cost."""
         self._errors: deque[float] = deque(maxlen=512)
         self.reliability = np.zeros((max_depth, 3, RELIABILITY_BINS))  # seen, predicted, survived
+        self.grades = Grades()
+        """Of confidences as the gate says them, before they are calibrated."""
+        self._firsts: deque[Array] = deque(maxlen=RECENT)  # of planned steps
+        self._batch = 1  # B of the last one
 
     def plain_step(self, batch: int) -> Choice | None:
         """The next step if it is plain, as those before it and B are; else :meth:`choose` it."""
@@ -176,7 +184,8 @@ class Planner:
             plain: Whether steps behind this one may be plain.
         """
         self._begin()
-        self._context = context
+        self._context, self._batch = context, batch
+        self._firsts.append(first)
         whole = (self._steps // WHOLE_EVERY) % batch if self._steps % WHOLE_EVERY == 0 else None
         depths = [d for d in self._depths if depths is None or d in depths]
         if self._unknown:
@@ -297,6 +306,27 @@ class Planner:
         """Median of the time predicted for a step over the time it took; ``None``: no steps."""
         return float(np.median(self._errors)) if self._errors else None
 
+    def outlook(self, tiers: Mapping[int, Sequence[int]]) -> list[dict[str, Any]]:
+        """What drafts like the last ones would bring at other loads: of each number of requests B
+        in ``tiers``, which gives its numbers of rows, the best plan of each depth and width.
+
+        Prices beyond what was measured go on as :class:`~sglang_c2t.plan.cost.Curve` says.
+        """
+        if self._unknown or not self._firsts:
+            return []
+        recent = np.concatenate(self._firsts)
+        first = recent[np.linspace(0, len(recent) - 1, min(len(recent), self.samples)).astype(int)]
+        each = self._context / self._batch
+        found = []
+        for width, drafted in self._kinds(None, self._depths):
+            survival = self._behind(first, self.samples, width)
+            for batch, rows in tiers.items():
+                cost = partial(self.cost, context=round(each * batch), width=width)
+                plans = every_plan(survival, batch, cost, depths=drafted, tiers=rows, width=width)
+                told = (plan._asdict() for plan in plans.best_of_each_depth())
+                found += [{"requests": batch, **plan} for plan in told]
+        return found
+
     def calibration_errors(self) -> list[float]:
         """Of each depth, how far predicted survivals were from what became of the drafts: the
         expected calibration error of predictions made before their outcomes were learnt from.
@@ -314,6 +344,8 @@ class Planner:
             "steps": self._steps,
             "cost_ms": self.cost.state(),
             "predicted_over_measured": self.predicted_over_measured,
+            "predicted_over_measured_quartiles": self._quartiles(),
+            "confidence": self.grades.told(),
             "calibration_error": self.calibration_errors(),
             "reliability": {
                 "drafts": seen.tolist(),
@@ -356,6 +388,11 @@ class Planner:
         self._forget_drafts()
         self._plain = PlainSteps()
         self.reliability[:] = 0.0
+        self.grades.reset()
+
+    def _quartiles(self) -> list[float]:
+        """Of what :attr:`predicted_over_measured` is the median of."""
+        return list(np.quantile(self._errors, (0.25, 0.75)).tolist()) if self._errors else []
 
     @property
     def _unknown(self) -> bool:
@@ -521,6 +558,8 @@ class Planner:
         survived = depths <= num_correct[:, None]
         predicted = self.survival.of_chains(confidences)
         self._grade(depths[verified], predicted[verified], survived[verified])
+        least = np.minimum.accumulate(confidences, axis=1)
+        self.grades.observe(least[verified], survived[verified])
         self.survival.learn(confidences, num_drafts, num_correct)
 
     def _grade(self, depth: Numbers, predicted: Array, survived: Numbers) -> None:

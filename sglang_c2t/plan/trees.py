@@ -93,6 +93,7 @@ class TreePlanner(Planner):
         self._continuations[width].observe(seen)
         depth, confidence, survived = depth[verified], confidence[verified], survived[verified]
         self._grade(depth, self.survival(depth, confidence), survived)
+        self.grades.observe(confidence, survived)
         self.survival.observe(depth, confidence, survived)
 
     def _nothing_seen(self, width: int) -> Continuations:

@@ -17,6 +17,7 @@ from torch import Tensor
 from sglang_c2t.config import C2TConfig, ConfigError, active, publish
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.gate import Gate
+from sglang_c2t.draft.served import told_of
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.plan.planner import Planner
 from sglang_c2t.policies import named, plans, policy_for
@@ -45,6 +46,7 @@ from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.tensor_parallel import agreement, all_ranks, host_agreement, sharing
 from sglang_c2t.srt.verify import backends, chain, tree, trial
 from sglang_c2t.srt.verify.feedback import Feedback
+from sglang_c2t.srt.verify.grading import FirstDrafts
 from sglang_c2t.srt.verify.packed import IdleVerifyInput, PackedVerifyInput, verifying
 from sglang_c2t.srt.verify.packing import tiers_of
 from sglang_c2t.srt.verify.warm_up import one_of_each, warm_up
@@ -66,6 +68,12 @@ class WorkerMixin(EAGLEWorkerV2):
 
     _planning: Planning | None = None
 
+    _unpacked: str | None = None
+    """Why rows are not packed; ``None``: they are."""
+
+    _first_drafts: FirstDrafts | None = None
+    """What is known of these, where nobody plans."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with attach.swapped(*self.draft_worker_global, self.draft_worker_class):
             super().__init__(*args, **kwargs)
@@ -77,6 +85,7 @@ class WorkerMixin(EAGLEWorkerV2):
         self._recorder = Recorder.from_config(self._config, self.server_args)
         self._draft_worker.watch(self._gate_maker(), self._recorder)
         compat.on_arrival(self.server_args, self._draft_worker.arrive)
+        PARTS["serving"] = self._serving_told
         compat.widen_request_table()  # SGLang makes it once its workers are there
         self._feedback = self._draft_worker.feedback = Feedback(
             self.device == "cuda",
@@ -134,6 +143,10 @@ class WorkerMixin(EAGLEWorkerV2):
             result = super().verify(batch, *args, **kwargs)
         if planning is not None:
             planning.verified(verify_input, result.accept_lens)
+        elif self._first_drafts is not None:
+            self._first_drafts.verified(
+                gate, batch.req_pool_indices, verify_input.num_rows, result.accept_lens
+            )
         compat.set_output_stride(result, verify_input.output_stride)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         attach.write(result, cap_lens=verify_input.num_rows)
@@ -194,6 +207,8 @@ class WorkerMixin(EAGLEWorkerV2):
         if forgets and planning is None:
             raise ConfigError(f"policy {policy.name} learns nothing while it serves")
         draft.gate.switch(policy, captured=captured)
+        if self._first_drafts is not None:
+            self._first_drafts.reset()
         self._plan_with(planning)
         if forgets and planning is not None:
             planning.planner.reset()
@@ -264,7 +279,24 @@ class WorkerMixin(EAGLEWorkerV2):
             return None
         if self._planning.state_file is not None:
             self._planning.state_file.save_now_and_then(EVERY_IF_ASKED)
-        return self._planning.planner.report()
+        return self._planning.report(self.target_worker.model_runner.max_running_requests)
+
+    def _serving_told(self) -> dict[str, Any]:
+        """How drafts are verified here and why so, and what the gate's confidences are worth."""
+        policy = self._draft_worker.gate.served.policy
+        return {
+            "packed": self._unpacked is None,
+            "unpacked_because": self._unpacked,
+            "num_steps": self.speculative_num_steps,
+            "topk": self.topk,
+            "num_draft_tokens": self.speculative_num_draft_tokens,
+            "max_running_requests": self.target_worker.model_runner.max_running_requests,
+            "plans": plans(policy),
+            "row_ms": None if self._planning is not None else self._feedback.row_ms,
+            "beta": getattr(policy, "beta", None),
+            "classifier": told_of(policy),
+            "first_drafts": self._first_drafts.grades.told() if self._first_drafts else None,
+        }
 
     @property
     def _shape(self) -> TreeShape:
@@ -305,6 +337,8 @@ class ChainWorkerMixin(WorkerMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._draft_worker.draft_steps = self._config.draft_steps
+        if not self._config.visits_every_root:  # where no draft is accepted
+            self._first_drafts = FirstDrafts()
 
     def _gate_maker(self) -> Callable[..., Gate]:
         return partial(
@@ -318,7 +352,8 @@ class ChainWorkerMixin(WorkerMixin):
         """Learn whether the target's backend can verify packed rows."""
         super().init_attention_backends()
         draft, runner = self._draft_worker, self.target_worker.model_runner
-        draft.packed = chain.decide(self._config.verify, runner)
+        self._unpacked = chain.decide(self._config.verify, runner)
+        draft.packed = self._unpacked is None
         draft.exact = compat.accepts_exactly(self.server_args)
         self._settle_policy()
         self._plan_with(self._planning_for(draft.gate.served.policy))
@@ -346,7 +381,7 @@ class ChainWorkerMixin(WorkerMixin):
         """Verify whole drafts from now on, and serve what can be served so."""
         chain.settle(self._config.verify, reason)
         backends.give_back(self.target_worker.model_runner)
-        self._draft_worker.packed = False
+        self._draft_worker.packed, self._unpacked = False, reason
         self._settle_policy()
         self._plan_with(self._planning_for(self._draft_worker.gate.served.policy))
         self._announce("static verification of chains")
@@ -383,7 +418,8 @@ class TreeWorkerMixin(WorkerMixin):
         """Learn what the attention backends of target and draft can do with trees."""
         super().init_attention_backends()
         draft, runner = self._draft_worker, self.target_worker.model_runner
-        draft.packed = tree.decide(self._config, runner)
+        self._unpacked = tree.decide(self._config, runner)
+        draft.packed = self._unpacked is None
         draft.exact = compat.accepts_exactly(self.server_args)
         self._settle_policy()
         self._plan_with(self._planning_for(draft.gate.served.policy))

@@ -90,6 +90,22 @@ def test_a_line_is_found_and_followed_when_it_moves() -> None:
     assert line.coefficients() == pytest.approx((6.0, 0.02), rel=1e-2)
 
 
+def test_the_error_of_a_slope_is_that_of_least_squares() -> None:
+    """Against the textbook's formula; every observation counts alike here."""
+    rng = random.Random(3)
+    line, rows = Line(memory=1.0), [8, 16, 64, 96, 256] * 6
+    assert line.slope_error() is None
+    took = [5.0 + 0.02 * x + rng.gauss(0, 0.3) for x in rows]
+    for x, y in zip(rows, took, strict=True):
+        line.observe(x, y)
+    fixed, slope = line.coefficients()
+    left = sum((y - fixed - slope * x) ** 2 for x, y in zip(rows, took, strict=True))
+    mean = sum(rows) / len(rows)
+    spread = sum((x - mean) ** 2 for x in rows)
+    expected = (left / (len(rows) - 2) / spread) ** 0.5
+    assert line.slope_error() == pytest.approx(expected, rel=1e-6)
+
+
 def test_packing_is_tried_before_anything_is_known() -> None:
     assert PackingRule().pays(100, 99)
 

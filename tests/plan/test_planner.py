@@ -385,3 +385,37 @@ def test_what_was_learnt_comes_back_and_is_forgotten_on_command(kind: type) -> N
     assert again.survival.of_chains(chains) == pytest.approx(unknown)
     same = pytest.approx(planner.cost.one(20, 8, 3))
     assert again.cost.one(20, 8, 3) == same, "the machine is the same"
+
+
+def test_what_other_loads_would_bring_is_told_by_the_prices_and_survivals_it_plans_by() -> None:
+    """Requests share what a step costs whatever it holds: more of them bring more tokens, and rows
+    that cost more are verified less.
+    """
+    server = MadeUpServer(8)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    assert planner.outlook({8: server.tiers()}) == []
+    server.serve(planner, 300)
+    told = planner.outlook({b: list(range(b, b * (DEPTH + 1) + 1)) for b in (1, 8, 16)})
+    assert {(one["requests"], one["layers"]) for one in told} == {
+        (b, d) for b in (1, 8, 16) for d in range(1, DEPTH + 1)
+    }
+    best = {
+        b: max(one["tokens"] / one["milliseconds"] for one in told if one["requests"] == b)
+        for b in (1, 8, 16)
+    }
+    assert best[1] < best[8] < best[16]
+    _, rate = server.serve(planner, 300)
+    assert best[8] == pytest.approx(rate, rel=0.15)
+    assert json.dumps(planner.report() | {"outlook": told})
+
+
+def test_confidences_are_graded_as_the_gate_says_them() -> None:
+    """They are twice as sure as drafts survive: that is what a plan calibrates."""
+    planner = Planner(DEPTH, Survival(DEPTH))
+    MadeUpServer(8).serve(planner, 200)
+    told = planner.report()["confidence"]
+    drafts, promised, survived = (sum(told[name]) for name in ("drafts", "promised", "survived"))
+    assert drafts > 1000
+    assert survived < 0.9 * promised
+    planner.reset()
+    assert sum(planner.report()["confidence"]["drafts"]) == 0

@@ -387,6 +387,12 @@ class Planning:
             **step.times(),
         )
 
+    def report(self, most_requests: int) -> dict[str, Any]:
+        """What the planner has learnt, and what loads up to twice ``most_requests`` would bring."""
+        batches = {1 << n for n in range((2 * most_requests).bit_length())} | {most_requests}
+        outlook = self.planner.outlook({batch: self._rows(batch) for batch in sorted(batches)})
+        return self.planner.report() | {"outlook": outlook}
+
     def row_counts(self, most_requests: int) -> Sequence[int]:
         """Row counts that verifications of up to ``most_requests`` may have, rising."""
         tiers, most = self._tiers(), most_requests * self._width

@@ -39,7 +39,7 @@ from sglang_c2t.hints import did_you_mean
 from sglang_c2t.policies import policy_for, policy_names
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import attach, compat, seams
-from sglang_c2t.srt.hooks.http_guard import RefusedError, authorise, read_body
+from sglang_c2t.srt.hooks.http_guard import RefusedError, authorise, read_body, who_may
 from sglang_c2t.srt.hooks.reporting import CONTROL
 from sglang_c2t.srt.hooks.requests import check_body
 
@@ -250,16 +250,18 @@ def add_routes(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> None
     attach.wrap_global(*seams.READ_BODY, check_body)
     one_at_a_time = asyncio.Lock()
     keys = _keys(manager.server_args)
+    may = who_may(admin_api_key=keys["admin_api_key"], loopback=start.loopback_control)
+    changed_by = {"changed_by": may}
 
     async def read() -> JSONResponse:
-        return JSONResponse(_told(await _states(manager)))
+        return JSONResponse(_told(await _states(manager)) | changed_by)
 
     async def change(request: Request) -> JSONResponse:
         try:
             authorise(request, **keys, loopback=start.loopback_control)
             body = await read_body(request)  # before the lock: a slow client waits alone
             async with one_at_a_time:
-                return JSONResponse(await _post(manager, body, start))
+                return JSONResponse(await _post(manager, body, start) | changed_by)
         except RefusedError as refused:
             return _error(refused.status, refused.sentence)
         except ConfigError as error:
@@ -342,12 +344,14 @@ async def _states(manager: Any) -> list[dict[str, Any]]:
 
 
 def _told(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The settings in force, how often each scheduler has changed them, and what its planner has
-    learnt, where a policy plans. Where schedulers differ, also the settings of each.
+    """The settings in force, how often each scheduler has changed them, how it verifies and what
+    its planner, if it has one, has learnt. Where schedulers differ, also the settings of each.
     """
     each = [settings(C2TConfig.from_json(state["config"], source="/c2t")) for state in states]
     told = {**each[0], "switches": [state["control"]["switches"] for state in states]}
     if any(others != each[0] for others in each):
         told["differing"] = each
-    planners = [state.get("planner") for state in states]
-    return told | ({"planner": planners} if any(planners) else {})
+    for part in ("serving", "planner"):
+        each_part = [state.get(part) for state in states]
+        told |= {part: each_part} if any(each_part) else {}
+    return told

@@ -62,6 +62,13 @@ def authorise(
         _require_key(request, api_key)
 
 
+def who_may(*, admin_api_key: str | None, loopback: bool) -> str:
+    """Who may change the server, as ``GET /c2t`` tells it."""
+    if admin_api_key:
+        return "admin key"
+    return "this machine" if loopback else "nobody"
+
+
 async def read_body(request: Any) -> bytes:
     """The body, if it is JSON by its header, small, and here soon; else :class:`RefusedError`."""
     content_type = request.headers.get("content-type", "")

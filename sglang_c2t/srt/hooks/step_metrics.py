@@ -116,6 +116,12 @@ class Series:
             names,
             buckets=_buckets(full - 1),
         ).labels(**labels)
+        self.correct_length = Histogram(
+            "c2t:correct_length",
+            "Draft tokens accepted per verification.",
+            names,
+            buckets=_buckets(full - 1),
+        ).labels(**labels)
         self._gate_seconds_told = 0.0
         plans = Counter("c2t:plans", "Steps that a planner planned, by why.", (*names, "reason"))
         self.plans = {
@@ -155,6 +161,7 @@ class Series:
             self.proposed.inc(rows - 1)
             self.correct.inc(num_correct)
             self.proposed_length.observe(rows - 1)
+            self.correct_length.observe(num_correct)
             self.stops[step.reason(rows, batch_rows)].inc()
 
 

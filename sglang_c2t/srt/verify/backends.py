@@ -7,6 +7,9 @@ from typing import Any
 from sglang_c2t.srt import compat, data_parallel
 from sglang_c2t.srt.verify import adapters, graphs, ragged
 
+#: Why rows are not packed where they could be.
+ASKED_FOR = "--c2t-verify static asks for it"
+
 
 def obstacle(target_runner: Any, *, trees: bool = False) -> str | None:
     """Why packed rows, of ``trees`` or of chains, cannot be verified by this runner; ``None`` when

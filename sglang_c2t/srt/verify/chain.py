@@ -87,19 +87,19 @@ def _unpack(output: Any, name: str, packing: Packing) -> None:
         attach.write(output, **{name: rows})
 
 
-def decide(mode: str, target_runner: Any) -> bool:
-    """Whether to pack, given ``--c2t-verify``, and prepare the target for it.
+def decide(mode: str, target_runner: Any) -> str | None:
+    """Why not to pack, given ``--c2t-verify``; ``None``: the target is prepared for it.
 
     Raises :class:`ConfigError` when ragged was asked for by name and cannot be.
     """
     if mode == "static":
-        return False
+        return backends.ASKED_FOR
     reason = backends.obstacle(target_runner)
     if reason is None:
         backends.prepare(target_runner, trees=False, max_rows=None)
-        return True
+        return None
     settle(mode, reason)
-    return False
+    return reason
 
 
 def settle(mode: str, reason: str) -> None:

@@ -78,22 +78,27 @@ class Feedback:
 
     @contextmanager
     def timing(self, target_worker: Any, verify_input: Any) -> Iterator[None]:
-        """Time the forward of a packed ``verify_input`` inside the block (on CUDA)."""
+        """Time the forward of ``verify_input`` inside the block; on CUDA of a packed one."""
         packing: Packing | None = verify_input.packing
-        if not self._on_cuda or packing is None:
+        if self._on_cuda and packing is None:
             yield
             return
 
         def launching() -> None:
-            if packing.arrived is not None:
+            if packing is not None and packing.arrived is not None:
                 self._rule.waited((time.perf_counter() - packing.arrived) * 1e3)
 
-        with timed_forward(target_worker, True, launching) as (begin, end):
+        with timed_forward(target_worker, self._on_cuda, launching) as (begin, end):
             yield
-        self._timed.append((packing.forwarded_rows, begin, end))
+        self._timed.append((verify_input.forwarded_rows, begin, end))
         while self._timed and self._timed[0][2].passed:
             rows, begin, end = self._timed.popleft()
             self._rule.forward_took(rows, begin.until(end))
+
+    @property
+    def row_ms(self) -> tuple[float, float] | None:
+        """Milliseconds that the target takes for a row, and their standard error, lately."""
+        return self._rule.row_ms
 
     def _decide(self) -> None:
         per_row, wait = self._rule.measured

@@ -123,8 +123,8 @@ def build_verify_input(
     )
 
 
-def decide(config: C2TConfig, target_runner: Any) -> bool:
-    """Whether to pack, given ``--c2t-verify``, and prepare the target for it.
+def decide(config: C2TConfig, target_runner: Any) -> str | None:
+    """Why not to pack, given ``--c2t-verify``, and prepare the target for trees.
 
     Trees need a backend that reads our masks at all, so there is no full-width way out for
     others, as there is for chains: raises :class:`ConfigError`.
@@ -133,4 +133,4 @@ def decide(config: C2TConfig, target_runner: Any) -> bool:
     if hindrance is not None:
         raise ConfigError(f"--c2t cannot verify trees: {hindrance}")
     backends.prepare(target_runner, trees=True, max_rows=config.max_verify_rows)
-    return config.verify != "static"
+    return backends.ASKED_FOR if config.verify == "static" else None

@@ -322,6 +322,7 @@ class Schedulers:
                 "config": self.configs[rank].to_json(),
                 "control": {"switches": rank, "refusal": refusal if self.refuses(rank) else None},
                 "planner": {"steps": 10 * rank},
+                "serving": {"packed": True, "max_running_requests": 8 + rank},
             }}
             for rank in self.ranks
         ]  # fmt: skip
@@ -346,6 +347,7 @@ def test_schedulers_are_told_of_by_rank_in_whatever_order_they_answer() -> None:
     told = posted(Schedulers(2, 0, 1))
     assert (told["beta"], told["switches"]) == (0.7, [0, 1, 2])
     assert told["planner"] == [{"steps": 0}, {"steps": 10}, {"steps": 20}]
+    assert [one["max_running_requests"] for one in told["serving"]] == [8, 9, 10]
     assert "differing" not in told
 
 

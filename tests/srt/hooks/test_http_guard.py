@@ -101,6 +101,9 @@ def test_who_may_post_under_every_combination_of_keys(
         status = post(client(app, peer), bearer(key))
         assert status == 200 if allowed else status in (401, 403), (key, peer, status)
         assert len(manager.sent) - before == allowed, (key, peer)
+    told = client(app, "127.0.0.1").get("/c2t", headers=bearer(API if api else None))
+    said = "admin key" if admin else "this machine" if loopback else "nobody"
+    assert told.json()["changed_by"] == said
 
 
 def test_the_sentence_of_a_closed_server_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

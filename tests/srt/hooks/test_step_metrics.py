@@ -112,6 +112,10 @@ def test_what_is_counted_is_what_sglang_counts_for_its_requests(
     assert sample("c2t:draft_stops_total", model_name="demo", reason="depth") == 0
     assert sample("c2t:proposed_length_bucket", model_name="demo", le="0.0") == 2
     assert sample("c2t:proposed_length_sum", model_name="demo") == 10
+    told = sample("c2t:correct_drafts_total", model_name="demo")
+    assert sample("c2t:correct_length_sum", model_name="demo") == told
+    counted = sample("c2t:verifications_total", model_name="demo")
+    assert sample("c2t:correct_length_count", model_name="demo") == counted
     processor.metrics_reporter.current_scheduler_metrics_enabled = False
     count_step(sglang_counts, processor, result, batch)
     assert sample("c2t:steps_total", model_name="demo") == 2

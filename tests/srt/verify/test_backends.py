@@ -49,8 +49,8 @@ def test_flashinfer_verifies_packed_unless_told_otherwise(
     prepared: list[bool] = []
     monkeypatch.setattr(backends, "prepare", lambda *_, trees, max_rows: prepared.append(trees))
     runner = target(monkeypatch)
-    assert tree.decide(C2TConfig(verify=mode), runner) is (mode != "static")
-    assert chain.decide(mode, runner) is (mode != "static")
+    assert (tree.decide(C2TConfig(verify=mode), runner) is None) is (mode != "static")
+    assert (chain.decide(mode, runner) is None) is (mode != "static")
     assert prepared == ([True] if mode == "static" else [True, False])
 
 
@@ -98,7 +98,9 @@ def test_what_cannot_verify_packed_rows_is_refused_by_name_or_verifies_full_widt
         tree.decide(C2TConfig(verify=mode), runner)
     ragged = refused(f"--c2t-verify ragged cannot be served: {reason}")
     with ragged if mode == "ragged" else nullcontext():
-        assert chain.decide(mode, runner) is False
+        told = chain.decide(mode, runner)
+        assert told is not None
+        assert (backends.ASKED_FOR if mode == "static" else reason) in told
     assert (f"verifying full width (same output, no saving): {reason}" in caplog.text) == (
         mode == "auto"
     )

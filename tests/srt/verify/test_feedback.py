@@ -114,7 +114,7 @@ def test_a_forward_is_timed_from_where_the_device_begins_with_it(
     memory, took = feedback.Feedback(on_cuda=True), []
     monkeypatch.setattr(memory._rule, "forward_took", lambda *of: took.append(of))
     packing = SimpleNamespace(arrived=None, forwarded_rows=12)
-    with memory.timing(worker, SimpleNamespace(packing=packing)):
+    with memory.timing(worker, SimpleNamespace(packing=packing, forwarded_rows=12)):
         assert worker.forward_batch_generation(forward_batch=None) == "output"
     assert took == [(12, 7 if captured else 107)]
     assert worker.forward_batch_generation is forward

@@ -1,0 +1,215 @@
+"""What a running server tells: its settings, its counters, and how these grow.
+
+Reads ``GET /c2t``, ``/server_info`` and ``/metrics``; changes nothing. Whatever is missing is a
+:class:`~sglang_c2t.config.ConfigError` that says how a server is started that tells it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglang_c2t.config import ConfigError
+from sglang_c2t.offline.client import API_KEY_ENV, authorization
+
+#: Seconds within which a server answers, or is taken for one that does not.
+PATIENCE = 20.0
+
+#: Series of SGLang's that are read beside ours, by their label that tells them apart.
+SGLANGS = {
+    "sglang:num_running_reqs": None,
+    "sglang:num_queue_reqs": None,
+    "sglang:token_usage": None,
+    "sglang:num_retracted_requests_total": None,
+}
+
+#: Labels by which one of our series is several.
+OWN_LABELS = ("reason", "le")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What ``/metrics`` said at one moment, summed over replicas."""
+
+    at: float
+    """Seconds, of a clock that only goes on."""
+
+    values: Mapping[str, float]
+    """By name, and the label in which a series of ours is several: ``c2t:plans_total{plan}``."""
+
+    replicas: int
+    """Schedulers that count steps."""
+
+    fullest: float
+    """Share of the KV cache in use, where it is fullest."""
+
+    def __getitem__(self, name: str) -> float:
+        """0 where nothing was counted yet."""
+        return self.values.get(name, 0.0)
+
+
+def sample_of(text: str, at: float) -> Sample:
+    """Read the text of ``/metrics``. Raises :class:`ConfigError` where it is none, or not ours."""
+    values: defaultdict[str, float] = defaultdict(float)
+    replicas, fullest = 0, 0.0
+    try:
+        for family in text_string_to_metric_families(text):
+            for one in family.samples:
+                if one.name.startswith("c2t:") or one.name in SGLANGS:
+                    own = "".join(f"{{{one.labels[n]}}}" for n in OWN_LABELS if n in one.labels)
+                    values[one.name + own] += one.value
+                    replicas += one.name == "c2t:steps_total"
+                    if one.name == "sglang:token_usage":
+                        fullest = max(fullest, one.value)
+    except ValueError as error:
+        raise ConfigError(f"/metrics holds no Prometheus series: {error}") from error
+    return Sample(at, dict(values), replicas, fullest)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What was counted between two samples of a server."""
+
+    before: Sample
+    after: Sample
+
+    @property
+    def seconds(self) -> float:
+        """Between them."""
+        return max(self.after.at - self.before.at, 1e-9)
+
+    @property
+    def restarted(self) -> bool:
+        """Whether a counter fell, as those of a new process do."""
+        counters = (n for n in self.before.values if "_total" in n or "_bucket" in n)
+        return any(self.after[name] < self.before[name] for name in counters)
+
+    def __getitem__(self, name: str) -> float:
+        """By how much a counter has grown; of a server that started anew, since then."""
+        before = 0.0 if self.restarted else self.before[name]
+        return self.after[name] - before
+
+    def rate(self, name: str) -> float:
+        """The same a second."""
+        return self[name] / self.seconds
+
+    def at_least(self, histogram: str) -> dict[int, float]:
+        """Of a histogram of lengths, how many were of so many or more, for lengths from 1."""
+        below: dict[float, float] = {}
+        for name in self.after.values:
+            if name.startswith(f"{histogram}_bucket{{"):
+                below[float(name.rsplit("{", 1)[1].rstrip("}"))] = self[name]
+        count = self[f"{histogram}_count"]
+        edges = sorted(int(edge) for edge in below if edge != float("inf"))
+        # Beyond 16 buckets are wide: what lies in one is counted at its upper edge.
+        return {
+            length: count - below[edge]
+            for edge, higher in itertools.pairwise(edges)
+            for length in range(edge + 1, higher + 1)
+        }
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where a server is, and the key of its clients.
+
+    All calls raise :class:`ConfigError` where it does not answer as a ``--c2t`` server does.
+    """
+
+    url: str
+    api_key: str | None = None
+    patience: float = PATIENCE
+
+    def sample(self) -> Sample:
+        """``/metrics`` now; told apart are servers that do not count, and those without steps."""
+        answered = self._get("/metrics")
+        if answered is None:
+            raise ConfigError(
+                f"the server at {self.url} counts nothing: start it with --enable-metrics"
+            )
+        return sample_of(answered, time.monotonic())
+
+    def told(self) -> dict[str, Any]:
+        """``GET /c2t``: settings in force, how each scheduler verifies, what planners learnt."""
+        answered = self._get("/c2t")
+        if answered is None:
+            raise ConfigError(
+                f"the server at {self.url} runs without --c2t: start it with that flag, and with "
+                "speculative decoding"
+            )
+        told = self._parsed(answered)
+        if not isinstance(told, dict) or not told.get("serving"):
+            raise ConfigError(
+                f"the server at {self.url} does not tell how it verifies: install this version of "
+                "sglang-c2t there, and restart it"
+            )
+        return told
+
+    def info(self) -> dict[str, Any]:
+        """``/server_info``: the server's arguments."""
+        answered = self._get("/server_info")
+        info = None if answered is None else self._parsed(answered)
+        if not isinstance(info, dict) or "internal_states" not in info:
+            raise ConfigError(f"no SGLang server answers at {self.url}")
+        return info
+
+    def switch(self, policy: str, admin_key: str | None) -> str:
+        """``POST /c2t`` another policy; what came of it, in a sentence."""
+        body = json.dumps({"policy": policy}).encode()
+        headers = authorization(admin_key or self.api_key) | {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{self.url}/c2t", data=body, headers=headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=self.patience) as response:
+                return f"policy {json.load(response)['policy']} from now on"
+        except HTTPError as error:
+            return f"refused: {_reason(error)}"
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+            return f"no answer: {error}"
+
+    def _get(self, path: str) -> str | None:
+        """The body of the answer; ``None``: there is no such path."""
+        try:
+            asked = urllib.request.Request(self.url + path, headers=authorization(self.api_key))
+            with urllib.request.urlopen(asked, timeout=self.patience) as response:
+                body: bytes = response.read()
+                return body.decode()
+        except HTTPError as error:
+            if error.code == 404:
+                return None
+            if error.code in (401, 403):
+                raise ConfigError(
+                    f"the server at {self.url} wants {'another' if self.api_key else 'its'} key: "
+                    f"set {API_KEY_ENV} to what its --api-key says, or add --api-key"
+                ) from error
+            raise NoAnswerError(f"{self.url}{path} answered {error.code}") from error
+        except (OSError, HTTPException, ValueError) as error:
+            raise NoAnswerError(f"no SGLang server answers at {self.url}: {error}") from error
+
+    def _parsed(self, body: str) -> Any:
+        try:
+            return json.loads(body)
+        except ValueError as error:
+            raise ConfigError(f"no SGLang server answers at {self.url}: {error}") from error
+
+
+class NoAnswerError(ConfigError):
+    """Nobody answers there now; a server that restarts will."""
+
+
+def _reason(error: HTTPError) -> str:
+    """What a server said why it refused."""
+    try:
+        told = json.loads(error.read())
+        return str(told["error"]["message"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return f"{error.code} {error.reason}"

@@ -1,0 +1,49 @@
+"""How sure a gate was of the first draft of each request, beside what became of it.
+
+Of policies that plan the planner knows that of all drafts. Here it is looked at once in
+:data:`EVERY` steps, and only for first drafts, whose confidence waits in a table anyway: two
+launches, and nobody waits for what they give.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang_c2t.draft.gate import Gate
+from sglang_c2t.draft.served import classifier_of
+from sglang_c2t.plan.grades import Grades
+from sglang_c2t.srt.verify.packing import HostSizes
+
+#: Steps between two looks.
+EVERY = 16
+
+
+class FirstDrafts:
+    """What is known of the first drafts of a server of chains."""
+
+    def __init__(self) -> None:
+        self.grades = Grades()
+        self._steps = 0
+        self._on_their_way: HostSizes | None = None
+
+    def verified(self, gate: Gate, slots: Tensor, num_rows: Tensor, accept_lens: Tensor) -> None:
+        """A step of the requests in ``slots`` [B], of each of which ``num_rows`` were verified,
+        root included, and ``accept_lens`` tokens accepted, bonus included.
+        """
+        self._steps += 1
+        if self._on_their_way is not None and self._on_their_way.arrived:
+            confidence, rows, accepted = self._on_their_way.wait().double().numpy()
+            verified = rows > 1
+            self.grades.observe(confidence[verified], accepted[verified] > 1)
+            self._on_their_way = None
+        # Without a classifier a confidence is a probability of something else, or none at all.
+        judges = gate.program is not None and classifier_of(gate.served.policy) is not None
+        if judges and self._steps % EVERY == 0:
+            confidence = gate.first_tokens.judged(slots).confidence[0]
+            # Whole numbers of this size are exact in float32.
+            self._on_their_way = HostSizes(torch.stack((confidence, num_rows, accept_lens)))
+
+    def reset(self) -> None:
+        """Another gate judges from now on."""
+        self.__init__()  # type: ignore[misc]

@@ -1,0 +1,245 @@
+"""Servers that are set wrong on purpose: what is wrong is named first. And one that is watched."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import requests
+import torch
+
+from eval.prompts import demo_mix
+from eval.server import Launch, Server, running, speculative_flags
+from sglang_c2t.classifier.checkpoint import load_classifier, save_classifier
+from sglang_c2t.cli import main
+from sglang_c2t.offline.client import greedy, run_load
+from tests.e2e.conftest import REPOSITORY, series
+
+AT_ONCE = 64
+SECONDS = 60.0
+
+CHAINS = speculative_flags("EAGLE3")
+
+
+@contextlib.contextmanager
+def loaded(name: str, logs: Path, *flags: str) -> Iterator[Server]:
+    """A ``--c2t`` server that counts, with 64 requests at once that want long answers."""
+    bodies = [greedy(prompt.text, 160) for prompt in demo_mix(320, seed=4)]
+    for body in bodies:
+        body["sampling_params"]["ignore_eos"] = True
+    load: threading.Thread | None = None
+
+    def serve(url: str) -> None:
+        with contextlib.suppress(aiohttp.ClientError):  # its server ends before it does
+            run_load(url, bodies * 20, concurrency=AT_ONCE)
+
+    with running(Launch(name, ("--c2t", "--enable-metrics", *flags)), logs) as server:
+        load = threading.Thread(target=serve, args=(server.url,))
+        load.start()
+        eventually(lambda: series(server.url).get("c2t:steps_total", 0) > 10)
+        yield server
+    load.join(timeout=60)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "it never was so"
+        time.sleep(0.3)
+
+
+def advised(server: Server, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command prints, all of which is shown where a test fails."""
+    capsys.readouterr()
+    assert main(["advise", server.url, "--seconds", "3", "--doctor"]) == 0
+    text = capsys.readouterr().out
+    print(text)
+    return text
+
+
+def first_cause(text: str) -> str:
+    (line,) = re.findall(r"^1\. (.*)$", text, re.MULTILINE)
+    return line
+
+
+@pytest.fixture(scope="module")
+def queued(logs: Path) -> Iterator[Server]:
+    """SGLang's own limit under speculation, 48, below the load."""
+    with loaded("queued", logs, *CHAINS, "--max-running-requests", "48") as server:
+        yield server
+
+
+def test_a_limit_below_the_load_is_named_with_what_more_would_bring(
+    queued: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eventually(lambda: bool(told(queued)["planner"][0]["outlook"]))
+    text = advised(queued, capsys)
+    cause = first_cause(text)
+    assert re.match(r"queue: \d+ requests wait while 4\d run: no more than 48 may", cause)
+    assert "--max-running-requests 48 -> 64 (queue)" in text or "add a replica" in text
+    assert "by the planner's prices and survivals" in text
+
+
+def test_a_tree_for_each_of_many_requests_is_named(
+    logs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = speculative_flags("EAGLE3", num_steps=5, topk=4, num_draft_tokens=16)
+    with loaded("trees-at-load", logs, *shape, "--c2t-policy", "eagle2") as server:
+        text = advised(server, capsys)
+    assert first_cause(text).startswith("trees: trees of topk 4 verify 15.0 drafts a request")
+    assert "--speculative-eagle-topk 4 -> 1 (trees)" in text
+
+
+def test_full_width_verification_is_named_with_its_reason(
+    logs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with loaded("full-width", logs, *CHAINS, "--c2t-verify", "static") as server:
+        text = advised(server, capsys)
+    cause = first_cause(text)
+    assert cause.startswith("packing: verification is not packed")
+    assert "--c2t-verify static asks for it" in cause
+    assert "a row of the target takes" in text
+
+
+def test_a_classifier_of_another_model_is_named_by_what_it_promised(
+    logs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It thinks of a draft that is worse: its log odds are three too low."""
+    classifier = load_classifier("c2t-plus")
+    *_, bias = classifier.net.parameters()
+    with torch.no_grad():
+        bias -= 3.0
+    classifier.training["origins"] = [{"draft": "other-draft", "target": "other-target"}]
+    path = logs / "of-another.safetensors"
+    save_classifier(classifier, path)
+    flags = ("--c2t-policy", "c2t-plus", "--c2t-classifier", str(path))
+    with loaded("of-another", logs, *CHAINS, *flags) as server:
+        eventually(lambda: sum(told(server)["serving"][0]["first_drafts"]["drafts"]) > 100)
+        text = advised(server, capsys)
+    cause = first_cause(text)
+    promised, survived = re.findall(r"(\d+)%", cause)[:2]
+    assert cause.startswith("classifier: of ")
+    assert int(promised) + 10 < int(survived)
+    assert "it was trained on other-draft for other-target" in cause
+
+
+def test_steps_that_never_survive_are_named(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = speculative_flags("EAGLE3", num_steps=16)
+    with loaded("too-deep", logs, *shape, "--c2t-policy", "fixed") as server:
+        eventually(lambda: series(server.url)["c2t:verifications_total"] > 400)
+        text = advised(server, capsys)
+    (useful,) = re.findall(r"accept (\d+) of 16 steps or more, and fewer", first_cause(text))
+    assert first_cause(text).startswith("steps: ")
+    assert 2 <= int(useful) <= 9
+    assert f"--speculative-num-steps 16 -> {useful} (steps)" in text
+
+
+def told(server: Server) -> dict:
+    return requests.get(f"{server.url}/c2t", timeout=60).json()
+
+
+def top(server: Server, *flags: str) -> list[str]:
+    """Its command line."""
+    return [sys.executable, "-m", "sglang_c2t", "top", server.url, "--interval", "0.5", *flags]
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm"}
+
+
+def test_a_watched_server_is_a_line_an_interval_in_a_pipe(queued: Server) -> None:
+    once = subprocess.run(
+        top(queued, "--once"), capture_output=True, text=True, timeout=60, env=ENVIRONMENT
+    )
+    assert (once.returncode, once.stderr) == (0, "")
+    (line,) = once.stdout.splitlines()
+    values = dict(pair.split("=") for pair in line.split()[1:])
+    assert values["policy"] == "auto"
+    assert 40 <= float(values["running"]) <= 48
+    assert float(values["queued"]) > 0
+    assert 1.0 <= float(values["accept_length"]) <= 6.0
+    assert float(values["tokens/s"]) > 0
+    assert float(values["measured_ms"]) > 0
+    piped = subprocess.run(
+        f"{' '.join(top(queued))} | head -2",
+        shell=True, capture_output=True, text=True, timeout=60, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert piped.stderr == ""
+    assert len(piped.stdout.splitlines()) == 2
+
+
+class Terminal:
+    """A command in a terminal of 80 columns and 24 lines."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self._pid, self._fd = pty.fork()
+        if self._pid == 0:
+            os.execvpe(argv[0], argv, ENVIRONMENT)
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.shown = ""
+
+    def type(self, keys: str) -> None:
+        os.write(self._fd, keys.encode())
+
+    def wait_for(self, text: str) -> None:
+        """What is drawn from now on shows this."""
+        self.shown = ""
+        deadline = time.monotonic() + SECONDS
+        while text not in self.shown:
+            assert time.monotonic() < deadline, self.shown
+            self.shown += os.read(self._fd, 4096).decode(errors="replace")
+
+    def ended(self) -> int:
+        with contextlib.suppress(OSError):  # the other side is gone
+            while os.read(self._fd, 4096):
+                pass
+        os.close(self._fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+
+def test_a_watched_server_fills_a_terminal_and_is_switched_by_a_key(queued: Server) -> None:
+    terminal = Terminal(top(queued))
+    terminal.wait_for("tokens/s")
+    terminal.type("4")
+    terminal.wait_for("switch to c2t-plus?")
+    terminal.type("n")
+    terminal.wait_for("policy stays auto")
+    assert told(queued)["policy"] == "auto"
+    terminal.type("4")
+    terminal.wait_for("switch to c2t-plus?")
+    terminal.type("y")
+    terminal.wait_for("policy c2t-plus from now on")
+    assert told(queued)["policy"] == "c2t-plus"
+    terminal.wait_for("not planned")
+    terminal.type("q")
+    assert terminal.ended() == 0
+
+
+def test_ctrl_c_ends_watching_and_leaves_the_terminal_as_it_was(queued: Server) -> None:
+    terminal = Terminal(top(queued))
+    terminal.wait_for("tokens/s")
+    terminal.type("\x03")
+    assert terminal.ended() == 0
+
+
+def test_who_may_change_the_server_is_told(queued: Server) -> None:
+    assert told(queued)["changed_by"] == "this machine"
+    if folder := os.environ.get("C2T_SNAPSHOTS"):
+        for number in range(2):
+            text = requests.get(f"{queued.url}/metrics", timeout=60).text
+            (Path(folder) / f"snap-{number}.prom").write_text(text)
+            (Path(folder) / f"snap-{number}.json").write_text(json.dumps(told(queued)))
+            time.sleep(3)

@@ -1,0 +1,70 @@
+"""A server that answers what a test says, and metrics that a real one gave."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).parent / "data"
+
+#: ``/metrics`` of a server with 48 demo requests at once, 3 seconds apart: what is read of it.
+METRICS = [(DATA / f"metrics-{number}.prom").read_text() for number in range(2)]
+
+SERVING: dict[str, Any] = {
+    "packed": True, "unpacked_because": None, "num_steps": 5, "topk": 1, "num_draft_tokens": 6,
+    "max_running_requests": 48, "plans": True, "row_ms": None, "beta": 0.0, "classifier": None,
+    "first_drafts": None,
+}  # fmt: skip
+
+TOLD: dict[str, Any] = {
+    "policy": "auto", "serving": [SERVING], "planner": [], "changed_by": "this machine",
+}  # fmt: skip
+
+
+class FakeServer:
+    """Answers by path with a status and a body; 404 to all else."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.answers: dict[str, tuple[int, str]] = {
+            "/c2t": (200, json.dumps(TOLD)),
+            "/metrics": (200, METRICS[0]),
+            "/server_info": (200, json.dumps({"internal_states": [{}]})),
+        }
+        self.posted: list[tuple[Any, str | None]] = []
+        """Bodies, and who sent them."""
+
+
+@contextmanager
+def serving() -> Iterator[FakeServer]:
+    """A server that runs inside the block."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = fake.answers.get(self.path, (404, ""))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body.encode())))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            fake.posted.append((json.loads(body), self.headers["Authorization"]))
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    fake = FakeServer(f"http://127.0.0.1:{http.server_address[1]}")
+    thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+    thread.start()
+    yield fake
+    http.shutdown()
+    thread.join()
+    http.server_close()

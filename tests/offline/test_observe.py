@@ -1,0 +1,185 @@
+"""What a server tells is read as it is, and one line says what is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_c2t.cli import main
+from sglang_c2t.offline.advise import facts_of, watched
+from sglang_c2t.offline.observe import Sample, Server, Window, sample_of
+from sglang_c2t.policies.base import TreeShape
+from tests.offline.servers import METRICS, SERVING, TOLD, FakeServer, serving
+from tests.recordings import random_chains, random_trees, tree_origin, write
+
+BEFORE, AFTER = (sample_of(text, at=3.0 * number) for number, text in enumerate(METRICS))
+NOTHING = Sample(0.0, {}, 0, 0.0)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with serving() as fake:
+        yield fake
+
+
+def test_counters_are_read_by_name_and_the_one_label_that_is_ours() -> None:
+    assert BEFORE["c2t:steps_total"] == 451
+    assert BEFORE["c2t:draft_stops_total{depth}"] == 15604
+    assert BEFORE["sglang:num_queue_reqs"] == 15
+    assert BEFORE["c2t:nothing"] == 0
+    assert (BEFORE.replicas, BEFORE.fullest) == (1, 0.24)
+
+
+def test_replicas_are_summed_and_the_fullest_cache_counts() -> None:
+    """Each has a rank; SGLang labels its gauges alike."""
+    fuller = METRICS[0].replace("} 0.24", "} 0.5")
+    other = METRICS[0].replace('tp_rank="0"', 'tp_rank="0",dp_rank="1"')
+    series = [line for line in other.splitlines() if not line.startswith("#")]
+    both = sample_of(fuller + "\n".join(series) + "\n", at=0.0)
+    assert both.replicas == 2
+    assert both["c2t:steps_total"] == 902
+    assert both.fullest == 0.5
+
+
+def test_a_window_holds_what_was_counted_in_it() -> None:
+    window = Window(BEFORE, AFTER)
+    steps = AFTER["c2t:steps_total"] - 451
+    assert window["c2t:steps_total"] == steps > 0
+    assert window.rate("c2t:steps_total") == pytest.approx(steps / 3.0)
+    assert not window.restarted
+
+
+def test_a_server_that_started_anew_is_counted_from_its_start() -> None:
+    young = sample_of(METRICS[0].replace("} 451.0", "} 7.0"), at=3.0)
+    window = Window(AFTER, young)
+    assert window.restarted
+    assert window["c2t:steps_total"] == 7
+
+
+def test_a_histogram_says_how_many_were_of_so_many_or_more() -> None:
+    at_least = Window(NOTHING, BEFORE).at_least("c2t:proposed_length")
+    assert list(at_least) == [1, 2, 3, 4, 5]
+    assert sum(at_least.values()) == BEFORE["c2t:proposed_length_sum"]
+    assert list(at_least.values()) == sorted(at_least.values(), reverse=True)
+
+
+def test_lengths_within_a_wide_bucket_count_as_its_longest() -> None:
+    text = "".join(
+        f'c2t:proposed_length_bucket{{le="{edge}"}} {count}\n'
+        for edge, count in {"0.0": 1.0, "16.0": 5.0, "20.0": 9.0, "+Inf": 9.0}.items()
+    )
+    text += "c2t:proposed_length_count 9.0\nc2t:proposed_length_sum 100.0\n"
+    head = "# TYPE c2t:proposed_length histogram\n"
+    at_least = Window(NOTHING, sample_of(head + text, 1.0)).at_least("c2t:proposed_length")
+    assert [at_least[length] for length in (1, 16, 17, 20)] == [8.0, 8.0, 4.0, 4.0]
+
+
+def test_facts_are_of_all_replicas(server: FakeServer) -> None:
+    told = TOLD | {"serving": [SERVING, SERVING]}
+    facts = facts_of(told, {}, Window(NOTHING, BEFORE), [BEFORE, AFTER])
+    assert (facts.replicas, facts.max_running) == (2, 96)
+    assert facts.running == pytest.approx(2 * 21413 / 451)
+    assert facts.queued == (15 + AFTER["sglang:num_queue_reqs"]) / 2
+    assert facts.planned == 440
+    assert facts.accepted_at_least[1] > facts.accepted_at_least[5] > 0
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main([*argv]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize("command", ["advise", "top"])
+@pytest.mark.parametrize(
+    ("path", "answer", "said"),
+    [
+        ("/c2t", (404, ""), "runs without --c2t: start it with that flag"),
+        ("/metrics", (404, ""), "counts nothing: start it with --enable-metrics"),
+        ("/metrics", (200, "no series {"), "holds no Prometheus series"),
+        ("/c2t", (401, ""), "wants its key: set SGLANG_API_KEY"),
+        ("/c2t", (200, '{"policy": "c2t"}'), "install this version of sglang-c2t there"),
+        ("/c2t", (200, "<html>"), "no SGLang server answers"),
+        ("/c2t", (500, ""), "answered 500"),
+    ],
+)
+def test_what_a_server_does_not_tell_is_one_line_that_says_what_to_do(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], command: str, path: str,
+    answer: tuple[int, str], said: str,
+) -> None:  # fmt: skip
+    server.answers[path] = answer
+    assert said in refusal(capsys, command, server.url)
+
+
+@pytest.mark.parametrize("command", ["advise", "top"])
+def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with serving() as gone:
+        url = gone.url
+    assert f"no SGLang server answers at {url}" in refusal(capsys, command, url)
+    assert "no SGLang server answers" in refusal(capsys, command, "nonsense")
+
+
+def test_a_server_that_decodes_nothing_is_not_judged(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "decoded nothing in 1 s" in refusal(capsys, "advise", server.url, "--seconds", "1")
+
+
+def test_a_server_that_restarts_while_it_is_watched_is_not_judged(server: FakeServer) -> None:
+    def restart() -> None:
+        server.answers["/metrics"] = 200, METRICS[0].replace("} 451.0", "} 7.0")
+
+    with pytest.raises(Exception, match="restarted while it was watched"):
+        watched(Server(server.url), 2.1, restart)
+
+
+@pytest.mark.parametrize("flags", [["--seconds", "0"], ["--seconds", "nan"], ["--seconds", "1e9"]])
+def test_seconds_out_of_range_are_refused(
+    capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    assert "--seconds must be from 1 to 3600" in refusal(capsys, "advise", *flags)
+
+
+def test_a_recording_says_how_deep_drafts_survive_and_what_the_classifier_knows_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of made-up chains it knows little: theirs are not its features."""
+    write(tmp_path / "chains", random_chains(20, roots=6, depth=4), roots="every")
+    assert main(["advise", "--recording", str(tmp_path / "chains")]) == 0
+    text = capsys.readouterr().out
+    assert "120 recorded drafts of 4.0 tokens" in text
+    assert "steps: 38% of the drafts survive to depth 4 of 4" in text
+    assert "c2t-plus ranks these drafts with AUC 0.773" in text
+    assert "do: train one on this recording" in text
+    assert "no gain in tokens/s can be given" in text
+
+
+def test_a_recording_of_trees_says_what_their_width_is_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    origin = tree_origin(TreeShape(3, 3, 22))
+    write(tmp_path, random_trees(40, 3, topk=3, num_steps=3), roots="every", origin=origin)
+    assert main(["advise", "--recording", str(tmp_path)]) == 0
+    assert "trees: 35% of the tokens that survive are not the likeliest" in capsys.readouterr().out
+
+
+def test_a_recording_of_few_drafts_says_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, random_chains(2, roots=6, depth=4))
+    assert "12 drafts, and 50 are needed" in refusal(capsys, "advise", "--recording", str(tmp_path))
+
+
+def test_a_switch_sends_the_admin_key_and_tells_what_came_of_it(server: FakeServer) -> None:
+    asked = Server(server.url, "clients")
+    server.answers["/c2t"] = 200, json.dumps({"policy": "c2t"})
+    assert asked.switch("c2t", "operators") == "policy c2t from now on"
+    assert server.posted == [({"policy": "c2t"}, "Bearer operators")]
+    error: dict[str, Any] = {"error": {"message": "needs a restart"}}
+    server.answers["/c2t"] = 400, json.dumps(error)
+    assert asked.switch("c2t", None) == "refused: needs a restart"
