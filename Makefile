@@ -21,7 +21,7 @@ COMPILE   := uv pip compile --quiet --universal --no-header --no-annotate --no-e
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve bench ramp lossless soak test matrix unit check lint types e2e models classifier \
-  tables parity parity-old patch unpatch patch-check lock docs dist clean
+  tables parity parity-old patch unpatch patch-check lock docs shots dist clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -135,6 +135,11 @@ lock: $(STAMP)  ## Pin what pyproject.toml resolves to now, with its SGLang and 
 
 docs: $(STAMP)  ## The guides as a site, runs/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f eval/docs/mkdocs.yml
+
+# REPORT: the page of a benchmark, to be looked at beside those of the site.
+shots: docs  ## Pictures of the site in runs/shots, by Chromium: make shots [REPORT=runs/bench/report.html]
+	$(BIN)/python -m eval.docs.shots --out runs/shots $(REPORT) $(addprefix runs/site/,index.html \
+	  eval/benchmark.html $(addprefix sglang_c2t/guides/,matrix.html production.html alternatives.html recipes/index.html))
 
 dist: $(STAMP)  ## Source distribution and wheel, checked, in runs/dist
 	rm -rf runs/dist
