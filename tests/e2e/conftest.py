@@ -7,7 +7,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,12 @@ def trees(request: pytest.FixtureRequest, logs: Path) -> Iterator[GatedServer]:
     launch, control = tree_launch(request.param, logs, algorithm=request.param)
     with running(launch, logs) as server:
         yield GatedServer(server, request.param, control)
+
+
+def settings_of(url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What is in force, less what was measured meanwhile."""
+    told: dict[str, Any] = requests.get(f"{url}/c2t", headers=headers, timeout=60).json()
+    return {name: value for name, value in told.items() if name not in ("serving", "planner")}
 
 
 def series(url: str, **labels: str) -> dict[str, float]:

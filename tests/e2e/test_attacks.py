@@ -23,7 +23,7 @@ from eval.server import Launch, Server, running, speculative_flags
 from eval.soak.malformed import FATAL, HANGING, Malformed
 from eval.soak.mutations import mutants
 from sglang_c2t.offline.client import greedy
-from tests.e2e.conftest import REPOSITORY
+from tests.e2e.conftest import REPOSITORY, settings_of
 
 API, ADMIN = "for-clients", "for-admins"
 JSON = {"Content-Type": "application/json"}
@@ -76,10 +76,7 @@ class Attacked:
         return told
 
     def settings(self) -> dict[str, Any]:
-        told: dict[str, Any] = requests.get(
-            f"{self.server.url}/c2t", headers=self.client, timeout=60
-        ).json()
-        return told
+        return settings_of(self.server.url, self.client)
 
     def sung(self) -> list[str]:
         """Traces of code that ran."""

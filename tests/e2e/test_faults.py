@@ -13,7 +13,7 @@ import requests
 from eval.server import Launch, Server, running, speculative_flags
 from eval.soak.faults import END_SECONDS, ClassifierFile, kill_child
 from sglang_c2t.offline.client import run_load
-from tests.e2e.conftest import BODIES, CONCURRENCY
+from tests.e2e.conftest import BODIES, CONCURRENCY, settings_of
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,7 @@ def serving(logs: Path, classifier: ClassifierFile) -> Iterator[Server]:
 
 
 def settings(server: Server) -> dict[str, Any]:
-    told: dict[str, Any] = requests.get(f"{server.url}/c2t", timeout=60).json()
-    return told
+    return settings_of(server.url)
 
 
 def reload(server: Server, classifier: ClassifierFile) -> requests.Response:

@@ -19,7 +19,7 @@ import requests
 
 from eval.server import Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import post_all, run_load
-from tests.e2e.conftest import BODIES, CONCURRENCY, assert_counted, series
+from tests.e2e.conftest import BODIES, CONCURRENCY, assert_counted, series, settings_of
 from tests.e2e.router import Router, routing
 
 pytestmark = pytest.mark.skipif(
@@ -89,8 +89,7 @@ def test_each_worker_is_asked_and_changed_at_its_own_address(
 
 
 def settings(server: Server) -> dict[str, Any]:
-    told: dict[str, Any] = requests.get(f"{server.url}/c2t", timeout=60).json()
-    return told
+    return settings_of(server.url)
 
 
 def test_an_opt_out_passes_the_router_on_completions_and_is_lost_on_generate(fleet: Fleet) -> None:
