@@ -168,7 +168,7 @@ ROWS = (
         "e2e/test_data_parallel.py::test_a_change_reaches_every_replica",
     )),
     Row("DeepSeek (MLA, experts)", "NEXTN, chains", "ours for CPUs", "--enable-dp-attention, "
-        "--tp-size 2: joins, aborts, a rank without requests", PACKED, CPU, (
+        f"--tp-size 2: {ORDEAL}, a rank without requests", PACKED, CPU, (
         "e2e/test_data_parallel_attention.py::test_both_ranks_answer_as_one_without_speculation_"
         "while_others_come_and_vanish",
         "e2e/test_data_parallel_attention.py::test_a_rank_that_serves_nobody_keeps_step_with_the_"
