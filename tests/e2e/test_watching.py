@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import pty
 import re
+import select
+import signal
 import struct
 import subprocess
 import sys
@@ -187,6 +188,7 @@ class Terminal:
     def __init__(self, argv: list[str]) -> None:
         self._pid, self._fd = pty.fork()
         if self._pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests in the background ignore it
             os.execvpe(argv[0], argv, ENVIRONMENT)
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.shown = ""
@@ -199,13 +201,18 @@ class Terminal:
         self.shown = ""
         deadline = time.monotonic() + SECONDS
         while text not in self.shown:
-            assert time.monotonic() < deadline, self.shown
-            self.shown += os.read(self._fd, 4096).decode(errors="replace")
+            self.shown += self._read(deadline).decode(errors="replace")
+
+    def _read(self, deadline: float) -> bytes:
+        ready, _, _ = select.select([self._fd], [], [], max(deadline - time.monotonic(), 0))
+        assert ready, self.shown
+        return os.read(self._fd, 4096)
 
     def ended(self) -> int:
+        deadline = time.monotonic() + SECONDS
         with contextlib.suppress(OSError):  # the other side is gone
-            while os.read(self._fd, 4096):
-                pass
+            while self._read(deadline):
+                assert time.monotonic() < deadline, "it goes on"
         os.close(self._fd)
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
@@ -237,9 +244,3 @@ def test_ctrl_c_ends_watching_and_leaves_the_terminal_as_it_was(queued: Server) 
 
 def test_who_may_change_the_server_is_told(queued: Server) -> None:
     assert told(queued)["changed_by"] == "this machine"
-    if folder := os.environ.get("C2T_SNAPSHOTS"):
-        for number in range(2):
-            text = requests.get(f"{queued.url}/metrics", timeout=60).text
-            (Path(folder) / f"snap-{number}.prom").write_text(text)
-            (Path(folder) / f"snap-{number}.json").write_text(json.dumps(told(queued)))
-            time.sleep(3)
