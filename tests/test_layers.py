@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "hints": set(),
     "files": set(),
     "tree": set(),
+    "guides": set(),
     "plan": set(),
     "draft_layer": set(),
     "config": {"checks", "hints"},

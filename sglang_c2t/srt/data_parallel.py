@@ -56,8 +56,9 @@ def agrees_on_rows() -> bool:
     """Whether ranks forward together, are told the rows of each, and gather them behind attention:
     not where experts dispatch rows by themselves, or dense layers have groups of their own.
     """
-    gathers = require_mlp_tp_gather() and not require_attn_tp_gather()
-    return peers() is not None and gathers and bool(get_moe_a2a_backend().is_none())
+    if peers() is None or not get_moe_a2a_backend().is_none():
+        return False
+    return bool(require_mlp_tp_gather()) and not require_attn_tp_gather()
 
 
 class PackedForwardBatch(ForwardBatch):

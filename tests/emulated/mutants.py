@@ -163,9 +163,11 @@ def positions_are_those_of_whole_drafts() -> None:
 
 @mutant(CHAINS)
 def the_smallest_graph_is_replayed_for_any_rows() -> None:
-    def smallest(_: Any, runner: Any, *sizes: Any) -> tuple[int, int]:
+    from sglang_c2t.srt.verify.packing import _Size
+
+    def smallest(_: Any, runner: Any, *sizes: Any) -> _Size:
         tiers = runner.decode_cuda_graph_runner.tiers
-        return min(tiers.rows), tiers.slots(min(tiers.rows))
+        return _Size(min(tiers.rows), tiers.slots(min(tiers.rows)))
 
     around(PACKING, "_size", smallest)
 

@@ -79,8 +79,8 @@ def interpreted() -> Iterator[None]:
 
     with (
         hastened(),
-        # It keeps what was compiled, and here nothing is.
-        patch.object(utils, "cached_triton_kernel", lambda *_: lambda kernel: kernel),
+        # It keeps what was compiled, and here nothing is. (Launchers are still importing it.)
+        patch.object(utils, "cached_triton_kernel", lambda *_: lambda kernel: kernel, create=True),
         patch.multiple(tl.extra.cuda, gdc_wait=nothing, gdc_launch_dependents=nothing),
         patch.object(interpreter.InterpretedFunction, "run", queued),
         patch.object(autotuner.Autotuner, "run", first_configuration),

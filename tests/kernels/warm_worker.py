@@ -18,6 +18,7 @@ from sglang_c2t.kernels.rows import chain_links, scatter_rows
 from sglang_c2t.kernels.trees import cut_and_link
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
+from sglang_c2t.srt.verify import packing
 from sglang_c2t.srt.verify.flashinfer import RaggedFlashInferBackend, _GraphBuffers
 from sglang_c2t.srt.verify.packing import HostSizes, Packing
 from sglang_c2t.srt.verify.warm_up import warm_up
@@ -152,6 +153,7 @@ def main() -> None:
     """Chains and trees."""
     for kernel in (BuildQoIndptr, PaddedToBucket):  # on a CPU SGLang takes their twins in torch
         kernel.execute = kernel.triton
+    packing.peers = lambda: None
     compat.target_hidden_width = lambda draft_runner: 3 * HIDDEN
     record_keys()
     for kind in WIDTH:

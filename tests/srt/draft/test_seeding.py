@@ -113,15 +113,19 @@ def test_a_size_that_takes_long_is_measured_twice(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_a_file_brought_is_not_measured_again(rank: int) -> None:
+def test_what_a_file_brought_is_not_measured_again(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
     """The first of tensor-parallel ranks has the file, and the others do as it does."""
     planner = Planner(LAYERS, Survival(LAYERS))
     if rank == 0:
         planner.cost.verify.seed({6: 10.0})
-    planning = Planning(
-        planner, tiers=lambda: None, width=5, slots=8, device="cpu",
-        agree=lambda numbers: numbers if rank == 0 else [1],
-    )  # fmt: skip
+    planning = Planning(planner, tiers=lambda: None, width=5, slots=8, device="cpu")
+
+    def of_first(numbers: list[int]) -> list[int]:
+        return numbers if rank == 0 else [1]
+
+    monkeypatch.setattr(seeding, "host_agreement", lambda _group: of_first)
     worker = Worker(planning, 0.01)
     seeding.seed_costs(planning, worker)
     assert worker.steps == []

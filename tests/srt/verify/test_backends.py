@@ -61,7 +61,7 @@ def test_attention_over_latents_verifies_packed_chains_and_no_trees(
     monkeypatch.setattr(backends, "prepare", lambda *_, **__: None)
     monkeypatch.setattr(compat, "translates_slots", lambda _: False)
     runner = target(monkeypatch, backend=MLA)
-    assert chain.decide("auto", runner)
+    assert chain.decide("auto", runner) is None
     with refused("cannot verify trees: FlashInfer's attention over latents (MLA) reads no masks"):
         tree.decide(C2TConfig(), runner)
 

@@ -192,7 +192,7 @@ def test_a_graph_runs_exactly_what_was_laid_out_for_it(
                   is_encoder_decoder=False, capture_hidden_mode=0)  # fmt: skip
     ours.attn_backend.supports_ragged_verify_graph = True
     target = double("ModelRunner", decode_cuda_graph_runner=ours)
-    tokens, slots = packing._size(target, rows, batch)
+    tokens, slots, _ = packing._size(target, None, rows, batch)
     layout = SimpleNamespace(graph_num_tokens=tokens)
     forward_batch = double("ForwardBatch", batch_size=batch, capture_hidden_mode=0)
     in_graph = tiers.pick(rows, batch) is not None

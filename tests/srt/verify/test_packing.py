@@ -156,12 +156,13 @@ def test_what_sglang_calls_while_it_verifies_is_ours_and_afterwards_its_own() ->
     before = [getattr(common, name) for name in names]
     chains = chain_input([2, 1], width=3)
     feedback = Feedback(on_cuda=False)
-    with packed.verifying(chains, None, feedback):
+    target = double("TpModelWorker", forward_batch_generation=None)
+    with packed.verifying(chains, target, feedback):
         inside = [getattr(common, name) for name in names]
     assert all(ours is not stock for ours, stock in zip(inside, before, strict=True))
     assert [getattr(common, name) for name in names] == before
     chains.packing = None
-    with packed.verifying(chains, None, feedback):
+    with packed.verifying(chains, target, feedback):
         assert [getattr(common, name) for name in names] == before
 
 
