@@ -518,6 +518,11 @@ def _device(stack: ExitStack) -> None:
     libraries.define_operations()
     stack.enter_context(libraries.served())
     stack.enter_context(triton_interpreter.interpreted())
+    from sglang.srt import utils  # not before there is a device
+
+    # It keeps what was compiled, and here nothing is.
+    kept = patch.object(utils, "cached_triton_kernel", lambda *_: lambda kernel: kernel)
+    stack.enter_context(kept)
     stack.enter_context(ranks.connected())
     stack.enter_context(patch.object(gc, "unfreeze"))  # a server's captures would, and collect all
     import sglang.srt.layers.attention.flashattention_backend

@@ -72,15 +72,11 @@ def interpreted() -> Iterator[None]:
     def first_configuration(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
 
-    from sglang.srt import utils  # not before there is a device
-
     def nothing(**_: Any) -> None:
         """One launch is behind the other anyway."""
 
     with (
         hastened(),
-        # It keeps what was compiled, and here nothing is. (Launchers are still importing it.)
-        patch.object(utils, "cached_triton_kernel", lambda *_: lambda kernel: kernel, create=True),
         patch.multiple(tl.extra.cuda, gdc_wait=nothing, gdc_launch_dependents=nothing),
         patch.object(interpreter.InterpretedFunction, "run", queued),
         patch.object(autotuner.Autotuner, "run", first_configuration),
