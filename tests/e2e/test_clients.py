@@ -63,7 +63,7 @@ def test_the_gauge_of_accept_lengths_says_what_the_answers_say(server: Server) -
     sums = counted(run_load(server.url, bodies, concurrency=4).answers)
     right = sums["c2t:correct_drafts_total"] / sums["c2t:verifications_total"]
     gauge = value(server.url, "sglang:spec_accept_length")
-    assert gauge == pytest.approx(1 + right, rel=0.25)  # it tells the last steps alone
+    assert gauge == pytest.approx(1 + right, rel=0.35)  # it tells the last steps alone
 
 
 def value(url: str, name: str) -> float:
