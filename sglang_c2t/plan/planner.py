@@ -312,6 +312,7 @@ class Planner:
 
         Prices beyond what was measured go on as :class:`~sglang_c2t.plan.cost.Curve` says.
         """
+        self.catch_up()
         if self._unknown or not self._firsts:
             return []
         recent = np.concatenate(self._firsts)

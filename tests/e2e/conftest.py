@@ -181,10 +181,16 @@ def trees(request: pytest.FixtureRequest, logs: Path) -> Iterator[GatedServer]:
         yield GatedServer(server, request.param, control)
 
 
+def in_force(told: dict[str, Any]) -> dict[str, Any]:
+    """What ``/c2t`` tells, less what a server goes on measuring."""
+    measured = "row_ms", "first_drafts"
+    serving = [{k: v for k, v in one.items() if k not in measured} for one in told["serving"]]
+    return {**told, "serving": serving}
+
+
 def settings_of(url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What is in force, less what was measured meanwhile."""
-    told: dict[str, Any] = requests.get(f"{url}/c2t", headers=headers, timeout=60).json()
-    return {name: value for name, value in told.items() if name not in ("serving", "planner")}
+    """What is in force now."""
+    return in_force(requests.get(f"{url}/c2t", headers=headers, timeout=60).json())
 
 
 def series(url: str, **labels: str) -> dict[str, float]:

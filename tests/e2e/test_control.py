@@ -23,6 +23,7 @@ from tests.e2e.conftest import (
     REPOSITORY,
     TREE,
     counted,
+    in_force,
     run_beside_posts,
     series,
     settings_of,
@@ -137,8 +138,8 @@ def test_a_changed_policy_verifies_other_drafts_and_answers_the_same(
     for policy, beta in (("c2t", None), ("c2t-plus", None), ("c2t-plus", 0.9), ("dyjoint", 0.2)):
         told = controlled.post(policy=policy, beta=beta)
         assert (told["policy"], told["beta"]) == (policy, beta)
-        in_force = controlled.settings()
-        assert {name: told[name] for name in in_force} == {**in_force, "switches": told["switches"]}
+        now = controlled.settings()
+        assert {**in_force(told), "switches": now["switches"]} == now
         result = controlled.serve()
         assert result.outputs == expected
         proposed[policy, beta] = counted(result.answers)["c2t:proposed_drafts_total"]
