@@ -252,14 +252,15 @@ def _advise(args: argparse.Namespace) -> int:
     if not 1.0 <= args.seconds <= 3600.0:
         raise ConfigError(f"--seconds must be from 1 to 3600, got {args.seconds:g}")
     _require_extra("aiohttp", "prometheus_client", "rich")
-    from rich.progress import Progress
+    from rich.console import Console
 
     from sglang_c2t.offline.advise import LOOK_EVERY, advice_text, watched
     from sglang_c2t.offline.observe import Server
+    from sglang_c2t.offline.progress import progress_on
 
     server = Server(args.url.rstrip("/"), _api_key(args))
-    with Progress(transient=True) as progress:
-        task = progress.add_task("watching", total=args.seconds)
+    with progress_on(Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("watching: seconds", total=args.seconds)
         facts = watched(server, args.seconds, lambda: progress.advance(task, LOOK_EVERY))
     print(advice_text(facts, doctor=args.doctor))
     return 0

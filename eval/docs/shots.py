@@ -131,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("this needs Chromium: apt-get install chromium, for instance")
     args.out.mkdir(parents=True, exist_ok=True)
     wide = asyncio.run(take(program, args.pages, args.out))
-    print(*wide, sep="\n", file=sys.stderr)
+    for line in wide:
+        print(line, file=sys.stderr)
     return 1 if wide else 0
 
 

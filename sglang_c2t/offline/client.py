@@ -108,6 +108,14 @@ def authorization(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
+def key_wanted(url: str, api_key: str | None) -> str:
+    """What to tell who gave no key, or another than the server's."""
+    return (
+        f"the server at {url} wants {'another' if api_key else 'its'} key: set {API_KEY_ENV} to "
+        "what its --api-key says, or add --api-key"
+    )
+
+
 def c2t_states(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
     """What the plugin reports in /server_info for each scheduler; {} when it reports nothing."""
     asked = urllib.request.Request(f"{url}/server_info", headers=authorization(api_key))

@@ -20,7 +20,7 @@ from urllib.error import HTTPError
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_c2t.config import ConfigError
-from sglang_c2t.offline.client import API_KEY_ENV, authorization
+from sglang_c2t.offline.client import authorization, key_wanted
 
 #: Seconds within which a server answers, or is taken for one that does not.
 PATIENCE = 20.0
@@ -187,10 +187,7 @@ class Server:
             if error.code == 404:
                 return None
             if error.code in (401, 403):
-                raise ConfigError(
-                    f"the server at {self.url} wants {'another' if self.api_key else 'its'} key: "
-                    f"set {API_KEY_ENV} to what its --api-key says, or add --api-key"
-                ) from error
+                raise ConfigError(key_wanted(self.url, self.api_key)) from error
             raise NoAnswerError(f"{self.url}{path} answered {error.code}") from error
         except (OSError, HTTPException, ValueError) as error:
             raise NoAnswerError(f"no SGLang server answers at {self.url}: {error}") from error

@@ -19,8 +19,10 @@ from rich.progress import (
 LINE_SECONDS = 30.0
 
 
-def progress_on(on: Console) -> Progress:
-    """How much of each task is done, and how long the rest may take; used with ``with``."""
+def progress_on(on: Console, *, transient: bool = False) -> Progress:
+    """How much of each task is done, and how long the rest may take; used with ``with``. Bars that
+    are ``transient`` are gone behind it.
+    """
     shown = Progress if on.is_terminal else _Lines
     return shown(
         TextColumn("{task.description}"),
@@ -31,6 +33,7 @@ def progress_on(on: Console) -> Progress:
         redirect_stdout=False,
         redirect_stderr=False,
         speed_estimate_period=600,
+        transient=transient,
         disable=not on.is_terminal,
     )
 

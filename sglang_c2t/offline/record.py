@@ -19,7 +19,7 @@ from rich.console import Console
 
 from sglang_c2t.classifier.request_names import name_requests
 from sglang_c2t.config import ConfigError
-from sglang_c2t.offline.client import API_KEY_ENV, c2t_states, post_all
+from sglang_c2t.offline.client import c2t_states, key_wanted, post_all
 from sglang_c2t.offline.progress import progress_on
 from sglang_c2t.offline.prompts import PromptRow, request
 
@@ -84,10 +84,7 @@ def _recording_state(url: str, api_key: str | None) -> dict[str, Any]:
         recording: dict[str, Any] = {**states[0]}
     except HTTPError as error:
         if error.code in (401, 403):
-            raise ConfigError(
-                f"the server at {url} wants {'another' if api_key else 'its'} key: set "
-                f"{API_KEY_ENV} to what its --api-key says, or add --api-key"
-            ) from error
+            raise ConfigError(key_wanted(url, api_key)) from error
         raise ConfigError(f"no SGLang server answers at {url}: {error}") from error
     except (OSError, HTTPException, LookupError, TypeError, AttributeError, ValueError) as error:
         why = str(error).strip()

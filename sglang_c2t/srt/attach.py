@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang_c2t.srt.probes import SeamError, sglang_version
-from sglang_c2t.srt.seams import ADAPTER_SEAMS, CPU_SEAMS, DATA_PARALLEL_SEAMS, SEAMS, step_seam
+from sglang_c2t.srt.seams import EVERY_SEAM, step_seam
 
 
 def on_resolution(step: str, hook: Callable[[Any, Callable[[Any], None]], None]) -> None:
@@ -73,9 +73,10 @@ def _present(owner: Any, name: str) -> Any:
         return getattr(owner, name)
     except AttributeError as error:
         what = getattr(owner, "__name__", type(owner).__qualname__)
-        seams = (*SEAMS, *CPU_SEAMS, *ADAPTER_SEAMS, *DATA_PARALLEL_SEAMS)
         purposes = [
-            s.purpose for s in seams if name in (*s.fields.split(), s.target.rpartition(".")[2])
+            s.purpose
+            for s in EVERY_SEAM
+            if name in (*s.fields.split(), s.target.rpartition(".")[2])
         ]
         raise SeamError(
             f"SGLang {sglang_version()} has no {name} on {what}; "

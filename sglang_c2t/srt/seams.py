@@ -932,6 +932,9 @@ CPU_SEAMS: tuple[Seam, ...] = (
     ),
 )
 
+#: Whatever is asked of an SGLang, by some server.
+EVERY_SEAM = (*SEAMS, *CPU_SEAMS, *ADAPTER_SEAMS, *DATA_PARALLEL_SEAMS)
+
 
 def can_hide_keys() -> bool:
     """Whether this SGLang tells its arguments through functions that can be hooked."""

@@ -208,7 +208,7 @@ class WorkerMixin(EAGLEWorkerV2):
             raise ConfigError(f"policy {policy.name} learns nothing while it serves")
         draft.gate.switch(policy, captured=captured)
         if self._first_drafts is not None:
-            self._first_drafts.reset()
+            self._first_drafts = FirstDrafts()  # another gate judges from now on
         self._plan_with(planning)
         if forgets and planning is not None:
             planning.planner.reset()

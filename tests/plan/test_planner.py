@@ -395,10 +395,13 @@ def test_what_other_loads_would_bring_is_told_by_the_prices_and_survivals_it_pla
     planner = Planner(DEPTH, Survival(DEPTH))
     assert planner.outlook({8: server.tiers()}) == []
     server.serve(planner, 300)
-    told = planner.outlook({b: list(range(b, b * (DEPTH + 1) + 1)) for b in (1, 8, 16)})
+    tiers = {b: list(range(b, b * (DEPTH + 1) + 1)) for b in (1, 8, 16)}
+    told = planner.outlook(tiers)
     assert {(one["requests"], one["layers"]) for one in told} == {
         (b, d) for b in (1, 8, 16) for d in range(1, DEPTH + 1)
     }
+    planner.report()
+    assert planner.outlook(tiers) == told, "it had not learnt from all that was there"
     best = {
         b: max(one["tokens"] / one["milliseconds"] for one in told if one["requests"] == b)
         for b in (1, 8, 16)

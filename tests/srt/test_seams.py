@@ -19,8 +19,6 @@ from torch import Tensor
 from sglang_c2t.srt import attach, compat, probes, seams, versions
 from sglang_c2t.srt.versions import TESTED
 
-EVERY = (*seams.SEAMS, *seams.CPU_SEAMS, *seams.ADAPTER_SEAMS, *seams.DATA_PARALLEL_SEAMS)
-
 
 def test_every_seam_fits_the_installed_sglang() -> None:
     assert seams.broken_seams() == []
@@ -223,7 +221,7 @@ OURS = {
 def listed() -> set[str]:
     """Every name of a symbol or attribute in the list of seams."""
     found = set()
-    for seam in EVERY:
+    for seam in seams.EVERY_SEAM:
         each: probes.Seam | None = seam
         while each is not None:
             found |= {*each.fields.split(), each.target.rpartition(".")[2]}

@@ -183,12 +183,11 @@ class Planning:
             planner.measured_ms / 1e3,
         )
 
-    def draft(self, layers: int) -> Plan:
+    def draft(self, layers: int) -> None:
         """Other ranks make the step in progress draft so many layers."""
         step = self._now
         most = step.batch * self.planner.full_rows(layers, step.plan.width)
         step.plan = step.plan._replace(layers=layers, rows=min(step.plan.rows, most))
-        return step.plan
 
     def whole_drafts(self) -> Plan:
         """Somebody wants all of a draft: the step in progress drafts as much as any can."""

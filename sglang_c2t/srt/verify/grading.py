@@ -43,7 +43,3 @@ class FirstDrafts:
             confidence = gate.first_tokens.judged(slots).confidence[0]
             # Whole numbers of this size are exact in float32.
             self._on_their_way = HostSizes(torch.stack((confidence, num_rows, accept_lens)))
-
-    def reset(self) -> None:
-        """Another gate judges from now on."""
-        self.__init__()  # type: ignore[misc]
