@@ -51,10 +51,12 @@ def match_rows(
         target = sample_rows(logits, info, packing.request, positions)
 
     layout, longest = packing.layout, verify_input.max_tree_depth
+    # At full width rows behind a chain's cut are forwarded too: they were not to be verified.
+    num_rows = verify_input.num_rows if packing.parents is None else packing.num_rows
     return accept_paths(
         target,
         verify_input.draft_token,
-        packing.num_rows,
+        num_rows,
         layout.row_starts,
         layout.window,
         packing.parents,

@@ -286,7 +286,7 @@ def test_acceptance_stays_within_its_budget(
     monkeypatch.setattr(accept, "apply_scaling_penalties", lambda logits, scale: logits.mul_(scale))
     verify_input = SimpleNamespace(
         positions=integers(B * N), draft_token=integers(B * N), max_tree_depth=N,
-        accepts_drafts=True,
+        accepts_drafts=True, num_rows=packing.num_rows,
     )  # fmt: skip
     output = SimpleNamespace(next_token_logits=on_device(rows + 3, V))
     with Launches() as launches:
