@@ -36,7 +36,6 @@ FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 CACHE_LOCS = "sglang.kernels.ops.speculative.cache_locs"
 ATTENTION_HOOK = "sglang.srt.arg_groups.attention_hook"
 OVERRIDES = "sglang.srt.arg_groups.overrides"
-MODEL_OVERRIDES = "sglang.srt.arg_groups.model_override_base"
 RESOLUTION_HOOKS = "sglang.srt.arg_groups.resolution_hooks"
 SERVER_ARGS = "sglang.srt.server_args"
 AUTH = "sglang.srt.utils.auth"
@@ -836,14 +835,6 @@ CPU_SEAMS: tuple[Seam, ...] = (
         otherwise=Seam(
             f"{OVERRIDES}._attention_backend_platform_fallbacks",
             "keeps the attention backend of the CPU",
-        ),
-    ),
-    Seam(
-        f"{MODEL_OVERRIDES}.use_mla_backend",
-        "keeps the attention backend of the CPU",
-        "server_args",
-        otherwise=Seam(
-            f"{SERVER_ARGS}.ServerArgs.use_mla_backend", "keeps the attention backend of the CPU"
         ),
     ),
     Seam(

@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,6 +203,7 @@ def test_what_is_not_there_is_not_written() -> None:
 # -- every write is listed ----------------------------------------------------------------
 
 ROOT = Path(compat.__file__).parents[2]
+PACKAGE = Path(compat.__file__).parents[1]
 SOURCES = sorted(Path(compat.__file__).parent.rglob("*.py"))
 
 #: Names that hold objects of ours in these sources, or copies made for a call.
@@ -290,6 +292,36 @@ def test_what_our_classes_assign_or_override_of_sglangs_is_listed() -> None:
             *({n for n in vars(base) if not n.startswith("__")} for base in ours),
         )
         assert (written & theirs) - OWN - {"_abc_impl"} <= listed(), cls
+
+
+#: Probed for what its being there says, not called.
+PROBED_ONLY = {"check_lora_speculative_compatibility"}
+
+
+def test_seam_without_a_user_is_not_probed() -> None:
+    """It would refuse a start for nothing. A user reads the name, one of its parameters or
+    fields, or the constant of ``seams.py`` that holds the target.
+    """
+    sources = [path for path in PACKAGE.rglob("*.py") if path.name != "seams.py"]
+    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources)))
+    constants: dict[str, set[str]] = {}
+    for constant, value in vars(seams).items():
+        for target in value if isinstance(value, tuple) else (value,):
+            constants.setdefault(str(target), set()).add(constant)
+    unused = [
+        seam.target
+        for seam in all_seams()
+        for name in [seam.target.rpartition(".")[2]]
+        if not {name, *seam.parameters.split(), *seam.fields.split()} & (words | PROBED_ONLY)
+        and not constants.get(seam.target, set()) & words
+    ]
+    assert unused == []
+
+
+def test_function_of_compat_without_a_caller_does_not_exist() -> None:
+    sources = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    functions = re.findall(r"^def (\w+)", Path(compat.__file__).read_text(), re.MULTILINE)
+    assert [name for name in functions if len(re.findall(rf"\b{name}\b", sources)) < 2] == []
 
 
 def test_a_seam_that_moved_fits_where_either_place_is_there() -> None:
