@@ -89,7 +89,8 @@ parity: $(THIS_VENV)/.installed  ## Seams and outputs beside another SGLang: mak
 	  tests/e2e/test_parity_smoke.py)
 
 parity-old:  ## The same beside the oldest SGLang served, and on emulated CUDA
-	$(MAKE) parity SGLANG=$(OLD) TESTS="tests/e2e/test_parity_smoke.py tests/emulated"
+	$(MAKE) parity SGLANG=$(OLD) TESTS="tests/srt/hooks/test_launch_matrix.py \
+	  tests/e2e/test_parity_smoke.py tests/emulated"
 
 .PHONY: always
 $(THIS_VENV)/.installed: pyproject.toml $(LOCKED) $(if $(CHECKOUT),always) | $(BIN)/uv

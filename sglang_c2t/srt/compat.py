@@ -30,9 +30,9 @@ from sglang_c2t.srt.seams import (
     IO_STRUCT,
     KV_CACHE,
     METADATA_GLUE,
-    MODEL_OVERRIDES,
     OVERRIDES,
     SERVER_ARGS,
+    SPECULATIVE_HOOK,
     WATERMARKING,
 )
 
@@ -44,13 +44,15 @@ def resolved(server_args: Any) -> Any:
     return view(server_args)
 
 
-def argument(cfg: Any, name: str) -> Any:
-    """A resolved server argument; :class:`SeamError` when this SGLang has none of that name.
+def argument(server_args: Any, name: str) -> Any:
+    """The value of a server argument that SGLang serves with, from its arguments or a view of them.
 
-    A refusal that silently found nothing to look at would let the combination through.
+    Newer SGLang leaves what was typed on the arguments and keeps what it chose beside them.
+    Raises :class:`SeamError` when this SGLang has no argument of that name: a refusal that
+    silently found nothing to look at would let the combination through.
     """
     try:
-        return getattr(cfg, name)
+        return getattr(resolved(server_args), name)
     except AttributeError as error:
         raise SeamError(
             f"SGLang {sglang_version()} has no server argument {name}; "
@@ -83,12 +85,21 @@ def require_readable(message: Any) -> None:
 
 def draft_shape(server_args: Any) -> TreeShape:
     """What drafts of a server look like."""
-    cfg = resolved(server_args)
     return TreeShape(
-        argument(cfg, "speculative_eagle_topk"),
-        argument(cfg, "speculative_num_steps"),
-        argument(cfg, "speculative_num_draft_tokens"),
+        argument(server_args, "speculative_eagle_topk"),
+        argument(server_args, "speculative_num_steps"),
+        argument(server_args, "speculative_num_draft_tokens"),
     )
+
+
+def default_shape(server_args: Any) -> TreeShape:
+    """What SGLang drafts where none of the flags for it is given."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    config = ModelConfig.from_server_args(resolved(server_args))
+    choose = importlib.import_module(SPECULATIVE_HOOK)._auto_choose_speculative_params
+    num_steps, topk, num_draft_tokens = choose(server_args, config.hf_config.architectures[0])
+    return TreeShape(topk, num_steps, num_draft_tokens)
 
 
 def accepts_exactly(cfg: Any) -> bool:
@@ -434,15 +445,6 @@ def made_backend(factory: Any, name: str, backend: Any) -> Any:
     return (
         (name, backend) if "stamps_children" in parameters_of(factory._create_backend) else backend
     )
-
-
-def uses_mla(server_args: Any) -> bool:
-    """Whether the target's attention is MLA."""
-    try:
-        module = importlib.import_module(MODEL_OVERRIDES)
-    except ImportError:
-        return bool(server_args.use_mla_backend())
-    return bool(module.use_mla_backend(server_args))
 
 
 def supply_seed_hash(torch_hash: Callable[..., Any]) -> bool:

@@ -15,6 +15,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from sglang_c2t.draft.chain import matched_drafts
 from sglang_c2t.draft.gate import Exploration
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.policies.base import TreeLayer
+from sglang_c2t.srt import compat
 from sglang_c2t.srt.hooks.reporting import BEFORE_REPORT, RECORDING
 from sglang_c2t.tree import Trees, least_on_path
 
@@ -73,15 +75,18 @@ class Recorder(Exploration):
         """A recorder when recording is on, else ``None``; it writes on rank 0 only."""
         if config.record is None or get_parallel().tp_group.rank_in_group != 0:
             return None
+        argument = partial(compat.argument, server_args)
+        target = argument("model_path")
+        shape = compat.draft_shape(server_args)
         origin = {
             # Names only: a card travels, and the paths of one machine mean nothing on another.
-            "target": Path(server_args.model_path).name,
+            "target": Path(target).name,
             # None: draft layers of the target's own checkpoint.
-            "draft": Path(server_args.speculative_draft_model_path or server_args.model_path).name,
-            "algorithm": server_args.speculative_algorithm,
-            "num_steps": server_args.speculative_num_steps,
-            "topk": server_args.speculative_eagle_topk or 1,
-            "num_draft_tokens": server_args.speculative_num_draft_tokens,
+            "draft": Path(argument("speculative_draft_model_path") or target).name,
+            "algorithm": argument("speculative_algorithm"),
+            "num_steps": shape.num_steps,
+            "topk": shape.topk,
+            "num_draft_tokens": shape.num_draft_tokens,
             "policy": config.policy,
             "exact_ancestors": config.exact_ancestors,
         }

@@ -38,6 +38,7 @@ ATTENTION_HOOK = "sglang.srt.arg_groups.attention_hook"
 OVERRIDES = "sglang.srt.arg_groups.overrides"
 RESOLUTION_HOOKS = "sglang.srt.arg_groups.resolution_hooks"
 SERVER_ARGS = "sglang.srt.server_args"
+SPECULATIVE_HOOK = "sglang.srt.arg_groups.speculative_hook"
 AUTH = "sglang.srt.utils.auth"
 IO_STRUCT = "sglang.srt.managers.io_struct"
 WATERMARKING = "sglang.srt.sampling.watermarking"
@@ -100,7 +101,7 @@ TREE_BACKENDS = ("flashinfer", "intel_amx")
 SPECULATIVE_STEP = "handle_speculative_decoding"
 ATTENTION_STEP = "handle_attention_backend_compatibility"
 STEP_FUNCTIONS = {
-    SPECULATIVE_STEP: (f"sglang.srt.arg_groups.speculative_hook.{SPECULATIVE_STEP}",),
+    SPECULATIVE_STEP: (f"{SPECULATIVE_HOOK}.{SPECULATIVE_STEP}",),
     ATTENTION_STEP: (
         f"{ATTENTION_HOOK}.{ATTENTION_STEP}",
         f"{SERVER_ARGS}.ServerArgs._{ATTENTION_STEP}",
@@ -162,6 +163,11 @@ SEAMS: tuple[Seam, ...] = (
             "lets more requests run than SGLang does under speculation",
             fields="max_running_requests",
         ),
+    ),
+    Seam(
+        f"{SPECULATIVE_HOOK}._auto_choose_speculative_params",
+        "drafts chains where SGLang chooses trees by itself",
+        "server_args model_arch",
     ),
     Seam(
         "sglang.srt.configs.model_config.ModelConfig.from_server_args",

@@ -197,10 +197,10 @@ class WorkerMixin(EAGLEWorkerV2):
         draft: Any = self._draft_worker
         graphs = "cuda_graph_runner", "cuda_graph_runner_for_draft_extend"
         captured = any(getattr(draft, g, None) for g in graphs)
-        if plans(policy) and captured and self._planning is None:
+        if plans(policy) and captured and not self._captured_for(policy):
             raise ConfigError(
                 f"policy {policy.name} cannot take over in captured CUDA graphs, which compute no "
-                "survivals: start the server with it"
+                "survivals for it: start the server with it"
             )
         planning = self._planning_for(policy)
         forgets = isinstance(values, Mapping) and values.get(FORGET)
@@ -214,6 +214,13 @@ class WorkerMixin(EAGLEWorkerV2):
             planning.planner.reset()
         self._config = config
         return config
+
+    def _captured_for(self, policy: Any) -> bool:
+        """Whether draft graphs write the survivals that this policy's planner ranks by. They still
+        do while another policy is in charge.
+        """
+        captured = self._draft_worker.captured_planning
+        return captured is not None and self._plannings.get(policy.name) is captured
 
     def _plan_with(self, planning: Planning | None) -> None:
         """Plan the next steps so; ``None``: nobody plans them."""

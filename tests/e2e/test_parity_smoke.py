@@ -13,18 +13,22 @@ import pytest
 import requests
 
 from eval.prompts import demo_mix
-from eval.server import Launch, Server, running, speculative_flags
+from eval.server import DRAFTS, Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import LoadResult, differing, greedy, run_load
 from tests.e2e.conftest import TREE, verified, verified_rows_reported
 
 # Seeds reach the sampler only with this flag.
 SEEDED = "--enable-deterministic-inference"
 
+#: The shortest command.
+SHORTEST = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", DRAFTS["EAGLE3"])
+
 GATED = {
     "chains": ("--c2t", *speculative_flags("EAGLE3")),
     "trees": ("--c2t", *speculative_flags("STANDALONE", **TREE)),
+    "shortest": ("--c2t", *map(str, SHORTEST)),
 }
-WIDTH = {"chains": 6, "trees": TREE["num_draft_tokens"]}
+WIDTH = {"chains": 6, "trees": TREE["num_draft_tokens"], "shortest": 6}
 
 
 def batch() -> list[dict[str, Any]]:

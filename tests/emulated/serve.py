@@ -47,8 +47,8 @@ ENVIRONMENT = {
 #: Iterations of the scheduler behind which a case has failed.
 MOST_ITERATIONS = 400
 
-#: The iteration at which a policy is switched.
-SWITCHED_AT = 5
+#: Iterations of the scheduler between two switches of its policy.
+SWITCHED_EVERY = 5
 
 #: Numbers that stand for what a layer keeps of a token.
 SKETCHED = 4
@@ -89,8 +89,8 @@ class Run:
     retracting: bool = False
     """Requests lose their places again and again, as where there is no memory left."""
 
-    switched: str = ""
-    """What somebody posts to /c2t while requests run: JSON."""
+    switched: tuple[str, ...] = ()
+    """Bodies of POST /c2t, JSON, that come one after the other while requests run."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Served:
 
     steps: list[dict[str, int]]
     """What each decode step counted, its ``batch``, the rows of a whole draft of it that ours
-    ``drafted``, and those that the target ``forwarded`` for it.
+    ``drafted``, those that the target ``forwarded`` for it, and whether it was ``planned``.
     """
 
     sites: dict[str, int]
@@ -219,7 +219,7 @@ def serve(scheduler: Any, run: Run) -> Served:
     together = peers()
     ranks, rank = (together.ranks, get_parallel().attn_dp_rank) if together else (1, 0)
     numbered = [(n, request) for n, request in enumerate(run.requests) if n % ranks == rank]
-    ours = {"drafted": 0, "forwarded": 0}
+    ours = {"drafted": 0, "forwarded": 0, "planned": 0}
     queue, run_batch = scheduler._add_request_to_queue, scheduler.run_batch
 
     def keep(req: Any, *more: Any, **options: Any) -> Any:
@@ -234,6 +234,7 @@ def serve(scheduler: Any, run: Run) -> Served:
         ours.update(
             drafted=step.drafted if step is not None else 0,
             forwarded=step.forwarded_rows if step is not None else 0,
+            planned=int(step is not None and step.planned is not None),
         )
         return result
 
@@ -253,8 +254,9 @@ def serve(scheduler: Any, run: Run) -> Served:
         gone: list[Any] = [
             AbortReq(rid=str(n)) for n, request in numbered if request.aborted == iteration
         ]
-        if run.switched and iteration == SWITCHED_AT:
-            values = {f"{control._PREFIX}{run.switched}": None}
+        number, rest = divmod(iteration, SWITCHED_EVERY)
+        if rest == 0 and 1 <= number <= len(run.switched):
+            values = {f"{control._PREFIX}{run.switched[number - 1]}": None}
             gone.append(SetInternalStateReq(server_args=values))
         iteration += 1
         return [*come, *gone]

@@ -4,6 +4,7 @@ requests that come while others run, and streams as late as the program allows o
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,8 @@ EVENTS: dict[str, dict[str, Any]] = {
     "asked": {"asked": True},
     "retracted": {"retracting": True},
     "opted out": {"opted_out": 0},
-    "switched": {"switched": '{"beta": 0.999}'},
+    "switched": {"switched": ('{"beta": 0.999}',)},
+    "switched and back": {"switched": ('{"policy": "c2t-plus"}', '{"policy": "auto"}')},
 }
 
 
@@ -45,6 +47,9 @@ class Runs:
     events: dict[str, Served]
     mutants: dict[str, Served]
 
+
+#: The last flag of a server whose policy is the default, which plans.
+PLANNED = "--c2t"
 
 #: What ends a run that went wrong; a look-up behind a table's end CUDA asserts as well.
 ENDS = r"\.(Defect|Refused): |IndexError: index out of range in self"
@@ -86,6 +91,8 @@ def _happens(event: str, server: str) -> bool:
     """What SGLang does without the plugin is not looked at twice."""
     if event in ("opted out", "switched"):
         return "gated" in server
+    if event == "switched and back":  # trees grow by another rule
+        return "chains" in server and PLANNED in SERVERS[server][-1:]
     return event != "asked" or "--c2t" in SERVERS[server]
 
 
@@ -124,6 +131,15 @@ def test_who_opts_out_has_all_drafts_verified_and_a_switch_is_heard(
     assert own.rows[0] == width * own.verifications[0] > usual.rows[0]
     assert sum(own.rows[1:]) < width * sum(own.verifications[1:])
     assert sum(events["switched"].rows) != sum(usual.rows)
+
+
+@pytest.mark.parametrize("server", [s for s in GREEDY if _happens("switched and back", s)])
+def test_planner_in_graphs_takes_over_again_after_a_gate(
+    served: dict[str, Runs], server: str
+) -> None:
+    planned = [step["planned"] for step in served[server].events["switched and back"].steps]
+    runs = [planned[0], *(b for a, b in itertools.pairwise(planned) if a != b)]
+    assert runs == [1, 0, 1]
 
 
 @pytest.mark.parametrize("server", [s for s in GREEDY if "chains" in s and "--c2t" in SERVERS[s]])

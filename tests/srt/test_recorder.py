@@ -16,7 +16,7 @@ from sglang_c2t.classifier.recording import Recording, RecordingWriter, read_rec
 from sglang_c2t.classifier.request_names import name_requests
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft_layer import DraftLayer
-from sglang_c2t.srt import recorder
+from sglang_c2t.srt import compat, recorder
 from tests.doubles import double
 from tests.recordings import ORIGIN
 
@@ -259,6 +259,8 @@ def test_rank_zero_records_under_the_names_of_the_models_if_there_is_a_directory
         speculative_eagle_topk=topk,
         speculative_num_draft_tokens=3,
     )
+    if topk is None:  # left out: SGLang chooses
+        compat.decide(server_args, speculative_eagle_topk=1)
     of = recorder.Recorder.from_config(config, server_args)
     if rank == 1 or not directory:
         assert of is None

@@ -46,6 +46,9 @@ class DraftWatcher(EagleDraftWorker):
     planning: Planning | None = None
     """Plans each step, if the policy says so."""
 
+    captured_planning: Planning | None = None
+    """The one whose tables the draft graphs write, whoever plans now."""
+
     packed = False
     """Whether the target forwards surviving rows only; else N rows per request."""
 
@@ -101,6 +104,7 @@ class DraftWatcher(EagleDraftWorker):
 
     def _capture_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
         """Capture drafting with its gate, and watch the graph of draft extend."""
+        self.captured_planning = self.planning
         with self._as_captured():
             super()._capture_cuda_graphs(*args, **kwargs)
         self._count_replays(getattr(self, "cuda_graph_runner", None))

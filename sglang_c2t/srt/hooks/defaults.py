@@ -10,6 +10,32 @@ from sglang_c2t.srt import compat
 logger = logging.getLogger(__name__)
 
 
+def draft_chains(server_args: Any) -> None:
+    """Chains, where nothing was typed and SGLang would draft trees.
+
+    For a Llama it chooses trees of 8 nodes, and on some GPUs before that an attention backend
+    that reads no masks of ours. Chains of as many layers are what ``--c2t`` gains most with.
+    """
+    shape = compat.default_shape(server_args)
+    if shape.topk == 1:
+        return
+    compat.decide(
+        server_args,
+        speculative_num_steps=shape.num_steps,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=shape.num_steps + 1,
+    )
+    logger.info(
+        "C2T: drafts chains of %d tokens. SGLang's default, trees of %d nodes, is "
+        "--speculative-num-steps %d --speculative-eagle-topk %d --speculative-num-draft-tokens %d",
+        shape.num_steps,
+        shape.num_draft_tokens,
+        shape.num_steps,
+        shape.topk,
+        shape.num_draft_tokens,
+    )
+
+
 def raise_running_requests(server_args: Any) -> None:
     """More running requests than SGLang sets under speculation, where memory was kept for them.
 

@@ -6,7 +6,7 @@ on SGLang's *resolved* arguments, so values that SGLang chose by itself count to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from sglang_c2t.config import ConfigError, active
@@ -21,7 +21,7 @@ from sglang_c2t.policies import (
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import compat, seams
 from sglang_c2t.srt.hooks.args import exit_with, parsed_from_command_line
-from sglang_c2t.srt.hooks.defaults import raise_running_requests
+from sglang_c2t.srt.hooks.defaults import draft_chains, raise_running_requests
 
 # NEXTN is an alias that SGLang resolves to EAGLE.
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
@@ -63,6 +63,15 @@ def _wants_ragged() -> bool:
 
 def _trees(cfg: Any) -> bool:
     return cfg.speculative_algorithm in ALGORITHMS and cfg.speculative_eagle_topk > 1
+
+
+def _drafts_nothing(cfg: Any) -> bool:
+    if cfg.speculative_algorithm not in ALGORITHMS:
+        return False
+    return (
+        min(cfg.speculative_num_steps, cfg.speculative_eagle_topk) < 1
+        or cfg.speculative_num_draft_tokens < 2
+    )
 
 
 def _policy(cfg: Any) -> ChainPolicy | TreePolicy | None:
@@ -151,6 +160,34 @@ PAGES_OF_TREES = Refusal(
     "set --page-size 1 with --speculative-eagle-topk above 1, or --speculative-eagle-topk 1",
 )
 
+#: What drafts look like, by the flags that say so.
+SHAPE_FLAGS = {
+    "--speculative-num-steps": "speculative_num_steps",
+    "--speculative-eagle-topk": "speculative_eagle_topk",
+    "--speculative-num-draft-tokens": "speculative_num_draft_tokens",
+}
+
+
+def missing_shape_flags(cfg: Any) -> list[str]:
+    """Which of :data:`SHAPE_FLAGS` were not typed, of arguments before SGLang chooses any."""
+    if (cfg.speculative_algorithm or "").upper() not in ALGORITHMS or cfg.speculative_adaptive:
+        return []
+    missing = [flag for flag, name in SHAPE_FLAGS.items() if getattr(cfg, name) is None]
+    # With one branch, SGLang completes the nodes.
+    completed = ["--speculative-num-draft-tokens"] if cfg.speculative_eagle_topk == 1 else []
+    return [] if missing == completed else missing
+
+
+def shape_refusal(missing: Sequence[str]) -> Refusal:
+    """Drafts whose shape lacks the ``missing`` flags."""
+    return Refusal(
+        lambda cfg: missing_shape_flags(cfg) == missing,
+        f"{' and '.join(flag for flag in SHAPE_FLAGS if flag not in missing)} alone",
+        "SGLang chooses the shape of drafts only where none of its flags is given",
+        f"add {' and '.join(missing)}, or drop all of them",
+    )
+
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: cfg.speculative_algorithm is None,
@@ -198,10 +235,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop it, or set --speculative-eagle-topk 1",
     ),
     Refusal(
-        lambda cfg: cfg.speculative_algorithm in ALGORITHMS and cfg.speculative_num_steps < 1,
-        "--speculative-num-steps below 1",
-        "there is nothing to gate",
-        "set --speculative-num-steps to 1 or more",
+        _drafts_nothing,
+        "--speculative-num-steps or --speculative-eagle-topk below 1, or "
+        "--speculative-num-draft-tokens below 2",
+        "there is no draft to gate",
+        "set more, or drop all three: SGLang then chooses them",
     ),
     Refusal(
         lambda cfg: cfg.speculative_algorithm == "STANDALONE" and _reads_hidden(cfg),
@@ -416,6 +454,10 @@ def check_resolved_arguments(server_args: Any, previous: Callable[[Any], None]) 
         previous(server_args)
         return
     typed = compat.resolved(server_args)
+    if len(missing := missing_shape_flags(typed)) == len(SHAPE_FLAGS):
+        draft_chains(server_args)
+    elif missing:  # SGLang's own checks would answer with a traceback
+        _refuse([shape_refusal(missing).sentence])
     if PAGES_OF_TREES.applies(typed):
         _refuse([PAGES_OF_TREES.sentence])
     limited = compat.argument(typed, "max_running_requests") is not None
