@@ -195,6 +195,21 @@ def test_the_readme_shows_a_result_within_one_screen() -> None:
     assert any(line.startswith("| no speculation |") for line in README.splitlines()[:25])
 
 
+@pytest.mark.parametrize(
+    ("page", "hardware", "caption"),
+    [(README, "never run on a GPU", "no GPU"),
+     ((GUIDES / "README.zh.md").read_text(), "从未在 GPU 上运行过", "没有 GPU")],
+    ids=["English", "Chinese"],
+)  # fmt: skip
+def test_the_readme_names_the_hardware_before_its_figures(
+    page: str, hardware: str, caption: str
+) -> None:
+    """In its first paragraph, and in the line above the table."""
+    paragraphs = page.split("\n\n|")[0].split("\n\n")
+    assert hardware in paragraphs[1]
+    assert caption in paragraphs[-1]
+
+
 def test_the_readme_in_chinese_shows_the_same_figures() -> None:
     """Number by number, bold ones bold."""
     chinese = figures((GUIDES / "README.zh.md").read_text())

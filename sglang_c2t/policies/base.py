@@ -5,8 +5,9 @@ the running conjunction, so a chain that has ended stays ended (Algorithm 1 of C
 arXiv:2502.13652, restricted to one child per node). In trees the caller drops whatever
 hangs from a dropped node.
 
-Every rule here is lossless because drafts are the draft model's most likely tokens: what
-is verified is a function of the prefix. Were drafts *sampled*
+Every rule here is lossless because drafts are the draft model's most likely tokens, and
+every accepted token is the target's own: what is verified may depend on the prefix, on the
+rest of the batch and on the clock, never on what the target will sample. Were drafts *sampled*
 (``--speculative-use-rejection-sampling``, refused for now), a rule that reads the drawn
 token itself could bias the output. Each policy's docstring says which kind it is: "safe
 to drop" or "keep-then-stop", i.e. the failing token must still be verified and only the
