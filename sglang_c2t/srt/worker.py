@@ -334,9 +334,8 @@ class WorkerMixin(EAGLEWorkerV2):
 class ChainWorkerMixin(WorkerMixin):
     """Cuts each request's draft at the length its gate chose, then verifies as stock.
 
-    Output is unchanged by construction: with argmax drafts, which tokens are verified
-    is a function of the prefix alone, and a cut chain takes its bonus token from the
-    target's distribution at the cut.
+    Output is unchanged by construction: every accepted token is the target's own, and which
+    drafts are verified never depends on what the target will sample.
     """
 
     _draft_worker: ChainDraftMixin

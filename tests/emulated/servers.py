@@ -58,6 +58,9 @@ RULES = {
     ),
 }  # fmt: skip
 UNUSUAL |= RULES
+#: What a user types at least, of drafts of as many layers as are chosen for him.
+SHORTEST = "EAGLE3 chains, FA3, shortest command"
+UNUSUAL[SHORTEST] = (*CHAINS["EAGLE3"][:4], "--c2t")
 
 #: With a target of latent attention (MLA), which FlashInfer has no float32 kernel for. The expert
 #: that is shared is one of the others, as it is in DeepSeek-V3: beside them SGLang's graphs read it

@@ -16,7 +16,7 @@ from tests.emulated.emulator import Emulator
 from tests.emulated.mutants import ADAPTED as WITH_ADAPTERS
 from tests.emulated.mutants import MUTANTS, TRIED, TWO_RANKS
 from tests.emulated.oracle import TOKENS, Adapted, Latent, Oracle, Seeing
-from tests.emulated.servers import DRAFTS, LATENT, NODES, PAGES, RULES, UNUSUAL
+from tests.emulated.servers import DRAFTS, LATENT, NODES, PAGES, RULES, SHORTEST, UNUSUAL
 from tests.emulated.test_serving import EVENTS
 from tests.emulated.versions import OLDEST, RELEASE
 
@@ -32,6 +32,14 @@ def test_two_ranks_keep_what_one_would(emulated: Emulator, oracle: Oracle, serve
     (run,) = emulated.serve(oracle.case(server, oracle.run(ahead=0)))
     assert oracle.wrong(server, run, None) == []
     assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
+
+
+def test_shortest_command_on_hopper_packs_chains(emulated: Emulator, oracle: Oracle) -> None:
+    """SGLang chooses FA3, and then trees, which no attention but FlashInfer's verifies packed."""
+    (run,) = emulated.serve(oracle.case(SHORTEST, oracle.run(ahead=0)))
+    assert oracle.wrong(SHORTEST, run, None) == []
+    assert max(step["drafted"] for step in run.steps) == 6
+    assert any(step["forwarded"] < step["batch"] * 6 for step in run.steps)
 
 
 @pytest.mark.parametrize("name", [name for name, m in TRIED.items() if m.server == TWO_RANKS])
