@@ -29,7 +29,7 @@ from eval.server import (
     speculative_flags,
 )
 from eval.terminal import interrupted_by_sigterm
-from tests.cuda.ties import Reference, excused, parting
+from eval.gpu.ties import Reference, excused, parting
 from tests.gpu import gpu
 
 #: A device that is slow may be asked less.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cuda.ties import Reference, excused, parting
+from eval.gpu.ties import Reference, excused, parting
 
 CLEAR = [(-0.1, 7), (-3.0, 8)]
 TIED = [(-0.7, 7), (-0.8, 8)]
