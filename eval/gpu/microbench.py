@@ -2,9 +2,9 @@
 
     python -m eval.gpu.microbench --ceilings runs/gpu/ceilings.json --out runs/gpu/micro.json
 
-Parts: the gate of one drafted layer, packing rows and masks, FlashInfer's planner, the one
-device-to-host transfer of a step, and what trace replay adds to a benchmark. Device work is
-timed as replays of a graph over several input sets, host work with the device idle around it.
+Parts: the gate of one drafted layer, packing rows and masks, FlashInfer's planner, and the
+one device-to-host transfer of a step. Device work is timed as replays of a graph over several
+input sets, host work with the device idle around it.
 Floors count each byte once, at the bandwidth that a large copy reaches; work of a few kB is
 bound by its launch instead, some 2 us in a graph.
 
