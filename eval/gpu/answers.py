@@ -50,8 +50,8 @@ class Answers:
         for batch in batches:
             numbers = [range(batch)] if batch > 1 else [range(i, i + 1) for i in range(3)]
             replies: list[tuple[int, Any]] = []
-            for group in numbers:
-                group = [i % len(self._texts) for i in group]
+            for places in numbers:
+                group = [i % len(self._texts) for i in places]
                 texts = [self._texts[i] for i in group]
                 replies += zip(group, server.generate(texts, self._tokens), strict=True)
             self._add(server.spec.name, method, batch, replies)
