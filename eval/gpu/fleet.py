@@ -31,8 +31,9 @@ from eval.server import (
 
 READY = "The server is fired up"
 
-#: How SGLang and torch report that the GPU has too little memory.
-OUT_OF_MEMORY = ("out of memory", "not enough memory", "--mem-fraction-static")
+#: How torch and SGLang report that the GPU has too little memory. Advice to lower
+#: ``--mem-fraction-static`` says nothing: SGLang gives it after any error of a capture.
+OUT_OF_MEMORY = ("out of memory", "not enough memory")
 
 #: Log lines that say how a server serves: our plugin's, CUDA graphs, memory.
 TELLING = ("C2T", "graft:", "apture", "KV Cache is allocated", "max_total_num_tokens", "mem usage")
@@ -182,7 +183,7 @@ class Fleet:
 
     def _restart(self, running: Running, log: str) -> None:
         """Start with fewer requests after an out-of-memory error, else with the next fallback."""
-        spec, tail = running.spec, log[-4000:]
+        spec, tail = running.spec, log[-8000:]
         _kill_group(running.server.process.pid)  # a scheduler that outlives it holds GPU memory
         memory = any(text in tail.lower() for text in OUT_OF_MEMORY)
         cause = "out of memory" if memory else f"exit code {running.server.process.poll()}"
@@ -193,7 +194,7 @@ class Fleet:
             cause=cause,
             flags=running.extra_flags,
             requests=max(spec.batches),
-            log=tail,
+            log=tail[-4000:],
         )
         fewer = spec.with_fewer_requests() if memory else None
         if fewer:

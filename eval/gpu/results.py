@@ -100,8 +100,14 @@ def _conditions(results: Results) -> list[str]:
 
 
 def _starts(results: Results) -> list[str]:
-    started = [f"- {r['server']}: {r['seconds']} s {r['flags']}" for r in results.rows("start")]
-    died = [f"- DIED {r['server']} ({r['cause']}) {r['flags']}" for r in results.rows("died")]
+    started = [
+        f"- {r['server']}, {r['requests']} requests: {r['seconds']} s {r['flags']}"
+        for r in results.rows("start")
+    ]
+    died = [
+        f"- DIED {r['server']}, {r['requests']} requests: {r['cause']} {r['flags']}"
+        for r in results.rows("died")
+    ]
     return started + died
 
 

@@ -91,7 +91,8 @@ def main() -> int:
         print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
         return 1
     if flag("--attention-backend") in SETTINGS.get("broken", ()):
-        print("ImportError: no such kernel")
+        print("Exception: Capture cuda graph failed: no such kernel")
+        print("Possible solutions:\n1. set --mem-fraction-static to a smaller value")
         return 1
     server = ThreadingHTTPServer(("127.0.0.1", int(flag("--port"))), Handler)
     print("The server is fired up and ready to roll!", flush=True)
