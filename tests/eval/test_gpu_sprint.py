@@ -120,7 +120,8 @@ def test_server_out_of_memory_starts_again_with_half_the_requests(
     ]  # fmt: skip
     assert up["requests"] == 64
     assert {c["batch"] for c in of("cell", rows)} == {1, 8, 32, 64}
-    assert "DIED little-none, 256 requests: out of memory" in (tmp_path / "out" / "report.md").read_text()
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "DIED little-none, 256 requests: out of memory" in text
 
 
 def test_server_that_dies_otherwise_starts_again_with_its_fallback(run: Sprint) -> None:
