@@ -134,7 +134,7 @@ class Fleet:
     def command(
         self, spec: ServerSpec, attempt: int, port: int
     ) -> tuple[list[str], dict[str, str]]:
-        """Command line and environment of a server. Of equal flags SGLang takes the last."""
+        """Command line and environment of a server. SGLang takes the last of equal flags."""
         most = max(spec.batches)
         flags = [*self._flags, "--max-running-requests", str(most)]
         flags += ["--cuda-graph-bs-decode", *map(str, spec.batches), *spec.flags]

@@ -11,8 +11,8 @@ from eval.gpu.speed import Method
 
 STAGES = ("kernels", "answers", "first", "second", "micro", "little", "rest")
 
-#: Of the stages first and second. ``auto`` comes first on its server, where its graphs were
-#: captured for it; ``c2t-plus`` shares the server.
+#: Methods of the stages first and second. A server is started for ``auto`` and switched to
+#: ``c2t-plus`` afterwards, then back.
 BIG = (
     Method("none", "none"),
     Method("auto", "auto", plans=True),
@@ -53,7 +53,7 @@ class Plan:
         prompts, answers: Texts to measure on; the first of them are those whose answers are
             compared.
         flags: SGLang's, for all servers.
-        new_tokens: Of each answer; warm-up requests generate a third of them.
+        new_tokens: The length of each answer; warm-up requests generate a third of them.
         pytest, pytest_seconds, microbench: What these commands are given.
     """
 
