@@ -38,10 +38,13 @@ class Results:
         self._rows: list[Row] = []
         self._lock = threading.RLock()
         folder.mkdir(parents=True, exist_ok=True)
+        self._sink = (folder / "results.jsonl").open("a", buffering=1)
+        if previous and not previous.exists():
+            self.log(f"there is no {previous}: nothing counts as measured")
+            previous = None
         for line in previous.read_text().splitlines() if previous else []:
             with contextlib.suppress(ValueError):  # the last line may have been cut off
                 self._rows.append({**json.loads(line), "earlier": True})
-        self._sink = (folder / "results.jsonl").open("a", buffering=1)
 
     def log(self, text: str) -> None:
         """Print a line, and append it to ``sprint.log``."""
