@@ -84,13 +84,17 @@ def report(results: Results) -> str:
         ("Answers compared with no speculation", _answers(results)),
         *_speeds(results),
         ("Failures", [f"- {row}" for row in results.rows("failed") + results.rows("error")]),
-        ("Stages", [f"- {r['name']}: {r['seconds']} s" for r in results.rows("stage")]),
+        ("Stages", _stages(results)),
     ]
     lines = [f"# Sprint, {elapsed():.0f} s after its start"]
     for title, body in parts:
         if body:
             lines += ["", *([f"## {title}", ""] if title else []), *body]
     return "\n".join(lines) + "\n"
+
+
+def _stages(results: Results) -> list[str]:
+    return [f"- {r['name']}: {r['seconds']} s {r['error']}" for r in results.rows("stage")]
 
 
 def _conditions(results: Results) -> list[str]:

@@ -126,16 +126,20 @@ class Sprint:
     @contextlib.contextmanager
     def _stage(self, name: str) -> Iterator[None]:
         """Keep how long a stage took. An error ends the stage, and not the sprint."""
-        began, error = elapsed(), ""
+        began, error = elapsed(), "cut off"
         self._results.log(f"== {name}")
         try:
             yield
+            error = ""
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"[:500]
             self._results.add("error", stage=name, error=traceback.format_exc()[-2000:])
             self._results.log(f"ERROR in {name}: {error}")
-        seconds = round(elapsed() - began, 1)
-        self._results.add("stage", name=name, began=round(began, 1), seconds=seconds, error=error)
+        finally:
+            seconds = round(elapsed() - began, 1)
+            self._results.add(
+                "stage", name=name, began=round(began, 1), seconds=seconds, error=error
+            )
         self.save()
 
     def _start(self, *servers: str) -> None:
@@ -169,7 +173,7 @@ class Sprint:
         answers = Answers(
             self._results, self._fleet.running[names[0]], texts, self._plan.new_tokens
         )
-        batches = [len(texts), max(len(texts) // 4, 1), 1]
+        batches = list(dict.fromkeys((len(texts), max(len(texts) // 4, 1), 1)))
         for name in self._fleet.wait(names[1:2], until) + self._fleet.wait(names[2:], until):
             running = self._fleet.running[name]
             answers.compare(running, "auto", batches)

@@ -195,6 +195,9 @@ def test_sprint_out_of_time_keeps_what_it_measured_and_stops_its_servers(tmp_pat
     assert process.wait(timeout=30) == sprint.OUT_OF_TIME
     assert not psutil.pid_exists(pid)
     (cell,) = of("cell", rows_of(out))
+    assert (of("stage", rows_of(out))[-1]["name"], of("stage", rows_of(out))[-1]["error"]) == (
+        "first", "cut off",
+    )  # fmt: skip
     assert f"| none | {cell['tokens_per_second']:.0f}" in (out / "report.md").read_text()
     assert (out / "servers.log").read_text().startswith("==== 0-none")
 
