@@ -53,7 +53,6 @@ from eval.bench.records import (
     read_run,
     write_run,
 )
-from eval.bench.replay import Replay
 from eval.bench.runner import Budget, OutOfTime, Runner
 from eval.gpu.models import SHAPES
 from eval.server import DRAFTS
@@ -76,7 +75,6 @@ class Verdict:
     outputs_compared: int
     metric_disagreements: list[str]
     cells_with_metrics: int
-    replay_disagreements: list[str]
     unreadable: list[str]
     missing_cells: int
 
@@ -221,8 +219,6 @@ def _measure(
 
 
 def _dataset(args: argparse.Namespace, config: BenchConfig, tokenizer: str) -> Dataset:
-    if config.replay is not None:
-        return Replay(config).dataset()
     from sglang.benchmark.utils import get_tokenizer
 
     folders = [folder for folder in (args.data, Path(config.dataset.data or ".")) if folder]
@@ -296,7 +292,6 @@ def judge(
     """Check everything that is in ``folder``, what earlier calls measured included."""
     measured, unreadable = read_cells(folder)
     differences, compared = compared_outputs(measured, run)
-    replay = Replay(config) if config.replay else None
     gated = {method.name for method in config.methods if method.gated}
     with_metrics = [c for c in measured if c.method in gated and config.server.metrics]
     return Verdict(
@@ -305,9 +300,6 @@ def judge(
         outputs_compared=compared,
         metric_disagreements=[s for cell in with_metrics for s in metric_disagreements(cell)],
         cells_with_metrics=len(with_metrics),
-        replay_disagreements=[
-            s for cell in measured if replay and (s := replay.disagreement(cell))
-        ],
         unreadable=unreadable,
         missing_cells=sum(not has_cell(folder, cell.key) for cell in cells),
     )
@@ -319,7 +311,6 @@ def report(verdict: Verdict, console: Console, *, may_differ: bool = False) -> i
         *verdict.unreadable,
         *verdict.output_differences,
         *verdict.metric_disagreements,
-        *verdict.replay_disagreements,
     ):
         console.print(sentence, markup=False)
     console.print(
@@ -338,7 +329,6 @@ def report(verdict: Verdict, console: Console, *, may_differ: bool = False) -> i
         verdict.failures,
         verdict.unreadable,
         verdict.metric_disagreements,
-        verdict.replay_disagreements,
         verdict.missing_cells,
         () if may_differ else verdict.output_differences,
     )

@@ -189,7 +189,9 @@ class Server:
 
     def _post(self, path: str, timeout: float, **kwargs: Any) -> requests.Response:
         response = requests.post(f"{self.url}{path}", timeout=timeout, **kwargs)
-        response.raise_for_status()
+        if not response.ok:
+            text = f"POST {path}: {response.status_code} {response.text[:300]}"
+            raise requests.HTTPError(text, response=response)
         return response
 
 

@@ -64,7 +64,7 @@ def output_differences(
 
 
 def compared_outputs(cells: Iterable[Cell], run: Run) -> tuple[list[Difference], int]:
-    """The same as the run's configuration asks for it; of replayed traces outputs say nothing."""
+    """The same as the run's configuration asks for it."""
     requests = run.config.get("requests", {})
     wanted = requests.get("equal_outputs")
     if wanted == "none":

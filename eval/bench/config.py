@@ -39,8 +39,8 @@ T = TypeVar("T")
 class ModelConfig:
     """The pair that is served. ``demo`` stands for the models in this repository, ``demo:130`` for
     its target with the weight of 130 million parameters and the same outputs
-    (:mod:`eval.demo_models.weighted`), ``shape:8b`` for a shape of :mod:`eval.gpu.models`, whose
-    weights SGLang draws.
+    (:mod:`eval.demo_models.weighted`), ``shape:8b`` for the demo pair at the cost of a
+    shape of :mod:`eval.gpu.models`.
     """
 
     target: str = DEMO
@@ -59,8 +59,6 @@ class ModelConfig:
         for name in (self.target, self.draft):
             if name.startswith(SHAPE) and name.removeprefix(SHAPE) not in SHAPES:
                 raise ConfigError(f"model: no shape {name}; there are {', '.join(SHAPES)}")
-        if self.target.startswith(SHAPE) and not self.tokenizer:
-            raise ConfigError(f"model: {self.target} brings no tokenizer; name one, such as demo")
 
 
 @dataclass(frozen=True)
@@ -209,19 +207,6 @@ class DatasetConfig:
 
 
 @dataclass(frozen=True)
-class ReplayConfig:
-    """Traces to replay instead of sending prompts; see :mod:`eval.bench.replay`."""
-
-    traces: str = DEMO
-    prompt_tokens: int = 128
-    max_positions: int = 2048
-
-    def __post_init__(self) -> None:
-        _at_least("replay.prompt_tokens", self.prompt_tokens, 3)
-        _at_least("replay.max_positions", self.max_positions, self.prompt_tokens + 1)
-
-
-@dataclass(frozen=True)
 class MethodConfig:
     """One method. ``beta`` may be a list: one method for each."""
 
@@ -316,7 +301,6 @@ class BenchConfig:
     load: tuple[LoadConfig, ...]
     methods: tuple[MethodConfig, ...]
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    replay: ReplayConfig | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     requests: RequestConfig = field(default_factory=RequestConfig)
@@ -351,10 +335,7 @@ class BenchConfig:
                 f"requests.seeded = true needs {SEEDS} among server.flags: without it, SGLang "
                 "ignores seeds"
             )
-        if self.replay is None:
-            self._check_prompts()
-        else:
-            self._check_replay(self.replay)
+        self._check_prompts()
 
     def _check_prompts(self) -> None:
         if not self.dataset.parts:
@@ -363,26 +344,6 @@ class BenchConfig:
         given = sum(part.n for part in self.dataset.parts)
         if most > given:
             raise ConfigError(f"load.prompts asks for {most} prompts, dataset.parts give {given}")
-
-    def _check_replay(self, replay: ReplayConfig) -> None:
-        if self.dataset.parts:
-            raise ConfigError("replay makes its own prompts: drop dataset.parts")
-        if self.requests.fresh_prompts:
-            raise ConfigError("replay has one prompt a trace: drop requests.fresh_prompts")
-        if any(load.temperature > 0 for load in self.load) or not self.requests.ignore_eos:
-            raise ConfigError(
-                "replay serves greedy answers of one length: set load.temperature = 0 and "
-                "requests.ignore_eos = true"
-            )
-        for method in self.methods:
-            if method.kind in ("tree", "c2t-tree"):
-                raise ConfigError(f"replay serves chains only, got a method of kind {method.kind}")
-        longest = replay.prompt_tokens + self.requests.max_new_tokens
-        if longest >= replay.max_positions:
-            raise ConfigError(
-                f"replay.max_positions must be above {longest}, prompt and answer, got "
-                f"{replay.max_positions}"
-            )
 
 
 def read_config(path: Path) -> BenchConfig:

@@ -16,9 +16,8 @@ import requests
 
 from eval.bench.config import DEMO, SHAPE, WEIGHTED, BenchConfig, MethodConfig, ModelConfig
 from eval.bench.records import CellKey, Method, slug
-from eval.bench.replay import Replay
 from eval.demo_models.weighted import weighted_target
-from eval.gpu import models, plugins
+from eval.gpu import graft, models, plugins
 from eval.server import (
     CPU_FLAGS,
     DRAFTS,
@@ -112,13 +111,15 @@ def _common_flags(config: BenchConfig) -> tuple[str, ...]:
 def _environment(config: BenchConfig, method: MethodConfig, folder: Path) -> dict[str, str]:
     """What differs from :func:`eval.server.running`'s environment, which is fit for a CPU."""
     env = gpu_environment() if config.server.device == "cuda" else {}
-    if measuring := config.server.plugins:
+    measuring = config.server.plugins
+    if config.model.target.startswith(SHAPE):
+        measuring = (*measuring, "graft")
+        env |= graft.to_env()
+    if measuring:
         # On a CPU no server starts without what the plugin stands in for.
         needed = method.gated or method.plugin_off or config.server.device == "cpu"
         ours = ("c2t",) if needed else ()
         env |= plugins.environment(folder / PLUGINS, (*ours, *measuring))
-    if config.replay is not None:
-        env |= Replay(config).settings(gated=method.gated).to_env()
     return {**env, **config.server.env}
 
 

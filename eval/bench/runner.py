@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from eval.bench.config import BenchConfig, MethodConfig
 from eval.bench.datasets import Sample
 from eval.bench.methods import Host, PlannedCell, passes, reduced, rounds, switch
 from eval.bench.records import Cell, has_cell, write_cell
-from eval.bench.replay import Replay
 from eval.gpu.step_clock import KEY, Span, decoding, full_batch, since
 from eval.server import Server, ServerError, SwitchError, running
 from sglang_c2t.offline.client import run_load
@@ -90,10 +88,6 @@ class Runner:
     failures: list[str] = field(default_factory=list)
     _warm: set[tuple[int, str, float, int]] = field(default_factory=set)
     _cached: dict[int, set[int]] = field(default_factory=dict)  # prompts servers hold, by process
-
-    @cached_property
-    def _replay(self) -> Replay | None:
-        return None if self.config.replay is None else Replay(self.config)
 
     def run(self, cells: Sequence[PlannedCell]) -> None:
         """Measure ``cells`` but those that are done."""
@@ -197,12 +191,9 @@ class Runner:
         requests fails.
         """
         numbers = self.numbers(cell)
-        if self._replay is not None:
-            samples: Sequence[Sample] = self._replay.samples(method, cell.prompts)
-        else:
-            samples = [self.samples[number] for number in numbers]
-            if host.shared:
-                switch(server, method)
+        samples = [self.samples[number] for number in numbers]
+        if host.shared:
+            switch(server, method)
         bodies = [self.body(cell, number) for number in numbers]
         self._warm_up(cell, method, server, samples, bodies[0]["sampling_params"])
         if self.config.requests.cached_prompts:
@@ -303,12 +294,12 @@ class Runner:
     ) -> None:
         """A few short requests, once for each method and temperature on a server.
 
-        Where single steps are timed, once for each batch size as well: each has a graph. So for
+        On a GPU once for each batch size as well: each has a graph. So for
         methods that plan by what they have seen of a load, of which they see more, and before
         their own prompts others, where each repeat has prompts of its own.
         """
         at_once, wanted = cell.key.concurrency, self.config.requests
-        rung = at_once if self.config.replay or method.plans else 0
+        rung = at_once if method.plans or self.config.server.device == "cuda" else 0
         once = (server.process.pid, method.name, cell.key.temperature, rung)
         if once in self._warm:
             return

@@ -1,1 +1,1 @@
-"""Measuring on a GPU: models of real size with random weights, acceptance from recorded traces."""
+"""Measuring on a GPU: the demo pair in models of real size, servers, parts of a step."""

@@ -2,9 +2,9 @@
 
     python -m eval.gpu.microbench --ceilings runs/gpu/ceilings.json --out runs/gpu/micro.json
 
-Parts: the gate of one drafted layer, packing rows and masks, FlashInfer's planner, the one
-device-to-host transfer of a step, and what trace replay adds to a benchmark. Device work is
-timed as replays of a graph over several input sets, host work with the device idle around it.
+Parts: the gate of one drafted layer, packing rows and masks, FlashInfer's planner, and the
+one device-to-host transfer of a step. Device work is timed as replays of a graph over several
+input sets, host work with the device idle around it.
 Floors count each byte once, at the bandwidth that a large copy reaches; work of a few kB is
 bound by its launch instead, some 2 us in a graph.
 
@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -275,45 +274,11 @@ def transfer(batch: int) -> list[Row]:
     ]
 
 
-def replay_overhead(batch: int) -> list[Row]:
-    """What ``trace_replay.py`` adds to a speculative step, on the device and on the host."""
-    from eval.gpu.trace_replay import Replay, Settings, lengths_of, prompt, replayed
-    from eval.gpu.traces import DEMO, load
-
-    loaded = load(DEMO)
-    lengths = lengths_of(loaded, Settings(str(DEMO), [{"policy": name} for name in POLICIES]))
-    replay = Replay(loaded, lengths, num_slots=batch + 1, max_positions=2048, device="cuda")
-    slots = torch.arange(1, batch + 1, device="cuda")
-    replay.join(slots, [prompt(lane, 0, 4) for lane in range(batch)])
-    flat = torch.arange(batch * WIDTH, device="cuda").view(batch, WIDTH)
-    column = torch.arange(WIDTH, device="cuda")
-    verify_input = SimpleNamespace(
-        draft_token_num=WIDTH,
-        retrieve_next_token=torch.where(column + 1 < WIDTH, column + 1, -1).expand(batch, -1),
-        draft_token=flat.flatten(),
-    )
-    scheduled = SimpleNamespace(
-        req_pool_indices=slots, seq_lens=torch.full((batch,), 20, device="cuda")
-    )
-    sampled = (
-        torch.zeros(batch * WIDTH, dtype=torch.int32, device="cuda"),
-        torch.ones(batch, dtype=torch.int32, device="cuda"),
-        flat.to(torch.int32),
-    )
-    work = lambda: replayed(replay, verify_input, scheduled, *sampled)  # noqa: E731 - used twice
-    size = f"B {batch}"
-    return [
-        Row("trace replay, on the device", size, by_graph([work]), 0, "graph"),
-        Row("trace replay, launched", size, by_host(work), 0, "host"),
-    ]
-
-
 def parts_of(batches: Sequence[int]) -> list[tuple[str, Callable[[], list[Row]]]]:
     """Everything, by name, in the order of a step."""
     parts: dict[str, Callable[[int], list[Row]]] = {
         **{f"gate, V {vocab}": partial(gates, vocab=vocab) for vocab in VOCABS},
         "packing": packing, "masks": masks, "planning": planning, "transfer": transfer,
-        "trace replay": replay_overhead,
     }  # fmt: skip
     return [(name, partial(part, batch)) for batch in batches for name, part in parts.items()]
 

@@ -1,39 +1,38 @@
-"""Model folders that hold nothing but a ``config.json``: shapes to time, weights to be drawn.
+"""Model folders without weights: a real model's shape, which the demo pair is written into.
 
-SGLang's ``--load-format dummy`` fills them with random numbers, so that a machine without a
-network can serve a model of real size. Sizes are those that the models' makers publish. There is
-no tokenizer: serve with ``--skip-tokenizer-init`` and send ``input_ids``. A configuration of the
-benchmark names them: ``target = "shape:8b"``.
+SGLang's ``--load-format dummy`` draws the weights, and the plugin ``graft.py`` writes the demo
+models into them, so that a machine without a network serves a model of real size. The sizes are
+those that the models' makers publish; everything else is the demo models', tokenizer included.
+A configuration of the benchmark names a shape as ``target = "shape:8b"``.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import shutil
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from eval.server import DRAFTS, TARGET
 
 BYTES_PER_WEIGHT = 2  # bfloat16
 
 
-#: What all of them have in ``config.json`` beside their shape.
+#: Keys of ``config.json`` that all shapes have.
 LLAMA3: dict[str, Any] = {
     "model_type": "llama",
     "torch_dtype": "bfloat16",
     "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
     "attention_bias": False,
     "mlp_bias": False,
 }
+
+#: Keys that a folder takes from the demo model that is written into it.
+FROM_DEMO = (
+    "rope_theta", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id", "eagle_config",
+    "max_position_embeddings",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,6 @@ class Shape:
             "architectures": ["LlamaForCausalLMEagle3"],
             "num_hidden_layers": 1,
             "tie_word_embeddings": False,
-            "bos_token_id": min(128000, self.vocab_size - 2),
-            "eos_token_id": min(128001, self.vocab_size - 1),
         }
 
     # -- what a forward reads and computes, for roofline.py --
@@ -93,8 +90,11 @@ class Shape:
         return 2 * self.num_key_value_heads * self.head_dim * BYTES_PER_WEIGHT
 
 
-#: Llama-3.1-8B and Llama-3.2-1B with EAGLE-3 heads as those published for them have; and one
-#: that starts within seconds.
+#: A shape that a CPU can serve: two copies of the demo's hidden state, two empty layers.
+SMALL = Shape(512, 7, 8, 2, 64, 1024, 4096, tie_word_embeddings=False, draft_vocab_size=2048)
+
+#: Llama-3.1-8B and Llama-3.2-1B with EAGLE-3 heads as those published for them have; and two
+#: that start within seconds, with heads of 64 and of 128.
 SHAPES = {
     "8b": Shape(
         4096, 32, 32, 8, 128, 14336, 128256, tie_word_embeddings=False, draft_vocab_size=32000
@@ -102,7 +102,8 @@ SHAPES = {
     "1b": Shape(
         2048, 16, 32, 8, 64, 8192, 128256, tie_word_embeddings=True, draft_vocab_size=32000
     ),
-    "toy": Shape(256, 8, 4, 2, 64, 512, 4096, tie_word_embeddings=False, draft_vocab_size=1024),
+    "small": SMALL,
+    "small128": replace(SMALL, head_dim=128),
 }
 
 
@@ -119,11 +120,19 @@ def pair(name: str, folder: Path) -> Pair:
 
 
 def write(name: str, folder: Path) -> Pair:
-    """Make the folders of :data:`SHAPES` [name] under ``folder``; ValueError for no such name."""
+    """Make the folders of :data:`SHAPES` [name] under ``folder``; ValueError for no such name.
+
+    The output matrix is never the embedding: the graft needs both.
+    """
     if name not in SHAPES:
         raise ValueError(f"no model shape {name}; there are {', '.join(SHAPES)}")
-    shape, written = SHAPES[name], pair(name, folder)
-    for path, config in zip(written, (shape.target_config(), shape.draft_config()), strict=True):
+    shape, written = replace(SHAPES[name], tie_word_embeddings=False), pair(name, folder)
+    configs = shape.target_config(), shape.draft_config()
+    for path, config, demo in zip(written, configs, (TARGET, DRAFTS["EAGLE3"]), strict=True):
+        given = json.loads((demo / "config.json").read_text())
+        config |= {key: given[key] for key in FROM_DEMO if key in given}
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        for file in TARGET.glob("tokenizer*"):
+            shutil.copy(file, path)
     return written

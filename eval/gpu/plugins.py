@@ -20,7 +20,7 @@ GROUP = "sglang.srt.plugins"
 C2T = {"c2t": "sglang_c2t.plugin:register"}
 MEASURING = {
     "step_clock": "eval.gpu.step_clock:register",
-    "trace_replay": "eval.gpu.trace_replay:register",
+    "graft": "eval.gpu.graft:register",
 }
 DISTRIBUTIONS: dict[str, Mapping[str, str]] = {
     "sglang_c2t": C2T,

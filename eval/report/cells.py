@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from eval.bench.checks import Difference, compared_outputs, metric_disagreements
-from eval.bench.config import BenchConfig, build
+from eval.bench.config import SHAPE
 from eval.bench.records import (
     CELLS,
     Cell,
@@ -33,7 +33,6 @@ from eval.bench.records import (
     read_cells,
     read_run,
 )
-from eval.bench.replay import Replay
 from eval.report.intervals import Acceptance, Counts, Estimate, Noise, Ratio, acceptance
 from sglang_c2t.offline.compare import Array
 
@@ -72,6 +71,7 @@ class Measured(Cell):
     latency_s: Array
     ttft_s: Array
     per_token_s: Array
+    prompt_tokens: float  # of a request, on average
     disagreements: tuple[str, ...] | None  # with the server's metrics; None where it has none
 
     @property
@@ -101,6 +101,7 @@ def measured(cell: Cell) -> Measured:
                 if request.output_len > 1
             ]
         ),
+        prompt_tokens=sum(r.prompt_len for r in answered) / max(len(answered), 1),
         disagreements=tuple(metric_disagreements(cell)) if cell.metrics else None,
     )
 
@@ -168,7 +169,6 @@ class Results:
     cells: dict[CellKey, Measured]
     outputs: dict[str, Compared] = field(default_factory=dict)  # by method
     problems: list[str] = field(default_factory=list)  # files and cells that failed
-    replay_disagreements: list[str] = field(default_factory=list)
 
     @property
     def methods(self) -> list[Method]:
@@ -185,11 +185,11 @@ class Results:
         """The method without speculation."""
         return next((method.name for method in self.methods if method.baseline), None)
 
-    @cached_property
-    def replay(self) -> Replay | None:
-        """The traces that stood for acceptance, if any did."""
-        config = self.run.config
-        return Replay(build(BenchConfig, config, "config")) if config.get("replay") else None
+    @property
+    def shape(self) -> str | None:
+        """The shape of ``eval.gpu.models`` that was served; None if a model was."""
+        target = str((self.run.config.get("model") or {}).get("target", ""))
+        return target.removeprefix(SHAPE) if target.startswith(SHAPE) else None
 
     @cached_property
     def temperatures(self) -> list[float]:
@@ -416,8 +416,6 @@ def _add_rung(results: Results, paths: Sequence[Path]) -> None:
             results.problems.append(f"{path}: method {cell.method!r} is not in run.json; left out")
     results.cells.update((cell.key, measured(cell)) for cell in cells)
     _compare_outputs(results, cells)
-    if results.replay is not None:
-        results.replay_disagreements.extend(results.replay.disagreements(cells))
 
 
 def _compare_outputs(results: Results, cells: Sequence[Cell]) -> None:

@@ -38,7 +38,7 @@ from eval.report.tables import (
     speed_tables,
     work_table,
 )
-from eval.report.verdict import headline, replayed, standing
+from eval.report.verdict import grafted, headline, standing
 from sglang_c2t.files import write_texts
 
 
@@ -65,8 +65,8 @@ def _answer(results: Results, temperature: float, warnings: Sequence[Text] = ())
     """Of one temperature, whether it pays, where and by how much."""
     yield Headline(headline(results, temperature))
     yield from warnings
-    if results.replay is not None:
-        yield replayed()
+    if (shape := results.shape) is not None:
+        yield grafted(shape)
     if (figure := main_chart(results, temperature)) is not None:
         yield figure
     if sentences := standing(results, temperature):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from eval.bench.config import SHAPE
 from eval.gpu.models import SHAPES
 from eval.gpu.roofline import Ceilings, step_floor
 from eval.report.cells import UNTOLD_DRAFTS, Results
@@ -46,18 +45,14 @@ def _floor_sentence(results: Results, ceilings: Ceilings | None) -> str:
 
 
 def _shape(results: Results) -> Any:
-    target = str(_table(results, "model").get("target", ""))
-    return SHAPES.get(target.removeprefix(SHAPE)) if target.startswith(SHAPE) else None
+    return SHAPES.get(results.shape or "")
 
 
 def _context(results: Results) -> float:
     """Tokens behind which the average step decodes."""
-    prompt = _table(results, "replay").get("prompt_tokens", 0)
-    return float(prompt + _table(results, "requests").get("max_new_tokens", 0) / 2)
-
-
-def _table(results: Results, name: str) -> Mapping[str, Any]:
-    return results.run.config.get(name) or {}
+    prompts = [cell.prompt_tokens for cell in results.cells.values()]
+    answer = (results.run.config.get("requests") or {}).get("max_new_tokens", 0)
+    return float(statistics.fmean(prompts) + answer / 2)
 
 
 def _entries(

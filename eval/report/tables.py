@@ -29,7 +29,6 @@ from eval.report.verdict import (
     failure_sentence,
     metric_sentence,
     output_sentence,
-    replay_sentence,
     rungs,
 )
 
@@ -60,11 +59,9 @@ def rate_digits(value: float) -> int:
 
 
 def soundness(results: Results) -> list[Text]:
-    """Whether the run can be believed: outputs, metrics, replay, what failed."""
-    found = [output_sentence(results), metric_sentence(results)]
-    if results.replay is not None:
-        found.append(replay_sentence(results))
-    return [*found, failure_sentence(results, len(missing(results)))]
+    """Whether the run can be believed: outputs, metrics, what failed."""
+    failures = failure_sentence(results, len(missing(results)))
+    return [output_sentence(results), metric_sentence(results), failures]
 
 
 def load_table(results: Results, temperature: float, base: str) -> Table:
@@ -573,7 +570,6 @@ def checks(results: Results) -> Iterator[Block]:
     yield Heading(3, "Metrics and requests")
     yield metric_sentence(results)
     wrong = [s for cell in results.cells.values() for s in cell.disagreements or ()]
-    wrong += results.replay_disagreements
     if wrong:
         yield Bullets(_shortened(wrong))
     yield Heading(3, "Failures and missing cells")

@@ -282,22 +282,13 @@ def metric_sentence(results: Results) -> Text:
     )
 
 
-def replayed() -> Text:
-    """What is real in a run that replays traces, and what is not."""
+def grafted(shape: str) -> Text:
+    """What is real in a run on a shape of ``eval/gpu/models.py``, and what is not."""
     return Text(
-        "Acceptance and confidences are replayed from recorded traces; weights are random. "
-        "Every kernel, graph and copy is real, the text is not.",
+        f"Acceptance, confidences and answers are the demo models', written into models of the "
+        f"shape {shape} (eval/gpu/graft.py); its weights are random otherwise. Kernels, graphs and "
+        "copies have that shape's sizes.",
         Mark.BEST,
-    )
-
-
-def replay_sentence(results: Results) -> Text:
-    """Whether requests of a run that replays traces took the steps that these say."""
-    if wrong := len(results.replay_disagreements):
-        return Text(f"Replay: in {wrong} cells it DID NOT WORK, and nothing here counts.", Mark.BAD)
-    return Text(
-        "Replay: in every cell all requests took as many verifications as their traces say; up to "
-        "a quarter more where a gated server may draft fewer layers than its policy would verify."
     )
 
 

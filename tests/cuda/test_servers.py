@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from eval.gpu import plugins
+from eval.gpu.ties import Reference, excused, parting
 from eval.prompts import demo_mix
 from eval.server import (
     TARGET,
@@ -29,7 +30,6 @@ from eval.server import (
     speculative_flags,
 )
 from eval.terminal import interrupted_by_sigterm
-from tests.cuda.ties import Reference, excused, parting
 from tests.gpu import gpu
 
 #: A device that is slow may be asked less.

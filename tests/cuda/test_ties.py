@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.cuda.ties import Reference, excused, parting
+from eval.gpu.ties import Reference, excused, parting
 
 CLEAR = [(-0.1, 7), (-3.0, 8)]
 TIED = [(-0.7, 7), (-0.8, 8)]
+EQUAL = [(-0.7, 8), (-0.7, 7)]  # sorted by token: the reference took the second one
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,7 @@ TIED = [(-0.7, 7), (-0.8, 8)]
         pytest.param([CLEAR, CLEAR], (7, 7), None, True, id="equal answers need no excuse"),
         pytest.param([CLEAR, TIED, CLEAR], (7, 8, 1), 1, True,
                      id="the other token of a tie is one, and what follows is not looked at"),
+        pytest.param([CLEAR, EQUAL], (7, 8), 1, True, id="of two equal tokens either comes first"),
         pytest.param([CLEAR, TIED], (7, 9), 1, False, id="a third token is none"),
         pytest.param([CLEAR, TIED], (8, 7), 0, False, id="at a clear place there is none"),
         pytest.param([TIED, TIED], (7,), 1, False, id="to end too early is none"),

@@ -15,6 +15,9 @@ from tests.emulated.imports import behind
 #: GiB that other processes leave on the device. What SGLang takes of it is memory of the host.
 FREE_GIB = "EMULATED_FREE_GIB"
 
+#: MiB that a process may allocate on the device; one more is an out-of-memory error.
+LIMIT_MIB = "EMULATED_LIMIT_MIB"
+
 #: Left open: a process keeps its device until it ends.
 _kept = ExitStack()
 
@@ -27,7 +30,10 @@ def install() -> None:
 def _device() -> None:
     from tests.emulated import libraries, torch_cuda
     from tests.emulated.device import DEVICE
+    from tests.emulated.memory import Block
 
+    if limit := os.environ.get(LIMIT_MIB):
+        Block.limit = int(float(limit) * 2**20)
     free = int(float(os.environ.get(FREE_GIB, "1")) * 2**30)
     _kept.enter_context(torch_cuda.installed(free))
     # Orders are what test_serving.py is for. As late as can be SGLang alone, without speculation on

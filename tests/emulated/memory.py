@@ -22,11 +22,20 @@ class Block:
     held = 0
     """Bytes of all blocks that somebody holds."""
 
+    limit: int | None = None
+    """Bytes that all blocks may have; ``None``: as many as the host has."""
+
     def __init__(self, memory: Tensor, stream: Stream | None) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
         Block.held += self._bytes.numel()
         self._stream = stream
         self._others: set[Stream] = set()
+        if Block.limit is not None and Block.held > Block.limit:
+            tried, held = (size / 2**20 for size in (self._bytes.numel(), Block.held))
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {tried:.2f} MiB, {held:.2f} MiB with it, "
+                f"of {Block.limit / 2**20:.2f} MiB."
+            )
 
     def record(self, stream: Stream) -> None:
         """The ``stream`` uses it, too."""

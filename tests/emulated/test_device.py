@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.emulated.device import DEVICE, DeviceTensor, Refused, launch
+from tests.emulated.memory import Block
 from tests.emulated.queues import Stream
 from tests.emulated.torch_cuda import installed
 
@@ -331,3 +332,19 @@ def test_work_is_done_in_its_order_whichever_threads_wait_for_it() -> None:
     for thread in threads:
         thread.join()
     assert done == list(range(100))
+
+
+# -- a limit ------------------------------------------------------------------------------
+
+
+def test_memory_beyond_the_limit_is_an_error_and_freed_memory_serves_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gc.collect()
+    monkeypatch.setattr(Block, "limit", Block.held + (3 << 20))
+    kept = zeros(2 << 18)  # 2 MiB of float32
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 2\.00 MiB"):
+        zeros(2 << 18)
+    del kept
+    gc.collect()
+    assert float(zeros(2 << 18).sum()) == 0

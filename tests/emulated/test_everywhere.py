@@ -6,21 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from eval import run
-from eval.bench.config import BenchConfig, as_dict, build, read_config
-from eval.bench.records import read_cells
-from eval.gpu.check import CONFIG
 from tests.emulated.serve import ENVIRONMENT
 from tests.emulated.versions import OLDEST, RELEASE
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(__file__).parent / "site"
 
-#: As ``eval/gpu/session.sh`` has it.
+#: As ``eval/gpu/sprint.sh`` has it.
 PATH = os.pathsep.join((str(ROOT), str(SITE)))
 
 
@@ -77,25 +75,37 @@ def test_each_part_of_the_microbenchmark_runs(tmp_path: Path) -> None:
         "--brief", "--batches", "2", "--ceilings", str(ceilings),
     )  # fmt: skip
     rows = [line for line in table.splitlines() if "| B 2" in line]
-    assert len(rows) == 16, table
+    assert len(rows) == 14, table
 
 
 @pytest.mark.server
 @pytest.mark.skipif(RELEASE is OLDEST, reason="its launcher compiles kernels that nobody replaces")
-def test_a_gpu_check_walks_its_traces_over_http(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two gates, whose server is the launcher's; exit code 0 says that every request took the
-    verifications of its trace.
-    """
-    table = as_dict(run.shaped(read_config(CONFIG), "toy"))
-    table["server"]["env"] = sourced()  # not for this process, whose Triton does not interpret
-    monkeypatch.setenv("PYTHONPATH", PATH)
-    monkeypatch.setattr(run, "read_config", lambda _: build(BenchConfig, table, ""))
-    argv = ["check", "--only", "c2t", "dymax", "--at-once", "4", "--out", str(tmp_path)]
-    assert run.main(argv) == 0
-    cells, _ = read_cells(tmp_path)
-    assert {cell.method for cell in cells} == {"c2t", "dymax"}
-    log = (tmp_path / "logs" / "shared-1.log").read_text()
-    assert "cuda graph: True" in log
-    assert "verification of chains" in log, "verified full width"
+def test_sprint_rehearsed_over_http_compares_answers_and_measures_cells(tmp_path: Path) -> None:
+    """Two of its servers, started by its script: grafts, CUDA graphs, switches, report."""
+    done = subprocess.run(
+        ["bash", "eval/gpu/sprint.sh", "--rehearse", "--slow", "10", "--revision", "abc",
+         "--stages", "first", "--only", "none", "auto", "--batches", "4"],
+        env={**os.environ, "SITE": str(SITE), "OUT": str(tmp_path), "PYTHON": sys.executable,
+             "BUDGET": "600", "TMPDIR": str(tmp_path)},
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        kinds[row["kind"]].append(row)
+    assert kinds["died"] == kinds["failed"] == kinds["error"] == [], done.stdout
+    assert [row["revision"] for row in kinds["about"]] == ["abc"]
+    assert {row["server"] for row in kinds["start"]} == {"none", "auto"}
+    for row in kinds["answers"]:
+        assert row["wrong"] == []
+        assert row["tau"] > 1, "drafts of the grafted head are accepted"
+    assert {row["method"] for row in kinds["answers"]} >= {"c2t-plus"}
+    cells = {row["method"]: row for row in kinds["cell"]}
+    assert cells.keys() >= {"none", "auto", "c2t-plus"}
+    assert all(cell["tokens_per_second"] > 0 and cell["batch"] == 4 for cell in cells.values())
+    assert cells["c2t-plus"]["rows"] > cells["none"]["rows"] / cells["none"]["steps"]
+    (state,) = kinds["c2t state"]
+    assert state["state"]["serving"][0]["packed"], "verified full width"
+    assert "| c2t-plus |" in (tmp_path / "report.md").read_text()
+    assert "cuda graph: True" in (tmp_path / "servers.log").read_text()

@@ -49,5 +49,6 @@ def excused(reference: Reference, tokens: Sequence[int], tie: float = TIE) -> bo
         return True
     if place >= len(tokens) or place >= len(reference.top):
         return False  # one of them just ends: no token was preferred to another
-    (best, _), (second, other), *_ = reference.top[place]
-    return tokens[place] == other and best - second <= tie
+    # Two tokens with equal logits come in either order here: the answer took one of them.
+    (best, one), (second, other), *_ = reference.top[place]
+    return tokens[place] in (one, other) and best - second <= tie

@@ -1,0 +1,190 @@
+"""Runs on models of a shape, and runs within a time, without a server."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from eval.bench.config import BenchConfig, as_dict, read_config
+from eval.bench.methods import hosts, passes, plan, record_of, target_of, tokenizer_of, write_files
+from eval.bench.records import Cell, Request, Run, read_run, write_cell, write_run
+from eval.bench.runner import Budget, OutOfTime, Runner
+from eval.gpu import graft
+from eval.gpu.roofline import Ceilings
+from eval.report.cells import load
+from eval.report.markdown import markdown
+from eval.report.report import report
+from eval.run import flagged, main, shaped
+from eval.server import TARGET
+from sglang_c2t.config import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "eval" / "configs"
+SHAPES = CONFIGS / "gpu-shape.toml"
+CEILINGS = Ceilings("made up", bytes_per_s=4e12, flops_per_s=8e14)
+
+
+@pytest.fixture
+def config() -> BenchConfig:
+    return read_config(SHAPES)
+
+
+# -- servers ------------------------------------------------------------------------------
+
+
+def test_every_configuration_for_a_gpu_measures_auto() -> None:
+    for path in CONFIGS.glob("gpu*.toml"):
+        methods = read_config(path).methods
+        assert any(method.kind == "c2t" and method.plans for method in methods), path
+
+
+def test_servers_of_a_shape_load_the_graft_and_ours_where_it_serves_or_is_off(
+    config: BenchConfig, tmp_path: Path
+) -> None:
+    servers = hosts(config, tmp_path)
+    names = [method.name for host in servers for method in host.methods]
+    assert sorted(names) == sorted(method.name for method in config.methods)
+    kept = [record_of(config, method, tmp_path) for method in config.methods]
+    assert [method.name for method in kept if method.baseline] == ["no speculation"]
+    for host in servers:
+        argv = host.launch.argv(1)
+        gated = any(method.gated for method in host.methods)
+        off = any(method.plugin_off for method in host.methods)
+        assert ("--c2t" in argv) == gated
+        batches = [str(n) for n in config.load[0].concurrency]
+        at = argv.index("--cuda-graph-bs-decode")
+        assert argv[at + 1 : at + 1 + len(batches)] == batches
+        loaded = host.launch.env["SGLANG_PLUGINS"].split(",")
+        assert loaded == ["c2t"] * (off or gated) + ["step_clock", "graft"]
+        assert json.loads(host.launch.env[graft.ENV])["target"] == str(TARGET)
+    (alone,) = (host for host in servers if host.name == "auto")
+    assert [method.name for method in alone.methods] == ["auto"], "graphs are captured for it"
+
+
+def test_files_of_a_shape_are_written_before_its_servers_start(
+    config: BenchConfig, tmp_path: Path
+) -> None:
+    write_files(config, tmp_path)
+    target = target_of(config.model, tmp_path)
+    assert (target / "config.json").is_file()
+    assert list(target.glob("tokenizer*"))
+    assert list((tmp_path / "plugins").glob("*.dist-info/entry_points.txt"))
+    assert tokenizer_of(config.model, tmp_path) == str(TARGET)
+
+
+def test_large_models_start_once_in_the_order_of_the_configuration(
+    config: BenchConfig, tmp_path: Path
+) -> None:
+    cells = plan(config, ["no speculation", "auto", "c2t", "c2t-plus"], at_once=[8])
+    assert {cell.key.concurrency for cell in cells} == {8}
+    turns = passes(config, cells, hosts(config, tmp_path))
+    assert [host.name for (host,), _ in turns] == ["no-speculation", "auto", "shared-1"]
+    assert [len(mine) for _, mine in turns] == [3, 3, 6]
+
+
+def test_a_smaller_shape_replaces_another_one_but_no_real_model(config: BenchConfig) -> None:
+    small = shaped(config, "small")
+    assert (small.model.target, small.model.draft) == ("shape:small", "shape:small")
+    assert small.name == "gpu-shape, small", "its report is another one"
+    with pytest.raises(ConfigError, match="this run serves demo"):
+        shaped(read_config(CONFIGS / "demo.toml"), "small")
+    with pytest.raises(ConfigError, match="no shape shape:9b; there are 8b, 1b, small"):
+        shaped(config, "9b")
+
+
+def test_further_flags_come_after_the_configurations_own(
+    config: BenchConfig, tmp_path: Path
+) -> None:
+    for host in hosts(flagged(config, ["--max-running-requests", "2"]), tmp_path):
+        argv = host.launch.argv(1)
+        given = [argv[i + 1] for i, word in enumerate(argv) if word == "--max-running-requests"]
+        assert given == ["256", "2"], "the last one holds"
+
+
+# -- budget -------------------------------------------------------------------------------
+
+
+def test_a_budget_goes_by_what_parts_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("eval.bench.runner.time.monotonic", lambda: now)
+    budget = Budget(100.0)
+    with budget.part("cell", 20.0):
+        now = 60.0
+    with budget.part("other", 20.0):
+        pass
+    for name, guess in (("cell", 20.0), ("server", 35.0)):  # a fifth is kept in reserve
+        with pytest.raises(OutOfTime), budget.part(name, guess):
+            raise AssertionError("it began")
+
+
+def test_a_run_out_of_time_starts_no_server(
+    config: BenchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.bench.runner.running", lambda *_: pytest.fail("a server started"))
+    servers, console = hosts(config, tmp_path), Console(quiet=True)
+    runner = Runner(config, tmp_path, [], "", servers, console, Budget(1.0))
+    with pytest.raises(OutOfTime):
+        runner.run(plan(config))
+    assert runner.failures == []
+
+
+def test_a_call_out_of_time_ends_with_3_and_keeps_its_conditions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [str(SHAPES), "--out", str(tmp_path), "--budget-s", "1", "--revision", "abc"]
+    assert main(argv) == main(argv) == 3
+    assert "the same command goes on where this one stopped" in capsys.readouterr().out
+    assert read_run(tmp_path).provenance["revision"] == "abc", "where there is no git"
+
+
+# -- the report ---------------------------------------------------------------------------
+
+
+def made_cell(name: str, kind: str, batch: int) -> Cell:
+    """Four requests of 16 tokens of prompt and 96 of answer."""
+    meta = {} if kind == "none" else {"spec_verify_ct": 48, "spec_num_correct_drafts": 47,
+                                      "spec_num_proposed_drafts": 144}  # fmt: skip
+    requests = tuple(
+        Request(i, "math", 16, 96, (1,), 0.0, 1.0, 1.0, True, "", meta) for i in range(4)
+    )
+    rate = {"no speculation": 100.0, "fixed 3": 200.0}.get(name, 150.0)
+    clock: dict[str, Any] = {"seconds": 1.0, "tokens": rate, "steps": 10, "rows": 40 * batch}
+    return Cell(
+        name, 0.0, batch, 0, "2026-01-01T00:00:00+00:00", 2.0, 4 * 96, rate, None, {}, {}, {}, [],
+        requests, clock,
+    )  # fmt: skip
+
+
+def test_the_report_of_a_shape_says_what_is_real_and_shows_steps_and_floors(
+    config: BenchConfig, tmp_path: Path
+) -> None:
+    kinds = {method.name: method.kind for method in config.methods}
+    small = replace(config, repeats=1)
+    methods = tuple(record_of(small, method, tmp_path) for method in small.methods)
+    facts = {"n": 4, "sha256": "", "parts": [{"family": "math", "n": 4, "source": "demo:math"}]}
+    write_run(tmp_path, Run("2026-01-01", as_dict(small), {"revision": "1"}, facts, methods))
+    for cell in plan(small, at_once=[1, 8]):
+        name = cell.key.method
+        write_cell(tmp_path, made_cell(name, kinds[name], cell.key.concurrency))
+    results = load(tmp_path)
+    text = markdown(report(results, CEILINGS))
+    head = text.split("## How to read it")[0]
+    assert "the demo models', written into models of the shape 8b" in head
+    assert "random otherwise" in head
+    steps = text.split("**Per step, batch 8**")[1].split("**")[0]
+    assert "| fixed 3 | 32.0 | 20.0 | 100.00 | 3125.0 |" in steps
+    rows = [line.strip("| ").split(" | ") for line in steps.splitlines() if line.startswith("| ")]
+    drafting = {row[0]: float(row[6]) for row in rows[1:] if row[6] != "-"}
+    assert {name for name, floor in drafting.items() if floor == 0} == {
+        "no speculation", "no speculation, plugin installed, off",
+    }  # fmt: skip
+    assert drafting["fixed 5"] > drafting["fixed 3"] > drafting["fixed 1"] > 0
+    assert "about 64 tokens of context" in text, "16 of prompt and half of 96"
+    assert "measured on made up" in text
+    without = markdown(report(results))
+    assert "there are no floors" in without
+    assert "| - | - | - |" in without.split("**Per step, batch 8**")[1]
