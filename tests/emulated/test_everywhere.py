@@ -102,7 +102,7 @@ def test_sprint_rehearsed_over_http_compares_answers_and_measures_cells(tmp_path
         assert row["tau"] > 1, "drafts of the grafted head are accepted"
     assert {row["method"] for row in kinds["answers"]} >= {"c2t-plus"}
     cells = {row["method"]: row for row in kinds["cell"]}
-    assert cells.keys() >= {"none", "auto", "c2t-plus"}
+    assert cells.keys() >= {"none", "auto", "c2t-plus", "auto after c2t-plus"}
     assert all(cell["tokens_per_second"] > 0 and cell["batch"] == 4 for cell in cells.values())
     assert cells["c2t-plus"]["rows"] > cells["none"]["rows"] / cells["none"]["steps"]
     (state,) = kinds["c2t state"]
