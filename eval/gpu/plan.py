@@ -50,6 +50,7 @@ class Plan:
     Attributes:
         big, little: Shapes of ``models.SHAPES``.
         batches: In the order of measuring.
+        repeats: Numbers of the repeats; a short stage measures the first only.
         prompts, answers: Texts to measure on; the first of them are those whose answers are
             compared.
         flags: SGLang's, for all servers.
@@ -61,6 +62,7 @@ class Plan:
     little: str
     batches: tuple[int, ...]
     answers_batches: tuple[int, ...]
+    repeats: tuple[int, ...]
     prompts: int
     answers: int
     new_tokens: int
@@ -115,6 +117,7 @@ GPU = Plan(
     little="1b",
     batches=(64, 256, 8, 1, 128, 32),
     answers_batches=(1, 16, 64),
+    repeats=(0, 1),
     prompts=768,
     answers=64,
     new_tokens=96,
@@ -132,6 +135,7 @@ REHEARSAL = Plan(
     little="small",
     batches=(4, 1),
     answers_batches=(1, 4),
+    repeats=(0,),
     prompts=24,
     answers=4,
     new_tokens=24,

@@ -64,7 +64,7 @@ class Sprint:
     def run(self) -> None:
         """Run the stages that were asked for; raises KeyboardInterrupt when the time is over."""
         threading.Thread(target=self._save_often, daemon=True).start()
-        gib = 0.0
+        gib, repeats = 0.0, self._plan.repeats
         with self._stage("about"):
             gib = self._about()
         answers = self._wanted("answers", ["answers-none", "answers-chains", "answers-trees"])
@@ -85,13 +85,13 @@ class Sprint:
                 self._measure_first(first, many=len(early) > 2)
             self._fleet.stop(*first)
         second = [n for n in self._wanted("second", ["stock3", "fixed"]) if n not in first]
-        self._measure_late("second", BIG, second, latest=400, until=450, repeats=(0,))
+        self._measure_late("second", BIG, second, 400, 450, repeats[:1])
         if "micro" in self._options.stages:
             with self._stage("micro"):
                 self._kernels.microbench(min(75 * self._options.slow, self._at(530) - elapsed()))
         for name, methods, latest in (("little", LITTLE, 440), ("rest", REST, 430)):
             servers = self._wanted(name, list(dict.fromkeys(m.server for m in methods)))
-            self._measure_late(name, methods, servers, latest, until=528, repeats=(0, 1))
+            self._measure_late(name, methods, servers, latest, 528, repeats)
 
     def close(self) -> None:
         """Stop all servers and write the last report."""
@@ -190,11 +190,11 @@ class Sprint:
         early = [m for m in methods if m.name in ("none", "auto")]
         gated = [m for m in methods if m.name == "c2t-plus"]
         others = [m for m in methods if m not in (*early, *gated)]
-        more = 30 * many
-        self._measure(early, (0,), self._at(270))
-        self._measure(others, (0,), self._at(310))
-        self._measure(early, (1,), self._at(310 + more))
-        self._measure(gated, (0,), self._at(330 + more))
+        more, once, again = 30 * many, self._plan.repeats[:1], self._plan.repeats[1:]
+        self._measure(early, once, self._at(270))
+        self._measure(others, once, self._at(310))
+        self._measure(early, again, self._at(310 + more))
+        self._measure(gated, once, self._at(330 + more))
         if gated:
             self._switch_back(self._at(345))
 

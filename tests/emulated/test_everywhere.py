@@ -86,7 +86,7 @@ def test_sprint_rehearsed_over_http_compares_answers_and_measures_cells(tmp_path
         ["bash", "eval/gpu/sprint.sh", "--rehearse", "--slow", "10", "--revision", "abc",
          "--stages", "first", "--only", "none", "auto", "--batches", "4"],
         env={**os.environ, "SITE": str(SITE), "OUT": str(tmp_path), "PYTHON": sys.executable,
-             "BUDGET": "600", "TMPDIR": str(tmp_path)},
+             "BUDGET": "840", "TMPDIR": str(tmp_path)},
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
