@@ -6,8 +6,9 @@
 
 numpy only; knows neither torch nor SGLang.
 
-Legend: B requests, S samples of their drafts, D layers, d of them drafted, W the width of the drafts
-(rows of a request that a layer forwards, 1 in chains), R rows verified, T rows of the forward.
+Legend: B requests, S samples of their drafts, D layers, d of them drafted, W the width of the
+drafts (rows of a request that a layer forwards, 1 in chains), R rows verified, T rows of the
+forward.
 """
 
 from __future__ import annotations
@@ -266,9 +267,7 @@ class Planner:
             constrained, *of_drafts = kind
             together = [outcome for of, outcome in steps if of == kind]
             acceptance = self.constrained if constrained else self.free
-            self._learn(
-                acceptance, *of_drafts, *map(np.concatenate, zip(*together, strict=True))
-            )
+            self._learn(acceptance, *of_drafts, *map(np.concatenate, zip(*together, strict=True)))
         self._seen, self._new = self._seen + self._new, 0
         self.refresh()
 

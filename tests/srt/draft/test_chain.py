@@ -316,7 +316,7 @@ def request(slot: int) -> Any:
     """That of slot 2 opted out."""
     asked = double("SamplingParams", custom_params={"c2t": slot in (0, 1)})
     at = {"origin_input_ids": [1], "output_ids": [], "sampling_params": asked}
-    made = double("Req", **at)
+    made = double("Req", custom_logit_processor=None, **at)
     if "req_pool_idx" in attribute_names(real_class("Req")):  # older SGLang
         made.req_pool_idx = slot
     else:

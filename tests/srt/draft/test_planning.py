@@ -37,6 +37,7 @@ class Scripted(Planner):
         self.first: list[float] = []
         self.rows_to_choose: list[int] = []
         self.drafts: list[tuple[Any, ...]] = []
+        self.of_constrained: list[bool] = []
         self.times: list[dict[str, float]] = []
 
     def choose(
@@ -51,8 +52,9 @@ class Scripted(Planner):
     def settle(self, *_args: Any) -> Plan:
         return self.plan
 
-    def learn_drafts(self, *told: Any) -> None:
+    def learn_drafts(self, *told: Any, constrained: bool = False) -> None:
         self.drafts.append(told)
+        self.of_constrained.append(constrained)
 
     def learn_time(self, choice: Plan, **told: Any) -> None:
         self.times.append(told)
