@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import requests
 
 from eval.prompts import demo_mix
 from eval.server import Launch, Server, running, speculative_flags
-from sglang_c2t.offline.client import differing, greedy, run_load
+from sglang_c2t.offline.client import greedy, run_load
 from tests.e2e.conftest import BODIES
 
 PRICED = ("--c2t", "--c2t-policy", "tests.e2e.server_policies:PricedJoint")
