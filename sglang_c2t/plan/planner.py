@@ -264,10 +264,11 @@ class Planner:
         """Learn from all outcomes that wait for others."""
         steps, self._outcomes = self._outcomes, []
         for kind in sorted({kind for kind, _ in steps}):
-            constrained, *of_drafts = kind
+            constrained, width, layers = kind
             together = [outcome for of, outcome in steps if of == kind]
             acceptance = self.constrained if constrained else self.free
-            self._learn(acceptance, *of_drafts, *map(np.concatenate, zip(*together, strict=True)))
+            outcomes = map(np.concatenate, zip(*together, strict=True))
+            self._learn(acceptance, width, layers, *outcomes)
         self._seen, self._new = self._seen + self._new, 0
         self.refresh()
 

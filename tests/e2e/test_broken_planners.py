@@ -32,8 +32,7 @@ def test_a_planner_that_raises_leaves_full_drafts_and_every_output_as_it_was(
         if ranks == 1:  # else sums are rounded in another order
             assert differing(outputs, expected) == []
         counted = series(server.url)
-        assert counted["c2t:plans_totalfailed"] > 10, counted
-        assert counted["c2t:plans_totalplan"] > 10
+        assert counted["c2t:plans_totalfailed"] > 10
         assert counted["c2t:policy_failures_total"] >= counted["c2t:plans_totalfailed"]
         assert counted["c2t:policy_failures_total"] < counted["c2t:steps_total"]
     lines = [line for line in server.log.read_text().splitlines() if "was told to fail" in line]
