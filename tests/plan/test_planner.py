@@ -422,3 +422,33 @@ def test_confidences_are_graded_as_the_gate_says_them() -> None:
     assert survived < 0.9 * promised
     planner.reset()
     assert sum(planner.report()["confidence"]["drafts"]) == 0
+
+
+@pytest.mark.parametrize("kind", [Survival, OneSlope])
+def test_a_planner_knows_of_free_requests_what_it_would_know_without_constrained_ones(
+    kind: type,
+) -> None:
+    """Whatever becomes of their drafts; and of these it knows what became of them."""
+    alone, beside = (Planner(DEPTH, kind(DEPTH)) for _ in range(2))
+    server = MadeUpServer(4)
+    for _ in range(3 * OneSlope.EVERY):
+        chains, correct = server.chains(4), server.rng.integers(0, DEPTH + 1, 4)
+        for planner in (alone, beside):
+            planner.learn_drafts(chains, np.full(4, DEPTH), correct)
+        rejected = server.chains(7), np.full(7, DEPTH), np.zeros(7)
+        beside.learn_drafts(*rejected, constrained=True)
+        for planner in (alone, beside):
+            planner.catch_up()  # as early, or predictions are of other ages
+    told = [{**planner.report(), "constrained": None} for planner in (alone, beside)]
+    assert told[0] == told[1]
+    chains = server.chains(20)
+    constrained = np.arange(20) % 2 == 0
+    free = alone.survivals(chains)
+    mixed = beside.survivals(chains, constrained)
+    assert mixed[~constrained].tolist() == free[~constrained].tolist()
+    assert (mixed[constrained] < 0.2).all()
+    behind = [p._behind(chains[:, 0], 80, 1) for p in (alone, beside)]
+    assert behind[0].tolist() == behind[1].tolist()
+    both = beside._behind(chains[:, 0], 80, 1, constrained)
+    assert both.shape == behind[1].shape, "each draft stands for as many"
+    assert both.mean() < behind[1].mean()
