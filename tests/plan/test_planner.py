@@ -446,7 +446,7 @@ def test_a_planner_knows_of_free_requests_what_it_would_know_without_constrained
     free = alone.survivals(chains)
     mixed = beside.survivals(chains, constrained)
     assert mixed[~constrained].tolist() == free[~constrained].tolist()
-    assert (mixed[constrained] < 0.2).all()
+    assert mixed[constrained].mean() < 0.5 * free[constrained].mean()
     behind = [p._behind(chains[:, 0], 80, 1) for p in (alone, beside)]
     assert behind[0].tolist() == behind[1].tolist()
     both = beside._behind(chains[:, 0], 80, 1, constrained)
