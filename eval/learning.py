@@ -93,7 +93,7 @@ def calibration(traffic: Traffic, policy: str, batch: int, drafts: int) -> Calib
     verified = 0
     while verified < LEARNT_DRAFTS:
         verified += made.step(rng, planner).rows - batch
-    planner.reliability[:] = 0.0
+    planner.free.reliability[:] = 0.0
     told: list[Array] = []
     became: list[Array] = []
     tokens = milliseconds = 0.0
@@ -108,7 +108,7 @@ def calibration(traffic: Traffic, policy: str, batch: int, drafts: int) -> Calib
         for a, b in zip(np.concatenate(told).T, np.concatenate(became).T, strict=True)
     ]
     return Calibration(
-        planner.reliability[:, 0].sum(axis=1).astype(int).tolist(),
+        planner.free.reliability[:, 0].sum(axis=1).astype(int).tolist(),
         planner.calibration_errors(),
         [expected_calibration_error(a, b) for a, b in pairs],
         [auc(a, b) for a, b in pairs],

@@ -68,9 +68,9 @@ class FirstTokens:
         """[B, ...] float32; what :func:`unknown` says where nobody ever wrote."""
         return self._column(name, 1)[slots]
 
-    def forget(self, slots: Tensor) -> None:
-        """What was known of the requests that had ``slots`` [B] before: nobody measured the first
-        layer of those that have them now.
+    def forget(self, slots: Tensor | slice) -> None:
+        """Forget what was measured for ``slots`` [B]: the gate of the next step did not measure
+        their first layers.
         """
         self._judged[:, slots] = self._certain[:, None]
         for name, column in self._columns.items():

@@ -47,7 +47,7 @@ class DeviceSurvival:
 
     def of_chains(self, confidences: Tensor, *, out: Tensor, kept: Tensor) -> None:
         """Write to ``out`` [B, d] float32 in [0, 1], falling along each row, from as many, and
-        these to ``kept``. No host reads.
+        these to ``kept``. What is no probability counts as the nearest, nan as 0. No host reads.
         """
         self._of_chains(confidences, *self._parameters, out=out, kept=kept)
 
@@ -68,7 +68,8 @@ def _one_slope(
     prob: Tensor, slope: Tensor, intercepts: Tensor, *, out: Tensor, kept: Tensor
 ) -> None:
     """:meth:`OneSlope.of_chains`."""
-    feature = (prob.log() - torch.log1p(-prob)).clamp(-OneSlope.LARGEST, OneSlope.LARGEST)
+    odds = torch.logit(prob.nan_to_num(0.0).clamp(0.0, 1.0))
+    feature = odds.clamp(-OneSlope.LARGEST, OneSlope.LARGEST)
     accepted = torch.sigmoid(slope * feature + intercepts[: prob.shape[1]])
     out.copy_(accepted.cumprod(dim=1))
     kept.copy_(prob)

@@ -39,7 +39,7 @@ def survival_of_chains(
 
     Args:
         values: [D, K] float32.
-        confidences: [B, d] float32 in [0, 1]; may be strided.
+        confidences: [B, d] float32; may be strided. Below 0 and nan they count as 0, above 1 as 1.
         limit: L.
         out: [B, d] float32, written: the survivals, falling along each row. Layers are neighbours.
         kept: [B, d] float32 with the strides of ``out``, written: the confidences.
@@ -60,7 +60,8 @@ def survival_of_chains_torch(
 ) -> None:
     """Twin of :func:`survival_of_chains`."""
     layer = torch.arange(confidences.shape[1], device=values.device)
-    survival = _own(values, layer, torch.cummin(confidences, dim=1).values, limit)
+    least = torch.cummin(confidences.nan_to_num(0.0), dim=1).values
+    survival = _own(values, layer, least, limit)
     out.copy_(torch.cummin(survival, dim=1).values)
     kept.copy_(confidences)
 
@@ -139,7 +140,7 @@ def _chains_kernel(
         sure = tl.load(
             confidences + request * row_stride + layer * layer_stride, mask=real, other=1.0
         )
-        least = tl.minimum(least, sure)
+        least = tl.minimum(least, tl.where(sure >= 0.0, sure, 0.0))  # nan is not
         falling = tl.minimum(falling, _said(values, layer, least, real, BINS, LIMIT, EPS))
         tl.store(survival + request * stride + layer, falling, mask=real)
         tl.store(kept + request * stride + layer, sure, mask=real)

@@ -105,7 +105,7 @@ def facts_of(
 
 
 #: Why steps were planned as they were.
-PLANS = ("plan", "plain", "unknown", "explore")
+PLANS = ("plan", "plain", "unknown", "explore", "failed")
 
 
 def advice_text(facts: Facts, *, doctor: bool = False) -> str:

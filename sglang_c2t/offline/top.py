@@ -42,7 +42,7 @@ TREES = (
 
 #: Why drafts end, and why steps are planned as they are, by the series that counts them.
 STOPS = ("policy", "full", "depth", "budget")
-PLANS = ("plan", "plain", "explore", "unknown")
+PLANS = ("plan", "plain", "explore", "unknown", "failed")
 
 #: Tokens a second that are drawn: so many intervals.
 DRAWN = 30

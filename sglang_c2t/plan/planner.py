@@ -6,22 +6,24 @@
 
 numpy only; knows neither torch nor SGLang.
 
-Legend: B requests, D layers, d of them drafted, W the width of the drafts (rows of a request that a
-layer forwards, 1 in chains), R rows verified, T rows of the forward.
+Legend: B requests, S samples of their drafts, D layers, d of them drafted, W the width of the
+drafts (rows of a request that a layer forwards, 1 in chains), R rows verified, T rows of the
+forward.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from sglang_c2t.plan.acceptance import Acceptance, Estimator
 from sglang_c2t.plan.cost import StepCost
-from sglang_c2t.plan.forecast import Continuations, Forecast
-from sglang_c2t.plan.grades import Grades
+from sglang_c2t.plan.forecast import Continuations
 from sglang_c2t.plan.plain import RUN, TRIAL, PlainSteps, best_alike, tokens_alike
 from sglang_c2t.plan.plan import Cost, Plan, Plans, best_of, best_plan, every_plan
 from sglang_c2t.plan.survival import Array, Numbers
@@ -62,30 +64,8 @@ ENOUGH = 5
 LEARN_SHARE = 0.1
 LEARN_EVERY = 16
 
-#: Edges of the predicted survivals over which reliability is told.
-RELIABILITY_BINS = 10
-
 #: Planned steps whose first drafts stand for the traffic where other loads are told of.
 RECENT = 16
-
-
-class Estimator(Protocol):
-    """Survival from confidences: :class:`~sglang_c2t.plan.survival.Survival` or another."""
-
-    by_steps: bool
-    """Whether it counts steps, and has to be told of each."""
-
-    def of_chains(self, confidences: Array) -> Array: ...
-
-    def learn(self, confidences: Array, num_drafts: Numbers, num_correct: Numbers) -> None: ...
-
-    def parameters(self) -> list[Array]: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def restore(self, state: dict[str, Any]) -> None: ...
-
-    def reset(self) -> None: ...
 
 
 class Choice(NamedTuple):
@@ -120,10 +100,14 @@ class Planner:
     def __init__(self, max_depth: int, survival: Estimator, *, all_layers: bool = False) -> None:
         self.max_depth = max_depth
         self.survival = survival
+        self.free = self._acceptance(survival)
+        """Of requests whose tokens are the target's own."""
+        self.constrained = self._acceptance(copy.deepcopy(survival))
+        """Of requests whose target is changed by what they ask for."""
         self.cost = StepCost(self.widest)
-        self._outcomes: list[tuple[tuple[int, int], tuple[Numbers, ...]]] = []  # W and d of a step
-        self._seen = self._new = 0  # drafts of requests, learnt from and not yet
-        self._forget_drafts()
+        # Whether they are constrained, W and d of a step's drafts.
+        self._outcomes: list[tuple[tuple[bool, int, int], tuple[Numbers, ...]]] = []
+        self._seen = self._new = 0  # drafts of free requests, learnt from and not yet
         self._depths = [max_depth] if all_layers else list(range(1, max_depth + 1))
         self._all_layers = all_layers
         self._plain = PlainSteps()
@@ -146,9 +130,6 @@ class Planner:
         self._measures: int | None = None
         """Rows that an exploring step verifies to learn what they cost."""
         self._errors: deque[float] = deque(maxlen=512)
-        self.reliability = np.zeros((max_depth, 3, RELIABILITY_BINS))  # seen, predicted, survived
-        self.grades = Grades()
-        """Of confidences as the gate says them, before they are calibrated."""
         self._firsts: deque[Array] = deque(maxlen=RECENT)  # of planned steps
         self._batch = 1  # B of the last one
 
@@ -170,6 +151,7 @@ class Planner:
         context: int = 0,
         widths: Collection[int] | None = None,
         plain: bool = False,
+        constrained: Numbers | None = None,
     ) -> Choice:
         """How deep and how wide to draft, and about how many rows to verify.
 
@@ -182,15 +164,18 @@ class Planner:
             context: Tokens before the drafts, of all B.
             widths: Widths that can be; ``None``: any there is.
             plain: Whether steps behind this one may be plain.
+            constrained: [S] bool: drafts of constrained requests, see
+                :mod:`~sglang_c2t.plan.acceptance`; ``None``: none is.
         """
         self._begin()
         self._context, self._batch = context, batch
-        self._firsts.append(first)
+        if len(free := first if constrained is None else first[~constrained]):
+            self._firsts.append(free)
         whole = (self._steps // WHOLE_EVERY) % batch if self._steps % WHOLE_EVERY == 0 else None
         depths = [d for d in self._depths if depths is None or d in depths]
         if self._unknown:
             return Choice(self._everything(batch), "unknown", whole)
-        behind = cache(partial(self._behind, first, self.samples))
+        behind = cache(partial(self._behind, first, self.samples, constrained=constrained))
         alike = self._alike_for(first, behind, batch) if plain and not self._all_layers else None
         self._alike = alike
         gain = None if alike is None else self._plain.gain(batch)
@@ -221,9 +206,15 @@ class Planner:
         self._as_planned = whole is None
         return Choice(plan, "plan", whole)
 
-    def settle(self, confidences: Array, tiers: Sequence[int], width: int = 1) -> Plan:
+    def settle(
+        self,
+        confidences: Array,
+        tiers: Sequence[int],
+        width: int = 1,
+        constrained: Numbers | None = None,
+    ) -> Plan:
         """How many rows to verify, now that the ``confidences`` [B, d] of all drafts of this
-        ``width`` are known.
+        ``width`` are known; ``constrained`` [B] as for :meth:`choose`.
         """
         batch, layers = confidences.shape[:2]
         most = batch * self.full_rows(layers, width)
@@ -235,7 +226,7 @@ class Planner:
             rows = min(self._measures, most)
             took = self.cost.one(rows, batch, layers, context=self._context, width=width)
             return Plan(layers, rows, float(batch), took, width)
-        survival, cost = self.survivals(confidences), self._cost(width)
+        survival, cost = self.survivals(confidences, constrained), self._cost(width)
         plan = best_plan(survival, batch, cost, depths=[layers], tiers=tiers, width=width)
         if self._as_planned and self._alike is not None:
             self._plain.planned(batch, plan, self._alike)
@@ -250,27 +241,41 @@ class Planner:
         """Rows of a whole draft of d ``layers``, root included."""
         return 1 + layers
 
-    def survivals(self, confidences: Array) -> Array:
-        """[S, d, ...]: survival of drafts with ``confidences`` [S, d, ...]."""
-        return self.survival.of_chains(confidences)
+    def survivals(self, confidences: Array, constrained: Numbers | None = None) -> Array:
+        """[S, d, ...]: survival of drafts with ``confidences`` [S, d, ...], of which some are of
+        ``constrained`` [S] requests.
+        """
+        survival = self.free.survivals(confidences)
+        if constrained is not None and constrained.any():
+            survival[constrained] = self.constrained.survivals(confidences[constrained])
+        return survival
 
-    def learn_drafts(self, *outcome: Numbers) -> None:
+    def learn_drafts(self, *outcome: Numbers, constrained: bool = False) -> None:
         """Learn from a step, now or together with others.
 
         Args:
             outcome: Confidences [B, d] of its drafts, how many [B] were verified and how many [B]
                 accepted.
+            constrained: Whether all of these requests are.
         """
-        self._learn_soon(1, outcome[0].shape[1], outcome)
+        self._learn_soon(1, outcome[0].shape[1], outcome, constrained=constrained)
 
     def catch_up(self) -> None:
         """Learn from all outcomes that wait for others."""
         steps, self._outcomes = self._outcomes, []
         for kind in sorted({kind for kind, _ in steps}):
+            constrained, width, layers = kind
             together = [outcome for of, outcome in steps if of == kind]
-            self._learn(*kind, *map(np.concatenate, zip(*together, strict=True)))
+            acceptance = self.constrained if constrained else self.free
+            outcomes = map(np.concatenate, zip(*together, strict=True))
+            self._learn(acceptance, width, layers, *outcomes)
         self._seen, self._new = self._seen + self._new, 0
-        self._refresh()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """What drafts are worth has changed."""
+        self.free.refresh()
+        self.constrained.refresh()
 
     def learn_time(
         self,
@@ -333,20 +338,21 @@ class Planner:
         expected calibration error of predictions made before their outcomes were learnt from.
         """
         self.catch_up()
-        seen, predicted, survived = self.reliability.transpose(1, 0, 2)
+        seen, predicted, survived = self.free.reliability.transpose(1, 0, 2)
         total = np.maximum(seen.sum(axis=1), 1.0)
         return list((np.abs(predicted - survived).sum(axis=1) / total).tolist())
 
     def report(self) -> dict[str, Any]:
         """What was learnt, for people: curves, reliability, prediction error."""
         self.catch_up()
-        seen, predicted, survived = self.reliability.transpose(1, 0, 2)
+        seen, predicted, survived = self.free.reliability.transpose(1, 0, 2)
         return {
             "steps": self._steps,
             "cost_ms": self.cost.state(),
             "predicted_over_measured": self.predicted_over_measured,
             "predicted_over_measured_quartiles": self._quartiles(),
-            "confidence": self.grades.told(),
+            "confidence": self.free.grades.told(),
+            "constrained": self.constrained.grades.told(),
             "calibration_error": self.calibration_errors(),
             "reliability": {
                 "drafts": seen.tolist(),
@@ -367,7 +373,7 @@ class Planner:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state` said; ValueError where it does not fit."""
         self.survival.restore(state["survival"])
-        self._refresh()
+        self.refresh()
         self.cost.restore(state["cost"])
         # Who goes on is not young again: looks it has paid for would be paid for at each start.
         credit = float(state.get("credit", 0.0))
@@ -385,11 +391,9 @@ class Planner:
         """Forget everything but the costs, which are the machine's."""
         self._outcomes.clear()
         self._seen = self._new = 0
-        self.survival.reset()
-        self._forget_drafts()
+        self.free.reset()
+        self.constrained.reset()
         self._plain = PlainSteps()
-        self.reliability[:] = 0.0
-        self.grades.reset()
 
     def _quartiles(self) -> list[float]:
         """Of what :attr:`predicted_over_measured` is the median of."""
@@ -416,9 +420,20 @@ class Planner:
         deeper = [d for d in depths if d > 1]
         return [(narrowest, depths), *((width, deeper) for width in others if deeper)]
 
-    def _behind(self, first: Array, most: int, width: int) -> Array:
-        """Survivals of about ``most`` drafts of a ``width`` whose ``first`` layers are these."""
-        return self._forecasts[width](first, most)
+    def _behind(
+        self, first: Array, most: int, width: int, constrained: Numbers | None = None
+    ) -> Array:
+        """Survivals of about ``most`` drafts of a ``width`` whose ``first`` layers are these, some
+        of them ``constrained``.
+        """
+        if constrained is None or not constrained.any():
+            return self.free.behind(first, most, width)
+        # Each draft goes on in as many ways as if all were of one class.
+        ways = max(most // len(first), 1)
+        of_each = ((self.free, first[~constrained]), (self.constrained, first[constrained]))
+        return np.concatenate(
+            [of.behind(mine, ways * len(mine), width) for of, mine in of_each if len(mine)]
+        )
 
     def _alike_of(self, survival: Array, width: int) -> Array:
         """[S, D, C]: ``survival`` of plain drafts of a ``width``, by that of planned ones."""
@@ -526,48 +541,45 @@ class Planner:
         rows = batch * self.full_rows(self.max_depth, self.widest)
         return Plan(self.max_depth, rows, float(batch), 1.0, self.widest)
 
-    def _forget_drafts(self) -> None:
-        """Know of no draft how it goes on."""
-        self._continuations = {width: self._nothing_seen(width) for width in self.widths}
-        self._forecasts = {
-            width: Forecast(seen, self.survivals) for width, seen in self._continuations.items()
-        }
+    def _acceptance(self, survival: Estimator) -> Acceptance:
+        """Of a class of requests, of which nothing is known yet."""
+        return Acceptance(
+            survival,
+            self.max_depth,
+            partial(self._survivals_by, survival),
+            lambda: {width: self._nothing_seen(width) for width in self.widths},
+        )
 
-    def _refresh(self) -> None:
-        """What drafts are worth has changed."""
-        for forecast in self._forecasts.values():
-            forecast.refresh()
+    def _survivals_by(self, survival: Any, confidences: Array) -> Array:
+        """:meth:`survivals` of one class."""
+        return np.asarray(survival.of_chains(confidences))
 
     def _nothing_seen(self, width: int) -> Continuations:
         return Continuations(self.max_depth)
 
-    def _learn_soon(self, width: int, layers: int, outcome: tuple[Numbers, ...]) -> None:
+    def _learn_soon(
+        self, width: int, layers: int, outcome: tuple[Numbers, ...], *, constrained: bool
+    ) -> None:
         """Learn from the ``outcome`` of a step, or keep it until there are more."""
-        self._drafted(width, layers)
-        self._outcomes.append(((width, layers), outcome))
-        self._new += len(outcome[0])
+        self._outcomes.append(((constrained, width, layers), outcome))
+        if not constrained:
+            self._drafted(width, layers)
+            self._new += len(outcome[0])
         young = self._new >= LEARN_SHARE * self._seen
         if young or len(self._outcomes) >= LEARN_EVERY or self.survival.by_steps:
             self.catch_up()
 
-    def _learn(self, width: int, layers: int, *outcome: Numbers) -> None:
+    def _learn(self, of: Acceptance, width: int, layers: int, *outcome: Numbers) -> None:
         """Learn from steps of d ``layers`` as told to :meth:`learn_drafts`."""
         confidences, num_drafts, num_correct = outcome
-        self._continuations[width].observe(confidences)
+        of.drafted(width, confidences)
         depths = np.broadcast_to(1 + np.arange(layers), confidences.shape)
         verified = depths <= num_drafts[:, None]
-        survived = depths <= num_correct[:, None]
-        predicted = self.survival.of_chains(confidences)
-        self._grade(depths[verified], predicted[verified], survived[verified])
-        least = np.minimum.accumulate(confidences, axis=1)
-        self.grades.observe(least[verified], survived[verified])
-        self.survival.learn(confidences, num_drafts, num_correct)
-
-    def _grade(self, depth: Numbers, predicted: Array, survived: Numbers) -> None:
-        """Count n verified drafts by the survival that was ``predicted``."""
-        bins = np.minimum((predicted * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
-        for kind, weights in enumerate((np.ones(len(predicted)), predicted, survived)):
-            np.add.at(self.reliability[:, kind], (depth - 1, bins), weights)
+        survived = (depths <= num_correct[:, None])[verified]
+        least = np.minimum.accumulate(confidences, axis=1)[verified]
+        predicted = of.survivals(confidences)[verified]
+        of.grade(depths[verified], least, predicted, survived)
+        of.survival.learn(confidences, num_drafts, num_correct)
 
 
 def _within(other: Plan, plan: Plan) -> bool:

@@ -25,6 +25,17 @@ Numbers = NDArray[Any]
 LIMIT = 6.0
 _LEAST = 1.0 / (1.0 + np.exp(LIMIT))
 
+#: A sum of float32 probabilities may miss 1 by so much.
+ROUNDING = 1e-4
+
+
+def as_probabilities(values: Numbers) -> tuple[Array, NDArray[np.bool_]]:
+    """``values`` [...] as numbers in [0, 1], nan as 0; and which of them were no probabilities."""
+    values = values.astype(np.float64)
+    inside = np.fmin(np.fmax(values, 0.0), 1.0)
+    with np.errstate(invalid="ignore"):
+        return inside, ~(np.abs(values - inside) <= ROUNDING)
+
 
 class Survival:
     """Survival by depth and confidence: in each bin, how many drafts survived.

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sglang_c2t.plan.acceptance import Acceptance
 from sglang_c2t.plan.forecast import Continuations
 from sglang_c2t.plan.planner import Planner
 from sglang_c2t.plan.survival import Array, Numbers, Survival
@@ -54,17 +55,9 @@ class TreePlanner(Planner):
         """
         return min(1 + self.widest * (1 + (layers - 1) * width), self._max_nodes)
 
-    def survivals(self, confidences: Array) -> Array:
-        """[S, d, C]: survival in trees with ``confidences`` [S, d, C] by layer, 0 where is no node.
-
-        No node is taken to survive more often than the best of the layer before.
-        """
-        depths = 1 + np.arange(confidences.shape[1])[:, None]
-        survival = np.where(confidences > 0, self.survival(depths, confidences), 0.0)
-        best = np.minimum.accumulate(survival.max(axis=2), axis=1)
-        return np.minimum(survival, best[:, :, None])
-
-    def learn_nodes(self, width: int, layers: int, *outcome: Numbers) -> None:
+    def learn_nodes(
+        self, width: int, layers: int, *outcome: Numbers, constrained: bool = False
+    ) -> None:
         """Learn from a step, now or together with others.
 
         Args:
@@ -72,29 +65,40 @@ class TreePlanner(Planner):
             layers: d of them.
             outcome: Of their drafts [B, N - 1] the depths, 0 for padding, the least confidences on
                 their paths, which were verified and which accepted.
+            constrained: Whether all of these requests are.
         """
-        self._learn_soon(width, layers, outcome)
+        self._learn_soon(width, layers, outcome, constrained=constrained)
 
     def by_layer(self, depth: Numbers, confidence: Array, width: int, layers: int) -> Array:
         """[B, d, C]: see :func:`by_layer`."""
         return by_layer(depth, confidence, layers, self.layer_nodes(width))
 
-    def _behind(self, first: Array, most: int, width: int) -> Array:
+    def _survivals_by(self, survival: Survival, confidences: Array) -> Array:
+        """[S, d, C]: survival in trees with ``confidences`` [S, d, C] by layer, 0 where is no node.
+
+        No node is taken to survive more often than the best of the layer before.
+        """
+        depths = 1 + np.arange(confidences.shape[1])[:, None]
+        each = np.where(confidences > 0, survival(depths, confidences), 0.0)
+        best = np.minimum.accumulate(each.max(axis=2), axis=1)
+        return np.minimum(each, best[:, :, None])
+
+    def _behind(
+        self, first: Array, most: int, width: int, constrained: Numbers | None = None
+    ) -> Array:
         """``first`` [S, C] of the widest."""
-        return super()._behind(first[:, : self.layer_nodes(width)], most, width)
+        return super()._behind(first[:, : self.layer_nodes(width)], most, width, constrained)
 
     def _alike_of(self, survival: Array, width: int) -> Array:
         """Plain drafts of one row a layer are chains: of each layer the best node."""
         return survival if width > 1 else survival[:, :, :1]
 
-    def _learn(self, width: int, layers: int, *outcome: Numbers) -> None:
+    def _learn(self, of: Acceptance, width: int, layers: int, *outcome: Numbers) -> None:
         depth, confidence, verified, survived = outcome
-        seen = self.by_layer(depth, confidence, width, layers)
-        self._continuations[width].observe(seen)
+        of.drafted(width, self.by_layer(depth, confidence, width, layers))
         depth, confidence, survived = depth[verified], confidence[verified], survived[verified]
-        self._grade(depth, self.survival(depth, confidence), survived)
-        self.grades.observe(confidence, survived)
-        self.survival.observe(depth, confidence, survived)
+        of.grade(depth, confidence, of.survival(depth, confidence), survived)
+        of.survival.observe(depth, confidence, survived)
 
     def _nothing_seen(self, width: int) -> Continuations:
         return Continuations(self.max_depth, width=self.layer_nodes(width))

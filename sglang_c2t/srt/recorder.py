@@ -33,6 +33,7 @@ from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.policies.base import TreeLayer
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.hooks.reporting import BEFORE_REPORT, RECORDING
+from sglang_c2t.srt.hooks.requests import constrained
 from sglang_c2t.tree import Trees, least_on_path
 
 logger = logging.getLogger(__name__)
@@ -169,6 +170,10 @@ class Recorder(Exploration):
             return torch.empty(0, dtype=torch.int64)
         # The host reads of recording: one per exploring step and column.
         recordable = recordable.cpu()
+        # Labels of these say nothing of what a classifier can know.
+        free = recordable & ~torch.tensor([constrained(req) for req in batch.reqs])
+        RECORDING.left_out += int((recordable & ~free).sum())
+        recordable = free
         if self.every_position:
             recordable = recordable & torch.tensor([_greedy(req) for req in batch.reqs])
         return recordable.nonzero().flatten()

@@ -418,6 +418,17 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         f"{SCHEDULE_BATCH}.Req",
+        "learns nothing from requests that change the target's distribution",
+        fields="sampling_params custom_logit_processor",
+    ),
+    Seam(
+        "sglang.srt.sampling.sampling_params.SamplingParams",
+        "learns nothing from requests that change the target's distribution",
+        "json_schema regex ebnf structural_tag frequency_penalty presence_penalty "
+        "repetition_penalty min_new_tokens logit_bias temperature",
+    ),
+    Seam(
+        f"{SCHEDULE_BATCH}.Req",
         "knows how long contexts are",
         fields="origin_input_ids output_ids",
     ),

@@ -14,6 +14,7 @@ from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 from torch import Tensor
 
+from sglang_c2t.checks import told
 from sglang_c2t.config import C2TConfig, ConfigError, active, publish
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.gate import Gate
@@ -31,7 +32,7 @@ from sglang_c2t.srt.draft.chain import (
 )
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.draft.seeding import seed_costs
-from sglang_c2t.srt.draft.state_file import EVERY_IF_ASKED, StateFile
+from sglang_c2t.srt.draft.state_file import StateFile
 from sglang_c2t.srt.draft.tree import (
     C2TEagleTreeDraftWorker,
     C2TStandaloneTreeDraftWorker,
@@ -145,7 +146,11 @@ class WorkerMixin(EAGLEWorkerV2):
             planning.verified(verify_input, result.accept_lens)
         elif self._first_drafts is not None:
             self._first_drafts.verified(
-                gate, batch.req_pool_indices, verify_input.num_rows, result.accept_lens
+                gate,
+                batch.req_pool_indices,
+                verify_input.num_rows,
+                result.accept_lens,
+                partial(self._draft_worker.constrained_in, batch),
             )
         compat.set_output_stride(result, verify_input.output_stride)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
@@ -156,7 +161,7 @@ class WorkerMixin(EAGLEWorkerV2):
             forwarded_rows=verify_input.forwarded_rows,
             max_rows=self._config.max_verify_rows,
             planned=planning.told if planning else None,
-            fell_back=gate.fell_back,
+            fell_back=gate.fell_back or (planning is not None and planning.fell_back),
         )
         if self._recorder is not None and gate.exploring:
             recordable = gate.first_tokens_complete(batch.req_pool_indices)
@@ -210,6 +215,7 @@ class WorkerMixin(EAGLEWorkerV2):
         if self._first_drafts is not None:
             self._first_drafts = FirstDrafts()  # another gate judges from now on
         self._plan_with(planning)
+        draft.judge_anew()
         if forgets and planning is not None:
             planning.planner.reset()
         self._config = config
@@ -248,14 +254,19 @@ class WorkerMixin(EAGLEWorkerV2):
                 "--c2t-max-verify-rows"
             )
         runner = self.target_worker.model_runner
+        try:
+            planner = policy.planner(self._shape)
+        except Exception as error:
+            raise ConfigError(f"policy {policy.name} makes no planner: {told(error)}") from error
         planning = self.planning_class(
-            policy.planner(self._shape),
+            planner,
             tiers=lambda: tiers_of(runner),
             width=self.speculative_num_draft_tokens,
             slots=draft.req_to_token_pool.req_to_token.shape[0],
             device=self.device,
             state_file=self._state_file if self._config is self._start else None,
             agree=host_agreement(),
+            failed=draft.gate.served.failed,
         )
         planning.widths = draft.draft_widths
         self._plannings[policy.name] = planning
@@ -284,8 +295,6 @@ class WorkerMixin(EAGLEWorkerV2):
         """What the planner in charge has learnt; ``None``: no policy plans now."""
         if self._planning is None:
             return None
-        if self._planning.state_file is not None:
-            self._planning.state_file.save_now_and_then(EVERY_IF_ASKED)
         return self._planning.report(self.target_worker.model_runner.max_running_requests)
 
     def _serving_told(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sglang_c2t.draft.survivals import DeviceSurvival
-from sglang_c2t.plan.survival import OneSlope, Survival
+from sglang_c2t.plan.survival import OneSlope, Survival, as_probabilities
 from sglang_c2t.tree import Trees
 
 DEPTH = 4
@@ -92,3 +92,14 @@ def test_nothing_is_read_on_the_host(kind: type) -> None:
     with FakeTensorMode():
         twin = DeviceSurvival(kind(DEPTH), "cpu")
         assert of_chains(twin, torch.empty(3, 2)).shape == (3, 2)
+
+
+@pytest.mark.parametrize("kind", [Survival, OneSlope])
+@pytest.mark.parametrize("strange", [np.nan, np.inf, -np.inf, -1.0, 1.0 + 1e-6])
+def test_of_a_confidence_that_is_no_probability_survival_is_one(kind: type, strange: float) -> None:
+    """By a kernel, too: of what is no number it would keep drafts and leave gaps."""
+    said = torch.tensor([[0.9, strange, 0.8], [strange, 0.9, 0.8]], dtype=torch.float32)
+    estimator = kind(DEPTH)
+    found = of_chains(DeviceSurvival(estimator, "cpu"), said).numpy()
+    nearest, _ = as_probabilities(said.numpy())
+    assert found == pytest.approx(estimator.of_chains(nearest), abs=1e-5)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.plan.plan import Plan
-from sglang_c2t.plan.planner import Choice
+from sglang_c2t.plan.planner import Choice, Planner
+from sglang_c2t.plan.survival import Survival
 from sglang_c2t.plan.trees import TreePlanner
 from sglang_c2t.policies import (
     ChainPolicy,
@@ -150,3 +152,81 @@ class PlainTrees(PlannedTree):
     def planner(self, shape: TreeShape) -> AnyPlain:
         """A planner that knows nothing yet."""
         return AnyPlain(*shape)
+
+
+class Priced(Planner):
+    """Plans by prices that never change, so that two servers plan alike."""
+
+    def __init__(self, max_depth: int, survival: Survival) -> None:
+        super().__init__(max_depth, survival)
+        sizes = range(1, 65)  # all, or it would look for what is not known
+        self.cost.restore(
+            {
+                "verify": {rows: 10.0 + 5.0 * rows for rows in sizes},
+                "layer": dict.fromkeys(sizes, 1.0),
+                "rest": dict.fromkeys(sizes, 1.0),
+            }
+        )
+
+    def learn_time(self, *_args: Any, **_kwargs: Any) -> None:
+        """Whatever it took."""
+
+
+@dataclass(frozen=True)
+class PricedJoint(DyJoint):
+    """The joint probability as a confidence, planned at fixed prices."""
+
+    name: ClassVar[str] = "priced-joint"
+
+    def planner(self, shape: TreeShape) -> Priced:
+        """A planner that knows nothing yet of drafts."""
+        return Priced(shape.num_steps, Survival(shape.num_steps))
+
+
+class _Broken:
+    """Raises in about every fourth thing that it is asked or told, on each rank in others."""
+
+    _random = random.Random(os.getpid())
+
+    def _perhaps(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self._random.random() < 1 / 4:
+            raise ZeroDivisionError(f"{method} was told to fail")
+        return getattr(super(), method)(*args, **kwargs)
+
+    plain_step = partialmethod(_perhaps, "plain_step")
+    choose = partialmethod(_perhaps, "choose")
+    settle = partialmethod(_perhaps, "settle")
+    learn_drafts = partialmethod(_perhaps, "learn_drafts")
+    learn_nodes = partialmethod(_perhaps, "learn_nodes")
+    learn_time = partialmethod(_perhaps, "learn_time")
+    report = partialmethod(_perhaps, "report")
+
+
+class Broken(_Broken, Planner):  # type: ignore[misc]
+    """Of chains."""
+
+
+class BrokenOfTrees(_Broken, TreePlanner):  # type: ignore[misc]
+    """Of trees."""
+
+
+@dataclass(frozen=True)
+class BrokenJoint(DyJoint):
+    """The joint probability as a confidence, and a planner that is broken."""
+
+    name: ClassVar[str] = "broken-joint"
+
+    def planner(self, shape: TreeShape) -> Broken:
+        """A planner that knows nothing yet."""
+        return Broken(shape.num_steps, Survival(shape.num_steps))
+
+
+@dataclass(frozen=True)
+class BrokenTrees(PlannedTree):
+    """The same for trees."""
+
+    gate: DyJoint = field(default_factory=DyJoint)
+
+    def planner(self, shape: TreeShape) -> BrokenOfTrees:
+        """A planner that knows nothing yet."""
+        return BrokenOfTrees(*shape)

@@ -333,9 +333,9 @@ def test_outcomes_are_learnt_together_and_none_is_lost() -> None:
         chains = server.chains(2)
         drafted = chains[:, : 1 + step % DEPTH]
         correct = np.array([1, 0])
-        before = together.reliability.sum()
+        before = together.free.reliability.sum()
         together.learn_drafts(drafted, np.full(2, drafted.shape[1]), correct)
-        if together.reliability.sum() > before:
+        if together.free.reliability.sum() > before:
             learnt_at.append(step)
         at_once.learn_drafts(drafted, np.full(2, drafted.shape[1]), correct)
         at_once.catch_up()
@@ -353,7 +353,7 @@ def test_it_tells_how_right_it_was() -> None:
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 50)
     assert planner.predicted_over_measured == pytest.approx(1.0, abs=0.02)
-    planner.reliability[:] = 0  # what it said before it had learnt anything
+    planner.free.reliability[:] = 0  # what it said before it had learnt anything
     server.serve(planner, 600)
     assert max(planner.calibration_errors()[:2]) < 0.02, "the others have a thousand at most"
     told = json.loads(json.dumps(planner.report()))
@@ -422,3 +422,33 @@ def test_confidences_are_graded_as_the_gate_says_them() -> None:
     assert survived < 0.9 * promised
     planner.reset()
     assert sum(planner.report()["confidence"]["drafts"]) == 0
+
+
+@pytest.mark.parametrize("kind", [Survival, OneSlope])
+def test_a_planner_knows_of_free_requests_what_it_would_know_without_constrained_ones(
+    kind: type,
+) -> None:
+    """Whatever becomes of their drafts; and of these it knows what became of them."""
+    alone, beside = (Planner(DEPTH, kind(DEPTH)) for _ in range(2))
+    server = MadeUpServer(4)
+    for _ in range(3 * OneSlope.EVERY):
+        chains, correct = server.chains(4), server.rng.integers(0, DEPTH + 1, 4)
+        for planner in (alone, beside):
+            planner.learn_drafts(chains, np.full(4, DEPTH), correct)
+        rejected = server.chains(7), np.full(7, DEPTH), np.zeros(7)
+        beside.learn_drafts(*rejected, constrained=True)
+        for planner in (alone, beside):
+            planner.catch_up()  # as early, or predictions are of other ages
+    told = [{**planner.report(), "constrained": None} for planner in (alone, beside)]
+    assert told[0] == told[1]
+    chains = server.chains(20)
+    constrained = np.arange(20) % 2 == 0
+    free = alone.survivals(chains)
+    mixed = beside.survivals(chains, constrained)
+    assert mixed[~constrained].tolist() == free[~constrained].tolist()
+    assert mixed[constrained].mean() < 0.5 * free[constrained].mean()
+    behind = [p._behind(chains[:, 0], 80, 1) for p in (alone, beside)]
+    assert behind[0].tolist() == behind[1].tolist()
+    both = beside._behind(chains[:, 0], 80, 1, constrained)
+    assert both.shape == behind[1].shape, "each draft stands for as many"
+    assert both.mean() < behind[1].mean()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.survival import OneSlope, Survival, rising
+from sglang_c2t.plan.survival import OneSlope, Survival, as_probabilities, rising
 
 
 def drawn(rng: np.random.Generator, n: int, depths: int) -> tuple[np.ndarray, np.ndarray]:
@@ -113,3 +113,10 @@ def test_one_slope_never_falls_below_zero() -> None:
         prob = rng.uniform(0.01, 0.99, 32)
         estimator.observe(np.ones(32), prob, rng.random(32) < 1 - prob)
     assert estimator.slope == 0.0
+
+
+def test_confidences_that_are_no_probabilities_become_the_nearest_and_are_named() -> None:
+    said = [0.0, 0.25, 1.0, 1.0 + 1e-7, -1.0, 2.0, np.inf, -np.inf, np.nan]
+    inside, strange = as_probabilities(np.array(said, dtype=np.float32))
+    assert inside.tolist() == [0.0, 0.25, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    assert strange.tolist() == [False] * 4 + [True] * 5

@@ -43,7 +43,8 @@ def layers(depths: int, batch: int) -> list[DraftLayer]:
 
 def request(rid: str, prompt: list[int], *, top_k: int = 1, grammar: object = None) -> Any:
     params = double("SamplingParams", top_k=top_k)
-    return double("Req", rid=rid, origin_input_ids=prompt, sampling_params=params, grammar=grammar)
+    at = {"rid": rid, "origin_input_ids": prompt, "custom_logit_processor": None}
+    return double("Req", sampling_params=params, grammar=grammar, **at)
 
 
 def add(

@@ -8,19 +8,21 @@
 On a GPU the host runs ahead of the device, so that a step is planned from outcomes that have
 arrived, a step or two old, and nothing here waits; the device then ranks the drafts it really has.
 On a CPU both are one, and the plan sees the drafts themselves. Of tensor-parallel ranks one plans,
-and the others are told.
+and the others are told. Where the planner raises, the step verifies full drafts, on all ranks.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_c2t.draft.slots import FirstLayer
@@ -30,13 +32,18 @@ from sglang_c2t.kernels.outcome import outcome_of_chains
 from sglang_c2t.plan.cost import priced_behind
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.planner import Choice, Planner
-from sglang_c2t.plan.survival import Array
+from sglang_c2t.plan.survival import Array, Numbers, as_probabilities
 from sglang_c2t.plan.tiers import Tiers
-from sglang_c2t.srt.draft.state_file import StateFile
+from sglang_c2t.srt.draft.outcomes import Outcome, mask_of
+from sglang_c2t.srt.draft.state_file import EVERY_IF_ASKED, StateFile
 from sglang_c2t.srt.hooks.step_metrics import PlannedStep
 from sglang_c2t.srt.verify.packed import PackedVerifyInput
 from sglang_c2t.srt.verify.packing import HostSizes
 from sglang_c2t.srt.verify.timing import Mark, timed_forward
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # B requests, D layers, d of them drafted, N rows of a full draft, T rows of the forward
 
@@ -47,7 +54,7 @@ REFRESH_EVERY = 16
 LONGEST_LAG = 16
 
 #: Why a step does what it does, numbered alike on all ranks.
-REASONS = ("plan", "unknown", "explore", "rehearsed", "plain")
+REASONS = ("plan", "unknown", "explore", "rehearsed", "plain", "failed")
 
 
 @dataclass
@@ -86,6 +93,7 @@ class Planning:
         device: Where drafts are.
         state_file: Called with the planner, gives the file that keeps what it learns.
         agree: Makes a few integers equal on all ranks; ``None`` on one rank.
+        failed: Called with what the planner raised. ``None``: it is raised on.
     """
 
     def __init__(
@@ -98,8 +106,10 @@ class Planning:
         device: torch.device | str,
         state_file: Callable[[Planner], StateFile | None] | None = None,
         agree: Callable[[list[int]], list[int]] | None = None,
+        failed: Callable[[Exception], None] | None = None,
     ) -> None:
         self.planner = planner
+        self._failed = failed
         self.state_file = None if state_file is None else state_file(planner)
         self._tiers, self._width = tiers, width
         self.depths: Sequence[int] | None = None
@@ -109,21 +119,33 @@ class Planning:
         self.unmeasured: Collection[int] = ()
         """Requests of the step in progress of whose first draft nothing is known: what becomes of
         their drafts says nothing of a confidence."""
+        self._constrained: Collection[int] = ()
+        """Requests of the step in progress that teach only what concerns their like."""
+        self.fell_back = False
+        """Whether the planner failed in the step in progress, so that drafts stay whole."""
+        self.strange = 0
+        """Drafts whose confidence was no probability."""
         self.agree = agree or (lambda numbers: numbers)
         self._rehearsed: Choice | None = None
         """What a step does that serves nobody; ``None``: it serves."""
         self._on_cuda = torch.device(device).type == "cuda"
-        self._survival = DeviceSurvival(planner.survival, device)
+        self._acceptances = planner.free, planner.constrained
+        self._survival, self._of_constrained = (
+            DeviceSurvival(of.survival, device) for of in self._acceptances
+        )
         layers = width - 1
         # Of a step, where CUDA graphs can write them.
         self._confidences = torch.ones((slots, layers), device=device)
         self._survivals = torch.ones((slots, layers), device=device)
-        self._outcomes: deque[tuple[HostSizes, Plan]] = deque(maxlen=LONGEST_LAG)
+        self._outcomes: deque[Outcome] = deque(maxlen=LONGEST_LAG)
         self._times: deque[tuple[_Step, Mark]] = deque(maxlen=LONGEST_LAG)
         """Steps, and when the next one started."""
         self._step: _Step | None = None
         self._known_first = np.full(1, 0.5)
-        self._learnt = 0
+        self._known_constrained: Numbers | None = None
+        """[S] bool: which of these are of constrained requests; ``None``: none."""
+        self._learnt = [0, 0]
+        """Steps that free requests were learnt from, and constrained ones."""
 
     def warm_up(self, batches: Iterable[int]) -> None:
         """Compile what is launched outside of graphs, for batches of these sizes."""
@@ -131,6 +153,7 @@ class Planning:
             whole = torch.zeros(batch, dtype=torch.bool, device=self._survivals.device)
             for chosen in (None, whole):
                 chains_within(self._survivals[:batch], 0, self._width, chosen)
+            self._with_constrained(self._survivals[:batch], [0])
             ones = whole.int() + 1
             outcome_of_chains(self._confidences[:batch], ones, ones)
             self.drafted([self._survivals[:batch, 0].clone()])  # without a graph
@@ -142,32 +165,91 @@ class Planning:
         *,
         context: int = 0,
         plain: bool = False,
+        constrained: Collection[int] = (),
     ) -> Choice:
         """Layers to draft in this step; ``first`` gives what is known of its first drafts,
-        ``context`` is how many tokens stand before all of them, and ``plain`` says whether it may
-        do without a gate.
+        ``context`` is how many tokens stand before all of them, ``plain`` says whether it may
+        do without a gate, and ``constrained`` which of its requests have a target that is not the
+        model's own.
         """
         start = Mark(self._on_cuda)
         start.set()
         if self._step is not None:
             self._times.append((self._step, start))
-        self._learn()
-        choice = self._rehearsed or (self.planner.plain_step(batch) if plain else None)
-        if choice is None:
-            if not self._on_cuda:
-                self._known_first = self._first(first())
-            choice = self.planner.choose(
-                self._known_first, batch, self._rows(batch), self.depths,
-                context=context, widths=self.widths, plain=plain,
-            )  # fmt: skip
+        self.fell_back, self._constrained = False, constrained
+        # A plain step would verify as many drafts of requests whose drafts fail.
+        plain = plain and not constrained
+        whole_drafts = Choice(self._full_drafts(batch), "failed")
+        choice = self._or_else(
+            whole_drafts, lambda: self._decide(batch, first, context=context, plain=plain)
+        )
         plan, whole = choice.plan, -1 if choice.whole is None else choice.whole
         reason, width, layers, rows, whole = self.agree(
             [REASONS.index(choice.reason), plan.width, plan.layers, plan.rows, whole]
         )
         plan = plan._replace(width=width, layers=layers, rows=rows)
         choice = Choice(plan, REASONS[reason], None if whole < 0 else whole)
+        self.fell_back = choice.reason == "failed"
         self._step = _Step(choice, plan, batch, context, start)
         return choice
+
+    def _decide(
+        self, batch: int, first: Callable[[], FirstLayer], *, context: int, plain: bool
+    ) -> Choice:
+        """What the planner wants of this step; whatever it raises, and ValueError where that is
+        no step.
+        """
+        self._learn()
+        if self._rehearsed is not None:
+            return self._rehearsed
+        choice = self.planner.plain_step(batch) if plain else None
+        if choice is None:
+            if not self._on_cuda:
+                self._known_first = self._first(first())
+                self._known_constrained = self._mask_of_constrained(batch)
+            choice = self.planner.choose(
+                self._known_first, batch, self._rows(batch), self.depths, context=context,
+                widths=self.widths, plain=plain, constrained=self._known_constrained,
+            )  # fmt: skip
+        return self._checked(choice, batch)
+
+    def _checked(self, choice: Choice, batch: int) -> Choice:
+        """The ``choice``; ValueError where no step can be made so. Rows may be too many or too few,
+        but for a plain step.
+        """
+        plan, whole = choice.plan, choice.whole
+        plan = plan._replace(rows=int(plan.rows))
+        if (
+            choice.reason not in REASONS
+            or plan.layers not in (self.depths or range(1, self.planner.max_depth + 1))
+            or plan.width not in (self.widths or self.planner.widths)
+            or not (choice.reason != "plain" or batch <= plan.rows <= batch * self._width)
+            or not (whole is None or 0 <= whole < batch)
+        ):
+            raise ValueError(f"a planner chose {choice} for {batch} requests")
+        return choice._replace(plan=plan)
+
+    def _full_drafts(self, batch: int) -> Plan:
+        """The plan that cuts nothing."""
+        layers = max(self.depths or [self.planner.max_depth])
+        return Plan(layers, batch * self._width, float(batch), 1.0, self._widest)
+
+    @property
+    def _widest(self) -> int:
+        return max(self.widths or self.planner.widths)
+
+    def _or_else(self, otherwise: T, ask: Callable[[], T]) -> T:
+        """What a planner says if it is asked; ``otherwise``, and the step falls back, where it
+        raises.
+        """
+        try:
+            return ask()
+        except Exception as error:
+            if self._failed is None:
+                raise
+            self._failed(error)
+            self.fell_back = True
+            return otherwise
 
     @property
     def told(self) -> PlannedStep | None:
@@ -257,11 +339,21 @@ class Planning:
         drafts, mask, total = self._share(
             layers,
             whole,
-            lambda: self._confidences[:batch, :layers].numpy().astype(np.float64),
+            lambda: as_probabilities(self._confidences[:batch, :layers].numpy())[0],
         )
-        survivals = agreed(self._survivals[:batch])
+        survivals = self._survivals[:batch]
+        if self._constrained:
+            survivals = self._with_constrained(survivals, self._constrained)
+        survivals = agreed(survivals)
         lens, links = chains_within(survivals, drafts, self._width, mask, layers=layers)
         return lens, links, total
+
+    def _with_constrained(self, survivals: Tensor, constrained: Collection[int]) -> Tensor:
+        """``survivals`` [B, D], those of ``constrained`` requests by what became of their like."""
+        batch = len(survivals)
+        confidences, theirs = self._confidences[:batch], torch.empty_like(survivals)
+        self._of_constrained.of_chains(confidences, out=theirs, kept=confidences)
+        return torch.where(self._mask(batch, constrained)[:, None], theirs, survivals)
 
     def alike(self) -> tuple[Tensor, int]:
         """Rows of each request [B] int32, root included, and of all of them in a plain step."""
@@ -306,9 +398,11 @@ class Planning:
         batch, width = step.batch, step.plan.width
         each = self.planner.full_rows(layers, width) - 1
         if not self._on_cuda and self._rehearsed is None:
-            plan = self.planner.settle(seen(), self._rows(batch), width)
-            (rows,) = self.agree([plan.rows])
-            step.plan = plan._replace(rows=rows)
+            rows = batch * self._width
+            if not self.fell_back:
+                rows = self._or_else(rows, lambda: self._settled(seen(), width))
+            (rows,) = self.agree([rows])
+            step.plan = step.plan._replace(rows=rows)
         step.plan = step.plan._replace(layers=layers)
         whole = {*whole} if step.choice.whole is None else {*whole, step.choice.whole}
         wanted = step.plan.rows - batch - len(whole) * each
@@ -316,12 +410,23 @@ class Planning:
         mask = self._mask(batch, whole) if whole else None
         return drafts, mask, batch + drafts + len(whole) * each
 
+    def _settled(self, confidences: Array, width: int) -> int:
+        """Rows of all, as the planner wants them of drafts with these ``confidences``."""
+        batch = self._now.batch
+        plan = self.planner.settle(
+            confidences, self._rows(batch), width, self._mask_of_constrained(batch)
+        )
+        return int(plan.rows)
+
+    def _mask_of_constrained(self, batch: int) -> Numbers | None:
+        """[B] bool on the host; ``None``: none is."""
+        return mask_of(self._constrained, batch) if self._constrained else None
+
     def _mask(self, batch: int, chosen: Collection[int]) -> Tensor:
         """[B] bool where drafts are: true at the ``chosen``. From the host, so that the total is
         that of the device.
         """
-        mask = torch.zeros(batch, dtype=torch.bool)
-        mask[list(chosen)] = True
+        mask = torch.from_numpy(mask_of(chosen, batch))
         if self._on_cuda:  # a copy from pageable memory would wait for the device
             mask = mask.pin_memory()
         return mask.to(self._survivals.device, non_blocking=True)
@@ -341,40 +446,67 @@ class Planning:
             return
         num_rows, layers = verify_input.num_rows, self._now.plan.layers
         drafted = self._confidences[: len(num_rows), :layers]
-        outcome = self._without_unmeasured(outcome_of_chains(drafted, num_rows, accept_lens))
-        self._outcomes.append((HostSizes(outcome), self._now.plan))
+        self._send(outcome_of_chains(drafted, num_rows, accept_lens))
 
-    def _without_unmeasured(self, outcome: Tensor) -> Tensor:
-        """``outcome`` [B, ...], whose last two columns say what was verified and accepted."""
-        if self.unmeasured:
-            mask = self._mask(len(outcome), self.unmeasured)
-            ends = mask.view(-1, *[1] * (outcome.dim() - 1))
-            outcome[..., -2:].masked_fill_(ends, 0)  # by a mask as index the host would wait
-        return outcome
+    def _send(self, outcome: Tensor) -> None:
+        """The ``outcome`` [B, ...] of the step in progress starts on its way to the host."""
+        self._outcomes.append(
+            Outcome(HostSizes(outcome), self._now.plan, self.unmeasured, self._constrained)
+        )
 
     def _learn(self) -> None:
         """Learn from what has arrived since."""
-        while self._outcomes and self._outcomes[0][0].arrived:
-            sizes, plan = self._outcomes.popleft()
-            self._learn_outcome(sizes.wait().numpy().astype(np.float64), plan)
-            self._learnt += 1
-            if self._learnt % REFRESH_EVERY == 0:
-                self._survival.refresh(self.planner.survival)
+        while self._outcomes and self._outcomes[0].sizes.arrived:
+            outcome = self._outcomes.popleft()
+            for constrained in self._learn_outcome(outcome.sizes.wait().numpy(), outcome):
+                self._learnt[constrained] += 1
+                if self._learnt[constrained] % REFRESH_EVERY == 0:
+                    twin = self._of_constrained if constrained else self._survival
+                    twin.refresh(self._acceptances[constrained].survival)
         while self._times and self._times[0][1].passed:
             self._learn_time(*self._times.popleft())
         if self.state_file is not None:
             self.state_file.save_now_and_then()
 
+    def _sane(self, confidences: Numbers) -> tuple[Array, NDArray[np.bool_]]:
+        """``confidences`` [B, ...] of drafts that were verified as probabilities, and [B] whose
+        were that before.
+        """
+        probabilities, strange = as_probabilities(confidences)
+        if strange.any():
+            if self.strange == 0:
+                logger.warning(
+                    "C2T: the draft or its gate gave confidences that are no probabilities, and "
+                    "drafts with such ones teach nothing: %s",
+                    confidences[strange][:3].tolist(),
+                )
+            self.strange += int(strange.sum())
+        return probabilities, ~strange.reshape(len(strange), -1).any(axis=1)
+
     def _first(self, layer: FirstLayer) -> Array:
         """What is known of first drafts, as :meth:`Planner.choose` takes it."""
-        return layer.confidence[0].numpy().astype(np.float64)
+        return as_probabilities(layer.confidence[0].numpy())[0]
 
-    def _learn_outcome(self, outcome: Array, plan: Plan) -> None:
-        """Learn from what :meth:`verified` sent on its way, of a step of this plan."""
-        layers = plan.layers
-        confidences, drafts, correct = np.split(outcome, [layers, layers + 1], axis=1)
-        self._known_first = confidences[:, 0]
-        self.planner.learn_drafts(confidences, drafts[:, 0], correct[:, 0])
+    def _learn_outcome(self, numbers: Numbers, outcome: Outcome) -> list[bool]:
+        """Learn from the ``numbers`` [B, ...] that an ``outcome`` brought; returns for each class
+        of requests that taught whether it is the constrained one.
+        """
+        layers = outcome.plan.layers
+        confidences, drafts, correct = np.split(numbers, [layers, layers + 1], axis=1)
+        confidences, sane = self._sane(confidences)
+        self._knows(confidences[:, 0], outcome)
+        learnt = []
+        for rows, constrained in outcome.classes(sane):
+            counts = drafts[rows, 0], correct[rows, 0]
+            self.planner.learn_drafts(confidences[rows], *counts, constrained=constrained)
+            learnt.append(constrained)
+        return learnt
+
+    def _knows(self, first: Array, outcome: Outcome) -> None:
+        """The ``first`` drafts [B, ...] of an ``outcome`` stand for those to come."""
+        self._known_first = first
+        constrained = outcome.constrained
+        self._known_constrained = mask_of(constrained, len(first)) if constrained else None
 
     def _learn_time(self, step: _Step, end: Mark) -> None:
         if step.verify is None:
@@ -386,11 +518,19 @@ class Planning:
             **step.times(),
         )
 
-    def report(self, most_requests: int) -> dict[str, Any]:
-        """What the planner has learnt, and what loads up to twice ``most_requests`` would bring."""
+    def report(self, most_requests: int) -> dict[str, Any] | None:
+        """What the planner has learnt, and what loads up to twice ``most_requests`` would bring;
+        ``None`` where it raises.
+        """
+        return self._or_else(None, lambda: self._report(most_requests))
+
+    def _report(self, most_requests: int) -> dict[str, Any]:
+        if self.state_file is not None:
+            self.state_file.save_now_and_then(EVERY_IF_ASKED)
         batches = {1 << n for n in range((2 * most_requests).bit_length())} | {most_requests}
         outlook = self.planner.outlook({batch: self._rows(batch) for batch in sorted(batches)})
-        return self.planner.report() | {"outlook": outlook}
+        told = {"outlook": outlook, "strange_confidences": self.strange}
+        return self.planner.report() | told
 
     def row_counts(self, most_requests: int) -> Sequence[int]:
         """Row counts that verifications of up to ``most_requests`` may have, rising."""

@@ -16,12 +16,11 @@ from torch import Tensor
 from sglang_c2t.draft.slots import FirstLayer
 from sglang_c2t.kernels.budget import nodes_within
 from sglang_c2t.kernels.outcome import outcome_of_trees
-from sglang_c2t.plan.plan import Plan
-from sglang_c2t.plan.survival import Array
+from sglang_c2t.plan.survival import Array, Numbers, as_probabilities
 from sglang_c2t.plan.trees import TreePlanner
+from sglang_c2t.srt.draft.outcomes import Outcome
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.verify.packed import PackedVerifyInput
-from sglang_c2t.srt.verify.packing import HostSizes
 from sglang_c2t.srt.verify.tree import TreeVerifyInput
 from sglang_c2t.tree import Trees
 
@@ -67,15 +66,19 @@ class TreePlanning(Planning):
             layers: d, drafted.
             whole: Which of the B requests' trees are verified whole, come what may.
         """
-        depth, least = trees.depth[:, 1:], keys[:, 1:]
-        width = self.width
+        depth, width = trees.depth[:, 1:], self.width
 
         def seen() -> Array:
-            confidence = least.numpy().astype(np.float64)
+            confidence, _ = as_probabilities(of_nodes(depth.numpy(), keys[:, 1:].numpy()))
             return self.planner.by_layer(depth.numpy(), confidence, width, layers)
 
         drafts, mask, total = self._share(layers, whole, seen)
-        chosen = nodes_within(self._survival.of_nodes(keys, trees), trees.depth, drafts, mask)
+        survivals = self._survival.of_nodes(keys, trees)
+        if self._constrained:
+            theirs = self._of_constrained.of_nodes(keys, trees)
+            constrained = self._mask(len(keys), self._constrained)
+            survivals = torch.where(constrained[:, None], theirs, survivals)
+        chosen = nodes_within(survivals, trees.depth, drafts, mask)
         self._drafted = trees.depth, keys, chosen
         return chosen, total
 
@@ -86,15 +89,26 @@ class TreePlanning(Planning):
         assert isinstance(verify_input, TreeVerifyInput)
         assert verify_input.paths is not None, "told before it was verified"
         accepted, starts = verify_input.paths.accept_index, verify_input.packing.layout.row_starts
-        outcome = self._without_unmeasured(outcome_of_trees(*self._drafted, accepted, starts))
-        self._outcomes.append((HostSizes(outcome), self._now.plan))
+        self._send(outcome_of_trees(*self._drafted, accepted, starts))
 
     def _first(self, layer: FirstLayer) -> Array:
-        confidence, planner = layer.confidence.T.numpy().astype(np.float64), self.planner
+        confidence, _ = as_probabilities(layer.confidence.T.numpy())
+        planner = self.planner
         return planner.by_layer(np.ones(confidence.shape), confidence, planner.widest, 1)[:, 0]
 
-    def _learn_outcome(self, outcome: Array, plan: Plan) -> None:
-        depth, least, chosen, survived = np.moveaxis(outcome, 2, 0)
+    def _learn_outcome(self, numbers: Numbers, outcome: Outcome) -> list[bool]:
+        depth, least, chosen, survived = np.moveaxis(numbers, 2, 0)
         depth, chosen = depth.astype(np.int64), chosen > 0
-        self._known_first = self.planner.by_layer(depth, least, self.planner.widest, 1)[:, 0]
-        self.planner.learn_nodes(plan.width, plan.layers, depth, least, chosen, survived)
+        least, sane = self._sane(of_nodes(depth, least))
+        self._knows(self.planner.by_layer(depth, least, self.planner.widest, 1)[:, 0], outcome)
+        plan, learnt = outcome.plan, []
+        for rows, constrained in outcome.classes(sane):
+            nodes = (depth[rows], least[rows], chosen[rows], survived[rows])
+            self.planner.learn_nodes(plan.width, plan.layers, *nodes, constrained=constrained)
+            learnt.append(constrained)
+        return learnt
+
+
+def of_nodes(depth: Numbers, least: Numbers) -> Numbers:
+    """``least`` [B, n] confidences of the nodes at ``depth`` [B, n], 0 of padding."""
+    return np.where(depth > 0, least, 0.0)

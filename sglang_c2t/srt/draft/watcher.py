@@ -30,7 +30,7 @@ from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.data_parallel import Peers, peers
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
-from sglang_c2t.srt.hooks.requests import opts_out
+from sglang_c2t.srt.hooks.requests import constrained, opts_out
 from sglang_c2t.srt.verify.feedback import Feedback
 
 # B requests, V draft vocabulary
@@ -96,6 +96,7 @@ class DraftWatcher(EagleDraftWorker):
         self.peers = peers()
         self._to_relay: Callable[[], None] | None = None
         self._arrived: set[int] = set()  # slots
+        self._constrained: set[int] = set()  # slots, some of requests that have ended
         self.gate = self._make_gate(
             num_slots=self.req_to_token_pool.req_to_token.shape[0],
             device=self.device,
@@ -161,9 +162,8 @@ class DraftWatcher(EagleDraftWorker):
             result = super()._draft_extend_for_prefill(batch, *args, **kwargs)
         self._interrupted()
         if not batch.forward_mode.is_idle():
-            slots = [compat.request_slot(req) for req in batch.reqs]
             self._catch_up()
-            self.gate.opt_outs.admit(slots, [opts_out(req) for req in batch.reqs])
+            self._admit(batch)
             with GATE_CLOCK:
                 self.gate.join(batch.req_pool_indices, *output())
         return result
@@ -173,20 +173,41 @@ class DraftWatcher(EagleDraftWorker):
 
         Of that draft only tokens and their probabilities travel, not what a gate reads.
         """
-        slots = [compat.request_slot(req) for req in batch.reqs]
         self._catch_up()  # else it would be told of who had these slots before
-        self.gate.opt_outs.admit(slots, [opts_out(req) for req in batch.reqs])
+        self._arrived.update(self._admit(batch))
         self.gate.join_unmeasured(batch.req_pool_indices)
-        self._arrived.update(slots)
+
+    def _admit(self, batch: Any) -> list[int]:
+        """Requests take slots, which are returned; what they ask for is remembered."""
+        slots = [compat.request_slot(req) for req in batch.reqs]
+        self.gate.opt_outs.admit(slots, [opts_out(req) for req in batch.reqs])
+        self._constrained.difference_update(slots)
+        each = zip(slots, batch.reqs, strict=True)
+        self._constrained.update(slot for slot, req in each if constrained(req))
+        return slots
+
+    def judge_anew(self) -> None:
+        """Another policy judges from the next step on: no waiting first layer was judged by it.
+
+        They are forgotten in the next step, where the device has done with the last one.
+        """
+        self._to_relay = partial(self.gate.first_tokens.forget, slice(None))
+        self._arrived.update(range(self.req_to_token_pool.req_to_token.shape[0]))
 
     def _take_arrived(self, batch: Any) -> list[int]:
-        """Which of the batch's requests arrived since the last step."""
+        """Which of the batch's requests have a first layer that this gate has not judged, as they
+        arrived since the last step or the policy changed.
+        """
         if not self._arrived:
             return []
-        slots = map(compat.request_slot, batch.reqs)
-        arrived = [request for request, slot in enumerate(slots) if slot in self._arrived]
+        self._catch_up()
+        arrived = _among(self._arrived, batch)
         self._arrived.clear()
         return arrived
+
+    def constrained_in(self, batch: Any) -> list[int]:
+        """Which of the batch's requests have a target that is not the model's own."""
+        return _among(self._constrained, batch) if self._constrained else []
 
     def _interrupted(self) -> None:
         """A prefill, or a step that nobody planned, ran between two steps."""
@@ -219,7 +240,11 @@ class DraftWatcher(EagleDraftWorker):
         # In overlap a step or two behind: nobody waits for a number that only prices read.
         context = sum(len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs)
         choice = planning.begin(
-            len(slots), first, context=context or batch.seq_lens_sum, plain=plain and not whole
+            len(slots),
+            first,
+            context=context or batch.seq_lens_sum,
+            plain=plain and not whole,
+            constrained=self.constrained_in(batch),
         )
         return planning.whole_drafts() if whole else choice.plan, whole
 
@@ -259,6 +284,12 @@ class DraftWatcher(EagleDraftWorker):
 
         with self._watching(keep):
             yield lambda: (outputs[-1].next_token_logits, outputs[-1].hidden_states)
+
+
+def _among(slots: Collection[int], batch: Any) -> list[int]:
+    """The batch's requests that have one of these ``slots``."""
+    each = enumerate(map(compat.request_slot, batch.reqs))
+    return [request for request, slot in each if slot in slots]
 
 
 def no_forward(forward_batch: Any, choices: int = 1) -> Any:

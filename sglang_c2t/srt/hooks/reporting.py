@@ -40,6 +40,7 @@ class RecordingState:
     directory: str | None = None
     drafts: int = 0
     drafts_written: int = 0
+    left_out: int = 0  # drafts of requests whose target is not the model's own
     stopped: str | None = None  # why, once it has
     id_key: str | None = None  # turns a request's id into the recorded one, see request_names.py
 

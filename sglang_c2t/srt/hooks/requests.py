@@ -53,6 +53,28 @@ def opts_out(req: Any) -> bool:
     return (req.sampling_params.custom_params or {}).get(KEY) is False
 
 
+def constrained(req: Any) -> bool:
+    """Whether one of SGLang's requests has a target that is not the model's own distribution: a
+    grammar, a penalty, a bias or a processor changes it, or a temperature above 1 flattens it.
+
+    What such a target accepts says nothing of the confidence of other requests' drafts.
+    """
+    params = req.sampling_params
+    return bool(
+        params.json_schema
+        or params.regex
+        or params.ebnf
+        or params.structural_tag
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1.0
+        or params.min_new_tokens  # masks the end of an answer
+        or params.logit_bias
+        or params.temperature > 1.0
+        or req.custom_logit_processor
+    )
+
+
 def check_sampling_params(_result: None, params: Any, *_args: Any) -> None:
     """AFTER hook on ``SamplingParams.verify``, whose ValueError is answered with 400."""
     if active() is None or params.custom_params is None:

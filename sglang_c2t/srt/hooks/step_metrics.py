@@ -57,7 +57,7 @@ class Step:
     """How the step was planned; ``None``: by no planner."""
 
     fell_back: bool = False
-    """Whether the policy failed, so that drafts stayed whole."""
+    """Whether the policy or its planner failed, so that drafts stayed whole."""
 
     def reason(self, rows: int, batch_rows: int) -> str:
         """Why a request's draft of ``rows`` rows ended, in a batch of ``batch_rows``.
@@ -126,7 +126,7 @@ class Series:
         plans = Counter("c2t:plans", "Steps that a planner planned, by why.", (*names, "reason"))
         self.plans = {
             reason: plans.labels(**labels, reason=reason)
-            for reason in ("plan", "plain", "unknown", "explore")
+            for reason in ("plan", "plain", "unknown", "explore", "failed")
         }
         self.planned_layers = counter("planned_layers", "Draft layers of planned steps.")
         self.planned_width = counter("planned_width", "Widths of the drafts of planned steps.")

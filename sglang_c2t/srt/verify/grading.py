@@ -7,6 +7,8 @@ launches, and nobody waits for what they give.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 import torch
 from torch import Tensor
 
@@ -25,16 +27,26 @@ class FirstDrafts:
     def __init__(self) -> None:
         self.grades = Grades()
         self._steps = 0
-        self._on_their_way: HostSizes | None = None
+        self._on_their_way: tuple[HostSizes, Collection[int]] | None = None
 
-    def verified(self, gate: Gate, slots: Tensor, num_rows: Tensor, accept_lens: Tensor) -> None:
+    def verified(
+        self,
+        gate: Gate,
+        slots: Tensor,
+        num_rows: Tensor,
+        accept_lens: Tensor,
+        constrained: Callable[[], Collection[int]] = tuple,
+    ) -> None:
         """A step of the requests in ``slots`` [B], of each of which ``num_rows`` were verified,
-        root included, and ``accept_lens`` tokens accepted, bonus included.
+        root included, and ``accept_lens`` tokens accepted, bonus included; ``constrained`` gives
+        those of the B whose target is not the model's own, and who are left out.
         """
         self._steps += 1
-        if self._on_their_way is not None and self._on_their_way.arrived:
-            confidence, rows, accepted = self._on_their_way.wait().double().numpy()
+        if self._on_their_way is not None and self._on_their_way[0].arrived:
+            sizes, left_out = self._on_their_way
+            confidence, rows, accepted = sizes.wait().double().numpy()
             verified = rows > 1
+            verified[list(left_out)] = False
             self.grades.observe(confidence[verified], accepted[verified] > 1)
             self._on_their_way = None
         # Without a classifier a confidence is a probability of something else, or none at all.
@@ -42,4 +54,5 @@ class FirstDrafts:
         if judges and self._steps % EVERY == 0:
             confidence = gate.first_tokens.judged(slots).confidence[0]
             # Whole numbers of this size are exact in float32.
-            self._on_their_way = HostSizes(torch.stack((confidence, num_rows, accept_lens)))
+            told = HostSizes(torch.stack((confidence, num_rows, accept_lens)))
+            self._on_their_way = told, constrained()

@@ -296,6 +296,36 @@ def test_of_requests_that_arrive_from_another_server_nothing_is_known_but_what_t
     assert worker.planning.unmeasured == []
 
 
+def test_first_tokens_that_another_policy_judged_are_forgotten_and_teach_nothing(
+    worker: Any,
+) -> None:
+    """A confidence of ``fixed`` is a depth, and one of ``entropy`` an entropy."""
+    planner = Planner(STEPS, Survival(STEPS))
+    plan = Plan(STEPS, BATCH * (STEPS + 1), 1.0, 1.0)
+    firsts: list[Any] = []
+
+    def choose(first: Any, *_: Any, **__: Any) -> Choice:
+        firsts.append(first.tolist())
+        return Choice(plan, "plan")
+
+    planner.choose = choose  # type: ignore[method-assign]
+    fixed = build_policy(C2TConfig(policy="fixed"))
+    worker.gate = ChainGate(fixed, num_slots=8, device="cpu")
+    worker.gate.join(torch.arange(BATCH), torch.zeros(BATCH, VOCAB))
+    assert worker.gate.first_tokens.judged(torch.arange(BATCH)).confidence[0].tolist() == [-1] * 3
+    worker.gate.switch(build_policy(C2TConfig(policy="auto")), captured=False)
+    worker.gate.planned, worker.cuda_graph_runner = True, None
+    worker.planning = Planning(planner, tiers=lambda: None, width=STEPS + 1, slots=8, device="cpu")
+    worker.judge_anew()
+    running = batch()
+    running.reqs = [request(slot) for slot in range(BATCH)]
+    worker.draft(running)
+    assert firsts == [[1.0] * BATCH]
+    assert worker.planning.unmeasured == [*range(BATCH)]
+    worker.draft(running)
+    assert worker.planning.unmeasured == []
+
+
 def test_a_step_is_not_timed_until_requests_come_to_an_idle_server(worker: Any) -> None:
     interrupted: list[None] = []
     worker.planning = double(Planning)
@@ -316,7 +346,7 @@ def request(slot: int) -> Any:
     """That of slot 2 opted out."""
     asked = double("SamplingParams", custom_params={"c2t": slot in (0, 1)})
     at = {"origin_input_ids": [1], "output_ids": [], "sampling_params": asked}
-    made = double("Req", **at)
+    made = double("Req", custom_logit_processor=None, **at)
     if "req_pool_idx" in attribute_names(real_class("Req")):  # older SGLang
         made.req_pool_idx = slot
     else:

@@ -17,9 +17,9 @@ from sglang_c2t.kernels.rows import chain_links
 from sglang_c2t.plan.cost import about
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.planner import Choice, Planner
-from sglang_c2t.plan.survival import Survival
+from sglang_c2t.plan.survival import OneSlope, Survival
 from sglang_c2t.plan.tiers import Tiers
-from sglang_c2t.srt.draft.planning import Planning, every_few
+from sglang_c2t.srt.draft.planning import REFRESH_EVERY, Planning, every_few
 from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.packing import Packing
 from tests.doubles import double
@@ -37,6 +37,7 @@ class Scripted(Planner):
         self.first: list[float] = []
         self.rows_to_choose: list[int] = []
         self.drafts: list[tuple[Any, ...]] = []
+        self.of_constrained: list[bool] = []
         self.times: list[dict[str, float]] = []
 
     def choose(
@@ -51,8 +52,9 @@ class Scripted(Planner):
     def settle(self, *_args: Any) -> Plan:
         return self.plan
 
-    def learn_drafts(self, *told: Any) -> None:
+    def learn_drafts(self, *told: Any, constrained: bool = False) -> None:
         self.drafts.append(told)
+        self.of_constrained.append(constrained)
 
     def learn_time(self, choice: Plan, **told: Any) -> None:
         self.times.append(told)
@@ -280,4 +282,206 @@ def test_nothing_is_learnt_of_drafts_whose_first_one_nobody_measured() -> None:
         planning.verified(verified_rows(3, 2), torch.tensor([2, 2]))
     planning.begin(2, first(0.5, 0.5))
     told = [(drafts.tolist(), correct.tolist()) for _, drafts, correct in planner.drafts]
-    assert told == [([2, 0], [1, 0]), ([2, 1], [1, 1])]
+    assert told == [([2], [1]), ([2, 1], [1, 1])]
+
+
+# -- a planner that fails -----------------------------------------------------------------
+
+
+METHODS = ("plain_step", "choose", "settle", "learn_drafts", "learn_time")
+
+
+def fallible(planner: Planner, failures: list[Exception]) -> Planning:
+    planning = planning_of(planner)
+    planning._failed = failures.append
+    return planning
+
+
+def step(planning: Planning, *, rows: tuple[int, ...] = (3, 2)) -> int:
+    """A step of two requests; returns the rows of all."""
+    choice = planning.begin(2, first(0.5, 0.75), plain=True)
+    draft(planning, np.full((2, choice.plan.layers), 0.5))
+    lens, _, total = planning.settle(choice.plan.layers)
+    assert int(lens.sum()) == total
+    verify(planning, rows=total)
+    planning.verified(verified_rows(*rows), torch.tensor([2, 2]))
+    return total
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_planning_when_the_planner_raises_verifies_full_drafts_and_goes_on(method: str) -> None:
+    planner, failures = Scripted(layers=2, rows=3), list[Exception]()
+    planning = fallible(planner, failures)
+    assert [step(planning), step(planning)] == [3, 3]
+    assert not planning.fell_back
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("no")
+
+    right = getattr(planner, method)
+    setattr(planner, method, fail)
+    for number in range(1, 4):  # each step, and nothing of it ends
+        layers = 2 if method == "settle" else LAYERS
+        assert step(planning) == 2 * (1 + layers)
+        assert planning.fell_back
+        assert len(failures) == number
+    setattr(planner, method, right)
+    for _ in range(2):
+        planned = step(planning)
+    assert planned == 3
+    assert not planning.fell_back
+    assert isinstance(failures[0], ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        None,
+        Choice(Plan(0, 3, 1.0, 1.0), "plan"),
+        Choice(Plan(LAYERS + 1, 3, 1.0, 1.0), "plan"),
+        Choice(Plan(2, np.nan, 1.0, 1.0), "plan"),  # type: ignore[arg-type]
+        Choice(Plan(2, 3, 1.0, 1.0, width=2), "plan"),
+        Choice(Plan(2, 3, 1.0, 1.0), "plan", whole=2),
+        Choice(Plan(2, 3, 1.0, 1.0), "plan", whole=-1),
+        Choice(Plan(2, 3, 1.0, 1.0), "because"),
+        Choice(Plan(2, 1, 1.0, 1.0), "plain"),
+        Choice(Plan(2, 2 * LAYERS + 3, 1.0, 1.0), "plain"),
+    ],
+    ids=str,
+)
+def test_planning_when_the_planner_chooses_no_step_verifies_full_drafts(choice: Any) -> None:
+    failures = list[Exception]()
+    planner = Scripted()
+    planner.choose = lambda *_, **__: choice  # type: ignore[method-assign]
+    assert step(fallible(planner, failures)) == 2 * (1 + LAYERS)
+    assert len(failures) == 1
+
+
+@pytest.mark.parametrize("rows", [np.nan, np.inf, None, "3"])
+def test_planning_when_the_planner_settles_for_no_number_verifies_full_drafts(rows: Any) -> None:
+    failures = list[Exception]()
+    planner = Scripted(layers=2)
+    planner.settle = lambda *_: Plan(2, rows, 1.0, 1.0)  # type: ignore[method-assign]
+    planning = fallible(planner, failures)
+    expected = 3 if rows == "3" else 2 * (1 + 2)
+    assert step(planning) == expected
+    assert planning.fell_back == (rows != "3")
+
+
+@pytest.mark.parametrize("raising", [0, 1])
+@pytest.mark.parametrize("method", ["choose", "settle"])
+def test_ranks_verify_full_drafts_together_when_the_first_ones_planner_raises(
+    method: str, raising: int
+) -> None:
+    """And as planned where another one's does."""
+    said: list[list[int]] = []
+    planners = [Scripted(layers=2, rows=3) for _ in range(2)]
+    plannings = [fallible(planner, []) for planner in planners]
+    plannings[0].agree = lambda numbers: said.append(numbers) or numbers  # type: ignore[func-returns-value]
+    plannings[1].agree = lambda _: said.pop(0)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("no")
+
+    setattr(planners[raising], method, fail)
+    choices = [planning.begin(2, first(0.5, 0.5)) for planning in plannings]
+    layers = [choice.plan.layers for choice in choices]
+    totals = []
+    for planning in plannings:
+        draft(planning, np.full((2, layers[0]), 0.5))
+        totals.append(planning.settle(layers[0])[2])
+    full = 2 * (1 + (LAYERS if method == "choose" else 2))
+    assert totals == [full if raising == 0 else 3] * 2
+    assert layers[0] == layers[1]
+    assert plannings[0].fell_back == (raising == 0)
+
+
+def test_a_report_that_fails_is_none_and_ends_nothing() -> None:
+    planner, failures = Scripted(), list[Exception]()
+    planning = fallible(planner, failures)
+    assert planning.report(4) is not None
+    planner.report = lambda: 1 // 0  # type: ignore[method-assign,return-value,assignment]
+    assert planning.report(4) is None
+    assert len(failures) == 1
+
+
+STRANGE = [np.nan, np.inf, -np.inf, -1.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", [Survival, OneSlope])
+@pytest.mark.parametrize("strange", [*STRANGE, 1.0 + 1e-6])
+def test_confidences_that_are_no_probabilities_are_planned_and_teach_nothing(
+    kind: type, strange: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of any planner: they may be another policy's, or a draft's whose logits are not finite."""
+    planner = Planner(LAYERS, kind(LAYERS))
+    planning = planning_of(planner)
+    for _ in range(2 * OneSlope.EVERY):
+        choice = planning.begin(2, first(strange, 0.75))
+        confidences = np.full((2, choice.plan.layers), 0.5)
+        confidences[0, -1] = strange
+        draft(planning, confidences)
+        lens, _, total = planning.settle(choice.plan.layers)
+        assert int(lens.sum()) == total
+        verify(planning, rows=total)
+        planning.verified(verified_rows(*lens.tolist()), torch.ones(2, dtype=torch.int32))
+    told = planning.report(2)
+    assert told is not None
+    assert np.isfinite(planner.survival.of_chains(np.full((1, LAYERS), 0.5))).all()
+    odd = strange in STRANGE or np.isnan(strange)
+    assert (planning.strange > 0) == (told["strange_confidences"] > 0) == odd
+    lines = [r for r in caplog.records if "no probabilities" in r.getMessage()]
+    assert len(lines) == int(odd), "one line, however many there are"
+
+
+# -- constrained requests -------------------------------------------------------------------
+
+
+def test_constrained_requests_teach_their_like_alone() -> None:
+    planner = Scripted(layers=2)
+    planning = planning_of(planner)
+    for constrained in ([1], [], [0, 1]):
+        planning.begin(2, first(0.5, 0.75), constrained=constrained)
+        draft(planning, np.array([[0.5, 0.25], [0.75, 0.5]]))
+        planning.verified(verified_rows(3, 2), torch.tensor([2, 1]))
+    planning.begin(2, first(0.5, 0.5))
+    rows = [drafts.tolist() for _, drafts, _ in planner.drafts]
+    told = [*zip(rows, planner.of_constrained, strict=True)]
+    assert told == [([2], False), ([1], True), ([2, 1], False), ([2, 1], True)]
+
+
+def test_each_draft_gets_rows_by_what_became_of_its_like() -> None:
+    """Of two requests whose drafts look alike, the one whose drafts are rejected gets none, and
+    takes none of the other's.
+    """
+    planner = Scripted(layers=2, rows=4)
+    planning = planning_of(planner)
+    for _ in range(REFRESH_EVERY):
+        planning.begin(2, first(0.5, 0.5), constrained=[0])
+        draft(planning, np.full((2, 2), 0.5))
+        planning.verified(verified_rows(3, 3), torch.tensor([1, 3]))
+        confidences = np.full((50, 2), 0.5)
+        lives = np.array([0.0, 2.0]).repeat(50)
+        for constrained in (True, False):
+            correct = lives[:50] if constrained else lives[50:]
+            Planner.learn_drafts(
+                planner, confidences, np.full(50, 2.0), correct, constrained=constrained
+            )
+    planning.begin(2, first(0.5, 0.5), constrained=[0])
+    draft(planning, np.full((2, 2), 0.5))
+    assert planning.settle(2)[0].tolist() == [1, 3]
+    planning.begin(2, first(0.5, 0.5), constrained=[1])
+    draft(planning, np.full((2, 2), 0.5))
+    assert planning.settle(2)[0].tolist() == [3, 1]
+    planning.begin(2, first(0.5, 0.5))
+    draft(planning, np.full((2, 2), 0.5))
+    assert planning.settle(2)[0].tolist() == [2, 2]
+
+
+def test_no_step_is_plain_beside_constrained_requests() -> None:
+    """It would verify as many of their drafts as of all others."""
+    planner = Scripted()
+    planner.plain_step = lambda _: Choice(Plan(2, 6, 1.0, 1.0), "plain")  # type: ignore[method-assign,assignment,return-value]
+    planning = planning_of(planner)
+    assert planning.begin(2, first(0.5, 0.5), plain=True).reason == "plain"
+    assert planning.begin(2, first(0.5, 0.5), plain=True, constrained=[1]).reason == "plan"

@@ -46,7 +46,7 @@ class Scripted(TreePlanner):
     def settle(self, *_args: Any) -> Plan:
         return self.plan
 
-    def learn_nodes(self, *told: Any) -> None:
+    def learn_nodes(self, *told: Any, constrained: bool = False) -> None:
         self.told = told
 
 

@@ -17,9 +17,11 @@ from sglang_c2t.srt.hooks.requests import (
     check_message,
     check_request,
     check_sampling_params,
+    constrained,
     opts_out,
     refuse_unreadable,
 )
+from tests.doubles import double
 
 VOCABULARY = 100
 
@@ -256,3 +258,40 @@ def test_only_a_body_that_sglangs_validators_stumble_over_becomes_400(
 ) -> None:
     """One that is wrong stays wrong, and the server's own fault stays its own."""
     assert chat.post("/chat", json=body).status_code == status
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"json_schema": "{}"}, {"regex": "a+"}, {"ebnf": "root ::= x"}, {"structural_tag": "{}"},
+        {"frequency_penalty": 0.1}, {"presence_penalty": -0.1}, {"repetition_penalty": 1.1},
+        {"min_new_tokens": 1}, {"logit_bias": {"7": 1.0}}, {"temperature": 1.5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_request_is_constrained_where_its_target_is_not_the_models_own(
+    sampling: dict[str, Any],
+) -> None:
+    assert constrained(asking(**sampling))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {}, {"temperature": 0}, {"temperature": 1.0}, {"top_p": 0.5, "top_k": 7, "min_p": 0.1},
+        {"ignore_eos": True}, {"stop": "x"}, {"max_new_tokens": 0}, {"logit_bias": {}},
+        {"custom_params": {"c2t": False}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_request_is_free_where_the_target_draws_from_its_own_distribution(
+    sampling: dict[str, Any],
+) -> None:
+    assert not constrained(asking(**sampling))
+    assert constrained(asking(processor="{}", **sampling))
+
+
+def asking(processor: str | None = None, **sampling: Any) -> Any:
+    """A request as the scheduler has it."""
+    params = message(sampling=sampling).sampling_params
+    return double("Req", sampling_params=params, custom_logit_processor=processor)

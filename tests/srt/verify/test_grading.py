@@ -45,6 +45,15 @@ def test_verified_first_drafts_are_counted_once_in_so_many_steps(
     assert sum(promised) == pytest.approx(float(sure[1] + sure[2]))
 
 
+def test_first_drafts_of_constrained_requests_are_left_out() -> None:
+    first, gate = FirstDrafts(), gate_of("c2t-plus")
+    rows, accepted = torch.tensor([2, 3, 6], dtype=torch.int32), torch.tensor([2, 1, 4])
+    for _ in range(grading.EVERY + 1):
+        first.verified(gate, SLOTS, rows, accepted, lambda: [0, 2])
+    told = first.grades.told()
+    assert (sum(told["drafts"]), sum(told["survived"])) == (1, 0)
+
+
 @pytest.mark.parametrize("policy", ["fixed", "dyjoint", "entropy"])
 def test_policies_without_a_classifier_promise_nothing(policy: str) -> None:
     assert sum(graded(policy, grading.EVERY + 1)[0]) == 0
