@@ -481,7 +481,8 @@ class Planning:
                     confidences[strange][:3].tolist(),
                 )
             self.strange += int(strange.sum())
-        return probabilities, ~strange.reshape(len(strange), -1).any(axis=1)
+        of_request = strange.reshape(len(strange), -1).any(axis=1)
+        return probabilities, ~np.asarray(of_request, dtype=np.bool_)
 
     def _first(self, layer: FirstLayer) -> Array:
         """What is known of first drafts, as :meth:`Planner.choose` takes it."""
