@@ -199,7 +199,7 @@ class OutputHistory:
         if self._known.get(slot) == known:
             return
         self._known[slot] = known
-        if len(said := req.output_ids) > 1:
+        if len(said := req.output_ids):
             tokens[slot, : len(said)] = sent(torch.tensor(said, dtype=torch.int32), tokens.device)
 
 
