@@ -197,7 +197,9 @@ def accept(requests: list[Asking], drafted: Drafted, rows: RowLogits, rng: rando
     index = torch.full((len(requests), NODES), -1, dtype=torch.int32)
     for b, request in enumerate(requests):
         request.req.output_ids = array("q", request.said)
-        nodes = sorted(oracles.ancestors(drafted.parents[b], rng.randrange(len(drafted.parents[b]))))
+        nodes = sorted(
+            oracles.ancestors(drafted.parents[b], rng.randrange(len(drafted.parents[b])))
+        )
         said = [*(drafted.tokens[b][n] for n in nodes[1:]), rng.randrange(VOCAB)]
         for place, (node, token) in enumerate(zip(nodes, said, strict=True)):
             index[b, place] = numbers[b, node]
