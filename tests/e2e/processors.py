@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
@@ -16,7 +17,7 @@ class NoPairTwice(CustomLogitProcessor):
             req = params["__req__"]
             said = [*req.origin_input_ids, *req.output_ids]
             assert len(said) == req.seqlen
-            after = [b for a, b in zip(said, said[1:], strict=False) if a == said[-1]]
+            after = [b for a, b in itertools.pairwise(said) if a == said[-1]]
             logits[row, after] = -float("inf")
         return logits
 
