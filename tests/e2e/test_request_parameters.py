@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         field(0, 5, temperature=0.9, top_k=5, top={"return_sampling_mask": True}),
         "return_sampling_mask",
     ),
-    "a whole context": (field(0, 2030), "tokens are kept free for drafts"),
+    "a whole context": (field(0, 2030), "maximum context length"),
 }
 
 #: What an answer says of itself that has no meaning beside another server.
@@ -251,7 +251,7 @@ def test_penalised_samples_follow_the_targets_exact_distribution(
     logs: Path, shape: str, tmp_path: Path
 ) -> None:
     """Chi-square over all three-token continuations; a false alarm in 10,000."""
-    target, penalty = tiny_llama(seed=0), 2.5
+    target, penalty = tiny_llama(seed=0), 1.5
     target.save_pretrained(tmp_path / "target")
     tiny_llama(seed=1).save_pretrained(tmp_path / "draft")
     plain = next_tokens(target, PROMPT)

@@ -43,7 +43,7 @@ class RowRequest(Req):
         return made
 
     @property
-    def output_ids(self) -> Any:
+    def output_ids(self) -> Any:  # type: ignore[override]
         """The output that the row goes on from, in the container that SGLang has."""
         made = self.__dict__["output_ids"][:0]
         made.extend(self._row_output())
