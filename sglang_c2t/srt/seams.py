@@ -297,8 +297,14 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{SCHEDULE_BATCH}.Req",
         "penalises each row",
-        fields="rid origin_input_ids output_ids sampling_params eos_token_ids tokenizer "
-        "custom_logit_processor retraction_count",
+        fields="rid origin_input_ids output_ids sampling_params custom_logit_processor "
+        "retraction_count",
+    ),
+    Seam(
+        "sglang.srt.sampling.penaltylib.min_new_tokens.BatchedMinNewTokensPenalizer",
+        "knows which tokens end an answer",
+        "orchestrator",
+        fields="_prepare stop_token_penalties",
     ),
     Seam(
         SAMPLING_INFO,

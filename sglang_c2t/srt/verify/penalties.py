@@ -11,8 +11,10 @@ Legend: B requests, N most rows of a request, R verified rows, L output tokens, 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+from sglang.srt.sampling.penaltylib.min_new_tokens import BatchedMinNewTokensPenalizer
 from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 from torch import Tensor
 
@@ -227,10 +229,27 @@ def sent(values: Tensor, device: Any) -> Tensor:
     return values.to(device, non_blocking=True)
 
 
+#: Tokens that may not come before a request's minimum length.
+_STOPS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+
+
+class _Alone:
+    """A batch of one request, as SGLang's penalizers ask for it."""
+
+    device = "cpu"
+
+    def __init__(self, req: Any, vocab: int) -> None:
+        self._req, self.vocab_size = req, vocab
+
+    def reqs(self) -> list[Any]:
+        return [self._req]
+
+
 def _stop_tokens(req: Any, vocab: int) -> list[int]:
-    """Which tokens may not come before the minimum length; SGLang's ``min_new_tokens.py``."""
-    tokenizer = req.tokenizer
-    stops = {*(req.sampling_params.stop_token_ids or ()), *(req.eos_token_ids or ())}
-    if tokenizer is not None:
-        stops |= {*(tokenizer.additional_stop_token_ids or ()), tokenizer.eos_token_id}
-    return sorted(token for token in stops if token is not None and 0 <= token < vocab)
+    """By SGLang's own penalizer: its releases differ in which tokens end an answer."""
+    if req not in _STOPS:
+        alone: Any = _Alone(req, vocab)
+        penalizer = BatchedMinNewTokensPenalizer(alone)
+        penalizer._prepare()
+        _STOPS[req] = penalizer.stop_token_penalties[0].isinf().nonzero().flatten().tolist()
+    return _STOPS[req]
