@@ -50,6 +50,7 @@ from sglang_c2t.srt.verify.grading import FirstDrafts
 from sglang_c2t.srt.verify.packed import IdleVerifyInput, PackedVerifyInput, verifying
 from sglang_c2t.srt.verify.packing import tiers_of
 from sglang_c2t.srt.verify.penalties import OutputHistory
+from sglang_c2t.srt.verify.row_logits import recall
 from sglang_c2t.srt.verify.warm_up import one_of_each, warm_up
 
 logger = logging.getLogger(__name__)
@@ -125,6 +126,12 @@ class WorkerMixin(EAGLEWorkerV2):
         )
         if self._planning is not None:
             self._planning.warm_up(one_of_each(runner.max_running_requests))
+
+    def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Also let a request that was retracted keep its penalties."""
+        if batch.forward_mode.is_extend():
+            recall(batch)
+        return super().forward_batch_generation(batch, *args, **kwargs)
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify what the gate left of the batch's drafts, and report it."""

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from sglang_c2t.srt import attach
 from sglang_c2t.srt.verify import processors
-from sglang_c2t.srt.verify.penalties import OutputHistory, Penalties, Rows, prompt_lengths
+from sglang_c2t.srt.verify.penalties import (
+    OutputHistory,
+    Penalties,
+    Rows,
+    prompt_lengths,
+    sent,
+)
 
 # B requests, N most rows of a request, R verified rows, V vocabulary
 
@@ -71,6 +77,34 @@ class RowLogits:
     def keep(self, accepted: tuple[Tensor, ...]) -> None:
         """Keep what verification accepted for the steps that follow."""
         self._history.keep(self._batch, self._prompts, accepted)
+
+
+def recall(batch: Any) -> None:
+    """Have the prefill of requests that SGLang retracted count what these have said before.
+
+    SGLang's penalizers begin anew with it. ``sampling_info`` is the forward's own copy.
+    """
+    info, said = batch.sampling_info, [req.output_ids for req in batch.reqs]
+    if not depends_on_outputs(info) or not any(map(len, said)):
+        return
+    device, vocab, count = batch.seq_lens.device, info.vocab_size, len(said)
+    longest = max(map(len, said))
+    before = torch.tensor([[*each, *[vocab] * (longest - len(each))] for each in said])
+    rows = Rows(
+        torch.arange(count, device=device),
+        torch.full((count, 1), vocab, device=device),
+        sent(torch.tensor([len(each) for each in said]), device),
+    )
+    penalties, added = Penalties.of(batch.reqs, vocab, device), torch.zeros(count, vocab)
+    added, scaling = added.to(device), None
+    penalties._replace(repetition=None).apply(added, rows, before := sent(before, device))
+    if penalties.repetition is not None:
+        alone = Penalties(None, None, penalties.repetition, None, None)
+        alone.apply(
+            scaling := torch.full_like(added, -1.0), rows, before
+        )  # what is negative, times
+        scaling.neg_()
+    attach.write(info, acc_additive_penalties=added, acc_scaling_penalties=scaling)
 
 
 def _without(info: Any) -> Any:

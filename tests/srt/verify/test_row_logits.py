@@ -30,7 +30,7 @@ from sglang_c2t.srt.probes import attribute_names
 from sglang_c2t.srt.verify import chain, packed, tree
 from sglang_c2t.srt.verify.packing import Packing
 from sglang_c2t.srt.verify.penalties import OutputHistory
-from sglang_c2t.srt.verify.row_logits import RowLogits, depends_on_outputs
+from sglang_c2t.srt.verify.row_logits import RowLogits, depends_on_outputs, recall
 from sglang_c2t.tree import LinkedTrees, Trees
 from tests import oracles
 from tests.doubles import double, real_class
@@ -292,6 +292,29 @@ def _with(info: Any, name: str) -> Any:
     made = double("SamplingBatchInfo", **vars(info))
     setattr(made, name, torch.zeros(1))
     return made
+
+
+def test_prefill_of_a_retracted_request_counts_what_it_has_said() -> None:
+    """Beside one that has said nothing yet."""
+    requests = [Asking.new(str(n), n, 2, params) for n, params in enumerate(ASKED[:5])]
+    for request in requests[:4]:
+        request.req.output_ids = array("q", [1, 3, 3])
+    info = _with(info_of([r.req for r in requests], vocab_size=VOCAB), "acc_additive_penalties")
+    recall(Server().batch(requests, info))
+    logits = torch.randn(len(requests), VOCAB)
+    found = logits + info.acc_additive_penalties
+    apply_scaling_penalties(found, info.acc_scaling_penalties)
+    for row, request in enumerate(requests):
+        wanted = as_plain(request.req, list(request.req.output_ids), logits[row])
+        torch.testing.assert_close(found[row], wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_prefill_without_penalties_or_outputs_is_left_as_it_is() -> None:
+    request = Asking.new("one", 0, 2, ASKED[0])
+    for info in (info_of([request.req]), _with(info_of([request.req]), "acc_additive_penalties")):
+        kept = dict(vars(info))
+        recall(Server().batch([request], info))
+        assert vars(info) == kept
 
 
 # -- custom logit processors --------------------------------------------------------------
