@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     def of(cls, verify_input: Any, prompts: Tensor, vocab: int) -> Rows:
         """The rows that the target forwarded; ``prompts`` [B] are the prompts' lengths."""
         packing, width = verify_input.packing, verify_input.draft_token_num
-        drafts = verify_input.draft_token.view(-1, 1, width)
+        drafts = verify_input.draft_token.long().view(-1, 1, width)
         parents = None if packing is None else packing.parents
         if parents is None:
             sees = torch.ones(1, width, width, dtype=torch.bool, device=drafts.device).tril()
@@ -80,7 +80,8 @@ class Penalties(NamedTuple):
         least = [each.min_new_tokens for each in params]
         # The host's outputs may be a step old, and then too short: never a minimum too few.
         short = any(n > len(req.output_ids) for n, req in zip(least, reqs, strict=True))
-        stops = [_stop_tokens(req, vocab) for req in reqs] if short else []
+        asking = zip(least, reqs, strict=True) if short else ()
+        stops = [_stop_tokens(req, vocab) if n else [] for n, req in asking]
         most = max(map(len, stops), default=0)
         padded = torch.tensor([[*each, *[-1] * (most - len(each))] for each in stops])
         return cls(
