@@ -23,6 +23,7 @@ def register() -> None:
         hidden_keys,
         refusals,
         reporting,
+        request_fields,
         requests,
         step_metrics,
         worker_factory,
@@ -37,6 +38,8 @@ def register() -> None:
     HookRegistry.register(seams.FROM_CLI_ARGS, args.read_arguments, HookType.AROUND)
     HookRegistry.register(seams.CREATE_WORKER, worker_factory.create_worker, HookType.AROUND)
     HookRegistry.register(seams.SPEC_METRICS, reporting.correct_accept_rate, HookType.AFTER)
+    HookRegistry.register(seams.SPEC_METRICS, request_fields.drop_logprobs, HookType.AFTER)
+    HookRegistry.register(seams.UPDATE_FINISH, request_fields.count_reasoning, HookType.AFTER)
     HookRegistry.register(seams.INTERNAL_STATE, reporting.add_counters, HookType.AFTER)
     HookRegistry.register(seams.SET_INTERNAL_STATE, control.set_internal_state, HookType.AROUND)
     HookRegistry.register(seams.ASK_INTERNAL_STATE, control.refuse_our_names, HookType.AROUND)

@@ -51,6 +51,20 @@ def test_the_guide_names_every_setting_and_its_default() -> None:
             assert told[field.name].strip("`") == f"{field.default}"
 
 
+def test_the_page_of_requests_names_every_field_that_a_request_may_have() -> None:
+    """What SGLang keeps to itself is set by its own functions."""
+    import dataclasses
+
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    own = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len",
+           "is_normalized", "ebnf_full_assistant"}  # fmt: skip
+    fields = {*SamplingParams.__struct_fields__} - own
+    fields |= {field.name for field in dataclasses.fields(GenerateReqInput)}
+    assert fields <= set(re.findall(r"`(\w+)`", (GUIDES / "requests.md").read_text()))
+
+
 def test_the_file_tree_of_the_readme_matches_the_disk() -> None:
     tree = README.split("## Files")[1].split("```")[1]
     for line in tree.strip().splitlines():

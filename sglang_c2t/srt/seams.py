@@ -59,6 +59,7 @@ CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_wo
 SPEC_METRICS = (
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
 )
+UPDATE_FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 SET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.set_internal_state"
 ASK_INTERNAL_STATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.set_internal_state"
@@ -133,6 +134,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(FROM_CLI_ARGS, "reads the --c2t flags", "args", hook=True),
     Seam(CREATE_WORKER, "swaps in the C2T worker", "server_args", hook=True),
     Seam(SPEC_METRICS, "corrects spec_accept_rate", "meta_info recv_obj i", hook=True),
+    Seam(UPDATE_FINISH, "counts reasoning up to the end of an answer", hook=True),
     Seam(INTERNAL_STATE, "reports counters in /server_info", "recv_req", hook=True),
     Seam(SET_INTERNAL_STATE, "changes the policy of a running server", "recv_req", hook=True),
     Seam(TOKENIZER_MANAGER, "answers /c2t", hook=True),
@@ -288,7 +290,47 @@ SEAMS: tuple[Seam, ...] = (
     Seam("sglang.srt.layers.sampler.create_sampler", "samples as plain decoding does"),
     Seam(
         "sglang.srt.sampling.penaltylib.repetition_penalty.apply_scaling_penalties",
-        "penalises the rows of a tree",
+        "penalises each row",
+        "logits scaling_penalties",
+    ),
+    Seam(
+        "sglang.srt.sampling.sampling_params.SamplingParams",
+        "penalises each row",
+        fields="frequency_penalty presence_penalty repetition_penalty min_new_tokens "
+        "stop_token_ids",
+    ),
+    Seam(
+        f"{SCHEDULE_BATCH}.Req",
+        "penalises each row",
+        fields="rid origin_input_ids output_ids sampling_params custom_logit_processor "
+        "retraction_count",
+    ),
+    Seam(
+        "sglang.srt.sampling.penaltylib.min_new_tokens.BatchedMinNewTokensPenalizer",
+        "knows which tokens end an answer",
+        "orchestrator",
+        fields="_prepare stop_token_penalties",
+    ),
+    Seam(
+        SAMPLING_INFO,
+        "asks logit processors for each row",
+        fields="has_custom_logit_processor custom_logit_processor custom_params",
+    ),
+    Seam(
+        f"{SCHEDULE_BATCH}.FINISH_ABORT",
+        "refuses logit processors that count their calls",
+        "message status_code err_type",
+    ),
+    Seam(f"{SCHEDULE_BATCH}.Req", "refuses such processors", fields="to_finish"),
+    Seam(
+        f"{SCHEDULE_BATCH}.Req",
+        "counts reasoning up to the end of an answer",
+        fields="reasoning_tokens output_ids_through_stop",
+    ),
+    Seam(
+        TOKENIZER_MANAGER.removesuffix(".__init__"),
+        "says what is kept free for drafts",
+        fields="num_reserved_tokens server_args",
     ),
     Seam("sglang.srt.utils.async_probe.sanitize_nan_logits", "guards sampling"),
     Seam(

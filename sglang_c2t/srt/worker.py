@@ -50,6 +50,8 @@ from sglang_c2t.srt.verify.feedback import Feedback
 from sglang_c2t.srt.verify.grading import FirstDrafts
 from sglang_c2t.srt.verify.packed import IdleVerifyInput, PackedVerifyInput, verifying
 from sglang_c2t.srt.verify.packing import tiers_of
+from sglang_c2t.srt.verify.penalties import OutputHistory
+from sglang_c2t.srt.verify.row_logits import recall
 from sglang_c2t.srt.verify.warm_up import one_of_each, warm_up
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,8 @@ class WorkerMixin(EAGLEWorkerV2):
         self._typed = config
         self._config = self._start = named(config, packed=True)
         self._plannings: dict[str, Planning] = {}
+        rows = max(self.speculative_num_draft_tokens, self.speculative_num_steps + 1)
+        self._history = OutputHistory(rows)
         self._recorder = Recorder.from_config(self._config, self.server_args)
         self._draft_worker.watch(self._gate_maker(), self._recorder)
         compat.on_arrival(self.server_args, self._draft_worker.arrive)
@@ -124,6 +128,12 @@ class WorkerMixin(EAGLEWorkerV2):
         if self._planning is not None:
             self._planning.warm_up(one_of_each(runner.max_running_requests))
 
+    def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Also let a request that was retracted keep its penalties."""
+        if batch.forward_mode.is_extend():
+            recall(batch)
+        return super().forward_batch_generation(batch, *args, **kwargs)
+
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify what the gate left of the batch's drafts, and report it."""
         verify_input = batch.spec_info
@@ -139,7 +149,7 @@ class WorkerMixin(EAGLEWorkerV2):
         with (
             attach.swapped(self, "speculative_num_draft_tokens", width),
             attach.swapped(self, "topk", verify_input.topk),  # a tree server may verify chains
-            verifying(verify_input, self.target_worker, planning or self._feedback),
+            verifying(verify_input, self.target_worker, planning or self._feedback, self._history),
         ):
             result = super().verify(batch, *args, **kwargs)
         if planning is not None:

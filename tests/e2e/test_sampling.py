@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -95,13 +96,14 @@ def test_samples_under_a_plan_follow_the_targets_exact_distribution(
         assert server.c2t_state()["planner"]["steps"] > 100
 
 
-def sample(server: Server) -> Counter[Tokens]:
-    """NUM_SAMPLES continuations at temperature 1."""
+def sample(server: Server, **params: Any) -> Counter[Tokens]:
+    """NUM_SAMPLES continuations at temperature 1; ``params``: that requests have besides."""
     copies = 100  # per HTTP request; SGLang samples them independently
     body = {
         "input_ids": PROMPT,
         "sampling_params": {
             "temperature": 1.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True, "n": copies,
+            **params,
         },
     }  # fmt: skip
     server.flush_cache()

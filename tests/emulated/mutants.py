@@ -56,6 +56,8 @@ CHAINS, FLASHINFER = "EAGLE3 chains, FA3, gated", "EAGLE3 chains, FlashInfer, ga
 TREES = "EAGLE3 trees, FlashInfer, gated"
 #: With a target that sees: not among the servers of `servers.py`.
 SEEING = "a server that sees"
+#: With requests that have penalties, the same.
+PENALISED = "a server with penalties"
 #: With adapters, the same.
 ADAPTED = "a server with adapters"
 #: With one that keeps latents, as well.
@@ -468,4 +470,24 @@ def a_rank_hears_of_its_own_rows_alone() -> None:
 
 
 #: Those that tests look for: beside one release, as comparisons are the same beside the other.
+@mutant(PENALISED)
+def what_was_accepted_is_not_counted() -> None:
+    penalties = importlib.import_module("sglang_c2t.srt.verify.penalties")
+    around(penalties.OutputHistory, "keep", lambda *_: None)
+
+
+@mutant(PENALISED)
+def penalties_are_those_of_the_root() -> None:
+    """As in SGLang's own verification."""
+    penalties = importlib.import_module("sglang_c2t.srt.verify.penalties")
+
+    def root_alone(of: Any, *args: Any) -> Any:
+        rows = of(*args)
+        tokens = rows.tokens.clone()
+        tokens[:, 1:] = int(tokens.max())
+        return rows._replace(tokens=tokens)
+
+    around(penalties.Rows, "of", root_alone)
+
+
 TRIED = {} if RELEASE is OLDEST else MUTANTS

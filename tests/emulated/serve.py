@@ -375,7 +375,9 @@ def _tokenized(number: int, request: Request) -> Any:
         custom_params={"c2t": False} if request.opted_out else None,
         **request.sampling,
     )
-    parameters.normalize(None)
+    least, parameters.min_new_tokens = parameters.min_new_tokens, 0
+    parameters.normalize(None)  # which would ask a tokenizer for the token that ends answers
+    parameters.min_new_tokens = least
     return TokenizedGenerateReqInput(
         rid=str(number), input_text="", input_ids=array("q", request.ids), input_embeds=None,
         mm_inputs=_seen(request), token_type_ids=None, sampling_params=parameters,

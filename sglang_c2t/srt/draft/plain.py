@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sglang_c2t.srt import attach
 from sglang_c2t.srt.draft.watcher import DraftWatcher
+from sglang_c2t.srt.verify.row_logits import depends_on_outputs
 
 # B requests, N rows of a full draft
 
@@ -32,10 +33,12 @@ class PlainDrafting(DraftWatcher):
 
         On a CPU, where attention reads the width of each input. Not where requests sample: these
         get the same tokens from the same seed whatever is verified, which SGLang does not promise.
-        Nor beside other ranks, whose drafts may have other lengths.
+        Nor where logits depend on what a request said, which each row of a tree has its own of, nor
+        beside other ranks, whose drafts may have other lengths.
         """
         alone = self.device == "cpu" and self.peers is None
-        return alone and bool(batch.sampling_info.is_all_greedy)
+        info = batch.sampling_info
+        return alone and bool(info.is_all_greedy) and not depends_on_outputs(info)
 
     @contextmanager
     def _drafting_short(self, steps: int, rows: int | None = None) -> Iterator[None]:

@@ -229,10 +229,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop --speculative-accept-threshold-single and --speculative-accept-threshold-acc",
     ),
     Refusal(
-        lambda cfg: _trees(cfg) and compat.watermarks(cfg),
-        "--watermark-config with --speculative-eagle-topk above 1",
-        "packed rows of trees are sampled without it",
-        "drop it, or set --speculative-eagle-topk 1",
+        compat.watermarks,
+        "--watermark-config",
+        "packed rows are sampled without it",
+        "drop it",
     ),
     Refusal(
         _drafts_nothing,

@@ -23,6 +23,7 @@ from typing import Any
 from sglang_c2t.checks import MAX_WHOLE, is_number, is_whole, shown, told
 from sglang_c2t.config import active
 from sglang_c2t.srt import compat
+from sglang_c2t.srt.hooks.request_fields import refuse_unserved, telling_reserve
 
 KEY = "c2t"
 
@@ -110,7 +111,7 @@ def check_request(
     """AROUND hook on ``TokenizerManager._validate_one_request``; ValueErrors are answered 400."""
     if active() is None:
         return original(manager, obj, *args, **kwargs)
-    with _reading():
+    with _reading(), telling_reserve(manager):
         refuse_unreadable(obj.sampling_params)
         return original(manager, obj, *args, **kwargs)
 
@@ -127,6 +128,7 @@ def check_message(original: Callable[..., Any], manager: Any, *args: Any, **kwar
         refuse_prompt(message.input_ids, vocab_size)
     refuse_sampling(message.sampling_params, vocab_size)
     refuse_logprobs(message, vocab_size)
+    refuse_unserved(message, manager.server_args)
     return message
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 from sglang.srt.utils.async_probe import sanitize_nan_logits
-from torch import Tensor
 
 from sglang_c2t.kernels.accept import AcceptedPaths, accept_paths
 from sglang_c2t.srt.verify.packing import Packing
@@ -33,14 +31,16 @@ def match_rows(
     Args:
         verify_input: SGLang's, of [B * N] rows.
         packing: The rows that ``logits_output`` holds, of T >= R forwarded ones.
-        batch: SGLang's, with its sampling parameters.
+        batch: SGLang's, with its sampling parameters, of which penalties and logit processors are
+            applied (:class:`~sglang_c2t.srt.verify.row_logits.RowLogits`).
         logits_output: ``next_token_logits`` [T, V].
         grammar_mask: SGLang's, of all B * N rows.
     """
     logits = logits_output.next_token_logits[: packing.total]  # [R, V]
     info = batch.sampling_info
     sanitize_nan_logits(logits, "verify: target model logits")
-    _apply_biases(logits, info, packing.request)
+    if info.logit_bias is not None:
+        logits.add_(info.logit_bias[packing.request])
     if grammar_mask is not None:
         mask = grammar_mask._replace(vocab_mask=grammar_mask.vocab_mask[packing.rows])
         mask.apply(logits)
@@ -63,13 +63,3 @@ def match_rows(
         longest=longest,
         most=longest if verify_input.accepts_drafts else 1,
     )
-
-
-def _apply_biases(logits: Tensor, info: Any, request: Tensor) -> None:
-    """Penalties and logit bias [B, V], on every row of their ``request`` [R], in place."""
-    if info.acc_additive_penalties is not None:
-        logits.add_(info.acc_additive_penalties[request])
-    if info.acc_scaling_penalties is not None:
-        apply_scaling_penalties(logits, info.acc_scaling_penalties[request])
-    if info.logit_bias is not None:
-        logits.add_(info.logit_bias[request])

@@ -70,12 +70,14 @@ class ChainVerifyInput(PackedVerifyInput):
         """In place of ``eagle_sample``, the ``stock`` one, on packed outputs [T, ...]."""
         packing = self.packing
         assert packing is not None, "called outside of verifying()"
-        if batch.return_logprob or not self.exact:
-            _unpack(logits_output, "next_token_logits", packing)
-            accepted = stock(self, batch, logits_output, grammar_mask, *args, **kwargs)
-        else:
+        if self.exact:
             paths = match_rows(self, packing, batch, logits_output, grammar_mask)
             accepted = paths.predict, paths.accept_lens, paths.accept_index
+            if batch.return_logprob:
+                _unpack(logits_output, "next_token_logits", packing)
+        else:
+            _unpack(logits_output, "next_token_logits", packing)
+            accepted = stock(self, batch, logits_output, grammar_mask, *args, **kwargs)
         _unpack(logits_output, "hidden_states", packing)
         return accepted
 

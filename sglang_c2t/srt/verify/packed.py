@@ -29,6 +29,8 @@ from torch import Tensor
 from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.data_parallel import PackedForwardBatch, somebody, telling_rows
 from sglang_c2t.srt.verify.packing import HostSizes, Packing
+from sglang_c2t.srt.verify.penalties import OutputHistory
+from sglang_c2t.srt.verify.row_logits import RowLogits, depends_on_outputs
 
 # B requests, N most rows of a request, T rows of the target's forward
 
@@ -146,24 +148,24 @@ class IdleVerifyInput(PackedVerifyInput):
 
 @contextmanager
 def verifying(
-    verify_input: PackedVerifyInput, target_worker: Any, feedback: Timing | None = None
+    verify_input: PackedVerifyInput,
+    target_worker: Any,
+    feedback: Timing | None = None,
+    history: OutputHistory | None = None,
 ) -> Iterator[None]:
     """``run_eagle_verify`` verifies the packed rows of ``verify_input`` inside the block, or all.
 
-    ``feedback`` learns what the forward of ``target_worker`` took.
+    ``feedback`` learns what the forward of ``target_worker`` took, and ``history`` what requests
+    said whose penalties depend on it.
     """
     timing = nullcontext() if feedback is None else feedback.timing(target_worker, verify_input)
+    common: Any = eagle_worker_common
+    sample = partial(accept, verify_input, common.eagle_sample, history)
     if verify_input.packing is None:
-        with timing:
+        with timing, attach.swapped(common, "eagle_sample", sample):
             yield
         return
-    common: Any = eagle_worker_common
     prepare_rows = partial(prepare, common.eagle_prepare_for_verify)
-    stock_sample = common.eagle_sample
-
-    def sample(_verify_input: Any, *args: Any, **kwargs: Any) -> Accepted:
-        return verify_input.accept(stock_sample, *args, **kwargs)
-
     with (
         attach.swapped(common, "eagle_prepare_for_verify", prepare_rows),
         attach.swapped(common, "eagle_sample", sample),
@@ -171,6 +173,31 @@ def verifying(
         timing,
     ):
         yield
+
+
+def accept(
+    verify_input: PackedVerifyInput,
+    stock: Callable[..., Accepted],
+    history: OutputHistory | None,
+    _verify_input: Any,
+    batch: Any,
+    logits_output: Any,
+    grammar_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Accepted:
+    """Around ``eagle_sample``: logits that depend on outputs are made those of each row."""
+    rows = None
+    if history is not None and depends_on_outputs(batch.sampling_info):
+        rows = RowLogits(verify_input, batch, history)
+        rows.change(logits_output, grammar_mask)
+        grammar_mask = None
+    packed = verify_input.packing is not None
+    sample = partial(verify_input.accept, stock) if packed else partial(stock, verify_input)
+    accepted = sample(batch, logits_output, grammar_mask, *args, **kwargs)
+    if rows is not None:
+        rows.keep(accepted)
+    return accepted
 
 
 def prepare(

@@ -52,7 +52,7 @@ def per_row(info: Any, request: Tensor) -> Any:
     for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"):
         values = getattr(info, name)  # [B, ...]
         setattr(expanded, name, None if values is None else values[request])
-    # The caller applied these; what eagle_sample ignores (custom processors) stays ignored.
+    # The caller applied these.
     expanded.grammars = None
     expanded.has_custom_logit_processor = False
     return compat.without_sampling_masks(expanded)

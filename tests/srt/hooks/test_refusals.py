@@ -307,10 +307,11 @@ def test_trees_that_are_not_served_are_refused_by_name(
     assert said in refusal(capsys, *TREES, "--c2t", *flags_of(given, tmp_path))
 
 
-def test_trees_with_watermarks_are_refused(capsys) -> None:
+@pytest.mark.parametrize("shape", [EAGLE3, TREES], ids=["chains", "trees"])
+def test_watermarks_are_refused_for_chains_and_trees(capsys, shape) -> None:
     pytest.importorskip(seams.WATERMARKING, reason="this SGLang knows no watermarks")
-    said = refusal(capsys, *TREES, "--c2t", "--watermark-config", "{}")
-    assert "does not serve --watermark-config with --speculative-eagle-topk above 1" in said
+    said = refusal(capsys, *shape, "--c2t", "--watermark-config", "{}")
+    assert "does not serve --watermark-config: packed rows are sampled without it" in said
 
 
 def test_verification_planned_before_the_draft_is_known_is_refused(capsys, monkeypatch) -> None:

@@ -269,21 +269,16 @@ def sampling_info(**fields: Any) -> Any:
 def test_acceptance_stays_within_its_budget(
     greedy: bool, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Penalties and bias included; SGLang's sampler is not."""
+    """Bias included; SGLang's sampler is not."""
     packing = packing_of_two_thirds(N)
     rows = packing.total
     packing.layout = layout.Layout(
         *[integers(rows + 3)] * 5, integers(B, N), *[on_device(B + 1, dtype=torch.int32)] * 4
     )
-    info = sampling_info(
-        acc_additive_penalties=on_device(B, V),
-        acc_scaling_penalties=on_device(B, V),
-        logit_bias=on_device(B, V),
-    )
+    info = sampling_info(logit_bias=on_device(B, V))
     info.is_all_greedy = greedy
     monkeypatch.setattr(sampling, "_sampler", lambda: lambda *_: integers(rows))
     monkeypatch.setattr(accept, "sanitize_nan_logits", lambda *_: None)
-    monkeypatch.setattr(accept, "apply_scaling_penalties", lambda logits, scale: logits.mul_(scale))
     verify_input = SimpleNamespace(
         positions=integers(B * N), draft_token=integers(B * N), max_tree_depth=N,
         accepts_drafts=True, num_rows=packing.num_rows,

@@ -150,7 +150,7 @@ def chain_input(lens: list[int], width: int, **fields: Any) -> Any:
 
 
 def test_what_sglang_calls_while_it_verifies_is_ours_and_afterwards_its_own() -> None:
-    """Nothing is replaced where nothing is packed."""
+    """Where nothing is packed only the sampler, which asks whether logits depend on outputs."""
     common = packed.eagle_worker_common
     names = "eagle_prepare_for_verify", "eagle_sample", "_finalize_accept_tree_path"
     before = [getattr(common, name) for name in names]
@@ -163,7 +163,11 @@ def test_what_sglang_calls_while_it_verifies_is_ours_and_afterwards_its_own() ->
     assert [getattr(common, name) for name in names] == before
     chains.packing = None
     with packed.verifying(chains, target, feedback):
-        assert [getattr(common, name) for name in names] == before
+        unpacked = [
+            getattr(common, name) is stock for name, stock in zip(names, before, strict=True)
+        ]
+    assert unpacked == [True, False, True]
+    assert [getattr(common, name) for name in names] == before
 
 
 def test_chains_end_where_they_were_cut_and_keep_what_sglang_hung_on_them() -> None:
@@ -185,7 +189,7 @@ def test_outputs_are_unpacked_for_whoever_reads_them_full(
     return_logprob: bool, own_acceptance: bool, has_hidden: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Draft extend reads hidden states; SGLang's own acceptance and log-probabilities logits."""
+    """Draft extend reads hidden states; SGLang's acceptance and log-probabilities read logits."""
     logits = torch.arange(4.0 * VOCAB).view(4, VOCAB)
     hidden = torch.arange(8.0).view(4, 2) if has_hidden else None
     output = double("LogitsProcessorOutput", next_token_logits=logits, hidden_states=hidden)
@@ -195,7 +199,7 @@ def test_outputs_are_unpacked_for_whoever_reads_them_full(
     batch = SimpleNamespace(return_logprob=return_logprob)
     accepted = chains.accept(lambda *_: "stock", batch, output)
     reads_full = return_logprob or not own_acceptance
-    assert accepted == ("stock" if reads_full else ours[:3])
+    assert accepted == (ours[:3] if own_acceptance else "stock")
 
     def unpacked(rows: Tensor) -> list[list[float]]:
         nothing = [0.0] * rows.shape[1]
