@@ -25,7 +25,9 @@ from eval.soak.mutations import mutants
 from sglang_c2t.offline.client import greedy
 from tests.e2e.conftest import REPOSITORY, settings_of
 
-API, ADMIN = "for-clients", "for-admins"
+API = "for-clients"
+REST = "and-admins"
+ADMIN = f"{API}-{REST}"  # hiding the shorter one by its text would show the rest
 JSON = {"Content-Type": "application/json"}
 SECRET = "nobody may read this"
 
@@ -239,7 +241,7 @@ def test_no_key_is_told_to_anybody(attacked: Attacked) -> None:
     for path in paths:
         response = requests.get(f"{attacked.server.url}{path}", headers=attacked.client, timeout=60)
         assert response.ok, path
-        assert ADMIN not in response.text, path
+        assert REST not in response.text, path
         assert API not in response.text, path
     assert str(attacked.folder) not in response.text
 
