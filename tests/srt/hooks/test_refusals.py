@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -311,6 +312,38 @@ def test_trees_with_watermarks_are_refused(capsys) -> None:
     pytest.importorskip(seams.WATERMARKING, reason="this SGLang knows no watermarks")
     said = refusal(capsys, *TREES, "--c2t", "--watermark-config", "{}")
     assert "does not serve --watermark-config with --speculative-eagle-topk above 1" in said
+
+
+def test_http_workers_import_an_app_that_loads_the_plugin_or_are_refused(
+    capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv(compat.HTTP_APP, compat.OUR_HTTP_APP)  # restored, whatever is set here
+    monkeypatch.delenv(compat.HTTP_APP)
+    several = [*EAGLE3, "--c2t", "--tokenizer-worker-num", "2"]
+    if compat.names_http_app():
+        launch(*EAGLE3, "--c2t")
+        assert compat.HTTP_APP not in os.environ
+        launch(*several)
+        assert os.environ[compat.HTTP_APP] == compat.OUR_HTTP_APP
+        launch(*several)  # again, as each process that resolves its arguments
+        monkeypatch.setenv(compat.HTTP_APP, "mine:app")
+        assert f"unset {compat.HTTP_APP}" in refusal(capsys, *several)
+        monkeypatch.setattr(compat, "names_http_app", lambda: False)
+    assert "whose HTTP workers cannot load plugins" in refusal(capsys, *several)
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [("--smg-grpc-mode", "drop --smg-grpc-mode and --grpc-mode"),
+     ("--grpc-mode", "drop --smg-grpc-mode and --grpc-mode"), ("--use-ray", "drop --use-ray")],
+)  # fmt: skip
+def test_a_way_past_the_checks_of_requests_is_refused(capsys, flag: str, instead: str) -> None:
+    assert instead in refusal(capsys, *EAGLE3, flag, "--c2t")
+
+
+def test_a_rust_server_is_refused(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    assert "unset SGLANG_RUST_SERVER" in refusal(capsys, *EAGLE3, "--c2t")
 
 
 def test_verification_planned_before_the_draft_is_known_is_refused(capsys, monkeypatch) -> None:
