@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sglang_c2t.classifier.recording import MEASURED, Recording, read_recording
+from sglang_c2t.classifier.tensors import require_safetensors
 from sglang_c2t.config import ConfigError
 from sglang_c2t.files import write_whole
 from sglang_c2t.offline.replay import Chains, refuse_unrecorded
@@ -139,6 +140,7 @@ def save(traces: Traces, path: Path) -> None:
 def load(path: Path) -> Traces:
     """Raises :class:`ConfigError`, one line, for what is no file of ours."""
     try:
+        require_safetensors(path, largest=1 << 32, largest_header=1 << 24)
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if (metadata.get("format"), metadata.get("version")) != (FORMAT, str(VERSION)):

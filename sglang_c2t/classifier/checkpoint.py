@@ -113,7 +113,9 @@ def save_classifier(classifier: Classifier, path: str | os.PathLike[str]) -> Non
 def require_suffix(path: Path) -> None:
     """Refuse a file name that the loader would not find a card for."""
     if path.suffix != ".safetensors":
-        raise ConfigError(f"a classifier file must end in .safetensors, got {path}")
+        raise ConfigError(
+            f"a classifier file must end in .safetensors, got {shown(str(path), 300)}"
+        )
 
 
 def load_classifier(name: str | os.PathLike[str]) -> Classifier:
@@ -212,7 +214,10 @@ def _shapes(kind: Any, width: int, sizes: list[int]) -> dict[str, tuple[int, ...
         return None
     shapes: dict[str, tuple[int, ...]] = {}
     for number, (inputs, outputs) in enumerate(itertools.pairwise([width, *sizes])):
-        shapes |= {f"hidden.{number}.weight": (outputs, inputs), f"hidden.{number}.bias": (outputs,)}
+        shapes |= {
+            f"hidden.{number}.weight": (outputs, inputs),
+            f"hidden.{number}.bias": (outputs,),
+        }
     return shapes | {"out.weight": (1, [width, *sizes][-1]), "out.bias": (1,)}
 
 

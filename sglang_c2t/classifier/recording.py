@@ -422,4 +422,4 @@ def _defect_of(tensors: dict[str, Tensor], num_requests: int) -> str | None:
 
 
 def _within(column: Tensor, least: int, most: int) -> bool:
-    return not column.numel() or least <= int(column.min()) and int(column.max()) <= most
+    return not column.numel() or (least <= int(column.min()) and int(column.max()) <= most)

@@ -14,7 +14,6 @@ from sglang_c2t import files
 from sglang_c2t.config import ConfigError
 from sglang_c2t.plan.planner import Planner
 from sglang_c2t.plan.survival import Survival
-from sglang_c2t.srt.draft import state_file
 from sglang_c2t.srt.draft.state_file import EVERY_IF_ASKED, StateFile
 
 MODELS = {"target": "a", "draft": "b", "num_steps": 3, "policy": "auto"}
