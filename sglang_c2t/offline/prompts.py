@@ -62,7 +62,7 @@ def _row(line: str, *, where: str, default_group: str) -> PromptRow:
     if len(keys) != 1:
         raise ConfigError(f"{where} needs exactly one of the keys {', '.join(KEYS)}")
     value = row[keys[0]]
-    group = str(row.get("dataset", row.get("family", default_group)))
+    group = str(row.get("dataset", row.get("family", ""))).strip() or default_group
     if keys[0] in ("prompt", "text") and isinstance(value, str) and value:
         return PromptRow(group, text=value)
     listed = isinstance(value, list) and bool(value)

@@ -104,6 +104,11 @@ def _records() -> bool:
     return config is not None and config.record is not None
 
 
+def _visits_every_root() -> bool:
+    config = active()
+    return config is not None and config.visits_every_root
+
+
 def _bounds_rows() -> bool:
     config = active()
     return config is not None and config.max_verify_rows is not None
@@ -376,6 +381,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "--c2t-state with a --c2t-policy that does not plan",
         "it keeps what a planner has learnt",
         "choose --c2t-policy auto or rows-only, or drop it",
+    ),
+    Refusal(
+        lambda cfg: _visits_every_root() and _set("enable_mixed_chunk")(cfg),
+        "--c2t-record-roots every with --enable-mixed-chunk",
+        "a step beside another request's prompt takes a token that no draft stands behind",
+        "drop --enable-mixed-chunk while recording",
     ),
     Refusal(
         lambda cfg: _has_http_workers(cfg) and not compat.names_http_app(),

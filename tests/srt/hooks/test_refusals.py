@@ -202,6 +202,10 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
         ),
         ([*EAGLE3, *DECODE[:-1], "nixl"], "no other was tried; choose mooncake"),
         ([*EAGLE3, *DECODE, "--c2t-record", "x"], "on the server that prefills; drop one of them"),
+        (
+            [*EAGLE3, "--c2t-record", "x", "--c2t-record-roots", "every", "--enable-mixed-chunk"],
+            "no draft stands behind; drop --enable-mixed-chunk while recording",
+        ),
         ([*TREES, "--c2t-policy", "rows-only"], "policy rows-only cuts chains only"),
         (
             [*TREES, "--c2t-policy", "auto", "--c2t-max-verify-rows", "64"],
