@@ -149,6 +149,13 @@ def dp_rank(runner: Any) -> int:
     return parallel.dp_rank or 0
 
 
+def has_own_draft(server_args: Any) -> bool:
+    """Whether the draft has a checkpoint of its own, beside the target's."""
+    cfg = resolved(server_args)
+    path = argument(cfg, "speculative_draft_model_path")
+    return path not in (None, argument(cfg, "model_path"))
+
+
 def bundles_draft(cfg: Any) -> bool:
     """Whether SGLang takes draft layers out of the target's own checkpoint (MTP): as a draft
     the target's path then stands for another architecture.

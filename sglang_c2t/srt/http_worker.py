@@ -6,15 +6,21 @@ Each of them imports the app by its name, and SGLang loads no plugins there: wit
 
 from __future__ import annotations
 
-from sglang.srt.plugins import load_plugins
+from typing import Any
 
-from sglang_c2t.srt import seams
-from sglang_c2t.srt.probes import SeamError
 
-load_plugins()
-if defects := seams.missing_hooks():  # SGLang logs them only
-    raise SeamError("; ".join(defects))
+def __getattr__(name: str) -> Any:
+    """``app``, when a worker asks for it: hooks come first."""
+    if name != "app":
+        raise AttributeError(name)
+    from sglang.srt.plugins import load_plugins
 
-from sglang.srt.entrypoints.http_server import app  # noqa: E402 - hooks come first
+    from sglang_c2t.srt import seams
+    from sglang_c2t.srt.probes import SeamError
 
-__all__ = ["app"]
+    load_plugins()
+    if defects := seams.missing_hooks():  # SGLang only logs them
+        raise SeamError("; ".join(defects))
+    from sglang.srt.entrypoints.http_server import app
+
+    return app

@@ -64,6 +64,15 @@ SET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.set_internal_state
 ASK_INTERNAL_STATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.set_internal_state"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__"
 VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+UPDATE_WEIGHTS = (
+    "sglang.srt.managers.scheduler_components.weight_updater."
+    "SchedulerWeightUpdaterManager.update_weights_from_disk"
+)
+CONFIGURE_LOGGING = "sglang.srt.managers.tokenizer_manager.TokenizerManager.configure_logging"
+RECORD_EXPERTS = tuple(
+    f"sglang.srt.managers.tokenizer_manager.TokenizerManager.{what}_expert_distribution_record"
+    for what in ("start", "stop", "dump")
+)
 SHARES_BUFFERS = "has draft graphs of fewer layers use the buffers of those of all"
 #: FastAPI's, which calls it by its global name.
 READ_BODY = "fastapi.routing", "solve_dependencies"
@@ -134,6 +143,15 @@ SEAMS: tuple[Seam, ...] = (
     Seam(CREATE_WORKER, "swaps in the C2T worker", "server_args", hook=True),
     Seam(SPEC_METRICS, "corrects spec_accept_rate", "meta_info recv_obj i", hook=True),
     Seam(INTERNAL_STATE, "reports counters in /server_info", "recv_req", hook=True),
+    Seam(UPDATE_WEIGHTS, "updates the target's weights alone", "recv_req", hook=True),
+    Seam(
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+        ".update_weights_from_disk",
+        "rolls weights back",
+        "model_path load_format",
+    ),
+    Seam(CONFIGURE_LOGGING, "refuses what ends request logging", "obj", hook=True),
+    *(Seam(target, "refuses what ends a scheduler", hook=True) for target in RECORD_EXPERTS),
     Seam(SET_INTERNAL_STATE, "changes the policy of a running server", "recv_req", hook=True),
     Seam(TOKENIZER_MANAGER, "answers /c2t", hook=True),
     Seam(f"{TOKENIZER_MANAGER.removesuffix('.__init__')}.get_internal_state", "answers /c2t"),
