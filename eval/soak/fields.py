@@ -6,10 +6,11 @@ is not among them. Here the caller says which fields there are, as SGLang's own 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from eval.soak.malformed import CHAT, COMPLETIONS, Malformed
@@ -48,11 +49,21 @@ HEADERS: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 
 
-def cases(fields: Mapping[str, Sequence[str]], count: int, seed: int = 0) -> Iterator[Malformed]:
-    """``count`` requests, the same for the same seed: by turns the next field with a value drawn,
-    every third with one or two further fields; every tenth with odd headers.
+#: Words in a type by which a value of ours may be one.
+WORDS: dict[type, tuple[str, ...]] = {
+    bool: ("bool", "Any"), int: ("int", "float", "Any"), float: ("float", "Any"),
+    str: ("str", "Literal", "Any"), list: ("List", "list", "Any"), dict: ("Dict", "dict", "Any"),
+    type(None): ("None", "Optional"),
+}  # fmt: skip
 
-    ``fields`` by endpoint, those of :data:`SAMPLING` inside.
+
+def cases(
+    fields: Mapping[str, Mapping[str, str]], count: int, seed: int = 0
+) -> Iterator[Malformed]:
+    """``count`` requests, the same for the same seed: by turns the next field with a value drawn,
+    mostly of its type; every third with one or two further fields; every tenth with odd headers.
+
+    ``fields`` by endpoint, those of :data:`SAMPLING` inside, each with its type.
     """
     dice = random.Random(f"fields {seed}")
     every = [(path, name) for path, names in fields.items() for name in names]
@@ -65,7 +76,14 @@ def cases(fields: Mapping[str, Sequence[str]], count: int, seed: int = 0) -> Ite
         if number % 3 == 2:
             names += dice.sample(list(fields[path]), dice.randint(1, min(2, len(fields[path]))))
         for one in names:
-            holder[one] = dice.choice(dice.choice((ODD, LIKELY)))
+            holder[one] = dice.choice(_values(fields[path][one] if dice.random() < 0.8 else "Any"))
         headers = (dice.choice(HEADERS),) if number % 10 == 9 else ()
         what = f"{number}: {path} {', '.join(names)}"
         yield Malformed(what, endpoint, json.dumps(body).encode(), headers=headers)
+
+
+@functools.cache
+def _values(kind: str) -> list[Any]:
+    """Those that a field of this type might take; any where none might."""
+    every = [*ODD, *LIKELY]
+    return [v for v in every if any(word in kind for word in WORDS[type(v)])] or every
