@@ -28,6 +28,19 @@ EVERY = 60.0
 EVERY_IF_ASKED = 1.0
 
 
+def require_state(path: Path) -> bool:
+    """Whether the file is there; :class:`ConfigError` for a place where no file can be."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"c2t state: {path.parent} is no directory, for the file {path.name}")
+    try:
+        require_regular(path, sys.maxsize)
+    except FileNotFoundError:  # or a link to what is not there yet
+        return False
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"c2t state: {path} cannot be written: {told(error)}") from error
+    return True
+
+
 class StateFile:
     """The file of one planner.
 
@@ -48,16 +61,10 @@ class StateFile:
         self._saved_at = time.monotonic()
         self._failed = False
         self._writes = writes
-        if not path.parent.is_dir():
-            raise ConfigError(f"c2t state: {path.parent} is no directory, for the file {path.name}")
-        try:
-            require_regular(path, sys.maxsize)
-        except FileNotFoundError:  # or a link to what is not there yet
-            logger.info("C2T: no state in %s yet: the planner starts cold", path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"c2t state: {path} cannot be written: {told(error)}") from error
-        else:
+        if require_state(path):
             self._restore()
+        else:
+            logger.info("C2T: no state in %s yet: the planner starts cold", path)
         self.save()
         if self._failed:
             raise ConfigError(f"c2t state: {path} cannot be written")
