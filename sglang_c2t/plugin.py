@@ -46,6 +46,8 @@ def register() -> None:
     HookRegistry.register(seams.CONFIGURE_LOGGING, endpoints.check_logging, HookType.AROUND)
     for target in seams.RECORD_EXPERTS:
         HookRegistry.register(target, endpoints.record_experts, HookType.AROUND)
+    for target in seams.WAITS:
+        HookRegistry.register(target, endpoints.wait_for_another, HookType.AROUND)
     if seams.can_hide_keys():
         for seam, hook in zip(seams.TOLD_ARGUMENTS, hidden_keys.HOOKS, strict=True):
             HookRegistry.register(seam.target, hook, HookType.AFTER)

@@ -73,6 +73,14 @@ RECORD_EXPERTS = tuple(
     f"sglang.srt.managers.tokenizer_manager.TokenizerManager.{what}_expert_distribution_record"
     for what in ("start", "stop", "dump")
 )
+WAITS = tuple(
+    f"sglang.srt.managers.tokenizer_manager.TokenizerManager.{name}"
+    for name in (
+        "init_weights_update_group",
+        "init_weights_send_group_for_remote_instance",
+        "send_weights_to_remote_instance",
+    )
+)
 SHARES_BUFFERS = "has draft graphs of fewer layers use the buffers of those of all"
 #: FastAPI's, which calls it by its global name.
 READ_BODY = "fastapi.routing", "solve_dependencies"
@@ -152,6 +160,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(CONFIGURE_LOGGING, "refuses what ends request logging", "obj", hook=True),
     *(Seam(target, "refuses what ends a scheduler", hook=True) for target in RECORD_EXPERTS),
+    *(Seam(target, "asks for an admin key", "obj request", hook=True) for target in WAITS),
     Seam(SET_INTERNAL_STATE, "changes the policy of a running server", "recv_req", hook=True),
     Seam(TOKENIZER_MANAGER, "answers /c2t", hook=True),
     Seam(f"{TOKENIZER_MANAGER.removesuffix('.__init__')}.get_internal_state", "answers /c2t"),

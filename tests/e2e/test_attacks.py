@@ -330,6 +330,8 @@ def test_each_field_of_a_request_may_hold_anything(attacked: Attacked) -> None:
     assert tally[2] > NUM_BY_FIELD / 20, tally
 
 
+NOWHERE = {"master_address": "127.0.0.1", "ports": "1", "world_size": 2, "group_name": "x"}
+
 #: SGLang's own endpoints, with what ends or spoils a stock server, or might.
 ENDPOINTS: tuple[tuple[str, Any, int], ...] = (
     ("/update_weights_from_disk", {"model_path": str(TARGET)}, 200),
@@ -340,6 +342,9 @@ ENDPOINTS: tuple[tuple[str, Any, int], ...] = (
     ("/start_expert_distribution_record", {}, 400),
     ("/stop_expert_distribution_record", {}, 400),
     ("/dump_expert_distribution_record", {}, 400),
+    ("/init_weights_update_group", {**NOWHERE, "master_port": 1, "rank_offset": 0}, 400),
+    ("/init_weights_send_group_for_remote_instance", {**NOWHERE, "group_rank": 0}, 400),
+    ("/send_weights_to_remote_instance", NOWHERE, 400),
 )
 
 

@@ -81,6 +81,18 @@ async def record_experts(original: Callable[..., Awaitable[Any]], manager: Any) 
     return await original(manager)
 
 
+async def wait_for_another(
+    original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, request: Any = None
+) -> Any:
+    """AROUND hook on what has the scheduler wait until another machine answers, or for ever: over
+    HTTP that is the admin's to ask for.
+    """
+    over_http = active() is not None and request is not None
+    if over_http and not compat.argument(manager.server_args, "admin_api_key"):
+        _refuse("this may keep the server waiting for another machine: set --admin-api-key")
+    return await original(manager, obj, request)
+
+
 def _refuse(sentence: str) -> None:
     from fastapi import HTTPException
 

@@ -19,7 +19,12 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.hooks import endpoints
-from sglang_c2t.srt.hooks.endpoints import check_logging, record_experts, update_target
+from sglang_c2t.srt.hooks.endpoints import (
+    check_logging,
+    record_experts,
+    update_target,
+    wait_for_another,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +151,24 @@ def test_experts_are_recorded_where_a_scheduler_has_a_recorder(
     asked = record_experts(original, SimpleNamespace(server_args=arguments))
     if mode is not None:
         assert asyncio.run(asked) == "recording"
+        return
+    with pytest.raises(HTTPException) as refused:
+        asyncio.run(asked)
+    assert refused.value.status_code == 400
+
+
+@pytest.mark.parametrize("key", [None, "sesame"])
+def test_what_waits_for_another_machine_is_asked_for_with_an_admin_key(key: str | None) -> None:
+    """By a request; ``Engine`` asks for itself."""
+    found = SimpleNamespace(server_args=SimpleNamespace(admin_api_key=key))
+
+    async def original(*asked: Any) -> tuple[Any, ...]:
+        return asked
+
+    assert asyncio.run(wait_for_another(original, found, "group")) == (found, "group", None)
+    asked = wait_for_another(original, found, "group", "request")
+    if key is not None:
+        assert asyncio.run(asked) == (found, "group", "request")
         return
     with pytest.raises(HTTPException) as refused:
         asyncio.run(asked)
