@@ -68,6 +68,7 @@ UPDATE_WEIGHTS = (
     "sglang.srt.managers.scheduler_components.weight_updater."
     "SchedulerWeightUpdaterManager.update_weights_from_disk"
 )
+WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 CONFIGURE_LOGGING = "sglang.srt.managers.tokenizer_manager.TokenizerManager.configure_logging"
 RECORD_EXPERTS = tuple(
     f"sglang.srt.managers.tokenizer_manager.TokenizerManager.{what}_expert_distribution_record"
@@ -142,6 +143,7 @@ def resolution_seam(step: str, purpose: str) -> Seam:
     )
 
 
+_UPDATES = "updates the target's weights alone"
 _ADAPTS = "tells LoRA adapters of packed rows"
 _TRIES = "tries packed rows before anybody is served"
 
@@ -151,13 +153,11 @@ SEAMS: tuple[Seam, ...] = (
     Seam(CREATE_WORKER, "swaps in the C2T worker", "server_args", hook=True),
     Seam(SPEC_METRICS, "corrects spec_accept_rate", "meta_info recv_obj i", hook=True),
     Seam(INTERNAL_STATE, "reports counters in /server_info", "recv_req", hook=True),
-    Seam(UPDATE_WEIGHTS, "updates the target's weights alone", "recv_req", hook=True),
-    Seam(
-        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-        ".update_weights_from_disk",
-        "rolls weights back",
-        "model_path load_format",
-    ),
+    Seam(UPDATE_WEIGHTS, _UPDATES, "recv_req", hook=True),
+    Seam(UPDATE_WEIGHTS.rpartition(".")[0], _UPDATES, fields="tp_worker draft_worker"),
+    Seam(f"{WEIGHT_UPDATER}.update_weights_from_disk", _UPDATES, "model_path load_format"),
+    Seam(WEIGHT_UPDATER, _UPDATES, fields="model_config"),
+    Seam("sglang.srt.configs.model_config.ModelConfig", _UPDATES, fields="model_path"),
     Seam(CONFIGURE_LOGGING, "refuses what ends request logging", "obj", hook=True),
     *(Seam(target, "refuses what ends a scheduler", hook=True) for target in RECORD_EXPERTS),
     *(Seam(target, "asks for an admin key", "obj request", hook=True) for target in WAITS),

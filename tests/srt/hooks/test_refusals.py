@@ -196,7 +196,7 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
             "plans: it decides how many rows are verified; drop --c2t-verify static",
         ),
         (
-            [*EAGLE3, "--c2t-policy", "c2t", "--c2t-state", "x"],
+            [*EAGLE3, "--c2t-policy", "c2t", "--c2t-state", "s"],
             "choose --c2t-policy auto or rows-only, or drop it",
         ),
         (
@@ -205,10 +205,6 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
         ),
         ([*EAGLE3, *DECODE[:-1], "nixl"], "no other was tried; choose mooncake"),
         ([*EAGLE3, *DECODE, "--c2t-record", "x"], "on the server that prefills; drop one of them"),
-        (
-            [*EAGLE3, "--c2t-record", "x", "--c2t-record-roots", "every", "--enable-mixed-chunk"],
-            "no draft stands behind; drop --enable-mixed-chunk while recording",
-        ),
         ([*TREES, "--c2t-policy", "rows-only"], "policy rows-only cuts chains only"),
         (
             [*TREES, "--c2t-policy", "auto", "--c2t-max-verify-rows", "64"],
@@ -218,6 +214,14 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
 )
 def test_an_unsupported_combination_is_refused_by_name(capsys, flags: list[str], said: str) -> None:
     assert said in refusal(capsys, *flags, "--c2t")
+
+
+@newest
+def test_recording_every_root_beside_mixed_chunks_is_refused(capsys, tmp_path: Path) -> None:
+    """Older releases switch mixed chunks off beside drafts."""
+    every = ["--c2t-record", str(tmp_path), "--c2t-record-roots", "every"]
+    said = refusal(capsys, *EAGLE3, "--c2t", *every, "--enable-mixed-chunk")
+    assert "no draft stands behind; drop --enable-mixed-chunk while recording" in said
 
 
 ADAPTED = (["--lora-paths", "adapter=/absent"], ["--enable-lora", "--max-lora-rank", "8",
