@@ -43,6 +43,9 @@ def register() -> None:
     HookRegistry.register(seams.ASK_INTERNAL_STATE, control.refuse_our_names, HookType.AROUND)
     HookRegistry.register(seams.TOKENIZER_MANAGER, control.add_routes, HookType.AFTER)
     HookRegistry.register(seams.UPDATE_WEIGHTS, endpoints.update_target, HookType.AROUND)
+    for seam in seams.WEIGHT_REQUESTS:
+        if seam.defect() is None:
+            HookRegistry.register(seam.target, endpoints.survive_update, HookType.AROUND)
     HookRegistry.register(seams.CONFIGURE_LOGGING, endpoints.check_logging, HookType.AROUND)
     for target in seams.RECORD_EXPERTS:
         HookRegistry.register(target, endpoints.record_experts, HookType.AROUND)

@@ -68,6 +68,13 @@ UPDATE_WEIGHTS = (
     "sglang.srt.managers.scheduler_components.weight_updater."
     "SchedulerWeightUpdaterManager.update_weights_from_disk"
 )
+#: Of these the last two are newer SGLang's.
+WEIGHT_REQUESTS = tuple(
+    Seam(f"{UPDATE_WEIGHTS.rpartition('.')[0]}.{name}", "answers failed updates of weights",
+         "recv_req", hook=True)
+    for name in ("update_weights_from_tensor", "update_weights_from_distributed",
+                 "update_weights_from_ipc", "begin_weight_update", "end_weight_update")
+)  # fmt: skip
 WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 CONFIGURE_LOGGING = "sglang.srt.managers.tokenizer_manager.TokenizerManager.configure_logging"
 RECORD_EXPERTS = tuple(
@@ -157,6 +164,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(UPDATE_WEIGHTS.rpartition(".")[0], _UPDATES, fields="tp_worker draft_worker"),
     Seam(f"{WEIGHT_UPDATER}.update_weights_from_disk", _UPDATES, "model_path load_format"),
     Seam(WEIGHT_UPDATER, _UPDATES, fields="model_config"),
+    *WEIGHT_REQUESTS[:3],
     Seam("sglang.srt.configs.model_config.ModelConfig", _UPDATES, fields="model_path"),
     Seam(CONFIGURE_LOGGING, "refuses what ends request logging", "obj", hook=True),
     *(Seam(target, "refuses what ends a scheduler", hook=True) for target in RECORD_EXPERTS),

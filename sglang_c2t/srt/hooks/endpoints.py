@@ -49,6 +49,22 @@ def update_target(original: Callable[..., Any], manager: Any, recv_req: Any) -> 
     return output
 
 
+def survive_update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """AROUND hook on the handlers of ``seams.WEIGHT_REQUESTS`` in the scheduler: what cannot be
+    read or loaded is answered, as a load that SGLang itself finds wrong is.
+    """
+    try:
+        return original(manager, recv_req)
+    except Exception as error:
+        if active() is None:
+            raise
+        logger.exception("C2T: %s failed", type(recv_req).__name__)
+        from sglang.srt.managers import io_struct
+
+        output = getattr(io_struct, type(recv_req).__name__.replace("Input", "Output"))
+        return output(success=False, message=told(error))
+
+
 def check_logging(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
     """AROUND hook on ``TokenizerManager.configure_logging``."""
     if active() is not None:

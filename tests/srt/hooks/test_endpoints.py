@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fastapi import HTTPException
+from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import (
     ConfigureLoggingReq,
     UpdateWeightFromDiskReqInput,
@@ -22,6 +23,7 @@ from sglang_c2t.srt.hooks import endpoints
 from sglang_c2t.srt.hooks.endpoints import (
     check_logging,
     record_experts,
+    survive_update,
     update_target,
     wait_for_another,
 )
@@ -109,6 +111,22 @@ def test_a_checkpoint_that_is_not_there_leaves_the_path_of_the_one_that_is(
 
     assert update_target(original, found, REQUEST).message == "no iterator"
     assert (updater.model_config.model_path, updater.loaded) == ("old", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("Tensor", {"serialized_named_tensors": []}), ("IPC", {"zmq_handles": {}}),
+     ("Distributed", {"names": [], "dtypes": [], "shapes": []})],
+)  # fmt: skip
+def test_weights_that_cannot_be_read_are_answered(name: str, fields: dict[str, Any]) -> None:
+    request = getattr(io_struct, f"UpdateWeightsFrom{name}ReqInput")(**fields)
+
+    def original(_manager: Any, _recv_req: Any) -> None:
+        raise EOFError("Ran out of input")
+
+    output = survive_update(original, None, request)
+    assert type(output).__name__ == f"UpdateWeightsFrom{name}ReqOutput"
+    assert (output.success, output.message) == (False, "EOFError: Ran out of input")
 
 
 # -- /configure_logging, expert distribution -----------------------------------------------------
