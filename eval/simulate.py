@@ -18,7 +18,6 @@ Legend: B requests, D layers, d of them drafted, T rows of a forward, S survival
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +29,10 @@ import numpy as np
 from eval.gpu.models import SHAPES, Shape
 from eval.gpu.roofline import Ceilings, forward
 from eval.tables.markdown import row, rule
+from sglang_c2t.checks import parse_json
 from sglang_c2t.classifier.recording import read_recording
 from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.files import read_text
 from sglang_c2t.offline.replay import Chains
 from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.plan import best_plan
@@ -393,7 +394,7 @@ def gate_of(policy: str) -> Gate:
 def _curves(path: Path) -> MeasuredCosts:
     """From what GET /c2t told; :class:`ConfigError` for any other file."""
     try:
-        told: Any = json.loads(path.read_text(encoding="utf-8"))
+        told: Any = parse_json(read_text(path), source="it")
         found = told.get("planner", told)
         planner = found[0] if isinstance(found, list) else found  # of all ranks, or of one
         curves = StepCost()

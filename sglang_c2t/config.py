@@ -15,10 +15,10 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_c2t.checks import ConfigError, is_number, is_whole, parse_json, require, shown
+from sglang_c2t.files import read_text
 from sglang_c2t.hints import did_you_mean
 
 __all__ = ["C2TConfig", "ConfigError", "active", "publish", "resolve"]
@@ -248,8 +248,8 @@ class C2TConfig:
     def from_file(cls, path: str | os.PathLike[str]) -> C2TConfig:
         """Read a ``--c2t-config`` file."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(path)
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or NUL in the name
             raise ConfigError(f"cannot read c2t config file {path}: {error}") from error
         return cls.from_json(text, source=f"c2t config file {path}")
 

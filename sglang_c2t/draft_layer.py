@@ -22,7 +22,7 @@ TOPK_PROBS = 10
 #: Where a token stands among those of its layer; known without any measurement.
 PLACES = frozenset({"rank", "parent_rank"})
 
-_TOP_ENTROPY = re.compile(r"entropy_top(\d+)")
+_TOP_ENTROPY = re.compile(r"entropy_top([1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,13 @@
-"""Files that appear whole or not at all. A leaf: standard library only."""
+"""Files that people name: read within bounds, and written whole or not at all.
+
+A leaf: standard library only.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -12,15 +17,56 @@ from pathlib import Path
 Write = Callable[[Path], object]
 
 
+#: Bytes of a file of settings, of what was learnt, of a card: far more than any of ours has.
+LARGEST_JSON = 1 << 20
+
+
+def require_regular(path: str | os.PathLike[str], most: int) -> int:
+    """The file's size in bytes.
+
+    Raises OSError unless it is a regular file of ``most`` bytes at most: a FIFO or a terminal would
+    keep its reader waiting, and a device has no end.
+    """
+    return _require_regular(os.stat(path), path, most)
+
+
+def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
+    """The contents of a regular file of ``most`` bytes at most; else OSError, at once."""
+    require_regular(path, most)  # before it is opened: opening may do something to a device
+    # Not blocking: another file may have taken its place, and some below /proc wait like pipes.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        size = _require_regular(os.fstat(file.fileno()), path, most)
+        data = file.read(size + 1) or b""
+    if len(data) > size:
+        raise OSError(errno.EBUSY, "grows while it is read", str(path))
+    return data
+
+
+def read_text(path: str | os.PathLike[str], most: int = LARGEST_JSON) -> str:
+    """:func:`read_bytes` as UTF-8; UnicodeDecodeError for what is none."""
+    return read_bytes(path, most).decode()
+
+
+def _require_regular(found: os.stat_result, path: str | os.PathLike[str], most: int) -> int:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if found.st_size > most:
+        raise OSError(errno.EFBIG, f"{found.st_size} bytes, of {most} at most", str(path))
+    return found.st_size
+
+
 def write_whole(files: dict[Path, Write]) -> None:
     """Write all files under temporary names, then rename them.
 
     When a write fails, none of them appears and nothing is left behind. The temporary name
-    keeps the suffix, because some writers choose the format by it.
+    keeps the suffix, because some writers choose the format by it. A link stays, and what it leads
+    to is written; OSError where something else than a regular file is there.
     """
     with ExitStack() as cleanup:
         written: list[tuple[Path, Path]] = []
-        for path, write in files.items():
+        for named, write in files.items():
+            path = Path(os.path.realpath(named))
+            _require_replaceable(path)
             tmp = path.with_name(f".{os.getpid()}.{path.name}")
             cleanup.callback(tmp.unlink, missing_ok=True)
             write(tmp)
@@ -28,6 +74,14 @@ def write_whole(files: dict[Path, Write]) -> None:
             written.append((tmp, path))
         for tmp, path in written:
             os.replace(tmp, path)
+
+
+def _require_replaceable(path: Path) -> None:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return
+    _require_regular(found, path, found.st_size)
 
 
 def write_texts(texts: Mapping[Path, str]) -> None:

@@ -20,6 +20,7 @@ def register() -> None:
     from sglang_c2t.srt.hooks import (
         args,
         control,
+        endpoints,
         hidden_keys,
         refusals,
         reporting,
@@ -44,6 +45,15 @@ def register() -> None:
     HookRegistry.register(seams.SET_INTERNAL_STATE, control.set_internal_state, HookType.AROUND)
     HookRegistry.register(seams.ASK_INTERNAL_STATE, control.refuse_our_names, HookType.AROUND)
     HookRegistry.register(seams.TOKENIZER_MANAGER, control.add_routes, HookType.AFTER)
+    HookRegistry.register(seams.UPDATE_WEIGHTS, endpoints.update_target, HookType.AROUND)
+    for seam in seams.WEIGHT_REQUESTS:
+        if seam.defect() is None:
+            HookRegistry.register(seam.target, endpoints.survive_update, HookType.AROUND)
+    HookRegistry.register(seams.CONFIGURE_LOGGING, endpoints.check_logging, HookType.AROUND)
+    for target in seams.RECORD_EXPERTS:
+        HookRegistry.register(target, endpoints.record_experts, HookType.AROUND)
+    for target in seams.WAITS:
+        HookRegistry.register(target, endpoints.wait_for_another, HookType.AROUND)
     if seams.can_hide_keys():
         for seam, hook in zip(seams.TOLD_ARGUMENTS, hidden_keys.HOOKS, strict=True):
             HookRegistry.register(seam.target, hook, HookType.AFTER)

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "guides": set(),
     "plan": set(),
     "draft_layer": set(),
-    "config": {"checks", "hints"},
+    "config": {"checks", "files", "hints"},
     "cpu": {"tree"},
     "kernels": {"draft_layer", "tree"},
     "classifier": {"checks", "config", "draft_layer", "files"},

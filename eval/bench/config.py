@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from eval.demo_models.weighted import LARGEST, SMALLEST, STANDARD
 from eval.gpu.models import SHAPES
 from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.files import read_text
 from sglang_c2t.policies import ChainPolicy, TreePolicy, build_policy, build_tree_policy, plans
 
 DEMO = "demo"
@@ -349,8 +350,8 @@ class BenchConfig:
 def read_config(path: Path) -> BenchConfig:
     """The run described in ``path``; :class:`ConfigError` names the key that is wrong."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        table = tomllib.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     try:
         return build(BenchConfig, table, "")

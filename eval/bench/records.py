@@ -17,12 +17,15 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sglang_c2t.files import write_whole
+from sglang_c2t.files import read_text, write_whole
 from sglang_c2t.offline.metrics import SpecTotals
 
 FORMAT = 1
 RUN_FILE = "run.json"
 CELLS = "cells"
+
+#: Bytes of a file of a run.
+LARGEST = 1 << 28
 
 T = TypeVar("T")
 
@@ -145,7 +148,7 @@ def read_run(folder: Path) -> Run:
     """The run in ``folder``; :class:`RecordError` where there is none that can be read."""
     path = folder / RUN_FILE
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_text(path, LARGEST))
     except FileNotFoundError as error:
         raise RecordError(
             f"{folder} holds no {RUN_FILE}: not the folder of a benchmark run"
@@ -174,7 +177,7 @@ def write_cell(folder: Path, cell: Cell) -> Path:
 def read_cell(path: Path) -> Cell:
     """The cell in ``path``; :class:`RecordError` where it is cut short or no cell at all."""
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        lines = [json.loads(line) for line in read_text(path, LARGEST).split("\n") if line]
     except (OSError, ValueError) as error:
         raise RecordError(f"cannot read {path}: {error}; delete it to measure it again") from error
     if not lines or not all(isinstance(line, dict) for line in lines):

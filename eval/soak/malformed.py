@@ -30,6 +30,8 @@ class Malformed:
     raw: bytes = b"{}"
     method: str = "POST"
     content_type: str = "application/json"
+    headers: tuple[tuple[str, str], ...] = ()
+    """Sent beside the content type, or in its place."""
 
 
 def _endpoint(name: str, path: str, body: Any = None) -> Malformed:

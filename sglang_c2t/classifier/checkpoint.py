@@ -17,6 +17,7 @@ isotonic calibration has two more tensors, the knots ``calibration.x`` and ``.y`
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from dataclasses import dataclass
@@ -28,17 +29,26 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sglang_c2t.checks import MAX_NUMBER, ConfigError, is_whole, parse_json, shown
 from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.classifier.features import FeatureSpec, feature_matrix
 from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
-from sglang_c2t.config import ConfigError
+from sglang_c2t.classifier.tensors import require_safetensors
 from sglang_c2t.draft_layer import TOPK_PROBS, DraftLayer
-from sglang_c2t.files import write_whole
+from sglang_c2t.files import read_text, write_whole
 
 FORMAT = "c2t-classifier"
 VERSION = 2
 SHIPPED = Path(__file__).parent / "default"
 LABELS = ("survives", "accepts")
+
+#: Bytes of weights, and of what names them. A classifier that reads hidden states may have some MB.
+LARGEST_WEIGHTS = 1 << 28
+LARGEST_HEADER = 1 << 16
+
+#: Hidden layers; and what a measurement may be, of which a hidden state is the largest.
+MOST_LAYERS = 16
+LARGEST_INPUT = 1e6
 
 
 @dataclass
@@ -103,7 +113,9 @@ def save_classifier(classifier: Classifier, path: str | os.PathLike[str]) -> Non
 def require_suffix(path: Path) -> None:
     """Refuse a file name that the loader would not find a card for."""
     if path.suffix != ".safetensors":
-        raise ConfigError(f"a classifier file must end in .safetensors, got {path}")
+        raise ConfigError(
+            f"a classifier file must end in .safetensors, got {shown(str(path), 300)}"
+        )
 
 
 def load_classifier(name: str | os.PathLike[str]) -> Classifier:
@@ -112,6 +124,7 @@ def load_classifier(name: str | os.PathLike[str]) -> Classifier:
     :class:`ConfigError` says in one line why one is refused.
     """
     path = shipped(str(name)) or Path(name)
+    require_suffix(path)
     source = f"c2t classifier {path}"
     card = _read_card(path.with_suffix(".json"), source)
     features = FeatureSpec.from_card(card["features"], source=source)
@@ -129,8 +142,7 @@ def load_classifier(name: str | os.PathLike[str]) -> Classifier:
 
 def shipped(name: str) -> Path | None:
     """The file of a classifier that comes with the package, by its policy's name."""
-    path = SHIPPED / f"{name}.safetensors"
-    return path if path.exists() else None
+    return SHIPPED / f"{name}.safetensors" if name in shipped_names() else None
 
 
 def shipped_names() -> list[str]:
@@ -148,10 +160,10 @@ def _isotonic(tensors: dict[str, Tensor], source: str) -> Isotonic | None:
         [k.dim() for k in knots] != [1, 1]
         or not 2 <= len(knots[0]) == len(knots[1])
         or not bool((knots[0].diff() > 0).all())
-        or not bool(((knots[1] >= 0) & (knots[1] <= 1)).all())
+        or not all(bool(((k >= 0) & (k <= 1)).all()) for k in knots)
     ):
         raise ConfigError(
-            f"{source}: calibration.x must ascend and calibration.y hold as many probabilities; "
+            f"{source}: calibration.x must ascend, and calibration.y be as long, both in [0, 1]; "
             "train it again"
         )
     return Isotonic(*knots)
@@ -162,27 +174,68 @@ def _network(
 ) -> ConfidenceNet | DepthLogistic:
     """The network that the card describes, with these weights."""
     kind, sizes = card["kind"], card["sizes"]
-    if not isinstance(sizes, list) or not all(isinstance(n, int) and n >= 1 for n in sizes):
-        raise ConfigError(f"{source}: sizes must be a list of whole numbers >= 1, got {sizes!r}")
-    net: ConfidenceNet | DepthLogistic
-    if kind == "mlp":
-        first = tensors.get("hidden.0.weight")
-        # Only the draft's hidden state has a width that no card can know.
-        width = first.shape[-1] if "hidden" in features.names and first is not None else None
-        net = ConfidenceNet(width or num_inputs(features), sizes)
-    elif kind == "depth-logistic" and len(sizes) == 1:
-        net = DepthLogistic(sizes[0])
-    else:
-        raise ConfigError(f"{source}: kind must be mlp or depth-logistic, got {kind!r} {sizes!r}")
-    expected = {name: tuple(t.shape) for name, t in net.state_dict().items()}
+    listed = isinstance(sizes, list) and len(sizes) <= MOST_LAYERS
+    if not listed or not all(is_whole(size, 1) for size in sizes):
+        raise ConfigError(
+            f"{source}: sizes must be a list of whole numbers >= 1, {MOST_LAYERS} at most, got "
+            f"{shown(sizes)}"
+        )
+    first = tensors.get("hidden.0.weight")
+    # Only the draft's hidden state has a width that no card can know.
+    free = "hidden" in features.names and first is not None and first.dim() == 2
+    width = first.shape[-1] if free and first is not None else num_inputs(features)
+    expected = _shapes(kind, width, sizes)
+    if expected is None:
+        raise ConfigError(
+            f"{source}: kind must be mlp or depth-logistic, got {shown(kind)} {shown(sizes)}"
+        )
     got = {name: tuple(t.shape) for name, t in tensors.items()}
-    if got != expected:
-        raise ConfigError(f"{source}: tensors {got} do not fit the card, expected {expected}")
+    if got != expected:  # before a network is made: sizes may be of any size
+        raise ConfigError(
+            f"{source}: tensors {shown(got, 300)} do not fit the card, expected "
+            f"{shown(expected, 300)}"
+        )
     if not all(torch.isfinite(t).all() for t in tensors.values()):
         raise ConfigError(f"{source}: weights hold values that are not finite; train it again")
+    if not _stays_finite(tensors, width, layers=len(sizes) if kind == "mlp" else 0):
+        raise ConfigError(f"{source}: weights are so large that confidences may overflow")
+    net: ConfidenceNet | DepthLogistic
+    net = ConfidenceNet(width, sizes) if kind == "mlp" else DepthLogistic(sizes[0])
     net.load_state_dict(tensors)
     net.eval().requires_grad_(False)
     return net
+
+
+def _shapes(kind: Any, width: int, sizes: list[int]) -> dict[str, tuple[int, ...]] | None:
+    """Shape of each tensor of such a network; ``None`` for no kind that there is."""
+    if kind == "depth-logistic" and len(sizes) == 1:
+        return {"weight": (sizes[0],), "bias": (sizes[0],)}
+    if kind != "mlp":
+        return None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for number, (inputs, outputs) in enumerate(itertools.pairwise([width, *sizes])):
+        shapes |= {
+            f"hidden.{number}.weight": (outputs, inputs),
+            f"hidden.{number}.bias": (outputs,),
+        }
+    return shapes | {"out.weight": (1, [width, *sizes][-1]), "out.bias": (1,)}
+
+
+def _stays_finite(tensors: dict[str, Tensor], width: int, *, layers: int) -> bool:
+    """Whether no input of a measurement's size can overflow float32 on its way through.
+
+    An infinity in the middle is a confidence of nan in the end, and ends nothing and keeps nothing.
+    """
+    if not layers and "weight" in tensors:
+        largest = tensors["weight"].double().abs() * LARGEST_INPUT + tensors["bias"].double().abs()
+        return bool((largest < MAX_NUMBER).all())
+    reach = torch.full((width,), LARGEST_INPUT, dtype=torch.float64)
+    for layer in [*(f"hidden.{number}" for number in range(layers)), "out"]:
+        weight, bias = (tensors[f"{layer}.{part}"].double().abs() for part in ("weight", "bias"))
+        reach = weight @ reach + bias
+        if not bool((reach < MAX_NUMBER).all()):  # nan too
+            return False
+    return True
 
 
 def num_inputs(features: FeatureSpec) -> int:
@@ -192,13 +245,13 @@ def num_inputs(features: FeatureSpec) -> int:
 
 def _read_card(path: Path, source: str) -> dict[str, Any]:
     try:
-        card = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        card = parse_json(read_text(path), source="the card")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{source}: cannot read its card {path.name}: {error}") from error
     if not isinstance(card, dict) or card.get("format") != FORMAT or card.get("version") != VERSION:
         found = (card.get("format"), card.get("version")) if isinstance(card, dict) else card
         raise ConfigError(
-            f"{source}: card says {found!r}, this version reads {(FORMAT, VERSION)!r}; "
+            f"{source}: card says {shown(found)}, this version reads {(FORMAT, VERSION)!r}; "
             "train it again"
         )
     required = {"kind", "sizes", "label", "features", "training"}
@@ -212,6 +265,7 @@ def _read_card(path: Path, source: str) -> dict[str, Any]:
 
 def _read_weights(path: Path, source: str) -> dict[str, Tensor]:
     try:
+        require_safetensors(path, largest=LARGEST_WEIGHTS, largest_header=LARGEST_HEADER)
         return {name: t.float() for name, t in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{source}: cannot read weights: {error}") from error

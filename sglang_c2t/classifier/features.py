@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_c2t.config import ConfigError
+from sglang_c2t.checks import ConfigError, shown
 from sglang_c2t.draft_layer import DraftLayer, known_measurement
 
 #: Smaller joint probabilities count as this one, so that the logarithm stays finite.
@@ -34,6 +34,9 @@ DERIVED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "log_prob": ("prob", lambda prob: prob.clamp(min=MIN_PROB).log()),
     "logit_prob": ("prob", lambda prob: prob.logit(eps=LOGIT_EPS)),
 }
+
+#: Names of a spec.
+MOST_FEATURES = 64
 
 _ALWAYS = ("joint", "prob", "entropy", "depth")
 
@@ -66,25 +69,25 @@ class FeatureSpec:
     def from_card(cls, card: dict[str, Any], *, source: str) -> FeatureSpec:
         """Read a spec back, refusing whatever this version cannot compute."""
         if not isinstance(card, dict):
-            raise ConfigError(f"{source}: 'features' must be an object, got {card!r}")
+            raise ConfigError(f"{source}: 'features' must be an object, got {shown(card)}")
         known = set(cls.__dataclass_fields__)
         if set(card) != known or not isinstance(card["names"], list):
             raise ConfigError(
-                f"{source}: feature fields {sorted(card)} differ from {sorted(known)}; "
+                f"{source}: feature fields {shown(sorted(card), 200)} differ from {sorted(known)}; "
                 "the file was written by another version, make it again"
             )
         spec = cls(**{**card, "names": tuple(card["names"])})
-        if not spec.names:
-            raise ConfigError(f"{source} names no features")
+        if not 1 <= len(spec.names) <= MOST_FEATURES:
+            raise ConfigError(f"{source} names no features, or more than {MOST_FEATURES}")
         computed = (*_ALWAYS, *DERIVED)
         strange = [n for n in spec.names if n not in computed]
         strange = [str(n) for n in strange if not (isinstance(n, str) and known_measurement(n))]
         if strange:
-            raise ConfigError(f"{source}: unknown features {', '.join(strange)}")
+            raise ConfigError(f"{source}: unknown features {', '.join(strange)[:200]}")
         mine = CONVENTIONS.to_card()
         differing = [key for key in mine if key != "names" and mine[key] != card[key]]
         if differing:
-            said = ", ".join(f"{key} {card[key]!r} (here: {mine[key]!r})" for key in differing)
+            said = ", ".join(f"{key} {shown(card[key])} (here: {mine[key]!r})" for key in differing)
             raise ConfigError(
                 f"{source} was measured otherwise than this version measures: {said}; "
                 "record and train again"

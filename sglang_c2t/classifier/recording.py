@@ -48,10 +48,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sglang_c2t.checks import ConfigError, is_whole, parse_json, shown, told
 from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
 from sglang_c2t.classifier.request_names import names_in
-from sglang_c2t.config import ConfigError
-from sglang_c2t.draft_layer import PLACES, DraftLayer
+from sglang_c2t.classifier.tensors import require_safetensors
+from sglang_c2t.draft_layer import PLACES, DraftLayer, known_measurement
 from sglang_c2t.files import write_whole
 
 FORMAT = "c2t-recording"
@@ -79,6 +80,15 @@ MEASURED = frozenset({"entropy_top1000", "margin"})
 WIDE = {"topk_prob": torch.float16, "hidden": torch.float16}
 
 SHARD_NODES = 65_536
+
+ROOTS = ("visited", "every")
+
+#: Bytes of a shard, and of its header, which holds the names of its requests.
+LARGEST_SHARD = 1 << 32
+LARGEST_HEADER = 1 << 24
+
+#: A probability as computed in float32.
+MOST_PROB = 1.001
 
 
 @dataclass(frozen=True)
@@ -342,20 +352,74 @@ def _read_shard(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Columns, and ``roots``, ``origin`` and ``requests`` of the metadata."""
     required = {*NODE_COLUMNS, *(f"draft.{name}" for name in DRAFT_COLUMNS)}
     try:
+        require_safetensors(path, largest=LARGEST_SHARD, largest_header=LARGEST_HEADER)
         with safe_open(path, framework="pt") as shard:
             metadata = shard.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ConfigError(f"{path} is not a c2t recording")
             if metadata.get("version") != str(VERSION):
                 raise ConfigError(
-                    f"{path} has recording format {metadata.get('version', '1')}, this version "
-                    f"reads {VERSION}; record again"
+                    f"{path} has recording format {shown(metadata.get('version', '1'))[1:-1]}, "
+                    f"this version reads {VERSION}; record again"
                 )
-            if missing := required - set(shard.keys()):
+            names = set(shard.keys())
+            if missing := required - names:
                 raise ConfigError(f"{path} lacks the columns {', '.join(sorted(missing))}")
-            tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 - not a dict
-        FeatureSpec.from_card(json.loads(metadata["features"]), source=str(path))
-        parsed = {name: json.loads(metadata[name]) for name in ("origin", "requests")}
-        return tensors, {**parsed, "roots": metadata["roots"]}
-    except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
-        raise ConfigError(f"cannot read recording shard {path}: {error}") from error
+            if unknown := sorted(n for n in names - required if not known_measurement(n)):
+                raise ConfigError(f"{path} holds unknown columns: {shown(unknown)}")
+            tensors = {name: shard.get_tensor(name) for name in names}
+        FeatureSpec.from_card(_parsed(metadata["features"], path), source=str(path))
+        found = {name: _parsed(metadata[name], path) for name in ("origin", "requests")}
+        found["roots"] = metadata["roots"]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise ConfigError(f"cannot read recording shard {path}: {told(error)}") from error
+    if defect := _defect(found) or _defect_of(tensors, len(found["requests"])):
+        raise ConfigError(f"cannot read recording shard {path}: {defect}")
+    return tensors, found
+
+
+def _parsed(text: str, path: Path) -> Any:
+    return parse_json(text, source=f"cannot read recording shard {path}: its metadata")
+
+
+def _defect(metadata: dict[str, Any]) -> str | None:
+    """What is wrong with a shard's metadata; ``None``: nothing."""
+    origin, requests = metadata["origin"], metadata["requests"]
+    if not isinstance(requests, list) or not all(isinstance(rid, str) for rid in requests):
+        return "its requests must be a list of names"
+    if not isinstance(origin, dict) or not is_whole(origin.get("topk") or 1, 1):
+        return "its origin must be an object, topk in it a whole number >= 1"
+    return None if metadata["roots"] in ROOTS else f"roots must be one of {', '.join(ROOTS)}"
+
+
+def _defect_of(tensors: dict[str, Tensor], num_requests: int) -> str | None:
+    """What is wrong with a shard's tables; ``None``: nothing. Measurements may be nan here: see
+    :func:`require_finite`.
+    """
+    types = NODE_COLUMNS | {f"draft.{name}": t for name, t in DRAFT_COLUMNS.items()}
+    drafts, nodes = tensors["draft.request"], tensors["draft"]
+    for name, column in tensors.items():
+        rows = len(drafts) if name.startswith("draft.") and drafts.dim() else nodes.numel()
+        if column.shape[:1] != (rows,) or column.dim() != (2 if name in WIDE else 1):
+            return f"the column {name} has the shape {tuple(column.shape)}"
+        if column.dtype != types.get(name, WIDE.get(name, torch.float32)):
+            return f"the column {name} is of {column.dtype}"
+    if not nodes.numel():
+        return "it holds no drafted tokens"
+    if not _within(drafts, 0, num_requests - 1) or not _within(nodes, 0, len(drafts) - 1):
+        return "its tables name requests or drafts that are not there"
+    first = torch.searchsorted(nodes, nodes)
+    row, parent = torch.arange(len(nodes)), tensors["parent"].long()
+    above = torch.where(parent < 0, 0, tensors["depth"][(first + parent).clamp(0, len(row) - 1)])
+    if bool((nodes.diff() < 0).any()) or not bool(
+        ((parent >= -1) & (first + parent < row) & (tensors["depth"] == above.long() + 1)).all()
+    ):
+        return "its tokens do not follow their parents"
+    shares = [tensors[name] for name in ("prob", "joint", "accept")]
+    if any(bool(((share < 0) | (share > MOST_PROB)).any()) for share in shares):
+        return "its probabilities or labels are not in [0, 1]"
+    return None
+
+
+def _within(column: Tensor, least: int, most: int) -> bool:
+    return not column.numel() or (least <= int(column.min()) and int(column.max()) <= most)

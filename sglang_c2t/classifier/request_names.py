@@ -14,10 +14,13 @@ import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
-from sglang_c2t.config import ConfigError
-from sglang_c2t.files import write_whole
+from sglang_c2t.checks import ConfigError
+from sglang_c2t.files import read_text, write_whole
 
 PATTERN = "names-*.json"
+
+#: Bytes of a file of names.
+LARGEST_NAMES = 1 << 28
 
 
 def new_key() -> str:
@@ -43,8 +46,8 @@ def names_in(directory: Path) -> dict[str, str]:
     names: dict[str, str] = {}
     for path in sorted(directory.glob(PATTERN)):
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            found = json.loads(read_text(path, LARGEST_NAMES))  # may hold half a surrogate pair
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"cannot read the names of requests in {path}: {error}") from error
         if not isinstance(found, dict) or not all(isinstance(n, str) for n in found.values()):
             raise ConfigError(f"{path} must hold a JSON object of names of requests")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_c2t.offline.replay import Chains, Outcome, replay
+from sglang_c2t.offline.replay import Chains, Outcome, left_out_line, replay
 from sglang_c2t.policies.base import ChainPolicy
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.fixed import Fixed
@@ -135,6 +135,7 @@ def replay_text(
         "",
         f"{chains.num_requests} requests, chains of up to {chains.max_length}; other policies at "
         "their defaults. tau: tokens per verification. gamma: drafts verified per verification.",
+        *(["", left_out_line(chains.left_out)] if chains.left_out else []),
         "",
         "| policy | tau | gamma | drafted |",
         "|---|---:|---:|---:|",

@@ -12,13 +12,16 @@ Messages go to /v1/chat/completions, so that the server applies its chat templat
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_c2t.config import ConfigError
+from sglang_c2t.checks import ConfigError, parse_json, shown
+from sglang_c2t.files import read_text
+
+#: Bytes of a prompt file.
+LARGEST_FILE = 1 << 30
 
 KEYS = ("prompt", "text", "turns", "messages")
 
@@ -37,8 +40,8 @@ def read_prompts(path: str | os.PathLike[str]) -> list[PromptRow]:
     path = Path(path)
     try:
         # Not splitlines(): it also ends lines at U+2028 and the like, which JSON text may hold.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path, LARGEST_FILE).split("\n")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read prompt file {path}: {error}") from error
     rows = [
         _row(line, where=f"{path}:{number}", default_group=path.stem)
@@ -52,14 +55,14 @@ def read_prompts(path: str | os.PathLike[str]) -> list[PromptRow]:
 
 def _row(line: str, *, where: str, default_group: str) -> PromptRow:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = parse_json(line, source="the line")
+    except ConfigError as error:
         raise ConfigError(f"{where} is not JSON: {error}; one JSON object a line") from error
     keys = [key for key in KEYS if key in row] if isinstance(row, dict) else []
     if len(keys) != 1:
         raise ConfigError(f"{where} needs exactly one of the keys {', '.join(KEYS)}")
     value = row[keys[0]]
-    group = str(row.get("dataset", row.get("family", default_group)))
+    group = str(row.get("dataset", row.get("family", ""))).strip() or default_group
     if keys[0] in ("prompt", "text") and isinstance(value, str) and value:
         return PromptRow(group, text=value)
     listed = isinstance(value, list) and bool(value)
@@ -68,7 +71,7 @@ def _row(line: str, *, where: str, default_group: str) -> PromptRow:
     if keys[0] == "messages" and listed and all(isinstance(m, dict) for m in value):
         return PromptRow(group, messages=value)
     wanted = {"turns": "a list of texts", "messages": "a list of objects"}.get(keys[0], "a text")
-    raise ConfigError(f"{where}: {keys[0]!r} must be {wanted}, not empty, got {value!r}")
+    raise ConfigError(f"{where}: {keys[0]!r} must be {wanted}, not empty, got {shown(value)}")
 
 
 def request(row: PromptRow, rid: str, max_new_tokens: int) -> tuple[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ Legend: R roots, D drafted tokens, Q requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ class Roots:
     draft_row: Tensor
     """[R] int64: row of the recording's draft table."""
 
+    left_out: int = field(default=0, kw_only=True)
+    """Requests that lack roots: a step of theirs was made without drafts, or not recorded."""
+
     @property
     def num_requests(self) -> int:
         """Q: recorded answers."""
@@ -44,7 +47,7 @@ class Roots:
 
     @classmethod
     def from_recording(cls, recording: Recording) -> Roots:
-        """Raises :class:`ConfigError` unless each request has a draft behind every token."""
+        """Of all requests with a draft behind every token; :class:`ConfigError` where none has."""
         if recording.roots != "every":
             raise ConfigError(
                 "this recording holds only the roots that its server visited: replay needs one "
@@ -55,19 +58,23 @@ class Roots:
         order = drafts["position"].argsort(stable=True)
         order = order[drafts["request"][order].argsort(stable=True)]
         request = drafts["request"][order].long()
-        roots_of = torch.bincount(request, minlength=len(recording.requests))
-        seen = roots_of > 0
         position = drafts["position"][order].long()
         gaps = (position[1:] - position[:-1] != 1) & (request[1:] == request[:-1])
-        if bool(gaps.any()):
-            where = recording.requests[int(request[1:][gaps][0])]
+        cut = request[1:][gaps].unique()
+        whole = ~torch.isin(request, cut)
+        if len(cut) and not bool(whole.any()):
             raise ConfigError(
-                f"request {where} lacks roots: the recording was cut, record it again"
+                f"request {recording.requests[int(cut[0])]} lacks roots, as all of them do: the "
+                "recording was cut, record it again"
             )
+        order = order[whole]
+        roots_of = torch.bincount(request[whole], minlength=len(recording.requests))
+        seen = roots_of > 0
         return Roots(
             first_root=torch.cat((torch.zeros(1, dtype=torch.long), roots_of[seen].cumsum(0))),
             requests=[rid for rid, here in zip(recording.requests, seen, strict=True) if here],
             draft_row=order,
+            left_out=len(cut),
         )
 
 
@@ -231,6 +238,11 @@ def walk(
             total[lane] += count.double()
         root[lane] = at + counts[0] + 1
     return torch.stack((num_steps, *sums))
+
+
+def left_out_line(left_out: int) -> str:
+    """What a report says of requests that cannot be replayed."""
+    return f"{left_out} requests lack roots and are left out: they were not recorded to their end."
 
 
 def refuse_unrecorded(policy: ChainPolicy | TreePolicy, recorded: Collection[str]) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.compare import ODDS_GRID, Array, Curve, everyone, interval, resamples, sweep
 from sglang_c2t.offline.evaluation import Report, Scored, decide, threshold_for
-from sglang_c2t.offline.replay import Chains, Outcome, replay
+from sglang_c2t.offline.replay import Chains, Outcome, left_out_line, replay
 from sglang_c2t.policies.base import ChainPolicy
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.fixed import Fixed
@@ -32,6 +32,9 @@ WANTED_SHARE = 0.98
 #: Calibration error from which on confidences are called uncalibrated: off by five points. Ours.
 CALIBRATED = 0.05
 NUM_RESAMPLES = 1000
+
+#: The family of requests whose names are not known: see ``request_names.py``.
+UNNAMED = "unnamed requests"
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Verdict:
     high: float
     families: dict[str, float]  # the change in each, at its own accept length
     others: tuple[Setting, ...]
+    left_out: int = 0  # requests that lack roots
 
     @property
     def pays(self) -> bool | None:
@@ -109,6 +113,7 @@ class Verdict:
             ),
             "tau: tokens per verification; gamma: drafts verified in each; drafted: made in each.",
             *([f"By family of prompts: {', '.join(shares)}"] if len(shares) > 1 else []),
+            *([left_out_line(self.left_out)] if self.left_out else []),
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -159,7 +164,7 @@ class Judge:
     @cached_property
     def families(self) -> list[str]:
         """[Q] of each request, by the name that ``record`` gave it."""
-        return [name.rpartition("/")[0] for name in self.chains.requests]
+        return [name.rpartition("/")[0].strip() or UNNAMED for name in self.chains.requests]
 
     @cached_property
     def whole(self) -> Curve:
@@ -228,6 +233,7 @@ class Judge:
                 *(Setting.of(name, "default", "", replay(policy, self.chains))
                   for name, policy in others.items()),
             ),
+            self.chains.left_out,
         )  # fmt: skip
 
     def _change(self, mine: Rule, rival: Rule, weights: Array) -> Array:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_c2t.plan.restored import numbers
 from sglang_c2t.plan.survival import Array
 
 #: Measurements kept of a size.
@@ -34,6 +35,9 @@ STALE_AT_LAST = 4000
 
 #: Sizes in a curve that comes from outside.
 LARGEST = 10_000
+
+#: Milliseconds of a forward, of a curve that comes from outside: a nanosecond.
+SHORTEST = 1e-6
 
 #: Deviations by which the slope over contexts is known, and forwards of a size that they are from.
 REMEMBERED = 20_000
@@ -426,13 +430,17 @@ class StepCost:
 
 
 def _points(name: str, told: Any) -> dict[int, float]:
-    """Milliseconds by size, of a state; ValueError for what are none."""
-    points = {int(size): float(ms) for size, ms in dict(told).items()}
+    """Milliseconds by size, of a state; ValueError for what are none.
+
+    A forward of the target that took no time would make every rate infinite.
+    """
+    points = dict(told)
     if len(points) > LARGEST:
         raise ValueError(f"{name} holds {len(points)} sizes, of {LARGEST} at most")
-    if not all(size > 0 and 0 <= ms < 1e6 for size, ms in points.items()):
-        raise ValueError(f"{name} holds what are no sizes and milliseconds")
-    return points
+    sizes = numbers(name, [int(size) for size in points], 1, 2**31 - 1)
+    least = SHORTEST if name == "verify" else 0.0
+    costs = numbers(name, list(points.values()), least, 1e6)
+    return dict(zip(sizes.astype(int).tolist(), costs.tolist(), strict=True))
 
 
 def about(size: int, *, bits: int = 4) -> int:

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_c2t.plan.restored import numbers
+
 Array = NDArray[np.float64]
 
 #: Numbers of any kind, where they are only read.
@@ -23,6 +25,11 @@ Numbers = NDArray[Any]
 
 #: Confidences are looked at as log odds within +-LIMIT: 0.0025 to 0.9975.
 LIMIT = 6.0
+
+#: Of a file: drafts that a bin has seen, and how steep log odds may be.
+MOST_DRAFTS = 1e9
+STEEPEST = 1e4
+
 _LEAST = 1.0 / (1.0 + np.exp(LIMIT))
 
 #: A sum of float32 probabilities may miss 1 by so much.
@@ -141,11 +148,8 @@ class Survival:
 
         Raises ValueError where it was learnt with other depths or bins, or holds no counts.
         """
-        counts = np.asarray(state["counts"], dtype=np.float64)
-        if counts.shape != self._counts.shape:
-            raise ValueError(f"counts of shape {counts.shape}, not {self._counts.shape}")
-        fits = np.isfinite(counts).all() and (counts >= 0).all()
-        if not fits or (counts[:, 1] > counts[:, 0] + 1e-9).any():
+        counts = numbers("counts", state["counts"], 0.0, MOST_DRAFTS, self._counts.shape)
+        if (counts[:, 1] > counts[:, 0] + 1e-9).any():
             raise ValueError("numbers that are no counts")
         self._counts, self._values = counts, None
 
@@ -223,11 +227,9 @@ class OneSlope:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state` said; ValueError where it was learnt with other depths."""
-        slope, intercepts = float(state["slope"]), np.asarray(state["intercepts"], dtype=np.float64)
-        if intercepts.shape != self.intercepts.shape:
-            raise ValueError(f"{intercepts.size} intercepts, not {self.intercepts.size}")
-        if not (np.isfinite(intercepts).all() and 0.0 <= slope < np.inf):
-            raise ValueError("numbers that are no slope and intercepts")
+        slope = float(numbers("slope", state["slope"], 0.0, STEEPEST, ()))
+        shape = self.intercepts.shape
+        intercepts = numbers("intercepts", state["intercepts"], -STEEPEST, STEEPEST, shape)
         self.slope, self.intercepts = slope, intercepts
 
     def reset(self) -> None:

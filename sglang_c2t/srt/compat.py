@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -159,6 +160,13 @@ def dp_rank(runner: Any) -> int:
     return parallel.dp_rank or 0
 
 
+def has_own_draft(server_args: Any) -> bool:
+    """Whether the draft has a checkpoint of its own, beside the target's."""
+    cfg = resolved(server_args)
+    path = argument(cfg, "speculative_draft_model_path")
+    return path not in (None, argument(cfg, "model_path"))
+
+
 def bundles_draft(cfg: Any) -> bool:
     """Whether SGLang takes draft layers out of the target's own checkpoint (MTP): as a draft
     the target's path then stands for another architecture.
@@ -192,6 +200,31 @@ def verifies_beside_prefills() -> bool:
 
     coordinates = getattr(envs, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", None)
     return coordinates is not None and bool(coordinates.get())
+
+
+#: SGLang's name of the app that HTTP workers import, and ours, which loads the plugin there.
+HTTP_APP = "SGLANG_HTTP_SERVER_APP_PATH"
+OUR_HTTP_APP = "sglang_c2t.srt.http_worker:app"
+
+
+def names_http_app() -> bool:
+    """Whether this SGLang lets HTTP workers import an app of ours; older ones do not ask."""
+    from sglang.srt.environ import envs
+
+    return hasattr(envs, HTTP_APP)
+
+
+def own_http_app() -> bool:
+    """Whether the user has HTTP workers import an app of theirs."""
+    return names_http_app() and os.environ.get(HTTP_APP, OUR_HTTP_APP) != OUR_HTTP_APP
+
+
+def serves_in_rust() -> bool:
+    """Whether requests are read by SGLang's Rust server, which older releases do not have."""
+    from sglang.srt.environ import envs
+
+    serves = getattr(envs, "SGLANG_RUST_SERVER", None)
+    return serves is not None and bool(serves.get())
 
 
 def has_recurrent_state(model_config: Any) -> bool:

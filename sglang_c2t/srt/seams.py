@@ -65,6 +65,31 @@ SET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.set_internal_state
 ASK_INTERNAL_STATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.set_internal_state"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__"
 VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+UPDATE_WEIGHTS = (
+    "sglang.srt.managers.scheduler_components.weight_updater."
+    "SchedulerWeightUpdaterManager.update_weights_from_disk"
+)
+#: Of these the last two are newer SGLang's.
+WEIGHT_REQUESTS = tuple(
+    Seam(f"{UPDATE_WEIGHTS.rpartition('.')[0]}.{name}", "answers failed updates of weights",
+         "recv_req", hook=True)
+    for name in ("update_weights_from_tensor", "update_weights_from_distributed",
+                 "update_weights_from_ipc", "begin_weight_update", "end_weight_update")
+)  # fmt: skip
+WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+CONFIGURE_LOGGING = "sglang.srt.managers.tokenizer_manager.TokenizerManager.configure_logging"
+RECORD_EXPERTS = tuple(
+    f"sglang.srt.managers.tokenizer_manager.TokenizerManager.{what}_expert_distribution_record"
+    for what in ("start", "stop", "dump")
+)
+WAITS = tuple(
+    f"sglang.srt.managers.tokenizer_manager.TokenizerManager.{name}"
+    for name in (
+        "init_weights_update_group",
+        "init_weights_send_group_for_remote_instance",
+        "send_weights_to_remote_instance",
+    )
+)
 SHARES_BUFFERS = "has draft graphs of fewer layers use the buffers of those of all"
 #: FastAPI's, which calls it by its global name.
 READ_BODY = "fastapi.routing", "solve_dependencies"
@@ -126,6 +151,7 @@ def resolution_seam(step: str, purpose: str) -> Seam:
     )
 
 
+_UPDATES = "updates the target's weights alone"
 _ADAPTS = "tells LoRA adapters of packed rows"
 _TRIES = "tries packed rows before anybody is served"
 
@@ -136,6 +162,15 @@ SEAMS: tuple[Seam, ...] = (
     Seam(SPEC_METRICS, "corrects spec_accept_rate", "meta_info recv_obj i", hook=True),
     Seam(UPDATE_FINISH, "counts reasoning up to the end of an answer", hook=True),
     Seam(INTERNAL_STATE, "reports counters in /server_info", "recv_req", hook=True),
+    Seam(UPDATE_WEIGHTS, _UPDATES, "recv_req", hook=True),
+    Seam(UPDATE_WEIGHTS.rpartition(".")[0], _UPDATES, fields="tp_worker draft_worker"),
+    Seam(f"{WEIGHT_UPDATER}.update_weights_from_disk", _UPDATES, "model_path load_format"),
+    Seam(WEIGHT_UPDATER, _UPDATES, fields="model_config"),
+    *WEIGHT_REQUESTS[:3],
+    Seam("sglang.srt.configs.model_config.ModelConfig", _UPDATES, fields="model_path"),
+    Seam(CONFIGURE_LOGGING, "refuses what ends request logging", "obj", hook=True),
+    *(Seam(target, "refuses what ends a scheduler", hook=True) for target in RECORD_EXPERTS),
+    *(Seam(target, "asks for an admin key", "obj request", hook=True) for target in WAITS),
     Seam(SET_INTERNAL_STATE, "changes the policy of a running server", "recv_req", hook=True),
     Seam(TOKENIZER_MANAGER, "answers /c2t", hook=True),
     Seam(f"{TOKENIZER_MANAGER.removesuffix('.__init__')}.get_internal_state", "answers /c2t"),

@@ -125,7 +125,7 @@ def knots(x: list[float], y: list[float]) -> Callable[[Path], object]:
 
 
 KIND = "kind must be mlp or depth-logistic"
-SIZES = "sizes must be a list of whole numbers >= 1, got"
+SIZES = "sizes must be a list of whole numbers >= 1, 16 at most, got"
 READS = "this version reads ('c2t-classifier', 2)"
 
 

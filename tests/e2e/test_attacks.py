@@ -10,7 +10,7 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,19 @@ from typing import Any
 import pytest
 import requests
 
-from eval.server import Launch, Server, running, speculative_flags
+from eval.server import DRAFTS, TARGET, Launch, Server, running, speculative_flags
+from eval.soak.fields import cases
 from eval.soak.malformed import FATAL, HANGING, Malformed
 from eval.soak.mutations import mutants
 from sglang_c2t.offline.client import greedy
 from tests.e2e.conftest import REPOSITORY, settings_of
+from tests.e2e.request_fields import FIELDS
 
-API, ADMIN = "for-clients", "for-admins"
+API = "for-clients"
+REST = "and-admins"
+ADMIN = f"{API}-{REST}"  # hiding the shorter one by its text would show the rest
+#: One token's, of the demo target.
+EMBEDDING = json.dumps([0.5] * 256).encode()
 JSON = {"Content-Type": "application/json"}
 SECRET = "nobody may read this"
 
@@ -239,7 +245,7 @@ def test_no_key_is_told_to_anybody(attacked: Attacked) -> None:
     for path in paths:
         response = requests.get(f"{attacked.server.url}{path}", headers=attacked.client, timeout=60)
         assert response.ok, path
-        assert ADMIN not in response.text, path
+        assert REST not in response.text, path
         assert API not in response.text, path
     assert str(attacked.folder) not in response.text
 
@@ -263,10 +269,19 @@ def test_a_slow_client_keeps_nobody_waiting(attacked: Attacked) -> None:
 
 NUM_MUTANTS = 500
 
+#: Of requests by field, to chains and to trees: each field of SGLang's requests once, and more.
+NUM_BY_FIELD, NUM_TO_TREES = 400, 120
+
+TREES = speculative_flags("EAGLE", num_steps=4, topk=4, num_draft_tokens=16)
+
 
 def answered(attacked: Attacked, case: Malformed) -> int:
     """The status; 0 for no answer."""
-    headers = {**(attacked.owner or attacked.client), "Content-Type": case.content_type}
+    headers: dict[str, Any] = {
+        **(attacked.owner or attacked.client),
+        "Content-Type": case.content_type,
+        **{name: value.encode("latin-1") for name, value in case.headers},
+    }
     try:
         return requests.request(
             case.method, f"{attacked.server.url}{case.path}", data=case.raw, headers=headers,
@@ -276,24 +291,89 @@ def answered(attacked: Attacked, case: Malformed) -> int:
         return 0
 
 
+def refused_or_served(attacked: Attacked, made: Sequence[Malformed]) -> list[int]:
+    """The status of each, none of them the server's fault; it then answers as before."""
+    before = attacked.outputs()
+    with ThreadPoolExecutor(4) as pool:
+        statuses = list(pool.map(lambda case: answered(attacked, case), made))
+    failed = [
+        (case.name, case.raw[:300], case.headers, status)
+        for case, status in zip(made, statuses, strict=True)
+        if not (200 <= status < 300 or 400 <= status < 500)
+    ]
+    assert failed == []
+    attacked.post("/c2t", {"policy": "c2t"}, JSON)
+    assert attacked.outputs() == before
+    assert attacked.sung() == []
+    return statuses
+
+
 def test_malformed_requests_are_refused_or_served_and_never_fail(attacked: Attacked) -> None:
     """On the one server that lets everybody in everywhere."""
     if attacked.api or attacked.admin or not attacked.loopback:
         return
-    before = attacked.outputs()
-    cases = [*mutants(NUM_MUTANTS), *FATAL, *HANGING]
-    with ThreadPoolExecutor(4) as pool:
-        statuses = list(pool.map(lambda case: answered(attacked, case), cases))
-    failed = [
-        (case.name, case.raw[:300], status)
-        for case, status in zip(cases, statuses, strict=True)
-        if not (200 <= status < 300 or 400 <= status < 500)
-    ]
-    assert failed == []
+    statuses = refused_or_served(attacked, [*mutants(NUM_MUTANTS), *FATAL, *HANGING])
     assert not any(200 <= status < 300 for status in statuses[NUM_MUTANTS:]), "these end servers"
     tally = Counter(status // 100 for status in statuses[:NUM_MUTANTS])
     assert tally[4] > NUM_MUTANTS / 2, tally
     assert tally[2] > NUM_MUTANTS / 20, tally
-    attacked.post("/c2t", {"policy": "c2t"}, JSON)
-    assert attacked.outputs() == before
-    assert attacked.sung() == []
+
+
+def test_each_field_of_a_request_may_hold_anything(attacked: Attacked) -> None:
+    """Chains, on the same server."""
+    if attacked.api or attacked.admin or not attacked.loopback:
+        return
+    tally = Counter(
+        status // 100 for status in refused_or_served(attacked, [*cases(FIELDS, NUM_BY_FIELD)])
+    )
+    assert tally[4] > NUM_BY_FIELD / 2, tally
+    assert tally[2] > NUM_BY_FIELD / 20, tally
+
+
+NOWHERE = {"master_address": "127.0.0.1", "ports": "1", "world_size": 2, "group_name": "x"}
+
+#: SGLang's own endpoints, with what ends or spoils a stock server, or might.
+ENDPOINTS: tuple[tuple[str, Any, int], ...] = (
+    ("/update_weights_from_disk", {"model_path": str(TARGET)}, 200),
+    ("/update_weights_from_disk", {"model_path": str(DRAFTS["STANDALONE"])}, 400),
+    ("/update_weights_from_disk", {"model_path": "/nowhere"}, 400),
+    ("/begin_weight_update", {"selector": "nothing"}, 400),
+    ("/begin_weight_update", {}, 200),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": ["eA=="]}, 400),
+    (
+        "/update_weights_from_distributed",
+        {"names": ["lm_head.weight"], "dtypes": ["x"], "shapes": [[1]]},
+        400,
+    ),
+    ("/end_weight_update", {}, 200),
+    ("/configure_logging", {"log_requests": True, "log_requests_level": 9}, 400),
+    ("/configure_logging", {"log_level": "nothing"}, 400),
+    ("/start_expert_distribution_record", {}, 400),
+    ("/stop_expert_distribution_record", {}, 400),
+    ("/dump_expert_distribution_record", {}, 400),
+    ("/init_weights_update_group", {**NOWHERE, "master_port": 1, "rank_offset": 0}, 400),
+    ("/init_weights_send_group_for_remote_instance", {**NOWHERE, "group_rank": 0}, 400),
+    ("/send_weights_to_remote_instance", NOWHERE, 400),
+)
+
+
+def test_no_endpoint_of_sglang_ends_the_server(attacked: Attacked) -> None:
+    """Where anybody may call them, as there are no keys."""
+    if attacked.api or attacked.admin or not attacked.loopback:
+        return
+    before = attacked.outputs()
+    for path, body, status in ENDPOINTS:
+        answer = attacked.post(path, body, JSON)
+        assert answer.status_code == status, (path, body, answer.text)
+        assert attacked.outputs() == before, (path, body)
+
+
+def test_a_server_of_trees_survives_malformed_requests_too(tmp_path: Path) -> None:
+    """And prompts that are embeddings, which SGLang takes where it caches no prefixes."""
+    flags = (*TREES, "--c2t", "--context-length", "256", "--disable-radix-cache")
+    embeddings = Malformed("embeddings", raw=b'{"input_embeds": ' + b"[" + EMBEDDING + b"]}")
+    with running(Launch("attacked-trees", flags), tmp_path) as server:
+        attacked = Attacked(server, api=False, admin=False, loopback=True, folder=tmp_path)
+        made = [*cases(FIELDS, NUM_TO_TREES, seed=1), *mutants(NUM_TO_TREES, seed=1), *FATAL]
+        statuses = refused_or_served(attacked, [*made, embeddings])
+        assert statuses[-1] == 400

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.offline.compare import replay_text
 from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.policies.base import ChainPolicy
 from sglang_c2t.policies.dyjoint import DyJoint
@@ -177,12 +178,29 @@ ANSWER = random_chains(2, roots=4, depth=3)
 
 
 @pytest.mark.parametrize(
+    ("drafts", "left"),
+    [(ANSWER[:1] + ANSWER[2:], "math/1"), (ANSWER[:6] + ANSWER[7:], "math/0"),
+     (ANSWER + ANSWER[:1], "math/1")],
+)  # fmt: skip
+def test_a_request_that_lacks_roots_is_left_out_and_counted(drafts: list[Draft], left: str) -> None:
+    chains = Chains.from_recording(recording(drafts, roots="every"))
+    assert (chains.requests, chains.left_out) == ([left], 1)
+    alone = Chains.from_recording(
+        recording([draft for draft in ANSWER if draft.request == left], roots="every")
+    )
+    assert torch.equal(chains.num_correct, alone.num_correct)
+    assert torch.equal(chains.first_root, alone.first_root)
+    assert alone.left_out == 0
+    text = replay_text(chains, "mine", Fixed(), {})
+    assert "1 requests lack roots and are left out" in text
+
+
+@pytest.mark.parametrize(
     ("drafts", "roots", "said"),
     [
         (ANSWER, "visited", "only the roots that its server visited: replay needs one made with"),
-        (ANSWER[:1] + ANSWER[2:], "every", "request math/0 lacks roots: the recording was cut"),
-        (ANSWER[:6] + ANSWER[7:], "every", "request math/1 lacks roots: the recording was cut"),
-        (ANSWER + ANSWER[:1], "every", "request math/0 lacks roots"),
+        (ANSWER[:1] + ANSWER[2:4], "every", "request math/0 lacks roots, as all of them do: the "),
+        (ANSWER[:4] + ANSWER[:1], "every", "request math/0 lacks roots"),
         ([*ANSWER, chain([0.5], [1], request="x/0")], "every", "whole chains of one length"),
         ([replace(ANSWER[0], parents=[-1, -1, 0])], "every", "whole chains of one length"),
     ],

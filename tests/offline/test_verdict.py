@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.evaluation import evaluate, score
 from sglang_c2t.offline.replay import Chains, replay
-from sglang_c2t.offline.verdict import Judge, Verdict, calibration_line, on_tokens, rounded_down
+from sglang_c2t.offline.verdict import (
+    UNNAMED,
+    Judge,
+    Verdict,
+    calibration_line,
+    on_tokens,
+    rounded_down,
+)
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.dymax import DyMax
 from tests.offline.test_evaluation import linear
@@ -99,6 +107,16 @@ def test_families_are_told_one_by_one_and_policies_as_they_are() -> None:
     lines = found.lines()
     assert lines[-1].startswith("By family of prompts: chat -")
     assert any(line.startswith("dymax ") and " default " in line for line in lines)
+
+
+def test_a_family_without_a_name_has_one_and_requests_left_out_are_counted() -> None:
+    """A request that nobody named is recorded as a hash, which holds no slash."""
+    names = [name if q % 3 else f"{q:032x}" for q, name in enumerate(CHAINS.requests)]
+    chains = replace(CHAINS, requests=names, left_out=3)
+    found = Judge(chains, C2T(KNOWS), "--c2t-classifier mine").verdict({})
+    assert list(found.families) == ["chat", "math", UNNAMED]
+    assert f", {UNNAMED} -" in found.lines()[-2]
+    assert found.lines()[-1].startswith("3 requests lack roots")
 
 
 @pytest.mark.parametrize("wanted", [0.9, 4.9])

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from sglang_c2t.checks import ConfigError, told
-from sglang_c2t.files import write_texts
+from sglang_c2t.checks import ConfigError, parse_json, shown, told
+from sglang_c2t.files import read_text, require_regular, write_texts
 from sglang_c2t.plan.planner import Planner
 
 logger = logging.getLogger(__name__)
@@ -26,8 +27,18 @@ EVERY = 60.0
 #: The same where somebody asks what was learnt, who may ask as often as he likes.
 EVERY_IF_ASKED = 1.0
 
-#: Bytes; a file of ours is far smaller.
-LARGEST = 1 << 20
+
+def require_state(path: Path) -> bool:
+    """Whether the file is there; :class:`ConfigError` for a place where no file can be."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"c2t state: {path.parent} is no directory, for the file {path.name}")
+    try:
+        require_regular(path, sys.maxsize)
+    except FileNotFoundError:  # or a link to what is not there yet
+        return False
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"c2t state: {path} cannot be written: {told(error)}") from error
+    return True
 
 
 class StateFile:
@@ -50,9 +61,7 @@ class StateFile:
         self._saved_at = time.monotonic()
         self._failed = False
         self._writes = writes
-        if not path.parent.is_dir():
-            raise ConfigError(f"c2t state: {path.parent} is no directory, for the file {path.name}")
-        if path.exists():
+        if require_state(path):
             self._restore()
         else:
             logger.info("C2T: no state in %s yet: the planner starts cold", path)
@@ -99,14 +108,12 @@ class StateFile:
             logger.info("C2T: the planner goes on from %s", self._path)
 
     def _read(self) -> dict[str, Any]:
-        if (size := self._path.stat().st_size) > LARGEST:
-            raise ValueError(f"{size} bytes are too many for a state")
-        content = json.loads(self._path.read_text(encoding="utf-8"))
+        content = parse_json(read_text(self._path), source="it")
         if not isinstance(content, dict) or content.get("version") != VERSION:
             raise ValueError(f"it is no state of version {VERSION}")
         theirs = content.get("learnt_on")
         if theirs != self._learnt_on:
-            raise ValueError(f"it was learnt on {theirs}, not on {self._learnt_on}")
+            raise ValueError(f"it was learnt on {shown(theirs)}, not on {self._learnt_on}")
         state = content["planner"]
         if not isinstance(state, dict):
             raise ValueError("its planner is no object")

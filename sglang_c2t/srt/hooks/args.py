@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang_c2t.config import C2TConfig, ConfigError, publish, resolve
@@ -19,6 +20,7 @@ from sglang_c2t.draft_layer import PLACES, known_measurement
 from sglang_c2t.hints import hints_for
 from sglang_c2t.policies import check_policy, policy_names
 from sglang_c2t.srt import seams, versions
+from sglang_c2t.srt.draft.state_file import require_state
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +129,8 @@ def _publish_flags(typed: dict[str, Any]) -> None:
     check_extra(config.record_extra)
     if config.record is not None:
         _require_directory(config.record)
+    if config.state is not None:
+        require_state(Path(config.state))
     if config.classifier_dir is not None and not os.path.isdir(config.classifier_dir):
         raise ConfigError(f"c2t classifier_dir {config.classifier_dir} is no directory")
     publish(config)

@@ -31,15 +31,40 @@ def hide_command(
     command = result.get("launch_command")
     if active() is None or not isinstance(command, str):
         return result
-    return {**result, "launch_command": _without(command, server_args)}
+    # SGLang writes down a call of ``Engine(...)`` too, whose arguments are not told apart here.
+    told = HIDDEN if command.startswith("Engine(") else _without(command, server_args)
+    return {**result, "launch_command": told}
 
 
 def _without(command: str, server_args: Any) -> str:
-    """The command line less the keys, however their flags were spelt."""
-    for key in (getattr(server_args, name, None) for name in KEYS):
-        if key:
-            command = command.replace(key, HIDDEN)
-    return command
+    """The command line less the values of the flags that take a key, however these are spelt.
+
+    By argument: replacing a key's text would leave the rest of a longer key that begins with it,
+    and show a short key by the places where its letters are missing. SGLang joins arguments by
+    spaces, so a value with spaces goes on for as many words as the key has.
+    """
+    shown: list[str] = []
+    hiding, words_left = False, 0
+    for word in command.split(" "):
+        if words_left or (hiding and not word.startswith("--")):
+            words_left = max(words_left - 1, 0)
+            continue
+        flag, equals, _ = word.partition("=")
+        key = _key_of(flag, server_args)
+        hiding = key is not None
+        if key is not None:
+            words_left = str(getattr(server_args, key, "")).count(" ") + (not equals)
+            word = f"{flag}{equals or ' '}{HIDDEN}"
+        shown.append(word)
+    return " ".join(shown)
+
+
+def _key_of(flag: str, server_args: Any) -> str | None:
+    """The key that argparse reads after this flag, which may be shortened; else ``None``."""
+    name = flag.removeprefix("--").replace("-", "_")
+    if name in KEYS or not flag.startswith("--") or not name or hasattr(server_args, name):
+        return name if name in KEYS else None
+    return next((key for key in KEYS if key.startswith(name)), None)
 
 
 #: On the functions of ``seams.TOLD_ARGUMENTS``, in their order.

@@ -6,6 +6,7 @@ on SGLang's *resolved* arguments, so values that SGLang chose by itself count to
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -112,6 +113,11 @@ def _records() -> bool:
     return config is not None and config.record is not None
 
 
+def _visits_every_root() -> bool:
+    config = active()
+    return config is not None and config.visits_every_root
+
+
 def _bounds_rows() -> bool:
     config = active()
     return config is not None and config.max_verify_rows is not None
@@ -129,6 +135,10 @@ def _reads_hidden(cfg: Any) -> bool:
 def _policy_needs(cfg: Any, name: str) -> bool:
     policy = _policy(cfg)
     return policy is not None and name in policy.needs
+
+
+def _has_http_workers(cfg: Any) -> bool:
+    return int(compat.argument(cfg, "tokenizer_worker_num")) > 1
 
 
 def _graphs(cfg: Any) -> bool:
@@ -411,6 +421,42 @@ REFUSALS: tuple[Refusal, ...] = (
         "choose --c2t-policy auto or rows-only, or drop it",
     ),
     Refusal(
+        lambda cfg: _visits_every_root() and _set("enable_mixed_chunk")(cfg),
+        "--c2t-record-roots every with --enable-mixed-chunk",
+        "a step beside another request's prompt takes a token that no draft stands behind",
+        "drop --enable-mixed-chunk while recording",
+    ),
+    Refusal(
+        lambda cfg: _has_http_workers(cfg) and not compat.names_http_app(),
+        "--tokenizer-worker-num above 1 in an SGLang whose HTTP workers cannot load plugins",
+        "there is no /c2t in them, and no check of requests; 0.5.23 can, 0.5.17 cannot",
+        "set --tokenizer-worker-num 1",
+    ),
+    Refusal(
+        lambda cfg: _has_http_workers(cfg) and compat.own_http_app(),
+        f"--tokenizer-worker-num above 1 with an app of your own in {compat.HTTP_APP}",
+        "the HTTP workers import ours, which loads the plugin there",
+        f"unset {compat.HTTP_APP}, or set --tokenizer-worker-num 1",
+    ),
+    Refusal(
+        lambda cfg: _set("smg_grpc_mode")(cfg) or _set("grpc_mode")(cfg),
+        "--smg-grpc-mode and --grpc-mode",
+        "requests reach the scheduler past our checks of them",
+        "drop --smg-grpc-mode and --grpc-mode",
+    ),
+    Refusal(
+        lambda cfg: compat.serves_in_rust(),
+        "SGLANG_RUST_SERVER",
+        "requests reach the scheduler past our checks of them",
+        "unset SGLANG_RUST_SERVER",
+    ),
+    Refusal(
+        _set("use_ray"),
+        "--use-ray",
+        "whether Ray's actors load plugins was not tried",
+        "drop --use-ray",
+    ),
+    Refusal(
         lambda cfg: compat.simulates_acceptance(),
         "SGLANG_SIMULATE_ACC_LEN",
         "drafts that are accepted by chance cannot be gated",
@@ -468,6 +514,8 @@ def check_resolved_arguments(server_args: Any, previous: Callable[[Any], None]) 
         sentences = [str(unbuildable)]
     if sentences:
         _refuse(sentences)
+    if _has_http_workers(compat.resolved(server_args)):
+        os.environ[compat.HTTP_APP] = compat.OUR_HTTP_APP
     if not limited:
         raise_running_requests(server_args)
 

@@ -111,6 +111,11 @@ def check_request(
     """AROUND hook on ``TokenizerManager._validate_one_request``; ValueErrors are answered 400."""
     if active() is None:
         return original(manager, obj, *args, **kwargs)
+    if getattr(obj, "input_embeds", None) is not None:
+        raise ValueError(
+            "input_embeds cannot be served with --c2t: a draft is made behind the prompt's tokens; "
+            "send text or input_ids"
+        )
     with _reading(), telling_reserve(manager):
         refuse_unreadable(obj.sampling_params)
         return original(manager, obj, *args, **kwargs)

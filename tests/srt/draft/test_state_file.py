@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sglang_c2t import files
 from sglang_c2t.config import ConfigError
 from sglang_c2t.plan.planner import Planner
 from sglang_c2t.plan.survival import Survival
-from sglang_c2t.srt.draft import state_file
 from sglang_c2t.srt.draft.state_file import EVERY_IF_ASKED, StateFile
 
 MODELS = {"target": "a", "draft": "b", "num_steps": 3, "policy": "auto"}
@@ -78,7 +78,7 @@ BAD_COUNTS = {"survival": {"counts": [[[1, -1]]]}, "cost": {"verify": {}, "layer
         (content(planner=BAD_COUNTS), "shape"),
         (content(planner=taught().state() | {"cost": {"verify": {"x": 1}}}), "invalid literal"),
         ("\ud83d" + "x", ""),
-        (" " * (state_file.LARGEST + 1), "too many for a state"),
+        (" " * (files.LARGEST_JSON + 1), "at most"),
     ],
 )
 def test_what_cannot_be_used_is_told_in_one_line_and_the_start_is_cold(

@@ -46,6 +46,38 @@ def test_no_key_stands_in_the_command_line(command: str) -> None:
     assert ("--port 1" in told) == ("--port 1" in command)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--api-key K --admin-api-key K-S3 --enable-KV --ssl-keyfile F --port 1",
+        "--admin-api-key K-S3 --api-key=K --enable-KV --ssl-keyfile F --port 1",
+        "--admin_api_key=K-S3 --api-k K --enable-KV --ssl-keyfile F --port 1",
+        "--api-key old-S3 --api-key K --admin K-S3 --enable-KV --ssl-keyfile F --port 1",
+    ],
+)
+def test_a_key_that_begins_with_another_leaves_no_rest(command: str) -> None:
+    """And a short key hides no letters of other arguments, which would tell it."""
+    args = SimpleNamespace(
+        api_key="K", admin_api_key="K-S3", ssl_keyfile="F", ssl_keyfile_password=None
+    )
+    told = hide_command({"launch_command": command}, args, {})["launch_command"]
+    assert "S3" not in told
+    assert told.endswith(f"{HIDDEN} --enable-KV --ssl-keyfile F --port 1")
+
+
+@pytest.mark.parametrize("equals", [" ", "="])
+def test_a_key_of_several_words_is_hidden_to_its_end(equals: str) -> None:
+    args = SimpleNamespace(api_key="a b", admin_api_key="one --two three", ssl_keyfile_password="")
+    command = f"--admin-api-key{equals}one --two three --api-key{equals}a b --port 1"
+    told = hide_command({"launch_command": command}, args, {})["launch_command"]
+    assert told == f"--admin-api-key{equals}{HIDDEN} --api-key{equals}{HIDDEN} --port 1"
+
+
+def test_a_call_of_the_engine_is_not_told_of_at_all() -> None:
+    command = "Engine(api_key='clients', model_path='m')"
+    assert hide_command({"launch_command": command}, None, {}) == {"launch_command": HIDDEN}
+
+
 def test_a_stock_server_tells_what_it_always_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hidden_keys, "active", lambda: None)
     told = {"api_key": "clients", "launch_command": "--api-key clients"}

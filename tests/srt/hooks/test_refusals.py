@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,9 @@ def test_without_the_flag_nothing_is_published() -> None:
         (["--c2t-classifier", "/absent.safetensors"], "cannot read its card absent.json"),
         (["--c2t-config", "/absent.json"], "cannot read c2t config file /absent.json"),
         (["--c2t-record", "/proc/absent"], "cannot write c2t recordings to /proc/absent"),
+        (["--c2t-state", "/dev/null"], "/dev/null cannot be written: OSError: [Errno 22] not a re"),
+        (["--c2t-state", "/absent/state"], "/absent is no directory, for the file state"),
+        (["--c2t-config", "/dev/zero"], "cannot read c2t config file /dev/zero: [Errno 22] not a"),
         (["--c2t-verify", "packed"], "argument --c2t-verify: invalid choice: 'packed'"),
         (["--c2t-record-share", "2"], "record_share must be a number in (0, 1], got 2.0"),
         (["--c2t-record-roots", "all"], "argument --c2t-record-roots: invalid choice: 'all'"),
@@ -192,7 +196,7 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
             "plans: it decides how many rows are verified; drop --c2t-verify static",
         ),
         (
-            [*EAGLE3, "--c2t-policy", "c2t", "--c2t-state", "x"],
+            [*EAGLE3, "--c2t-policy", "c2t", "--c2t-state", "s"],
             "choose --c2t-policy auto or rows-only, or drop it",
         ),
         (
@@ -210,6 +214,14 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
 )
 def test_an_unsupported_combination_is_refused_by_name(capsys, flags: list[str], said: str) -> None:
     assert said in refusal(capsys, *flags, "--c2t")
+
+
+@newest
+def test_recording_every_root_beside_mixed_chunks_is_refused(capsys, tmp_path: Path) -> None:
+    """Older releases switch mixed chunks off beside drafts."""
+    every = ["--c2t-record", str(tmp_path), "--c2t-record-roots", "every"]
+    said = refusal(capsys, *EAGLE3, "--c2t", *every, "--enable-mixed-chunk")
+    assert "no draft stands behind; drop --enable-mixed-chunk while recording" in said
 
 
 ADAPTED = (["--lora-paths", "adapter=/absent"], ["--enable-lora", "--max-lora-rank", "8",
@@ -312,6 +324,38 @@ def test_watermarks_are_refused_for_chains_and_trees(capsys, shape) -> None:
     pytest.importorskip(seams.WATERMARKING, reason="this SGLang knows no watermarks")
     said = refusal(capsys, *shape, "--c2t", "--watermark-config", "{}")
     assert "does not serve --watermark-config: packed rows are sampled without it" in said
+
+
+def test_http_workers_import_an_app_that_loads_the_plugin_or_are_refused(
+    capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv(compat.HTTP_APP, compat.OUR_HTTP_APP)  # restored, whatever is set here
+    monkeypatch.delenv(compat.HTTP_APP)
+    several = [*EAGLE3, "--c2t", "--tokenizer-worker-num", "2"]
+    if compat.names_http_app():
+        launch(*EAGLE3, "--c2t")
+        assert compat.HTTP_APP not in os.environ
+        launch(*several)
+        assert os.environ[compat.HTTP_APP] == compat.OUR_HTTP_APP
+        launch(*several)  # again, as each process that resolves its arguments
+        monkeypatch.setenv(compat.HTTP_APP, "mine:app")
+        assert f"unset {compat.HTTP_APP}" in refusal(capsys, *several)
+        monkeypatch.setattr(compat, "names_http_app", lambda: False)
+    assert "whose HTTP workers cannot load plugins" in refusal(capsys, *several)
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [("--smg-grpc-mode", "drop --smg-grpc-mode and --grpc-mode"),
+     ("--grpc-mode", "drop --smg-grpc-mode and --grpc-mode"), ("--use-ray", "drop --use-ray")],
+)  # fmt: skip
+def test_a_way_past_the_checks_of_requests_is_refused(capsys, flag: str, instead: str) -> None:
+    assert instead in refusal(capsys, *EAGLE3, flag, "--c2t")
+
+
+def test_a_rust_server_is_refused(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    assert "unset SGLANG_RUST_SERVER" in refusal(capsys, *EAGLE3, "--c2t")
 
 
 def test_verification_planned_before_the_draft_is_known_is_refused(capsys, monkeypatch) -> None:

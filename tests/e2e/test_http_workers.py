@@ -1,0 +1,77 @@
+"""A server of two HTTP worker processes: each answers ``/c2t`` and checks requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from eval.server import Launch, Server, running, speculative_flags
+from sglang_c2t.offline.client import greedy, run_load
+from sglang_c2t.srt import compat
+from tests.e2e.conftest import BODIES, CONCURRENCY
+
+AS_USERS_DO = True  # uvicorn's workers are interpreters of their own
+
+ADMIN = "sesame"
+KEY = {"Authorization": f"Bearer {ADMIN}"}
+
+pytestmark = pytest.mark.skipif(not compat.names_http_app(), reason="refused beside this SGLang")
+
+
+@pytest.fixture(scope="module")
+def workers(logs: Path) -> Iterator[Server]:
+    flags = (*speculative_flags("EAGLE3"), "--c2t", "--c2t-policy", "c2t",
+             "--tokenizer-worker-num", "2", "--admin-api-key", ADMIN)  # fmt: skip
+    patient = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120"}  # while they import SGLang
+    with running(Launch("http-workers", flags, env=patient), logs) as server:
+        yield server
+
+
+def statuses(server: Server, body: dict[str, Any], count: int = 12) -> set[int]:
+    """Of requests on connections of their own, so that either process is asked."""
+    urls = [f"{server.url}/generate"] * count
+    return {requests.post(url, json=body, timeout=60).status_code for url in urls}
+
+
+def test_http_workers_serving_at_once_give_the_tokens_of_a_plain_server(
+    workers: Server, expected: list[tuple[int, ...]]
+) -> None:
+    result = run_load(workers.url, BODIES, concurrency=CONCURRENCY)
+    assert result.outputs == expected
+    assert workers.log.read_text().count("Start multi-tokenizer worker process") == 2
+
+
+def test_each_http_worker_tells_and_changes_the_policy(workers: Server) -> None:
+    for number in range(12):
+        policy = ("fixed", "c2t")[number % 2]
+        answer = requests.post(
+            f"{workers.url}/c2t", json={"policy": policy}, headers=KEY, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+        told = requests.get(f"{workers.url}/c2t", timeout=60)
+        assert (told.status_code, told.json()["policy"]) == (200, policy)
+        assert told.json()["switches"] == [number + 1]
+
+
+def test_each_http_worker_refuses_a_change_without_the_key(workers: Server) -> None:
+    """SGLang itself asks for no keys here."""
+    for _ in range(6):
+        answer = requests.post(f"{workers.url}/c2t", json={"policy": "fixed"}, timeout=60)
+        assert answer.status_code == 401
+    assert ADMIN not in requests.get(f"{workers.url}/server_info", timeout=60).text
+
+
+@pytest.mark.parametrize(
+    "params", [{"top_k": 2**31}, {"stop_regex": "("}, {"custom_params": {"c2t": 1}}]
+)
+def test_each_http_worker_refuses_what_would_end_the_scheduler(
+    workers: Server, params: dict[str, Any]
+) -> None:
+    body = greedy("A", 4)
+    body["sampling_params"].update(temperature=0.5, **params)
+    assert statuses(workers, body) == {400}
+    assert statuses(workers, greedy("A", 4), 2) == {200}
