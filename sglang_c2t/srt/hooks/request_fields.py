@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang_c2t.config import active
-from sglang_c2t.srt import attach
+from sglang_c2t.srt import attach, compat
 
 
 def refuse_unserved(message: Any, server_args: Any) -> None:
@@ -21,7 +21,8 @@ def refuse_unserved(message: Any, server_args: Any) -> None:
             "return_hidden_states: --c2t does not give hidden states: the target keeps those that "
             "its draft reads, of other layers or none; ask a server without speculation"
         )
-    if message.sampling_params.min_p and server_args.enable_deterministic_inference:
+    deterministic = compat.argument(server_args, "enable_deterministic_inference")
+    if message.sampling_params.min_p and deterministic:
         raise ValueError(
             "min_p: SGLang's sampler has none under --enable-deterministic-inference; use top_p"
         )
