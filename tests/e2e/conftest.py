@@ -260,7 +260,7 @@ def run_beside_aborts(
         victims.join(timeout=60)
 
 
-def assert_same_logprobs(got: LoadResult, wanted: LoadResult) -> None:
+def assert_same_logprobs(got: LoadResult, wanted: LoadResult, rounding: float = 1e-4) -> None:
     """The same tokens, and log-probabilities but for rounding."""
     assert differing(got.outputs, wanted.outputs) == []
     for ours, theirs in zip(got.answers, wanted.answers, strict=True):
@@ -268,7 +268,7 @@ def assert_same_logprobs(got: LoadResult, wanted: LoadResult) -> None:
             pairs = zip(_flat(ours.meta_info[name]), _flat(theirs.meta_info[name]), strict=True)
             for (logprob, token), (other, same_token) in pairs:
                 assert token == same_token
-                assert logprob == pytest.approx(other, abs=1e-4)
+                assert logprob == pytest.approx(other, abs=rounding)
 
 
 def _flat(logprobs: list[Any]) -> list[tuple[float, int]]:
