@@ -33,7 +33,8 @@ def _switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def manager(*, multimodal: bool = False) -> SimpleNamespace:
     config = SimpleNamespace(is_multimodal=multimodal, vocab_size=VOCABULARY)
-    return SimpleNamespace(model_config=config)
+    args = SimpleNamespace(enable_deterministic_inference=False)
+    return SimpleNamespace(model_config=config, server_args=args)
 
 
 def message(ids: list[int] | None = None, *, sampling: Any = None, **fields: Any) -> Any:
