@@ -75,8 +75,8 @@ def with_logprobs(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**body, "return_logprob": True, "top_logprobs_num": 2} for body in asked]
 
 
-#: Penalties lead to text that the model finds unlikely. There the server without speculation is up to
-#: 6e-4 from itself, started by another process; a count of one is 0.4.
+#: Penalties lead to text that the model finds unlikely. There the server without speculation is up
+#: to 6e-4 from itself, started by another process; a count of one is 0.4.
 ROUNDING = 5e-3
 
 #: Beside a request that is cut otherwise SGLang draws otherwise, so that all are cut.
