@@ -1,7 +1,7 @@
 """Malformed requests by field: each field that a request may have, with values it may not.
 
-:mod:`eval.soak.mutations` spoils requests that somebody wrote down; a field that nobody thought of
-is not among them. Here the caller says which fields there are, as SGLang's own types do.
+:mod:`eval.soak.mutations` spoils requests that people wrote down; a field without such a request is
+not among them. Here the caller says which fields there are, as SGLang's own types do.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Roots:
 
     @classmethod
     def from_recording(cls, recording: Recording) -> Roots:
-        """Of all requests with a draft behind every token; :class:`ConfigError` where none has."""
+        """Requests with a draft behind every token; :class:`ConfigError` where none has."""
         if recording.roots != "every":
             raise ConfigError(
                 "this recording holds only the roots that its server visited: replay needs one "

@@ -65,7 +65,7 @@ class Acceptance:
         self._nothing_seen = nothing_seen
         self.reliability = np.zeros((max_depth, 3, RELIABILITY_BINS))  # seen, predicted, survived
         self.grades = Grades()
-        """Of confidences as the gate says them, before they are calibrated."""
+        """Grades of the gate's confidences, before they are calibrated."""
         self._forget_drafts()
 
     def behind(self, first: Array, most: int, width: int) -> Array:

@@ -101,9 +101,9 @@ class Planner:
         self.max_depth = max_depth
         self.survival = survival
         self.free = self._acceptance(survival)
-        """Of requests whose tokens are the target's own."""
+        """Acceptance in requests that leave the target's distribution as it is."""
         self.constrained = self._acceptance(copy.deepcopy(survival))
-        """Of requests whose target is changed by what they ask for."""
+        """Acceptance in requests that change the target's distribution."""
         self.cost = StepCost(self.widest)
         # Whether they are constrained, W and d of a step's drafts.
         self._outcomes: list[tuple[tuple[bool, int, int], tuple[Numbers, ...]]] = []
@@ -542,7 +542,7 @@ class Planner:
         return Plan(self.max_depth, rows, float(batch), 1.0, self.widest)
 
     def _acceptance(self, survival: Estimator) -> Acceptance:
-        """Of a class of requests, of which nothing is known yet."""
+        """An empty :class:`Acceptance` for a class of requests."""
         return Acceptance(
             survival,
             self.max_depth,

@@ -24,10 +24,10 @@ class Outcome:
     plan: Plan
 
     unmeasured: Collection[int]
-    """Of the B requests, those whose first draft this gate has not judged."""
+    """Requests, of the B, whose first draft this gate has not judged."""
 
     constrained: Collection[int]
-    """Of the B requests, those whose target is not the model's own."""
+    """Requests, of the B, that change the target's distribution."""
 
     def classes(self, sane: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.bool_], bool]]:
         """[B] bool, who teaches, and whether they are constrained: of each class that is there.

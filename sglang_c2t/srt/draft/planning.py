@@ -196,8 +196,8 @@ class Planning:
     def _decide(
         self, batch: int, first: Callable[[], FirstLayer], *, context: int, plain: bool
     ) -> Choice:
-        """What the planner wants of this step; whatever it raises, and ValueError where that is
-        no step.
+        """The planner's choice for this step. Raises what the planner raises, and ValueError for a
+        choice that is no step.
         """
         self._learn()
         if self._rehearsed is not None:

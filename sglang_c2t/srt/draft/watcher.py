@@ -47,7 +47,7 @@ class DraftWatcher(EagleDraftWorker):
     """Plans each step, if the policy says so."""
 
     captured_planning: Planning | None = None
-    """The one whose tables the draft graphs write, whoever plans now."""
+    """The planning whose tables the draft graphs write, in charge or not."""
 
     packed = False
     """Whether the target forwards surviving rows only; else N rows per request."""
