@@ -75,10 +75,6 @@ def with_logprobs(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**body, "return_logprob": True, "top_logprobs_num": 2} for body in asked]
 
 
-#: Penalties lead to text that the model finds unlikely. There the server without speculation is up
-#: to 6e-4 from itself, started by another process; a count of one is 0.4.
-ROUNDING = 5e-3
-
 #: Beside a request that is cut otherwise SGLang draws otherwise, so that all are cut.
 DRAWN = {"temperature": 0.9, "top_p": 0.95}
 LOADS = {
@@ -105,7 +101,9 @@ def wanted(alone: Server) -> dict[str, LoadResult]:
     found = {}
     for name, load in LOADS.items():
         alone.flush_cache()
-        found[name] = run_load(alone.url, load, concurrency=8)
+        # Beside requests that join, the server without speculation was up to 8e-3 from float64 in
+        # log-probabilities of a request with all penalties; alone, and under --c2t, it is 2e-5.
+        found[name] = run_load(alone.url, load, concurrency=1 if "log" in name else 8)
     return found
 
 
@@ -126,7 +124,7 @@ def test_penalties_minimum_lengths_and_processors_give_the_tokens_of_plain_decod
     found = run_load(drafting.url, LOADS[load], concurrency=12)
     assert differing(found.outputs, wanted[load].outputs) == []
     if "log" in load:
-        assert_same_logprobs(found, wanted[load], ROUNDING)
+        assert_same_logprobs(found, wanted[load])
     drafts = sum(a.meta_info.get("spec_num_correct_drafts", 0) for a in found.answers)
     assert drafts > len(found.answers), "little was drafted right, so little was shown"
 
