@@ -139,7 +139,6 @@ class ServingKits(
     spec_server_kits.SpecCorrectnessKit,
     spec_server_kits.SpecFeatureKit,
     spec_server_kits.SpecGrammarKit,
-    spec_server_kits.SpecHiddenStatesKit,
     spec_server_kits.SpecLogprobKit,
     spec_server_kits.SpecParityKit,
     spec_server_kits.SpecPenaltyKit,
@@ -159,7 +158,7 @@ class ServingKits(
 ):
     """Every kit that one server can host."""
 
-    flags = ("--enable-return-hidden-states", "--enable-streaming-session")
+    flags = ("--enable-streaming-session",)
 
     # float32 throughout: decode and prefill differ by rounding only (upstream: 0.5 for bf16,
     # and KL divergences around 1e-3).

@@ -12,6 +12,8 @@ NOT_RUN = {
     "token by token in the greedy part",
     "SpecSamplingMaskKit": "SGLang answers return_sampling_mask with 'not supported with "
     "speculative decoding', with and without C2T",
+    "SpecHiddenStatesKit": "asserts hidden states of the layers that a draft reads; C2T answers "
+    "return_hidden_states with 400, as plain decoding returns other ones",
     "prefix_cache_branching_kit": "asserts that the second branch of a prefix misses the cache, "
     "which holds for hybrid (Mamba) models only; branching is asked by the two branching tests of "
     "unified_radix_cache_kit",
