@@ -162,9 +162,8 @@ def dp_rank(runner: Any) -> int:
 
 def has_own_draft(server_args: Any) -> bool:
     """Whether the draft has a checkpoint of its own, beside the target's."""
-    cfg = resolved(server_args)
-    path = argument(cfg, "speculative_draft_model_path")
-    return path not in (None, argument(cfg, "model_path"))
+    path = argument(server_args, "speculative_draft_model_path")
+    return path not in (None, argument(server_args, "model_path"))
 
 
 def bundles_draft(cfg: Any) -> bool:

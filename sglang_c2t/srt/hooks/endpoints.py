@@ -91,8 +91,8 @@ async def record_experts(original: Callable[..., Awaitable[Any]], manager: Any) 
     """AROUND hook on ``TokenizerManager.start_expert_distribution_record``, and its end and dump:
     a scheduler without a recorder ends.
     """
-    cfg = compat.resolved(manager.server_args)
-    if active() is not None and compat.argument(cfg, "expert_distribution_recorder_mode") is None:
+    mode = compat.argument(manager.server_args, "expert_distribution_recorder_mode")
+    if active() is not None and mode is None:
         _refuse("experts are recorded with --expert-distribution-recorder-mode only")
     return await original(manager)
 

@@ -54,6 +54,18 @@ def opts_out(req: Any) -> bool:
     return (req.sampling_params.custom_params or {}).get(KEY) is False
 
 
+def asks(req: Any) -> bool:
+    """Whether a request has penalties, a minimum length or a logit processor."""
+    params = req.sampling_params
+    return bool(
+        params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1
+        or params.min_new_tokens  # masks the end of an answer
+        or req.custom_logit_processor
+    )
+
+
 def constrained(req: Any) -> bool:
     """Whether one of SGLang's requests has a target that is not the model's own distribution: a
     grammar, a penalty, a bias or a processor changes it, or a temperature above 1 flattens it.
@@ -62,17 +74,13 @@ def constrained(req: Any) -> bool:
     """
     params = req.sampling_params
     return bool(
-        params.json_schema
+        asks(req)
+        or params.json_schema
         or params.regex
         or params.ebnf
         or params.structural_tag
-        or params.frequency_penalty
-        or params.presence_penalty
-        or params.repetition_penalty != 1.0
-        or params.min_new_tokens  # masks the end of an answer
         or params.logit_bias
         or params.temperature > 1.0
-        or req.custom_logit_processor
     )
 
 

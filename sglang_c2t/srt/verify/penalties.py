@@ -19,6 +19,7 @@ from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_pena
 from torch import Tensor
 
 from sglang_c2t.srt import compat
+from sglang_c2t.srt.hooks.requests import asks
 from sglang_c2t.tree import visible_nodes
 
 #: Output tokens that a table of them has room for at first.
@@ -204,18 +205,6 @@ class OutputHistory:
         self._known[slot] = known
         if len(said := req.output_ids):
             tokens[slot, : len(said)] = sent(torch.tensor(said, dtype=torch.int32), tokens.device)
-
-
-def asks(req: Any) -> bool:
-    """Whether a request has penalties, a minimum length or a logit processor."""
-    params = req.sampling_params
-    return bool(
-        params.frequency_penalty
-        or params.presence_penalty
-        or params.repetition_penalty != 1
-        or params.min_new_tokens
-        or req.custom_logit_processor
-    )
 
 
 def prompt_lengths(reqs: list[Any], device: Any) -> Tensor:
