@@ -31,7 +31,7 @@ from eval.gpu.answers import Answers
 from eval.gpu.fleet import Fleet, end_leftovers
 from eval.gpu.kernels import Kernels
 from eval.gpu.plan import AUTO_AGAIN, BIG, GPU, LITTLE, REHEARSAL, REST, STAGES
-from eval.gpu.results import Results, elapsed, report
+from eval.gpu.results import Results, elapsed, report, start_clock
 from eval.gpu.speed import Method, Speed
 from eval.prompts import demo_mix
 from eval.terminal import interrupted_by_sigterm
@@ -273,6 +273,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sprint; see the module for exit codes."""
     options = _parser().parse_args(argv)
+    start_clock()
     end_leftovers()
     sprint = Sprint(options)
     with interrupted_by_sigterm():
