@@ -1,0 +1,218 @@
+"""What the head learns from: the target's own answers, and its states while it gives them.
+
+    python -m eval.smollm2.answers --data DIR --work runs/smollm2 --minutes 40
+
+Prompts are of the training text alone, no prompt of an evaluation set is among them (the folder's
+README says how that was checked). Half are answered greedily, half sampled. A second run goes on
+from the last answer of the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+from transformers import AutoTokenizer
+
+from eval.smollm2.decode import Answer, Decoder, Llama, Request
+from eval.smollm2.target import target_folder
+
+SEED = 0
+SLOTS, LONGEST, NEW_TOKENS = 128, 640, 256
+TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 0.7, 1.0)
+
+#: Prompts by family, at most so many. Chat is hardest to draft, so it is most of them.
+SHARES = {"chat": 5200, "math": 2200, "code": 2200, "passages": 700, "dialogues": 400, "writing": 700}
+
+FORMS = ("short story", "poem", "formal email", "blog post", "dialogue", "speech", "outline",
+         "review", "list of ten ideas", "letter to a friend", "news report", "plan for a week")  # fmt: skip
+ORDERS = (
+    "Write a {form} about {topic}.",
+    "Compose a {form} on {topic} for a reader who knows nothing of it. Keep it under 200 words.",
+    "I need a {form} about {topic}. Make it lively.",
+    "Explain the advantages and drawbacks of {topic}, as a {form}.",
+)
+CODE_ORDERS = ("Complete the code I provided.\n\n", "Complete this Python function:\n\n", "",
+               "Finish the following function. Answer with code only.\n\n")  # fmt: skip
+
+Conversation = list[dict[str, str]]
+
+
+def training_prompts(data: Path) -> list[tuple[str, Conversation]]:
+    """Family and conversation of each prompt, families mixed, the same order every time."""
+    rng = random.Random(SEED)
+    families: dict[str, list[Conversation]] = {
+        "chat": [_ask(t) for t in _turns(data, "dolly_15k") + _turns(data, "self_instruct_seed")],
+        "math": [_ask(t) for t in _turns(data, "gsm8k_train")],
+        "code": [_ask(t) for t in _turns(data, "mbpp_train")]
+        + [_ask(rng.choice(CODE_ORDERS) + head) for head in _function_heads(data)],
+        "passages": [_ask(rng.choice(("", "Read this.\n\n")) + t) for t in _turns(data, "xquad_en")],
+        "dialogues": [_dialogue(row["text"], rng) for row in _rows(data, "sgd_dialogues")],
+        "writing": [_ask(text) for text in _writing(data, rng)],
+    }
+    mixed = []
+    for family, most in SHARES.items():
+        rng.shuffle(families[family])
+        short = (c for c in families[family] if sum(len(m["content"]) for m in c) < 1400)
+        mixed += [(family, conversation) for conversation in islice(short, most)]
+    rng.shuffle(mixed)
+    return mixed
+
+
+def _rows(data: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (data / f"{name}.jsonl").open(encoding="utf-8")]
+
+
+def _turns(data: Path, name: str) -> list[str]:
+    return [row["turns"][0] for row in _rows(data, name)]
+
+
+def _ask(text: str) -> Conversation:
+    return [{"role": "user", "content": text}]
+
+
+def _function_heads(data: Path) -> Iterator[str]:
+    """Signature and docstring of each documented function, as a task to finish it."""
+    for row in _rows(data, "code_thealgorithms"):
+        try:
+            tree = ast.parse(row["text"])
+        except SyntaxError:
+            continue
+        lines = row["text"].splitlines()
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
+                yield "\n".join(lines[node.lineno - 1 : node.body[0].end_lineno]) + "\n"
+
+
+def _dialogue(text: str, rng: random.Random) -> Conversation:
+    """The first turns of a dialogue, up to one of the user's."""
+    turns = [line.split(": ", 1) for line in text.splitlines() if ": " in line]
+    users = [i for i, (who, _) in enumerate(turns) if who == "User"]
+    end = rng.choice(users[:4]) + 1 if users else 0
+    return [{"role": who.lower(), "content": said} for who, said in turns[:end]]
+
+
+def _writing(data: Path, rng: random.Random) -> Iterator[str]:
+    """Orders of our own; topics are places, commands, and titles of the training text."""
+    topics = [row["text"].split("\n")[0] for row in _rows(data, "world_factbook")]
+    topics += [row["text"].split("\n")[1].removeprefix("Title: ") for row in _rows(data, "python_peps")]
+    topics += ["the sea", "winter", "a lost key", "working from home", "bicycles", "sleep", "tea",
+               "chess", "public libraries", "rain", "a city of the future", "friendship"] * 12  # fmt: skip
+    for topic in topics:
+        yield rng.choice(ORDERS).format(form=rng.choice(FORMS), topic=topic)
+
+
+# --- files of answers -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An answer in the files: ``tokens`` from token ``start``, of which ``prompt`` are the prompt's."""
+
+    key: int
+    family: str
+    start: int
+    prompt: int
+    tokens: int
+    temperature: float
+
+
+class Answers:
+    """Files of answers in ``work``; new ones are appended.
+
+    ``tokens.bin`` holds uint16, ``states.bin`` bfloat16, one row of ``width`` per token: zeros for
+    the last token of an answer, which the target never read.
+    """
+
+    def __init__(self, work: Path, width: int) -> None:
+        work.mkdir(parents=True, exist_ok=True)
+        self._work, self._width = work, width
+        index = work / "index.jsonl"
+        lines = index.read_text().splitlines() if index.exists() else []
+        self.entries = [Entry(**json.loads(line)) for line in lines]
+
+    def add(self, answer: Answer, family: str) -> None:
+        """Append one; its line in the index is written last."""
+        end = self.entries[-1].start + self.entries[-1].tokens if self.entries else 0
+        tokens = answer.tokens.numpy().astype(np.uint16)
+        states = torch.zeros(len(tokens), self._width, dtype=torch.bfloat16)
+        states[:-1] = answer.states
+        for name, values in (("tokens", tokens), ("states", states.view(torch.int16).numpy())):
+            with (self._work / f"{name}.bin").open("r+b" if end else "wb") as file:
+                file.seek(end * values[0].nbytes)  # what a run that was cut off left is overwritten
+                file.write(values.tobytes())
+        request = answer.request
+        entry = Entry(request.key, family, end, len(request.prompt), len(tokens), request.temperature)
+        with (self._work / "index.jsonl").open("a") as file:
+            file.write(json.dumps(entry.__dict__) + "\n")
+        self.entries.append(entry)
+
+    def read(self, entry: Entry) -> tuple[Tensor, Tensor]:
+        """Tokens [N] and states [N, width] of one answer."""
+        tokens = np.fromfile(
+            self._work / "tokens.bin", np.uint16, entry.tokens, offset=2 * entry.start
+        )
+        states = np.fromfile(
+            self._work / "states.bin", np.int16, entry.tokens * self._width,
+            offset=2 * self._width * entry.start,
+        )  # fmt: skip
+        rows = torch.from_numpy(states).view(torch.bfloat16).view(entry.tokens, self._width)
+        return torch.from_numpy(tokens.astype(np.int64)), rows
+
+
+def requests(
+    prompts: Sequence[tuple[str, Conversation]], tokenizer: Any, done: set[int]
+) -> Iterator[Request]:
+    """One per prompt that is short enough; greedy and sampled ones take turns."""
+    for key, (_, conversation) in enumerate(prompts):
+        if key in done or not conversation:
+            continue
+        ids = tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, return_dict=False
+        )
+        if len(ids) + NEW_TOKENS <= LONGEST:
+            yield Request(key, ids, NEW_TOKENS, TEMPERATURES[key % len(TEMPERATURES)])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answer prompts until the time is over; what is there already counts."""
+    parser = argparse.ArgumentParser(prog="python -m eval.smollm2.answers", description=__doc__)
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="folder of the training text, *.jsonl")
+    add("--work", type=Path, default=Path("runs/smollm2"), help="folder of the answers")
+    add("--minutes", type=float, default=40.0)
+    add("--threads", type=int, default=2)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(SEED)
+    folder = target_folder()
+    model, tokenizer = Llama(folder), AutoTokenizer.from_pretrained(folder)
+    prompts = training_prompts(args.data)
+    answers = Answers(args.work, model.config.hidden_size * 4)
+    wanted = requests(prompts, tokenizer, {entry.key for entry in answers.entries})
+    end, tokens = time.monotonic() + 60 * args.minutes, 0
+    with tqdm(total=len(prompts), initial=len(answers.entries), desc="answers") as bar:
+        for answer in Decoder(model, SLOTS, LONGEST).answers(wanted):
+            answers.add(answer, prompts[answer.request.key][0])
+            tokens += len(answer.tokens) - len(answer.request.prompt)
+            bar.update()
+            bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+            if time.monotonic() > end:
+                break
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
