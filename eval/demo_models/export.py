@@ -94,11 +94,11 @@ def save_json(path: Path, content: dict[str, Any]) -> None:
     write_whole({path: lambda tmp: tmp.write_text(json.dumps(content, indent=1) + "\n")})
 
 
-def vocabulary_maps(kept_ids: Tensor) -> dict[str, Tensor]:
+def vocabulary_maps(kept_ids: Tensor, vocab: int = VOCAB) -> dict[str, Tensor]:
     """EAGLE-3's two maps; `d2t` holds *differences*: target id = draft id + d2t[draft id].
 
     With 4 target ids of which 1 and 3 are kept: d2t = [1, 2], t2d = [no, yes, no, yes].
     """
-    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d = torch.zeros(vocab, dtype=torch.bool)
     t2d[kept_ids] = True
     return {"d2t": kept_ids - torch.arange(len(kept_ids)), "t2d": t2d}

