@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -306,6 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--data", type=Path, required=True, help="folder of the training text, *.jsonl")
     add("--work", type=Path, default=Path("runs/smollm2"), help="answers, and the checkpoint")
     add("--out", type=Path, default=HEAD)
+    add("--go-on", action="store_true", help="begin with the head in --out, made by an earlier run")
     add("--minutes", type=float, default=60.0)
     add("--threads", type=int, default=2)
     args = parser.parse_args(argv)
@@ -314,13 +316,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     target, tokenizer = Llama(folder), AutoTokenizer.from_pretrained(folder)
     answers = Answers(args.work, target.width)
     kept_path = args.work / "kept.npy"
-    if not kept_path.exists():
-        chosen = draft_vocabulary(args.data, answers, tokenizer, len(target.embed))
-        np.save(kept_path, chosen.numpy())
-    kept = torch.from_numpy(np.load(kept_path))
+    if args.go_on:
+        known = load_file(args.out / "model.safetensors")
+        kept = known.pop("d2t") + torch.arange(DRAFT_VOCAB)
+        known.pop("t2d")
+    elif kept_path.exists():
+        kept = torch.from_numpy(np.load(kept_path))
+    else:
+        kept = draft_vocabulary(args.data, answers, tokenizer, len(target.embed))
+        np.save(kept_path, kept.numpy())
     config = head_config(json.loads((folder / "config.json").read_text()))
     maps = export.vocabulary_maps(kept, len(target.embed))
     head = new_head(config, target, kept).train()
+    if args.go_on:
+        head.load_state_dict(known)
     learnt = [e for e in answers.entries if e.key % HELD_OUT and usable(e)]
     tested = [e for e in answers.entries if not e.key % HELD_OUT and usable(e)]
     for name, entries in (("all", learnt), ("the target's own", own_answers(learnt))):
