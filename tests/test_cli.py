@@ -128,7 +128,7 @@ def test_all_tables_are_printed_when_asked_for_and_written_with_the_verdict(run:
     assert f"{verdict['change']:+.1f} %" in answer
     files = {path.name for path in (run.folder / "report").iterdir()}
     assert files == {
-        "report.md", "report.json", "reliability.png", "acceptance.png", "surfaces.png"
+        "report.md", "report.json", "reliability.png", "acceptance.png"
     }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def test_a_prompt_file_becomes_a_classifier_that_is_served(logs: Path, tmp_path:
     told = c2t("evaluate", str(recording), "--classifier", str(out), "--out", str(tmp_path / "r"))
     assert "drafts verified at equal accept length" in told.splitlines()[-1]
     assert "this classifier, c2t-log at 0.5" in (tmp_path / "r" / "report.md").read_text()
-    assert {"report.md", "report.json", "surfaces.png"} <= {
+    assert {"report.md", "report.json", "acceptance.png"} <= {
         p.name for p in (tmp_path / "r").iterdir()
     }
     policy = ("--c2t-policy", "c2t-log", "--c2t-classifier", str(out))
