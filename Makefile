@@ -110,8 +110,8 @@ types: $(STAMP)  ## mypy, strict
 models: $(STAMP)  ## Train the demo models again: make models DATA=dir (by the clock, see --minutes)
 	$(BIN)/python -m eval.demo_models.train --data $(DATA) --out eval/demo_models/weights
 
-classifier: $(STAMP)  ## Train the shipped classifiers again: make classifier [TRAIN=dir]
-	$(BIN)/python -m eval.record_default $(if $(TRAIN),--train-sets $(TRAIN))
+classifier: $(STAMP)  ## Train the real pair's shipped classifiers again, or all others': make classifier [PAIR=demo TRAIN=dir]
+	$(BIN)/python -m eval.record_default $(if $(PAIR),--pair $(PAIR)) $(if $(TRAIN),--train-sets $(TRAIN))
 
 tables: $(STAMP)  ## Compare all rules in eval/*.md: make tables [TEST=dir TRAIN=dir OTHER="dir dir"]
 	$(BIN)/python -m eval.tables $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN)) \

@@ -1,28 +1,76 @@
-"""``make classifier``: record the demo models behind real servers, train the shipped classifiers.
+"""``make classifier``: record a pair behind real servers, train the classifiers that are shipped.
 
-Each draft kind drafts full chains of ten behind every token of answers to prompts that no
-table and no demo uses; the three recordings are pooled, so that the shipped classifiers have
-seen three calibrations. The same with trees, fewer prompts, for the classifiers that trees use.
+The real pair's lie in a folder of their own and judge that pair alone. The demo models' judge every
+other one: each draft kind drafts full chains of ten behind every token of answers to prompts that
+no table and no demo uses, and the three recordings are pooled, so that the classifiers have seen
+three calibrations. The same with trees, fewer prompts, for the classifiers that trees use.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from eval.prompts import Prompt
-from eval.recordings import CHAINS, TREES, Recorded, prompts, record
+from eval.recordings import CHAINS, NUM_STEPS, TREES, Recorded, prompts, record
 from eval.server import DRAFTS
+from eval.smollm2.target import TargetError
 from sglang_c2t.classifier.checkpoint import SHIPPED
 from sglang_c2t.cli import main as c2t
 from sglang_c2t.offline.train import RECIPES as RECIPE_OF
 from sglang_c2t.offline.train import TrainSettings
 from sglang_c2t.policies import ON_TREES
 
-RECIPES = ("c2t", "c2t-log", "c2t-plus", "logistic", "mcsd")
 TREE_RECIPES = ("c2t", "c2t-log", "c2t-plus-tree")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What classifiers learn from."""
+
+    pairs: Mapping[str, Any]
+    """What :func:`record` takes, by the name of the recording."""
+
+    texts: Callable[[int], list[Prompt]]
+    """So many prompts."""
+
+    folder: str
+    """Among the shipped classifiers."""
+
+    recipes: Sequence[str]
+    """For chains."""
+
+    chains: Recorded
+    trees: Recorded
+    num_tree_prompts: int
+
+
+def demo(train_sets: Path | None) -> Source:
+    """Three drafts of the demo target, with prompts by family."""
+    pairs = {algorithm: algorithm for algorithm in sorted(DRAFTS)}
+    recipes = ("c2t", "c2t-log", "c2t-plus", "logistic", "mcsd")
+    texts = partial(prompts, "train", folder=train_sets)
+    return Source(pairs, texts, "", recipes, CHAINS, TREES, num_tree_prompts=20)
+
+
+def real() -> Source:
+    """SmolLM2 and its head, which learnt from public sets: the prompts are our own.
+
+    Trees are smaller than the demo models', as the target is thirty times as large.
+    """
+    from eval.prompts import real_classifier_mix
+    from eval.recordings import shuffled, smollm2
+
+    return Source(
+        {"smollm2": smollm2()}, lambda n: shuffled(real_classifier_mix(n)), "smollm2",
+        ("c2t", "c2t-log", "c2t-plus", "logistic"),
+        Recorded(NUM_STEPS), Recorded(num_steps=5, topk=4, max_new_tokens=40), num_tree_prompts=60,
+    )  # fmt: skip
 
 
 def settings_of(recipe: str) -> TrainSettings:
@@ -37,44 +85,51 @@ def settings_of(recipe: str) -> TrainSettings:
 def main(argv: Sequence[str] | None = None) -> int:
     """Record, train, write the shipped files."""
     parser = argparse.ArgumentParser(prog="python -m eval.record_default", description=__doc__)
-    parser.add_argument("--train-sets", type=Path, help="folder with public prompts to learn from")
-    parser.add_argument("--num-prompts", type=int, default=100, help="per family and draft kind")
-    parser.add_argument("--num-tree-prompts", type=int, default=20, help="the same, for trees")
-    parser.add_argument("--work", type=Path, default=Path("runs/tables"))
-    parser.add_argument("--tree-work", type=Path, default=Path("runs/trees"))
+    parser.add_argument("--pair", choices=("smollm2", "demo"), default="smollm2")
+    parser.add_argument("--train-sets", type=Path, help="demo: folder with public prompts")
+    parser.add_argument("--num-prompts", type=int, default=100,
+                        help="in all; demo: per family and draft kind")  # fmt: skip
+    parser.add_argument("--num-tree-prompts", type=int, help="the same, for trees (60; demo 20)")
+    parser.add_argument("--work", type=Path, default=Path("runs/classifier"), help="recordings")
     parser.add_argument(
         "--only-trees", action="store_true", help="leave those for chains as they are"
     )
     parser.add_argument("--out", type=Path, default=SHIPPED)
     args = parser.parse_args(argv)
-
+    if args.train_sets is not None and args.pair != "demo":
+        parser.error("--train-sets are what the real pair's head has learnt: only with --pair demo")
+    try:
+        source = demo(args.train_sets) if args.pair == "demo" else real()
+    except TargetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if not args.only_trees:
-        texts = prompts("train", args.num_prompts, args.train_sets)
-        pooled = _recordings(args.work, texts, CHAINS)
-        for recipe in RECIPES:
-            if code := _train(pooled, recipe, args.out / f"{recipe}.safetensors"):
+        found = _recordings(source, args.num_prompts, args.work / "chains", source.chains)
+        for recipe in source.recipes:
+            if code := _train(found, recipe, args.out / source.folder / f"{recipe}.safetensors"):
                 return code
-    texts = prompts("train", args.num_tree_prompts, args.train_sets)
-    pooled = _recordings(args.tree_work, texts, TREES)
+    texts = args.num_tree_prompts or source.num_tree_prompts
+    found = _recordings(source, texts, args.work / "trees", source.trees)
     for recipe in TREE_RECIPES:
         epochs = ("--epochs", str(settings_of(recipe).epochs))
         name = recipe.removesuffix(ON_TREES) + ON_TREES
-        if code := _train(pooled, recipe, args.out / f"{name}.safetensors", *epochs):
+        out = args.out / source.folder / f"{name}.safetensors"
+        if code := _train(found, recipe, out, *epochs):
             return code
     return 0
 
 
-def _recordings(work: Path, texts: list[Prompt], what: Recorded) -> list[str]:
-    """One directory per draft kind."""
-    directories = [work / f"train-{algorithm}" for algorithm in sorted(DRAFTS)]
-    for algorithm, directory in zip(sorted(DRAFTS), directories, strict=True):
-        record(algorithm, texts, directory, what)
-    return [str(directory) for directory in directories]
+def _recordings(source: Source, num_texts: int, work: Path, what: Recorded) -> list[str]:
+    """One directory per pair."""
+    texts = source.texts(num_texts)
+    for name, pair in source.pairs.items():
+        record(pair, texts, work / name, what)
+    return [str(work / name) for name in source.pairs]
 
 
 def _train(directories: list[str], recipe: str, out: Path, *options: str) -> int:
-    return c2t(["train", *directories, "--mix-drafts", "--recipe", recipe, *options,
-                "--out", str(out)])  # fmt: skip
+    mix = ["--mix-drafts"] if len(directories) > 1 else []
+    return c2t(["train", *directories, *mix, "--recipe", recipe, *options, "--out", str(out)])
 
 
 if __name__ == "__main__":

@@ -390,8 +390,6 @@ def _write_report(report: Report, text: str, out: Path, verdict: dict[str, Any] 
         out / "reliability.png": lambda tmp: plots.reliability_diagram(report, tmp),
         out / "acceptance.png": lambda tmp: plots.acceptance_plot(report, tmp),
     }
-    if report.surfaces is not None:  # None: it reads more than P, H and d
-        files[out / "surfaces.png"] = lambda tmp: plots.surface_plots(report, tmp)
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(files)

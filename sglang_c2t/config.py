@@ -124,8 +124,8 @@ class C2TConfig:
     classifier: str = _setting(
         "default",
         FILE,
-        "'default', the one shipped for the policy, or a .safetensors file with its JSON card "
-        "beside it.",
+        "'default', the one shipped for the policy, of these two models if there is one; a shipped "
+        "one's name, or a .safetensors file with its JSON card beside it.",
     )
     verify: str = _setting(
         "auto",

@@ -128,7 +128,7 @@ def test_all_tables_are_printed_when_asked_for_and_written_with_the_verdict(run:
     assert f"{verdict['change']:+.1f} %" in answer
     files = {path.name for path in (run.folder / "report").iterdir()}
     assert files == {
-        "report.md", "report.json", "reliability.png", "acceptance.png", "surfaces.png"
+        "report.md", "report.json", "reliability.png", "acceptance.png"
     }  # fmt: skip
 
 
@@ -160,7 +160,7 @@ OUT = "--out {t}/mine.safetensors"
     [
         (f"train {{r}}/absent {OUT}", "no recording in"),
         (f"train {{r}}/one {OUT}", "needs at least 2 prompts"),
-        (f"train {{r}}/mixed {OUT}", "another draft model (draft another, not d)"),
+        (f"train {{r}}/mixed {OUT}", "another pair of models (draft another, not d)"),
         (f"train {{r}}/every {{r}}/visited {OUT}", "holds roots of kind visited"),
         ("train {r}/every --out {t}/mine.bin", "must end in .safetensors, got"),
         (f"train {{r}}/every {OUT} --recipe c3t", "unknown recipe 'c3t'; known: c2t, c2t-log"),

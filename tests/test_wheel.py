@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_c2t.classifier.checkpoint import SHIPPED
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -94,8 +96,20 @@ def test_the_wheel_says_where_its_guides_lie(outside: Path) -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["py.typed", "guides/production.md", "guides/grafana.json", "classifier/default/*.json"],
+    ["py.typed", "guides/production.md", "guides/grafana.json"],
 )
 def test_what_is_no_code_is_in_the_wheel(outside: Path, pattern: str) -> None:
     (installed,) = outside.glob("env/lib/python*/site-packages/sglang_c2t")
     assert list(installed.glob(pattern))
+
+
+def test_all_shipped_classifiers_are_in_the_wheel(outside: Path) -> None:
+    """Those of one pair in their folder."""
+    (installed,) = outside.glob("env/lib/python*/site-packages/sglang_c2t")
+    folders = installed / "classifier" / "default", SHIPPED
+    there, here = (
+        {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+        for folder in folders
+    )
+    assert len(there) >= 16
+    assert there == here

@@ -28,6 +28,7 @@ from eval.server import (
     gpu_environment,
     speculative_flags,
 )
+from sglang_c2t.classifier.checkpoint import shipped
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ def switch(server: Server, method: MethodConfig) -> None:
     wanted = method.c2t_settings()
     server.switch(**wanted)
     in_force = requests.get(f"{server.url}/c2t", timeout=60).json()
-    expected = {**wanted, "classifier": Path(wanted["classifier"]).name}  # clients see no paths
+    name = wanted["classifier"]  # clients see no paths
+    expected = {**wanted, "classifier": name if shipped(name) else Path(name).name}
     differing = {key: in_force.get(key) for key in expected if in_force.get(key) != expected[key]}
     if differing:
         raise SwitchError(f"POST /c2t for {method.name} asked for {wanted}, in force: {differing}")

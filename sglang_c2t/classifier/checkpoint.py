@@ -12,7 +12,11 @@ Card, all keys required::
 ``kind`` is ``mlp`` (``sizes``: hidden sizes) or ``depth-logistic`` (``sizes``: depths).
 ``label`` is what the confidence means: ``survives``, the token and all before it are
 accepted; or ``accepts``, the token is accepted if those before it are. A classifier with
-isotonic calibration has two more tensors, the knots ``calibration.x`` and ``.y``.
+isotonic calibration has two more tensors, the knots ``calibration.x`` and ``.y``. Among what
+``training`` holds are the ``origins`` of the recordings, and in them the pair
+(:mod:`~sglang_c2t.classifier.pair`).
+
+Shipped are classifiers that learnt from several pairs, and in a folder each those of one pair.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from sglang_c2t.checks import MAX_NUMBER, ConfigError, is_whole, parse_json, sho
 from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.classifier.features import FeatureSpec, feature_matrix
 from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
+from sglang_c2t.classifier.pair import Pair, learnt_from
 from sglang_c2t.classifier.tensors import require_safetensors
 from sglang_c2t.draft_layer import TOPK_PROBS, DraftLayer
 from sglang_c2t.files import read_text, write_whole
@@ -60,6 +65,8 @@ class Classifier:
     training: dict[str, Any]
     label: str = "survives"
     isotonic: Isotonic | None = None
+    name: str = ""
+    """Of a shipped one its name, of another its file's."""
 
     @torch.inference_mode()
     def confidence(self, layer: DraftLayer) -> Tensor:
@@ -123,7 +130,8 @@ def load_classifier(name: str | os.PathLike[str]) -> Classifier:
 
     :class:`ConfigError` says in one line why one is refused.
     """
-    path = shipped(str(name)) or Path(name)
+    found = shipped(str(name))
+    path = found or Path(name)
     require_suffix(path)
     source = f"c2t classifier {path}"
     card = _read_card(path.with_suffix(".json"), source)
@@ -137,17 +145,27 @@ def load_classifier(name: str | os.PathLike[str]) -> Classifier:
         training=card["training"],
         label=card["label"],
         isotonic=isotonic,
+        name=str(name) if found else path.name,
     )
 
 
 def shipped(name: str) -> Path | None:
-    """The file of a classifier that comes with the package, by its policy's name."""
+    """The file of a classifier that comes with the package, by its name."""
     return SHIPPED / f"{name}.safetensors" if name in shipped_names() else None
 
 
 def shipped_names() -> list[str]:
-    """The classifiers that come with the package."""
-    return sorted(path.stem for path in SHIPPED.glob("*.safetensors"))
+    """The classifiers that come with the package: ``POLICY``, and of one pair ``PAIR/POLICY``."""
+    files = SHIPPED.rglob("*.safetensors")
+    return sorted(file.relative_to(SHIPPED).with_suffix("").as_posix() for file in files)
+
+
+def shipped_for(pair: Pair | None) -> str | None:
+    """The folder with the classifiers that are shipped for a pair, if there is one."""
+    for card in sorted(SHIPPED.glob("*/*.json")):
+        if learnt_from(_read_card(card, f"c2t classifier {card}")["training"], pair) == "this pair":
+            return card.parent.name
+    return None
 
 
 def _isotonic(tensors: dict[str, Tensor], source: str) -> Isotonic | None:
@@ -255,10 +273,11 @@ def _read_card(path: Path, source: str) -> dict[str, Any]:
             "train it again"
         )
     required = {"kind", "sizes", "label", "features", "training"}
-    if not required <= set(card) or card["label"] not in LABELS:
+    fits = required <= set(card) and isinstance(card["training"], dict)
+    if not fits or card["label"] not in LABELS:
         raise ConfigError(
-            f"{source}: card {path.name} must hold the keys {sorted(required)}, "
-            f"label one of {', '.join(LABELS)}"
+            f"{source}: card {path.name} must hold the keys {sorted(required)}, training an "
+            f"object, label one of {', '.join(LABELS)}"
         )
     return card
 

@@ -23,15 +23,16 @@ before children, so a chain of D tokens is D rows with parents -1, 0, 1, ...:
 
 and, when asked for, any other measurement of ``draft_layer`` by its name (``hidden``,
 ``topk_prob`` as float16). A shard's metadata carries the format's version, how things
-were measured (:class:`FeatureSpec`), the models and the drafts' shape (``origin``; its
-``topk`` is 1 for chains), the request ids (keyed hashes of the clients', which may hold
+were measured (:class:`FeatureSpec`), the models by name and by their ``weights``, see
+:mod:`~sglang_c2t.classifier.pair`, and the drafts' shape (``origin``; its ``topk`` is 1 for
+chains), the request ids (keyed hashes of the clients', which may hold
 anything; ``request_names.py`` gives them their names back), and ``roots``:
 
     visited     roots the server really verified from, whole drafts
     every       one root per generated token, to replay policies: for chains any of them exactly,
                 for trees see ``tree_replay``
 
-Reading refuses to mix formats, measures, kinds of roots, or two draft models.
+Reading refuses to mix formats, measures, kinds of roots, or two pairs of models.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from torch import Tensor
 
 from sglang_c2t.checks import ConfigError, is_whole, parse_json, shown, told
 from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
+from sglang_c2t.classifier.pair import pair_in
 from sglang_c2t.classifier.request_names import names_in
 from sglang_c2t.classifier.tensors import require_safetensors
 from sglang_c2t.draft_layer import PLACES, DraftLayer, known_measurement
@@ -289,7 +291,7 @@ def read_recording(*directories: str | os.PathLike[str], mix_drafts: bool = Fals
     """All drafts of one or several recordings.
 
     Raises :class:`ConfigError`, one line, for a missing, corrupt or mixed recording.
-    ``mix_drafts`` admits several draft models, for a classifier that is to serve them all.
+    ``mix_drafts`` admits several pairs, for a classifier that is to serve them all.
     """
     paths: list[Path] = []
     names: dict[str, str] = {}
@@ -312,9 +314,9 @@ def read_recording(*directories: str | os.PathLike[str], mix_drafts: bool = Fals
         origin = metadata["origin"]
         if origin not in origins:
             origins.append(origin)
-        if not mix_drafts and (other := _other_draft(origin, origins[0])):
+        if not mix_drafts and (other := _other_pair(origin, origins[0])):
             raise ConfigError(
-                f"{path} was recorded with another draft model ({other}); a classifier is "
+                f"{path} was recorded with another pair of models ({other}); a classifier is "
                 "trained for one: keep the recordings apart, or add --mix-drafts"
             )
         here = origins.index(origin)
@@ -341,9 +343,12 @@ def read_recording(*directories: str | os.PathLike[str], mix_drafts: bool = Fals
     )
 
 
-def _other_draft(origin: dict[str, Any], first: dict[str, Any]) -> str | None:
-    """What differs, if the two were not drafted by the same model."""
-    keys = ("algorithm", "draft")
+def _other_pair(origin: dict[str, Any], first: dict[str, Any]) -> str | None:
+    """What differs, if the two are not of the same pair: weights, or the draft's name where those
+    of one are not known.
+    """
+    known = all(pair_in(one) is not None for one in (origin, first))
+    keys = ("algorithm", "weights" if known else "draft")
     differing = [key for key in keys if origin.get(key) != first.get(key)]
     return ", ".join(f"{key} {origin.get(key)}, not {first.get(key)}" for key in differing)
 

@@ -14,6 +14,7 @@ import torch
 
 from sglang_c2t.checks import told
 from sglang_c2t.classifier.checkpoint import Classifier
+from sglang_c2t.classifier.pair import Pair, learnt_from, origins_of
 from sglang_c2t.config import ConfigError
 from sglang_c2t.kernels.gate import FusedGate
 from sglang_c2t.policies.fused import fused_gate
@@ -27,16 +28,22 @@ def classifier_of(policy: Any) -> Classifier | None:
     return classifier if isinstance(classifier, Classifier) else None
 
 
-def told_of(policy: Any) -> dict[str, Any] | None:
-    """What the classifier of a policy was trained on and how well it did there, without paths."""
+def told_of(policy: Any, pair: Pair | None) -> dict[str, Any] | None:
+    """What the classifier of a policy was trained on, whether on the ``pair`` that is served, and
+    how well it did there; without paths.
+    """
     classifier = classifier_of(policy)
     if classifier is None:
         return None
     facts = classifier.training
-    origins = [origin for origin in facts.get("origins", ()) if isinstance(origin, dict)]
-    names = {f"{origin.get('draft')} for {origin.get('target')}" for origin in origins}
+    names = {f"{origin.get('draft')} for {origin.get('target')}" for origin in origins_of(facts)}
     quality = ("heldout_auc", "heldout_ece", "calibration", "trained_on")
-    return {"origins": sorted(names)} | {name: facts.get(name) for name in quality}
+    return {
+        "name": classifier.name,
+        "learnt_from": learnt_from(facts, pair),
+        "origins": sorted(names),
+        **{name: facts.get(name) for name in quality},
+    }
 
 
 class ServedPolicy:

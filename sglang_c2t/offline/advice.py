@@ -283,25 +283,25 @@ def trees(f: Facts) -> Finding | Fine | None:
 def classifier(f: Facts) -> Finding | Fine | None:
     """What a gate says of drafts is not what becomes of them."""
     g = f.grades
+    card = f.classifier or {}
+    learnt = f"{card.get('name', 'it')} learnt from {card.get('learnt_from', 'an unknown pair')}"
+    learnt += f" ({', '.join(card.get('origins') or ()) or 'of unknown names'})"
     if g is None or g.drafts < ENOUGH:
-        return None
+        return Fine("classifier", learnt) if card else None
     which = "drafts" if f.plans else "first drafts"
     sentence = (
         f"of {g.drafts:,.0f} verified {which} the gate promised that {g.promised:.0%} survive, and "
         f"{g.survived:.0%} (+-{g.error:.0%}) did"
     )
-    card = f.classifier or {}
-    origins = ", ".join(card.get("origins") or ()) or "an unknown draft"
     if f.plans:
-        sentence += f" (a plan calibrates that); it ranks them with AUC {g.auc:.2f}"
+        sentence += f" (a plan calibrates that); it ranks them with AUC {g.auc:.2f}, where 0.50 is "
+        sentence += f"chance; {learnt}, and had {card.get('heldout_auc', 'an unknown one')} there"
         if g.auc + SURE * g.auc_error >= 0.7:
             return Fine("classifier", sentence)
-        sentence += f", where 0.50 is chance and {card.get('heldout_auc', 'unknown')} is what it "
-        sentence += f"had where it was trained ({origins})"
         return Finding("classifier", sentence, _RETRAIN, _of_rejected(f, f.rejected), _CLASSIFIER)
+    sentence += f"; {learnt}, and was off by {_card_error(f):.0%} there" if card else ""
     if not misjudges(f):
         return Fine("classifier", sentence)
-    sentence += f"; it was trained on {origins}, and was off by {_card_error(f):.0%} there"
     if g.promised > g.survived:
         cost = _of_rejected(f, f.rejected)
         return Finding("classifier", sentence, _RETRAIN, cost, _CLASSIFIER)

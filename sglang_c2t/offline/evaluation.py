@@ -1,8 +1,8 @@
-"""How good is a classifier on recorded drafts: the paper's tables and figures, as numbers.
+"""How good is a classifier on recorded drafts: the paper's tables, as numbers.
 
 Recall and positive rate (appendix C.2), acceptance by joint probability and depth
-(Table 1), confidence surfaces (Fig. 2) and entropy buckets (Table 5) of C2T
-(arXiv:2502.13652), and calibration. Pure torch; draws and writes nothing.
+(Table 1) and entropy buckets (Table 5) of C2T (arXiv:2502.13652), and calibration. Pure
+torch; draws and writes nothing.
 
 A token is *kept* when its score and those of all tokens before it reach the threshold: a
 child of a dropped token is dropped too (appendix D). The rival is the joint probability
@@ -28,9 +28,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.classifier.checkpoint import Classifier
-from sglang_c2t.classifier.features import DERIVED
 from sglang_c2t.classifier.recording import Recording, require_finite
-from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.offline.scores import (
     Bin,
     Rates,
@@ -43,15 +41,6 @@ from sglang_c2t.offline.train import reached
 
 #: Lower ends of the entropy buckets of Table 5, in nats.
 ENTROPY_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
-
-#: Axes of the surfaces; the depth axis depends on the recording. Probability 0 is left
-#: out, because its logarithm is far from anything recorded.
-JOINT_AXIS = tuple(i / 20 for i in range(1, 21))
-ENTROPY_AXIS = tuple(i / 4 for i in range(25))  # nats
-
-#: Where the surfaces cut: the middle of the unit interval and of the buckets, and both sides.
-JOINT_CUTS = (0.1, 0.5, 0.9)
-ENTROPY_CUTS = (1.0, 3.0, 5.0)  # nats
 
 
 @dataclass(frozen=True)
@@ -123,19 +112,6 @@ class AcceptanceTable:
 
 
 @dataclass(frozen=True)
-class Surface:
-    """Confidence over two features while the third is fixed; a panel of Fig. 2."""
-
-    fixed: str  # "joint", "entropy" or "depth"; so are x and y
-    value: float
-    x: str
-    x_values: list[float]
-    y: str
-    y_values: list[float]
-    confidence: list[list[float]]  # [len(y_values)][len(x_values)]
-
-
-@dataclass(frozen=True)
 class Report:
     """All that :func:`evaluate` found out."""
 
@@ -152,9 +128,6 @@ class Report:
     reliability: dict[str, list[Bin]]
     """Of ``classifier`` and ``joint``."""
 
-    surfaces: list[Surface] | None
-    """``None`` when the classifier reads more than P, H and d."""
-
     @property
     def scored(self) -> str:
         """What is counted."""
@@ -165,7 +138,7 @@ class Report:
         return json.dumps(_plain(asdict(self) | more), allow_nan=False)
 
     def to_markdown(self, verdict: str = "") -> str:
-        """The same as tables, behind a ``verdict``; of the surfaces only the cuts."""
+        """The same as tables, behind a ``verdict``."""
         parts = [
             "# Classifier evaluation",
             *([verdict] if verdict else []),
@@ -174,7 +147,6 @@ class Report:
             _bucket_text(self),
             _acceptance_text(self),
             _reliability_text(self),
-            _surface_text(self),
         ]
         return "\n\n".join(parts) + "\n"
 
@@ -188,7 +160,6 @@ def evaluate(recording: Recording, classifier: Classifier, beta: float = 0.5) ->
     scored = score(recording, classifier)
     kept = decide(scored, beta)
     labels = scored.accepted.float()
-    depth = recording.nodes["depth"]
     return Report(
         features=list(classifier.features.names),
         label=classifier.label,
@@ -202,7 +173,6 @@ def evaluate(recording: Recording, classifier: Classifier, beta: float = 0.5) ->
             "classifier": reliability(scored.confidence, labels),
             "joint": reliability(scored.joint, labels),
         },
-        surfaces=surfaces(classifier, int(depth.max()) if depth.numel() else 1),
     )
 
 
@@ -319,45 +289,6 @@ def acceptance_table(recording: Recording, num_intervals: int = 20) -> Acceptanc
     )
 
 
-def surfaces(classifier: Classifier, max_depth: int) -> list[Surface] | None:
-    """Fig. 2: three cuts along each of P, H and d; ``None`` if the classifier reads more.
-
-    An entropy over the M largest probabilities takes the place of H. Far from recorded
-    tokens (a token cannot be likely under an uncertain draft) the network extrapolates.
-    """
-    sources = {DERIVED[name][0] if name in DERIVED else name for name in classifier.features.names}
-    if any(n not in ("joint", "depth") and not n.startswith("entropy") for n in sources):
-        return None
-    depths = tuple(float(d) for d in range(1, max_depth + 1))
-    axes = {"joint": JOINT_AXIS, "entropy": ENTROPY_AXIS, "depth": depths}
-    depth_cuts = tuple(float(d) for d in sorted({1, (1 + max_depth) // 2, max_depth}))
-    cuts = {"joint": JOINT_CUTS, "entropy": ENTROPY_CUTS, "depth": depth_cuts}
-    return [
-        _surface(classifier, axes, fixed, value)
-        for fixed, values in cuts.items()
-        for value in values
-    ]
-
-
-def _surface(
-    classifier: Classifier, axes: dict[str, tuple[float, ...]], fixed: str, value: float
-) -> Surface:
-    x, y = (name for name in axes if name != fixed)
-    grid_y, grid_x = torch.meshgrid(torch.tensor(axes[y]), torch.tensor(axes[x]), indexing="ij")
-    point = {x: grid_x.flatten(), y: grid_y.flatten()}
-    point[fixed] = torch.full_like(point[x], value)
-    layer = DraftLayer(
-        depth=point["depth"],
-        prob=point["joint"],
-        joint=point["joint"],
-        entropy=point["entropy"],
-        alive=torch.ones_like(point["joint"], dtype=torch.bool),
-        measured=dict.fromkeys(classifier.features.needs, point["entropy"]),
-    )
-    confidence = classifier.confidence(layer).reshape(grid_x.shape)
-    return Surface(fixed, value, x, list(axes[x]), y, list(axes[y]), confidence.tolist())
-
-
 # -- text ---------------------------------------------------------------------------------
 
 
@@ -447,25 +378,6 @@ def _reliability_text(report: Report) -> str:
         f"Mean score and accepted share of n = {report.summary.tokens} {report.scored}, binned "
         "by the classifier's confidence (left) and by the joint probability (right).\n\n"
         + _table(["Bin", "Confidence", "Accepted", "n", "Joint probability", "Accepted", "n"], rows)
-    )
-
-
-def _surface_text(report: Report) -> str:
-    heading = "## Confidence by joint probability, entropy and depth\n\n"
-    if report.surfaces is None:
-        return f"{heading}None: this classifier reads {', '.join(report.features)}."
-    cuts = [s for s in report.surfaces if s.fixed == "joint"]
-    depths = cuts[0].y_values
-    rows = []
-    for cut in cuts:
-        for entropy in ENTROPY_CUTS:
-            i = cut.x_values.index(entropy)
-            answers = [_number(at_depth[i], 3) for at_depth in cut.confidence]
-            rows.append([f"{cut.value:g}", f"{entropy:g}", *answers])
-    return (
-        f"{heading}What the classifier answers at n = {len(rows) * len(depths)} chosen points, "
-        "recorded or not (C2T, Fig. 2).\n\n"
-        + _table(["P", "H (nats)", *(f"d={d:g}" for d in depths)], rows)
     )
 
 

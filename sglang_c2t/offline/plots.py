@@ -8,19 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_c2t.offline.evaluation import Report, Surface
+from sglang_c2t.offline.evaluation import Report
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
-
-AXIS_LABELS = {
-    "joint": "joint probability P",
-    "entropy": "entropy H (nats)",
-    "depth": "depth d (tokens)",
-}
-SYMBOLS = {"joint": "P = {:g}", "entropy": "H = {:g} nat", "depth": "d = {:g}"}
 
 MARKERS = "os^Dv"
 
@@ -72,7 +63,7 @@ def acceptance_plot(report: Report, path: Path) -> None:
         style = f"{MARKERS[j % len(MARKERS)]}-"
         axes.plot(middles, shares, style, color=colour, markersize=4, label=f"d = {depth}")
     axes.set(
-        xlabel=AXIS_LABELS["joint"],
+        xlabel="joint probability P",
         ylabel="accepted share of tokens",
         title=f"Acceptance by depth, n = {report.summary.recorded_tokens} tokens\n"
         f"(points of at least {MIN_TOKENS} tokens)",
@@ -81,46 +72,6 @@ def acceptance_plot(report: Report, path: Path) -> None:
     )
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=DPI)
-
-
-def surface_plots(report: Report, path: Path) -> None:
-    """Confidence over two features while the third is fixed, a row per feature (C2T, Fig. 2).
-
-    Flat maps instead of the paper's 3D surfaces, so that values can be read off; the line
-    is beta. Only for classifiers that read nothing but P, H and d.
-    """
-    assert report.surfaces is not None, f"no grid is laid over {report.features}"
-    rows: dict[str, list[Surface]] = {}
-    for surface in report.surfaces:
-        rows.setdefault(surface.fixed, []).append(surface)
-    width = max(map(len, rows.values()))
-    figure = _figure(3 * width + 1, 8.5)
-    grid = figure.subplots(len(rows), width, squeeze=False)
-    for line, row in zip(grid, rows.values(), strict=True):
-        for axes, surface in zip(line, row, strict=False):
-            colours = _draw(axes, surface, report.beta)
-        for axes in line[len(row) :]:
-            axes.set_axis_off()
-    figure.colorbar(colours, ax=grid, label="confidence", shrink=0.6)
-    figure.suptitle(
-        f"Confidence of a classifier evaluated on n = {report.summary.tokens} tokens, "
-        f"line: beta = {report.beta:g}\n(on a grid, also where no token was recorded)"
-    )
-    figure.savefig(path, dpi=DPI)
-
-
-def _draw(axes: Axes, surface: Surface, beta: float) -> ScalarMappable:
-    x, y, z = surface.x_values, surface.y_values, surface.confidence
-    colours = axes.pcolormesh(x, y, z, shading="nearest", vmin=0, vmax=1, rasterized=True)
-    flat = [value for line in z for value in line]
-    if min(flat) < beta < max(flat) and len(x) > 1 and len(y) > 1:
-        axes.contour(x, y, z, levels=[beta], colors="white")
-    axes.set(
-        xlabel=AXIS_LABELS[surface.x],
-        ylabel=AXIS_LABELS[surface.y],
-        title=SYMBOLS[surface.fixed].format(surface.value),
-    )
-    return colours
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_c2t.classifier.checkpoint import load_classifier
+from sglang_c2t.classifier.checkpoint import load_classifier, shipped_for
+from sglang_c2t.classifier.pair import learnt_from, pair_in
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.advice import ENOUGH, MISJUDGES, SELDOM, Finding, Fine
@@ -38,6 +39,7 @@ class Recorded:
     """Of the tokens that survived, those that were not the likeliest of their siblings."""
     survived: int
     classifier: str
+    learnt_from: str
     auc: float
     error: float
     """Calibration error of the classifier here."""
@@ -65,6 +67,9 @@ def recorded(recording: Recording) -> Recorded:
     deepest = torch.zeros(recording.num_drafts, dtype=torch.long)
     deepest.scatter_reduce_(0, nodes["draft"].long(), depth * survives, "amax")
     name = "c2t-plus" if topk == 1 else "c2t-plus-tree"
+    pair = pair_in(recording.origins[0])
+    if folder := shipped_for(pair):
+        name = f"{folder}/{name}"
     classifier = load_classifier(name)
     scored = score(recording, classifier)
     labels = scored.accepted.float()
@@ -78,6 +83,7 @@ def recorded(recording: Recording) -> Recorded:
         survived_off_chain=int((survives & (nodes["rank"] > 0)).sum()),
         survived=int(survives.sum()),
         classifier=name,
+        learnt_from=learnt_from(classifier.training, pair),
         auc=auc(scored.confidence, labels),
         error=expected_calibration_error(scored.confidence, labels),
         card_auc=float(classifier.training["heldout_auc"]),
@@ -129,8 +135,9 @@ def _steps(r: Recorded) -> Finding | Fine:
 
 def _classifier(r: Recorded) -> Finding | Fine:
     sentence = (
-        f"{r.classifier} ranks these drafts with AUC {r.auc:.3f} and is off by {r.error:.1%} on "
-        f"average; where it was trained {r.card_auc:.3f} and {r.card_error:.1%}"
+        f"{r.classifier}, which learnt from {r.learnt_from}, ranks these drafts with AUC "
+        f"{r.auc:.3f} and is off by {r.error:.1%} on average; where it was trained "
+        f"{r.card_auc:.3f} and {r.card_error:.1%}"
     )
     if r.error <= r.card_error + MISJUDGES and r.auc >= r.card_auc - MISJUDGES:
         return Fine("classifier", sentence)

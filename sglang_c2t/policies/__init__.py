@@ -118,12 +118,15 @@ def build_tree_policy(config: C2TConfig) -> TreePolicy:
     return GatedTree(_gate(config, name, options), **limit)
 
 
-def policy_for(config: C2TConfig, shape: TreeShape) -> Any:
+def policy_for(config: C2TConfig, shape: TreeShape, pair: str | None = None) -> Any:
     """The configured policy for drafts of this shape, chains if ``topk`` is 1, tried once.
 
-    Raises :class:`ConfigError` for what can be neither built nor asked.
+    Its default classifier is the one in the folder ``pair``, if there is one. Raises
+    :class:`ConfigError` for what can be neither built nor asked.
     """
     policy: Any
+    if pair is not None and config.classifier == "default":
+        config = _of_pair(config, pair, trees=shape.topk > 1)
     if shape.topk == 1:
         policy = build_policy(config)
     else:
@@ -131,6 +134,14 @@ def policy_for(config: C2TConfig, shape: TreeShape) -> Any:
         policy.check(shape)
     try_policy(policy, shape)
     return policy
+
+
+def _of_pair(config: C2TConfig, pair: str, *, trees: bool) -> C2TConfig:
+    """With the classifier that is shipped for a pair, where there is one for this policy."""
+    policy = config.policy.removesuffix(ON_EAGLE2)
+    name = getattr(POLICIES.get(policy), "shipped_as", policy)
+    name = f"{pair}/{name + ON_TREES if trees and shipped(name + ON_TREES) else name}"
+    return config if shipped(name) is None else replace(config, classifier=name)
 
 
 def _gate(config: C2TConfig, name: str, options: dict[str, Any]) -> Gate:

@@ -87,13 +87,16 @@ def _seam_problems(say: Callable[[str], None], *, cpu_engine: bool) -> list[str]
 
 
 def _classifier_problems(say: Callable[[str], None]) -> list[str]:
-    from sglang_c2t.classifier.checkpoint import SHIPPED, load_classifier
+    from sglang_c2t.classifier.checkpoint import load_classifier, shipped_names
+    from sglang_c2t.classifier.pair import origins_of
 
     problems = []
-    for path in sorted(SHIPPED.glob("*.safetensors")):
+    for name in shipped_names():
         try:
-            facts = load_classifier(path.stem).training
-            say(f"classifier {path.stem}: shipped, held-out AUC {facts['heldout_auc']}")
+            facts = load_classifier(name).training
+            told = sorted({f"{one['draft']} for {one['target']}" for one in origins_of(facts)})
+            auc = facts["heldout_auc"]
+            say(f"classifier {name}: shipped, held-out AUC {auc}, learnt from {', '.join(told)}")
         except ConfigError as error:
             problems.append(str(error))
     return problems

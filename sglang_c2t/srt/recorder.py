@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
+from sglang_c2t.classifier.pair import Pair
 from sglang_c2t.classifier.recording import MEASURED, RecordingWriter
 from sglang_c2t.classifier.request_names import new_key, recorded_id
 from sglang_c2t.config import C2TConfig
@@ -72,8 +73,8 @@ class Recorder(Exploration):
         threading.Thread(target=self._flush_forever, daemon=True, name="c2t-record").start()
 
     @classmethod
-    def from_config(cls, config: C2TConfig, server_args: Any) -> Recorder | None:
-        """A recorder when recording is on, else ``None``; it writes on rank 0 only."""
+    def from_config(cls, config: C2TConfig, server_args: Any, pair: Pair | None) -> Recorder | None:
+        """A recorder of this pair when recording is on, else ``None``; it writes on rank 0 only."""
         if config.record is None or get_parallel().tp_group.rank_in_group != 0:
             return None
         argument = partial(compat.argument, server_args)
@@ -85,6 +86,7 @@ class Recorder(Exploration):
             # None: draft layers of the target's own checkpoint.
             "draft": Path(argument("speculative_draft_model_path") or target).name,
             "algorithm": argument("speculative_algorithm"),
+            "weights": pair and {"target": pair.target, "draft": pair.draft},
             "num_steps": shape.num_steps,
             "topk": shape.topk,
             "num_draft_tokens": shape.num_draft_tokens,

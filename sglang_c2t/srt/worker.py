@@ -15,6 +15,7 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 from torch import Tensor
 
 from sglang_c2t.checks import told
+from sglang_c2t.classifier.pair import Pair
 from sglang_c2t.config import C2TConfig, ConfigError, active, publish
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.gate import Gate
@@ -43,6 +44,7 @@ from sglang_c2t.srt.draft.watcher import DraftWatcher
 from sglang_c2t.srt.hooks.control import FORGET, approved, changed
 from sglang_c2t.srt.hooks.reporting import PARTS
 from sglang_c2t.srt.hooks.step_metrics import Step
+from sglang_c2t.srt.pair import served_pair, shipped_on_all_ranks
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.tensor_parallel import agreement, all_ranks, host_agreement, sharing
 from sglang_c2t.srt.verify import backends, chain, tree, trial
@@ -77,6 +79,10 @@ class WorkerMixin(EAGLEWorkerV2):
     _first_drafts: FirstDrafts | None = None
     """What is known of these, where nobody plans."""
 
+    _pair: Pair | None = None
+    _shipped: str | None = None
+    """The folder of the classifiers that are shipped for the pair; ``None``: there are none."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with attach.swapped(*self.draft_worker_global, self.draft_worker_class):
             super().__init__(*args, **kwargs)
@@ -87,7 +93,9 @@ class WorkerMixin(EAGLEWorkerV2):
         self._plannings: dict[str, Planning] = {}
         rows = max(self.speculative_num_draft_tokens, self.speculative_num_steps + 1)
         self._history = OutputHistory(rows)
-        self._recorder = Recorder.from_config(self._config, self.server_args)
+        self._pair = served_pair(self.server_args)
+        self._shipped = shipped_on_all_ranks(self._pair)
+        self._recorder = Recorder.from_config(self._config, self.server_args, self._pair)
         self._draft_worker.watch(self._gate_maker(), self._recorder)
         compat.on_arrival(self.server_args, self._draft_worker.arrive)
         PARTS["serving"] = self._serving_told
@@ -204,7 +212,7 @@ class WorkerMixin(EAGLEWorkerV2):
         if self._config.record is not None:
             raise ConfigError("the policy of a server that records stays: restart it without")
         config = changed(self._config, values, self._start)
-        policy = approved(config, self._start, self._shape)
+        policy = approved(config, self._start, self._shape, self._shipped)
         if "hidden" in policy.needs and isinstance(self, StandaloneWorkerV2):
             raise ConfigError(
                 f"policy {policy.name} reads hidden states, and a STANDALONE draft passes none on"
@@ -229,6 +237,7 @@ class WorkerMixin(EAGLEWorkerV2):
         if forgets and planning is not None:
             planning.planner.reset()
         self._config = config
+        self._announce_classifier()
         return config
 
     def _captured_for(self, policy: Any) -> bool:
@@ -320,7 +329,8 @@ class WorkerMixin(EAGLEWorkerV2):
             "plans": plans(policy),
             "row_ms": None if self._planning is not None else self._feedback.row_ms,
             "beta": getattr(policy, "beta", None),
-            "classifier": told_of(policy),
+            "classifier": told_of(policy, self._pair),
+            "pair": self._pair and self._pair._asdict(),
             "first_drafts": self._first_drafts.grades.told() if self._first_drafts else None,
         }
 
@@ -336,7 +346,8 @@ class WorkerMixin(EAGLEWorkerV2):
         """Name the policy where none was chosen, now that it is known what can be packed."""
         config = named(self._typed, packed=self._draft_worker.packed)
         if config != self._start:
-            self._draft_worker.gate.switch(policy_for(config, self._shape), captured=False)
+            policy = policy_for(config, self._shape, self._shipped)
+            self._draft_worker.gate.switch(policy, captured=False)
             self._config = self._start = config
         publish(config)  # what this process reports
 
@@ -348,6 +359,24 @@ class WorkerMixin(EAGLEWorkerV2):
         logger.info(
             "C2T: policy %s, %s, settings %s", self._config.policy, what, self._config.to_json()
         )
+        self._announce_classifier()
+
+    def _announce_classifier(self) -> None:
+        """One line that says which classifier judges drafts, if one does, and why this one."""
+        facts = told_of(self._draft_worker.gate.served.policy, self._pair)
+        if facts is None:
+            return
+        given = self._config.classifier != "default"
+        why = "as given" if given else "the default"
+        if not given and facts["learnt_from"] != "this pair":
+            why = "none is shipped for this pair"
+            why += f" {tuple(self._pair)}" if self._pair else ", whose weights are not to be found"
+        level = logging.WARNING if facts["learnt_from"] == "another pair" else logging.INFO
+        logger.log(
+            level,
+            "C2T: classifier %s learnt from %s (%s): %s",
+            facts["name"], facts["learnt_from"], ", ".join(facts["origins"]), why,
+        )  # fmt: skip
 
 
 class ChainWorkerMixin(WorkerMixin):
@@ -368,7 +397,7 @@ class ChainWorkerMixin(WorkerMixin):
     def _gate_maker(self) -> Callable[..., Gate]:
         return partial(
             ChainGate,
-            policy_for(self._config, self._shape),
+            policy_for(self._config, self._shape, self._shipped),
             agree=agreement(),
             recording=self._config.record is not None,
         )
@@ -432,7 +461,7 @@ class TreeWorkerMixin(WorkerMixin):
     def _gate_maker(self) -> Callable[..., Gate]:
         return partial(
             TreeGate,
-            policy_for(self._config, self._shape),
+            policy_for(self._config, self._shape, self._shipped),
             self._shape,
             max_rows=self._config.max_verify_rows,
             agree=agreement(),

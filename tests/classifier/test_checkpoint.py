@@ -74,7 +74,7 @@ def test_a_saved_classifier_loads_to_the_same_confidences(
     layer = tokens.layer()
     assert torch.equal(loaded.confidence(layer), original.confidence(layer))
     assert (loaded.features, loaded.label) == (spec, label)
-    assert loaded.training == {"note": "test"}
+    assert (loaded.training, loaded.name) == ({"note": "test"}, "mine.safetensors")
 
 
 def test_isotonic_calibration_is_part_of_the_confidence(tokens: Recording) -> None:
@@ -149,6 +149,7 @@ READS = "this version reads ('c2t-classifier', 2)"
         (card(label=None), "card mine.json must hold the keys"),
         (card(features=None), "card mine.json must hold the keys"),
         (card(training=None), "card mine.json must hold the keys"),
+        (card(training=[3]), "training an object"),
         (card_text("{"), "cannot read its card mine.json"),
         (card_text(""), "cannot read its card mine.json"),
         (card_text("\x00"), "cannot read its card mine.json"),

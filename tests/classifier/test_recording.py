@@ -288,7 +288,7 @@ def saying(**metadata: str) -> Callable[[Path], None]:
             saying(features=json.dumps(CONVENTIONS.to_card() | {"entropy_unit": "bit"})),
             "was measured otherwise than this version measures: entropy_unit 'bit' (here: 'nat')",
         ),
-        (saying(origin='{"draft": "e"}'), "recorded with another draft model (algorithm None, not"),
+        (saying(origin='{"draft": "e"}'), "recorded with another pair of models (algorithm None, "),
     ],
 )
 def test_a_spoilt_shard_among_good_ones_is_refused_by_name(
@@ -306,7 +306,7 @@ def test_two_draft_models_are_mixed_only_on_request_and_kinds_of_roots_never(
 ) -> None:
     write(tmp_path, CHAINS)
     write(tmp_path, CHAINS, origin={**ORIGIN, "draft": "another"})
-    with refused("another draft model (draft another, not d)"):
+    with refused("another pair of models (draft another, not d)"):
         read_recording(tmp_path)
     read = read_recording(tmp_path, mix_drafts=True)
     assert [origin["draft"] for origin in read.origins] == ["d", "another"]
@@ -314,3 +314,25 @@ def test_two_draft_models_are_mixed_only_on_request_and_kinds_of_roots_never(
     write(tmp_path, CHAINS, roots="every")
     with refused("holds roots of kind every, the others visited"):
         read_recording(tmp_path, mix_drafts=True)
+
+
+@pytest.mark.parametrize(
+    ("renamed", "weights", "said"),
+    [
+        ("e", {"target": "1", "draft": "2"}, None),
+        ("d", {"target": "1", "draft": "3"}, "(weights {'draft': '3', 'target': '1'}, not {"),
+        ("d", {"target": "4", "draft": "2"}, "(weights {'draft': '2', 'target': '4'}, not {"),
+        ("d", None, None),  # of a version that said nothing of weights
+        ("e", None, "(draft e, not d)"),
+    ],
+)
+def test_a_pair_is_known_by_its_weights_where_they_are_told(
+    tmp_path: Path, renamed: str, weights: dict[str, str] | None, said: str | None
+) -> None:
+    write(tmp_path / "a", CHAINS, origin={**ORIGIN, "weights": {"target": "1", "draft": "2"}})
+    write(tmp_path / "b", CHAINS, origin={**ORIGIN, "draft": renamed, "weights": weights})
+    if said is None:
+        assert len(read_recording(tmp_path / "a", tmp_path / "b").origins) == 2
+    else:
+        with refused(f"another pair of models {said}"):
+            read_recording(tmp_path / "a", tmp_path / "b")

@@ -8,8 +8,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import requests
+
 from eval.prompts import classifier_mix
-from eval.server import Launch, running, speculative_flags
+from eval.server import DRAFTS, TARGET, Launch, running, speculative_flags
+from sglang_c2t.classifier.pair import Pair, fingerprint
 from sglang_c2t.classifier.recording import read_recording
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.offline.client import greedy, run_load
@@ -41,12 +44,17 @@ def test_a_prompt_file_becomes_a_classifier_that_is_served(logs: Path, tmp_path:
     told = c2t("evaluate", str(recording), "--classifier", str(out), "--out", str(tmp_path / "r"))
     assert "drafts verified at equal accept length" in told.splitlines()[-1]
     assert "this classifier, c2t-log at 0.5" in (tmp_path / "r" / "report.md").read_text()
-    assert {"report.md", "report.json", "surfaces.png"} <= {
+    assert {"report.md", "report.json", "acceptance.png"} <= {
         p.name for p in (tmp_path / "r").iterdir()
     }
     policy = ("--c2t-policy", "c2t-log", "--c2t-classifier", str(out))
     with running(Launch("trained", (*EAGLE3, "--c2t", *policy)), logs) as server:
         served = run_load(server.url, [greedy(p.text, 32) for p in mix], concurrency=8)
+        (scheduler,) = requests.get(f"{server.url}/c2t", timeout=60).json()["serving"]
+    pair = Pair("EAGLE3", *(fingerprint(model) or "" for model in (TARGET, DRAFTS["EAGLE3"])))
+    assert scheduler["pair"] == pair._asdict()
+    assert scheduler["classifier"]["name"] == "mine.safetensors"
+    assert scheduler["classifier"]["learnt_from"] == "this pair"
     live = [answer.meta_info["spec_num_proposed_drafts"] for answer in served.answers]
     chains = Chains.from_recording(read_recording(recording))
     outcome = replay(build_policy(C2TConfig("c2t-log", classifier=str(out))), chains)

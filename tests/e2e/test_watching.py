@@ -124,7 +124,10 @@ def test_a_classifier_of_another_model_is_named_by_what_it_promised(
     *_, bias = classifier.net.parameters()
     with torch.no_grad():
         bias -= 3.0
-    classifier.training["origins"] = [{"draft": "other-draft", "target": "other-target"}]
+    classifier.training["origins"] = [
+        {"algorithm": "EAGLE3", "draft": "other-draft", "target": "other-target",
+         "weights": {"draft": "other", "target": "other"}}
+    ]  # fmt: skip
     path = logs / "of-another.safetensors"
     save_classifier(classifier, path)
     flags = ("--c2t-policy", "c2t-plus", "--c2t-classifier", str(path))
@@ -135,7 +138,9 @@ def test_a_classifier_of_another_model_is_named_by_what_it_promised(
     promised, survived = re.findall(r"(\d+)%", cause)[:2]
     assert cause.startswith("classifier: of ")
     assert int(promised) + 10 < int(survived)
-    assert "it was trained on other-draft for other-target" in cause
+    learnt = "of-another.safetensors learnt from another pair (other-draft for other-target)"
+    assert learnt in cause
+    assert f"C2T: classifier {learnt}: as given" in (logs / "of-another.log").read_text()
 
 
 def test_steps_that_never_survive_are_named(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:

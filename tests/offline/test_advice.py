@@ -39,7 +39,8 @@ HEALTHY = Facts(
     predicted_seconds=9.8, measured_seconds=10.0, quartiles=(0.95, 1.05), median=1.0,
     outlook=OUTLOOK, grades=GOOD, accepted_at_least={1: 2600, 2: 1400, 3: 500, 4: 200, 5: 100},
     verified_at_least={1: 3200, 2: 3200}, kv_used=0.4,
-    classifier={"heldout_auc": 0.93, "heldout_ece": 0.01, "origins": ["eagle3 for target"]},
+    classifier={"heldout_auc": 0.93, "heldout_ece": 0.01, "origins": ["eagle3 for target"],
+                "name": "c2t-plus", "learnt_from": "several pairs"},
 )  # fmt: skip
 
 #: The same with a gate that knows no load.
@@ -165,7 +166,8 @@ def test_a_gate_that_promises_more_than_survives_is_named_with_both_numbers() ->
     found = first(replace(GATED, grades=GOOD._replace(promised=0.97, survived=0.4)))
     assert found.name == "classifier"
     assert "promised that 97% survive, and 40% (+-3%) did" in found.sentence
-    assert "trained on eagle3 for target, and was off by 1% there" in found.sentence
+    learnt = "c2t-plus learnt from several pairs (eagle3 for target)"
+    assert f"{learnt}, and was off by 1% there" in found.sentence
 
 
 def test_a_gate_that_promises_less_ends_drafts_that_would_survive() -> None:
@@ -183,6 +185,27 @@ def test_what_a_classifier_was_off_by_where_it_was_trained_is_no_news() -> None:
     assert judged(replace(off, classifier={"heldout_ece": 0.15}))[0] == []
 
 
+@pytest.mark.parametrize("facts", [HEALTHY, GATED])
+@pytest.mark.parametrize("grades", [GOOD, None])
+def test_a_classifier_that_is_no_cause_is_told_with_the_pair_that_it_learnt_from(
+    facts: Facts, grades: Grades | None
+) -> None:
+    found, fine = judged(replace(facts, grades=grades))
+    (told,) = [one.sentence for one in fine if one.name == "classifier"]
+    assert "classifier" not in [one.name for one in found]
+    assert "c2t-plus learnt from several pairs (eagle3 for target)" in told
+
+
+def test_a_server_that_tells_of_no_pair_has_an_unknown_one() -> None:
+    """One of an earlier version; and one whose policy reads no classifier has none to tell of."""
+    found = first(replace(GATED, classifier={}, grades=GOOD._replace(promised=0.97, survived=0.4)))
+    assert found.name == "classifier"
+    older = replace(GATED, classifier={"heldout_ece": 0.01}, grades=None)
+    (told,) = [one.sentence for one in judged(older)[1] if one.name == "classifier"]
+    assert told == "it learnt from an unknown pair (of unknown names)"
+    assert "classifier" not in [one.name for one in judged(FIXED)[1]]
+
+
 def test_few_drafts_blame_no_classifier() -> None:
     few = Grades(ENOUGH - 1, 0.97, 0.4, 0.9, 0.05)
     assert all(one.name != "classifier" for one in judged(replace(GATED, grades=few))[0])
@@ -193,7 +216,8 @@ def test_plans_calibrate_what_is_promised_but_not_what_is_ranked() -> None:
     assert judged(wrong)[0] == []
     found = first(replace(HEALTHY, grades=GOOD._replace(auc=0.52)))
     assert found.name == "classifier"
-    assert "AUC 0.52, where 0.50 is chance and 0.93" in found.sentence
+    assert "AUC 0.52, where 0.50 is chance; c2t-plus learnt from" in found.sentence
+    assert "and had 0.93 there" in found.sentence
 
 
 def of_steps(num_steps: int, reach: float) -> Facts:

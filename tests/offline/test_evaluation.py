@@ -24,9 +24,8 @@ from sglang_c2t.offline.evaluation import (
     evaluate,
     score,
     summary,
-    surfaces,
 )
-from sglang_c2t.offline.plots import acceptance_plot, reliability_diagram, surface_plots
+from sglang_c2t.offline.plots import acceptance_plot, reliability_diagram
 from sglang_c2t.offline.scores import Rates
 from tests import recordings
 from tests.recordings import recording
@@ -265,7 +264,7 @@ def test_markdown_gives_every_table_a_heading_a_sentence_and_straight_columns(
     names: dict[str, float],
 ) -> None:
     _, *sections = report_of(names).to_markdown().split("\n## ")
-    assert len(sections) == 5
+    assert len(sections) == 4
     for section in sections:
         _heading, sentence, *table = section.strip().split("\n\n")
         assert sentence.endswith(".")
@@ -275,32 +274,6 @@ def test_markdown_gives_every_table_a_heading_a_sentence_and_straight_columns(
                 tuple(i for i, c in enumerate(line) if c == "|") for line in lines.split("\n")
             }
             assert len(shapes) == 1
-
-
-def test_surfaces_are_what_the_classifier_answers_point_by_point() -> None:
-    classifier = linear(PAPER, -1.0)
-    found = surfaces(classifier, max_depth=4) or []
-    assert [(s.fixed, s.value) for s in found] == [
-        *(("joint", v) for v in (0.1, 0.5, 0.9)),
-        *(("entropy", v) for v in (1.0, 3.0, 5.0)),
-        *(("depth", v) for v in (1.0, 2.0, 4.0)),
-    ]
-    for surface in found:
-        i, j = 1, 2
-        point = {surface.fixed: surface.value}
-        point |= {surface.x: surface.x_values[j], surface.y: surface.y_values[i]}
-        logit = sum(weight * point[name] for name, weight in PAPER.items()) - 1.0
-        assert surface.confidence[i][j] == pytest.approx(1 / (1 + math.exp(-logit)), abs=1e-6)
-
-
-def test_a_truncated_entropy_takes_the_place_of_the_entropy_on_surfaces() -> None:
-    whole = surfaces(linear({"entropy": 1.0}, 0.0), 3)
-    assert surfaces(linear({"entropy_top1000": 1.0}, 0.0), 3) == whole
-
-
-@pytest.mark.parametrize("name", ["prob", "log_prob", "margin", "hidden"])
-def test_a_classifier_of_other_features_has_no_surfaces(name: str) -> None:
-    assert surfaces(linear({"joint": 1.0, name: 1.0}, 0.0), 3) is None
 
 
 def test_a_method_stands_beside_its_own_threshold() -> None:
@@ -329,7 +302,6 @@ def test_a_recording_that_lacks_a_feature_or_holds_values_that_are_not_finite_is
     [
         (reliability_diagram, "png", b"\x89PNG"),
         (acceptance_plot, "svg", b"<?xml"),
-        (surface_plots, "svg", b"<?xml"),
     ],
 )
 def test_plots_are_drawn_in_the_format_of_the_suffix(
@@ -344,8 +316,4 @@ def test_plots_of_nothing_are_refused_or_empty(tmp_path: Path) -> None:
     report = evaluate(recording_of([]), BY_PROB)
     reliability_diagram(report, tmp_path / "a.svg")
     acceptance_plot(report, tmp_path / "b.svg")
-    with pytest.raises(AssertionError, match="no grid is laid over \\['prob'\\]"):
-        surface_plots(report, tmp_path / "c.svg")
-    # One layer: a depth axis of one value has no contour.
-    surface_plots(evaluate(recording_of(ONE_TOKEN), linear(PAPER, -1.0)), tmp_path / "d.svg")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.svg", "b.svg", "d.svg"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.svg", "b.svg"]

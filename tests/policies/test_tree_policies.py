@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from sglang_c2t.classifier import checkpoint
 from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.draft.served import classifier_of
 from sglang_c2t.draft_layer import PLACES, DraftLayer
 from sglang_c2t.policies import (
     POLICIES,
     TREE_POLICIES,
     build_policy,
     build_tree_policy,
+    policy_for,
     tree_policy_names,
 )
 from sglang_c2t.policies.base import Growth, TreeLayer, TreeShape
@@ -287,6 +292,41 @@ def test_trees_use_the_shipped_classifier_that_learnt_from_trees(name: str) -> N
 def test_a_named_classifier_is_the_one_that_is_used() -> None:
     gate = build_tree_policy(C2TConfig(policy="c2t", classifier="c2t")).gate
     assert gate.classifier.training == build_policy(C2TConfig(policy="c2t")).classifier.training
+
+
+@pytest.mark.parametrize(
+    ("config", "chains", "trees"),
+    [
+        (C2TConfig("c2t"), "mine/c2t", "mine/c2t-tree"),
+        (C2TConfig("auto"), "mine/c2t-plus", "c2t-plus-tree"),
+        (C2TConfig("c2t-eagle2"), None, "mine/c2t-tree"),
+        (C2TConfig("logistic"), "mine/logistic", "mine/logistic"),
+        (C2TConfig("c2t-log"), "c2t-log", "c2t-log-tree"),
+        (C2TConfig("c2t", classifier="c2t"), "c2t", "c2t"),
+        (C2TConfig("c2t", classifier="mine/c2t"), "mine/c2t", "mine/c2t"),
+        (C2TConfig("dyjoint"), None, None),
+        (C2TConfig("mcsd"), "mcsd", None),
+    ],
+)
+def test_a_pair_is_judged_by_what_learnt_from_it_where_that_is_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: C2TConfig, chains: str, trees: str
+) -> None:
+    """What was given is used, and what no classifier of the pair is there for reads the others."""
+    shutil.copytree(checkpoint.SHIPPED, tmp_path, dirs_exist_ok=True)
+    for name in ("c2t", "c2t-tree", "c2t-plus", "logistic"):
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        for suffix in (".json", ".safetensors"):
+            shutil.copy(tmp_path / f"{name}{suffix}", tmp_path / "mine")
+    monkeypatch.setattr(checkpoint, "SHIPPED", tmp_path)
+    for shape, wanted in ((TreeShape(1, 5, 6), chains), (TreeShape(4, 5, 16), trees)):
+        try:
+            classifier = classifier_of(policy_for(config, shape, "mine"))
+        except ConfigError:
+            assert wanted is None
+            continue
+        assert (classifier.name if classifier else None) == wanted
+        others = classifier_of(policy_for(config, shape))
+        assert others is None or "/" not in others.name or "/" in config.classifier
 
 
 @pytest.mark.parametrize("name", ["c2t", "c2t-log", "c2t-plus", "dyjoint", "logistic"])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_c2t.classifier.pair import Pair
 from sglang_c2t.classifier.recording import Recording, RecordingWriter, read_recording
 from sglang_c2t.classifier.request_names import name_requests
 from sglang_c2t.config import C2TConfig
@@ -262,7 +263,7 @@ def test_rank_zero_records_under_the_names_of_the_models_if_there_is_a_directory
     )
     if topk is None:  # left out: SGLang chooses
         compat.decide(server_args, speculative_eagle_topk=1)
-    of = recorder.Recorder.from_config(config, server_args)
+    of = recorder.Recorder.from_config(config, server_args, Pair("EAGLE3", "12", "34"))
     if rank == 1 or not directory:
         assert of is None
         return
@@ -275,9 +276,9 @@ def test_rank_zero_records_under_the_names_of_the_models_if_there_is_a_directory
     assert read.roots == "every"
     assert read.nodes["hidden"].tolist() == torch.tensor([[0.1, 1.0], [0.1, 2.0]]).half().tolist()
     assert read.origins == [
-        {"target": "target", "draft": "draft", "algorithm": "EAGLE3", "num_steps": 2,
-         "topk": topk or 1, "num_draft_tokens": 3, "policy": "c2t",
-         "exact_ancestors": True}
+        {"target": "target", "draft": "draft", "algorithm": "EAGLE3",
+         "weights": {"target": "12", "draft": "34"}, "num_steps": 2, "topk": topk or 1,
+         "num_draft_tokens": 3, "policy": "c2t", "exact_ancestors": True}
     ]  # fmt: skip
 
 

@@ -101,8 +101,8 @@ def changed(in_force: C2TConfig, values: object, start: C2TConfig) -> C2TConfig:
     return config
 
 
-def approved(config: C2TConfig, start: C2TConfig, shape: TreeShape) -> Any:
-    """The policy of a config that :func:`changed` made.
+def approved(config: C2TConfig, start: C2TConfig, shape: TreeShape, pair: str | None = None) -> Any:
+    """The policy of a config that :func:`changed` made, for a ``pair`` as in :func:`policy_for`.
 
     Raises :class:`ConfigError`, whose sentence is fit for clients: it names files, but tells
     neither where they are nor what they hold.
@@ -120,7 +120,7 @@ def approved(config: C2TConfig, start: C2TConfig, shape: TreeShape) -> Any:
             f"classifier {shown(name)} cannot be used: the server's log says why"
         ) from error
     try:
-        return policy_for(config, shape)
+        return policy_for(config, shape, pair)
     except ConfigError as error:
         raise ConfigError(str(error).replace(config.classifier, name)) from error
 
@@ -137,7 +137,8 @@ def settings(config: C2TConfig) -> dict[str, Any]:
 
 def shown_classifier(config: C2TConfig) -> str:
     """The classifier's name: of a file its own, without the directory."""
-    return Path(config.classifier).name
+    known = config.classifier in shipped_names()
+    return config.classifier if known else Path(config.classifier).name
 
 
 def _is_own(policy: object, start: C2TConfig) -> bool:

@@ -165,6 +165,7 @@ def test_a_shipped_classifier_and_the_one_given_at_start_are_taken_by_their_name
     for value in (start.classifier, "outside.safetensors"):
         assert taken(value, start).classifier == start.classifier
     assert taken("c2t", start).classifier == "c2t"
+    assert settings(taken("c2t", start))["classifier"] == "c2t"
     assert taken("default", start).classifier == "default"
 
 

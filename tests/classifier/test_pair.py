@@ -1,0 +1,190 @@
+"""Which pair a classifier learnt from: known by weights, whatever folders are called."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_c2t.classifier import checkpoint
+from sglang_c2t.classifier.checkpoint import (
+    Classifier,
+    load_classifier,
+    save_classifier,
+    shipped_for,
+    shipped_names,
+)
+from sglang_c2t.classifier.features import CONVENTIONS
+from sglang_c2t.classifier.model import ConfidenceNet
+from sglang_c2t.classifier.pair import Pair, fingerprint, learnt_from, pair_in
+from tests.hostile import SPECIAL, in_time
+
+MINE, OTHER = Pair("EAGLE3", "a" * 16, "b" * 16), Pair("EAGLE3", "a" * 16, "c" * 16)
+
+
+def origin(pair: Pair | None = MINE, **names: Any) -> dict[str, Any]:
+    """As a recorder writes it."""
+    weights = pair and {"target": pair.target, "draft": pair.draft}
+    return {"algorithm": "EAGLE3", "target": "t", "draft": "d", "weights": weights, **names}
+
+
+# -- weights -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with two files of weights, a megabyte together, and what is no weight."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for number in (1, 2):
+        data = bytes(number * place % 251 for place in range(251)) * 2000
+        (folder / f"model-0000{number}-of-00002.safetensors").write_bytes(data)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_copy_under_another_name_is_the_same_model(model: Path, tmp_path: Path) -> None:
+    mine = fingerprint(model)
+    assert mine is not None
+    assert len(mine) == 16
+    copy = shutil.copytree(model, tmp_path / "renamed")
+    (copy / "config.json").write_text('{"written_by": "another release"}')
+    (copy / "consolidated.safetensors").write_bytes(b"the same weights, by other names")
+    assert fingerprint(copy) == mine
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("change", ["trained", "longer", "beginning", "end", "gone"])
+def test_a_model_of_other_weights_is_another(model: Path, number: int, change: str) -> None:
+    before = fingerprint(model)
+    file = model / f"model-0000{number}-of-00002.safetensors"
+    data = file.read_bytes()
+    if change == "gone":
+        file.unlink()
+    else:
+        file.write_bytes({
+            "trained": data.translate(bytes(value ^ 1 for value in range(256))),
+            "longer": data + data[-1:],
+            "beginning": b"\xff" + data[1:],
+            "end": data[:-1] + b"\xff",
+        }[change])  # fmt: skip
+    assert fingerprint(model) not in (before, None)
+
+
+def test_a_large_model_is_known_at_once(tmp_path: Path) -> None:
+    """30 files of 5 GB, which hold nothing, so that they take no room."""
+    for number in range(30):
+        with (tmp_path / f"model-{number:05d}-of-00030.safetensors").open("wb") as file:
+            file.truncate(5 << 30)
+    with in_time():
+        assert fingerprint(tmp_path) is not None
+
+
+def test_one_file_and_an_empty_one_are_models_too(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    for name, data in (("x.gguf", b"weights"), ("empty.gguf", b"")):
+        file = tmp_path / "alone" / name
+        file.write_bytes(data)
+        assert fingerprint(file) is not None
+        file.rename(tmp_path / name)
+    assert fingerprint(tmp_path / "x.gguf") != fingerprint(tmp_path / "empty.gguf")
+
+
+@pytest.mark.parametrize("name", sorted(SPECIAL))
+def test_what_holds_no_weights_is_no_model_and_keeps_nobody_waiting(
+    tmp_path: Path, name: str
+) -> None:
+    SPECIAL[name](tmp_path / "model.safetensors")
+    with in_time():
+        found = fingerprint(tmp_path)
+    assert (found is None) == (not (tmp_path / "model.safetensors").is_file())
+    assert fingerprint(tmp_path / "absent") is None
+
+
+# -- cards ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("origins", "said"),
+    [
+        ([origin()], "this pair"),
+        ([origin(), origin(target="renamed", topk=8)], "this pair"),
+        ([origin(OTHER)], "another pair"),
+        ([origin(MINE._replace(target="0"))], "another pair"),
+        ([origin(algorithm="EAGLE")], "another pair"),
+        ([origin(), origin(OTHER)], "several pairs"),
+        ([origin(), origin(None)], "several pairs"),
+        ([origin(None, draft="d"), origin(None, draft="e")], "several pairs"),
+        ([origin(None)], "an unknown pair"),
+        ([], "an unknown pair"),
+    ],
+)
+def test_a_card_says_whether_it_is_of_this_pair(origins: list[Any], said: str) -> None:
+    assert learnt_from({"origins": origins}, MINE) == said
+    unknown = learnt_from({"origins": origins}, None)
+    assert unknown == ("several pairs" if said == "several pairs" else "an unknown pair")
+
+
+@pytest.mark.parametrize(
+    "weights", [None, [], "x", 3, {}, {"target": "a"}, {"target": 1, "draft": "b"},
+                {"target": ["a"], "draft": {}}]
+)  # fmt: skip
+def test_odd_weights_in_a_card_are_unknown(weights: Any) -> None:
+    odd = {**origin(), "weights": weights}
+    assert pair_in(odd) is None
+    assert learnt_from({"origins": [odd]}, MINE) == "an unknown pair"
+
+
+@pytest.mark.parametrize("origins", [None, 3, "x", {"a": 1}, [3, None, ["x"]]])
+def test_odd_origins_in_a_card_are_none(origins: Any) -> None:
+    assert learnt_from({"origins": origins}, MINE) == "an unknown pair"
+
+
+# -- what is shipped -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of shipped classifiers: one for all, and one of ``MINE``."""
+    monkeypatch.setattr(checkpoint, "SHIPPED", tmp_path)
+    for name, origins in {
+        "c2t": [origin(), origin(OTHER)],
+        "mine/c2t": [origin()],
+        "nobody/c2t": [origin(None)],
+    }.items():
+        training = {"origins": origins, "of": name}
+        save_classifier(
+            Classifier(ConfidenceNet(), CONVENTIONS, training), tmp_path / f"{name}.safetensors"
+        )
+    return tmp_path
+
+
+def test_classifiers_are_shipped_for_the_pair_that_they_learnt_from(shipped: Path) -> None:
+    assert [shipped_for(pair) for pair in (MINE, OTHER, None)] == ["mine", None, None]
+
+
+def test_those_of_a_pair_are_named_by_its_folder(shipped: Path) -> None:
+    assert shipped_names() == ["c2t", "mine/c2t", "nobody/c2t"]
+    for name in shipped_names():
+        classifier = load_classifier(name)
+        assert (classifier.name, classifier.training["of"]) == (name, name)
+    assert load_classifier(shipped / "mine" / "c2t.safetensors").name == "c2t.safetensors"
+
+
+def test_what_is_shipped_of_one_pair_lies_in_a_folder_and_the_rest_learnt_from_several() -> None:
+    """The files of this checkout."""
+    of: dict[str, set[str]] = {}
+    for name in shipped_names():
+        card = json.loads((checkpoint.SHIPPED / f"{name}.json").read_text())
+        pairs = {pair_in(one) for one in card["training"]["origins"]}
+        folder = name.rpartition("/")[0]
+        assert (
+            (len(pairs) == 1 and None not in pairs)
+            if folder
+            else len({one["draft"] for one in card["training"]["origins"]}) == 3
+        )
+        of.setdefault(folder, set()).update(map(str, pairs))
+    assert all(len(pairs) == 1 for folder, pairs in of.items() if folder)

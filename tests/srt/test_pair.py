@@ -1,0 +1,149 @@
+"""The pair that a server serves, found from SGLang's arguments, and how it is told."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eval.server import DRAFTS, MLA, TARGET
+from sglang_c2t.classifier.checkpoint import load_classifier
+from sglang_c2t.classifier.pair import Pair, fingerprint
+from sglang_c2t.config import C2TConfig
+from sglang_c2t.policies.c2t_plus import C2TPlus
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.srt import pair
+from sglang_c2t.srt.pair import served_pair, shipped_on_all_ranks
+from sglang_c2t.srt.worker import C2TEagleWorker
+from tests.doubles import double
+
+TARGET_WEIGHTS, DRAFT_WEIGHTS = fingerprint(TARGET), fingerprint(DRAFTS["EAGLE3"])
+assert TARGET_WEIGHTS is not None
+assert DRAFT_WEIGHTS is not None
+PAIR = Pair("EAGLE3", TARGET_WEIGHTS, DRAFT_WEIGHTS)
+
+
+def arguments(**changes: Any) -> Any:
+    typed = {
+        "model_path": str(TARGET), "revision": None, "download_dir": None,
+        "speculative_algorithm": "EAGLE3", "speculative_draft_model_revision": None,
+        "speculative_draft_model_path": str(DRAFTS["EAGLE3"]),
+    }  # fmt: skip
+    return double("ServerArgs", **typed | changes)
+
+
+def test_a_pair_is_its_algorithm_and_the_weights_of_both(tmp_path: Path) -> None:
+    assert served_pair(arguments()) == PAIR
+    renamed = shutil.copytree(DRAFTS["EAGLE3"], tmp_path / "renamed")
+    assert served_pair(arguments(speculative_draft_model_path=str(renamed))) == PAIR
+
+
+@pytest.mark.parametrize("draft", [None, str(MLA)])
+def test_a_target_that_holds_its_draft_is_both(draft: str | None) -> None:
+    typed = {"model_path": str(MLA), "speculative_algorithm": "NEXTN"}
+    found = served_pair(arguments(**typed, speculative_draft_model_path=draft))
+    mla = fingerprint(MLA)
+    assert mla is not None
+    assert found == Pair("NEXTN", mla, mla)
+
+
+def in_cache(cache: Path, name: str, revision: str, source: Path) -> None:
+    """As Hugging Face's client keeps a model."""
+    folder = cache / ("models--" + name.replace("/", "--"))
+    shutil.copytree(source, folder / "snapshots" / ("0" * 40))
+    (folder / "refs").mkdir()
+    (folder / "refs" / revision).write_text("0" * 40)
+
+
+def test_models_of_the_hub_are_found_where_sglang_has_put_them(tmp_path: Path) -> None:
+    in_cache(tmp_path, "org/target", "v1", TARGET)
+    in_cache(tmp_path, "org/draft", "v2", DRAFTS["EAGLE3"])
+    typed = {
+        "model_path": "org/target", "speculative_draft_model_path": "org/draft",
+        "revision": "v1", "speculative_draft_model_revision": "v2", "download_dir": str(tmp_path),
+    }  # fmt: skip
+    assert served_pair(arguments(**typed)) == PAIR
+    for absent in (
+        {"revision": "v2"},
+        {"speculative_draft_model_revision": None},
+        {"model_path": "org/absent"},
+        {"model_path": "s3://no/name/of/the/hub"},
+        {"speculative_draft_model_path": str(tmp_path)},  # no weights in it
+    ):
+        assert served_pair(arguments(**typed | absent)) is None
+
+
+def test_ranks_take_the_classifiers_of_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "shipped_names", lambda: ["a/c2t", "b/c2t", "c2t"])
+    monkeypatch.setattr(pair, "shipped_for", lambda _pair: "b")
+    assert shipped_on_all_ranks(PAIR) == "b"
+    for first, wanted in ((0, None), (1, "a"), (2, "b")):
+        monkeypatch.setattr(pair, "host_agreement", lambda _group, n=first: lambda _mine: [n])
+        assert shipped_on_all_ranks(PAIR) == wanted
+
+
+# -- what is told --------------------------------------------------------------------------------
+
+
+def announced(
+    caplog: pytest.LogCaptureFixture, config: C2TConfig, policy: Any, served: Pair | None = PAIR
+) -> list[tuple[int, str]]:
+    worker = object.__new__(C2TEagleWorker)
+    worker._config, worker._pair = config, served
+    gate = SimpleNamespace(served=SimpleNamespace(policy=policy))
+    worker._draft_worker = SimpleNamespace(gate=gate)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        worker._announce_classifier()
+    return [(record.levelno, record.getMessage()) for record in caplog.records]
+
+
+def learnt(draft: str, of: Pair | None) -> C2TPlus:
+    """A policy whose classifier learnt from such a pair."""
+    classifier = load_classifier("c2t-plus")
+    weights = of and {"target": of.target, "draft": of.draft}
+    classifier.training["origins"] = [
+        {"algorithm": "EAGLE3", "target": "t", "draft": draft, "weights": weights}
+    ]
+    return C2TPlus(classifier)
+
+
+DEFAULT, GIVEN = C2TConfig("c2t-plus"), C2TConfig("c2t-plus", classifier="mine.safetensors")
+
+
+def test_a_start_says_in_one_line_which_classifier_judges_and_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ((level, line),) = announced(caplog, DEFAULT, C2TPlus(load_classifier("c2t-plus")))
+    assert level == logging.INFO
+    assert line.startswith(
+        "C2T: classifier c2t-plus learnt from several pairs (eagle for target, eagle3 for target, "
+        f"standalone for target): none is shipped for this pair ('EAGLE3', '{PAIR.target}', "
+    )
+    ((level, line),) = announced(caplog, DEFAULT, learnt("d", PAIR))
+    assert level == logging.INFO
+    assert line.endswith("learnt from this pair (d for t): the default")
+    ((_, line),) = announced(caplog, DEFAULT, learnt("d", PAIR), served=None)
+    assert line.endswith("none is shipped for this pair, whose weights are not to be found")
+
+
+def test_a_classifier_of_another_pair_is_used_and_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = PAIR._replace(draft="0" * 16)
+    ((level, line),) = announced(caplog, GIVEN, learnt("d", other))
+    assert level == logging.WARNING
+    assert line.endswith("learnt from another pair (d for t): as given")
+    ((level, line),) = announced(caplog, GIVEN, learnt("d", None))
+    assert level == logging.INFO
+    assert line.endswith("learnt from an unknown pair (d for t): as given")
+
+
+def test_a_policy_without_a_classifier_has_none_to_tell_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert announced(caplog, C2TConfig("dyjoint"), DyJoint(0.5)) == []
