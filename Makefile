@@ -59,7 +59,7 @@ serve: $(STAMP)  ## The real pair behind --c2t on port 30000: make serve [PORT=n
 
 # CONFIG, OUT and so on: see the heads of the files in eval/configs and `--help`.
 bench: $(STAMP)  ## Benchmark of all methods and its report: make bench [CONFIG=file OUT=dir ARGS=...]
-	$(BIN)/python -m eval.run $(or $(CONFIG),eval/configs/weighted.toml) --out $(or $(OUT),runs/bench) $(ARGS)
+	$(BIN)/python -m eval.run $(or $(CONFIG),eval/configs/chains.toml) --out $(or $(OUT),runs/bench) $(ARGS)
 	$(BIN)/python -m eval.report $(or $(OUT),runs/bench)
 
 ramp: $(STAMP)  ## The same on a load that climbs from 1 to 64 and falls: make ramp [OUT=dir ARGS=...]
