@@ -55,7 +55,7 @@ serve: $(STAMP)  ## The real pair behind --c2t on port 30000: make serve [PORT=n
 	  --dtype float32 --max-total-tokens 32768 --max-running-requests 64 --sleep-on-idle \
 	  --speculative-algorithm EAGLE3 --speculative-draft-model-path $(HEAD) \
 	  --speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6 \
-	  --c2t --c2t-loopback-control --enable-metrics $(ARGS)
+	  --c2t --c2t-loopback-control --enable-metrics --tool-call-parser qwen25 $(ARGS)
 
 # CONFIG, OUT and so on: see the heads of the files in eval/configs and `--help`.
 bench: $(STAMP)  ## Benchmark of all methods and its report: make bench [CONFIG=file OUT=dir ARGS=...]

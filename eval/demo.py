@@ -79,7 +79,7 @@ def conditions(results: Results) -> str:
         f"cores, one thread a process, float32; target {target} {config['model']['algorithm']} "
         f"draft of ours; {len(results.prompts)} prompts ({mix}), greedy, at most "
         f"{config['requests']['max_new_tokens']} new tokens; repeats: {config['repeats']}. "
-        "Expect a tenth or two of difference in the next run. `make bench` repeats more, with intervals."
+        "Expect a tenth or two of difference in the next run. `make bench` gives intervals."
     )
 
 
