@@ -9,8 +9,7 @@ A part of the batch has one of four sources:
                                in an installed package, in the Hugging Face cache and on the hub
 
 Prompts to a model with a chat template are sent as one user message. A part's ``template``
-overrides that: ``raw`` sends the text as it is, ``Question: {prompt}\nAnswer:`` wraps it, and a
-name such as ``nq`` takes the shape that the demo models know that set in.
+overrides that: ``raw`` sends the text as it is, ``Question: {prompt}\nAnswer:`` wraps it.
 """
 
 from __future__ import annotations
@@ -27,16 +26,13 @@ from typing import Any
 
 from eval.bench.config import DatasetConfig, PartConfig, build
 from eval.demo_models.corpus import FAMILIES
-from eval.prompts import EVALUATION_SETS, TRAINING_SETS, demo_mix
+from eval.prompts import demo_mix
 from eval.smollm2 import prompts as real
 from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.prompts import PromptRow, read_prompts
 
 GENERATED, OWN = "demo:", "own:"
 RAW = "raw"
-
-#: Shapes by name, as the demo models were trained on them.
-SHAPES = {name: shape for name, (_, shape) in {**EVALUATION_SETS, **TRAINING_SETS}.items()}
 
 #: Public sets that packages of the Python index hold.
 PACKAGED = {"humaneval": real.humaneval, "sharegpt": real.sharegpt}
@@ -299,12 +295,7 @@ def shaped(template: str, text: str) -> str:
         return text
     if "{prompt}" in template:
         return template.replace("{prompt}", text)
-    if template in SHAPES:
-        return SHAPES[template](text)
-    raise ConfigError(
-        f"template {template!r} is neither {RAW!r}, nor a text with {{prompt}} in it, nor one of "
-        f"{', '.join(SHAPES)}"
-    )
+    raise ConfigError(f"template {template!r} is neither {RAW!r} nor a text with {{prompt}} in it")
 
 
 def interleaved(parts: Sequence[Sequence[Sample]], seed: int) -> list[Sample]:
