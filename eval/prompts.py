@@ -1,8 +1,8 @@
-"""Which prompts a run of the demo models is measured on, and which ones a classifier learns from.
+"""Which prompts a run is measured on, and which ones a classifier learns from.
 
-Our own generators write most, with seeds that the models were never trained on; public sets come
-from folders the caller names, one JSON object a line with ``turns``. Knows nothing of torch or
-servers.
+For the real pair see :mod:`eval.smollm2.prompts`. For the demo models our own generators write
+most, with seeds that the models were never trained on. Public sets come from folders the caller
+names, one JSON object a line with ``turns``. Knows nothing of torch or servers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.demo_models.corpus import FAMILIES, generate
+from eval.smollm2.prompts import mix, rendered
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,16 @@ def demo_mix(n: int, seed: int = 0) -> list[Prompt]:
 def classifier_mix(n: int, seed: int = 0) -> list[Prompt]:
     """`n` prompts to record classifier features on; none of them can come from `demo_mix`."""
     return _mix("classifier", n, seed)
+
+
+def real_mix(n: int, seed: int = 0) -> list[Prompt]:
+    """`n` prompts to measure the real pair on, through its chat template."""
+    return [Prompt(family, rendered(said)) for family, said in mix("measured", n, seed)]
+
+
+def real_classifier_mix(n: int, seed: int = 0) -> list[Prompt]:
+    """`n` prompts to record classifier features on; none of them can come from `real_mix`."""
+    return [Prompt(family, rendered(said)) for family, said in mix("learnt", n, seed)]
 
 
 def _mix(split: str, n: int, seed: int) -> list[Prompt]:
@@ -74,6 +85,17 @@ TRAINING_SETS: dict[str, tuple[str, Callable[[str], str]]] = {
     "self_instruct": ("self_instruct_seed.jsonl", _chat),
     "xquad": ("xquad_en.jsonl", _tail),
 }
+
+
+def asked(
+    sets: dict[str, tuple[str, Callable[[str], str]]],
+) -> dict[str, tuple[str, Callable[[str], str]]]:
+    """The same public sets as the real pair is asked: each prompt as a user's message."""
+    return {name: (file, _asked) for name, (file, _) in sets.items()}
+
+
+def _asked(turn: str) -> str:
+    return rendered([{"role": "user", "content": turn}])
 
 
 def _opening(row: dict[str, Any]) -> str:

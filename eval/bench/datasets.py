@@ -1,15 +1,15 @@
 r"""The mixed batch of a benchmark: where its prompts come from, and in which order they are sent.
 
-A part of the batch has one of three sources:
+A part of the batch has one of four sources:
 
-    demo:math                  one of our generators (math, code, chat); nothing is downloaded
+    own:chat                   questions of our own, see :mod:`eval.smollm2.prompts`
+    demo:math                  what the demo models know (math, code, chat)
     prompts/mine.jsonl         a prompt file, see :mod:`sglang_c2t.offline.prompts`
     gsm8k                      a public set of public_sets.toml: looked for in a local folder, then
-                               in the Hugging Face cache and on the hub
+                               in an installed package, in the Hugging Face cache and on the hub
 
 Prompts to a model with a chat template are sent as one user message. A part's ``template``
-overrides that: ``raw`` sends the text as it is, ``Question: {prompt}\nAnswer:`` wraps it, and a
-name such as ``nq`` takes the shape that the demo models know that set in.
+overrides that: ``raw`` sends the text as it is, ``Question: {prompt}\nAnswer:`` wraps it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from typing import Any
 
 from eval.bench.config import DatasetConfig, PartConfig, build
 from eval.demo_models.corpus import FAMILIES
-from eval.prompts import EVALUATION_SETS, TRAINING_SETS, demo_mix
+from eval.prompts import demo_mix
+from eval.smollm2 import prompts as real
 from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.prompts import PromptRow, read_prompts
 
-GENERATED = "demo:"
+GENERATED, OWN = "demo:", "own:"
 RAW = "raw"
 
-#: Shapes by name, as the demo models were trained on them.
-SHAPES = {name: shape for name, (_, shape) in {**EVALUATION_SETS, **TRAINING_SETS}.items()}
+#: Public sets that packages of the Python index hold.
+PACKAGED = {"humaneval": real.humaneval, "sharegpt": real.sharegpt}
 
 
 @dataclass(frozen=True)
@@ -135,13 +136,15 @@ def rows_of(part: PartConfig, seed: int, folders: Sequence[Path]) -> tuple[list[
     """All prompts of a source, and where they came from."""
     if part.source.startswith(GENERATED):
         return generated(part.source.removeprefix(GENERATED), part.n, seed), "our generator"
+    if part.source.startswith(OWN):
+        return own(part.source.removeprefix(OWN), part.n, seed), "our own"
     if part.source.endswith(".jsonl"):
         return read_prompts(part.source), part.source
     if part.source not in PUBLIC:
-        families = ", ".join(GENERATED + family for family in FAMILIES)
+        families = [GENERATED + name for name in FAMILIES] + [OWN + name for name in real.OWN]
         raise ConfigError(
             f"dataset source {part.source!r} is unknown; give a .jsonl file, one of our "
-            f"generators ({families}) or one of {', '.join(PUBLIC)}"
+            f"own ({', '.join(families)}) or one of {', '.join(PUBLIC)}"
         )
     return _public(part.source, folders)
 
@@ -156,6 +159,14 @@ def generated(family: str, n: int, seed: int) -> list[PromptRow]:
     return [PromptRow(family, text=one.text) for one in mix if one.family == family]
 
 
+def own(family: str, n: int, seed: int) -> list[PromptRow]:
+    """Up to ``n`` conversations of a family that nothing learns from."""
+    if family not in real.OWN:
+        raise ConfigError(f"dataset source {OWN}{family}: there are {', '.join(real.OWN)}")
+    found = itertools.islice(real.conversations(family, "measured", seed), n)
+    return [PromptRow(family, messages=list(said)) for said in found]
+
+
 def _public(name: str, folders: Sequence[Path]) -> tuple[list[PromptRow], str]:
     wanted = PUBLIC[name]
     for path in (folder / file for folder in folders for file in wanted.files):
@@ -163,6 +174,12 @@ def _public(name: str, folders: Sequence[Path]) -> tuple[list[PromptRow], str]:
             return [_regrouped(row, wanted.family) for row in read_prompts(path)], str(path)
     looked = ", ".join(map(str, folders)) or "no folder (give one with --data)"
     missing = f"dataset {name} was not found. Looked for {' or '.join(wanted.files)} in {looked}. "
+    if name in PACKAGED:
+        try:
+            said = PACKAGED[name]()
+            return [PromptRow(wanted.family, messages=list(one)) for one in said], "a package"
+        except real.PackageError as error:
+            missing += f"And {error}. "
     if wanted.hub is None:
         raise ConfigError(f"{missing}Download it from {wanted.origin}.")
     try:
@@ -264,7 +281,10 @@ def sample(part: PartConfig, row: PromptRow, tokenizer: Any) -> Sample:
             f'this part a template, such as template = "{RAW}"'
         )
     ids = tokenizer.apply_chat_template(
-        row.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        real.harmless(row.messages, tokenizer),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
     )
     return Sample(family, list(ids), len(ids))
 
@@ -275,12 +295,7 @@ def shaped(template: str, text: str) -> str:
         return text
     if "{prompt}" in template:
         return template.replace("{prompt}", text)
-    if template in SHAPES:
-        return SHAPES[template](text)
-    raise ConfigError(
-        f"template {template!r} is neither {RAW!r}, nor a text with {{prompt}} in it, nor one of "
-        f"{', '.join(SHAPES)}"
-    )
+    raise ConfigError(f"template {template!r} is neither {RAW!r} nor a text with {{prompt}} in it")
 
 
 def interleaved(parts: Sequence[Sequence[Sample]], seed: int) -> list[Sample]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 
-ASKED = "What is 7 plus 5?"
+ASKED = "Why is the sky blue?"
 TELL = {"return_spec_tokens_details": True}
 WEATHER: Any = {
     "type": "function",

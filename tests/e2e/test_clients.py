@@ -1,4 +1,7 @@
-"""What clients people have learn of speculation: the openai package, SGLang's benchmark, gauges."""
+"""What clients people have learn of speculation: the openai package, SGLang's benchmark, gauges.
+
+The server is the real pair as `make serve` starts it, so that answers can be read.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,29 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from eval.prompts import demo_mix
-from eval.server import TARGET, Launch, Server, environment, running, speculative_flags
+from eval.prompts import real_classifier_mix
+from eval.server import Launch, Server, environment, running, speculative_flags
+from eval.smollm2.target import TargetError, target_folder
 from sglang_c2t.offline.client import greedy, run_load
 from tests.e2e.conftest import REPOSITORY, counted
 
 EXAMPLE = REPOSITORY / "sglang_c2t" / "guides" / "openai_client.py"
+HEAD = REPOSITORY / "eval" / "smollm2" / "weights"
 
 
 @pytest.fixture(scope="module")
-def server(logs: Path) -> Iterator[Server]:
-    flags = (*speculative_flags("EAGLE3"), "--c2t", "--enable-metrics", "--tool-call-parser",
-             "qwen25")  # fmt: skip
-    with running(Launch("clients", flags), logs) as found:
+def target() -> Path:
+    try:
+        return target_folder()
+    except TargetError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def server(logs: Path, target: Path) -> Iterator[Server]:
+    flags = (*speculative_flags("EAGLE3", draft=HEAD), "--c2t", "--enable-metrics",
+             "--tool-call-parser", "qwen25")  # fmt: skip
+    with running(Launch("clients", flags, target), logs) as found:
         yield found
 
 
@@ -43,8 +56,9 @@ def test_the_openai_package_is_told_what_was_verified(server: Server, logs: Path
     told = run(logs, str(EXAMPLE), server.url)
     answer, stream = (re.findall(rf"^{what}: (.*)", told, re.M)[0] for what in ("answer", "stream"))
     assert answer == stream
+    assert "scatter" in answer.lower(), "it was asked why the sky is blue"
     arguments = re.findall("^tool: weather (.*)", told, re.M)[0]
-    json.loads(arguments)  # what a model of 1.5 M parameters wants to know is another matter
+    assert json.loads(arguments)["city"] in ("Rome", "Oslo")
     facts = re.findall(
         r"(\d+) verifications of (\d+) drafts, (\d+) of them right: ([\d.]+) tokens", told
     )
@@ -59,7 +73,7 @@ def test_the_openai_package_is_told_what_was_verified(server: Server, logs: Path
 def test_the_gauge_of_accept_lengths_says_what_the_answers_say(server: Server) -> None:
     """AIPerf and dashboards read it, SGLang's benchmark the server's own average."""
     server.flush_cache()
-    bodies = [greedy(prompt.text, 40) for prompt in demo_mix(24, seed=5)]
+    bodies = [greedy(prompt.text, 40) for prompt in real_classifier_mix(24)]
     sums = counted(run_load(server.url, bodies, concurrency=4).answers)
     right = sums["c2t:correct_drafts_total"] / sums["c2t:verifications_total"]
     gauge = value(server.url, "sglang:spec_accept_length")
@@ -72,12 +86,12 @@ def value(url: str, name: str) -> float:
 
 
 def test_sglangs_benchmark_reads_the_accept_length_of_a_gated_server(
-    server: Server, logs: Path
+    server: Server, target: Path, logs: Path
 ) -> None:
     told = run(
         logs, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url,
         "--dataset-name", "random-ids", "--random-input-len", "32", "--random-output-len", "24",
-        "--num-prompts", "8", "--model", str(TARGET), "--tokenizer", str(TARGET), "--seed", "1",
+        "--num-prompts", "8", "--model", str(target), "--tokenizer", str(target), "--seed", "1",
     )  # fmt: skip
     length = float(re.findall(r"Accept length:\s+([\d.]+)", told)[0])
     states = requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"]

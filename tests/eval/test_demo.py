@@ -9,11 +9,21 @@ from pathlib import Path
 import pytest
 
 from eval import demo
+from eval.bench.config import read_config
 from eval.bench.records import Cell
+from eval.smollm2.prompts import PackageError
+from eval.smollm2.target import TargetError
 from tests.eval.bench_runs import BASELINE, Edit, made_methods, write_made_run
 
 METHODS = (made_methods()[0], made_methods()[2], made_methods()[-1])
 COST_MS = {"verify": {"4": 50.0, "16": 80.0}, "layer": {"4": 3.0, "16": 4.0}, "rest": {"4": 5.0}}
+
+
+@pytest.fixture(autouse=True)
+def real_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were there: nothing of it is served here."""
+    monkeypatch.setattr(demo, "target_folder", lambda: None)
+    monkeypatch.setattr(demo, "humaneval", list)
 
 
 def planned(cell: Cell) -> Cell:
@@ -42,7 +52,7 @@ def shown(
         write_made_run(folder, methods=METHODS, loads=((0.0, (4, 16)),), repeats=1, edit=edit)
         told = json.loads((folder / "run.json").read_text())
         told["provenance"]["versions"]["sglang-c2t"] = "0.1"
-        told["config"]["model"] = {"target": "demo:130", "algorithm": "EAGLE3"}
+        told["config"]["model"] = {"target": "smollm2", "algorithm": "EAGLE3"}
         (folder / "run.json").write_text(json.dumps(told))
         return code
 
@@ -72,6 +82,7 @@ def test_the_table_has_speeds_ratios_and_work_and_says_what_a_draft_layer_costs(
     assert told["16", "c2t-plus"][:2] == ["70", "1.75"]
     assert all(row[-1] == "yes" for row in list(told.values())[1:])
     plain = " ".join(text.split())
+    assert "target SmolLM2-135M-Instruct, its EAGLE3 draft of ours" in plain
     assert "4 at once 6% (3.0 of 50.0 ms), 16 at once 5% (4.0 of 80.0 ms)" in plain
     assert plain.endswith("all 48 compared are identical to those without speculation.")
 
@@ -112,3 +123,42 @@ def test_an_interrupted_run_shows_no_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert shown(monkeypatch, capsys, tmp_path / "run", planned, 130) == ""
+
+
+def refuse(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("needed", "error"),
+    [("target_folder", TargetError("no target")), ("humaneval", PackageError("no problems"))],
+)
+def test_without_the_real_pair_the_tiny_one_is_served_and_a_line_says_why(
+    needed: str,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(demo, "FOLDER", tmp_path / "none")
+    monkeypatch.setattr(demo.run, "main", lambda argv: asked.append(argv) or 2)
+    assert demo.main([]) == 2
+    monkeypatch.setattr(demo, needed, lambda: refuse(error))
+    assert demo.main([]) == 2
+    assert [argv[0] for argv in asked] == [demo.REAL[0], demo.TINY[0]]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith(f"as the real pair cannot be had: {error}")
+
+
+@pytest.mark.parametrize("chosen", [demo.REAL, demo.TINY])
+def test_either_pair_is_compared_with_none_by_greedy_outputs_in_float32(
+    chosen: tuple[str, ...],
+) -> None:
+    """Two fixed lengths and the planner beside it; float32 is what the CPU's flags ask for."""
+    config = read_config(Path(chosen[0]))
+    names = [method.name for method in config.methods]
+    only = [name for name in names if name in chosen] or names
+    assert [only[0], only[-1], len(only)] == ["no speculation", "auto", 4]
+    assert config.requests.equal_outputs in ("greedy", "seeded")
+    assert "--dtype" not in config.server.flags
