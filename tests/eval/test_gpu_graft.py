@@ -207,5 +207,5 @@ def test_graft_into_a_shape_that_does_not_hold_the_demo_pair_is_refused(
     config = json.loads((TARGET / "config.json").read_text())
     wide = SimpleNamespace(**{**vars(SHAPES["small"]), **changes})
     model = SimpleNamespace(named_parameters=list, config=wide)
-    with pytest.raises(ValueError, match="4 heads, 2 KV heads of 64, .* does not fit in this one"):
+    with pytest.raises(ValueError, match=r"4 heads, 2 KV heads of 64, .* does not fit in this one"):
         Graft(model, {}, config)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from eval.bench.config import ModelConfig
 from eval.bench.methods import drafting, target_of, tokenizer_of
+from eval.run import main as run
 from eval.server import TARGET
 from eval.smollm2 import HEAD, weighted
 from eval.smollm2.target import NAME, SHA256, TargetError
@@ -70,6 +71,17 @@ def test_run_on_the_real_pair_serves_its_target_and_its_head(cache: Path) -> Non
     assert tokenizer_of(ModelConfig("smollm2:8", "smollm2")) == str(cache / MODEL)
     flags = drafting(model, next(m for m in config().methods if m.gated), Path("unused"))
     assert flags[flags.index("--speculative-draft-model-path") + 1] == str(HEAD)
+
+
+def test_run_without_the_package_says_how_to_get_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(cache)
+    monkeypatch.setattr("eval.smollm2.target.PACKAGE", "no-such-package")
+    text = Path("eval/configs/demo.toml").read_text().replace('= "demo"', '= "smollm2"')
+    (cache.parent / "real.toml").write_text(text)
+    assert run([str(cache.parent / "real.toml"), "--list"]) == 2
+    assert "no-such-package, which is not installed: pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
