@@ -32,7 +32,7 @@ from rich.table import Table
 
 from eval import terminal
 from eval.bench.checks import compared_outputs, metric_disagreements
-from eval.bench.config import ADAPTIVE, SHAPE, BenchConfig, as_dict, read_config
+from eval.bench.config import ADAPTIVE, BenchConfig, as_dict, named, read_config
 from eval.bench.datasets import Dataset, load
 from eval.bench.methods import (
     Host,
@@ -56,6 +56,7 @@ from eval.bench.records import (
 from eval.bench.runner import Budget, OutOfTime, Runner
 from eval.gpu.models import SHAPES
 from eval.server import DRAFTS
+from eval.smollm2.target import TargetError
 from sglang_c2t.config import ConfigError
 from sglang_c2t.files import write_whole
 
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(amount(config, cells, servers))
             return 0
         return _measure(args, config, cells, servers, console)
-    except (ConfigError, RecordError) as error:
+    except (ConfigError, RecordError, TargetError) as error:
         print(f"eval.run: {error}", file=sys.stderr)
         return 2
     except OutOfTime:
@@ -159,10 +160,10 @@ def sending(config: BenchConfig, prompts: tuple[int, ...]) -> BenchConfig:
 
 def shaped(config: BenchConfig, shape: str) -> BenchConfig:
     """The same run with models of another shape; ConfigError where it has real ones."""
-    named = {config.model.target, config.model.draft}
-    if not all(name.startswith(SHAPE) for name in named):
+    pair, size = named(config.model.target)
+    if size not in SHAPES:
         raise ConfigError(f"--shape replaces a shape, and this run serves {config.model.target}")
-    model = replace(config.model, target=SHAPE + shape, draft=SHAPE + shape)
+    model = replace(config.model, target=f"{pair}:{shape}", draft=f"{pair}:{shape}")
     return replace(config, name=f"{config.name}, {shape}", model=model)
 
 
@@ -204,7 +205,7 @@ def _measure(
     console: Console,
 ) -> int:
     budget = Budget(args.budget_s)
-    tokenizer = tokenizer_of(config.model, args.out / "logs")
+    tokenizer = tokenizer_of(config.model)
     dataset = _dataset(args, config, tokenizer)
     run = open_run(args.out, config, dataset, args.revision)
     console.print(amount(config, cells, servers))

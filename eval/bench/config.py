@@ -16,17 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from eval.demo_models.weighted import LARGEST, SMALLEST, STANDARD
-from eval.gpu.models import SHAPES
+from eval.gpu.models import DEMO, PAIRS, SHAPES, SMOLLM2
+from eval.smollm2.weighted import LARGEST, SMALLEST
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.files import read_text
 from sglang_c2t.policies import ChainPolicy, TreePolicy, build_policy, build_tree_policy, plans
 
-DEMO = "demo"
-SHAPE = "shape:"
-
-#: Before a number of millions: the demo target with that weight and the same outputs.
-WEIGHTED = "demo:"
 SEEDS = "--enable-deterministic-inference"
 
 #: Algorithms that SGLang's adaptive rule serves; with others it warns, and drafts one length.
@@ -38,10 +33,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The pair that is served. ``demo`` stands for the models in this repository, ``demo:130`` for
-    its target with the weight of 130 million parameters and the same outputs
-    (:mod:`eval.demo_models.weighted`), ``shape:8b`` for the demo pair at the cost of a
-    shape of :mod:`eval.gpu.models`.
+    """The pair that is served.
+
+    ``smollm2`` and ``demo`` are the trained pairs of :mod:`eval.gpu.models`, ``smollm2:8b`` one at
+    the cost of a shape there. The target ``smollm2:400`` weighs 400 million parameters and has the
+    draft ``smollm2`` (:mod:`eval.smollm2.weighted`).
     """
 
     target: str = DEMO
@@ -50,16 +46,28 @@ class ModelConfig:
     tokenizer: str = ""
 
     def __post_init__(self) -> None:
-        if self.target.startswith(WEIGHTED):
-            millions = self.target.removeprefix(WEIGHTED)
-            if not (millions.isdecimal() and SMALLEST <= int(millions) <= LARGEST):
-                raise ConfigError(
-                    f"model.target: {self.target} must name {SMALLEST} to {LARGEST} million "
-                    f"parameters, such as {WEIGHTED}{STANDARD}"
-                )
-        for name in (self.target, self.draft):
-            if name.startswith(SHAPE) and name.removeprefix(SHAPE) not in SHAPES:
-                raise ConfigError(f"model: no shape {name}; there are {', '.join(SHAPES)}")
+        pair, size = named(self.target)
+        if not pair:
+            return
+        heavier = pair == SMOLLM2 and size.isdecimal() and SMALLEST <= int(size) <= LARGEST
+        if ":" in self.target and not (size in SHAPES or heavier):
+            raise ConfigError(
+                f"model.target: no {self.target}; sizes are {', '.join(SHAPES)}, and {SMALLEST} to "
+                f"{LARGEST} (million parameters) of {SMOLLM2}"
+            )
+        fitting = self.target if size in SHAPES else pair
+        if named(self.draft)[0] and self.draft != fitting:
+            raise ConfigError(
+                f"model.draft: {self.target} is drafted for by {fitting}, got {self.draft}"
+            )
+        if (size or pair == SMOLLM2) and self.draft == fitting and self.algorithm != "EAGLE3":
+            raise ConfigError(f"model.algorithm: {fitting} drafts by EAGLE3, got {self.algorithm}")
+
+
+def named(model: str) -> tuple[str, str]:
+    """Pair and size of ``pair:size`` or ``pair``; two empty texts for a folder or a hub's name."""
+    pair, _, size = model.partition(":")
+    return (pair, size) if pair in PAIRS else ("", "")
 
 
 @dataclass(frozen=True)

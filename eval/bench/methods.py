@@ -14,20 +14,21 @@ from pathlib import Path
 
 import requests
 
-from eval.bench.config import DEMO, SHAPE, WEIGHTED, BenchConfig, MethodConfig, ModelConfig
+from eval.bench.config import BenchConfig, MethodConfig, ModelConfig, named
 from eval.bench.records import CellKey, Method, slug
-from eval.demo_models.weighted import weighted_target
 from eval.gpu import graft, models, plugins
+from eval.gpu.models import SHAPES, SMOLLM2
 from eval.server import (
     CPU_FLAGS,
     DRAFTS,
-    TARGET,
     Launch,
     Server,
     SwitchError,
     gpu_environment,
     speculative_flags,
 )
+from eval.smollm2 import HEAD
+from eval.smollm2.weighted import weighted_target
 from sglang_c2t.classifier.checkpoint import shipped
 
 
@@ -84,23 +85,27 @@ def _launch(config: BenchConfig, name: str, first: MethodConfig, folder: Path) -
 
 def target_of(model: ModelConfig, folder: Path) -> Path:
     """Folder of the target model, or its name on the hub."""
-    if model.target.startswith(SHAPE):
-        return models.pair(model.target.removeprefix(SHAPE), folder).target
-    if model.target.startswith(WEIGHTED):
-        return weighted_target(int(model.target.removeprefix(WEIGHTED)))
-    return TARGET if model.target == DEMO else Path(model.target)
+    pair, size = named(model.target)
+    if size in SHAPES:
+        return models.pair(size, folder).target
+    if size:
+        return weighted_target(int(size))
+    return models.trained(pair).target if pair else Path(model.target)
 
 
-def tokenizer_of(model: ModelConfig, folder: Path) -> str:
+def tokenizer_of(model: ModelConfig) -> str:
     """Path or name of what the client counts tokens with."""
-    named = str(TARGET) if model.tokenizer == DEMO else model.tokenizer
-    return named or str(target_of(model, folder))
+    pair, _ = named(model.target)
+    return model.tokenizer or str(models.trained(pair).target if pair else model.target)
 
 
 def _draft_of(model: ModelConfig, folder: Path) -> Path:
-    if model.draft.startswith(SHAPE):
-        return models.pair(model.draft.removeprefix(SHAPE), folder).draft
-    return DRAFTS[model.algorithm] if model.draft == DEMO else Path(model.draft)
+    pair, size = named(model.draft)
+    if size:
+        return models.pair(size, folder).draft
+    if pair:
+        return HEAD if pair == SMOLLM2 else DRAFTS[model.algorithm]
+    return Path(model.draft)
 
 
 def _common_flags(config: BenchConfig) -> tuple[str, ...]:
@@ -113,9 +118,10 @@ def _environment(config: BenchConfig, method: MethodConfig, folder: Path) -> dic
     """What differs from :func:`eval.server.running`'s environment, which is fit for a CPU."""
     env = gpu_environment() if config.server.device == "cuda" else {}
     measuring = config.server.plugins
-    if config.model.target.startswith(SHAPE):
+    pair, size = named(config.model.target)
+    if size in SHAPES:
         measuring = (*measuring, "graft")
-        env |= graft.to_env()
+        env |= graft.to_env(models.trained(pair))
     if measuring:
         # On a CPU no server starts without what the plugin stands in for.
         needed = method.gated or method.plugin_off or config.server.device == "cpu"
@@ -161,9 +167,9 @@ def write_files(config: BenchConfig, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if config.server.plugins:
         plugins.write(folder / PLUGINS)
-    for name in {config.model.target, config.model.draft}:
-        if name.startswith(SHAPE):
-            models.write(name.removeprefix(SHAPE), folder)
+    pair, size = named(config.model.target)
+    if size in SHAPES:
+        models.write(size, folder, models.trained(pair))
     for method in config.methods:
         if method.policy_options:
             text = json.dumps({"policy_options": method.policy_options}) + "\n"

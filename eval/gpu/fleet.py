@@ -18,8 +18,6 @@ import requests
 from eval.gpu import graft, models, plugins
 from eval.gpu.results import Results, elapsed
 from eval.server import (
-    DRAFTS,
-    TARGET,
     Launch,
     Server,
     environment,
@@ -47,7 +45,7 @@ class ServerSpec:
     """A server to start, and the flags to add in turn where it dies at its start.
 
     Attributes:
-        shape: A name of ``models.SHAPES``; empty for the demo models at their own size.
+        shape: A name of ``models.SHAPES``; empty for the trained pair at its own size.
         batches: Batch sizes with a CUDA graph; the largest is the limit of running requests.
         drafts: Steps, topk and tokens of ``--speculative-*``; ``None`` without speculation.
     """
@@ -109,10 +107,15 @@ class Running:
 
 
 class Fleet:
-    """Servers by name. ``flags`` come first on every command line; ``work`` holds their logs."""
+    """Servers of the trained ``pair`` by name.
 
-    def __init__(self, results: Results, work: Path, flags: Sequence[str]) -> None:
-        self._results, self._work, self._flags = results, work, tuple(flags)
+    ``flags`` come first on every command line; ``work`` holds their logs.
+    """
+
+    def __init__(
+        self, results: Results, work: Path, flags: Sequence[str], pair: models.Pair
+    ) -> None:
+        self._results, self._work, self._flags, self._pair = results, work, tuple(flags), pair
         self._plugins = plugins.write(work / "plugins")
         self._logs: list[Path] = []
         self.running: dict[str, Running] = {}
@@ -139,14 +142,14 @@ class Fleet:
         flags = [*self._flags, "--max-running-requests", str(most)]
         flags += ["--cuda-graph-bs-decode", *map(str, spec.batches), *spec.flags]
         env = {"OMP_NUM_THREADS": "4"} | gpu_environment()
-        target, draft, loaded = TARGET, DRAFTS["EAGLE3"], ["step_clock"]
+        (target, draft), loaded = self._pair, ["step_clock"]
         if spec.c2t:
             loaded.append("c2t")
             flags += ["--c2t", "--c2t-loopback-control"]
         if spec.shape:
-            target, draft = models.write(spec.shape, self._work / "models")
+            target, draft = models.write(spec.shape, self._work / "models", self._pair)
             loaded.append("graft")
-            env |= graft.to_env()
+            env |= graft.to_env(self._pair)
             flags += ["--load-format", "dummy"]
         if spec.drafts:
             flags += speculative_flags("EAGLE3", *spec.drafts, draft=draft)

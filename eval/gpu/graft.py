@@ -1,16 +1,16 @@
-"""An SGLang plugin that writes the demo pair into models of real size, for their real cost.
+"""An SGLang plugin that writes a trained pair into models of real size, for their real cost.
 
 Random weights (``--load-format dummy``) cost what trained ones cost, but no draft is accepted and
-no planner learns. This plugin lets SGLang draw them, then writes the demo target and its EAGLE-3
-head into them: answers, acceptance and confidences are the trained demo pair's, while matrices,
-KV cache, vocabulary and kernels have the sizes of the shape. No weights have to be on the disk.
+no planner learns. This plugin lets SGLang draw them, then writes a small target and its EAGLE-3
+head into them: answers, acceptance and confidences are the small pair's, while matrices, KV cache,
+vocabulary and kernels have the sizes of the shape. No weights have to be on the disk.
 (Function-preserving expansion is Net2Net's idea, arXiv:1511.05641.)
 
 - The hidden state holds copies: coordinate c stands at c, c + h, c + 2h, ... Matrices that read
-  it have a share of their weight at each copy, so norms and products keep their values.
-- The last coordinate is a constant that only the output matrix reads: tokens outside the demo
+  it have a share of their weight at each copy. Other coordinates are zero; norms make up for them.
+- The last coordinate is a constant that only the output matrix reads: tokens outside the pair's
   vocabulary have the weight -:data:`UNLIKELY` there.
-- Wider heads hold the demo's rotary pairs at their frequencies. Further heads and MLP units are
+- Wider heads hold the pair's rotary pairs at their frequencies. Further heads and MLP units are
   random with zero output weights, and so are further layers.
 
 ``plugins.py`` declares the entry point; the environment variable :data:`ENV` switches it on.
@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from eval.server import DRAFTS, TARGET
+from eval.gpu.models import Pair, copies
 
 ENV = "EVAL_GRAFT"
 DUMMY_WEIGHTS = "sglang.srt.model_loader.loader.initialize_dummy_weights"
@@ -36,17 +37,21 @@ DUMMY_WEIGHTS = "sglang.srt.model_loader.loader.initialize_dummy_weights"
 #: A trained matrix's; SGLang's own choice would make every activation tiny.
 STANDARD_DEVIATION = 0.02
 
-#: The constant coordinate, its weight in the norm before the output, and unknown tokens' weight:
-#: their logits are about 60 below the demo's, whose last residuals have a size of some units.
-CONSTANT, OUTPUT_NORM, UNLIKELY = 0.5, 16.0, 40.0
+#: The constant coordinate, its weight in the norm before the output, and unknown tokens' weight.
+#: The constant changes no other norm; their product, which is divided by the size of the last
+#: residuals (SmolLM2's: 18 to 255), is how far unknown tokens' logits are below zero.
+CONSTANT, OUTPUT_NORM, UNLIKELY = 2.0**-8, 2.0**11, 2.0**11
+
+#: Sizes that may be larger in the shape than in the small model.
+GROWN = "num_hidden_layers", "intermediate_size", "vocab_size"
 
 #: The other weights of unknown tokens in the output matrix.
 OUTPUT_DEVIATION = 0.002
 
 
-def to_env() -> dict[str, str]:
-    """Environment of a server whose dummy weights hold the demo pair."""
-    return {ENV: json.dumps({"target": str(TARGET), "draft": str(DRAFTS["EAGLE3"])})}
+def to_env(small: Pair) -> dict[str, str]:
+    """Environment of a server whose dummy weights hold the pair ``small``."""
+    return {ENV: json.dumps({"target": str(small.target), "draft": str(small.draft)})}
 
 
 def register() -> None:
@@ -63,7 +68,7 @@ def register() -> None:
 
 
 def _dummy_weights(original: Callable[..., Any], model: Any, *_: Any, **__: Any) -> None:
-    """AROUND hook: random weights of realistic size, and the demo model in them."""
+    """AROUND hook: random weights of realistic size, and the trained model in them."""
     from safetensors.torch import load_file
 
     half_width = STANDARD_DEVIATION * 3**0.5
@@ -86,7 +91,7 @@ class Graft:
         small: Tensors of the small checkpoint by their names.
         config: ``config.json`` of the small checkpoint.
 
-    ValueError where the sizes do not fit. Legend: h, n, k, d are hidden size, heads, KV heads and
+    ValueError where it does not fit. Legend: h, n, k, d are hidden size, heads, KV heads and
     head size of the small model; H, N, K, D those of the large one.
     """
 
@@ -95,15 +100,19 @@ class Graft:
         self._big = {name: parameter.data for name, parameter in model.named_parameters()}
         wide = model.config
         self._h, self._H = config["hidden_size"], wide.hidden_size
-        self._copies = self._H // self._h
-        if self._copies * self._h != self._H or self._copies < 2:
-            raise ValueError(f"hidden size {self._H} is no multiple of {self._h}")
+        self._copies = copies(self._H, self._h)
         self._heads = config["num_attention_heads"], wide.num_attention_heads
         self._kv = config["num_key_value_heads"], wide.num_key_value_heads
         self._d = config["head_dim"], wide.head_dim
         groups = [heads // kv for heads, kv in zip(self._heads, self._kv, strict=True)]
-        if self._d[1] % self._d[0] or groups[0] > groups[1]:
-            raise ValueError(f"heads {self._heads}, {self._kv}, {self._d} do not fit")
+        grown = [(config[name], getattr(wide, name)) for name in GROWN]
+        sizes = [(1, self._copies), groups, self._kv, *grown]
+        if self._d[1] % self._d[0] or any(less > more for less, more in sizes):
+            raise ValueError(
+                f"a model of {self._heads[0]} heads, {self._kv[0]} KV heads of {self._d[0]}, and "
+                f"{', '.join(f'{name} {config[name]}' for name in ('hidden_size', *GROWN))} does "
+                "not fit in this one"
+            )
 
     def write(self, *, draft: bool) -> None:
         """Write all parameters of the target, or of the EAGLE-3 head."""
@@ -122,7 +131,7 @@ class Graft:
             self._write_layer(f"model.layers.{i}", f"model.layers.{i}")
         embedding = self._small["model.embed_tokens.weight"]
         wide = self._big["model.embed_tokens.weight"]
-        wide[: len(embedding)] = embedding.repeat(1, self._copies).to(wide.dtype)
+        wide[: len(embedding)] = self._columns(embedding).to(wide.dtype) * self._copies
         wide[:, -1] = CONSTANT
         self._write_output_norm("model.norm.weight")
         self._write_output(self._small.get("lm_head.weight", embedding))
@@ -151,7 +160,7 @@ class Graft:
         data[: len(known)] = self._columns(known).to(data.dtype)
 
     def _token_map(self) -> Tensor:
-        """[draft vocabulary] target tokens: the demo's, then unknown ones."""
+        """[draft vocabulary] target tokens: the small draft's, then unknown ones."""
         d2t = self._small["d2t"]
         known = d2t + torch.arange(len(d2t), device=d2t.device)
         first = self._config["vocab_size"]
@@ -198,27 +207,23 @@ class Graft:
         self._put(f"{big}.self_attn.o_proj.weight", out.view(self._H, -1))
 
     def _vector(self, name: str) -> Tensor:
-        """[H]: a norm's weight."""
+        """[H]: a norm's weight; smaller, because of the zeros in the mean square."""
         wide = self._small[name].float().repeat(self._copies)
-        wide[-1] = 1.0
-        return wide
+        return pad(wide * (len(wide) / self._H) ** 0.5, (0, self._H - len(wide)), value=1.0)
 
     def _reading(self, matrix: Tensor) -> Tensor:
         """[out, m * h] -> [out, m * H]: reads each of m hidden states from all its copies."""
         return torch.cat([self._columns(part) for part in matrix.split(self._h, 1)], 1)
 
     def _columns(self, matrix: Tensor) -> Tensor:
-        """[out, h] -> [out, H]: reads all copies, and not the constant."""
+        """[out, h] -> [out, H]: reads all copies, and nothing else."""
         wide = matrix.float().repeat(1, self._copies) / self._copies
-        wide[:, -1 - self._h] *= 2  # the copy before it replaces the last one
-        wide[:, -1] = 0
-        return wide
+        return pad(wide, (0, self._H - wide.shape[1]))
 
     def _rows(self, matrix: Tensor) -> Tensor:
-        """[h, in] -> [H, in]: writes all copies, and not the constant."""
+        """[h, in] -> [H, in]: writes all copies, and nothing else."""
         wide = matrix.float().repeat(self._copies, 1)
-        wide[-1] = 0
-        return wide
+        return pad(wide, (0, 0, 0, self._H - len(wide)))
 
     def _put(self, name: str, value: Tensor) -> None:
         self._big[name].copy_(value)

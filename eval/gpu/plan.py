@@ -88,16 +88,16 @@ class Plan:
 
     def servers(self) -> dict[str, ServerSpec]:
         """All servers by name."""
-        demo: dict[str, Any] = {"shape": "", "batches": self.answers_batches}
+        itself: dict[str, Any] = {"shape": "", "batches": self.answers_batches}
         big: dict[str, Any] = {"shape": self.big, "batches": tuple(sorted(self.batches))}
         little = {**big, "shape": self.little}
         ours: dict[str, Any] = {"c2t": True, "drafts": CHAINS}
         trees: dict[str, Any] = {"c2t": True, "drafts": TREES, "flags": FLASHINFER_TREES}
         stock: dict[str, Any] = {"drafts": (3, 1, 4), "fallbacks": (FLASHINFER,)}
         found = [
-            ServerSpec("answers-none", **demo, fallbacks=(FLASHINFER, TRITON)),
-            ServerSpec("answers-chains", **demo, **ours, fallbacks=(FLASHINFER, EAGER)),
-            ServerSpec("answers-trees", **demo, **trees, fallbacks=(EAGER,)),
+            ServerSpec("answers-none", **itself, fallbacks=(FLASHINFER, TRITON)),
+            ServerSpec("answers-chains", **itself, **ours, fallbacks=(FLASHINFER, EAGER)),
+            ServerSpec("answers-trees", **itself, **trees, fallbacks=(EAGER,)),
             ServerSpec("none", **big, fallbacks=(FLASHINFER, TRITON)),
             ServerSpec("auto", **big, **ours, fallbacks=(FLASHINFER, EAGER)),
             ServerSpec("stock3", **big, **stock),

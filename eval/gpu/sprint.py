@@ -6,9 +6,9 @@ Each result is a line of ``results.jsonl`` as soon as it is there, so that a cal
 leaves what it measured; ``report.md`` and ``servers.log`` are written again after each stage.
 Servers start side by side while kernels and answers are checked; no cell is measured meanwhile.
 
-Stages: kernels (``gpucheck.py`` of the kit, then ``pytest -m gpu``), answers (the demo models:
+Stages: kernels (``gpucheck.py`` of the kit, then ``pytest -m gpu``), answers (a trained pair:
 chains on FA3 and trees on FlashInfer compared with no speculation), first and second (tokens/s of
-the demo models at the cost of an 8B Llama, see ``graft.py``), micro (``roofline.py`` and
+the pair at the cost of an 8B Llama, see ``graft.py``), micro (``roofline.py`` and
 ``microbench.py``), little (tokens/s at 1B), rest (the published gate, and trees, at 8B).
 
 Exit code 0: the plan is done; 3: the time was over. A stage that fails is a row of the results.
@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from eval.gpu import models
 from eval.gpu.answers import Answers
 from eval.gpu.fleet import Fleet, end_leftovers
 from eval.gpu.kernels import Kernels
@@ -52,11 +53,14 @@ class Sprint:
         self._results = Results(options.out, options.previous)
         self._work = Path(tempfile.mkdtemp(prefix="sprint-"))
         self._plan = REHEARSAL if options.rehearse else GPU
+        if options.rehearse and options.pair == models.SMOLLM2:
+            self._plan = replace(self._plan, big="deep", little="deep")
         if options.batches:
             self._plan = replace(self._plan, batches=tuple(options.batches))
         self._specs = self._plan.servers()
-        self._fleet = Fleet(self._results, self._work, self._plan.flags)
-        self._texts = [prompt.text for prompt in demo_mix(self._plan.prompts)]
+        pair = models.trained(options.pair)
+        self._fleet = Fleet(self._results, self._work, self._plan.flags, pair)
+        self._texts = _texts(self._plan.prompts, pair.target)
         self._speed = Speed(self._results, self._fleet, self._texts, self._plan.new_tokens)
         self._kernels = Kernels(self._results, options.kit, self._plan)
         self._over = threading.Event()
@@ -162,6 +166,7 @@ class Sprint:
             versions=provenance.versions(),
             hardware=provenance.hardware(),
             revision=self._options.revision or provenance.git_revision(),
+            pair=self._options.pair,
         )
         self._results.log(f"{name}, {gib:.0f} GiB")
         return gib
@@ -249,6 +254,18 @@ class Sprint:
             self._results.add("gpu", query=query, values=done.stdout.strip())
 
 
+def _texts(n: int, target: Path) -> list[str]:
+    """Generated prompts, in the chat template of the target where it has one."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    texts = [prompt.text for prompt in demo_mix(n)]
+    if tokenizer.chat_template is None:
+        return texts
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    return list(tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eval.gpu.sprint",
@@ -264,6 +281,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", default=[], metavar="SERVER", choices=GPU.servers())
     add("--stages", nargs="+", default=STAGES, choices=STAGES, help="(%(default)s)")
     add("--batches", nargs="+", type=int, metavar="N", help="measure tokens/s at these")
+    add("--pair", choices=models.PAIRS, default=models.DEMO, help="trained pair (%(default)s)")
     add("--rehearse", action="store_true", help="small shapes, for an emulated device")
     add("--slow", type=float, default=1.0, help="times of the plan are so many times later")
     add("--in-turn", action="store_true", help="start the first stage's servers after answers")

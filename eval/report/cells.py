@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from eval.bench.checks import Difference, compared_outputs, metric_disagreements
-from eval.bench.config import SHAPE
+from eval.bench.config import named
 from eval.bench.records import (
     CELLS,
     Cell,
@@ -33,6 +33,7 @@ from eval.bench.records import (
     read_cells,
     read_run,
 )
+from eval.gpu.models import SHAPES
 from eval.report.intervals import Acceptance, Counts, Estimate, Noise, Ratio, acceptance
 from sglang_c2t.offline.compare import Array
 
@@ -186,10 +187,10 @@ class Results:
         return next((method.name for method in self.methods if method.baseline), None)
 
     @property
-    def shape(self) -> str | None:
-        """The shape of ``eval.gpu.models`` that was served; None if a model was."""
-        target = str((self.run.config.get("model") or {}).get("target", ""))
-        return target.removeprefix(SHAPE) if target.startswith(SHAPE) else None
+    def pair(self) -> tuple[str, str]:
+        """Trained pair and shape of ``eval.gpu.models``, empty where the run has none."""
+        pair, size = named(str((self.run.config.get("model") or {}).get("target", "")))
+        return pair, size if size in SHAPES else ""
 
     @cached_property
     def temperatures(self) -> list[float]:

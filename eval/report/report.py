@@ -65,8 +65,8 @@ def _answer(results: Results, temperature: float, warnings: Sequence[Text] = ())
     """Of one temperature, whether it pays, where and by how much."""
     yield Headline(headline(results, temperature))
     yield from warnings
-    if (shape := results.shape) is not None:
-        yield grafted(shape)
+    if results.pair[1]:
+        yield grafted(*results.pair)
     if (figure := main_chart(results, temperature)) is not None:
         yield figure
     if sentences := standing(results, temperature):

@@ -45,7 +45,7 @@ def _floor_sentence(results: Results, ceilings: Ceilings | None) -> str:
 
 
 def _shape(results: Results) -> Any:
-    return SHAPES.get(results.shape or "")
+    return SHAPES.get(results.pair[1])
 
 
 def _context(results: Results) -> float:

@@ -282,12 +282,12 @@ def metric_sentence(results: Results) -> Text:
     )
 
 
-def grafted(shape: str) -> Text:
+def grafted(pair: str, shape: str) -> Text:
     """What is real in a run on a shape of ``eval/gpu/models.py``, and what is not."""
     return Text(
-        f"Acceptance, confidences and answers are the demo models', written into models of the "
-        f"shape {shape} (eval/gpu/graft.py); its weights are random otherwise. Kernels, graphs and "
-        "copies have that shape's sizes.",
+        f"Acceptance, confidences and answers are those of the small pair {pair}, written into "
+        f"models of the shape {shape} (eval/gpu/graft.py), which are random otherwise. Kernels, "
+        "graphs and copies have that shape's sizes.",
         Mark.BEST,
     )
 

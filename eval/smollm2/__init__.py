@@ -1,1 +1,6 @@
 """A real pair: SmolLM2-135M-Instruct, and an EAGLE-3 head for it that was trained here."""
+
+from pathlib import Path
+
+#: Folder of the EAGLE-3 head.
+HEAD = Path(__file__).parent / "weights"

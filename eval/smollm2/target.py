@@ -22,7 +22,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +62,21 @@ def cache_folder() -> Path:
 
 def target_folder() -> Path:
     """Folder of the model, made if need be; raises :class:`TargetError` where it cannot be."""
-    folder = cache_folder() / f"{NAME}-{SHA256[:12]}"
+    return cached(f"{NAME}-{SHA256[:12]}", lambda folder: write_folder(packaged_file(), folder))
+
+
+def cached(name: str, write: Callable[[Path], None]) -> Path:
+    """The folder ``name`` of the cache; where there is none, ``write`` fills a new one.
+
+    The folder is there as a whole or not at all, also if another process makes it meanwhile.
+    """
+    folder = cache_folder() / name
     if folder.is_dir():
         return folder
-    source = packaged_file()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Whole or not at all, whoever else is making it.
-    making = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+    making = Path(tempfile.mkdtemp(prefix=name, dir=folder.parent))
     try:
-        write_folder(source, making)
+        write(making)
         try:
             making.rename(folder)
         except OSError:

@@ -73,7 +73,7 @@ def test_files_of_a_shape_are_written_before_its_servers_start(
     assert (target / "config.json").is_file()
     assert list(target.glob("tokenizer*"))
     assert list((tmp_path / "plugins").glob("*.dist-info/entry_points.txt"))
-    assert tokenizer_of(config.model, tmp_path) == str(TARGET)
+    assert tokenizer_of(config.model) == str(TARGET)
 
 
 def test_large_models_start_once_in_the_order_of_the_configuration(
@@ -88,11 +88,11 @@ def test_large_models_start_once_in_the_order_of_the_configuration(
 
 def test_a_smaller_shape_replaces_another_one_but_no_real_model(config: BenchConfig) -> None:
     small = shaped(config, "small")
-    assert (small.model.target, small.model.draft) == ("shape:small", "shape:small")
+    assert (small.model.target, small.model.draft) == ("demo:small", "demo:small")
     assert small.name == "gpu-shape, small", "its report is another one"
     with pytest.raises(ConfigError, match="this run serves demo"):
         shaped(read_config(CONFIGS / "demo.toml"), "small")
-    with pytest.raises(ConfigError, match="no shape shape:9b; there are 8b, 1b, small"):
+    with pytest.raises(ConfigError, match="no demo:9b; sizes are 8b, 1b, small"):
         shaped(config, "9b")
 
 
@@ -173,7 +173,7 @@ def test_the_report_of_a_shape_says_what_is_real_and_shows_steps_and_floors(
     results = load(tmp_path)
     text = markdown(report(results, CEILINGS))
     head = text.split("## How to read it")[0]
-    assert "the demo models', written into models of the shape 8b" in head
+    assert "those of the small pair demo, written into models of the shape 8b" in head
     assert "random otherwise" in head
     steps = text.split("**Per step, batch 8**")[1].split("**")[0]
     assert "| fixed 3 | 32.0 | 20.0 | 100.00 | 3125.0 |" in steps
