@@ -1,6 +1,7 @@
 """Which servers are compared: one without speculation, and one per draft kind and shape.
 
-The demo models on the CPU, or models of the user's own. Knows nothing of what is sent.
+The demo models or the real pair on the CPU, or models of the user's own. Knows nothing of what is
+sent.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TypeVar
 import aiohttp
 import requests
 
+from eval.recordings import Pair
 from eval.server import (
     DRAFTS,
     TARGET,
@@ -59,6 +61,8 @@ class Models:
     float32_flags: Sequence[str] = FLOAT32
     size: DraftSize = field(default_factory=DraftSize)
     demo: bool = False
+    on_cpu: bool = False
+    """Whether they are served as ours are: in float32 on the CPU."""
 
     @classmethod
     def of_the_demo(cls, flags: Sequence[str] = (), size: DraftSize | None = None) -> Models:
@@ -66,7 +70,17 @@ class Models:
         drafts = {algorithm: str(path) for algorithm, path in DRAFTS.items()}
         every = (*CHUNKED, *flags)
         exact = ("--dtype", "float32")
-        return cls(str(TARGET), drafts, every, exact, size or DraftSize(), demo=True)
+        return cls(str(TARGET), drafts, every, exact, size or DraftSize(), demo=True, on_cpu=True)
+
+    @classmethod
+    def of_the_pair(
+        cls, pair: Pair, flags: Sequence[str] = (), size: DraftSize | None = None
+    ) -> Models:
+        """A real pair, likewise."""
+        drafts = {pair.algorithm: str(pair.draft)}
+        exact = ("--dtype", "float32")
+        every = (*CHUNKED, *flags)
+        return cls(str(pair.target), drafts, every, exact, size or DraftSize(), on_cpu=True)
 
     def only(self, algorithms: Sequence[str]) -> Models:
         """The same with some of the drafts."""
@@ -104,7 +118,7 @@ class Models:
 
     def _launch(self, name: str, more: Sequence[str], env: Mapping[str, str] = {}) -> Launch:
         flags = (*self.flags, *more)
-        if self.demo:
+        if self.on_cpu:
             return Launch(name, flags, Path(self.target), env)
         cpu = {"SGLANG_USE_CPU_ENGINE": os.environ.get("SGLANG_USE_CPU_ENGINE", "0")}
         outer = {**gpu_environment(), **cpu, **env}
