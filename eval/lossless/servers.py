@@ -64,6 +64,9 @@ class Models:
     on_cpu: bool = False
     """Whether they are served as ours are: in float32 on the CPU."""
 
+    alone: Mapping[str, str] = field(default_factory=dict)
+    """Environment of the server without speculation, beside which no other runs."""
+
     @classmethod
     def of_the_demo(cls, flags: Sequence[str] = (), size: DraftSize | None = None) -> Models:
         """The demo target with its three drafts, in float32 on the CPU."""
@@ -80,7 +83,8 @@ class Models:
         drafts = {pair.algorithm: str(pair.draft)}
         exact = ("--dtype", "float32")
         every = (*CHUNKED, *flags)
-        return cls(str(pair.target), drafts, every, exact, size or DraftSize(), on_cpu=True)
+        size = size or DraftSize()
+        return cls(str(pair.target), drafts, every, exact, size, on_cpu=True, alone=pair.env)
 
     def only(self, algorithms: Sequence[str]) -> Models:
         """The same with some of the drafts."""
@@ -92,7 +96,7 @@ class Models:
 
     def plain(self, name: str = "no speculation", *more: str) -> Launch:
         """Without speculation."""
-        return self._launch(name, more)
+        return self._launch(name, more, self.alone)
 
     def gated(
         self, algorithm: str, shape: str, *more: str, suffix: str = "", env: Mapping[str, str] = {}
