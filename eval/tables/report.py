@@ -29,7 +29,7 @@ SERVED = 5
 PUBLISHED = {
     "gpt-oss, EAGLE-3, five drafts (vllm-project/vllm#42764)": (0.622, 0.356, 0.203, 0.119, 0.060),
     "MiniCPM3, EAGLE-3, six drafts (vllm-project/vllm#24243)": (0.58, 0.34, 0.22, 0.15, 0.11),
-    "GLM-5.2, DSpark (vllm-project/vllm#52992)": POSITIONS[:3],
+    "DSpark (vllm-project/vllm#52992, as `eval.simulate` quotes it)": POSITIONS[:3],
 }
 
 #: [1] and [S].

@@ -2,7 +2,7 @@
 
 Rule: the threshold at which the rule accepts as much as ``c2t`` does at its published 0.5, so that
 who switches over verifies fewer drafts for the same tokens per verification. Drafts of five tokens,
-shipped classifiers, rounded to two digits.
+shipped classifiers (the real pair's own, where there are any), rounded to two digits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from eval.tables.markdown import section
-from sglang_c2t.classifier.checkpoint import load_classifier
+from sglang_c2t.classifier.checkpoint import SHIPPED, Classifier, load_classifier
 from sglang_c2t.offline.compare import ODDS_GRID, Curve
 from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.policies.c2t import C2T
@@ -22,10 +22,16 @@ NUM_STEPS = 5
 CHOSEN: tuple[type[C2T], ...] = (C2TLog, C2TPlus)
 
 
+def shipped(kind: type[C2T]) -> Classifier:
+    """What comes with the package for the real pair, or for every pair."""
+    own = f"smollm2/{kind.name}"
+    return load_classifier(own if (SHIPPED / f"{own}.safetensors").is_file() else kind.name)
+
+
 def equal_accept_length(rival: C2T, rule: type[C2T], chains: Chains) -> float:
     """The threshold at which the shipped ``rule`` accepts as much as ``rival``, to two digits."""
     tau = replay(rival, chains, max_length=NUM_STEPS).accept_length()
-    classifier = load_classifier(rule.name)
+    classifier = shipped(rule)
     policies = [rule(classifier, beta) for beta in ODDS_GRID]
     curve = Curve.of([replay(policy, chains, max_length=NUM_STEPS) for policy in policies])
     return round(curve.threshold_at(tau, ODDS_GRID, np.ones((1, chains.num_requests))), 2)
@@ -33,11 +39,11 @@ def equal_accept_length(rival: C2T, rule: type[C2T], chains: Chains) -> float:
 
 def table(chains: Chains) -> list[str]:
     """What the defaults do on ``chains``, and what would be chosen there."""
-    published = C2T(load_classifier(C2T.name))
+    published = C2T(shipped(C2T))
     rows = []
     kinds: tuple[type[C2T], ...] = (C2T, *CHOSEN)
     for kind in kinds:
-        outcome = replay(kind(load_classifier(kind.name)), chains, max_length=NUM_STEPS)
+        outcome = replay(kind(shipped(kind)), chains, max_length=NUM_STEPS)
         equal = kind.beta if kind is C2T else equal_accept_length(published, kind, chains)
         cells = [f"{kind.beta:g}", f"{outcome.accept_length():.3f}", f"{outcome.gamma():.3f}"]
         rows.append((f"`{kind.name}`", [*cells, f"{equal:g}"]))

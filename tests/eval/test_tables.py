@@ -21,7 +21,6 @@ from eval.server import Launch
 from eval.tables import __main__ as command
 from eval.tables import report, rules, thresholds
 from eval.tables.markdown import bracket, difference, signed
-from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.offline.compare import Curve
 from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.offline.train import RECIPES, train_classifier
@@ -205,10 +204,10 @@ def test_tables_verdict_needs_an_interval_off_zero() -> None:
 
 def test_thresholds_equal_accept_length_accepts_what_the_published_rule_does() -> None:
     made = Chains.from_recording(recording(random_chains(40, 12, 6, seed=3), roots="every"))
-    published = C2T(load_classifier("c2t"))
+    published = C2T(thresholds.shipped(C2T))
     beta = thresholds.equal_accept_length(published, C2TPlus, made)
     assert beta == round(beta, 2)
-    plus = load_classifier("c2t-plus")
+    plus = thresholds.shipped(C2TPlus)
 
     def accept_length(policy: C2T) -> float:
         return replay(policy, made, max_length=5).accept_length()
