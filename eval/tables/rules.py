@@ -182,13 +182,15 @@ class Recorded:
         key = id(curve), size, family
         if key not in self._known:
             members = everyone(self.groups, only=family)
-            found = []
-            for weights in (self.once * members, self.drawn * members):
-                # By chance whole drafts may accept less than shorter ones in a resample.
-                taus = (self.sized(n).tau(weights)[:, 0] for n in (size, self.largest))
-                found.append(curve.gamma_at(np.minimum(*taus), weights))
-            self._known[key] = curve, *found  # the curve, so that its id stays its own
+            drawn = (self.once * members, self.drawn * members)
+            once, many = (self._nodes(curve, size, weights) for weights in drawn)
+            self._known[key] = curve, once, many  # the curve, so that its id stays its own
         return self._known[key][1:]
+
+    def _nodes(self, curve: Curve, size: int, weights: Array) -> Array:
+        # By chance whole drafts may accept less than shorter ones in a resample.
+        taus = (self.sized(n).tau(weights)[:, 0] for n in (size, self.largest))
+        return curve.gamma_at(np.minimum(*taus), weights)
 
     def change(self, curve: Curve, rival: Curve | int, size: int, family: str) -> list[Array]:
         """[1] and [S]: difference of :meth:`nodes_at` from the rival's in per cent, paired."""
