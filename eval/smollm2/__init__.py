@@ -2,5 +2,5 @@
 
 from pathlib import Path
 
-#: The head, as SGLang loads it.
+#: Folder of the EAGLE-3 head.
 HEAD = Path(__file__).parent / "weights"
