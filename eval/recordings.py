@@ -1,16 +1,18 @@
-"""Recordings of the demo models, made once and kept: every root, whole chains or wide trees.
+"""Recordings of a target and its draft, made once and kept: every root, whole chains or wide trees.
 
-``test`` prompts are measured on, ``train`` prompts are learnt from; the two share none.
+Of the demo models ``test`` prompts are measured on, ``train`` prompts are learnt from; the two
+share none.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +20,14 @@ from eval.prompts import (
     EVALUATION_SETS,
     TRAINING_SETS,
     Prompt,
+    asked,
     classifier_mix,
     demo_mix,
-    long_mix,
-    other_mix,
     public_mix,
+    real_mix,
 )
 from eval.server import DRAFTS, TARGET, Launch, running, speculative_flags
+from eval.smollm2 import HEAD
 from eval.terminal import console
 from sglang_c2t.classifier.recording import Recording, read_recording
 from sglang_c2t.classifier.request_names import name_requests
@@ -37,16 +40,40 @@ MAX_NEW_TOKENS = 96
 CONCURRENCY = 32
 
 
+class Pair(NamedTuple):
+    """A target and a draft model for it, in folders that SGLang loads."""
+
+    name: str
+    target: Path
+    draft: Path
+    algorithm: str
+    env: Mapping[str, str] = {}
+    """Of its servers."""
+
+
+def demo_pair(algorithm: str) -> Pair:
+    """The demo target and its draft of ``algorithm``."""
+    return Pair(f"demo, {algorithm}", TARGET, DRAFTS[algorithm], algorithm)
+
+
+def smollm2() -> Pair:
+    """SmolLM2-135M-Instruct and our head; its target is made at first use, see there for errors."""
+    from eval.smollm2.target import target_folder
+
+    # One server at a time, with forwards of hundreds of rows: worth all cores.
+    threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+    return Pair("SmolLM2-135M-Instruct, EAGLE3", target_folder(), HEAD, "EAGLE3", threads)
+
+
 class Recorded(NamedTuple):
     """What is drafted behind every token."""
 
     num_steps: int
     topk: int = 1
     max_new_tokens: int = MAX_NEW_TOKENS
-    ignore_eos: bool = False
-    """Whether answers go on behind their end, so that all are as long."""
-
     concurrency: int = CONCURRENCY
+    extra: tuple[str, ...] = ()
+    """Measured beyond what every rule reads."""
 
     @property
     def num_draft_tokens(self) -> int:
@@ -54,14 +81,12 @@ class Recorded(NamedTuple):
         return 1 + TreeShape(self.topk, self.num_steps, 0).num_candidates
 
 
-CHAINS = Recorded(NUM_STEPS)
+#: MCSD reads more than the other rules.
+CHAINS = Recorded(NUM_STEPS, extra=("topk_prob",))
 #: EAGLE-2's full tree, about as wide as its paper's; shorter answers, because it is 328 nodes.
 TREES = Recorded(num_steps=6, topk=8, max_new_tokens=48)
-#: Tokens of a long prompt, at most; the demo models have room for 2,048 with their answer and tree.
-LONG_PROMPT = 1500
-
-#: Behind answers that are far longer than the demo models' training texts, 256 tokens.
-LONG_ANSWERS = TREES._replace(max_new_tokens=512, ignore_eos=True, concurrency=4)
+#: Public sets that the real pair is asked, C2T's.
+FAMILIES = ("gsm8k", "humaneval", "mt_bench")
 MANIFEST = "manifest.json"
 
 #: A STANDALONE draft behind a cached prefix depends on who cached it: SGLang's draft keeps
@@ -72,40 +97,45 @@ WITHOUT_PREFIX_CACHE = ("--disable-radix-cache",)
 def prompts(split: str, n: int, folder: Path | None) -> list[Prompt]:
     """``n`` prompts of each family: our generators', and the public sets' if there is a folder."""
     own, sets = (demo_mix, EVALUATION_SETS) if split == "test" else (classifier_mix, TRAINING_SETS)
-    return _shuffled(own(3 * n) + (public_mix(folder, sets, n) if folder is not None else []))
+    return shuffled(own(3 * n) + (public_mix(folder, sets, n) if folder is not None else []))
 
 
-def long_prompts(n: int, folder: Path | None) -> list[Prompt]:
-    """``n`` test prompts of each family behind solved tasks, `LONG_PROMPT` tokens each."""
-    from transformers import AutoTokenizer
+def real_prompts(n: int, folder: Path | None) -> list[Prompt]:
+    """``n`` prompts for the real pair of each family: :data:`FAMILIES` of the folder, if there is
+    one, HumanEval, and whatever is ours as one family, ``own``.
+    """
+    sets = asked({name: EVALUATION_SETS[name] for name in FAMILIES}) if folder else {}
+    found = public_mix(folder, sets, n) if folder else []
+    counts = Counter(dict.fromkeys(sets, n))
+    for prompt in real_mix(8 * n):  # families take turns there, and some have few
+        family = prompt.family if prompt.family in FAMILIES else "own"
+        counts[family] += 1
+        if counts[family] <= n:
+            found.append(Prompt(family, prompt.text))
+    return shuffled(found)
 
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    return _shuffled(long_mix(n, folder, lambda text: len(tokenizer.encode(text)), LONG_PROMPT))
 
-
-def other_prompts(n: int, folders: Sequence[Path], apart_from: Sequence[Prompt]) -> list[Prompt]:
-    """``n`` prompts of each set that neither tables nor classifiers use otherwise."""
-    return _shuffled(other_mix(folders, n, apart_from))
-
-
-def _shuffled(mix: list[Prompt]) -> list[Prompt]:
-    random.Random(0).shuffle(mix)  # families share batches, as in production
+def shuffled(mix: list[Prompt]) -> list[Prompt]:
+    """The same order every time; families share batches then, as in production."""
+    random.Random(0).shuffle(mix)
     return mix
 
 
 def record(
-    algorithm: str, texts: Sequence[Prompt], directory: Path, what: Recorded = CHAINS
+    pair: Pair | str, texts: Sequence[Prompt], directory: Path, what: Recorded = CHAINS
 ) -> Recording:
     """The recording in ``directory``, made if it is not there; complete or absent.
 
-    Raises ValueError when it is of other prompts, models or settings.
+    A ``pair`` that is a word is the demo draft of that algorithm. Raises ValueError when the
+    recording is of other prompts, models or settings.
     """
-    made_from = manifest(algorithm, texts, what)
+    pair = demo_pair(pair) if isinstance(pair, str) else pair
+    made_from = manifest(pair, texts, what)
     if not directory.exists():
         partial = directory.with_name(directory.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _serve(algorithm, texts, partial, what)
+        _serve(pair, texts, partial, what)
         (partial / MANIFEST).write_text(json.dumps(made_from, indent=2) + "\n")
         partial.rename(directory)
     found = directory / MANIFEST
@@ -120,61 +150,54 @@ def record(
     return recording.select(recording.drafts["request"].new_tensor(mask).bool())
 
 
-def manifest(algorithm: str, texts: Sequence[Prompt], what: Recorded = CHAINS) -> dict[str, Any]:
+def manifest(pair: Pair, texts: Sequence[Prompt], what: Recorded = CHAINS) -> dict[str, Any]:
     """What a recording depends on."""
     prompts_of = json.dumps([[prompt.family, prompt.text] for prompt in texts])
-    models = (TARGET / "model.safetensors", DRAFTS[algorithm] / "model.safetensors")
+    models = (pair.target / "model.safetensors", pair.draft / "model.safetensors")
     return {
         "prompts": hashlib.sha256(prompts_of.encode()).hexdigest(),
         "models": [hashlib.sha256(path.read_bytes()).hexdigest() for path in models],
         "num_steps": what.num_steps,
         "max_new_tokens": what.max_new_tokens,
+        "extra": list(what.extra),
         **({"topk": what.topk} if what.topk > 1 else {}),
-        **({"ignore_eos": True} if what.ignore_eos else {}),
     }
 
 
-def named_bodies(
-    texts: Sequence[Prompt], max_new_tokens: int, *, ignore_eos: bool = False
-) -> list[dict[str, Any]]:
+def named_bodies(texts: Sequence[Prompt], max_new_tokens: int) -> list[dict[str, Any]]:
     """Greedy requests whose ids say family and number."""
     numbers: Counter[str] = Counter()
     bodies = []
     for prompt in texts:
         rid = f"{prompt.family}/{numbers[prompt.family]}"
-        body = greedy(prompt.text, max_new_tokens) | {"rid": rid}
-        body["sampling_params"] |= {"ignore_eos": True} if ignore_eos else {}
-        bodies.append(body)
+        bodies.append(greedy(prompt.text, max_new_tokens) | {"rid": rid})
         numbers[prompt.family] += 1
     return bodies
 
 
-def _serve(algorithm: str, texts: Sequence[Prompt], directory: Path, what: Recorded) -> None:
-    bodies = named_bodies(texts, what.max_new_tokens, ignore_eos=what.ignore_eos)
-    chains = what.topk == 1  # of trees there are many nodes: only what every rule reads
-    extra = ["topk_prob", "entropy_top100", "entropy_top500"] if chains else []
-    extra += ["hidden"] if chains and algorithm != "STANDALONE" else []
+def _serve(pair: Pair, texts: Sequence[Prompt], directory: Path, what: Recorded) -> None:
+    bodies = named_bodies(texts, what.max_new_tokens)
     config = directory / "config.json"
     config.write_text(
         json.dumps({
-            "policy": "fixed" if chains else "eagle2",
+            "policy": "fixed" if what.topk == 1 else "eagle2",
             "record": str(directory.resolve()),
             "record_roots": "every",
-            "record_extra": extra,
+            "record_extra": list(what.extra),
             "record_limit_mb": 8000,
         })
     )  # fmt: skip
     flags = (
-        *speculative_flags(algorithm, what.num_steps, what.topk, what.num_draft_tokens),
+        *speculative_flags(
+            pair.algorithm, what.num_steps, what.topk, what.num_draft_tokens, draft=pair.draft
+        ),
         *WITHOUT_PREFIX_CACHE,
         "--c2t",
         "--c2t-config",
         str(config),
     )
-    with (
-        running(Launch(f"record-{algorithm}", flags), directory) as server,
-        progress_on(console()) as progress,
-    ):
+    launch = Launch(f"record-{pair.algorithm}", flags, pair.target, pair.env)
+    with running(launch, directory) as server, progress_on(console()) as progress:
         task = progress.add_task(f"recording {directory.name}", total=len(bodies))
         run_load(server.url, bodies, concurrency=what.concurrency,
                  on_answer=lambda: progress.advance(task))  # fmt: skip

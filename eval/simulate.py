@@ -2,7 +2,7 @@
 
     python -m eval.simulate --machine h200 --batch 1 16 64 256 1024
     python -m eval.simulate --curves runs/planner.json          # what GET /c2t told under "planner"
-    python -m eval.simulate --recording runs/tables/EAGLE3-test # drafts that a server recorded
+    python -m eval.simulate --recording runs/tables/chains     # drafts that a server recorded
 
 Time is not measured here: a step takes what a roofline or a cost curve says. Drafts are drawn from
 acceptance by position, or those of a recording; the planner is the server's own, learning from
@@ -114,14 +114,10 @@ class RecordedDrafts:
         chains: The recording.
         policy: Gives the confidences.
         layers: D, of at most those that were recorded.
-        requests: Which are answered; ``None``: all.
     """
 
-    def __init__(
-        self, chains: Chains, policy: Gate, layers: int, requests: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, chains: Chains, policy: Gate, layers: int) -> None:
         self.layers = layers
-        self._requests = range(chains.num_requests) if requests is None else requests
         self._confidence = chains.confidences(policy)[:, :layers].numpy().astype(np.float64)
         self._survived = np.arange(layers) < chains.num_correct.numpy()[:, None]
         self._starts = chains.first_root.numpy()
@@ -142,9 +138,8 @@ class RecordedDrafts:
             self._join(int(request))
 
     def _join(self, place: int) -> None:
-        request = self._requests[self._next]
-        start, end = self._starts[request : request + 2]
-        self._next = (self._next + 1) % len(self._requests)
+        start, end = self._starts[self._next : self._next + 2]
+        self._next = (self._next + 1) % (len(self._starts) - 1)
         self._at = np.concatenate((self._at[:place], [start], self._at[place + 1 :]))
         self._ends = np.concatenate((self._ends[:place], [end], self._ends[place + 1 :]))
 

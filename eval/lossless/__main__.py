@@ -2,6 +2,7 @@
 
     python -m eval.lossless                     everything, on the demo models and the CPU
     python -m eval.lossless greedy --quick      one part, in minutes
+    python -m eval.lossless --pair smollm2      on a real pair and real prompts, within 15 minutes
     python -m eval.lossless --model TARGET --algorithm EAGLE3 --draft DRAFT --flags "--tp-size 2"
 
 Parts: greedy equality over mixed batches, where a request that parts is scored again in float32
@@ -25,8 +26,11 @@ from eval.bench.provenance import provenance
 from eval.lossless import greedy, summary
 from eval.lossless.servers import FLOAT32, SHAPES, DraftSize, Models
 from eval.lossless.suite import PARTS, Settings, Suite
+from eval.lossless.workload import LONGEST_ANSWER
 from eval.prompts import demo_mix
+from eval.recordings import real_prompts, smollm2
 from eval.server import DRAFTS
+from eval.smollm2.target import TargetError
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.offline.progress import progress_on
 from sglang_c2t.offline.prompts import PromptRow, read_prompts
@@ -34,6 +38,10 @@ from sglang_c2t.policies import build_policy, build_tree_policy
 
 #: Greedy requests over all servers, and samples per distribution test.
 FULL, QUICK = (2952, 3000), (408, 800)
+
+#: The same on the real pair, which weighs thirty times the demo models; tokens of an answer,
+#: prompts of each kind of sampling, nodes of trees.
+REAL = argparse.Namespace(requests=500, samples=300, longest=32, seeded_prompts=8, nodes=8)
 
 INTERRUPTED = 130
 
@@ -51,7 +59,8 @@ def parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="fewer requests and samples")
     add("--requests", type=_positive, help=f"greedy ones over all servers ({FULL[0]}; {QUICK[0]})")
     add("--samples", type=_positive, help=f"per distribution test ({FULL[1]}; {QUICK[1]})")
-    add("--seeded-prompts", type=_positive, default=60, help="of each kind of sampling (60)")
+    add("--seeded-prompts", type=_positive, help="of each kind of sampling (60)")
+    add("--max-new-tokens", type=_positive, help=f"of a greedy answer, at most ({LONGEST_ANSWER})")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="drafts (both)")
     add("--policies", nargs="+", metavar="NAME", help="for shapes that know them (several)")
     add("--prompts", type=Path, help="JSONL, see sglang_c2t.offline.prompts (generated ones)")
@@ -63,6 +72,9 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the mixed batches (0)")
     add("--out", type=Path, default=Path("runs/lossless"), help="logs and summary.json")
     add("--at-once", type=_positive, help="servers alive at a time (2; own models 1)")
+    real = result.add_argument_group("a real pair on the CPU; fewer and shorter requests, no kits")
+    real.add_argument("--pair", choices=["smollm2"], help="instead of the demo models")
+    real.add_argument("--data", type=Path, help="folder with public prompts (our own, HumanEval)")
     own = result.add_argument_group("your own models; the kits do not run on them")
     own.add_argument("--model", help="target: a folder or a name that SGLang can load")
     own.add_argument("--draft", help="its draft model")
@@ -75,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--num-steps", type=_positive, default=size.num_steps)
     own.add_argument("--topk", type=_positive, default=size.topk, help="of trees")
     own.add_argument(
-        "--num-draft-tokens", type=_positive, default=size.num_draft_tokens, help="of trees"
+        "--num-draft-tokens", type=_positive, help=f"of trees ({size.num_draft_tokens})"
     )
     return result
 
@@ -89,8 +101,13 @@ def _positive(text: str) -> int:
 
 def models(args: argparse.Namespace) -> Models:
     """The demo models, or the user's; ValueError for arguments that do not go together."""
-    size = DraftSize(args.num_steps, args.topk, args.num_draft_tokens)
+    usual = REAL.nodes if args.pair else DraftSize().num_draft_tokens
+    size = DraftSize(args.num_steps, args.topk, args.num_draft_tokens or usual)
     flags = shlex.split(args.flags)
+    if args.pair:
+        if args.model or args.draft or args.algorithm or args.part == "kits":
+            raise ValueError("--pair brings its models; the kits are scaled to the demo models")
+        return Models.of_the_pair(smollm2(), flags, size)
     if args.model is None:
         if args.draft is not None:
             raise ValueError("--draft goes with --model")
@@ -137,6 +154,8 @@ def policies(
 def settings(args: argparse.Namespace, demo: bool) -> Settings:
     """What is run, and how much of it."""
     requests, samples = QUICK if args.quick else FULL
+    if args.pair:
+        requests, samples = REAL.requests, REAL.samples
     parts = PARTS if args.part == "all" else (args.part,)
     return Settings(
         parts=tuple(part for part in parts if demo or part != "kits"),
@@ -144,19 +163,21 @@ def settings(args: argparse.Namespace, demo: bool) -> Settings:
         policies=policies(args.policies, args.shapes, args.topk),
         requests=args.requests or requests,
         samples=args.samples or samples,
-        at_once=args.at_once or (2 if demo else 1),
+        at_once=args.at_once or (2 if demo or args.pair else 1),
         seed=args.seed,
         logs=args.out / "logs",
-        seeded_prompts=args.seeded_prompts,
+        seeded_prompts=args.seeded_prompts or (REAL.seeded_prompts if args.pair else 60),
+        longest=args.max_new_tokens or (REAL.longest if args.pair else LONGEST_ANSWER),
         stock=args.stock,
     )
 
 
-def prompt_ids(path: Path | None, tokenizer: Any, seed: int) -> list[list[int]]:
-    """Prompts as token ids: generated ones, or those of a file."""
-    if path is None:
-        return [tokenizer(prompt.text)["input_ids"] for prompt in demo_mix(600, seed=100 + seed)]
-    return [_ids(row, tokenizer) for row in read_prompts(path)]
+def prompt_ids(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
+    """Prompts as token ids: generated ones, the real pair's, or those of a file."""
+    if args.prompts is not None:
+        return [_ids(row, tokenizer) for row in read_prompts(args.prompts)]
+    found = real_prompts(80, args.data) if args.pair else demo_mix(600, seed=100 + args.seed)
+    return [tokenizer(prompt.text)["input_ids"] for prompt in found]
 
 
 def _ids(row: PromptRow, tokenizer: Any) -> list[int]:
@@ -175,8 +196,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = models(args)
         what = settings(args, chosen.demo)
         tokenizer = AutoTokenizer.from_pretrained(chosen.target)
-        prompts = prompt_ids(args.prompts, tokenizer, args.seed)
-    except (ValueError, OSError) as error:
+        prompts = prompt_ids(args, tokenizer)
+    except (ValueError, OSError, TargetError) as error:
         print(f"python -m eval.lossless: error: {error}", file=sys.stderr)
         return 2
     console = terminal.console()

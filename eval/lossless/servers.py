@@ -1,6 +1,7 @@
 """Which servers are compared: one without speculation, and one per draft kind and shape.
 
-The demo models on the CPU, or models of the user's own. Knows nothing of what is sent.
+The demo models or the real pair on the CPU, or models of the user's own. Knows nothing of what is
+sent.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TypeVar
 import aiohttp
 import requests
 
+from eval.recordings import Pair
 from eval.server import (
     DRAFTS,
     TARGET,
@@ -59,6 +61,11 @@ class Models:
     float32_flags: Sequence[str] = FLOAT32
     size: DraftSize = field(default_factory=DraftSize)
     demo: bool = False
+    on_cpu: bool = False
+    """Whether they are served as ours are: in float32 on the CPU."""
+
+    alone: Mapping[str, str] = field(default_factory=dict)
+    """Environment of the server without speculation, beside which no other runs."""
 
     @classmethod
     def of_the_demo(cls, flags: Sequence[str] = (), size: DraftSize | None = None) -> Models:
@@ -66,7 +73,18 @@ class Models:
         drafts = {algorithm: str(path) for algorithm, path in DRAFTS.items()}
         every = (*CHUNKED, *flags)
         exact = ("--dtype", "float32")
-        return cls(str(TARGET), drafts, every, exact, size or DraftSize(), demo=True)
+        return cls(str(TARGET), drafts, every, exact, size or DraftSize(), demo=True, on_cpu=True)
+
+    @classmethod
+    def of_the_pair(
+        cls, pair: Pair, flags: Sequence[str] = (), size: DraftSize | None = None
+    ) -> Models:
+        """A real pair, likewise."""
+        drafts = {pair.algorithm: str(pair.draft)}
+        exact = ("--dtype", "float32")
+        every = (*CHUNKED, *flags)
+        size = size or DraftSize()
+        return cls(str(pair.target), drafts, every, exact, size, on_cpu=True, alone=pair.env)
 
     def only(self, algorithms: Sequence[str]) -> Models:
         """The same with some of the drafts."""
@@ -78,7 +96,7 @@ class Models:
 
     def plain(self, name: str = "no speculation", *more: str) -> Launch:
         """Without speculation."""
-        return self._launch(name, more)
+        return self._launch(name, more, self.alone)
 
     def gated(
         self, algorithm: str, shape: str, *more: str, suffix: str = "", env: Mapping[str, str] = {}
@@ -104,7 +122,7 @@ class Models:
 
     def _launch(self, name: str, more: Sequence[str], env: Mapping[str, str] = {}) -> Launch:
         flags = (*self.flags, *more)
-        if self.demo:
+        if self.on_cpu:
             return Launch(name, flags, Path(self.target), env)
         cpu = {"SGLANG_USE_CPU_ENGINE": os.environ.get("SGLANG_USE_CPU_ENGINE", "0")}
         outer = {**gpu_environment(), **cpu, **env}

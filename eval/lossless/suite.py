@@ -20,7 +20,7 @@ from rich.progress import Progress
 from eval.lossless import diverge, greedy, sampling, seeded
 from eval.lossless.outcome import Outcome
 from eval.lossless.servers import Broken, Models, visit_all
-from eval.lossless.workload import Asked, mixed
+from eval.lossless.workload import LONGEST_ANSWER, Asked, mixed
 from eval.server import Launch, Server
 from sglang_c2t.offline.client import run_load
 
@@ -29,7 +29,8 @@ PARTS = ("greedy", "sampling", "seeded", "kits")
 #: Policies under which samples are drawn, an equal part under each: pruned and whole drafts.
 SAMPLED_UNDER = {"chains": ("c2t", "fixed"), "trees": ("c2t", "eagle2")}
 
-#: Tokens whose probabilities are asked for at each place; the demo models have no more.
+#: Tokens whose probabilities are asked for at each place; the demo models have no more, and what
+#: they leave to the others of a larger vocabulary is far below what a test can find.
 LIKELIEST = 2048
 
 #: Answers on which the rounding noise is measured.
@@ -53,6 +54,7 @@ class Settings:
     seed: int
     logs: Path
     seeded_prompts: int = 60  # of each kind of sampling
+    longest: int = LONGEST_ANSWER  # tokens of a greedy answer
     stock: bool = False  # ask stock speculation, and the plain server again, all of it as well
 
 
@@ -161,7 +163,8 @@ class Suite:
     def _asked(self, num_servers: int) -> list[Asked]:
         """No greedy requests where that part is not asked for."""
         wanted = self.settings.requests if "greedy" in self.settings.parts else 0
-        return mixed(self.prompts, -(-wanted // num_servers) * num_servers, self.settings.seed)
+        wanted = -(-wanted // num_servers) * num_servers
+        return mixed(self.prompts, wanted, self.settings.seed, self.settings.longest)
 
     def _ask_oracle(self, asked: Sequence[Asked], launch: Launch, server: Server) -> Oracle:
         name, expected = launch.name, []

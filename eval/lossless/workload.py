@@ -62,16 +62,23 @@ class Asked:
         return not {"regex", "json_schema"}.isdisjoint(self.body["sampling_params"])
 
 
-def mixed(prompts: Sequence[Sequence[int]], n: int, seed: int = 0) -> list[Asked]:
-    """``n`` greedy requests over ``prompts`` (token ids), in an order in which sorts alternate."""
+def mixed(
+    prompts: Sequence[Sequence[int]], n: int, seed: int = 0, longest: int = LONGEST_ANSWER
+) -> list[Asked]:
+    """``n`` greedy requests over ``prompts`` (token ids), in an order in which sorts alternate.
+
+    Answers have at most ``longest`` tokens.
+    """
     rng = random.Random(seed)
     sorts = cycle(SORTS)
-    return [_asked(i, next(sorts), prompts, rng) for i in range(n)]
+    return [_asked(i, next(sorts), prompts, rng, longest) for i in range(n)]
 
 
-def _asked(index: int, sort: str, prompts: Sequence[Sequence[int]], rng: random.Random) -> Asked:
+def _asked(
+    index: int, sort: str, prompts: Sequence[Sequence[int]], rng: random.Random, longest: int
+) -> Asked:
     ids = list(prompts[index % len(prompts)])
-    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": rng.randint(1, LONGEST_ANSWER)}
+    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": rng.randint(1, longest)}
     if sort == "short":
         params["max_new_tokens"] = rng.randint(1, 3)
     elif sort == "stop string":
@@ -84,7 +91,7 @@ def _asked(index: int, sort: str, prompts: Sequence[Sequence[int]], rng: random.
     elif sort == "one-token prompt":
         ids = [rng.choice(ids)]
     elif sort == "past the end":
-        params.update(ignore_eos=True, max_new_tokens=LONGEST_ANSWER)
+        params.update(ignore_eos=True, max_new_tokens=longest)
     elif sort == "long prompt":
         length = rng.randint(LONG_PROMPT // 2, LONG_PROMPT)
         ids = joined(prompts, index, length)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from sglang_c2t.offline.compare import Array, Curve, interval
+from sglang_c2t.offline.compare import Array, interval
 
 
 def rule(numbers: int, words: int = 1) -> str:
@@ -45,11 +45,6 @@ def with_interval(once: Array, drawn: Array) -> str:
     return f"{once[0]:.2f}" + bracket(drawn)
 
 
-def tau_gamma(curve: Curve, once: Array, drawn: Array) -> list[str]:
-    """Both of a curve of one point, with their intervals; weights [1, Q] and [S, Q]."""
-    return [with_interval(f(once)[:, 0], f(drawn)[:, 0]) for f in (curve.tau, curve.gamma)]
-
-
 def bracket(drawn: Array) -> str:
     """The interval of resamples [S]; instead of it, how many have no value, if some have none."""
     low, high = interval(drawn)
@@ -69,16 +64,6 @@ def difference(once: Array, drawn: Array) -> str:
         if np.isnan(drawn).any()
         else signed(float(once[0]), *interval(drawn))
     )
-
-
-def change_at(
-    curve: Curve, size: int, tau: Callable[[Array], Array], weights: tuple[Array, Array]
-) -> str:
-    """The difference of gamma from ``size`` in per cent at the accept length that ``tau`` gives for
-    weights [1, Q] and [S, Q].
-    """
-    once, drawn = (100 * (curve.gamma_at(tau(w), w) / size - 1) for w in weights)
-    return difference(once, drawn)
 
 
 def signed(value: float, low: float, high: float) -> str:

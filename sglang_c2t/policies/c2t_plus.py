@@ -9,7 +9,7 @@ classifier still moves between draft models (C2T, arXiv:2502.13652, is the frame
 In trees it may read the token's rank among its siblings and its parent's among the rows that were
 forwarded, too (6-48-1, 385 parameters): what else the tree offers says how likely this node is, and
 both are known without measuring anything. Others that were tried bring about as much, and would
-have to be carried from layer to layer or counted over a whole one (eval/TREES.md).
+have to be carried from layer to layer or counted over a whole one (eval/LOG.md).
 
 Default threshold, chains: chosen as that of C2T-log is.
 

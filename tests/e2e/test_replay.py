@@ -62,7 +62,9 @@ class RecordedAndLive:
 @pytest.fixture(scope="module", params=sorted(DRAFTS))
 def both(request: pytest.FixtureRequest, logs: Path) -> Iterator[RecordedAndLive]:
     algorithm: str = request.param
-    recording = record(algorithm, PROMPTS, logs / f"recording-{algorithm}", RECORDED)
+    extra = ("topk_prob", "hidden") if algorithm == "EAGLE3" else ("topk_prob",)
+    what = RECORDED._replace(extra=extra)
+    recording = record(algorithm, PROMPTS, logs / f"recording-{algorithm}", what)
     hidden: Path | None = None
     if algorithm == "EAGLE3":
         hidden = logs / f"hidden-{algorithm}.safetensors"

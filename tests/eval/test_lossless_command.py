@@ -22,7 +22,8 @@ from eval.lossless.sampling import Fit, SampleTest
 from eval.lossless.seeded import Reproduced
 from eval.lossless.servers import Broken, Models, visit_all
 from eval.lossless.suite import SAMPLED_UNDER, Found, Suite
-from eval.lossless.workload import Asked
+from eval.lossless.workload import Asked, mixed
+from eval.recordings import Pair
 from eval.server import TARGET
 
 # -- the verdict ----------------------------------------------------------------------------
@@ -138,6 +139,8 @@ def test_the_file_holds_everything_found(tmp_path: Path) -> None:
         (["--policies", "fork"], "none of fork is for chains"),
         (["--algorithm", "NEXTN"], "has no demo draft"),
         (["--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["--pair", "smollm2", "--draft", "d"], "--pair brings its models"),
+        (["kits", "--pair", "smollm2"], "--pair brings its models"),
     ],
 )
 def test_arguments_that_make_no_sense_end_with_2_and_say_why(
@@ -179,7 +182,35 @@ def test_a_full_run_asks_two_thousand_requests_and_more() -> None:
     assert what.requests / num_servers >= 350
 
 
+def test_lossless_real_pair_is_asked_less_and_shorter_unless_told() -> None:
+    args = command.parser().parse_args(["--pair", "smollm2"])
+    what = command.settings(args, demo=False)
+    assert (what.requests, what.samples, what.seeded_prompts, what.longest) == (500, 300, 8, 32)
+    assert what.parts == ("greedy", "sampling", "seeded")
+    assert {request.body["sampling_params"]["max_new_tokens"] for request in
+            mixed([[1, 2], [3]], 400, 0, what.longest)} == set(range(1, 33))  # fmt: skip
+    told = ["--max-new-tokens", "9", "--seeded-prompts", "3", "--requests", "7", "--samples", "40"]
+    what = command.settings(command.parser().parse_args(["--pair", "smollm2", *told]), demo=False)
+    assert (what.requests, what.samples, what.seeded_prompts, what.longest) == (7, 40, 3, 9)
+
+
 # -- servers --------------------------------------------------------------------------------
+
+
+def test_lossless_real_pair_is_served_in_float32_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Pair("a pair", Path("target"), Path("head"), "EAGLE3", {"OMP_NUM_THREADS": "2"})
+    monkeypatch.setattr(command, "smollm2", lambda: pair)
+    models = command.models(command.parser().parse_args(["--pair", "smollm2"]))
+    assert models.kinds(("chains", "trees")) == [("EAGLE3", "chains"), ("EAGLE3", "trees")]
+    launch = models.gated("EAGLE3", "trees")
+    argv = " ".join(launch.argv(30000))
+    for flags in ("--model-path target", "--speculative-draft-model-path head", "--device cpu",
+                  "--dtype float32", "--speculative-num-draft-tokens 8"):  # fmt: skip
+        assert flags in argv
+    # Two of them run at once, the one without speculation by itself.
+    assert (launch.env, models.plain().env) == ({}, {"OMP_NUM_THREADS": "2"})
 
 
 def test_own_models_get_no_flags_for_a_cpu() -> None:

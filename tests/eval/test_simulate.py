@@ -10,11 +10,24 @@ import pytest
 
 from eval import simulate
 from eval.gpu.models import SHAPES
-from eval.simulate import MACHINES, POSITIONS, Costs, Drafts, MeasuredCosts, Simulation, main
+from eval.simulate import (
+    MACHINES,
+    POSITIONS,
+    Costs,
+    Drafts,
+    MeasuredCosts,
+    RecordedDrafts,
+    Simulation,
+    gate_of,
+    main,
+)
 from sglang_c2t.config import ConfigError
+from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.planner import Planner
 from sglang_c2t.plan.survival import OneSlope, Survival
+from sglang_c2t.policies.fixed import Fixed
+from tests.recordings import random_chains, recording
 
 
 @pytest.mark.parametrize("spread", [0.1, 2.0, 4.0])
@@ -113,3 +126,32 @@ def test_curves_of_a_planner_that_measured_nothing_are_refused(tmp_path: Path) -
     path.write_text(json.dumps(Planner(2, Survival(2)).report()))
     with pytest.raises(ConfigError, match="had measured nothing yet"):
         simulate._curves(path)
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_recorded_drafts_walked_in_order_give_what_replay_gives(drafts: int) -> None:
+    chains = Chains.from_recording(recording(random_chains(20, 30, 3), roots="every"))
+    recorded, rng = RecordedDrafts(chains, gate_of("auto"), 3), np.random.default_rng(0)
+    expected = replay(Fixed(), chains, max_length=drafts)
+    correct = 0
+    for _ in range(int(expected.num_steps.sum())):
+        _, survived = recorded.draw(rng, 1)
+        taken = min(int(survived.sum()), drafts)
+        correct += taken
+        recorded.accepted(np.array([taken]))
+    assert correct == expected.num_correct.sum()
+    assert recorded._at.tolist() == [0], "all are answered, the first comes again"
+
+
+def test_recorded_request_joins_where_one_ends_or_the_batch_grows() -> None:
+    chains = Chains.from_recording(recording(random_chains(20, 30, 3), roots="every"))
+    recorded, rng = RecordedDrafts(chains, gate_of("auto"), 3), np.random.default_rng(0)
+    starts = chains.first_root.tolist()
+    confidence, _ = recorded.draw(rng, 2)
+    assert confidence.shape == (2, 3)
+    recorded.accepted(np.array([starts[1] - 1, 3]))  # all of the first; four of the second
+    assert recorded._at.tolist() == [starts[2], starts[1] + 4]
+    recorded.draw(rng, 3)
+    assert recorded._at.tolist() == [starts[2], starts[1] + 4, starts[3]]
+    recorded.draw(rng, 1)
+    assert recorded._at.tolist() == [starts[2]]

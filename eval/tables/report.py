@@ -1,0 +1,257 @@
+"""The tables of ``eval/TABLES.md``: by family first, then over all of them, losses by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from eval.simulate import POSITIONS
+from eval.tables.markdown import difference, section, with_interval
+from eval.tables.rules import LEARN, OURS, Recorded, Rule, mean_of, verdict
+from sglang_c2t.offline.compare import Array, Curve, everyone
+from sglang_c2t.offline.replay import Chains
+from sglang_c2t.offline.scores import rates
+from sglang_c2t.policies.dyjoint import DyJoint
+
+#: Sizes at whose accept length rules are compared, the first in detail: drafts of fixed chains,
+#: nodes of EAGLE-2's trees.
+CHAIN_SIZES, TREE_SIZES = (3, 2, 5), (16, 8, 32)
+#: Of accepted tokens, where shares are compared in chains; in trees it is what EAGLE-2 recalls.
+RECALL = 0.9
+#: A server's: see the README.
+SERVED = 5
+
+#: Survival by position that others published, and where. The EAGLE-3 paper draws its own in a
+#: figure, without numbers.
+PUBLISHED = {
+    "gpt-oss, EAGLE-3, five drafts (vllm-project/vllm#42764)": (0.622, 0.356, 0.203, 0.119, 0.060),
+    "MiniCPM3, EAGLE-3, six drafts (vllm-project/vllm#24243)": (0.58, 0.34, 0.22, 0.15, 0.11),
+    "DSpark (vllm-project/vllm#52992, as `eval.simulate` quotes it)": POSITIONS[:3],
+}
+
+#: [1] and [S].
+Change = Sequence[Array]
+
+
+def conditional(survival: Sequence[float]) -> list[str]:
+    """How often a draft is accepted where all before it are, from how often all are."""
+    return [
+        f"{after / before:.2f}" if before else "-" for before, after in pairwise((1.0, *survival))
+    ]
+
+
+def survival(chains: Chains, requests: Iterable[int]) -> list[float]:
+    """How often the k-th draft and all before it are accepted, where a server that drafts whole
+    chains comes by.
+    """
+    accepted = []
+    for number in requests:
+        at, end = chains.first_root[number : number + 2].tolist()
+        while at < end:
+            accepted.append(int(chains.num_correct[at]))
+            at += accepted[-1] + 1
+    drafts = torch.tensor(accepted)
+    return [float((drafts >= k).float().mean()) for k in range(1, chains.max_length + 1)]
+
+
+def acceptance_table(recorded: Recorded) -> list[str]:
+    """By position, beside published ones."""
+    chains = recorded.replayed
+    assert isinstance(chains, Chains)
+    served, rows = recorded.sized(SERVED), []
+    for family in recorded.families:
+        mine = [i for i, group in enumerate(recorded.groups) if group == family]
+        members = everyone(recorded.groups, only=family)
+        tau = (served.tau(w * members)[:, 0] for w in (recorded.once, recorded.drawn))
+        rows.append((family, [*conditional(survival(chains, mine)), with_interval(*tau)]))
+    for name, published in PUBLISHED.items():
+        short = chains.max_length - len(published)
+        rows.append((name, [*conditional(published), *["-"] * short, f"{1 + sum(published):.2f}"]))
+    return section(
+        "## Acceptance by position",
+        "How often a draft is accepted where all before it are, along whole chains. Last: accept "
+        f"length of chains of {SERVED}, the target's own token included; of published ones, of the "
+        "positions shown (other models, prompts and lengths: not a comparison of heads). The "
+        "EAGLE-3 paper draws its rates in a figure and prints none.",
+        ["prompts", *map(str, range(1, chains.max_length + 1)), "accept length"],
+        rows,
+    )
+
+
+class Comparison:
+    """All tables of chains, or of trees."""
+
+    def __init__(self, recorded: Recorded, rules: Iterable[Rule], sizes: Sequence[int]) -> None:
+        self.recorded, self.rules, self.sizes = recorded, list(rules), sizes
+        self.kind = "trees" if recorded.trees else "chains"
+        self.joint = self.rules[0]
+
+    @property
+    def size_named(self) -> str:
+        """What the first size is."""
+        return (
+            f"EAGLE-2 with {self.sizes[0]} nodes"
+            if self.recorded.trees
+            else f"fixed {self.sizes[0]}"
+        )
+
+    def rivals(self) -> list[str]:
+        """What ours are compared with."""
+        return [*(["eagle2"] if self.recorded.trees else []), DyJoint.name, "logistic"]
+
+    def rival(self, name: str, rule: Rule, size: int) -> Curve | int:
+        """The rival of a rule; one that learns did so from the same family."""
+        if name == "eagle2":
+            return size
+        learnt_on = rule.learnt_on if name in LEARN else None
+        return next(r.curve for r in self.rules if (r.name, r.learnt_on) == (name, learnt_on))
+
+    def changes(self, name: str, rival: str, size: int, families: Sequence[str]) -> list[Change]:
+        """Of a rule, for each family that it learnt from and each other one of ``families``."""
+        return [
+            self.recorded.change(rule.curve, self.rival(rival, rule, size), size, family)
+            for rule, family in self._tested(name)
+            if family in families
+        ]
+
+    def each_table(self) -> list[str]:
+        """Every rule on every family that it did not learn from."""
+        families, size = self.recorded.families, self.sizes[0]
+        rival = self.rivals()[0]
+
+        def cell(rule: Rule, family: str) -> str:
+            if family == rule.learnt_on:
+                return "-"
+            curve = self.rival(rival, rule, size)
+            return difference(*self.recorded.change(rule.curve, curve, size, family))
+
+        joint = (self.recorded.nodes_at(self.joint.curve, size, f)[0][0] for f in families)
+        own = (
+            [f"{nodes:.2f}" for nodes in joint]
+            if rival == DyJoint.name
+            else [str(size)] * len(families)
+        )
+        others = [rule for rule in self.rules if rule.name != rival]
+        return section(
+            f"### {self.kind}: trained on one family, tested on the others",
+            "Nodes verified at equal accept length (that of "
+            f"{self.size_named} on the family of the column), difference from `{rival}` in per "
+            f"cent. First row: the nodes of `{rival}`.",
+            ["rule, trained on", *families],
+            [(f"`{rival}`", own), *((_named(r), [cell(r, f) for f in families]) for r in others)],
+        )
+
+    def pooled_table(self) -> list[str]:
+        """Means over the families learnt from, by family, then over these."""
+        families, size = self.recorded.families, self.sizes[0]
+        rows = []
+        for name in OURS:
+            for rival in self.rivals():
+                cells = [
+                    difference(*mean_of(self.changes(name, rival, size, [f]))) for f in families
+                ]
+                cells += [
+                    difference(*mean_of(self.changes(name, rival, s, families))) for s in self.sizes
+                ]
+                rows.append((f"`{name}` - `{rival}`", cells))
+        sizes = [f"all, {'N =' if self.recorded.trees else 'fixed'} {s}" for s in self.sizes]
+        return section(
+            f"### {self.kind}: nodes at equal accept length, over the families trained on",
+            "Means of the differences in per cent, of the table above and of other rivals; then "
+            "the mean over the families, at the accept length of "
+            f"{', '.join(map(str, self.sizes))}.",
+            ["ours - rival", *families, *sizes],
+            rows,
+        )
+
+    def rows_table(self) -> list[str]:
+        """Nodes and rows themselves, and what the classifiers alone keep."""
+        size, rows = self.sizes[0], []
+        if self.recorded.trees:
+            share = 100 * size / self.recorded.largest
+            rows.append(("`eagle2`", [f"{size:.2f}", f"{size + 1:.2f}", f"{share:.1f}", "-", "-"]))
+        for name, kind in {DyJoint.name: DyJoint, **LEARN}.items():
+            beta = kind.tree_beta if self.recorded.trees else kind.beta
+            nodes, shares, changes, own = [], [], [], []
+            for rule, family in self._tested(name):
+                nodes.append(self.recorded.nodes_at(rule.curve, size, family))
+                recall = self.recall(family)
+                mine, joint = (
+                    self.recorded.share_at_recall(scores, recall, family)
+                    for scores in (rule.scores, self.joint.scores)
+                )
+                shares.append(mine)
+                changes.append([100 * (a / b - 1) for a, b in zip(mine, joint, strict=True)])
+                of_family = self.recorded.members(family)
+                kept = rates(rule.scores[of_family] >= beta, self.recorded.accepted[of_family])
+                own.append((100 * kept.recall, 100 * kept.positive_rate))
+            node = float(mean_of(nodes)[0][0])
+            recall, share = np.mean(own, axis=0)
+            change = "-" if name == DyJoint.name else difference(*mean_of(changes))
+            rows.append((
+                f"`{name}`",
+                [f"{node:.2f}", f"{node + 1:.2f}", f"{100 * float(mean_of(shares)[0][0]):.1f}",
+                 change, f"{recall:.1f} / {share:.1f} ({beta:g})"],
+            ))  # fmt: skip
+        at = (
+            f"EAGLE-2's recall with {size}"
+            if self.recorded.trees
+            else f"{100 * RECALL:.0f} % recall"
+        )
+        return section(
+            f"### {self.kind}: nodes, rows, and the classifier alone",
+            "Means over all pairs of families trained on and tested on. Nodes and rows (with the "
+            f"root) of a verification at the accept length of {self.size_named}. Share of "
+            f"positives: of all recorded tokens, those that a threshold keeps at {at}, in per "
+            "cent; its difference; and recall and share at the rule's own threshold, in brackets.",
+            ["rule", "nodes", "rows", f"share at {at}", "less `dyjoint`'s, per cent",
+             "recall / share at its own"],
+            rows,
+        )  # fmt: skip
+
+    def _tested(self, name: str) -> list[tuple[Rule, str]]:
+        """A rule by the family it learnt from, with each family that it did not learn from."""
+        families = self.recorded.families
+        return [(r, family) for r in self.rules if r.name == name for family in r.tests(families)]
+
+    def recall(self, family: str) -> float:
+        """Of accepted tokens, where shares are compared: in trees what EAGLE-2 has of them."""
+        if not self.recorded.trees:
+            return RECALL
+        mine = self.recorded.members(family)
+        chosen = eagle2_nodes(self.recorded, self.sizes[0])
+        return rates(chosen[mine], self.recorded.accepted[mine]).recall
+
+    def losses(self) -> list[str]:
+        """Who verifies more or fewer than whom, beyond the interval, by name."""
+        families, size, lines = self.recorded.families, self.sizes[0], []
+        for name in OURS:
+            against = []
+            for rival in self.rivals():
+                where: dict[str, list[str]] = {"fewer": [], "more": [], "no difference": []}
+                for family in families:
+                    _, drawn = mean_of(self.changes(name, rival, size, [family]))
+                    where[verdict(drawn)].append(family)
+                told = [f"{word} on {', '.join(named)}" for word, named in where.items() if named]
+                marked = [f"**{words}**" if words.startswith("more") else words for words in told]
+                against.append(f"against `{rival}` {', '.join(marked)}")
+            lines.append(f"- {self.kind}, `{name}`: {'; '.join(against)}.")
+        return lines
+
+
+def eagle2_nodes(recorded: Recorded, size: int) -> torch.Tensor:
+    """[n] bool: the ``size`` likeliest nodes of each tree, of equals the first."""
+    joint, draft = recorded.recording.nodes["joint"], recorded.recording.nodes["draft"].long()
+    order = joint.argsort(descending=True, stable=True)
+    order = order[draft[order].argsort(stable=True)]
+    place = torch.arange(len(order)) - torch.searchsorted(draft, draft)
+    chosen = torch.zeros(len(order), dtype=torch.bool)
+    chosen[order] = place < size
+    return chosen
+
+
+def _named(rule: Rule) -> str:
+    return f"`{rule.name}`" + (f", {rule.learnt_on}" if rule.learnt_on else "")

@@ -1,0 +1,260 @@
+"""Rules on recorded drafts: what each is confident of, and the curve that its threshold draws.
+
+A rule that learns does so from one family of prompts and is used on the others. Chains and trees
+alike; ``[n]`` is one value per recorded token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang_c2t.classifier.checkpoint import Classifier
+from sglang_c2t.classifier.recording import Recording
+from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.offline.compare import (
+    ODDS_GRID,
+    Array,
+    Curve,
+    everyone,
+    interval,
+    resamples,
+    sweep,
+)
+from sglang_c2t.offline.replay import Chains, Outcome, replay
+from sglang_c2t.offline.train import RECIPES, TrainSettings, train_classifier
+from sglang_c2t.offline.tree_replay import Forest, replay_trees
+from sglang_c2t.policies.base import Gate
+from sglang_c2t.policies.c2t import C2T
+from sglang_c2t.policies.c2t_log import C2TLog
+from sglang_c2t.policies.c2t_plus import C2TPlus
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.eagle2 import EAGLE2
+from sglang_c2t.policies.fixed import Fixed
+from sglang_c2t.policies.gated_tree import GatedTree
+from sglang_c2t.policies.logistic import Logistic
+
+NUM_RESAMPLES = 1000
+#: Of shares of tokens, which take longer.
+NUM_SHARES = 200
+
+#: Rules that learn, by the name they are served by.
+LEARN = {kind.name: kind for kind in (C2T, C2TLog, C2TPlus, Logistic)}
+OURS = (C2T.name, C2TLog.name, C2TPlus.name)
+
+#: Of trees: even in log odds, and 0, which keeps every node.
+TREE_GRID = tuple(float(x) for x in 1 / (1 + np.exp(-np.r_[-np.inf, np.linspace(-8, 3, 23)])))
+
+#: Of training, at least; the paper's 10 epochs are 600 on its 8,880 trees, and ours are fewer.
+STEPS = 1500
+
+
+@dataclass(frozen=True)
+class Known(Gate):
+    """A gate whose confidences are in the recording already."""
+
+    beta: float = 0.0
+    name: ClassVar[str] = "known"
+    needs: ClassVar[frozenset[str]] = frozenset({"confidence"})
+
+    def confidence(self, layer: DraftLayer) -> Tensor:
+        """[B] float32."""
+        return layer.measured["confidence"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule as it was learnt, if it learns."""
+
+    name: str
+    learnt_on: str | None
+    """Family of prompts."""
+
+    scores: Tensor
+    """[n] float32: its confidence in each recorded token."""
+
+    curve: Curve
+
+    def tests(self, families: Sequence[str]) -> list[str]:
+        """Those that it did not learn from."""
+        return [family for family in families if family != self.learnt_on]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Drafts of one pair, all of chains or all of trees, with resamples of their requests."""
+
+    recording: Recording
+    replayed: Chains | Forest
+    groups: list[str]  # family of each request
+    once: Array  # [1, Q]
+    drawn: Array  # [S, Q]
+    _sized: dict[int, Curve] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[int, int, str], tuple[Curve, Array, Array]] = field(
+        default_factory=dict, repr=False
+    )
+
+    @classmethod
+    def of(cls, recording: Recording) -> Recorded:
+        """Resample the requests within their families."""
+        kind = Chains if recording.topk == 1 else Forest
+        replayed = kind.from_recording(recording)
+        groups = [rid.rsplit("/", 1)[0] for rid in replayed.requests]
+        weights = everyone(groups), resamples(groups, NUM_RESAMPLES)
+        return cls(recording, replayed, groups, *weights)
+
+    @property
+    def trees(self) -> bool:
+        """Whether these are no chains."""
+        return isinstance(self.replayed, Forest)
+
+    @property
+    def families(self) -> list[str]:
+        """Each family once."""
+        return sorted(set(self.groups))
+
+    @property
+    def accepted(self) -> Tensor:
+        """[n] bool."""
+        return self.recording.nodes["accept"].bool()
+
+    @cached_property
+    def of_node(self) -> Tensor:
+        """[n] int64: place of each token's request in :attr:`groups`; -1 where it is left out."""
+        place = {rid: i for i, rid in enumerate(self.replayed.requests)}
+        requests = torch.tensor([place.get(rid, -1) for rid in self.recording.requests])
+        drafts = self.recording.drafts["request"].long()
+        return requests[drafts[self.recording.nodes["draft"].long()]]
+
+    @property
+    def largest(self) -> int:
+        """Drafts behind each root."""
+        if isinstance(self.replayed, Chains):
+            return self.replayed.max_length
+        return self.replayed.shape.num_draft_tokens - 1
+
+    def members(self, family: str) -> Tensor:
+        """[n] bool: tokens of the family's requests."""
+        return torch.tensor([group == family for group in (*self.groups, "")])[self.of_node]
+
+    def sized(self, size: int) -> Curve:
+        """One point: fixed chains of so many drafts, or EAGLE-2's trees of so many nodes."""
+        if size not in self._sized:
+            if isinstance(self.replayed, Chains):
+                outcome: Outcome = replay(Fixed(), self.replayed, max_length=size)
+            else:
+                shape = self.replayed.shape._replace(num_draft_tokens=size + 1)
+                outcome = replay_trees(EAGLE2(), self.replayed, shape)
+            self._sized[size] = Curve.of([outcome])
+        return self._sized[size]
+
+    def rules(self) -> Iterator[Rule]:
+        """DyJoint, and each rule that learns by the family it learnt from."""
+        joint = self.recording.nodes["joint"]
+        yield Rule(DyJoint.name, None, joint, self.curve(joint))
+        drafts = self.recording.groups()
+        for family in self.families:
+            mine = torch.tensor([group == family for group in drafts])
+            learnt = self.recording.select(mine[self.recording.drafts["request"].long()])
+            for name in LEARN:
+                scores = scores_of(train(learnt, name), self.recording)
+                yield Rule(name, family, scores, self.curve(scores))
+
+    def curve(self, scores: Tensor) -> Curve:
+        """Of the threshold on ``scores`` [n]."""
+        if isinstance(self.replayed, Forest):
+            forest = replace(self.replayed, nodes=self.replayed.nodes | {"confidence": scores})
+            return Curve.of([replay_trees(GatedTree(Known(b)), forest) for b in TREE_GRID])
+        rows = scores.view(self.recording.num_drafts, -1)[self.replayed.draft_row]
+        chains = replace(self.replayed, stats=self.replayed.stats | {"confidence": rows})
+        return sweep(Known, chains, ODDS_GRID)
+
+    def nodes_at(self, curve: Curve, size: int, family: str) -> tuple[Array, Array]:
+        """[1] and [S]: verified drafts per verification where ``curve`` accepts, in this family, as
+        much as drafts of ``size`` there; kept, as tables share them.
+        """
+        key = id(curve), size, family
+        if key not in self._known:
+            members = everyone(self.groups, only=family)
+            drawn = (self.once * members, self.drawn * members)
+            once, many = (self._nodes(curve, size, weights) for weights in drawn)
+            self._known[key] = curve, once, many  # the curve, so that its id stays its own
+        return self._known[key][1:]
+
+    def _nodes(self, curve: Curve, size: int, weights: Array) -> Array:
+        # By chance whole drafts may accept less than shorter ones in a resample.
+        taus = (self.sized(n).tau(weights)[:, 0] for n in (size, self.largest))
+        return curve.gamma_at(np.minimum(*taus), weights)
+
+    def change(self, curve: Curve, rival: Curve | int, size: int, family: str) -> list[Array]:
+        """[1] and [S]: difference of :meth:`nodes_at` from the rival's in per cent, paired."""
+        mine = self.nodes_at(curve, size, family)
+        if isinstance(rival, int):
+            other = [np.full_like(nodes, rival) for nodes in mine]
+        else:
+            other = [*self.nodes_at(rival, size, family)]
+        return [100 * (a / b - 1) for a, b in zip(mine, other, strict=True)]
+
+    def share_at_recall(self, scores: Tensor, recall: float, family: str) -> list[Array]:
+        """[1] and [S]: share of the family's tokens that a threshold on ``scores`` [n] keeps, the
+        highest that keeps ``recall`` of the accepted ones.
+        """
+        mine = self.members(family)
+        order = scores[mine].argsort(descending=True)
+        request = self.of_node[mine][order].numpy()
+        hit = self.accepted[mine][order].numpy()
+        # Tokens of one confidence are kept together: only the last of them may be a threshold.
+        ordered = scores[mine][order].numpy()
+        last = np.append(ordered[1:] != ordered[:-1], True)
+        found = []
+        for weights in (self.once, self.drawn[:NUM_SHARES]):
+            shares = np.empty(len(weights))
+            for i, of_request in enumerate(weights):
+                weight = of_request[request]
+                kept, hits = weight.cumsum(), (weight * hit).cumsum()
+                enough = int(np.searchsorted(hits, recall * hits[-1] * (1 - 1e-12)))
+                at = enough + int(last[enough:].argmax())
+                shares[i] = kept[at] / kept[-1]
+            found.append(shares)
+        return found
+
+
+def train(recording: Recording, name: str) -> Classifier:
+    """The classifier of the rule ``name``, as ``sglang_c2t train`` makes it, but for the epochs."""
+    of_trees = f"{name}-tree"
+    recipe = RECIPES[of_trees if recording.topk > 1 and of_trees in RECIPES else name]
+    settings = TrainSettings()
+    accepted = int(recording.nodes["accept"].sum())
+    tokens = min(2 * accepted, recording.num_nodes) if recipe.balance else recording.num_nodes
+    epochs = max(settings.epochs, -(-STEPS * settings.batch_size // max(tokens, 1)))
+    return train_classifier(recording, recipe, settings=replace(settings, epochs=epochs))
+
+
+def scores_of(classifier: Classifier, recording: Recording) -> Tensor:
+    """[n] float32: how sure it is of each token, and of all before it."""
+    said = classifier.confidence(recording.layer(classifier.features.needs)).clone()
+    if classifier.label == "survives":
+        return said
+    parents, depth = recording.parent_rows(), recording.nodes["depth"]
+    for layer in range(2, int(depth.max()) + 1):  # of a token alone: times that of its parent
+        rows = (depth == layer).nonzero().flatten()
+        said[rows] = said[rows] * said[parents[rows]]
+    return said
+
+
+def mean_of(pairs: Sequence[Sequence[Array]]) -> tuple[Array, Array]:
+    """[1] and [S]: the mean of paired values, each [1] and [S]."""
+    once, drawn = (np.mean(values, axis=0) for values in zip(*pairs, strict=True))
+    return once, drawn
+
+
+def verdict(drawn: Array) -> str:
+    """Of differences [S]: ``fewer`` or ``more`` where their interval says so."""
+    low, high = interval(drawn)
+    return "fewer" if high < 0 else "more" if low > 0 else "no difference"
