@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,28 +96,8 @@ def _asked(turn: str) -> str:
     return rendered([{"role": "user", "content": turn}])
 
 
-def _opening(row: dict[str, Any]) -> str:
-    """The beginning of a text, up to the last blank before 200 characters."""
-    text: str = row["text"]
-    return text if len(text) <= 200 else text[:200].rpartition(" ")[0] or text[:200]
-
-
-#: Sets beside the evaluation sets, to see whether a result holds on other prompts: the file, and
-#: the prompt of one of its rows. No demo model and no classifier of ours learnt from them.
-OTHER_SETS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "gsm8k_others": ("gsm8k_test.jsonl", lambda row: _question(row["turns"][0])),
-    "humaneval_others": ("humaneval.jsonl", lambda row: row["turns"][0]),
-    "mt_bench_second": ("mt_bench.jsonl", lambda row: _chat(row["turns"][1])),
-    "algorithms": ("code_keon_algorithms.jsonl", _opening),
-    "rust_book": ("rust_book.jsonl", _opening),
-    "shakespeare": ("tinyshakespeare.jsonl", _opening),
-}
-
 #: Longer prompts are skipped: they would not fit the demo models' 2,048 positions.
 MAX_CHARS = 4000
-
-#: Prompts that share so many words in a row are not two.
-SHARED_WORDS = 13
 
 
 def public_mix(
@@ -128,81 +106,20 @@ def public_mix(
     """The first `n` fitting prompts of each set in `folder`; ValueError for a missing file."""
     prompts = []
     for family, (name, shape) in sets.items():
-        texts = (shape(row["turns"][0]) for row in _rows([folder], name, family))
+        texts = (shape(row["turns"][0]) for row in _rows(folder, name, family))
         prompts += [Prompt(family, text) for text in itertools.islice(_fitting(texts), n)]
     return prompts
-
-
-def other_mix(folders: Sequence[Path], n: int, apart_from: Sequence[Prompt]) -> list[Prompt]:
-    """The first `n` fitting prompts of each of `OTHER_SETS`, looked for in all `folders`.
-
-    Left out is what shares `SHARED_WORDS` words in a row with a prompt of `apart_from`.
-    ValueError for a missing file.
-    """
-    taken = {run for prompt in apart_from for run in _runs(prompt.text)}
-    prompts = []
-    for family, (name, shape) in OTHER_SETS.items():
-        texts = (shape(row) for row in _rows(folders, name, family))
-        apart = (text for text in _fitting(texts) if taken.isdisjoint(_runs(text)))
-        prompts += [Prompt(family, text) for text in itertools.islice(apart, n)]
-    return prompts
-
-
-def long_mix(n: int, folder: Path | None, tokens: Callable[[str], int], most: int) -> list[Prompt]:
-    """``n`` prompts per family of up to ``most`` ``tokens``: solved tasks of the family, and an
-    open one behind them.
-
-    Families and open tasks are those of `demo_mix`, and of `EVALUATION_SETS` if there is a folder.
-    """
-    open_ones, solved = demo_mix(3 * n), {}
-    if folder is not None:
-        open_ones += public_mix(folder, EVALUATION_SETS, n)
-        solved = {family: list(_solved_sets(family, folder)) for family in EVALUATION_SETS}
-    seen: Counter[str] = Counter()
-    prompts = []
-    for open_one in open_ones:
-        family, text = open_one.family, open_one.text
-        rng = random.Random(f"{family}/{seen[family]}")
-        tasks = _solved_own(family, seen[family]) if family in FAMILIES else solved[family]
-        seen[family] += 1
-        for task in rng.sample(tasks, len(tasks)):
-            longer = f"{task}\n\n{text}"
-            if task not in text and open_one.text not in task and tokens(longer) <= most:
-                text = longer
-        prompts.append(Prompt(family, text))
-    return prompts
-
-
-def _solved_own(family: str, number: int) -> list[str]:
-    made = (generate(family, "demo", f"solved/{number}/{i}") for i in range(40))
-    return [document.prompt + document.answer for document in made]
-
-
-def _solved_sets(family: str, folder: Path) -> Iterator[str]:
-    """Tasks with the answers that their set gives, if it gives any."""
-    name, shape = EVALUATION_SETS[family]
-    for row in _rows([folder], name, family):
-        question = shape(row["turns"][0])
-        answer = row.get("reference", "")
-        yield question + (answer if question.endswith("\n") else f" {answer}".rstrip())
-
-
-def _runs(text: str) -> set[tuple[str, ...]]:
-    words = text.split()
-    last = max(len(words) - SHARED_WORDS, 0)
-    return {tuple(words[start : start + SHARED_WORDS]) for start in range(last + 1)}
 
 
 def _fitting(texts: Iterator[str]) -> Iterator[str]:
     return (text for text in texts if len(text) <= MAX_CHARS)
 
 
-def _rows(folders: Sequence[Path], name: str, family: str) -> Iterator[dict[str, Any]]:
-    """Rows of the first file of that name; missing files are told before the first row."""
-    found = [folder / name for folder in folders if (folder / name).is_file()]
-    if not found:
-        where = " or ".join(map(str, folders))
-        raise ValueError(f"{where} must hold {name}, the prompts of {family}.")
+def _rows(folder: Path, name: str, family: str) -> Iterator[dict[str, Any]]:
+    """Rows of the file; a missing one is told before the first row."""
+    path = folder / name
+    if not path.is_file():
+        raise ValueError(f"{folder} must hold {name}, the prompts of {family}.")
     # Not splitlines(): a text may hold other line ends than its file.
-    lines = found[0].read_text(encoding="utf-8").split("\n")
+    lines = path.read_text(encoding="utf-8").split("\n")
     return (json.loads(line) for line in lines if line)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from eval.demo_models.corpus import FAMILIES, generate, split_of
-from eval.prompts import classifier_mix, demo_mix, long_mix
+from eval.prompts import classifier_mix, demo_mix
 
 
 def test_the_same_arguments_give_the_same_prompts():
@@ -54,18 +54,6 @@ def test_prompts_are_short_and_end_where_an_answer_starts():
     for prompt in demo_mix(300):
         assert 40 < len(prompt.text) < 600, prompt
         assert prompt.text.endswith(ends[prompt.family]), prompt
-
-
-def test_long_prompts_are_solved_tasks_and_an_open_one_that_still_fit():
-    count = lambda text: len(text.split())  # noqa: E731
-    found, short = long_mix(2, None, count, 300), demo_mix(6)
-    assert found == long_mix(2, None, count, 300)
-    for prompt, own in zip(found, short, strict=True):
-        assert prompt.family == own.family
-        assert prompt.text.endswith(f"\n\n{own.text}")
-        assert 220 < count(prompt.text) <= 300
-        assert prompt.text.count(own.text) == 1
-    assert long_mix(1, None, count, 10) == demo_mix(3), "nothing fits in front"
 
 
 def test_bad_arguments_are_named():
