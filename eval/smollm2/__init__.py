@@ -2,5 +2,5 @@
 
 from pathlib import Path
 
-#: Folder of the EAGLE-3 head.
-HEAD = Path(__file__).parent / "weights"
+#: Folder of the EAGLE-3 head; classifiers and logs call it by this name.
+HEAD = Path(__file__).parent / "SmolLM2-135M-Instruct-EAGLE3"

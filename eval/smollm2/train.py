@@ -30,11 +30,11 @@ from transformers import AutoTokenizer
 from eval.demo_models import export
 from eval.demo_models.modeling import Eagle3Head
 from eval.demo_models.train import STEP_DECAY, UNROLL, Optimizer, fit
+from eval.smollm2 import HEAD
 from eval.smollm2.answers import HUMAN, SEED, Answers, Entry
 from eval.smollm2.decode import AUX_LAYERS, Llama
 from eval.smollm2.target import target_folder
 
-HEAD = Path(__file__).parent / "weights"
 DRAFT_VOCAB = 8192
 BATCH_TOKENS = 6000
 

@@ -18,12 +18,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from eval.prompts import real_classifier_mix
 from eval.server import Launch, Server, environment, running, speculative_flags
+from eval.smollm2 import HEAD
 from eval.smollm2.target import TargetError, target_folder
 from sglang_c2t.offline.client import greedy, run_load
 from tests.e2e.conftest import REPOSITORY, counted
 
 EXAMPLE = REPOSITORY / "sglang_c2t" / "guides" / "openai_client.py"
-HEAD = REPOSITORY / "eval" / "smollm2" / "weights"
 
 
 @pytest.fixture(scope="module")
