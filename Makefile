@@ -119,12 +119,8 @@ models: $(STAMP)  ## Train the real pair's head, then the tiny models again: mak
 classifier: $(STAMP)  ## Train the real pair's shipped classifiers again, or all others': make classifier [PAIR=demo TRAIN=dir]
 	$(BIN)/python -m eval.record_default $(if $(PAIR),--pair $(PAIR)) $(if $(TRAIN),--train-sets $(TRAIN))
 
-tables: $(STAMP)  ## Compare all rules in eval/*.md: make tables [TEST=dir TRAIN=dir OTHER="dir dir"]
-	$(BIN)/python -m eval.tables $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN)) \
-	  $(if $(OTHER),--other-sets $(OTHER))
-	for kind in --trees --long; do \
-	  $(BIN)/python -m eval.tables $$kind $(if $(TEST),--test-sets $(TEST)) $(if $(TRAIN),--train-sets $(TRAIN)) \
-	    || exit; done
+tables: $(STAMP)  ## Compare rules on the real pair, eval/TABLES.md: make tables [DATA=dir ARGS=...]
+	$(BIN)/python -m eval.tables $(if $(DATA),--data $(DATA)) $(ARGS)
 
 patch: $(STAMP)  ## Apply patches/ to the installed SGLang and FlashInfer (optional, see patches/README.md)
 	$(BIN)/python patches/apply.py apply
