@@ -63,7 +63,7 @@ def test_a_real_pair_has_a_folder_of_its_own_and_is_not_mixed(
 ) -> None:
     source = record_default.Source(
         {"mine": "EAGLE3"}, lambda n: [Prompt("own", "?")] * n, "mine", ("c2t", "logistic"),
-        CHAINS, TREES, num_tree_prompts=3,
+        CHAINS, TREES, num_tree_prompts=3, options=("--epochs", "150"),
     )  # fmt: skip
     monkeypatch.setattr(record_default, "real", lambda: source)
     assert record_default.main(("--num-prompts", "5", "--work", "w", "--out", str(tmp_path))) == 0
@@ -73,6 +73,9 @@ def test_a_real_pair_has_a_folder_of_its_own_and_is_not_mixed(
     names = ["c2t", "logistic", "c2t-tree", "c2t-log-tree", "c2t-plus-tree"]
     assert list(made.trained) == [tmp_path / "mine" / f"{name}.safetensors" for name in names]
     assert all("--mix-drafts" not in told for told in made.trained.values())
+    for out, told in made.trained.items():
+        epochs = told[told.index("--epochs") + 1] if "--epochs" in told else None
+        assert (epochs == "150") == (not out.stem.endswith("-tree"))
     made.trained.clear()
     assert record_default.main(("--only-trees", "--work", "w", "--out", str(tmp_path))) == 0
     assert list(made.trained) == [tmp_path / "mine" / f"{name}.safetensors" for name in names[2:]]
