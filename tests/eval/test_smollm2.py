@@ -61,13 +61,22 @@ def test_decoder_at_a_temperature_samples_the_targets_distribution(
 ) -> None:
     prompt, heat = [5, 6, 7], 0.7
     torch.manual_seed(0)
-    asked = [Request(key, prompt, 1, heat) for key in range(4000)]
+    asked = [Request(key, prompt, 1, heat) for key in range(2000)]
     found = torch.tensor([int(a.tokens[-1]) for a in Decoder(model, 200, 8).answers(iter(asked))])
     wanted = (oracle(torch.tensor([prompt])).logits[0, -1] / heat).softmax(-1)
     best = wanted.topk(5).indices
     shares = (found[:, None] == best).float().mean(0)
     error = (wanted[best] * (1 - wanted[best]) / len(found)).sqrt()
     assert ((shares - wanted[best]).abs() < 4.5 * error + 1e-4).all()
+
+
+def test_decoder_reading_a_given_reply_keeps_the_states_of_answering_it(model: Llama) -> None:
+    request = requests(3)[2]
+    (answered,) = Decoder(model, 2, 40).answers(iter([request]))
+    reply = answered.tokens[len(request.prompt) :].tolist()
+    read = Decoder(model, 1, 40).read(request, reply)
+    assert read.tokens.tolist() == answered.tokens.tolist()
+    torch.testing.assert_close(read.states, answered.states, atol=2e-4, rtol=1e-3)
 
 
 def test_decoder_with_a_prompt_too_long_refuses_it(model: Llama) -> None:
