@@ -64,8 +64,8 @@ def test_the_openai_package_is_told_what_was_verified(server: Server, logs: Path
     assert len(facts) == 3
     for verifications, drafts, right, length in facts:
         assert int(drafts) >= int(right) > 0
-        # Of all tokens of an answer: the first is none of a verification.
-        about = 1 + int(right) / int(verifications), 1.01 / int(verifications)
+        # Of all tokens of an answer, the first is none of a verification; told to two places.
+        about = 1 + int(right) / int(verifications), 1 / int(verifications) + 0.0051
         assert float(length) == pytest.approx(about[0], abs=about[1])
 
 
