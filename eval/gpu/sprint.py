@@ -60,7 +60,9 @@ class Sprint:
         self._specs = self._plan.servers()
         pair = models.trained(options.pair)
         self._fleet = Fleet(self._results, self._work, self._plan.flags, pair)
-        self._texts = _texts(self._plan.prompts, pair.target)
+        self._texts = [prompt.text for prompt in demo_mix(self._plan.prompts)]
+        if options.pair == models.SMOLLM2:
+            self._texts = _in_template(self._texts, pair.target)
         self._speed = Speed(self._results, self._fleet, self._texts, self._plan.new_tokens)
         self._kernels = Kernels(self._results, options.kit, self._plan)
         self._over = threading.Event()
@@ -254,14 +256,11 @@ class Sprint:
             self._results.add("gpu", query=query, values=done.stdout.strip())
 
 
-def _texts(n: int, target: Path) -> list[str]:
-    """Generated prompts, in the chat template of the target where it has one."""
+def _in_template(texts: Sequence[str], target: Path) -> list[str]:
+    """Each text as a user's message in the chat template of the target."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
-    texts = [prompt.text for prompt in demo_mix(n)]
-    if tokenizer.chat_template is None:
-        return texts
     chats = [[{"role": "user", "content": text}] for text in texts]
     return list(tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True))
 
