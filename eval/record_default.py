@@ -49,7 +49,7 @@ class Source:
     trees: Recorded
     num_tree_prompts: int
     options: Sequence[str] = ()
-    """Of training for chains."""
+    """Options of ``train``, for chains."""
 
 
 def demo(train_sets: Path | None) -> Source:

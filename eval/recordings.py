@@ -48,7 +48,7 @@ class Pair(NamedTuple):
     draft: Path
     algorithm: str
     env: Mapping[str, str] = {}
-    """Of its servers."""
+    """Environment of its servers."""
 
 
 def demo_pair(algorithm: str) -> Pair:

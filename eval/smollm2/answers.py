@@ -28,6 +28,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoTokenizer
 
 from eval.smollm2.decode import Answer, Decoder, Llama, Request
+from eval.smollm2.prompts import Conversation, ask
 from eval.smollm2.target import target_folder
 
 SEED = 0
@@ -67,8 +68,6 @@ HUMAN_SETS = (
 #: Before the family of a person's answer.
 HUMAN = "human "
 
-Conversation = list[dict[str, str]]
-
 
 def human_answers(data: Path) -> list[tuple[str, Conversation, str]]:
     """Family, conversation and a person's answer, mixed; the target's words beside them are learnt.
@@ -77,14 +76,14 @@ def human_answers(data: Path) -> list[tuple[str, Conversation, str]]:
     """
     found = []
     for name, family, most in HUMAN_SETS:
-        rows = [row for row in _rows(data, name) if row.get("reference")]
-        random.Random(SEED + 1).shuffle(rows)
-        for row in rows[:most]:
+        answered = [row for row in read_rows(data, name) if row.get("reference")]
+        random.Random(SEED + 1).shuffle(answered)
+        for row in answered[:most]:
             reply = re.sub("<<.*?>>", "", row["reference"])  # GSM8K's calculator marks
             if len(row["turns"][0]) < 500:
-                found.append((family, _ask(row["turns"][0]), reply))
+                found.append((family, ask(row["turns"][0]), reply))
     for head, body in _functions(data):
-        found.append(("code", _ask(CODE_ORDERS[0] + head), f"```python\n{head}{body}\n```"))
+        found.append(("code", ask(CODE_ORDERS[0] + head), f"```python\n{head}{body}\n```"))
     random.Random(SEED).shuffle(found)
     return found
 
@@ -93,15 +92,13 @@ def training_prompts(data: Path) -> list[tuple[str, Conversation]]:
     """Family and conversation of each prompt, families mixed, the same order every time."""
     rng = random.Random(SEED)
     families: dict[str, list[Conversation]] = {
-        "chat": [_ask(t) for t in _turns(data, "dolly_15k") + _turns(data, "self_instruct_seed")],
-        "math": [_ask(t) for t in _turns(data, "gsm8k_train")],
-        "code": [_ask(t) for t in _turns(data, "mbpp_train")]
-        + [_ask(rng.choice(CODE_ORDERS) + head) for head, _ in _functions(data)],
-        "passages": [
-            _ask(rng.choice(("", "Read this.\n\n")) + t) for t in _turns(data, "xquad_en")
-        ],
-        "dialogues": [_dialogue(row["text"], rng) for row in _rows(data, "sgd_dialogues")],
-        "writing": [_ask(text) for text in _writing(data, rng)],
+        "chat": [ask(t) for t in _turns(data, "dolly_15k") + _turns(data, "self_instruct_seed")],
+        "math": [ask(t) for t in _turns(data, "gsm8k_train")],
+        "code": [ask(t) for t in _turns(data, "mbpp_train")]
+        + [ask(rng.choice(CODE_ORDERS) + head) for head, _ in _functions(data)],
+        "passages": [ask(rng.choice(("", "Read this.\n\n")) + t) for t in _turns(data, "xquad_en")],
+        "dialogues": [_dialogue(row["text"], rng) for row in read_rows(data, "sgd_dialogues")],
+        "writing": [ask(text) for text in _writing(data, rng)],
     }
     mixed = []
     for family, most in SHARES.items():
@@ -112,21 +109,18 @@ def training_prompts(data: Path) -> list[tuple[str, Conversation]]:
     return mixed
 
 
-def _rows(data: Path, name: str) -> list[dict[str, Any]]:
+def read_rows(data: Path, name: str) -> list[dict[str, Any]]:
+    """All of a file of the training text."""
     return [json.loads(line) for line in (data / f"{name}.jsonl").open(encoding="utf-8")]
 
 
 def _turns(data: Path, name: str) -> list[str]:
-    return [row["turns"][0] for row in _rows(data, name)]
-
-
-def _ask(text: str) -> Conversation:
-    return [{"role": "user", "content": text}]
+    return [row["turns"][0] for row in read_rows(data, name)]
 
 
 def _functions(data: Path) -> Iterator[tuple[str, str]]:
-    """Of each documented function: signature and docstring, and the rest of it."""
-    for row in _rows(data, "code_thealgorithms"):
+    """Signature with docstring, and body, of each documented function."""
+    for row in read_rows(data, "code_thealgorithms"):
         try:
             tree = ast.parse(row["text"])
         except SyntaxError:
@@ -149,9 +143,9 @@ def _dialogue(text: str, rng: random.Random) -> Conversation:
 
 def _writing(data: Path, rng: random.Random) -> Iterator[str]:
     """Orders of our own; topics are places, commands, and titles of the training text."""
-    topics = [row["text"].split("\n")[0] for row in _rows(data, "world_factbook")]
+    topics = [row["text"].split("\n")[0] for row in read_rows(data, "world_factbook")]
     topics += [
-        row["text"].split("\n")[1].removeprefix("Title: ") for row in _rows(data, "python_peps")
+        row["text"].split("\n")[1].removeprefix("Title: ") for row in read_rows(data, "python_peps")
     ]
     topics += 12 * [
         "the sea", "winter", "a lost key", "working from home", "bicycles", "sleep", "tea", "chess",
@@ -223,6 +217,19 @@ class Answers:
         return torch.from_numpy(self.tokens(entry).astype(np.int64)), rows
 
 
+def own_answers(entries: Sequence[Entry]) -> list[Entry]:
+    """Those that the target gave."""
+    return [entry for entry in entries if not entry.family.startswith(HUMAN)]
+
+
+def prompt_ids(conversation: Conversation, tokenizer: Any) -> list[int]:
+    """A conversation in the chat template, up to where the target answers."""
+    ids: list[int] = tokenizer.apply_chat_template(
+        conversation, add_generation_prompt=True, return_dict=False
+    )
+    return ids
+
+
 def requests(
     prompts: Sequence[tuple[str, Conversation]], tokenizer: Any, done: set[int]
 ) -> Iterator[Request]:
@@ -230,9 +237,7 @@ def requests(
     for key, (_, conversation) in enumerate(prompts):
         if key in done or not conversation:
             continue
-        ids = tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=True, return_dict=False
-        )
+        ids = prompt_ids(conversation, tokenizer)
         if len(ids) + NEW_TOKENS <= LONGEST:
             yield Request(key, ids, NEW_TOKENS, TEMPERATURES[key % len(TEMPERATURES)])
 
@@ -245,9 +250,7 @@ def read_human(answers: Answers, model: Llama, tokenizer: Any, data: Path, end: 
     for key, (family, conversation, reply) in enumerate(
         tqdm(documents, desc="human answers"), done
     ):
-        ids = tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=True, return_dict=False
-        )
+        ids = prompt_ids(conversation, tokenizer)
         said = [*tokenizer(reply)["input_ids"], model.config.eos_token_id]
         if len(ids) + len(said) <= LONGEST:
             answers.add(decoder.read(Request(key, ids, len(said)), said), HUMAN + family)
@@ -271,8 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, tokenizer = Llama(folder), AutoTokenizer.from_pretrained(folder)
     prompts = training_prompts(args.data)
     answers = Answers(args.work, model.width)
-    own = [entry for entry in answers.entries if not entry.family.startswith(HUMAN)]
-    done = {entry.key for entry in own}
+    done = {entry.key for entry in own_answers(answers.entries)}
     wanted = requests(prompts, tokenizer, done) if args.minutes else iter(())
     end, tokens = time.monotonic() + 60 * args.minutes, 0
     with tqdm(total=len(prompts), initial=len(answers.entries), desc="answers") as bar:

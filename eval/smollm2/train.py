@@ -31,7 +31,7 @@ from eval.demo_models import export
 from eval.demo_models.modeling import Eagle3Head
 from eval.demo_models.train import STEP_DECAY, UNROLL, Optimizer, fit
 from eval.smollm2 import HEAD
-from eval.smollm2.answers import HUMAN, SEED, Answers, Entry
+from eval.smollm2.answers import SEED, Answers, Entry, own_answers, read_rows
 from eval.smollm2.decode import AUX_LAYERS, Llama
 from eval.smollm2.target import target_folder
 
@@ -47,14 +47,8 @@ HUMAN_TEXT = 0.3
 
 def head_config(target: dict[str, Any]) -> dict[str, Any]:
     """``config.json`` of the head, from that of its target."""
-    same = (
-        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "max_position_embeddings",
-        "attention_bias", "mlp_bias", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
-        "torch_dtype", "model_type",
-    )  # fmt: skip
     return {
-        **{name: target[name] for name in same},
+        **target,
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
@@ -103,8 +97,7 @@ def draft_vocabulary(data: Path, answers: Answers, tokenizer: Any, size: int) ->
         own += np.bincount(tokens, minlength=size)
     human = np.zeros(size)
     for name in ("dolly_15k", "gsm8k_train", "mbpp_train", "self_instruct_seed"):
-        rows = (json.loads(line) for line in (data / f"{name}.jsonl").open(encoding="utf-8"))
-        texts = [row["reference"] for row in rows if row.get("reference")]
+        texts = [row["reference"] for row in read_rows(data, name) if row.get("reference")]
         for ids in tokenizer(texts)["input_ids"]:
             human += np.bincount(np.asarray(ids, dtype=np.int64), minlength=size)
     counts = own / own.sum() + HUMAN_TEXT * human / human.sum()
@@ -134,11 +127,6 @@ class Batch:
             for first, size, prompt in self.spans
         ]
         return torch.cat(parts)
-
-
-def own_answers(entries: Sequence[Entry]) -> list[Entry]:
-    """Those that the target gave."""
-    return [entry for entry in entries if not entry.family.startswith(HUMAN)]
 
 
 def usable(entry: Entry) -> bool:

@@ -110,7 +110,7 @@ class Comparison:
         return next(r.curve for r in self.rules if (r.name, r.learnt_on) == (name, learnt_on))
 
     def changes(self, name: str, rival: str, size: int, families: Sequence[str]) -> list[Change]:
-        """Of a rule, for each family that it learnt from and each other one of ``families``."""
+        """Changes of a rule, by family that it learnt from and each other one of ``families``."""
         return [
             self.recorded.change(rule.curve, self.rival(rival, rule, size), size, family)
             for rule, family in self._tested(name)
@@ -218,7 +218,7 @@ class Comparison:
         return [(r, family) for r in self.rules if r.name == name for family in r.tests(families)]
 
     def recall(self, family: str) -> float:
-        """Of accepted tokens, where shares are compared: in trees what EAGLE-2 has of them."""
+        """Recall at which shares are compared: in trees that of EAGLE-2."""
         if not self.recorded.trees:
             return RECALL
         mine = self.recorded.members(family)
@@ -226,7 +226,7 @@ class Comparison:
         return rates(chosen[mine], self.recorded.accepted[mine]).recall
 
     def losses(self) -> list[str]:
-        """Who verifies more or fewer than whom, beyond the interval, by name."""
+        """Rules that verify more or fewer than a rival, beyond the interval, by name."""
         families, size, lines = self.recorded.families, self.sizes[0], []
         for name in OURS:
             against = []

@@ -66,7 +66,7 @@ class Classifier:
     label: str = "survives"
     isotonic: Isotonic | None = None
     name: str = ""
-    """Of a shipped one its name, of another its file's."""
+    """The name of a shipped classifier, else the name of the file."""
 
     @torch.inference_mode()
     def confidence(self, layer: DraftLayer) -> Tensor:
