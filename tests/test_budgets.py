@@ -1,0 +1,82 @@
+"""No folder grows unnoticed: each has a budget of lines. Raising one is a commit of its own, with
+its reason; whoever makes a folder smaller lowers its budget.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+
+#: Lines of Python by folder, folders below it that have a budget of their own not counted.
+LINES = {
+    "eval": 1840,
+    "eval/bench": 2270,
+    "eval/demo_models": 1540,
+    "eval/docs": 390,
+    "eval/gpu": 2490,
+    "eval/lossless": 2340,
+    "eval/report": 3000,
+    "eval/smollm2": 1430,
+    "eval/soak": 2170,
+    "eval/tables": 780,
+    "sglang_c2t": 1550,
+    "sglang_c2t/classifier": 1160,
+    "sglang_c2t/cpu": 840,
+    "sglang_c2t/draft": 1230,
+    "sglang_c2t/guides": 80,
+    "sglang_c2t/kernels": 2780,
+    "sglang_c2t/offline": 3820,
+    "sglang_c2t/plan": 2410,
+    "sglang_c2t/policies": 1580,
+    "sglang_c2t/srt": 3180,
+    "sglang_c2t/srt/cpu": 550,
+    "sglang_c2t/srt/draft": 2080,
+    "sglang_c2t/srt/hooks": 2140,
+    "sglang_c2t/srt/verify": 2720,
+    "patches": 120,
+    "tests": 3490,
+    "tests/classifier": 940,
+    "tests/cpu": 530,
+    "tests/cuda": 370,
+    "tests/draft": 2080,
+    "tests/e2e": 5650,
+    "tests/emulated": 5390,
+    "tests/eval": 6520,
+    "tests/kernels": 2840,
+    "tests/offline": 2760,
+    "tests/patches": 510,
+    "tests/plan": 1710,
+    "tests/policies": 1260,
+    "tests/srt": 7650,
+}
+
+#: Words of Markdown by folder.
+WORDS = {".": 8_500, "eval": 34_900, "patches": 1_000, "sglang_c2t": 18_400, "tests": 0}
+
+
+def budget_of(path: Path, budgets: dict[str, int]) -> str:
+    """The nearest folder above ``path`` that has a budget."""
+    folders = (str(folder) for folder in path.relative_to(REPOSITORY).parents)
+    return next(folder for folder in folders if folder in budgets or folder == ".")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "budgets"), [(".py", LINES), (".md", WORDS)], ids=["lines of Python", "words"]
+)
+def test_folder_keeps_its_budget(suffix: str, budgets: dict[str, int]) -> None:
+    found: dict[str, int] = {}
+    tops = [REPOSITORY / top for top in ("eval", "patches", "sglang_c2t", "tests")]
+    for path in [*REPOSITORY.glob("*"), *(file for top in tops for file in top.rglob("*"))]:
+        if path.suffix == suffix:
+            text, folder = path.read_text(encoding="utf-8"), budget_of(path, budgets)
+            size = len(text.split() if suffix == ".md" else text.splitlines())
+            found[folder] = found.get(folder, 0) + size
+    over = {
+        folder: f"{size:,} of {budgets.get(folder, 0):,}"
+        for folder, size in found.items()
+        if size > budgets.get(folder, 0)
+    }
+    assert not over, "write less, or raise the budget in a commit of its own that says why"
