@@ -73,7 +73,7 @@ def real() -> Source:
     return Source(
         {"smollm2": smollm2()}, lambda n: shuffled(real_classifier_mix(n)), "smollm2",
         ("c2t", "c2t-log", "c2t-plus", "logistic"),
-        Recorded(NUM_STEPS), Recorded(num_steps=5, topk=4, max_new_tokens=40), num_tree_prompts=60,
+        Recorded(NUM_STEPS), Recorded(num_steps=5, topk=4, max_new_tokens=40), num_tree_prompts=30,
         options=("--epochs", "150"),
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--train-sets", type=Path, help="demo: folder with public prompts")
     parser.add_argument("--num-prompts", type=int, default=100,
                         help="in all; demo: per family and draft kind")  # fmt: skip
-    parser.add_argument("--num-tree-prompts", type=int, help="the same, for trees (60; demo 20)")
+    parser.add_argument("--num-tree-prompts", type=int, help="the same, for trees (30; demo 20)")
     parser.add_argument("--work", type=Path, default=Path("runs/classifier"), help="recordings")
     parser.add_argument(
         "--only-trees", action="store_true", help="leave those for chains as they are"
