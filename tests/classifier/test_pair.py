@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from eval.smollm2 import HEAD
 from sglang_c2t.classifier import checkpoint
 from sglang_c2t.classifier.checkpoint import (
     Classifier,
@@ -188,3 +189,12 @@ def test_what_is_shipped_of_one_pair_lies_in_a_folder_and_the_rest_learnt_from_s
         )
         of.setdefault(folder, set()).update(map(str, pairs))
     assert all(len(pairs) == 1 for folder, pairs in of.items() if folder)
+
+
+def test_shipped_classifiers_of_the_real_pair_learnt_from_the_shipped_head() -> None:
+    """A head that is trained further has other calibration: `make classifier` follows it."""
+    found = [name for name in shipped_names() if name.startswith("smollm2/")]
+    for name in found:
+        (one,) = load_classifier(name).training["origins"]
+        assert one["weights"]["draft"] == fingerprint(HEAD), "run make classifier"
+    assert found
