@@ -49,7 +49,7 @@ class Source:
     trees: Recorded
     num_tree_prompts: int
     options: Sequence[str] = ()
-    """Options of ``train``, for chains."""
+    """Options of ``train``, but for trees whose nodes are sampled."""
 
 
 def demo(train_sets: Path | None) -> Source:
@@ -117,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     texts = args.num_tree_prompts or source.num_tree_prompts
     found = _recordings(source, texts, args.work / "trees", source.trees)
     for recipe in TREE_RECIPES:
-        epochs = ("--epochs", str(settings_of(recipe).epochs))
+        few = source.options and not RECIPE_OF[recipe].balance
+        epochs = source.options if few else ("--epochs", str(settings_of(recipe).epochs))
         name = recipe.removesuffix(ON_TREES) + ON_TREES
         out = args.out / source.folder / f"{name}.safetensors"
         if code := _train(found, recipe, out, *epochs):
