@@ -38,7 +38,7 @@ LINES = {
     "sglang_c2t/srt/verify": 2720,
     "patches": 120,
     "tests": 3490,
-    "tests/classifier": 940,
+    "tests/classifier": 950,
     "tests/cpu": 530,
     "tests/cuda": 370,
     "tests/draft": 2080,
