@@ -60,7 +60,7 @@ def unreached(drawn: Array) -> str:
 def difference(once: Array, drawn: Array) -> str:
     """A paired difference [1] with the interval of its resamples [S], marked as by `signed`."""
     return (
-        f"{once[0]:+.1f}" + unreached(drawn)
+        ("-" if np.isnan(once[0]) else f"{once[0]:+.1f}") + unreached(drawn)
         if np.isnan(drawn).any()
         else signed(float(once[0]), *interval(drawn))
     )

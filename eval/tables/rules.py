@@ -52,7 +52,7 @@ OURS = (C2T.name, C2TLog.name, C2TPlus.name)
 TREE_GRID = tuple(float(x) for x in 1 / (1 + np.exp(-np.r_[-np.inf, np.linspace(-8, 3, 23)])))
 
 #: Of training, at least; the paper's 10 epochs are 600 on its 8,880 trees, and ours are fewer.
-STEPS = 1500
+STEPS = 10_000
 
 
 @dataclass(frozen=True)
