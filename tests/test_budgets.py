@@ -1,5 +1,5 @@
 """No folder grows unnoticed: each has a budget of lines. Raising one is a commit of its own, with
-its reason; whoever makes a folder smaller lowers its budget.
+its reason; a change that makes a folder smaller lowers its budget.
 """
 
 from __future__ import annotations

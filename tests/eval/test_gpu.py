@@ -280,8 +280,11 @@ def test_a_line_of_the_microbenchmark_names_its_floor() -> None:
     assert microbench.line(made, CEILINGS) == "| gate | B 1 | graph | 2.0 [1.0, 3.0] | 1.00 | 2.0 |"
 
 
-def test_gpu_readme_names_every_stage() -> None:
-    text = (Path(plugins.__file__).parent / "README.md").read_text()
+def test_gpu_readme_names_every_file_and_stage() -> None:
+    folder = Path(plugins.__file__).parent
+    text = (folder / "README.md").read_text()
+    for path in (*folder.glob("*.py"), *folder.glob("*.sh"), *folder.glob("*.json")):
+        assert path.stem == "__init__" or f"`{path.name}`" in text, path.name
     for stage in STAGES:
         assert f"`{stage}`" in text, stage
 
