@@ -55,7 +55,7 @@ def test_the_guide_names_every_setting_and_its_default() -> None:
 
 
 def test_the_page_of_requests_names_every_field_that_a_request_may_have() -> None:
-    """What SGLang keeps to itself is set by its own functions."""
+    """SGLang sets the fields in ``own`` by itself."""
     import dataclasses
 
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -125,7 +125,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 
 
 def anchor_of(head: str) -> str:
-    """GitHub's."""
+    """The anchor that GitHub makes of a heading."""
     return re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-")
 
 
@@ -148,7 +148,7 @@ PACKAGE = (GUIDES / "package.md").read_text()
 
 
 def test_the_page_of_an_index_leads_nowhere_but_to_the_web() -> None:
-    """Whoever reads it there has no file beside it."""
+    """An index shows no other file of the repository."""
     assert PROJECT["readme"] == "sglang_c2t/guides/package.md"
     assert all("://" in target for target in re.findall(r"\]\(([^)\s]+)\)", PACKAGE))
 
