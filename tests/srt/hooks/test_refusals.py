@@ -251,7 +251,9 @@ def test_every_refusal_names_a_flag_says_why_and_what_to_do() -> None:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     known = {option for action in parser._actions for option in action.option_strings}
-    if compat.module_exists(seams.WATERMARKING):  # an older SGLang has not all that we refuse
+    if compat.module_exists(
+        "sglang.srt.sampling.watermarking"
+    ):  # an older SGLang has not all that we refuse
         for refusal in REFUSALS:
             unknown = set(re.findall(r"--[a-z0-9-]+", refusal.sentence)) - known
             assert unknown == set(), refusal.sentence
@@ -321,7 +323,9 @@ def test_trees_that_are_not_served_are_refused_by_name(
 
 @pytest.mark.parametrize("shape", [EAGLE3, TREES], ids=["chains", "trees"])
 def test_watermarks_are_refused_for_chains_and_trees(capsys, shape) -> None:
-    pytest.importorskip(seams.WATERMARKING, reason="this SGLang knows no watermarks")
+    pytest.importorskip(
+        "sglang.srt.sampling.watermarking", reason="this SGLang knows no watermarks"
+    )
     said = refusal(capsys, *shape, "--c2t", "--watermark-config", "{}")
     assert "does not serve --watermark-config: packed rows are sampled without it" in said
 
