@@ -20,10 +20,10 @@ def register() -> None:
         control,
         endpoints,
         hidden_keys,
-        refusals,
         reporting,
         request_fields,
         requests,
+        resolution,
         step_metrics,
         worker_factory,
     )
@@ -62,7 +62,7 @@ def register() -> None:
         attach.hook("build_server_info", hidden_keys.hide_command, "after")
     if reporting.counting():
         attach.hook("model_forward", reporting.count_forward, "around")
-    attach.on_resolution("handle_speculative_decoding", refusals.check_resolved_arguments)
+    attach.on_resolution("handle_speculative_decoding", resolution.check_resolved_arguments)
 
     try:
         if active() is not None:  # switched on by the environment, no flag was parsed

@@ -1,13 +1,12 @@
 """One answer each where SGLang's releases differ.
 
-What they differ in is listed in ``seams.py``; these functions take what is there.
+What they differ in is listed in ``seams.txt``; these functions take what is there.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -169,53 +168,6 @@ def bundles_draft(cfg: Any) -> bool:
         for as_draft in (False, True)
     )
     return bool(target != draft)
-
-
-def simulates_acceptance() -> bool:
-    """Whether SGLANG_SIMULATE_ACC_LEN replaces real acceptance."""
-    from sglang.srt.environ import envs
-
-    return bool(envs.SGLANG_SIMULATE_ACC_LEN.get() > 0)
-
-
-def plans_on_another_stream() -> bool:
-    """Whether verification is planned on a stream of its own, before the draft is known."""
-    from sglang.srt.environ import envs
-
-    return bool(envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get())
-
-
-def verifies_beside_prefills() -> bool:
-    """Whether ranks of data-parallel attention verify while others prefill; older SGLang cannot."""
-    from sglang.srt.environ import envs
-
-    coordinates = getattr(envs, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", None)
-    return coordinates is not None and bool(coordinates.get())
-
-
-#: SGLang's name of the app that HTTP workers import, and ours, which loads the plugin there.
-HTTP_APP = "SGLANG_HTTP_SERVER_APP_PATH"
-OUR_HTTP_APP = "sglang_c2t.srt.http_worker:app"
-
-
-def names_http_app() -> bool:
-    """Whether this SGLang lets HTTP workers import an app of ours; older ones do not ask."""
-    from sglang.srt.environ import envs
-
-    return hasattr(envs, HTTP_APP)
-
-
-def own_http_app() -> bool:
-    """Whether the user has HTTP workers import an app of theirs."""
-    return names_http_app() and os.environ.get(HTTP_APP, OUR_HTTP_APP) != OUR_HTTP_APP
-
-
-def serves_in_rust() -> bool:
-    """Whether requests are read by SGLang's Rust server, which older releases do not have."""
-    from sglang.srt.environ import envs
-
-    serves = getattr(envs, "SGLANG_RUST_SERVER", None)
-    return serves is not None and bool(serves.get())
 
 
 def has_recurrent_state(model_config: Any) -> bool:
