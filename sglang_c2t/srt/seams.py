@@ -41,12 +41,21 @@ def parse(table: str) -> dict[str, tuple[Seam, ...]]:
         found = _LINE.fullmatch(line)
         if found is None:
             raise ValueError(f"no seam: {line!r}")
-        fields = {name: value or "" for name, value in found.groupdict().items()}
-        places = groups.setdefault(group, [])
-        if not fields.pop("other"):
-            places.append([])
-        flags = {flag: bool(fields.pop(flag)) for flag in ("on_gpu", "if_imported")}
-        places[-1].append(Seam(use=use, **fields, **flags))
+        get = found.groupdict(default="").__getitem__
+        if not get("other"):
+            groups.setdefault(group, []).append([])
+        groups[group][-1].append(
+            Seam(
+                get("target"),
+                use,
+                parameters=get("parameters"),
+                fields=get("fields"),
+                hook=get("hook"),
+                needs=get("needs"),
+                on_gpu=bool(get("on_gpu")),
+                if_imported=bool(get("if_imported")),
+            )
+        )
     return {name: tuple(map(_chained, places)) for name, places in groups.items()}
 
 
