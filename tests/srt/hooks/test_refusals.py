@@ -344,7 +344,7 @@ def test_http_workers_import_an_app_that_loads_the_plugin_or_are_refused(
         launch(*several)  # again, as each process that resolves its arguments
         monkeypatch.setenv(environment.HTTP_APP, "mine:app")
         assert f"unset {environment.HTTP_APP}" in refusal(capsys, *several)
-        monkeypatch.setattr(compat, "names_http_app", lambda: False)
+        monkeypatch.setattr(environment, "names_http_app", lambda: False)
     assert "whose HTTP workers cannot load plugins" in refusal(capsys, *several)
 
 
