@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--fine-tune", metavar="FILE", help="start from this classifier")
     train.add_argument("--share", type=float, help="of the prompts; default: 1, fine-tuning 0.1")
     train.add_argument("--hidden-size", type=int, help="default: the recipe's")
-    train.add_argument("--epochs", type=int, help="default: 10")
+    train.add_argument("--steps", type=int, help="default: 10000, fine-tuning 1000")
     train.add_argument("--learning-rate", type=float, help="default: 1e-3, fine-tuning 1e-4")
     train.add_argument(
         "--calibration",
@@ -304,7 +304,7 @@ def _train(args: argparse.Namespace) -> int:
     recipe = recipe_named(args.recipe, hidden_size=args.hidden_size)
     settings = settings_from(
         fine_tune=start is not None,
-        epochs=args.epochs,
+        steps=args.steps,
         learning_rate=args.learning_rate,
         seed=args.seed,
     )

@@ -28,7 +28,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(root / "mixed", chains, origin={**ORIGIN, "draft": "another"})
     trees = random_trees(20, 3, topk=3, num_steps=3)
     write(root / "trees", trees, roots="every", origin=tree_origin(TreeShape(3, 3, 22)))
-    assert main(f"train {root}/every --out {root}/mine.safetensors --epochs 1".split()) == 0
+    assert main(f"train {root}/every --out {root}/mine.safetensors --steps 2".split()) == 0
     return root
 
 
@@ -63,18 +63,18 @@ def run(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_training_writes_two_files_and_one_line(run: Shell) -> None:
-    assert run("train {r}/every --out {t}/new/mine.safetensors --epochs 2 --seed 5") == 0
+    assert run("train {r}/every --out {t}/new/mine.safetensors --steps 2 --seed 5") == 0
     files = [path.name for path in (run.folder / "new").iterdir()]
     assert sorted(files) == ["mine.json", "mine.safetensors"]
     (summary,) = [line for line in run.out.splitlines() if line.startswith("wrote")]
     assert "mine.safetensors: 241 parameters, trained on " in summary
     assert "of 480 tokens, held-out AUC 0." in summary
     settings = run.trained("new/mine").training["settings"]
-    assert (settings["epochs"], settings["seed"]) == (2, 5)
+    assert (settings["steps"], settings["seed"]) == (2, 5)
 
 
 def test_training_takes_another_recipe_size_and_calibration(run: Shell) -> None:
-    flags = "--recipe c2t-log --hidden-size 6 --calibration isotonic --epochs 1 --mix-drafts"
+    flags = "--recipe c2t-log --hidden-size 6 --calibration isotonic --steps 2 --mix-drafts"
     assert run(f"train {{r}}/mixed --out {{t}}/mine.safetensors {flags}") == 0
     classifier = run.trained()
     assert classifier.features.names == ("log_joint", "entropy", "depth")
@@ -143,7 +143,7 @@ def test_of_a_recording_of_visited_roots_a_threshold_is_told_and_why_no_more(run
 
 def test_trees_train_a_classifier_and_are_evaluated_without_replay(run: Shell) -> None:
     """21 nodes in each of 60 trees."""
-    assert run("train {r}/trees --out {t}/mine.safetensors --epochs 1") == 0
+    assert run("train {r}/trees --out {t}/mine.safetensors --steps 2") == 0
     assert run.trained().training["tokens"] == 21 * 60
     assert run("evaluate {r}/trees --classifier {t}/mine.safetensors --all --out {t}/report") == 0
     assert "## Replay" not in run.out
@@ -166,7 +166,7 @@ OUT = "--out {t}/mine.safetensors"
         (f"train {{r}}/every {OUT} --recipe c3t", "unknown recipe 'c3t'; known: c2t, c2t-log"),
         (f"train {{r}}/every {OUT} --recipe mcsd", "lacks topk_prob: record again with"),
         (f"train {{r}}/every {OUT} --hidden-size 0", "no hidden size to set to 0"),
-        (f"train {{r}}/every {OUT} --epochs 0", "epochs must be 1 or more, got 0"),
+        (f"train {{r}}/every {OUT} --steps 0", "steps must be 1 or more, got 0"),
         (f"train {{r}}/every {OUT} --learning-rate 2", "learning_rate must be in (0, 1), got 2.0"),
         (f"train {{r}}/every {OUT} --share 0", "--share must be in (0, 1], got 0.0"),
         (f"train {{r}}/every {OUT} --share 1.5", "--share must be in (0, 1], got 1.5"),
