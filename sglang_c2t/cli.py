@@ -134,16 +134,12 @@ def _parser() -> argparse.ArgumentParser:
         help="what to set on a running server, and why it is slow",
         description="Reads /server_info, /c2t and twice /metrics of a server that runs with --c2t "
         "and --enable-metrics, and changes nothing. Prints what costs it tokens a second, the most "
-        "costly first, each with the number behind it, and which flags to set. Ask under load. "
-        "With --recording no server is asked: it says what recorded drafts are worth.",
+        "costly first, each with its numbers, and which flags to set. Run it under load.",
     )
     advise.add_argument("url", nargs="?", default=URL, help="default: %(default)s")
     advise.add_argument("--seconds", type=float, default=10, help="to watch; default: %(default)s")
     advise.add_argument(
         "--doctor", action="store_true", help="also print what was looked at and is no cause"
-    )
-    advise.add_argument(
-        "--recording", nargs="+", metavar="DIR", help="directories written by --c2t-record"
     )
     _add_key(advise)
     advise.set_defaults(run=_advise)
@@ -247,8 +243,6 @@ def _sendable(key: str | None) -> str | None:
 
 
 def _advise(args: argparse.Namespace) -> int:
-    if args.recording:
-        return _advise_recorded(args.recording)
     if not 1.0 <= args.seconds <= 3600.0:
         raise ConfigError(f"--seconds must be from 1 to 3600, got {args.seconds:g}")
     _require_extra("aiohttp", "prometheus_client", "rich")
@@ -263,14 +257,6 @@ def _advise(args: argparse.Namespace) -> int:
         task = progress.add_task("watching: seconds", total=args.seconds)
         facts = watched(server, args.seconds, lambda: progress.advance(task, LOOK_EVERY))
     print(advice_text(facts, doctor=args.doctor))
-    return 0
-
-
-def _advise_recorded(directories: Sequence[str]) -> int:
-    from sglang_c2t.classifier.recording import read_recording
-    from sglang_c2t.offline.recorded_advice import recorded, recorded_text
-
-    print(recorded_text(recorded(read_recording(*directories))))
     return 0
 
 
