@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_c2t.offline.tree_replay import Forest, replay_trees
+from eval.tables.tree_replay import Forest, replay_trees
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.draft_layer import DraftLayer

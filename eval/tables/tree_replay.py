@@ -5,12 +5,11 @@ token of each answer. From a root, :class:`~sglang_c2t.draft.growth.TreeGrowth` 
 tree, its children looked up instead of drafted; the recorded labels say which path through
 it the target takes, and the next root stands behind that path.
 
-Drafts attend to their own ancestors only (``exact_ancestors``), so a node measures the same in
-every tree. Replay is therefore exact, but for one thing: a policy may expand a node that
-EAGLE-2 did not. Its children were never drafted, so it stays a leaf here, and
-:attr:`TreeOutcome.num_uncovered` counts it. A recording that verified fewer nodes than
-were drafted lacks unlikely children as well, so record with as many draft tokens as there
-can be nodes: 1 + topk + (num_steps - 1) * topk ** 2.
+Drafts attend to their own ancestors only, so a node measures the same in every tree. Replay is
+therefore exact, but for one thing: a policy may expand a node that EAGLE-2 did not. Its children
+were never drafted, so it stays a leaf here, and :attr:`TreeOutcome.num_uncovered` counts it. A
+recording that verified fewer nodes than were drafted lacks unlikely children as well, so record
+with as many draft tokens as there can be nodes: 1 + topk + (num_steps - 1) * topk ** 2.
 
 Legend: R roots, Q requests, n recorded nodes, B roots at a time, W beam rows, K topk.
 """
@@ -135,11 +134,6 @@ def _recorded_shape(recording: Recording) -> TreeShape:
         raise ConfigError(
             "this recording holds chains, trees are replayed on a recording of a server with "
             "--speculative-eagle-topk above 1"
-        )
-    if not all(origin.get("exact_ancestors", True) for origin in recording.origins):
-        raise ConfigError(
-            "these trees were drafted with exact_ancestors false, where a node's measurements "
-            "depend on the other nodes: record again without it"
         )
     shapes = {TreeShape(*(o[name] for name in TreeShape._fields)) for o in recording.origins}
     if len(shapes) > 1:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_c2t.offline.metrics import SpecTotals
+from eval.metrics import SpecTotals
 
 
 def meta(verify: int, correct: int, proposed: int) -> dict[str, int]:
