@@ -9,20 +9,14 @@ import functools
 import importlib.util
 import os
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 from sglang_c2t import __version__
-from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.config import ConfigError
 from sglang_c2t.hints import hints_for
-
-if TYPE_CHECKING:
-    from sglang_c2t.classifier.recording import Recording
-    from sglang_c2t.offline.evaluation import Report
-    from sglang_c2t.offline.verdict import Verdict
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,18 +107,10 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens per verification wanted, bonus included; default: 98 %% of whole drafts'",
     )
     evaluate.add_argument(
-        "--beta", type=float, default=0.5, help="threshold of the tables; default: %(default)s"
-    )
-    evaluate.add_argument(
         "--policies",
         nargs="*",
-        default=["c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax"],
-        help="to replay beside it, at their defaults, when chains of every root were recorded; "
-        "default: %(default)s",
-    )
-    evaluate.add_argument("--all", action="store_true", help="print all tables as well")
-    evaluate.add_argument(
-        "--out", type=Path, help="directory for report.md with all tables, report.json and figures"
+        default=[],
+        help="to replay as well, at their defaults; module:Class for your own",
     )
     evaluate.add_argument("--mix-drafts", action="store_true", help="admit several draft models")
     evaluate.set_defaults(run=_evaluate)
@@ -317,88 +303,15 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    _require_extra(*(["matplotlib"] if args.out is not None else []))
-    from sglang_c2t.classifier.checkpoint import load_classifier
     from sglang_c2t.classifier.recording import read_recording
-    from sglang_c2t.offline.evaluation import evaluate, score
-    from sglang_c2t.offline.train import recipe_of
-    from sglang_c2t.offline.verdict import calibration_line, on_tokens
-    from sglang_c2t.policies import policy_of
+    from sglang_c2t.offline.evaluation import evaluate
 
-    recording = read_recording(*args.recording, mix_drafts=args.mix_drafts)
-    classifier = load_classifier(args.classifier)
-    report = evaluate(recording, classifier, args.beta)
-    policy = policy_of(classifier)
-    flags = f"--c2t-policy {policy} --c2t-classifier {shlex.quote(args.classifier)}"
-    recipe = recipe_of(classifier) or policy
-    told = calibration_line(report, args.recording, args.classifier, recipe)
-    found, replayed = None, ""
-    if why := _unreplayable(recording):
-        sentence = on_tokens(score(recording, classifier), flags, why)
-        lines = [sentence, "", told]
-    else:
-        mine = C2TConfig(policy, beta=args.beta, classifier=args.classifier)
-        found, replayed = _replayed(recording, mine, args.policies, flags, args.accept_length)
-        sentence = found.sentence
-        lines = [found.answer, "", *found.lines(), "", told]
-    text = report.to_markdown(sentence + ".") + "\n" + (replayed or f"Not replayed: {why}.\n")
-    print("\n".join([*([text] if args.all else lines), ""]))
-    if args.out is not None:
-        _write_report(report, text, args.out, found.to_json() if found is not None else None)
-        print(f"wrote {args.out}")
-    elif not args.all:
-        print("All tables: --all, or with figures --out DIR")
-    print(sentence)
+    lines = evaluate(
+        read_recording(*args.recording, mix_drafts=args.mix_drafts),
+        args.classifier,
+        args.recording,
+        accept_length=args.accept_length,
+        others=args.policies,
+    )
+    print("\n".join(lines))
     return 0
-
-
-def _unreplayable(recording: Recording) -> str:
-    """Why a recording cannot be replayed; empty if it can."""
-    if recording.topk > 1:
-        return "this recording holds trees, and only chains are replayed here"
-    if recording.roots != "every":
-        return (
-            "this recording holds only the roots that its server visited: record with "
-            "--c2t-record-roots every"
-        )
-    return "" if recording.num_nodes else "this recording holds no draft"
-
-
-def _write_report(report: Report, text: str, out: Path, verdict: dict[str, Any] | None) -> None:
-    from sglang_c2t.files import Write, write_whole
-    from sglang_c2t.offline import plots
-
-    files: dict[Path, Write] = {
-        out / "report.md": lambda tmp: tmp.write_text(text, encoding="utf-8"),
-        out / "report.json": lambda tmp: tmp.write_text(
-            report.to_json(verdict=verdict), encoding="utf-8"
-        ),
-        out / "reliability.png": lambda tmp: plots.reliability_diagram(report, tmp),
-        out / "acceptance.png": lambda tmp: plots.acceptance_plot(report, tmp),
-    }
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_whole(files)
-    except OSError as error:
-        raise ConfigError(f"cannot write the report to {out}: {error}") from error
-
-
-def _replayed(
-    recording: Recording,
-    mine: C2TConfig,
-    others: Sequence[str],
-    flags: str,
-    accept_length: float | None,
-) -> tuple[Verdict, str]:
-    """The verdict, and the Markdown of the policies at the settings that were asked for."""
-    from sglang_c2t.offline.compare import replay_text
-    from sglang_c2t.offline.replay import Chains
-    from sglang_c2t.offline.verdict import Judge
-    from sglang_c2t.policies import build_policy
-
-    chains = Chains.from_recording(recording)
-    named = {name: build_policy(C2TConfig(policy=name)) for name in others}
-    policy = build_policy(mine)
-    label = f"this classifier, {mine.policy} at {mine.beta:g}"
-    text = replay_text(chains, label, policy, named)
-    return Judge(chains, policy, flags, accept_length).verdict(named), text

@@ -5,7 +5,7 @@ answer. Greedy answers do not depend on the policy, so walking over them gives t
 steps that a live server takes: from a root, the policy's own code decides how many drafts
 are verified, the recorded labels say how many are accepted, and the next root stands
 behind them. Only :mod:`policies` and the gate decide; this file counts. Chains are here,
-trees in :mod:`~sglang_c2t.offline.tree_replay`.
+trees in ``eval/tables/tree_replay.py``.
 
 Legend: R roots, D drafted tokens, Q requests.
 """
@@ -238,11 +238,6 @@ def walk(
             total[lane] += count.double()
         root[lane] = at + counts[0] + 1
     return torch.stack((num_steps, *sums))
-
-
-def left_out_line(left_out: int) -> str:
-    """What a report says of requests that cannot be replayed."""
-    return f"{left_out} requests lack roots and are left out: they were not recorded to their end."
 
 
 def refuse_unrecorded(policy: ChainPolicy | TreePolicy, recorded: Collection[str]) -> None:
