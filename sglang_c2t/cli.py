@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     advise.add_argument("url", nargs="?", default=URL, help="default: %(default)s")
     advise.add_argument("--seconds", type=float, default=10, help="to watch; default: %(default)s")
     advise.add_argument(
-        "--doctor", action="store_true", help="also print what was looked at and is no cause"
+        "--doctor", action="store_true", help="also print the causes that were ruled out"
     )
     _add_key(advise)
     advise.set_defaults(run=_advise)
@@ -234,14 +234,14 @@ def _advise(args: argparse.Namespace) -> int:
     _require_extra("aiohttp", "prometheus_client", "rich")
     from rich.console import Console
 
-    from sglang_c2t.offline.advise import LOOK_EVERY, advice_text, watched
+    from sglang_c2t.offline.advise import SAMPLE_EVERY, advice_text, watch
     from sglang_c2t.offline.observe import Server
     from sglang_c2t.offline.progress import progress_on
 
     server = Server(args.url.rstrip("/"), _api_key(args))
     with progress_on(Console(stderr=True), transient=True) as progress:
         task = progress.add_task("watching: seconds", total=args.seconds)
-        facts = watched(server, args.seconds, lambda: progress.advance(task, LOOK_EVERY))
+        facts = watch(server, args.seconds, lambda: progress.advance(task, SAMPLE_EVERY))
     print(advice_text(facts, doctor=args.doctor))
     return 0
 

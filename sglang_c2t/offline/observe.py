@@ -103,6 +103,12 @@ class Window:
         """The same a second."""
         return self[name] / self.seconds
 
+    def by_label(self, counter: str) -> dict[str, float]:
+        """By how much a counter has grown, by the values of its own label; those at 0 left out."""
+        start = f"{counter}{{"
+        names = (name for name in self.after.values if name.startswith(start))
+        return {name[len(start) : -1]: self[name] for name in names if self[name]}
+
     def at_least(self, histogram: str) -> dict[int, float]:
         """Of a histogram of lengths, how many were of so many or more, for lengths from 1."""
         below: dict[float, float] = {}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_c2t.cli import main
-from sglang_c2t.offline.advise import facts_of, watched
+from sglang_c2t.offline.advise import facts_of, watch
 from sglang_c2t.offline.observe import Sample, Server, Window, sample_of
 from tests.offline.servers import METRICS, SERVING, TOLD, FakeServer, serving
 
@@ -132,7 +132,7 @@ def test_a_server_that_restarts_while_it_is_watched_is_not_judged(server: FakeSe
         server.answers["/metrics"] = 200, METRICS[0].replace("} 451.0", "} 7.0")
 
     with pytest.raises(Exception, match="restarted while it was watched"):
-        watched(Server(server.url), 2.1, restart)
+        watch(Server(server.url), 2.1, restart)
 
 
 @pytest.mark.parametrize("flags", [["--seconds", "0"], ["--seconds", "nan"], ["--seconds", "1e9"]])
