@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -79,10 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--out", type=Path, required=True, help="file to write, NAME.safetensors")
     train.add_argument("--recipe", default="c2t", help="what to train; default: %(default)s")
     train.add_argument("--fine-tune", metavar="FILE", help="start from this classifier")
-    train.add_argument("--share", type=float, help="of the prompts; default: 1, fine-tuning 0.1")
-    train.add_argument("--hidden-size", type=int, help="default: the recipe's")
     train.add_argument("--steps", type=int, help="default: 10000, fine-tuning 1000")
-    train.add_argument("--learning-rate", type=float, help="default: 1e-3, fine-tuning 1e-4")
     train.add_argument(
         "--calibration",
         choices=("none", "temperature", "isotonic"),
@@ -263,30 +261,16 @@ def _train(args: argparse.Namespace) -> int:
     _require_extra("rich", *(["scipy"] if args.calibration == "isotonic" else []))
     from sglang_c2t.classifier.checkpoint import load_classifier, require_suffix, save_classifier
     from sglang_c2t.classifier.recording import read_recording
-    from sglang_c2t.offline.train import (
-        FINE_TUNE_SHARE,
-        recipe_named,
-        settings_from,
-        share_of_prompts,
-        train_classifier,
-    )
+    from sglang_c2t.offline.train import FINE_TUNE, TrainSettings, recipe_named, train_classifier
 
     require_suffix(args.out)  # before minutes of work
     start = load_classifier(args.fine_tune) if args.fine_tune else None
-    recipe = recipe_named(args.recipe, hidden_size=args.hidden_size)
-    settings = settings_from(
-        fine_tune=start is not None,
-        steps=args.steps,
-        learning_rate=args.learning_rate,
-        seed=args.seed,
-    )
-    recording = read_recording(*args.recording, mix_drafts=args.mix_drafts)
-    share = args.share if args.share is not None else (FINE_TUNE_SHARE if start else 1.0)
-    if not 0.0 < share <= 1.0:
-        raise ConfigError(f"--share must be in (0, 1], got {share}")
+    settings = replace(FINE_TUNE if start else TrainSettings(), seed=args.seed)
+    if args.steps is not None:
+        settings = replace(settings, steps=args.steps)
     classifier = train_classifier(
-        share_of_prompts(recording, share, args.seed) if share < 1.0 else recording,
-        recipe,
+        read_recording(*args.recording, mix_drafts=args.mix_drafts),
+        recipe_named(args.recipe),
         settings=settings,
         calibration=args.calibration,
         start=start,
