@@ -287,6 +287,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    _require_extra("rich")
     from sglang_c2t.classifier.recording import read_recording
     from sglang_c2t.offline.evaluation import evaluate
 
