@@ -29,20 +29,12 @@ TREE_RECIPES = ("c2t", "c2t-log", "c2t-plus-tree")
 
 @dataclass(frozen=True)
 class Source:
-    """What classifiers learn from."""
+    """Pairs and prompts that classifiers learn from."""
 
-    pairs: Mapping[str, Any]
-    """What :func:`record` takes, by the name of the recording."""
-
+    pairs: Mapping[str, Any]  # first argument of `record`, by the name of the recording
     texts: Callable[[int], list[Prompt]]
-    """So many prompts."""
-
-    folder: str
-    """Among the shipped classifiers."""
-
-    recipes: Sequence[str]
-    """For chains."""
-
+    folder: str  # among the shipped classifiers
+    recipes: Sequence[str]  # for chains
     chains: Recorded
     trees: Recorded
     num_tree_prompts: int

@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-#: Where SGLang's servers are, unless they are told otherwise.
+#: Default address of SGLang's servers.
 URL = "http://127.0.0.1:30000"
 
 

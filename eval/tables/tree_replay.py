@@ -1,4 +1,4 @@
-"""What a tree policy would have done: replay it on recorded trees, without a model.
+"""Replay a tree policy on recorded trees, without a model.
 
 As :mod:`~sglang_c2t.offline.replay` does for chains. The recording holds EAGLE-2's tree behind each
 token of each answer. From a root, :class:`~sglang_c2t.draft.growth.TreeGrowth` grows the policy's
@@ -37,7 +37,6 @@ class Forest(Roots):
     """Recorded trees as tables."""
 
     shape: TreeShape
-    """What was recorded."""
 
     nodes: dict[str, Tensor]
     """Measurements by name and ``accept``, [n] or [n, width], in the recording's order."""
@@ -71,8 +70,8 @@ class TreeOutcome(Outcome):
     """
 
     num_uncovered: Tensor
-    """Living beams, roots included, of whose first K children the recording lacks some;
-    those are treated as if nobody had drafted them. Where it is 0, replay is exact."""
+    """Living beams, roots included, some of whose first K children were not recorded. These
+    children count as not drafted. Replay is exact where this is 0."""
 
 
 def replay_trees(policy: TreePolicy, forest: Forest, shape: TreeShape | None = None) -> TreeOutcome:
@@ -80,7 +79,7 @@ def replay_trees(policy: TreePolicy, forest: Forest, shape: TreeShape | None = N
 
     Args:
         policy: Any tree policy.
-        forest: What was drafted and what the target says to it.
+        forest: Recorded trees.
         shape: Of the server to replay, nowhere larger than what was recorded, the default.
 
     Raises:

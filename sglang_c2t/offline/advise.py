@@ -23,7 +23,7 @@ SAMPLE_EVERY = 1.0
 def watch(server: Server, seconds: float, on_sample: Callable[[], None] = lambda: None) -> Facts:
     """Watch a server for so many ``seconds``; ``on_sample`` is called after each sample.
 
-    Raises :class:`ConfigError` where it tells too little, restarts meanwhile, or decodes nothing.
+    Raises :class:`ConfigError` if it reports too little, restarts meanwhile, or decodes nothing.
     """
     told, info = server.told(), server.info()
     samples = [server.sample()]

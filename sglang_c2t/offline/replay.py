@@ -1,4 +1,4 @@
-"""What a policy would have done: replay it on recorded drafts, without a model.
+"""Replay a policy on recorded drafts, without a model.
 
 A recording of every root (``roots: every``) holds the draft behind each token of each
 answer. Greedy answers do not depend on the policy, so walking over them gives the very
@@ -135,7 +135,7 @@ class Chains(Roots):
         return torch.stack([policy.confidence(layer) for layer in self._layers(policy, roots)], 1)
 
     def _layers(self, policy: ChainPolicy, roots: Tensor) -> Iterator[DraftLayer]:
-        """What was drafted behind these roots, layer by layer, all of it alive."""
+        """Yield the recorded drafts of these roots layer by layer, all of them alive."""
         layer: DraftLayer | None = None
         names = {"prob", "entropy"} | policy.needs
         for depth in range(1, self.max_length + 1):
@@ -195,7 +195,7 @@ def replay(
 
     Args:
         policy: Any chain policy.
-        chains: What was drafted and what the target says to it.
+        chains: Recorded chains.
         max_length: Drafted tokens per step; all that were recorded by default.
         batch_size: Requests served together, the next one joining when one is done. Matters
             only to a policy that stops whole batches, which defaults to 1.

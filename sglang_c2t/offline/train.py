@@ -33,7 +33,7 @@ from sglang_c2t.offline.scores import auc, expected_calibration_error
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained: the inputs, the network, the label, the loss's data."""
+    """A kind of classifier: its inputs, its network, its label, and the data of its loss."""
 
     names: tuple[str, ...]
     """Features, see ``features``."""

@@ -78,7 +78,7 @@ class Grades:
 
 
 def summary(told: Sequence[Mapping[str, Sequence[float]]]) -> Summary | None:
-    """Summarize what schedulers told of one row each; ``None`` without drafts."""
+    """Summarize the counts of several schedulers, of one row each; ``None`` without drafts."""
     if not told:
         return None
     drafts, promised, survived = (
