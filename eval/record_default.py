@@ -22,8 +22,6 @@ from eval.server import DRAFTS
 from eval.smollm2.target import TargetError
 from sglang_c2t.classifier.checkpoint import SHIPPED
 from sglang_c2t.cli import main as c2t
-from sglang_c2t.offline.train import RECIPES as RECIPE_OF
-from sglang_c2t.offline.train import TrainSettings
 from sglang_c2t.policies import ON_TREES
 
 TREE_RECIPES = ("c2t", "c2t-log", "c2t-plus-tree")
@@ -31,25 +29,15 @@ TREE_RECIPES = ("c2t", "c2t-log", "c2t-plus-tree")
 
 @dataclass(frozen=True)
 class Source:
-    """What classifiers learn from."""
+    """Pairs and prompts that classifiers learn from."""
 
-    pairs: Mapping[str, Any]
-    """What :func:`record` takes, by the name of the recording."""
-
+    pairs: Mapping[str, Any]  # first argument of `record`, by the name of the recording
     texts: Callable[[int], list[Prompt]]
-    """So many prompts."""
-
-    folder: str
-    """Among the shipped classifiers."""
-
-    recipes: Sequence[str]
-    """For chains."""
-
+    folder: str  # among the shipped classifiers
+    recipes: Sequence[str]  # for chains
     chains: Recorded
     trees: Recorded
     num_tree_prompts: int
-    options: Sequence[str] = ()
-    """Options of ``train``, but for trees whose nodes are sampled."""
 
 
 def demo(train_sets: Path | None) -> Source:
@@ -63,9 +51,7 @@ def demo(train_sets: Path | None) -> Source:
 def real() -> Source:
     """SmolLM2 and its head, which learnt from public sets: the prompts are our own.
 
-    Trees are smaller than the demo models', as the target is thirty times as large. From 74,000
-    tokens 10 epochs are 700 steps: behind them every recipe was worse than the joint probability
-    that it reads.
+    Trees are smaller than the demo models', as the target is thirty times as large.
     """
     from eval.prompts import real_classifier_mix
     from eval.recordings import shuffled, smollm2
@@ -74,17 +60,7 @@ def real() -> Source:
         {"smollm2": smollm2()}, lambda n: shuffled(real_classifier_mix(n)), "smollm2",
         ("c2t", "c2t-log", "c2t-plus", "logistic"),
         Recorded(NUM_STEPS), Recorded(num_steps=5, topk=4, max_new_tokens=40), num_tree_prompts=30,
-        options=("--epochs", "150"),
     )  # fmt: skip
-
-
-def settings_of(recipe: str) -> TrainSettings:
-    """How a classifier learns from our trees.
-
-    The paper's 10 epochs are 600 steps on its 8,880 trees. Where rejected nodes are sampled
-    down to the accepted ones, ours would make a tenth of that.
-    """
-    return TrainSettings(epochs=200) if RECIPE_OF[recipe].balance else TrainSettings()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,16 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = _recordings(source, args.num_prompts, args.work / "chains", source.chains)
         for recipe in source.recipes:
             out = args.out / source.folder / f"{recipe}.safetensors"
-            if code := _train(found, recipe, out, *source.options):
+            if code := _train(found, recipe, out):
                 return code
     texts = args.num_tree_prompts or source.num_tree_prompts
     found = _recordings(source, texts, args.work / "trees", source.trees)
     for recipe in TREE_RECIPES:
-        few = source.options and not RECIPE_OF[recipe].balance
-        epochs = source.options if few else ("--epochs", str(settings_of(recipe).epochs))
         name = recipe.removesuffix(ON_TREES) + ON_TREES
         out = args.out / source.folder / f"{name}.safetensors"
-        if code := _train(found, recipe, out, *epochs):
+        if code := _train(found, recipe, out):
             return code
     return 0
 
@@ -134,9 +108,9 @@ def _recordings(source: Source, num_texts: int, work: Path, what: Recorded) -> l
     return [str(work / name) for name in source.pairs]
 
 
-def _train(directories: list[str], recipe: str, out: Path, *options: str) -> int:
+def _train(directories: list[str], recipe: str, out: Path) -> int:
     mix = ["--mix-drafts"] if len(directories) > 1 else []
-    return c2t(["train", *directories, *mix, "--recipe", recipe, *options, "--out", str(out)])
+    return c2t(["train", *directories, *mix, "--recipe", recipe, "--out", str(out)])
 
 
 if __name__ == "__main__":

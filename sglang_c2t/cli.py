@@ -9,20 +9,15 @@ import functools
 import importlib.util
 import os
 import re
-import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 from sglang_c2t import __version__
-from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.config import ConfigError
 from sglang_c2t.hints import hints_for
-
-if TYPE_CHECKING:
-    from sglang_c2t.classifier.recording import Recording
-    from sglang_c2t.offline.evaluation import Report
-    from sglang_c2t.offline.verdict import Verdict
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,10 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--out", type=Path, required=True, help="file to write, NAME.safetensors")
     train.add_argument("--recipe", default="c2t", help="what to train; default: %(default)s")
     train.add_argument("--fine-tune", metavar="FILE", help="start from this classifier")
-    train.add_argument("--share", type=float, help="of the prompts; default: 1, fine-tuning 0.1")
-    train.add_argument("--hidden-size", type=int, help="default: the recipe's")
-    train.add_argument("--epochs", type=int, help="default: 10")
-    train.add_argument("--learning-rate", type=float, help="default: 1e-3, fine-tuning 1e-4")
+    train.add_argument("--steps", type=int, help="default: 10000, fine-tuning 1000")
     train.add_argument(
         "--calibration",
         choices=("none", "temperature", "isotonic"),
@@ -113,18 +105,10 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens per verification wanted, bonus included; default: 98 %% of whole drafts'",
     )
     evaluate.add_argument(
-        "--beta", type=float, default=0.5, help="threshold of the tables; default: %(default)s"
-    )
-    evaluate.add_argument(
         "--policies",
         nargs="*",
-        default=["c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax"],
-        help="to replay beside it, at their defaults, when chains of every root were recorded; "
-        "default: %(default)s",
-    )
-    evaluate.add_argument("--all", action="store_true", help="print all tables as well")
-    evaluate.add_argument(
-        "--out", type=Path, help="directory for report.md with all tables, report.json and figures"
+        default=[],
+        help="to replay as well, at their defaults; module:Class for your own",
     )
     evaluate.add_argument("--mix-drafts", action="store_true", help="admit several draft models")
     evaluate.set_defaults(run=_evaluate)
@@ -134,16 +118,12 @@ def _parser() -> argparse.ArgumentParser:
         help="what to set on a running server, and why it is slow",
         description="Reads /server_info, /c2t and twice /metrics of a server that runs with --c2t "
         "and --enable-metrics, and changes nothing. Prints what costs it tokens a second, the most "
-        "costly first, each with the number behind it, and which flags to set. Ask under load. "
-        "With --recording no server is asked: it says what recorded drafts are worth.",
+        "costly first, each with its numbers, and which flags to set. Run it under load.",
     )
     advise.add_argument("url", nargs="?", default=URL, help="default: %(default)s")
     advise.add_argument("--seconds", type=float, default=10, help="to watch; default: %(default)s")
     advise.add_argument(
-        "--doctor", action="store_true", help="also print what was looked at and is no cause"
-    )
-    advise.add_argument(
-        "--recording", nargs="+", metavar="DIR", help="directories written by --c2t-record"
+        "--doctor", action="store_true", help="also print the causes that were ruled out"
     )
     _add_key(advise)
     advise.set_defaults(run=_advise)
@@ -169,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-#: Where SGLang's servers are, unless they are told otherwise.
+#: Default address of SGLang's servers.
 URL = "http://127.0.0.1:30000"
 
 
@@ -247,30 +227,20 @@ def _sendable(key: str | None) -> str | None:
 
 
 def _advise(args: argparse.Namespace) -> int:
-    if args.recording:
-        return _advise_recorded(args.recording)
     if not 1.0 <= args.seconds <= 3600.0:
         raise ConfigError(f"--seconds must be from 1 to 3600, got {args.seconds:g}")
     _require_extra("aiohttp", "prometheus_client", "rich")
     from rich.console import Console
 
-    from sglang_c2t.offline.advise import LOOK_EVERY, advice_text, watched
+    from sglang_c2t.offline.advise import SAMPLE_EVERY, advice_text, watch
     from sglang_c2t.offline.observe import Server
     from sglang_c2t.offline.progress import progress_on
 
     server = Server(args.url.rstrip("/"), _api_key(args))
     with progress_on(Console(stderr=True), transient=True) as progress:
         task = progress.add_task("watching: seconds", total=args.seconds)
-        facts = watched(server, args.seconds, lambda: progress.advance(task, LOOK_EVERY))
+        facts = watch(server, args.seconds, lambda: progress.advance(task, SAMPLE_EVERY))
     print(advice_text(facts, doctor=args.doctor))
-    return 0
-
-
-def _advise_recorded(directories: Sequence[str]) -> int:
-    from sglang_c2t.classifier.recording import read_recording
-    from sglang_c2t.offline.recorded_advice import recorded, recorded_text
-
-    print(recorded_text(recorded(read_recording(*directories))))
     return 0
 
 
@@ -291,30 +261,16 @@ def _train(args: argparse.Namespace) -> int:
     _require_extra("rich", *(["scipy"] if args.calibration == "isotonic" else []))
     from sglang_c2t.classifier.checkpoint import load_classifier, require_suffix, save_classifier
     from sglang_c2t.classifier.recording import read_recording
-    from sglang_c2t.offline.train import (
-        FINE_TUNE_SHARE,
-        recipe_named,
-        settings_from,
-        share_of_prompts,
-        train_classifier,
-    )
+    from sglang_c2t.offline.train import FINE_TUNE, TrainSettings, recipe_named, train_classifier
 
     require_suffix(args.out)  # before minutes of work
     start = load_classifier(args.fine_tune) if args.fine_tune else None
-    recipe = recipe_named(args.recipe, hidden_size=args.hidden_size)
-    settings = settings_from(
-        fine_tune=start is not None,
-        epochs=args.epochs,
-        learning_rate=args.learning_rate,
-        seed=args.seed,
-    )
-    recording = read_recording(*args.recording, mix_drafts=args.mix_drafts)
-    share = args.share if args.share is not None else (FINE_TUNE_SHARE if start else 1.0)
-    if not 0.0 < share <= 1.0:
-        raise ConfigError(f"--share must be in (0, 1], got {share}")
+    settings = replace(FINE_TUNE if start else TrainSettings(), seed=args.seed)
+    if args.steps is not None:
+        settings = replace(settings, steps=args.steps)
     classifier = train_classifier(
-        share_of_prompts(recording, share, args.seed) if share < 1.0 else recording,
-        recipe,
+        read_recording(*args.recording, mix_drafts=args.mix_drafts),
+        recipe_named(args.recipe),
         settings=settings,
         calibration=args.calibration,
         start=start,
@@ -331,88 +287,16 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    _require_extra(*(["matplotlib"] if args.out is not None else []))
-    from sglang_c2t.classifier.checkpoint import load_classifier
+    _require_extra("rich")
     from sglang_c2t.classifier.recording import read_recording
-    from sglang_c2t.offline.evaluation import evaluate, score
-    from sglang_c2t.offline.train import recipe_of
-    from sglang_c2t.offline.verdict import calibration_line, on_tokens
-    from sglang_c2t.policies import policy_of
+    from sglang_c2t.offline.evaluation import evaluate
 
-    recording = read_recording(*args.recording, mix_drafts=args.mix_drafts)
-    classifier = load_classifier(args.classifier)
-    report = evaluate(recording, classifier, args.beta)
-    policy = policy_of(classifier)
-    flags = f"--c2t-policy {policy} --c2t-classifier {shlex.quote(args.classifier)}"
-    recipe = recipe_of(classifier) or policy
-    told = calibration_line(report, args.recording, args.classifier, recipe)
-    found, replayed = None, ""
-    if why := _unreplayable(recording):
-        sentence = on_tokens(score(recording, classifier), flags, why)
-        lines = [sentence, "", told]
-    else:
-        mine = C2TConfig(policy, beta=args.beta, classifier=args.classifier)
-        found, replayed = _replayed(recording, mine, args.policies, flags, args.accept_length)
-        sentence = found.sentence
-        lines = [found.answer, "", *found.lines(), "", told]
-    text = report.to_markdown(sentence + ".") + "\n" + (replayed or f"Not replayed: {why}.\n")
-    print("\n".join([*([text] if args.all else lines), ""]))
-    if args.out is not None:
-        _write_report(report, text, args.out, found.to_json() if found is not None else None)
-        print(f"wrote {args.out}")
-    elif not args.all:
-        print("All tables: --all, or with figures --out DIR")
-    print(sentence)
+    lines = evaluate(
+        read_recording(*args.recording, mix_drafts=args.mix_drafts),
+        args.classifier,
+        args.recording,
+        accept_length=args.accept_length,
+        others=args.policies,
+    )
+    print("\n".join(lines))
     return 0
-
-
-def _unreplayable(recording: Recording) -> str:
-    """Why a recording cannot be replayed; empty if it can."""
-    if recording.topk > 1:
-        return "this recording holds trees, and only chains are replayed here"
-    if recording.roots != "every":
-        return (
-            "this recording holds only the roots that its server visited: record with "
-            "--c2t-record-roots every"
-        )
-    return "" if recording.num_nodes else "this recording holds no draft"
-
-
-def _write_report(report: Report, text: str, out: Path, verdict: dict[str, Any] | None) -> None:
-    from sglang_c2t.files import Write, write_whole
-    from sglang_c2t.offline import plots
-
-    files: dict[Path, Write] = {
-        out / "report.md": lambda tmp: tmp.write_text(text, encoding="utf-8"),
-        out / "report.json": lambda tmp: tmp.write_text(
-            report.to_json(verdict=verdict), encoding="utf-8"
-        ),
-        out / "reliability.png": lambda tmp: plots.reliability_diagram(report, tmp),
-        out / "acceptance.png": lambda tmp: plots.acceptance_plot(report, tmp),
-    }
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_whole(files)
-    except OSError as error:
-        raise ConfigError(f"cannot write the report to {out}: {error}") from error
-
-
-def _replayed(
-    recording: Recording,
-    mine: C2TConfig,
-    others: Sequence[str],
-    flags: str,
-    accept_length: float | None,
-) -> tuple[Verdict, str]:
-    """The verdict, and the Markdown of the policies at the settings that were asked for."""
-    from sglang_c2t.offline.compare import replay_text
-    from sglang_c2t.offline.replay import Chains
-    from sglang_c2t.offline.verdict import Judge
-    from sglang_c2t.policies import build_policy
-
-    chains = Chains.from_recording(recording)
-    named = {name: build_policy(C2TConfig(policy=name)) for name in others}
-    policy = build_policy(mine)
-    label = f"this classifier, {mine.policy} at {mine.beta:g}"
-    text = replay_text(chains, label, policy, named)
-    return Judge(chains, policy, flags, accept_length).verdict(named), text

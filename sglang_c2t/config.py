@@ -155,12 +155,6 @@ class C2TConfig:
         "start with the same models.",
         unset="forgotten at the end",
     )
-    exact_ancestors: bool = _setting(
-        True,
-        SWITCH._replace(flag=None),
-        "Trees: drafted nodes attend to their true ancestors. False: to their beam rows, as stock "
-        "SGLang (sgl-project/sglang#8409); same output, fewer tokens accepted.",
-    )
     record: str | None = _setting(
         None,
         DIRECTORY,

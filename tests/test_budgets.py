@@ -12,48 +12,48 @@ REPOSITORY = Path(__file__).parent.parent
 
 #: Lines of Python by folder, folders below it that have a budget of their own not counted.
 LINES = {
-    "eval": 1840,
-    "eval/bench": 2270,
+    "eval": 10_600,
+    "eval/bench": 2260,
     "eval/demo_models": 1540,
     "eval/gpu": 2490,
     "eval/lossless": 2340,
     "eval/report": 3000,
     "eval/smollm2": 1430,
     "eval/soak": 2170,
-    "eval/tables": 780,
-    "sglang_c2t": 1460,
+    "eval/tables": 920,
+    "sglang_c2t": 10_610,
     "sglang_c2t/classifier": 1160,
     "sglang_c2t/cpu": 840,
     "sglang_c2t/draft": 1230,
     "sglang_c2t/guides": 80,
     "sglang_c2t/kernels": 2780,
-    "sglang_c2t/offline": 3820,
-    "sglang_c2t/plan": 2410,
+    "sglang_c2t/offline": 2600,
+    "sglang_c2t/plan": 2440,
     "sglang_c2t/policies": 1580,
-    "sglang_c2t/srt": 2230,
+    "sglang_c2t/srt": 2220,
     "sglang_c2t/srt/cpu": 590,
     "sglang_c2t/srt/draft": 2080,
-    "sglang_c2t/srt/hooks": 2140,
+    "sglang_c2t/srt/hooks": 2150,
     "sglang_c2t/srt/verify": 2720,
     "patches": 120,
-    "tests": 3240,
+    "tests": 3210,
     "tests/classifier": 950,
     "tests/cpu": 530,
     "tests/cuda": 370,
     "tests/draft": 2080,
     "tests/e2e": 5650,
     "tests/emulated": 5390,
-    "tests/eval": 6520,
+    "tests/eval": 6880,
     "tests/kernels": 2840,
-    "tests/offline": 2760,
+    "tests/offline": 1970,
     "tests/patches": 510,
-    "tests/plan": 1710,
+    "tests/plan": 1730,
     "tests/policies": 1260,
-    "tests/srt": 7650,
+    "tests/srt": 7670,
 }
 
 #: Words of Markdown by folder.
-WORDS = {".": 3_100, "eval": 11_000, "patches": 700, "sglang_c2t": 11_000, "tests": 0}
+WORDS = {".": 2_880, "eval": 10_600, "patches": 700, "sglang_c2t": 10_610, "tests": 3210}
 
 
 def budget_of(path: Path, budgets: dict[str, int]) -> str:

@@ -133,7 +133,7 @@ def plan_a_while(planner: Planner) -> None:
 SETTINGS = {
     "policy": "c2t", "beta": 0.5, "classifier": "default", "verify": "auto", "record_share": 0.5,
     "max_verify_rows": 8, "draft_steps": [1, 3], "policy_options": {"layer_limit": 3},
-    "record_extra": ["hidden"], "record_limit_mb": 10, "exact_ancestors": True, "state": "s.json",
+    "record_extra": ["hidden"], "record_limit_mb": 10, "state": "s.json",
 }  # fmt: skip
 
 

@@ -36,7 +36,16 @@ MAY_IMPORT = {
         "policies",
         "tree",
     },
-    "offline": {"checks", "config", "draft_layer", "files", "classifier", "policies", "draft"},
+    "offline": {
+        "checks",
+        "config",
+        "draft_layer",
+        "files",
+        "classifier",
+        "policies",
+        "plan",
+        "tree",
+    },
     "srt": {
         "checks",
         "config",

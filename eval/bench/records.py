@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from eval.metrics import SpecTotals
 from sglang_c2t.files import read_text, write_whole
-from sglang_c2t.offline.metrics import SpecTotals
 
 FORMAT = 1
 RUN_FILE = "run.json"

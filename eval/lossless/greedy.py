@@ -8,9 +8,9 @@ from itertools import pairwise
 
 from eval.lossless.diverge import Divergence, Output, compare
 from eval.lossless.workload import Asked
+from eval.metrics import SpecTotals
 from eval.server import Server
 from sglang_c2t.offline.client import post_all
-from sglang_c2t.offline.metrics import SpecTotals
 
 #: Policies a running server is switched to, in turn.
 POLICIES = {

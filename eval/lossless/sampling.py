@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
+from eval.metrics import SpecTotals
 from eval.server import Server
 from sglang_c2t.offline.client import post_all
-from sglang_c2t.offline.metrics import SpecTotals
 
 Array = NDArray[np.float64]
 Tokens = tuple[int, ...]

@@ -25,7 +25,7 @@ from eval.recordings import real_prompts, record, smollm2
 from eval.smollm2.target import TargetError
 from eval.tables import report, thresholds
 from eval.tables.markdown import mix
-from eval.tables.rules import NUM_RESAMPLES, NUM_SHARES, STEPS, Recorded
+from eval.tables.rules import NUM_RESAMPLES, NUM_SHARES, SETTINGS, Recorded
 from sglang_c2t.offline.replay import Chains
 
 #: A chain behind each token has 8 rows, a tree of 4 children a node 69.
@@ -83,8 +83,8 @@ def conditions(chains: Recorded, trees: Recorded, pair: str) -> str:
         "The head learnt from none of these prompts. Recorded by the real server, rules replayed "
         "on it (exactly, but that a node which a tree rule expands and EAGLE-2 did not stays a "
         "leaf), thresholds swept on the tested prompts for every rule in the same way. "
-        "A classifier is trained on the recording of one family (seed 0, at "
-        f"least {STEPS} steps, else as `sglang_c2t train` does) and tested on the others; "
+        "A classifier is trained on the recording of one family (seed 0, as "
+        f"`sglang_c2t train` does, {SETTINGS.steps} steps) and tested on the others; "
         "`logistic` against it has learnt from the same family. In brackets 95 % intervals from "
         f"{NUM_RESAMPLES} paired resamples of the requests within their families ({NUM_SHARES} "
         "for shares); bold: fewer beyond the interval, italic: more. One small target and one "

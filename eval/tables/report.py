@@ -13,7 +13,6 @@ from eval.tables.markdown import difference, section, with_interval
 from eval.tables.rules import LEARN, OURS, Recorded, Rule, mean_of, verdict
 from sglang_c2t.offline.compare import Array, Curve, everyone
 from sglang_c2t.offline.replay import Chains
-from sglang_c2t.offline.scores import rates
 from sglang_c2t.policies.dyjoint import DyJoint
 
 #: Sizes at whose accept length rules are compared, the first in detail: drafts of fixed chains,
@@ -180,23 +179,24 @@ class Comparison:
             nodes, shares, changes, own = [], [], [], []
             for rule, family in self._tested(name):
                 nodes.append(self.recorded.nodes_at(rule.curve, size, family))
-                recall = self.recall(family)
+                wanted = self.wanted_recall(family)
                 mine, joint = (
-                    self.recorded.share_at_recall(scores, recall, family)
+                    self.recorded.share_at_recall(scores, wanted, family)
                     for scores in (rule.scores, self.joint.scores)
                 )
                 shares.append(mine)
                 changes.append([100 * (a / b - 1) for a, b in zip(mine, joint, strict=True)])
                 of_family = self.recorded.members(family)
-                kept = rates(rule.scores[of_family] >= beta, self.recorded.accepted[of_family])
-                own.append((100 * kept.recall, 100 * kept.positive_rate))
+                kept = (rule.scores >= beta)[of_family]
+                found = recall(kept, self.recorded.accepted[of_family])
+                own.append((100 * found, 100 * float(kept.double().mean())))
             node = float(mean_of(nodes)[0][0])
-            recall, share = np.mean(own, axis=0)
+            own_recall, own_share = np.mean(own, axis=0)
             change = "-" if name == DyJoint.name else difference(*mean_of(changes))
             rows.append((
                 f"`{name}`",
                 [f"{node:.2f}", f"{node + 1:.2f}", f"{100 * float(mean_of(shares)[0][0]):.1f}",
-                 change, f"{recall:.1f} / {share:.1f} ({beta:g})"],
+                 change, f"{own_recall:.1f} / {own_share:.1f} ({beta:g})"],
             ))  # fmt: skip
         at = (
             f"EAGLE-2's recall with {size}"
@@ -219,13 +219,13 @@ class Comparison:
         families = self.recorded.families
         return [(r, family) for r in self.rules if r.name == name for family in r.tests(families)]
 
-    def recall(self, family: str) -> float:
+    def wanted_recall(self, family: str) -> float:
         """Recall at which shares are compared: in trees that of EAGLE-2."""
         if not self.recorded.trees:
             return RECALL
         mine = self.recorded.members(family)
         chosen = eagle2_nodes(self.recorded, self.sizes[0])
-        return rates(chosen[mine], self.recorded.accepted[mine]).recall
+        return recall(chosen[mine], self.recorded.accepted[mine])
 
     def losses(self) -> list[str]:
         """Rules that verify more or fewer than a rival, beyond the interval, by name."""
@@ -242,6 +242,11 @@ class Comparison:
                 against.append(f"against `{rival}` {', '.join(marked)}")
             lines.append(f"- {self.kind}, `{name}`: {'; '.join(against)}.")
         return lines
+
+
+def recall(kept: torch.Tensor, accepted: torch.Tensor) -> float:
+    """Share of the accepted tokens, [n] bool, that are kept; nan without any."""
+    return float((kept & accepted).sum() / accepted.sum())
 
 
 def eagle2_nodes(recorded: Recorded, size: int) -> torch.Tensor:

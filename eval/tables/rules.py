@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eval.tables.tree_replay import Forest, replay_trees
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.draft_layer import DraftLayer
@@ -29,7 +30,6 @@ from sglang_c2t.offline.compare import (
 )
 from sglang_c2t.offline.replay import Chains, Outcome, replay
 from sglang_c2t.offline.train import RECIPES, TrainSettings, train_classifier
-from sglang_c2t.offline.tree_replay import Forest, replay_trees
 from sglang_c2t.policies.base import Gate
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.c2t_log import C2TLog
@@ -51,8 +51,8 @@ OURS = (C2T.name, C2TLog.name, C2TPlus.name)
 #: Of trees: even in log odds, and 0, which keeps every node.
 TREE_GRID = tuple(float(x) for x in 1 / (1 + np.exp(-np.r_[-np.inf, np.linspace(-8, 3, 23)])))
 
-#: Of training, at least; the paper's 10 epochs are 600 on its 8,880 trees, and ours are fewer.
-STEPS = 10_000
+#: How classifiers are trained: as ``sglang_c2t train`` does.
+SETTINGS = TrainSettings()
 
 
 @dataclass(frozen=True)
@@ -226,14 +226,10 @@ class Recorded:
 
 
 def train(recording: Recording, name: str) -> Classifier:
-    """The classifier of the rule ``name``, as ``sglang_c2t train`` makes it, but for the epochs."""
+    """The classifier of the rule ``name``, as ``sglang_c2t train`` makes it."""
     of_trees = f"{name}-tree"
     recipe = RECIPES[of_trees if recording.topk > 1 and of_trees in RECIPES else name]
-    settings = TrainSettings()
-    accepted = int(recording.nodes["accept"].sum())
-    tokens = min(2 * accepted, recording.num_nodes) if recipe.balance else recording.num_nodes
-    epochs = max(settings.epochs, -(-STEPS * settings.batch_size // max(tokens, 1)))
-    return train_classifier(recording, recipe, settings=replace(settings, epochs=epochs))
+    return train_classifier(recording, recipe, settings=SETTINGS)
 
 
 def scores_of(classifier: Classifier, recording: Recording) -> Tensor:

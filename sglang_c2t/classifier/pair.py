@@ -3,7 +3,7 @@
 Weights are known by a fingerprint of the files that hold them: the size of each, and 32 samples of
 4 KB from its beginning to its end. The names of folders and files are not in it, so that a copy
 elsewhere is the same model, and a model trained further is another. It is no proof: checkpoints
-that differ between the samples only look alike.
+that differ only between the samples have the same fingerprint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SAMPLE_BYTES = 4096
 
 
 class Pair(NamedTuple):
-    """What drafts and verifies together."""
+    """A draft model and the target that verifies its drafts."""
 
     algorithm: str
     target: str

@@ -30,7 +30,7 @@ anything; ``request_names.py`` gives them their names back), and ``roots``:
 
     visited     roots the server really verified from, whole drafts
     every       one root per generated token, to replay policies: for chains any of them exactly,
-                for trees see ``tree_replay``
+                for trees see ``eval/tables/tree_replay.py``
 
 Reading refuses to mix formats, measures, kinds of roots, or two pairs of models.
 """
@@ -89,7 +89,7 @@ ROOTS = ("visited", "every")
 LARGEST_SHARD = 1 << 32
 LARGEST_HEADER = 1 << 24
 
-#: A probability as computed in float32.
+#: Largest value of a probability that was computed in float32.
 MOST_PROB = 1.001
 
 
@@ -344,8 +344,8 @@ def read_recording(*directories: str | os.PathLike[str], mix_drafts: bool = Fals
 
 
 def _other_pair(origin: dict[str, Any], first: dict[str, Any]) -> str | None:
-    """What differs, if the two are not of the same pair: weights, or the draft's name where those
-    of one are not known.
+    """The difference between two pairs, empty if they are equal: weights, or the draft's name
+    where the weights of one are not known.
     """
     known = all(pair_in(one) is not None for one in (origin, first))
     keys = ("algorithm", "weights" if known else "draft")
@@ -388,7 +388,7 @@ def _parsed(text: str, path: Path) -> Any:
 
 
 def _defect(metadata: dict[str, Any]) -> str | None:
-    """What is wrong with a shard's metadata; ``None``: nothing."""
+    """The defect of a shard's metadata; ``None`` if there is none."""
     origin, requests = metadata["origin"], metadata["requests"]
     if not isinstance(requests, list) or not all(isinstance(rid, str) for rid in requests):
         return "its requests must be a list of names"
@@ -398,7 +398,7 @@ def _defect(metadata: dict[str, Any]) -> str | None:
 
 
 def _defect_of(tensors: dict[str, Tensor], num_requests: int) -> str | None:
-    """What is wrong with a shard's tables; ``None``: nothing. Measurements may be nan here: see
+    """The defect of a shard's tables; ``None`` if there is none. Measurements may be nan here: see
     :func:`require_finite`.
     """
     types = NODE_COLUMNS | {f"draft.{name}": t for name, t in DRAFT_COLUMNS.items()}

@@ -1,9 +1,9 @@
-"""Ids of requests in a recording, and the names that whoever sent the requests gave them.
+"""Request ids in a recording, and a file that gives them their names back.
 
-Clients choose request ids and may put anything into them, a user's address, say. A recording
-holds keyed hashes instead; the key is made anew by each server that records, which tells it in
-``/server_info`` and writes it nowhere. Who drove a prompt file through the server knows its own
-ids: :func:`name_requests` puts them beside the shards, in a file that the server has no part in.
+Clients choose request ids and may put anything into them, a user's address, say. A recording holds
+keyed hashes instead. Each recording server makes a new key, shows it in ``/server_info`` and writes
+it nowhere. A client that drove a prompt file knows its own ids: :func:`name_requests` writes them
+next to the shards.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def new_key() -> str:
 
 
 def recorded_id(rid: str, key: str) -> str:
-    """What stands for ``rid`` in a recording: 32 hexadecimal digits."""
-    told = rid.encode("utf-8", errors="surrogatepass")  # JSON may hold half a surrogate pair
-    return hashlib.blake2b(told, key=bytes.fromhex(key), digest_size=16).hexdigest()
+    """The hash of ``rid`` in a recording: 32 hexadecimal digits."""
+    text = rid.encode("utf-8", errors="surrogatepass")  # JSON may hold half a surrogate pair
+    return hashlib.blake2b(text, key=bytes.fromhex(key), digest_size=16).hexdigest()
 
 
 def name_requests(directory: Path, key: str, rids: Iterable[str]) -> None:
-    """Write a file of names: who reads the recording in ``directory`` gets these ids back."""
+    """Write a file of names, so that reading the recording in ``directory`` gives these ids."""
     text = json.dumps({recorded_id(rid, key): rid for rid in rids}, indent=0) + "\n"
     path = directory / PATTERN.replace("*", secrets.token_hex(4))
     write_whole({path: lambda tmp: tmp.write_text(text, encoding="utf-8")})

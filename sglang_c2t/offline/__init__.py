@@ -1,1 +1,1 @@
-"""What no server runs: record, train, evaluate, replay."""
+"""Commands that need no SGLang: record, train, evaluate, advise, top."""

@@ -1,7 +1,7 @@
-"""``python -m sglang_c2t advise``: watch a server for a while, then say what to set and why.
+"""``python -m sglang_c2t advise``: watch a server, then print what to set and why.
 
-:mod:`~sglang_c2t.offline.observe` reads, :mod:`~sglang_c2t.offline.advice` judges, this puts both
-together and into words.
+:mod:`~sglang_c2t.offline.observe` reads the server and :mod:`~sglang_c2t.offline.advice` holds the
+rules. This module gathers the facts and writes the text.
 """
 
 from __future__ import annotations
@@ -12,33 +12,25 @@ from statistics import fmean
 from typing import Any
 
 from sglang_c2t.config import ConfigError
-from sglang_c2t.offline.advice import (
-    BUSY,
-    Cost,
-    Facts,
-    Finding,
-    Fine,
-    Outlook,
-    grades_of,
-    judged,
-)
+from sglang_c2t.offline.advice import BUSY, Facts, Finding, judge
 from sglang_c2t.offline.observe import Sample, Server, Window
+from sglang_c2t.plan.grades import summary
 
-#: Seconds between two looks at what runs and waits.
-LOOK_EVERY = 1.0
+#: Seconds between two samples.
+SAMPLE_EVERY = 1.0
 
 
-def watched(server: Server, seconds: float, look: Callable[[], None] = lambda: None) -> Facts:
-    """Watch a server for so many ``seconds``; ``look`` is called at each look.
+def watch(server: Server, seconds: float, on_sample: Callable[[], None] = lambda: None) -> Facts:
+    """Watch a server for so many ``seconds``; ``on_sample`` is called after each sample.
 
-    Raises :class:`ConfigError` where it tells too little, restarts meanwhile, or decodes nothing.
+    Raises :class:`ConfigError` if it reports too little, restarts meanwhile, or decodes nothing.
     """
     told, info = server.told(), server.info()
     samples = [server.sample()]
     while (left := samples[0].at + seconds - time.monotonic()) > 0:
-        time.sleep(min(LOOK_EVERY, left))
+        time.sleep(min(SAMPLE_EVERY, left))
         samples.append(server.sample())
-        look()
+        on_sample()
     window = Window(samples[0], samples[-1])
     if window.restarted:
         raise ConfigError(f"the server at {server.url} restarted while it was watched: ask again")
@@ -53,12 +45,14 @@ def watched(server: Server, seconds: float, look: Callable[[], None] = lambda: N
 def facts_of(
     told: Mapping[str, Any], info: Mapping[str, Any], window: Window, samples: Sequence[Sample]
 ) -> Facts:
-    """Numbers of ``GET /c2t``, ``/server_info``, and of ``/metrics`` over a while."""
-    serving = told["serving"]
-    one, planners = serving[0], told.get("planner") or []
-    steps, plans = window["c2t:steps_total"], bool(one["plans"])
-    first_drafts = [each["first_drafts"] for each in serving if each["first_drafts"]]
-    of_planner = planners[0] if planners and planners[0] else {}
+    """Gather the facts from ``GET /c2t``, ``/server_info`` and samples of ``/metrics``."""
+    serving, planners = told["serving"], [one for one in told.get("planner") or [] if one]
+    one, steps, plans = serving[0], window["c2t:steps_total"], bool(serving[0]["plans"])
+    grades = [each["first_drafts"] for each in serving if each.get("first_drafts")]
+    rates: dict[int, float] = {}
+    for plan in planners[0].get("outlook") or () if planners else ():
+        rate = plan["tokens"] / plan["milliseconds"]
+        rates[plan["requests"]] = max(rates.get(plan["requests"], 0.0), rate)
     return Facts(
         seconds=window.seconds,
         policy=told["policy"],
@@ -81,81 +75,59 @@ def facts_of(
         padding=window["c2t:verify_padding_rows_total"],
         accepted_at_least=window.at_least("c2t:correct_length"),
         verified_at_least=window.at_least("c2t:proposed_length"),
-        row_ms=tuple(one["row_ms"]) if one["row_ms"] else None,
+        row_ms=tuple(one["row_ms"]) if one.get("row_ms") else None,
         policy_stops=window["c2t:draft_stops_total{policy}"],
-        gate_seconds=window["c2t:gate_seconds_total"],
         failures=window["c2t:policy_failures_total"],
-        planned=sum(window[f"c2t:plans_total{{{why}}}"] for why in PLANS),
-        unplanned=window["c2t:plans_total{unknown}"],
+        planned=sum(window.by_label("c2t:plans_total").values()),
         planned_layers=window["c2t:planned_layers_total"],
-        planned_width=window["c2t:planned_width_total"],
-        predicted_seconds=window["c2t:predicted_step_seconds_total"],
-        measured_seconds=window["c2t:measured_step_seconds_total"],
-        quartiles=of_planner.get("predicted_over_measured_quartiles") or (),
-        median=of_planner.get("predicted_over_measured"),
-        outlook=[
-            Outlook(**{name: plan[name] for name in Outlook._fields})
-            for plan in of_planner.get("outlook") or ()
-        ],
-        grades=grades_of([each["confidence"] for each in planners] if plans else first_drafts),
+        rates=rates,
+        grades=summary([each["confidence"] for each in planners] if plans else grades),
         classifier=one["classifier"],
         kv_used=max(sample.fullest for sample in samples),
         retracted=window["sglang:num_retracted_requests_total"],
     )
 
 
-#: Why steps were planned as they were.
-PLANS = ("plan", "plain", "unknown", "explore", "failed")
-
-
 def advice_text(facts: Facts, *, doctor: bool = False) -> str:
-    """What was found, what to set, and for a ``doctor``, or where it is nothing, what is fine."""
-    found, fine = judged(facts)
+    """The load, the causes, and what to set; ``doctor`` adds the causes that were ruled out."""
+    found, fine = judge(facts)
     parts = [_headline(facts)]
     if found:
-        parts.append("What costs, the most costly first:\n" + _causes(found, facts))
-        parts.append(_settings(found, facts))
+        causes = [line for n, one in enumerate(found, 1) for line in _cause(n, one, facts.tokens)]
+        parts.append("\n".join(["What costs, the most costly first:", *causes]))
+        parts.append("\n".join(["What to set:", *_settings(found, facts)]))
     else:
         parts.append("Nothing to change.")
     if doctor or not found:
-        parts.append("What was looked at and costs nothing that matters:\n" + _fine(fine))
+        lines = (f"  {one.name}: {one.sentence}." for one in fine)
+        parts.append("\n".join(["What was ruled out:", *lines]))
     return "\n\n".join(parts)
 
 
 def _headline(f: Facts) -> str:
-    ranks = f" on {f.replicas} replicas" if f.replicas > 1 else ""
-    rejected = f.rejected / f.rows if f.rows else 0.0
+    replicas = f" on {f.replicas} replicas" if f.replicas > 1 else ""
     load = "" if f.busy else f" (rows cost little at fewer than {BUSY} at once)"
     return (
-        f"In {f.seconds:.0f} s{ranks}: {f.tokens:,.0f} tokens/s at {f.running:.1f} requests at "
+        f"In {f.seconds:.0f} s{replicas}: {f.tokens:,.0f} tokens/s at {f.running:.1f} requests at "
         f"once{load}, {f.queued:.1f} waiting.\n"
         f"A verification gives {f.accept_length:.2f} tokens of {f.proposed / f.verifications:.2f} "
-        f"drafts; of {f.rows / f.steps:.0f} rows a step {rejected:.0%} are rejected "
+        f"drafts; of {f.rows / f.steps:.0f} rows a step {f.rejected / f.rows:.0%} are rejected "
         f"drafts and {f.padding / f.rows:.0%} padding."
     )
 
 
-def _causes(found: Sequence[Finding], f: Facts) -> str:
-    lines = []
-    for number, one in enumerate(found, start=1):
-        lines.append(f"{number}. {one.name}: {one.sentence}.")
-        lines.append(f"   do: {one.do}")
-        lines.append(f"   expected: {_expected(one.cost, f)}")
-    return "\n".join(lines)
+def _cause(number: int, one: Finding, tokens: float) -> list[str]:
+    low, high, known_by = one.gain
+    shares = f"{100 * low / tokens:+.0f} to {100 * high / tokens:+.0f} %"
+    return [
+        f"{number}. {one.name}: {one.sentence}.",
+        f"   do: {one.do}",
+        f"   expected: {low:+,.0f} to {high:+,.0f} tokens/s ({shares}): {known_by}",
+    ]
 
 
-def _expected(cost: Cost | None, f: Facts) -> str:
-    if cost is None:
-        return "no number can be given, for the reason above"
-    low, high = (100.0 * bound / f.tokens for bound in cost[:2])
-    return (
-        f"{cost.low:+,.0f} to {cost.high:+,.0f} tokens/s ({low:+.0f} to {high:+.0f} %): "
-        f"{cost.known_by}"
-    )
-
-
-def _settings(found: Sequence[Finding], f: Facts) -> str:
-    """What is set now, and what to set: of two findings that set one, the more costly wins."""
+def _settings(found: Sequence[Finding], f: Facts) -> list[str]:
+    """Each flag, now and then. No two findings set the same flag."""
     now = {
         "--c2t-policy": f.policy,
         "--speculative-num-steps": f"{f.num_steps}",
@@ -163,17 +135,8 @@ def _settings(found: Sequence[Finding], f: Facts) -> str:
         "--speculative-num-draft-tokens": f"{f.num_draft_tokens}",
         "--max-running-requests": f"{f.max_running // f.replicas}",
     }
-    wanted: dict[str, tuple[str, str]] = {}
-    for one in found:
-        for flag, value in one.settings.items():
-            wanted.setdefault(flag, (value, one.name))
-    lines = ["What to set:"]
-    for flag in [*now, *(flag for flag in wanted if flag not in now)]:
-        value, why = wanted.get(flag, ("", ""))
-        change = f" -> {value} ({why})" if value else " (stays)"
-        lines.append(f"  {flag} {now.get(flag, '')}".rstrip() + change)
-    return "\n".join(lines)
-
-
-def _fine(fine: Sequence[Fine]) -> str:
-    return "\n".join(f"  {one.name}: {one.sentence}." for one in fine)
+    wanted = {
+        flag: f"-> {value} ({one.name})" for one in found for flag, value in one.settings.items()
+    }
+    flags = dict.fromkeys((*now, *wanted))
+    return [f"  {flag} {now.get(flag, '')} {wanted.get(flag, '(stays)')}" for flag in flags]

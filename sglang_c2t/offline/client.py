@@ -109,7 +109,7 @@ def authorization(api_key: str | None) -> dict[str, str]:
 
 
 def key_wanted(url: str, api_key: str | None) -> str:
-    """What to tell who gave no key, or another than the server's."""
+    """The error message for a missing or wrong key."""
     return (
         f"the server at {url} wants {'another' if api_key else 'its'} key: set {API_KEY_ENV} to "
         "what its --api-key says, or add --api-key"
@@ -117,7 +117,7 @@ def key_wanted(url: str, api_key: str | None) -> str:
 
 
 def c2t_states(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
-    """What the plugin reports in /server_info for each scheduler; {} when it reports nothing."""
+    """The plugin's report in /server_info for each scheduler; {} if there is none."""
     asked = urllib.request.Request(f"{url}/server_info", headers=authorization(api_key))
     with urllib.request.urlopen(asked, timeout=30) as response:
         info = json.load(response)

@@ -10,16 +10,14 @@ Legend: T thresholds, Q requests, S resamples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_c2t.offline.replay import Chains, Outcome, left_out_line, replay
+from sglang_c2t.offline.replay import Chains, Outcome, replay
 from sglang_c2t.policies.base import ChainPolicy
-from sglang_c2t.policies.dyjoint import DyJoint
-from sglang_c2t.policies.fixed import Fixed
 
 Array = NDArray[np.float64]
 
@@ -29,8 +27,6 @@ Array = NDArray[np.float64]
 ODDS_GRID = tuple(
     float(x) for x in 1 / (1 + np.exp(-np.r_[-np.inf, np.arange(-16, -8), np.linspace(-8, 6, 57)]))
 )
-#: Nats, and the end at which every draft is kept.
-ENTROPY_GRID = tuple(float(x) for x in np.exp(np.r_[np.linspace(-5, 2, 57), 5]))
 
 
 @dataclass(frozen=True)
@@ -117,41 +113,3 @@ def interval(values: Array, level: float = 0.95) -> tuple[float, float]:
     """
     low, high = np.percentile(values, [50 * (1 - level), 50 * (1 + level)])
     return float(low), float(high)
-
-
-def replay_text(
-    chains: Chains, label: str, mine: ChainPolicy, others: Mapping[str, ChainPolicy]
-) -> str:
-    """Markdown: what ``mine`` does beside ``others`` and fixed lengths, and how many drafts the
-    joint probability alone needs for the same accept length.
-    """
-    lengths = sorted({min(n, chains.max_length) for n in (3, 5, chains.max_length)})
-    outcome = replay(mine, chains)
-    rows = {label: outcome}
-    rows |= {name: replay(policy, chains) for name, policy in others.items()}
-    rows |= {f"fixed {n}": replay(Fixed(), chains, max_length=n) for n in lengths}
-    lines = [
-        "## Replay",
-        "",
-        f"{chains.num_requests} requests, chains of up to {chains.max_length}; other policies at "
-        "their defaults. tau: tokens per verification. gamma: drafts verified per verification.",
-        *(["", left_out_line(chains.left_out)] if chains.left_out else []),
-        "",
-        "| policy | tau | gamma | drafted |",
-        "|---|---:|---:|---:|",
-    ]
-    for name, o in rows.items():
-        numbers = (o.accept_length(), o.gamma(), o.drafted_length())
-        lines.append(f"| {name} | " + " | ".join(f"{number:.3f}" for number in numbers) + " |")
-    tau = np.array([outcome.accept_length()])
-    rival = float(sweep(DyJoint, chains).gamma_at(tau, everyone(chains.requests))[0])
-    lines += [
-        "",
-        f"For a tau of {tau[0]:.3f} the joint probability alone (dyjoint, swept) verifies "
-        f"{rival:.3f} drafts, this classifier {outcome.gamma():.3f} "
-        f"({100 * (outcome.gamma() / rival - 1):+.1f} %)."
-        if rival > 0
-        else f"The joint probability alone (dyjoint) reaches a tau of {tau[0]:.3f} at no threshold "
-        "that was tried.",
-    ]
-    return "\n".join(lines) + "\n"

@@ -1,195 +1,133 @@
-"""How good is a classifier on recorded drafts: the paper's tables, as numbers.
+"""Evaluate a classifier on recorded drafts: does it pay, and which setting to serve.
 
-Recall and positive rate (appendix C.2), acceptance by joint probability and depth
-(Table 1) and entropy buckets (Table 5) of C2T (arXiv:2502.13652), and calibration. Pure
-torch; draws and writes nothing.
+A classifier pays if the target verifies fewer drafts with it, at equal accept length, than with
+the best rule that needs no classifier: a threshold on the joint probability, or one draft length.
+That counts work, not time: what a verified draft costs depends on the load.
 
-A token is *kept* when its score and those of all tokens before it reach the threshold: a
-child of a dropped token is dropped too (appendix D). The rival is the joint probability
-alone, with the threshold at which it keeps as many accepted tokens as the classifier;
-the paper's is EAGLE-2's 60 best tokens of each tree.
+Trees, and drafts of visited roots only, are not replayed. For them a threshold is chosen token by
+token. A token is kept if its confidence and those of all its ancestors reach the threshold.
 
-A classifier with the label ``accepts`` is scored only on tokens that the target reached.
-Its confidence is compared with beta as it stands, the way MCSD does; a policy that
-multiplies confidences along the path keeps other tokens.
-
-Legend: n recorded tokens, s <= n scored tokens. What is undefined is nan, in JSON null,
-in Markdown "-".
+Legend: n tokens, Q requests, S resamples.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_c2t.classifier.checkpoint import Classifier
+from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
 from sglang_c2t.classifier.recording import Recording, require_finite
-from sglang_c2t.offline.scores import (
-    Bin,
-    Rates,
-    auc,
-    expected_calibration_error,
-    rates,
-    reliability,
-)
-from sglang_c2t.offline.train import reached
+from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.offline.compare import ODDS_GRID, Array, Curve, everyone, interval, resamples, sweep
+from sglang_c2t.offline.replay import Chains, Outcome, replay
+from sglang_c2t.offline.scores import auc, expected_calibration_error
+from sglang_c2t.offline.train import reached, recipe_of
+from sglang_c2t.policies import build_policy, policy_of
+from sglang_c2t.policies.base import ChainPolicy
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.fixed import Fixed
+from sglang_c2t.tree import least_on_path
 
-#: Lower ends of the entropy buckets of Table 5, in nats.
-ENTROPY_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+#: Default accept length, as a share of that of full drafts. Without a replay: share of the accepted
+#: tokens that are kept.
+WANTED_SHARE = 0.98
+
+#: Calibration error above which a warning is printed. Our choice.
+CALIBRATED = 0.05
+
+NUM_RESAMPLES = 1000
+
+
+def evaluate(
+    recording: Recording,
+    classifier_name: str,
+    directories: Sequence[str],
+    *,
+    accept_length: float | None = None,
+    others: Sequence[str] = (),
+) -> list[str]:
+    """The lines that ``evaluate`` prints. The last one is the answer and the setting to serve.
+
+    Args:
+        recording: What was drafted and what the target accepted.
+        classifier_name: A shipped classifier's name, or a file.
+        directories: Where the recording was read from.
+        accept_length: Tokens per verification wanted; 98 % of full drafts' by default.
+        others: Policies whose replay at their defaults is printed too.
+
+    Raises:
+        ConfigError: The recording lacks a feature or holds values that are not finite, or full
+            drafts do not reach the accept length.
+    """
+    classifier = load_classifier(classifier_name)
+    scored = score(recording, classifier)
+    policy = policy_of(classifier)
+    flags = f"--c2t-policy {policy} --c2t-classifier {shlex.quote(classifier_name)}"
+    recipe = recipe_of(classifier) or policy
+    lines = [
+        quality(scored, classifier),
+        *miscalibration(scored, recipe, classifier_name, directories),
+    ]
+    if reason := _not_replayable(recording):
+        return [*lines, token_threshold(scored, flags, reason)]
+    chains = Chains.from_recording(recording)
+    mine = build_policy(C2TConfig(policy, classifier=classifier_name))
+    named = {name: build_policy(C2TConfig(name)) for name in others}
+    found = compare(chains, mine, flags, accept_length, named)
+    return [*lines, "", *found.lines(), "", found.sentence]
+
+
+def _not_replayable(recording: Recording) -> str:
+    """Why a recording cannot be replayed; empty if it can."""
+    if recording.topk > 1:
+        return "this recording holds trees, and only chains are replayed here"
+    if recording.roots != "every":
+        return (
+            "this recording holds only the roots that its server visited: record with "
+            "--c2t-record-roots every"
+        )
+    return "" if recording.num_nodes else "this recording holds no draft"
+
+
+# -- token by token ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The tokens that a classifier is judged on, in the recording's order."""
+    """The tokens that a classifier is evaluated on, in the recording's order."""
 
-    confidence: Tensor  # [s] float32
-    joint: Tensor  # [s] float32
-    entropy: Tensor  # [s] float32, nats
-    accepted: Tensor  # [s] bool
-    path_confidence: Tensor  # [s] float32, the smallest along the token's path
-    path_joint: Tensor  # [s] float32, the smallest along the token's path
-
-
-class Kept(NamedTuple):
-    """Which tokens either method would have verified."""
-
-    classifier: Tensor  # [s] bool
-    joint: Tensor  # [s] bool
-    beta: float
-    joint_threshold: float  # inf when the classifier keeps no accepted token
-
-
-@dataclass(frozen=True)
-class Method:
-    """One score of a token, over all scored tokens."""
-
-    threshold: float
-    auc: float
-    ece: float  # 15 equal-width bins
-    rates: Rates
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The classifier and its rival in one line each."""
-
-    drafts: int
-    recorded_tokens: int
-    tokens: int  # scored
-    accept_rate: float  # of the scored tokens
-    classifier: Method
-    joint: Method
-
-
-@dataclass(frozen=True)
-class EntropyBucket:
-    """Tokens whose distribution had an entropy in [low, high) nats; a row of Table 5."""
-
-    low: float
-    high: float
-    tokens: int
-    proportion: float
-    classifier: Rates
-    joint: Rates
-
-
-@dataclass(frozen=True)
-class AcceptanceTable:
-    """Table 1: acceptance by joint probability (rows) and depth (columns).
-
-    Row i is the interval (edges[i], edges[i + 1]]; the first one holds 0 too.
-    """
-
-    edges: list[float]
-    depths: list[int]
-    tokens: list[list[int]]
-    accept_rate: list[list[float]]  # nan without tokens
-
-
-@dataclass(frozen=True)
-class Report:
-    """All that :func:`evaluate` found out."""
-
-    features: list[str]
-    label: str
-    beta: float
-    roots: str
-    origins: list[dict[str, Any]]
-    summary: Summary
-    entropy_buckets: list[EntropyBucket]
-    """The last one is the total."""
-
-    acceptance: AcceptanceTable
-    reliability: dict[str, list[Bin]]
-    """Of ``classifier`` and ``joint``."""
+    confidence: Tensor  # [n] float32
+    joint: Tensor  # [n] float32
+    accepted: Tensor  # [n] bool
+    path_confidence: Tensor  # [n] float32, the least along the token's path
+    path_joint: Tensor  # [n] float32, the least along the token's path
 
     @property
-    def scored(self) -> str:
-        """What is counted."""
-        return "tokens" if self.label == "survives" else "tokens that the target reached"
-
-    def to_json(self, **more: Any) -> str:
-        """One line of strict JSON, with ``more`` beside: numbers that are not finite are null."""
-        return json.dumps(_plain(asdict(self) | more), allow_nan=False)
-
-    def to_markdown(self, verdict: str = "") -> str:
-        """The same as tables, behind a ``verdict``."""
-        parts = [
-            "# Classifier evaluation",
-            *([verdict] if verdict else []),
-            _intro(self),
-            _summary_text(self),
-            _bucket_text(self),
-            _acceptance_text(self),
-            _reliability_text(self),
-        ]
-        return "\n\n".join(parts) + "\n"
-
-
-def evaluate(recording: Recording, classifier: Classifier, beta: float = 0.5) -> Report:
-    """Judge a classifier that keeps tokens of confidence >= ``beta``.
-
-    Raises:
-        ConfigError: The recording lacks a feature, or holds values that are not finite.
-    """
-    scored = score(recording, classifier)
-    kept = decide(scored, beta)
-    labels = scored.accepted.float()
-    return Report(
-        features=list(classifier.features.names),
-        label=classifier.label,
-        beta=beta,
-        roots=recording.roots,
-        origins=recording.origins,
-        summary=summary(recording, scored, kept),
-        entropy_buckets=entropy_buckets(scored, kept),
-        acceptance=acceptance_table(recording),
-        reliability={
-            "classifier": reliability(scored.confidence, labels),
-            "joint": reliability(scored.joint, labels),
-        },
-    )
+    def calibration_error(self) -> float:
+        """Over 15 bins of equal width; nan without tokens."""
+        return expected_calibration_error(self.confidence, self.accepted.float())
 
 
 def score(recording: Recording, classifier: Classifier) -> Scored:
-    """Ask the classifier about every recorded token it can be judged on."""
+    """Score every recorded token; with the label ``accepts``, those that the target reached."""
     layer = recording.layer(classifier.features.needs)
     confidence = classifier.confidence(layer)
-    require_finite(torch.stack((confidence, layer.joint, layer.entropy), dim=1))
+    require_finite(torch.stack((confidence, layer.joint), dim=1))
     parents, depth = recording.parent_rows(), recording.nodes["depth"]
-    # A path may lead through tokens that are not scored themselves, so it is walked first.
+    max_depth = int(depth.max()) if len(depth) else 1
+    # A path may lead through tokens that are not scored: compute it over all tokens first.
     columns: tuple[Tensor, ...] = (
         confidence,
         layer.joint,
-        layer.entropy,
         recording.nodes["accept"].bool(),
-        least_on_path(confidence, parents, depth),
-        least_on_path(layer.joint, parents, depth),
+        least_on_path(confidence[None], parents[None], max_depth)[0],
+        least_on_path(layer.joint[None], parents[None], max_depth)[0],
     )
     if classifier.label == "accepts":
         rows = reached(recording)
@@ -197,224 +135,229 @@ def score(recording: Recording, classifier: Classifier) -> Scored:
     return Scored(*columns)
 
 
-def decide(scored: Scored, beta: float) -> Kept:
-    """What the classifier keeps at ``beta``, and what its rival keeps for the same recall."""
-    by_classifier = scored.path_confidence >= beta
-    num_recalled = int((by_classifier & scored.accepted).sum())
-    threshold = threshold_for(scored.path_joint[scored.accepted], num_recalled)
-    return Kept(by_classifier, scored.path_joint >= threshold, beta, threshold)
+def quality(scored: Scored, classifier: Classifier) -> str:
+    """Ranking and calibration of the classifier, beside the joint probability's ranking."""
+    labels = scored.accepted.float()
+    which = "tokens" if classifier.label == "survives" else "tokens that the target reached"
+    share = f", {scored.accepted.double().mean():.0%} of them accepted" if len(labels) else ""
+    return (
+        f"{classifier.name} reads {', '.join(classifier.features.names)}. Over {len(labels):,} "
+        f"{which}{share}: AUC {_number(auc(scored.confidence, labels))} (joint probability alone "
+        f"{_number(auc(scored.joint, labels))}), calibration error "
+        f"{_number(scored.calibration_error)}."
+    )
 
 
-def least_on_path(values: Tensor, parents: Tensor, depth: Tensor) -> Tensor:
-    """[n]: the smallest value among a token and all before it.
-
-    A token and all before it reach a threshold exactly when this does. ``values`` [n];
-    ``parents`` [n] int64 rows, -1 for none; ``depth`` [n], larger than the parent's.
-
-    Chain with values 0.9, 0.2, 0.7 -> 0.9, 0.2, 0.2.
-    """
-    least = values.clone()
-    for level in depth.unique():  # ascending, so that parents are done before children
-        rows = ((depth == level) & (parents >= 0)).nonzero().flatten()
-        least[rows] = torch.minimum(least[rows], least[parents[rows]])
-    return least
+def _number(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "-"
 
 
-def threshold_for(scores: Tensor, count: int) -> float:
+def miscalibration(
+    scored: Scored, recipe: str, classifier: str, directories: Sequence[str]
+) -> list[str]:
+    """A warning with the command that calibrates again; empty where the error is small."""
+    error = scored.calibration_error
+    if not error > CALIBRATED:  # nan too
+        return []
+    return [
+        f"WARNING: calibration error {error:.3f} is above {CALIBRATED:g}: confidences are no "
+        "probabilities. The threshold below allows for that, thresholds from elsewhere do not. "
+        "To calibrate again (then the gate runs in torch, not in its kernel), and evaluate on "
+        "another recording:",
+        f"  python -m sglang_c2t train {shlex.join(directories)} --recipe {recipe} --fine-tune "
+        f"{shlex.quote(classifier)} --calibration isotonic --out calibrated.safetensors",
+    ]
+
+
+def token_threshold(scored: Scored, flags: str, reason: str) -> str:
+    """The threshold that keeps 98 % of the accepted tokens, and ``reason`` for no replay."""
+    unknown = f"Whether this classifier pays is not known: {reason}"
+    accepted = scored.path_confidence[scored.accepted]
+    beta = _threshold_for(accepted, math.ceil(WANTED_SHARE * len(accepted)))
+    if not 0 < beta <= 1:
+        return f"{unknown}. No draft was accepted, so there is no threshold to choose"
+    beta = rounded_down(min(beta, ODDS_GRID[-1]))
+    kept = scored.path_confidence >= beta
+    rival = _threshold_for(scored.path_joint[scored.accepted], int((kept & scored.accepted).sum()))
+    change = 100 * (float(kept.sum() / (scored.path_joint >= rival).sum()) - 1)
+    return (
+        f"{unknown}. Token by token {flags} --c2t-beta {beta:g} keeps {100 * WANTED_SHARE:.0f} % "
+        f"of the accepted ones, and {change:+.1f} % in all versus the joint probability alone"
+    )
+
+
+def _threshold_for(scores: Tensor, count: int) -> float:
     """The largest threshold that at least ``count`` of ``scores`` reach; inf for none."""
     return float(scores.topk(count).values[-1]) if count else math.inf
 
 
-def summary(recording: Recording, scored: Scored, kept: Kept) -> Summary:
-    """Counts, ranking, calibration and rates over all scored tokens."""
-    labels = scored.accepted.float()
+def rounded_down(beta: float) -> float:
+    """Round to two decimals, or two significant digits: 0.3568 -> 0.35, 0.01239 -> 0.012.
 
-    def method(scores: Tensor, mask: Tensor, threshold: float) -> Method:
-        ece = expected_calibration_error(scores, labels)
-        return Method(threshold, auc(scores, labels), ece, rates(mask, scored.accepted))
-
-    return Summary(
-        drafts=recording.num_drafts,
-        recorded_tokens=recording.num_nodes,
-        tokens=labels.numel(),
-        accept_rate=float(labels.mean()),
-        classifier=method(scored.confidence, kept.classifier, kept.beta),
-        joint=method(scored.joint, kept.joint, kept.joint_threshold),
-    )
-
-
-def entropy_buckets(scored: Scored, kept: Kept) -> list[EntropyBucket]:
-    """Table 5, the total last; the total equals the summary's rates."""
-    ends = (*ENTROPY_BUCKETS[1:], math.inf)
-    # Buckets by index, so that an entropy rounded to just below zero is not lost.
-    index = torch.bucketize(scored.entropy, torch.tensor(ENTROPY_BUCKETS[1:]), right=True)
-    masks = [index == i for i in range(len(ENTROPY_BUCKETS))]
-    buckets = [
-        _bucket(low, high, scored, kept, mask)
-        for low, high, mask in zip(ENTROPY_BUCKETS, ends, masks, strict=True)
-    ]
-    return [*buckets, _bucket(0.0, math.inf, scored, kept, torch.ones_like(scored.accepted))]
-
-
-def _bucket(low: float, high: float, scored: Scored, kept: Kept, mask: Tensor) -> EntropyBucket:
-    accepted = scored.accepted[mask]
-    return EntropyBucket(
-        low=low,
-        high=high,
-        tokens=accepted.numel(),
-        proportion=float(mask.double().mean()),
-        classifier=rates(kept.classifier[mask], accepted),
-        joint=rates(kept.joint[mask], accepted),
-    )
-
-
-def acceptance_table(recording: Recording, num_intervals: int = 20) -> AcceptanceTable:
-    """Table 1 over all recorded tokens, whatever the classifier is scored on.
-
-    A token behind a rejected one counts as rejected, as in the paper.
+    Down, because a lower threshold keeps more: the accept length is still reached.
     """
-    edges = [i / num_intervals for i in range(num_intervals + 1)]
-    row = torch.bucketize(recording.nodes["joint"], torch.tensor(edges[1:-1]))
-    depths, column = recording.nodes["depth"].unique(return_inverse=True)
-    shape = (num_intervals, depths.numel())
-    cell = row * depths.numel() + column
-    size = shape[0] * shape[1]
-    tokens = cell.bincount(minlength=size).reshape(shape)
-    accepted = cell.bincount(recording.nodes["accept"].double(), minlength=size).reshape(shape)
-    return AcceptanceTable(
-        edges=edges,
-        depths=depths.tolist(),
-        tokens=tokens.tolist(),
-        accept_rate=(accepted / tokens).tolist(),
-    )
+    digits = 2 if beta >= 0.1 else 1 - math.floor(math.log10(beta))
+    return math.floor(beta * 10**digits * (1 + 1e-12)) / 10**digits
 
 
-# -- text ---------------------------------------------------------------------------------
+# -- by replay -----------------------------------------------------------------------------
 
 
-def _intro(report: Report) -> str:
-    drafted = "; ".join(
-        f"{o.get('algorithm', '?')} draft `{o.get('draft', '?')}` for target "
-        f"`{o.get('target', '?')}`"
-        for o in report.origins
-    )
-    return (
-        f"Classifier: reads {', '.join(report.features)}; label `{report.label}`; keeps a token "
-        f"whose confidence and those of all tokens before it are >= beta = {report.beta:g}.\n"
-        f"Recording: {report.summary.recorded_tokens} tokens in {report.summary.drafts} drafts "
-        f"of roots `{report.roots}`; {drafted or 'origin unknown'}."
-    )
+@dataclass(frozen=True)
+class Setting:
+    """A rule as it would be served, and what its replay counted."""
+
+    rule: str
+    value: str  # its threshold or length in words
+    flags: str
+    outcome: Outcome
 
 
-def _summary_text(report: Report) -> str:
-    found = report.summary
-    rows = [
-        [
-            name,
-            f"{method.threshold:.3g}" if math.isfinite(method.threshold) else "-",
-            _number(method.auc),
-            _number(method.ece),
-            *_rate_cells(method.rates),
-            _number(method.rates.positive_rate),
+@dataclass(frozen=True)
+class Verdict:
+    """The classifier versus the best rule without one, at equal accept length."""
+
+    wanted: float  # tau
+    full: float  # tau of full drafts
+    mine: Setting
+    rival: Setting
+    change: float  # of the drafts verified at equal tau, in per cent; below 0 is fewer
+    low: float  # of its 95 % interval over requests; nan where there is none
+    high: float
+    others: tuple[Setting, ...]
+    chains: Chains
+
+    @property
+    def pays(self) -> bool | None:
+        """``None`` where the interval includes zero."""
+        return True if self.high < 0 else False if self.low > 0 else None
+
+    @property
+    def sentence(self) -> str:
+        """Whether the classifier pays, by how much, and what to serve."""
+        verb = {True: "pays", False: "does not pay", None: "may or may not pay"}[self.pays]
+        bounds = "no interval" if math.isnan(self.low) else f"{self.low:+.1f}, {self.high:+.1f}"
+        best = self.mine if self.pays else self.rival
+        needs_none = "" if self.pays else ", which needs no classifier"
+        return (
+            f"On these recordings this classifier {verb}: {self.change:+.1f} % [{bounds}] drafts "
+            f"verified at equal accept length, versus {self.rival.rule}{needs_none}. For "
+            f"{self.wanted:.2f} tokens per verification set {best.flags}"
+        )
+
+    def lines(self) -> list[str]:
+        """The settings as a table."""
+        rows = [["rule", "setting", "tau", "gamma", "drafted"]]
+        for one in (self.mine, self.rival, *self.others):
+            counts = one.outcome.accept_length(), one.outcome.gamma(), one.outcome.drafted_length()
+            rows.append([one.rule, one.value, *(f"{count:.3f}" for count in counts)])
+        rule, value, *_ = (max(map(len, column)) for column in zip(*rows, strict=True))
+        left_out = self.chains.left_out
+        return [
+            f"{self.chains.num_requests} requests, chains of {self.chains.max_length}. For "
+            f"{self.wanted:.3f} tokens per verification ({100 * self.wanted / self.full:.0f} % of "
+            "what full drafts give; --accept-length sets another):",
+            *(f"{a:<{rule}}  {b:<{value}}  {c:>6}  {d:>6}  {e:>7}" for a, b, c, d, e in rows),
+            "tau: tokens per verification; gamma: drafts verified in each; drafted: made in each.",
+            *([f"{left_out} requests lack roots and are left out."] if left_out else []),
         ]
-        for name, method in _both(found)
-    ]
-    return (
-        "## Summary\n\n"
-        f"Ranking, calibration (15 bins) and decisions over n = {found.tokens} {report.scored}, "
-        f"{_number(found.accept_rate)} of them accepted; the joint probability has the threshold "
-        "at which it keeps as many accepted tokens; theta is the kept share.\n\n"
-        + _table(
-            ["Method", "Threshold", "AUC", "ECE", "Accuracy", "Precision", "Recall", "F1", "theta"],
-            rows,
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule with a threshold or a length, and its curve."""
+
+    name: str
+    build: Callable[[float], ChainPolicy]
+    grid: Sequence[float]
+    value: str  # in words
+    flags: str
+    curve: Curve
+    interpolated: bool  # whether values between those of the grid may be served
+
+    def setting(self, tau: float, chains: Chains) -> Setting:
+        """The setting with the shortest drafts whose replay reaches ``tau``."""
+        for value in self._candidates(tau, everyone(chains.requests)):
+            outcome = replay(self.build(value), chains)
+            if outcome.accept_length() >= tau:
+                break
+        words, flags = (text.format(f"{value:g}") for text in (self.value, self.flags))
+        return Setting(self.name, words, flags, outcome)
+
+    def _candidates(self, tau: float, weights: Array) -> Iterator[float]:
+        """The threshold where the curve reaches ``tau``, then all that keep more."""
+        if not self.interpolated:
+            yield from self.grid
+            return
+        least = float(self.curve.tau(weights).min())
+        found = self.curve.threshold_at(max(tau, least), self.grid, weights)
+        yield rounded_down(max(found, ODDS_GRID[1]))
+        yield from (rounded_down(beta) for beta in reversed(self.grid) if 0 < beta < found)
+
+
+def compare(
+    chains: Chains,
+    mine: ChainPolicy,
+    flags: str,
+    accept_length: float | None = None,
+    others: Mapping[str, ChainPolicy] | None = None,
+) -> Verdict:
+    """Compare a gate at the wanted accept length; ``flags`` serve it, but for its threshold.
+
+    Raises:
+        ConfigError: Full drafts do not reach the accept length.
+    """
+    full = Curve.of([replay(Fixed(), chains)])
+
+    def wanted(weights: Array) -> Array:
+        """[S] accept length, of these requests."""
+        if accept_length is not None:
+            return np.full(len(weights), accept_length)
+        return WANTED_SHARE * full.tau(weights)[:, 0]
+
+    once = everyone(chains.requests)
+    tau, most = float(wanted(once)[0]), float(full.tau(once)[0, 0])
+    if not 1.0 <= tau <= most:
+        raise ConfigError(
+            f"--accept-length must be in [1, {most:.3f}], which full drafts of this recording "
+            f"reach, got {tau:g}"
         )
+
+    def threshold(name: str, build: Callable[[float], ChainPolicy], flags: str) -> Rule:
+        curve = sweep(build, chains)
+        return Rule(name, build, ODDS_GRID, "beta {}", f"{flags} --c2t-beta {{}}", curve, True)
+
+    def with_length(length: float) -> Fixed:
+        return Fixed(int(length))
+
+    escaped = flags.replace("{", "{{").replace("}", "}}")
+    ours = threshold("this classifier", lambda beta: replace(mine, beta=beta), escaped)  # type: ignore[type-var]
+    lengths = [float(length) for length in range(1, chains.max_length + 1)]
+    best, other = sorted(
+        (
+            threshold("the joint probability alone", DyJoint, "--c2t-policy dyjoint"),
+            Rule("one length for all", with_length, lengths, "{} drafts",
+                 "--speculative-num-steps {}, without --c2t",
+                 sweep(with_length, chains, lengths), False),
+        ),
+        key=lambda rival: float(rival.curve.gamma_at(wanted(once), once)[0]),
+    )  # fmt: skip
+
+    def change(weights: Array) -> Array:
+        """[S] of the drafts verified, in per cent; nan where the accept length is not reached."""
+        at = wanted(weights)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = ours.curve.gamma_at(at, weights) / best.curve.gamma_at(at, weights)
+        return 100 * (ratio - 1)
+
+    families = [name.rpartition("/")[0] for name in chains.requests]
+    drawn = change(resamples(families, NUM_RESAMPLES))
+    low, high = (math.nan, math.nan) if np.isnan(drawn).any() else interval(drawn)
+    replayed = (
+        Setting(name, "default", "", replay(policy, chains))
+        for name, policy in (others or {}).items()
     )
-
-
-def _bucket_text(report: Report) -> str:
-    ranges = [f"[{b.low:g}, {b.high:g})" for b in report.entropy_buckets[:-1]]
-    rows = [
-        [name, method, str(bucket.tokens), _number(bucket.proportion), *_rate_cells(found)]
-        for name, bucket in zip([*ranges, "Total"], report.entropy_buckets, strict=True)
-        for method, found in _both(bucket)
-    ]
-    return (
-        "## Entropy buckets\n\n"
-        f"Decisions by the draft's entropy in nats, over n = {report.summary.tokens} "
-        f"{report.scored}; thresholds as in the summary (C2T, Table 5).\n\n"
-        + _table(
-            ["Entropy", "Method", "n", "Proportion", "Accuracy", "Precision", "Recall", "F1"],
-            rows,
-            text_columns=2,
-        )
-    )
-
-
-def _acceptance_text(report: Report) -> str:
-    table = report.acceptance
-    rows = [
-        [f"({low:g}, {high:g}]"]
-        + [f"{_number(r, 3)} ({n})" if n else "-" for r, n in zip(rate, tokens, strict=True)]
-        for low, high, rate, tokens in zip(
-            table.edges[:-1], table.edges[1:], table.accept_rate, table.tokens, strict=True
-        )
-    ]
-    return (
-        "## Acceptance by joint probability and depth\n\n"
-        f"Accepted share of all n = {report.summary.recorded_tokens} recorded tokens, with the "
-        "number of tokens in brackets (C2T, Table 1).\n\n"
-        + _table(["Joint probability", *(f"d={d}" for d in table.depths)], rows)
-    )
-
-
-def _reliability_text(report: Report) -> str:
-    pairs = zip(report.reliability["classifier"], report.reliability["joint"], strict=True)
-    rows = [
-        [f"[{a.low:.3f}, {a.high:.3f}{')' if a.high < 1 else ']'}", *_bin_cells(a), *_bin_cells(b)]
-        for a, b in pairs
-    ]
-    return (
-        "## Reliability\n\n"
-        f"Mean score and accepted share of n = {report.summary.tokens} {report.scored}, binned "
-        "by the classifier's confidence (left) and by the joint probability (right).\n\n"
-        + _table(["Bin", "Confidence", "Accepted", "n", "Joint probability", "Accepted", "n"], rows)
-    )
-
-
-def _both(found: Summary | EntropyBucket) -> list[tuple[str, Any]]:
-    return [("joint probability", found.joint), ("classifier", found.classifier)]
-
-
-def _rate_cells(found: Rates) -> list[str]:
-    return [_number(x) for x in (found.accuracy, found.precision, found.recall, found.f1)]
-
-
-def _bin_cells(found: Bin) -> list[str]:
-    return [_number(found.mean_score), _number(found.accept_rate), str(found.tokens)]
-
-
-def _number(value: float, digits: int = 4) -> str:
-    return f"{value:.{digits}f}" if math.isfinite(value) else "-"
-
-
-def _table(header: list[str], rows: list[list[str]], text_columns: int = 1) -> str:
-    """GitHub Markdown, columns padded to one width; behind the text, numbers to the right."""
-    widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
-
-    def line(cells: list[str]) -> str:
-        padded = [
-            cell.ljust(width) if i < text_columns else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = ["-" * w if i < text_columns else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join([line(header), line(rule), *map(line, rows)])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return Verdict(
+        tau, most, ours.setting(tau, chains), best.setting(tau, chains),
+        float(change(once)[0]), low, high, (other.setting(tau, chains), *replayed), chains,
+    )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What a running server tells: its settings, its counters, and how these grow.
+"""Read a running server: its settings, its counters, and how these grow.
 
-Reads ``GET /c2t``, ``/server_info`` and ``/metrics``; changes nothing. Whatever is missing is a
-:class:`~sglang_c2t.config.ConfigError` that says how a server is started that tells it.
+Reads ``GET /c2t``, ``/server_info`` and ``/metrics``. If one is missing, a
+:class:`~sglang_c2t.config.ConfigError` says which flag the server needs.
 """
 
 from __future__ import annotations
@@ -22,44 +22,37 @@ from prometheus_client.parser import text_string_to_metric_families
 from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.client import authorization, key_wanted
 
-#: Seconds within which a server answers, or is taken for one that does not.
+#: Seconds after which a server counts as not answering.
 PATIENCE = 20.0
 
-#: Series of SGLang's that are read beside ours, by their label that tells them apart.
+#: SGLang's series that are read in addition to ours.
 SGLANGS = {
-    "sglang:num_running_reqs": None,
-    "sglang:num_queue_reqs": None,
-    "sglang:token_usage": None,
-    "sglang:num_retracted_requests_total": None,
+    "sglang:num_running_reqs",
+    "sglang:num_queue_reqs",
+    "sglang:token_usage",
+    "sglang:num_retracted_requests_total",
 }
 
-#: Labels by which one of our series is several.
+#: Labels that keep the values of one of our series apart.
 OWN_LABELS = ("reason", "le")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What ``/metrics`` said at one moment, summed over replicas."""
+    """The values of ``/metrics`` at one moment, summed over replicas."""
 
-    at: float
-    """Seconds, of a clock that only goes on."""
-
-    values: Mapping[str, float]
-    """By name, and the label in which a series of ours is several: ``c2t:plans_total{plan}``."""
-
-    replicas: int
-    """Schedulers that count steps."""
-
-    fullest: float
-    """Share of the KV cache in use, where it is fullest."""
+    at: float  # seconds, monotonic
+    values: Mapping[str, float]  # by name and own label: c2t:plans_total{plan}
+    replicas: int  # schedulers that count steps
+    fullest: float  # share of the KV cache in use, the largest of all replicas
 
     def __getitem__(self, name: str) -> float:
-        """0 where nothing was counted yet."""
+        """The value by its name; 0 if nothing was counted yet."""
         return self.values.get(name, 0.0)
 
 
 def sample_of(text: str, at: float) -> Sample:
-    """Read the text of ``/metrics``. Raises :class:`ConfigError` where it is none, or not ours."""
+    """Parse the text of ``/metrics``; :class:`ConfigError` if it is none."""
     values: defaultdict[str, float] = defaultdict(float)
     replicas, fullest = 0, 0.0
     try:
@@ -78,40 +71,46 @@ def sample_of(text: str, at: float) -> Sample:
 
 @dataclass(frozen=True)
 class Window:
-    """What was counted between two samples of a server."""
+    """The counts between two samples of a server."""
 
     before: Sample
     after: Sample
 
     @property
     def seconds(self) -> float:
-        """Between them."""
+        """Time between the samples."""
         return max(self.after.at - self.before.at, 1e-9)
 
     @property
     def restarted(self) -> bool:
-        """Whether a counter fell, as those of a new process do."""
+        """Whether a counter fell: the server is a new process."""
         counters = (n for n in self.before.values if "_total" in n or "_bucket" in n)
         return any(self.after[name] < self.before[name] for name in counters)
 
     def __getitem__(self, name: str) -> float:
-        """By how much a counter has grown; of a server that started anew, since then."""
+        """The growth of a counter; after a restart, its growth since then."""
         before = 0.0 if self.restarted else self.before[name]
         return self.after[name] - before
 
     def rate(self, name: str) -> float:
-        """The same a second."""
+        """The growth of a counter per second."""
         return self[name] / self.seconds
 
+    def by_label(self, counter: str) -> dict[str, float]:
+        """The growth of a counter by the values of its own label, without zeros."""
+        start = f"{counter}{{"
+        names = (name for name in self.after.values if name.startswith(start))
+        return {name[len(start) : -1]: self[name] for name in names if self[name]}
+
     def at_least(self, histogram: str) -> dict[int, float]:
-        """Of a histogram of lengths, how many were of so many or more, for lengths from 1."""
+        """The counts of lengths in a histogram that are at least 1, 2, ..."""
         below: dict[float, float] = {}
         for name in self.after.values:
             if name.startswith(f"{histogram}_bucket{{"):
                 below[float(name.rsplit("{", 1)[1].rstrip("}"))] = self[name]
         count = self[f"{histogram}_count"]
         edges = sorted(int(edge) for edge in below if edge != float("inf"))
-        # Beyond 16 buckets are wide: what lies in one is counted at its upper edge.
+        # Beyond 16 buckets are wide: their lengths count as the upper edge.
         return {
             length: count - below[edge]
             for edge, higher in itertools.pairwise(edges)
@@ -121,9 +120,9 @@ class Window:
 
 @dataclass(frozen=True)
 class Server:
-    """Where a server is, and the key of its clients.
+    """A server's address, and the key of its clients.
 
-    All calls raise :class:`ConfigError` where it does not answer as a ``--c2t`` server does.
+    All calls raise :class:`ConfigError` if it does not answer as a ``--c2t`` server does.
     """
 
     url: str
@@ -131,7 +130,7 @@ class Server:
     patience: float = PATIENCE
 
     def sample(self) -> Sample:
-        """``/metrics`` now; told apart are servers that do not count, and those without steps."""
+        """``/metrics`` now."""
         answered = self._get("/metrics")
         if answered is None:
             raise ConfigError(
@@ -140,7 +139,7 @@ class Server:
         return sample_of(answered, time.monotonic())
 
     def told(self) -> dict[str, Any]:
-        """``GET /c2t``: settings in force, how each scheduler verifies, what planners learnt."""
+        """``GET /c2t``: settings in force, and the state of each scheduler and planner."""
         answered = self._get("/c2t")
         if answered is None:
             raise ConfigError(
@@ -164,7 +163,7 @@ class Server:
         return info
 
     def switch(self, policy: str, admin_key: str | None) -> str:
-        """``POST /c2t`` another policy; what came of it, in a sentence."""
+        """``POST /c2t`` another policy; returns the result in words."""
         body = json.dumps({"policy": policy}).encode()
         headers = authorization(admin_key or self.api_key) | {"Content-Type": "application/json"}
         asked = urllib.request.Request(f"{self.url}/c2t", data=body, headers=headers)
@@ -177,7 +176,7 @@ class Server:
             return f"no answer: {error}"
 
     def _get(self, path: str) -> str | None:
-        """The body of the answer; ``None``: there is no such path."""
+        """The body of the answer; ``None`` on 404."""
         try:
             asked = urllib.request.Request(self.url + path, headers=authorization(self.api_key))
             with urllib.request.urlopen(asked, timeout=self.patience) as response:
@@ -200,13 +199,12 @@ class Server:
 
 
 class NoAnswerError(ConfigError):
-    """Nobody answers there now; a server that restarts will."""
+    """The server does not answer now; it may be restarting."""
 
 
 def _reason(error: HTTPError) -> str:
-    """What a server said why it refused."""
+    """The reason in a server's refusal."""
     try:
-        told = json.loads(error.read())
-        return str(told["error"]["message"])
+        return str(json.loads(error.read())["error"]["message"])
     except (OSError, ValueError, LookupError, TypeError):
         return f"{error.code} {error.reason}"

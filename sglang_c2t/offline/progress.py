@@ -20,8 +20,8 @@ LINE_SECONDS = 30.0
 
 
 def progress_on(on: Console, *, transient: bool = False) -> Progress:
-    """How much of each task is done, and how long the rest may take; used with ``with``. Bars that
-    are ``transient`` are gone behind it.
+    """A context manager that shows how much of each task is done and how long the rest may take.
+    ``transient`` bars are removed at the end.
     """
     shown = Progress if on.is_terminal else _Lines
     return shown(
@@ -39,20 +39,20 @@ def progress_on(on: Console, *, transient: bool = False) -> Progress:
 
 
 class _Lines(Progress):
-    """Says in words what bars would show, whether or not anything has moved since."""
+    """Prints as lines what bars would show, even without progress since the last line."""
 
     def start(self) -> None:
-        """Begin to tell."""
+        """Start to print lines."""
         self._over = threading.Event()
-        self._teller = threading.Thread(target=self._tell, daemon=True)
-        self._teller.start()
+        self._printer = threading.Thread(target=self._print, daemon=True)
+        self._printer.start()
 
     def stop(self) -> None:
-        """Nothing is told from here on."""
+        """Print no more lines."""
         self._over.set()
-        self._teller.join()
+        self._printer.join()
 
-    def _tell(self) -> None:
+    def _print(self) -> None:
         while not self._over.wait(LINE_SECONDS):
             for line in filter(None, map(_line, self.tasks)):
                 self.console.print(line, markup=False)

@@ -78,7 +78,7 @@ def _name(state: dict[str, Any], rids: list[str]) -> bool:
 
 
 def _recording_state(url: str, api_key: str | None) -> dict[str, Any]:
-    """Of the whole server: each of its schedulers writes the drafts of its own requests."""
+    """Sum the recording states of all schedulers; each writes the drafts of its own requests."""
     try:
         states = [state.get("recording", {}) for state in c2t_states(url, api_key)]
         recording: dict[str, Any] = {**states[0]}

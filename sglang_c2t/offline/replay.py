@@ -1,11 +1,11 @@
-"""What a policy would have done: replay it on recorded drafts, without a model.
+"""Replay a policy on recorded drafts, without a model.
 
 A recording of every root (``roots: every``) holds the draft behind each token of each
 answer. Greedy answers do not depend on the policy, so walking over them gives the very
 steps that a live server takes: from a root, the policy's own code decides how many drafts
 are verified, the recorded labels say how many are accepted, and the next root stands
 behind them. Only :mod:`policies` and the gate decide; this file counts. Chains are here,
-trees in :mod:`~sglang_c2t.offline.tree_replay`.
+trees in ``eval/tables/tree_replay.py``.
 
 Legend: R roots, D drafted tokens, Q requests.
 """
@@ -135,7 +135,7 @@ class Chains(Roots):
         return torch.stack([policy.confidence(layer) for layer in self._layers(policy, roots)], 1)
 
     def _layers(self, policy: ChainPolicy, roots: Tensor) -> Iterator[DraftLayer]:
-        """What was drafted behind these roots, layer by layer, all of it alive."""
+        """Yield the recorded drafts of these roots layer by layer, all of them alive."""
         layer: DraftLayer | None = None
         names = {"prob", "entropy"} | policy.needs
         for depth in range(1, self.max_length + 1):
@@ -195,7 +195,7 @@ def replay(
 
     Args:
         policy: Any chain policy.
-        chains: What was drafted and what the target says to it.
+        chains: Recorded chains.
         max_length: Drafted tokens per step; all that were recorded by default.
         batch_size: Requests served together, the next one joining when one is done. Matters
             only to a policy that stops whole batches, which defaults to 1.
@@ -238,11 +238,6 @@ def walk(
             total[lane] += count.double()
         root[lane] = at + counts[0] + 1
     return torch.stack((num_steps, *sums))
-
-
-def left_out_line(left_out: int) -> str:
-    """What a report says of requests that cannot be replayed."""
-    return f"{left_out} requests lack roots and are left out: they were not recorded to their end."
 
 
 def refuse_unrecorded(policy: ChainPolicy | TreePolicy, recorded: Collection[str]) -> None:

@@ -1,8 +1,8 @@
-"""``python -m sglang_c2t top``: a running server, live.
+"""``python -m sglang_c2t top``: watch a running server.
 
-Counters of ``/metrics`` are read once an interval, settings of ``GET /c2t`` now and then. On a
-terminal they fill the screen; into a pipe goes a line an interval. A policy is switched by its
-number, where the server lets whoever asks do that.
+Reads the counters of ``/metrics`` once an interval, and the settings of ``GET /c2t`` now and then.
+Fills a terminal; writes one line per interval into a pipe. A number key switches the policy, if the
+server allows it.
 """
 
 from __future__ import annotations
@@ -29,91 +29,67 @@ from rich.text import Text
 
 from sglang_c2t.offline.observe import NoAnswerError, Sample, Server, Window
 
-#: Intervals between two looks at the settings, which cost the server more than its counters do.
+#: Intervals between two reads of the settings, which cost the server more than its counters do.
 SETTINGS_EVERY = 5
 
-#: Policies that have a number, of servers of chains and of trees.
-CHAINS = (
-    "auto", "c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax", "entropy", "rows-only", "fixed",
-)  # fmt: skip
-TREES = (
-    "auto", "c2t", "c2t-log", "c2t-plus", "dyjoint", "entropy-width", "fork", "static", "eagle2",
-)  # fmt: skip
+#: Policies with a number key, for servers of chains and of trees.
+CHAINS = ("auto", "c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax", "rows-only", "fixed")
+TREES = ("auto", "c2t", "c2t-log", "c2t-plus", "dyjoint", "eagle2")
 
-#: Why drafts end, and why steps are planned as they are, by the series that counts them.
-STOPS = ("policy", "full", "depth", "budget")
-PLANS = ("plan", "plain", "explore", "unknown", "failed")
-
-#: Tokens a second that are drawn: so many intervals.
+#: Intervals whose tokens per second are drawn.
 DRAWN = 30
 BARS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class View:
-    """What is shown of an interval; ``None``: there was nothing to divide by."""
+    """The numbers of one interval; ``None`` where there was nothing to divide by."""
 
     replicas: int
-    running: float
+    running: float  # requests, like the next one
     queued: float
     kv_used: float
-    tokens: float
-    """A second, like the next ones."""
+    tokens: float  # per second, like the next four
     steps: float
-    verified: float
-    accepted: float
-    padding: float
-    drafted: float | None
-    """Of planned steps; of others nobody counts it."""
+    verified: float  # rows
+    accepted: float  # drafts
+    padding: float  # rows
     accept_length: float | None
-    drafts: float | None
-    """Per verification."""
-    rows: float | None
-    """Per step, padding included."""
-    layers: float | None
-    """Per planned step, like the next ones."""
-    width: float | None
+    drafts: float | None  # per verification
+    rows: float | None  # per step, padding included
+    layers: float | None  # per planned step, like the next two
     predicted_ms: float | None
     measured_ms: float | None
-    plans: Mapping[str, float]
-    """Shares."""
-    stops: Mapping[str, float]
-    """Shares."""
+    plans: Mapping[str, float]  # shares of the planned steps
+    stops: Mapping[str, float]  # shares of the drafts
     restarted: bool = False
 
 
 def view_of(window: Window) -> View:
-    """Rates and means of what was counted in an interval."""
+    """Compute the rates and means of an interval."""
     verifications, steps = window["c2t:verifications_total"], window["c2t:steps_total"]
-    plans = {why: window[f"c2t:plans_total{{{why}}}"] for why in PLANS}
-    stops = {why: window[f"c2t:draft_stops_total{{{why}}}"] for why in STOPS}
+    plans, stops = window.by_label("c2t:plans_total"), window.by_label("c2t:draft_stops_total")
     planned, rows = sum(plans.values()), window["c2t:verify_rows_total"]
-    layers = _over(window["c2t:planned_layers_total"], planned)
-    width = _over(window["c2t:planned_width_total"], planned)
-    drafted = None
-    if layers is not None and width is not None and abs(planned - steps) < 0.5:
-        drafted = layers * width * verifications / window.seconds
     padding = window["c2t:verify_padding_rows_total"]
+    decoded = verifications + window["c2t:correct_drafts_total"]
     return View(
         replicas=window.after.replicas,
         running=window.after["sglang:num_running_reqs"],
         queued=window.after["sglang:num_queue_reqs"],
         kv_used=window.after.fullest,
-        tokens=(verifications + window["c2t:correct_drafts_total"]) / window.seconds,
+        tokens=decoded / window.seconds,
         steps=steps / window.seconds,
         verified=rows / window.seconds,
         accepted=window.rate("c2t:correct_drafts_total"),
         padding=padding / window.seconds,
-        drafted=drafted,
-        accept_length=_over(verifications + window["c2t:correct_drafts_total"], verifications),
+        accept_length=_over(decoded, verifications),
         drafts=_over(window["c2t:proposed_drafts_total"], verifications),
         rows=_over(rows + padding, steps),
-        layers=layers,
-        width=width,
+        layers=_over(window["c2t:planned_layers_total"], planned),
         predicted_ms=_over(1e3 * window["c2t:predicted_step_seconds_total"], planned),
         measured_ms=_over(1e3 * window["c2t:measured_step_seconds_total"], planned),
-        plans=_shares(plans),
-        stops=_shares(stops),
+        plans={why: count / planned for why, count in plans.items()},
+        stops={why: count / sum(stops.values()) for why, count in stops.items()},
         restarted=window.restarted,
     )
 
@@ -122,16 +98,8 @@ def _over(count: float, by: float) -> float | None:
     return count / by if by else None
 
 
-def _shares(counts: Mapping[str, float]) -> dict[str, float]:
-    total = sum(counts.values())
-    return {name: count / total for name, count in counts.items() if count}
-
-
-# -- as text -----------------------------------------------------------------------------------
-
-
 def line_of(view: View, told: Mapping[str, Any], clock: str) -> str:
-    """One line, of names and values."""
+    """Format an interval as one line of name=value."""
     values = {
         "policy": told["policy"],
         "replicas": f"{view.replicas}",
@@ -140,7 +108,6 @@ def line_of(view: View, told: Mapping[str, Any], clock: str) -> str:
         "queued": f"{view.queued:.0f}",
         "accept_length": _number(view.accept_length, 2),
         "drafts": _number(view.drafts, 2),
-        "drafted/s": _number(view.drafted, 0),
         "verified_rows/s": f"{view.verified:.0f}",
         "accepted/s": f"{view.accepted:.0f}",
         "padding_rows/s": f"{view.padding:.0f}",
@@ -157,41 +124,34 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-# -- as a screen -------------------------------------------------------------------------------
-
-
 @dataclass
 class Screen:
-    """What is on the terminal, and what was typed so far."""
+    """State of the terminal: the numbers shown, and the keys typed so far."""
 
     url: str
-    read_only: str | None
-    """Why no policy can be switched here; ``None``: it can."""
-    told: Mapping[str, Any]
+    read_only: str | None  # why no policy can be switched; None if it can
+    told: Mapping[str, Any]  # GET /c2t
     view: View | None = None
     clock: str = ""
-    status: str = ""
-    """What is wrong with what is shown."""
-    note: str = ""
-    """What came of the last key."""
-    asked_for: str | None = None
-    """The policy that waits for a yes."""
+    status: str = ""  # what is wrong with the numbers
+    note: str = ""  # result of the last key
+    asked_for: str | None = None  # the policy that waits for a yes
     history: deque[float] = field(default_factory=lambda: deque(maxlen=DRAWN))
 
     @property
     def menu(self) -> tuple[str, ...]:
-        """Policies by number."""
+        """The policies with a number key."""
         return CHAINS if self.told["serving"][0]["topk"] == 1 else TREES
 
     def show(self, view: View, clock: str) -> None:
-        """An interval has passed."""
+        """Show the numbers of a new interval."""
         self.view, self.clock = view, clock
         self.history.append(view.tokens)
         self.status = "the server has restarted" if view.restarted else ""
 
     def key(self, typed: str, switch: Callable[[str], str]) -> bool:
-        """A key was typed; ``switch`` has the server serve a policy and says what came of it.
-        Returns whether to go on.
+        """Handle a key; returns whether to go on. ``switch`` switches the server's policy and
+        returns the result in words.
         """
         self.note = ""
         if self.asked_for is not None:
@@ -207,7 +167,7 @@ class Screen:
         return True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Fits into 80 columns and 24 lines; of a lower terminal what can be typed is on top."""
+        """Render into 80 columns and 24 lines, with the keys on top."""
         head = Table.grid(expand=True)
         head.add_column()
         head.add_column(justify="right")
@@ -236,7 +196,6 @@ class Screen:
         right = {
             "accept length": _number(view.accept_length, 2),
             "drafts each": _number(view.drafts, 2),
-            "drafted/s": "-" if view.drafted is None else f"{view.drafted:,.0f}",
             "verified rows/s": f"{view.verified:,.0f}",
             "accepted/s": f"{view.accepted:,.0f}",
             "padding rows/s": f"{view.padding:,.0f}",
@@ -245,23 +204,22 @@ class Screen:
 
     def _plan(self, view: View) -> RenderableType:
         one = self.told["serving"][0]
-        depth = f"{_number(view.layers, 2)} of {one['num_steps']}"
-        left = {"layers": depth, "rows a step": _number(view.rows, 1)}
-        if one["topk"] > 1:
-            left["width"] = f"{_number(view.width, 2)} of {one['topk']}"
-        left["step predicted"] = f"{_number(view.predicted_ms, 1)} ms"
-        left["step measured"] = f"{_number(view.measured_ms, 1)} ms"
-        kinds = [f"{why} {share:.0%}" for why, share in view.plans.items()]
-        left |= {"steps": ", ".join(kinds[:2]) or "-", "": ", ".join(kinds[2:])}
-        if not one["plans"]:
-            left = {"layers": f"up to {one['num_steps']}", "rows a step": _number(view.rows, 1)}
-            left["steps"] = "not planned"
+        left = {"layers": f"up to {one['num_steps']}", "steps": "not planned"}
+        if one["plans"]:
+            kinds = [f"{why} {share:.0%}" for why, share in view.plans.items()]
+            left = {
+                "layers": f"{_number(view.layers, 2)} of {one['num_steps']}",
+                "step predicted": f"{_number(view.predicted_ms, 1)} ms",
+                "step measured": f"{_number(view.measured_ms, 1)} ms",
+                "steps": ", ".join(kinds[:2]) or "-",
+                "": ", ".join(kinds[2:]),
+            }
+        left["rows a step"] = _number(view.rows, 1)
         left["packed"] = "yes" if one["packed"] else f"no: {one['unpacked_because']}"
-        width = 12
-        right = {
-            why: f"{share:4.0%} {'#' * round(share * width)}" for why, share in view.stops.items()
+        stops = {
+            why: f"{share:4.0%} {'#' * round(12 * share)}" for why, share in view.stops.items()
         }
-        return _beside(("plan", left), ("why drafts end", right or {"": "no draft ended"}))
+        return _beside(("plan", left), ("why drafts end", stops or {"": "no draft ended"}))
 
     def _asks(self) -> list[RenderableType]:
         numbers = "  ".join(f"{n} {name}" for n, name in enumerate(self.menu, start=1))
@@ -302,8 +260,8 @@ def _drawn(history: deque[float]) -> str:
 
 
 def read_only_because(told: Mapping[str, Any], url: str, admin_key: str | None) -> str | None:
-    """Why whoever asks may not switch policies; ``None``: they may."""
-    changed_by = told.get("changed_by", "nobody")
+    """Why the policy cannot be switched from here; ``None`` if it can."""
+    changed_by = told.get("changed_by")
     if changed_by == "admin key":
         return None if admin_key else "give --admin-api-key to switch policies"
     if changed_by == "this machine":
@@ -319,20 +277,13 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def watch(
-    server: Server,
-    *,
-    interval: float,
-    once: bool = False,
-    admin_key: str | None = None,
-    console: Console | None = None,
-) -> None:
-    """Show a server until somebody types ``q`` or ctrl-C; ``once``: a line of one interval.
+def watch(server: Server, *, interval: float, once: bool, admin_key: str | None) -> None:
+    """Show a server until ``q`` or ctrl-C is typed; with ``once`` print one line.
 
-    Raises :class:`~sglang_c2t.config.ConfigError` where it does not tell what is shown, at first;
-    one that does not answer later is waited for.
+    Raises :class:`~sglang_c2t.config.ConfigError` if the server does not answer at first. Later
+    this waits for it to come back.
     """
-    console = console or Console()
+    console = Console()
     follow = _Follower(server, interval, server.told(), server.sample())
     with contextlib.suppress(KeyboardInterrupt):
         if once or not console.is_terminal:
@@ -342,7 +293,7 @@ def watch(
 
 
 class _Follower:
-    """Looks at a server once an interval."""
+    """Samples a server once per interval."""
 
     def __init__(
         self, server: Server, interval: float, told: Mapping[str, Any], first: Sample
@@ -353,7 +304,7 @@ class _Follower:
         self._lost: str | None = None  # since when
 
     def look(self) -> View | str:
-        """What an interval brought, or that nobody answered."""
+        """The numbers of an interval, or that the server does not answer."""
         self._looks += 1
         try:
             sample = self.server.sample()
@@ -367,7 +318,7 @@ class _Follower:
         return view
 
     def switch(self, policy: str, admin_key: str | None) -> str:
-        """Have the server serve another policy; what came of it."""
+        """Switch the server's policy; returns the result in words."""
         said = self.server.switch(policy, admin_key)
         with contextlib.suppress(NoAnswerError):
             self.told = self.server.told()
@@ -383,7 +334,7 @@ def _print_lines(follow: _Follower, once: bool) -> None:
             print(line, flush=True)
             if once:
                 return
-    except BrokenPipeError:  # who read the lines has enough, as `head` has
+    except BrokenPipeError:  # `head` reads no further
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -411,13 +362,9 @@ def _fill_screen(follow: _Follower, console: Console, admin_key: str | None) -> 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str | None]]:
-    """Gives a function that waits so many seconds for a key, without an enter behind it."""
-    if not sys.stdin.isatty():  # the screen is somebody's, the keys are not
-
-        def no_key(seconds: float) -> None:
-            time.sleep(seconds)
-
-        yield no_key
+    """Yield a function that waits so many seconds for a key; ``None`` when none was typed."""
+    if not sys.stdin.isatty():  # keys go elsewhere
+        yield time.sleep
         return
     stdin = sys.stdin.fileno()
     before = termios.tcgetattr(stdin)

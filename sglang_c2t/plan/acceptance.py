@@ -14,14 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import numpy as np
-
 from sglang_c2t.plan.forecast import Continuations, Forecast
 from sglang_c2t.plan.grades import Grades
 from sglang_c2t.plan.survival import Array, Numbers
-
-#: Edges of the predicted survivals over which reliability is told.
-RELIABILITY_BINS = 10
 
 
 class Estimator(Protocol):
@@ -63,7 +58,8 @@ class Acceptance:
         self.survival = survival
         self.survivals = survivals
         self._nothing_seen = nothing_seen
-        self.reliability = np.zeros((max_depth, 3, RELIABILITY_BINS))  # seen, predicted, survived
+        self.predictions = Grades(max_depth)
+        """Predicted survivals and outcomes, by depth."""
         self.grades = Grades()
         """Grades of the gate's confidences, before they are calibrated."""
         self._forget_drafts()
@@ -81,7 +77,7 @@ class Acceptance:
         """Forget everything."""
         self.survival.reset()
         self._forget_drafts()
-        self.reliability[:] = 0.0
+        self.predictions.reset()
         self.grades.reset()
 
     def drafted(self, width: int, confidences: Array) -> None:
@@ -93,9 +89,7 @@ class Acceptance:
         ``predicted``.
         """
         self.grades.observe(confidence, survived)
-        bins = np.minimum((predicted * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
-        for kind, weights in enumerate((np.ones(len(predicted)), predicted, survived)):
-            np.add.at(self.reliability[:, kind], (depth - 1, bins), weights)
+        self.predictions.observe(predicted, survived, depth - 1)
 
     def _forget_drafts(self) -> None:
         """Know of no draft how it goes on."""

@@ -1,47 +1,97 @@
-"""How sure a gate was of drafts, beside what became of them.
+"""Confidences of verified drafts, and how many of these drafts survived.
 
 numpy only; knows neither torch nor SGLang.
 
-Legend: n drafts.
+Legend: n drafts, D rows (one, or one per depth).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sglang_c2t.plan.survival import Array, Numbers
 
-#: Bins of equal confidences.
+#: Bins of equal width over confidences from 0 to 1.
 BINS = 20
+
+#: Standard errors of a 95 % interval.
+SURE = 1.96
+
+
+class Summary(NamedTuple):
+    """Calibration and ranking over all drafts."""
+
+    drafts: float
+    promised: float  # mean confidence
+    survived: float  # share
+    auc: float  # 0.5 is chance
+    auc_error: float  # standard error
+
+    @property
+    def error(self) -> float:
+        """Half the 95 % interval of the share that survived (Agresti-Coull: never 0)."""
+        share = (self.survived * self.drafts + 2.0) / (self.drafts + 4.0)
+        return SURE * math.sqrt(share * (1.0 - share) / (self.drafts + 4.0))
 
 
 class Grades:
-    """Counts of verified drafts by confidence: how many, their confidences, how many survived.
+    """Counts of verified drafts in bins of confidence: drafts, sum of confidences, survivors.
 
-    Of a calibrated gate the last two are equal; of one that ranks drafts well, survivors are in
-    the upper bins, whatever it says of probabilities.
+    A calibrated gate has equal sums of confidences and survivors. A gate that ranks drafts well
+    has its survivors in the upper bins, even if it is not calibrated.
     """
 
-    def __init__(self) -> None:
-        self._counts = np.zeros((3, BINS))
+    def __init__(self, num_rows: int = 1) -> None:
+        self.counts = np.zeros((3, num_rows, BINS))
 
-    def observe(self, confidence: Array, survived: Numbers) -> None:
-        """Drafts with ``confidence`` [n], and which of them survived. What is no probability, as a
-        classifier that is broken may say, is left out.
+    def observe(self, confidence: Array, survived: Numbers, row: Numbers | int = 0) -> None:
+        """Count drafts by ``confidence`` [n], each in its ``row``. Values outside [0, 1], and nan,
+        are left out: a broken classifier may give them.
         """
         sane = (confidence >= 0.0) & (confidence <= 1.0)
+        row = np.broadcast_to(row, confidence.shape)[sane]
         confidence, survived = confidence[sane], survived[sane]
-        bins = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
+        bins = row * BINS + np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
         kinds = np.ones(len(bins)), confidence, survived
-        self._counts += [np.bincount(bins, weights, minlength=BINS) for weights in kinds]
+        size = self.counts[0].size
+        added = [np.bincount(bins, weights, minlength=size) for weights in kinds]
+        self.counts += np.reshape(added, self.counts.shape)
 
     def reset(self) -> None:
         """Forget everything."""
-        self._counts[:] = 0.0
+        self.counts[:] = 0.0
+
+    def errors(self) -> list[float]:
+        """Expected calibration error of each row."""
+        drafts, promised, survived = self.counts
+        total = np.maximum(drafts.sum(axis=1), 1.0)
+        return list((np.abs(promised - survived).sum(axis=1) / total).tolist())
 
     def told(self) -> dict[str, Any]:
-        """Of each bin, for JSON."""
-        names = "drafts", "promised", "survived"
-        return dict(zip(names, self._counts.tolist(), strict=True))
+        """Counts by name, each [BINS], or [D, BINS] of several rows; for JSON."""
+        counts = self.counts if self.counts.shape[1] > 1 else self.counts[:, 0]
+        return dict(zip(("drafts", "promised", "survived"), counts.tolist(), strict=True))
+
+
+def summary(told: Sequence[Mapping[str, Sequence[float]]]) -> Summary | None:
+    """Summarize the counts of several schedulers, of one row each; ``None`` without drafts."""
+    if not told:
+        return None
+    drafts, promised, survived = (
+        np.sum([one[name] for one in told], axis=0) for name in ("drafts", "promised", "survived")
+    )
+    total, good = float(drafts.sum()), float(survived.sum())
+    if total == 0.0:
+        return None
+    bad = drafts - survived
+    # The order within a bin is not known: count half of its pairs as ordered.
+    below = np.cumsum(bad) - bad
+    pairs = good * float(bad.sum())
+    auc = float((survived * (below + 0.5 * bad)).sum()) / pairs if pairs else 1.0
+    fewer = max(min(good, float(bad.sum())), 1.0)
+    error = math.sqrt(max(auc * (1.0 - auc), 0.01) / fewer)
+    return Summary(total, float(promised.sum()) / total, good / total, auc, error)

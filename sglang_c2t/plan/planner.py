@@ -338,14 +338,11 @@ class Planner:
         expected calibration error of predictions made before their outcomes were learnt from.
         """
         self.catch_up()
-        seen, predicted, survived = self.free.reliability.transpose(1, 0, 2)
-        total = np.maximum(seen.sum(axis=1), 1.0)
-        return list((np.abs(predicted - survived).sum(axis=1) / total).tolist())
+        return self.free.predictions.errors()
 
     def report(self) -> dict[str, Any]:
         """What was learnt, for people: curves, reliability, prediction error."""
         self.catch_up()
-        seen, predicted, survived = self.free.reliability.transpose(1, 0, 2)
         return {
             "steps": self._steps,
             "cost_ms": self.cost.state(),
@@ -354,11 +351,7 @@ class Planner:
             "confidence": self.free.grades.told(),
             "constrained": self.constrained.grades.told(),
             "calibration_error": self.calibration_errors(),
-            "reliability": {
-                "drafts": seen.tolist(),
-                "predicted": predicted.tolist(),
-                "survived": survived.tolist(),
-            },
+            "reliability": self.free.predictions.told(),
         }
 
     def state(self) -> dict[str, Any]:

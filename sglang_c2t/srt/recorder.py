@@ -91,7 +91,6 @@ class Recorder(Exploration):
             "topk": shape.topk,
             "num_draft_tokens": shape.num_draft_tokens,
             "policy": config.policy,
-            "exact_ancestors": config.exact_ancestors,
         }
         writer = RecordingWriter(
             config.record,

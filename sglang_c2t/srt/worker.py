@@ -481,12 +481,12 @@ class TreeWorkerMixin(WorkerMixin):
         self._announce(f"{rows} verification of trees, {self._follow_ancestors()} ancestors")
 
     def _follow_ancestors(self) -> str:
-        """Have draft rows attend to their ancestors where that can be; returns what they do."""
+        """Let draft rows attend to their ancestors; returns how they do: "stock" where the draft
+        attention backend offers no way.
+        """
         backend = self._draft_worker.draft_attn_backend
         if ancestors.sglang_follows(backend):
             return "SGLang's exact"
-        if not self._config.exact_ancestors:
-            return "stock"
         self._draft_worker.follow_ancestors = ancestors.follower(backend)
         if self._draft_worker.follow_ancestors is None and backend is not None:
             logger.warning(

@@ -151,7 +151,7 @@ TREE = {"num_steps": 5, "topk": 4, "num_draft_tokens": 28}
 
 def tree_launch(
     name: str, logs: Path, *flags: str, algorithm: str = "EAGLE3",
-    env: dict[str, str] | None = None, **settings: Any,
+    env: dict[str, str] | None = None,
 ) -> tuple[Launch, Path]:  # fmt: skip
     """A ``--c2t`` server whose tree policy a test can switch, and its control file.
 
@@ -161,7 +161,7 @@ def tree_launch(
     options = {"control": str(control), "notes": str(notes_of(control))}
     every = (
         *speculative_flags(algorithm, **TREE),
-        *own_policy_flags(Witness, control, logs, options, **settings),
+        *own_policy_flags(Witness, control, logs, options),
         *flags,
     )
     environment = {"PYTHONPATH": str(REPOSITORY), **(env or {})}

@@ -41,12 +41,8 @@ def test_a_prompt_file_becomes_a_classifier_that_is_served(logs: Path, tmp_path:
         told = c2t("record", str(prompts), "--url", server.url, "--max-new-tokens", "32")
     assert f"drafts in {recording}" in told
     c2t("train", str(recording), "--out", str(out), "--recipe", "c2t-log")
-    told = c2t("evaluate", str(recording), "--classifier", str(out), "--out", str(tmp_path / "r"))
+    told = c2t("evaluate", str(recording), "--classifier", str(out))
     assert "drafts verified at equal accept length" in told.splitlines()[-1]
-    assert "this classifier, c2t-log at 0.5" in (tmp_path / "r" / "report.md").read_text()
-    assert {"report.md", "report.json", "acceptance.png"} <= {
-        p.name for p in (tmp_path / "r").iterdir()
-    }
     policy = ("--c2t-policy", "c2t-log", "--c2t-classifier", str(out))
     with running(Launch("trained", (*EAGLE3, "--c2t", *policy)), logs) as server:
         served = run_load(server.url, [greedy(p.text, 32) for p in mix], concurrency=8)

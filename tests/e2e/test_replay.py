@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from eval.metrics import SpecTotals
 from eval.prompts import Prompt, demo_mix
 from eval.recordings import WITHOUT_PREFIX_CACHE, Recorded, record
 from eval.server import DRAFTS, Launch, running, speculative_flags
@@ -18,9 +19,8 @@ from sglang_c2t.classifier.checkpoint import save_classifier
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.offline.client import differing, greedy
-from sglang_c2t.offline.metrics import SpecTotals
 from sglang_c2t.offline.replay import Chains, replay
-from sglang_c2t.offline.train import RECIPES, train_classifier
+from sglang_c2t.offline.train import RECIPES, TrainSettings, train_classifier
 from sglang_c2t.policies import build_policy
 from sglang_c2t.policies.mcsd import MCSD
 from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags
@@ -68,7 +68,10 @@ def both(request: pytest.FixtureRequest, logs: Path) -> Iterator[RecordedAndLive
     hidden: Path | None = None
     if algorithm == "EAGLE3":
         hidden = logs / f"hidden-{algorithm}.safetensors"
-        save_classifier(train_classifier(recording, RECIPES["mcsd-hidden"]), hidden)
+        save_classifier(
+            train_classifier(recording, RECIPES["mcsd-hidden"], settings=TrainSettings(steps=200)),
+            hidden,
+        )
     control = logs / f"replayed-gate-{algorithm}"
     measured = ["margin", "topk_prob", *(["hidden"] if hidden else [])]
     flags = (

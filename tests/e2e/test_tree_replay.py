@@ -14,11 +14,11 @@ import torch
 from eval.prompts import Prompt, demo_mix
 from eval.recordings import Recorded, named_bodies, record
 from eval.server import Launch, running, speculative_flags
+from eval.tables.tree_replay import Forest, replay_trees
 from sglang_c2t.classifier.recording import Recording, read_recording
 from sglang_c2t.classifier.request_names import name_requests
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.offline.client import differing, run_load
-from sglang_c2t.offline.tree_replay import Forest, replay_trees
 from sglang_c2t.policies import TreePolicy, build_tree_policy
 from sglang_c2t.policies.base import TreeShape
 from tests.e2e.conftest import REPOSITORY, GatedServer, own_policy_flags

@@ -301,15 +301,11 @@ def test_padded_verification_is_packed_verification_token_for_token(
 def test_no_forward_exceeds_the_budget_of_the_batch_and_outputs_stay(
     logs: Path, expected: list[tuple[int, ...]]
 ) -> None:
-    """16 requests share 40 rows; alone, a request has its whole tree. Attention to beam rows
-    as in stock SGLang (``exact_ancestors: false``) is lossless too.
-    """
+    """16 requests share 40 rows; alone, a request has its whole tree."""
     budget = 40
-    launch, control = tree_launch(
-        "budgeted", logs, "--c2t-max-verify-rows", str(budget), exact_ancestors=False
-    )
+    launch, control = tree_launch("budgeted", logs, "--c2t-max-verify-rows", str(budget))
     with running(launch, logs) as server:
-        assert "stock ancestors" in server.log.read_text()
+        assert "exact ancestors" in server.log.read_text()
         gated = GatedServer(server, "EAGLE3", control)
         for mode in ("full", "random"):
             with Notes(gated) as folder:

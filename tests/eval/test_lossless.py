@@ -12,8 +12,8 @@ from eval.lossless import diverge, greedy, seeded
 from eval.lossless.__main__ import FULL
 from eval.lossless.diverge import Divergence, Led, Noise, Output, Score, compare, judged, parting
 from eval.lossless.workload import LONG_PROMPT, LONGEST_ANSWER, SORTS, Asked, mixed
+from eval.metrics import SpecTotals
 from sglang_c2t.offline.client import run_load
-from sglang_c2t.offline.metrics import SpecTotals
 from tests.eval.fake_server import Choose, fake_server, likeliest
 from tests.tiny_llama import VOCAB, tiny_llama
 

@@ -21,10 +21,10 @@ from eval.server import Launch
 from eval.tables import __main__ as command
 from eval.tables import report, rules, thresholds
 from eval.tables.markdown import bracket, difference, signed
+from eval.tables.tree_replay import replay_trees
 from sglang_c2t.offline.compare import Curve
 from sglang_c2t.offline.replay import Chains, replay
-from sglang_c2t.offline.train import RECIPES, train_classifier
-from sglang_c2t.offline.tree_replay import replay_trees
+from sglang_c2t.offline.train import RECIPES, TrainSettings, train_classifier
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.c2t_plus import C2TPlus
@@ -60,7 +60,7 @@ def trees() -> rules.Recorded:
 @pytest.fixture(scope="module")
 def tables(chains: rules.Recorded, trees: rules.Recorded) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "STEPS", 50)
+        patch.setattr(rules, "SETTINGS", TrainSettings(steps=50))
         patch.setattr(report, "TREE_SIZES", (4, 2, 6))
         return command.tables(chains, trees, Console(quiet=True))
 
@@ -80,7 +80,9 @@ def test_tables_rule_replayed_by_its_scores_counts_as_its_policy(
             scores, gate = recorded.recording.nodes["joint"], kinds[name]
         else:
             # No input that chains lack: what trees read beside them is asked in other tests.
-            classifier = train_classifier(recorded.recording, RECIPES[name])
+            classifier = train_classifier(
+                recorded.recording, RECIPES[name], settings=TrainSettings(steps=100)
+            )
             scores, gate = (
                 rules.scores_of(classifier, recorded.recording),
                 partial(kinds[name], classifier),
@@ -99,7 +101,7 @@ def test_tables_rule_replayed_by_its_scores_counts_as_its_policy(
 def test_tables_classifier_learns_from_its_family_and_is_tested_on_the_others(
     chains: rules.Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules, "STEPS", 1)
+    monkeypatch.setattr(rules, "SETTINGS", TrainSettings(steps=1))
     monkeypatch.setattr(rules, "LEARN", {"c2t-log": None})
     joint, *found = chains.rules()
     assert joint.tests(FAMILIES) == list(FAMILIES)

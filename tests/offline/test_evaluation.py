@@ -1,319 +1,208 @@
-"""Evaluation: every table against nested loops over the tokens of small random trees."""
+"""Evaluation of a classifier: recordings on which the answer is known beforehand."""
 
-import json
+from __future__ import annotations
+
 import math
-from collections.abc import Callable
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.classifier.checkpoint import Classifier
+from sglang_c2t.classifier.checkpoint import Classifier, save_classifier
 from sglang_c2t.classifier.features import FeatureSpec
 from sglang_c2t.classifier.model import ConfidenceNet
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.evaluation import (
-    Report,
-    acceptance_table,
-    decide,
-    entropy_buckets,
+    Verdict,
+    compare,
     evaluate,
+    miscalibration,
+    quality,
+    rounded_down,
     score,
-    summary,
+    token_threshold,
 )
-from sglang_c2t.offline.plots import acceptance_plot, reliability_diagram
-from sglang_c2t.offline.scores import Rates
-from tests import recordings
-from tests.recordings import recording
-
-#: One token: parent (-1 for the root), prob, joint, entropy, accepted on its own.
-Token = tuple[int, float, float, float, bool]
-Draft = list[Token]
-
-# Few distinct values, so that ties and interval ends are common. Joint probabilities are
-# drawn freely, not multiplied: the tables must not rely on their falling along the path.
-SHARES = st.sampled_from([0.0, 0.05, 0.1, 0.15, 0.3, 0.5, 0.6, 0.95, 1.0])
-ENTROPIES = st.sampled_from([-1e-7, 0.0, 0.5, 1.0, 2.5, 3.0, 4.9, 6.0, 9.0])
-
-
-@st.composite
-def random_draft(draw: st.DrawFn, max_tokens: int = 8) -> Draft:
-    """A chain, a bush, or anything between; possibly without tokens."""
-    size = draw(st.integers(0, max_tokens))
-    return [
-        (
-            draw(st.integers(-1, i - 1)),
-            draw(SHARES),
-            draw(SHARES),
-            draw(ENTROPIES),
-            draw(st.booleans()),
-        )
-        for i in range(size)
-    ]
-
-
-RANDOM_DRAFTS = st.lists(random_draft(), max_size=5)
-
-
-def path(draft: Draft, i: int) -> list[int]:
-    """Indices from token ``i`` up to the child of the root."""
-    parent = draft[i][0]
-    return [i] if parent < 0 else [i, *path(draft, parent)]
-
-
-def survives(draft: Draft, i: int) -> bool:
-    return all(draft[j][4] for j in path(draft, i))
-
-
-def recording_of(drafts: list[Draft]) -> Recording:
-    """Each draft is a request of its own."""
-    data = recording(
-        [
-            recordings.Draft(
-                parents=[token[0] for token in draft],
-                accept=[survives(draft, i) for i in range(len(draft))],
-                prob=[token[1] for token in draft],
-                request=f"r/{number}",
-                prompt=number,
-            )
-            for number, draft in enumerate(drafts)
-        ]
-    )
-    data.nodes["joint"] = torch.tensor([token[2] for draft in drafts for token in draft])
-    data.nodes["entropy"] = torch.tensor([token[3] for draft in drafts for token in draft])
-    return data
+from sglang_c2t.offline.replay import Chains, replay
+from sglang_c2t.policies.c2t import C2T
+from sglang_c2t.policies.dymax import DyMax
+from tests.recordings import Draft, chain, recording, trees
 
 
 def linear(weights: dict[str, float], bias: float, label: str = "survives") -> Classifier:
     """Confidence sigmoid(weights * features + bias)."""
     net = ConfidenceNet(len(weights), ())
-    with torch.no_grad():
-        weight, offset = net.parameters()
-        weight.copy_(torch.tensor([list(weights.values())]))
-        offset.fill_(bias)
-    net.requires_grad_(False)
-    return Classifier(net, FeatureSpec(names=tuple(weights)), {}, label=label)
+    weight, offset = net.requires_grad_(False).parameters()
+    weight.copy_(weight.new_tensor([list(weights.values())]))
+    offset.fill_(bias)
+    return Classifier(net, FeatureSpec(names=tuple(weights)), {}, label=label, name="mine")
 
 
-#: Keeps a token of prob >= 0.5 at beta 0.5.
-BY_PROB = linear({"prob": 10.0}, -5.0)
-
-#:      root
-#:     /    \        One token each; the right one has two children.
-#:    0      1
-#:          / \
-#:         2   3
-TREE: Draft = [
-    (-1, 0.6, 0.6, 0.5, True),
-    (-1, 0.3, 0.3, 1.5, True),
-    (1, 0.95, 0.28, 2.5, True),
-    (1, 0.1, 0.05, 9.0, False),
-]
+#: Reads the entropy, which here tells what survives; the joint probability, backwards and as it is.
+KNOWS, BACKWARDS, JOINT = linear({"entropy": -4.0}, 8.0), linear({"joint": -9.0}, 4.5), linear(
+    {"joint": 9.0}, -4.5
+)  # fmt: skip
 
 
-def slow_rates(decisions: list[tuple[bool, bool]]) -> Rates:
-    """From (kept, accepted) pairs, each rate by its definition."""
+def made(num_requests: int = 24) -> Recording:
+    """Chains of four whose probabilities say nothing; the entropy is 1 where a token survives, 3
+    where not. Half of the requests are of each of two families.
+    """
+    rng = random.Random(0)
+    drafts = []
+    for q in range(num_requests):
+        for root in range(12):
+            accept = [1]
+            while len(accept) < 5:
+                accept.append(int(accept[-1] and rng.random() < 0.7))
+            prob = [0.5 + rng.random() / 2 for _ in range(4)]
+            name = f"{('math', 'chat')[q % 2]}/{q}"
+            drafts.append(chain(prob, accept[1:], request=name, prompt=q, position=5 + root))
+    data = recording(drafts, roots="every")
+    data.nodes["entropy"] = 3.0 - 2.0 * data.nodes["accept"].float()
+    return data
 
-    def share(part: int, whole: int) -> float:
-        return part / whole if whole else math.nan
 
-    hits = sum(kept and accepted for kept, accepted in decisions)
-    kept, accepted = (sum(pair[i] for pair in decisions) for i in (0, 1))
-    right = sum(pair[0] == pair[1] for pair in decisions)
-    return Rates(
-        accuracy=share(right, len(decisions)),
-        precision=share(hits, kept),
-        recall=share(hits, accepted),
-        f1=share(2 * hits, kept + accepted),
-        positive_rate=share(kept, len(decisions)),
+DATA = made()
+CHAINS = Chains.from_recording(DATA)
+
+
+def verdict(classifier: Classifier, accept_length: float | None = None) -> Verdict:
+    return compare(CHAINS, C2T(classifier), "--c2t-classifier {mine}", accept_length)
+
+
+# -- by replay -----------------------------------------------------------------------------
+
+
+def test_compare_classifier_that_knows_what_survives_pays_and_is_served() -> None:
+    found = verdict(KNOWS)
+    assert found.pays
+    assert found.low <= found.change <= found.high < -20
+    assert found.mine.outcome.accept_length() == pytest.approx(found.full)  # drops what is rejected
+    assert found.sentence.endswith(f"set --c2t-classifier {{mine}} --c2t-{found.mine.value}")
+    assert " pays: -" in found.sentence
+
+
+def test_compare_classifier_that_ranks_backwards_does_not_pay_and_is_not_served() -> None:
+    found = verdict(BACKWARDS)
+    assert found.pays is False
+    assert 0 < found.low <= found.change <= found.high
+    assert " does not pay: +" in found.sentence
+    assert found.sentence.endswith(found.rival.flags)
+    assert "which needs no classifier" in found.sentence
+    assert "{mine}" not in found.sentence
+
+
+def test_compare_classifier_that_repeats_the_joint_probability_is_undecided() -> None:
+    found = verdict(JOINT)
+    assert found.pays is None
+    assert found.low <= 0 <= found.high
+    assert "may or may not pay" in found.sentence
+
+
+@pytest.mark.parametrize("classifier", [KNOWS, BACKWARDS, JOINT])
+@pytest.mark.parametrize("wanted", [None, 2.0, 2.5])
+def test_compare_every_setting_reaches_the_accept_length_when_served(
+    classifier: Classifier, wanted: float | None
+) -> None:
+    found = verdict(classifier, wanted)
+    assert found.wanted == pytest.approx(wanted or 0.98 * found.full)
+    beta = float(found.mine.value.removeprefix("beta "))
+    assert found.mine.flags.endswith(f"--c2t-beta {beta:g}")
+    outcome = replay(C2T(classifier, beta), CHAINS)
+    assert outcome.accept_length() == found.mine.outcome.accept_length() >= found.wanted
+    assert found.rival.outcome.accept_length() >= found.wanted
+
+
+@pytest.mark.parametrize("wanted", [0.9, 4.9])
+def test_compare_accept_length_out_of_reach_is_refused(wanted: float) -> None:
+    with pytest.raises(ConfigError, match=rf"--accept-length must be in \[1, .*\], .*got {wanted}"):
+        verdict(KNOWS, wanted)
+
+
+def test_compare_table_lists_other_policies_and_counts_requests_left_out() -> None:
+    found = compare(replace(CHAINS, left_out=3), C2T(KNOWS), "", others={"dymax": DyMax()})
+    lines = found.lines()
+    assert any(line.startswith("dymax ") and " default " in line for line in lines)
+    assert lines[-1].startswith("3 requests lack roots")
+
+
+def test_compare_one_request_has_an_interval_of_no_width() -> None:
+    """Every resample is the recording, so that the interval is the number."""
+    found = compare(Chains.from_recording(made(1)), C2T(KNOWS), "")
+    assert found.low == pytest.approx(found.change) == pytest.approx(found.high)
+    assert math.isfinite(found.change)
+
+
+# -- token by token ------------------------------------------------------------------------
+
+
+def test_rounded_down_thresholds_keep_more() -> None:
+    assert [rounded_down(x) for x in (0.3568, 0.1, 0.35, 0.01239, 0.00056)] == [
+        0.35, 0.1, 0.35, 0.012, 0.00056
+    ]  # fmt: skip
+
+
+def test_token_threshold_keeps_98_of_100_accepted_tokens() -> None:
+    scored = score(DATA, JOINT)
+    line = token_threshold(scored, "--c2t-policy c2t", "it holds trees")
+    assert line.startswith("Whether this classifier pays is not known: it holds trees.")
+    beta = float(line.split("--c2t-beta ")[1].split(" ")[0])
+    kept = scored.path_confidence[scored.accepted] >= beta
+    assert 0.98 <= kept.float().mean() < 1
+    nothing = token_threshold(score(recording([chain([0.5], [0])]), JOINT), "", "it is short")
+    assert "no threshold to choose" in nothing
+
+
+@given(st.lists(trees(), min_size=1, max_size=5))
+def test_score_takes_the_least_confidence_on_each_path(drafts: list[Draft]) -> None:
+    scored = score(recording(drafts), linear({"prob": 10.0}, -5.0))
+    first = 0
+    for draft in drafts:
+        for i, above in enumerate(draft.parents):
+            own = scored.confidence[first + i]
+            least = own if above < 0 else min(own, scored.path_confidence[first + above])
+            assert scored.path_confidence[first + i] == least
+        first += len(draft.parents)
+
+
+def test_score_label_accepts_leaves_out_what_the_target_never_reached() -> None:
+    """In a chain accepted, rejected, x the target never reaches x."""
+    data = recording([chain([0.9, 0.9, 0.9], [1, 0, 0])])
+    scored = score(data, linear({"prob": 10.0}, -5.0, label="accepts"))
+    assert scored.accepted.tolist() == [True, False]
+
+
+def test_quality_names_ranking_of_both_and_calibration() -> None:
+    line = quality(score(DATA, KNOWS), KNOWS)
+    assert line.startswith("mine reads entropy. Over 1,152 tokens, ")
+    assert "AUC 1.000 (joint probability alone 0." in line
+    assert "calibration error 0.0" in line
+    one_class = quality(score(recording([chain([0.5], [0])]), KNOWS), KNOWS)
+    assert "AUC - (joint probability alone -)" in one_class
+
+
+def test_miscalibration_above_the_limit_prints_the_command() -> None:
+    """Half of the tokens are accepted; the confidence is 0.5 for all, then 0.9."""
+    data = recording([chain([0.5, 0.5], [1, 0], request=f"r/{i}") for i in range(9)])
+    assert miscalibration(score(data, linear({"joint": 0.0}, 0.0)), "c2t", "x", []) == []
+    scored = score(data, linear({"joint": 0.0}, 2.2))
+    warning, command = miscalibration(scored, "c2t", "mine.safetensors", ["a b", "c"])
+    assert warning.startswith(f"WARNING: calibration error {scored.calibration_error:.3f} ")
+    assert (
+        "train 'a b' c --recipe c2t --fine-tune mine.safetensors --calibration isotonic" in command
     )
 
 
-def same(a: Rates, b: Rates) -> bool:
-    return vars(a) == pytest.approx(vars(b), nan_ok=True)
-
-
-BUCKETS = [(-1, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, math.inf)]
-
-
-@given(RANDOM_DRAFTS)
-def test_entropy_buckets_hold_what_loops_over_tokens_put_there(drafts: list[Draft]) -> None:
-    """And the last one all tokens, as the summary does."""
-    recording = recording_of(drafts)
-    scored = score(recording, BY_PROB)
-    assert scored.joint.tolist() == pytest.approx([token[2] for draft in drafts for token in draft])
-    kept = decide(scored, 0.5)
-    buckets = entropy_buckets(scored, kept)
-    tokens = [(draft, i) for draft in drafts for i in range(len(draft))]
-    for (low, high), bucket in zip([*BUCKETS, (-1, math.inf)], buckets, strict=True):
-        inside = [(draft, i) for draft, i in tokens if low <= draft[i][3] < high]
-        classifier = [
-            (all(draft[j][1] >= 0.5 for j in path(draft, i)), survives(draft, i))
-            for draft, i in inside
-        ]
-        least = kept.joint_threshold
-        joint = [
-            (all(torch.tensor(draft[j][2]) >= least for j in path(draft, i)), survives(draft, i))
-            for draft, i in inside
-        ]
-        assert bucket.tokens == len(inside)
-        assert not tokens or bucket.proportion == pytest.approx(len(inside) / len(tokens))
-        assert same(bucket.classifier, slow_rates(classifier))
-        assert same(bucket.joint, slow_rates(joint))
-    overall = summary(recording, scored, kept)
-    assert same(overall.classifier.rates, bucket.classifier)
-    assert same(overall.joint.rates, bucket.joint)
-
-
-@given(RANDOM_DRAFTS, st.sampled_from([0.01, 0.3, 0.5, 0.99]))
-def test_the_rival_recalls_as_much_and_would_not_at_any_higher_threshold(
-    drafts: list[Draft], beta: float
-) -> None:
-    scored = score(recording_of(drafts), BY_PROB)
-    kept = decide(scored, beta)
-    target = int((kept.classifier & scored.accepted).sum())
-    assert int((kept.joint & scored.accepted).sum()) >= target
-    higher = scored.path_joint > kept.joint_threshold
-    if target:
-        assert int((higher & scored.accepted).sum()) < target
-    else:
-        assert not kept.joint.any()
-
-
-@given(RANDOM_DRAFTS)
-def test_the_acceptance_table_counts_like_a_loop(drafts: list[Draft]) -> None:
-    """Intervals are closed on the right, as in the paper; 0 belongs to the first."""
-    table = acceptance_table(recording_of(drafts))
-    tokens = [(draft, i) for draft in drafts for i in range(len(draft))]
-    assert table.depths == sorted({len(path(draft, i)) for draft, i in tokens})
-    for row in range(20):
-        low, high = row / 20, (row + 1) / 20
-        for column, depth in enumerate(table.depths):
-            labels = [
-                survives(draft, i)
-                for draft, i in tokens
-                if len(path(draft, i)) == depth
-                and (low < draft[i][2] <= high or (row == 0 and draft[i][2] == 0))
-            ]
-            assert table.tokens[row][column] == len(labels)
-            rate = sum(labels) / len(labels) if labels else math.nan
-            assert table.accept_rate[row][column] == pytest.approx(rate, nan_ok=True)
-
-
-def test_a_classifier_of_single_acceptance_is_scored_where_the_target_went() -> None:
-    """In a chain accepted, rejected, x the target never reaches x."""
-    chain: Draft = [(i - 1, 0.9, 0.5, 1.0, i == 0) for i in range(3)]
-    recording = recording_of([chain])
-    scored = score(recording, replace(BY_PROB, label="accepts"))
-    assert scored.accepted.tolist() == [True, False]
-    found = evaluate(recording, replace(BY_PROB, label="accepts")).summary
-    assert (found.tokens, found.recorded_tokens, found.accept_rate) == (2, 3, 0.5)
-
-
-def test_a_perfect_classifier_ranks_and_decides_perfectly() -> None:
-    draft: Draft = [(-1, 1.0, 0.4, 1.0, True), (-1, 0.0, 0.5, 1.0, False)]
-    found = evaluate(recording_of([draft]), BY_PROB).summary
-    assert found.classifier.auc == 1.0
-    assert found.classifier.rates == Rates(1.0, 1.0, 1.0, 1.0, 0.5)
-    assert found.joint.auc == 0.0
-    assert found.joint.threshold == pytest.approx(0.4)
-    assert found.joint.rates.precision == 0.5
-
-
-ONE_TOKEN: list[Draft] = [[(-1, 0.6, 0.6, 1.0, True)]]
-ALL_REJECTED: list[Draft] = [[(-1, 0.6, 0.6, 1.0, False), (0, 0.6, 0.4, 1.0, False)]]
-
-
-@pytest.mark.parametrize("drafts", [[], [[], []], ONE_TOKEN, ALL_REJECTED])
-@pytest.mark.parametrize("label", ["survives", "accepts"])
-def test_what_is_undefined_is_null_in_json_and_a_dash_in_markdown(
-    drafts: list[Draft], label: str
-) -> None:
-    report = evaluate(recording_of(drafts), replace(BY_PROB, label=label))
-    plain = json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(name))
-    assert plain["summary"]["classifier"]["auc"] is None
-    text = report.to_markdown()
-    assert "nan" not in text
-    assert " - |" in text
-
-
-def report_of(names: dict[str, float]) -> Report:
-    return evaluate(recording_of([TREE, TREE[:2]]), linear(names, -1.0))
-
-
-PAPER = {"joint": 4.0, "entropy": -0.5, "depth": -0.2}
-
-
-def test_json_holds_the_report() -> None:
-    report = report_of(PAPER)
-    plain = json.loads(report.to_json())
-    assert plain["summary"]["tokens"] == 6
-    assert plain["features"] == list(PAPER)
-    assert plain["entropy_buckets"][-2]["high"] is None
-    assert plain["summary"]["joint"]["ece"] == report.summary.joint.ece
-    assert plain["acceptance"]["tokens"] == report.acceptance.tokens
-    assert len(plain["reliability"]["classifier"]) == 15
-
-
-@pytest.mark.parametrize("names", [PAPER, {"prob": 1.0}])
-def test_markdown_gives_every_table_a_heading_a_sentence_and_straight_columns(
-    names: dict[str, float],
-) -> None:
-    _, *sections = report_of(names).to_markdown().split("\n## ")
-    assert len(sections) == 4
-    for section in sections:
-        _heading, sentence, *table = section.strip().split("\n\n")
-        assert sentence.endswith(".")
-        for lines in table:
-            assert "n = " in sentence
-            shapes = {
-                tuple(i for i, c in enumerate(line) if c == "|") for line in lines.split("\n")
-            }
-            assert len(shapes) == 1
-
-
-def test_a_method_stands_beside_its_own_threshold() -> None:
-    report = report_of(PAPER)
-    rows = [line.split("|")[1:3] for line in report.to_markdown().splitlines() if "|" in line]
-    summary = {name.strip(): cell.strip() for name, cell in rows[2:4]}
-    own = report.summary
-    assert own.classifier.threshold != own.joint.threshold
-    assert summary == {
-        "classifier": f"{own.classifier.threshold:.3g}",
-        "joint probability": f"{own.joint.threshold:.3g}",
-    }
-
-
-def test_a_recording_that_lacks_a_feature_or_holds_values_that_are_not_finite_is_refused() -> None:
-    recording = recording_of([TREE])
+def test_evaluate_recording_without_a_feature_or_with_nan_is_refused(tmp_path: Path) -> None:
+    file = str(tmp_path / "mine.safetensors")
+    data = recording([chain([0.5, 0.5], [1, 0])])
     with pytest.raises(ConfigError, match="lacks hidden: record again"):
-        evaluate(recording, linear({"hidden": 1.0}, 0.0))
-    recording.nodes["entropy"][2] = math.nan
-    with pytest.raises(ConfigError, match="1 of 4 recorded tokens"):
-        evaluate(recording, BY_PROB)
-
-
-@pytest.mark.parametrize(
-    ("draw", "suffix", "start"),
-    [
-        (reliability_diagram, "png", b"\x89PNG"),
-        (acceptance_plot, "svg", b"<?xml"),
-    ],
-)
-def test_plots_are_drawn_in_the_format_of_the_suffix(
-    tmp_path: Path, draw: Callable[[Report, Path], None], suffix: str, start: bytes
-) -> None:
-    path = tmp_path / f"plot.{suffix}"
-    draw(report_of(PAPER), path)
-    assert path.read_bytes().startswith(start)
-
-
-def test_plots_of_nothing_are_refused_or_empty(tmp_path: Path) -> None:
-    report = evaluate(recording_of([]), BY_PROB)
-    reliability_diagram(report, tmp_path / "a.svg")
-    acceptance_plot(report, tmp_path / "b.svg")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.svg", "b.svg"]
+        score(data, linear({"hidden": 1.0}, 0.0))
+    data.nodes["entropy"][1] = math.nan
+    save_classifier(linear({"joint": 1.0, "entropy": 1.0, "depth": 1.0}, 0.0), file)
+    with pytest.raises(ConfigError, match="1 of 2 recorded tokens"):
+        evaluate(data, file, ["data"])

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_c2t.cli import main
-from sglang_c2t.offline.advise import facts_of, watched
+from sglang_c2t.offline.advise import facts_of, watch
 from sglang_c2t.offline.observe import Sample, Server, Window, sample_of
-from sglang_c2t.policies.base import TreeShape
 from tests.offline.servers import METRICS, SERVING, TOLD, FakeServer, serving
-from tests.recordings import random_chains, random_trees, tree_origin, write
 
 BEFORE, AFTER = (sample_of(text, at=3.0 * number) for number, text in enumerate(METRICS))
 NOTHING = Sample(0.0, {}, 0, 0.0)
@@ -135,7 +132,7 @@ def test_a_server_that_restarts_while_it_is_watched_is_not_judged(server: FakeSe
         server.answers["/metrics"] = 200, METRICS[0].replace("} 451.0", "} 7.0")
 
     with pytest.raises(Exception, match="restarted while it was watched"):
-        watched(Server(server.url), 2.1, restart)
+        watch(Server(server.url), 2.1, restart)
 
 
 @pytest.mark.parametrize("flags", [["--seconds", "0"], ["--seconds", "nan"], ["--seconds", "1e9"]])
@@ -143,37 +140,6 @@ def test_seconds_out_of_range_are_refused(
     capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
     assert "--seconds must be from 1 to 3600" in refusal(capsys, "advise", *flags)
-
-
-def test_a_recording_says_how_deep_drafts_survive_and_what_the_classifier_knows_of_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of made-up chains it knows little: theirs are not its features."""
-    write(tmp_path / "chains", random_chains(20, roots=6, depth=4), roots="every")
-    assert main(["advise", "--recording", str(tmp_path / "chains")]) == 0
-    text = capsys.readouterr().out
-    assert "120 recorded drafts of 4.0 tokens" in text
-    assert "steps: 38% of the drafts survive to depth 4 of 4" in text
-    learnt = "c2t-plus, which learnt from several pairs,"
-    assert f"{learnt} ranks these drafts with AUC 0.773" in text
-    assert "do: train one on this recording" in text
-    assert "no gain in tokens/s can be given" in text
-
-
-def test_a_recording_of_trees_says_what_their_width_is_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    origin = tree_origin(TreeShape(3, 3, 22))
-    write(tmp_path, random_trees(40, 3, topk=3, num_steps=3), roots="every", origin=origin)
-    assert main(["advise", "--recording", str(tmp_path)]) == 0
-    assert "trees: 35% of the tokens that survive are not the likeliest" in capsys.readouterr().out
-
-
-def test_a_recording_of_few_drafts_says_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path, random_chains(2, roots=6, depth=4))
-    assert "12 drafts, and 50 are needed" in refusal(capsys, "advise", "--recording", str(tmp_path))
 
 
 def test_a_switch_sends_the_admin_key_and_tells_what_came_of_it(server: FakeServer) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from sglang_c2t.plan.grades import BINS, Grades
+from sglang_c2t.plan.grades import BINS, Grades, summary
 
 
 def test_drafts_are_counted_by_confidence() -> None:
@@ -21,8 +22,29 @@ def test_drafts_are_counted_by_confidence() -> None:
     assert sum(grades.told()["drafts"]) == 0
 
 
+def test_rows_are_counted_apart_and_have_errors_of_their_own() -> None:
+    grades = Grades(2)
+    confidence, survived = np.array([0.5, 0.5, 0.98]), np.array([True, False, False])
+    grades.observe(confidence, survived, np.array([0, 0, 1]))
+    assert grades.errors() == pytest.approx([0.0, 0.98])
+    assert np.sum(grades.told()["drafts"], axis=1).tolist() == [2, 1]
+
+
 def test_what_is_no_probability_is_left_out() -> None:
     """A classifier may be broken, and must not end a server."""
     grades = Grades()
     grades.observe(np.array([np.nan, -1.0, 2.0, np.inf, 0.3]), np.array([True] * 5))
     assert sum(grades.told()["drafts"]) == 1
+
+
+def test_summary_counts_schedulers_together() -> None:
+    """Bins 0.1 and 0.9: of 10 and 30 drafts 4 and 26 survive; half of a bin's pairs are right."""
+    one = {"drafts": [10.0, 10.0], "promised": [1.0, 9.0], "survived": [4.0, 6.0]}
+    other = {"drafts": [0.0, 20.0], "promised": [0.0, 18.0], "survived": [0.0, 20.0]}
+    grades = summary([one, other])
+    assert grades is not None
+    assert (grades.drafts, grades.promised, grades.survived) == (40.0, 0.7, 0.75)
+    pairs = 26 * 6 + 0.5 * (26 * 4 + 4 * 6)
+    assert grades.auc == pytest.approx(pairs / (30 * 10))
+    assert summary([]) is None
+    assert summary([{name: [0.0] for name in one}]) is None

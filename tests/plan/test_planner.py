@@ -333,9 +333,9 @@ def test_outcomes_are_learnt_together_and_none_is_lost() -> None:
         chains = server.chains(2)
         drafted = chains[:, : 1 + step % DEPTH]
         correct = np.array([1, 0])
-        before = together.free.reliability.sum()
+        before = together.free.predictions.counts[0].sum()
         together.learn_drafts(drafted, np.full(2, drafted.shape[1]), correct)
-        if together.free.reliability.sum() > before:
+        if together.free.predictions.counts[0].sum() > before:
             learnt_at.append(step)
         at_once.learn_drafts(drafted, np.full(2, drafted.shape[1]), correct)
         at_once.catch_up()
@@ -353,7 +353,7 @@ def test_it_tells_how_right_it_was() -> None:
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 50)
     assert planner.predicted_over_measured == pytest.approx(1.0, abs=0.02)
-    planner.free.reliability[:] = 0  # what it said before it had learnt anything
+    planner.free.predictions.reset()  # what it said before it had learnt anything
     server.serve(planner, 600)
     assert max(planner.calibration_errors()[:2]) < 0.02, "the others have a thousand at most"
     told = json.loads(json.dumps(planner.report()))

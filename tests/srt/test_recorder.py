@@ -278,7 +278,7 @@ def test_rank_zero_records_under_the_names_of_the_models_if_there_is_a_directory
     assert read.origins == [
         {"target": "target", "draft": "draft", "algorithm": "EAGLE3",
          "weights": {"target": "12", "draft": "34"}, "num_steps": 2, "topk": topk or 1,
-         "num_draft_tokens": 3, "policy": "c2t", "exact_ancestors": True}
+         "num_draft_tokens": 3, "policy": "c2t"}
     ]  # fmt: skip
 
 

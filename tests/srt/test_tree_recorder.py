@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eval.tables.tree_replay import Forest, replay_trees
 from sglang_c2t.classifier.recording import Recording, RecordingWriter
 from sglang_c2t.cpu.tree_verify import verify_tree
 from sglang_c2t.draft.growth import TreeGrowth, node_margins
-from sglang_c2t.offline.tree_replay import Forest, replay_trees
 from sglang_c2t.policies.base import TreeLayer, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.srt import recorder

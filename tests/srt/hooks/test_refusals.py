@@ -276,7 +276,7 @@ def test_every_refusal_names_a_flag_says_why_and_what_to_do() -> None:
     "settings",
     [
         {},
-        {"policy": "c2t-eagle2", "max_verify_rows": 100, "exact_ancestors": False},
+        {"policy": "c2t-eagle2", "max_verify_rows": 100},
         {"policy": "c2t", "policy_options": {"layer_limit": 3}},
         {"policy": "eagle2", "verify": "static"},
         {"policy": "fork", "policy_options": {"width": 4}},
@@ -312,7 +312,7 @@ def test_trees_are_served(tmp_path: Path, settings: dict[str, Any]) -> None:
         ({"policy": "fork", "policy_options": {"widht": 2}}, "options (['widht'])"),
         ({"policy_options": {"layer_limit": 0}}, "layer_limit must be a whole number >= 1, got 0"),
         ({"policy": "static", "policy_options": {"paths": [[0, 0]]}}, "needs its ancestor [0]"),
-        ({"exact_ancestors": "no"}, "exact_ancestors must be true or false, got 'no'"),
+        ({"loopback_control": "no"}, "loopback_control must be true or false, got 'no'"),
     ],
 )
 def test_trees_that_are_not_served_are_refused_by_name(

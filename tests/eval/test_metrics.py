@@ -1,8 +1,8 @@
-"""tau, gamma and alpha are ratios of sums, checked by hand."""
+"""tau and gamma are ratios of sums, checked by hand."""
 
 import pytest
 
-from sglang_c2t.offline.metrics import SpecTotals
+from eval.metrics import SpecTotals
 
 
 def meta(verify: int, correct: int, proposed: int) -> dict[str, int]:
@@ -18,13 +18,12 @@ def test_ratios_are_taken_over_the_sums() -> None:
     totals = SpecTotals.from_meta_infos([meta(1, 2, 5), meta(4, 2, 8)])
     assert totals.accept_length == pytest.approx((5 + 4) / 5)
     assert totals.gamma == pytest.approx(13 / 5)
-    assert totals.accept_rate == pytest.approx(4 / 13)
 
 
 def test_requests_that_were_never_verified_count_nothing_and_alone_have_no_ratios() -> None:
     assert SpecTotals.from_meta_infos([{}, meta(2, 1, 4)]) == SpecTotals(2, 1, 4)
     totals = SpecTotals.from_meta_infos([{}, {}])
-    assert totals.accept_length is totals.gamma is totals.accept_rate is None
+    assert totals.accept_length is totals.gamma is None
 
 
 def test_a_half_reported_request_is_an_error() -> None:

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eval.tables.tree_replay import Forest, replay_trees
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.offline.replay import Chains
-from sglang_c2t.offline.tree_replay import Forest, replay_trees
 from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
@@ -234,7 +234,7 @@ def test_tree_replay_takes_the_very_steps_that_serving_takes(
     policy, rule = RULES[name]
     data, recorded, shape = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sglang_c2t.offline.tree_replay.ROOTS_AT_ONCE", roots_at_once)
+        patch.setattr("eval.tables.tree_replay.ROOTS_AT_ONCE", roots_at_once)
         assert replayed(policy, data, shape) == serve(rule, data, shape or recorded)
 
 
@@ -301,14 +301,6 @@ def test_trees_of_two_shapes_are_refused() -> None:
     data = recording(random_trees(1, 3, topk=2, num_steps=2), roots="every")
     data.origins[:] = [tree_origin(TreeShape(2, 2, 7)), tree_origin(TreeShape(2, 2, 6))]
     with refused("2 shapes", "(2, 2, 6), (2, 2, 7)"):
-        Forest.from_recording(data)
-
-
-def test_trees_whose_nodes_did_not_attend_to_their_ancestors_are_refused() -> None:
-    shape = TreeShape(2, 2, 7)
-    origin = {**tree_origin(shape), "exact_ancestors": False}
-    data = recording(random_trees(1, 3, topk=2, num_steps=2), roots="every", origin=origin)
-    with refused("exact_ancestors false"):
         Forest.from_recording(data)
 
 

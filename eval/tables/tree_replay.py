@@ -1,16 +1,15 @@
-"""What a tree policy would have done: replay it on recorded trees, without a model.
+"""Replay a tree policy on recorded trees, without a model.
 
 As :mod:`~sglang_c2t.offline.replay` does for chains. The recording holds EAGLE-2's tree behind each
 token of each answer. From a root, :class:`~sglang_c2t.draft.growth.TreeGrowth` grows the policy's
 tree, its children looked up instead of drafted; the recorded labels say which path through
 it the target takes, and the next root stands behind that path.
 
-Drafts attend to their own ancestors only (``exact_ancestors``), so a node measures the same in
-every tree. Replay is therefore exact, but for one thing: a policy may expand a node that
-EAGLE-2 did not. Its children were never drafted, so it stays a leaf here, and
-:attr:`TreeOutcome.num_uncovered` counts it. A recording that verified fewer nodes than
-were drafted lacks unlikely children as well, so record with as many draft tokens as there
-can be nodes: 1 + topk + (num_steps - 1) * topk ** 2.
+Drafts attend to their own ancestors only, so a node measures the same in every tree. Replay is
+therefore exact, but for one thing: a policy may expand a node that EAGLE-2 did not. Its children
+were never drafted, so it stays a leaf here, and :attr:`TreeOutcome.num_uncovered` counts it. A
+recording that verified fewer nodes than were drafted lacks unlikely children as well, so record
+with as many draft tokens as there can be nodes: 1 + topk + (num_steps - 1) * topk ** 2.
 
 Legend: R roots, Q requests, n recorded nodes, B roots at a time, W beam rows, K topk.
 """
@@ -38,7 +37,6 @@ class Forest(Roots):
     """Recorded trees as tables."""
 
     shape: TreeShape
-    """What was recorded."""
 
     nodes: dict[str, Tensor]
     """Measurements by name and ``accept``, [n] or [n, width], in the recording's order."""
@@ -72,8 +70,8 @@ class TreeOutcome(Outcome):
     """
 
     num_uncovered: Tensor
-    """Living beams, roots included, of whose first K children the recording lacks some;
-    those are treated as if nobody had drafted them. Where it is 0, replay is exact."""
+    """Living beams, roots included, some of whose first K children were not recorded. These
+    children count as not drafted. Replay is exact where this is 0."""
 
 
 def replay_trees(policy: TreePolicy, forest: Forest, shape: TreeShape | None = None) -> TreeOutcome:
@@ -81,7 +79,7 @@ def replay_trees(policy: TreePolicy, forest: Forest, shape: TreeShape | None = N
 
     Args:
         policy: Any tree policy.
-        forest: What was drafted and what the target says to it.
+        forest: Recorded trees.
         shape: Of the server to replay, nowhere larger than what was recorded, the default.
 
     Raises:
@@ -135,11 +133,6 @@ def _recorded_shape(recording: Recording) -> TreeShape:
         raise ConfigError(
             "this recording holds chains, trees are replayed on a recording of a server with "
             "--speculative-eagle-topk above 1"
-        )
-    if not all(origin.get("exact_ancestors", True) for origin in recording.origins):
-        raise ConfigError(
-            "these trees were drafted with exact_ancestors false, where a node's measurements "
-            "depend on the other nodes: record again without it"
         )
     shapes = {TreeShape(*(o[name] for name in TreeShape._fields)) for o in recording.origins}
     if len(shapes) > 1:
