@@ -9,11 +9,7 @@ child of a dropped token is dropped too (appendix D). The rival is the joint pro
 alone, with the threshold at which it keeps as many accepted tokens as the classifier;
 the paper's is EAGLE-2's 60 best tokens of each tree.
 
-A classifier with the label ``accepts`` is scored only on tokens that the target reached.
-Its confidence is compared with beta as it stands, the way MCSD does; a policy that
-multiplies confidences along the path keeps other tokens.
-
-Legend: n recorded tokens, s <= n scored tokens. What is undefined is nan, in JSON null,
+Legend: n recorded tokens. What is undefined is nan, in JSON null,
 in Markdown "-".
 """
 
@@ -37,7 +33,6 @@ from sglang_c2t.offline.scores import (
     rates,
     reliability,
 )
-from sglang_c2t.offline.train import reached
 
 #: Lower ends of the entropy buckets of Table 5, in nats.
 ENTROPY_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
@@ -116,7 +111,6 @@ class Report:
     """All that :func:`evaluate` found out."""
 
     features: list[str]
-    label: str
     beta: float
     roots: str
     origins: list[dict[str, Any]]
@@ -127,11 +121,6 @@ class Report:
     acceptance: AcceptanceTable
     reliability: dict[str, list[Bin]]
     """Of ``classifier`` and ``joint``."""
-
-    @property
-    def scored(self) -> str:
-        """What is counted."""
-        return "tokens" if self.label == "survives" else "tokens that the target reached"
 
     def to_json(self, **more: Any) -> str:
         """One line of strict JSON, with ``more`` beside: numbers that are not finite are null."""
@@ -162,7 +151,6 @@ def evaluate(recording: Recording, classifier: Classifier, beta: float = 0.5) ->
     labels = scored.accepted.float()
     return Report(
         features=list(classifier.features.names),
-        label=classifier.label,
         beta=beta,
         roots=recording.roots,
         origins=recording.origins,
@@ -191,9 +179,6 @@ def score(recording: Recording, classifier: Classifier) -> Scored:
         least_on_path(confidence, parents, depth),
         least_on_path(layer.joint, parents, depth),
     )
-    if classifier.label == "accepts":
-        rows = reached(recording)
-        columns = tuple(column[rows] for column in columns)
     return Scored(*columns)
 
 
@@ -299,7 +284,7 @@ def _intro(report: Report) -> str:
         for o in report.origins
     )
     return (
-        f"Classifier: reads {', '.join(report.features)}; label `{report.label}`; keeps a token "
+        f"Classifier: reads {', '.join(report.features)}; keeps a token "
         f"whose confidence and those of all tokens before it are >= beta = {report.beta:g}.\n"
         f"Recording: {report.summary.recorded_tokens} tokens in {report.summary.drafts} drafts "
         f"of roots `{report.roots}`; {drafted or 'origin unknown'}."
@@ -321,7 +306,7 @@ def _summary_text(report: Report) -> str:
     ]
     return (
         "## Summary\n\n"
-        f"Ranking, calibration (15 bins) and decisions over n = {found.tokens} {report.scored}, "
+        f"Ranking, calibration (15 bins) and decisions over n = {found.tokens} tokens, "
         f"{_number(found.accept_rate)} of them accepted; the joint probability has the threshold "
         "at which it keeps as many accepted tokens; theta is the kept share.\n\n"
         + _table(
@@ -341,7 +326,7 @@ def _bucket_text(report: Report) -> str:
     return (
         "## Entropy buckets\n\n"
         f"Decisions by the draft's entropy in nats, over n = {report.summary.tokens} "
-        f"{report.scored}; thresholds as in the summary (C2T, Table 5).\n\n"
+        f"tokens; thresholds as in the summary (C2T, Table 5).\n\n"
         + _table(
             ["Entropy", "Method", "n", "Proportion", "Accuracy", "Precision", "Recall", "F1"],
             rows,
@@ -375,7 +360,7 @@ def _reliability_text(report: Report) -> str:
     ]
     return (
         "## Reliability\n\n"
-        f"Mean score and accepted share of n = {report.summary.tokens} {report.scored}, binned "
+        f"Mean score and accepted share of n = {report.summary.tokens} tokens, binned "
         "by the classifier's confidence (left) and by the joint probability (right).\n\n"
         + _table(["Bin", "Confidence", "Accepted", "n", "Joint probability", "Accepted", "n"], rows)
     )

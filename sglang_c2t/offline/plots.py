@@ -38,7 +38,7 @@ def reliability_diagram(report: Report, path: Path) -> None:
         lower.stairs([b.tokens for b in bins], edges, color=style[-2:], linestyle=style[1:-2])
     upper.set(
         ylabel="accepted share of tokens",
-        title=f"Reliability, n = {summary.tokens} {report.scored}",
+        title=f"Reliability, n = {summary.tokens} tokens",
     )
     upper.legend()
     lower.set(

@@ -34,10 +34,10 @@ SETTINGS_EVERY = 5
 
 #: Policies that have a number, of servers of chains and of trees.
 CHAINS = (
-    "auto", "c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax", "entropy", "rows-only", "fixed",
+    "auto", "c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax", "rows-only", "fixed",
 )  # fmt: skip
 TREES = (
-    "auto", "c2t", "c2t-log", "c2t-plus", "dyjoint", "entropy-width", "fork", "static", "eagle2",
+    "auto", "c2t", "c2t-log", "c2t-plus", "dyjoint", "eagle2",
 )  # fmt: skip
 
 #: Why drafts end, and why steps are planned as they are, by the series that counts them.
