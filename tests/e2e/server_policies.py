@@ -91,7 +91,6 @@ class SwitchableTree:
     control: str
     measured: list[str] = field(default_factory=list)
     name: ClassVar[str] = "switchable-tree"
-    reads_parent: ClassVar[bool] = True
     _generator: torch.Generator = field(
         default_factory=lambda: torch.Generator().manual_seed(os.getpid())
     )

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang_c2t.policies.mcsd import MCSD
 
 from eval.prompts import Prompt, demo_mix
 from eval.recordings import WITHOUT_PREFIX_CACHE, Recorded, record
@@ -22,7 +23,6 @@ from sglang_c2t.offline.metrics import SpecTotals
 from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.offline.train import RECIPES, train_classifier
 from sglang_c2t.policies import build_policy
-from sglang_c2t.policies.mcsd import MCSD
 from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags
 
 RECORDED = Recorded(num_steps=10, max_new_tokens=64)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from sglang_c2t.policies.logistic import Logistic
 
 from eval import recordings
 from eval.bench.provenance import conditions
@@ -31,7 +32,6 @@ from sglang_c2t.policies.c2t_plus import C2TPlus
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.gated_tree import GatedTree
-from sglang_c2t.policies.logistic import Logistic
 from tests.recordings import Draft, random_chains, random_trees, recording, tree_origin, write
 
 FAMILIES = ("code", "math", "talk")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang_c2t.policies.entropy import Entropy
 
 from sglang_c2t.offline.compare import (
     ENTROPY_GRID,
@@ -20,7 +21,6 @@ from sglang_c2t.offline.compare import (
 )
 from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.policies.dyjoint import DyJoint
-from sglang_c2t.policies.entropy import Entropy
 from sglang_c2t.policies.fixed import Fixed
 from tests.recordings import chain, recording
 

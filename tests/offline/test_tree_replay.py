@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang_c2t.policies.static_tree import StaticTree
 
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.draft_layer import DraftLayer
@@ -20,7 +21,6 @@ from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
-from sglang_c2t.policies.static_tree import StaticTree
 from tests.recordings import ORIGIN, random_chains, random_trees, recording, tree_origin
 from tests.refusals import refused
 
