@@ -164,7 +164,6 @@ OUT = "--out {t}/mine.safetensors"
         (f"train {{r}}/every {{r}}/visited {OUT}", "holds roots of kind visited"),
         ("train {r}/every --out {t}/mine.bin", "must end in .safetensors, got"),
         (f"train {{r}}/every {OUT} --recipe c3t", "unknown recipe 'c3t'; known: c2t, c2t-log"),
-        (f"train {{r}}/every {OUT} --recipe mcsd", "lacks topk_prob: record again with"),
         (f"train {{r}}/every {OUT} --hidden-size 0", "no hidden size to set to 0"),
         (f"train {{r}}/every {OUT} --epochs 0", "epochs must be 1 or more, got 0"),
         (f"train {{r}}/every {OUT} --learning-rate 2", "learning_rate must be in (0, 1), got 2.0"),

@@ -95,12 +95,11 @@ CONVENTIONS = FeatureSpec()
 
 
 def feature_matrix(names: tuple[str, ...], layer: DraftLayer) -> Tensor:
-    """[B, F] float32 in the order of ``names``; a wide feature takes several columns.
+    """[B, F] float32 in the order of ``names``.
 
     Names ("joint", "depth"), joint [0.25], depth 3 -> [[0.25, 3.0]].
     """
-    columns = [_column(name, layer).float() for name in names]
-    return torch.cat([c if c.dim() == 2 else c[:, None] for c in columns], dim=-1)
+    return torch.stack([_column(name, layer).float() for name in names], dim=-1)
 
 
 def _column(name: str, layer: DraftLayer) -> Tensor:

@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from eval.baselines import (
     MCSDInputs,
     StaticTree,
     logistic,
+    mcsd,
 )
 from eval.baselines.__main__ import main
 from eval.baselines.entropy_width import branching_factor
@@ -32,6 +34,7 @@ from sglang_c2t.classifier.model import ConfidenceNet
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.offline.replay import Chains, replay
+from sglang_c2t.offline.train import TrainSettings
 from sglang_c2t.policies import build_policy, build_tree_policy, policy_for
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.policies.trial import try_policy
@@ -221,11 +224,15 @@ def test_path_scores_are_products_along_each_path() -> None:
 
 
 @pytest.mark.parametrize("rule", ["logistic", "mcsd", "mcsd-hidden"])
-def test_a_trained_baseline_is_served_and_replayed_from_its_file(tmp_path: Path, rule: str) -> None:
+def test_a_trained_baseline_is_served_and_replayed_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
     """Of the drafts that it leaves, a larger share is accepted."""
-    drafts, extra = random_chains(50, roots=50, depth=4), ("topk_prob", "hidden")
+    drafts, extra = random_chains(20, roots=40, depth=4), ("topk_prob", "hidden")
     write(tmp_path / "recorded", drafts, extra=extra, roots="every")
     out = tmp_path / "mine.safetensors"
+    of_little = partial(TrainSettings, epochs=100, batch_size=128, learning_rate=3e-3)
+    monkeypatch.setattr(mcsd, "TrainSettings", of_little)
     assert main([rule, str(tmp_path / "recorded"), "--out", str(out)]) == 0
     kind: Any = {"logistic": Logistic, "mcsd": MCSD, "mcsd-hidden": MCSDHidden}[rule]
     each = {} if kind is Logistic else {"per_request": True}

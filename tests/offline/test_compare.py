@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_c2t.policies.entropy import Entropy
 
+from eval.baselines import Entropy
 from sglang_c2t.offline.compare import (
     ENTROPY_GRID,
     ODDS_GRID,

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -204,16 +203,6 @@ def test_the_acceptance_table_counts_like_a_loop(drafts: list[Draft]) -> None:
             assert table.accept_rate[row][column] == pytest.approx(rate, nan_ok=True)
 
 
-def test_a_classifier_of_single_acceptance_is_scored_where_the_target_went() -> None:
-    """In a chain accepted, rejected, x the target never reaches x."""
-    chain: Draft = [(i - 1, 0.9, 0.5, 1.0, i == 0) for i in range(3)]
-    recording = recording_of([chain])
-    scored = score(recording, replace(BY_PROB, label="accepts"))
-    assert scored.accepted.tolist() == [True, False]
-    found = evaluate(recording, replace(BY_PROB, label="accepts")).summary
-    assert (found.tokens, found.recorded_tokens, found.accept_rate) == (2, 3, 0.5)
-
-
 def test_a_perfect_classifier_ranks_and_decides_perfectly() -> None:
     draft: Draft = [(-1, 1.0, 0.4, 1.0, True), (-1, 0.0, 0.5, 1.0, False)]
     found = evaluate(recording_of([draft]), BY_PROB).summary
@@ -229,11 +218,8 @@ ALL_REJECTED: list[Draft] = [[(-1, 0.6, 0.6, 1.0, False), (0, 0.6, 0.4, 1.0, Fal
 
 
 @pytest.mark.parametrize("drafts", [[], [[], []], ONE_TOKEN, ALL_REJECTED])
-@pytest.mark.parametrize("label", ["survives", "accepts"])
-def test_what_is_undefined_is_null_in_json_and_a_dash_in_markdown(
-    drafts: list[Draft], label: str
-) -> None:
-    report = evaluate(recording_of(drafts), replace(BY_PROB, label=label))
+def test_what_is_undefined_is_null_in_json_and_a_dash_in_markdown(drafts: list[Draft]) -> None:
+    report = evaluate(recording_of(drafts), BY_PROB)
     plain = json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(name))
     assert plain["summary"]["classifier"]["auc"] is None
     text = report.to_markdown()
