@@ -81,7 +81,8 @@ NODE_COLUMNS = {
 #: Measured for every recorded node, beyond probability and entropy.
 MEASURED = frozenset({"entropy_top1000", "margin"})
 
-#: Names of further columns, which a policy measured itself.
+#: Number and names of further columns, which a policy measured itself.
+MOST_OWN = 16
 OWN_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 SHARD_NODES = 65_536
@@ -377,7 +378,10 @@ def _read_shard(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             names = set(shard.keys())
             if missing := required - names:
                 raise ConfigError(f"{path} lacks the columns {', '.join(sorted(missing))}")
-            if unknown := sorted(n for n in names - required if not OWN_NAME.fullmatch(n)):
+            own = names - required
+            if len(own) > MOST_OWN:
+                raise ConfigError(f"{path} holds {len(own)} columns beyond the format's")
+            if unknown := sorted(name for name in own if not OWN_NAME.fullmatch(name)):
                 raise ConfigError(f"{path} holds unknown columns: {shown(unknown)}")
             tensors = {name: shard.get_tensor(name) for name in names}
         FeatureSpec.from_card(_parsed(metadata["features"], path), source=str(path))

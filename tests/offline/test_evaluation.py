@@ -87,7 +87,7 @@ def recording_of(drafts: list[Draft]) -> Recording:
     return data
 
 
-def linear(weights: dict[str, float], bias: float, label: str = "survives") -> Classifier:
+def linear(weights: dict[str, float], bias: float) -> Classifier:
     """Confidence sigmoid(weights * features + bias)."""
     net = ConfidenceNet(len(weights), ())
     with torch.no_grad():
@@ -95,7 +95,7 @@ def linear(weights: dict[str, float], bias: float, label: str = "survives") -> C
         weight.copy_(torch.tensor([list(weights.values())]))
         offset.fill_(bias)
     net.requires_grad_(False)
-    return Classifier(net, FeatureSpec(names=tuple(weights)), {}, label=label)
+    return Classifier(net, FeatureSpec(names=tuple(weights)), {})
 
 
 #: Keeps a token of prob >= 0.5 at beta 0.5.
