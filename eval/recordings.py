@@ -72,6 +72,8 @@ class Recorded(NamedTuple):
     topk: int = 1
     max_new_tokens: int = MAX_NEW_TOKENS
     concurrency: int = CONCURRENCY
+    settings: Mapping[str, Any] = {}
+    """Of ``--c2t-config``, beside those of recording: a policy that measures more, say."""
 
     @property
     def num_draft_tokens(self) -> int:
@@ -157,6 +159,7 @@ def manifest(pair: Pair, texts: Sequence[Prompt], what: Recorded = CHAINS) -> di
         "num_steps": what.num_steps,
         "max_new_tokens": what.max_new_tokens,
         **({"topk": what.topk} if what.topk > 1 else {}),
+        **({"settings": dict(what.settings)} if what.settings else {}),
     }
 
 
@@ -180,6 +183,7 @@ def _serve(pair: Pair, texts: Sequence[Prompt], directory: Path, what: Recorded)
             "record": str(directory.resolve()),
             "record_roots": "every",
             "record_limit_mb": 8000,
+            **what.settings,
         })
     )  # fmt: skip
     flags = (

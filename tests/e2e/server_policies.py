@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from eval.baselines import MCSDInputs
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.planner import Choice, Planner
@@ -66,6 +67,11 @@ class Switchable:
     def needs(self) -> frozenset[str]:
         """Whatever any of the gates to be needs."""
         return frozenset(self.measured)
+
+    def measure(self, logits: Tensor, hidden: Tensor | None) -> dict[str, Tensor]:
+        """What the baselines among the gates to be measure themselves."""
+        inputs = MCSDInputs(hidden="hidden" in self.measured).measure(logits, hidden)
+        return {name: values for name, values in inputs.items() if name in self.measured}
 
     def keep(self, layer: DraftLayer) -> Tensor:
         """[B] bool, as the current mode says."""
