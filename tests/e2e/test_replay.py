@@ -92,7 +92,7 @@ def both(request: pytest.FixtureRequest, logs: Path) -> Iterator[RecordedAndLive
 
 
 def test_replay_counts_what_the_server_counts(both: RecordedAndLive) -> None:
-    """Verifications, accepted and verified drafts: equal, so tau and gamma are."""
+    """Verifications, accepted and verified drafts: equal, so tau and gamma are. So are outputs."""
     names = CONFIGS if both.gated.algorithm == "EAGLE3" else EVERYWHERE
     counted = {name: live_and_replayed(both, name) for name in names}
     assert {name: live for name, (live, _) in counted.items()} == {
@@ -118,6 +118,7 @@ def live_and_replayed(both: RecordedAndLive, name: str) -> tuple[SpecTotals, Spe
     bodies = [greedy(prompt.text, RECORDED.max_new_tokens) for prompt in PROMPTS]
     concurrency = 1 if name == "mcsd" else 8
     result = both.gated.run(json.dumps(settings), bodies, concurrency)
+    assert differing(result.outputs, both.gated.run("full", bodies).outputs) == [], name
     live = SpecTotals.from_meta_infos(answer.meta_info for answer in result.answers)
 
     outcome = replay(policy, chains)
