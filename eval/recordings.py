@@ -73,7 +73,7 @@ class Recorded(NamedTuple):
     max_new_tokens: int = MAX_NEW_TOKENS
     concurrency: int = CONCURRENCY
     settings: Mapping[str, Any] = {}
-    """Of ``--c2t-config``, beside those of recording: a policy that measures more, say."""
+    """Further settings of ``--c2t-config``, such as a policy that measures more."""
 
     @property
     def num_draft_tokens(self) -> int:

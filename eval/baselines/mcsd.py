@@ -76,7 +76,7 @@ class MCSD:
         return not self.per_request
 
     def measure(self, logits: Tensor, _hidden: Tensor | None) -> dict[str, Tensor]:
-        """What the decision model reads beyond the entropy."""
+        """Measure the input of the decision model beyond the entropy."""
         return {"topk_prob": topk_prob(logits)}
 
     def inputs(self, layer: DraftLayer) -> Tensor:
@@ -121,7 +121,7 @@ class MCSDInputs(Fixed):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        """What ``--c2t-record`` writes."""
+        """Names of the columns that ``--c2t-record`` writes."""
         return frozenset({"topk_prob", "hidden"} if self.hidden else {"topk_prob"})
 
     def measure(self, logits: Tensor, hidden: Tensor | None) -> dict[str, Tensor]:

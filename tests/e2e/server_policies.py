@@ -69,7 +69,7 @@ class Switchable:
         return frozenset(self.measured)
 
     def measure(self, logits: Tensor, hidden: Tensor | None) -> dict[str, Tensor]:
-        """What the baselines among the gates to be measure themselves."""
+        """Measure the inputs of the baselines among the gates."""
         inputs = MCSDInputs(hidden="hidden" in self.measured).measure(logits, hidden)
         return {name: values for name, values in inputs.items() if name in self.measured}
 

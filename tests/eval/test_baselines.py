@@ -227,7 +227,7 @@ def test_path_scores_are_products_along_each_path() -> None:
 def test_a_trained_baseline_is_served_and_replayed_from_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
-    """Of the drafts that it leaves, a larger share is accepted."""
+    """A larger share is accepted of the drafts that it leaves."""
     drafts, extra = random_chains(20, roots=40, depth=4), ("topk_prob", "hidden")
     write(tmp_path / "recorded", drafts, extra=extra, roots="every")
     out = tmp_path / "mine.safetensors"
