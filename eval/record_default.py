@@ -43,7 +43,7 @@ class Source:
 def demo(train_sets: Path | None) -> Source:
     """Three drafts of the demo target, with prompts by family."""
     pairs = {algorithm: algorithm for algorithm in sorted(DRAFTS)}
-    recipes = ("c2t", "c2t-log", "c2t-plus", "logistic", "mcsd")
+    recipes = ("c2t", "c2t-log", "c2t-plus")
     texts = partial(prompts, "train", folder=train_sets)
     return Source(pairs, texts, "", recipes, CHAINS, TREES, num_tree_prompts=20)
 
@@ -58,7 +58,7 @@ def real() -> Source:
 
     return Source(
         {"smollm2": smollm2()}, lambda n: shuffled(real_classifier_mix(n)), "smollm2",
-        ("c2t", "c2t-log", "c2t-plus", "logistic"),
+        ("c2t", "c2t-log", "c2t-plus"),
         Recorded(NUM_STEPS), Recorded(num_steps=5, topk=4, max_new_tokens=40), num_tree_prompts=30,
     )  # fmt: skip
 

@@ -72,8 +72,8 @@ class Recorded(NamedTuple):
     topk: int = 1
     max_new_tokens: int = MAX_NEW_TOKENS
     concurrency: int = CONCURRENCY
-    extra: tuple[str, ...] = ()
-    """Measured beyond what every rule reads."""
+    settings: Mapping[str, Any] = {}
+    """Further settings of ``--c2t-config``, such as a policy that measures more."""
 
     @property
     def num_draft_tokens(self) -> int:
@@ -81,8 +81,7 @@ class Recorded(NamedTuple):
         return 1 + TreeShape(self.topk, self.num_steps, 0).num_candidates
 
 
-#: MCSD reads more than the other rules.
-CHAINS = Recorded(NUM_STEPS, extra=("topk_prob",))
+CHAINS = Recorded(NUM_STEPS)
 #: EAGLE-2's full tree, about as wide as its paper's; shorter answers, because it is 328 nodes.
 TREES = Recorded(num_steps=6, topk=8, max_new_tokens=48)
 #: Public sets that the real pair is asked, C2T's.
@@ -159,8 +158,8 @@ def manifest(pair: Pair, texts: Sequence[Prompt], what: Recorded = CHAINS) -> di
         "models": [hashlib.sha256(path.read_bytes()).hexdigest() for path in models],
         "num_steps": what.num_steps,
         "max_new_tokens": what.max_new_tokens,
-        "extra": list(what.extra),
         **({"topk": what.topk} if what.topk > 1 else {}),
+        **({"settings": dict(what.settings)} if what.settings else {}),
     }
 
 
@@ -183,8 +182,8 @@ def _serve(pair: Pair, texts: Sequence[Prompt], directory: Path, what: Recorded)
             "policy": "fixed" if what.topk == 1 else "eagle2",
             "record": str(directory.resolve()),
             "record_roots": "every",
-            "record_extra": list(what.extra),
             "record_limit_mb": 8000,
+            **what.settings,
         })
     )  # fmt: skip
     flags = (

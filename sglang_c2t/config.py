@@ -93,9 +93,6 @@ MEGABYTES = Values("a number of megabytes > 0", lambda value: is_number(value) a
 LENGTHS = Values(
     "a list of whole numbers >= 1", lambda value: _is_list(value, lambda n: is_whole(n, 1))
 )
-MEASUREMENTS = Values(
-    "a list of measurements", lambda value: _is_list(value, lambda name: isinstance(name, str))
-)
 OPTIONS = Values("an object of options", _is_options)
 
 
@@ -178,9 +175,6 @@ class C2TConfig:
         "visited: drafts that serving makes anyway. every: take one token per step and record the "
         "draft behind each, for exact replay and for more data from few prompts; slow, and only "
         "greedy requests without grammar.",
-    )
-    record_extra: tuple[str, ...] = _setting(
-        (), MEASUREMENTS, "Further measurements to record, e.g. hidden or topk_prob (mcsd)."
     )
     policy_options: Mapping[str, Any] = _setting(
         {}, OPTIONS, 'Further arguments of the policy, e.g. {"length": 3} for fixed.'

@@ -2,8 +2,7 @@
 
 Pure torch; knows nothing of SGLang, policies or files.
 
-Legend: B tokens (one per request in a chain; all nodes of a layer in trees), V draft
-vocabulary, k top probabilities, H draft hidden size.
+Legend: B tokens (one per request in a chain; all nodes of a layer in trees), V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -14,10 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-
-#: Largest probabilities in ``topk_prob``. The paper of the rule that reads them (MCSD)
-#: names no k; 10 is the top-K of EAGLE-2 and C2T.
-TOPK_PROBS = 10
 
 #: Where a token stands among those of its layer; known without any measurement.
 PLACES = frozenset({"rank", "parent_rank"})
@@ -43,15 +38,13 @@ class DraftLayer:
 
     alive: Tensor
     """[B] bool: the chain has not ended before this token. A policy that stops the
-    whole batch at once (MCSD) needs it; others may ignore it."""
+    batch as one needs it; others may ignore it."""
 
     measured: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the policy ``needs`` beyond these, by name:
+    """What the policy ``needs`` beyond these, by name. Those of its own ``measure``, and:
 
     ``margin``           [B] float32: log q of the best token less that of the second best
     ``entropy_topM``     [B] float32, nats: the M largest probabilities only (C2T, eq. 7)
-    ``topk_prob``        [B, k] float32, descending, zero-padded
-    ``hidden``           [B, H]: the draft's hidden state that gave the distribution
     ``confidence``       [B] float32 in [0, 1]: the gate's own, where a kernel has computed it
     ``rank``             [B] float32: place among its siblings, 0 for the most likely
     ``parent_rank``      [B] float32: its parent's place among the rows that were forwarded for the
@@ -59,55 +52,34 @@ class DraftLayer:
     """
 
     parent: DraftLayer | None = None
-    """The layer before, row by row; ``None`` for the first."""
-
-    def take(self, rows: Tensor) -> DraftLayer:
-        """The tokens [R] at ``rows`` [R] int64, with their parents; a row may come twice."""
-        depth = self.depth[rows] if isinstance(self.depth, Tensor) else self.depth
-        return DraftLayer(
-            depth=depth,
-            prob=self.prob[rows],
-            joint=self.joint[rows],
-            entropy=self.entropy[rows],
-            alive=self.alive[rows],
-            measured={name: values[rows] for name, values in self.measured.items()},
-            parent=None if self.parent is None else self.parent.take(rows),
-        )
+    """The layer before, row by row; ``None`` for the first, and in trees."""
 
 
 def known_measurement(name: str) -> bool:
     """Whether :func:`measure` can supply ``name``."""
-    plain = {"prob", "entropy", "margin", "topk_prob", "hidden"}
-    return name in plain | PLACES or _TOP_ENTROPY.fullmatch(name) is not None
+    return (
+        name in {"prob", "entropy", "margin"} | PLACES or _TOP_ENTROPY.fullmatch(name) is not None
+    )
 
 
-def measure(
-    logits: Tensor, names: Collection[str] = (), *, hidden: Tensor | None = None
-) -> dict[str, Tensor]:
+def measure(logits: Tensor, names: Collection[str] = ()) -> dict[str, Tensor]:
     """``prob``, ``entropy`` and the further ``names`` of each draft distribution.
 
-    ``logits`` is [B, V], any float type; -inf entries have probability zero. ``hidden``
-    [B, H] passes through when asked for. The drafted token is the most likely one.
+    ``logits`` is [B, V], any float type; -inf entries have probability zero. The drafted token is
+    the most likely one.
 
     For logits [0, 0]: prob 0.5, entropy ln 2, margin 0.
     """
     of_all = floored(logits).log_softmax(dim=-1)
     stats = {"prob": of_all.amax(dim=-1).exp(), "entropy": entropy(of_all)}
     cuts = {name: int(m[1]) for name in names if (m := _TOP_ENTROPY.fullmatch(name))}
-    largest = max([*cuts.values(), TOPK_PROBS * ("topk_prob" in names), 2 * ("margin" in names)])
+    largest = max([*cuts.values(), 2 * ("margin" in names)])
     # One sort serves every name that needs order.
     top = of_all.topk(min(largest, of_all.shape[-1]), dim=-1).values if largest else of_all
     for name in names:
         if name == "margin":
             best = top if top.shape[-1] > 1 else top.expand(-1, 2)
             stats[name] = margins(best, 1)[:, 0]
-        elif name == "topk_prob":
-            probs = top[:, :TOPK_PROBS].exp()
-            stats[name] = torch.nn.functional.pad(probs, (0, TOPK_PROBS - probs.shape[-1]))
-        elif name == "hidden":
-            if hidden is None:
-                raise ValueError("this draft model returns no hidden state")
-            stats[name] = hidden
         elif name in PLACES:
             stats[name] = torch.zeros_like(stats["prob"])
         elif name in cuts:
@@ -148,14 +120,9 @@ MAX_MARGIN = 50.0
 FLOOR = -1e30
 
 
-def unknown(name: str, size: int = 1) -> Tensor:
-    """[size] or [1, size]: a token nobody measured (its prefill ran on another server).
+def value_unmeasured(name: str) -> float:
+    """The value of a token that was not measured, because another server ran its prefill.
 
-    Certain, so that the gate stays open for it.
+    The draft counts as certain, so that the gate keeps it.
     """
-    if name == "topk_prob":
-        return torch.nn.functional.one_hot(torch.tensor([0]), TOPK_PROBS).float()
-    if name == "hidden":
-        return torch.zeros(1, size)
-    value = {"prob": 1.0, "margin": MAX_MARGIN, "confidence": 1.0}
-    return torch.full((1,), value.get(name, 0.0))
+    return {"prob": 1.0, "margin": MAX_MARGIN, "confidence": 1.0}.get(name, 0.0)

@@ -16,14 +16,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eval.baselines.mcsd import TOPK_PROBS
 from sglang_c2t.classifier.recording import (
     DRAFT_COLUMNS,
     NODE_COLUMNS,
-    WIDE,
     Recording,
     RecordingWriter,
 )
-from sglang_c2t.draft_layer import TOPK_PROBS
 from sglang_c2t.policies.base import TreeShape
 
 ORIGIN = {"algorithm": "EAGLE3", "draft": "d", "target": "t"}
@@ -193,7 +192,8 @@ def recording(
     nodes, of_draft, requests = tables(drafts, extra=extra, seed=seed)
     ids = list(dict.fromkeys(requests))
     of_draft["request"] = torch.tensor([ids.index(rid) for rid in requests])
-    types = NODE_COLUMNS | {name: WIDE.get(name, torch.float32) for name in extra}
+    wide = {name: torch.float32 if nodes[name].dim() == 1 else torch.float16 for name in extra}
+    types = NODE_COLUMNS | wide
     return Recording(
         nodes={name: nodes[name].to(dtype) for name, dtype in types.items()},
         drafts={name: of_draft[name].to(dtype) for name, dtype in DRAFT_COLUMNS.items()}
@@ -205,11 +205,16 @@ def recording(
 
 
 def write(
-    directory: Path, drafts: Sequence[Draft], *, origin: dict[str, Any] = ORIGIN, **options: Any
+    directory: Path,
+    drafts: Sequence[Draft],
+    *,
+    origin: dict[str, Any] = ORIGIN,
+    extra: Collection[str] = (),
+    **options: Any,
 ) -> RecordingWriter:
     """Write the drafts, two at a time; ``options`` are the writer's."""
     writer = RecordingWriter(directory, origin=origin, **options)
     for start in range(0, len(drafts), 2):
-        writer.add(*tables(drafts[start : start + 2], extra=options.get("extra", ()), seed=start))
+        writer.add(*tables(drafts[start : start + 2], extra=extra, seed=start))
     writer.flush()
     return writer

@@ -13,6 +13,7 @@ REPOSITORY = Path(__file__).parent.parent
 #: Lines of Python by folder, folders below it that have a budget of their own not counted.
 LINES = {
     "eval": 10_600,
+    "eval/baselines": 750,
     "eval/bench": 2260,
     "eval/demo_models": 1540,
     "eval/gpu": 2490,

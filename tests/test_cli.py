@@ -137,7 +137,6 @@ OUT = "--out {t}/mine.safetensors"
         (f"train {{r}}/every {{r}}/visited {OUT}", "holds roots of kind visited"),
         ("train {r}/every --out {t}/mine.bin", "must end in .safetensors, got"),
         (f"train {{r}}/every {OUT} --recipe c3t", "unknown recipe 'c3t'; known: c2t, c2t-log"),
-        (f"train {{r}}/every {OUT} --recipe mcsd", "lacks topk_prob: record again with"),
         (f"train {{r}}/every {OUT} --steps 0", "steps must be 1 or more, got 0"),
         (f"train {{r}}/every {OUT} --fine-tune {{t}}/absent.safetensors", "cannot read its card"),
         ("evaluate {r}/absent", "no recording in"),

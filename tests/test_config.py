@@ -21,11 +21,11 @@ def test_config_survives_the_trip_through_json() -> None:
         record_share=0.5,
         record_limit_mb=10,
         record_roots="every",
-        record_extra=("hidden", "topk_prob"),
+        draft_steps=(1, 3),
         policy_options={"length": 2},
     )
     assert C2TConfig.from_json(original.to_json(), source="test") == original
-    assert C2TConfig.from_mapping({"record_extra": ["hidden"]}).record_extra == ("hidden",)
+    assert C2TConfig.from_mapping({"draft_steps": [1, 3]}).draft_steps == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_recording_is_off_and_cheap_by_default() -> None:
     config = C2TConfig()
     assert config.record is None
     assert (config.record_share, config.record_limit_mb) == (0.01, 1024.0)
-    assert (config.record_roots, config.record_extra) == ("visited", ())
+    assert config.record_roots == "visited"
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,6 @@ def test_recording_is_off_and_cheap_by_default() -> None:
         ({"record_limit_mb": math.inf}, "record_limit_mb must be a number of megabytes > 0"),
         ({"record_limit_mb": True}, "record_limit_mb must be a number of megabytes > 0"),
         ({"record_roots": "all"}, "record_roots must be one of visited, every, got 'all'"),
-        ({"record_extra": "hidden"}, "record_extra must be a list of measurements, got 'hidden'"),
-        ({"record_extra": [1]}, "record_extra must be a list of measurements, got [1]"),
         ({"policy_options": [1]}, "policy_options must be an object"),
         ({"policy_options": {1: 2}}, "policy_options must be an object"),
         ({"policy_options": {"x" * 300: 2}}, "policy_options must be an object"),

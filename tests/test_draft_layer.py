@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.draft_layer import MAX_MARGIN, TOPK_PROBS, known_measurement, measure
+from sglang_c2t.draft_layer import MAX_MARGIN, known_measurement, measure
 
 #: Everything that is measured from logits alone.
-NAMES = ("margin", "topk_prob", "entropy_top3", "entropy_top1000")
+NAMES = ("margin", "entropy_top3", "entropy_top1000")
 
 
 def entropy_by_hand(probs: list[float]) -> float:
@@ -40,7 +40,6 @@ def test_measurements_match_float64(
     gone[:, -1] = False
     logits = logits.masked_fill(gone, -math.inf)
     stats = measure(logits, NAMES)
-    assert stats["topk_prob"].shape == (batch, TOPK_PROBS)
     for b in range(batch):
         p = probs_by_hand(logits[b])
         best, second = (p + p[:1])[:2]  # a token without a rival is its own
@@ -48,8 +47,6 @@ def test_measurements_match_float64(
         assert stats["prob"][b].item() == pytest.approx(best, abs=1e-5)
         assert stats["entropy"][b].item() == pytest.approx(entropy_by_hand(p), abs=1e-4)
         assert stats["margin"][b].item() == pytest.approx(margin, abs=1e-4)
-        padded = (p + [0.0] * TOPK_PROBS)[:TOPK_PROBS]
-        assert stats["topk_prob"][b].tolist() == pytest.approx(padded, abs=1e-5)
         # Eq. 7 of the paper: the cut tail is dropped, not spread; behind the end is nothing to cut.
         assert stats["entropy_top3"][b].item() == pytest.approx(entropy_by_hand(p[:3]), abs=1e-4)
         assert stats["entropy_top1000"][b].item() == pytest.approx(entropy_by_hand(p), abs=1e-4)
@@ -71,19 +68,8 @@ def test_one_call_with_several_names_equals_separate_calls(
         assert torch.equal(together[name], measure(logits, [name])[name])
 
 
-def test_the_hidden_state_passes_through_when_asked_for() -> None:
-    logits, hidden = torch.zeros(2, 4), torch.rand(2, 3)
-    assert measure(logits, ["hidden"], hidden=hidden)["hidden"] is hidden
-    assert "hidden" not in measure(logits, hidden=hidden)
-
-
-def test_a_hidden_state_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no hidden state"):
-        measure(torch.zeros(2, 4), ["hidden"])
-
-
 def test_names_are_known_exactly_when_something_can_supply_them() -> None:
-    for name in (*NAMES, "prob", "entropy", "hidden"):
+    for name in (*NAMES, "prob", "entropy", "rank"):
         assert known_measurement(name), name
-    for name in ("", "joint", "entropy_top", "entropy_topk", "entropy_top5x", "Margin"):
+    for name in ("", "joint", "entropy_top", "entropy_topk", "entropy_top5x", "Margin", "hidden"):
         assert not known_measurement(name), name

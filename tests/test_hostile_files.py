@@ -133,7 +133,7 @@ def plan_a_while(planner: Planner) -> None:
 SETTINGS = {
     "policy": "c2t", "beta": 0.5, "classifier": "default", "verify": "auto", "record_share": 0.5,
     "max_verify_rows": 8, "draft_steps": [1, 3], "policy_options": {"layer_limit": 3},
-    "record_extra": ["hidden"], "record_limit_mb": 10, "state": "s.json",
+    "record_limit_mb": 10, "state": "s.json",
 }  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def test_no_card_of_a_classifier_ends_in_anything_but_a_classifier_or_a_sentence
     assert 0 < read < len(made) / 2  # what a card says of its training may be anything
 
 
-@pytest.mark.parametrize("shipped", ["c2t", "c2t-plus", "logistic"])
+@pytest.mark.parametrize("shipped", ["c2t", "c2t-plus"])
 def test_no_weights_of_a_classifier_end_in_anything_but_a_classifier_or_a_sentence(
     tmp_path: Path, shipped: str
 ) -> None:

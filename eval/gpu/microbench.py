@@ -107,13 +107,8 @@ def on_device(size: str, *parts: tuple[str, Callable[[], object], int]) -> list[
 
 def gates(batch: int, vocab: int) -> list[Row]:
     """One drafted layer of a chain: our kernels, and the same in torch, which no graph can hold."""
-    from sglang_c2t.kernels.gate import (
-        FusedGate,
-        GateOutput,
-        Weights,
-        judge_layer,
-        judge_layer_reference,
-    )
+    from sglang_c2t.kernels.gate import judge_layer, judge_layer_reference
+    from sglang_c2t.kernels.gate_program import FusedGate, GateOutput, Weights
 
     draw = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731 - short
     weights = Weights(draw(HIDDEN, 3), draw(HIDDEN), draw(1, HIDDEN), draw(1))

@@ -15,7 +15,7 @@ from sglang_c2t.offline.client import post_all
 #: Policies a running server is switched to, in turn.
 POLICIES = {
     "chains": ("c2t", "c2t-plus", "dyjoint", "fixed", "auto"),
-    "trees": ("c2t", "c2t-plus", "c2t-eagle2", "entropy-width", "eagle2", "auto"),
+    "trees": ("c2t", "c2t-plus", "c2t-eagle2", "eagle2", "auto"),
 }
 
 #: At once, and the share of a policy's requests; the rest goes to the largest batch.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eval.baselines import logistic
 from eval.tables.tree_replay import Forest, replay_trees
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.recording import Recording
@@ -38,14 +39,13 @@ from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.fixed import Fixed
 from sglang_c2t.policies.gated_tree import GatedTree
-from sglang_c2t.policies.logistic import Logistic
 
 NUM_RESAMPLES = 1000
 #: Of shares of tokens, which take longer.
 NUM_SHARES = 200
 
 #: Rules that learn, by the name they are served by.
-LEARN = {kind.name: kind for kind in (C2T, C2TLog, C2TPlus, Logistic)}
+LEARN = {kind.name: kind for kind in (C2T, C2TLog, C2TPlus, logistic.Logistic)}
 OURS = (C2T.name, C2TLog.name, C2TPlus.name)
 
 #: Of trees: even in log odds, and 0, which keeps every node.
@@ -163,8 +163,15 @@ class Recorded:
             mine = torch.tensor([group == family for group in drafts])
             learnt = self.recording.select(mine[self.recording.drafts["request"].long()])
             for name in LEARN:
-                scores = scores_of(train(learnt, name), self.recording)
+                scores = self._scores(name, learnt)
                 yield Rule(name, family, scores, self.curve(scores))
+
+    def _scores(self, name: str, learnt: Recording) -> Tensor:
+        """[n] float32: the confidence in each recorded token of a rule that ``learnt`` taught."""
+        if name == logistic.Logistic.name:
+            return logistic.path_scores(logistic.train(learnt), self.recording)
+        classifier = train(learnt, name)
+        return classifier.confidence(self.recording.layer(classifier.features.needs))
 
     def curve(self, scores: Tensor) -> Curve:
         """Of the threshold on ``scores`` [n]."""
@@ -230,18 +237,6 @@ def train(recording: Recording, name: str) -> Classifier:
     of_trees = f"{name}-tree"
     recipe = RECIPES[of_trees if recording.topk > 1 and of_trees in RECIPES else name]
     return train_classifier(recording, recipe, settings=SETTINGS)
-
-
-def scores_of(classifier: Classifier, recording: Recording) -> Tensor:
-    """[n] float32: how sure it is of each token, and of all before it."""
-    said = classifier.confidence(recording.layer(classifier.features.needs)).clone()
-    if classifier.label == "survives":
-        return said
-    parents, depth = recording.parent_rows(), recording.nodes["depth"]
-    for layer in range(2, int(depth.max()) + 1):  # of a token alone: times that of its parent
-        rows = (depth == layer).nonzero().flatten()
-        said[rows] = said[rows] * said[parents[rows]]
-    return said
 
 
 def mean_of(pairs: Sequence[Sequence[Array]]) -> tuple[Array, Array]:

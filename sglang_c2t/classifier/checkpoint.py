@@ -9,12 +9,10 @@ Card, all keys required::
     {"format": "c2t-classifier", "version": 2, "kind": "mlp", "sizes": [48],
      "label": "survives", "features": {...FeatureSpec...}, "training": {...provenance...}}
 
-``kind`` is ``mlp`` (``sizes``: hidden sizes) or ``depth-logistic`` (``sizes``: depths).
-``label`` is what the confidence means: ``survives``, the token and all before it are
-accepted; or ``accepts``, the token is accepted if those before it are. A classifier with
-isotonic calibration has two more tensors, the knots ``calibration.x`` and ``.y``. Among what
-``training`` holds are the ``origins`` of the recordings, and in them the pair
-(:mod:`~sglang_c2t.classifier.pair`).
+``sizes`` are those of the hidden layers. ``label`` is what the confidence means: the token and all
+before it are accepted. A classifier with isotonic calibration has two more tensors, the knots
+``calibration.x`` and ``.y``. Among what ``training`` holds are the ``origins`` of the recordings,
+and in them the pair (:mod:`~sglang_c2t.classifier.pair`).
 
 Shipped are classifiers that learnt from several pairs, and in a folder each those of one pair.
 """
@@ -36,16 +34,17 @@ from torch import Tensor
 from sglang_c2t.checks import MAX_NUMBER, ConfigError, is_whole, parse_json, shown
 from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.classifier.features import FeatureSpec, feature_matrix
-from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
+from sglang_c2t.classifier.model import ConfidenceNet
 from sglang_c2t.classifier.pair import Pair, learnt_from
 from sglang_c2t.classifier.tensors import require_safetensors
-from sglang_c2t.draft_layer import TOPK_PROBS, DraftLayer
+from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.files import read_text, write_whole
 
 FORMAT = "c2t-classifier"
 VERSION = 2
 SHIPPED = Path(__file__).parent / "default"
-LABELS = ("survives", "accepts")
+#: What every card says of its kind and label.
+KIND, LABEL = "mlp", "survives"
 
 #: Bytes of weights, and of what names them. A classifier that reads hidden states may have some MB.
 LARGEST_WEIGHTS = 1 << 28
@@ -60,10 +59,9 @@ LARGEST_INPUT = 1e6
 class Classifier:
     """A trained network with the contract of its inputs."""
 
-    net: ConfidenceNet | DepthLogistic
+    net: ConfidenceNet
     features: FeatureSpec
     training: dict[str, Any]
-    label: str = "survives"
     isotonic: Isotonic | None = None
     name: str = ""
     """The name of a shipped classifier, else the name of the file."""
@@ -91,13 +89,12 @@ def save_classifier(classifier: Classifier, path: str | os.PathLike[str]) -> Non
     path = Path(path)
     require_suffix(path)
     net = classifier.net
-    linear = isinstance(net, DepthLogistic)
     card = {
         "format": FORMAT,
         "version": VERSION,
-        "kind": "depth-logistic" if linear else "mlp",
-        "sizes": [net.weight.numel()] if isinstance(net, DepthLogistic) else net.hidden_sizes,
-        "label": classifier.label,
+        "kind": KIND,
+        "sizes": net.hidden_sizes,
+        "label": LABEL,
         "features": classifier.features.to_card(),
         "training": classifier.training,
     }
@@ -143,7 +140,6 @@ def load_classifier(name: str | os.PathLike[str]) -> Classifier:
         net=net,
         features=features,
         training=card["training"],
-        label=card["label"],
         isotonic=isotonic,
         name=str(name) if found else path.name,
     )
@@ -189,24 +185,19 @@ def _isotonic(tensors: dict[str, Tensor], source: str) -> Isotonic | None:
 
 def _network(
     card: dict[str, Any], features: FeatureSpec, tensors: dict[str, Tensor], source: str
-) -> ConfidenceNet | DepthLogistic:
+) -> ConfidenceNet:
     """The network that the card describes, with these weights."""
-    kind, sizes = card["kind"], card["sizes"]
+    sizes = card["sizes"]
     listed = isinstance(sizes, list) and len(sizes) <= MOST_LAYERS
     if not listed or not all(is_whole(size, 1) for size in sizes):
         raise ConfigError(
             f"{source}: sizes must be a list of whole numbers >= 1, {MOST_LAYERS} at most, got "
             f"{shown(sizes)}"
         )
-    first = tensors.get("hidden.0.weight")
-    # Only the draft's hidden state has a width that no card can know.
-    free = "hidden" in features.names and first is not None and first.dim() == 2
-    width = first.shape[-1] if free and first is not None else num_inputs(features)
-    expected = _shapes(kind, width, sizes)
-    if expected is None:
-        raise ConfigError(
-            f"{source}: kind must be mlp or depth-logistic, got {shown(kind)} {shown(sizes)}"
-        )
+    if card["kind"] != KIND:
+        raise ConfigError(f"{source}: kind must be {KIND}, got {shown(card['kind'])}")
+    width = len(features.names)
+    expected = _shapes(width, sizes)
     got = {name: tuple(t.shape) for name, t in tensors.items()}
     if got != expected:  # before a network is made: sizes may be of any size
         raise ConfigError(
@@ -215,21 +206,16 @@ def _network(
         )
     if not all(torch.isfinite(t).all() for t in tensors.values()):
         raise ConfigError(f"{source}: weights hold values that are not finite; train it again")
-    if not _stays_finite(tensors, width, layers=len(sizes) if kind == "mlp" else 0):
+    if not _stays_finite(tensors, width, layers=len(sizes)):
         raise ConfigError(f"{source}: weights are so large that confidences may overflow")
-    net: ConfidenceNet | DepthLogistic
-    net = ConfidenceNet(width, sizes) if kind == "mlp" else DepthLogistic(sizes[0])
+    net = ConfidenceNet(width, sizes)
     net.load_state_dict(tensors)
     net.eval().requires_grad_(False)
     return net
 
 
-def _shapes(kind: Any, width: int, sizes: list[int]) -> dict[str, tuple[int, ...]] | None:
-    """Shape of each tensor of such a network; ``None`` for no kind that there is."""
-    if kind == "depth-logistic" and len(sizes) == 1:
-        return {"weight": (sizes[0],), "bias": (sizes[0],)}
-    if kind != "mlp":
-        return None
+def _shapes(width: int, sizes: list[int]) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of such a network."""
     shapes: dict[str, tuple[int, ...]] = {}
     for number, (inputs, outputs) in enumerate(itertools.pairwise([width, *sizes])):
         shapes |= {
@@ -244,9 +230,6 @@ def _stays_finite(tensors: dict[str, Tensor], width: int, *, layers: int) -> boo
 
     An infinity in the middle is a confidence of nan in the end, and ends nothing and keeps nothing.
     """
-    if not layers and "weight" in tensors:
-        largest = tensors["weight"].double().abs() * LARGEST_INPUT + tensors["bias"].double().abs()
-        return bool((largest < MAX_NUMBER).all())
     reach = torch.full((width,), LARGEST_INPUT, dtype=torch.float64)
     for layer in [*(f"hidden.{number}" for number in range(layers)), "out"]:
         weight, bias = (tensors[f"{layer}.{part}"].double().abs() for part in ("weight", "bias"))
@@ -254,11 +237,6 @@ def _stays_finite(tensors: dict[str, Tensor], width: int, *, layers: int) -> boo
         if not bool((reach < MAX_NUMBER).all()):  # nan too
             return False
     return True
-
-
-def num_inputs(features: FeatureSpec) -> int:
-    """Columns of the feature matrix, the hidden state not counted."""
-    return sum(TOPK_PROBS if name == "topk_prob" else name != "hidden" for name in features.names)
 
 
 def _read_card(path: Path, source: str) -> dict[str, Any]:
@@ -274,10 +252,10 @@ def _read_card(path: Path, source: str) -> dict[str, Any]:
         )
     required = {"kind", "sizes", "label", "features", "training"}
     fits = required <= set(card) and isinstance(card["training"], dict)
-    if not fits or card["label"] not in LABELS:
+    if not fits or card["label"] != LABEL:
         raise ConfigError(
             f"{source}: card {path.name} must hold the keys {sorted(required)}, training an "
-            f"object, label one of {', '.join(LABELS)}"
+            f"object, label {LABEL}"
         )
     return card
 

@@ -25,14 +25,9 @@ from sglang_c2t.draft_layer import DraftLayer, known_measurement
 #: Smaller joint probabilities count as this one, so that the logarithm stays finite.
 MIN_PROB = 1e-9
 
-#: What a probability is cut to, either way, before its log odds are taken.
-LOGIT_EPS = 1e-6
-
 #: Features computed from others; every other name is a measurement of that name.
 DERIVED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "log_joint": ("joint", lambda joint: joint.clamp(min=MIN_PROB).log()),
-    "log_prob": ("prob", lambda prob: prob.clamp(min=MIN_PROB).log()),
-    "logit_prob": ("prob", lambda prob: prob.logit(eps=LOGIT_EPS)),
 }
 
 #: Names of a spec.
@@ -100,12 +95,11 @@ CONVENTIONS = FeatureSpec()
 
 
 def feature_matrix(names: tuple[str, ...], layer: DraftLayer) -> Tensor:
-    """[B, F] float32 in the order of ``names``; a wide feature takes several columns.
+    """[B, F] float32 in the order of ``names``.
 
     Names ("joint", "depth"), joint [0.25], depth 3 -> [[0.25, 3.0]].
     """
-    columns = [_column(name, layer).float() for name in names]
-    return torch.cat([c if c.dim() == 2 else c[:, None] for c in columns], dim=-1)
+    return torch.stack([_column(name, layer).float() for name in names], dim=-1)
 
 
 def _column(name: str, layer: DraftLayer) -> Tensor:

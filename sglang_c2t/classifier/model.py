@@ -1,8 +1,7 @@
-"""The networks: from a token's features to the logit of "the target will accept it".
+"""The network: from a token's features to the logit of "the target will accept it".
 
-:class:`ConfidenceNet` is C2T's, two layers, 3-48-1, 241 parameters (arXiv:2502.13652,
-section "Classifier" and appendix C.3), and, with other sizes, MCSD's decision models.
-:class:`DepthLogistic` is the 2-parameter rival, one logistic per depth. Pure torch.
+C2T's has two layers, 3-48-1, 241 parameters (arXiv:2502.13652, section "Classifier" and
+appendix C.3). Pure torch.
 
 Legend: F features.
 """
@@ -49,29 +48,6 @@ class ConfidenceNet(nn.Module):
         """Divide all logits by ``temperature`` from now on."""
         self.out.weight.div_(temperature)
         self.out.bias.div_(temperature)
-
-
-class DepthLogistic(nn.Module):
-    """w_d x + b_d with its own two numbers for each depth; deeper tokens use the deepest.
-
-    Reads [..., 2]: the feature x and the depth.
-    """
-
-    def __init__(self, max_depth: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(max_depth))
-        self.bias = nn.Parameter(torch.zeros(max_depth))
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Logit of "accepted, given that the token before it is"."""
-        index = features[..., 1].long().clamp(1, self.weight.numel()) - 1
-        return self.weight[index] * features[..., 0] + self.bias[index]
-
-    @torch.no_grad()
-    def absorb_temperature(self, temperature: float) -> None:
-        """Divide all logits by ``temperature`` from now on."""
-        self.weight.div_(temperature)
-        self.bias.div_(temperature)
 
 
 def num_parameters(model: nn.Module) -> int:

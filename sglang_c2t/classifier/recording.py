@@ -21,8 +21,8 @@ before children, so a chain of D tokens is D rows with parents -1, 0, 1, ...:
     margin               float32  log q of the best token less that of the second best
     accept               uint8    1 if the target accepts the token; 0 behind a rejection
 
-and, when asked for, any other measurement of ``draft_layer`` by its name (``hidden``,
-``topk_prob`` as float16). A shard's metadata carries the format's version, how things
+and what the policy measured itself, by name: float32 where it is one number, else float16. A
+shard's metadata carries the format's version, how things
 were measured (:class:`FeatureSpec`), the models by name and by their ``weights``, see
 :mod:`~sglang_c2t.classifier.pair`, and the drafts' shape (``origin``; its ``topk`` is 1 for
 chains), the request ids (keyed hashes of the clients', which may hold
@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +55,7 @@ from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
 from sglang_c2t.classifier.pair import pair_in
 from sglang_c2t.classifier.request_names import names_in
 from sglang_c2t.classifier.tensors import require_safetensors
-from sglang_c2t.draft_layer import PLACES, DraftLayer, known_measurement
+from sglang_c2t.draft_layer import PLACES, DraftLayer
 from sglang_c2t.files import write_whole
 
 FORMAT = "c2t-recording"
@@ -79,7 +80,10 @@ NODE_COLUMNS = {
 }
 #: Measured for every recorded node, beyond probability and entropy.
 MEASURED = frozenset({"entropy_top1000", "margin"})
-WIDE = {"topk_prob": torch.float16, "hidden": torch.float16}
+
+#: Number and names of further columns, which a policy measured itself.
+MOST_OWN = 16
+OWN_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 SHARD_NODES = 65_536
 
@@ -130,8 +134,8 @@ class Recording:
         extra = set(self.nodes) - set(NODE_COLUMNS) | MEASURED
         if missing := sorted(set(needs) - extra - PLACES):
             raise ConfigError(
-                f"this recording lacks {', '.join(missing)}: record again with record_extra "
-                f"{missing}"
+                f"this recording lacks {', '.join(missing)}: record again with a policy that "
+                "measures it"
             )
         return DraftLayer(
             depth=self.nodes["depth"].float(),
@@ -198,7 +202,6 @@ class RecordingWriter:
         directory: Made if missing.
         origin: Names models and settings; goes into each shard's metadata.
         roots: ``"visited"`` or ``"every"``.
-        extra: Measurements recorded beyond ``NODE_COLUMNS``.
         limit_bytes: Once the directory holds this much, :meth:`add` raises
             :class:`RecordingFull`.
     """
@@ -209,13 +212,11 @@ class RecordingWriter:
         *,
         origin: dict[str, Any],
         roots: str = "visited",
-        extra: Collection[str] = (),
         limit_bytes: int | None = None,
         shard_nodes: int = SHARD_NODES,
     ) -> None:
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._columns = NODE_COLUMNS | {name: WIDE.get(name, torch.float32) for name in extra}
         self._metadata = {
             "format": FORMAT,
             "version": str(VERSION),
@@ -232,13 +233,15 @@ class RecordingWriter:
 
     def add(self, nodes: dict[str, Tensor], drafts: dict[str, Tensor], requests: list[str]) -> None:
         """Append drafts: ``drafts`` as documented but without ``request``, which
-        ``requests`` gives by id; ``nodes["draft"]`` counts from 0 within this call.
+        ``requests`` gives by id; ``nodes["draft"]`` counts from 0 within this call. ``nodes`` may
+        hold further columns, the same ones in every call.
         """
         index = [self._requests.setdefault(rid, len(self._requests)) for rid in requests]
         drafts = drafts | {"request": torch.tensor(index, dtype=torch.int32)}
         nodes = nodes | {"draft": nodes["draft"] + self._num_drafts}
         self._drafts.append({name: drafts[name].to(t) for name, t in DRAFT_COLUMNS.items()})
-        self._nodes.append({name: nodes[name].to(t) for name, t in self._columns.items()})
+        names = dict.fromkeys((*NODE_COLUMNS, *nodes))
+        self._nodes.append({name: nodes[name].to(_dtype(name, nodes[name])) for name in names})
         self._num_drafts += len(requests)
         self._num_nodes += nodes["draft"].numel()
         if self._num_nodes >= self._shard_nodes:
@@ -253,7 +256,7 @@ class RecordingWriter:
                 f"{self._directory} holds {held / 1e6:.0f} MB, the limit is "
                 f"{self._limit_bytes / 1e6:.0f} MB"
             )
-        tensors = {name: torch.cat([n[name] for n in self._nodes]) for name in self._columns}
+        tensors = {name: torch.cat([n[name] for n in self._nodes]) for name in self._nodes[0]}
         for name in DRAFT_COLUMNS:
             tensors[f"draft.{name}"] = torch.cat([d[name] for d in self._drafts])
         metadata = self._metadata | {"requests": json.dumps(list(self._requests))}
@@ -281,6 +284,11 @@ class RecordingWriter:
         self._drafts: list[dict[str, Tensor]] = []
         self._requests: dict[str, int] = {}
         self._num_nodes = self._num_drafts = 0
+
+
+def _dtype(name: str, column: Tensor) -> torch.dtype:
+    """How a node column is stored."""
+    return NODE_COLUMNS.get(name, torch.float32 if column.dim() == 1 else torch.float16)
 
 
 class RecordingFull(OSError):
@@ -370,7 +378,10 @@ def _read_shard(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             names = set(shard.keys())
             if missing := required - names:
                 raise ConfigError(f"{path} lacks the columns {', '.join(sorted(missing))}")
-            if unknown := sorted(n for n in names - required if not known_measurement(n)):
+            own = names - required
+            if len(own) > MOST_OWN:
+                raise ConfigError(f"{path} holds {len(own)} columns beyond the format's")
+            if unknown := sorted(name for name in own if not OWN_NAME.fullmatch(name)):
                 raise ConfigError(f"{path} holds unknown columns: {shown(unknown)}")
             tensors = {name: shard.get_tensor(name) for name in names}
         FeatureSpec.from_card(_parsed(metadata["features"], path), source=str(path))
@@ -405,9 +416,9 @@ def _defect_of(tensors: dict[str, Tensor], num_requests: int) -> str | None:
     drafts, nodes = tensors["draft.request"], tensors["draft"]
     for name, column in tensors.items():
         rows = len(drafts) if name.startswith("draft.") and drafts.dim() else nodes.numel()
-        if column.shape[:1] != (rows,) or column.dim() != (2 if name in WIDE else 1):
+        if column.shape[:1] != (rows,) or column.dim() > (1 if name in types else 2):
             return f"the column {name} has the shape {tuple(column.shape)}"
-        if column.dtype != types.get(name, WIDE.get(name, torch.float32)):
+        if column.dtype != types.get(name, _dtype(name, column)):
             return f"the column {name} is of {column.dtype}"
     if not nodes.numel():
         return "it holds no drafted tokens"

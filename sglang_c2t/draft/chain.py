@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.draft.gate import Gate
-from sglang_c2t.draft_layer import DraftLayer, measure
-from sglang_c2t.kernels.gate import GateOutput, judge_layer
+from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.kernels.gate import judge_layer
+from sglang_c2t.kernels.gate_program import GateOutput
 from sglang_c2t.policies.base import ChainPolicy, kept
 
 
@@ -67,21 +68,16 @@ class ChainGate(Gate):
         )
         if self.cuts:
             self._alive = first.confidence[0] >= self.program.beta
-            if self.program.together:
-                self._alive = self._alive.any().repeat(len(slots))
-            else:  # judged in place
-                self._output = self._output._replace(keep=self._alive[:, None])
+            self._output = self._output._replace(keep=self._alive[:, None])  # judged in place
             self._num_kept = self._alive.int()
 
     def observe(self, logits: Tensor, hidden: Tensor | None = None) -> None:
         """Judge the next drafted layer from its draft ``logits`` [B, V]."""
         self._logits = logits.shape[1], logits.dtype
         if self.program is None:
-            self._judge(measure(logits, self._names, hidden=hidden))
+            self._judge(self.served.measured(logits, self._names, hidden))
             return
         self._depth += 1
-        sure = self._output.confidence[:, 0] if self.program.running else None
-        together = self.program.together and self.cuts
         if self.planned:  # each layer's are its own
             fresh = torch.empty_like(self._output.confidence)
             self._output = self._output._replace(confidence=fresh)
@@ -93,14 +89,10 @@ class ChainGate(Gate):
             topk=1,
             joint=self._joint,
             alive=self._alive if self.cuts else None,
-            num_kept=self._num_kept if self.cuts and not together else None,
-            sure=sure,
+            num_kept=self._num_kept if self.cuts else None,
             out=self._output,
             tokens=False,  # SGLang's loop chooses them
         )
-        if together:
-            self._alive &= self._output.keep.any()
-            self._num_kept += self._alive
 
     @property
     def cuts(self) -> bool:

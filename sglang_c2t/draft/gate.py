@@ -19,8 +19,9 @@ from torch import Tensor
 
 from sglang_c2t.draft.served import ServedPolicy
 from sglang_c2t.draft.slots import FirstTokens, OptOuts
-from sglang_c2t.draft_layer import measure
-from sglang_c2t.kernels.gate import FusedGate, judge_layer
+from sglang_c2t.draft_layer import known_measurement
+from sglang_c2t.kernels.gate import judge_layer
+from sglang_c2t.kernels.gate_program import FusedGate
 
 
 class Exploration:
@@ -167,7 +168,7 @@ class Gate:
             self._judge_first(slots, logits, program)
         measured: dict[str, Tensor] = {}
         if program is None or extra:
-            measured = measure(logits, self.served.needs | extra, hidden=hidden)
+            measured = self.served.measured(logits, self.served.needs | extra, hidden)
             for name, value in measured.items():
                 self.first_tokens.put(name, slots, value)
         if self._exploration.names:
@@ -180,5 +181,5 @@ class Gate:
 
     def _reserve(self) -> None:
         """Make the table's columns, since a captured CUDA graph must not."""
-        for name in ("prob", "entropy", *(self.served.needs - {"hidden"})):
+        for name in ("prob", "entropy", *filter(known_measurement, self.served.needs)):
             self.first_tokens.reserve(name)

@@ -27,17 +27,10 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.draft_layer import PLACES, DraftLayer, margins
-from sglang_c2t.kernels.trees import (
-    Beams,
-    Candidates,
-    Rule,
-    choose_beams,
-    finish_trees,
-    grow_layer,
-)
+from sglang_c2t.kernels.beams import Beams, Candidates, Rule, choose_beams, grow_layer
+from sglang_c2t.kernels.trees import finish_trees
 from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape, grown
 from sglang_c2t.policies.eagle2 import EAGLE2
-from sglang_c2t.policies.static_tree import StaticTree
 from sglang_c2t.tree import Trees
 
 #: Measurements that differ between the children of one row; the rest belong to the row.
@@ -76,8 +69,6 @@ class TreeGrowth:
         self._failed = failed
         self._whole = whole
         self._last = shape.num_steps if layers is None else layers
-        # Copied only on demand: a layer brings its whole ancestry.
-        self._reads_parent = getattr(policy, "reads_parent", False)
         self._shape = shape
         self._width = shape.topk if width is None else width
         self.batch = batch
@@ -116,14 +107,6 @@ class TreeGrowth:
         if self._beams is None:
             self._beams = self._root()
         return self._beams
-
-    @property
-    def beam_keys(self) -> Tensor:
-        """[B, W] float32: what the beams are ranked by in their trees; of a gate their confidence.
-        Behind the first layer.
-        """
-        keys = torch.cat(self._keys, dim=1) if self._fused is None else self._candidates.keys
-        return keys.gather(1, self.beams.candidate)
 
     @property
     def ancestor_rows(self) -> Tensor:
@@ -178,14 +161,10 @@ class TreeGrowth:
         assert self._fused is not None, "no kernel grows this tree"
         rule, beta = self._fused
         self._depth += 1
-        template = None
-        if isinstance(self._policy, StaticTree):
-            rows = tokens.shape[1]
-            template = self._policy.template(self._depth, rows, self._shape.topk, tokens.device)
         self._beams = grow_layer(
             tokens.flatten(1), prob.flatten(1), confidence, self._beams, self._candidates,
             rule=rule, beta=beta, whole=self._whole, width=self._width, topk=self._shape.topk,
-            first=self._offered, expands=self._depth < self._last, template=template,
+            first=self._offered, expands=self._depth < self._last,
         )  # fmt: skip
         self._offered += tokens.shape[1] * self._shape.topk
         return self._beams
@@ -258,7 +237,6 @@ class TreeGrowth:
             entropy=per_node["entropy"],
             alive=alive,
             measured=per_node,
-            parent=self._parent_nodes() if self._reads_parent else None,
         )
         return TreeLayer(nodes, self.batch, topk)
 
@@ -267,17 +245,6 @@ class TreeGrowth:
         rows, children = (torch.arange(n, device=prob.device) for n in prob.shape[1:])
         place = children if name == "rank" else rows[:, None]
         return place.float().expand(prob.shape).flatten()
-
-    def _parent_nodes(self) -> DraftLayer | None:
-        """[B * W * K]: each child's parent, taken from the layer before."""
-        if not self._layers:
-            return None
-        before = self._layers[-1].nodes
-        first = sum(t.shape[1] for t in self._tokens[:-1])
-        width = self._tokens[-1].shape[1]
-        request = torch.arange(self.batch, device=self.device)[:, None] * width
-        rows = (request + self.beams.candidate - first).flatten()  # [B * W]
-        return before.take(rows.repeat_interleave(self._shape.topk))
 
 
 def _mixed(whole: Tensor, growth: Growth, full: Growth) -> Growth:

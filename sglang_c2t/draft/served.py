@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_c2t.checks import told
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.pair import Pair, learnt_from, origins_of
 from sglang_c2t.config import ConfigError
-from sglang_c2t.kernels.gate import FusedGate
+from sglang_c2t.draft_layer import known_measurement, measure
+from sglang_c2t.kernels.gate_program import FusedGate
+from sglang_c2t.policies.base import own_measure
 from sglang_c2t.policies.fused import fused_gate
 
 logger = logging.getLogger(__name__)
@@ -98,6 +102,22 @@ class ServedPolicy:
             self.program.buffer.copy_(program.buffer)
         else:
             self.program = program
+
+    def measured(
+        self, logits: Tensor, names: Collection[str], hidden: Tensor | None
+    ) -> dict[str, Tensor]:
+        """``names`` of the draft's ``logits`` [R, V], and what the policy itself measures.
+
+        Where its ``measure`` raises, its names are missing; it then fails when it reads them.
+        """
+        stats = measure(logits, [name for name in names if known_measurement(name)])
+        own = own_measure(self.policy)
+        if own is not None:
+            try:
+                stats |= own(logits, hidden)
+            except Exception as error:
+                self.failed(error)
+        return stats
 
     def failed(self, error: Exception) -> None:
         """The policy raised ``error``: for the rest of the step nothing may be cut.

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_c2t.draft_layer import unknown
-from sglang_c2t.kernels.gate import Relay
+from sglang_c2t.draft_layer import value_unmeasured
+from sglang_c2t.kernels.gate_program import Relay
 
 
 class FirstLayer(NamedTuple):
@@ -41,8 +41,8 @@ class FirstTokens:
     def __init__(self, num_slots: int, device: torch.device | str, topk: int) -> None:
         self._num_slots, self._topk = num_slots, topk
         self.device = device
-        per_child = [unknown(name).repeat(topk) for name in ("prob", "confidence")]
-        self._certain = torch.cat([unknown("entropy"), *per_child]).to(device)
+        names = ["entropy", *["prob"] * topk, *["confidence"] * topk]
+        self._certain = torch.tensor([value_unmeasured(name) for name in names], device=device)
         # Together, so that one launch writes or reads all that a program says.
         self._judged = self._certain[:, None].repeat(1, num_slots)  # [1 + 2 K, num_slots]
         self._columns: dict[str, Tensor] = {}  # by name, [num_slots] or [num_slots, width]
@@ -57,16 +57,16 @@ class FirstTokens:
         return FirstLayer(rows[0], *rows[1:].view(2, self._topk, -1).unbind())
 
     def reserve(self, name: str) -> None:
-        """Make the column of one number per request, or of a known width."""
-        self._column(name, 1)
+        """Make the column of one number per request."""
+        self._column(name)
 
     def put(self, name: str, slots: Tensor, value: Tensor) -> None:
         """Write ``value`` [B, ...] (or [1, ...] for all) to the rows ``slots`` [B]."""
-        self._column(name, value.shape[-1])[slots] = value.to(self.device, torch.float32)
+        self._column(name, value.shape[1:])[slots] = value.to(self.device, torch.float32)
 
     def get(self, name: str, slots: Tensor) -> Tensor:
-        """[B, ...] float32; what :func:`unknown` says where nobody ever wrote."""
-        return self._column(name, 1)[slots]
+        """[B, ...] float32; :func:`value_unmeasured` where nothing was written."""
+        return self._column(name)[slots]
 
     def forget(self, slots: Tensor | slice) -> None:
         """Forget what was measured for ``slots`` [B]: the gate of the next step did not measure
@@ -74,12 +74,12 @@ class FirstTokens:
         """
         self._judged[:, slots] = self._certain[:, None]
         for name, column in self._columns.items():
-            column[slots] = unknown(name, column.shape[-1]).to(column.device)
+            column[slots] = value_unmeasured(name)
 
-    def _column(self, name: str, width: int) -> Tensor:
+    def _column(self, name: str, shape: Sequence[int] = ()) -> Tensor:
         if name not in self._columns:
-            row = unknown(name, width).to(self.device)
-            self._columns[name] = row.repeat(self._num_slots, *([1] * (row.dim() - 1)))
+            sizes, value = (self._num_slots, *shape), value_unmeasured(name)
+            self._columns[name] = torch.full(sizes, value, device=self.device)
         return self._columns[name]
 
 

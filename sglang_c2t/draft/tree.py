@@ -20,10 +20,11 @@ from sglang_c2t.config import ConfigError
 from sglang_c2t.draft.gate import Gate
 from sglang_c2t.draft.growth import PER_NODE, TreeGrowth, node_margins
 from sglang_c2t.draft.slots import FirstLayer
-from sglang_c2t.draft_layer import measure
-from sglang_c2t.kernels.gate import FusedGate, GateOutput, judge_layer
+from sglang_c2t.kernels.beams import Beams, Rule
+from sglang_c2t.kernels.gate import judge_layer
+from sglang_c2t.kernels.gate_program import FusedGate, GateOutput
 from sglang_c2t.kernels.rows import runs_triton
-from sglang_c2t.kernels.trees import Beams, Rule, cut_and_link
+from sglang_c2t.kernels.trees import cut_and_link
 from sglang_c2t.policies.base import TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.fused import growth_rule
@@ -120,7 +121,7 @@ class TreeGate(Gate):
         """
         self._logits = logits.shape[1], logits.dtype
         if self.program is None:
-            self._rows = measure(logits, self._names - PER_NODE, hidden=hidden)
+            self._rows = self.served.measured(logits, self._names - PER_NODE, hidden)
             if (self.width_planned or self.topk) < self.topk:
                 self._best = _best_children(logits, self.topk, token_map)
             return None
@@ -134,7 +135,6 @@ class TreeGate(Gate):
             alive=beams.alive.flatten(),
             token_map=token_map,
             width=beams.tokens.shape[1],
-            sure=self._growth.beam_keys.flatten() if self.program.running else None,
         )
         return self._judged
 
@@ -231,6 +231,6 @@ def _best_children(logits: Tensor, topk: int, token_map: Tensor | None) -> tuple
     return (tokens if token_map is None else token_map[tokens]), prob
 
 
-def _rule(policy: TreePolicy) -> tuple[type, Rule | None, Any]:
+def _rule(policy: TreePolicy) -> tuple[type, Rule | None]:
     """What of a policy a captured graph holds beyond the gate's data."""
-    return type(policy), growth_rule(policy), getattr(policy, "paths", None)
+    return type(policy), growth_rule(policy)

@@ -49,8 +49,8 @@ def splits_of(batch: int) -> int:
     return max(FULL_GRID // max(batch, 1), 1)
 
 
-def alike(*tables: Tensor) -> tuple[Tensor, ...]:
-    """Tables with the same strides: as they are, or contiguous where these differ."""
+def with_equal_strides(*tables: Tensor) -> tuple[Tensor, ...]:
+    """The tables with the same strides: unchanged, or contiguous where the strides differ."""
     if len({table.stride() for table in tables}) == 1:
         return tables
     return tuple(table.contiguous() for table in tables)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_c2t.kernels.rows import alike, block_of, runs_triton
+from sglang_c2t.kernels.rows import block_of, runs_triton, with_equal_strides
 from sglang_c2t.tree import least_on_path
 
 #: Confidences nearer to 0 or 1 are taken for these.
@@ -80,7 +80,7 @@ def survival_of_nodes(
     """
     if not runs_triton(least):
         return survival_of_nodes_torch(values, least, depth, parents, limit)
-    depth, parents = alike(depth, parents)
+    depth, parents = with_equal_strides(depth, parents)
     batch, num_nodes = least.shape
     survival = torch.empty_like(least)
     _nodes_kernel[(batch,)](

@@ -27,7 +27,7 @@ from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.offline.compare import ODDS_GRID, Array, Curve, everyone, interval, resamples, sweep
 from sglang_c2t.offline.replay import Chains, Outcome, replay
 from sglang_c2t.offline.scores import auc, expected_calibration_error
-from sglang_c2t.offline.train import reached, recipe_of
+from sglang_c2t.offline.train import recipe_of
 from sglang_c2t.policies import build_policy, policy_of
 from sglang_c2t.policies.base import ChainPolicy
 from sglang_c2t.policies.dyjoint import DyJoint
@@ -115,7 +115,7 @@ class Scored:
 
 
 def score(recording: Recording, classifier: Classifier) -> Scored:
-    """Score every recorded token; with the label ``accepts``, those that the target reached."""
+    """Score every recorded token."""
     layer = recording.layer(classifier.features.needs)
     confidence = classifier.confidence(layer)
     require_finite(torch.stack((confidence, layer.joint), dim=1))
@@ -129,20 +129,16 @@ def score(recording: Recording, classifier: Classifier) -> Scored:
         least_on_path(confidence[None], parents[None], max_depth)[0],
         least_on_path(layer.joint[None], parents[None], max_depth)[0],
     )
-    if classifier.label == "accepts":
-        rows = reached(recording)
-        columns = tuple(column[rows] for column in columns)
     return Scored(*columns)
 
 
 def quality(scored: Scored, classifier: Classifier) -> str:
     """Ranking and calibration of the classifier, beside the joint probability's ranking."""
     labels = scored.accepted.float()
-    which = "tokens" if classifier.label == "survives" else "tokens that the target reached"
     share = f", {scored.accepted.double().mean():.0%} of them accepted" if len(labels) else ""
     return (
         f"{classifier.name} reads {', '.join(classifier.features.names)}. Over {len(labels):,} "
-        f"{which}{share}: AUC {_number(auc(scored.confidence, labels))} (joint probability alone "
+        f"tokens{share}: AUC {_number(auc(scored.confidence, labels))} (joint probability alone "
         f"{_number(auc(scored.joint, labels))}), calibration error "
         f"{_number(scored.calibration_error)}."
     )

@@ -245,5 +245,5 @@ def refuse_unrecorded(policy: ChainPolicy | TreePolicy, recorded: Collection[str
     if missing := sorted(policy.needs - set(recorded)):
         raise ConfigError(
             f"policy {policy.name} reads {', '.join(missing)}, which this recording lacks: record "
-            f"again with record_extra {missing}"
+            "again with a policy that measures it"
         )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from sglang_c2t.classifier.calibration import Isotonic, fit_isotonic, fit_temperature
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.features import FeatureSpec, feature_matrix
-from sglang_c2t.classifier.model import HIDDEN_SIZE, ConfidenceNet, DepthLogistic, num_parameters
+from sglang_c2t.classifier.model import HIDDEN_SIZE, ConfidenceNet, num_parameters
 from sglang_c2t.classifier.recording import Recording, require_finite
 from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.progress import progress_on
@@ -38,12 +38,7 @@ class Recipe:
     names: tuple[str, ...]
     """Features, see ``features``."""
 
-    hidden_sizes: tuple[int, ...] | None = (HIDDEN_SIZE,)
-    """``None``: two parameters per depth."""
-
-    label: str = "survives"
-    """``survives``: the token and all before it are accepted, rows behind a rejection
-    count as rejected. ``accepts``: only tokens that the target reached are trained on."""
+    hidden_size: int = HIDDEN_SIZE
 
     standardise: bool = False
     """Train on inputs of mean 0 and spread 1; folded into the weights afterwards."""
@@ -71,12 +66,6 @@ RECIPES: dict[str, Recipe] = {
     ),
     # The paper's entropy, cut to the 1000 largest probabilities.
     "c2t-top1000": Recipe(("joint", "entropy_top1000", "depth")),
-    # vLLM's estimator: a logistic on one number per depth, of the logit margin.
-    "logistic": Recipe(("margin", "depth"), None, "accepts", balance=False),
-    "logistic-prob": Recipe(("logit_prob", "depth"), None, "accepts", balance=False),
-    # MCSD's decision models (arXiv:2409.10644, section 3.3).
-    "mcsd": Recipe(("topk_prob", "entropy"), (HIDDEN_SIZE,), "accepts", balance=False),
-    "mcsd-hidden": Recipe(("hidden",), (64, 32), "accepts", standardise=True, balance=False),
 }
 
 
@@ -109,9 +98,8 @@ def recipe_named(name: str) -> Recipe:
 
 def recipe_of(classifier: Classifier) -> str | None:
     """Name of the recipe that trains classifiers of this kind; None where none does."""
-    kind = classifier.features.names, classifier.label
-    same = (name for name, recipe in RECIPES.items() if (recipe.names, recipe.label) == kind)
-    return next(same, None)
+    names = classifier.features.names
+    return next((name for name, recipe in RECIPES.items() if recipe.names == names), None)
 
 
 def train_classifier(
@@ -141,26 +129,21 @@ def train_classifier(
     settings = settings or (FINE_TUNE if start else TrainSettings())
     generator = torch.Generator().manual_seed(settings.seed)
     spec = FeatureSpec(names=recipe.names)
-    features, labels, is_reached = _examples(recording, spec)
+    features, labels = _examples(recording, spec)
     node_prompt = recording.drafts["prompt"][recording.nodes["draft"].long()]
     train, heldout = split_by_group(node_prompt, settings.heldout_share, generator)
-    if recipe.label == "accepts":
-        train, heldout = train[is_reached[train]], heldout[is_reached[heldout]]
     train = _both_classes(train, labels, generator, balance=recipe.balance)
 
     torch.manual_seed(settings.seed)  # the network's initial weights
     net = _network(recipe, features, start)
     mean, std = _scaling(features[train], recipe.standardise and start is None)
-    if isinstance(net, DepthLogistic):
-        _fit_logistic(net, features[train], labels[train])
-    else:
-        x = (features[train] - mean) / std
-        _fit(net, x, labels[train], settings, generator, show_progress)
-        net.absorb_scaling(mean, std)
+    x = (features[train] - mean) / std
+    fit(net, x, labels[train], settings, generator, show_progress)
+    net.absorb_scaling(mean, std)
     net.eval().requires_grad_(False)
     isotonic = _calibrate(net, features[heldout], labels[heldout], calibration)
 
-    classifier = Classifier(net, spec, {}, label=recipe.label, isotonic=isotonic)
+    classifier = Classifier(net, spec, {}, isotonic=isotonic)
     logits = net(features[heldout])
     scores = torch.sigmoid(logits) if isotonic is None else isotonic(torch.sigmoid(logits))
     joint = recording.nodes["joint"][heldout]
@@ -204,49 +187,33 @@ def split_by_group(
     return (~is_heldout).nonzero().flatten(), is_heldout.nonzero().flatten()
 
 
-def _examples(recording: Recording, spec: FeatureSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Features [n, F], labels [n] float32, and which tokens the target reached [n] bool."""
+def _examples(recording: Recording, spec: FeatureSpec) -> tuple[Tensor, Tensor]:
+    """Features [n, F] and labels [n] float32."""
     features = feature_matrix(spec.names, recording.layer(spec.needs))
     require_finite(features)
-    accept = recording.nodes["accept"].bool()
-    return features, accept.float(), reached(recording)
+    return features, recording.nodes["accept"].float()
 
 
-def reached(recording: Recording) -> Tensor:
-    """[n] bool: the token's parent is the root or was accepted, so its label is its own."""
-    parents = recording.parent_rows()
-    return (parents < 0) | recording.nodes["accept"].bool()[parents.clamp(min=0)]
-
-
-def _network(
-    recipe: Recipe, features: Tensor, start: Classifier | None
-) -> ConfidenceNet | DepthLogistic:
+def _network(recipe: Recipe, features: Tensor, start: Classifier | None) -> ConfidenceNet:
     if start is not None:
         if start.features.names != recipe.names:
             raise ConfigError(
                 f"fine-tuning needs the same features: the classifier reads "
                 f"{', '.join(start.features.names)}, the recipe {', '.join(recipe.names)}"
             )
-        width = start.net.num_features if isinstance(start.net, ConfidenceNet) else 2
-        if width != features.shape[1]:  # hidden states of another draft model
-            raise ConfigError(
-                f"fine-tuning needs the same features: the classifier reads {width} numbers, the "
-                f"recording has {features.shape[1]}"
-            )
         return copy.deepcopy(start.net).requires_grad_(True)
-    if recipe.hidden_sizes is None:
-        return DepthLogistic(int(features[:, 1].max()))
-    return ConfidenceNet(features.shape[1], recipe.hidden_sizes)
+    return ConfidenceNet(features.shape[1], [recipe.hidden_size])
 
 
-def _fit(
+def fit(
     net: nn.Module,
     features: Tensor,
     labels: Tensor,
     settings: TrainSettings,
     generator: torch.Generator,
-    show_progress: bool,
+    show_progress: bool = False,
 ) -> None:
+    """Minimise the binary cross-entropy of the labels [n], which are 0 or 1, by Adam."""
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.learning_rate, fused=True)
     loss_fn = nn.BCEWithLogitsLoss()
     batches = _batches(features, labels, settings.batch_size, generator)
@@ -272,31 +239,13 @@ def _batches(
         yield from zip(x, y, strict=True)
 
 
-def _fit_logistic(net: DepthLogistic, features: Tensor, labels: Tensor) -> None:
-    """To the optimum: the loss is convex, and so few parameters want no stochastic steps."""
-    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=200, line_search_fn="strong_wolfe")
-    loss_fn = nn.BCEWithLogitsLoss()
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = loss_fn(net(features), labels)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    if not bool(torch.isfinite(closure())):
-        raise ConfigError("training diverged: the loss of the logistic is not finite")
-
-
 def _scaling(features: Tensor, standardise: bool) -> tuple[Tensor, Tensor]:
     if not standardise:
         return torch.zeros(features.shape[1]), torch.ones(features.shape[1])
     return features.mean(dim=0), features.std(dim=0).clamp(min=1e-6)
 
 
-def _calibrate(
-    net: ConfidenceNet | DepthLogistic, features: Tensor, labels: Tensor, kind: str
-) -> Isotonic | None:
+def _calibrate(net: ConfidenceNet, features: Tensor, labels: Tensor, kind: str) -> Isotonic | None:
     """Fit on held-out tokens; a temperature goes into the weights."""
     if kind == "isotonic":
         return fit_isotonic(torch.sigmoid(net(features)), labels)

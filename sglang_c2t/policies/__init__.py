@@ -21,14 +21,8 @@ from sglang_c2t.policies.c2t_plus import C2TPlus
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.eagle2 import EAGLE2
-from sglang_c2t.policies.entropy import Entropy
-from sglang_c2t.policies.entropy_width import EntropyWidth
 from sglang_c2t.policies.fixed import Fixed
-from sglang_c2t.policies.fork import Fork
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree, PlannedTree
-from sglang_c2t.policies.logistic import Logistic
-from sglang_c2t.policies.mcsd import MCSD, MCSDHidden
-from sglang_c2t.policies.static_tree import StaticTree
 from sglang_c2t.policies.trial import try_policy
 
 # From elsewhere, for who imports them here.
@@ -36,16 +30,16 @@ __all__ = ["ChainPolicy", "DraftLayer", "TreePolicy", "plans"]
 
 
 #: Policies for chains without a classifier.
-PLAIN: tuple[Any, ...] = (DyJoint, DyMax, Entropy, Fixed, RowsOnly)
+PLAIN: tuple[Any, ...] = (DyJoint, DyMax, Fixed, RowsOnly)
 
 #: Policies with a classifier, in the order in which :func:`policy_of` looks.
-TRAINED: tuple[Any, ...] = (C2T, C2TLog, C2TPlus, Logistic, MCSD, MCSDHidden, Auto)
+TRAINED: tuple[Any, ...] = (C2T, C2TLog, C2TPlus, Auto)
 
 #: Rules for chains, by the name after ``--c2t-policy``.
 POLICIES: dict[str, Any] = {cls.name: cls for cls in (*PLAIN, *TRAINED)}
 
 #: Rules that only trees can follow; the gates of :data:`POLICIES` prune trees as well.
-TREE_POLICIES: dict[str, Any] = {cls.name: cls for cls in (EAGLE2, EntropyWidth, Fork, StaticTree)}
+TREE_POLICIES: dict[str, Any] = {EAGLE2.name: EAGLE2}
 
 #: Behind a gate's name: EAGLE-2 grows the tree, the gate prunes it afterwards.
 ON_EAGLE2 = "-eagle2"
@@ -57,11 +51,10 @@ ON_TREES = "-tree"
 def policy_of(classifier: Classifier) -> str:
     """Name of the policy that serves this classifier."""
     for cls in TRAINED:
-        if set(classifier.features.names) <= cls.reads and classifier.label == cls.label:
+        if set(classifier.features.names) <= cls.reads:
             return str(cls.name)
     raise ConfigError(
-        f"no policy serves a classifier that reads {', '.join(classifier.features.names)} and "
-        f"says that a token {classifier.label}"
+        f"no policy serves a classifier that reads {', '.join(classifier.features.names)}"
     )
 
 
@@ -224,22 +217,12 @@ def _classifier(cls: Any, config: C2TConfig) -> Classifier:
     """What the policy reads; ``default`` is the one shipped under the policy's name."""
     own = getattr(cls, "shipped_as", cls.name)
     name = own if config.classifier == "default" else config.classifier
-    if config.classifier == "default" and shipped(name) is None:
-        raise ConfigError(
-            f"policy {name} has no shipped classifier, because it fits one draft model only: "
-            "train one and give it with --c2t-classifier"
-        )
     classifier = load_classifier(name)
     if strange := set(classifier.features.names) - cls.reads:
         raise ConfigError(
             f"policy {cls.name} reads {', '.join(sorted(cls.reads))}, but classifier "
             f"{config.classifier} wants {', '.join(sorted(strange))}: choose the policy it "
             "was trained for"
-        )
-    if classifier.label != cls.label:
-        raise ConfigError(
-            f"policy {cls.name} wants a confidence that a token {cls.label}, but classifier "
-            f"{config.classifier} was trained to say that it {classifier.label}"
         )
     return classifier
 

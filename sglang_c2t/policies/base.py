@@ -16,6 +16,7 @@ tokens behind it may go.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -35,7 +36,12 @@ class ChainPolicy(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names from :attr:`DraftLayer.measured` that the policy reads."""
+        """Names from :attr:`DraftLayer.measured` that the policy reads.
+
+        A name that :func:`~sglang_c2t.draft_layer.measure` does not know comes from the policy's
+        own ``measure(logits, hidden)``: from the draft's logits [R, V] and hidden states [R, H] (or
+        ``None``) to tensors [R, ...] by name. ``--c2t-record`` writes these columns too.
+        """
         ...
 
     def keep(self, layer: DraftLayer) -> Tensor:
@@ -50,9 +56,8 @@ class ChainPolicy(Protocol):
 class Gate(ChainPolicy, Protocol):
     """A chain policy that also ranks: token by token, a confidence and its threshold.
 
-    What Algorithm 1 needs to prune trees. Class attributes may say ``tree_beta``, the default
-    threshold there (siblings share the probability that a chain's token has alone), and
-    ``reads_parent = True``, that it reads :attr:`DraftLayer.parent`.
+    What Algorithm 1 needs to prune trees. A class attribute ``tree_beta`` may be the default
+    threshold there: siblings share the probability that a chain's token has alone.
     """
 
     @property
@@ -97,8 +102,7 @@ class TreeLayer:
     """All children offered in one step, dead ones included."""
 
     nodes: DraftLayer
-    """[B * W * K] tokens as gates read them; ``parent`` is each node's own parent, given only
-    to policies that say ``reads_parent = True``."""
+    """[B * W * K] tokens as gates read them, without ``parent``."""
 
     batch: int
     topk: int
@@ -149,7 +153,7 @@ class TreePolicy(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names from :attr:`DraftLayer.measured` that the policy reads."""
+        """As of :class:`ChainPolicy`."""
         ...
 
     def check(self, shape: TreeShape) -> None:
@@ -164,6 +168,11 @@ class TreePolicy(Protocol):
 def is_tree_policy(policy: Any) -> bool:
     """Whether the policy grows trees (and does not cut chains)."""
     return hasattr(policy, "grow")
+
+
+def own_measure(policy: Any) -> Callable[[Tensor, Tensor | None], dict[str, Tensor]] | None:
+    """The policy's ``measure``, or that of the gate it prunes by; ``None`` where it has none."""
+    return getattr(getattr(policy, "gate", policy), "measure", None)
 
 
 # -- asking ---------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ class C2T(Gate):
     name: ClassVar[str] = "c2t"
     tree_beta: ClassVar[float] = 0.5
     reads: ClassVar[frozenset[str]] = frozenset({"joint", "entropy", "entropy_top1000", "depth"})
-    label: ClassVar[str] = "survives"
 
     @property
     def needs(self) -> frozenset[str]:

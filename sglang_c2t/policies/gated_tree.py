@@ -46,11 +46,6 @@ class _Gated:
         """What the gate reads."""
         return self.gate.needs
 
-    @property
-    def reads_parent(self) -> bool:
-        """Whether the gate does."""
-        return getattr(self.gate, "reads_parent", False)
-
     def check(self, shape: TreeShape) -> None:
         """Any shape will do."""
 

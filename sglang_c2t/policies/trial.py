@@ -12,7 +12,7 @@ import torch
 
 from sglang_c2t.checks import ConfigError, shown, told
 from sglang_c2t.draft_layer import DraftLayer, known_measurement, measure
-from sglang_c2t.policies.base import TreeLayer, TreeShape, grown, is_tree_policy, kept
+from sglang_c2t.policies.base import TreeLayer, TreeShape, grown, is_tree_policy, kept, own_measure
 
 BATCH = 2
 VOCABULARY = 64
@@ -21,9 +21,9 @@ VOCABULARY = 64
 def try_policy(policy: Any, shape: TreeShape) -> None:
     """Ask for two layers of a made-up draft, on the CPU.
 
-    Raises :class:`ConfigError` for an object that lacks parts of a policy, needs what nobody
-    can measure, or answers with anything but the tensors that a policy owes. A policy that
-    reads hidden states is not asked: their width is the draft model's.
+    Raises :class:`ConfigError` for an object that lacks parts of a policy, needs what cannot be
+    measured, or answers with anything but the tensors that a policy owes. A policy with a
+    ``measure`` of its own is not asked: it may read hidden states, whose width is the draft's.
     """
     parts = (
         ("name", "needs", "grow", "check") if is_tree_policy(policy) else ("name", "needs", "keep")
@@ -34,13 +34,15 @@ def try_policy(policy: Any, shape: TreeShape) -> None:
             raise ConfigError(
                 f"c2t policy {type(policy).__name__} is no policy: it has no {', '.join(missing)}"
             )
+        if own_measure(policy) is not None:
+            return
         for name in policy.needs:
             if not known_measurement(name):
                 raise ConfigError(
-                    f"policy {policy.name} needs {shown(name)}, which nobody measures"
+                    f"policy {policy.name} needs {shown(name)}, which sglang-c2t does not "
+                    "measure, and has no method measure"
                 )
-        if "hidden" not in policy.needs:
-            _ask(policy, shape)
+        _ask(policy, shape)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
@@ -70,13 +72,12 @@ def _layer(
     measured = {name: values.repeat_interleave(topk, dim=0) for name, values in of_row.items()}
     prob = logits.softmax(dim=1).topk(topk).values.flatten()
     nodes = torch.arange(rows * topk)
-    parent = None if before is None else before.take(nodes // topk)
     return DraftLayer(
         depth=depth,
         prob=prob,
-        joint=prob if parent is None else prob * parent.joint,
+        joint=prob if before is None else prob * before.joint[nodes // topk],
         entropy=measured["entropy"],
         alive=nodes % 3 < 2,
         measured=measured,
-        parent=parent,
+        parent=before if topk == 1 else None,
     )

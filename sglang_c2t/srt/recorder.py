@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from sglang_c2t.classifier.request_names import new_key, recorded_id
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft.chain import matched_drafts
 from sglang_c2t.draft.gate import Exploration
-from sglang_c2t.draft_layer import DraftLayer
+from sglang_c2t.draft_layer import DraftLayer, known_measurement
 from sglang_c2t.policies.base import TreeLayer
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.hooks.reporting import BEFORE_REPORT, RECORDING
@@ -59,11 +59,10 @@ class Recorder(Exploration):
         *,
         share: float = 1.0,
         every_position: bool = False,
-        extra: frozenset[str] = frozenset(),
+        own: Iterable[str] = (),
     ) -> None:
-        self.names = MEASURED | extra
+        self.names = MEASURED.union(own)
         self.every_position = every_position
-        self._extra = sorted(extra)
         self._share = share
         self._random = random.Random(0)
         self.id_key = RECORDING.id_key = new_key()
@@ -73,8 +72,13 @@ class Recorder(Exploration):
         threading.Thread(target=self._flush_forever, daemon=True, name="c2t-record").start()
 
     @classmethod
-    def from_config(cls, config: C2TConfig, server_args: Any, pair: Pair | None) -> Recorder | None:
-        """A recorder of this pair when recording is on, else ``None``; it writes on rank 0 only."""
+    def from_config(
+        cls, config: C2TConfig, server_args: Any, pair: Pair | None, policy: Any
+    ) -> Recorder | None:
+        """A recorder of this pair when recording is on, else ``None``; it writes on rank 0 only.
+
+        What ``policy`` measures itself is recorded too.
+        """
         if config.record is None or get_parallel().tp_group.rank_in_group != 0:
             return None
         argument = partial(compat.argument, server_args)
@@ -96,7 +100,6 @@ class Recorder(Exploration):
             config.record,
             origin=origin,
             roots=config.record_roots,
-            extra=config.record_extra,
             limit_bytes=round(config.record_limit_mb * 1e6),
         )
         RECORDING.directory = str(Path(config.record).resolve())
@@ -104,7 +107,7 @@ class Recorder(Exploration):
             writer,
             share=1.0 if config.record_roots == "every" else config.record_share,
             every_position=config.record_roots == "every",
-            extra=frozenset(config.record_extra),
+            own=[name for name in policy.needs if not known_measurement(name)],
         )
         BEFORE_REPORT.append(recorder.flush)
         return recorder
@@ -137,7 +140,7 @@ class Recorder(Exploration):
             num_correct = matched_drafts(draft_tokens.view(-1, width), target.view(-1, width))
         else:
             num_correct = result.accept_lens - 1
-        self._put(batch, rows, chain_nodes(layers, rows, num_correct.cpu()[rows], self._extra))
+        self._put(batch, rows, chain_nodes(layers, rows, num_correct.cpu()[rows], self.names))
 
     def add_trees(
         self,
@@ -163,7 +166,7 @@ class Recorder(Exploration):
             accepted = matched_nodes(trees, target[target_rows], len(layers))
         else:
             accepted = walked_nodes(target_rows, accept_index, result.accept_lens)
-        self._put(batch, rows, tree_nodes(layers, trees, rows, accepted, self._extra))
+        self._put(batch, rows, tree_nodes(layers, trees, rows, accepted, self.names))
 
     def _rows(self, batch: Any, recordable: Tensor) -> Tensor:
         """[R] int64 on the host: the requests to record, of those ``recordable`` [B]."""
@@ -214,9 +217,9 @@ class Recorder(Exploration):
 
 
 def chain_nodes(
-    layers: list[DraftLayer], rows: Tensor, num_correct: Tensor, extra: list[str]
+    layers: list[DraftLayer], rows: Tensor, num_correct: Tensor, names: Collection[str]
 ) -> dict[str, Tensor]:
-    """Node columns of whole chains, draft by draft; ``num_correct`` is [len(rows)].
+    """Node columns of full chains with the measurements ``names``; ``num_correct`` [len(rows)].
 
     A chain of 3 drafts whose first is accepted gives accept 1, 0, 0.
     """
@@ -235,20 +238,21 @@ def chain_nodes(
         "prob": column([layer.prob for layer in layers]),
         "joint": column([layer.joint for layer in layers]),
         "entropy": column([layer.entropy for layer in layers]),
-        **{
-            name: column([layer.measured[name] for layer in layers])
-            for name in sorted(MEASURED | set(extra))
-        },
+        **{name: column([layer.measured[name] for layer in layers]) for name in sorted(names)},
     }
 
 
 def tree_nodes(
-    layers: list[TreeLayer], trees: Trees, rows: Tensor, accepted: Tensor, extra: list[str]
+    layers: list[TreeLayer],
+    trees: Trees,
+    rows: Tensor,
+    accepted: Tensor,
+    names: Collection[str],
 ) -> dict[str, Tensor]:
     """Node columns of the trees ``rows`` [R], tree by tree; the roots are left out.
 
-    ``accepted`` is [B, N] bool. Tree root -> a b, a -> c, all but b accepted: parents -1, -1, 0
-    and accept 1, 0, 1.
+    ``accepted`` is [B, N] bool, ``names`` are measurements. Tree root -> a b, a -> c, all but b
+    accepted: parents -1, -1, 0 and accept 1, 0, 1.
     """
     topk = layers[0].topk
     parents = trees.parents.cpu()[rows]  # [R, N]
@@ -274,7 +278,7 @@ def tree_nodes(
         "prob": column([layer.nodes.prob for layer in layers]),
         "joint": column([layer.nodes.joint for layer in layers]),
         "entropy": column([layer.nodes.entropy for layer in layers]),
-        **{name: measurement(name) for name in sorted(MEASURED | set(extra))},
+        **{name: measurement(name) for name in sorted(names)},
     }
 
 

@@ -95,8 +95,9 @@ class WorkerMixin(EAGLEWorkerV2):
         self._history = OutputHistory(rows)
         self._pair = served_pair(self.server_args)
         self._shipped = shipped_on_all_ranks(self._pair)
-        self._recorder = Recorder.from_config(self._config, self.server_args, self._pair)
-        self._draft_worker.watch(self._gate_maker(), self._recorder)
+        policy = policy_for(self._config, self._shape, self._shipped)
+        self._recorder = Recorder.from_config(self._config, self.server_args, self._pair, policy)
+        self._draft_worker.watch(self._gate_maker(policy), self._recorder)
         compat.on_arrival(self.server_args, self._draft_worker.arrive)
         PARTS["serving"] = self._serving_told
         compat.widen_request_table()  # SGLang makes it once its workers are there
@@ -106,7 +107,7 @@ class WorkerMixin(EAGLEWorkerV2):
             config.max_verify_rows,
         )
 
-    def _gate_maker(self) -> Callable[..., Gate]:
+    def _gate_maker(self, policy: Any) -> Callable[..., Gate]:
         """The gate, still to be given its request table."""
         raise NotImplementedError
 
@@ -213,10 +214,6 @@ class WorkerMixin(EAGLEWorkerV2):
             raise ConfigError("the policy of a server that records stays: restart it without")
         config = changed(self._config, values, self._start)
         policy = approved(config, self._start, self._shape, self._shipped)
-        if "hidden" in policy.needs and isinstance(self, StandaloneWorkerV2):
-            raise ConfigError(
-                f"policy {policy.name} reads hidden states, and a STANDALONE draft passes none on"
-            )
         draft: Any = self._draft_worker
         graphs = "cuda_graph_runner", "cuda_graph_runner_for_draft_extend"
         captured = any(getattr(draft, g, None) for g in graphs)
@@ -394,10 +391,10 @@ class ChainWorkerMixin(WorkerMixin):
         if not self._config.visits_every_root:  # where no draft is accepted
             self._first_drafts = FirstDrafts()
 
-    def _gate_maker(self) -> Callable[..., Gate]:
+    def _gate_maker(self, policy: Any) -> Callable[..., Gate]:
         return partial(
             ChainGate,
-            policy_for(self._config, self._shape, self._shipped),
+            policy,
             agree=agreement(),
             recording=self._config.record is not None,
         )
@@ -458,10 +455,10 @@ class TreeWorkerMixin(WorkerMixin):
 
     planning_class = TreePlanning
 
-    def _gate_maker(self) -> Callable[..., Gate]:
+    def _gate_maker(self, policy: Any) -> Callable[..., Gate]:
         return partial(
             TreeGate,
-            policy_for(self._config, self._shape, self._shipped),
+            policy,
             self._shape,
             max_rows=self._config.max_verify_rows,
             agree=agreement(),

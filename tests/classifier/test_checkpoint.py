@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier, save_classifier
 from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
-from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
+from sglang_c2t.classifier.model import ConfidenceNet
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.config import ConfigError
-from tests.recordings import HIDDEN_SIZE, random_chains, recording
+from tests.recordings import random_chains, recording
 from tests.refusals import refused
 
 KNOTS = Isotonic(torch.tensor([0.2, 0.5, 0.8]), torch.tensor([0.1, 0.1, 0.9]))
@@ -44,18 +44,15 @@ def saved(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def tokens() -> Recording:
     """Tokens with every measurement."""
-    return recording(random_chains(3, roots=5, depth=6), extra=("topk_prob", "hidden"))
+    return recording(random_chains(3, roots=5, depth=6))
 
 
 @pytest.mark.parametrize(
-    ("net", "names", "label"),
+    ("net", "names"),
     [
-        (ConfidenceNet(), ("joint", "entropy", "depth"), "survives"),
-        (ConfidenceNet(2, [5]), ("margin", "log_joint"), "survives"),
-        (ConfidenceNet(11, [48]), ("topk_prob", "entropy"), "accepts"),
-        (ConfidenceNet(HIDDEN_SIZE, [64, 32]), ("hidden",), "accepts"),
-        (ConfidenceNet(HIDDEN_SIZE + 1, [4]), ("hidden", "depth"), "accepts"),
-        (DepthLogistic(4), ("margin", "depth"), "accepts"),
+        (ConfidenceNet(), ("joint", "entropy", "depth")),
+        (ConfidenceNet(2, [5]), ("margin", "log_joint")),
+        (ConfidenceNet(1, [64, 32]), ("prob",)),
     ],
 )
 @pytest.mark.parametrize("isotonic", [None, KNOTS])
@@ -64,16 +61,15 @@ def test_a_saved_classifier_loads_to_the_same_confidences(
     tokens: Recording,
     net: torch.nn.Module,
     names: tuple[str, ...],
-    label: str,
     isotonic: Isotonic | None,
 ) -> None:
     spec = FeatureSpec(names=names)
-    original = Classifier(randomised(net), spec, {"note": "test"}, label, isotonic)
+    original = Classifier(randomised(net), spec, {"note": "test"}, isotonic)
     save_classifier(original, tmp_path / "mine.safetensors")
     loaded = load_classifier(tmp_path / "mine.safetensors")
     layer = tokens.layer()
     assert torch.equal(loaded.confidence(layer), original.confidence(layer))
-    assert (loaded.features, loaded.label) == (spec, label)
+    assert loaded.features == spec
     assert (loaded.training, loaded.name) == ({"note": "test"}, "mine.safetensors")
 
 
@@ -82,14 +78,6 @@ def test_isotonic_calibration_is_part_of_the_confidence(tokens: Recording) -> No
     calibrated = replace(plain, isotonic=KNOTS).confidence(layer)
     assert torch.equal(calibrated, KNOTS(plain.confidence(layer)))
     assert not torch.equal(calibrated, plain.confidence(layer))
-
-
-def test_a_logistic_gives_each_depth_its_own_numbers() -> None:
-    """And tokens deeper than any it was trained on those of the deepest."""
-    net = randomised(DepthLogistic(2))
-    rows = torch.tensor([[0.5, 1.0], [0.5, 2.0], [0.5, 9.0]])
-    expected = [net.weight[i].item() * 0.5 + net.bias[i].item() for i in (0, 1, 1)]
-    assert net(rows).tolist() == pytest.approx(expected)
 
 
 def test_nothing_but_the_two_files_is_left_behind(saved: Path) -> None:
@@ -124,7 +112,6 @@ def knots(x: list[float], y: list[float]) -> Callable[[Path], object]:
     return weights(**{"calibration.x": x, "calibration.y": y})
 
 
-KIND = "kind must be mlp or depth-logistic"
 SIZES = "sizes must be a list of whole numbers >= 1, 16 at most, got"
 READS = "this version reads ('c2t-classifier', 2)"
 
@@ -134,14 +121,12 @@ READS = "this version reads ('c2t-classifier', 2)"
     [
         (card(format="gguf"), f"card says ('gguf', 2), {READS}"),
         (card(version=1), "card says ('c2t-classifier', 1)"),
-        (card(kind="forest"), f"{KIND}, got 'forest' [48]"),
-        (card(kind="depth-logistic", sizes=[2, 3]), KIND),
-        (card(kind="depth-logistic"), "do not fit the card"),
+        (card(kind="forest"), "kind must be mlp, got 'forest'"),
         (card(sizes=[0]), f"{SIZES} [0]"),
         (card(sizes=48), f"{SIZES} 48"),
         (card(sizes=[47]), "do not fit the card"),
         (card(sizes=[48, 48]), "do not fit the card"),
-        (card(label="wins"), "label one of survives, accepts"),
+        (card(label="accepts"), "label survives"),
         (card(features=3), "'features' must be an object, got 3"),
         (card(features={**CONVENTIONS.to_card(), "names": ["joint"]}), "do not fit the card"),
         (card(kind=None), "card mine.json must hold the keys"),

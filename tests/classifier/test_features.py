@@ -19,8 +19,7 @@ def layer(depth: int | torch.Tensor = 3) -> DraftLayer:
         entropy=torch.tensor([1.5, 2.0]),
         alive=torch.ones(2, dtype=torch.bool),
         measured={
-            "margin": torch.tensor([0.1, 0.2]),
-            "hidden": torch.tensor([[7.0, 8.0], [9.0, 10.0]], dtype=torch.float16),
+            "margin": torch.tensor([0.1, 0.2], dtype=torch.float16),
         },
     )
 
@@ -40,24 +39,17 @@ def test_the_depth_may_differ_between_tokens() -> None:
 
 
 def test_the_logarithm_of_an_impossible_token_stays_finite() -> None:
-    matrix = feature_matrix(("log_joint", "log_prob"), layer())
-    assert matrix[0].tolist() == pytest.approx([math.log(0.25), math.log(0.5)])
-    assert matrix[1].tolist() == pytest.approx([math.log(MIN_PROB)] * 2)
-
-
-def test_a_wide_feature_takes_several_columns() -> None:
-    matrix = feature_matrix(("margin", "hidden", "depth"), layer())
-    assert matrix.dtype == torch.float32
-    assert matrix.flatten().tolist() == pytest.approx([0.1, 7, 8, 3, 0.2, 9, 10, 3])
+    matrix = feature_matrix(("log_joint",), layer())
+    assert matrix.flatten().tolist() == pytest.approx([math.log(0.25), math.log(MIN_PROB)])
 
 
 @pytest.mark.parametrize(
     ("names", "needs"),
     [
         (("joint", "entropy", "depth"), set()),
-        (("log_joint", "log_prob", "prob"), set()),
+        (("log_joint", "prob"), set()),
         (("margin", "depth"), {"margin"}),
-        (("topk_prob", "entropy_top500", "hidden"), {"topk_prob", "entropy_top500", "hidden"}),
+        (("entropy_top500", "rank"), {"entropy_top500", "rank"}),
     ],
 )
 def test_a_spec_needs_what_not_every_layer_carries(names: tuple[str, ...], needs: set) -> None:

@@ -16,7 +16,6 @@ from sglang_c2t.classifier.features import CONVENTIONS
 from sglang_c2t.classifier.recording import (
     DRAFT_COLUMNS,
     NODE_COLUMNS,
-    WIDE,
     RecordingFull,
     RecordingWriter,
     read_recording,
@@ -57,7 +56,8 @@ def test_drafts_come_back_as_they_were_written(
     read = read_recording(directory)
     assert writer.drafts_written == read.num_drafts == len(drafts)
     assert read.num_nodes == sum(len(draft.parents) for draft in drafts)
-    types = NODE_COLUMNS | {name: WIDE.get(name, torch.float32) for name in extra}
+    wide = {"topk_prob": torch.float16, "hidden": torch.float16}
+    types = NODE_COLUMNS | {name: wide.get(name, torch.float32) for name in extra}
     assert {name: column.dtype for name, column in read.nodes.items()} == types
     assert {name: read.drafts[name].dtype for name in DRAFT_COLUMNS} == DRAFT_COLUMNS
     assert len(set(read.requests)) == len(read.requests), "one request, though in two shards"
@@ -83,7 +83,7 @@ def test_a_column_that_one_shard_lacks_is_left_out(tmp_path: Path) -> None:
 def test_hidden_states_of_different_widths_are_left_out(tmp_path: Path) -> None:
     nodes, drafts, requests = tables(CHAINS, extra=("hidden",))
     for width in (4, 8):
-        writer = RecordingWriter(tmp_path, origin={"draft": width}, extra=("hidden",))
+        writer = RecordingWriter(tmp_path, origin={"draft": width})
         writer.add({**nodes, "hidden": nodes["hidden"][:, :width]}, drafts, requests)
         writer.flush()
     assert set(read_recording(tmp_path, mix_drafts=True).nodes) == set(NODE_COLUMNS)

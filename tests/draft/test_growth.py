@@ -18,18 +18,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eval.baselines import EntropyWidth, Fork, StaticTree
 from sglang_c2t import tree
 from sglang_c2t.draft.growth import TreeGrowth, node_margins
 from sglang_c2t.draft_layer import PLACES, DraftLayer, measure
-from sglang_c2t.kernels.trees import Beams
+from sglang_c2t.kernels.beams import Beams
 from sglang_c2t.policies.base import TreePolicy, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.eagle2 import EAGLE2
-from sglang_c2t.policies.entropy_width import EntropyWidth
-from sglang_c2t.policies.fork import Fork
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
-from sglang_c2t.policies.static_tree import StaticTree
 from tests import oracles
 from tests.draft.own_rules import ByMark
 
@@ -294,30 +292,12 @@ def assert_beams(run: Run, oracle: Oracle) -> None:
 # -- gates of this file -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AlongPath(ByMark):
-    """Product of the free numbers down to the token, read from the parents like ``logistic``."""
-
-    reads_parent = True
-
-    def confidence(self, layer: DraftLayer) -> Tensor:
-        own = layer.measured["margin"]
-        return own if layer.parent is None else own * self.confidence(layer.parent)
-
-
 def mark(node: Node) -> float:
     return node.mark
 
 
 def joint(node: Node) -> float:
     return node.joint
-
-
-def along_path(node: Node) -> float:
-    product = 1.0
-    for other in node.path:
-        product *= other.mark
-    return product
 
 
 betas = st.integers(0, 9).map(lambda eighths: eighths / 8)
@@ -345,12 +325,6 @@ def test_algorithm_1_is_what_it_is_node_by_node(
     oracle = Oracle(lambda node: node.mark >= beta, key=mark, limit=limit)
     draft = replace(draft, width=min(width, draft.topk))
     grown_as(oracle, draft, GatedTree(ByMark(beta), limit))
-
-
-@given(drafts(), betas)
-def test_a_gate_that_reads_parents_gets_each_nodes_own(draft: Draft, beta: float) -> None:
-    oracle = Oracle(lambda node: along_path(node) >= beta, key=along_path)
-    grown_as(oracle, draft, GatedTree(AlongPath(beta)))
 
 
 @given(drafts(), betas)
@@ -462,15 +436,12 @@ def test_the_rows_of_a_beams_ancestors_hold_the_tokens_of_its_path(
 
 
 @given(drafts(), betas)
-def test_a_policy_sees_every_node_with_its_own_measurements_and_its_own_parents(
-    draft: Draft, beta: float
-) -> None:
-    """All the way up to the first layer, for every node that lives."""
+def test_a_policy_sees_every_node_with_its_own_measurements(draft: Draft, beta: float) -> None:
+    """Every node that lives."""
     oracle = Oracle(lambda node: node.mark >= beta, key=mark)
 
     @dataclass(frozen=True)
     class Curious(ByMark):
-        reads_parent = True
         needs = ByMark.needs | PLACES
 
     run = grown(draft, GatedTree(Curious(beta)))
@@ -495,19 +466,14 @@ def test_a_policy_sees_every_node_with_its_own_measurements_and_its_own_parents(
                     assert_is(layer.nodes, at, node)
 
 
-def assert_is(layer: DraftLayer | None, at: int, node: Node | None) -> None:
-    """The token at this place is that node; so is its parent, and so on."""
-    if node is None:
-        assert layer is None
-        return
-    assert layer is not None
+def assert_is(layer: DraftLayer, at: int, node: Node) -> None:
+    """The token at this place is that node."""
     assert layer.depth == node.depth
     assert (layer.prob[at], layer.joint[at]) == (node.prob, node.joint)
     assert layer.measured["margin"][at] == node.mark
     assert layer.entropy[at] == torch.tensor(node.entropy)
     assert torch.equal(layer.measured["hidden"][at], torch.tensor([node.secret, -node.secret]))
     assert bool(layer.alive[at])
-    assert_is(layer.parent, at, node.parent)
 
 
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 2**16))

@@ -10,18 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from eval.baselines import Fork
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft import gate as parts
+from sglang_c2t.draft import served
 from sglang_c2t.draft import tree as tree_gate
 from sglang_c2t.draft.growth import TreeGrowth, node_margins
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.draft_layer import measure
-from sglang_c2t.kernels.gate import GateOutput, judge_layer
+from sglang_c2t.kernels.gate import judge_layer
+from sglang_c2t.kernels.gate_program import GateOutput
 from sglang_c2t.policies import build_tree_policy
 from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.eagle2 import EAGLE2
-from sglang_c2t.policies.fork import Fork
 from sglang_c2t.policies.gated_tree import GatedTree
 from sglang_c2t.tree import LINKS, PLANES, LinkedTrees, Trees, cut, within_budget
 from tests.doubles import double
@@ -108,7 +110,8 @@ def finished(gate: TreeGate, slots: Tensor, first: Tensor) -> Trees:
 @pytest.mark.parametrize("enter", ["join", "relay_first_token"])
 def test_the_first_layers_measurements_find_their_requests(enter: str) -> None:
     """By slot, whatever places the requests have in the next batch; one row per child."""
-    policy = Scripted(needs=frozenset({"margin", "topk_prob", "hidden"}))
+    policy: Any = Scripted(needs=frozenset({"margin", "entropy_top4", "state"}))
+    policy.measure = lambda _logits, hidden: {"state": hidden}
     gate = gate_of(policy)
     first, hidden = logits(3, 0), torch.arange(6.0).view(3, 2)
     getattr(gate, enter)(torch.tensor([6, 2, 4]), first, hidden)
@@ -117,12 +120,12 @@ def test_the_first_layers_measurements_find_their_requests(enter: str) -> None:
     token, prob = choices(here)
     gate.add(token[:, None], prob[:, None])
     (layer,) = policy.seen
-    said = measure(here, ["topk_prob"])
+    said = measure(here, ["entropy_top4"])
     assert torch.equal(layer.entropy, said["entropy"][:, None, None].expand(-1, 1, SHAPE.topk))
     measured = layer.nodes.measured
     assert torch.equal(measured["margin"], node_margins(prob))
-    assert torch.equal(measured["topk_prob"], said["topk_prob"].repeat_interleave(3, dim=0))
-    assert torch.equal(measured["hidden"], hidden[[2, 0]].repeat_interleave(3, dim=0))
+    assert torch.equal(measured["entropy_top4"], said["entropy_top4"].repeat_interleave(3))
+    assert torch.equal(measured["state"], hidden[[2, 0]].repeat_interleave(3, dim=0))
     assert torch.equal(layer.nodes.prob, prob.flatten())
 
 
@@ -243,7 +246,7 @@ def test_rank_zero_decides_all_of_a_tree_in_one_message() -> None:
 def test_the_gate_grows_what_its_policy_grows() -> None:
     """Nothing more and nothing less than :class:`TreeGrowth` does; and a step starts afresh."""
     slots, first = torch.tensor([1, 5]), logits(2, 0)
-    gate = gate_of(in_torch(Fork(2)))
+    gate = gate_of(Fork(2))
     gate.join(slots, first)
     for seed in (5, 9):
         trees, keys = run_step(gate, slots, first, seed=seed)
@@ -267,17 +270,9 @@ GATES = {
     name + how: C2TConfig(policy=name + how, beta=beta)
     for name, beta in BETAS.items()
     for how in ("", "-eagle2")
-} | {"logistic": C2TConfig("logistic", beta=0.05)}
-#: And trees that ask no gate.
-OTHERS = {
-    "eagle2": C2TConfig("eagle2"),
-    "entropy-width": C2TConfig("entropy-width"),
-    "to the entropy": C2TConfig(
-        "entropy-width", policy_options={"depth": "dynamic", "stop_entropy": 1.7}
-    ),
-    "fork": C2TConfig("fork", policy_options={"width": 2}),
-    "static": C2TConfig("static", policy_options={"paths": [[0], [1], [1, 0], [1, 2], [1, 0, 1]]}),
 }
+#: And trees that ask no gate.
+OTHERS = {"eagle2": C2TConfig("eagle2")}
 
 
 def gated(name: str) -> TreePolicy:
@@ -356,7 +351,7 @@ def test_a_layer_is_one_call_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     slots, first = torch.tensor([1, 5]), logits(2, 0)
     for module in (tree_gate, parts):
         monkeypatch.setattr(module, "judge_layer", counted)
-        monkeypatch.setattr(module, "measure", lambda of, *_, **__: torch_calls.append(of))
+    monkeypatch.setattr(served, "measure", lambda of, *_, **__: torch_calls.append(of))
     gate.relay_first_token(slots, first)
     run_step(gate, slots, first)
     assert calls == [1, 2, 3]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from eval.baselines import MCSDInputs
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.planner import Choice, Planner
@@ -67,6 +68,11 @@ class Switchable:
         """Whatever any of the gates to be needs."""
         return frozenset(self.measured)
 
+    def measure(self, logits: Tensor, hidden: Tensor | None) -> dict[str, Tensor]:
+        """Measure the inputs of the baselines among the gates."""
+        inputs = MCSDInputs(hidden="hidden" in self.measured).measure(logits, hidden)
+        return {name: values for name, values in inputs.items() if name in self.measured}
+
     def keep(self, layer: DraftLayer) -> Tensor:
         """[B] bool, as the current mode says."""
         mode = Path(self.control).read_text()
@@ -91,7 +97,6 @@ class SwitchableTree:
     control: str
     measured: list[str] = field(default_factory=list)
     name: ClassVar[str] = "switchable-tree"
-    reads_parent: ClassVar[bool] = True
     _generator: torch.Generator = field(
         default_factory=lambda: torch.Generator().manual_seed(os.getpid())
     )

@@ -158,7 +158,7 @@ def test_a_threshold_alone_keeps_the_policy_and_a_policy_brings_its_own(
 def test_changes_under_load_leave_outputs_as_they_were(
     controlled: Controlled, expected: list[tuple[int, ...]]
 ) -> None:
-    policies = ["c2t", "c2t-plus", "dyjoint", "logistic", "c2t-log"]
+    policies = ["c2t", "c2t-plus", "dyjoint", "dymax", "c2t-log"]
     posts = [{"policy": name, "beta": beta} for name in policies for beta in (None, 0.9, 0.01)]
     controlled.flush_cache()
     switches = controlled.settings()["switches"]

@@ -10,38 +10,44 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from eval.baselines import MCSD, logistic, mcsd
+from eval.baselines.estimators import save
 from eval.metrics import SpecTotals
 from eval.prompts import Prompt, demo_mix
 from eval.recordings import WITHOUT_PREFIX_CACHE, Recorded, record
 from eval.server import DRAFTS, Launch, running, speculative_flags
-from sglang_c2t.classifier.checkpoint import save_classifier
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.offline.client import differing, greedy
 from sglang_c2t.offline.replay import Chains, replay
-from sglang_c2t.offline.train import RECIPES, TrainSettings, train_classifier
 from sglang_c2t.policies import build_policy
-from sglang_c2t.policies.mcsd import MCSD
 from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags
 
 RECORDED = Recorded(num_steps=10, max_new_tokens=64)
 PROMPTS: list[Prompt] = demo_mix(21, seed=3)
 
-#: Every policy of the menu; "hidden" stands for a classifier trained in the test.
+#: Every policy of the menu and every baseline; "weights" are trained in the test.
 CONFIGS: dict[str, dict[str, Any]] = {
     "fixed": {"policy": "fixed", "policy_options": {"length": 3}},
     "dymax": {"policy": "dymax"},
     "dyjoint": {"policy": "dyjoint"},
-    "entropy": {"policy": "entropy"},
+    "entropy": {"policy": "eval.baselines:Entropy"},
     "c2t": {"policy": "c2t"},
     "c2t-log": {"policy": "c2t-log", "beta": 0.3},
     "c2t-plus": {"policy": "c2t-plus", "beta": 0.3},
-    "logistic": {"policy": "logistic"},
-    "mcsd per request": {"policy": "mcsd", "policy_options": {"per_request": True}},
-    "mcsd": {"policy": "mcsd"},
+    "logistic": {
+        "policy": "eval.baselines:Logistic", "policy_options": {"weights": "logistic"}
+    },
+    "mcsd per request": {
+        "policy": "eval.baselines:MCSD",
+        "policy_options": {"weights": "mcsd", "per_request": True},
+    },
+    "mcsd": {"policy": "eval.baselines:MCSD", "policy_options": {"weights": "mcsd"}},
     "mcsd-hidden": {
-        "policy": "mcsd-hidden", "classifier": "hidden", "policy_options": {"per_request": True},
+        "policy": "eval.baselines:MCSDHidden",
+        "policy_options": {"weights": "hidden", "per_request": True},
     },
 }  # fmt: skip
 
@@ -56,22 +62,23 @@ class RecordedAndLive:
 
     recording: Recording
     gated: GatedServer
-    hidden_classifier: Path | None
+    weights: dict[str, Path]
 
 
 @pytest.fixture(scope="module", params=sorted(DRAFTS))
 def both(request: pytest.FixtureRequest, logs: Path) -> Iterator[RecordedAndLive]:
     algorithm: str = request.param
-    extra = ("topk_prob", "hidden") if algorithm == "EAGLE3" else ("topk_prob",)
-    what = RECORDED._replace(extra=extra)
+    hidden = algorithm == "EAGLE3"
+    inputs = {"policy": "eval.baselines:MCSDInputs", "policy_options": {"hidden": hidden}}
+    what = RECORDED._replace(settings=inputs)
     recording = record(algorithm, PROMPTS, logs / f"recording-{algorithm}", what)
-    hidden: Path | None = None
-    if algorithm == "EAGLE3":
-        hidden = logs / f"hidden-{algorithm}.safetensors"
-        save_classifier(
-            train_classifier(recording, RECIPES["mcsd-hidden"], settings=TrainSettings(steps=200)),
-            hidden,
-        )
+    trained: dict[str, torch.nn.Module] = {
+        "logistic": logistic.train(recording), "mcsd": mcsd.train(recording),
+        **({"hidden": mcsd.train_hidden(recording)} if hidden else {}),
+    }  # fmt: skip
+    weights = {name: logs / f"{name}-{algorithm}.safetensors" for name in trained}
+    for name, net in trained.items():
+        save(net, weights[name])
     control = logs / f"replayed-gate-{algorithm}"
     measured = ["margin", "topk_prob", *(["hidden"] if hidden else [])]
     flags = (
@@ -81,11 +88,11 @@ def both(request: pytest.FixtureRequest, logs: Path) -> Iterator[RecordedAndLive
     )
     launch = Launch(f"replayed-{algorithm}", flags, env={"PYTHONPATH": str(REPOSITORY)})
     with running(launch, logs) as server:
-        yield RecordedAndLive(recording, GatedServer(server, algorithm, control), hidden)
+        yield RecordedAndLive(recording, GatedServer(server, algorithm, control), weights)
 
 
 def test_replay_counts_what_the_server_counts(both: RecordedAndLive) -> None:
-    """Verifications, accepted and verified drafts: equal, so tau and gamma are."""
+    """Verifications, accepted and verified drafts: equal, so tau and gamma are. So are outputs."""
     names = CONFIGS if both.gated.algorithm == "EAGLE3" else EVERYWHERE
     counted = {name: live_and_replayed(both, name) for name in names}
     assert {name: live for name, (live, _) in counted.items()} == {
@@ -99,8 +106,10 @@ def live_and_replayed(both: RecordedAndLive, name: str) -> tuple[SpecTotals, Spe
     A batch-wide stop depends on who shares the batch, so that one is served one by one.
     """
     settings = dict(CONFIGS[name])
-    if settings.get("classifier") == "hidden":
-        settings["classifier"] = str(both.hidden_classifier)
+    options = settings.get("policy_options", {})
+    if "weights" in options:
+        path = str(both.weights[options["weights"]])
+        settings["policy_options"] = {**options, "weights": path}
     chains = Chains.from_recording(both.recording)
     policy = build_policy(C2TConfig.from_mapping(settings))
     if isinstance(policy, MCSD):
@@ -109,6 +118,7 @@ def live_and_replayed(both: RecordedAndLive, name: str) -> tuple[SpecTotals, Spe
     bodies = [greedy(prompt.text, RECORDED.max_new_tokens) for prompt in PROMPTS]
     concurrency = 1 if name == "mcsd" else 8
     result = both.gated.run(json.dumps(settings), bodies, concurrency)
+    assert differing(result.outputs, both.gated.run("full", bodies).outputs) == [], name
     live = SpecTotals.from_meta_infos(answer.meta_info for answer in result.answers)
 
     outcome = replay(policy, chains)
@@ -126,7 +136,10 @@ def beta_away_from_all(policy: MCSD, chains: Chains) -> float:
     Hidden states and probabilities of the vocabulary are recorded in half precision, so that a
     confidence beside the threshold may be above it in the server and below it in the replay.
     """
-    model = SimpleNamespace(needs=policy.needs, confidence=policy.classifier.confidence)
+    net: Any = policy.weights
+    model: Any = SimpleNamespace(
+        needs=policy.needs, confidence=lambda layer: net(policy.inputs(layer)).sigmoid()
+    )
     # A chain ends at its first low one, so that no later one decides.
     deciding = chains.confidences(model).cummin(dim=1).values
     near = deciding[(deciding - policy.beta).abs() < 0.05].double().sort().values

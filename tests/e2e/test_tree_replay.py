@@ -37,13 +37,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "c2t, strict": {"policy": "c2t", "beta": 0.8, "policy_options": {"layer_limit": 2}},
     "c2t-eagle2": {"policy": "c2t-eagle2", "beta": 0.5},
     "c2t-log": {"policy": "c2t-log", "beta": 0.3},
-    "logistic": {"policy": "logistic", "beta": 0.3},
     "dyjoint": {"policy": "dyjoint", "beta": 0.08},
     "dymax": {"policy": "dymax", "beta": 0.3},
-    "entropy-width": {"policy": "entropy-width"},
-    "fork": {"policy": "fork", "policy_options": {"width": 2}},
+    "entropy-width": {"policy": "eval.baselines:EntropyWidth"},
+    "fork": {"policy": "eval.baselines:Fork", "policy_options": {"width": 2}},
     "static": {
-        "policy": "static",
+        "policy": "eval.baselines:StaticTree",
         "policy_options": {"paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
     },
 }

@@ -43,9 +43,9 @@ MODES = {
     FAILS: FAILS,
     "c2t": '{"policy": "c2t"}',
     "c2t-eagle2": '{"policy": "c2t-eagle2"}',
-    "fork": '{"policy": "fork"}',
-    "entropy-width": '{"policy": "entropy-width"}',
-    "static": '{"policy": "static"}',
+    "fork": '{"policy": "eval.baselines:Fork"}',
+    "entropy-width": '{"policy": "eval.baselines:EntropyWidth"}',
+    "static": '{"policy": "eval.baselines:StaticTree"}',
 }
 ON_EACH_DRAFT = {
     "EAGLE3": tuple(MODES),

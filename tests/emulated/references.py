@@ -20,20 +20,19 @@ def logit_partials(*_: Any, **__: Any) -> None:
 def judge(
     logits: Tensor, row_stride: int, vocab: int, maxima: Tensor, partials: Tensor, program: Tensor,
     depth: float, joint: Tensor | None, alive: Tensor | None, token_map: Tensor | None,
-    num_kept: Tensor | None, sure: Tensor | None, table: Tensor | None, slots: Tensor | None,
-    num_slots: int, *out: Tensor, NAMES: tuple[str, ...], HIDDEN: int, DEPTHS: int, K: int,
-    WIDTH: int, **_: Any,
+    num_kept: Tensor | None, table: Tensor | None, slots: Tensor | None,
+    num_slots: int, *out: Tensor, NAMES: tuple[str, ...], HIDDEN: int, K: int, WIDTH: int, **_: Any,
 ) -> None:  # fmt: skip
     """The gate's twin."""
     # Not before: whoever imports it may be what brings Triton, and with it these references.
-    from sglang_c2t.kernels.gate import FusedGate, GateOutput, Relay, judge_layer_reference
+    from sglang_c2t.kernels.gate import judge_layer_reference
+    from sglang_c2t.kernels.gate_program import FusedGate, GateOutput, Relay
 
     gate = FusedGate.__new__(FusedGate)  # over the kernel's own buffer
-    gate.names, gate.buffer = tuple(dict.fromkeys(NAMES)), program
-    gate.hidden_size, gate.num_depths, gate.running = HIDDEN, DEPTHS, sure is not None
+    gate.names, gate.buffer, gate.hidden_size = tuple(NAMES), program, HIDDEN
     judge_layer_reference(
         logits, gate, depth=int(depth), topk=K, joint=joint, alive=alive, token_map=token_map,
-        num_kept=num_kept, sure=sure, out=GateOutput(*out), width=WIDTH,
+        num_kept=num_kept, out=GateOutput(*out), width=WIDTH,
         relay=None if table is None or slots is None else Relay(table, slots),
     )  # fmt: skip
 

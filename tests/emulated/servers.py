@@ -44,17 +44,14 @@ UNUSUAL = {
     "EAGLE3 trees, FlashInfer, recorded": (*TREES, *FLASHINFER, "--c2t", *RECORDED),
 }
 
-#: Rules that the kernels run otherwise than c2t's, and a verification of whole drafts.
+#: Rules that are asked in torch, and a verification of full drafts.
 RULES = {
-    "EAGLE3 chains, FA3, mcsd": (
-        *CHAINS["EAGLE3"], "--c2t", "--c2t-policy", "mcsd", "--c2t-beta", "0.8",
-    ),
-    "EAGLE3 trees, FlashInfer, logistic": (
-        *TREES, *FLASHINFER, "--c2t", "--c2t-policy", "logistic",
+    "EAGLE3 chains, FA3, entropy": (
+        *CHAINS["EAGLE3"], "--c2t", "--c2t-policy", "eval.baselines:Entropy",
     ),
     "EAGLE3 chains, FA3, static": (*CHAINS["EAGLE3"], *GATED, "--c2t-verify", "static"),
     "EAGLE3 trees, FlashInfer, entropy-width": (
-        *TREES, *FLASHINFER, "--c2t", "--c2t-policy", "entropy-width",
+        *TREES, *FLASHINFER, "--c2t", "--c2t-policy", "eval.baselines:EntropyWidth",
     ),
 }  # fmt: skip
 UNUSUAL |= RULES

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-import triton
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -130,19 +128,13 @@ class Launched:
         return self._reference
 
 
-def _interpreting() -> Any:
-    """Triton that says so. Its own knob would write the variable that others read."""
-    knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=True))
-    return SimpleNamespace(knobs=knobs, cdiv=triton.cdiv, next_power_of_2=triton.next_power_of_2)
-
-
 def test_the_reference_of_the_gate_takes_what_its_kernels_take() -> None:
     logits, layer = random_layer(5, 300, 4, seed=1)
     network = program(NETWORKS[-1])
     with (
         mock.patch.object(gate, "logit_partials", Launched(references.logit_partials)),
         mock.patch.object(gate, "judge", Launched(references.judge)),
-        mock.patch.object(gate, "triton", _interpreting()),
+        mock.patch.object(gate, "runs_triton", return_value=True),
     ):
         judged = gate.judge_layer(logits, network, **layer, width=2)
     twins = gate.judge_layer_reference(logits, network, **layer, width=2)

@@ -45,7 +45,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "beta without a gate": ({"methods": [{"kind": "fixed", "beta": 0.5}]}, "fixed has no beta"),
     "chain policy in a tree": (
-        {"methods": [{"kind": "c2t-tree", "policy": "entropy", "topk": 4, "num_draft_tokens": 9}]},
+        {"methods": [{"kind": "c2t-tree", "policy": "fixed", "topk": 4, "num_draft_tokens": 9}]},
         "cuts chains only",
     ),
     "tree without nodes": ({"methods": [{"kind": "tree", "topk": 4}]}, "needs num_draft_tokens"),

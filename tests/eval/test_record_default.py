@@ -47,7 +47,7 @@ def test_the_demo_drafts_are_pooled_into_the_classifiers_of_every_pair(
         for kind, number, what in (("chains", 6, CHAINS), ("trees", 3, TREES))
         for draft in drafts
     ]
-    chains = ["c2t", "c2t-log", "c2t-plus", "logistic", "mcsd"]
+    chains = ["c2t", "c2t-log", "c2t-plus"]
     trees = ["c2t-tree", "c2t-log-tree", "c2t-plus-tree"]
     assert list(made.trained) == [tmp_path / f"{name}.safetensors" for name in chains + trees]
     for out, told in made.trained.items():
@@ -61,7 +61,7 @@ def test_a_real_pair_has_a_folder_of_its_own_and_is_not_mixed(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = record_default.Source(
-        {"mine": "EAGLE3"}, lambda n: [Prompt("own", "?")] * n, "mine", ("c2t", "logistic"),
+        {"mine": "EAGLE3"}, lambda n: [Prompt("own", "?")] * n, "mine", ("c2t", "c2t-plus"),
         CHAINS, TREES, num_tree_prompts=3,
     )  # fmt: skip
     monkeypatch.setattr(record_default, "real", lambda: source)
@@ -69,7 +69,7 @@ def test_a_real_pair_has_a_folder_of_its_own_and_is_not_mixed(
     assert [one[1:3] for one in made.recorded] == [
         (5, Path("w/chains/mine")), (3, Path("w/trees/mine"))
     ]  # fmt: skip
-    names = ["c2t", "logistic", "c2t-tree", "c2t-log-tree", "c2t-plus-tree"]
+    names = ["c2t", "c2t-plus", "c2t-tree", "c2t-log-tree", "c2t-plus-tree"]
     assert list(made.trained) == [tmp_path / "mine" / f"{name}.safetensors" for name in names]
     assert all("--mix-drafts" not in told for told in made.trained.values())
     made.trained.clear()

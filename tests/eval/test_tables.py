@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from eval import recordings
+from eval.baselines import logistic
 from eval.bench.provenance import conditions
 from eval.prompts import EVALUATION_SETS, Prompt, classifier_mix, demo_mix, public_mix
 from eval.recordings import MANIFEST, Recorded, demo_pair, manifest, record
@@ -31,7 +32,6 @@ from sglang_c2t.policies.c2t_plus import C2TPlus
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.gated_tree import GatedTree
-from sglang_c2t.policies.logistic import Logistic
 from tests.recordings import Draft, random_chains, random_trees, recording, tree_origin, write
 
 FAMILIES = ("code", "math", "talk")
@@ -69,12 +69,12 @@ def counts(curve: Curve) -> list[list[float]]:
     return [values.tolist() for values in vars(curve).values()]
 
 
-@pytest.mark.parametrize("name", ["dyjoint", "c2t-plus", "logistic"])
+@pytest.mark.parametrize("name", ["dyjoint", "c2t-plus"])
 def test_tables_rule_replayed_by_its_scores_counts_as_its_policy(
     chains: rules.Recorded, trees: rules.Recorded, name: str
 ) -> None:
     """Confidences are looked up; the policy computes them layer by layer."""
-    kinds = {"dyjoint": DyJoint, "c2t-plus": C2TPlus, "logistic": Logistic}
+    kinds = {"dyjoint": DyJoint, "c2t-plus": C2TPlus}
     for recorded in (chains, trees):
         if name == "dyjoint":
             scores, gate = recorded.recording.nodes["joint"], kinds[name]
@@ -84,7 +84,7 @@ def test_tables_rule_replayed_by_its_scores_counts_as_its_policy(
                 recorded.recording, RECIPES[name], settings=TrainSettings(steps=100)
             )
             scores, gate = (
-                rules.scores_of(classifier, recorded.recording),
+                classifier.confidence(recorded.recording.layer(classifier.features.needs)),
                 partial(kinds[name], classifier),
             )
         grid = rules.TREE_GRID if recorded.trees else rules.ODDS_GRID
@@ -96,6 +96,17 @@ def test_tables_rule_replayed_by_its_scores_counts_as_its_policy(
                 outcome = replay(policy, recorded.replayed)
             found = [values[at].tolist() for values in vars(recorded.curve(scores)).values()]
             assert found == [values[0] for values in counts(Curve.of([outcome]))]
+
+
+def test_tables_logistic_replayed_by_its_scores_counts_as_its_policy(
+    chains: rules.Recorded,
+) -> None:
+    net = logistic.train(chains.recording)
+    found = chains.curve(logistic.path_scores(net, chains.recording))
+    for at in (1, 20, len(rules.ODDS_GRID) - 3):
+        outcome = replay(logistic.Logistic(net, rules.ODDS_GRID[at]), chains.replayed)
+        counted = [values[at].tolist() for values in vars(found).values()]
+        assert counted == [values[0] for values in counts(Curve.of([outcome]))]
 
 
 def test_tables_classifier_learns_from_its_family_and_is_tested_on_the_others(
@@ -250,7 +261,7 @@ def test_recording_of_other_prompts_models_or_settings_is_refused(tmp_path: Path
         manifest(pair, demo_mix(1)),
         manifest(demo_pair("EAGLE3"), asked),
         manifest(pair, asked, Recorded(3)),
-        manifest(pair, asked, recordings.CHAINS._replace(extra=())),
+        manifest(pair, asked, recordings.CHAINS._replace(topk=2)),
     ):
         kept.write_text(json.dumps(other))
         with pytest.raises(ValueError, match="recording of other prompts"):
@@ -274,7 +285,7 @@ def test_recording_serves_the_pair_it_is_given(
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"")
     pair = recordings.Pair("a pair", target, draft, "EAGLE3", {"OMP_NUM_THREADS": "2"})
-    what = Recorded(5, topk=4, extra=("topk_prob",))
+    what = Recorded(5, topk=4)
     with pytest.raises(RuntimeError, match="seen"):
         record(pair, [Prompt("a", "b")], tmp_path / "made", what)
     argv = " ".join(launched[0].argv(30000))
@@ -282,8 +293,6 @@ def test_recording_serves_the_pair_it_is_given(
     assert f"--speculative-draft-model-path {draft}" in argv
     assert "--speculative-num-draft-tokens 69" in argv
     assert launched[0].env == {"OMP_NUM_THREADS": "2"}
-    config = json.loads((tmp_path / "made.partial" / "config.json").read_text())
-    assert config["record_extra"] == ["topk_prob"]
     assert not (tmp_path / "made").exists(), "complete or absent"
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eval.baselines import StaticTree
 from eval.tables.tree_replay import Forest, replay_trees
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.draft_layer import DraftLayer
@@ -20,7 +21,6 @@ from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
-from sglang_c2t.policies.static_tree import StaticTree
 from tests.recordings import ORIGIN, random_chains, random_trees, recording, tree_origin
 from tests.refusals import refused
 
@@ -63,24 +63,21 @@ class Timid:
 
 
 class Measured:
-    """A gate that reads a row's measurement, a child's, and the parent's probability."""
+    """A gate that reads a row's measurement and a child's."""
 
     name = "measured"
     needs = frozenset({"margin"})
-    reads_parent = True
     beta = 0.0
 
     def confidence(self, layer: DraftLayer) -> torch.Tensor:
-        above = 0.0 if layer.parent is None else layer.parent.prob
-        return layer.measured["margin"] - layer.entropy + above
+        return layer.measured["margin"] - layer.entropy
 
     def keep(self, layer: DraftLayer) -> torch.Tensor:
         return self.confidence(layer) >= self.beta
 
 
 def measured(node: Node) -> float:
-    above = node.parent.prob if node.parent else 0.0
-    return (torch.tensor(node.margin) - torch.tensor(node.entropy) + above).item()
+    return (torch.tensor(node.margin) - torch.tensor(node.entropy)).item()
 
 
 PATHS = [(0,), (1,), (0, 1), (1, 0), (0, 1, 0)]

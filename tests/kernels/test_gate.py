@@ -16,22 +16,15 @@ from hypothesis import given, settings
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from sglang_c2t.classifier.checkpoint import load_classifier
-from sglang_c2t.classifier.features import LOGIT_EPS, MIN_PROB
+from sglang_c2t.classifier.features import MIN_PROB
 from sglang_c2t.draft.growth import node_margins
 from sglang_c2t.draft_layer import MAX_MARGIN, DraftLayer, measure
-from sglang_c2t.kernels import gate
-from sglang_c2t.kernels.gate import (
-    DepthWeights,
-    FusedGate,
-    GateOutput,
-    Weights,
-    judge_layer,
-    judge_layer_reference,
-)
+from sglang_c2t.kernels import gate, gate_device
+from sglang_c2t.kernels.gate import judge_layer, judge_layer_reference
+from sglang_c2t.kernels.gate_program import FusedGate, GateOutput, Weights
 from tests.gpu import gpu
 from tests.kernels import gate_worker
 from tests.kernels.gate_worker import (
-    BY_DEPTH,
     NETWORKS,
     THRESHOLDS,
     assert_same,
@@ -71,7 +64,6 @@ def test_the_partials_compile_for_an_h100_without_spills(dtype: torch.dtype) -> 
         (NETWORKS[-1], 1),
         (NETWORKS[-1], 16),
         *((names, 4) for names in THRESHOLDS),
-        *((names, topk) for names in BY_DEPTH for topk in (1, 4)),
     ],
 )
 def test_the_judge_compiles_for_an_h100_without_spills(
@@ -79,14 +71,13 @@ def test_the_judge_compiles_for_an_h100_without_spills(
 ) -> None:
     """Chains count what they keep, trees do not; EAGLE-3 alone brings a token map."""
     parents = [None, None] if names in THRESHOLDS else [FLOAT, torch.bool]
-    sure = FLOAT if names in BY_DEPTH else None
     token_map, num_kept = (torch.int64, None) if topk > 1 else (None, torch.int32)
     out = [torch.int64, *[FLOAT] * 3, torch.bool, FLOAT]
     relay = (None, None, 0) if topk == 8 else (FLOAT, torch.int64, 257)
     constants = gate.judge_constants(program(names), topk, -(-vocab // gate.CHUNK))
     kernel = compiled(
         gate.judge, torch.bfloat16, vocab, vocab, FLOAT, FLOAT, FLOAT, 2.0, *parents, token_map,
-        num_kept, sure, *relay, *out, **constants,
+        num_kept, *relay, *out, **constants,
     )  # fmt: skip
     require_no_spills(kernel)
 
@@ -150,9 +141,8 @@ def test_the_first_child_has_the_margin_of_a_chain_even_without_a_second_token()
 
 
 def test_the_constants_are_the_classifiers() -> None:
-    assert gate.MIN_PROB.value == MIN_PROB
-    assert gate.LOGIT_EPS.value == LOGIT_EPS
-    assert gate.MAX_MARGIN.value == MAX_MARGIN
+    assert gate_device.MIN_PROB.value == MIN_PROB
+    assert gate_device.MAX_MARGIN.value == MAX_MARGIN
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -180,9 +170,8 @@ def test_the_example_of_the_docstring() -> None:
         (("joint",), (48, 48), "one hidden layer"),
         (("joint",), (65,), "at most 64 units"),
         (("joint",), (0,), "at most 64 units"),
-        (("topk_prob",), (), "first feature is what decides"),
-        (("joint", "prob"), (), "first feature is what decides"),
-        ((), (), "first feature is what decides"),
+        (("joint", "prob"), (), "one feature is the confidence"),
+        ((), (), "one feature is the confidence"),
     ],
 )
 def test_what_the_kernels_cannot_run_is_refused_with_the_reason(
@@ -198,8 +187,6 @@ def test_weights_of_another_network_are_refused() -> None:
         program(NETWORKS[0]).load(gate_worker.random_weights(4, 48))
     with pytest.raises(ValueError, match="shapes"):
         program(("joint",)).load(gate_worker.random_weights(1, 16))
-    with pytest.raises(ValueError, match=r"\(4,\), \(4,\)"):
-        program(BY_DEPTH[0]).load(DepthWeights(torch.zeros(5), torch.zeros(5)))
     with pytest.raises(ValueError, match="entropy_top5"):
         FusedGate(("entropy_top5",), gate_worker.random_weights(1, 16), beta=0.5, device="cpu")
 
@@ -218,7 +205,6 @@ def test_weights_of_another_network_are_refused() -> None:
         ({"alive": torch.zeros(2)}, "alive must be"),
         ({"token_map": torch.arange(8)}, "token_map must be"),
         ({"num_kept": torch.zeros(2).long()}, "num_kept must be"),
-        ({"sure": torch.zeros(3)}, "sure must be"),
         ({"out": GateOutput.empty(2, 3, "cpu")}, "out.tokens must be"),
     ],
 )
@@ -246,7 +232,7 @@ def on_gpu(
 @pytest.mark.parametrize("vocab", [32000, 32003, 151936])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernels_and_twin_agree_on_a_gpu(topk: int, vocab: int, dtype: torch.dtype) -> None:
-    kinds = (1, NETWORKS[0]), (64, NETWORKS[2]), (9, NETWORKS[-1]), (64, BY_DEPTH[0])
+    kinds = (1, NETWORKS[0]), (64, NETWORKS[2]), (9, NETWORKS[-1])
     for rows, names in (*kinds, *((256, names) for names in THRESHOLDS)):
         logits, layer = on_gpu(rows, vocab, topk, dtype)
         logits[0, :9000] = -torch.inf

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sglang_c2t.draft.growth import TreeGrowth
+from sglang_c2t.kernels.beams import choose_beams
 from sglang_c2t.kernels.budget import nodes_within
 from sglang_c2t.kernels.outcome import (
     outcome_of_chains,
@@ -25,21 +26,13 @@ from sglang_c2t.kernels.survival import (
     survival_of_nodes,
     survival_of_nodes_torch,
 )
-from sglang_c2t.kernels.trees import (
-    choose_beams,
-    cut_and_link,
-    finish_trees,
-    finish_trees_torch,
-)
+from sglang_c2t.kernels.trees import cut_and_link, finish_trees, finish_trees_torch
 from sglang_c2t.plan.survival import LIMIT
 from sglang_c2t.policies.base import TreePolicy, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.eagle2 import EAGLE2
-from sglang_c2t.policies.entropy_width import EntropyWidth
-from sglang_c2t.policies.fork import Fork
 from sglang_c2t.policies.fused import growth_rule
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree, PlannedTree
-from sglang_c2t.policies.static_tree import StaticTree
 from sglang_c2t.tree import Trees
 from tests.kernels.masks_worker import random_forest
 
@@ -249,19 +242,15 @@ def check_growth(rng: random.Random, width: int, size: int, device: str = "cpu")
     torch.manual_seed(rng.randrange(2**20))
     topk, steps = rng.randint(1, 4), rng.randint(1, 4)
     gate, narrow = DyJoint(0.5), rng.choice([None, 1, topk])
-    paths = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0), (2, 0, 1), (0, 1, 0, 2)]
-    static = StaticTree([path for path in paths if len(path) <= steps and max(path) < topk])
     policy: TreePolicy = rng.choice(
         [GatedTree(gate), GatedTree(gate, layer_limit=2), GatedEAGLE2(gate), PlannedTree(gate),
-         EAGLE2(), EntropyWidth(), EntropyWidth("dynamic", 0.5), Fork(), Fork(1),
-         *[static] * (topk > 2)]
+         EAGLE2()]
     )  # fmt: skip
     rule = growth_rule(policy)
     assert rule is not None
-    narrow = None if policy is static else narrow  # its own rows are what it knows
     whole = rng.choice([None, torch.rand(size, device=device) < 0.5])
     how = {"whole": whole, "layers": rng.choice([None, 1, 2]), "width": narrow}
-    beta = torch.tensor([0.5 if policy != EntropyWidth() else torch.inf], device=device)
+    beta = torch.tensor([0.5], device=device)
     shape = TreeShape(topk, steps, width)
     asked = TreeGrowth(policy, shape, size, device, **how)
     fused = TreeGrowth(policy, shape, size, device, **how, fused=(rule, beta))
@@ -273,12 +262,8 @@ def check_growth(rng: random.Random, width: int, size: int, device: str = "cpu")
         prob, sure = (torch.randint(1, 9, grid, device=device) / 8 for _ in range(2))
         sure[torch.rand(grid, device=device) < 0.05] = torch.nan
         keep = (sure >= 0.5) & alive[:, :, None]
-        # A row's, around where widths change.
-        entropy = torch.randint(0, 9, alive.shape, device=device) / 4 - 0.48
-        if rule.kind == "width":
-            sure = entropy[:, :, None].expand(grid)
         measured = {
-            "entropy": entropy.flatten(),
+            "entropy": torch.ones(alive.numel(), device=device),
             "confidence": sure.flatten(), "keep": keep.flatten(),
         }  # fmt: skip
         wanted = asked.add(tokens, prob, measured)

@@ -32,13 +32,13 @@ from sglang_c2t.policies.dymax import DyMax
 from tests.recordings import Draft, chain, recording, trees
 
 
-def linear(weights: dict[str, float], bias: float, label: str = "survives") -> Classifier:
+def linear(weights: dict[str, float], bias: float) -> Classifier:
     """Confidence sigmoid(weights * features + bias)."""
     net = ConfidenceNet(len(weights), ())
     weight, offset = net.requires_grad_(False).parameters()
     weight.copy_(weight.new_tensor([list(weights.values())]))
     offset.fill_(bias)
-    return Classifier(net, FeatureSpec(names=tuple(weights)), {}, label=label, name="mine")
+    return Classifier(net, FeatureSpec(names=tuple(weights)), {}, name="mine")
 
 
 #: Reads the entropy, which here tells what survives; the joint probability, backwards and as it is.
@@ -167,13 +167,6 @@ def test_score_takes_the_least_confidence_on_each_path(drafts: list[Draft]) -> N
             least = own if above < 0 else min(own, scored.path_confidence[first + above])
             assert scored.path_confidence[first + i] == least
         first += len(draft.parents)
-
-
-def test_score_label_accepts_leaves_out_what_the_target_never_reached() -> None:
-    """In a chain accepted, rejected, x the target never reaches x."""
-    data = recording([chain([0.9, 0.9, 0.9], [1, 0, 0])])
-    scored = score(data, linear({"prob": 10.0}, -5.0, label="accepts"))
-    assert scored.accepted.tolist() == [True, False]
 
 
 def test_quality_names_ranking_of_both_and_calibration() -> None:

@@ -13,24 +13,19 @@ from torch import Tensor
 from sglang_c2t.classifier.calibration import Isotonic
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.features import FeatureSpec
-from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
+from sglang_c2t.classifier.model import ConfidenceNet
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft.chain import ChainGate
-from sglang_c2t.kernels.gate import MAX_HIDDEN, MAX_TOPK
-from sglang_c2t.kernels.trees import Rule
+from sglang_c2t.kernels.beams import Rule
+from sglang_c2t.kernels.gate_program import MAX_HIDDEN, MAX_TOPK
 from sglang_c2t.policies import DraftLayer, build_policy, build_tree_policy
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.eagle2 import EAGLE2
-from sglang_c2t.policies.entropy import Entropy
-from sglang_c2t.policies.entropy_width import EntropyWidth
 from sglang_c2t.policies.fixed import Fixed
-from sglang_c2t.policies.fork import Fork
 from sglang_c2t.policies.fused import fused_gate, growth_rule
 from sglang_c2t.policies.gated_tree import GatedTree
-from sglang_c2t.policies.mcsd import MCSDHidden
-from sglang_c2t.policies.static_tree import StaticTree
 from tests.gpu import gpu
 
 TRAINED = ("c2t", "c2t-log", "c2t-plus")
@@ -69,41 +64,11 @@ def test_a_plain_gate_is_one_feature_and_its_threshold(gate: Any, feature: str) 
         assert program.beta.item() == pytest.approx(0.2)
 
 
-#: What may not be exceeded, and how a program says so.
-AT_MOST = [
-    (Entropy(1.25), ("entropy",), -1.25),
-    (Fixed(2), ("depth",), -2.0),
-    (Fixed(), ("depth",), -math.inf),
-]
-
-
-@pytest.mark.parametrize(("policy", "names", "beta"), AT_MOST)
-def test_what_must_not_be_exceeded_is_a_feature_with_its_sign(
-    policy: Any, names: tuple[str, ...], beta: float
-) -> None:
+@pytest.mark.parametrize(("policy", "beta"), [(Fixed(2), -2.0), (Fixed(), -math.inf)])
+def test_a_fixed_length_is_the_depth_with_its_sign(policy: Fixed, beta: float) -> None:
     program = fused_gate(policy, "cpu")
     assert program is not None
-    assert (program.names, program.sign.item(), program.beta.item()) == (names, -1.0, beta)
-
-
-@pytest.mark.parametrize("trees", [False, True])
-def test_a_logistic_becomes_its_numbers_by_depth_and_a_product_down_the_path(trees: bool) -> None:
-    config = C2TConfig(policy="logistic")
-    policy: Any = (build_tree_policy if trees else build_policy)(config)
-    program, gate = fused_gate(policy, "cpu"), policy.gate if trees else policy
-    assert program is not None
-    assert program.running
-    for mine, theirs in zip(program.depth_weights, gate.classifier.net.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-@pytest.mark.parametrize("per_request", [False, True])
-def test_mcsd_reads_ten_probabilities_and_may_stop_a_batch_at_once(per_request: bool) -> None:
-    options = {"per_request": per_request}
-    program = fused_gate(build_policy(C2TConfig("mcsd", policy_options=options)), "cpu")
-    assert program is not None
-    assert program.columns.count("topk_prob") == 10
-    assert program.together is not per_request
+    assert (program.names, program.sign.item(), program.beta.item()) == (("depth",), -1.0, beta)
 
 
 @pytest.mark.parametrize(
@@ -111,26 +76,11 @@ def test_mcsd_reads_ten_probabilities_and_may_stop_a_batch_at_once(per_request: 
     [
         (EAGLE2(), Rule("joint")),
         (GatedTree(DyJoint(), layer_limit=3), Rule("gated", 3)),
-        (Fork(2), Rule("fork", 2)),
-        (Fork(), Rule("fork", 0)),
-        (EntropyWidth("dynamic"), Rule("width")),
-        (StaticTree(), Rule("static")),
     ],
 )
 def test_a_tree_grows_by_a_kernels_rule_behind_a_program(policy: Any, rule: Rule) -> None:
     assert growth_rule(policy) == rule
     assert fused_gate(policy, "cpu", topk=4) is not None
-
-
-def test_an_entropy_width_stops_above_its_entropy_or_nowhere() -> None:
-    for policy, beta in ((EntropyWidth(), math.inf), (EntropyWidth("dynamic", 0.5), 0.5)):
-        program = fused_gate(policy, "cpu", topk=4)
-        assert program is not None
-        assert (program.names, program.beta.item()) == (("entropy",), beta)
-
-
-def test_a_running_confidence_behind_eagle2s_tree_is_asked_in_torch() -> None:
-    assert fused_gate(build_tree_policy(C2TConfig(policy="logistic-eagle2")), "cpu") is None
 
 
 @pytest.mark.parametrize(
@@ -141,10 +91,8 @@ def test_a_running_confidence_behind_eagle2s_tree_is_asked_in_torch() -> None:
         gate_with("joint", hidden_sizes=(MAX_HIDDEN + 1,)),
         gate_with("joint", "entropy_top1000"),
         gate_with("joint", isotonic=Isotonic(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))),
-        C2T(Classifier(DepthLogistic(3), FeatureSpec(names=("depth", "joint")), {})),
-        MCSDHidden(Classifier(ConfidenceNet(4), FeatureSpec(names=("hidden",)), {})),
     ],
-    ids=["two layers", "no layer", "too wide", "unknown feature", "isotonic", "no depth", "hidden"],
+    ids=["two layers", "no layer", "too wide", "unknown feature", "isotonic"],
 )
 def test_networks_the_kernel_does_not_know_are_asked_in_torch(gate: Any) -> None:
     assert fused_gate(gate, "cpu") is None
@@ -193,7 +141,7 @@ def test_on_a_gpu_the_kernel_is_asked() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("name", ["logistic", "c2t"])
+@pytest.mark.parametrize("name", ["c2t-plus", "c2t"])
 def test_on_a_gpu_the_classifier_is_where_the_logits_are(name: str) -> None:
     """Also beside a program: the first layer of a tree is judged in torch."""
     policy: Any = build_policy(C2TConfig(policy=name))

@@ -13,9 +13,8 @@ import torch
 import sglang_c2t.policies
 from sglang_c2t.classifier.checkpoint import Classifier, save_classifier, shipped
 from sglang_c2t.classifier.features import FeatureSpec
-from sglang_c2t.classifier.model import ConfidenceNet, DepthLogistic
+from sglang_c2t.classifier.model import ConfidenceNet
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.draft_layer import TOPK_PROBS
 from sglang_c2t.offline.train import RECIPES
 from sglang_c2t.policies import (
     POLICIES,
@@ -25,15 +24,10 @@ from sglang_c2t.policies import (
     named,
 )
 from tests import oracles
-from tests.recordings import HIDDEN_SIZE
 from tests.refusals import refused
 
-#: Columns of features that are not one number.
-WIDTHS = {"topk_prob": TOPK_PROBS, "hidden": HIDDEN_SIZE}
-
-#: Policies with a classifier of their own, and those whose classifier comes with the package.
-TRAINED = ("c2t", "c2t-log", "c2t-plus", "logistic", "mcsd", "mcsd-hidden")
-SHIPPED = TRAINED[:-1]
+#: Policies with a classifier, which comes with the package.
+SHIPPED = ("c2t", "c2t-log", "c2t-plus")
 
 FILES = sorted(
     path
@@ -49,8 +43,7 @@ def layer(
     *,
     depth: int = 1,
     alive: list[bool] | None = None,
-    parent: DraftLayer | None = None,
-    **measured: list[float] | list[list[float]],
+    **measured: list[float],
 ) -> DraftLayer:
     return DraftLayer(
         depth=depth,
@@ -59,7 +52,6 @@ def layer(
         entropy=torch.tensor([1.0] * len(prob) if entropy is None else entropy),
         alive=torch.tensor([True] * len(prob) if alive is None else alive, dtype=torch.bool),
         measured={name: torch.tensor(values) for name, values in measured.items()},
-        parent=parent,
     )
 
 
@@ -67,11 +59,10 @@ def layer(
 def classifier_of(tmp_path: Path) -> Callable[..., str]:
     """Saves an untrained classifier that reads these features; gives its file."""
 
-    def save(*names: str, label: str = "survives") -> str:
+    def save(*names: str) -> str:
         torch.manual_seed(0)
-        net = ConfidenceNet(sum(WIDTHS.get(name, 1) for name in names))
         path = tmp_path / "mine.safetensors"
-        save_classifier(Classifier(net, FeatureSpec(names=names), {}, label), path)
+        save_classifier(Classifier(ConfidenceNet(len(names)), FeatureSpec(names=names), {}), path)
         return str(path)
 
     return save
@@ -125,8 +116,6 @@ def test_fixed_keeps_exactly_its_length_and_without_one_everything(options: dict
         (C2TConfig(policy="dymax", beta=0.5), [True, False, False]),
         (C2TConfig(policy="dyjoint"), [False, True, True]),  # joint probability >= 0.08
         (C2TConfig(policy="dyjoint", beta=0.2), [False, False, True]),
-        (C2TConfig(policy="entropy"), [True, True, False]),  # entropy <= 1 nat
-        (C2TConfig(policy="entropy", policy_options={"max_entropy": 0.5}), [False, True, False]),
     ],
 )
 def test_a_threshold_rule_reads_its_own_feature_and_no_other(
@@ -166,61 +155,10 @@ def test_c2t_and_its_kin_keep_tokens_whose_confidence_reaches_beta(
         assert policy.keep(token).tolist() == [confidence >= beta]
 
 
-def test_logistic_keeps_while_the_product_of_its_estimates_reaches_beta(tmp_path: Path) -> None:
-    """Against a loop over each chain; two chains, four depths, parameters for three."""
-    net = DepthLogistic(3)
-    net.weight.data, net.bias.data = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([0.5, -1.0, 0.0])
-    path = tmp_path / "mine.safetensors"
-    save_classifier(Classifier(net, FeatureSpec(names=("margin", "depth")), {}, "accepts"), path)
-    policy = build_policy(C2TConfig(policy="logistic", classifier=str(path)))
-    margins = [[3.0, 2.0, 4.0, 0.1], [1.0, 0.0, 0.2, 3.0]]  # [chain][depth]
-    products = [1.0, 1.0]
-    parent = None
-    for depth in range(1, 5):
-        column = [row[depth - 1] for row in margins]
-        parent = layer([0.5, 0.5], depth=depth, parent=parent, margin=column)
-        for i, margin in enumerate(column):
-            w, b = [(1.0, 0.5), (2.0, -1.0), (0.5, 0.0), (0.5, 0.0)][depth - 1]
-            products[i] *= 1 / (1 + math.exp(-(w * margin + b)))
-        assert policy.keep(parent).tolist() == [product >= 0.3 for product in products]
-    assert products[0] > 0.3 > products[1], "the two chains end differently"
-
-
-@pytest.mark.parametrize(
-    ("alive", "per_request", "kept"),
-    [
-        # Only the first token is likely, by the paper's threshold of 0.4.
-        ([True, True, True], True, [True, False, False]),
-        ([True, True, True], False, [True, True, True]),
-        ([True, False, False], False, [True, True, True]),
-        # The first sequence has ended: it holds no one else in the draft.
-        ([False, True, True], False, [False, False, False]),
-    ],
-)
-def test_mcsd_stops_when_no_living_sequence_is_likely(
-    tmp_path: Path, alive: list[bool], per_request: bool, kept: list[bool]
-) -> None:
-    """The decision model here is sigmoid(4 p - 2), p the largest probability: 0.83, 0.31, 0.17."""
-    net = ConfidenceNet(TOPK_PROBS + 1, [1])
-    for parameter in net.parameters():
-        torch.nn.init.zeros_(parameter)
-    net.hidden[0].weight.data[0, 0] = 1.0
-    net.out.weight.data[0, 0], net.out.bias.data[0] = 4.0, -2.0
-    file = tmp_path / "mine.safetensors"
-    spec = FeatureSpec(names=("topk_prob", "entropy"))
-    save_classifier(Classifier(net, spec, {}, "accepts"), file)
-    options = {"per_request": per_request}
-    policy = build_policy(C2TConfig("mcsd", classifier=str(file), policy_options=options))
-    probs = [[p] + [0.01] * (TOPK_PROBS - 1) for p in (0.9, 0.3, 0.1)]
-    assert policy.keep(layer([0.5] * 3, topk_prob=probs, alive=alive)).tolist() == kept
-    assert policy.batch_wide is not per_request
-
-
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_confidence_exactly_at_the_threshold_is_kept(name: str) -> None:
     """And dropped where the threshold is the next float above it."""
-    tokens = layer([0.6, 0.5], margin=[0.4, 0.2], topk_prob=[[0.1] * TOPK_PROBS] * 2,
-                   alive=[True, False])  # fmt: skip
+    tokens = layer([0.6, 0.5], margin=[0.4, 0.2], alive=[True, False])
     confidence = build_policy(C2TConfig(policy=name)).classifier.confidence(tokens)[0]
     for beta, kept in ((confidence, True), (confidence.nextafter(torch.tensor(2.0)), False)):
         policy = build_policy(C2TConfig(policy=name, beta=beta.item()))
@@ -233,16 +171,15 @@ def test_a_policy_reads_what_the_recipe_of_its_name_trains(
 ) -> None:
     """And an empty batch is judged like any other."""
     features = RECIPES[name].names
-    file = classifier_of(*features, label=RECIPES[name].label)
+    file = classifier_of(*features)
     policy = build_policy(C2TConfig(policy=name, classifier=file))
     assert policy.needs == FeatureSpec(names=features).needs
     none = torch.zeros(0)
-    measured = {"margin": none, **{n: torch.zeros(0, width) for n, width in WIDTHS.items()}}
-    empty = DraftLayer(1, none, none, none, none.bool(), measured)
+    empty = DraftLayer(1, none, none, none, none.bool(), {"margin": none})
     assert policy.keep(empty).tolist() == []
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_a_classifier_of_other_features_is_refused_by_name(
     classifier_of: Callable[..., str], name: str
 ) -> None:
@@ -252,37 +189,15 @@ def test_a_classifier_of_other_features_is_refused_by_name(
         build_policy(C2TConfig(policy=name, classifier=file))
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_classifier_whose_confidence_means_something_else_is_refused(
-    classifier_of: Callable[..., str], name: str
-) -> None:
-    """One that already judges the whole chain must not be multiplied along it, for one."""
-    recipe = RECIPES[name]
-    other = "accepts" if recipe.label == "survives" else "survives"
-    file = classifier_of(*recipe.names, label=other)
-    with refused(f"trained to say that it {other}"):
-        build_policy(C2TConfig(policy=name, classifier=file))
-
-
-def test_a_policy_for_one_draft_model_needs_its_users_classifier() -> None:
-    said = "no shipped classifier, because it fits one draft"
-    with refused(said, "give it with --c2t-classifier"):
-        build_policy(C2TConfig(policy="mcsd-hidden"))
-
-
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_classifier_trusts_a_sure_token_more_than_an_unlikely_one(name: str) -> None:
     """A sanity floor under the shipped weights, which are what today's recipe trains."""
     assert shipped(name) is not None
     classifier = build_policy(C2TConfig(policy=name)).classifier
     recipe, confidence = RECIPES[name], classifier.confidence
-    assert (classifier.features.names, classifier.label) == (recipe.names, recipe.label)
-    sure = layer(
-        [0.99], [0.97], [0.05], margin=[6.0], topk_prob=[[0.99, 0.003] + [0.0005] * 8], depth=2
-    )
-    unlikely = layer(
-        [0.1], [0.02], [4.0], margin=[0.05], topk_prob=[[0.1, 0.09] + [0.05] * 8], depth=5
-    )
+    assert classifier.features.names == recipe.names
+    sure = layer([0.99], [0.97], [0.05], margin=[6.0], depth=2)
+    unlikely = layer([0.1], [0.02], [4.0], margin=[0.05], depth=5)
     assert confidence(sure).item() > 0.7
     assert confidence(unlikely).item() < 0.4
 
@@ -319,8 +234,7 @@ class Raises:
 
 MENU = (
     "auto, c2t, c2t-eagle2, c2t-log, c2t-log-eagle2, c2t-plus, c2t-plus-eagle2, dyjoint, "
-    "dyjoint-eagle2, dymax, dymax-eagle2, eagle2, entropy, entropy-width, fixed, fork, logistic, "
-    "logistic-eagle2, mcsd, mcsd-hidden, rows-only, static, or module:Class of your own"
+    "dyjoint-eagle2, dymax, dymax-eagle2, eagle2, fixed, rows-only, or module:Class of your own"
 )
 
 
@@ -339,15 +253,11 @@ MENU = (
         (f"{__name__}:Raises", {"what": "exit"}, "cannot be built: SystemExit: 1"),
         (f"{__name__}:Raises", {"wath": 1}, "(['wath']): it takes what; did you mean what?"),
         ("c2t", {"layer_limit": 3}, "does not take these options (['layer_limit']): it takes la"),
-        ("mcsd", {"per_request": 1}, "policy mcsd: per_request must be true or false, got 1"),
         ("fixed", {"lenght": 3}, "it takes length; did you mean length?"),
         ("fixed", {"length": -1}, "policy fixed: length must be a whole number >= 0, got -1"),
         ("fixed", {"length": 1.5}, "length must be a whole number >= 0, got 1.5"),
         ("fixed", {"length": True}, "length must be a whole number >= 0, got True"),
         ("fixed", {"length": 10**400}, "length must be a whole number >= 0, got 1000"),
-        ("entropy", {"max_entropy": -1}, "max_entropy must be a number of nats >= 0, got -1"),
-        ("entropy", {"max_entropy": math.nan}, "max_entropy must be a number of nats >= 0"),
-        ("entropy", {"max_entropy": "1"}, "max_entropy must be a number of nats >= 0, got '1'"),
     ],
 )
 def test_a_policy_or_an_option_that_is_none_is_refused_in_one_line(
@@ -361,9 +271,7 @@ def test_a_policy_or_an_option_that_is_none_is_refused_in_one_line(
     ("config", "said"),
     [
         (C2TConfig("fixed", beta=0.5), "policy fixed has no threshold: drop --c2t-beta"),
-        (C2TConfig("entropy", beta=0.5), "policy entropy has no threshold: drop --c2t-beta"),
         (C2TConfig("fixed", classifier="mine"), "policy fixed reads no classifier: drop mine"),
-        (C2TConfig("entropy", classifier="mine"), "policy entropy reads no classifier: drop mine"),
         (C2TConfig("dyjoint", classifier="mine"), "policy dyjoint reads no classifier: drop mine"),
         (C2TConfig(classifier="absent.safetensors"), "cannot read its card absent.json"),
     ],

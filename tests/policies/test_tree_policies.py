@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from dataclasses import dataclass, replace
@@ -26,11 +25,7 @@ from sglang_c2t.policies import (
 )
 from sglang_c2t.policies.base import Growth, TreeLayer, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
-from sglang_c2t.policies.entropy_width import branching_factor
-from sglang_c2t.policies.fork import Fork
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree, PlannedTree
-from sglang_c2t.policies.static_tree import StaticTree
-from sglang_c2t.policies.trial import try_policy
 from tests.draft.own_rules import ByMark
 from tests.refusals import refused
 
@@ -42,103 +37,11 @@ def test_gated_trees_read_what_their_gate_reads_and_bear_its_name() -> None:
     assert (GatedTree(ByMark()).name, GatedEAGLE2(ByMark()).name) == ("by-mark", "by-mark-eagle2")
 
 
-# -- entropy width ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("entropy", "width"),
-    [(0.0, 1), (0.0199, 1), (0.02, 2), (0.5, 2), (0.9999, 2), (1.0, 4), (1.01, 5), (1.25, 5),
-     (1.26, 6), (1.5, 6), (1.51, 7), (1.75, 7), (1.76, 7), (12.0, 7)],
-)  # fmt: skip
-def test_the_branching_factor_is_the_papers(entropy: float, width: int) -> None:
-    factor = branching_factor(torch.tensor([entropy]))
-    assert factor.tolist() == [width]
-    assert factor.dtype == torch.int64
-
-
-# -- the static tree ----------------------------------------------------------------------
-
-
-def test_the_default_tree_is_eagle_1s() -> None:
-    """25 nodes, 4 8 8 3 2 of them in its five layers; it fits exactly where it says."""
-    policy = StaticTree()
-    sizes = [sum(len(path) == depth for path in policy.paths) for depth in range(1, 7)]
-    assert sizes == [4, 8, 8, 3, 2, 0]
-    policy.check(TreeShape(topk=4, num_steps=5, num_draft_tokens=26))
-
-
-def test_static_trees_are_equal_when_their_paths_are() -> None:
-    """In whatever order, and after use."""
-    policy = StaticTree([[0], [1], [0, 0]])
-    try_policy(policy, TreeShape(2, 2, 4))
-    assert policy == StaticTree(((0,), (0, 0), (1,)))
-    assert hash(policy) == hash(StaticTree(((0,), (0, 0), (1,))))
-    assert policy != StaticTree([[0]])
-
-
-@pytest.mark.parametrize(
-    ("paths", "said"),
-    [
-        ([], "paths must be a list of paths such as [[0], [1], [0, 0]], got []"),
-        (5, "paths must be a list of paths"),
-        ("00", "paths must be a list of paths"),
-        (None, "paths must be a list of paths"),
-        ([0, 1], "a path is a list of ranks, whole numbers >= 0, got 0"),
-        ([[0], []], "a path is a list of ranks, whole numbers >= 0, got []"),
-        ([[0], [-1]], "whole numbers >= 0, got [-1]"),
-        ([[0], [0.0]], "whole numbers >= 0, got [0.0]"),
-        ([[True]], "whole numbers >= 0, got [True]"),
-        ([["0"]], "whole numbers >= 0, got ['0']"),
-        ([[0], [1], [0]], "path [0] is given twice"),
-        ([[0], [0, 1, 2]], "path [0, 1, 2] needs its ancestor [0, 1], which is missing"),
-        ([[1, 0]], "path [1, 0] needs its ancestor [1], which is missing"),
-    ],
-)
-def test_paths_that_are_no_tree_are_refused(paths: Any, said: str) -> None:
-    with refused(said):
-        build_tree_policy(C2TConfig("static", policy_options={"paths": paths}))
-
-
-#: No rank exceeds 1, but three nodes of layer 2 have children.
-NARROW = StaticTree([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0]])
-
-
-@pytest.mark.parametrize(
-    ("policy", "shape", "flags"),
-    [
-        (StaticTree(), TreeShape(3, 5, 26), "--speculative-eagle-topk 4"),
-        (StaticTree(), TreeShape(4, 4, 26), "--speculative-num-steps 5"),
-        (StaticTree(), TreeShape(4, 5, 25), "--speculative-num-draft-tokens 26"),
-        (StaticTree(), TreeShape(2, 3, 8), "--speculative-eagle-topk 4 --speculative-num-steps 5 "
-         "--speculative-num-draft-tokens 26"),
-        (NARROW, TreeShape(2, 3, 9), "--speculative-eagle-topk 3"),
-    ],
-)  # fmt: skip
-def test_a_static_tree_that_does_not_fit_names_the_flags_to_raise(
-    policy: StaticTree, shape: TreeShape, flags: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"needs at least {flags}$"):
-        policy.check(shape)
-    NARROW.check(TreeShape(3, 3, 9))
-
-
-# -- the fork -----------------------------------------------------------------------------
-
-
-def test_a_fork_wider_than_the_draft_is_refused() -> None:
-    Fork(4).check(TreeShape(4, 1, 2))
-    Fork().check(TreeShape(2, 1, 2))
-    with pytest.raises(
-        ConfigError, match="width 4 needs --speculative-eagle-topk 4 or more, got 3"
-    ):
-        Fork(4).check(TreeShape(3, 1, 5))
-
-
 # -- the menu -----------------------------------------------------------------------------
 
 
 def test_trees_offer_the_tree_rules_and_every_gate_with_a_confidence() -> None:
-    gates = ["c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax", "logistic"]
+    gates = ["c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax"]
     pruned = [f"{gate}-eagle2" for gate in gates]
     assert tree_policy_names() == sorted([*TREE_POLICIES, "auto", *gates, *pruned])
 
@@ -177,8 +80,6 @@ def test_layer_limit_belongs_to_the_tree_and_other_options_to_the_gate() -> None
     assert options == {"layer_limit": 3}, "the configuration stays as it was"
 
 
-NATS = "stop_entropy must be a number of nats >= 0, got"
-DEPTHS = "depth must be one of fixed, dynamic, got"
 WHOLE = "must be a whole number >= 1, got"
 
 
@@ -191,18 +92,9 @@ WHOLE = "must be a whole number >= 1, got"
         ("dymax-eagle2", {"layer_limit": 2}, "does not take these options (['layer_limit'])"),
         ("dymax", {"width": 2}, "policy dymax does not take these options (['width'])"),
         ("eagle2", {"width": 2}, "policy eagle2 does not take these options (['width'])"),
-        ("static", {"_tables": {}}, "policy static does not take these options"),
-        ("entropy-width", {"depth": "deep"}, f"{DEPTHS} 'deep'"),
-        ("entropy-width", {"depth": 4}, f"{DEPTHS} 4"),
-        ("entropy-width", {"depth": ["fixed"]}, f"{DEPTHS} ['fixed']"),
-        ("entropy-width", {"stop_entropy": -0.1}, f"{NATS} -0.1"),
-        ("entropy-width", {"stop_entropy": math.nan}, f"{NATS} nan"),
-        ("entropy-width", {"stop_entropy": True}, f"{NATS} True"),
-        ("entropy-width", {"stop_entropy": "1"}, f"{NATS} '1'"),
-        *(("fork", {"width": w}, f"width {WHOLE} {w!r}") for w in (0, -1, 1.5, True, "3")),
         *(
             (n, {}, f"policy {n} cuts chains only: set --speculative-eagle-topk 1")
-            for n in ("fixed", "entropy", "mcsd", "rows-only", "entropy-eagle2", "rows-only-eagle2")
+            for n in ("fixed", "rows-only", "fixed-eagle2", "rows-only-eagle2")
         ),
         ("auto-eagle2", {}, "policy auto-eagle2: auto is no gate that could prune a tree"),
         (
@@ -224,12 +116,6 @@ def test_what_trees_do_not_take_is_refused_in_one_line(
 def test_a_threshold_for_a_tree_rule_without_one_is_refused() -> None:
     with refused("policy eagle2 has no threshold: drop --c2t-beta"):
         build_tree_policy(C2TConfig("eagle2", beta=0.5))
-
-
-def test_options_arrive_from_json() -> None:
-    text = json.dumps({"policy": "static", "policy_options": {"paths": [[1], [0], [0, 0]]}})
-    policy = build_tree_policy(C2TConfig.from_json(text, source="test"))
-    assert policy == StaticTree(((0,), (0, 0), (1,)))
 
 
 @dataclass(frozen=True)
@@ -300,12 +186,10 @@ def test_a_named_classifier_is_the_one_that_is_used() -> None:
         (C2TConfig("c2t"), "mine/c2t", "mine/c2t-tree"),
         (C2TConfig("auto"), "mine/c2t-plus", "c2t-plus-tree"),
         (C2TConfig("c2t-eagle2"), None, "mine/c2t-tree"),
-        (C2TConfig("logistic"), "mine/logistic", "mine/logistic"),
         (C2TConfig("c2t-log"), "c2t-log", "c2t-log-tree"),
         (C2TConfig("c2t", classifier="c2t"), "c2t", "c2t"),
         (C2TConfig("c2t", classifier="mine/c2t"), "mine/c2t", "mine/c2t"),
         (C2TConfig("dyjoint"), None, None),
-        (C2TConfig("mcsd"), "mcsd", None),
     ],
 )
 def test_a_pair_is_judged_by_what_learnt_from_it_where_that_is_shipped(
@@ -313,7 +197,7 @@ def test_a_pair_is_judged_by_what_learnt_from_it_where_that_is_shipped(
 ) -> None:
     """What was given is used, and what no classifier of the pair is there for reads the others."""
     shutil.copytree(checkpoint.SHIPPED, tmp_path, dirs_exist_ok=True)
-    for name in ("c2t", "c2t-tree", "c2t-plus", "logistic"):
+    for name in ("c2t", "c2t-tree", "c2t-plus"):
         (tmp_path / "mine").mkdir(exist_ok=True)
         for suffix in (".json", ".safetensors"):
             shutil.copy(tmp_path / f"{name}{suffix}", tmp_path / "mine")
@@ -329,7 +213,7 @@ def test_a_pair_is_judged_by_what_learnt_from_it_where_that_is_shipped(
         assert others is None or "/" not in others.name or "/" in config.classifier
 
 
-@pytest.mark.parametrize("name", ["c2t", "c2t-log", "c2t-plus", "dyjoint", "logistic"])
+@pytest.mark.parametrize("name", ["c2t", "c2t-log", "c2t-plus", "dyjoint"])
 def test_the_default_threshold_of_a_tree_is_its_own(name: str) -> None:
     gate = build_tree_policy(C2TConfig(policy=name)).gate
     assert gate.beta == type(gate).tree_beta

@@ -21,7 +21,7 @@ CHAIN = TreeShape(1, 5, 6)
 TREE = TreeShape(4, 5, 28)
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"mcsd-hidden"}))
+@pytest.mark.parametrize("name", sorted(POLICIES))
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_every_chain_policy_of_the_menu_passes(name: str, steps: int) -> None:
     assert policy_for(C2TConfig(policy=name), TreeShape(1, steps, steps + 1)).name == name
@@ -81,7 +81,10 @@ def fails(error: BaseException) -> Callable[[object], Any]:
         (Rule(lambda layer: layer.alive[:1]), "keep must be bool [2], got torch.bool [1]"),
         (Rule(lambda layer: layer.measured["margin"] > 0), "KeyError: 'margin'"),
         (Rule(lambda layer: layer.parent.alive), "'NoneType' object has no attribute 'alive'"),
-        (Rule(lambda layer: layer.alive, {"colour"}), "needs 'colour', which nobody measur"),
+        (
+            Rule(lambda layer: layer.alive, {"colour"}),
+            "needs 'colour', which sglang-c2t does not measure, and has no method measure",
+        ),
         (Rule(lambda layer: layer.alive, None), "fails on a made-up draft: TypeError"),
         (object(), "c2t policy object is no policy: it has no name, needs, keep"),
         (
@@ -106,9 +109,11 @@ def test_a_rule_that_always_fails_or_is_none_is_refused_in_one_line(policy: Any,
         try_policy(policy, TREE if isinstance(policy, TreeRule) else CHAIN)
 
 
-def test_a_rule_that_reads_hidden_states_is_not_asked() -> None:
-    """Their width is the draft model's, and nobody knows it here."""
-    try_policy(Rule(fails(RuntimeError("asked")), needs={"hidden"}), CHAIN)
+def test_a_rule_with_measurements_of_its_own_is_not_asked() -> None:
+    """It may read hidden states, whose width is the draft model's."""
+    rule = Rule(fails(RuntimeError("asked")), needs={"hidden"})
+    rule.measure = lambda logits, hidden: {"hidden": hidden}  # type: ignore[attr-defined]
+    try_policy(rule, CHAIN)
 
 
 def test_a_rule_is_asked_for_layers_as_they_are_served() -> None:
@@ -118,10 +123,10 @@ def test_a_rule_is_asked_for_layers_as_they_are_served() -> None:
         seen.append(layer)
         return layer.alive
 
-    try_policy(Rule(remember, needs={"margin", "topk_prob", "entropy_top5"}), CHAIN)
+    try_policy(Rule(remember, needs={"margin", "entropy_top5"}), CHAIN)
     first, second = seen
     assert (first.depth, second.depth) == (1, 2)
     assert first.parent is None
     assert second.parent is not None
-    assert set(first.measured) == {"prob", "entropy", "margin", "topk_prob", "entropy_top5"}
+    assert set(first.measured) == {"prob", "entropy", "margin", "entropy_top5"}
     torch.testing.assert_close(second.joint, second.prob * second.parent.joint)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang_c2t.classifier.pair import Pair
-from sglang_c2t.classifier.recording import Recording, RecordingWriter, read_recording
+from sglang_c2t.classifier.recording import MEASURED, Recording, RecordingWriter, read_recording
 from sglang_c2t.classifier.request_names import name_requests
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft_layer import DraftLayer
@@ -88,7 +88,7 @@ def written(directory: Path, of: Any, reqs: list[Any]) -> Recording:
 def test_chain_nodes_are_whole_chains_draft_by_draft() -> None:
     """Requests 2 and 0 of three, 3 depths, 1 and 3 drafts accepted: every column by hand."""
     nodes = recorder.chain_nodes(
-        layers(3, 3), torch.tensor([2, 0]), torch.tensor([1, 3]), ["hidden"]
+        layers(3, 3), torch.tensor([2, 0]), torch.tensor([1, 3]), [*MEASURED, "hidden"]
     )
     expected = {
         "draft": [0, 0, 0, 1, 1, 1],
@@ -251,7 +251,7 @@ def test_rank_zero_records_under_the_names_of_the_models_if_there_is_a_directory
     group = double("sglang.srt.distributed.parallel_state.GroupCoordinator", rank_in_group=rank)
     monkeypatch.setattr(recorder, "get_parallel", lambda: SimpleNamespace(tp_group=group))
     record = str(tmp_path) if directory else None
-    config = C2TConfig("c2t", record=record, record_roots="every", record_extra=("hidden",))
+    config = C2TConfig("c2t", record=record, record_roots="every")
     server_args = double(
         "ServerArgs",
         model_path="/models/target",
@@ -263,7 +263,8 @@ def test_rank_zero_records_under_the_names_of_the_models_if_there_is_a_directory
     )
     if topk is None:  # left out: SGLang chooses
         compat.decide(server_args, speculative_eagle_topk=1)
-    of = recorder.Recorder.from_config(config, server_args, Pair("EAGLE3", "12", "34"))
+    policy = SimpleNamespace(needs=frozenset({"margin", "hidden"}))
+    of = recorder.Recorder.from_config(config, server_args, Pair("EAGLE3", "12", "34"), policy)
     if rank == 1 or not directory:
         assert of is None
         return

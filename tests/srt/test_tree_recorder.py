@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.tables.tree_replay import Forest, replay_trees
-from sglang_c2t.classifier.recording import Recording, RecordingWriter
+from sglang_c2t.classifier.recording import MEASURED, Recording, RecordingWriter
 from sglang_c2t.cpu.tree_verify import verify_tree
 from sglang_c2t.draft.growth import TreeGrowth, node_margins
 from sglang_c2t.policies.base import TreeLayer, TreeShape
@@ -130,7 +130,7 @@ def test_tree_nodes_are_the_verified_nodes_with_what_was_measured_of_each(
     step = explored(3, shape, seed=seed)
     accepted = torch.rand(step.trees.tokens.shape) < 0.5
     nodes = recorder.tree_nodes(
-        step.layers, step.trees, torch.tensor(rows[:num]), accepted, ["hidden"]
+        step.layers, step.trees, torch.tensor(rows[:num]), accepted, [*MEASURED, "hidden"]
     )
     columns = {name: iter(values.tolist()) for name, values in nodes.items()}
     for draft, b in enumerate(rows[:num]):

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang_c2t.config import C2TConfig, ConfigError, publish, resolve
-from sglang_c2t.draft_layer import PLACES, known_measurement
 from sglang_c2t.hints import hints_for
 from sglang_c2t.policies import check_policy, policy_names
 from sglang_c2t.srt import seams, versions
@@ -126,7 +125,6 @@ def _publish_flags(typed: dict[str, Any]) -> None:
     file = flags.pop("config", None)
     config = resolve(file=file, flags=flags)
     check_policy(config)  # a broken classifier or option must not wait for the scheduler
-    check_extra(config.record_extra)
     if config.record is not None:
         _require_directory(config.record)
     if config.state is not None:
@@ -136,16 +134,6 @@ def _publish_flags(typed: dict[str, Any]) -> None:
     publish(config)
     if sentence := versions.untested():
         logger.warning("C2T: %s. See `python -m sglang_c2t check`.", sentence)
-
-
-def check_extra(names: tuple[str, ...]) -> None:
-    """Refuse to record what nobody can measure."""
-    for name in names:
-        if not known_measurement(name) or name in PLACES:
-            raise ConfigError(
-                f"c2t record_extra: unknown measurement {name!r}; known: hidden, topk_prob, "
-                "entropy_topM with a number M"
-            )
 
 
 def _require_directory(path: str) -> None:

@@ -118,20 +118,6 @@ def _bounds_rows() -> bool:
     return config is not None and config.max_verify_rows is not None
 
 
-def _reads_hidden(cfg: Any) -> bool:
-    config, policy = active(), _policy(cfg)
-    return (
-        config is not None
-        and policy is not None
-        and ("hidden" in config.record_extra or "hidden" in policy.needs)
-    )
-
-
-def _policy_needs(cfg: Any, name: str) -> bool:
-    policy = _policy(cfg)
-    return policy is not None and name in policy.needs
-
-
 def has_http_workers(cfg: Any) -> bool:
     return int(compat.argument(cfg, "tokenizer_worker_num")) > 1
 
@@ -217,13 +203,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--speculative-num-draft-tokens below 2",
         "there is no draft to gate",
         "set more, or drop all three: SGLang then chooses them",
-    ),
-    Refusal(
-        lambda cfg: cfg.speculative_algorithm == "STANDALONE" and _reads_hidden(cfg),
-        "--speculative-algorithm STANDALONE with a --c2t-policy, or a record_extra, that reads "
-        "hidden states",
-        "a STANDALONE draft passes no hidden state on",
-        "choose a --c2t-policy, and a record_extra, that do not",
     ),
     Refusal(
         _set("speculative_adaptive"),
@@ -345,12 +324,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--disable-cuda-graph-padding",
         "rows are padded to token tiers in CUDA graphs",
         "drop --disable-cuda-graph-padding",
-    ),
-    Refusal(
-        lambda cfg: _graphs(cfg) and _policy_needs(cfg, "hidden"),
-        "a --c2t-policy that reads hidden states inside CUDA graphs",
-        "a captured draft hands none over",
-        "add --cuda-graph-backend-decode disabled, or choose another policy",
     ),
     Refusal(
         lambda cfg: cfg.device not in ("cpu", "cuda"),

@@ -86,8 +86,7 @@ def test_launches_are_counted_and_views_are_free() -> None:
 # -- chains -------------------------------------------------------------------------------
 
 #: Launches of a chain's step from the relayed first tokens to those of the next step, five
-#: layers. A program has eight around its ten kernels, and one that stops a batch at once asks the
-#: batch behind each layer.
+#: layers. A program has eight around its ten kernels.
 CHAINS = {
     "auto": 16,
     "c2t": 16,
@@ -95,16 +94,13 @@ CHAINS = {
     "c2t-plus": 16,
     "dyjoint": 16,
     "dymax": 16,
-    "entropy": 16,
     "fixed": 16,
-    "logistic": 16,
-    "mcsd": 30,
     "rows-only": 16,
 }
 
 
 def test_every_policy_that_comes_with_its_classifier_has_a_budget() -> None:
-    assert set(CHAINS) == set(POLICIES) - {"mcsd-hidden"}
+    assert set(CHAINS) == set(POLICIES)
 
 
 @pytest.mark.parametrize("name", sorted(CHAINS))
@@ -141,20 +137,14 @@ def chain_step(policy: Any) -> list[str]:
 # -- trees --------------------------------------------------------------------------------
 
 SHAPE = TreeShape(topk=4, num_steps=D, num_draft_tokens=28)
-#: Launches of a tree's step, up to what the target verifies. A confidence that is a product down
-#: its path is looked up where beams were chosen.
-TREES = dict.fromkeys(("c2t", "c2t-eagle2", "dyjoint", "eagle2", "entropy-width", "fork"), 17)
-TREES |= {"logistic": 17 + D - 1, "static": 17}
+#: Launches of a tree's step, up to what the target verifies.
+TREES = dict.fromkeys(("c2t", "c2t-eagle2", "dyjoint", "eagle2"), 17)
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
 def test_a_tree_step_stays_within_its_budget(name: str) -> None:
     with unset_fake_temporarily():
         policy = build_tree_policy(C2TConfig(policy=name))
-    if name == "static":  # its tables are made where they are first asked for
-        for depth in range(1, D + 1):
-            rows, device = 1 if depth == 1 else SHAPE.topk, on_device(1).device
-            policy._tables[depth, rows, SHAPE.topk, device] = on_device(2, rows, SHAPE.topk)
     assert len(tree_step(policy)) <= TREES[name]
 
 
