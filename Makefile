@@ -22,8 +22,8 @@ WANTED    := $(if $(LOCKED),-r $(LOCKED) --no-deps -e .,-e '.[dev,train]' $(if $
 COMPILE   := uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve bench ramp lossless soak test matrix unit check lint types e2e models classifier \
-  tables parity parity-old patch unpatch patch-check lock docs shots dist clean
+.PHONY: help setup demo serve bench ramp lossless soak test unit check lint types e2e models classifier \
+  tables parity parity-old patch unpatch patch-check lock docs dist clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -74,9 +74,6 @@ soak: $(STAMP)  ## 15 minutes of load and faults against --c2t servers, chains a
 test: $(STAMP)  ## All tests: lint, types, unit, and real servers on the CPU
 	$(MAKE) lint types
 	$(PYTEST) --durations=40 --junitxml=runs/tests.xml
-
-matrix: $(STAMP)  ## What is served and how, from the outcomes of `make test`: sglang_c2t/guides/matrix.md
-	$(BIN)/python -m tests.matrix runs/tests.xml
 
 unit: $(STAMP)  ## Tests that start no server
 	$(PYTEST) -m "not server"
@@ -137,13 +134,12 @@ lock: $(STAMP)  ## Pin what pyproject.toml resolves to now, with its SGLang and 
 	echo sglang==$(OLD) | $(BIN)/$(COMPILE) --extra dev --extra train pyproject.toml --constraint - \
 	  -o requirements-$(OLD).lock
 
+# Pages keep their folders, so that links between them hold; they link to the other files named here.
 docs: $(STAMP)  ## The guides as a site, runs/site/index.html
+	rm -rf runs/pages && mkdir -p runs/pages
+	cp -r --parents *.md patches/*.md eval/*.md eval/*/*.md eval/*/*/*.md eval/configs eval/smollm2/*.py \
+	  sglang_c2t/guides runs/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f eval/docs/mkdocs.yml
-
-# REPORT: the page of a benchmark, to be looked at beside those of the site.
-shots: docs  ## Pictures of the site in runs/shots, by Chromium: make shots [REPORT=runs/bench/report.html]
-	$(BIN)/python -m eval.docs.shots --out runs/shots $(REPORT) $(addprefix runs/site/,index.html \
-	  eval/benchmark.html $(addprefix sglang_c2t/guides/,matrix.html production.html alternatives.html recipes/index.html))
 
 dist: $(STAMP)  ## Source distribution and wheel, checked, in runs/dist
 	rm -rf runs/dist

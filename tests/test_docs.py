@@ -1,4 +1,4 @@
-"""README and guides keep their promises: what they name exists, and the reverse."""
+"""README and guides name what exists, and all of it; figures equal those of the results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ ROOT = Path(__file__).parents[1]
 GUIDES = ROOT / "sglang_c2t" / "guides"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 README = (ROOT / "README.md").read_text()
+CHINESE = (GUIDES / "README.zh.md").read_text()
 PRODUCTION = (GUIDES / "production.md").read_text()
+LIMITS = (GUIDES / "limits.md").read_text()
 PAGES = [
     *(
         ROOT / page
@@ -52,7 +55,7 @@ def test_the_guide_names_every_setting_and_its_default() -> None:
 
 
 def test_the_page_of_requests_names_every_field_that_a_request_may_have() -> None:
-    """What SGLang keeps to itself is set by its own functions."""
+    """SGLang sets the fields in ``own`` by itself."""
     import dataclasses
 
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -65,12 +68,26 @@ def test_the_page_of_requests_names_every_field_that_a_request_may_have() -> Non
     assert fields <= set(re.findall(r"`(\w+)`", (GUIDES / "requests.md").read_text()))
 
 
-def test_the_file_tree_of_the_readme_matches_the_disk() -> None:
-    tree = README.split("## Files")[1].split("```")[1]
+def test_flags_and_series_have_one_row_in_all_pages() -> None:
+    row = re.compile(r"^\| `(--c2t-[\w-]+|c2t:\w+)", re.MULTILINE)
+    names = Counter(name for page in PAGES for name in row.findall(page.read_text()))
+    assert {name: count for name, count in names.items() if count > 1} == {}
+
+
+def test_file_tree_matches_the_disk() -> None:
+    tree = (ROOT / "CONTRIBUTING.md").read_text().split("## Files")[1].split("```")[1]
     for line in tree.strip().splitlines():
         name = line.split()[0]
         folder = ROOT / "sglang_c2t" if line.startswith("  ") else ROOT
         assert (folder / name).exists(), name
+
+
+def test_limits_list_every_refused_combination_and_its_remedy() -> None:
+    from sglang_c2t.srt.hooks.refusals import REFUSALS
+
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", LIMITS.split("---|")[-1], re.MULTILINE)
+    refusals = [tuple(text.replace("|", "\\|") for text in (r.what, r.instead)) for r in REFUSALS]
+    assert rows == refusals
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -108,7 +125,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 
 
 def anchor_of(head: str) -> str:
-    """GitHub's."""
+    """The anchor that GitHub makes of a heading."""
     return re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-")
 
 
@@ -118,10 +135,7 @@ def test_every_module_a_page_runs_exists(page: Path) -> None:
         assert importlib.util.find_spec(module) is not None, module
 
 
-# The matrix says only what it was made by.
-@pytest.mark.parametrize(
-    "page", sorted({*GUIDES.rglob("*.md")} - {GUIDES / "matrix.md"}), ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", sorted(GUIDES.rglob("*.md")), ids=lambda page: page.name)
 def test_an_installed_guide_says_which_commands_need_a_checkout(page: Path) -> None:
     """In the paragraph of the first, or before: eval/ and the Makefile are not installed."""
     said = False
@@ -134,12 +148,12 @@ PACKAGE = (GUIDES / "package.md").read_text()
 
 
 def test_the_page_of_an_index_leads_nowhere_but_to_the_web() -> None:
-    """Whoever reads it there has no file beside it."""
+    """An index shows no other file of the repository."""
     assert PROJECT["readme"] == "sglang_c2t/guides/package.md"
     assert all("://" in target for target in re.findall(r"\]\(([^)\s]+)\)", PACKAGE))
 
 
-def test_the_page_of_an_index_says_what_the_readme_does() -> None:
+def test_the_page_of_an_index_shows_figures_of_the_readme() -> None:
     measured = PACKAGE.split("Measured on")[1].split("## Install")[0]
     for figure in re.findall(r"\d+\.\d+|\d+ %", measured):
         assert figure in README, figure
@@ -171,12 +185,14 @@ def test_the_guide_names_every_series_and_no_other() -> None:
     assert set(re.findall(r"\| `(c2t:\w+)", rows)) == drawn
 
 
-def test_the_tested_releases_are_told_locked_and_asked_for_alike() -> None:
-    """README's table, check's list, the locks, the extra for empty machines."""
+def test_tested_releases_are_listed_and_locked() -> None:
+    """The tables of pages, the locks, and the extra for empty machines name the same releases."""
     oldest, newest = TESTED[0], TESTED[-1]
-    told = re.findall(r"\| [0-9.]+ \| ([0-9., ]+) \| CPU engine", README)
-    assert sorted(", ".join(told).split(", ")) == sorted(TESTED)
-    assert (told[0], told[-1]) == (newest, oldest)
+    listed = re.findall(r"\| [0-9.]+ \| ([0-9., ]+) \| CPU engine", LIMITS)
+    assert sorted(", ".join(listed).split(", ")) == sorted(TESTED)
+    assert (listed[0], listed[-1]) == (newest, oldest)
+    assert f"| SGLang | {oldest} to {newest}," in README
+    assert f"| SGLang | {oldest} 到 {newest}，" in CHINESE
     for version, lock in ((newest, "requirements.lock"), (oldest, f"requirements-{oldest}.lock")):
         assert f"sglang=={version}" in (ROOT / lock).read_text().splitlines()
     assert PROJECT["optional-dependencies"]["tested"] == [f"sglang=={newest}"]
@@ -205,53 +221,37 @@ def test_default_thresholds_are_those_that_the_tables_chose() -> None:
     assert chosen == {kind.name: kind.beta for kind in CHOSEN}
 
 
-def test_the_readme_shows_a_result_within_one_screen() -> None:
-    assert any(line.startswith("| no speculation |") for line in README.splitlines()[:25])
-
-
 @pytest.mark.parametrize(
-    ("page", "hardware", "caption"),
-    [(README, "never run on a GPU", "no GPU"),
-     ((GUIDES / "README.zh.md").read_text(), "从未在 GPU 上运行过", "没有 GPU")],
+    ("page", "status", "condition"),
+    [(README, "never run on a GPU", "no GPU"), (CHINESE, "从未在 GPU 上运行过", "没有 GPU")],
     ids=["English", "Chinese"],
 )  # fmt: skip
-def test_the_readme_names_the_hardware_before_its_figures(
-    page: str, hardware: str, caption: str
+def test_readme_names_the_hardware_before_its_figures(
+    page: str, status: str, condition: str
 ) -> None:
-    """In its first paragraph, and in the line above the table."""
-    paragraphs = page.split("\n\n|")[0].split("\n\n")
-    assert hardware in paragraphs[1]
-    assert caption in paragraphs[-1]
+    opening, results = page.split("\n\n|")[0].split("\n## ")
+    assert status in opening
+    assert condition in results
 
 
-def test_the_readme_in_chinese_shows_the_same_figures() -> None:
-    """Number by number, bold ones bold."""
-    chinese = figures((GUIDES / "README.zh.md").read_text())
-    assert [row[:7] for row in chinese] == [row[:7] for row in figures(README)]
-    assert [row[7:] for row in chinese[1:]] == [row[7:] for row in figures(README)[1:]]
-    assert len(figures(README)) == 7
+def test_readmes_show_the_figures_of_the_results() -> None:
+    """English and Chinese tables have equal cells, and these are rows of `make demo`."""
+    demo = (ROOT / "eval" / "RESULTS.md").read_text().split("### `make demo`")[1].split("###")[0]
+    measured = {(row[0], row[1]): row for row in rows_of(demo)}
+    methods = ("no speculation", "fixed 2", "fixed 5", "`--c2t`")
+    for page in (README, CHINESE):
+        rows = rows_of(page)
+        assert len(rows) == len(methods)
+        for method, row in zip(methods, rows, strict=True):
+            few, many = measured["4", method], measured["32", method]
+            assert row[1:] == [*few[2:4], *many[2:4], many[-1]], method
+    assert re.findall(r"\d+ %", README) == re.findall(r"\d+ %", CHINESE)
 
 
-def figures(page: str) -> list[list[str]]:
-    """Entries of the first table's rows, names left out."""
-    head, _, *rows = page.split("\n\n|")[1].split("\n\n")[0].splitlines()
-    return [[entry.strip() for entry in row.strip("|").split("|")[1:]] for row in (head, *rows)]
-
-
-def test_the_readme_shows_what_the_results_say() -> None:
-    from eval.docs.benchmark import SECTION, parsed
-
-    section = (ROOT / "eval" / "RESULTS.md").read_text().split(SECTION)[1]
-    _, rows = parsed(next(block for block in section.split("\n\n") if block.startswith("|")))
-    shown = [re.findall(r"\d\.\d\d", "|".join(row)) for row in figures(README)]
-    for name in ("fixed 2", "fixed 3", "adaptive", "`auto`"):
-        assert [f"{value:.2f}" for value in rows[name]] in [row[:7] for row in shown], name
-
-
-def test_the_picture_of_a_step_is_what_its_source_draws() -> None:
-    from eval.docs.diagram import FILE, drawing
-
-    assert FILE.read_text(encoding="utf-8") == drawing()
+def rows_of(page: str) -> list[list[str]]:
+    """Cells of the rows of a page's first table, without bold."""
+    rows = page.split("\n\n|")[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip(" *") for cell in row.strip("|").split("|")] for row in rows]
 
 
 def test_the_walk_names_six_files_a_step_and_functions_that_are_there() -> None:

@@ -1,1 +1,0 @@
-"""The guides as a site, and what its pages show."""
