@@ -13,8 +13,6 @@ import sys
 
 def register() -> None:
     """Install what this process needs (entry-point group ``sglang.srt.plugins``)."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     from sglang_c2t.config import ConfigError, active
     from sglang_c2t.srt import attach, seams
     from sglang_c2t.srt.hooks import (
@@ -22,10 +20,10 @@ def register() -> None:
         control,
         endpoints,
         hidden_keys,
-        refusals,
         reporting,
         request_fields,
         requests,
+        resolution,
         step_metrics,
         worker_factory,
     )
@@ -35,39 +33,36 @@ def register() -> None:
 
         cpu_engine.install()
 
-    HookRegistry.register(seams.ADD_CLI_ARGS, args.add_arguments, HookType.AFTER)
-    HookRegistry.register(seams.FROM_CLI_ARGS, args.read_arguments, HookType.AROUND)
-    HookRegistry.register(seams.CREATE_WORKER, worker_factory.create_worker, HookType.AROUND)
-    HookRegistry.register(seams.SPEC_METRICS, reporting.correct_accept_rate, HookType.AFTER)
-    HookRegistry.register(seams.SPEC_METRICS, request_fields.drop_logprobs, HookType.AFTER)
-    HookRegistry.register(seams.UPDATE_FINISH, request_fields.count_reasoning, HookType.AFTER)
-    HookRegistry.register(seams.INTERNAL_STATE, reporting.add_counters, HookType.AFTER)
-    HookRegistry.register(seams.SET_INTERNAL_STATE, control.set_internal_state, HookType.AROUND)
-    HookRegistry.register(seams.ASK_INTERNAL_STATE, control.refuse_our_names, HookType.AROUND)
-    HookRegistry.register(seams.TOKENIZER_MANAGER, control.add_routes, HookType.AFTER)
-    HookRegistry.register(seams.UPDATE_WEIGHTS, endpoints.update_target, HookType.AROUND)
-    for seam in seams.WEIGHT_REQUESTS:
-        if seam.defect() is None:
-            HookRegistry.register(seam.target, endpoints.survive_update, HookType.AROUND)
-    HookRegistry.register(seams.CONFIGURE_LOGGING, endpoints.check_logging, HookType.AROUND)
-    for target in seams.RECORD_EXPERTS:
-        HookRegistry.register(target, endpoints.record_experts, HookType.AROUND)
-    for target in seams.WAITS:
-        HookRegistry.register(target, endpoints.wait_for_another, HookType.AROUND)
+    for label, function, kind in (
+        ("add_cli_args", args.add_arguments, "after"),
+        ("from_cli_args", args.read_arguments, "around"),
+        ("create_worker", worker_factory.create_worker, "around"),
+        ("spec_metrics", reporting.correct_accept_rate, "after"),
+        ("spec_metrics", request_fields.drop_logprobs, "after"),
+        ("update_finish", request_fields.count_reasoning, "after"),
+        ("internal_state", reporting.add_counters, "after"),
+        ("set_internal_state", control.set_internal_state, "around"),
+        ("ask_internal_state", control.refuse_our_names, "around"),
+        ("tokenizer_manager", control.add_routes, "after"),
+        ("update_weights", endpoints.update_target, "around"),
+        ("survive_update", endpoints.survive_update, "around"),
+        ("configure_logging", endpoints.check_logging, "around"),
+        ("record_experts", endpoints.record_experts, "around"),
+        ("wait_for_another", endpoints.wait_for_another, "around"),
+        ("verify_sampling_params", requests.check_sampling_params, "after"),
+        ("validate_request", requests.check_request, "around"),
+        ("create_message", requests.check_message, "around"),
+        ("normalize_request", requests.check_batch, "around"),
+        ("resolve_result", step_metrics.count_step, "around"),
+        ("log_stats", step_metrics.correct_gauge, "before"),
+    ):
+        attach.hook(label, function, kind)
     if seams.can_hide_keys():
-        for seam, hook in zip(seams.TOLD_ARGUMENTS, hidden_keys.HOOKS, strict=True):
-            HookRegistry.register(seam.target, hook, HookType.AFTER)
-    HookRegistry.register(
-        seams.VERIFY_SAMPLING_PARAMS, requests.check_sampling_params, HookType.AFTER
-    )
-    HookRegistry.register(seams.VALIDATE_REQUEST, requests.check_request, HookType.AROUND)
-    HookRegistry.register(seams.CREATE_MESSAGE, requests.check_message, HookType.AROUND)
-    HookRegistry.register(seams.NORMALIZE_REQUEST, requests.check_batch, HookType.AROUND)
-    HookRegistry.register(seams.RESOLVE_RESULT, step_metrics.count_step, HookType.AROUND)
-    HookRegistry.register(seams.LOG_STATS, step_metrics.correct_gauge, HookType.BEFORE)
+        attach.hook("resolved_dict", hidden_keys.hide_fields, "after")
+        attach.hook("build_server_info", hidden_keys.hide_command, "after")
     if reporting.counting():
-        HookRegistry.register(seams.MODEL_FORWARD, reporting.count_forward, HookType.AROUND)
-    attach.on_resolution(seams.SPECULATIVE_STEP, refusals.check_resolved_arguments)
+        attach.hook("model_forward", reporting.count_forward, "around")
+    attach.on_resolution("handle_speculative_decoding", resolution.check_resolved_arguments)
 
     try:
         if active() is not None:  # switched on by the environment, no flag was parsed

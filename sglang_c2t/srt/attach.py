@@ -2,7 +2,7 @@
 
 There are three ways, and no others:
 
-* **hooks**, SGLang's own registries: what ``plugin.py`` registers, and :func:`on_resolution`;
+* **hooks**, SGLang's own registries: :func:`hook` and :func:`on_resolution`;
 * **subclasses** of its workers, attention backends, graph runner and verify input, which call
   ``super()``;
 * **replacements** of an attribute or a module's global, which must be there already: for the time
@@ -18,25 +18,34 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang_c2t.srt.probes import SeamError, sglang_version
-from sglang_c2t.srt.seams import EVERY_SEAM, step_seam
+from sglang_c2t.srt.seams import GROUPS, hook_targets
 
 
-def on_resolution(step: str, hook: Callable[[Any, Callable[[Any], None]], None]) -> None:
-    """Run ``hook(server_args, previous)`` around a step of SGLang's argument resolution.
+def hook(label: str, function: Callable[..., Any], kind: str) -> None:
+    """Register ``function`` on the targets of a label of ``seams.txt``; ``kind`` is "before",
+    "after" or "around", see SGLang's ``HookType``.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target in hook_targets(label):
+        HookRegistry.register(target, function, HookType[kind.upper()])
+
+
+def on_resolution(step: str, run: Callable[[Any, Callable[[Any], None]], None]) -> None:
+    """Call ``run(server_args, previous)`` around a step of SGLang's argument resolution.
 
     Silent when the step is gone as well: :func:`missing_hooks` then names it.
     """
     try:
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     except ImportError:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         def around(previous: Callable[[Any], None], server_args: Any) -> None:
-            hook(server_args, previous)
+            run(server_args, previous)
 
-        HookRegistry.register(step_seam(step).chosen().target, around, HookType.AROUND)
+        hook(step, around, "around")
         return
-    register_resolution_hook(step)(hook)
+    register_resolution_hook(step)(run)
 
 
 def wrap_global(module_name: str, name: str, wrapper: Callable[..., Any]) -> None:
@@ -73,14 +82,15 @@ def _present(owner: Any, name: str) -> Any:
         return getattr(owner, name)
     except AttributeError as error:
         what = getattr(owner, "__name__", type(owner).__qualname__)
-        purposes = [
-            s.purpose
-            for s in EVERY_SEAM
-            if name in (*s.fields.split(), s.target.rpartition(".")[2])
+        uses = [
+            seam.use
+            for seams in GROUPS.values()
+            for seam in seams
+            if name in (*seam.fields.split(), seam.target.rpartition(".")[2])
         ]
         raise SeamError(
             f"SGLang {sglang_version()} has no {name} on {what}; "
-            f"C2T needs it because it {(purposes or ['writes it'])[0]}"
+            f"C2T needs it for {(uses or ['a write'])[0]}"
         ) from error
 
 

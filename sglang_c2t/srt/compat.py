@@ -1,18 +1,16 @@
 """One answer each where SGLang's releases differ.
 
-What they differ in is listed in ``seams.py``; these functions take what is there.
+What they differ in is listed in ``seams.txt``; these functions take what is there.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -20,22 +18,13 @@ from torch import Tensor
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt.attach import swapped, wrap_global, write
 from sglang_c2t.srt.probes import SeamError, module_exists, parameters_of, sglang_version
-from sglang_c2t.srt.seams import (
-    ADAPTER_SEAMS,
-    ALLOCATION,
-    ATTENTION_HOOK,
-    CACHE_LOCS,
-    DRAFT_EXTEND_GRAPHS,
-    EAGLE_DISAGGREGATION,
-    EAGLE_UTILS,
-    IO_STRUCT,
-    KV_CACHE,
-    METADATA_GLUE,
-    OVERRIDES,
-    SERVER_ARGS,
-    SPECULATIVE_HOOK,
-    WATERMARKING,
-)
+from sglang_c2t.srt.seams import ADAPTER_SEAMS, broken_seams
+
+OVERRIDES = "sglang.srt.arg_groups.overrides"
+SPECULATIVE_HOOK = "sglang.srt.arg_groups.speculative_hook"
+CACHE_LOCS = "sglang.kernels.ops.speculative.cache_locs"
+KV_CACHE = "sglang.srt.mem_cache.kv_cache_configurator"
+DISAGGREGATION = "sglang.srt.speculative.eagle_disaggregation"
 
 
 def resolved(server_args: Any) -> Any:
@@ -67,7 +56,7 @@ def require_readable(message: Any) -> None:
     Newer SGLang sends what was never checked, and reads it by its types: one wrong, and the
     scheduler ends. Older SGLang pickles. The prompt has been read by then, and is long.
     """
-    io_struct = importlib.import_module(IO_STRUCT)
+    io_struct = importlib.import_module("sglang.srt.managers.io_struct")
     if not hasattr(io_struct, "msgpack_encode"):
         return
     import msgspec
@@ -98,7 +87,9 @@ def default_shape(server_args: Any) -> TreeShape:
     from sglang.srt.configs.model_config import ModelConfig
 
     config = ModelConfig.from_server_args(resolved(server_args))
-    choose = importlib.import_module(SPECULATIVE_HOOK)._auto_choose_speculative_params
+    choose = importlib.import_module(
+        "sglang.srt.arg_groups.speculative_hook"
+    )._auto_choose_speculative_params
     num_steps, topk, num_draft_tokens = choose(server_args, config.hf_config.architectures[0])
     return TreeShape(topk, num_steps, num_draft_tokens)
 
@@ -119,7 +110,7 @@ def uses_dp_attention(cfg: Any) -> bool:
 def watermarks(cfg: Any) -> bool:
     """Whether sampling watermarks the output; never in an SGLang that knows no watermarks."""
     try:
-        importlib.import_module(WATERMARKING)
+        importlib.import_module("sglang.srt.sampling.watermarking")
     except ImportError:
         return False
     return bool(argument(cfg, "watermark_config"))
@@ -179,53 +170,6 @@ def bundles_draft(cfg: Any) -> bool:
     return bool(target != draft)
 
 
-def simulates_acceptance() -> bool:
-    """Whether SGLANG_SIMULATE_ACC_LEN replaces real acceptance."""
-    from sglang.srt.environ import envs
-
-    return bool(envs.SGLANG_SIMULATE_ACC_LEN.get() > 0)
-
-
-def plans_on_another_stream() -> bool:
-    """Whether verification is planned on a stream of its own, before the draft is known."""
-    from sglang.srt.environ import envs
-
-    return bool(envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get())
-
-
-def verifies_beside_prefills() -> bool:
-    """Whether ranks of data-parallel attention verify while others prefill; older SGLang cannot."""
-    from sglang.srt.environ import envs
-
-    coordinates = getattr(envs, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", None)
-    return coordinates is not None and bool(coordinates.get())
-
-
-#: SGLang's name of the app that HTTP workers import, and ours, which loads the plugin there.
-HTTP_APP = "SGLANG_HTTP_SERVER_APP_PATH"
-OUR_HTTP_APP = "sglang_c2t.srt.http_worker:app"
-
-
-def names_http_app() -> bool:
-    """Whether this SGLang lets HTTP workers import an app of ours; older ones do not ask."""
-    from sglang.srt.environ import envs
-
-    return hasattr(envs, HTTP_APP)
-
-
-def own_http_app() -> bool:
-    """Whether the user has HTTP workers import an app of theirs."""
-    return names_http_app() and os.environ.get(HTTP_APP, OUR_HTTP_APP) != OUR_HTTP_APP
-
-
-def serves_in_rust() -> bool:
-    """Whether requests are read by SGLang's Rust server, which older releases do not have."""
-    from sglang.srt.environ import envs
-
-    serves = getattr(envs, "SGLANG_RUST_SERVER", None)
-    return serves is not None and bool(serves.get())
-
-
 def has_recurrent_state(model_config: Any) -> bool:
     """Whether the model is a Mamba / linear-attention hybrid, with state per verified row."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -238,7 +182,7 @@ def verifies_adapters() -> bool:
 
     0.5.20 to 0.5.22 serve it, and allocate for graphs by another name.
     """
-    return all(seam.defect() is None for seam in ADAPTER_SEAMS)
+    return not broken_seams(ADAPTER_SEAMS)
 
 
 def lora_manager(target_runner: Any) -> Any:
@@ -257,7 +201,10 @@ def writing_rows(verify_input: Any, locs: Tensor) -> Iterator[None]:
         write(verify_input, prepared_out_cache_loc=locs, kv_loc_plan=None)
         yield
         return
-    module, name = importlib.import_module(CACHE_LOCS), "assign_extend_cache_locs_uniform_func"
+    module, name = (
+        importlib.import_module(CACHE_LOCS),
+        "assign_extend_cache_locs_uniform_func",
+    )
     bound = []
 
     def assign(**_uniform: Any) -> Tensor:
@@ -266,12 +213,12 @@ def writing_rows(verify_input: Any, locs: Tensor) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(swapped(module, name, assign))
-        utils = importlib.import_module(EAGLE_UTILS)
+        utils = importlib.import_module("sglang.srt.speculative.eagle_utils")
         if hasattr(utils, "_PREPARE_FOR_VERIFY_DEPS"):
             # It keeps what it imported first: the function from before, or else this one for ever.
             stack.enter_context(swapped(utils, "_PREPARE_FOR_VERIFY_DEPS", None))
         yield
-    assert bound, f"SGLang bound the rows to verify without {CACHE_LOCS}.{name}"
+    assert bound, f"SGLang bound the rows to verify without {module.__name__}.{name}"
 
 
 @contextmanager
@@ -303,11 +250,15 @@ def widen_request_table() -> None:
     It reserves twice what a step may write, but leaves room for a tree's rows only: near the
     context limit the rest lands in the row of another request.
     """
-    wrap_global(KV_CACHE, "get_req_to_token_extra_context_len", _room_for_all_reserved)
+    wrap_global(
+        KV_CACHE,
+        "get_req_to_token_extra_context_len",
+        _room_for_all_reserved,
+    )
 
 
 def _room_for_all_reserved(original: Callable[..., int], *args: Any) -> int:
-    sizing = importlib.import_module(ALLOCATION)
+    sizing = importlib.import_module("sglang.srt.mem_cache.allocation_sizing")
     return max(original(*args), sizing.get_alloc_reserve_per_decode(*args))
 
 
@@ -331,7 +282,7 @@ def on_arrival(server_args: Any, arrive: Callable[[Any], None]) -> None:
         arrive(batch)
         return draft_input
 
-    wrap_global(EAGLE_DISAGGREGATION, "build_eagle_disagg_draft_input", build)
+    wrap_global(DISAGGREGATION, "build_eagle_disagg_draft_input", build)
 
 
 @contextmanager
@@ -363,7 +314,7 @@ def set_output_stride(result: Any, stride: int) -> None:
 def draft_extend_width(width: int) -> Iterator[None]:
     """CUDA graphs of draft extend captured inside the block take ``width`` rows per request."""
     with swapped(
-        importlib.import_module(DRAFT_EXTEND_GRAPHS),
+        importlib.import_module("sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner"),
         "resolve_num_tokens_per_req",
         lambda **_: width,
     ):
@@ -435,23 +386,6 @@ def reads_packed_rows(backend: Any) -> bool:
     return bool(getattr(backend, "supports_ragged_verify_graph", False)) and chains
 
 
-def attention_fallback() -> tuple[ModuleType, str]:
-    """The module global through which :data:`ATTENTION_STEP` leaves a CPU's own backend."""
-    name = "_attention_backend_platform_fallbacks"
-    try:  # it imports the function when it is loaded, older SGLang when the step runs
-        return importlib.import_module(ATTENTION_HOOK), name
-    except ImportError:
-        return importlib.import_module(OVERRIDES), name
-
-
-def backend_choices() -> ModuleType:
-    """The module that keeps SGLang's lists of attention backends."""
-    try:
-        return importlib.import_module("sglang.srt.arg_groups.choices")
-    except ImportError:
-        return importlib.import_module(SERVER_ARGS)
-
-
 def draft_backends(server_args: Any, draft_runner: Any, topk: int, num_steps: int) -> Any:
     """SGLang's ``DraftBackendFactory`` for drafts of other shapes than the server's own.
 
@@ -469,33 +403,6 @@ def draft_backends(server_args: Any, draft_runner: Any, topk: int, num_steps: in
     return DraftBackendFactory(**arguments)
 
 
-def made_backend(factory: Any, name: str, backend: Any) -> Any:
-    """What a method of SGLang's ``DraftBackendFactory`` returns for a backend that it made.
-
-    Newer SGLang wants its name with it, to stamp it on the backend's steps.
-    """
-    return (
-        (name, backend) if "stamps_children" in parameters_of(factory._create_backend) else backend
-    )
-
-
-def supply_seed_hash(torch_hash: Callable[..., Any]) -> bool:
-    """Have seeded sampling on a CPU hash with ``torch_hash(seed, positions, col_indices)``.
-
-    Returns False, and does nothing, where SGLang's function looks for a CPU op by itself;
-    older SGLang only has a Triton kernel.
-    """
-    from sglang.kernels.ops.sampling import murmur_hash
-
-    if "murmur_hash32_cpu" in murmur_hash.murmur_hash32.__code__.co_names:
-        return False
-    from sglang.srt.layers import sampler
-
-    for module in (murmur_hash, sampler):
-        write(module, murmur_hash32=torch_hash)
-    return True
-
-
 def without_sampling_masks(info: Any) -> Any:
     """Have the sampler leave out the support masks it would return per request; ``info``."""
     if hasattr(info, "sampling_mask_batch_indices"):
@@ -510,5 +417,5 @@ def plan_every_replay(graph_runner: Any) -> None:
     Newer SGLang may record the preparation in a graph of its own, which would freeze what our
     attention plans read there.
     """
-    if module_exists(METADATA_GLUE):
+    if module_exists("sglang.srt.model_executor.runner.metadata_glue_graph"):
         write(graph_runner, _metadata_glue=None)

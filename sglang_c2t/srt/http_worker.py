@@ -1,7 +1,7 @@
 """SGLang's HTTP app, for the worker processes of ``--tokenizer-worker-num`` above 1.
 
 Each of them imports the app by its name, and SGLang loads no plugins there: without this module
-``/c2t`` and all checks of requests would be gone. ``refusals.py`` names it to SGLang.
+``/c2t`` and all checks of requests would be gone. ``resolution.py`` names it to SGLang.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a seam is: a place in SGLang or FlashInfer that we hold on to, probed by feature.
 
-Never by version. The list of them is in ``seams.py``.
+Never by version. ``seams.txt`` lists them.
 """
 
 from __future__ import annotations
@@ -28,27 +28,30 @@ class SeamError(ConfigError):
 class Seam:
     """One symbol of SGLang or FlashInfer that we call, override, wrap or write.
 
-    ``parameters`` are names the callable must accept; ``fields`` are names that instances of
-    the class must have (:func:`attribute_names`); both separated by spaces. ``hook`` marks
-    targets of SGLang's own hook registry. ``otherwise`` is what we hold on to in an SGLang that
-    does not offer this. ``only_with`` names a module: without it there is nothing to hold on to.
-    ``on_gpu`` marks what can only be imported, and is only used, where there is a GPU.
-    ``if_imported`` marks what is looked at only where SGLang has imported its module by itself.
+    ``use`` says what for. ``parameters`` are names the callable must accept, ``fields`` names that
+    instances of the class must have (:func:`attribute_names`), both separated by spaces. ``hook``
+    is the label of a target of SGLang's hook registry. ``otherwise`` is the seam of an SGLang that
+    lacks this one. ``needs``, ``on_gpu`` and ``if_imported`` limit where it is probed.
     """
 
     target: str
-    purpose: str
+    use: str
     parameters: str = ""
     fields: str = ""
-    hook: bool = False
+    hook: str = ""
     otherwise: Seam | None = None
-    only_with: str | None = None
+    needs: str = ""
     on_gpu: bool = False
     if_imported: bool = False
 
+    def has_hook(self, label: str) -> bool:
+        """Whether this seam, or one that replaces it, is the hook of that label."""
+        other = self.otherwise
+        return self.hook == label or (other is not None and other.has_hook(label))
+
     def chosen(self) -> Seam:
         """The seam itself or, where it does not fit and another does, that one."""
-        if self._own_defect() is None or self.otherwise is None:
+        if self.otherwise is None or self._own_defect() is None:
             return self
         return self if self.otherwise.defect() is not None else self.otherwise.chosen()
 
@@ -61,7 +64,7 @@ class Seam:
         return None if other is None else f"{own}; nor {self.otherwise.target}: {other}"
 
     def _own_defect(self) -> str | None:
-        if self.only_with is not None and not module_exists(self.only_with):
+        if self.needs and not module_exists(self.needs):
             return None
         if self.on_gpu and not has_gpu():
             return None

@@ -11,7 +11,7 @@ import requests
 
 from eval.server import Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import greedy, run_load
-from sglang_c2t.srt import compat
+from sglang_c2t.srt import environment
 from tests.e2e.conftest import BODIES, CONCURRENCY
 
 AS_USERS_DO = True  # uvicorn's workers are interpreters of their own
@@ -19,7 +19,9 @@ AS_USERS_DO = True  # uvicorn's workers are interpreters of their own
 ADMIN = "sesame"
 KEY = {"Authorization": f"Bearer {ADMIN}"}
 
-pytestmark = pytest.mark.skipif(not compat.names_http_app(), reason="refused beside this SGLang")
+pytestmark = pytest.mark.skipif(
+    not environment.names_http_app(), reason="refused beside this SGLang"
+)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import pkgutil
 import re
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_the_newest_sglang_has_what_older_ones_may_lack() -> None:
     [
         (("sglang.srt.no_such_module.thing", ""), "not found"),
         (("sglang.srt.server_args.ServerArgs.no_such_method", ""), "not found"),
-        ((f"{seams.EAGLE_WORKER}.EAGLEWorkerV2.verify", "", "batch x"),
+        (("sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.verify", "", "batch x"),
          "lacks the parameters ['x']"),
         (("sglang.srt.managers.utils.GenerationBatchResult", "", "", "cap_lens y"),
          "lacks the fields ['y']"),
@@ -73,7 +74,7 @@ def test_a_broken_seam_is_refused_in_a_sentence_that_names_it(monkeypatch) -> No
     monkeypatch.delattr(common, "eagle_prepare_for_verify")
     with pytest.raises(probes.SeamError) as error:
         seams.require_seams()
-    assert f"{seams.EAGLE_COMMON}.eagle_prepare_for_verify" in str(error.value)
+    assert "sglang.srt.speculative.eagle_worker_common.eagle_prepare_for_verify" in str(error.value)
     assert f"SGLang {probes.sglang_version()}" in str(error.value)
 
 
@@ -85,7 +86,7 @@ def all_seams() -> list[probes.Seam]:
     return [
         dataclasses.replace(seam, otherwise=None)
         for seam in chosen
-        if seam.only_with is None or probes.module_exists(seam.only_with)
+        if not seam.needs or probes.module_exists(seam.needs)
         if not seam.on_gpu or torch.cuda.is_available()
         if not seam.if_imported
     ]
@@ -101,7 +102,7 @@ def test_what_is_only_on_a_gpu_is_probed_there(monkeypatch) -> None:
 
 
 def named(seam: probes.Seam) -> str:
-    return f"{seam.target.removeprefix('sglang.srt.')}-{seam.purpose}"
+    return f"{seam.target.removeprefix('sglang.srt.')}-{seam.use}"
 
 
 def owners_of(target: str) -> tuple[list[Any], str]:
@@ -116,7 +117,7 @@ def refused(seam: probes.Seam) -> bool:
     """Whether a start is refused in a sentence that names the seam and what it is for."""
     with pytest.raises(probes.SeamError) as error:
         seams.require_seams((seam,))
-    return seam.target in str(error.value) and seam.purpose in str(error.value)
+    return seam.target in str(error.value) and seam.use in str(error.value)
 
 
 @pytest.mark.parametrize("seam", all_seams(), ids=named)
@@ -188,12 +189,12 @@ def test_fields_of_a_dataclass_are_attributes() -> None:
 
 
 def test_what_is_not_there_is_not_written() -> None:
-    """SGLang would not read it, and nobody would notice."""
+    """SGLang would not read it."""
     old = OldVerifyInput()
     with pytest.raises(probes.SeamError, match="no kv_loc_plan on OldVerifyInput; C2T needs it"):
         attach.write(old, kv_loc_plan=None)
     assert not vars(old)
-    with pytest.raises(probes.SeamError, match="says where the packed rows are written"):
+    with pytest.raises(probes.SeamError, match="C2T needs it for verification of packed rows"):
         attach.swapped(old, "kv_loc_plan", 1).__enter__()
     new = NewVerifyInput()
     attach.write(new, kv_loc_plan="ours")
@@ -223,7 +224,7 @@ OURS = {
 def listed() -> set[str]:
     """Every name of a symbol or attribute in the list of seams."""
     found = set()
-    for seam in seams.EVERY_SEAM:
+    for seam in itertools.chain.from_iterable(seams.GROUPS.values()):
         each: probes.Seam | None = seam
         while each is not None:
             found |= {*each.fields.split(), each.target.rpartition(".")[2]}
@@ -299,23 +300,34 @@ PROBED_ONLY = {"check_lora_speculative_compatibility"}
 
 
 def test_seam_without_a_user_is_not_probed() -> None:
-    """It would refuse a start for nothing. A user reads the name, one of its parameters or
-    fields, or the constant of ``seams.py`` that holds the target or its name.
+    """It would refuse a start for nothing. A user reads its name, its hook's label, one of its
+    parameters or a field.
     """
-    sources = [path for path in PACKAGE.rglob("*.py") if path.name != "seams.py"]
-    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources)))
-    constants: dict[str, set[str]] = {}
-    for constant, value in vars(seams).items():
-        for target in value if isinstance(value, tuple) else (value,):
-            constants.setdefault(str(target), set()).add(constant)
+    sources = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    words = set(re.findall(r"\w+", sources)) | PROBED_ONLY
     unused = [
         seam.target
         for seam in all_seams()
-        for name in [seam.target.rpartition(".")[2]]
-        if not {name, *seam.parameters.split(), *seam.fields.split()} & (words | PROBED_ONLY)
-        and not (constants.get(seam.target, set()) | constants.get(name.lstrip("_"), set())) & words
+        if not {seam.hook, seam.target.rpartition(".")[2], *seam.parameters.split()} & words
+        and not set(seam.fields.split()) & words
     ]
     assert unused == []
+    read_only_here = [
+        (seam.target, field)
+        for seam in all_seams()
+        for field in seam.fields.split()
+        if field not in words
+    ]
+    assert read_only_here == []
+
+
+def test_a_line_of_the_table_that_is_no_seam_is_refused() -> None:
+    groups = seams.parse("[main: a test]\nhook look a.b (c d) {e}\n  or a.f needs g on_gpu\n")
+    (seam,) = groups["main"]
+    assert (seam.hook, seam.target, seam.parameters, seam.fields) == ("look", "a.b", "c d", "e")
+    assert seam.otherwise == probes.Seam("a.f", "a test", needs="g", on_gpu=True)
+    with pytest.raises(ValueError, match=r"no seam: 'a\.b \(c'"):
+        seams.parse("[main: a test]\na.b (c\n")
 
 
 def test_function_of_compat_without_a_caller_does_not_exist() -> None:
@@ -401,8 +413,11 @@ def test_a_step_of_argument_resolution_is_the_newest_function_that_is_there(
 ) -> None:
     here, older = "sglang.srt.server_args.ServerArgs", "sglang.srt.server_args.PortArgs"
     for places in ((here, older), ("sglang.srt.no_such.step", here, older)):
-        monkeypatch.setitem(seams.STEP_FUNCTIONS, "step", places)
-        assert seams.step_seam("step").chosen().target == here
+        table = "\n  or ".join(f"hook step {place}" for place in places)
+        monkeypatch.setattr(seams, "GROUPS", seams.parse(f"[main: a test]\n{table}\n"))
+        assert seams.hook_targets("step") == [here]
+    with pytest.raises(KeyError, match="no hook stride"):
+        seams.hook_targets("stride")
 
 
 def test_slots_are_translated_where_the_kv_pool_says_so() -> None:

@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from sglang_c2t import cpu
 from sglang_c2t.cpu import OPS
-from sglang_c2t.srt import attach, compat, seams
+from sglang_c2t.srt import attach, seams
+from sglang_c2t.srt.probes import parameters_of
 
 __all__ = ["install", "supplied"]
 
@@ -59,7 +60,7 @@ def install() -> list[str]:
     names.append("LoRA: memory that is not pinned")
     _leave_nccl_out()
     names.append("tensor parallelism over gloo: NCCL left out")
-    if compat.supply_seed_hash(OPS["murmur_hash32_cpu"].run):
+    if _supply_seed_hash(OPS["murmur_hash32_cpu"].run):
         names.append("hash of --enable-deterministic-inference")
     _install_sampling()  # stock has no sampling verification on any CPU
     names.append("speculative verification that samples")
@@ -108,18 +109,18 @@ def _create_draft_decode_backend(factory: Any) -> Any:
     backend = TorchCpuMultiStepDraftBackend(
         factory.draft_model_runner, factory.topk, factory.speculative_num_steps
     )
-    return compat.made_backend(factory, BACKEND, backend)
+    return _made_backend(factory, BACKEND, backend)
 
 
 def _create_draft_extend_backend(factory: Any) -> Any:
-    return compat.made_backend(factory, BACKEND, _create_backend(factory.draft_model_runner))
+    return _made_backend(factory, BACKEND, _create_backend(factory.draft_model_runner))
 
 
 def _keep_backend_name() -> None:
     """SGLang replaces `intel_amx` by `torch_native` (no verification) where AMX is missing."""
 
     def keep(server_args: Any, previous: Callable[[Any], None]) -> None:
-        module, name = compat.attention_fallback()
+        module, name = _attention_fallback()
         fall_back = getattr(module, name)
 
         def stay(view: Any) -> dict[str, Any]:
@@ -129,12 +130,12 @@ def _keep_backend_name() -> None:
         with attach.swapped(module, name, stay):
             previous(server_args)
 
-    attach.on_resolution(seams.ATTENTION_STEP, keep)
+    attach.on_resolution("handle_attention_backend_compatibility", keep)
 
 
 def _allow_deterministic_inference() -> None:
     """Per-request seeds need --enable-deterministic-inference, which stock refuses on CPU."""
-    choices = compat.backend_choices()
+    choices = _backend_choices()
     choices.add_deterministic_attention_backend_choices([BACKEND])
     choices.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
     package = "sglang.srt.batch_invariant_ops"  # ModelRunner imports the function from here
@@ -168,9 +169,7 @@ def _nothing_to_wait_for(device: Any = None) -> None:
 
 def _send_from_host() -> None:
     """Keys that another server decodes with leave from here: no GPU is waited for."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(seams.INIT_DISAGGREGATION, _name_slots_at_once, HookType.AFTER)
+    attach.hook("init_disaggregation", _name_slots_at_once, "after")
 
 
 def _name_slots_at_once(_result: None, _scheduler: Any) -> None:
@@ -178,7 +177,9 @@ def _name_slots_at_once(_result: None, _scheduler: Any) -> None:
 
     Looks at the module only where SGLang has imported it, and older SGLang has no such thing.
     """
-    sender = getattr(sys.modules.get(seams.MOONCAKE), "MooncakeKVSender", None)
+    sender = getattr(
+        sys.modules.get("sglang.srt.disaggregation.mooncake.conn"), "MooncakeKVSender", None
+    )
     if hasattr(sender, "supports_host_tensor_indices"):
         attach.write(sender, supports_host_tensor_indices=False)
 
@@ -197,10 +198,7 @@ class _Unpinned(TorchFunctionMode):
 
 def _adapt_unpinned() -> None:
     """SGLang's LoRA, torch_native's too, takes pinned memory for granted."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target in seams.PINS_ADAPTERS:
-        HookRegistry.register(target, _unpinned, HookType.AROUND)
+    attach.hook("pin_adapters", _unpinned, "around")
 
 
 def _unpinned(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -269,3 +267,50 @@ def _matching_sampled(
         return stock(*args, **kwargs)
 
     return match
+
+
+# -- what releases differ in ---------------------------------------------------------------
+
+
+def _attention_fallback() -> tuple[ModuleType, str]:
+    """The module global through which attention resolution leaves a CPU's own backend."""
+    name = "_attention_backend_platform_fallbacks"
+    try:  # it imports the function when it is loaded, older SGLang when the step runs
+        return importlib.import_module("sglang.srt.arg_groups.attention_hook"), name
+    except ImportError:
+        return importlib.import_module("sglang.srt.arg_groups.overrides"), name
+
+
+def _backend_choices() -> ModuleType:
+    """The module that keeps SGLang's lists of attention backends."""
+    try:
+        return importlib.import_module("sglang.srt.arg_groups.choices")
+    except ImportError:
+        return importlib.import_module("sglang.srt.server_args")
+
+
+def _made_backend(factory: Any, name: str, backend: Any) -> Any:
+    """What a method of SGLang's ``DraftBackendFactory`` returns for a backend that it made.
+
+    Newer SGLang wants its name with it, to stamp it on the backend's steps.
+    """
+    return (
+        (name, backend) if "stamps_children" in parameters_of(factory._create_backend) else backend
+    )
+
+
+def _supply_seed_hash(torch_hash: Callable[..., Any]) -> bool:
+    """Have seeded sampling on a CPU hash with ``torch_hash(seed, positions, col_indices)``.
+
+    Returns False, and does nothing, where SGLang's function looks for a CPU op by itself;
+    older SGLang only has a Triton kernel.
+    """
+    from sglang.kernels.ops.sampling import murmur_hash
+
+    if "murmur_hash32_cpu" in murmur_hash.murmur_hash32.__code__.co_names:
+        return False
+    from sglang.srt.layers import sampler
+
+    for module in (murmur_hash, sampler):
+        attach.write(module, murmur_hash32=torch_hash)
+    return True

@@ -248,7 +248,7 @@ def add_routes(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> None
     from fastapi.responses import JSONResponse
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    attach.wrap_global(*seams.READ_BODY, check_body)
+    attach.wrap_global("fastapi.routing", "solve_dependencies", check_body)
     one_at_a_time = asyncio.Lock()
     keys = _keys(manager.server_args)
     may = who_may(admin_api_key=keys["admin_api_key"], loopback=start.loopback_control)

@@ -8,7 +8,6 @@ functions; where an SGLang has none of them, see :func:`sglang_c2t.srt.seams.key
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from sglang_c2t.config import active
@@ -65,7 +64,3 @@ def _key_of(flag: str, server_args: Any) -> str | None:
     if name in KEYS or not flag.startswith("--") or not name or hasattr(server_args, name):
         return name if name in KEYS else None
     return next((key for key in KEYS if key.startswith(name)), None)
-
-
-#: On the functions of ``seams.TOLD_ARGUMENTS``, in their order.
-HOOKS: tuple[Callable[..., Any], ...] = (hide_fields, hide_command)

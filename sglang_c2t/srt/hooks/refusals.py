@@ -6,30 +6,25 @@ on SGLang's *resolved* arguments, so values that SGLang chose by itself count to
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from sglang_c2t.config import ConfigError, active
+from sglang_c2t.config import active
 from sglang_c2t.policies import (
     ChainPolicy,
     TreePolicy,
     build_policy,
     build_tree_policy,
     plans,
-    policy_for,
 )
-from sglang_c2t.policies.base import TreeShape
-from sglang_c2t.srt import compat, seams
-from sglang_c2t.srt.hooks.args import exit_with, parsed_from_command_line
-from sglang_c2t.srt.hooks.defaults import draft_chains, raise_running_requests
+from sglang_c2t.srt import compat, environment, seams
 
 # NEXTN is an alias that SGLang resolves to EAGLE.
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 
 
 class Refusal(NamedTuple):
-    """A combination; all but the first are read by who asked for it."""
+    """A combination, and the sentence that a user reads."""
 
     applies: Callable[[Any], bool]
     """To resolved arguments."""
@@ -39,7 +34,7 @@ class Refusal(NamedTuple):
 
     why: str
     instead: str
-    """What to do, as one would say it to somebody."""
+    """What to do, as an order."""
 
     @property
     def sentence(self) -> str:
@@ -62,7 +57,7 @@ def _wants_ragged() -> bool:
     return config is not None and config.verify == "ragged"
 
 
-def _trees(cfg: Any) -> bool:
+def trees(cfg: Any) -> bool:
     return cfg.speculative_algorithm in ALGORITHMS and cfg.speculative_eagle_topk > 1
 
 
@@ -80,7 +75,7 @@ def _policy(cfg: Any) -> ChainPolicy | TreePolicy | None:
     config = active()
     if config is None:
         return None
-    return build_tree_policy(config) if _trees(cfg) else build_policy(config)
+    return build_tree_policy(config) if trees(cfg) else build_policy(config)
 
 
 def _lacks_draft(cfg: Any) -> bool:
@@ -137,7 +132,7 @@ def _policy_needs(cfg: Any, name: str) -> bool:
     return policy is not None and name in policy.needs
 
 
-def _has_http_workers(cfg: Any) -> bool:
+def has_http_workers(cfg: Any) -> bool:
     return int(compat.argument(cfg, "tokenizer_worker_num")) > 1
 
 
@@ -146,7 +141,7 @@ def _graphs(cfg: Any) -> bool:
 
 
 def _ignores_accept_thresholds(cfg: Any) -> bool:
-    return _trees(cfg) and not compat.accepts_exactly(cfg)
+    return trees(cfg) and not compat.accepts_exactly(cfg)
 
 
 def _pages_of_trees(cfg: Any) -> bool:
@@ -169,34 +164,6 @@ PAGES_OF_TREES = Refusal(
     "SGLang drafts trees in pages on few, and of those flashinfer alone reads our masks",
     "set --page-size 1 with --speculative-eagle-topk above 1, or --speculative-eagle-topk 1",
 )
-
-#: What drafts look like, by the flags that say so.
-SHAPE_FLAGS = {
-    "--speculative-num-steps": "speculative_num_steps",
-    "--speculative-eagle-topk": "speculative_eagle_topk",
-    "--speculative-num-draft-tokens": "speculative_num_draft_tokens",
-}
-
-
-def missing_shape_flags(cfg: Any) -> list[str]:
-    """Which of :data:`SHAPE_FLAGS` were not typed, of arguments before SGLang chooses any."""
-    if (cfg.speculative_algorithm or "").upper() not in ALGORITHMS or cfg.speculative_adaptive:
-        return []
-    missing = [flag for flag, name in SHAPE_FLAGS.items() if getattr(cfg, name) is None]
-    # With one branch, SGLang completes the nodes.
-    completed = ["--speculative-num-draft-tokens"] if cfg.speculative_eagle_topk == 1 else []
-    return [] if missing == completed else missing
-
-
-def shape_refusal(missing: Sequence[str]) -> Refusal:
-    """Drafts whose shape lacks the ``missing`` flags."""
-    return Refusal(
-        lambda cfg: missing_shape_flags(cfg) == missing,
-        f"{' and '.join(flag for flag in SHAPE_FLAGS if flag not in missing)} alone",
-        "SGLang chooses the shape of drafts only where none of its flags is given",
-        f"add {' and '.join(missing)}, or drop all of them",
-    )
-
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
@@ -225,7 +192,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     PAGES_OF_TREES,
     Refusal(
-        lambda cfg: _trees(cfg) and cfg.attention_backend not in seams.TREE_BACKENDS,
+        lambda cfg: trees(cfg) and cfg.attention_backend not in seams.TREE_BACKENDS,
         "--speculative-eagle-topk above 1 with an --attention-backend other than "
         f"{', '.join(seams.TREE_BACKENDS)}",
         "others do not read the masks of its trees",
@@ -285,7 +252,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop it, or choose the newest SGLang that is served",
     ),
     Refusal(
-        lambda cfg: compat.uses_dp_attention(cfg) and _trees(cfg),
+        lambda cfg: compat.uses_dp_attention(cfg) and trees(cfg),
         "--enable-dp-attention with --speculative-eagle-topk above 1",
         "its ranks agree on layers and rows of chains",
         "set --speculative-eagle-topk 1",
@@ -311,7 +278,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop one of them",
     ),
     Refusal(
-        lambda cfg: compat.uses_dp_attention(cfg) and compat.verifies_beside_prefills(),
+        lambda cfg: compat.uses_dp_attention(cfg) and environment.verifies_beside_prefills(),
         "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
         "ranks that prefill in the same step do not hear of packed rows",
         "unset SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
@@ -394,7 +361,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: (
             _wants_ragged()
-            and not _trees(cfg)
+            and not trees(cfg)
             and cfg.attention_backend not in seams.RAGGED_BACKENDS
         ),
         "--c2t-verify ragged with an --attention-backend other than "
@@ -409,7 +376,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop --c2t-verify static, or choose another policy",
     ),
     Refusal(
-        lambda cfg: _bounds_rows() and _trees(cfg) and _plans(cfg),
+        lambda cfg: _bounds_rows() and trees(cfg) and _plans(cfg),
         "--c2t-max-verify-rows with a --c2t-policy that plans",
         "it decides how many rows are verified",
         "drop --c2t-max-verify-rows, or choose another policy",
@@ -427,16 +394,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop --enable-mixed-chunk while recording",
     ),
     Refusal(
-        lambda cfg: _has_http_workers(cfg) and not compat.names_http_app(),
+        lambda cfg: has_http_workers(cfg) and not environment.names_http_app(),
         "--tokenizer-worker-num above 1 in an SGLang whose HTTP workers cannot load plugins",
         "there is no /c2t in them, and no check of requests; 0.5.23 can, 0.5.17 cannot",
         "set --tokenizer-worker-num 1",
     ),
     Refusal(
-        lambda cfg: _has_http_workers(cfg) and compat.own_http_app(),
-        f"--tokenizer-worker-num above 1 with an app of your own in {compat.HTTP_APP}",
+        lambda cfg: has_http_workers(cfg) and environment.own_http_app(),
+        f"--tokenizer-worker-num above 1 with an app of your own in {environment.HTTP_APP}",
         "the HTTP workers import ours, which loads the plugin there",
-        f"unset {compat.HTTP_APP}, or set --tokenizer-worker-num 1",
+        f"unset {environment.HTTP_APP}, or set --tokenizer-worker-num 1",
     ),
     Refusal(
         lambda cfg: _set("smg_grpc_mode")(cfg) or _set("grpc_mode")(cfg),
@@ -445,7 +412,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop --smg-grpc-mode and --grpc-mode",
     ),
     Refusal(
-        lambda cfg: compat.serves_in_rust(),
+        lambda cfg: environment.serves_in_rust(),
         "SGLANG_RUST_SERVER",
         "requests reach the scheduler past our checks of them",
         "unset SGLANG_RUST_SERVER",
@@ -457,71 +424,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop --use-ray",
     ),
     Refusal(
-        lambda cfg: compat.simulates_acceptance(),
+        lambda cfg: environment.simulates_acceptance(),
         "SGLANG_SIMULATE_ACC_LEN",
         "drafts that are accepted by chance cannot be gated",
         "unset SGLANG_SIMULATE_ACC_LEN",
     ),
     Refusal(
-        lambda cfg: compat.plans_on_another_stream(),
+        lambda cfg: environment.plans_on_another_stream(),
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
         "the verify batch is built from the draft's output",
         "unset SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
     ),
 )
-
-
-def refusals(cfg: Any) -> list[str]:
-    """The sentences that apply to these resolved arguments; empty when all is served."""
-    sentences = [refusal.sentence for refusal in REFUSALS if refusal.applies(cfg)]
-    return sentences or _misfit(cfg)
-
-
-def _misfit(cfg: Any) -> list[str]:
-    """Why the policy cannot draft what the arguments ask for; empty when it can."""
-    config = active()
-    if config is None:
-        return []
-    shape = TreeShape(
-        cfg.speculative_eagle_topk if _trees(cfg) else 1,
-        cfg.speculative_num_steps,
-        cfg.speculative_num_draft_tokens,
-    )
-    try:
-        policy_for(config, shape)
-    except ConfigError as error:
-        return [str(error)]
-    return []
-
-
-def check_resolved_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Resolution hook around SGLang's own speculative checks."""
-    if active() is None:
-        previous(server_args)
-        return
-    typed = compat.resolved(server_args)
-    if len(missing := missing_shape_flags(typed)) == len(SHAPE_FLAGS):
-        draft_chains(server_args)
-    elif missing:  # SGLang's own checks would answer with a traceback
-        _refuse([shape_refusal(missing).sentence])
-    if PAGES_OF_TREES.applies(typed):
-        _refuse([PAGES_OF_TREES.sentence])
-    limited = compat.argument(typed, "max_running_requests") is not None
-    previous(server_args)
-    try:
-        sentences = refusals(compat.resolved(server_args))
-    except ConfigError as unbuildable:
-        sentences = [str(unbuildable)]
-    if sentences:
-        _refuse(sentences)
-    if _has_http_workers(compat.resolved(server_args)):
-        os.environ[compat.HTTP_APP] = compat.OUR_HTTP_APP
-    if not limited:
-        raise_running_requests(server_args)
-
-
-def _refuse(sentences: list[str]) -> NoReturn:
-    error = ConfigError("; ".join(sentences))
-    if parsed_from_command_line():
-        exit_with(error)
-    raise error

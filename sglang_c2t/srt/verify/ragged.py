@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sglang_c2t.kernels.layout import Layout
 from sglang_c2t.srt import attach
-from sglang_c2t.srt.seams import FLASH_ATTENTION
 
 # B requests, S >= B slots of the forward, T rows of it
 
@@ -49,8 +48,12 @@ class PackedLayout(RaggedVerifyLayout, frozen=True, kw_only=True):
 
 def read_by(backend: Any) -> None:
     """Have an attention backend that computes what it reads of layouts take ours as they are."""
-    if type(backend).__module__ == FLASH_ATTENTION:
-        attach.wrap_global(FLASH_ATTENTION, "build_ragged_target_verify_geometry", _geometry)
+    if type(backend).__module__ == "sglang.srt.layers.attention.flashattention_backend":
+        attach.wrap_global(
+            "sglang.srt.layers.attention.flashattention_backend",
+            "build_ragged_target_verify_geometry",
+            _geometry,
+        )
 
 
 def _geometry(

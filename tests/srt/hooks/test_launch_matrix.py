@@ -17,7 +17,7 @@ import yaml
 from eval.server import DRAFTS
 from sglang_c2t import config
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.hooks.refusals import SHAPE_FLAGS
+from sglang_c2t.srt.hooks.resolution import SHAPE_FLAGS
 from tests.srt.hooks.test_refusals import launch, plugin, refusal
 
 __all__ = ["plugin"]  # a fixture that applies to this module too

@@ -19,7 +19,7 @@ import pytest
 
 from eval.server import TARGET, speculative_flags
 from sglang_c2t import config
-from sglang_c2t.srt import compat, seams, versions
+from sglang_c2t.srt import compat, environment, seams, versions
 from sglang_c2t.srt.versions import TESTED
 
 EAGLE3 = list(speculative_flags("EAGLE3"))
@@ -251,7 +251,9 @@ def test_every_refusal_names_a_flag_says_why_and_what_to_do() -> None:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     known = {option for action in parser._actions for option in action.option_strings}
-    if compat.module_exists(seams.WATERMARKING):  # an older SGLang has not all that we refuse
+    if compat.module_exists(
+        "sglang.srt.sampling.watermarking"
+    ):  # an older SGLang has not all that we refuse
         for refusal in REFUSALS:
             unknown = set(re.findall(r"--[a-z0-9-]+", refusal.sentence)) - known
             assert unknown == set(), refusal.sentence
@@ -321,7 +323,9 @@ def test_trees_that_are_not_served_are_refused_by_name(
 
 @pytest.mark.parametrize("shape", [EAGLE3, TREES], ids=["chains", "trees"])
 def test_watermarks_are_refused_for_chains_and_trees(capsys, shape) -> None:
-    pytest.importorskip(seams.WATERMARKING, reason="this SGLang knows no watermarks")
+    pytest.importorskip(
+        "sglang.srt.sampling.watermarking", reason="this SGLang knows no watermarks"
+    )
     said = refusal(capsys, *shape, "--c2t", "--watermark-config", "{}")
     assert "does not serve --watermark-config: packed rows are sampled without it" in said
 
@@ -329,18 +333,18 @@ def test_watermarks_are_refused_for_chains_and_trees(capsys, shape) -> None:
 def test_http_workers_import_an_app_that_loads_the_plugin_or_are_refused(
     capsys, monkeypatch
 ) -> None:
-    monkeypatch.setenv(compat.HTTP_APP, compat.OUR_HTTP_APP)  # restored, whatever is set here
-    monkeypatch.delenv(compat.HTTP_APP)
+    monkeypatch.setenv(environment.HTTP_APP, environment.OUR_HTTP_APP)
+    monkeypatch.delenv(environment.HTTP_APP)
     several = [*EAGLE3, "--c2t", "--tokenizer-worker-num", "2"]
-    if compat.names_http_app():
+    if environment.names_http_app():
         launch(*EAGLE3, "--c2t")
-        assert compat.HTTP_APP not in os.environ
+        assert environment.HTTP_APP not in os.environ
         launch(*several)
-        assert os.environ[compat.HTTP_APP] == compat.OUR_HTTP_APP
+        assert os.environ[environment.HTTP_APP] == environment.OUR_HTTP_APP
         launch(*several)  # again, as each process that resolves its arguments
-        monkeypatch.setenv(compat.HTTP_APP, "mine:app")
-        assert f"unset {compat.HTTP_APP}" in refusal(capsys, *several)
-        monkeypatch.setattr(compat, "names_http_app", lambda: False)
+        monkeypatch.setenv(environment.HTTP_APP, "mine:app")
+        assert f"unset {environment.HTTP_APP}" in refusal(capsys, *several)
+        monkeypatch.setattr(environment, "names_http_app", lambda: False)
     assert "whose HTTP workers cannot load plugins" in refusal(capsys, *several)
 
 
@@ -394,13 +398,13 @@ def test_what_sglang_refuses_here_would_be_refused_by_us_elsewhere(
     """SGLang serves pages of 16 with trees on GPU backends, and may come to serve the other. We
     serve them where it is FlashInfer.
     """
-    from sglang_c2t.srt.hooks import refusals
+    from sglang_c2t.srt.hooks import resolution
 
     args = compat.resolved(launch(*TREES, "--c2t"))
-    assert refusals.refusals(args) == []
+    assert resolution.refusals(args) == []
     in_pages = Changed(args, page_size=16, attention_backend="flashinfer")
-    assert refusals.refusals(in_pages) == []
-    (sentence,) = refusals.refusals(Changed(args, **changed))
+    assert resolution.refusals(in_pages) == []
+    (sentence,) = resolution.refusals(Changed(args, **changed))
     assert said in sentence
 
 
@@ -433,11 +437,11 @@ class Changed:
 
 def on_a_gpu(*flags: str, settings: config.C2TConfig | None = None, **changed: object) -> list[str]:
     """What is refused where CUDA graphs are on unless a flag switches them off."""
-    from sglang_c2t.srt.hooks import refusals
+    from sglang_c2t.srt.hooks import resolution
 
     resolved = compat.resolved(launch(*EAGLE3, *flags))
     config.publish(settings or config.C2TConfig())
-    return refusals.refusals(Changed(resolved, device="cuda", **changed))
+    return resolution.refusals(Changed(resolved, device="cuda", **changed))
 
 
 def test_cuda_graphs_are_served_with_padding_only() -> None:
