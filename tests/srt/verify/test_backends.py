@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.utils import common
 
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.srt import compat, seams
+from sglang_c2t.srt import compat
 from sglang_c2t.srt.probes import attribute_names
 from sglang_c2t.srt.verify import backends, chain, tree
 from tests.doubles import double, real_class
@@ -24,7 +24,7 @@ MODES = ("auto", "ragged", "static")
 def adapters(**of_backend: Any) -> Any:
     """A LoRA manager."""
     backend = double("sglang.srt.lora.backend.base_backend.BaseLoRABackend", **of_backend)
-    return double(seams.LORA_MANAGER, lora_backend=backend)
+    return double("sglang.srt.lora.lora_manager.LoRAManager", lora_backend=backend)
 
 
 def target(
