@@ -32,9 +32,10 @@ def classifier_of(policy: Any) -> Classifier | None:
     return classifier if isinstance(classifier, Classifier) else None
 
 
-def told_of(policy: Any, pair: Pair | None) -> dict[str, Any] | None:
-    """What the classifier of a policy was trained on, whether on the ``pair`` that is served, and
-    how well it did there; without paths.
+def classifier_facts(policy: Any, pair: Pair | None) -> dict[str, Any] | None:
+    """What a policy's classifier was trained on, and its quality there; ``None`` without one.
+
+    Holds no paths. ``learnt_from`` says whether it was trained on the ``pair`` that is served.
     """
     classifier = classifier_of(policy)
     if classifier is None:

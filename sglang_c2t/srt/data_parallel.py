@@ -92,9 +92,10 @@ def telling_rows(batch: Any, packed: Any, rows: Sequence[int] | None) -> Iterato
 
 
 @contextmanager
-def somebody(batch: Any) -> Iterator[None]:
-    """An idle ``batch`` has one request inside the block, in the padding row of SGLang's request
-    table: a CUDA graph replays some, and attention is planned for some.
+def idle_rank_with_dummy_request(batch: Any) -> Iterator[None]:
+    """An idle ``batch`` has one request inside the block, in the padding row of SGLang's table.
+
+    A CUDA graph replays at least one request, and attention plans at least one.
     """
     device = batch.device
     one = torch.ones(1, dtype=torch.int64)

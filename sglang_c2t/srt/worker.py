@@ -1,126 +1,129 @@
-"""The speculative workers: SGLang's own, with drafts cut or pruned before verification."""
+"""The speculative workers: SGLang's own, with drafts cut or pruned before verification.
+
+Output is unchanged by construction: a token is sampled per verified row, drafts are only matched
+against it, and which drafts are verified never depends on what the target will sample.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from sglang.srt.speculative import eagle_worker_v2, standalone_worker_v2
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
-from torch import Tensor
 
-from sglang_c2t.checks import told
-from sglang_c2t.classifier.pair import Pair
-from sglang_c2t.config import C2TConfig, ConfigError, active, publish
-from sglang_c2t.draft.chain import ChainGate
-from sglang_c2t.draft.gate import Gate
-from sglang_c2t.draft.served import told_of
-from sglang_c2t.draft.tree import TreeGate
-from sglang_c2t.plan.planner import Planner
-from sglang_c2t.policies import named, plans, policy_for
-from sglang_c2t.policies.base import TreeShape
-from sglang_c2t.srt import attach, compat
-from sglang_c2t.srt.draft import ancestors
-from sglang_c2t.srt.draft.chain import (
-    C2TEagleDraftWorker,
-    C2TStandaloneDraftWorker,
-    ChainDraftMixin,
-)
+from sglang_c2t.config import C2TConfig, active
+from sglang_c2t.srt import announce, attach, compat
+from sglang_c2t.srt.draft.chain import C2TEagleDraftWorker, C2TStandaloneDraftWorker
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.draft.seeding import seed_costs
-from sglang_c2t.srt.draft.state_file import StateFile
-from sglang_c2t.srt.draft.tree import (
-    C2TEagleTreeDraftWorker,
-    C2TStandaloneTreeDraftWorker,
-    TreeDraftMixin,
-)
-from sglang_c2t.srt.draft.tree_planning import TreePlanning
+from sglang_c2t.srt.draft.tree import C2TEagleTreeDraftWorker, C2TStandaloneTreeDraftWorker
 from sglang_c2t.srt.draft.watcher import DraftWatcher
-from sglang_c2t.srt.hooks.control import FORGET, approved, changed
 from sglang_c2t.srt.hooks.reporting import PARTS
 from sglang_c2t.srt.hooks.step_metrics import Step
-from sglang_c2t.srt.pair import served_pair, shipped_on_all_ranks
+from sglang_c2t.srt.kinds import Chains, Trees
+from sglang_c2t.srt.pair import served_pair
 from sglang_c2t.srt.recorder import Recorder
-from sglang_c2t.srt.tensor_parallel import agreement, all_ranks, host_agreement, sharing
-from sglang_c2t.srt.verify import backends, chain, tree, trial
+from sglang_c2t.srt.serving import Serving
+from sglang_c2t.srt.tensor_parallel import agreement
 from sglang_c2t.srt.verify.feedback import Feedback
-from sglang_c2t.srt.verify.grading import FirstDrafts
 from sglang_c2t.srt.verify.packed import IdleVerifyInput, PackedVerifyInput, verifying
-from sglang_c2t.srt.verify.packing import tiers_of
 from sglang_c2t.srt.verify.penalties import OutputHistory
 from sglang_c2t.srt.verify.row_logits import recall
 from sglang_c2t.srt.verify.warm_up import one_of_each, warm_up
 
-logger = logging.getLogger(__name__)
 
+class C2TEagleWorker(EAGLEWorkerV2):
+    """Worker of EAGLE, EAGLE3 and NEXTN.
 
-class WorkerMixin(EAGLEWorkerV2):
-    """Puts our draft worker in place of SGLang's and lets it watch its drafts."""
+    :class:`~sglang_c2t.srt.serving.Serving` holds policy and planner;
+    :mod:`~sglang_c2t.srt.kinds` holds what differs between chains and trees.
+    """
 
     _draft_worker: DraftWatcher
 
-    #: Module whose global names the draft worker class that SGLang's constructor builds,
-    #: that name, and our class.
-    draft_worker_global: ClassVar[tuple[ModuleType, str]]
-    draft_worker_class: ClassVar[type[DraftWatcher]]
+    draft_worker_global: ClassVar[tuple[ModuleType, str]] = (eagle_worker_v2, "EagleDraftWorker")
+    """The global from which SGLang's constructor takes the class of its draft worker."""
 
-    planning_class: ClassVar[type[Planning]] = Planning
+    draft_worker_classes: ClassVar[tuple[type[DraftWatcher], type[DraftWatcher]]] = (
+        C2TEagleDraftWorker,
+        C2TEagleTreeDraftWorker,
+    )
+    """What we put there, for chains and for trees."""
 
-    _planning: Planning | None = None
-
-    _unpacked: str | None = None
-    """Why rows are not packed; ``None``: they are."""
-
-    _first_drafts: FirstDrafts | None = None
-    """What is known of these, where nobody plans."""
-
-    _pair: Pair | None = None
-    _shipped: str | None = None
-    """The folder of the classifiers that are shipped for the pair; ``None``: there are none."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with attach.swapped(*self.draft_worker_global, self.draft_worker_class):
-            super().__init__(*args, **kwargs)
+    def __init__(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
         config = active()
         assert config is not None, "the factory builds this worker only when C2T is on"
-        self._typed = config
-        self._config = self._start = named(config, packed=True)
-        self._plannings: dict[str, Planning] = {}
+        trees = compat.draft_shape(server_args).topk > 1
+        self._kind = Trees() if trees else Chains()
+        draft_worker_class = self.draft_worker_classes[trees]
+        with attach.swapped(*self.draft_worker_global, draft_worker_class):
+            super().__init__(server_args, *args, **kwargs)
+        self._attach(config)
+
+    def _attach(self, config: C2TConfig) -> None:
+        """Connect our parts with each other and with SGLang's, which are all made."""
+        draft = self._draft_worker
+        pair = served_pair(self.server_args)
+        self._serving = Serving(
+            config,
+            draft,
+            self.target_worker.model_runner,
+            planning_class=self._kind.planning_class,
+            pair=pair,
+        )
         rows = max(self.speculative_num_draft_tokens, self.speculative_num_steps + 1)
         self._history = OutputHistory(rows)
-        self._pair = served_pair(self.server_args)
-        self._shipped = shipped_on_all_ranks(self._pair)
-        policy = policy_for(self._config, self._shape, self._shipped)
-        self._recorder = Recorder.from_config(self._config, self.server_args, self._pair, policy)
-        self._draft_worker.watch(self._gate_maker(policy), self._recorder)
-        compat.on_arrival(self.server_args, self._draft_worker.arrive)
-        PARTS["serving"] = self._serving_told
-        compat.widen_request_table()  # SGLang makes it once its workers are there
-        self._feedback = self._draft_worker.feedback = Feedback(
-            self.device == "cuda",
-            agreement(),
-            config.max_verify_rows,
+        policy = self._serving.initial_policy()
+        self._recorder = Recorder.from_config(self._serving.config, self.server_args, pair, policy)
+        make_gate = self._kind.gate_maker(policy, self._serving.shape, config)
+        draft.watch(make_gate, self._recorder)
+        self._feedback = draft.feedback = Feedback(
+            self.device == "cuda", agreement(), config.max_verify_rows
         )
+        compat.on_arrival(self.server_args, draft.arrive)
+        compat.widen_request_table()  # SGLang makes it once its workers are there
+        PARTS["serving"] = self._serving.report
 
-    def _gate_maker(self, policy: Any) -> Callable[..., Gate]:
-        """The gate, still to be given its request table."""
-        raise NotImplementedError
+    # -- start-up -------------------------------------------------------------------------
+
+    def init_attention_backends(self) -> None:
+        """Choose packed or full verification, as the target's attention backend allows."""
+        super().init_attention_backends()
+        config = self._serving.config
+        draft: Any = self._draft_worker
+        draft.exact = compat.accepts_exactly(self.server_args)
+        unpacked_reason = self._kind.prepare_packing(config, self.target_worker.model_runner)
+        self._kind.configure_draft(config, draft)
+        self._serve(unpacked_reason)
+
+    def _serve(self, unpacked_reason: str | None) -> None:
+        """Choose policy and planner, given why the target verifies full drafts, if it does."""
+        serving = self._serving
+        serving.start(unpacked_reason)
+        if compat.only_prefills(self.server_args):
+            announce.log_prefill_only()
+            return
+        verification = self._kind.describe(packed=serving.packed)
+        announce.log_start(serving.config, verification, serving.policy, serving.pair)
 
     def init_cuda_graphs(self) -> None:
-        """Capture, and have ready what runs outside of the graphs."""
+        """Try packed rows, now that the target has its graphs; then capture, compile, measure."""
+        if self._serving.packed:
+            reason = self._kind.fall_back(self._serving.config, self)
+            if reason is not None:
+                self._serve(reason)
         super().init_cuda_graphs()
         runner = self.target_worker.model_runner
         if runner.device == "cuda":
             self._warm_up(runner)
         # A recorded step drafts and verifies everything, and a server that prefills has none.
-        steps = self._config.record is None and not compat.only_prefills(self.server_args)
-        if self._planning is not None and steps:
-            seed_costs(self._planning, self)
+        steps = self._serving.config.record is None and not compat.only_prefills(self.server_args)
+        if self._serving.planning is not None and steps:
+            seed_costs(self._serving.planning, self)
 
     def _warm_up(self, runner: Any) -> None:
         """Compile what a GPU would compile when a request first needs it."""
@@ -132,10 +135,12 @@ class WorkerMixin(EAGLEWorkerV2):
             runner.max_running_requests,
             trees=self.topk > 1,
             num_steps=self.speculative_num_steps,
-            packed=self._draft_worker.packed,
+            packed=self._serving.packed,
         )
-        if self._planning is not None:
-            self._planning.warm_up(one_of_each(runner.max_running_requests))
+        if self._serving.planning is not None:
+            self._serving.planning.warm_up(one_of_each(runner.max_running_requests))
+
+    # -- steps ----------------------------------------------------------------------------
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Also let a request that was retracted keep its penalties."""
@@ -144,401 +149,83 @@ class WorkerMixin(EAGLEWorkerV2):
         return super().forward_batch_generation(batch, *args, **kwargs)
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Verify what the gate left of the batch's drafts, and report it."""
+        """Verify the drafts of a batch that the gate or the planner left, and report it."""
         verify_input = batch.spec_info
+        stock = partial(super().verify, batch, *args, **kwargs)
         if batch.forward_mode.is_idle():
-            return self._verify_along(partial(super().verify, batch, *args, **kwargs), batch)
+            return self._verify_idle(stock, batch)
         if not isinstance(verify_input, PackedVerifyInput):
-            return super().verify(batch, *args, **kwargs)
+            return stock()
         gate, width = self._draft_worker.gate, verify_input.draft_token_num
-        # Every rank must cut alike, and only rank 0 has a recorder: ask the configuration.
-        if self._config.visits_every_root:
+        # All ranks must cut the same, and only rank 0 has a recorder: ask the configuration.
+        if self._serving.config.visits_every_root:
             verify_input.reject_drafts()
-        planning = None if gate.exploring else self._planning
+        planning = None if gate.exploring else self._serving.planning
         with (
             attach.swapped(self, "speculative_num_draft_tokens", width),
             attach.swapped(self, "topk", verify_input.topk),  # a tree server may verify chains
             verifying(verify_input, self.target_worker, planning or self._feedback, self._history),
         ):
-            result = super().verify(batch, *args, **kwargs)
-        if planning is not None:
-            planning.verified(verify_input, result.accept_lens)
-        elif self._first_drafts is not None:
-            self._first_drafts.verified(
-                gate,
-                batch.req_pool_indices,
-                verify_input.num_rows,
-                result.accept_lens,
-                partial(self._draft_worker.constrained_in, batch),
-            )
+            result = stock()
+        self._learn(planning, batch, verify_input, result)
         compat.set_output_stride(result, verify_input.output_stride)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         attach.write(result, cap_lens=verify_input.num_rows)
-        result.c2t_step = Step(
+        result.c2t_step = self._step(planning, verify_input)
+        if self._recorder is not None and gate.exploring:
+            self._kind.record(self._recorder, gate, batch, verify_input, result)
+        return result
+
+    def _verify_idle(self, stock: Callable[[], Any], batch: Any) -> Any:
+        """Verify on a rank without requests, which takes part in the forwards of other ranks."""
+        draft = self._draft_worker
+        if draft.peers is None or not draft.packed:
+            return stock()
+        verify_input = IdleVerifyInput.with_dummy_row(batch.spec_info)
+        attach.write(batch, spec_info=verify_input)
+        with verifying(verify_input, self.target_worker):
+            return stock()
+
+    def _learn(self, planning: Planning | None, batch: Any, verify_input: Any, result: Any) -> None:
+        """Start the outcome of a step on its way to the planner, or else to the statistics."""
+        draft, first_drafts = self._draft_worker, self._serving.first_drafts
+        if planning is not None:
+            planning.verified(verify_input, result.accept_lens)
+        elif first_drafts is not None:
+            first_drafts.verified(
+                draft.gate,
+                batch.req_pool_indices,
+                verify_input.num_rows,
+                result.accept_lens,
+                partial(draft.constrained_in, batch),
+            )
+
+    def _step(self, planning: Planning | None, verify_input: PackedVerifyInput) -> Step:
+        """The numbers of a step that metrics need beyond its result."""
+        gate = self._draft_worker.gate
+        return Step(
             full=self.speculative_num_draft_tokens,
             drafted=self._draft_worker.drafted_rows,
             forwarded_rows=verify_input.forwarded_rows,
-            max_rows=self._config.max_verify_rows,
+            max_rows=self._serving.config.max_verify_rows,
             planned=planning.told if planning else None,
             fell_back=gate.fell_back or (planning is not None and planning.fell_back),
         )
-        if self._recorder is not None and gate.exploring:
-            recordable = gate.first_tokens_complete(batch.req_pool_indices)
-            self._record(self._recorder, batch, recordable, verify_input, result)
-        return result
-
-    def _verify_along(self, verify: Callable[[], Any], batch: Any) -> Any:
-        """SGLang's ``verify`` of nobody, beside the ranks that serve."""
-        draft = self._draft_worker
-        if draft.peers is None or not draft.packed:
-            return verify()
-        verify_input = IdleVerifyInput.beside(batch.spec_info)
-        attach.write(batch, spec_info=verify_input)
-        with verifying(verify_input, self.target_worker):
-            return verify()
-
-    def _record(
-        self, recorder: Recorder, batch: Any, recordable: Tensor, verify_input: Any, result: Any
-    ) -> None:
-        """Write an exploring step; ``recordable`` [B] bool: whose first token was measured."""
-        raise NotImplementedError
 
     def change(self, values: object) -> C2TConfig:
-        """Serve the policy of other settings from the next step on; returns all settings.
-
-        ``values`` are what a client asks for, see :mod:`~sglang_c2t.srt.hooks.control`. Raises
-        :class:`~sglang_c2t.config.ConfigError` where that needs a restart; then nothing has
-        changed.
-        """
-        if self._config.record is not None:
-            raise ConfigError("the policy of a server that records stays: restart it without")
-        config = changed(self._config, values, self._start)
-        policy = approved(config, self._start, self._shape, self._shipped)
-        draft: Any = self._draft_worker
-        graphs = "cuda_graph_runner", "cuda_graph_runner_for_draft_extend"
-        captured = any(getattr(draft, g, None) for g in graphs)
-        if plans(policy) and captured and not self._captured_for(policy):
-            raise ConfigError(
-                f"policy {policy.name} cannot take over in captured CUDA graphs, which compute no "
-                "survivals for it: start the server with it"
-            )
-        planning = self._planning_for(policy)
-        forgets = isinstance(values, Mapping) and values.get(FORGET)
-        if forgets and planning is None:
-            raise ConfigError(f"policy {policy.name} learns nothing while it serves")
-        draft.gate.switch(policy, captured=captured)
-        if self._first_drafts is not None:
-            self._first_drafts = FirstDrafts()  # another gate judges from now on
-        self._plan_with(planning)
-        draft.judge_anew()
-        if forgets and planning is not None:
-            planning.planner.reset()
-        self._config = config
-        self._announce_classifier()
-        return config
-
-    def _captured_for(self, policy: Any) -> bool:
-        """Whether draft graphs write the survivals that this policy's planner ranks by. They still
-        do while another policy is in charge.
-        """
-        captured = self._draft_worker.captured_planning
-        return captured is not None and self._plannings.get(policy.name) is captured
-
-    def _plan_with(self, planning: Planning | None) -> None:
-        """Plan the next steps so; ``None``: nobody plans them."""
-        draft: Any = self._draft_worker
-        self._planning = draft.planning = planning
-        draft.gate.planned = planning is not None
-        if planning is not None:
-            planning.interrupted()
-
-    def _planning_for(self, policy: Any) -> Planning | None:
-        """What plans the steps of this policy, if it wants that; :class:`ConfigError` where it
-        cannot be.
-        """
-        draft = self._draft_worker
-        if not plans(policy) or policy.name in self._plannings:
-            return self._plannings.get(policy.name)
-        if not draft.packed:
-            raise ConfigError(
-                f"policy {policy.name} plans how many rows are verified, and here all are: choose "
-                "another policy, or a backend that packs rows (the log says which)"
-            )
-        if self._config.max_verify_rows is not None:
-            raise ConfigError(
-                f"policy {policy.name} plans how many rows are verified: start the server without "
-                "--c2t-max-verify-rows"
-            )
-        runner = self.target_worker.model_runner
-        try:
-            planner = policy.planner(self._shape)
-        except Exception as error:
-            raise ConfigError(f"policy {policy.name} makes no planner: {told(error)}") from error
-        planning = self.planning_class(
-            planner,
-            tiers=lambda: tiers_of(runner),
-            width=self.speculative_num_draft_tokens,
-            slots=draft.req_to_token_pool.req_to_token.shape[0],
-            device=self.device,
-            state_file=self._state_file if self._config is self._start else None,
-            agree=host_agreement(),
-            failed=draft.gate.served.failed,
-        )
-        planning.widths = draft.draft_widths
-        self._plannings[policy.name] = planning
-        PARTS["planner"] = self._plans_told
-        return planning
-
-    def _state_file(self, planner: Planner) -> StateFile | None:
-        """The file that keeps what this server learns, on the rank that learns it; of several
-        replicas all begin with it, and the first one writes it.
-        """
-        if self._config.state is None or sharing().rank_in_group != 0:
-            return None
-        args = self.server_args
-        learnt_on = {
-            "target": compat.argument(args, "model_path"),
-            "draft": compat.argument(args, "speculative_draft_model_path"),
-            "num_steps": self.speculative_num_steps,
-            "topk": self.topk,
-            "policy": self._config.policy,
-        }
-        writes = all_ranks().rank_in_group == 0
-        writes = writes and compat.dp_rank(self.target_worker.model_runner) == 0
-        return StateFile(Path(self._config.state), planner, learnt_on, writes=writes)
-
-    def _plans_told(self) -> dict[str, Any] | None:
-        """What the planner in charge has learnt; ``None``: no policy plans now."""
-        if self._planning is None:
-            return None
-        return self._planning.report(self.target_worker.model_runner.max_running_requests)
-
-    def _serving_told(self) -> dict[str, Any]:
-        """How drafts are verified here and why so, and what the gate's confidences are worth."""
-        policy = self._draft_worker.gate.served.policy
-        return {
-            "packed": self._unpacked is None,
-            "unpacked_because": self._unpacked,
-            "num_steps": self.speculative_num_steps,
-            "topk": self.topk,
-            "num_draft_tokens": self.speculative_num_draft_tokens,
-            "max_running_requests": self.target_worker.model_runner.max_running_requests,
-            "plans": plans(policy),
-            "row_ms": None if self._planning is not None else self._feedback.row_ms,
-            "beta": getattr(policy, "beta", None),
-            "classifier": told_of(policy, self._pair),
-            "pair": self._pair and self._pair._asdict(),
-            "first_drafts": self._first_drafts.grades.told() if self._first_drafts else None,
-        }
-
-    @property
-    def _shape(self) -> TreeShape:
-        return TreeShape(
-            self.topk,
-            self.speculative_num_steps,
-            self.speculative_num_draft_tokens,
-        )
-
-    def _settle_policy(self) -> None:
-        """Name the policy where none was chosen, now that it is known what can be packed."""
-        config = named(self._typed, packed=self._draft_worker.packed)
-        if config != self._start:
-            policy = policy_for(config, self._shape, self._shipped)
-            self._draft_worker.gate.switch(policy, captured=False)
-            self._config = self._start = config
-        publish(config)  # what this process reports
-
-    def _announce(self, what: str) -> None:
-        """One line at the start that says what this server does."""
-        if compat.only_prefills(self.server_args):
-            logger.info("C2T: cuts nothing here, as another server verifies what this one drafts")
-            return
-        logger.info(
-            "C2T: policy %s, %s, settings %s", self._config.policy, what, self._config.to_json()
-        )
-        self._announce_classifier()
-
-    def _announce_classifier(self) -> None:
-        """One line that says which classifier judges drafts, if one does, and why this one."""
-        facts = told_of(self._draft_worker.gate.served.policy, self._pair)
-        if facts is None:
-            return
-        given = self._config.classifier != "default"
-        why = "as given" if given else "the default"
-        if not given and facts["learnt_from"] != "this pair":
-            why = "none is shipped for this pair"
-            why += f" {tuple(self._pair)}" if self._pair else ", whose weights are not to be found"
-        level = logging.WARNING if facts["learnt_from"] == "another pair" else logging.INFO
-        logger.log(
-            level,
-            "C2T: classifier %s learnt from %s (%s): %s",
-            facts["name"], facts["learnt_from"], ", ".join(facts["origins"]), why,
-        )  # fmt: skip
+        """Serve other settings, see :meth:`Serving.change`."""
+        return self._serving.change(values)
 
 
-class ChainWorkerMixin(WorkerMixin):
-    """Cuts each request's draft at the length its gate chose, then verifies as stock.
-
-    Output is unchanged by construction: every accepted token is the target's own, and which
-    drafts are verified never depends on what the target will sample.
-    """
-
-    _draft_worker: ChainDraftMixin
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._draft_worker.draft_steps = self._config.draft_steps
-        if not self._config.visits_every_root:  # where no draft is accepted
-            self._first_drafts = FirstDrafts()
-
-    def _gate_maker(self, policy: Any) -> Callable[..., Gate]:
-        return partial(
-            ChainGate,
-            policy,
-            agree=agreement(),
-            recording=self._config.record is not None,
-        )
-
-    def init_attention_backends(self) -> None:
-        """Learn whether the target's backend can verify packed rows."""
-        super().init_attention_backends()
-        draft, runner = self._draft_worker, self.target_worker.model_runner
-        self._unpacked = chain.decide(self._config.verify, runner)
-        draft.packed = self._unpacked is None
-        draft.exact = compat.accepts_exactly(self.server_args)
-        self._settle_policy()
-        self._plan_with(self._planning_for(draft.gate.served.policy))
-        self._announce(f"{'ragged' if draft.packed else 'static'} verification of chains")
-
-    def init_cuda_graphs(self) -> None:
-        """Also see, once the target has its graphs, that packed rows come out of them right."""
-        if self._draft_worker.packed and (reason := self._misread()) is not None:
-            self._verify_whole(reason)
-        super().init_cuda_graphs()
-
-    def _misread(self) -> str | None:
-        """What is wrong with packed rows, as all ranks see it."""
-        try:
-            reason = trial.misread(self)
-        except Exception as error:
-            reason = f"a packed batch failed with {type(error).__name__}: {error}"
-        agree = host_agreement() or (lambda numbers: numbers)
-        (differs,) = agree([int(reason is not None)])
-        if (together := self._draft_worker.peers) is not None:
-            (differs,) = max(together.of_all(differs))
-        return (reason or "another rank saw them differ") if differs else None
-
-    def _verify_whole(self, reason: str) -> None:
-        """Verify whole drafts from now on, and serve what can be served so."""
-        chain.settle(self._config.verify, reason)
-        backends.give_back(self.target_worker.model_runner)
-        self._draft_worker.packed, self._unpacked = False, reason
-        self._settle_policy()
-        self._plan_with(self._planning_for(self._draft_worker.gate.served.policy))
-        self._announce("static verification of chains")
-
-    def _record(
-        self, recorder: Recorder, batch: Any, recordable: Tensor, verify_input: Any, result: Any
-    ) -> None:
-        layers = self._draft_worker.gate.layers
-        recorder.add(batch, layers, recordable, verify_input.draft_token, result)
-
-
-class TreeWorkerMixin(WorkerMixin):
-    """Verifies whatever tree each request has grown, all in one target forward.
-
-    Output is unchanged by construction: a token is sampled per verified row, and drafts
-    are only ever matched against it.
-    """
-
-    _draft_worker: TreeDraftMixin
-
-    planning_class = TreePlanning
-
-    def _gate_maker(self, policy: Any) -> Callable[..., Gate]:
-        return partial(
-            TreeGate,
-            policy,
-            self._shape,
-            max_rows=self._config.max_verify_rows,
-            agree=agreement(),
-            recording=self._config.record is not None,
-        )
-
-    def init_attention_backends(self) -> None:
-        """Learn what the attention backends of target and draft can do with trees."""
-        super().init_attention_backends()
-        draft, runner = self._draft_worker, self.target_worker.model_runner
-        self._unpacked = tree.decide(self._config, runner)
-        draft.packed = self._unpacked is None
-        draft.exact = compat.accepts_exactly(self.server_args)
-        self._settle_policy()
-        self._plan_with(self._planning_for(draft.gate.served.policy))
-        rows = "packed" if draft.packed else "padded"
-        self._announce(f"{rows} verification of trees, {self._follow_ancestors()} ancestors")
-
-    def _follow_ancestors(self) -> str:
-        """Let draft rows attend to their ancestors; returns how they do: "stock" where the draft
-        attention backend offers no way.
-        """
-        backend = self._draft_worker.draft_attn_backend
-        if ancestors.sglang_follows(backend):
-            return "SGLang's exact"
-        self._draft_worker.follow_ancestors = ancestors.follower(backend)
-        if self._draft_worker.follow_ancestors is None and backend is not None:
-            logger.warning(
-                "C2T: draft attention %s cannot be told a node's ancestors: same output, but "
-                "fewer drafts will be accepted",
-                type(backend).__name__,
-            )
-            return "stock"
-        return "exact"
-
-    def _record(
-        self, recorder: Recorder, batch: Any, recordable: Tensor, verify_input: Any, result: Any
-    ) -> None:
-        layers = self._draft_worker.gate.layers
-        rows = verify_input.trees.retrieve_index(verify_input.packing.num_rows)
-        accepted = verify_input.paths.accept_index
-        recorder.add_trees(batch, layers, recordable, verify_input.trees, rows, accepted, result)
-
-
-class C2TEagleWorker(ChainWorkerMixin, EAGLEWorkerV2):
-    """Worker of EAGLE, EAGLE3 and NEXTN."""
-
-    draft_worker_global = (eagle_worker_v2, "EagleDraftWorker")
-    draft_worker_class = C2TEagleDraftWorker
-
-
-class C2TStandaloneWorker(ChainWorkerMixin, StandaloneWorkerV2):
+class C2TStandaloneWorker(C2TEagleWorker, StandaloneWorkerV2):
     """Worker of STANDALONE."""
 
     draft_worker_global = (standalone_worker_v2, "StandaloneDraftWorker")
-    draft_worker_class = C2TStandaloneDraftWorker
+    draft_worker_classes = (C2TStandaloneDraftWorker, C2TStandaloneTreeDraftWorker)
 
 
-class C2TEagleTreeWorker(TreeWorkerMixin, EAGLEWorkerV2):
-    """Worker of EAGLE, EAGLE3 and NEXTN that verifies trees."""
-
-    draft_worker_global = (eagle_worker_v2, "EagleDraftWorker")
-    draft_worker_class = C2TEagleTreeDraftWorker
-
-
-class C2TStandaloneTreeWorker(TreeWorkerMixin, StandaloneWorkerV2):
-    """Worker of STANDALONE that verifies trees."""
-
-    draft_worker_global = (standalone_worker_v2, "StandaloneDraftWorker")
-    draft_worker_class = C2TStandaloneTreeDraftWorker
-
-
-class Workers(NamedTuple):
-    """Ours for one of SGLang's workers."""
-
-    chain: type
-    tree: type
-
-
-WORKERS: dict[type, Workers] = {
-    EAGLEWorkerV2: Workers(C2TEagleWorker, C2TEagleTreeWorker),
-    StandaloneWorkerV2: Workers(C2TStandaloneWorker, C2TStandaloneTreeWorker),
+#: Ours, by the worker of SGLang that it replaces.
+WORKERS: dict[type, type] = {
+    EAGLEWorkerV2: C2TEagleWorker,
+    StandaloneWorkerV2: C2TStandaloneWorker,
 }

@@ -40,9 +40,9 @@ class Witness(SwitchableTree):
 @functools.cache
 def _watch_worker(notes: Path) -> None:
     from sglang_c2t.srt.draft.watcher import DraftWatcher
-    from sglang_c2t.srt.worker import TreeWorkerMixin
+    from sglang_c2t.srt.worker import C2TEagleWorker
 
-    verify, extend = TreeWorkerMixin.verify, DraftWatcher._draft_extend_for_prefill
+    verify, extend = C2TEagleWorker.verify, DraftWatcher._draft_extend_for_prefill
 
     @functools.wraps(verify)
     def noted_verify(worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def _watch_worker(notes: Path) -> None:
         return extend(draft, batch, *args, **kwargs)
 
     hooks: dict[Any, tuple[str, Callable[..., Any]]] = {
-        TreeWorkerMixin: ("verify", noted_verify),
+        C2TEagleWorker: ("verify", noted_verify),
         DraftWatcher: ("_draft_extend_for_prefill", noted_extend),
     }
     for owner, (name, hook) in hooks.items():

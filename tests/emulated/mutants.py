@@ -439,9 +439,9 @@ def latents_of_rows_are_read_one_place_behind() -> None:
 def a_rank_plans_for_itself() -> None:
     from sglang.srt.runtime_context import get_parallel
 
-    from sglang_c2t.srt import worker
+    from sglang_c2t.srt import serving
 
-    make = worker.host_agreement
+    make = serving.host_agreement
 
     def other() -> Any:
         agree = make()
@@ -455,7 +455,7 @@ def a_rank_plans_for_itself() -> None:
 
         return alone
 
-    worker.host_agreement = other
+    serving.host_agreement = other
 
 
 @mutant(DATA_PARALLEL)

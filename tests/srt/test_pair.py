@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from sglang_c2t.config import C2TConfig
 from sglang_c2t.policies.c2t_plus import C2TPlus
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.srt import pair
+from sglang_c2t.srt.announce import log_classifier
 from sglang_c2t.srt.pair import served_pair, shipped_on_all_ranks
-from sglang_c2t.srt.worker import C2TEagleWorker
 from tests.doubles import double
 
 TARGET_WEIGHTS, DRAFT_WEIGHTS = fingerprint(TARGET), fingerprint(DRAFTS["EAGLE3"])
@@ -92,13 +91,9 @@ def test_ranks_take_the_classifiers_of_the_first_one(monkeypatch: pytest.MonkeyP
 def announced(
     caplog: pytest.LogCaptureFixture, config: C2TConfig, policy: Any, served: Pair | None = PAIR
 ) -> list[tuple[int, str]]:
-    worker = object.__new__(C2TEagleWorker)
-    worker._config, worker._pair = config, served
-    gate = SimpleNamespace(served=SimpleNamespace(policy=policy))
-    worker._draft_worker = SimpleNamespace(gate=gate)
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        worker._announce_classifier()
+        log_classifier(config, policy, served)
     return [(record.levelno, record.getMessage()) for record in caplog.records]
 
 

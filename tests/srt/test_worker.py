@@ -1,43 +1,609 @@
-"""Our workers, as far as that takes no server."""
+"""The duties of our workers, without a server: SGLang's constructor and steps are stand-ins."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative import eagle_worker_common, eagle_worker_v2, standalone_worker_v2
 
-from sglang_c2t import config as settings
-from sglang_c2t.config import C2TConfig
+from sglang_c2t.classifier.pair import Pair
+from sglang_c2t.config import CONFIG_ENV, C2TConfig, active
 from sglang_c2t.draft.chain import ChainGate
-from sglang_c2t.policies import named, policy_for
-from sglang_c2t.policies.base import TreeShape
-from sglang_c2t.srt.worker import C2TEagleWorker
+from sglang_c2t.draft.gate import Exploration
+from sglang_c2t.draft.tree import TreeGate
+from sglang_c2t.srt import compat, worker
+from sglang_c2t.srt.data_parallel import Peers
+from sglang_c2t.srt.draft.chain import C2TEagleDraftWorker, C2TStandaloneDraftWorker
+from sglang_c2t.srt.draft.tree import C2TEagleTreeDraftWorker, C2TStandaloneTreeDraftWorker
+from sglang_c2t.srt.hooks import reporting
+from sglang_c2t.srt.recorder import Recorder
+from sglang_c2t.srt.verify import backends, trial
+from sglang_c2t.srt.verify.chain import ChainVerifyInput
+from sglang_c2t.srt.verify.packed import IdleVerifyInput
+from sglang_c2t.srt.worker import WORKERS, C2TEagleWorker, C2TStandaloneWorker
+from tests.doubles import double
+from tests.refusals import refused
+from tests.srt.chains import full_chains
 
-CHAIN = TreeShape(1, 5, 6)
+STEPS, WIDTH, SLOTS, REQUESTS = 5, 6, 8, 4
+PAIR = Pair("EAGLE3", "1" * 16, "2" * 16)
+EAGLE, STANDALONE = eagle_worker_v2.EAGLEWorkerV2, standalone_worker_v2.StandaloneWorkerV2
+
+
+class Server:
+    """Makes workers as SGLang does, and notes what they ask of its other parts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch = monkeypatch.setattr
+        self.setenv = monkeypatch.setenv
+        self.calls: list[str] = []
+        self.recorder: Any = None
+        self.device = "cpu"
+        self.result = double("GenerationBatchResult", accept_lens=torch.tensor([1, 3]))
+        self.verified: list[Any] = []  # verify inputs that reached SGLang's ``verify``
+        monkeypatch.setattr(reporting, "PARTS", {})
+        monkeypatch.setattr(worker, "PARTS", reporting.PARTS)
+        monkeypatch.setattr(worker, "served_pair", lambda _args: PAIR)
+        monkeypatch.setattr(compat, "widen_request_table", lambda: None)
+        monkeypatch.setattr(compat, "dp_rank", lambda _runner: 0)
+        monkeypatch.setattr(Recorder, "from_config", lambda *_: self.recorder)
+        monkeypatch.setattr(worker, "seed_costs", lambda *_: self.calls.append("seed costs"))
+        self.with_backend(None)
+        self.with_trial(lambda: None)
+        for cls, module in ((EAGLE, eagle_worker_v2), (STANDALONE, standalone_worker_v2)):
+            name = "EagleDraftWorker" if cls is EAGLE else "StandaloneDraftWorker"
+            monkeypatch.setattr(cls, "__init__", self._constructor(module, name))
+        monkeypatch.setattr(EAGLE, "init_attention_backends", lambda _: None)
+        monkeypatch.setattr(EAGLE, "init_cuda_graphs", lambda _: self.calls.append("capture"))
+        monkeypatch.setattr(EAGLE, "verify", lambda made, batch: self._verify(made, batch))
+        for draft in (eagle_worker_v2.EagleDraftWorker, standalone_worker_v2.StandaloneDraftWorker):
+            monkeypatch.setattr(draft, "alloc_memory_pool", lambda *_, **__: None)
+
+    def with_backend(self, unsupported_reason: str | None) -> None:
+        """The target's attention backend cannot verify packed rows for this reason."""
+        self.patch(backends, "obstacle", lambda *_, **__: unsupported_reason)
+        self.patch(backends, "prepare", lambda *_, **__: self.calls.append("prepare packing"))
+        self.patch(backends, "disable_packing", lambda _: self.calls.append("disable packing"))
+
+    def with_trial(self, mismatch: Callable[[], str | None]) -> None:
+        """What the start-up trial of packed rows finds."""
+
+        def tried(_worker: Any) -> str | None:
+            self.calls.append("trial")
+            return mismatch()
+
+        self.patch(trial, "packed_output_mismatch", tried)
+
+    def _constructor(self, module: Any, draft_worker: str) -> Callable[..., None]:
+        def construct(made: Any, server_args: Any, gpu_id: int) -> None:
+            topk = server_args.speculative_eagle_topk
+            sizes: dict[str, Any] = {
+                "topk": topk, "device": self.device, "speculative_num_steps": STEPS,
+                "speculative_num_draft_tokens": WIDTH, "server_args": server_args,
+            }  # fmt: skip
+            table = double("ReqToTokenPool", req_to_token=torch.zeros(SLOTS, 16))
+            made._draft_worker = double(
+                getattr(module, draft_worker), **sizes, req_to_token_pool=table,
+                draft_runner=double("ModelRunner"), draft_attn_backend=None,
+            )  # fmt: skip
+            made._draft_worker.drafted_rows = WIDTH
+            runner = double("ModelRunner", device=self.device, max_running_requests=REQUESTS)
+            made._target_worker = double("TpModelWorker", model_runner=runner)
+            for name, value in sizes.items():
+                setattr(made, name, value)
+
+        return construct
+
+    def _verify(self, made: Any, batch: Any) -> Any:
+        self.verified.append(batch.spec_info)
+        self.seen = SimpleNamespace(
+            width=made.speculative_num_draft_tokens,
+            topk=made.topk,
+            sampler=eagle_worker_common.eagle_sample,
+        )
+        return self.result
+
+    def worker(
+        self, typed: C2TConfig | None = None, *, topk: int = 1, cls: Any = C2TEagleWorker,
+        **arguments: Any,
+    ) -> Any:  # fmt: skip
+        """A worker whose draft worker has its memory, before any attention backend is there."""
+        self.setenv(CONFIG_ENV, (typed or C2TConfig()).to_json())
+        shape = {
+            "speculative_eagle_topk": topk, "speculative_num_steps": STEPS,
+            "speculative_num_draft_tokens": WIDTH,
+        }  # fmt: skip
+        modes = {
+            "disaggregation_mode": "null", "speculative_accept_threshold_single": 1.0,
+            "speculative_accept_threshold_acc": 1.0, "model_path": "target",
+            "speculative_draft_model_path": "draft",
+        }  # fmt: skip
+        made = cls(double("ServerArgs", **shape, **modes | arguments), gpu_id=0)
+        made._draft_worker.alloc_memory_pool()
+        return made
+
+    def started(self, typed: C2TConfig | None = None, **options: Any) -> Any:
+        """A worker that is ready to serve."""
+        made = self.worker(typed, **options)
+        made.init_attention_backends()
+        made.init_cuda_graphs()
+        return made
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    return Server(monkeypatch)
+
+
+def state(made: Any) -> dict[str, Any]:
+    """All that a live switch may change."""
+    serving, draft = made._serving, made._draft_worker
+    return {
+        "settings": (serving.config, active()),
+        "policy": draft.gate.served.policy,
+        "program": draft.gate.served.program,
+        "planner": (serving.planning, draft.planning, draft.gate.planned),
+        "statistics": serving.first_drafts,
+        "requests to judge again": set(draft._arrived),
+    }
+
+
+def policy_of(made: Any) -> str:
+    return str(made._draft_worker.gate.served.policy.name)
+
+
+# -- construction ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("typed", "packed", "serves"),
+    ("cls", "topk", "draft_worker", "gate"),
     [
-        (C2TConfig(), True, "auto"),
-        (C2TConfig(), False, "c2t"),
-        (C2TConfig("dyjoint"), False, "dyjoint"),
+        (C2TEagleWorker, 1, C2TEagleDraftWorker, ChainGate),
+        (C2TEagleWorker, 4, C2TEagleTreeDraftWorker, TreeGate),
+        (C2TStandaloneWorker, 1, C2TStandaloneDraftWorker, ChainGate),
+        (C2TStandaloneWorker, 4, C2TStandaloneTreeDraftWorker, TreeGate),
     ],
 )
-def test_the_gate_follows_the_policy_once_it_is_known_what_can_be_packed(
-    monkeypatch: pytest.MonkeyPatch, typed: C2TConfig, packed: bool, serves: str
+def test_sglangs_constructor_builds_our_draft_worker_of_chains_or_trees(
+    server: Server, cls: type, topk: int, draft_worker: type, gate: type
 ) -> None:
-    """Where a backend cannot pack rows, nothing can be planned, and nobody asked for it."""
-    monkeypatch.setenv(settings.CONFIG_ENV, typed.to_json())
-    worker = object.__new__(C2TEagleWorker)
-    at_first = named(typed, packed=True)
-    gate = ChainGate(policy_for(at_first, CHAIN), num_slots=4, device="cpu", exploration=None)
-    worker._typed, worker._start, worker._config = typed, at_first, at_first
-    worker._draft_worker = SimpleNamespace(gate=gate, packed=packed)
-    monkeypatch.setattr(C2TEagleWorker, "_shape", CHAIN)
-    worker._settle_policy()
-    assert gate.served.policy.name == serves
-    assert worker._config.policy == worker._start.policy == serves
-    told = settings.active()
-    assert told is not None
-    assert told.policy == serves
+    stock = eagle_worker_v2.EagleDraftWorker, standalone_worker_v2.StandaloneDraftWorker
+    made = server.worker(C2TConfig("c2t"), topk=topk, cls=cls)
+    assert isinstance(made._draft_worker, draft_worker)
+    assert type(made._draft_worker.gate) is gate
+    after = eagle_worker_v2.EagleDraftWorker, standalone_worker_v2.StandaloneDraftWorker
+    assert after == stock
+
+
+def test_each_worker_replaces_the_one_of_sglang_that_it_extends() -> None:
+    assert set(WORKERS) == {EAGLE, STANDALONE}
+    assert all(issubclass(ours, stock) for stock, ours in WORKERS.items())
+
+
+# -- choice of verification at start-up -------------------------------------------------------
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize(("typed", "serves"), [("default", "auto"), ("dyjoint", "dyjoint")])
+def test_packed_rows_are_verified_and_planned_where_the_backend_can(
+    server: Server, caplog: pytest.LogCaptureFixture, topk: int, typed: str, serves: str
+) -> None:
+    with caplog.at_level(logging.INFO):
+        made = server.started(C2TConfig(typed), topk=topk)
+    assert policy_of(made) == made._serving.config.policy == serves
+    assert made._draft_worker.packed
+    assert (made._draft_worker.planning is not None) == (serves == "auto")
+    published = active()
+    assert published is not None
+    assert published.policy == serves
+    words = "ragged verification of chains" if topk == 1 else "packed verification of trees"
+    (line,) = (text for text in caplog.messages if "settings" in text)
+    assert line.startswith(f"C2T: policy {serves}, {words}")
+
+
+def test_full_width_verification_serves_the_gate_where_no_policy_was_typed(server: Server) -> None:
+    server.with_backend("it cannot")
+    made = server.started()
+    assert policy_of(made) == "c2t"
+    assert (made._draft_worker.packed, made._draft_worker.planning) == (False, None)
+    assert server.calls == ["capture"]  # neither prepared for packed rows nor tried with them
+    report = made._serving.report()
+    assert (report["packed"], report["unpacked_because"]) == (False, "it cannot")
+
+
+@pytest.mark.parametrize(
+    ("typed", "topk", "sentence"),
+    [
+        (C2TConfig(verify="ragged"), 1, "--c2t-verify ragged cannot be served: it cannot"),
+        (C2TConfig("auto"), 1, "policy auto plans how many rows are verified, and here all are"),
+        (C2TConfig(), 4, "--c2t cannot verify trees: it cannot"),
+    ],
+)
+def test_a_start_that_needs_packed_rows_is_refused_where_the_backend_cannot(
+    server: Server, typed: C2TConfig, topk: int, sentence: str
+) -> None:
+    server.with_backend("it cannot")
+    with refused(sentence):
+        server.started(typed, topk=topk)
+
+
+def test_a_planner_is_refused_beside_a_limit_of_rows(server: Server) -> None:
+    with refused("policy auto plans how many rows are verified: start the server without"):
+        server.started(C2TConfig("auto", max_verify_rows=8), topk=4)
+
+
+def test_a_prefill_server_says_that_it_verifies_nothing_and_measures_no_costs(
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "on_arrival", lambda *_: None)
+    with caplog.at_level(logging.INFO):
+        server.started(disaggregation_mode="prefill")
+    assert [text for text in caplog.messages if text.startswith("C2T")] == [
+        "C2T: cuts nothing here, as another server verifies what this one drafts"
+    ]
+    assert "seed costs" not in server.calls
+
+
+@pytest.mark.parametrize(("policy", "measures"), [("auto", True), ("c2t", False)])
+def test_costs_are_measured_after_capture_where_a_planner_reads_them(
+    server: Server, policy: str, measures: bool
+) -> None:
+    server.started(C2TConfig(policy))
+    steps = ["prepare packing", "trial", "capture", *(["seed costs"] if measures else [])]
+    assert server.calls == steps
+
+
+# -- fallback after a failed trial ------------------------------------------------------------
+
+
+def out_of_memory() -> str | None:
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize(
+    ("mismatch", "reason"),
+    [
+        (lambda: "rows differ", "rows differ"),
+        (out_of_memory, "a packed batch failed with MemoryError: no room"),
+    ],
+)
+def test_a_failed_trial_disables_packing_and_serves_the_gate(
+    server: Server, caplog: pytest.LogCaptureFixture, mismatch: Any, reason: str
+) -> None:
+    server.with_trial(mismatch)
+    with caplog.at_level(logging.INFO):
+        made = server.started()
+    assert server.calls == ["prepare packing", "trial", "disable packing", "capture"]
+    assert policy_of(made) == "c2t"
+    assert (made._draft_worker.packed, made._draft_worker.planning) == (False, None)
+    assert not made._draft_worker.gate.planned
+    assert made._serving.report()["unpacked_because"] == reason
+    assert f"verifying full width (same output, no saving): {reason}" in caplog.text
+    assert "C2T: policy c2t, static verification of chains" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("typed", "sentence"),
+    [
+        (C2TConfig(verify="ragged"), "--c2t-verify ragged cannot be served: rows differ"),
+        (C2TConfig("auto"), "policy auto plans how many rows are verified, and here all are"),
+    ],
+)
+def test_a_start_that_needs_packed_rows_is_refused_after_a_failed_trial(
+    server: Server, typed: C2TConfig, sentence: str
+) -> None:
+    server.with_trial(lambda: "rows differ")
+    with refused(sentence):
+        server.started(typed)
+
+
+def test_no_switch_brings_a_planner_back_that_was_made_before_a_failed_trial(
+    server: Server,
+) -> None:
+    """It would pack rows that the target does not read."""
+    server.with_trial(lambda: "rows differ")
+    made = server.started()
+    before = state(made)
+    with refused("policy auto plans how many rows are verified, and here all are"):
+        made.change({"policy": "auto"})
+    assert state(made) == before
+
+
+def test_trees_and_static_chains_are_not_tried(server: Server) -> None:
+    server.with_trial(lambda: "rows differ")
+    assert server.started(topk=4)._draft_worker.packed
+    assert not server.started(C2TConfig(verify="static"))._draft_worker.packed
+    assert "trial" not in server.calls
+
+
+# -- live switch ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_a_switch_replaces_policy_and_planner_and_judges_waiting_drafts_again(
+    server: Server, caplog: pytest.LogCaptureFixture, topk: int
+) -> None:
+    made = server.started(topk=topk)
+    planning, statistics = made._serving.planning, made._serving.first_drafts
+    assert planning is not None
+    with caplog.at_level(logging.INFO):
+        config = made.change({"policy": "c2t-plus", "beta": 0.4})
+    assert config == made._serving.config
+    assert (config.policy, config.beta) == (policy_of(made), 0.4) == ("c2t-plus", 0.4)
+    assert made._serving.planning is None is made._draft_worker.planning
+    assert not made._draft_worker.gate.planned
+    assert made._draft_worker._arrived == set(range(SLOTS))
+    assert (made._serving.first_drafts is statistics) == (topk > 1)  # of chains they start anew
+    assert "C2T: classifier c2t-plus" in caplog.text
+    made.change({"policy": "auto"})
+    assert made._serving.planning is planning is made._draft_worker.planning
+    assert made._draft_worker.gate.planned
+
+
+def test_a_planner_forgets_what_it_has_learnt_on_request(server: Server) -> None:
+    made = server.started()
+    resets: list[str] = []
+    made._serving.planning.planner.reset = lambda: resets.append("reset")
+    before = made._serving.config
+    assert made.change({"forget": True}) == before
+    assert resets == ["reset"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "values", "sentence"),
+    [
+        (C2TConfig(), {"policy": "none"}, "unknown c2t policy"),
+        (C2TConfig(), {"beta": "high"}, "c2t beta must be"),
+        (C2TConfig(), {"verify": "static"}, "cannot change while the server runs"),
+        (C2TConfig("dyjoint"), {"forget": True}, "policy dyjoint learns nothing"),
+        (C2TConfig("c2t", max_verify_rows=8), {"policy": "auto"}, "policy auto plans how many"),
+        (C2TConfig("c2t", record="r"), {"beta": 0.5}, "the policy of a server that records stays"),
+        (C2TConfig("c2t", verify="static"), {"policy": "auto"}, "policy auto plans how many rows"),
+    ],
+)
+def test_a_refused_switch_changes_nothing(
+    server: Server, typed: C2TConfig, values: dict[str, Any], sentence: str
+) -> None:
+    made = server.started(typed)
+    before = state(made)
+    with refused(sentence):
+        made.change(values)
+    assert state(made) == before
+
+
+@pytest.mark.parametrize(
+    ("policy", "sentence"),
+    [
+        ("c2t-plus", "policy c2t-plus cannot take over in captured CUDA graphs, whose gate reads"),
+        ("auto", "policy auto cannot take over in captured CUDA graphs, which compute no surviv"),
+    ],
+)
+def test_captured_graphs_refuse_a_policy_whose_kernels_they_do_not_hold(
+    server: Server, policy: str, sentence: str
+) -> None:
+    made = server.started(C2TConfig("dyjoint"))
+    made._draft_worker.cuda_graph_runner = "graphs"
+    before = state(made)
+    with refused(sentence):
+        made.change({"policy": policy})
+    assert state(made) == before
+
+
+def test_captured_graphs_take_the_planner_back_that_they_were_captured_with(
+    server: Server,
+) -> None:
+    made = server.started()
+    draft = made._draft_worker
+    draft.captured_planning = made._serving.planning
+    draft.cuda_graph_runner, switches = "graphs", []
+    draft.gate.switch = lambda policy, *, captured: switches.append((policy.name, captured))
+    made.change({"policy": "auto"})
+    assert switches == [("auto", True)]
+    assert made._serving.planning is draft.captured_planning
+
+
+@pytest.mark.parametrize(
+    ("cls", "accepted"), [(C2TEagleWorker, True), (C2TStandaloneWorker, False)]
+)
+def test_the_state_file_is_that_of_the_policy_at_start(server: Server, tmp_path: Any) -> None:
+    made = server.started(C2TConfig(state=str(tmp_path / "state.json")))
+    files = [made._serving.planning.state_file]
+    made.change({"policy": "rows-only"})  # plans as well
+    files.append(made._serving.planning.state_file)
+    assert [file is None for file in files] == [False, True]
+
+
+# -- a step -----------------------------------------------------------------------------------
+
+
+def batch_of(verify_input: Any, mode: ForwardMode = ForwardMode.DECODE) -> Any:
+    return double(
+        "ScheduleBatch", spec_info=verify_input, forward_mode=mode, reqs=[],
+        req_pool_indices=torch.tensor([2, 5]),
+    )  # fmt: skip
+
+
+def chains(rows: list[int]) -> Any:
+    return ChainVerifyInput.cut(full_chains(2, WIDTH), torch.tensor(rows, dtype=torch.int32))
+
+
+def test_a_step_reports_its_rows_on_the_result(server: Server) -> None:
+    made = server.started(C2TConfig("dyjoint"))
+    made._draft_worker.drafted_rows, made._draft_worker.gate.fell_back = 4, True
+    result = made.verify(batch_of(chains([2, 6])))
+    assert result.cap_lens.tolist() == [2, 6]
+    step = result.c2t_step
+    assert (step.full, step.drafted, step.forwarded_rows) == (WIDTH, 4, 2 * WIDTH)
+    assert (step.planned, step.fell_back) == (None, True)
+    strides = {
+        getattr(result, "speculative_output_stride", None),
+        result.speculative_num_draft_tokens,
+    }
+    assert WIDTH in strides
+
+
+def test_sglang_verifies_with_our_sampler_and_the_width_of_the_input(server: Server) -> None:
+    """A server of trees may verify chains, which are narrower."""
+    made = server.started(C2TConfig("dyjoint"), topk=4)
+    own = eagle_worker_common.eagle_sample
+    narrow = ChainVerifyInput.cut(full_chains(2, 3), torch.ones(2, dtype=torch.int32))
+    made.verify(batch_of(narrow))
+    assert (server.seen.width, server.seen.topk) == (3, 1)
+    assert server.seen.sampler is not own
+    assert (made.speculative_num_draft_tokens, made.topk) == (WIDTH, 4)
+    assert eagle_worker_common.eagle_sample is own
+
+
+def test_a_verify_input_of_sglangs_own_is_left_to_sglang(server: Server) -> None:
+    made, theirs = server.started(), full_chains(2, WIDTH)
+    result = made.verify(batch_of(theirs))
+    assert server.verified == [theirs]
+    assert not hasattr(result, "c2t_step")
+
+
+def test_a_planned_step_teaches_the_planner_and_no_other_statistics(server: Server) -> None:
+    made = server.started()
+    draft, learnt = made._draft_worker, []
+    planning = made._serving.planning
+    planning.verified = lambda verify_input, lens: learnt.append((verify_input, lens.tolist()))
+    planning.fell_back = True
+    made._serving.first_drafts.verified = lambda *_: pytest.fail("the planner learns them")
+    verify_input = chains([2, 6])
+    step = made.verify(batch_of(verify_input)).c2t_step
+    assert learnt == [(verify_input, [1, 3])]
+    assert step.fell_back
+    assert draft.planning is planning
+
+
+def test_first_drafts_are_counted_where_no_planner_learns_them(server: Server) -> None:
+    made = server.started(C2TConfig("c2t"))
+    counted = []
+    made._serving.first_drafts.verified = lambda gate, slots, rows, lens, constrained: (
+        counted.append((slots.tolist(), rows.tolist(), lens.tolist(), constrained()))
+    )
+    made.verify(batch_of(chains([2, 6])))
+    assert counted == [([2, 5], [2, 6], [1, 3], [])]
+
+
+def test_a_retracted_request_keeps_its_penalties_at_its_next_prefill(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recalled: list[Any] = []
+    monkeypatch.setattr(worker, "recall", recalled.append)
+    monkeypatch.setattr(EAGLE, "forward_batch_generation", lambda _, batch: "stock")
+    made = server.started()
+    prefill, decode = batch_of(None, ForwardMode.EXTEND), batch_of(None)
+    assert made.forward_batch_generation(prefill) == "stock"
+    assert made.forward_batch_generation(decode) == "stock"
+    assert recalled == [prefill]
+
+
+# -- recording --------------------------------------------------------------------------------
+
+
+class Recorded(Exploration):
+    """A recorder that explores every step and keeps what it is given."""
+
+    names = frozenset({"prob"})
+
+    def __init__(self) -> None:
+        self.added: list[Any] = []
+
+    def next_step_explores(self) -> bool:
+        return True
+
+    def add(self, *step: Any) -> None:
+        self.added.append(step)
+
+
+def test_an_exploration_step_of_chains_is_recorded_with_its_result(server: Server) -> None:
+    server.recorder = Recorded()
+    made = server.started(C2TConfig("c2t", record="r"))
+    gate, verify_input = made._draft_worker.gate, chains([6, 6])
+    slots = torch.tensor([2])  # the other one came from a prefill that measured less
+    gate.first_tokens.put("complete", slots, torch.ones(1))
+    batch = batch_of(verify_input)
+    result = made.verify(batch)
+    ((recorded, layers, recordable, tokens, of),) = server.recorder.added
+    assert recorded is batch
+    assert of is result
+    assert layers is gate.layers
+    assert recordable.tolist() == [True, False]
+    assert tokens is verify_input.draft_token
+    gate.exploring = False
+    made.verify(batch_of(chains([6, 6])))
+    assert len(server.recorder.added) == 1
+
+
+@pytest.mark.parametrize("roots", ["every", "visited"])
+def test_a_server_that_records_every_position_accepts_no_draft(server: Server, roots: str) -> None:
+    """On each rank, also on those without a recorder."""
+    made = server.started(C2TConfig("c2t", record="r", record_roots=roots))
+    verify_input = chains([6, 6])
+    made.verify(batch_of(verify_input))
+    assert verify_input.accepts_drafts == (roots != "every")
+    assert (made._serving.first_drafts is None) == (roots == "every")
+
+
+# -- an idle rank -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("peers", "typed", "dummy_row"),
+    [(False, "auto", False), (True, "auto", True), (True, "static", False)],
+)
+def test_an_idle_rank_verifies_a_dummy_row_where_other_ranks_pack_theirs(
+    server: Server, peers: bool, typed: str, dummy_row: bool
+) -> None:
+    made = server.started(C2TConfig(verify=typed))
+    alone = double(Peers, ranks=2) if peers else None
+    made._draft_worker.peers = alone
+    theirs = full_chains(0, WIDTH)
+    made.verify(batch_of(theirs, ForwardMode.IDLE))
+    (verified,) = server.verified
+    assert isinstance(verified, IdleVerifyInput) == dummy_row
+    assert dummy_row or verified is theirs
+    if dummy_row:
+        assert verified.num_rows.tolist() == [1]
+
+
+# -- reports ----------------------------------------------------------------------------------
+
+
+def test_the_server_reports_how_it_serves_and_what_its_planner_has_learnt(server: Server) -> None:
+    made = server.started(C2TConfig("c2t-plus", beta=0.4))
+    report = reporting.PARTS["serving"]()
+    shape = {"num_steps": STEPS, "topk": 1, "num_draft_tokens": WIDTH}
+    assert report.items() >= {**shape, "max_running_requests": REQUESTS}.items()
+    assert (report["packed"], report["unpacked_because"], report["plans"]) == (True, None, False)
+    assert (report["beta"], report["pair"]) == (0.4, PAIR._asdict())
+    assert report["classifier"]["name"] == "c2t-plus"
+    assert report["first_drafts"].keys() == {"drafts", "promised", "survived"}
+    assert "planner" not in reporting.PARTS
+    made.change({"policy": "dyjoint"})
+    assert reporting.PARTS["serving"]()["classifier"] is None
+
+
+def test_the_planner_is_reported_while_it_plans(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_c2t.srt import serving
+
+    monkeypatch.setattr(serving, "PARTS", reporting.PARTS)
+    made = server.started()
+    made._serving.planning.report = lambda requests: {"requests": requests}
+    assert reporting.PARTS["planner"]() == {"requests": REQUESTS}
+    made.change({"policy": "c2t"})
+    assert reporting.PARTS["planner"]() is None
+
+
+def test_a_worker_needs_c2t_to_be_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CONFIG_ENV, raising=False)
+    with pytest.raises(AssertionError, match="only when C2T is on"):
+        C2TEagleWorker(None)

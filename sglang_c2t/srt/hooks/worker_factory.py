@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_c2t.config import ConfigError, active
-from sglang_c2t.srt import compat, seams
+from sglang_c2t.srt import seams
 
 
 def create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
@@ -26,5 +26,4 @@ def create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any
             f"--c2t does not serve the worker {stock.__name__} of {algorithm}; "
             f"it serves {', '.join(cls.__name__ for cls in WORKERS)}"
         )
-    trees = compat.argument(server_args, "speculative_eagle_topk") > 1
-    return WORKERS[stock].tree if trees else WORKERS[stock].chain
+    return WORKERS[stock]

@@ -62,8 +62,8 @@ def prepare(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
         graphs.use_tiers(target_runner, trees=trees, max_rows=max_rows)
 
 
-def give_back(target_runner: Any) -> None:
-    """Have the target verify whole drafts, in SGLang's own CUDA graphs if it has any."""
+def disable_packing(target_runner: Any) -> None:
+    """Have the target verify full drafts, in SGLang's own CUDA graphs if it has any."""
     if (manager := compat.lora_manager(target_runner)) is not None:
         adapters.tell_requests(manager)
     if target_runner.device == "cuda":

@@ -89,25 +89,29 @@ def _unpack(output: Any, name: str, packing: Packing) -> None:
         attach.write(output, **{name: rows})
 
 
-def decide(mode: str, target_runner: Any) -> str | None:
-    """Why not to pack, given ``--c2t-verify``; ``None``: the target is prepared for it.
+def prepare_packing(mode: str, target_runner: Any) -> str | None:
+    """Prepare the target for packed rows; returns why it cannot verify them, else ``None``.
 
-    Raises :class:`ConfigError` when ragged was asked for by name and cannot be.
+    ``mode`` is ``--c2t-verify``. Raises :class:`ConfigError` where it asks for packed rows by name
+    and the target cannot verify them.
     """
     if mode == "static":
         return backends.ASKED_FOR
     reason = backends.obstacle(target_runner)
     if reason is None:
         backends.prepare(target_runner, trees=False, max_rows=None)
-        return None
-    settle(mode, reason)
+    else:
+        _warn_of_full_width(mode, reason)
     return reason
 
 
-def settle(mode: str, reason: str) -> None:
-    """Say why whole drafts are verified; :class:`ConfigError` where ``--c2t-verify`` asks for
-    packed rows by name.
-    """
+def disable_packing(mode: str, target_runner: Any, reason: str) -> None:
+    """Verify full drafts after all, because of ``reason``. Raises as :func:`prepare_packing`."""
+    _warn_of_full_width(mode, reason)
+    backends.disable_packing(target_runner)
+
+
+def _warn_of_full_width(mode: str, reason: str) -> None:
     if mode == "ragged":
         raise ConfigError(f"--c2t-verify ragged cannot be served: {reason}")
     logger.warning("C2T: verifying full width (same output, no saving): %s", reason)

@@ -27,7 +27,11 @@ from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from torch import Tensor
 
 from sglang_c2t.srt import attach, compat
-from sglang_c2t.srt.data_parallel import PackedForwardBatch, somebody, telling_rows
+from sglang_c2t.srt.data_parallel import (
+    PackedForwardBatch,
+    idle_rank_with_dummy_request,
+    telling_rows,
+)
 from sglang_c2t.srt.verify.packing import HostSizes, Packing
 from sglang_c2t.srt.verify.penalties import OutputHistory
 from sglang_c2t.srt.verify.row_logits import RowLogits, depends_on_outputs
@@ -111,12 +115,13 @@ class PackedVerifyInput(EagleVerifyInput):
 
 @dataclasses.dataclass(kw_only=True)
 class IdleVerifyInput(PackedVerifyInput):
-    """Of a rank that serves nobody, beside others that verify packed rows: it forwards one too,
-    see :func:`~sglang_c2t.srt.data_parallel.somebody`.
+    """One dummy row, which an idle rank forwards while other ranks verify packed rows.
+
+    See :func:`~sglang_c2t.srt.data_parallel.idle_rank_with_dummy_request`.
     """
 
     @classmethod
-    def beside(cls, stock: EagleVerifyInput) -> Self:
+    def with_dummy_row(cls, stock: EagleVerifyInput) -> Self:
         """In place of SGLang's own, which has no rows."""
         width, device = stock.draft_token_num, stock.draft_token.device
         one = torch.ones(1, dtype=torch.int32)
@@ -212,7 +217,7 @@ def prepare(
     assert packing is not None, "called outside of verifying()"
     idle, places = batch.forward_mode.is_idle(), batch.out_cache_loc
     try:
-        with somebody(batch) if idle else nullcontext():
+        with idle_rank_with_dummy_request(batch) if idle else nullcontext():
             packed, slots = packing.forwarded(verify_input, batch, target_worker.model_runner)
             attach.write(batch, spec_info=packed)
             with (

@@ -123,14 +123,14 @@ def build_verify_input(
     )
 
 
-def decide(config: C2TConfig, target_runner: Any) -> str | None:
-    """Why not to pack, given ``--c2t-verify``, and prepare the target for trees.
+def prepare_packing(config: C2TConfig, target_runner: Any) -> str | None:
+    """Prepare the target for trees; returns why their rows are padded, ``None`` if packed.
 
-    Trees need a backend that reads our masks at all, so there is no full-width way out for
-    others, as there is for chains: raises :class:`ConfigError`.
+    SGLang's own verification cannot read our masks, so that trees have no fallback as chains do.
+    Raises :class:`ConfigError` for a target that cannot verify trees.
     """
-    hindrance = backends.obstacle(target_runner, trees=True)
-    if hindrance is not None:
-        raise ConfigError(f"--c2t cannot verify trees: {hindrance}")
+    reason = backends.obstacle(target_runner, trees=True)
+    if reason is not None:
+        raise ConfigError(f"--c2t cannot verify trees: {reason}")
     backends.prepare(target_runner, trees=True, max_rows=config.max_verify_rows)
     return backends.ASKED_FOR if config.verify == "static" else None

@@ -1,9 +1,9 @@
-"""A few packed rows beside the full width of their drafts, before anybody is served.
+"""The start-up trial: a few packed rows are verified, and compared with full drafts.
 
-That a backend says it reads ``RaggedVerifyLayout`` is believed, and looked at: it may pack for one
-model and not for another, eagerly and not in a CUDA graph, and a row that sees another request's
-keys ends no server, it gives another token. Three requests have different prefixes and drafts of
-other lengths; SGLang's own verification of whole drafts says what their logits must be.
+A backend may say that it reads ``RaggedVerifyLayout`` and do so for one model only, or eagerly and
+not in a CUDA graph. A row that attends to another request's keys raises no error; it gives another
+token. Three requests have different prefixes and draft lengths. SGLang's own verification of their
+full drafts gives the logits that the packed rows must have.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from sglang.srt.speculative.eagle_worker_common import (
 from torch import Tensor
 
 from sglang_c2t.srt import attach
+from sglang_c2t.srt.data_parallel import peers
 from sglang_c2t.srt.dummy import dummy_batch
+from sglang_c2t.srt.tensor_parallel import host_agreement
 from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.packed import prepare
 from sglang_c2t.srt.verify.packing import Packing
@@ -38,9 +40,25 @@ APART_ROUNDED = 0.1
 EXCUSED = 0.25
 
 
+def packed_output_mismatch_on_any_rank(worker: Any) -> str | None:
+    """The same as :func:`packed_output_mismatch`, for ranks that forward together.
+
+    All ranks return ``None``, or all return a reason. An error in the trial is a mismatch.
+    """
+    try:
+        reason = packed_output_mismatch(worker)
+    except Exception as error:
+        reason = f"a packed batch failed with {type(error).__name__}: {error}"
+    agree = host_agreement() or (lambda numbers: numbers)
+    (differs,) = agree([int(reason is not None)])
+    if (others := peers()) is not None:
+        (differs,) = max(others.of_all(differs))
+    return (reason or "the rows of another rank differ") if differs else None
+
+
 @torch.no_grad()
-def misread(worker: Any) -> str | None:
-    """How packed rows of chains come out of the target's forward, if not as whole drafts do.
+def packed_output_mismatch(worker: Any) -> str | None:
+    """How logits of packed rows differ from those of full drafts; ``None`` where they do not.
 
     Args:
         worker: SGLang's speculative worker; the target's CUDA graphs are there.
@@ -52,7 +70,7 @@ def misread(worker: Any) -> str | None:
     rows = [1 + (width - 1 - b) % width for b in range(requests)]  # N, N - 1, N - 2
     with _places(worker, requests, 2 * width + 1) as slots:
         written = dummy_batch(worker, slots, [1] * requests)
-        _logits(worker, written, _chains(worker, written, seed=0))  # what then stands before
+        _logits(worker, written, _chains(worker, written, seed=0))  # the prefixes
         batch = dummy_batch(worker, slots, lengths)
         whole = _logits(worker, batch, _chains(worker, batch, seed=1))
         batch = dummy_batch(worker, slots, lengths)
@@ -66,9 +84,7 @@ def misread(worker: Any) -> str | None:
 
 @contextmanager
 def _places(worker: Any, requests: int, tokens: int) -> Iterator[list[int]]:
-    """Rows of SGLang's request table with room for so many ``tokens`` each; given back behind the
-    block, when all is as if nobody had been here.
-    """
+    """Rows of SGLang's request table with KV slots for ``tokens`` each; freed after the block."""
     table, allocator = worker.req_to_token_pool.req_to_token, worker.token_to_kv_pool_allocator
     span = -(-tokens // allocator.page_size) * allocator.page_size
     slots = list(range(1, requests + 1))
@@ -115,7 +131,7 @@ def _logits(worker: Any, batch: Any, verify_input: Any) -> Tensor:
 
 
 def difference(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> str | None:
-    """What is wrong with logits [R, V] of a model of this ``dtype``; ``None``: nothing."""
+    """How logits [R, V] of a model of this ``dtype`` differ; ``None``: by rounding."""
     if found.shape != wanted.shape:
         return f"{tuple(found.shape)} logits come back where {tuple(wanted.shape)} should"
     found, wanted = found.float(), wanted.float()

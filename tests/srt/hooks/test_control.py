@@ -223,7 +223,7 @@ def test_a_directory_that_vanished_holds_nothing(tmp_path: Path) -> None:
 
 
 class Worker:
-    """Takes settings as :meth:`WorkerMixin.change` does, less the gate."""
+    """Takes settings as :meth:`Serving.change` does, less the gate."""
 
     def __init__(self, start: C2TConfig) -> None:
         self.start = self.config = start

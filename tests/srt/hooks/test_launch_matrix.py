@@ -93,8 +93,9 @@ def test_launch_with_flags_left_out_is_served_or_names_the_missing_ones(
         return
     served: Any = launch(*flags)
     assert tuple(compat.draft_shape(served)[i] for i in (1, 0, 2)) == expected
-    worker = worker_of(served)
-    assert ("Tree" in worker.__name__) == (expected[1] > 1)
+    standalone = algorithm == "STANDALONE"
+    name = "C2TStandaloneWorker" if standalone else "C2TEagleWorker"
+    assert worker_of(served).__name__ == name
 
 
 def test_server_arguments_are_read_resolved_everywhere() -> None:

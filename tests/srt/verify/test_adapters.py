@@ -10,7 +10,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
-from sglang_c2t.srt import compat, seams
+from sglang_c2t.srt import compat
 from sglang_c2t.srt.cpu import engine
 from sglang_c2t.srt.verify import adapters
 from sglang_c2t.srt.verify.packed import PackedVerifyInput
@@ -72,7 +72,8 @@ def manager_of(backend: Any) -> Any:
     memory = SimpleNamespace(uid_to_buffer_id=PLACES, get_buffer_id=PLACES.__getitem__)
     adapter = SimpleNamespace(config=SimpleNamespace(r=4), scaling=1.0)
     return double(
-        seams.LORA_MANAGER, lora_backend=backend, memory_pool=memory, attn_dp_enabled=False,
+        "sglang.srt.lora.lora_manager.LoRAManager", lora_backend=backend, memory_pool=memory,
+        attn_dp_enabled=False,
         loras={LEFT: adapter, RIGHT: adapter}, max_loras_per_batch=len(PLACES),
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.utils import common
 
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.srt import compat, seams
+from sglang_c2t.srt import compat
 from sglang_c2t.srt.probes import attribute_names
 from sglang_c2t.srt.verify import backends, chain, tree
 from tests.doubles import double, real_class
@@ -24,7 +24,7 @@ MODES = ("auto", "ragged", "static")
 def adapters(**of_backend: Any) -> Any:
     """A LoRA manager."""
     backend = double("sglang.srt.lora.backend.base_backend.BaseLoRABackend", **of_backend)
-    return double(seams.LORA_MANAGER, lora_backend=backend)
+    return double("sglang.srt.lora.lora_manager.LoRAManager", lora_backend=backend)
 
 
 def target(
@@ -49,8 +49,8 @@ def test_flashinfer_verifies_packed_unless_told_otherwise(
     prepared: list[bool] = []
     monkeypatch.setattr(backends, "prepare", lambda *_, trees, max_rows: prepared.append(trees))
     runner = target(monkeypatch)
-    assert (tree.decide(C2TConfig(verify=mode), runner) is None) is (mode != "static")
-    assert (chain.decide(mode, runner) is None) is (mode != "static")
+    assert (tree.prepare_packing(C2TConfig(verify=mode), runner) is None) is (mode != "static")
+    assert (chain.prepare_packing(mode, runner) is None) is (mode != "static")
     assert prepared == ([True] if mode == "static" else [True, False])
 
 
@@ -61,9 +61,9 @@ def test_attention_over_latents_verifies_packed_chains_and_no_trees(
     monkeypatch.setattr(backends, "prepare", lambda *_, **__: None)
     monkeypatch.setattr(compat, "translates_slots", lambda _: False)
     runner = target(monkeypatch, backend=MLA)
-    assert chain.decide("auto", runner) is None
+    assert chain.prepare_packing("auto", runner) is None
     with refused("cannot verify trees: FlashInfer's attention over latents (MLA) reads no masks"):
-        tree.decide(C2TConfig(), runner)
+        tree.prepare_packing(C2TConfig(), runner)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -95,10 +95,10 @@ def test_what_cannot_verify_packed_rows_is_refused_by_name_or_verifies_full_widt
     """
     runner = target(monkeypatch, **different)
     with refused(f"cannot verify trees: {reason}"):
-        tree.decide(C2TConfig(verify=mode), runner)
+        tree.prepare_packing(C2TConfig(verify=mode), runner)
     ragged = refused(f"--c2t-verify ragged cannot be served: {reason}")
     with ragged if mode == "ragged" else nullcontext():
-        told = chain.decide(mode, runner)
+        told = chain.prepare_packing(mode, runner)
         assert told is not None
         assert (backends.ASKED_FOR if mode == "static" else reason) in told
     assert (f"verifying full width (same output, no saving): {reason}" in caplog.text) == (

@@ -7,7 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_c2t.srt.data_parallel import Peers
+from sglang_c2t.srt.verify import trial
 from sglang_c2t.srt.verify.trial import APART, APART_ROUNDED, EXCUSED, difference
+from tests.doubles import double
 
 VOCABULARY = 200
 
@@ -52,3 +55,38 @@ def test_numbers_that_are_none_and_rows_that_are_missing_are_wrong() -> None:
     assert "4 of 4" in (difference(wanted * torch.nan, wanted, torch.float32) or "")
     said = difference(wanted[:3], wanted, torch.float32)
     assert said == "(3, 200) logits come back where (4, 200) should"
+
+
+def decided(
+    monkeypatch: pytest.MonkeyPatch, mine: str | None, *, first: bool = False, others: bool = False
+) -> str | None:
+    """The decision of a rank that found ``mine``, where other ranks may have seen a mismatch."""
+    monkeypatch.setattr(trial, "packed_output_mismatch", lambda _worker: mine)
+    monkeypatch.setattr(trial, "host_agreement", lambda: lambda _mine: [int(first)])
+    peers = double(Peers, of_all=lambda *numbers: [list(numbers), [int(others)]])
+    monkeypatch.setattr(trial, "peers", lambda: peers)
+    return trial.packed_output_mismatch_on_any_rank(None)
+
+
+def test_ranks_that_share_requests_decide_as_their_first_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert decided(monkeypatch, None) is None
+    assert decided(monkeypatch, "rows differ", first=True) == "rows differ"
+    assert decided(monkeypatch, "rows differ") is None
+    assert decided(monkeypatch, None, first=True) == "the rows of another rank differ"
+
+
+def test_a_mismatch_on_one_data_parallel_rank_is_one_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert decided(monkeypatch, None, others=True) == "the rows of another rank differ"
+
+
+def test_a_trial_that_fails_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_worker: object) -> str | None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(trial, "packed_output_mismatch", fail)
+    found = trial.packed_output_mismatch_on_any_rank(None)
+    assert found == "a packed batch failed with RuntimeError: no kernel"

@@ -1,0 +1,125 @@
+"""What differs between a server of chains and one of trees, outside of drafting itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from sglang_c2t.config import C2TConfig
+from sglang_c2t.draft.chain import ChainGate
+from sglang_c2t.draft.tree import TreeGate
+from sglang_c2t.policies.base import TreeShape
+from sglang_c2t.srt.draft import ancestors
+from sglang_c2t.srt.draft.planning import Planning
+from sglang_c2t.srt.draft.tree_planning import TreePlanning
+from sglang_c2t.srt.recorder import Recorder
+from sglang_c2t.srt.tensor_parallel import agreement
+from sglang_c2t.srt.verify import chain, tree, trial
+
+logger = logging.getLogger(__name__)
+
+
+class Chains:
+    """Each request's draft is one chain."""
+
+    planning_class: type[Planning] = Planning
+
+    def gate_maker(
+        self, policy: Any, shape: TreeShape, config: C2TConfig
+    ) -> Callable[..., ChainGate]:
+        """A function that makes the gate, given the size of SGLang's request table."""
+        recording = config.record is not None
+        return partial(ChainGate, policy, agree=agreement(), recording=recording)
+
+    def prepare_packing(self, config: C2TConfig, target_runner: Any) -> str | None:
+        """Prepare the target for packed rows; returns why it cannot verify them."""
+        return chain.prepare_packing(config.verify, target_runner)
+
+    def fall_back(self, config: C2TConfig, worker: Any) -> str | None:
+        """Try packed rows; returns what was wrong with them, after it has disabled packing.
+
+        ``None``: they came out right.
+        """
+        reason = trial.packed_output_mismatch_on_any_rank(worker)
+        if reason is not None:
+            chain.disable_packing(config.verify, worker.target_worker.model_runner, reason)
+        return reason
+
+    def configure_draft(self, config: C2TConfig, draft: Any) -> None:
+        """Apply the settings that our draft worker reads."""
+        draft.draft_steps = config.draft_steps
+
+    def describe(self, *, packed: bool) -> str:
+        """How this server verifies, for its start-up line."""
+        return f"{'ragged' if packed else 'static'} verification of chains"
+
+    def record(
+        self, recorder: Recorder, gate: Any, batch: Any, verify_input: Any, result: Any
+    ) -> None:
+        """Write the drafts of an exploration step."""
+        recordable = gate.first_tokens_complete(batch.req_pool_indices)
+        recorder.add(batch, gate.layers, recordable, verify_input.draft_token, result)
+
+
+class Trees:
+    """Each request's draft is a tree. Methods are those of :class:`Chains`."""
+
+    planning_class: type[Planning] = TreePlanning
+
+    def __init__(self) -> None:
+        self._ancestors = "stock"
+
+    def gate_maker(
+        self, policy: Any, shape: TreeShape, config: C2TConfig
+    ) -> Callable[..., TreeGate]:
+        """A function that makes the gate, given the size of SGLang's request table."""
+        return partial(
+            TreeGate,
+            policy,
+            shape,
+            max_rows=config.max_verify_rows,
+            agree=agreement(),
+            recording=config.record is not None,
+        )
+
+    def prepare_packing(self, config: C2TConfig, target_runner: Any) -> str | None:
+        """Prepare the target for trees; returns why their rows are padded."""
+        return tree.prepare_packing(config, target_runner)
+
+    def fall_back(self, config: C2TConfig, worker: Any) -> str | None:
+        """``None``: without our masks no tree could be verified to compare with."""
+        return None
+
+    def configure_draft(self, config: C2TConfig, draft: Any) -> None:
+        """Have draft rows attend to their ancestors where the backend can."""
+        backend = draft.draft_attn_backend
+        if ancestors.sglang_follows(backend):
+            self._ancestors = "SGLang's exact"
+            return
+        draft.follow_ancestors = ancestors.follower(backend)
+        if draft.follow_ancestors is not None or backend is None:
+            self._ancestors = "exact"
+        else:
+            logger.warning(
+                "C2T: draft attention %s cannot read a node's ancestors: same output, but "
+                "fewer drafts will be accepted",
+                type(backend).__name__,
+            )
+
+    def describe(self, *, packed: bool) -> str:
+        """How this server verifies, for its start-up line."""
+        rows = "packed" if packed else "padded"
+        return f"{rows} verification of trees, {self._ancestors} ancestors"
+
+    def record(
+        self, recorder: Recorder, gate: Any, batch: Any, verify_input: Any, result: Any
+    ) -> None:
+        """Write the trees of an exploration step."""
+        recordable = gate.first_tokens_complete(batch.req_pool_indices)
+        rows = verify_input.trees.retrieve_index(verify_input.packing.num_rows)
+        accepted = verify_input.paths.accept_index
+        recorder.add_trees(
+            batch, gate.layers, recordable, verify_input.trees, rows, accepted, result
+        )

@@ -1,0 +1,232 @@
+"""The policy and the planner that a server serves: chosen at its start, switched while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_c2t.checks import told as format_error
+from sglang_c2t.classifier.pair import Pair
+from sglang_c2t.config import C2TConfig, ConfigError, publish
+from sglang_c2t.draft.served import classifier_facts
+from sglang_c2t.plan.planner import Planner
+from sglang_c2t.policies import named, plans, policy_for
+from sglang_c2t.policies.base import TreeShape
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.announce import log_classifier
+from sglang_c2t.srt.draft.planning import Planning
+from sglang_c2t.srt.draft.state_file import StateFile
+from sglang_c2t.srt.hooks.control import FORGET, approved, changed
+from sglang_c2t.srt.hooks.reporting import PARTS
+from sglang_c2t.srt.pair import shipped_on_all_ranks
+from sglang_c2t.srt.tensor_parallel import all_ranks, host_agreement, sharing
+from sglang_c2t.srt.verify.grading import FirstDrafts
+from sglang_c2t.srt.verify.packing import tiers_of
+
+_DRAFT_GRAPHS = "cuda_graph_runner", "cuda_graph_runner_for_draft_extend"
+
+
+class Serving:
+    """Owns the settings in force; policy, planner and classifier follow from them.
+
+    Args:
+        typed: The settings as the user typed them.
+        draft: Our draft worker, as SGLang's constructor leaves it.
+        target_runner: SGLang's model runner of the target.
+        planning_class: What plans the steps of a policy that wants a planner.
+        pair: The models that are served; ``None`` where that is unknown.
+    """
+
+    def __init__(
+        self,
+        typed: C2TConfig,
+        draft: Any,
+        target_runner: Any,
+        *,
+        planning_class: type[Planning] = Planning,
+        pair: Pair | None = None,
+    ) -> None:
+        self._typed = typed
+        self.config = self._start = named(typed, packed=True)
+        self.shape = TreeShape(
+            draft.topk, draft.speculative_num_steps, draft.speculative_num_draft_tokens
+        )
+        self.pair = pair
+        self._shipped = shipped_on_all_ranks(pair)  # a folder; None: no classifier for the pair
+        self._draft, self._target_runner = draft, target_runner
+        self._planning_class = planning_class
+        self._plannings: dict[str, Planning] = {}  # by policy
+        self.planning: Planning | None = None
+        """Plans each step; ``None``: the policy decides alone."""
+        self.unpacked_reason: str | None = None
+        """Why the target verifies full drafts; ``None``: it verifies packed rows."""
+        self.first_drafts = self._fresh_statistics()
+        """Outcomes of first drafts by confidence, where no planner learns them."""
+
+    def initial_policy(self) -> Any:
+        """The policy that the gate is made with, before it is known what can be packed."""
+        return policy_for(self.config, self.shape, self._shipped)
+
+    @property
+    def packed(self) -> bool:
+        """Whether the target verifies packed rows."""
+        return self.unpacked_reason is None
+
+    @property
+    def policy(self) -> Any:
+        """The policy in force."""
+        return self._draft.gate.served.policy
+
+    def start(self, unpacked_reason: str | None) -> None:
+        """Serve the typed settings; a policy that was not typed depends on packed rows.
+
+        Raises :class:`ConfigError` where the typed policy needs packed rows and
+        ``unpacked_reason`` says why there are none.
+        """
+        self.unpacked_reason = unpacked_reason
+        self._draft.packed = self.packed
+        config = named(self._typed, packed=self.packed)
+        if config != self._start:
+            policy = policy_for(config, self.shape, self._shipped)
+            self._draft.gate.switch(policy, captured=False)
+            self.config = self._start = config
+        publish(config)  # what this process reports
+        self._use(self._planning_for(config, self.policy))
+
+    def change(self, values: object) -> C2TConfig:
+        """Serve other settings from the next step on; returns all settings in force.
+
+        ``values`` are what a client asks for, see :mod:`~sglang_c2t.srt.hooks.control`. Raises
+        :class:`ConfigError` for a change that needs a restart; then nothing has changed.
+        """
+        if self.config.record is not None:
+            raise ConfigError("the policy of a server that records stays: restart it without")
+        config = changed(self.config, values, self._start)
+        policy = approved(config, self._start, self.shape, self._shipped)
+        captured = any(getattr(self._draft, graphs, None) for graphs in _DRAFT_GRAPHS)
+        self._require_switchable(policy, captured=captured)
+        planning = self._planning_for(config, policy)
+        forgets = isinstance(values, Mapping) and values.get(FORGET)
+        if forgets and planning is None:
+            raise ConfigError(f"policy {policy.name} learns nothing while it serves")
+        self._draft.gate.switch(policy, captured=captured)
+        if self.first_drafts is not None:
+            self.first_drafts = self._fresh_statistics()
+        self._use(planning)
+        self._draft.judge_anew()
+        if forgets and planning is not None:
+            planning.planner.reset()
+        self.config = config
+        log_classifier(config, policy, self.pair)
+        return config
+
+    def _require_switchable(self, policy: Any, *, captured: bool) -> None:
+        """Raise :class:`ConfigError` for a policy that this server can only start with."""
+        # Draft graphs write the survivals of the planner that they were captured with.
+        planning = self._draft.captured_planning
+        fits = planning is not None and self._plannings.get(policy.name) is planning
+        if plans(policy) and captured and not fits:
+            raise ConfigError(
+                f"policy {policy.name} cannot take over in captured CUDA graphs, which compute no "
+                "survivals for it: start the server with it"
+            )
+
+    def _fresh_statistics(self) -> FirstDrafts | None:
+        # A server that records every position accepts no draft.
+        chains = self.shape.topk == 1
+        return FirstDrafts() if chains and not self._typed.visits_every_root else None
+
+    def _use(self, planning: Planning | None) -> None:
+        """Plan the next steps with ``planning``; ``None``: without a planner."""
+        self.planning = self._draft.planning = planning
+        self._draft.gate.planned = planning is not None
+        if planning is not None:
+            planning.interrupted()
+
+    def _planning_for(self, config: C2TConfig, policy: Any) -> Planning | None:
+        """The planner of a policy; ``None`` for a policy without one.
+
+        Raises :class:`ConfigError` where the policy wants a planner that cannot be.
+        """
+        if not plans(policy):
+            return None
+        if not self.packed:  # a planner made before a failed trial is not used either
+            raise ConfigError(
+                f"policy {policy.name} plans how many rows are verified, and here all are: choose "
+                "another policy, or a backend that packs rows (the log says which)"
+            )
+        if config.max_verify_rows is not None:
+            raise ConfigError(
+                f"policy {policy.name} plans how many rows are verified: start the server without "
+                "--c2t-max-verify-rows"
+            )
+        if policy.name in self._plannings:
+            return self._plannings[policy.name]
+        try:
+            planner = policy.planner(self.shape)
+        except Exception as error:
+            raise ConfigError(
+                f"policy {policy.name} makes no planner: {format_error(error)}"
+            ) from error
+        # The file is that of the policy that the server starts with.
+        keeps = config.policy == self._start.policy
+        planning = self._planning_class(
+            planner,
+            tiers=lambda: tiers_of(self._target_runner),
+            width=self.shape.num_draft_tokens,
+            slots=self._draft.req_to_token_pool.req_to_token.shape[0],
+            device=self._draft.device,
+            state_file=self._state_file if keeps else None,
+            agree=host_agreement(),
+            failed=self._draft.gate.served.failed,
+        )
+        planning.widths = self._draft.draft_widths
+        self._plannings[policy.name] = planning
+        PARTS["planner"] = self.planner_report
+        return planning
+
+    def _state_file(self, planner: Planner) -> StateFile | None:
+        """The file that keeps what the planner learns; ``None`` on ranks that learn nothing.
+
+        All replicas start from it, and the first one writes it.
+        """
+        if self._start.state is None or sharing().rank_in_group != 0:
+            return None
+        args = self._draft.server_args
+        learnt_on = {
+            "target": compat.argument(args, "model_path"),
+            "draft": compat.argument(args, "speculative_draft_model_path"),
+            "num_steps": self.shape.num_steps,
+            "topk": self.shape.topk,
+            "policy": self._start.policy,
+        }
+        first_replica = compat.dp_rank(self._target_runner) == 0
+        writes = all_ranks().rank_in_group == 0 and first_replica
+        return StateFile(Path(self._start.state), planner, learnt_on, writes=writes)
+
+    # -- reports --------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        """How drafts are verified and why, and which classifier judges them, for ``GET /c2t``."""
+        policy = self.policy
+        return {
+            "packed": self.packed,
+            "unpacked_because": self.unpacked_reason,
+            "num_steps": self.shape.num_steps,
+            "topk": self.shape.topk,
+            "num_draft_tokens": self.shape.num_draft_tokens,
+            "max_running_requests": self._target_runner.max_running_requests,
+            "plans": plans(policy),
+            "row_ms": None if self.planning is not None else self._draft.feedback.row_ms,
+            "beta": getattr(policy, "beta", None),
+            "classifier": classifier_facts(policy, self.pair),
+            "pair": self.pair and self.pair._asdict(),
+            "first_drafts": self.first_drafts.grades.told() if self.first_drafts else None,
+        }
+
+    def planner_report(self) -> dict[str, Any] | None:
+        """What the planner in force has learnt; ``None`` while none plans."""
+        if self.planning is None:
+            return None
+        return self.planning.report(self._target_runner.max_running_requests)
