@@ -109,7 +109,6 @@ class Facts:
     """Steps of a planner that did not know costs yet."""
     planned: float = 0.0
     planned_layers: float = 0.0
-    planned_width: float = 0.0
     predicted_seconds: float = 0.0
     measured_seconds: float = 0.0
     quartiles: Sequence[float] = ()
@@ -260,8 +259,8 @@ def trees(f: Facts) -> Finding | Fine | None:
         return None
     each = f.proposed / max(f.verifications, 1)
     if f.plans:
-        width = f.planned_width / f.planned if f.planned else 0.0
-        return Fine("trees", f"trees are planned: {width:.1f} of {f.topk} rows a layer on average")
+        layers = f.planned_layers / f.planned if f.planned else 0.0
+        return Fine("trees", f"trees are planned: {layers:.1f} of {f.num_steps} layers on average")
     sentence = (
         f"trees of topk {f.topk} verify {each:.1f} drafts a request, of which "
         f"{f.correct / max(f.verifications, 1):.1f} are accepted, at {f.running:.0f} requests at "

@@ -88,14 +88,13 @@ def facts_of(
         planned=sum(window[f"c2t:plans_total{{{why}}}"] for why in PLANS),
         unplanned=window["c2t:plans_total{unknown}"],
         planned_layers=window["c2t:planned_layers_total"],
-        planned_width=window["c2t:planned_width_total"],
         predicted_seconds=window["c2t:predicted_step_seconds_total"],
         measured_seconds=window["c2t:measured_step_seconds_total"],
         quartiles=of_planner.get("predicted_over_measured_quartiles") or (),
         median=of_planner.get("predicted_over_measured"),
         outlook=[
             Outlook(**{name: plan[name] for name in Outlook._fields})
-            for plan in of_planner.get("outlook") or ()
+            for plan in of_planner.get("best_plan_by_batch_size") or ()
         ],
         grades=grades_of([each["confidence"] for each in planners] if plans else first_drafts),
         classifier=one["classifier"],
@@ -105,7 +104,7 @@ def facts_of(
 
 
 #: Why steps were planned as they were.
-PLANS = ("plan", "plain", "unknown", "explore", "failed")
+PLANS = ("plan", "uniform", "unknown", "explore", "failed")
 
 
 def advice_text(facts: Facts, *, doctor: bool = False) -> str:

@@ -42,7 +42,7 @@ TREES = (
 
 #: Why drafts end, and why steps are planned as they are, by the series that counts them.
 STOPS = ("policy", "full", "depth", "budget")
-PLANS = ("plan", "plain", "explore", "unknown", "failed")
+PLANS = ("plan", "uniform", "explore", "unknown", "failed")
 
 #: Tokens a second that are drawn: so many intervals.
 DRAWN = 30
@@ -72,7 +72,6 @@ class View:
     """Per step, padding included."""
     layers: float | None
     """Per planned step, like the next ones."""
-    width: float | None
     predicted_ms: float | None
     measured_ms: float | None
     plans: Mapping[str, float]
@@ -89,10 +88,9 @@ def view_of(window: Window) -> View:
     stops = {why: window[f"c2t:draft_stops_total{{{why}}}"] for why in STOPS}
     planned, rows = sum(plans.values()), window["c2t:verify_rows_total"]
     layers = _over(window["c2t:planned_layers_total"], planned)
-    width = _over(window["c2t:planned_width_total"], planned)
     drafted = None
-    if layers is not None and width is not None and abs(planned - steps) < 0.5:
-        drafted = layers * width * verifications / window.seconds
+    if layers is not None and abs(planned - steps) < 0.5:
+        drafted = layers * verifications / window.seconds
     padding = window["c2t:verify_padding_rows_total"]
     return View(
         replicas=window.after.replicas,
@@ -109,7 +107,6 @@ def view_of(window: Window) -> View:
         drafts=_over(window["c2t:proposed_drafts_total"], verifications),
         rows=_over(rows + padding, steps),
         layers=layers,
-        width=width,
         predicted_ms=_over(1e3 * window["c2t:predicted_step_seconds_total"], planned),
         measured_ms=_over(1e3 * window["c2t:measured_step_seconds_total"], planned),
         plans=_shares(plans),
@@ -247,8 +244,6 @@ class Screen:
         one = self.told["serving"][0]
         depth = f"{_number(view.layers, 2)} of {one['num_steps']}"
         left = {"layers": depth, "rows a step": _number(view.rows, 1)}
-        if one["topk"] > 1:
-            left["width"] = f"{_number(view.width, 2)} of {one['topk']}"
         left["step predicted"] = f"{_number(view.predicted_ms, 1)} ms"
         left["step measured"] = f"{_number(view.measured_ms, 1)} ms"
         kinds = [f"{why} {share:.0%}" for why, share in view.plans.items()]

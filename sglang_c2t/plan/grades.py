@@ -41,7 +41,7 @@ class Grades:
         """Forget everything."""
         self._counts[:] = 0.0
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Of each bin, for JSON."""
         names = "drafts", "promised", "survived"
         return dict(zip(names, self._counts.tolist(), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -21,7 +21,7 @@ from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.gate import Gate
 from sglang_c2t.draft.served import told_of
 from sglang_c2t.draft.tree import TreeGate
-from sglang_c2t.plan.planner import Planner
+from sglang_c2t.plan.fixed import FixedPlanner
 from sglang_c2t.policies import named, plans, policy_for
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import attach, compat
@@ -33,13 +33,13 @@ from sglang_c2t.srt.draft.chain import (
 )
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.draft.seeding import seed_costs
+from sglang_c2t.srt.draft.selection import ChainSelector, Selector, TreeSelector
 from sglang_c2t.srt.draft.state_file import StateFile
 from sglang_c2t.srt.draft.tree import (
     C2TEagleTreeDraftWorker,
     C2TStandaloneTreeDraftWorker,
     TreeDraftMixin,
 )
-from sglang_c2t.srt.draft.tree_planning import TreePlanning
 from sglang_c2t.srt.draft.watcher import DraftWatcher
 from sglang_c2t.srt.hooks.control import FORGET, approved, changed
 from sglang_c2t.srt.hooks.reporting import PARTS
@@ -48,7 +48,6 @@ from sglang_c2t.srt.pair import served_pair, shipped_on_all_ranks
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.tensor_parallel import agreement, all_ranks, host_agreement, sharing
 from sglang_c2t.srt.verify import backends, chain, tree, trial
-from sglang_c2t.srt.verify.feedback import Feedback
 from sglang_c2t.srt.verify.grading import FirstDrafts
 from sglang_c2t.srt.verify.packed import IdleVerifyInput, PackedVerifyInput, verifying
 from sglang_c2t.srt.verify.packing import tiers_of
@@ -69,9 +68,7 @@ class WorkerMixin(EAGLEWorkerV2):
     draft_worker_global: ClassVar[tuple[ModuleType, str]]
     draft_worker_class: ClassVar[type[DraftWatcher]]
 
-    planning_class: ClassVar[type[Planning]] = Planning
-
-    _planning: Planning | None = None
+    _planning: Planning
 
     _unpacked: str | None = None
     """Why rows are not packed; ``None``: they are."""
@@ -100,11 +97,6 @@ class WorkerMixin(EAGLEWorkerV2):
         compat.on_arrival(self.server_args, self._draft_worker.arrive)
         PARTS["serving"] = self._serving_told
         compat.widen_request_table()  # SGLang makes it once its workers are there
-        self._feedback = self._draft_worker.feedback = Feedback(
-            self.device == "cuda",
-            agreement(),
-            config.max_verify_rows,
-        )
 
     def _gate_maker(self) -> Callable[..., Gate]:
         """The gate, still to be given its request table."""
@@ -118,7 +110,7 @@ class WorkerMixin(EAGLEWorkerV2):
             self._warm_up(runner)
         # A recorded step drafts and verifies everything, and a server that prefills has none.
         steps = self._config.record is None and not compat.only_prefills(self.server_args)
-        if self._planning is not None and steps:
+        if self._planning.plans and steps:
             seed_costs(self._planning, self)
 
     def _warm_up(self, runner: Any) -> None:
@@ -133,8 +125,7 @@ class WorkerMixin(EAGLEWorkerV2):
             num_steps=self.speculative_num_steps,
             packed=self._draft_worker.packed,
         )
-        if self._planning is not None:
-            self._planning.warm_up(one_of_each(runner.max_running_requests))
+        self._planning.warm_up(one_of_each(runner.max_running_requests))
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Also let a request that was retracted keep its penalties."""
@@ -153,33 +144,35 @@ class WorkerMixin(EAGLEWorkerV2):
         # Every rank must cut alike, and only rank 0 has a recorder: ask the configuration.
         if self._config.visits_every_root:
             verify_input.reject_drafts()
-        planning = None if gate.exploring else self._planning
+        planning, step = self._planning, verify_input.step
         with (
             attach.swapped(self, "speculative_num_draft_tokens", width),
             attach.swapped(self, "topk", verify_input.topk),  # a tree server may verify chains
-            verifying(verify_input, self.target_worker, planning or self._feedback, self._history),
+            verifying(verify_input, self.target_worker, self._history),
         ):
             result = super().verify(batch, *args, **kwargs)
-        if planning is not None:
-            planning.verified(verify_input, result.accept_lens)
-        elif self._first_drafts is not None:
-            self._first_drafts.verified(
-                gate,
-                batch.req_pool_indices,
-                verify_input.num_rows,
-                result.accept_lens,
-                partial(self._draft_worker.constrained_in, batch),
-            )
+        if not gate.exploring:
+            planning.finish(step, verify_input, result.accept_lens)
+            if self._first_drafts is not None and not planning.plans:
+                self._first_drafts.verified(
+                    gate,
+                    batch.req_pool_indices,
+                    verify_input.num_rows,
+                    result.accept_lens,
+                    partial(self._draft_worker.constrained_in, batch),
+                )
         compat.set_output_stride(result, verify_input.output_stride)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         attach.write(result, cap_lens=verify_input.num_rows)
         result.c2t_step = Step(
             full=self.speculative_num_draft_tokens,
-            drafted=self._draft_worker.drafted_rows,
+            drafted=planning.planner.full_rows(step.plan.num_layers),
             forwarded_rows=verify_input.forwarded_rows,
+            plan=step.plan,
             max_rows=self._config.max_verify_rows,
-            planned=planning.told if planning else None,
-            fell_back=gate.fell_back or (planning is not None and planning.fell_back),
+            predicted_ms=getattr(planning.planner, "predicted_ms", 0.0),
+            measured_ms=getattr(planning.planner, "measured_ms", 0.0),
+            gate_fell_back=gate.fell_back,
         )
         if self._recorder is not None and gate.exploring:
             recordable = gate.first_tokens_complete(batch.req_pool_indices)
@@ -227,14 +220,14 @@ class WorkerMixin(EAGLEWorkerV2):
             )
         planning = self._planning_for(policy)
         forgets = isinstance(values, Mapping) and values.get(FORGET)
-        if forgets and planning is None:
+        if forgets and not planning.plans:
             raise ConfigError(f"policy {policy.name} learns nothing while it serves")
         draft.gate.switch(policy, captured=captured)
         if self._first_drafts is not None:
             self._first_drafts = FirstDrafts()  # another gate judges from now on
         self._plan_with(planning)
-        draft.judge_anew()
-        if forgets and planning is not None:
+        draft.forget_first_layers()
+        if forgets:
             planning.planner.reset()
         self._config = config
         self._announce_classifier()
@@ -247,22 +240,25 @@ class WorkerMixin(EAGLEWorkerV2):
         captured = self._draft_worker.captured_planning
         return captured is not None and self._plannings.get(policy.name) is captured
 
-    def _plan_with(self, planning: Planning | None) -> None:
-        """Plan the next steps so; ``None``: nobody plans them."""
+    def _plan_with(self, planning: Planning) -> None:
+        """Plan the next steps so."""
         draft: Any = self._draft_worker
         self._planning = draft.planning = planning
-        draft.gate.planned = planning is not None
-        if planning is not None:
-            planning.interrupted()
+        draft.gating = self._gating
 
-    def _planning_for(self, policy: Any) -> Planning | None:
-        """What plans the steps of this policy, if it wants that; :class:`ConfigError` where it
-        cannot be.
-        """
-        draft = self._draft_worker
-        if not plans(policy) or policy.name in self._plannings:
-            return self._plannings.get(policy.name)
-        if not draft.packed:
+    @cached_property
+    def _gating(self) -> Planning:
+        """Plans the steps of policies that do not plan."""
+        width = self.speculative_num_draft_tokens
+        return self._planning_with(FixedPlanner(self.speculative_num_steps, self.topk, width), None)
+
+    def _planning_for(self, policy: Any) -> Planning:
+        """What plans the steps of this policy; :class:`ConfigError` where it cannot be."""
+        if not plans(policy):
+            return self._gating
+        if policy.name in self._plannings:
+            return self._plannings[policy.name]
+        if not self._draft_worker.packed:
             raise ConfigError(
                 f"policy {policy.name} plans how many rows are verified, and here all are: choose "
                 "another policy, or a backend that packs rows (the log says which)"
@@ -272,27 +268,34 @@ class WorkerMixin(EAGLEWorkerV2):
                 f"policy {policy.name} plans how many rows are verified: start the server without "
                 "--c2t-max-verify-rows"
             )
-        runner = self.target_worker.model_runner
         try:
             planner = policy.planner(self._shape)
         except Exception as error:
             raise ConfigError(f"policy {policy.name} makes no planner: {told(error)}") from error
-        planning = self.planning_class(
-            planner,
-            tiers=lambda: tiers_of(runner),
-            width=self.speculative_num_draft_tokens,
-            slots=draft.req_to_token_pool.req_to_token.shape[0],
-            device=self.device,
-            state_file=self._state_file if self._config is self._start else None,
-            agree=host_agreement(),
-            failed=draft.gate.served.failed,
-        )
-        planning.widths = draft.draft_widths
+        planning = self._planning_with(planner, self._selector(planner))
         self._plannings[policy.name] = planning
         PARTS["planner"] = self._plans_told
         return planning
 
-    def _state_file(self, planner: Planner) -> StateFile | None:
+    def _planning_with(self, planner: Any, selector: Selector | None) -> Planning:
+        runner = self.target_worker.model_runner
+        return Planning(
+            planner,
+            selector,
+            tiers=lambda: tiers_of(runner),
+            width=self.speculative_num_draft_tokens,
+            device=self.device,
+            forwards=lambda: runner.forward_pass_id,
+            state_file=self._state_file if selector and self._config is self._start else None,
+            agree=host_agreement(),
+            failed=self._draft_worker.gate.served.failed,
+        )
+
+    def _selector(self, planner: Any) -> Selector:
+        """What shares out the rows that a planner plans."""
+        raise NotImplementedError
+
+    def _state_file(self, planner: Any) -> StateFile | None:
         """The file that keeps what this server learns, on the rank that learns it; of several
         replicas all begin with it, and the first one writes it.
         """
@@ -312,7 +315,7 @@ class WorkerMixin(EAGLEWorkerV2):
 
     def _plans_told(self) -> dict[str, Any] | None:
         """What the planner in charge has learnt; ``None``: no policy plans now."""
-        if self._planning is None:
+        if not self._planning.plans:
             return None
         return self._planning.report(self.target_worker.model_runner.max_running_requests)
 
@@ -327,7 +330,7 @@ class WorkerMixin(EAGLEWorkerV2):
             "num_draft_tokens": self.speculative_num_draft_tokens,
             "max_running_requests": self.target_worker.model_runner.max_running_requests,
             "plans": plans(policy),
-            "row_ms": None if self._planning is not None else self._feedback.row_ms,
+            "row_ms": getattr(self._planning.planner, "row_ms", None),
             "beta": getattr(policy, "beta", None),
             "classifier": told_of(policy, self._pair),
             "pair": self._pair and self._pair._asdict(),
@@ -390,7 +393,6 @@ class ChainWorkerMixin(WorkerMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._draft_worker.draft_steps = self._config.draft_steps
         if not self._config.visits_every_root:  # where no draft is accepted
             self._first_drafts = FirstDrafts()
 
@@ -440,6 +442,11 @@ class ChainWorkerMixin(WorkerMixin):
         self._plan_with(self._planning_for(self._draft_worker.gate.served.policy))
         self._announce("static verification of chains")
 
+    def _selector(self, planner: Any) -> Selector:
+        slots = self._draft_worker.req_to_token_pool.req_to_token.shape[0]
+        width = self.speculative_num_draft_tokens
+        return ChainSelector(planner, width=width, slots=slots, device=self.device)
+
     def _record(
         self, recorder: Recorder, batch: Any, recordable: Tensor, verify_input: Any, result: Any
     ) -> None:
@@ -455,8 +462,6 @@ class TreeWorkerMixin(WorkerMixin):
     """
 
     _draft_worker: TreeDraftMixin
-
-    planning_class = TreePlanning
 
     def _gate_maker(self) -> Callable[..., Gate]:
         return partial(
@@ -487,8 +492,8 @@ class TreeWorkerMixin(WorkerMixin):
             return "SGLang's exact"
         if not self._config.exact_ancestors:
             return "stock"
-        self._draft_worker.follow_ancestors = ancestors.follower(backend)
-        if self._draft_worker.follow_ancestors is None and backend is not None:
+        self._draft_worker.follows_ancestors = ancestors.can_follow(backend)
+        if not self._draft_worker.follows_ancestors and backend is not None:
             logger.warning(
                 "C2T: draft attention %s cannot be told a node's ancestors: same output, but "
                 "fewer drafts will be accepted",
@@ -496,6 +501,9 @@ class TreeWorkerMixin(WorkerMixin):
             )
             return "stock"
         return "exact"
+
+    def _selector(self, planner: Any) -> Selector:
+        return TreeSelector(planner, width=self.speculative_num_draft_tokens, device=self.device)
 
     def _record(
         self, recorder: Recorder, batch: Any, recordable: Tensor, verify_input: Any, result: Any
