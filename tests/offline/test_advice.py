@@ -35,7 +35,7 @@ GOOD = Grades(drafts=900, promised=0.82, survived=0.8, auc=0.9, auc_error=0.01)
 HEALTHY = Facts(
     seconds=10.0, policy="auto", plans=True, packed=True, num_steps=5, topk=1, num_draft_tokens=6,
     max_running=64, running=32.0, queued=0.0, steps=100, verifications=3200, proposed=6400,
-    correct=4800, padding=0, planned=100, planned_layers=200, planned_width=100,
+    correct=4800, padding=0, planned=100, planned_layers=200,
     predicted_seconds=9.8, measured_seconds=10.0, quartiles=(0.95, 1.05), median=1.0,
     outlook=OUTLOOK, grades=GOOD, accepted_at_least={1: 2600, 2: 1400, 3: 500, 4: 200, 5: 100},
     verified_at_least={1: 3200, 2: 3200}, kv_used=0.4,
@@ -45,7 +45,7 @@ HEALTHY = Facts(
 
 #: The same with a gate that knows no load.
 GATED = replace(
-    HEALTHY, policy="c2t-plus", plans=False, planned=0, planned_layers=0, planned_width=0,
+    HEALTHY, policy="c2t-plus", plans=False, planned=0, planned_layers=0,
     measured_seconds=0, predicted_seconds=0, quartiles=(), median=None, outlook=(),
     policy_stops=1600, gate_seconds=0.2, row_ms=(0.2, 0.01),
 )  # fmt: skip
@@ -132,7 +132,7 @@ def test_trees_that_are_not_planned_are_named_under_load_only() -> None:
     assert "84% of all rows are rejected" in found.sentence
     quiet = replace(trees, running=4.0, steps=800)
     assert judged(quiet)[0] == []
-    planned = replace(trees, policy="auto", plans=True, planned=100, planned_width=110)
+    planned = replace(trees, policy="auto", plans=True, planned=100, planned_layers=220)
     assert all(one.name != "trees" for one in judged(planned)[0])
 
 
