@@ -133,7 +133,7 @@ ROWS = (
         "penalties", PACKED, CPU, (
         "e2e/test_tree_serving.py::test_constrained_and_free_requests_share_a_batch",
         "e2e/test_tree_serving.py::test_log_probabilities_equal_those_of_plain_decoding",
-        "e2e/test_planned_serving.py::test_planned_and_plain_steps_keep_to_constraints",
+        "e2e/test_planned_serving.py::test_planned_and_uniform_steps_keep_to_constraints",
     )),
     Row("Llama", "EAGLE3, chains and trees", "FA3; FlashInfer", "seeds", PACKED, EMULATED,
         ("emulated/test_sampled.py::test_seeded_samples_are_those_of_the_target_alone",)),
