@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sglang_c2t.config import ConfigError
@@ -93,6 +94,16 @@ class TreeGate(Gate):
             whole=None if self.planned else self.opt_outs.whole(slots),
             fused=self._fused(slots),
         )
+
+    def warm_up(self) -> None:
+        """Also compile trees of one layer, which a planner may choose and no graph drafts."""
+        super().warm_up()
+        if self.planned:
+            dummy_slot = torch.zeros(1, dtype=torch.int64, device=self.first_tokens.device)
+            self.begin(dummy_slot)
+            children = torch.ones((1, 1, self.topk), device=dummy_slot.device)
+            self.add(children.long(), children)
+            self.finish()
 
     def _fused(self, slots: Tensor) -> tuple[Rule, Tensor] | None:
         """How a kernel grows this step's trees; ``None``: torch does."""

@@ -123,7 +123,7 @@ class Served:
     steps: list[dict[str, int]]
     """What each decode step counted, its ``batch``, the rows of a whole draft of it that ours
     ``drafted``, those that the target ``forwarded`` for it, and whether it was ``planned``, and
-    ``uniform``.
+    ``uniform``, and the ``layers`` that it drafted.
     """
 
     sites: dict[str, int]
@@ -220,7 +220,7 @@ def serve(scheduler: Any, run: Run) -> Served:
     together = peers()
     ranks, rank = (together.ranks, get_parallel().attn_dp_rank) if together else (1, 0)
     numbered = [(n, request) for n, request in enumerate(run.requests) if n % ranks == rank]
-    ours = {"drafted": 0, "forwarded": 0, "planned": 0, "uniform": 0}
+    ours = {"drafted": 0, "forwarded": 0, "planned": 0, "uniform": 0, "layers": 0}
     queue, run_batch = scheduler._add_request_to_queue, scheduler.run_batch
 
     def keep(req: Any, *more: Any, **options: Any) -> Any:
@@ -237,6 +237,7 @@ def serve(scheduler: Any, run: Run) -> Served:
             forwarded=step.forwarded_rows if step is not None else 0,
             planned=int(step is not None and step.planned),
             uniform=int(step is not None and step.plan.kind.value == "uniform"),
+            layers=step.plan.num_layers if step is not None else 0,
         )
         return result
 

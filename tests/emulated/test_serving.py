@@ -155,10 +155,8 @@ def test_steps_in_graphs_are_uniform_and_planned_and_of_every_number_of_layers(
 ) -> None:
     """Trees, too: what a planner decides on a CPU it decides here."""
     steps = [step for run in served[server].orders for step in run.steps if step["planned"]]
-    kinds = {(step["uniform"], step["drafted"]) for step in steps}
-    rows = (NODES if "trees" in server else DRAFTS + 1), DRAFTS
-    for uniform in (0, 1):
-        assert len({drafted for of, drafted in kinds if of == uniform}) == min(rows), kinds
+    kinds = {(step["uniform"], step["layers"]) for step in steps}
+    assert kinds == {(uniform, layers) for uniform in (0, 1) for layers in range(1, DRAFTS + 1)}
 
 
 def test_memory_of_ours_is_little_beside_stock(served: dict[str, Runs]) -> None:
