@@ -37,6 +37,7 @@ from sglang_c2t.offline.replay import Chains
 from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.plan import best_plan
 from sglang_c2t.plan.planner import Planner
+from sglang_c2t.plan.step import BatchView, StepRecord, StepTimes
 from sglang_c2t.plan.survival import Array, Numbers, OneSlope, Survival
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.policies import build_policy
@@ -254,21 +255,19 @@ class Simulation:
     def step(self, rng: np.random.Generator, planner: Planner) -> Step:
         """One step of a planner."""
         confidence, survival = self.drafts.draw(rng, self.batch)
-        choice = planner.choose(confidence[:, 0], self.batch, self.tiers)
-        drafted = confidence[:, : choice.plan.layers]
-        plan = planner.settle(drafted, self.tiers)
-        kept = self._best(planner.survival.of_chains(drafted), plan.rows - self.batch)
+        plan = planner.plan(BatchView(self.batch, self.tiers, range(1, self.layers + 1)))
+        drafted = confidence[:, : plan.num_layers]
+        kept = self._best(planner.survival.of_chains(drafted), plan.row_budget - self.batch)
         correct = self._correct(rng, survival, kept)
         self.drafts.accepted(correct)
-        planner.learn_drafts(drafted, kept, correct)
-        tier = min(t for t in self.tiers if t >= plan.rows)
+        tier = min(t for t in self.tiers if t >= plan.row_budget)
         verify_ms = float(self.costs.verify(np.array([tier]), self.batch)[0])
-        draft_ms = self.costs.draft(self.batch, plan.layers)
+        draft_ms = self.costs.draft(self.batch, plan.num_layers)
         took = verify_ms + draft_ms + self.costs.rest(self.batch)
-        planner.learn_time(
-            plan, rows=tier, batch=self.batch, verify_ms=verify_ms, draft_ms=draft_ms, step_ms=took
-        )
-        return Step(plan.layers, plan.rows, self.batch + float(correct.sum()), took)
+        times = StepTimes(tier, verify_ms, draft_ms, took)
+        outcome = drafted, kept, correct
+        planner.learn(StepRecord(plan, self.batch, outcome=outcome, times=times))
+        return Step(plan.num_layers, plan.row_budget, self.batch + float(correct.sum()), took)
 
     def _serve(
         self,

@@ -90,9 +90,6 @@ NODES = Values("a whole number of nodes >= 1", lambda value: is_whole(value, 1),
 THRESHOLD = Values("a number in (0, 1)", lambda value: is_number(value) and 0 < value < 1, float)
 SHARE = Values("a number in (0, 1]", lambda value: is_number(value) and 0 < value <= 1, float)
 MEGABYTES = Values("a number of megabytes > 0", lambda value: is_number(value) and value > 0, float)
-LENGTHS = Values(
-    "a list of whole numbers >= 1", lambda value: _is_list(value, lambda n: is_whole(n, 1))
-)
 OPTIONS = Values("an object of options", _is_options)
 
 
@@ -137,13 +134,6 @@ class C2TConfig:
         "Trees: nodes one target forward may verify over the whole batch, roots included; the "
         "best ones stay.",
         unset="no limit",
-    )
-    draft_steps: tuple[int, ...] | None = _setting(
-        None,
-        LENGTHS,
-        "Chains on a GPU: numbers of layers that a step may draft for the whole batch, besides "
-        "--speculative-num-steps; one is chosen by how long recent drafts got. Empty: always all.",
-        unset="a third and two thirds of it",
     )
     state: str | None = _setting(
         None,

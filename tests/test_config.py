@@ -73,8 +73,6 @@ def test_recording_is_off_and_cheap_by_default() -> None:
         ({"policy": "x" * 201}, "policy must be a name of 1 to 200 printable characters"),
         ({"max_verify_rows": True}, "max_verify_rows must be a whole number of nodes >= 1"),
         ({"max_verify_rows": 2**31}, "max_verify_rows must be a whole number of nodes >= 1"),
-        ({"draft_steps": 3}, "draft_steps must be a list of whole numbers >= 1, got 3"),
-        ({"draft_steps": [True]}, "draft_steps must be a list of whole numbers >= 1"),
         ({"beta": math.nan}, "beta must be a number in (0, 1), got nan"),
         ({"beta": 10**400}, "beta must be a number in (0, 1), got 1000"),
         ({"record": "a\0b"}, "record must be a directory"),

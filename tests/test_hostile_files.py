@@ -24,6 +24,7 @@ from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.files import write_whole
 from sglang_c2t.offline.prompts import read_prompts
 from sglang_c2t.plan.planner import Planner
+from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, StepTimes
 from sglang_c2t.plan.survival import Survival
 from sglang_c2t.policies import check_policy
 from sglang_c2t.srt.draft.state_file import StateFile
@@ -46,18 +47,21 @@ MODELS = {"target": "a", "policy": "auto"}
 # -- state ---------------------------------------------------------------------------------------
 
 
+def record(plan: StepPlan, batch: int, outcome: tuple[np.ndarray, ...]) -> StepRecord:
+    times = StepTimes(plan.row_budget, verify_ms=5.0, draft_ms=2.0, step_ms=8.0)
+    return StepRecord(plan, batch, outcome=outcome, times=times)
+
+
 def planner_at_work() -> Planner:
     planner = Planner(3, Survival(3))
     for number in range(40):
-        planner.learn_drafts(np.array([[0.9, 0.5, 0.2]]), np.array([3]), np.array([number % 4]))
-        planner.cost.observe(
-            rows=4 + number % 3, batch=2, layers=3, verify_ms=5.0, draft_ms=2.0, rest_ms=1.0
-        )
+        outcome = np.array([[0.9, 0.5, 0.2]]), np.array([3]), np.array([number % 4])
+        planner.learn(record(StepPlan(StepKind.PLANNED, 3, 1, 4 + number % 3), 2, outcome))
     return planner
 
 
 def states() -> list[bytes]:
-    content = {"version": 1, "learnt_on": MODELS, "planner": planner_at_work().state()}
+    content = {"version": 2, "learnt_on": MODELS, "planner": planner_at_work().state()}
     planned = {**content, "planner": {**content["planner"]}}
     cost, counts = planned["planner"]["cost"], planned["planner"]["survival"]["counts"]
     named = []
@@ -67,7 +71,7 @@ def states() -> list[bytes]:
             {"cost": {**cost, "layer": {"4": number}, "rest": {"2": number}}},
             {"survival": {"counts": [*(np.array(counts) * 0 + 1.0).tolist()[:-1], number]}},
             {"survival": {"counts": [[[number] * 24] * 2] * 3}},
-            {"credit": number},
+            {"cold_start_budget": number},
         ):
             named.append(json.dumps({**content, "planner": {**content["planner"], **changed}}))
     sizes = {str(2**n): 1.0 for n in range(0, 80, 7)}
@@ -115,16 +119,12 @@ def plan_a_while(planner: Planner) -> None:
     for batch in (1, 2, 4, 64) * 3:
         tiers = list(range(batch, batch * 4 + 1))
         chains = np.cumprod(rng.uniform(0.3, 1.0, (batch, 3)), axis=1)
-        choice = planner.choose(chains[:, 0], batch, tiers)
-        plan = planner.settle(chains[:, : choice.plan.layers], tiers)
-        assert batch <= plan.rows <= batch * 4
-        assert 0 < plan.milliseconds < float("inf")
-        correct = np.minimum(1, np.full(batch, plan.layers))
-        planner.learn_drafts(chains[:, : plan.layers], np.full(batch, plan.layers), correct)
-        planner.cost.observe(
-            rows=plan.rows, batch=batch, layers=plan.layers, verify_ms=3.0, draft_ms=1.0,
-            rest_ms=0.5,
-        )  # fmt: skip
+        plan = planner.plan(BatchView(batch, tiers, range(1, 4)))
+        assert batch <= plan.row_budget <= batch * 4
+        assert plan.expected_ms is None or 0 < plan.expected_ms < float("inf")
+        layers = plan.num_layers
+        outcome = chains[:, :layers], np.full(batch, layers), np.minimum(1, np.full(batch, layers))
+        planner.learn(record(plan, batch, () if plan.kind is StepKind.UNIFORM else outcome))
     planner.catch_up()
 
 
@@ -132,8 +132,8 @@ def plan_a_while(planner: Planner) -> None:
 
 SETTINGS = {
     "policy": "c2t", "beta": 0.5, "classifier": "default", "verify": "auto", "record_share": 0.5,
-    "max_verify_rows": 8, "draft_steps": [1, 3], "policy_options": {"layer_limit": 3},
-    "record_limit_mb": 10, "state": "s.json",
+    "max_verify_rows": 8, "policy_options": {"layer_limit": 3}, "record_limit_mb": 10,
+    "state": "s.json",
 }  # fmt: skip
 
 

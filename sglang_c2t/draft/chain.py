@@ -42,10 +42,8 @@ class ChainGate(Gate):
         self._keeps_all: Tensor | None = None  # [B] bool; None: of nobody
         self._joint = torch.ones(0)  # [B]; like the next only with a program
         self._output: GateOutput
-        self.planned = False
-        """Whether somebody plans by the confidences of all layers."""
         self.confidences: list[Tensor] = []
-        """[B] of each layer judged in this step, where somebody plans by them."""
+        """[B] of each layer judged in this step, where a planner reads them."""
 
     def begin(self, slots: Tensor) -> None:
         """Start a step for the requests in ``slots`` [B], and judge their first tokens."""
@@ -96,8 +94,8 @@ class ChainGate(Gate):
 
     @property
     def cuts(self) -> bool:
-        """Whether somebody may ask where chains end: not if they are planned, but who takes over
-        from a plan asks the graphs that were captured for it.
+        """Whether the gate decides where chains end: not where a planner does. But graphs that were
+        captured for a planner serve the policies that take over from it.
         """
         return not self.planned or self.exploring or self.served.capturing
 

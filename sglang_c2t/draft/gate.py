@@ -12,6 +12,7 @@ Legend: B requests, V draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +74,8 @@ class Gate:
         self._exploration = exploration or Exploration()
         self._agree = agree
         self._recording = recording
+        self._relay_later: Callable[[], None] | None = None
+        """Measures the first layer of the next step, where it is not known yet who reads it."""
         self._topk = topk
         self._reserve()
         self.fell_back = False
@@ -88,6 +91,11 @@ class Gate:
         """What judges the step in progress; ``None``: the policy, or nobody as it explores."""
         return None if self.exploring else self.served.program
 
+    @property
+    def planned(self) -> bool:
+        """Whether the policy's planner decides what is verified."""
+        return self.served.plans
+
     def agreed(self, decision: Tensor) -> Tensor:
         """Rank 0's, on all ranks."""
         return decision if self._agree is None else self._agree(decision)
@@ -97,25 +105,38 @@ class Gate:
         self.served.switch(policy, captured=captured)
         self._reserve()
 
+    def forget_first_layers(self) -> None:
+        """Forget all first layers in the next step, once the device has done with the last one."""
+        self._relay_later = partial(self.first_tokens.forget, slice(None))
+
     def join(self, slots: Tensor, logits: Tensor, hidden: Tensor | None = None) -> None:
         """Requests [B] enter with the logits [B, V] of the first token behind their prompt.
 
         Everything is measured, because it is not known yet which kind of step comes next.
         """
+        self.catch_up()
         self._relay(slots, logits, hidden, self._exploration.names)
 
     def join_unmeasured(self, slots: Tensor) -> None:
-        """Requests [B] enter whose prompt, and first draft, was somebody else's: it stays."""
+        """Requests [B] enter whose prompt ran on another server: their first draft stays."""
+        self.catch_up()  # it may be of the requests that had these slots before
         self.first_tokens.forget(slots)
 
     def relay_first_token(
-        self, slots: Tensor, logits: Tensor, hidden: Tensor | None = None
+        self, slots: Tensor, logits: Tensor, hidden: Tensor | None = None, *, later: bool = False
     ) -> None:
         """Remember what there is to know of each request's next first layer.
 
-        ``slots`` is [B] (``req_pool_indices``), ``logits`` [B, V] of the draft, ``hidden``
-        [B, H] its hidden state.
+        Args:
+            slots: [B] (``req_pool_indices``).
+            logits: [B, V] of the draft.
+            hidden: [B, H], its hidden state.
+            later: Only once a step reads it: after most uniform steps none does.
         """
+        if later and not self._recording and not self._exploration.names:
+            self._relay_later = partial(self.relay_first_token, slots, logits, hidden)
+            return
+        self._relay_later = None
         self.exploring = self._explores()
         self._relay(slots, logits, hidden, self._extra_names)
 
@@ -138,8 +159,15 @@ class Gate:
     def _extra_names(self) -> frozenset[str]:
         return self._exploration.names if self.exploring else frozenset()
 
+    def catch_up(self) -> None:
+        """Measure the first layers that waited."""
+        if self._relay_later is not None:
+            self._relay_later()
+            self._relay_later = None
+
     def _start(self) -> None:
         """A step starts."""
+        self.catch_up()
         self.fell_back = False
         self._names = self.served.needs | self._extra_names
 

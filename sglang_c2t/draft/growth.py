@@ -1,10 +1,10 @@
 """Growing a batch of draft trees: layer by layer, a policy decides, this file keeps count.
 
 Per step and request the draft offers K children for each of its W beam rows (W = 1, the
-root, in the first layer; mostly K behind it). They are the *candidates*, numbered layer by layer,
+root, in the first layer; K after it). They are the *candidates*, numbered layer by layer,
 row by row: SGLang's flat index, so that candidate c hangs from the row c // K - 1. The
-policy says which enter the tree and which are forwarded next; the best of those, K unless
-the tree is a narrower one, become the beam rows of the next layer::
+policy says which enter the tree and which are forwarded next; the K best of those become the beam
+rows of the next layer::
 
     layer 1   root -> a b          beams: a b          candidates 0 1
     layer 2   a -> c d, b -> e f   beams: c e          candidates 2 3 4 5
@@ -47,8 +47,6 @@ class TreeGrowth:
         device: Where draft probabilities live.
         failed: Told what the policy raised; the tree is then EAGLE-2's. ``None``: raised on.
         whole: [B] bool: requests whose trees are EAGLE-2's all the same; ``None``: none.
-        layers: How many are grown; what is offered behind them is dead. ``None``: all.
-        width: W behind the first layer; ``None``: K.
         fused: The policy for a kernel, which then decides without being asked itself, and the
             threshold that it looks at; ``None``: the policy is asked, in torch.
     """
@@ -61,16 +59,12 @@ class TreeGrowth:
         device: torch.device | str,
         failed: Callable[[Exception], None] | None = None,
         whole: Tensor | None = None,
-        layers: int | None = None,
-        width: int | None = None,
         fused: tuple[Rule, Tensor] | None = None,
     ) -> None:
         self._policy = policy
         self._failed = failed
         self._whole = whole
-        self._last = shape.num_steps if layers is None else layers
         self._shape = shape
-        self._width = shape.topk if width is None else width
         self.batch = batch
         self.device = device
         self._layers: list[TreeLayer] = []
@@ -83,7 +77,7 @@ class TreeGrowth:
         self._depth, self._offered = 0, 0
         """Layers and candidates of a request so far."""
         if fused is not None:
-            most = shape.topk + (shape.num_steps - 1) * self._width * shape.topk
+            most = shape.topk + (shape.num_steps - 1) * shape.topk**2
             self._candidates = Candidates.empty(batch, most, device)
 
     @property
@@ -147,11 +141,9 @@ class TreeGrowth:
         if self._depth < self._shape.num_steps:
             enters = key > -torch.inf  # not where it is nan either
             expand = torch.where(enters, growth.expand.float().flatten(1), -torch.inf)
-            if self._depth >= self._last:
-                expand = torch.full_like(expand, -torch.inf)
             self._beams = choose_beams(
                 expand, tokens.flatten(1), layer.joint.flatten(1), self.beams.ancestor_rows,
-                width=self._width, topk=self._shape.topk, first=self._offered,
+                width=self._shape.topk, topk=self._shape.topk, first=self._offered,
             )  # fmt: skip
         self._offered += key.shape[1]
         return self.beams
@@ -163,8 +155,8 @@ class TreeGrowth:
         self._depth += 1
         self._beams = grow_layer(
             tokens.flatten(1), prob.flatten(1), confidence, self._beams, self._candidates,
-            rule=rule, beta=beta, whole=self._whole, width=self._width, topk=self._shape.topk,
-            first=self._offered, expands=self._depth < self._last,
+            rule=rule, beta=beta, whole=self._whole, width=self._shape.topk, topk=self._shape.topk,
+            first=self._offered, expands=self._depth < self._shape.num_steps,
         )  # fmt: skip
         self._offered += tokens.shape[1] * self._shape.topk
         return self._beams

@@ -143,6 +143,11 @@ class ServedPolicy:
                 frame.lineno,
             )
 
+    @property
+    def plans(self) -> bool:
+        """Whether the policy brings a planner."""
+        return hasattr(self.policy, "planner")
+
     def _adopt(self, policy: Any) -> None:
         classifier = classifier_of(policy)
         if classifier is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sglang_c2t.config import ConfigError
@@ -61,13 +62,6 @@ class TreeGate(Gate):
         # Of the layer to come: [B * W, ...], or all that a program says about its children.
         self._rows: dict[str, Tensor] = {}
         self._judged: GateOutput | None = None
-        self._best: tuple[Tensor, Tensor] | None = None  # tokens and q of its children, [B * W, K]
-        self.planned = False
-        """Whether somebody plans what is verified, and sees to those who want all of it."""
-        self.layers_planned: int | None = None
-        """How many layers the next step grows; ``None``: all."""
-        self.width_planned: int | None = None
-        """W of the next step's layers behind the first; ``None``: K."""
 
     def switch(self, policy: TreePolicy, *, captured: bool) -> None:
         """Ask another policy; see :meth:`ServedPolicy.switch`.
@@ -85,7 +79,7 @@ class TreeGate(Gate):
     def begin(self, slots: Tensor) -> None:
         """Start a step for the requests in ``slots`` [B]."""
         self._start()
-        self._rows, self._judged, self._best = {}, None, None
+        self._rows, self._judged = {}, None
         self._first: FirstLayer | None = None
         if self.program is None:
             self._rows = self._measured_first(slots)
@@ -99,10 +93,18 @@ class TreeGate(Gate):
             slots.device,
             failed=self._fall_back,
             whole=None if self.planned else self.opt_outs.whole(slots),
-            layers=self.layers_planned,
-            width=self.width_planned,
             fused=self._fused(slots),
         )
+
+    def warm_up(self) -> None:
+        """Also compile trees of one layer, which a planner may choose and no graph drafts."""
+        super().warm_up()
+        if self.planned:
+            dummy_slot = torch.zeros(1, dtype=torch.int64, device=self.first_tokens.device)
+            self.begin(dummy_slot)
+            children = torch.ones((1, 1, self.topk), device=dummy_slot.device)
+            self.add(children.long(), children)
+            self.finish()
 
     def _fused(self, slots: Tensor) -> tuple[Rule, Tensor] | None:
         """How a kernel grows this step's trees; ``None``: torch does."""
@@ -122,8 +124,6 @@ class TreeGate(Gate):
         self._logits = logits.shape[1], logits.dtype
         if self.program is None:
             self._rows = self.served.measured(logits, self._names - PER_NODE, hidden)
-            if (self.width_planned or self.topk) < self.topk:
-                self._best = _best_children(logits, self.topk, token_map)
             return None
         beams = self._growth.beams
         self._judged = judge_layer(
@@ -141,8 +141,7 @@ class TreeGate(Gate):
     def add(self, tokens: Tensor, prob: Tensor) -> Beams:
         """Judge a layer, [B, W, K] each; returns the rows to forward next.
 
-        Behind the first layer a program has chosen the children itself. Nor is SGLang's loop asked
-        for them in narrow trees: of one row it knows one child.
+        After the first layer a program has chosen the children itself.
         """
         if self._judged is not None:
             judged, shape = self._judged, (self.batch, -1, self.topk)
@@ -161,8 +160,6 @@ class TreeGate(Gate):
             if self._growth.fused:
                 return self._growth.add_judged(tokens, prob, self._first.confidence.T)
             return self._growth.add(tokens, prob, self._judged_first(self._first, self.program))
-        if self._best is not None:
-            tokens, prob = (of.view(self.batch, -1, self.topk) for of in self._best)
         measured = {name: v for name, v in self._rows.items() if name not in {"prob", *PER_NODE}}
         if "margin" in self._names:
             measured["margin"] = node_margins(prob.flatten(0, 1))
@@ -223,12 +220,6 @@ class TreeGate(Gate):
             chosen = within_budget(trees, keys, self._max_rows)
         linked = cut_and_link(trees, roots, chosen)
         return linked if self._agree is None else linked.agreed(self._agree)
-
-
-def _best_children(logits: Tensor, topk: int, token_map: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Target ids and q [R, K] of the likeliest tokens by ``logits`` [R, V]."""
-    prob, tokens = logits.float().softmax(dim=1).topk(topk, dim=1)
-    return (tokens if token_map is None else token_map[tokens]), prob
 
 
 def _rule(policy: TreePolicy) -> tuple[type, Rule | None]:

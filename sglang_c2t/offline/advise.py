@@ -50,7 +50,7 @@ def facts_of(
     one, steps, plans = serving[0], window["c2t:steps_total"], bool(serving[0]["plans"])
     grades = [each["first_drafts"] for each in serving if each.get("first_drafts")]
     rates: dict[int, float] = {}
-    for plan in planners[0].get("outlook") or () if planners else ():
+    for plan in planners[0].get("best_plan_by_batch_size") or () if planners else ():
         rate = plan["tokens"] / plan["milliseconds"]
         rates[plan["requests"]] = max(rates.get(plan["requests"], 0.0), rate)
     return Facts(

@@ -6,24 +6,33 @@ became of their own drafts, and teach nothing about those of others.
 
 numpy only; knows neither torch nor SGLang.
 
-Legend: S samples of drafts, D layers, d of them drafted, W the width of the drafts, n drafts.
+Legend: S samples of drafts, D layers, d of them drafted, C confidences of a tree's layer, n drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
+
+import numpy as np
 
 from sglang_c2t.plan.forecast import Continuations, Forecast
 from sglang_c2t.plan.grades import Grades
 from sglang_c2t.plan.survival import Array, Numbers
+
+#: Steps whose first drafts stand for the traffic.
+RECENT = 64
+
+#: Ways in which a first draft goes on, where there are enough of them.
+WAYS = 4
 
 
 class Estimator(Protocol):
     """Survival from confidences: :class:`~sglang_c2t.plan.survival.Survival` or another."""
 
     by_steps: bool
-    """Whether it counts steps, and has to be told of each."""
+    """Whether it counts steps, and has to learn from each by itself."""
 
     def of_chains(self, confidences: Array) -> Array: ...
 
@@ -45,7 +54,7 @@ class Acceptance:
         survival: What confidences are worth.
         max_depth: D.
         survivals: Gives the survival [S, d, ...] of confidences [S, d, ...] by ``survival``.
-        nothing_seen: Makes the continuations of each width, empty.
+        layer: C of trees; ``None``: chains.
     """
 
     def __init__(
@@ -53,36 +62,45 @@ class Acceptance:
         survival: Any,
         max_depth: int,
         survivals: Callable[[Array], Array],
-        nothing_seen: Callable[[], Mapping[int, Continuations]],
+        layer: int | None = None,
     ) -> None:
         self.survival = survival
         self.survivals = survivals
-        self._nothing_seen = nothing_seen
+        self._shape = max_depth, layer
         self.predictions = Grades(max_depth)
         """Predicted survivals and outcomes, by depth."""
         self.grades = Grades()
         """Grades of the gate's confidences, before they are calibrated."""
+        self.firsts: deque[Array] = deque(maxlen=RECENT)
+        """First layers [B] or [B, C] of the last steps."""
         self._forget_drafts()
 
-    def behind(self, first: Array, most: int, width: int) -> Array:
-        """Survivals of about ``most`` drafts of a ``width`` whose ``first`` layers are these."""
-        return self._forecasts[width](first, most)
+    def expected(self, most: int) -> Array:
+        """[about ``most``, D, ...]: survivals of drafts like the last ones."""
+        if self.firsts:
+            recent = np.concatenate(self.firsts)
+            wanted = max(most // WAYS, 1)
+            first = recent[np.linspace(0, len(recent) - 1, min(len(recent), wanted)).astype(int)]
+        else:
+            layer = self._shape[1]
+            first = np.full(1 if layer is None else (1, layer), 0.5)
+        return self._forecast(first, most)
 
     def refresh(self) -> None:
         """What drafts are worth has changed."""
-        for forecast in self._forecasts.values():
-            forecast.refresh()
+        self._forecast.refresh()
 
     def reset(self) -> None:
         """Forget everything."""
         self.survival.reset()
         self._forget_drafts()
+        self.firsts.clear()
         self.predictions.reset()
         self.grades.reset()
 
-    def drafted(self, width: int, confidences: Array) -> None:
-        """Drafts of a ``width`` had these ``confidences`` [B, d, ...]."""
-        self._continuations[width].observe(confidences)
+    def drafted(self, confidences: Array) -> None:
+        """Drafts had these ``confidences`` [B, d, ...]."""
+        self._continuations.observe(confidences)
 
     def grade(self, depth: Numbers, confidence: Array, predicted: Array, survived: Numbers) -> None:
         """Count n verified drafts by their ``confidence`` and the survival that was
@@ -93,7 +111,6 @@ class Acceptance:
 
     def _forget_drafts(self) -> None:
         """Know of no draft how it goes on."""
-        self._continuations = self._nothing_seen()
-        self._forecasts = {
-            width: Forecast(seen, self.survivals) for width, seen in self._continuations.items()
-        }
+        max_depth, layer = self._shape
+        self._continuations = Continuations(max_depth, width=layer)
+        self._forecast = Forecast(self._continuations, self.survivals)

@@ -2,7 +2,7 @@
 
 numpy only; knows neither torch nor SGLang.
 
-Legend: T rows of a target forward, B requests, d draft layers of W rows a request.
+Legend: T rows of a target forward, B requests, d draft layers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_c2t.plan.restored import numbers
+from sglang_c2t.plan.step import StepTimes
 from sglang_c2t.plan.survival import Array
 
 #: Measurements kept of a size.
@@ -78,7 +79,7 @@ class Curve:
 
     What was measured long ago gives way to the first new measurement. What was measured before
     serving is as good as long ago, but true: until there are enough measurements it or the least of
-    them is believed. Sizes that are :func:`about` the same are one.
+    them is believed. Sizes that are :func:`size_bucket` the same are one.
 
     Args:
         memory: Measurements kept of a size.
@@ -99,7 +100,7 @@ class Curve:
     def observe(self, size: int, milliseconds: float) -> None:
         """One measurement."""
         self.measurements += 1
-        size = about(size)
+        size = size_bucket(size)
         if size in self._samples and not self.measured(size):
             self._samples[size].clear()
             self._seeds.pop(size, None)
@@ -113,7 +114,7 @@ class Curve:
     def seed(self, points: Mapping[int, float]) -> None:
         """Sizes measured before: of several measurements of one, the least."""
         for size, milliseconds in points.items():
-            size = about(size)
+            size = size_bucket(size)
             if size not in self._samples:
                 self._seeds[size] = min(milliseconds, self._seeds.get(size, milliseconds))
                 self._changed(size, at=-STALE - 1)
@@ -125,12 +126,12 @@ class Curve:
 
     def measured(self, size: int) -> bool:
         """Whether this size was measured while serving, not too long ago."""
-        at = self._measured_at.get(about(size), -STALE - 1)
+        at = self._measured_at.get(size_bucket(size), -STALE - 1)
         return self._steps - at <= min(max(at, STALE), STALE_AT_LAST)
 
     def sure(self, size: int) -> bool:
         """Whether this size was measured often enough while serving."""
-        return len(self._samples.get(about(size), ())) >= SEED
+        return len(self._samples.get(size_bucket(size), ())) >= SEED
 
     @property
     def seeded(self) -> bool:
@@ -164,12 +165,12 @@ class Curve:
 
     def stale(self, among: Iterable[int]) -> list[int]:
         """Of sizes that were ever measured, those that should be again."""
-        known = [size for size in among if about(size) in self._measured_at]
+        known = [size for size in among if size_bucket(size) in self._measured_at]
         return [size for size in known if not self.measured(size)]
 
     def unknown(self, among: Iterable[int]) -> list[int]:
         """Of sizes, those that were never measured: their price is drawn between others."""
-        return [size for size in among if about(size) not in self._measured_at]
+        return [size for size in among if size_bucket(size) not in self._measured_at]
 
     def _fitted(self) -> list[float]:
         if self._values is None:
@@ -216,7 +217,7 @@ class Curve:
         return quantile(values, self._share)
 
 
-class Pace:
+class SlowdownFactor:
     """How much longer everything takes now than its price says: 1 where nothing changed.
 
     Other work on the machine, its clock and longer contexts make forwards of all sizes slower
@@ -242,7 +243,7 @@ class Context:
     """Milliseconds by which forwards of all sizes grow with the tokens before them.
 
     Attention reads the keys and values of every request, however many of its rows are verified.
-    Were that taken for the :class:`Pace` of the machine, each row would look dearer by as much.
+    Were that taken for a :class:`SlowdownFactor`, each row would seem to cost as much more.
 
     It is a slope: by how much longer forwards of a size took when the contexts of their batch held
     more tokens than they mostly do. It is believed as far as it stands out of the noise (James and
@@ -257,7 +258,7 @@ class Context:
 
     def observe(self, size: int, tokens: float, milliseconds: float) -> None:
         """A forward of ``size`` rows behind so many ``tokens``, of the whole batch."""
-        size = about(size)
+        size = size_bucket(size)
         seen, mean_tokens, mean_ms = self._means.get(size, (0.0, 0.0, 0.0))
         more, longer = tokens - mean_tokens, milliseconds - mean_ms
         kept, new = 1.0 - 1.0 / REMEMBERED, seen / (seen + 1.0)
@@ -286,147 +287,108 @@ class Context:
 
 
 class StepCost:
-    """Milliseconds of a step: verify(T) + context(tokens) + draft(B W, d) + rest(B).
+    """Milliseconds of a step: verify(T) + context(tokens) + draft(B, d) + rest(B).
 
     SGLang drafts the first layer at the end of the step before, in draft extend, so that d layers
     are d - 1 draft forwards. The rest is what the host and draft extend take; it grows with the
-    batch. Of it the median is believed: what a step always loses to the machine, a short step loses
-    as well as a long one, and a plan that did not know would take too many short ones.
+    batch. Its median is believed: short steps lose as much to the machine as long ones, and a plan
+    that did not know would take too many short ones.
 
-    Plain steps, in which no gate looks at any draft, have layers and a rest of their own; steps of
-    narrower drafts than the widest, with whose trees the host has less to do, a rest, plain or not.
+    Uniform steps, in which no gate scores a draft, have layers and a rest of their own.
 
-    ``verify`` and ``context`` hold prices without the :class:`Pace` of the moment, which is
-    multiplied with them.
-
-    Args:
-        width: W of the widest drafts.
+    ``verify`` and ``context`` hold costs without the :class:`SlowdownFactor` of the moment, which
+    is multiplied with them.
     """
 
-    def __init__(self, width: int = 1) -> None:
-        self._width = width
-        self.pace = Pace()
+    def __init__(self) -> None:
+        self.slowdown = SlowdownFactor()
         self.context = Context()
-        self.verify = Curve()
-        self.layer = Curve()
-        self.rest = Curve(share=0.5)
-        self.plain_layer = Curve()
-        self.plain_rest = Curve(share=0.5)
-        self.narrow_rest = Curve(share=0.5)
-        self.plain_narrow_rest = Curve(share=0.5)
+        self.curves = {
+            "verify": Curve(),
+            "layer": Curve(),
+            "rest": Curve(share=0.5),
+            "uniform_layer": Curve(),
+            "uniform_rest": Curve(share=0.5),
+        }
+        self.verify, self.layer, self.rest, *_ = self.curves.values()
 
     def observe(
-        self,
-        *,
-        rows: int,
-        batch: int,
-        layers: int,
-        verify_ms: float,
-        draft_ms: float,
-        rest_ms: float | None = None,
-        context: int = 0,
-        width: int = 1,
-        plain: bool = False,
+        self, times: StepTimes, *, batch: int, layers: int, context: int = 0, uniform: bool = False
     ) -> None:
-        """A step: ``rows`` T forwarded for ``batch`` B requests behind ``layers`` d of drafts of
-        ``width`` W, and ``context`` tokens of all of them.
+        """Learn from the ``times`` of a step of B requests that drafted d ``layers``.
 
-        Without a rest if it served nobody: it then seeds.
+        Steps of dummy requests seed the curves.
         """
-        layer = {batch * width: draft_ms / (layers - 1)} if layers > 1 else {}
-        if rest_ms is None:
-            self.verify.seed({rows: verify_ms})
-            self.layer.seed(layer)
+        per_layer = {batch: times.draft_ms / (layers - 1)} if layers > 1 else {}
+        if times.step_ms is None:
+            self.verify.seed({times.rows: times.verify_ms})
+            self.layer.seed(per_layer)
             return
-        for curve in self._curves.values():
+        for curve in self.curves.values():
             curve.step()
         longer = self.context(context)
-        if self.verify.sure(rows):
-            self.pace.observe(verify_ms, self.verify(rows) + longer)
-        price = verify_ms / self.pace.now
-        self.verify.observe(rows, max(price - longer, LEAST * price))
-        self.context.observe(rows, context, verify_ms)
-        layers_of, rest = self._beside(width, plain)
-        rest.observe(batch, rest_ms)
-        for drafted, milliseconds in layer.items():
-            layers_of.observe(drafted, milliseconds)
+        if self.verify.sure(times.rows):
+            self.slowdown.observe(times.verify_ms, self.verify(times.rows) + longer)
+        usual_ms = times.verify_ms / self.slowdown.now
+        self.verify.observe(times.rows, max(usual_ms - longer, LEAST * usual_ms))
+        self.context.observe(times.rows, context, times.verify_ms)
+        layer, rest = self._host_curves(uniform)
+        rest.observe(batch, max(times.step_ms - times.verify_ms - times.draft_ms, 0.0))
+        for size, milliseconds in per_layer.items():
+            layer.observe(size, milliseconds)
 
     def one(
-        self,
-        rows: int,
-        batch: int,
-        layers: int,
-        *,
-        context: int = 0,
-        width: int = 1,
-        plain: bool = False,
+        self, rows: int, batch: int, layers: int, *, context: int = 0, uniform: bool = False
     ) -> float:
-        """Milliseconds of a step. One of a kind that nobody has seen costs what others do.
+        """Milliseconds of a step. A kind that was never measured costs what the other one does.
 
         In plain numbers, not as one of an array: it is asked several times a step.
         """
-        verify = (self.verify(rows) + self.context(context)) * self.pace.now
-        layer, rest = self._draft(batch, width, plain)
+        verify = (self.verify(rows) + self.context(context)) * self.slowdown.now
+        layer, rest = self._draft(batch, uniform)
         return verify + max(layers - 1, 0) * layer + rest
 
     def __call__(
-        self,
-        rows: NDArray[np.int64],
-        batch: int,
-        depths: Sequence[int],
-        *,
-        context: int = 0,
-        width: int = 1,
-        plain: bool = False,
+        self, rows: NDArray[np.int64], batch: int, depths: Sequence[int], *, context: int = 0
     ) -> Array:
-        """[d, n] milliseconds of steps with T of ``rows`` [n] behind each of d ``depths`` of drafts
-        of ``width`` W.
-        """
+        """[d, n] milliseconds of steps with T of ``rows`` [n] after each of d ``depths``."""
         verify = np.array([self.verify(size) for size in rows.tolist()]) + self.context(context)
-        verify *= self.pace.now
-        layer, rest = self._draft(batch, width, plain)
+        verify *= self.slowdown.now
+        layer, rest = self._draft(batch)
         return np.array([[max(d - 1, 0) * layer + rest] for d in depths]) + verify
 
-    def plain_measured(self, batch: int, width: int) -> bool:
-        """Whether plain steps of drafts of this ``width`` were measured, not too long ago."""
-        return self._beside(width, plain=True)[1].measured(batch)
+    def uniform_measured(self, batch: int) -> bool:
+        """Whether uniform steps of B requests were measured, not too long ago."""
+        return self.curves["uniform_rest"].measured(batch)
 
     def state(self) -> dict[str, Any]:
-        """The curves' points at the pace of the moment, for JSON."""
-        points = {name: curve.points for name, curve in self._curves.items()}
-        points["verify"] = {size: ms * self.pace.now for size, ms in points["verify"].items()}
-        longer = self.context(TOLD_TOKENS) * self.pace.now
+        """The curves' points at the slowdown of the moment, for JSON."""
+        points = {name: curve.points for name, curve in self.curves.items()}
+        points["verify"] = {size: ms * self.slowdown.now for size, ms in points["verify"].items()}
+        longer = self.context(TOLD_TOKENS) * self.slowdown.now
         points["context"] = {TOLD_TOKENS: longer} if longer else {}
         return points
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Seed the curves; ValueError for what are no points of them."""
-        for name, curve in self._curves.items():
+        for name, curve in self.curves.items():
             # Costs that were measured elsewhere may know of one kind of step only.
-            told = state[name] if name in {"verify", "layer", "rest"} else state.get(name, {})
-            curve.seed(_points(name, told))
-        told = _points("context", state.get("context", {}))
-        self.context.seed(max((ms / tokens for tokens, ms in told.items()), default=0.0))
+            points = state[name] if name in {"verify", "layer", "rest"} else state.get(name, {})
+            curve.seed(_points(name, points))
+        points = _points("context", state.get("context", {}))
+        self.context.seed(max((ms / tokens for tokens, ms in points.items()), default=0.0))
 
-    def _draft(self, batch: int, width: int, plain: bool = False) -> tuple[float, float]:
+    def _draft(self, batch: int, uniform: bool = False) -> tuple[float, float]:
         """Milliseconds of a draft layer, and of the rest."""
-        layer, rest = self._beside(width, plain)
-        layer = layer if layer.known else self.layer
-        others = (self.plain_narrow_rest, self.plain_rest) if plain else ()
-        rest = next((curve for curve in (rest, *others) if curve.known), self.rest)
-        return layer(batch * width), rest(batch)
+        layer, rest = self._host_curves(uniform)
+        layer, rest = layer if layer.known else self.layer, rest if rest.known else self.rest
+        return layer(batch), rest(batch)
 
-    def _beside(self, width: int, plain: bool) -> tuple[Curve, Curve]:
+    def _host_curves(self, uniform: bool) -> tuple[Curve, Curve]:
         """A layer and the rest, of a kind of step."""
-        narrow = width < self._width
-        if plain:
-            return self.plain_layer, self.plain_narrow_rest if narrow else self.plain_rest
-        return self.layer, self.narrow_rest if narrow else self.rest
-
-    @property
-    def _curves(self) -> dict[str, Curve]:
-        kinds = "plain_layer", "plain_rest", "narrow_rest", "plain_narrow_rest"
-        return {name: getattr(self, name) for name in ("verify", "layer", "rest", *kinds)}
+        if uniform:
+            return self.curves["uniform_layer"], self.curves["uniform_rest"]
+        return self.layer, self.rest
 
 
 def _points(name: str, told: Any) -> dict[int, float]:
@@ -443,7 +405,7 @@ def _points(name: str, told: Any) -> dict[int, float]:
     return dict(zip(sizes.astype(int).tolist(), costs.tolist(), strict=True))
 
 
-def about(size: int, *, bits: int = 4) -> int:
+def size_bucket(size: int, *, bits: int = 4) -> int:
     """The nearest size whose first ``bits`` bits say all: with four, of eight between a power of
     two and the next, so that where every size can occur each is measured often. All tiers of CUDA
     graphs are such sizes.
@@ -452,8 +414,8 @@ def about(size: int, *, bits: int = 4) -> int:
     return (size + step // 2) // step * step
 
 
-def priced_behind(size: int) -> int:
-    """The next larger size that is :func:`about` no other: that a :class:`Curve` has a price of."""
+def next_bucket(size: int) -> int:
+    """The next larger size of which a :class:`Curve` keeps a cost of its own."""
     step = _step(size)
     return size // step * step + step
 
@@ -476,13 +438,13 @@ def _mistaken(value: float, measured: list[float], larger: float) -> bool:
 
 def spread(sizes: Sequence[int], count: int = 8) -> tuple[list[int], list[int]]:
     """Which of the rising ``sizes`` to measure: ``count`` at most that span them, each about as
-    many times the one before, and those between, without what is :func:`about` one of these.
+    many times the one before, and those between, without what is :func:`size_bucket` one of these.
 
     Round ones, where there are such: kernels are made for these, and a price that is drawn between
     two that are badly served would hide the good ones.
     """
-    wanted = [about(round(goal), bits=2) for goal in np.geomspace(sizes[0], sizes[-1], count)]
+    wanted = [size_bucket(round(goal), bits=2) for goal in np.geomspace(sizes[0], sizes[-1], count)]
     wanted[-1] = sizes[-1]
     span = sorted({min(sizes, key=lambda size: abs(size - goal)) for goal in wanted})
-    known = {about(size) for size in span}
-    return span, [size for size in sizes if about(size) == size and size not in known]
+    known = {size_bucket(size) for size in span}
+    return span, [size for size in sizes if size_bucket(size) == size and size not in known]

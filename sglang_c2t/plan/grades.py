@@ -71,7 +71,7 @@ class Grades:
         total = np.maximum(drafts.sum(axis=1), 1.0)
         return list((np.abs(promised - survived).sum(axis=1) / total).tolist())
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Counts by name, each [BINS], or [D, BINS] of several rows; for JSON."""
         counts = self.counts if self.counts.shape[1] > 1 else self.counts[:, 0]
         return dict(zip(("drafts", "promised", "survived"), counts.tolist(), strict=True))

@@ -1,11 +1,11 @@
-"""How much to draft and to verify in the next step: what brings most tokens a millisecond.
+"""The layers and rows of a step that bring most tokens a millisecond.
 
     maximise over d and T:  (B + the sum of the T - B best survivals among the first d layers)
                             / cost(T, B, d)
 
 Survival falls along a path, so the T - B best of a batch leave no gaps in chains, nor ancestors in
 trees. The cost is a staircase (rows are padded to tiers), so the ratio has many peaks: every depth
-and every tier is looked at. T = B at d = 0 is a step without drafting.
+and every tier is compared. T = B at d = 0 is a step without drafting.
 
 numpy only; knows neither torch nor SGLang.
 
@@ -27,7 +27,7 @@ Cost = Callable[[NDArray[np.int64], int, Sequence[int]], Array]
 
 
 class Plan(NamedTuple):
-    """What a step does."""
+    """Layers and rows to choose from, and what they are expected to bring."""
 
     layers: int
     """d: draft layers; 0: no drafting."""
@@ -40,9 +40,6 @@ class Plan(NamedTuple):
 
     milliseconds: float
     """Expected of the step."""
-
-    width: int = 1
-    """W: rows of a request that each draft layer forwards; 1 in chains."""
 
     @property
     def rate(self) -> float:
@@ -66,10 +63,7 @@ class Plans(NamedTuple):
     """Expected."""
 
     milliseconds: Array
-    """Expected; infinite in tiers behind the first that holds all: nobody pads so far."""
-
-    width: int = 1
-    """W of all of them."""
+    """Expected; infinite in tiers above the first that holds all, which would be padding."""
 
     def best_of_each_depth(self) -> list[Plan]:
         """The plan with the highest rate for each number of layers."""
@@ -77,8 +71,8 @@ class Plans(NamedTuple):
         return [self._plan(depth, tier) for depth, tier in enumerate(best.tolist())]
 
     def best_that_fills(self, tiers: Collection[int]) -> tuple[int, Plan] | None:
-        """One of ``tiers`` and a plan with as many rows of it as any has: of these the one with the
-        highest rate. ``None``: nobody runs in one of them.
+        """One of ``tiers``, and the plan with the highest rate of those that fill it as far as any
+        does. ``None``: no plan runs in one of them.
         """
         among = np.array([tier in tiers for tier in self.tiers.tolist()])
         fills = (self.rows == self.rows.max(axis=0)) & among
@@ -88,10 +82,18 @@ class Plans(NamedTuple):
             return None
         return int(self.tiers[tier]), self._plan(depth, tier)
 
+    def like(self, layers: int, rows: int) -> Plan | None:
+        """The plan with these layers and rows; ``None`` if there is none."""
+        if layers not in self.depths:
+            return None
+        depth = self.depths.index(layers)
+        found = np.flatnonzero((self.rows[depth] == rows) & np.isfinite(self.milliseconds[depth]))
+        return self._plan(depth, int(found[0])) if len(found) else None
+
     def _plan(self, depth: int, tier: int) -> Plan:
         at = depth, tier
         expected = float(self.tokens[at]), float(self.milliseconds[at])
-        return Plan(self.depths[depth], int(self.rows[at]), *expected, self.width)
+        return Plan(self.depths[depth], int(self.rows[at]), *expected)
 
 
 def best_plan(
@@ -101,13 +103,12 @@ def best_plan(
     *,
     depths: Sequence[int],
     tiers: Sequence[int],
-    width: int = 1,
 ) -> Plan:
     """The plan with the highest rate; of equal ones that with fewest layers, then rows.
 
     As :func:`every_plan`.
     """
-    plans = every_plan(survival, batch, cost, depths=depths, tiers=tiers, width=width)
+    plans = every_plan(survival, batch, cost, depths=depths, tiers=tiers)
     return best_of(plans.best_of_each_depth())
 
 
@@ -127,18 +128,16 @@ def every_plan(
     *,
     depths: Sequence[int],
     tiers: Sequence[int],
-    width: int = 1,
 ) -> Plans:
     """All there are to choose from.
 
     Args:
         survival: [S, D], of S sampled requests that stand for the batch: what each drafted token
-            is worth, falling along a row. Of trees [S, D, W], W nodes a layer, 0 where fewer are.
+            is worth, falling along a row. Of trees [S, D, C], C nodes a layer, 0 where fewer are.
         batch: B.
         cost: Milliseconds; positive.
         depths: Numbers of layers there are graphs for, 0 among them if a step may go without.
         tiers: Row counts that are worth their padding, rising; none holds less than a root each.
-        width: W of the drafts.
 
     Raises:
         ValueError: No tier holds the batch.
@@ -156,14 +155,14 @@ def every_plan(
         drafts[i] = np.minimum(roomy - batch, all_drafts)
         tokens[i] = batch + expected_gains(survival[:, :layers], batch, drafts[i])
         milliseconds[i, 1 + int(np.searchsorted(roomy, batch + all_drafts)) :] = np.inf
-    return Plans(depths, roomy, batch + drafts, tokens, milliseconds, width)
+    return Plans(depths, roomy, batch + drafts, tokens, milliseconds)
 
 
 def expected_gains(survival: Array, batch: int, drafts: NDArray[np.int64]) -> Array:
     """[n]: tokens gained by the ``drafts`` [n] best of the batch, up to B d of them.
 
     ``survival`` [S, d] stands for B requests, each of its numbers for B / S drafts. The same for
-    [S, d, W], and B d W.
+    [S, d, C], and B d C.
     """
     share = batch / len(survival)
     best = survival.flatten()

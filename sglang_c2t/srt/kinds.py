@@ -12,8 +12,7 @@ from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt.draft import ancestors
-from sglang_c2t.srt.draft.planning import Planning
-from sglang_c2t.srt.draft.tree_planning import TreePlanning
+from sglang_c2t.srt.draft.selection import ChainSelector, Selector, TreeSelector
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.tensor_parallel import agreement
 from sglang_c2t.srt.verify import chain, tree, trial
@@ -24,7 +23,11 @@ logger = logging.getLogger(__name__)
 class Chains:
     """Each request's draft is one chain."""
 
-    planning_class: type[Planning] = Planning
+    def make_selector(self, planner: Any, draft: Any) -> Selector:
+        """Shares a planner's row budgets out, on the device of the draft worker."""
+        slots = draft.req_to_token_pool.req_to_token.shape[0]
+        width = draft.speculative_num_draft_tokens
+        return ChainSelector(planner, width=width, slots=slots, device=draft.device)
 
     def gate_maker(
         self, policy: Any, shape: TreeShape, config: C2TConfig
@@ -47,9 +50,8 @@ class Chains:
             chain.disable_packing(config.verify, worker.target_worker.model_runner, reason)
         return reason
 
-    def configure_draft(self, config: C2TConfig, draft: Any) -> None:
-        """Apply the settings that our draft worker reads."""
-        draft.draft_steps = config.draft_steps
+    def configure_draft(self, draft: Any) -> None:
+        """Nothing: the rows of a chain need no ancestors."""
 
     def describe(self, *, packed: bool) -> str:
         """How this server verifies, for its start-up line."""
@@ -66,10 +68,13 @@ class Chains:
 class Trees:
     """Each request's draft is a tree. Methods are those of :class:`Chains`."""
 
-    planning_class: type[Planning] = TreePlanning
-
     def __init__(self) -> None:
         self._ancestors = "stock"
+
+    def make_selector(self, planner: Any, draft: Any) -> Selector:
+        """Shares a planner's row budgets out, on the device of the draft worker."""
+        width = draft.speculative_num_draft_tokens
+        return TreeSelector(planner, width=width, device=draft.device)
 
     def gate_maker(
         self, policy: Any, shape: TreeShape, config: C2TConfig
@@ -92,14 +97,14 @@ class Trees:
         """``None``: without our masks no tree could be verified to compare with."""
         return None
 
-    def configure_draft(self, config: C2TConfig, draft: Any) -> None:
+    def configure_draft(self, draft: Any) -> None:
         """Have draft rows attend to their ancestors where the backend can."""
         backend = draft.draft_attn_backend
         if ancestors.sglang_follows(backend):
             self._ancestors = "SGLang's exact"
             return
-        draft.follow_ancestors = ancestors.follower(backend)
-        if draft.follow_ancestors is not None or backend is None:
+        draft.follows_ancestors = ancestors.can_follow(backend)
+        if draft.follows_ancestors or backend is None:
             self._ancestors = "exact"
         else:
             logger.warning(

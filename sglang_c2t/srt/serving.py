@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ from sglang_c2t.checks import told as format_error
 from sglang_c2t.classifier.pair import Pair
 from sglang_c2t.config import C2TConfig, ConfigError, publish
 from sglang_c2t.draft.served import classifier_facts
-from sglang_c2t.plan.planner import Planner
+from sglang_c2t.plan.fixed import FixedPlanner
 from sglang_c2t.policies import named, plans, policy_for
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.announce import log_classifier
 from sglang_c2t.srt.draft.planning import Planning
+from sglang_c2t.srt.draft.selection import Selector
 from sglang_c2t.srt.draft.state_file import StateFile
 from sglang_c2t.srt.hooks.control import FORGET, approved, changed
 from sglang_c2t.srt.hooks.reporting import PARTS
@@ -34,7 +36,7 @@ class Serving:
         typed: The settings as the user typed them.
         draft: Our draft worker, as SGLang's constructor leaves it.
         target_runner: SGLang's model runner of the target.
-        planning_class: What plans the steps of a policy that wants a planner.
+        make_selector: Given a planner, shares its row budgets out on the device.
         pair: The models that are served; ``None`` where that is unknown.
     """
 
@@ -44,7 +46,7 @@ class Serving:
         draft: Any,
         target_runner: Any,
         *,
-        planning_class: type[Planning] = Planning,
+        make_selector: Callable[[Any], Selector],
         pair: Pair | None = None,
     ) -> None:
         self._typed = typed
@@ -55,10 +57,10 @@ class Serving:
         self.pair = pair
         self._shipped = shipped_on_all_ranks(pair)  # a folder; None: no classifier for the pair
         self._draft, self._target_runner = draft, target_runner
-        self._planning_class = planning_class
+        self._make_selector = make_selector
         self._plannings: dict[str, Planning] = {}  # by policy
-        self.planning: Planning | None = None
-        """Plans each step; ``None``: the policy decides alone."""
+        self.planning: Planning
+        """Plans each step; set by :meth:`start`."""
         self.unpacked_reason: str | None = None
         """Why the target verifies full drafts; ``None``: it verifies packed rows."""
         self.first_drafts = self._fresh_statistics()
@@ -108,14 +110,14 @@ class Serving:
         self._require_switchable(policy, captured=captured)
         planning = self._planning_for(config, policy)
         forgets = isinstance(values, Mapping) and values.get(FORGET)
-        if forgets and planning is None:
+        if forgets and not planning.plans:
             raise ConfigError(f"policy {policy.name} learns nothing while it serves")
         self._draft.gate.switch(policy, captured=captured)
         if self.first_drafts is not None:
             self.first_drafts = self._fresh_statistics()
         self._use(planning)
-        self._draft.judge_anew()
-        if forgets and planning is not None:
+        self._draft.forget_first_layers()
+        if forgets:
             planning.planner.reset()
         self.config = config
         log_classifier(config, policy, self.pair)
@@ -137,20 +139,25 @@ class Serving:
         chains = self.shape.topk == 1
         return FirstDrafts() if chains and not self._typed.visits_every_root else None
 
-    def _use(self, planning: Planning | None) -> None:
-        """Plan the next steps with ``planning``; ``None``: without a planner."""
+    def _use(self, planning: Planning) -> None:
+        """Plan the next steps with ``planning``."""
         self.planning = self._draft.planning = planning
-        self._draft.gate.planned = planning is not None
-        if planning is not None:
-            planning.interrupted()
+        self._draft.gating = self._gating
 
-    def _planning_for(self, config: C2TConfig, policy: Any) -> Planning | None:
-        """The planner of a policy; ``None`` for a policy without one.
+    @cached_property
+    def _gating(self) -> Planning:
+        """Plans full drafts, for policies whose gate decides and for steps that are recorded."""
+        shape = self.shape
+        planner = FixedPlanner(shape.num_steps, shape.topk, shape.num_draft_tokens)
+        return self._planning_with(planner)
+
+    def _planning_for(self, config: C2TConfig, policy: Any) -> Planning:
+        """The planning of a policy; of a policy without a planner the one of full drafts.
 
         Raises :class:`ConfigError` where the policy wants a planner that cannot be.
         """
         if not plans(policy):
-            return None
+            return self._gating
         if not self.packed:  # a planner made before a failed trial is not used either
             raise ConfigError(
                 f"policy {policy.name} plans how many rows are verified, and here all are: choose "
@@ -171,22 +178,33 @@ class Serving:
             ) from error
         # The file is that of the policy that the server starts with.
         keeps = config.policy == self._start.policy
-        planning = self._planning_class(
-            planner,
-            tiers=lambda: tiers_of(self._target_runner),
-            width=self.shape.num_draft_tokens,
-            slots=self._draft.req_to_token_pool.req_to_token.shape[0],
-            device=self._draft.device,
-            state_file=self._state_file if keeps else None,
-            agree=host_agreement(),
-            failed=self._draft.gate.served.failed,
+        planning = self._planning_with(
+            planner, self._make_selector(planner), self._state_file if keeps else None
         )
-        planning.widths = self._draft.draft_widths
         self._plannings[policy.name] = planning
         PARTS["planner"] = self.planner_report
         return planning
 
-    def _state_file(self, planner: Planner) -> StateFile | None:
+    def _planning_with(
+        self,
+        planner: Any,
+        selector: Selector | None = None,
+        state_file: Callable[[Any], StateFile | None] | None = None,
+    ) -> Planning:
+        runner = self._target_runner
+        return Planning(
+            planner,
+            selector,
+            tiers=lambda: tiers_of(runner),
+            width=self.shape.num_draft_tokens,
+            device=self._draft.device,
+            forwards=lambda: runner.forward_pass_id,
+            state_file=state_file,
+            agree=host_agreement(),
+            failed=self._draft.gate.served.failed,
+        )
+
+    def _state_file(self, planner: Any) -> StateFile | None:
         """The file that keeps what the planner learns; ``None`` on ranks that learn nothing.
 
         All replicas start from it, and the first one writes it.
@@ -218,15 +236,15 @@ class Serving:
             "num_draft_tokens": self.shape.num_draft_tokens,
             "max_running_requests": self._target_runner.max_running_requests,
             "plans": plans(policy),
-            "row_ms": None if self.planning is not None else self._draft.feedback.row_ms,
+            "row_ms": getattr(self.planning.planner, "row_ms", None),
             "beta": getattr(policy, "beta", None),
             "classifier": classifier_facts(policy, self.pair),
             "pair": self.pair and self.pair._asdict(),
-            "first_drafts": self.first_drafts.grades.told() if self.first_drafts else None,
+            "first_drafts": self.first_drafts.grades.to_dict() if self.first_drafts else None,
         }
 
     def planner_report(self) -> dict[str, Any] | None:
         """What the planner in force has learnt; ``None`` while none plans."""
-        if self.planning is None:
+        if not self.planning.plans:
             return None
         return self.planning.report(self._target_runner.max_running_requests)

@@ -18,7 +18,6 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 from sglang_c2t.config import C2TConfig, active
 from sglang_c2t.srt import announce, attach, compat
 from sglang_c2t.srt.draft.chain import C2TEagleDraftWorker, C2TStandaloneDraftWorker
-from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.draft.seeding import seed_costs
 from sglang_c2t.srt.draft.tree import C2TEagleTreeDraftWorker, C2TStandaloneTreeDraftWorker
 from sglang_c2t.srt.draft.watcher import DraftWatcher
@@ -28,8 +27,6 @@ from sglang_c2t.srt.kinds import Chains, Trees
 from sglang_c2t.srt.pair import served_pair
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.serving import Serving
-from sglang_c2t.srt.tensor_parallel import agreement
-from sglang_c2t.srt.verify.feedback import Feedback
 from sglang_c2t.srt.verify.packed import IdleVerifyInput, PackedVerifyInput, verifying
 from sglang_c2t.srt.verify.penalties import OutputHistory
 from sglang_c2t.srt.verify.row_logits import recall
@@ -72,7 +69,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
             config,
             draft,
             self.target_worker.model_runner,
-            planning_class=self._kind.planning_class,
+            make_selector=partial(self._kind.make_selector, draft=draft),
             pair=pair,
         )
         rows = max(self.speculative_num_draft_tokens, self.speculative_num_steps + 1)
@@ -81,9 +78,6 @@ class C2TEagleWorker(EAGLEWorkerV2):
         self._recorder = Recorder.from_config(self._serving.config, self.server_args, pair, policy)
         make_gate = self._kind.gate_maker(policy, self._serving.shape, config)
         draft.watch(make_gate, self._recorder)
-        self._feedback = draft.feedback = Feedback(
-            self.device == "cuda", agreement(), config.max_verify_rows
-        )
         compat.on_arrival(self.server_args, draft.arrive)
         compat.widen_request_table()  # SGLang makes it once its workers are there
         PARTS["serving"] = self._serving.report
@@ -97,7 +91,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
         draft: Any = self._draft_worker
         draft.exact = compat.accepts_exactly(self.server_args)
         unpacked_reason = self._kind.prepare_packing(config, self.target_worker.model_runner)
-        self._kind.configure_draft(config, draft)
+        self._kind.configure_draft(draft)
         self._serve(unpacked_reason)
 
     def _serve(self, unpacked_reason: str | None) -> None:
@@ -122,7 +116,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
             self._warm_up(runner)
         # A recorded step drafts and verifies everything, and a server that prefills has none.
         steps = self._serving.config.record is None and not compat.only_prefills(self.server_args)
-        if self._serving.planning is not None and steps:
+        if self._serving.planning.plans and steps:
             seed_costs(self._serving.planning, self)
 
     def _warm_up(self, runner: Any) -> None:
@@ -137,8 +131,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
             num_steps=self.speculative_num_steps,
             packed=self._serving.packed,
         )
-        if self._serving.planning is not None:
-            self._serving.planning.warm_up(one_of_each(runner.max_running_requests))
+        self._serving.planning.warm_up(one_of_each(runner.max_running_requests))
 
     # -- steps ----------------------------------------------------------------------------
 
@@ -160,18 +153,18 @@ class C2TEagleWorker(EAGLEWorkerV2):
         # All ranks must cut the same, and only rank 0 has a recorder: ask the configuration.
         if self._serving.config.visits_every_root:
             verify_input.reject_drafts()
-        planning = None if gate.exploring else self._serving.planning
         with (
             attach.swapped(self, "speculative_num_draft_tokens", width),
             attach.swapped(self, "topk", verify_input.topk),  # a tree server may verify chains
-            verifying(verify_input, self.target_worker, planning or self._feedback, self._history),
+            verifying(verify_input, self.target_worker, self._history),
         ):
             result = stock()
-        self._learn(planning, batch, verify_input, result)
+        if not gate.exploring:
+            self._learn(batch, verify_input, result)
         compat.set_output_stride(result, verify_input.output_stride)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         attach.write(result, cap_lens=verify_input.num_rows)
-        result.c2t_step = self._step(planning, verify_input)
+        result.c2t_step = self._step(verify_input)
         if self._recorder is not None and gate.exploring:
             self._kind.record(self._recorder, gate, batch, verify_input, result)
         return result
@@ -186,13 +179,12 @@ class C2TEagleWorker(EAGLEWorkerV2):
         with verifying(verify_input, self.target_worker):
             return stock()
 
-    def _learn(self, planning: Planning | None, batch: Any, verify_input: Any, result: Any) -> None:
-        """Start the outcome of a step on its way to the planner, or else to the statistics."""
-        draft, first_drafts = self._draft_worker, self._serving.first_drafts
-        if planning is not None:
-            planning.verified(verify_input, result.accept_lens)
-        elif first_drafts is not None:
-            first_drafts.verified(
+    def _learn(self, batch: Any, verify_input: Any, result: Any) -> None:
+        """Start the outcome of a step on its way to the planner, and to the statistics."""
+        draft, planning = self._draft_worker, self._serving.planning
+        planning.finish(verify_input.step, verify_input, result.accept_lens)
+        if self._serving.first_drafts is not None and not planning.plans:
+            self._serving.first_drafts.verified(
                 draft.gate,
                 batch.req_pool_indices,
                 verify_input.num_rows,
@@ -200,16 +192,18 @@ class C2TEagleWorker(EAGLEWorkerV2):
                 partial(draft.constrained_in, batch),
             )
 
-    def _step(self, planning: Planning | None, verify_input: PackedVerifyInput) -> Step:
+    def _step(self, verify_input: PackedVerifyInput) -> Step:
         """The numbers of a step that metrics need beyond its result."""
-        gate = self._draft_worker.gate
+        planner, plan = self._serving.planning.planner, verify_input.step.plan
         return Step(
             full=self.speculative_num_draft_tokens,
-            drafted=self._draft_worker.drafted_rows,
+            drafted=planner.full_rows(plan.num_layers),
             forwarded_rows=verify_input.forwarded_rows,
+            plan=plan,
             max_rows=self._serving.config.max_verify_rows,
-            planned=planning.told if planning else None,
-            fell_back=gate.fell_back or (planning is not None and planning.fell_back),
+            predicted_ms=getattr(planner, "predicted_ms", 0.0),
+            measured_ms=getattr(planner, "measured_ms", 0.0),
+            gate_fell_back=self._draft_worker.gate.fell_back,
         )
 
     def change(self, values: object) -> C2TConfig:

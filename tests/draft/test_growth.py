@@ -63,8 +63,6 @@ class Draft:
     max_nodes: int
     fine: bool = False
     """Probabilities of 24 random bits instead of multiples of 1/8."""
-    width: int | None = None
-    """Rows forwarded behind the first layer; ``None``: K."""
 
     @property
     def shape(self) -> TreeShape:
@@ -107,13 +105,14 @@ class Run:
 
 
 def grown(draft: Draft, policy: TreePolicy, layers: int | None = None) -> Run:
-    """Drafts with the policy. What a dead row reads is nonsense: nobody may look at it."""
-    how: Any = {"layers": layers, "width": draft.width}
-    run = Run(draft, TreeGrowth(policy, draft.shape, draft.batch, "cpu", **how))
+    """Drafts so many layers with the policy, or all. What a dead row reads is nonsense, and must
+    not be read.
+    """
+    run = Run(draft, TreeGrowth(policy, draft.shape, draft.batch, "cpu"))
     texts: list[list[tuple[int, ...]]] = [[()] for _ in range(draft.batch)]
     alive = [[True]] * draft.batch
     nonsense = Row([-7] * draft.topk, [float("nan")] * draft.topk, [9.0] * draft.topk, -1, -1)
-    for _ in range(draft.steps):
+    for _ in range(draft.steps if layers is None else layers):
         rows = [
             [
                 draft(b, text) if live else nonsense
@@ -214,7 +213,7 @@ class Oracle:
 
     def layers(self, draft: Draft, request: int) -> tuple[list[list[Node]], list[list[Node]]]:
         """What enters, and what is forwarded behind it, layer by layer."""
-        topk, width = draft.topk, draft.width or draft.topk
+        topk = draft.topk
         all_entered, all_beams = [], []
         beams: list[Node | None] = [None]
         first = 0
@@ -230,8 +229,8 @@ class Oracle:
                 entered = [node for node in entered if node in best]
             expand = self.expand or self.key
             going_on = [node for node in entered if expand(node) > NEVER]
-            beams = sorted(going_on, key=lambda node: -expand(node))[:width]
-            first += topk * (width if all_entered else 1)
+            beams = sorted(going_on, key=lambda node: -expand(node))[:topk]
+            first += topk * (topk if all_entered else 1)
             all_entered.append(entered)
             all_beams.append(beams)
         return all_entered, all_beams
@@ -282,7 +281,7 @@ def assert_beams(run: Run, oracle: Oracle) -> None:
     for b in range(run.draft.batch):
         _, layers = oracle.layers(run.draft, b)
         for beams, nodes in zip(run.beams[:-1], layers[:-1], strict=True):
-            dead = (run.draft.width or run.draft.topk) - len(nodes)
+            dead = run.draft.topk - len(nodes)
             live = len(nodes)
             assert beams.alive[b].tolist() == [True] * live + [False] * dead
             assert beams.tokens[b, :live].tolist() == [node.token for node in nodes]
@@ -307,23 +306,21 @@ betas = st.integers(0, 9).map(lambda eighths: eighths / 8)
 
 @given(drafts(), st.integers(1, 4))
 def test_of_fewer_layers_trees_are_those_of_a_draft_of_so_many(draft: Draft, layers: int) -> None:
-    """No row lives behind them, so that none has to be forwarded."""
+    """However many more there is room for."""
     layers = min(layers, draft.steps)
     short = grown(replace(draft, steps=layers), GatedTree(ByMark(0.0)))
     run = grown(draft, GatedTree(ByMark(0.0)), layers)
-    assert all(not beams.alive.any() for beams in run.beams[layers - 1 : -1])
     for name in ("tokens", "parents", "depth", "num_nodes", "source"):
         assert torch.equal(getattr(run.trees, name), getattr(short.trees, name))
     assert torch.equal(run.keys, short.keys)
 
 
-@given(drafts(), betas, st.none() | st.integers(1, 5), st.integers(1, 4))
+@given(drafts(), betas, st.none() | st.integers(1, 5))
 def test_algorithm_1_is_what_it_is_node_by_node(
-    draft: Draft, beta: float, limit: int | None, width: int
+    draft: Draft, beta: float, limit: int | None
 ) -> None:
-    """Pruned by confidence, expanded by confidence, capped by confidence; however narrow."""
+    """Pruned by confidence, expanded by confidence, capped by confidence."""
     oracle = Oracle(lambda node: node.mark >= beta, key=mark, limit=limit)
-    draft = replace(draft, width=min(width, draft.topk))
     grown_as(oracle, draft, GatedTree(ByMark(beta), limit))
 
 

@@ -80,6 +80,7 @@ def run_step(
     first: Tensor,
     *,
     seed: int = 5,
+    layers: int = SHAPE.num_steps,
     offered: Callable[[Tensor], tuple[Tensor, Tensor]] = choices,
     token_map: Tensor | None = None,
 ) -> tuple[Trees, Tensor]:
@@ -89,11 +90,11 @@ def run_step(
     """
     gate.begin(slots)
     batch, of, width = len(slots), first, 1
-    for step in range(SHAPE.num_steps):
+    for step in range(layers):
         token, prob = offered(of) if step else choices(of)
         token = token if token_map is None else token_map[token]
         gate.add(*(values.view(batch, width, SHAPE.topk) for values in (token, prob)))
-        if step < SHAPE.num_steps - 1:
+        if step < layers - 1:
             width = SHAPE.topk
             of = logits(batch * width, seed + step)
             gate.observe(of, token_map=token_map)
@@ -464,12 +465,11 @@ def test_planned_trees_are_those_of_the_plan_whoever_opted_out() -> None:
     """Who plans sees to those who opted out, and verifies the nodes that were chosen."""
     slots, first = torch.tensor([3, 1]), logits(2, 1)
     gate = fused(build_tree_policy(C2TConfig(policy="auto")))
-    gate.planned = True
+    assert gate.planned
     alone = relayed_step(gate, slots, first)
     gate.opt_outs.admit([1], [True])
     assert same(relayed_step(gate, slots, first), alone)
-    gate.layers_planned = 1
-    drafted, keys = run_step(gate, slots, first)
+    drafted, keys = run_step(gate, slots, first, layers=1)
     assert drafted.num_nodes.tolist() == [1 + SHAPE.topk] * 2
     chosen = torch.tensor([[True, False, True, *[False] * 5], [False] * 8])
     trees = gate.finalize(drafted, keys, ROOTS, chosen)
@@ -486,34 +486,3 @@ def relayed_step(gate: TreeGate, slots: Tensor, first: Tensor) -> Trees:
 def test_a_policy_that_does_not_fit_the_trees_is_refused() -> None:
     with pytest.raises(ConfigError, match="width 4 needs --speculative-eagle-topk 4"):
         gate_of(Fork(4))
-
-
-@pytest.mark.parametrize("program", [False, True])
-def test_a_narrow_step_forwards_one_row_of_a_request_and_offers_all_its_children(
-    program: bool,
-) -> None:
-    """SGLang's loop, which forwards chains then, says of their drafts that they are certain."""
-    policy = build_tree_policy(C2TConfig(policy="auto"))
-    gate = fused(policy) if program else gate_of(in_torch(policy))
-    gate.planned, gate.width_planned = True, 1
-    slots, own_vocabulary = torch.tensor([3, 1]), torch.arange(VOCAB) * 7 + 100
-    drafted = [2 * logits(2, seed) for seed in (1, 6, 7)]
-    gate.join(slots, drafted[0])
-    gate.begin(slots)
-    add_first(gate, drafted[0])
-    for of in drafted[1:]:
-        gate.observe(of, token_map=own_vocabulary)
-        certain = torch.ones((2, 1, 1))
-        beams = gate.add(certain.long(), certain)
-        assert beams.tokens.shape[1] == 1
-    trees, keys = gate.finish()
-    growth = TreeGrowth(policy, SHAPE, 2, "cpu", width=1)
-    for depth, of in enumerate(drafted):
-        token, prob = (values[:, None] for values in choices(of))
-        measured = measure(of, MORE) | {"margin": node_margins(prob[:, 0])}
-        growth.add(own_vocabulary[token] if depth else token, prob, measured)
-    alone, same_keys = growth.finish()
-    assert same(trees, alone)
-    torch.testing.assert_close(keys, same_keys, rtol=1e-5, atol=1e-5)
-    assert trees.num_nodes.tolist() == [SHAPE.num_draft_tokens] * 2
-    assert trees.depth.max() == SHAPE.num_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from eval.baselines import MCSDInputs
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.plan.plan import Plan
-from sglang_c2t.plan.planner import Choice, Planner
+from sglang_c2t.plan.planner import Planner
+from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord
 from sglang_c2t.plan.survival import Survival
 from sglang_c2t.plan.trees import TreePlanner
 from sglang_c2t.policies import (
@@ -132,31 +132,53 @@ class SwitchableTree:
         return self._policies[mode].grow(layer)
 
 
-class AnyPlain(TreePlanner):
-    """Two of three steps are plain, of any width, height and size that there can be."""
+class _AnyPlan:
+    """Two of three steps are uniform and the others are not, of any layers and rows there can be,
+    whatever they cost.
+    """
 
     _random = random.Random(0)
 
-    def plain_step(self, batch: int) -> Choice | None:
-        """Drawn, whatever it costs."""
-        if self._random.random() < 1 / 3:
-            return super().plain_step(batch)
-        width = self._random.choice(self.widths)
-        layers = self._random.randint(1, self.max_depth)
-        least, most = (1, 1 + layers) if width == 1 else (1 + layers, self.full_rows(layers, width))
-        rows = batch * self._random.randint(least, most)
-        return Choice(Plan(layers, rows, float(batch), 1.0, width), "plain")
+    def plan(self, batch: BatchView) -> StepPlan:
+        """Drawn, from the same seed in each process."""
+        planner: Any = self
+        requests, layers = batch.batch_size, self._random.choice(batch.depths)
+        rows = requests * planner.full_rows(layers)
+        if batch.allows_uniform and self._random.random() < 2 / 3:
+            return StepPlan(StepKind.UNIFORM, layers, planner.topk, rows)
+        rows = self._random.randint(requests, rows)
+        full = self._random.choice([None, self._random.randrange(requests)])
+        return StepPlan(StepKind.PLANNED, layers, planner.topk, rows, full)
+
+
+class AnyPlan(_AnyPlan, Planner):
+    """Of chains."""
+
+
+class AnyPlanOfTrees(_AnyPlan, TreePlanner):
+    """Of trees."""
 
 
 @dataclass(frozen=True)
-class PlainTrees(PlannedTree):
-    """Trees whose planner is :class:`AnyPlain`."""
+class AnyJoint(DyJoint):
+    """The joint probability as a confidence, and a planner of any plan."""
+
+    name: ClassVar[str] = "any-joint"
+
+    def planner(self, shape: TreeShape) -> AnyPlan:
+        """A planner that knows nothing yet."""
+        return AnyPlan(shape.num_steps, Survival(shape.num_steps))
+
+
+@dataclass(frozen=True)
+class AnyTrees(PlannedTree):
+    """The same for trees."""
 
     gate: DyJoint = field(default_factory=DyJoint)
 
-    def planner(self, shape: TreeShape) -> AnyPlain:
+    def planner(self, shape: TreeShape) -> AnyPlanOfTrees:
         """A planner that knows nothing yet."""
-        return AnyPlain(*shape)
+        return AnyPlanOfTrees(*shape)
 
 
 class Priced(Planner):
@@ -173,8 +195,9 @@ class Priced(Planner):
             }
         )
 
-    def learn_time(self, *_args: Any, **_kwargs: Any) -> None:
+    def learn(self, record: StepRecord) -> None:
         """Whatever it took."""
+        super().learn(replace(record, times=None))
 
 
 @dataclass(frozen=True)
@@ -189,7 +212,7 @@ class PricedJoint(DyJoint):
 
 
 class _Broken:
-    """Raises in about every fourth thing that it is asked or told, on each rank in others."""
+    """Raises in about every fourth thing that it is asked to do, on each rank in others."""
 
     _random = random.Random(os.getpid())
 
@@ -198,12 +221,8 @@ class _Broken:
             raise ZeroDivisionError(f"{method} was told to fail")
         return getattr(super(), method)(*args, **kwargs)
 
-    plain_step = partialmethod(_perhaps, "plain_step")
-    choose = partialmethod(_perhaps, "choose")
-    settle = partialmethod(_perhaps, "settle")
-    learn_drafts = partialmethod(_perhaps, "learn_drafts")
-    learn_nodes = partialmethod(_perhaps, "learn_nodes")
-    learn_time = partialmethod(_perhaps, "learn_time")
+    plan = partialmethod(_perhaps, "plan")
+    learn = partialmethod(_perhaps, "learn")
     report = partialmethod(_perhaps, "report")
 
 

@@ -21,6 +21,7 @@ from tests.e2e.conftest import (
     assert_same_logprobs,
     run_beside_aborts,
     run_beside_posts,
+    series,
     verified,
     verified_rows_reported,
 )
@@ -67,7 +68,7 @@ def test_chains_are_planned_where_no_policy_was_named(planned: Planned) -> None:
 def test_planned_chains_of_a_standalone_draft_give_the_same_outputs(
     logs: Path, expected: list[tuple[int, ...]]
 ) -> None:
-    """It has a KV cache of its own, which plain steps of other widths fill as well."""
+    """It has a KV cache of its own, which steps of fewer layers fill as well."""
     launch = Launch("planned-standalone", (*speculative_flags("STANDALONE"), "--c2t"))
     with running(launch, logs) as server:
         for concurrency in (1, 4, len(BODIES)):
@@ -90,17 +91,15 @@ def test_outputs_are_those_without_speculation_at_every_load(
         assert run_load(planned.server.url, bodies, concurrency=concurrency).outputs == expected
 
 
-def test_where_a_plan_costs_more_than_it_brings_steps_are_plain_and_outputs_the_same(
+def test_where_scoring_costs_more_than_it_brings_steps_are_uniform_and_outputs_the_same(
     planned: Planned, expected: list[tuple[int, ...]]
 ) -> None:
-    """Beside so small a target it does: it is trained for tests, not for speed."""
+    """With so small a target it does: it is trained for tests, not for speed."""
     for _ in range(6):
         assert run_load(planned.server.url, BODIES, concurrency=4).outputs == expected
-        text = requests.get(f"{planned.server.url}/metrics", timeout=60).text
-        plain = [line for line in text.splitlines() if 'reason="plain"' in line]
-        if any(float(line.rsplit(" ", 1)[1]) > 20 for line in plain if "plans_total" in line):
+        if series(planned.server.url)["c2t:plans_totaluniform"] > 20:
             return
-    pytest.fail("no step was plain")
+    pytest.fail("no step was uniform")
 
 
 def test_policies_that_plan_and_others_take_turns_during_requests(
@@ -120,7 +119,7 @@ def test_what_it_learnt_is_told_and_kept(planned: Planned) -> None:
     assert told["steps"] > 20
     assert len(told["calibration_error"]) == 5
     curves = told["cost_ms"]
-    assert all(curves[name] for name in ("verify", "layer", "rest", "plain_rest"))
+    assert all(curves[name] for name in ("verify", "layer", "rest", "uniform_rest"))
     assert 0.3 < told["predicted_over_measured"] < 3
     kept = json.loads(planned.state.read_text())
     assert kept["learnt_on"]["policy"] == "auto"
@@ -184,54 +183,43 @@ def test_planned_trees_give_the_same_outputs_at_every_load(
     assert len(set().union(*sizes)) >= 8, "trees of one forward differ in size"
 
 
-def test_trees_are_narrow_or_plain_where_that_brings_more_and_outputs_are_the_same(
-    planned_trees: Planned, expected: list[tuple[int, ...]]
-) -> None:
-    """Beside so small a target it does: layers cost as much as forwards."""
-    for _ in range(6):
-        assert run_load(planned_trees.server.url, BODIES, concurrency=4).outputs == expected
-        curves = planned_trees.told()["planner"][0]["cost_ms"]
-        if curves["narrow_rest"] and (curves["plain_narrow_rest"] or curves["plain_rest"]):
-            return
-    pytest.fail("one kind of step was never made")
-
-
-@pytest.fixture(scope="module", params=["EAGLE3", "STANDALONE"])
-def plain_trees(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
-    """Two of three steps are plain, of any size, between planned ones and plain chains."""
-    policy = ("--c2t", "--c2t-policy", "tests.e2e.server_policies:PlainTrees")
-    flags = (*speculative_flags(request.param, **TREE), *policy)
-    with running(Launch(f"plain-trees-{request.param}", flags), logs) as server:
+@pytest.fixture(scope="module", params=["EAGLE3 chains", "EAGLE3 trees", "STANDALONE trees"])
+def any_plans(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
+    """Two of three steps are uniform, of any number of layers, between planned ones."""
+    kind, shape = request.param.split()
+    of_shape, policy = (TREE, "AnyTrees") if shape == "trees" else ({}, "AnyJoint")
+    flags = (*speculative_flags(kind, **of_shape), "--c2t", "--c2t-policy",
+             f"tests.e2e.server_policies:{policy}", "--enable-metrics")  # fmt: skip
+    with running(Launch(f"any-plans-{kind}-{shape}", flags), logs) as server:
         yield server
 
 
-def test_plain_trees_of_every_size_give_the_same_outputs(
-    plain_trees: Server, expected: list[tuple[int, ...]]
+def test_uniform_and_planned_steps_of_any_layers_give_the_same_outputs(
+    any_plans: Server, expected: list[tuple[int, ...]]
 ) -> None:
     for concurrency in (4, len(BODIES)):
-        plain_trees.flush_cache()
-        assert run_load(plain_trees.url, BODIES, concurrency=concurrency).outputs == expected
-    (told,) = requests.get(f"{plain_trees.url}/c2t", timeout=60).json()["planner"]
-    curves = told["cost_ms"]
-    assert all(curves[name] for name in ("plain_rest", "plain_narrow_rest", "rest"))
+        any_plans.flush_cache()
+        assert run_load(any_plans.url, BODIES, concurrency=concurrency).outputs == expected
+    counted = series(any_plans.url)
+    assert min(counted["c2t:plans_totaluniform"], counted["c2t:plans_totalplan"]) > 20
 
 
-def test_aborted_requests_leave_planned_and_plain_steps_of_others_untouched(
-    plain_trees: Server, expected: list[tuple[int, ...]]
+def test_aborted_requests_leave_planned_and_uniform_steps_of_others_untouched(
+    any_plans: Server, expected: list[tuple[int, ...]]
 ) -> None:
-    assert differing(run_beside_aborts(plain_trees).outputs, expected) == []
+    assert differing(run_beside_aborts(any_plans).outputs, expected) == []
 
 
-def test_planned_and_plain_steps_give_the_log_probabilities_of_plain_decoding(
-    plain_trees: Server, plain: Server
+def test_planned_and_uniform_steps_give_the_log_probabilities_of_plain_decoding(
+    any_plans: Server, plain: Server
 ) -> None:
-    servers = plain_trees, plain
+    servers = any_plans, plain
     got, wanted = (run_load(server.url, LOGPROB_BODIES, concurrency=8) for server in servers)
     assert_same_logprobs(got, wanted)
 
 
-def test_planned_and_plain_steps_keep_to_constraints(plain_trees: Server, plain: Server) -> None:
-    servers = plain_trees, plain
+def test_planned_and_uniform_steps_keep_to_constraints(any_plans: Server, plain: Server) -> None:
+    servers = any_plans, plain
     got, wanted = (run_load(server.url, CONSTRAINED_BODIES, concurrency=12) for server in servers)
     assert differing(got.outputs, wanted.outputs) == []
 
@@ -256,7 +244,7 @@ def test_what_a_planner_of_trees_learnt_is_told_and_kept(planned_trees: Planned)
     run_load(planned_trees.server.url, BODIES, concurrency=4)
     (told,) = planned_trees.told()["planner"]
     assert all(sum(drafts) > 20 for drafts in told["reliability"]["drafts"])
-    assert all(told["cost_ms"][name] for name in ("verify", "layer", "rest", "narrow_rest"))
+    assert all(told["cost_ms"][name] for name in ("verify", "layer", "rest"))
     assert 0.3 < told["predicted_over_measured"] < 3
     kept = json.loads(planned_trees.state.read_text())
     assert kept["learnt_on"]["topk"] == TREE["topk"]

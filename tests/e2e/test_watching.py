@@ -87,7 +87,7 @@ def queued(logs: Path) -> Iterator[Server]:
 def test_a_limit_below_the_load_is_named_with_what_more_would_bring(
     queued: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    eventually(lambda: bool(told(queued)["planner"][0]["outlook"]))
+    eventually(lambda: bool(told(queued)["planner"][0]["best_plan_by_batch_size"]))
     text = advised(queued, capsys)
     cause = first_cause(text)
     assert re.match(r"queue: \d+ requests wait while 4\d run: no more than 48 may", cause)

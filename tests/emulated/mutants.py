@@ -52,6 +52,8 @@ def around(owner: Any, name: str, instead: Callable[..., Any]) -> None:
     setattr(owner, name, lambda *args, **kwargs: instead(kept, *args, **kwargs))
 
 
+#: Of each number of layers, with graphs of their own.
+ANY_CHAINS, ANY_TREES = "EAGLE3 chains, FA3, any plan", "EAGLE3 trees, FlashInfer, any plan"
 CHAINS, FLASHINFER = "EAGLE3 chains, FA3, gated", "EAGLE3 chains, FlashInfer, gated"
 TREES = "EAGLE3 trees, FlashInfer, gated"
 #: With a target that sees: not among the servers of `servers.py`.
@@ -261,18 +263,54 @@ def lengths_are_read_of_the_step_before() -> None:
     around(ChainGate, "agreed", before)
 
 
-@mutant(CHAINS, at_start=True)
+@mutant(ANY_CHAINS, at_start=True)
 def graphs_of_all_lengths_share_one_attention() -> None:
-    from sglang_c2t.srt.draft.chain import ChainDraftMixin
+    from sglang_c2t.srt.draft.lengths import DraftLengths
 
-    def shared(capture: Any, self: Any, *args: Any) -> Any:
-        self.init_attention_backend = lambda: None
-        try:
-            return capture(self, *args)
-        finally:
-            del self.init_attention_backend
+    around(DraftLengths, "_backend", lambda _, self, layers: self._worker.draft_attn_backend)
 
-    around(ChainDraftMixin, "_capture", shared)
+
+@mutant(ANY_TREES)
+def rows_of_shorter_trees_follow_ancestors_in_the_attention_of_all_layers() -> None:
+    """As if ancestors were told to a backend that is known from the start."""
+    from sglang_c2t.srt.draft import ancestors
+
+    told: list[Any] = []
+
+    def first(follow: Any, backend: Any, *more: Any) -> None:
+        told.append(backend)
+        follow(max(told, key=lambda other: len(other.attn_backends)), *more)
+
+    around(ancestors, "follow", first)
+
+
+@mutant(ANY_CHAINS)
+def first_tokens_after_uniform_steps_are_not_scored() -> None:
+    from sglang_c2t.draft.gate import Gate
+
+    def never(relay: Any, self: Any, *args: Any, later: bool = False) -> None:
+        if uniform[-1:] != [True]:
+            relay(self, *args, later=later)
+
+    uniform: list[bool] = []
+    from sglang_c2t.srt.draft.watcher import DraftWatcher
+
+    def noting(extend: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        uniform.append(batch.spec_info.step.plan.kind.value == "uniform")
+        extend(self, batch, *args, **kwargs)
+
+    around(DraftWatcher, "_draft_extend_for_decode", noting)
+    around(Gate, "relay_first_token", never)
+
+
+@mutant(ANY_CHAINS)
+def uniform_steps_verify_a_row_less() -> None:
+    from sglang_c2t.srt.draft import chain
+
+    around(
+        chain.ChainVerifyInput, "cut",
+        lambda cut, stock, lens, *more, **own: cut(stock, (lens - 1).clamp(min=1), *more, **own),
+    )  # fmt: skip
 
 
 # -- FlashInfer ------------------------------------------------------------------------------
@@ -450,7 +488,7 @@ def a_rank_plans_for_itself() -> None:
             """Of three layers one, and of one three; what is no plan is as agreed."""
             agreed = agree(numbers)
             if len(agreed) > 1 and get_parallel().tp_rank > 0:
-                agreed[2] = {1: 3, 3: 1}.get(agreed[2], agreed[2])
+                agreed[1] = {1: 3, 3: 1}.get(agreed[1], agreed[1])
             return agreed
 
         return alone

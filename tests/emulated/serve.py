@@ -122,7 +122,8 @@ class Served:
 
     steps: list[dict[str, int]]
     """What each decode step counted, its ``batch``, the rows of a whole draft of it that ours
-    ``drafted``, those that the target ``forwarded`` for it, and whether it was ``planned``.
+    ``drafted``, those that the target ``forwarded`` for it, and whether it was ``planned``, and
+    ``uniform``, and the ``layers`` that it drafted.
     """
 
     sites: dict[str, int]
@@ -219,7 +220,7 @@ def serve(scheduler: Any, run: Run) -> Served:
     together = peers()
     ranks, rank = (together.ranks, get_parallel().attn_dp_rank) if together else (1, 0)
     numbered = [(n, request) for n, request in enumerate(run.requests) if n % ranks == rank]
-    ours = {"drafted": 0, "forwarded": 0, "planned": 0}
+    ours = {"drafted": 0, "forwarded": 0, "planned": 0, "uniform": 0, "layers": 0}
     queue, run_batch = scheduler._add_request_to_queue, scheduler.run_batch
 
     def keep(req: Any, *more: Any, **options: Any) -> Any:
@@ -234,7 +235,9 @@ def serve(scheduler: Any, run: Run) -> Served:
         ours.update(
             drafted=step.drafted if step is not None else 0,
             forwarded=step.forwarded_rows if step is not None else 0,
-            planned=int(step is not None and step.planned is not None),
+            planned=int(step is not None and step.planned),
+            uniform=int(step is not None and step.plan.kind.value == "uniform"),
+            layers=step.plan.num_layers if step is not None else 0,
         )
         return result
 
@@ -345,7 +348,8 @@ def _bytes_of_draft_attention(scheduler: Any) -> dict[str, int]:
     if scheduler.draft_worker is None:
         return {}
     draft = scheduler.draft_worker.draft_worker
-    shorter = [graphs.draft_attn_backend for graphs in getattr(draft, "_graphs", {}).values()]
+    lengths = getattr(draft, "lengths", None)  # ours alone has any
+    shorter = [of.draft_attn_backend for of in lengths.shorter.values()] if lengths else []
     found: dict[int, int] = {}
     told = {}
     for name, backends in (("whole drafts", [draft.draft_attn_backend]), ("all", shorter)):

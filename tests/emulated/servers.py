@@ -17,6 +17,9 @@ DRAFTS, NODES = 3, 8
 CHAINS = {kind: speculative_flags(kind, DRAFTS) for kind in ("EAGLE3", "STANDALONE")}
 TREES = speculative_flags("EAGLE3", 3, 4, NODES)
 
+#: A planner that draws plans: uniform steps and others, of every number of layers.
+ANY_PLAN, POLICIES = ("--c2t", "--c2t-policy"), "tests.e2e.server_policies"
+
 SERVERS: dict[str, tuple[str, ...]] = {
     "target alone, FA3": (),
     "EAGLE3 chains, FA3, stock": CHAINS["EAGLE3"],
@@ -25,9 +28,13 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "STANDALONE chains, FA3": (*CHAINS["STANDALONE"], "--c2t"),
     "EAGLE3 chains, FlashInfer": (*CHAINS["EAGLE3"], *FLASHINFER, "--c2t"),
     "EAGLE3 chains, FlashInfer, gated": (*CHAINS["EAGLE3"], *FLASHINFER, *GATED),
+    "EAGLE3 chains, FA3, any plan": (*CHAINS["EAGLE3"], *ANY_PLAN, f"{POLICIES}:AnyJoint"),
     "EAGLE3 trees, FlashInfer": (*TREES, *FLASHINFER, "--c2t"),
+    "EAGLE3 trees, FlashInfer, any plan": (
+        *TREES, *FLASHINFER, *ANY_PLAN, f"{POLICIES}:AnyTrees",
+    ),
     "EAGLE3 trees, FlashInfer, gated": (*TREES, *FLASHINFER, *GATED),
-}
+}  # fmt: skip
 
 #: Beside what the others do: rounding, pages that drafts share with what was accepted, and eager
 #: drafts that are recorded behind every token (the folder is the test's).

@@ -149,6 +149,16 @@ def test_chains_are_drafted_to_several_lengths(served: dict[str, Runs], server: 
     assert len({step["drafted"] for run in runs for step in run.steps}) > 1
 
 
+@pytest.mark.parametrize("server", [s for s in GREEDY if "any plan" in s])
+def test_steps_in_graphs_are_uniform_and_planned_and_of_every_number_of_layers(
+    served: dict[str, Runs], server: str
+) -> None:
+    """Trees, too: what a planner decides on a CPU it decides here."""
+    steps = [step for run in served[server].orders for step in run.steps if step["planned"]]
+    kinds = {(step["uniform"], step["layers"]) for step in steps}
+    assert kinds == {(uniform, layers) for uniform in (0, 1) for layers in range(1, DRAFTS + 1)}
+
+
 def test_memory_of_ours_is_little_beside_stock(served: dict[str, Runs]) -> None:
     """Draft graphs of all lengths lie in the buffers of the longest."""
     memory = {server: served[server].orders[0].memory for server in GREEDY}

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.cost import SEED, STALE, STALE_AT_LAST, Curve, StepCost, about, spread
+from sglang_c2t.plan.cost import SEED, STALE, STALE_AT_LAST, Curve, StepCost, size_bucket, spread
+from sglang_c2t.plan.step import StepTimes
 from sglang_c2t.plan.tiers import Tiers
 
 MEASURED = st.lists(st.tuples(st.integers(1, 64), st.floats(0.1, 100)), min_size=1, max_size=40)
@@ -32,9 +33,9 @@ def test_a_curve_falls_only_behind_a_size_that_was_never_faster(
     sizes = sorted(curve.points)
     for smaller, larger in pairwise(sizes):
         if curve(smaller) > curve(larger) + 1e-9:
-            measured = [ms for size, ms in points if about(size) <= smaller]
+            measured = [ms for size, ms in points if size_bucket(size) <= smaller]
             assert len(measured) >= SEED
-            assert min(ms for size, ms in points if about(size) == smaller) > curve(larger)
+            assert min(ms for size, ms in points if size_bucket(size) == smaller) > curve(larger)
     assert curve(80) >= curve(sizes[-1]) - 1e-9, "beyond what was measured nothing gets cheaper"
 
 
@@ -75,10 +76,10 @@ def test_every_tier_is_measured_by_itself_and_other_sizes_with_their_neighbours(
 ) -> None:
     tiers = Tiers(requests, width).rows
     rough = {requests * width}  # the largest may be any number
-    assert all(about(tier) == tier for tier in {*tiers} - rough)
+    assert all(size_bucket(tier) == tier for tier in {*tiers} - rough)
     sizes = range(1, 3000)
-    assert all(abs(about(size) - size) <= size / 16 for size in sizes)
-    assert len({about(size) for size in sizes}) < 90
+    assert all(abs(size_bucket(size) - size) <= size / 16 for size in sizes)
+    assert len({size_bucket(size) for size in sizes}) < 90
 
 
 def test_a_machine_that_got_slower_is_believed_after_a_few_measurements() -> None:
@@ -156,10 +157,24 @@ def test_no_size_is_free() -> None:
     assert curve(1) == pytest.approx(0.5)
 
 
+def observe(
+    cost: StepCost,
+    *,
+    rows: int,
+    verify_ms: float,
+    draft_ms: float,
+    rest_ms: float | None = None,
+    **step: int,
+) -> None:
+    """A step, of requests or, without a rest, of dummies."""
+    step_ms = None if rest_ms is None else verify_ms + draft_ms + rest_ms
+    cost.observe(StepTimes(rows, verify_ms, draft_ms, step_ms), **step)
+
+
 def test_a_step_is_its_parts_and_comes_back_from_a_file() -> None:
     cost = StepCost()
-    cost.observe(rows=12, batch=4, layers=2, verify_ms=10.0, draft_ms=4.0, rest_ms=3.0)
-    cost.observe(rows=24, batch=8, layers=1, verify_ms=14.0, draft_ms=0.0, rest_ms=5.0)
+    observe(cost, rows=12, batch=4, layers=2, verify_ms=10.0, draft_ms=4.0, rest_ms=3.0)
+    observe(cost, rows=24, batch=8, layers=1, verify_ms=14.0, draft_ms=0.0, rest_ms=5.0)
     assert cost.one(12, 4, 5) == pytest.approx(10 + 4 * 4 + 3)
     assert cost.one(24, 8, 0) == cost.one(24, 8, 1) == pytest.approx(19)
     again = StepCost()
@@ -216,8 +231,8 @@ def test_prices_do_not_run_away_with_the_pace(seed: int) -> None:
 
 
 def behind(cost: StepCost, rows: int, context: int, verify_ms: float) -> None:
-    cost.observe(
-        rows=rows, batch=1, layers=1, verify_ms=verify_ms, draft_ms=0.0, rest_ms=0.0,
+    observe(
+        cost, rows=rows, batch=1, layers=1, verify_ms=verify_ms, draft_ms=0.0, rest_ms=0.0,
         context=context,
     )  # fmt: skip
 
@@ -279,20 +294,32 @@ def test_a_forward_that_took_no_time_says_nothing_of_the_pace() -> None:
     cost = StepCost()
     served(cost, 16, 100.0, 9)
     served(cost, 16, 0.0)
-    assert cost.pace.now == 1.0
+    assert cost.slowdown.now == 1.0
+
+
+def test_uniform_steps_have_layers_and_a_rest_of_their_own() -> None:
+    """Until they were measured they cost what other steps do."""
+    cost = StepCost()
+    observe(cost, rows=12, batch=4, layers=2, verify_ms=10.0, draft_ms=4.0, rest_ms=3.0)
+    assert cost.one(12, 4, 2, uniform=True) == cost.one(12, 4, 2) == pytest.approx(17)
+    assert not cost.uniform_measured(4)
+    cost.observe(StepTimes(12, 10.0, 2.0, 13.0), batch=4, layers=2, uniform=True)
+    assert cost.one(12, 4, 2, uniform=True) == pytest.approx(13)
+    assert cost.one(12, 4, 2) == pytest.approx(17)
+    assert cost.uniform_measured(4)
 
 
 def test_what_every_step_loses_is_no_mishap() -> None:
     """A layer is as fast as it can be; beside it a step takes what it mostly takes."""
     cost = StepCost()
     for ms in (10.0, 11.0, 12.0, 13.0, 90.0):
-        cost.observe(rows=8, batch=4, layers=2, verify_ms=10.0, draft_ms=ms, rest_ms=ms)
+        observe(cost, rows=8, batch=4, layers=2, verify_ms=10.0, draft_ms=ms, rest_ms=ms)
     assert (cost.verify(8), cost.layer(4), cost.rest(4)) == (10.0, 11.0, 12.0)
 
 
 def test_a_step_that_served_nobody_says_nothing_of_the_rest() -> None:
     cost = StepCost()
-    cost.observe(rows=12, batch=4, layers=3, verify_ms=10.0, draft_ms=4.0)
+    observe(cost, rows=12, batch=4, layers=3, verify_ms=10.0, draft_ms=4.0)
     assert not cost.rest.known
     assert cost.one(12, 4, 3) == pytest.approx(10 + 4)
 

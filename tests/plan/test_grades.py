@@ -12,14 +12,14 @@ def test_drafts_are_counted_by_confidence() -> None:
     grades = Grades()
     grades.observe(np.array([0.0, 0.51, 0.54, 1.0]), np.array([False, True, False, True]))
     grades.observe(np.array([0.52]), np.array([True]))
-    told = grades.told()
+    told = grades.to_dict()
     middle = BINS // 2
     assert told["drafts"][0] == told["drafts"][-1] == 1
     assert told["drafts"][middle] == 3
     assert told["promised"][middle] == 0.51 + 0.54 + 0.52
     assert (told["survived"][0], told["survived"][middle], told["survived"][-1]) == (0, 2, 1)
     grades.reset()
-    assert sum(grades.told()["drafts"]) == 0
+    assert sum(grades.to_dict()["drafts"]) == 0
 
 
 def test_rows_are_counted_apart_and_have_errors_of_their_own() -> None:
@@ -27,14 +27,14 @@ def test_rows_are_counted_apart_and_have_errors_of_their_own() -> None:
     confidence, survived = np.array([0.5, 0.5, 0.98]), np.array([True, False, False])
     grades.observe(confidence, survived, np.array([0, 0, 1]))
     assert grades.errors() == pytest.approx([0.0, 0.98])
-    assert np.sum(grades.told()["drafts"], axis=1).tolist() == [2, 1]
+    assert np.sum(grades.to_dict()["drafts"], axis=1).tolist() == [2, 1]
 
 
 def test_what_is_no_probability_is_left_out() -> None:
     """A classifier may be broken, and must not end a server."""
     grades = Grades()
     grades.observe(np.array([np.nan, -1.0, 2.0, np.inf, 0.3]), np.array([True] * 5))
-    assert sum(grades.told()["drafts"]) == 1
+    assert sum(grades.to_dict()["drafts"]) == 1
 
 
 def test_summary_counts_schedulers_together() -> None:

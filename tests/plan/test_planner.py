@@ -1,27 +1,25 @@
-"""The planner beside a made-up server whose costs and survivals are known."""
+"""The planner alongside a made-up server whose costs and survivals are known."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from sglang_c2t.plan.plan import Plan, best_plan
-from sglang_c2t.plan.planner import (
-    EXPLORE_EVERY,
-    LEARN_EVERY,
-    WHOLE_EVERY,
-    YOUNG,
-    Choice,
-    Planner,
-)
+from sglang_c2t.plan.explore import AT_LEAST_EVERY, COLD_START_BUDGET
+from sglang_c2t.plan.plan import best_plan
+from sglang_c2t.plan.planner import FULL_EVERY, LEARN_EVERY, Planner
+from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, StepTimes
 from sglang_c2t.plan.survival import OneSlope, Survival
 
 DEPTH = 5
+
+#: Steps after which the record of a step arrives, as on a device that the host runs ahead of.
+LAG = 2
 
 
 @dataclass
@@ -42,9 +40,10 @@ class MadeUpServer:
     context: int = 0
     """Tokens before the drafts, of the whole batch."""
     gate_ms: float | None = None
-    """Of a step that asks the gate; ``None``: all do."""
+    """Of a step that scores drafts; ``None``: no step may do without."""
 
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    late: list[StepRecord] = field(default_factory=list)
 
     def chains(self, batch: int) -> np.ndarray:
         """[B, D] confidences that a draft and all before it are accepted."""
@@ -59,49 +58,50 @@ class MadeUpServer:
     def tiers(self) -> list[int]:
         return list(range(self.batch, self.batch * (DEPTH + 1) + 1))
 
-    def serve(self, planner: Planner, steps: int) -> tuple[list[Choice], float]:
-        """So many steps; returns what was chosen and tokens a millisecond."""
-        choices, tokens, spent = [], 0.0, 0.0
-        for _ in range(steps):
-            chains = self.chains(self.batch)
-            choice = self.choice(planner, chains)
-            lives = self.rng.uniform(size=(self.batch, 1)) < chains**self.power
-            if choice.reason == "plain":
-                correct = np.minimum(lives.sum(axis=1), choice.plan.rows // self.batch - 1)
-                spent += self.take(planner, choice.plan)
-                tokens += self.batch + correct.sum()
-                choices.append(choice)
-                continue
-            drafted = chains[:, : choice.plan.layers]
-            plan = planner.settle(drafted, self.tiers())
-            drafts = self.kept(planner, drafted, plan.rows - self.batch)
-            correct = np.minimum(lives.sum(axis=1), drafts)
-            planner.learn_drafts(drafted, drafts, correct)
-            spent += self.take(planner, plan, self.gate_ms or 0.0)
-            tokens += self.batch + correct.sum()
-            choices.append(choice)
-        return choices, tokens / spent
-
-    def choice(self, planner: Planner, chains: np.ndarray) -> Choice:
-        """What the planner does with a batch that begins so."""
-        batch, plain = len(chains), self.gate_ms is not None
-        again = planner.plain_step(batch) if plain else None
-        tiers = range(batch, batch * (DEPTH + 1) + 1)
-        return again or planner.choose(
-            chains[:, 0], batch, [*tiers], context=self.context, plain=plain
-        )
-
-    def take(self, planner: Planner, plan: Plan, gate_ms: float | None = None) -> float:
-        """Milliseconds of a step, told to the planner; a plain one without ``gate_ms``."""
-        draft_ms = self.layer_ms * (plan.layers - 1)
-        verify_ms = self.floor_ms + self.row_ms * plan.rows + self.pause_ms
-        verify_ms += self.token_ms * self.context
-        took = verify_ms + draft_ms + (gate_ms or 0.0)
-        planner.learn_time(
-            plan, rows=plan.rows, batch=self.batch, verify_ms=verify_ms, draft_ms=draft_ms,
-            step_ms=took, context=self.context, plain=gate_ms is None,
+    def view(self) -> BatchView:
+        return BatchView(
+            self.batch, self.tiers(), range(1, DEPTH + 1), self.context,
+            allows_uniform=self.gate_ms is not None,
         )  # fmt: skip
-        return took
+
+    def serve(self, planner: Planner, steps: int) -> tuple[list[StepPlan], float]:
+        """So many steps; returns what was planned and tokens a millisecond."""
+        plans, tokens, spent = [], 0.0, 0.0
+        for _ in range(steps):
+            chains, plan = self.chains(self.batch), planner.plan(self.view())
+            lives = (self.rng.uniform(size=(self.batch, 1)) < chains**self.power).sum(axis=1)
+            uniform, outcome = plan.kind is StepKind.UNIFORM, ()
+            if uniform:
+                assert plan.row_budget == self.batch * (1 + plan.num_layers)
+                correct = np.minimum(lives, plan.num_layers)
+            else:
+                drafted = chains[:, : plan.num_layers]
+                drafts = self.kept(planner, drafted, plan.row_budget - self.batch)
+                correct = np.minimum(lives, drafts)
+                outcome = drafted, drafts, correct
+            times = self.times(plan)
+            self.late.append(StepRecord(plan, self.batch, self.context, outcome, times=times))
+            if len(self.late) > LAG:
+                planner.learn(self.late.pop(0))
+            spent += times.step_ms
+            tokens += self.batch + correct.sum()
+            plans.append(plan)
+        return plans, tokens / spent
+
+    def times(self, plan: StepPlan) -> StepTimes:
+        """Of a step; uniform ones without ``gate_ms``."""
+        draft_ms = self.layer_ms * (plan.num_layers - 1)
+        verify_ms = self.floor_ms + self.row_ms * plan.row_budget + self.pause_ms
+        verify_ms += self.token_ms * self.context
+        gate_ms = 0.0 if plan.kind is StepKind.UNIFORM else self.gate_ms or 0.0
+        return StepTimes(plan.row_budget, verify_ms, draft_ms, verify_ms + draft_ms + gate_ms)
+
+    def seed(self, planner: Planner, rows: int, slower: float = 1.0) -> None:
+        """Dummy requests measured this, before the server served."""
+        plan = StepPlan(StepKind.WARMUP, DEPTH, 1, rows)
+        verify_ms = self.cost(np.array([rows]), self.batch, [1]).item() * slower
+        times = StepTimes(rows, verify_ms, (DEPTH - 1) * self.layer_ms)
+        planner.learn(StepRecord(plan, self.batch, times=times))
 
     def kept(self, planner: Planner, drafted: np.ndarray, drafts: int) -> np.ndarray:
         """[B]: drafts of each request among the best."""
@@ -129,7 +129,7 @@ def test_it_serves_as_fast_as_one_that_knew_everything(batch: int, row_ms: float
     server = MadeUpServer(batch, row_ms)
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 300)
-    _, rate = server.serve(planner, 300)
+    _, rate = server.serve(planner, 1200)
     assert rate >= 0.95 * server.best_rate()
 
 
@@ -145,11 +145,11 @@ def uniform_rate(server: MadeUpServer) -> float:
 
 
 @pytest.mark.parametrize(("batch", "servers"), [(1, 12), (4, 3), (32, 1)])
-def test_where_planning_costs_more_than_it_brings_most_steps_are_plain(
+def test_planner_where_scoring_costs_more_than_it_brings_makes_most_steps_uniform(
     batch: int, servers: int
 ) -> None:
-    """Small looks, which seldom run out, leave something for the first plain steps as well: without
-    a turn of their own one in twelve of these servers never made any.
+    """Small explorations, which seldom run out, leave something for the first uniform steps as
+    well: without a turn of their own one in twelve of these servers never made any.
     """
     rates = []
     for seed in range(servers):
@@ -157,47 +157,69 @@ def test_where_planning_costs_more_than_it_brings_most_steps_are_plain(
         server = MadeUpServer(batch, row_ms=0.2, layer_ms=1.0, gate_ms=10.0, rng=rng)
         planner = Planner(DEPTH, Survival(DEPTH))
         server.serve(planner, 500)
-        choices, rate = server.serve(planner, 1500)
-        assert np.mean([choice.reason == "plain" for choice in choices]) > 0.8
+        plans, rate = server.serve(planner, 1500)
+        assert np.mean([plan.kind is StepKind.UNIFORM for plan in plans]) > 0.8
         rates.append(rate / uniform_rate(server))
-    assert np.mean(rates) >= 0.96, "one step of seventeen is planned, a quarter longer"
+    assert np.mean(rates) >= 0.96, "one step of seventeen at least is planned, a quarter longer"
 
 
-def test_where_planning_costs_nothing_steps_are_planned() -> None:
-    """Plain ones are tried now and then, for half a percent of the time."""
+def test_planner_where_scoring_costs_nothing_plans_steps() -> None:
+    """Uniform ones are tried now and then, for half a percent of the time."""
     server = MadeUpServer(8, row_ms=3.0, gate_ms=0.0)
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 500)
-    choices, rate = server.serve(planner, 3000)
-    assert np.mean([choice.reason == "plain" for choice in choices]) < 0.02
+    plans, rate = server.serve(planner, 3000)
+    assert np.mean([plan.kind is StepKind.UNIFORM for plan in plans]) < 0.02
     assert rate >= 0.95 * server.best_rate()
 
 
-def test_plain_steps_are_of_one_batch_and_not_for_those_who_may_not() -> None:
+def test_uniform_plans_are_of_one_batch_size_and_not_for_batches_that_do_not_allow_them() -> None:
     server = MadeUpServer(4, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 500)
-    for _ in range(20):
-        if server.choice(planner, server.chains(4)).reason != "plain":
+    for _ in range(200):
+        if planner.plan(server.view()).kind is StepKind.PLANNED:
             break
-    assert server.choice(planner, server.chains(4)).reason == "plain"
-    assert server.choice(planner, server.chains(9)).reason != "plain"
-    server.gate_ms = None
-    assert server.choice(planner, server.chains(4)).reason != "plain"
+    assert planner.plan(server.view()).kind is StepKind.UNIFORM
+    assert planner.plan(MadeUpServer(9, gate_ms=10.0).view()).kind is not StepKind.UNIFORM
+    assert (
+        planner.plan(replace(server.view(), num_constrained=1, allows_uniform=False)).kind
+        is not StepKind.UNIFORM
+    )
+    assert planner.plan(server.view()).kind is StepKind.UNIFORM
 
 
-def test_plain_steps_begin_behind_planned_ones_so_that_looks_come_first() -> None:
-    """A young server would otherwise make sixteen of seventeen steps of what it measured first."""
+def test_uniform_steps_begin_after_planned_ones_so_that_exploration_comes_first() -> None:
+    """During a cold start most steps would else use what was measured first."""
     server = MadeUpServer(4, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
-    reasons = [choice.reason for choice in server.serve(Planner(DEPTH, Survival(DEPTH)), 1000)[0]]
-    before = {a for a, b in pairwise(reasons) if b == "plain" and a != "plain"}
-    assert before == {"plan"}
+    kinds = [plan.kind for plan in server.serve(Planner(DEPTH, Survival(DEPTH)), 1000)[0]]
+    uniform = StepKind.UNIFORM
+    before = {a for a, b in pairwise(kinds) if b is uniform and a is not uniform}
+    assert before == {StepKind.PLANNED}
 
 
-def test_vllms_rule_has_no_plain_steps() -> None:
+def test_uniform_runs_grow_while_they_are_confirmed() -> None:
     server = MadeUpServer(4, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
-    choices, _ = server.serve(Planner(DEPTH, OneSlope(DEPTH), all_layers=True), 300)
-    assert "plain" not in {choice.reason for choice in choices}
+    kinds = [plan.kind for plan in server.serve(Planner(DEPTH, Survival(DEPTH)), 3000)[0]]
+    ends = [n for n, (a, b) in enumerate(pairwise(kinds)) if a is StepKind.UNIFORM is not b]
+    scored = [b - a for a, b in pairwise(ends)]
+    assert max(scored) > 100
+    assert np.mean([kind is StepKind.UNIFORM for kind in kinds[-1000:]]) > 0.97
+
+
+def test_vllms_rule_makes_no_uniform_steps() -> None:
+    server = MadeUpServer(4, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
+    plans, _ = server.serve(Planner(DEPTH, OneSlope(DEPTH), all_layers=True), 300)
+    assert StepKind.UNIFORM not in {plan.kind for plan in plans}
+
+
+def test_plan_that_holds_is_the_same_object_until_it_is_computed_anew() -> None:
+    """Most steps of a steady load take no time to plan."""
+    server = MadeUpServer(16)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    server.serve(planner, 500)
+    plans, _ = server.serve(planner, 500)
+    assert np.mean([a is b for a, b in pairwise(plans)]) > 0.8
 
 
 def test_it_knows_what_its_first_step_costs_where_costs_were_measured_before() -> None:
@@ -206,32 +228,29 @@ def test_it_knows_what_its_first_step_costs_where_costs_were_measured_before() -
     planner = Planner(DEPTH, Survival(DEPTH))
     for rows in (8, 24, 48):
         for _ in range(2):
-            draft_ms, verify_ms = 4 * server.layer_ms, server.cost(np.array([rows]), 8, [1]).item()
-            planner.cost.observe(
-                rows=rows, batch=8, layers=DEPTH, verify_ms=verify_ms, draft_ms=draft_ms
-            )
-    choices, _ = server.serve(planner, 20)
-    assert "unknown" not in {choice.reason for choice in choices}
-    assert max(choice.plan.layers for choice in choices[:5]) == DEPTH
+            server.seed(planner, rows)
+    plans, _ = server.serve(planner, 20)
+    assert StepKind.UNMEASURED not in {plan.kind for plan in plans}
+    assert max(plan.num_layers for plan in plans[:5]) == DEPTH
 
 
 def test_where_rows_are_dear_it_drafts_next_to_nothing_and_still_looks_now_and_then() -> None:
     server = MadeUpServer(8, row_ms=40.0, layer_ms=50.0, floor_ms=0.0)
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 100)
-    choices, _ = server.serve(planner, 2 * EXPLORE_EVERY)
-    assert np.mean([c.plan.layers == 1 for c in choices]) > 0.95
-    explored = [c for c in choices if c.reason == "explore"]
+    plans, _ = server.serve(planner, 2 * AT_LEAST_EVERY)
+    assert np.mean([plan.num_layers == 1 for plan in plans]) > 0.95
+    explored = [plan.num_layers for plan in plans if plan.kind is StepKind.EXPLORE]
     assert len(explored) <= 40
-    assert {c.plan.layers for c in explored} >= {2, DEPTH}
+    assert {2, DEPTH} <= set(explored)
 
 
 def test_layers_that_nearly_pay_are_looked_at_now_and_then_and_not_all_the_time() -> None:
     server = MadeUpServer(16, row_ms=0.01, layer_ms=5.0)
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 300)
-    choices, _ = server.serve(planner, 600)
-    explored = [c.plan.layers for c in choices if c.reason == "explore"]
+    plans, _ = server.serve(planner, 600)
+    explored = [plan.num_layers for plan in plans if plan.kind is StepKind.EXPLORE]
     assert len(explored) <= 75
     assert {4, DEPTH} <= set(explored)
 
@@ -241,7 +260,7 @@ def test_a_slow_start_is_no_dead_spot() -> None:
     planner = Planner(DEPTH, Survival(DEPTH))
     MadeUpServer(4, layer_ms=3000.0, pause_ms=5000.0).serve(planner, 12)
     server = MadeUpServer(4, row_ms=0.01)
-    server.serve(planner, 4 * EXPLORE_EVERY)
+    server.serve(planner, 4 * AT_LEAST_EVERY)
     _, rate = server.serve(planner, 300)
     assert rate >= 0.95 * server.best_rate()
 
@@ -258,9 +277,9 @@ def test_layers_that_were_dear_only_at_first_are_soon_looked_at_again() -> None:
 
 def test_one_request_now_and_then_is_verified_to_its_end_each_in_turn() -> None:
     planner = Planner(DEPTH, Survival(DEPTH))
-    choices, _ = MadeUpServer(3).serve(planner, 4 * WHOLE_EVERY)
-    whole = [choice.whole for choice in choices if choice.whole is not None]
-    assert whole == [1, 2, 0, 1]
+    plans, _ = MadeUpServer(3).serve(planner, 4 * FULL_EVERY)
+    full = [plan.full_draft_of for plan in plans if plan.full_draft_of is not None]
+    assert full == [1, 2, 0, 1]
 
 
 def test_a_young_server_measures_what_was_measured_before_it_served() -> None:
@@ -268,12 +287,9 @@ def test_a_young_server_measures_what_was_measured_before_it_served() -> None:
     server = MadeUpServer(8, row_ms=0.2)
     planner = Planner(DEPTH, Survival(DEPTH))
     for rows in (8, 12, 16, 20, 24, 32, 40, 48):
-        verify_ms = server.cost(np.array([rows]), 8, [1]).item() * (3 if rows >= 24 else 1)
-        planner.cost.observe(
-            rows=rows, batch=8, layers=DEPTH, verify_ms=verify_ms, draft_ms=4 * server.layer_ms
-        )
-    choices, _ = server.serve(planner, 60)
-    assert sum(choice.reason == "explore" for choice in choices) < 30
+        server.seed(planner, rows, 3.0 if rows >= 24 else 1.0)
+    plans, _ = server.serve(planner, 60)
+    assert sum(plan.kind is StepKind.EXPLORE for plan in plans) < 30
     _, rate = server.serve(planner, 100)
     assert rate >= 0.95 * server.best_rate()
 
@@ -283,17 +299,19 @@ def test_what_looks_best_is_measured_first() -> None:
     server = MadeUpServer(8, row_ms=2.0)
     planner = Planner(DEPTH, Survival(DEPTH))
     for rows in server.tiers():
-        verify_ms = server.cost(np.array([rows]), 8, [1]).item()
-        planner.cost.observe(
-            rows=rows, batch=8, layers=DEPTH, verify_ms=verify_ms, draft_ms=4 * server.layer_ms
-        )
+        server.seed(planner, rows)
     chains = server.chains(2000)
     lives = server.rng.uniform(size=(2000, 1)) < chains**server.power
-    planner.learn_drafts(chains, np.full(2000, DEPTH), lives.sum(axis=1))
-    choices, _ = server.serve(planner, 12)
-    looks = [choice.plan for choice in choices if choice.reason == "explore"]
-    assert len(looks) > 5
-    assert min(look.rate for look in looks) > 0.9 * server.best_rate()
+    planner.learn(outcome(chains, np.full(2000, DEPTH), lives.sum(axis=1)))
+    plans, _ = server.serve(planner, 12 * (1 + LAG))  # each awaits the record of the last one
+    explored = [plan for plan in plans if plan.kind is StepKind.EXPLORE]
+    assert len(explored) > 5
+    survival = server.chains(4000) ** server.power
+    for plan in explored:
+        rate = best_plan(
+            survival, 8, server.cost, depths=[plan.num_layers], tiers=[plan.row_budget]
+        ).rate
+        assert rate > 0.9 * server.best_rate()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -316,28 +334,35 @@ def test_a_row_count_that_nobody_measured_is_looked_at_where_it_is_nearly_best(
     """20 rows, between 16 of 100 ms and 48 of more: a line makes them 8 or 35 percent slower."""
     planner = Planner(DEPTH, Survival(DEPTH))
     for rows, verify_ms in [(8, 100.0), (16, 100.0), (48, dearest)] * 3:
-        planner.cost.observe(
-            rows=rows, batch=8, layers=2, verify_ms=verify_ms, draft_ms=1.0, rest_ms=10.0
-        )
-    tiers = [8, 16, 20, 48]
-    planner.choose(np.full(8, 0.9), 8, tiers)
-    assert planner.settle(np.full((8, DEPTH), 0.9), tiers).rows == (20 if looks else 16)
+        plan, times = StepPlan(StepKind.PLANNED, 2, 1, rows), StepTimes(rows, verify_ms, 1.0, 0.0)
+        times = times._replace(step_ms=verify_ms + 11.0)
+        planner.learn(StepRecord(plan, 8, times=times))
+    planner.learn(outcome(np.full((8, DEPTH), 0.9), np.zeros(8), np.zeros(8)))
+    view = BatchView(8, [8, 16, 20, 48], range(1, DEPTH + 1))
+    assert planner.plan(view).row_budget == (20 if looks else 16)
+
+
+def outcome(*of_chains: np.ndarray, constrained: bool = False) -> StepRecord:
+    """A step of whose times nothing is known."""
+    batch, layers = of_chains[0].shape
+    mask = np.full(batch, constrained)
+    plan = StepPlan(StepKind.PLANNED, layers, 1, batch * (1 + layers))
+    return StepRecord(plan, batch, outcome=of_chains, constrained=mask)
 
 
 def test_outcomes_are_learnt_together_and_none_is_lost() -> None:
-    """Each while there are few; once there are many, the last ones wait, unless somebody asks."""
+    """Each while there are few; once there are many, the last ones wait until someone asks."""
     at_once, together = (Planner(DEPTH, Survival(DEPTH)) for _ in range(2))
     server = MadeUpServer(2)
     learnt_at = []
     for step in range(200):
-        chains = server.chains(2)
-        drafted = chains[:, : 1 + step % DEPTH]
-        correct = np.array([1, 0])
+        drafted = server.chains(2)[:, : 1 + step % DEPTH]
+        record = outcome(drafted, np.full(2, drafted.shape[1]), np.array([1, 0]))
         before = together.free.predictions.counts[0].sum()
-        together.learn_drafts(drafted, np.full(2, drafted.shape[1]), correct)
+        together.learn(record)
         if together.free.predictions.counts[0].sum() > before:
             learnt_at.append(step)
-        at_once.learn_drafts(drafted, np.full(2, drafted.shape[1]), correct)
+        at_once.learn(record)
         at_once.catch_up()
     assert learnt_at[:10] == [*range(10)]
     assert np.diff(learnt_at).max() == LEARN_EVERY
@@ -364,9 +389,9 @@ def test_it_tells_how_right_it_was() -> None:
 def test_vllms_estimator_plans_rows_and_drafts_every_layer() -> None:
     server = MadeUpServer(32, row_ms=3.0)
     planner = Planner(DEPTH, OneSlope(DEPTH), all_layers=True)
-    choices, _ = server.serve(planner, 300)
-    assert {choice.plan.layers for choice in choices} == {DEPTH}
-    assert choices[-1].plan.rows < 32 * (DEPTH + 1)
+    plans, _ = server.serve(planner, 300)
+    assert {plan.num_layers for plan in plans} == {DEPTH}
+    assert plans[-1].row_budget < 32 * (DEPTH + 1)
 
 
 @pytest.mark.parametrize("kind", [Survival, OneSlope])
@@ -379,7 +404,8 @@ def test_what_was_learnt_comes_back_and_is_forgotten_on_command(kind: type) -> N
     expected = planner.survival.of_chains(chains)
     assert again.survival.of_chains(chains) == pytest.approx(expected)
     assert again.cost.one(20, 8, 3) == pytest.approx(planner.cost.one(20, 8, 3))
-    assert again._credit == planner._credit < YOUNG, "looks that were paid for are not due again"
+    budgets = [each._explore.budget for each in (planner, again)]
+    assert budgets[0] == budgets[1] < COLD_START_BUDGET, "what was paid for is not due again"
     again.reset()
     unknown = kind(DEPTH).of_chains(chains)
     assert again.survival.of_chains(chains) == pytest.approx(unknown)
@@ -393,15 +419,17 @@ def test_what_other_loads_would_bring_is_told_by_the_prices_and_survivals_it_pla
     """
     server = MadeUpServer(8)
     planner = Planner(DEPTH, Survival(DEPTH))
-    assert planner.outlook({8: server.tiers()}) == []
+    assert planner.best_plan_by_batch_size({8: server.tiers()}) == []
     server.serve(planner, 300)
     tiers = {b: list(range(b, b * (DEPTH + 1) + 1)) for b in (1, 8, 16)}
-    told = planner.outlook(tiers)
+    told = planner.best_plan_by_batch_size(tiers)
     assert {(one["requests"], one["layers"]) for one in told} == {
         (b, d) for b in (1, 8, 16) for d in range(1, DEPTH + 1)
     }
     planner.report()
-    assert planner.outlook(tiers) == told, "it had not learnt from all that was there"
+    assert planner.best_plan_by_batch_size(tiers) == told, (
+        "it had not learnt from all that was there"
+    )
     best = {
         b: max(one["tokens"] / one["milliseconds"] for one in told if one["requests"] == b)
         for b in (1, 8, 16)
@@ -409,7 +437,7 @@ def test_what_other_loads_would_bring_is_told_by_the_prices_and_survivals_it_pla
     assert best[1] < best[8] < best[16]
     _, rate = server.serve(planner, 300)
     assert best[8] == pytest.approx(rate, rel=0.15)
-    assert json.dumps(planner.report() | {"outlook": told})
+    assert json.dumps(planner.report() | {"plans": told})
 
 
 def test_confidences_are_graded_as_the_gate_says_them() -> None:
@@ -429,26 +457,24 @@ def test_a_planner_knows_of_free_requests_what_it_would_know_without_constrained
     kind: type,
 ) -> None:
     """Whatever becomes of their drafts; and of these it knows what became of them."""
-    alone, beside = (Planner(DEPTH, kind(DEPTH)) for _ in range(2))
+    alone, mixed = (Planner(DEPTH, kind(DEPTH)) for _ in range(2))
     server = MadeUpServer(4)
     for _ in range(3 * OneSlope.EVERY):
         chains, correct = server.chains(4), server.rng.integers(0, DEPTH + 1, 4)
-        for planner in (alone, beside):
-            planner.learn_drafts(chains, np.full(4, DEPTH), correct)
+        for planner in (alone, mixed):
+            planner.learn(outcome(chains, np.full(4, DEPTH), correct))
         rejected = server.chains(7), np.full(7, DEPTH), np.zeros(7)
-        beside.learn_drafts(*rejected, constrained=True)
-        for planner in (alone, beside):
+        mixed.learn(outcome(*rejected, constrained=True))
+        for planner in (alone, mixed):
             planner.catch_up()  # as early, or predictions are of other ages
-    told = [{**planner.report(), "constrained": None} for planner in (alone, beside)]
-    assert told[0] == told[1]
+    reports = [{**planner.report(), "constrained": None} for planner in (alone, mixed)]
+    assert reports[0] == reports[1]
     chains = server.chains(20)
-    constrained = np.arange(20) % 2 == 0
-    free = alone.survivals(chains)
-    mixed = beside.survivals(chains, constrained)
-    assert mixed[~constrained].tolist() == free[~constrained].tolist()
-    assert mixed[constrained].mean() < 0.5 * free[constrained].mean()
-    behind = [p._behind(chains[:, 0], 80, 1) for p in (alone, beside)]
-    assert behind[0].tolist() == behind[1].tolist()
-    both = beside._behind(chains[:, 0], 80, 1, constrained)
-    assert both.shape == behind[1].shape, "each draft stands for as many"
-    assert both.mean() < behind[1].mean()
+    free = alone.free.survivals(chains)
+    assert mixed.free.survivals(chains).tolist() == free.tolist()
+    assert mixed.constrained.survivals(chains).mean() < 0.5 * free.mean()
+    view = BatchView(4, range(4, 25), range(1, DEPTH + 1))
+    expected = [planner._expected(view) for planner in (alone, mixed)]
+    assert expected[0].tolist() == expected[1].tolist()
+    both = mixed._expected(replace(view, num_constrained=2))
+    assert both.mean() < expected[1].mean()

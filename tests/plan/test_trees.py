@@ -1,4 +1,4 @@
-"""The planner of trees beside made-up trees whose survival and costs are known."""
+"""The planner of trees alongside made-up trees whose survival and costs are known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.planner import Choice
+from sglang_c2t.plan.step import BatchView, StepPlan, StepRecord, StepTimes
 from sglang_c2t.plan.trees import TreePlanner, by_layer
 
 TOPK, DEPTH, NODES = 2, 4, 10
@@ -34,18 +34,15 @@ class MadeUpServer:
     batch: int
     row_ms: float = 1.0
     layer_ms: float = 4.0
-    wide_ms: float = 0.0
-    """Of a layer, for each row of a request behind the first."""
-    widths: tuple[int, ...] | None = (TOPK,)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
-    def trees(self, layers: int, width: int = TOPK) -> Batch:
-        """K children of the root, then of each of the W best of a layer; the best N - 1 of all."""
+    def trees(self, layers: int) -> Batch:
+        """K children of the root, then of each of the K best of a layer; the best N - 1 of all."""
         made = Batch(*(np.zeros((self.batch, NODES - 1)) for _ in range(3)))
         for request in range(self.batch):
             ease = self.rng.uniform(0.3, 1.0)
             nodes = [(-1, 1, self.confidence(ease)) for _ in range(TOPK)]
-            rows = sorted(range(TOPK), key=lambda n: -nodes[n][2])[:width]
+            rows = sorted(range(TOPK), key=lambda n: -nodes[n][2])[:TOPK]
             for depth in range(2, layers + 1):
                 first = len(nodes)
                 for parent in rows:
@@ -53,7 +50,7 @@ class MadeUpServer:
                         (parent, depth, min(nodes[parent][2], self.confidence(ease)))
                         for _ in range(TOPK)
                     ]
-                rows = sorted(range(first, len(nodes)), key=lambda n: -nodes[n][2])[:width]
+                rows = sorted(range(first, len(nodes)), key=lambda n: -nodes[n][2])[:TOPK]
             best = sorted(sorted(range(len(nodes)), key=lambda n: -nodes[n][2])[: NODES - 1])
             for place, node in enumerate(best):
                 parent, made.depth[request, place], made.least[request, place] = nodes[node]
@@ -66,29 +63,23 @@ class MadeUpServer:
     def tiers(self) -> list[int]:
         return list(range(self.batch, self.batch * NODES + 1))
 
-    def serve(self, planner: TreePlanner, steps: int) -> tuple[list[Choice], list[int]]:
-        """So many steps: what was chosen, and how many rows were verified."""
-        choices, all_rows = [], []
+    def view(self) -> BatchView:
+        return BatchView(self.batch, self.tiers(), range(1, DEPTH + 1), allows_uniform=False)
+
+    def serve(self, planner: TreePlanner, steps: int) -> list[StepPlan]:
+        """So many steps."""
+        plans = []
         for _ in range(steps):
-            first = -np.sort(-self.trees(1).least[:, :TOPK], axis=1)
-            first = np.pad(first, ((0, 0), (0, planner.layer_nodes(TOPK) - TOPK)))
-            choice = planner.choose(first, self.batch, self.tiers(), widths=self.widths)
-            layers, width = choice.plan.layers, choice.plan.width
-            trees = self.trees(layers, width)
-            seen = planner.by_layer(trees.depth, trees.least, width, layers)
-            rows = planner.settle(seen, self.tiers(), width).rows
-            chosen = self.chosen(planner, trees, rows - self.batch)
-            planner.learn_nodes(width, layers, trees.depth.astype(int), trees.least, chosen, chosen
-                                & self.survives(trees))  # fmt: skip
-            draft_ms = (self.layer_ms + self.wide_ms * (width - 1)) * (layers - 1)
-            verify_ms = 30.0 + self.row_ms * rows
-            planner.learn_time(
-                choice.plan, rows=rows, batch=self.batch, verify_ms=verify_ms, draft_ms=draft_ms,
-                step_ms=verify_ms + draft_ms,
-            )  # fmt: skip
-            choices.append(choice)
-            all_rows.append(rows)
-        return choices, all_rows
+            plan = planner.plan(self.view())
+            trees = self.trees(plan.num_layers)
+            chosen = self.chosen(planner, trees, plan.row_budget - self.batch)
+            outcome = trees.depth.astype(int), trees.least, chosen, chosen & self.survives(trees)
+            draft_ms = self.layer_ms * (plan.num_layers - 1)
+            verify_ms = 30.0 + self.row_ms * plan.row_budget
+            times = StepTimes(plan.row_budget, verify_ms, draft_ms, verify_ms + draft_ms)
+            planner.learn(StepRecord(plan, self.batch, outcome=outcome, times=times))
+            plans.append(plan)
+        return plans
 
     def survives(self, trees: Batch) -> np.ndarray:
         """One number of a request decides for all its nodes: none outlives its parent."""
@@ -114,75 +105,42 @@ def test_survival_is_learnt_by_depth_from_the_least_confidence_on_a_path() -> No
 def test_cheap_rows_and_layers_are_used_and_dear_ones_are_not() -> None:
     cheap, dear = MadeUpServer(4, 0.001, 0.001), MadeUpServer(4, 30.0, 300.0)
     planner = TreePlanner(TOPK, DEPTH, NODES)
-    cheap.serve(planner, 60)
-    choices, rows = cheap.serve(planner, 60)
-    assert {choice.plan.layers for choice in choices} == {DEPTH}
-    assert np.mean(rows) > 0.9 * 4 * NODES
+    cheap.serve(planner, 100)
+    plans = cheap.serve(planner, 60)
+    assert np.mean([plan.num_layers == DEPTH for plan in plans]) > 0.9
+    assert np.mean([plan.row_budget for plan in plans]) > 0.9 * 4 * NODES
     planner = TreePlanner(TOPK, DEPTH, NODES)
-    dear.serve(planner, 60)
-    choices, rows = dear.serve(planner, 60)
-    assert np.mean([choice.plan.layers == 1 for choice in choices]) > 0.9
-    assert np.mean(rows) < 2 * 4
+    dear.serve(planner, 100)
+    plans = dear.serve(planner, 60)
+    assert np.mean([plan.num_layers == 1 for plan in plans]) > 0.9
+    assert np.mean([plan.row_budget for plan in plans]) < 2 * 4
 
 
-@pytest.mark.parametrize(("wide_ms", "width"), [(0.0, TOPK), (40.0, 1)])
-def test_wide_layers_are_drafted_where_they_cost_little(wide_ms: float, width: int) -> None:
-    server = MadeUpServer(4, 0.1, wide_ms=wide_ms, widths=None)
+def test_uniform_trees_are_full_ones_of_some_number_of_layers() -> None:
     planner = TreePlanner(TOPK, DEPTH, NODES)
-    server.serve(planner, 300)
-    choices, _ = server.serve(planner, 200)
-    planned = [choice.plan for choice in choices if choice.reason == "plan"]
-    # A first layer comes with draft extend, however wide.
-    assert np.mean([plan.width == width or plan.layers == 1 for plan in planned]) > 0.9
-    assert {choice.plan.width for choice in choices} == {1, TOPK}, "the other is looked at"
-    of_one_layer = [choice.plan.width for choice in choices if choice.plan.layers == 1]
-    assert set(of_one_layer) <= {1}, "which is the same at any width"
-    assert len(planned) > 170, "seldom"
-
-
-def test_a_width_that_cannot_be_drafted_is_not_chosen() -> None:
-    choices, _ = MadeUpServer(4, wide_ms=100.0).serve(TreePlanner(TOPK, DEPTH, NODES), 100)
-    assert {choice.plan.width for choice in choices} == {TOPK}
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, DEPTH), st.sampled_from([1, 2]))
-def test_rows_are_as_many_as_trying_every_number_finds_best(
-    seed: int, batch: int, layers: int, width: int
-) -> None:
-    server = MadeUpServer(batch, rng=np.random.default_rng(seed))
-    planner = TreePlanner(TOPK, DEPTH, NODES)
-    for _ in range(10):
-        planner.learn_time(
-            planner._everything(batch), rows=NODES, batch=batch, verify_ms=20.0, draft_ms=3.0,
-            step_ms=25.0,
-        )  # fmt: skip
-    server.serve(planner, 30)
-    trees = server.trees(layers, width)
-    seen = planner.by_layer(*tree_of(trees), width, layers)
-    values = sorted(planner.survivals(seen)[seen > 0].tolist(), reverse=True)
-    rates = [
-        (batch + sum(values[:drafts]))
-        / planner.cost.one(batch + drafts, batch, layers, width=width)
-        for drafts in range(len(values) + 1)
-    ]
-    planner._begin()  # what the last step looked at is over
-    plan = planner.settle(seen, server.tiers(), width)
-    assert rates[plan.rows - batch] == pytest.approx(max(rates))
+    server = MadeUpServer(4, row_ms=0.001)
+    server.serve(planner, 100)
+    survival = planner._expected(server.view())
+    found = planner._best_uniform(survival, server.view())
+    assert found.rows == 4 * planner.full_rows(found.layers)
+    for layers in range(1, DEPTH + 1):
+        each = planner.full_rows(layers)
+        nodes = np.sort(survival[:, :layers].reshape(len(survival), -1), axis=1)[:, 1 - each :]
+        took = planner.cost.one(4 * each, 4, layers, uniform=True)
+        assert found.rate >= 4 * (1 + nodes.sum(axis=1).mean()) / took - 1e-9
 
 
 def tree_of(trees: Batch) -> tuple[np.ndarray, np.ndarray]:
     return trees.depth, trees.least
 
 
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(2, 40), st.booleans())
-def test_the_host_knows_how_many_nodes_trees_have(
-    topk: int, layers: int, most: int, narrow: bool
-) -> None:
-    rows, nodes, width = 1, 1, 1 if narrow else topk
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(2, 40))
+def test_the_host_knows_how_many_nodes_trees_have(topk: int, layers: int, most: int) -> None:
+    rows, nodes = 1, 1
     for _ in range(layers):
         nodes += rows * topk
-        rows = min(rows * topk, width)
-    assert TreePlanner(topk, 5, most).full_rows(layers, width) == min(nodes, most)
+        rows = min(rows * topk, topk)
+    assert TreePlanner(topk, 5, most).full_rows(layers) == min(nodes, most)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, DEPTH))
@@ -192,7 +150,7 @@ def test_in_layers_survival_falls_and_where_no_node_is_there_is_none(
     server = MadeUpServer(3, rng=np.random.default_rng(seed))
     planner = TreePlanner(TOPK, DEPTH, NODES)
     trees = server.trees(layers)
-    most = planner.layer_nodes(TOPK)
+    most = planner.layer_nodes
     seen = by_layer(*tree_of(trees), layers, most)
     for request in range(3):
         for layer in range(layers):

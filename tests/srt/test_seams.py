@@ -254,9 +254,8 @@ def written_names(source: str) -> set[str]:
 
 #: Attributes of our own, on objects of ours that have no name of their own above.
 OWN = {
-    "draft_steps", "feedback", "packed", "exact", "follow_ancestors", "_reads_host", "__class__",
-    "planning", "planned", "layers_planned", "width_planned", "depths", "widths", "plan", "packing",
-    "forwarded", "unmeasured",
+    "packed", "exact", "follows_ancestors", "_reads_host", "__class__", "planning", "gating",
+    "plan", "packing", "verify", "forwarded_rows",
 }  # fmt: skip
 
 

@@ -8,7 +8,6 @@ last i + 1 index entries of each row are rewritten in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -16,28 +15,29 @@ from torch import Tensor
 from sglang_c2t.kernels.rows import follow_ancestors
 from sglang_c2t.srt.cpu.attention import TorchCpuMultiStepDraftBackend
 
-#: Called before draft forward ``step`` with :attr:`TreeGrowth.ancestor_rows` [B, K, step + 1].
-Follow = Callable[[int, Tensor], None]
-
 
 def sglang_follows(draft_backend: Any) -> bool:
     """Whether SGLang tells this backend the ancestors by itself (patches/, or a fix to come)."""
     return hasattr(draft_backend, "set_draft_ancestors")
 
 
-def follower(draft_backend: Any) -> Follow | None:
-    """How to tell a multi-step draft backend its rows' ancestors; ``None``: no way is known."""
+def can_follow(draft_backend: Any) -> bool:
+    """Whether :func:`follow` knows this multi-step draft backend."""
     if isinstance(draft_backend, TorchCpuMultiStepDraftBackend):
-        return lambda step, rows: draft_backend.attn_backends[step].use_ancestors(rows)
-    if type(draft_backend).__name__ == "FlashInferMultiStepDraftBackend" and all(
-        # Two wrappers (sliding window, cross attention) would share one index buffer.
-        step.num_wrappers == 1
-        for step in draft_backend.attn_backends
-    ):
-        return lambda step, rows: _in_flashinfer(draft_backend.attn_backends[step], rows)
-    return None
+        return True
+    # Two wrappers (sliding window, cross attention) would share one index buffer.
+    return type(draft_backend).__name__ == "FlashInferMultiStepDraftBackend" and all(
+        step.num_wrappers == 1 for step in draft_backend.attn_backends
+    )
 
 
-def _in_flashinfer(backend: Any, rows: Tensor) -> None:
+def follow(draft_backend: Any, step: int, rows: Tensor) -> None:
+    """Before draft forward ``step``, point each of its rows to its ancestors, which were forwarded
+    in ``rows`` [B, K, step + 1], see :attr:`TreeGrowth.ancestor_rows`.
+    """
+    backend = draft_backend.attn_backends[step]
+    if isinstance(draft_backend, TorchCpuMultiStepDraftBackend):
+        backend.use_ancestors(rows)
+        return
     (wrapper,) = backend.forward_metadata.decode_wrappers
     follow_ancestors(wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf, rows)

@@ -1,14 +1,12 @@
-"""The planner beside a server's steps: asked before each, told what became of it.
+"""Asks the planner of a server before each step, and tells it what became of the step.
 
-    begin     layers to draft, from what is known of the batch
-    settle    rows to verify, once drafts are made
-    verified  which drafts survived, on its way to the host
-    timing    what the parts of a step took
+    begin    the plan of the next step, from what has arrived
+    finish   the step is verified, and its outcome starts on its way to the host
 
-On a GPU the host runs ahead of the device, so that a step is planned from outcomes that have
-arrived, a step or two old, and nothing here waits; the device then ranks the drafts it really has.
-On a CPU both are one, and the plan sees the drafts themselves. Of tensor-parallel ranks one plans,
-and the others are told. Where the planner raises, the step verifies full drafts, on all ranks.
+The record of a step is learnt from when a later one begins: on a CPU the next one, on a GPU, where
+the host runs ahead of the device, the one after that. Nothing here waits. Of tensor-parallel ranks
+the first one plans, and tells the others four integers. Where the planner raises, all of them
+verify full drafts.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,19 +23,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglang_c2t.draft.slots import FirstLayer
-from sglang_c2t.draft.survivals import DeviceSurvival
-from sglang_c2t.kernels.budget import chains_within
-from sglang_c2t.kernels.outcome import outcome_of_chains
-from sglang_c2t.plan.cost import priced_behind
-from sglang_c2t.plan.plan import Plan
-from sglang_c2t.plan.planner import Choice, Planner
-from sglang_c2t.plan.survival import Array, Numbers, as_probabilities
+from sglang_c2t.plan.cost import next_bucket
+from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, StepTimes
+from sglang_c2t.plan.survival import Numbers, as_probabilities
 from sglang_c2t.plan.tiers import Tiers
-from sglang_c2t.srt.draft.outcomes import Outcome, mask_of
+from sglang_c2t.srt.draft.selection import Selector, mask_of
 from sglang_c2t.srt.draft.state_file import EVERY_IF_ASKED, StateFile
-from sglang_c2t.srt.hooks.step_metrics import PlannedStep
-from sglang_c2t.srt.verify.packed import PackedVerifyInput
 from sglang_c2t.srt.verify.packing import HostSizes
 from sglang_c2t.srt.verify.timing import Mark, timed_forward
 
@@ -50,47 +41,91 @@ T = TypeVar("T")
 #: Steps between two copies of what was learnt to the device.
 REFRESH_EVERY = 16
 
-#: Steps whose outcomes may be on their way; more are not remembered.
+#: Steps whose records may be on their way; older ones are dropped.
 LONGEST_LAG = 16
 
-#: Why a step does what it does, numbered alike on all ranks.
-REASONS = ("plan", "unknown", "explore", "rehearsed", "plain", "failed")
+#: Kinds of steps, numbered equally on all ranks, and those that a planner may plan.
+KINDS = tuple(StepKind)
+OF_PLANNERS = frozenset(
+    {StepKind.PLANNED, StepKind.UNIFORM, StepKind.EXPLORE, StepKind.UNMEASURED, StepKind.FIXED}
+)
 
 
 @dataclass
-class _Step:
-    """A step in progress, or whose times are on their way."""
+class Step:
+    """One step: its plan, and what is measured of it on its way through draft and verification."""
 
-    choice: Choice
-    plan: Plan
+    plan: StepPlan
     batch: int
+    """B."""
     context: int
+    """Tokens before the drafts, of the whole batch."""
     start: Mark
+    full: Collection[int] = ()
+    """Requests whose full draft is verified because they opted out."""
+    constrained: Collection[int] = ()
+    """Requests whose sampling changes the target's distribution."""
+    unmeasured: Collection[int] = ()
+    """Requests whose first layer this gate has not scored, which teach nothing."""
     draft: list[Mark] = field(default_factory=list)
     verify: tuple[Mark, Mark] | None = None
-    forwarded: int = 0
+    forwarded_rows: int = 0
+    """T."""
+    selected: Any = None
+    """What the selector needs for the outcome."""
+    outcome: HostSizes | None = None
+    """[B, ...] on its way to the host; ``None``: nothing was scored."""
+    forwards: int = 0
+    """Target forwards of the server, up to and including this step's."""
+    end: Mark | None = None
+    """When the next step began; ``None``: something else ran between them."""
 
-    def times(self) -> dict[str, Any]:
-        """What the cost of steps is learnt from; it has verified, and all its marks are passed."""
+    def layers_begin(self) -> None:
+        """The first draft forward starts; of several calls the first counts."""
+        if not self.draft:
+            on_cuda = self.start.on_cuda
+            self.draft = [Mark(on_cuda), Mark(on_cuda)]
+            self.draft[0].set()
+
+    def layers_end(self) -> None:
+        """The last draft forward has ended."""
+        if self.draft:
+            self.draft[1].set()
+
+    @contextmanager
+    def timing(self, target_worker: Any, verify_input: Any) -> Iterator[None]:
+        """Time the forward of ``verify_input`` inside the block."""
+        with timed_forward(target_worker, self.start.on_cuda) as marks:
+            yield
+        self.verify, self.forwarded_rows = marks, verify_input.forwarded_rows
+
+    @property
+    def arrived(self) -> bool:
+        """Whether reading the outcome and the times would not wait for the device."""
+        outcome = self.outcome is None or self.outcome.arrived
+        return outcome and (self.end is None or self.end.passed)
+
+    def times(self) -> StepTimes:
+        """What the step took; it has been verified, and its marks are passed."""
         assert self.verify is not None
-        return {
-            "rows": self.forwarded,
-            "batch": self.batch,
-            "context": self.context,
-            "verify_ms": self.verify[0].until(self.verify[1]),
-            "draft_ms": self.draft[0].until(self.draft[1]) if self.draft else 0.0,
-        }
+        return StepTimes(
+            self.forwarded_rows,
+            self.verify[0].until(self.verify[1]),
+            self.draft[0].until(self.draft[1]) if self.draft else 0.0,
+            None if self.end is None else self.start.until(self.end),
+        )
 
 
 class Planning:
     """Plans the steps of one server.
 
     Args:
-        planner: What decides; only rank 0's is asked.
+        planner: Decides; of several ranks that share requests only the first one's.
+        selector: Shares the row budget out on the device; ``None``: the policy's gate does.
         tiers: Gives the row counts of the target's CUDA graphs; ``None``: any is as good.
         width: N.
-        slots: Rows of SGLang's request table.
         device: Where drafts are.
+        forwards: Counts the forwards of the target.
         state_file: Called with the planner, gives the file that keeps what it learns.
         agree: Makes a few integers equal on all ranks; ``None`` on one rank.
         failed: Called with what the planner raised. ``None``: it is raised on.
@@ -98,426 +133,222 @@ class Planning:
 
     def __init__(
         self,
-        planner: Planner,
+        planner: Any,
+        selector: Selector | None,
         *,
         tiers: Callable[[], Tiers | None],
         width: int,
-        slots: int,
         device: torch.device | str,
-        state_file: Callable[[Planner], StateFile | None] | None = None,
+        forwards: Callable[[], int] = lambda: 0,
+        state_file: Callable[[Any], StateFile | None] | None = None,
         agree: Callable[[list[int]], list[int]] | None = None,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
-        self.planner = planner
-        self._failed = failed
+        self.planner, self.selector = planner, selector
         self.state_file = None if state_file is None else state_file(planner)
-        self._tiers, self._width = tiers, width
-        self.depths: Sequence[int] | None = None
-        """Numbers of layers that can be drafted; ``None``: any."""
-        self.widths: Collection[int] | None = None
-        """Widths of drafts that can be; ``None``: any that the planner knows."""
-        self.unmeasured: Collection[int] = ()
-        """Requests of the step in progress of whose first draft nothing is known: what becomes of
-        their drafts says nothing of a confidence."""
-        self._constrained: Collection[int] = ()
-        """Requests of the step in progress that teach only what concerns their like."""
-        self.fell_back = False
-        """Whether the planner failed in the step in progress, so that drafts stay whole."""
+        self.agree = agree or (lambda numbers: numbers)
+        self._tiers, self._width, self._forwards = tiers, width, forwards
+        self._on_cuda = torch.device(device).type == "cuda"
+        self._failed = failed
         self.strange = 0
         """Drafts whose confidence was no probability."""
-        self.agree = agree or (lambda numbers: numbers)
-        self._rehearsed: Choice | None = None
-        """What a step does that serves nobody; ``None``: it serves."""
-        self._on_cuda = torch.device(device).type == "cuda"
-        self._acceptances = planner.free, planner.constrained
-        self._survival, self._of_constrained = (
-            DeviceSurvival(of.survival, device) for of in self._acceptances
-        )
-        layers = width - 1
-        # Of a step, where CUDA graphs can write them.
-        self._confidences = torch.ones((slots, layers), device=device)
-        self._survivals = torch.ones((slots, layers), device=device)
-        self._outcomes: deque[Outcome] = deque(maxlen=LONGEST_LAG)
-        self._times: deque[tuple[_Step, Mark]] = deque(maxlen=LONGEST_LAG)
-        """Steps, and when the next one started."""
-        self._step: _Step | None = None
-        self._known_first = np.full(1, 0.5)
-        self._known_constrained: Numbers | None = None
-        """[S] bool: which of these are of constrained requests; ``None``: none."""
+        self._last: Step | None = None
+        """The last step that was verified, until the next one begins."""
+        self._finished: deque[Step] = deque(maxlen=LONGEST_LAG)
+        self._row_counts: dict[int, Sequence[int]] = {}
         self._learnt = [0, 0]
         """Steps that free requests were learnt from, and constrained ones."""
 
-    def warm_up(self, batches: Iterable[int]) -> None:
-        """Compile what is launched outside of graphs, for batches of these sizes."""
-        for batch in batches:
-            whole = torch.zeros(batch, dtype=torch.bool, device=self._survivals.device)
-            for chosen in (None, whole):
-                chains_within(self._survivals[:batch], 0, self._width, chosen)
-            self._with_constrained(self._survivals[:batch], [0])
-            ones = whole.int() + 1
-            outcome_of_chains(self._confidences[:batch], ones, ones)
-            self.drafted([self._survivals[:batch, 0].clone()])  # without a graph
+    @property
+    def plans(self) -> bool:
+        """Whether the planner plans, and no gate decides instead."""
+        return self.selector is not None
 
     def begin(
         self,
         batch: int,
-        first: Callable[[], FirstLayer],
         *,
         context: int = 0,
-        plain: bool = False,
+        full: Collection[int] = (),
         constrained: Collection[int] = (),
-    ) -> Choice:
-        """Layers to draft in this step; ``first`` gives what is known of its first drafts,
-        ``context`` is how many tokens stand before all of them, ``plain`` says whether it may
-        do without a gate, and ``constrained`` which of its requests have a target that is not the
-        model's own.
+        unmeasured: Collection[int] = (),
+        agreed_layers: Callable[[int], int] = lambda mine: mine,
+    ) -> Step:
+        """Plan the next step, of B requests.
+
+        Args:
+            batch: B.
+            context: See :class:`Step`.
+            full: See :class:`Step`.
+            constrained: See :class:`Step`.
+            unmeasured: See :class:`Step`.
+            agreed_layers: Makes the number of layers that of all ranks that forward together.
         """
         start = Mark(self._on_cuda)
         start.set()
-        if self._step is not None:
-            self._times.append((self._step, start))
-        self.fell_back, self._constrained = False, constrained
-        # A plain step would verify as many drafts of requests whose drafts fail.
-        plain = plain and not constrained
-        whole_drafts = Choice(self._full_drafts(batch), "failed")
-        choice = self._or_else(
-            whole_drafts, lambda: self._decide(batch, first, context=context, plain=plain)
-        )
-        plan, whole = choice.plan, -1 if choice.whole is None else choice.whole
-        reason, width, layers, rows, whole = self.agree(
-            [REASONS.index(choice.reason), plan.width, plan.layers, plan.rows, whole]
-        )
-        plan = plan._replace(width=width, layers=layers, rows=rows)
-        choice = Choice(plan, REASONS[reason], None if whole < 0 else whole)
-        self.fell_back = choice.reason == "failed"
-        self._step = _Step(choice, plan, batch, context, start)
-        return choice
+        if self._last is not None:
+            # A server that was idle has requests that came from elsewhere, or a prefill.
+            followed = self._last.forwards == self._forwards() and len(unmeasured) < batch
+            self._last.end = start if followed else None
+            self._finished.append(self._last)
+            self._last = None
+        plan = self._plan(batch, context, full, constrained)
+        plan = self._with_layers(plan, agreed_layers(plan.num_layers), batch)
+        return Step(plan, batch, context, start, full, constrained, unmeasured)
 
-    def _decide(
-        self, batch: int, first: Callable[[], FirstLayer], *, context: int, plain: bool
-    ) -> Choice:
-        """The planner's choice for this step. Raises what the planner raises, and ValueError for a
-        choice that is no step.
-        """
-        self._learn()
-        if self._rehearsed is not None:
-            return self._rehearsed
-        choice = self.planner.plain_step(batch) if plain else None
-        if choice is None:
-            if not self._on_cuda:
-                self._known_first = self._first(first())
-                self._known_constrained = self._mask_of_constrained(batch)
-            choice = self.planner.choose(
-                self._known_first, batch, self._rows(batch), self.depths, context=context,
-                widths=self.widths, plain=plain, constrained=self._known_constrained,
-            )  # fmt: skip
-        return self._checked(choice, batch)
+    def warm_up_step(self, batch: int, *, layers: int, rows: int, context: int) -> Step:
+        """A step of dummy requests, of which nothing is learnt but :meth:`learn_warm_up`."""
+        start = Mark(self._on_cuda)
+        start.set()
+        plan = StepPlan(StepKind.WARMUP, layers, self.planner.topk, rows)
+        return Step(plan, batch, context, start)
 
-    def _checked(self, choice: Choice, batch: int) -> Choice:
-        """The ``choice``; ValueError where no step can be made so. Rows may be too many or too few,
-        but for a plain step.
+    def finish(self, step: Step, verify_input: Any, accept_lens: Tensor) -> None:
+        """A ``step`` is verified: ``accept_lens`` [B] tokens were accepted, bonus included."""
+        step.forwards = self._forwards()
+        if step.plan.kind is StepKind.WARMUP:
+            return
+        scored = step.plan.kind not in (StepKind.UNIFORM, StepKind.FIXED)
+        if self.selector is not None and scored:
+            step.outcome = HostSizes(self.selector.outcome(step, verify_input, accept_lens))
+        self._last = step
+
+    def learn_warm_up(self, step: Step) -> None:
+        """Wait for a step of dummy requests, and learn what it took."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        record = StepRecord(step.plan, step.batch, step.context, times=step.times())
+        self.planner.learn(record)
+
+    def warm_up(self, batches: Iterable[int]) -> None:
+        """Compile what is launched outside of graphs, for batches of these sizes."""
+        if self.selector is not None:
+            self.selector.warm_up(batches)
+
+    # -- the plan ----------------------------------------------------------------------------
+
+    def _plan(
+        self, batch: int, context: int, full: Collection[int], constrained: Collection[int]
+    ) -> StepPlan:
+        """The first rank's plan. Whoever opted out has all layers drafted, and would get no more
+        rows than others in a uniform step; nor would constrained requests, whose drafts fail, get
+        less.
         """
-        plan, whole = choice.plan, choice.whole
-        plan = plan._replace(rows=int(plan.rows))
+        depths = range(self.planner.max_depth if full else 1, self.planner.max_depth + 1)
+        view = BatchView(
+            batch,
+            self._rows(batch),
+            depths,
+            context,
+            len(constrained),
+            allows_uniform=not full and not constrained,
+        )
+        rows = batch * self._width
+        plan = StepPlan(StepKind.FALLBACK, depths[-1], self.planner.topk, rows)
+        plan = self._or_else(plan, lambda: self._checked(self._learnt_and_planned(view), view))
+        if self.selector is None:
+            return plan
+        chosen = -1 if plan.full_draft_of is None else plan.full_draft_of
+        kind, layers, rows, chosen = self.agree(
+            [KINDS.index(plan.kind), plan.num_layers, plan.row_budget, chosen]
+        )
+        return replace(
+            plan,
+            kind=KINDS[kind],
+            num_layers=layers,
+            row_budget=rows,
+            full_draft_of=None if chosen < 0 else chosen,
+        )
+
+    def _learnt_and_planned(self, view: BatchView) -> StepPlan:
+        """The planner's plan, once it has learnt from what has arrived. Raises what it raises."""
+        while self._finished and self._finished[0].arrived:
+            self._learn(self._finished.popleft())
+        if self.state_file is not None:
+            self.state_file.save_now_and_then()
+        plan: StepPlan = self.planner.plan(view)
+        return plan
+
+    def _checked(self, plan: StepPlan, view: BatchView) -> StepPlan:
+        """The ``plan``; ValueError where no step can be made so. Rows may be too many or too few,
+        but for a uniform step.
+        """
+        batch, uniform, chosen = view.batch_size, plan.kind is StepKind.UNIFORM, plan.full_draft_of
         if (
-            choice.reason not in REASONS
-            or plan.layers not in (self.depths or range(1, self.planner.max_depth + 1))
-            or plan.width not in (self.widths or self.planner.widths)
-            or not (choice.reason != "plain" or batch <= plan.rows <= batch * self._width)
-            or not (whole is None or 0 <= whole < batch)
+            plan.kind not in OF_PLANNERS
+            or plan.num_layers not in view.depths
+            or not -(2**31) < plan.row_budget < 2**31
+            or (uniform and plan.row_budget != batch * self.planner.full_rows(plan.num_layers))
+            or not (chosen is None or 0 <= chosen < batch)
         ):
-            raise ValueError(f"a planner chose {choice} for {batch} requests")
-        return choice._replace(plan=plan)
+            raise ValueError(f"a planner planned {plan} for {batch} requests")
+        return (
+            plan if type(plan.row_budget) is int else replace(plan, row_budget=int(plan.row_budget))
+        )
 
-    def _full_drafts(self, batch: int) -> Plan:
-        """The plan that cuts nothing."""
-        layers = max(self.depths or [self.planner.max_depth])
-        return Plan(layers, batch * self._width, float(batch), 1.0, self._widest)
-
-    @property
-    def _widest(self) -> int:
-        return max(self.widths or self.planner.widths)
+    def _with_layers(self, plan: StepPlan, layers: int, batch: int) -> StepPlan:
+        """The ``plan`` with the layers that all ranks draft."""
+        if layers == plan.num_layers:
+            return plan
+        most = batch * self.planner.full_rows(layers)
+        rows = most if plan.kind is StepKind.UNIFORM else min(plan.row_budget, most)
+        return replace(plan, num_layers=layers, row_budget=rows)
 
     def _or_else(self, otherwise: T, ask: Callable[[], T]) -> T:
-        """What a planner says if it is asked; ``otherwise``, and the step falls back, where it
-        raises.
-        """
+        """What a planner says if it is asked; ``otherwise`` where it raises."""
         try:
             return ask()
         except Exception as error:
             if self._failed is None:
                 raise
             self._failed(error)
-            self.fell_back = True
             return otherwise
 
-    @property
-    def told(self) -> PlannedStep | None:
-        """What metrics say of the step in progress."""
-        if self._step is None:
-            return None
-        planner = self.planner
-        return PlannedStep(
-            self._step.choice.reason,
-            self._step.plan.layers,
-            self._step.plan.width,
-            planner.predicted_ms / 1e3,
-            planner.measured_ms / 1e3,
+    # -- learning ----------------------------------------------------------------------------
+
+    def _learn(self, step: Step) -> None:
+        """Learn from a step whose record has arrived."""
+        record = StepRecord(
+            step.plan,
+            step.batch,
+            step.context,
+            times=None if step.end is None else step.times(),
         )
+        if step.outcome is not None and self.selector is not None:
+            numbers = step.outcome.wait().numpy()
+            outcome, teaches = self._sane(self.selector, numbers, step.plan)
+            teaches[list(step.unmeasured)] = False
+            record = replace(
+                record,
+                outcome=tuple(values[teaches] for values in outcome) if teaches.any() else (),
+                constrained=mask_of(step.constrained, step.batch)[teaches],
+            )
+        self.planner.learn(record)
+        if self.selector is not None and record.outcome:
+            for constrained in (False, True):
+                if (record.constrained == constrained).any():
+                    self._learnt[constrained] += 1
+                    if self._learnt[constrained] % REFRESH_EVERY == 0:
+                        self.selector.refresh(constrained=constrained)
 
-    def draft(self, layers: int) -> None:
-        """Other ranks make the step in progress draft so many layers."""
-        step = self._now
-        most = step.batch * self.planner.full_rows(layers, step.plan.width)
-        step.plan = step.plan._replace(layers=layers, rows=min(step.plan.rows, most))
-
-    def whole_drafts(self) -> Plan:
-        """Somebody wants all of a draft: the step in progress drafts as much as any can."""
-        step, planner = self._now, self.planner
-        step.plan = step.plan._replace(layers=planner.max_depth, width=planner.widest)
-        return step.plan
-
-    def interrupted(self) -> None:
-        """What comes next is no step like the others: nobody knows when this one ended."""
-        self._step = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether the step in progress verifies every draft alike, and asks no gate."""
-        return self._step is not None and self._step.choice.reason == "plain"
-
-    def rehearse(self, plan: Plan, run: Callable[[], object], *, learn: bool) -> None:
-        """Have ``run()`` make a step of ``plan`` that serves nobody. What its drafts became means
-        nothing; what it took is waited for, and learnt if so told.
-        """
-        self._rehearsed = Choice(plan, "rehearsed")
-        try:
-            run()
-            step = self._step
-            assert step is not None, "rehearsed without a step"
-            if self._on_cuda:
-                torch.cuda.synchronize()
-            if learn:
-                self.planner.cost.observe(layers=plan.layers, width=plan.width, **step.times())
-        finally:
-            self._rehearsed = self._step = None
-            self._outcomes.clear()
-
-    def drafted(self, confidences: Sequence[Tensor]) -> None:
-        """The confidences [B] of each drafted layer. May be captured in a CUDA graph."""
-        first, *more = confidences
-        drafted = torch.stack((first, *more), dim=1) if more else first[:, None]
-        here = slice(len(first)), slice(len(confidences))
-        self._survival.of_chains(drafted, out=self._survivals[here], kept=self._confidences[here])
-
-    def layers_begin(self) -> None:
-        """The first draft forward of a step starts; of several calls the first counts."""
-        if self._step is not None and not self._step.draft:
-            self._step.draft = [Mark(self._on_cuda), Mark(self._on_cuda)]
-            self._step.draft[0].set()
-
-    def layers_end(self) -> None:
-        """The last draft forward has ended."""
-        if self._step is not None and self._step.draft:
-            self._step.draft[1].set()
-
-    def settle(
-        self,
-        layers: int,
-        whole: Collection[int] = (),
-        *,
-        agreed: Callable[[Tensor], Tensor] = lambda mine: mine,
-    ) -> tuple[Tensor, Tensor, int]:
-        """Chains cut to what is verified, as :func:`chains_within` has them, and the rows of all.
-
-        Args:
-            layers: d, drafted.
-            whole: Which of the B requests' drafts are verified to the end, come what may.
-            agreed: Makes a tensor equal on all ranks.
-        """
-        batch = self._now.batch
-        drafts, mask, total = self._share(
-            layers,
-            whole,
-            lambda: as_probabilities(self._confidences[:batch, :layers].numpy())[0],
-        )
-        survivals = self._survivals[:batch]
-        if self._constrained:
-            survivals = self._with_constrained(survivals, self._constrained)
-        survivals = agreed(survivals)
-        lens, links = chains_within(survivals, drafts, self._width, mask, layers=layers)
-        return lens, links, total
-
-    def _with_constrained(self, survivals: Tensor, constrained: Collection[int]) -> Tensor:
-        """``survivals`` [B, D], those of ``constrained`` requests by what became of their like."""
-        batch = len(survivals)
-        confidences, theirs = self._confidences[:batch], torch.empty_like(survivals)
-        self._of_constrained.of_chains(confidences, out=theirs, kept=confidences)
-        return torch.where(self._mask(batch, constrained)[:, None], theirs, survivals)
-
-    def alike(self) -> tuple[Tensor, int]:
-        """Rows of each request [B] int32, root included, and of all of them in a plain step."""
-        batch, rows = self._now.batch, self._now.plan.rows
-        each = torch.full(
-            (batch,), self.rows_each, dtype=torch.int32, device=self._survivals.device
-        )
-        return each, rows
-
-    @property
-    def layers(self) -> int:
-        """D of the step in progress."""
-        return self._now.plan.layers
-
-    @property
-    def width(self) -> int:
-        """W of the step in progress."""
-        return self._now.plan.width
-
-    @property
-    def rows_each(self) -> int:
-        """Rows of each request in a plain step, root included."""
-        return self._now.plan.rows // self._now.batch
-
-    @property
-    def _now(self) -> _Step:
-        assert self._step is not None, "asked before it began"
-        return self._step
-
-    def _share(
-        self, layers: int, whole: Collection[int], seen: Callable[[], Array]
-    ) -> tuple[int, Tensor | None, int]:
-        """Drafts that are verified of the requests that are not whole, [B] bool which are, if any
-        is, and the rows of all.
-
-        Args:
-            layers: d, drafted.
-            whole: Which of the B requests want to be.
-            seen: Gives the drafts' confidences, where the host can have them for nothing.
-        """
-        step = self._now
-        batch, width = step.batch, step.plan.width
-        each = self.planner.full_rows(layers, width) - 1
-        if not self._on_cuda and self._rehearsed is None:
-            rows = batch * self._width
-            if not self.fell_back:
-                rows = self._or_else(rows, lambda: self._settled(seen(), width))
-            (rows,) = self.agree([rows])
-            step.plan = step.plan._replace(rows=rows)
-        step.plan = step.plan._replace(layers=layers)
-        whole = {*whole} if step.choice.whole is None else {*whole, step.choice.whole}
-        wanted = step.plan.rows - batch - len(whole) * each
-        drafts = min(max(wanted, 0), (batch - len(whole)) * each)
-        mask = self._mask(batch, whole) if whole else None
-        return drafts, mask, batch + drafts + len(whole) * each
-
-    def _settled(self, confidences: Array, width: int) -> int:
-        """Rows of all, as the planner wants them of drafts with these ``confidences``."""
-        batch = self._now.batch
-        plan = self.planner.settle(
-            confidences, self._rows(batch), width, self._mask_of_constrained(batch)
-        )
-        return int(plan.rows)
-
-    def _mask_of_constrained(self, batch: int) -> Numbers | None:
-        """[B] bool on the host; ``None``: none is."""
-        return mask_of(self._constrained, batch) if self._constrained else None
-
-    def _mask(self, batch: int, chosen: Collection[int]) -> Tensor:
-        """[B] bool where drafts are: true at the ``chosen``. From the host, so that the total is
-        that of the device.
-        """
-        mask = torch.from_numpy(mask_of(chosen, batch))
-        if self._on_cuda:  # a copy from pageable memory would wait for the device
-            mask = mask.pin_memory()
-        return mask.to(self._survivals.device, non_blocking=True)
-
-    @contextmanager
-    def timing(self, target_worker: Any, verify_input: PackedVerifyInput) -> Iterator[None]:
-        """Time the forward of ``verify_input`` inside the block."""
-        with timed_forward(target_worker, self._on_cuda) as marks:
-            yield
-        if self._step is not None:
-            self._step.verify = marks
-            self._step.forwarded = verify_input.forwarded_rows
-
-    def verified(self, verify_input: PackedVerifyInput, accept_lens: Tensor) -> None:
-        """The outcome of a step: ``accept_lens`` [B] tokens accepted, bonus included."""
-        if self.plain:  # nobody has said how sure its drafts were
-            return
-        num_rows, layers = verify_input.num_rows, self._now.plan.layers
-        drafted = self._confidences[: len(num_rows), :layers]
-        self._send(outcome_of_chains(drafted, num_rows, accept_lens))
-
-    def _send(self, outcome: Tensor) -> None:
-        """The ``outcome`` [B, ...] of the step in progress starts on its way to the host."""
-        self._outcomes.append(
-            Outcome(HostSizes(outcome), self._now.plan, self.unmeasured, self._constrained)
-        )
-
-    def _learn(self) -> None:
-        """Learn from what has arrived since."""
-        while self._outcomes and self._outcomes[0].sizes.arrived:
-            outcome = self._outcomes.popleft()
-            for constrained in self._learn_outcome(outcome.sizes.wait().numpy(), outcome):
-                self._learnt[constrained] += 1
-                if self._learnt[constrained] % REFRESH_EVERY == 0:
-                    twin = self._of_constrained if constrained else self._survival
-                    twin.refresh(self._acceptances[constrained].survival)
-        while self._times and self._times[0][1].passed:
-            self._learn_time(*self._times.popleft())
-        if self.state_file is not None:
-            self.state_file.save_now_and_then()
-
-    def _sane(self, confidences: Numbers) -> tuple[Array, NDArray[np.bool_]]:
-        """``confidences`` [B, ...] of drafts that were verified as probabilities, and [B] whose
-        were that before.
-        """
-        probabilities, strange = as_probabilities(confidences)
+    def _sane(
+        self, selector: Selector, numbers: Numbers, plan: StepPlan
+    ) -> tuple[list[Numbers], NDArray[np.bool_]]:
+        """The outcome with confidences that are probabilities, and [B] whose were that before."""
+        outcome, at = list(selector.unpacked(numbers, plan)), selector.confidence_at
+        probabilities, strange = as_probabilities(outcome[at])
         if strange.any():
             if self.strange == 0:
                 logger.warning(
                     "C2T: the draft or its gate gave confidences that are no probabilities, and "
                     "drafts with such ones teach nothing: %s",
-                    confidences[strange][:3].tolist(),
+                    outcome[at][strange][:3].tolist(),
                 )
             self.strange += int(strange.sum())
-        of_request = strange.reshape(len(strange), -1).any(axis=1)
-        return probabilities, ~np.asarray(of_request, dtype=np.bool_)
+        outcome[at] = probabilities
+        return outcome, ~strange.reshape(len(strange), -1).any(axis=1)
 
-    def _first(self, layer: FirstLayer) -> Array:
-        """What is known of first drafts, as :meth:`Planner.choose` takes it."""
-        return as_probabilities(layer.confidence[0].numpy())[0]
-
-    def _learn_outcome(self, numbers: Numbers, outcome: Outcome) -> list[bool]:
-        """Learn from the ``numbers`` [B, ...] that an ``outcome`` brought; returns for each class
-        of requests that taught whether it is the constrained one.
-        """
-        layers = outcome.plan.layers
-        confidences, drafts, correct = np.split(numbers, [layers, layers + 1], axis=1)
-        confidences, sane = self._sane(confidences)
-        self._knows(confidences[:, 0], outcome)
-        learnt = []
-        for rows, constrained in outcome.classes(sane):
-            counts = drafts[rows, 0], correct[rows, 0]
-            self.planner.learn_drafts(confidences[rows], *counts, constrained=constrained)
-            learnt.append(constrained)
-        return learnt
-
-    def _knows(self, first: Array, outcome: Outcome) -> None:
-        """The ``first`` drafts [B, ...] of an ``outcome`` stand for those to come."""
-        self._known_first = first
-        constrained = outcome.constrained
-        self._known_constrained = mask_of(constrained, len(first)) if constrained else None
-
-    def _learn_time(self, step: _Step, end: Mark) -> None:
-        if step.verify is None:
-            return
-        self.planner.learn_time(
-            step.plan,
-            step_ms=step.start.until(end),
-            plain=step.choice.reason == "plain",
-            **step.times(),
-        )
+    # -- for people --------------------------------------------------------------------------
 
     def report(self, most_requests: int) -> dict[str, Any] | None:
         """What the planner has learnt, and what loads up to twice ``most_requests`` would bring;
@@ -529,9 +360,10 @@ class Planning:
         if self.state_file is not None:
             self.state_file.save_now_and_then(EVERY_IF_ASKED)
         batches = {1 << n for n in range((2 * most_requests).bit_length())} | {most_requests}
-        outlook = self.planner.outlook({batch: self._rows(batch) for batch in sorted(batches)})
-        told = {"outlook": outlook, "strange_confidences": self.strange}
-        return self.planner.report() | told
+        row_counts = {batch: self._rows(batch) for batch in sorted(batches)}
+        plans: list[Any] = self.planner.best_plan_by_batch_size(row_counts)
+        report: dict[str, Any] = self.planner.report()
+        return report | {"best_plan_by_batch_size": plans, "strange_confidences": self.strange}
 
     def row_counts(self, most_requests: int) -> Sequence[int]:
         """Row counts that verifications of up to ``most_requests`` may have, rising."""
@@ -539,22 +371,21 @@ class Planning:
         # Graphs may be captured for more requests than are admitted.
         return range(1, most + 1) if tiers is None else [t for t in tiers.rows if t <= most]
 
-    def _rows(self, batch: int) -> list[int]:
+    def _rows(self, batch: int) -> Sequence[int]:
         """Row counts to choose from: tiers that can hold the batch."""
-        most = batch * self._width
-        tiers = self._tiers()
-        if tiers is None:
-            return every_few(batch, most)
-        fitting = [t for t in tiers.rows if tiers.pick(t, batch) == t]
-        # Beyond the largest graph all is eager.
-        return fitting or every_few(batch, most)
+        if batch not in self._row_counts:
+            most, tiers = batch * self._width, self._tiers()
+            fitting = [t for t in tiers.rows if tiers.pick(t, batch) == t] if tiers else []
+            # Beyond the largest graph all is eager.
+            self._row_counts[batch] = fitting or geometric_sizes(batch, most)
+        return self._row_counts[batch]
 
 
-def every_few(least: int, most: int) -> list[int]:
-    """Numbers from ``least`` to ``most``, both among them, and between these the ones that have a
-    price of their own: a few of each octave, so that most are where a row costs most.
+def geometric_sizes(least: int, most: int) -> list[int]:
+    """Numbers from ``least`` to ``most``, both included: a few of each octave, each with a cost of
+    its own, so that most of them are where a row costs most.
     """
     found = [least]
-    while (size := priced_behind(found[-1])) < most:
+    while (size := next_bucket(found[-1])) < most:
         found.append(size)
     return sorted({*found, most})

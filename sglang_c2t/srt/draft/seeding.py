@@ -1,7 +1,7 @@
 """What steps cost on this machine, measured before the first request comes.
 
 A step serves dummy requests, all in the padding row of SGLang's request table, whose KV slot is
-the padding slot: nothing is allocated, and what they write nobody reads. All else is as in
+the padding slot: nothing is allocated, and what they write is never read. All else is as in
 serving: the same worker drafts, verifies and is timed, in its CUDA graphs where it has some.
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from sglang_c2t.plan.cost import SEED, spread
-from sglang_c2t.plan.plan import Plan
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.dummy import dummy_batch
 from sglang_c2t.srt.tensor_parallel import all_ranks, host_agreement
@@ -61,9 +60,14 @@ def seed_costs(planning: Planning, worker: Any) -> None:
     def step(rows: int, *, learn: bool) -> None:
         requests = -(-rows // width)
         batch = _dummy_batch(worker, requests)
-        planner = planning.planner
-        plan = Plan(planner.max_depth, rows, float(requests), 1.0, planner.widest)
-        planning.rehearse(plan, lambda: worker.forward_batch_generation(batch), learn=learn)
+        layers = planning.planner.max_depth
+        made = planning.warm_up_step(
+            requests, layers=layers, rows=rows, context=int(batch.seq_lens_sum)
+        )
+        batch.spec_info.c2t_step = made
+        worker.forward_batch_generation(batch)
+        if learn:
+            planning.learn_warm_up(made)
 
     step(span[0], learn=False)  # compiles what a server compiles once
     began = time.perf_counter()

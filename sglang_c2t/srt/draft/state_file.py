@@ -19,7 +19,8 @@ from sglang_c2t.plan.planner import Planner
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+#: Of a state. Version 1 knew other kinds of steps: it is refused, and the planner starts cold.
+VERSION = 2
 
 #: Seconds between two writes while the server runs.
 EVERY = 60.0

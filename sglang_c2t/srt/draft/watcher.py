@@ -4,7 +4,10 @@
 runner's ``forward`` on the instance, read the logits it returns, and, once no draft of
 the batch is alive, return a placeholder instead of running the model: the loop then
 spins through its remaining steps without a forward, and the tokens it collects lie
-behind every request's cut. Here what chains (``chain.py``) and trees (``tree.py``) share.
+after every request's cut. Here what chains (``chain.py``) and trees (``tree.py``) share.
+
+A step is planned before it is drafted. It travels on SGLang's draft input to the draft loop, and
+on the verify input to verification and draft extend.
 
 In a CUDA graph the same code runs once, at capture, and without early exits: what it
 launches is replayed, and what it leaves behind must be in memory that a graph's pool does
@@ -24,14 +27,13 @@ from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 from torch import Tensor
 
 from sglang_c2t.draft.gate import Exploration, Gate
-from sglang_c2t.draft.slots import FirstLayer
-from sglang_c2t.plan.plan import Plan
+from sglang_c2t.plan.step import StepKind
 from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.data_parallel import Peers, peers
-from sglang_c2t.srt.draft.planning import Planning
+from sglang_c2t.srt.draft.lengths import DraftLengths
+from sglang_c2t.srt.draft.planning import Planning, Step
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 from sglang_c2t.srt.hooks.requests import constrained, opts_out
-from sglang_c2t.srt.verify.feedback import Feedback
 
 # B requests, V draft vocabulary
 
@@ -41,22 +43,23 @@ class DraftWatcher(EagleDraftWorker):
 
     gate: Gate
 
-    feedback: Feedback
+    planning: Planning
+    """Plans each step, as the policy says."""
 
-    planning: Planning | None = None
-    """Plans each step, if the policy says so."""
+    gating: Planning
+    """Plans the steps that a gate decides, and those that are recorded."""
 
     captured_planning: Planning | None = None
     """The planning whose tables the draft graphs write, in charge or not."""
+
+    lengths: DraftLengths
+    """What drafts so many layers."""
 
     packed = False
     """Whether the target forwards surviving rows only; else N rows per request."""
 
     peers: Peers | None = None
     """The ranks that forward together with this one."""
-
-    drafted_rows: int
-    """Rows of a request, root included, that the step in progress drafts at most."""
 
     _make_gate: Callable[..., Gate]
     _exploration: Exploration | None
@@ -94,7 +97,7 @@ class DraftWatcher(EagleDraftWorker):
         """Size the relay of first-token statistics like SGLang's own request table."""
         super().alloc_memory_pool(*args, **kwargs)
         self.peers = peers()
-        self._to_relay: Callable[[], None] | None = None
+        self.lengths = DraftLengths(self)
         self._arrived: set[int] = set()  # slots
         self._constrained: set[int] = set()  # slots, some of requests that have ended
         self.gate = self._make_gate(
@@ -104,11 +107,15 @@ class DraftWatcher(EagleDraftWorker):
         )
 
     def _capture_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
-        """Capture drafting with its gate, and watch the graph of draft extend."""
-        self.captured_planning = self.planning
+        """Capture drafting with its gate, for each number of layers that a planner may choose, and
+        watch the graph of draft extend.
+        """
+        self.captured_planning = self.planning if self.planning.plans else None
         with self._as_captured():
             super()._capture_cuda_graphs(*args, **kwargs)
         self._count_replays(getattr(self, "cuda_graph_runner", None))
+        if self.planning.plans:
+            self.lengths.capture()
         extend = getattr(self, "cuda_graph_runner_for_draft_extend", None)
         if extend is None:
             return
@@ -143,7 +150,10 @@ class DraftWatcher(EagleDraftWorker):
             forwards = graphs.speculative_num_steps - 1
             COUNTERS.draft_forwards += forwards
             COUNTERS.draft_rows += forwards * forward_batch.batch_size * topk
-            return execute(forward_batch, *args, **kwargs)
+            drafted = timed_layer(forward_batch, lambda: execute(forward_batch, *args, **kwargs))
+            if (step := step_of(forward_batch)) is not None:
+                step.layers_end()
+            return drafted
 
         attach.write(graphs, execute=counted_execute)
 
@@ -160,9 +170,7 @@ class DraftWatcher(EagleDraftWorker):
         """Measure the first token drafted behind each prompt."""
         with self._last_output() as output:
             result = super()._draft_extend_for_prefill(batch, *args, **kwargs)
-        self._interrupted()
         if not batch.forward_mode.is_idle():
-            self._catch_up()
             self._admit(batch)
             with GATE_CLOCK:
                 self.gate.join(batch.req_pool_indices, *output())
@@ -173,7 +181,6 @@ class DraftWatcher(EagleDraftWorker):
 
         Of that draft only tokens and their probabilities travel, not what a gate reads.
         """
-        self._catch_up()  # else it would be told of who had these slots before
         self._arrived.update(self._admit(batch))
         self.gate.join_unmeasured(batch.req_pool_indices)
 
@@ -186,86 +193,70 @@ class DraftWatcher(EagleDraftWorker):
         self._constrained.update(slot for slot, req in each if constrained(req))
         return slots
 
-    def judge_anew(self) -> None:
-        """Another policy judges from the next step on: no waiting first layer was judged by it.
-
-        They are forgotten in the next step, where the device has done with the last one.
-        """
-        self._to_relay = partial(self.gate.first_tokens.forget, slice(None))
+    def forget_first_layers(self) -> None:
+        """Another policy's gate scores from the next step on: it has scored no first layer yet."""
+        self.gate.forget_first_layers()
         self._arrived.update(range(self.req_to_token_pool.req_to_token.shape[0]))
 
-    def _take_arrived(self, batch: Any) -> list[int]:
-        """Which of the batch's requests have a first layer that this gate has not judged, as they
-        arrived since the last step or the policy changed.
-        """
-        if not self._arrived:
-            return []
-        self._catch_up()
-        arrived = _among(self._arrived, batch)
-        self._arrived.clear()
-        return arrived
-
     def constrained_in(self, batch: Any) -> list[int]:
-        """Which of the batch's requests have a target that is not the model's own."""
+        """Indices of the batch's requests whose sampling changes the target's distribution."""
         return _among(self._constrained, batch) if self._constrained else []
 
-    def _interrupted(self) -> None:
-        """A prefill, or a step that nobody planned, ran between two steps."""
-        if self.planning is not None:
-            self.planning.interrupted()
-
-    @property
-    def draft_widths(self) -> Collection[int] | None:
-        """Widths of drafts that a step can have; ``None``: any that a planner knows."""
-        return None
-
-    def _begin_planned(
-        self, batch: Any, planning: Planning, *, plain: bool = False
-    ) -> tuple[Plan, list[int]]:
-        """What a step does as planned, and who of its requests wants all verified.
-
-        ``plain``: it may do without a gate, unless somebody wants that.
-        """
-        slots = batch.req_pool_indices
-        planning.unmeasured = self._take_arrived(batch)
-        if len(planning.unmeasured) == len(slots):
-            planning.interrupted()  # the server was idle
+    def _begin_step(self, batch: Any) -> Step:
+        """Plan the next step. It travels on the draft input."""
+        draft_input = batch.spec_info
+        step: Step | None = getattr(draft_input, "c2t_step", None)
+        if step is not None and step.plan.kind is StepKind.WARMUP:  # of dummy requests
+            self._agreed_layers(step.plan.num_layers, batch, full=False)
+            return step
         out = map(opts_out, batch.reqs) if self.gate.opt_outs.any else ()
-        whole = [request for request, opted in enumerate(out) if opted]
-
-        def first() -> FirstLayer:
-            self._catch_up()
-            return self.gate.first_tokens.judged(slots)
-
-        # In overlap a step or two behind: nobody waits for a number that only prices read.
+        full = [request for request, opted in enumerate(out) if opted]
+        unmeasured = []
+        if self._arrived:
+            self.gate.catch_up()
+            unmeasured = _among(self._arrived, batch)
+            self._arrived.clear()
+        # In overlap a step or two late: only costs depend on it.
         context = sum(len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs)
-        choice = planning.begin(
-            len(slots),
-            first,
+        planning = self.gating if self.gate.exploring else self.planning
+        step = planning.begin(
+            len(batch.reqs),
             context=context or batch.seq_lens_sum,
-            plain=plain and not whole,
+            full=full,
             constrained=self.constrained_in(batch),
+            unmeasured=unmeasured,
+            agreed_layers=partial(self._agreed_layers, batch=batch, full=bool(full)),
         )
-        return planning.whole_drafts() if whole else choice.plan, whole
+        draft_input.c2t_step = step
+        return step
+
+    def _agreed_layers(self, mine: int, batch: Any, *, full: bool) -> int:
+        """The layers of all ranks that forward together, where this one would draft ``mine``."""
+        if self.peers is None:
+            return mine
+        return self.peers.layers(mine, len(batch.reqs), all_of_them=full)
+
+    def _draft_idle(self, draft: Callable[[], Any]) -> Any:
+        """SGLang's ``draft`` on an idle rank, with as many layers as the ranks that serve."""
+        if self.peers is None:
+            return draft()
+        with self.lengths.drafting(self.peers.layers(1, 0)):
+            return draft()
 
     def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Measure the first token drafted behind each verification."""
+        """Measure the first token drafted after each verification."""
+        step = getattr(batch.spec_info, "step", None)
         with self._last_output() as output:
             super()._draft_extend_for_decode(batch, *args, **kwargs)
         if batch.forward_mode.is_idle():
             return
-        # Behind a plain step comes most often another, which asks for nothing, so that what is
-        # still to be measured then is of requests that are in it too, or gone. Recordings want all.
-        self._to_relay = partial(self.gate.relay_first_token, batch.req_pool_indices, *output())
-        if self.planning is None or not self.planning.plain or self._exploration is not None:
-            self._catch_up()
-
-    def _catch_up(self) -> None:
-        """Measure the first tokens that nobody has asked for yet."""
-        if self._to_relay is not None:
-            with GATE_CLOCK:
-                self._to_relay()
-            self._to_relay = None
+        # A graph scores the first layer of every step.
+        graphs = getattr(self, "cuda_graph_runner", None) is not None
+        uniform = step is not None and step.plan.kind is StepKind.UNIFORM
+        with GATE_CLOCK:
+            self.gate.relay_first_token(
+                batch.req_pool_indices, *output(), later=uniform and not graphs
+            )
 
     @contextmanager
     def _last_output(self) -> Iterator[Callable[[], tuple[Tensor, Tensor | None]]]:
@@ -284,6 +275,18 @@ class DraftWatcher(EagleDraftWorker):
 
         with self._watching(keep):
             yield lambda: (outputs[-1].next_token_logits, outputs[-1].hidden_states)
+
+
+def step_of(forward_batch: Any) -> Step | None:
+    """The step that a draft forward is of; ``None`` while graphs are captured."""
+    return getattr(forward_batch.spec_info, "c2t_step", None)
+
+
+def timed_layer(forward_batch: Any, run: Callable[[], Any]) -> Any:
+    """Run one draft forward; the first one begins the drafting of its step."""
+    if (step := step_of(forward_batch)) is not None:
+        step.layers_begin()
+    return run()
 
 
 def _among(slots: Collection[int], batch: Any) -> list[int]:

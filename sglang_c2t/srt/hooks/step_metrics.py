@@ -14,26 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_c2t.config import active
+from sglang_c2t.plan.step import StepKind, StepPlan
 from sglang_c2t.srt import attach
 from sglang_c2t.srt.hooks.reporting import GATE_CLOCK
 
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """What a planner says of a step."""
-
-    reason: str
-
-    layers: int
-    """Drafted."""
-
-    width: int
-    """Rows of a request in each."""
-
-    predicted_seconds: float
-    """Of all steps so far that had a prediction, like the next."""
-
-    measured_seconds: float
+#: Kinds of steps that a planner's counts have a label for.
+COUNTED = (
+    StepKind.PLANNED,
+    StepKind.UNIFORM,
+    StepKind.UNMEASURED,
+    StepKind.EXPLORE,
+    StepKind.FALLBACK,
+)
 
 
 @dataclass(frozen=True)
@@ -44,20 +36,33 @@ class Step:
     """Most rows of a request, root included: N."""
 
     drafted: int
-    """Rows of a request that all was drafted for; less than ``full`` if the batch drafted
-    fewer layers."""
+    """Rows of a request's full draft; less than ``full`` if the batch drafted fewer layers."""
 
     forwarded_rows: int
     """Rows of the target's forward, padding included."""
 
+    plan: StepPlan
+
     max_rows: int | None = None
     """``--c2t-max-verify-rows``."""
 
-    planned: PlannedStep | None = None
-    """How the step was planned; ``None``: by no planner."""
+    predicted_ms: float = 0.0
+    """Of all steps so far that had a prediction, as the next one."""
 
-    fell_back: bool = False
-    """Whether the policy or its planner failed, so that drafts stayed whole."""
+    measured_ms: float = 0.0
+
+    gate_fell_back: bool = False
+    """Whether the policy failed, so that its gate cut nothing."""
+
+    @property
+    def planned(self) -> bool:
+        """Whether a planner planned the step, or failed to."""
+        return self.plan.kind in COUNTED
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether the policy or its planner failed, so that full drafts are verified."""
+        return self.gate_fell_back or self.plan.kind is StepKind.FALLBACK
 
     def reason(self, rows: int, batch_rows: int) -> str:
         """Why a request's draft of ``rows`` rows ended, in a batch of ``batch_rows``.
@@ -71,7 +76,7 @@ class Step:
         if rows >= self.drafted:
             return "depth"
         spent = self.max_rows is not None and batch_rows >= self.max_rows
-        if spent or self.planned is not None:
+        if spent or self.planned:
             return "budget"
         return "policy"
 
@@ -124,26 +129,20 @@ class Series:
         ).labels(**labels)
         self._gate_seconds_told = 0.0
         plans = Counter("c2t:plans", "Steps that a planner planned, by why.", (*names, "reason"))
-        self.plans = {
-            reason: plans.labels(**labels, reason=reason)
-            for reason in ("plan", "plain", "unknown", "explore", "failed")
-        }
+        self.plans = {kind: plans.labels(**labels, reason=kind.value) for kind in COUNTED}
         self.planned_layers = counter("planned_layers", "Draft layers of planned steps.")
-        self.planned_width = counter("planned_width", "Widths of the drafts of planned steps.")
         self.predicted = counter("predicted_step_seconds", "What planned steps should have taken.")
         self.measured = counter("measured_step_seconds", "What those steps did take.")
-        self._planned_told = 0.0, 0.0
+        self._counted_ms = 0.0, 0.0  # predicted and measured
 
-    def _add_plan(self, planned: PlannedStep) -> None:
-        self.plans[planned.reason].inc()
-        self.planned_layers.inc(planned.layers)
-        self.planned_width.inc(planned.width)
-        told = planned.predicted_seconds, planned.measured_seconds
-        for series, now, before in zip(
-            (self.predicted, self.measured), told, self._planned_told, strict=True
-        ):
-            series.inc(max(now - before, 0.0))
-        self._planned_told = told
+    def _add_plan(self, step: Step) -> None:
+        self.plans[step.plan.kind].inc()
+        self.planned_layers.inc(step.plan.num_layers)
+        now = step.predicted_ms, step.measured_ms
+        both = zip((self.predicted, self.measured), now, self._counted_ms, strict=True)
+        for series, ms, before in both:
+            series.inc(max(ms - before, 0.0) / 1e3)
+        self._counted_ms = now
 
     def add(self, step: Step, batch_rows: int, counted: list[tuple[int, int]]) -> None:
         """Count a step: (rows, accepted drafts) of each request that SGLang counts it for."""
@@ -151,8 +150,8 @@ class Series:
         self.rows.inc(batch_rows)
         self.padding.inc(step.forwarded_rows - batch_rows)
         self.policy_failures.inc(step.fell_back)
-        if step.planned is not None:
-            self._add_plan(step.planned)
+        if step.planned:
+            self._add_plan(step)
         spent = GATE_CLOCK.seconds
         self.gate_seconds.inc(spent - self._gate_seconds_told)
         self._gate_seconds_told = spent

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from sglang.srt.speculative import eagle_worker_common
@@ -42,16 +42,6 @@ from sglang_c2t.srt.verify.row_logits import RowLogits, depends_on_outputs
 Accepted = tuple[Tensor, Tensor, Tensor]
 
 
-class Timing(Protocol):
-    """Who wants to know what a forward took."""
-
-    def timing(
-        self, target_worker: Any, verify_input: PackedVerifyInput
-    ) -> AbstractContextManager[None]:
-        """Time the forward of ``verify_input`` inside the block."""
-        ...
-
-
 @dataclasses.dataclass(kw_only=True)
 class PackedVerifyInput(EagleVerifyInput):
     """A verification of which the target may forward some rows only.
@@ -63,6 +53,9 @@ class PackedVerifyInput(EagleVerifyInput):
     """Which rows are forwarded; ``None``: all of them, and nothing here is ours."""
 
     accepts_drafts: bool = True
+
+    step: Any = None
+    """The :class:`~sglang_c2t.srt.draft.planning.Step` that is verified; ``None``: no request's."""
 
     @classmethod
     def of(cls, stock: EagleVerifyInput, **own: Any) -> Self:
@@ -155,15 +148,15 @@ class IdleVerifyInput(PackedVerifyInput):
 def verifying(
     verify_input: PackedVerifyInput,
     target_worker: Any,
-    feedback: Timing | None = None,
     history: OutputHistory | None = None,
 ) -> Iterator[None]:
     """``run_eagle_verify`` verifies the packed rows of ``verify_input`` inside the block, or all.
 
-    ``feedback`` learns what the forward of ``target_worker`` took, and ``history`` what requests
-    said whose penalties depend on it.
+    Its step learns what the forward of ``target_worker`` took, and ``history`` the output of
+    requests whose penalties depend on it.
     """
-    timing = nullcontext() if feedback is None else feedback.timing(target_worker, verify_input)
+    step = verify_input.step
+    timing = nullcontext() if step is None else step.timing(target_worker, verify_input)
     common: Any = eagle_worker_common
     sample = partial(accept, verify_input, common.eagle_sample, history)
     if verify_input.packing is None:

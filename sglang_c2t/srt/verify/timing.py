@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ class Mark:
     """A point in time, of the device if there is one."""
 
     def __init__(self, on_cuda: bool) -> None:
+        self.on_cuda = on_cuda
         self._event = torch.cuda.Event(enable_timing=True) if on_cuda else None
         self._at = 0.0
 
@@ -39,21 +40,17 @@ class Mark:
 
 
 @contextmanager
-def timed_forward(
-    target_worker: Any, on_cuda: bool, launching: Callable[[], object] = lambda: None
-) -> Iterator[tuple[Mark, Mark]]:
+def timed_forward(target_worker: Any, on_cuda: bool) -> Iterator[tuple[Mark, Mark]]:
     """Give marks at the begin and the end of the target forward that is made inside the block.
 
     Args:
         target_worker: SGLang's.
         on_cuda: Whether it forwards on a GPU.
-        launching: Called as the host is about to launch it.
     """
     forward = target_worker.forward_batch_generation
     begin, end = Mark(on_cuda), Mark(on_cuda)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        launching()
         begin.set()
         # Again, before a graph: the device idles until its replay has been launched.
         with compat.before_replay(target_worker.model_runner, begin.set):

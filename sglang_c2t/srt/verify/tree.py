@@ -90,17 +90,8 @@ class TreeVerifyInput(PackedVerifyInput):
         return predict[rows]
 
 
-class AlikeTrees(PackedVerifyInput):
-    """SGLang's own trees, all of one size and all verified."""
-
-    @property
-    def num_rows(self) -> Tensor:
-        """[B] int32: N of each request."""
-        return torch.full((len(self.retrieve_index),), self.draft_token_num, dtype=torch.int32)
-
-
 def build_verify_input(
-    trees: LinkedTrees, batch: Any, *, num_steps: int, topk: int, packing: Packing
+    trees: LinkedTrees, batch: Any, *, num_steps: int, topk: int, packing: Packing, step: Any = None
 ) -> TreeVerifyInput:
     """The verify input of a batch, given its final trees."""
     unread: Any = None  # by packed verification, which has its own masks, rows and sizes
@@ -120,6 +111,7 @@ def build_verify_input(
         seq_lens_cpu=unread,
         trees=trees,
         packing=packing,
+        step=step,
     )
 
 

@@ -26,15 +26,15 @@ def flashinfer(indices: list[int], num_wrappers: int = 1) -> Any:
 def test_flashinfers_own_index_buffer_is_rewritten() -> None:
     """Two beams behind a prefix of one slot; the first descends from the second's first node."""
     backend = flashinfer([9, 10, 11, 9, 20, 21])
-    follow = ancestors.follower(backend)
-    follow(1, torch.tensor([[[1, 0], [0, 1]]]))
+    assert ancestors.can_follow(backend)
+    ancestors.follow(backend, 1, torch.tensor([[[1, 0], [0, 1]]]))
     (wrapper,) = backend.attn_backends[1].forward_metadata.decode_wrappers
     assert wrapper._paged_kv_indices_buf.tolist() == [9, 20, 11, 9, 10, 21]
 
 
 def test_other_backends_are_left_alone() -> None:
-    assert ancestors.follower(flashinfer([], num_wrappers=2)) is None
-    assert ancestors.follower(SimpleNamespace(attn_backends=[])) is None
+    assert not ancestors.can_follow(flashinfer([], num_wrappers=2))
+    assert not ancestors.can_follow(SimpleNamespace(attn_backends=[]))
 
 
 def test_a_sglang_that_follows_ancestors_itself_is_recognised() -> None:

@@ -10,13 +10,15 @@ import torch
 
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft.chain import ChainGate
-from sglang_c2t.plan.plan import Plan
-from sglang_c2t.plan.planner import Choice, Planner
+from sglang_c2t.plan.fixed import FixedPlanner
+from sglang_c2t.plan.planner import Planner
+from sglang_c2t.plan.step import StepKind, StepPlan
 from sglang_c2t.plan.survival import Survival
 from sglang_c2t.policies import build_policy
 from sglang_c2t.policies.fixed import Fixed
-from sglang_c2t.srt.draft import chain, plain
+from sglang_c2t.srt.draft import chain, extend
 from sglang_c2t.srt.draft.planning import Planning
+from sglang_c2t.srt.draft.selection import ChainSelector
 from sglang_c2t.srt.draft.watcher import DraftWatcher
 from sglang_c2t.srt.probes import attribute_names
 from tests.doubles import double, invented, real_class
@@ -88,7 +90,7 @@ class StockWorker:
         runner = self.cuda_graph_runner
         run = self.draft_forward if runner is None else runner.execute
         given = ["sampling_info", "forward_mode", "req_pool_indices", "seq_lens"]
-        fields = {name: getattr(batch, name) for name in given}
+        fields = {name: getattr(batch, name) for name in [*given, "spec_info"]}
         parents, scores, tokens, _ = run(double("ForwardBatch", batch_size=BATCH, **fields))
         drafts = self.speculative_num_draft_tokens - 1
         assert parents.shape == scores.shape == tokens.shape == (BATCH, drafts)
@@ -113,16 +115,63 @@ def built(tokens: torch.Tensor, *, num_steps: int) -> Any:
     return full_chains(len(tokens), num_steps + 1, draft_token=rows)
 
 
-@pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Ours over the stand-in, its graphs captured; keeps every token."""
+class Planned(Planner):
+    """Plans what a test says, and remembers what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(STEPS, Survival(STEPS))
+        self.next = StepPlan(StepKind.PLANNED, STEPS, 1, BATCH * (STEPS + 1))
+        self.records: list[Any] = []
+
+    def plan(self, batch: Any) -> StepPlan:
+        return self.next
+
+    def learn(self, record: Any) -> None:
+        self.records.append(record)
+
+
+def made(monkeypatch: pytest.MonkeyPatch, planner: Planner | None) -> Any:
+    """Ours over the stand-in, before anything is captured."""
     monkeypatch.setattr(chain.eagle_worker_v2, "build_eagle_verify_input", built)
     stock = type("Stock", (StockWorker, chain.EagleDraftWorker), {})
-    made: Any = type("Worker", (chain.ChainDraftMixin, stock), {})()
-    made.watch(lambda **relay: ChainGate(Fixed(), **relay), None)
-    made.alloc_memory_pool()
-    made._capture_cuda_graphs()
-    return made
+    worker: Any = type("Worker", (chain.ChainDraftMixin, stock), {})()
+    policy = Fixed() if planner is None else build_policy(C2TConfig(policy="auto"))
+    worker.watch(lambda **relay: ChainGate(policy, **relay), None)
+    worker.alloc_memory_pool()
+    worker.packed = planner is not None
+    options: Any = {"tiers": lambda: None, "width": STEPS + 1, "device": "cpu"}
+    worker.gating = worker.planning = Planning(FixedPlanner(STEPS, 1, STEPS + 1), None, **options)
+    if planner is not None:
+        selector = ChainSelector(planner, width=STEPS + 1, slots=8, device="cpu")
+        worker.planning = Planning(planner, selector, **options)
+    return worker
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its graphs are captured, and its gate keeps every token."""
+    worker = made(monkeypatch, None)
+    worker._capture_cuda_graphs()
+    return worker
+
+
+@pytest.fixture
+def planner() -> Planned:
+    return Planned()
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, planner: Planned) -> Any:
+    """Without graphs."""
+    return made(monkeypatch, planner)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch, planner: Planned) -> Any:
+    """With graphs of every number of layers."""
+    worker = made(monkeypatch, planner)
+    worker._capture_cuda_graphs()
+    return worker
 
 
 def batch(greedy: bool = True) -> Any:
@@ -135,6 +184,7 @@ def batch(greedy: bool = True) -> Any:
         forward_mode=ForwardMode.DECODE,
         req_pool_indices=torch.arange(BATCH),
         seq_lens=torch.ones(BATCH),
+        spec_info=double("sglang.srt.speculative.eagle_info.EagleDraftInput"),
     )
 
 
@@ -142,204 +192,136 @@ def test_the_worker_stood_in_for_has_nothing_that_sglangs_has_not() -> None:
     assert invented(StockWorker(), "EagleDraftWorker") == {"forward", "layers_run", "built"}
 
 
-def test_graphs_are_captured_for_a_third_two_thirds_and_all_layers(worker: Any) -> None:
-    """Each with an attention of its own; SGLang's stays."""
-    captured = {steps: graphs.cuda_graph_runner for steps, graphs in worker._graphs.items()}
-    assert sorted(captured) == [1, 2, 4]  # all six are SGLang's own
-    assert captured.pop(1) is None  # draft extend has made that token already
-    assert {s: graphs.backend for s, graphs in captured.items()} == {2: "2 steps", 4: "4 steps"}
-    assert worker.draft_attn_backend == worker.draft_runner.draft_attn_backend == "stock"
-    assert worker.draft_extend_attn_backend == worker.draft_runner.attn_backend == "stock extend"
-    assert worker.depth.steps == STEPS
-
-
-@pytest.mark.parametrize("steps", [1, 2, 4, 6])
-def test_a_shorter_step_runs_fewer_layers_and_still_builds_full_chains(
-    worker: Any, steps: int
+def test_graphs_are_captured_for_every_number_of_layers_that_a_planner_may_choose(
+    captured: Any, worker: Any
 ) -> None:
-    worker.depth.steps = steps
+    """Each with an attention of its own; SGLang's stays. None for a gate, which drafts all."""
+    graphs = {
+        layers: length.cuda_graph_runner for layers, length in captured.lengths.shorter.items()
+    }
+    assert sorted(graphs) == [1, 2, 3, 4, 5]  # all six are SGLang's own
+    assert graphs.pop(1) is None  # draft extend has made that token already
+    assert {n: of.backend for n, of in graphs.items()} == {n: f"{n} steps" for n in range(2, 6)}
+    assert captured.draft_attn_backend == captured.draft_runner.draft_attn_backend == "stock"
+    extend_backends = captured.draft_extend_attn_backend, captured.draft_runner.attn_backend
+    assert extend_backends == ("stock extend", "stock extend")
+    assert sorted(worker.lengths.shorter) == [1]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4, 6])
+@pytest.mark.parametrize("kind", [StepKind.PLANNED, StepKind.EXPLORE, StepKind.UNIFORM])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_step_drafts_as_many_layers_as_planned_and_still_builds_full_chains(
+    request: pytest.FixtureRequest, planner: Planned, layers: int, kind: StepKind, graphs: bool
+) -> None:
+    worker = request.getfixturevalue("captured" if graphs else "planned")
+    planner.next = StepPlan(kind, layers, 1, BATCH * (layers + 1))
     worker.layers_run = 0
     verify_input = worker.draft(batch())
-    assert worker.layers_run == steps - 1
-    assert verify_input.spec_steps == STEPS
-    assert verify_input.draft_token.tolist() == [0, *[7] * steps, *[0] * (STEPS - steps)] * BATCH
-    assert verify_input.num_rows.tolist() == [steps + 1] * BATCH
-    assert worker.drafted_rows == steps + 1
-    assert worker.speculative_num_steps == STEPS  # only for that step
+    assert worker.layers_run == layers - 1
+    tokens = [0, *[7] * layers, *[0] * (STEPS - layers)]
+    assert verify_input.draft_token.tolist() == tokens * BATCH
+    assert verify_input.num_rows.tolist() == [layers + 1] * BATCH
+    assert verify_input.step.plan == planner.next
+    assert verify_input.packing.total == BATCH * (layers + 1)
+    assert worker.speculative_num_steps == verify_input.spec_steps == STEPS  # only for that step
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4, 6])
-@pytest.mark.parametrize("reason", ["plan", "explore"])
-def test_a_planned_step_drafts_as_many_layers_as_planned(
-    worker: Any, steps: int, reason: str
+def test_a_uniform_step_asks_no_gate_where_no_graph_holds_one(
+    planned: Any, planner: Planned
 ) -> None:
-    planner = Planner(STEPS, Survival(STEPS))
-    plan = Plan(steps, BATCH * (STEPS + 1), 1.0, 1.0)
-    planner.choose = lambda *_, **__: Choice(plan, reason)  # type: ignore[method-assign]
-    policy = build_policy(C2TConfig(policy="auto"))
-    worker.gate = ChainGate(policy, num_slots=8, device="cpu")
-    worker.gate.planned, worker.cuda_graph_runner = True, None
-    worker.planning = Planning(planner, tiers=lambda: None, width=STEPS + 1, slots=8, device="cpu")
-    worker.layers_run = 0
-    verify_input = worker.draft(batch())
-    assert worker.layers_run == steps - 1
-    assert verify_input.draft_token.tolist() == [0, *[7] * steps, *[0] * (STEPS - steps)] * BATCH
-    assert worker.drafted_rows == steps + 1
-    assert worker.speculative_num_steps == verify_input.spec_steps == STEPS
+    planned.gate.observe = planned.gate.begin = None  # must not be called
+    planner.next = StepPlan(StepKind.UNIFORM, 3, 1, BATCH * 4)
+    assert planned.draft(batch()).num_rows.tolist() == [4] * BATCH
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("steps", [1, 3, 6])
-def test_a_plain_step_asks_no_gate_and_verifies_all_it_drafts(
-    worker: Any, steps: int, greedy: bool
+@pytest.mark.parametrize("graphs", [False, True])
+def test_first_tokens_after_uniform_steps_are_scored_once_a_step_reads_them(
+    request: pytest.FixtureRequest, planner: Planned, graphs: bool
 ) -> None:
-    """As a server of so many drafts would; where requests sample, as planned steps do."""
-    planner = Planner(STEPS, Survival(STEPS))
-    plan = Plan(steps, BATCH * (steps + 1), 1.0, 1.0)
-    planner.plain_step = lambda _: Choice(plan, "plain")  # type: ignore[method-assign]
-    worker.gate = ChainGate(build_policy(C2TConfig(policy="auto")), num_slots=8, device="cpu")
-    worker.gate.observe = None  # must not be called
-    worker.gate.planned, worker.cuda_graph_runner = True, None
-    worker.planning = Planning(planner, tiers=lambda: None, width=STEPS + 1, slots=8, device="cpu")
-    worker.layers_run = 0
-    verify_input = worker.draft(batch(greedy))
-    assert worker.layers_run == steps - 1
-    drafts = steps if greedy else STEPS
-    assert verify_input.spec_steps == drafts
-    assert (verify_input.packing is None) == greedy
-    assert verify_input.draft_token.tolist() == [0, *[7] * steps, *[0] * (drafts - steps)] * BATCH
-    assert verify_input.num_rows.tolist() == [steps + 1] * BATCH
-    assert worker.drafted_rows == steps + 1
-
-
-def test_first_tokens_behind_plain_steps_are_measured_once_a_step_asks_for_them(
-    worker: Any,
-) -> None:
-    """Those behind the last one; steps that are not plain have theirs measured at once."""
-    planner = Planner(STEPS, Survival(STEPS))
-    plan, measured = Plan(1, 2 * BATCH, 1.0, 1.0), []
-    planner.plain_step = lambda _: Choice(plan, "plain")  # type: ignore[method-assign]
-    planner.choose = lambda *_, **__: Choice(plan, "plan")  # type: ignore[method-assign]
-    worker.gate = ChainGate(build_policy(C2TConfig(policy="auto")), num_slots=8, device="cpu")
-    worker.gate.planned, worker.cuda_graph_runner = True, None
-    relay = worker.gate.relay_first_token
-    worker.gate.relay_first_token = lambda slots, *output: (
-        measured.append(slots.tolist()), relay(slots, *output)
+    """Those after the last one. A graph scores every step, so that its first tokens always are."""
+    worker, measured = request.getfixturevalue("captured" if graphs else "planned"), []
+    relay = worker.gate._judge_first
+    worker.gate._judge_first = lambda slots, *more: (
+        measured.append(slots.tolist()), relay(slots, *more)
     )  # fmt: skip
-    worker.planning = Planning(planner, tiers=lambda: None, width=STEPS + 1, slots=8, device="cpu")
+
+    def serve(kind: StepKind) -> None:
+        planner.next = StepPlan(kind, 1, 1, 2 * BATCH)
+        running = batch()
+        running.spec_info = worker.draft(running)
+        DraftWatcher._draft_extend_for_decode(worker, running)
+
     for _ in range(3):
-        worker.draft(batch())
-        DraftWatcher._draft_extend_for_decode(worker, batch())
-    assert measured == []
-    planner.plain_step = lambda _: None  # type: ignore[method-assign]
-    worker.draft(batch())
-    assert measured == [[*range(BATCH)]]
-    DraftWatcher._draft_extend_for_decode(worker, batch())
-    assert len(measured) == 2
-    worker.draft(batch())
-    assert len(measured) == 2
+        serve(StepKind.UNIFORM)
+    assert len(measured) == (3 if graphs else 0)
+    serve(StepKind.PLANNED)
+    assert measured[-1] == [*range(BATCH)]
+    assert len(measured) == (4 if graphs else 2)
 
 
-def test_lengths_of_a_step_outlive_the_next_step(worker: Any) -> None:
+def test_lengths_of_a_step_outlive_the_next_step(planned: Any, planner: Planned) -> None:
     """The scheduler may still be reading them."""
-    worker.depth.steps = 4
-    before = worker.draft(batch())
-    worker.depth.steps = 2
-    after = worker.draft(batch())
-    assert before.num_rows.tolist() == [5] * BATCH
-    assert after.num_rows.tolist() == [3] * BATCH
+    found = []
+    for layers in (4, 2):
+        planner.next = StepPlan(StepKind.PLANNED, layers, 1, BATCH * (layers + 1))
+        found.append(planned.draft(batch()))
+    assert [each.num_rows.tolist() for each in found] == [[5] * BATCH, [3] * BATCH]
 
 
-def test_a_recorded_step_drafts_all_layers_eagerly(worker: Any) -> None:
-    worker.depth.steps = 2
-    worker.gate.exploring = True
-    worker.cuda_graph_runner.execute = None  # must not be called
-    worker.layers_run = 0
-    assert worker.draft(batch()).draft_token.shape == (BATCH * (STEPS + 1),)
-    assert worker.layers_run == STEPS - 1
-
-
-def test_no_other_lengths_are_captured_if_so_configured() -> None:
-    assert chain._choices(None, 6) == [2, 4, 6]
-    assert chain._choices(None, 1) == [1]
-    assert chain._choices((), 6) == [6]
-    assert chain._choices((3, 9), 6) == [3, 6]
+def test_a_recorded_step_drafts_all_layers_eagerly(captured: Any, planner: Planned) -> None:
+    planner.next = StepPlan(StepKind.PLANNED, 2, 1, BATCH * 3)
+    captured.gate.exploring = True
+    captured.cuda_graph_runner.execute = None  # must not be called
+    captured.layers_run = 0
+    verify_input = captured.draft(batch())
+    assert verify_input.step.plan.kind is StepKind.FIXED
+    assert verify_input.num_rows.tolist() == [STEPS + 1] * BATCH
+    assert captured.layers_run == STEPS - 1
 
 
 @pytest.mark.parametrize("longest", [1, 2, 4])
 def test_the_first_rows_of_each_request_are_kept(longest: int) -> None:
     values = torch.arange(24).view(12, 2)  # three requests of four rows
     expected = [row.tolist() for first in (0, 4, 8) for row in values[first : first + longest]]
-    assert plain.first_rows(values, requests=3, longest=longest).tolist() == expected
-    assert plain.first_rows(None, requests=3, longest=longest) is None
+    assert extend.first_rows(values, requests=3, longest=longest).tolist() == expected
+    assert extend.first_rows(None, requests=3, longest=longest) is None
 
 
-def test_of_requests_that_arrive_from_another_server_nothing_is_known_but_what_they_asked(
-    worker: Any,
+def test_of_requests_that_arrive_from_another_server_only_what_they_asked_for_is_known(
+    planned: Any,
 ) -> None:
-    """Not even by a measurement that waited: it was of who had the slot before."""
-    planner = Planner(STEPS, Survival(STEPS))
-    plan = Plan(STEPS, BATCH * (STEPS + 1), 1.0, 1.0)
-    planner.choose = lambda *_, **__: Choice(plan, "plan")  # type: ignore[method-assign]
-    worker.gate = ChainGate(build_policy(C2TConfig(policy="auto")), num_slots=8, device="cpu")
-    worker.gate.planned, worker.cuda_graph_runner = True, None
-    worker.planning = Planning(planner, tiers=lambda: None, width=STEPS + 1, slots=8, device="cpu")
-    worker._to_relay = lambda: worker.gate.join(torch.arange(BATCH), torch.zeros(BATCH, VOCAB))
-    worker.arrive(arriving(1, 2))
-    assert worker.gate.first_tokens.judged(torch.arange(BATCH)).prob[0].tolist() == [0.125, 1, 1]
-    assert worker.gate.opt_outs.whole(torch.arange(BATCH)).tolist() == [False, False, True]
-    running = batch()
-    running.reqs = [request(slot) for slot in range(BATCH)]
-    worker.draft(running)
-    assert worker.planning.unmeasured == [1, 2]
-    worker.draft(running)
-    assert worker.planning.unmeasured == []
+    """A measurement that waited is of the request that had the slot before."""
+    slots = torch.arange(BATCH)
+    planned.gate.relay_first_token(slots, torch.zeros(BATCH, VOCAB), later=True)
+    planned.arrive(arriving(1, 2))
+    assert planned.gate.first_tokens.judged(slots).prob[0].tolist() == [0.125, 1, 1]
+    assert planned.gate.opt_outs.whole(slots).tolist() == [False, False, True]
+    for unmeasured in ([1, 2], []):
+        running = batch()
+        running.reqs = [request(slot) for slot in range(BATCH)]
+        step = planned.draft(running).step
+        assert step.unmeasured == unmeasured
+        assert step.full == [2]
 
 
-def test_first_tokens_that_another_policy_judged_are_forgotten_and_teach_nothing(
-    worker: Any,
+def test_first_layers_that_another_policy_scored_are_forgotten_and_teach_nothing(
+    worker: Any, planner: Planned
 ) -> None:
     """A confidence of ``fixed`` is a depth, and one of ``entropy`` an entropy."""
-    planner = Planner(STEPS, Survival(STEPS))
-    plan = Plan(STEPS, BATCH * (STEPS + 1), 1.0, 1.0)
-    firsts: list[Any] = []
-
-    def choose(first: Any, *_: Any, **__: Any) -> Choice:
-        firsts.append(first.tolist())
-        return Choice(plan, "plan")
-
-    planner.choose = choose  # type: ignore[method-assign]
-    fixed = build_policy(C2TConfig(policy="fixed"))
-    worker.gate = ChainGate(fixed, num_slots=8, device="cpu")
-    worker.gate.join(torch.arange(BATCH), torch.zeros(BATCH, VOCAB))
-    assert worker.gate.first_tokens.judged(torch.arange(BATCH)).confidence[0].tolist() == [-1] * 3
+    slots = torch.arange(BATCH)
+    worker.gate.join(slots, torch.zeros(BATCH, VOCAB))
+    assert worker.gate.first_tokens.judged(slots).confidence[0].tolist() == [-1] * 3
     worker.gate.switch(build_policy(C2TConfig(policy="auto")), captured=False)
-    worker.gate.planned, worker.cuda_graph_runner = True, None
-    worker.planning = Planning(planner, tiers=lambda: None, width=STEPS + 1, slots=8, device="cpu")
-    worker.judge_anew()
-    running = batch()
-    running.reqs = [request(slot) for slot in range(BATCH)]
-    worker.draft(running)
-    assert firsts == [[1.0] * BATCH]
-    assert worker.planning.unmeasured == [*range(BATCH)]
-    worker.draft(running)
-    assert worker.planning.unmeasured == []
-
-
-def test_a_step_is_not_timed_until_requests_come_to_an_idle_server(worker: Any) -> None:
-    interrupted: list[None] = []
-    worker.planning = double(Planning)
-    worker.planning.interrupted = lambda: interrupted.append(None)
-    plan = Plan(1, BATCH, 1.0, 1.0)
-    worker.planning.begin = lambda *_, **__: Choice(plan, "plan")
-    worker.planning.whole_drafts = lambda: plan
-    running = batch()
-    running.reqs = [request(slot) for slot in range(BATCH)]
-    for slots, times in (((0,), 0), ((), 0), (range(BATCH), 1)):
-        if slots:
-            worker.arrive(arriving(*slots))
-        worker._begin_planned(running, worker.planning)
-        assert len(interrupted) == times
+    worker.cuda_graph_runner = None
+    selector = ChainSelector(planner, width=STEPS + 1, slots=8, device="cpu")
+    worker.planning = Planning(planner, selector, tiers=lambda: None, width=STEPS + 1, device="cpu")
+    worker.forget_first_layers()
+    for unmeasured in ([*range(BATCH)], []):
+        running = batch()
+        running.reqs = [request(slot) for slot in range(BATCH)]
+        assert worker.draft(running).step.unmeasured == unmeasured
+        assert worker.gate.first_tokens.judged(slots).confidence[0].tolist() == [1.0] * 3
 
 
 def request(slot: int) -> Any:

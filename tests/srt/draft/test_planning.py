@@ -1,9 +1,10 @@
-"""What a server tells its planner, and what it makes of the answers; on the host's own clock."""
+"""What a server tells its planner, and what it makes of the plans; on the host's own clock."""
 
 from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.draft.slots import FirstLayer
 from sglang_c2t.kernels.rows import chain_links
-from sglang_c2t.plan.cost import about
-from sglang_c2t.plan.plan import Plan
-from sglang_c2t.plan.planner import Choice, Planner
+from sglang_c2t.plan.cost import size_bucket
+from sglang_c2t.plan.fixed import FixedPlanner
+from sglang_c2t.plan.planner import Planner
+from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord
 from sglang_c2t.plan.survival import OneSlope, Survival
 from sglang_c2t.plan.tiers import Tiers
-from sglang_c2t.srt.draft.planning import REFRESH_EVERY, Planning, every_few
+from sglang_c2t.srt.draft.planning import REFRESH_EVERY, Planning, Step, geometric_sizes
+from sglang_c2t.srt.draft.selection import ChainSelector
 from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.packing import Packing
 from tests.doubles import double
@@ -27,53 +29,50 @@ from tests.srt.chains import full_chains
 
 LAYERS, SLOTS = 4, 8
 
+PLANNED, UNIFORM = StepKind.PLANNED, StepKind.UNIFORM
+
 
 class Scripted(Planner):
-    """Chooses what the test says, and remembers what it is told."""
+    """Plans what the test says, and remembers what it is asked and told."""
 
-    def __init__(self, layers: int = LAYERS, rows: int = 6, whole: int | None = None) -> None:
+    def __init__(
+        self, layers: int = LAYERS, rows: int = 6, full: int | None = None, kind: StepKind = PLANNED
+    ) -> None:
         super().__init__(LAYERS, Survival(LAYERS))
-        self.plan, self.reason, self.whole = Plan(layers, rows, 1.0, 1.0), "plan", whole
-        self.first: list[float] = []
-        self.rows_to_choose: list[int] = []
-        self.drafts: list[tuple[Any, ...]] = []
-        self.of_constrained: list[bool] = []
-        self.times: list[dict[str, float]] = []
+        self.next: Any = StepPlan(kind, layers, 1, rows, full)
+        self.views: list[BatchView] = []
+        self.records: list[StepRecord] = []
 
-    def choose(
-        self, first: Any, batch: int, tiers: Any, depths: Any = None, *, context: int = 0, **_: Any
-    ) -> Choice:
-        self.first, self.rows_to_choose, self.context = first.tolist(), list(tiers), context
-        return Choice(self.plan, self.reason, self.whole)
+    def plan(self, batch: BatchView) -> StepPlan:
+        self.views.append(batch)
+        return self.next
 
-    def plain_step(self, batch: int) -> None:
-        return None
+    def learn(self, record: StepRecord) -> None:
+        self.records.append(record)
+        if record.plan.kind is StepKind.WARMUP:
+            super().learn(record)
 
-    def settle(self, *_args: Any) -> Plan:
-        return self.plan
+    @property
+    def outcomes(self) -> list[StepRecord]:
+        return [record for record in self.records if record.outcome]
 
-    def learn_drafts(self, *told: Any, constrained: bool = False) -> None:
-        self.drafts.append(told)
-        self.of_constrained.append(constrained)
-
-    def learn_time(self, choice: Plan, **told: Any) -> None:
-        self.times.append(told)
+    @property
+    def times(self) -> list[Any]:
+        return [record.times for record in self.records if record.times]
 
 
-def planning_of(planner: Planner, tiers: Tiers | None = None) -> Planning:
-    return Planning(planner, tiers=lambda: tiers, width=LAYERS + 1, slots=SLOTS, device="cpu")
+def planning_of(planner: Planner, tiers: Tiers | None = None, **more: Any) -> Planning:
+    selector = ChainSelector(planner, width=LAYERS + 1, slots=SLOTS, device="cpu")
+    return Planning(planner, selector, tiers=lambda: tiers, width=LAYERS + 1, device="cpu", **more)
 
 
-def first(*confidences: float) -> Any:
-    known = torch.tensor([confidences])
-    return lambda: FirstLayer(known[0], known, known)
+def score(planning: Planning, confidences: Any) -> None:
+    """The gate scores the layers of a draft."""
+    drafted = torch.tensor(np.asarray(confidences), dtype=torch.float32)
+    planning.selector.scored(drafted.unbind(dim=1))
 
 
-def draft(planning: Planning, confidences: np.ndarray) -> None:
-    planning.drafted(torch.tensor(confidences, dtype=torch.float32).unbind(dim=1))
-
-
-def verify(planning: Planning, rows: int, milliseconds: float = 0.0) -> None:
+def verify(step: Step, rows: int, milliseconds: float = 0.0) -> None:
     """SGLang's target worker forwards so many rows."""
     target = double("TpModelWorker", model_runner=double("ModelRunner"))
     target.model_runner.decode_cuda_graph_runner = None
@@ -81,132 +80,168 @@ def verify(planning: Planning, rows: int, milliseconds: float = 0.0) -> None:
     packing = Packing.full(1, 1, "cpu")
     packing.forwarded_rows = rows
     lens = torch.ones(1, dtype=torch.int32)
-    verify_input = ChainVerifyInput.cut(full_chains(1, 1), lens, packing=packing)
-    with planning.timing(target, verify_input):
+    with step.timing(target, ChainVerifyInput.cut(full_chains(1, 1), lens, packing=packing)):
         target.forward_batch_generation()
 
 
-def verified_rows(*rows: int) -> ChainVerifyInput:
-    return ChainVerifyInput.cut(full_chains(len(rows), LAYERS + 1), torch.tensor(rows))
+def finish(planning: Planning, step: Step, rows: list[int], accepted: list[int]) -> None:
+    """So many rows of each request were verified, and tokens accepted, bonus included."""
+    lens = torch.tensor(rows)
+    verified = ChainVerifyInput.cut(full_chains(len(rows), LAYERS + 1), lens, step=step)
+    if step.verify is None:
+        verify(step, sum(rows))
+    planning.finish(step, verified, torch.tensor(accepted))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, SLOTS), st.integers(1, LAYERS), st.booleans())
-def test_the_best_drafts_get_the_rows_and_who_wants_all_gets_all(
+def test_the_best_drafts_get_the_rows_and_full_drafts_are_full(
     seed: int, batch: int, layers: int, explores: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     rows = int(rng.integers(batch, batch * (LAYERS + 1) + 1))
-    planner = Scripted(layers, rows, whole=int(rng.integers(batch)) if explores else None)
+    chosen = int(rng.integers(batch)) if explores else None
+    planner = Scripted(layers, rows, chosen)
     planning = planning_of(planner)
-    planning.begin(batch, first(*rng.uniform(size=batch)))
+    full = rng.uniform(size=batch) < 0.3
+    # Whoever opts out has all layers drafted, as a planner knows.
+    step = replace(planning.begin(batch), full=np.flatnonzero(full).tolist())
     confidences = rng.uniform(size=(batch, layers))
-    draft(planning, confidences)
-    wants_all = rng.uniform(size=batch) < 0.3
-    lens, links, total = planning.settle(layers, np.flatnonzero(wants_all).tolist())
-    if explores:
-        wants_all[planner.whole] = True
+    score(planning, confidences)
+    lens, links, total = planning.selector.select(step)
+    if chosen is not None:
+        full[chosen] = True
     assert lens.sum() == total
     assert links.equal(chain_links(lens, LAYERS + 1)[1])
-    assert (lens[torch.tensor(wants_all)] == layers + 1).all()
-    others = int((~wants_all).sum())
-    budget = rows - batch - layers * int(wants_all.sum())
-    kept = (lens[torch.tensor(~wants_all)] - 1).numpy()
+    assert (lens[torch.tensor(full)] == layers + 1).all()
+    others = int((~full).sum())
+    budget = rows - batch - layers * int(full.sum())
+    kept = (lens[torch.tensor(~full)] - 1).numpy()
     assert kept.sum() == min(max(budget, 0), others * layers)
-    survival = planner.survival.of_chains(confidences.astype(np.float32))[~wants_all]
+    survival = planner.survival.of_chains(confidences.astype(np.float32))[~full]
     taken = np.arange(layers) < kept[:, None]
     if taken.any() and not taken.all():
         assert survival[taken].min() >= survival[~taken].max() - 1e-6
 
 
+def test_requests_that_opt_out_have_all_layers_drafted_and_no_uniform_step() -> None:
+    planner = Scripted()
+    planning_of(planner).begin(2, full=[1])
+    (view,) = planner.views
+    assert [*view.depths] == [LAYERS]
+    assert not view.allows_uniform
+
+
 def test_ranks_that_see_other_survivals_cut_by_the_first_ones() -> None:
     planning = planning_of(Scripted(layers=2, rows=4))
-    planning.begin(2, first(0.5, 0.5))
-    draft(planning, np.array([[0.9, 0.8], [0.1, 0.1]]))
-    assert planning.settle(2)[0].tolist() == [3, 1]
-    assert planning.settle(2, agreed=lambda mine: mine.flip(0))[0].tolist() == [1, 3]
+    step = planning.begin(2)
+    score(planning, [[0.9, 0.8], [0.1, 0.1]])
+    assert planning.selector.select(step)[0].tolist() == [3, 1]
+    select = planning.selector.select(step, agreed=lambda mine: mine.flip(0))
+    assert select[0].tolist() == [1, 3]
 
 
-@pytest.mark.parametrize("reason", ["plan", "explore", "unknown", "plain"])
-def test_ranks_follow_the_first_in_all_that_decides_what_is_forwarded(reason: str) -> None:
+@pytest.mark.parametrize(
+    "kind", [PLANNED, UNIFORM, StepKind.EXPLORE, StepKind.UNMEASURED], ids=lambda kind: kind.value
+)
+def test_ranks_follow_the_first_in_all_that_decides_what_is_forwarded(kind: StepKind) -> None:
     said: list[list[int]] = []
-    first_rank, other = Scripted(layers=3, rows=7, whole=1), Scripted(layers=1, rows=2)
-    first_rank.reason = reason
-    plannings = [planning_of(first_rank), planning_of(other)]
-    plannings[0].agree = lambda numbers: said.append(numbers) or numbers  # type: ignore[func-returns-value]
-    plannings[1].agree = lambda _: said.pop(0)
-    choices = [planning.begin(2, first(0.5, 0.5)) for planning in plannings]
-    assert choices[0] == choices[1]._replace(plan=choices[0].plan)
-    assert choices[0].plan[:2] == choices[1].plan[:2] == (3, 7)
-    assert plannings[0].plain == plannings[1].plain == (reason == "plain")
+    first, other = Scripted(3, 8, 1, kind), Scripted(1, 2)
+    plannings = [
+        planning_of(first, agree=lambda numbers: said.append(numbers) or numbers),
+        planning_of(other, agree=lambda _: said.pop(0)),
+    ]
+    plans = [planning.begin(2).plan for planning in plannings]
+    assert plans[0] == plans[1] == StepPlan(kind, 3, 1, 8, 1)
 
 
-def test_of_a_plain_step_only_its_time_is_learnt() -> None:
-    """Nobody said how sure its drafts were; its rows are shared alike."""
-    planner = Scripted(layers=2, rows=6)
-    planner.reason = "plain"
+@pytest.mark.parametrize(("kind", "rows"), [(PLANNED, 6), (UNIFORM, 4)])
+def test_ranks_that_forward_together_draft_as_many_layers(kind: StepKind, rows: int) -> None:
+    planner = Scripted(3, 8, None, kind)
+    planner.next = replace(planner.next, row_budget=8 if kind is UNIFORM else 6)
+    step = planning_of(planner).begin(2, agreed_layers=lambda mine: mine - 2)
+    assert (step.plan.num_layers, step.plan.row_budget) == (1, min(rows, 4))
+
+
+def test_of_a_uniform_step_only_its_time_is_learnt() -> None:
+    """Its drafts were not scored."""
+    planner = Scripted(layers=2, rows=6, kind=UNIFORM)
     planning = planning_of(planner)
     for _ in range(3):
-        planning.begin(2, first(0.5, 0.5))
-        lens, total = planning.alike()
-        assert (lens.tolist(), total) == ([3, 3], 6)
-        verify(planning, 6)
-        planning.verified(verified_rows(3, 3), torch.tensor([1, 2]))
-    assert planner.drafts == []
-    assert [told["plain"] for told in planner.times] == [True, True]
+        step = planning.begin(2)
+        finish(planning, step, [3, 3], [1, 2])
+    assert planner.outcomes == []
+    assert [record.plan.kind for record in planner.records] == [UNIFORM, UNIFORM]
+    assert len(planner.times) == 2
 
 
 def test_a_step_is_timed_from_its_start_to_the_next_one() -> None:
     planner = Scripted()
     planning = planning_of(planner)
     for _ in range(2):
-        planning.begin(2, first(0.5, 0.5))
-        planning.layers_begin()
+        step = planning.begin(2)
+        step.layers_begin()
         time.sleep(0.003)
-        planning.layers_begin()  # of several layers the first counts
+        step.layers_begin()  # of several layers the first counts
         time.sleep(0.003)
-        planning.layers_end()
-        verify(planning, rows=6, milliseconds=10.0)
+        step.layers_end()
+        verify(step, rows=6, milliseconds=10.0)
+        finish(planning, step, [3, 3], [1, 1])
         time.sleep(0.002)
-    (told,) = planner.times
-    assert told["rows"] == 6
-    assert told["batch"] == 2
-    assert told["draft_ms"] >= 6.0
-    assert told["verify_ms"] >= 10.0
-    assert told["step_ms"] >= told["draft_ms"] + told["verify_ms"] + 2.0
+    (times,) = planner.times
+    assert times.rows == 6
+    assert times.draft_ms >= 6.0
+    assert times.verify_ms >= 10.0
+    assert times.step_ms >= times.draft_ms + times.verify_ms + 2.0
 
 
-def test_a_step_that_something_came_behind_is_not_timed() -> None:
+def test_a_step_after_which_the_target_prefilled_is_not_timed() -> None:
+    planner, forwards = Scripted(), [7]
+    planning = planning_of(planner, forwards=lambda: forwards[0])
+    finish(planning, planning.begin(1), [2], [1])
+    forwards[0] += 1  # a prefill
+    finish(planning, planning.begin(1), [2], [1])
+    planning.begin(1)
+    assert [record.times is None for record in planner.records] == [True, False]
+    assert len(planner.outcomes) == 2, "what became of its drafts is known all the same"
+
+
+def test_a_step_after_which_the_server_was_idle_is_not_timed() -> None:
+    """Requests have come since, whose prefill ran on another server."""
     planner = Scripted()
     planning = planning_of(planner)
-    planning.begin(1, first(0.5))
-    verify(planning, rows=2)
-    planning.interrupted()
-    planning.begin(1, first(0.5))
-    planning.begin(1, first(0.5))
-    assert planner.times == [], "one was interrupted, and one verified nothing"
+    for unmeasured in ([], [0], [0, 1]):
+        finish(planning, planning.begin(2, unmeasured=unmeasured), [2, 2], [1, 1])
+    assert [record.times is None for record in planner.records] == [False, True]
 
 
-def test_prices_are_of_the_contexts_that_the_step_has() -> None:
+def test_a_step_that_was_not_finished_leaves_nothing() -> None:
     planner = Scripted()
     planning = planning_of(planner)
-    planning.begin(2, first(0.5, 0.5), context=700)
-    verify(planning, rows=2)
-    planning.begin(2, first(0.5, 0.5), context=702)
-    assert planner.context == 702
-    assert [told["context"] for told in planner.times] == [700]
+    planning.begin(2)
+    planning.begin(2)
+    planning.begin(2)
+    assert planner.records == []
 
 
-def test_outcomes_are_learnt_at_the_next_step() -> None:
+def test_costs_are_of_the_contexts_that_the_step_has() -> None:
+    planner = Scripted()
+    planning = planning_of(planner)
+    finish(planning, planning.begin(2, context=700), [2, 2], [1, 1])
+    planning.begin(2, context=702)
+    assert planner.views[-1].context == 702
+    assert [record.context for record in planner.records] == [700]
+
+
+def test_outcomes_are_learnt_when_the_next_step_begins() -> None:
     planner = Scripted(layers=3)
     planning = planning_of(planner)
-    planning.begin(2, first(0.25, 0.75))
-    assert planner.first == [0.25, 0.75]
+    step = planning.begin(2)
     confidences = np.array([[0.5, 0.25, 0.125], [0.75, 0.5, 0.25]])
-    draft(planning, confidences)
-    planning.verified(verified_rows(4, 2), torch.tensor([2, 2]))
-    assert planner.drafts == []
-    planning.begin(1, first(0.5))
-    ((learnt, drafts, correct),) = planner.drafts
+    score(planning, confidences)
+    finish(planning, step, [4, 2], [2, 2])
+    assert planner.records == []
+    planning.begin(1)
+    ((learnt, drafts, correct),) = [record.outcome for record in planner.records]
     assert learnt.tolist() == confidences.tolist()
     assert drafts.tolist() == [3, 1]
     assert correct.tolist() == [1, 1]
@@ -214,10 +249,11 @@ def test_outcomes_are_learnt_at_the_next_step() -> None:
 
 def test_only_tiers_that_hold_the_batch_are_to_choose_from() -> None:
     planner = Scripted()
-    planning_of(planner, Tiers(4, LAYERS + 1)).begin(3, first(0.5, 0.5, 0.5))
-    assert planner.rows_to_choose == [4, 8, 16, 20]
-    planning_of(planner, Tiers(2, LAYERS + 1)).begin(11, first(*[0.5] * 11))
-    assert planner.rows_to_choose == every_few(11, 55), "none does: it runs without a graph"
+    planning_of(planner, Tiers(4, LAYERS + 1)).begin(3)
+    planning_of(planner, Tiers(2, LAYERS + 1)).begin(11)
+    small, large = (list(view.row_counts) for view in planner.views)
+    assert small == [4, 8, 16, 20]
+    assert large == geometric_sizes(11, 55), "none does: it runs without a graph"
 
 
 def test_row_counts_are_those_that_the_admitted_requests_can_have() -> None:
@@ -229,171 +265,154 @@ def test_row_counts_are_those_that_the_admitted_requests_can_have() -> None:
 
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 6), (64, 384), (7, 1000)])
 def test_a_few_numbers_span_a_range(least: int, most: int) -> None:
-    found = every_few(least, most)
+    found = geometric_sizes(least, most)
     assert found[0] == least
     assert found[-1] == most
     assert found == sorted(set(found))
     assert len(found) <= 62
     between = found[1:-1]
-    assert [about(size) for size in between] == between, "else one price would stand for several"
+    assert [size_bucket(n) for n in between] == between, "else one cost would stand for several"
     gaps = [b - a for a, b in itertools.pairwise(found)]
     assert all(gap <= max(1, a / 8) for gap, a in zip(gaps, found, strict=False)), "none too far"
 
 
-def test_a_step_that_serves_nobody_teaches_what_it_took_and_nothing_else() -> None:
+def test_a_step_of_dummy_requests_teaches_what_it_took_and_nothing_else() -> None:
     planner = Scripted()
     planning = planning_of(planner)
-
-    def step() -> None:
-        assert planning.begin(2, first(0.5, 0.5)).plan.layers == 3
-        planning.layers_begin()
-        time.sleep(0.004)
-        planning.layers_end()
-        draft(planning, np.full((2, 3), 0.5))
-        *_, total = planning.settle(3)
-        assert total == 7
-        verify(planning, rows=total, milliseconds=10.0)
-        planning.verified(verified_rows(4, 3), torch.tensor([2, 2]))
-
     for learn in (False, True):
-        planning.rehearse(Plan(3, 7, 2.0, 1.0), step, learn=learn)
+        step = planning.warm_up_step(2, layers=3, rows=7, context=10)
+        step.layers_begin()
+        time.sleep(0.004)
+        step.layers_end()
+        score(planning, np.full((2, 3), 0.5))
+        *_, total = planning.selector.select(step)
+        assert total == 7
+        verify(step, rows=total, milliseconds=10.0)
+        finish(planning, step, [4, 3], [2, 2])
+        if learn:
+            planning.learn_warm_up(step)
         assert planner.cost.verify.known == learn
     assert planner.cost.verify(7) >= 10.0
     assert planner.cost.layer(2) >= 2.0
     assert not planner.cost.rest.known
-    planning.begin(2, first(0.5, 0.5))
-    assert planner.times == planner.drafts == []
+    planning.begin(2)
+    assert [record.plan.kind for record in planner.records] == [StepKind.WARMUP]
 
 
-def test_after_a_step_that_failed_it_serves_as_before() -> None:
-    planning = planning_of(Scripted(layers=2))
-    with pytest.raises(ZeroDivisionError):
-        planning.rehearse(Plan(3, 7, 2.0, 1.0), lambda: 1 // 0, learn=True)
-    assert planning.begin(2, first(0.5, 0.5)).plan.layers == 2
-
-
-def test_nothing_is_learnt_of_drafts_whose_first_one_nobody_measured() -> None:
+def test_nothing_is_learnt_of_requests_whose_first_layer_was_not_scored() -> None:
     planner = Scripted(layers=2)
     planning = planning_of(planner)
     for unmeasured in ([1], []):
-        planning.unmeasured = unmeasured
-        planning.begin(2, first(0.5, 1.0))
-        draft(planning, np.array([[0.5, 0.25], [1.0, 0.75]]))
-        planning.verified(verified_rows(3, 2), torch.tensor([2, 2]))
-    planning.begin(2, first(0.5, 0.5))
-    told = [(drafts.tolist(), correct.tolist()) for _, drafts, correct in planner.drafts]
-    assert told == [([2], [1]), ([2, 1], [1, 1])]
+        step = planning.begin(2, unmeasured=unmeasured)
+        score(planning, [[0.5, 0.25], [1.0, 0.75]])
+        finish(planning, step, [3, 2], [2, 2])
+    planning.begin(2)
+    found = [(drafts.tolist(), correct.tolist()) for _, drafts, correct in
+             (record.outcome for record in planner.records)]  # fmt: skip
+    assert found == [([2], [1]), ([2, 1], [1, 1])]
+
+
+def test_planning_of_a_gate_plans_full_drafts_and_measures_rows() -> None:
+    planner = FixedPlanner(LAYERS, 1, LAYERS + 1)
+    planning = Planning(
+        planner, None, tiers=lambda: None, width=LAYERS + 1, device="cpu",
+        agree=lambda _: 1 // 0,  # type: ignore[arg-type,return-value]
+    )  # fmt: skip
+    assert not planning.plans
+    for rows in [3, 5, 7, 9] * 5:
+        step = planning.begin(2)
+        assert step.plan == StepPlan(StepKind.FIXED, LAYERS, 1, 2 * (LAYERS + 1))
+        verify(step, rows, milliseconds=rows)
+        finish(planning, step, [1, 1], [1, 1])
+    assert planner.row_ms is not None
+    row_ms, error = planner.row_ms
+    assert row_ms == pytest.approx(1.0, abs=0.5)
+    assert error < 0.5
 
 
 # -- a planner that fails -----------------------------------------------------------------
 
 
-METHODS = ("plain_step", "choose", "settle", "learn_drafts", "learn_time")
+def fallible(planner: Planner, failures: list[Exception], **more: Any) -> Planning:
+    return planning_of(planner, failed=failures.append, **more)
 
 
-def fallible(planner: Planner, failures: list[Exception]) -> Planning:
-    planning = planning_of(planner)
-    planning._failed = failures.append
-    return planning
-
-
-def step(planning: Planning, *, rows: tuple[int, ...] = (3, 2)) -> int:
-    """A step of two requests; returns the rows of all."""
-    choice = planning.begin(2, first(0.5, 0.75), plain=True)
-    draft(planning, np.full((2, choice.plan.layers), 0.5))
-    lens, _, total = planning.settle(choice.plan.layers)
+def serve(planning: Planning, *, rows: tuple[int, ...] = (3, 2)) -> tuple[int, StepKind]:
+    """A step of two requests; returns the rows of all, and its kind."""
+    step = planning.begin(2)
+    score(planning, np.full((2, step.plan.num_layers), 0.5))
+    lens, _, total = planning.selector.select(step)
     assert int(lens.sum()) == total
-    verify(planning, rows=total)
-    planning.verified(verified_rows(*rows), torch.tensor([2, 2]))
-    return total
+    verify(step, rows=total)
+    finish(planning, step, [*rows], [2, 2])
+    return total, step.plan.kind
 
 
-@pytest.mark.parametrize("method", METHODS)
+FULL = 2 * (1 + LAYERS), StepKind.FALLBACK
+
+
+@pytest.mark.parametrize("method", ["plan", "learn"])
 def test_planning_when_the_planner_raises_verifies_full_drafts_and_goes_on(method: str) -> None:
     planner, failures = Scripted(layers=2, rows=3), list[Exception]()
     planning = fallible(planner, failures)
-    assert [step(planning), step(planning)] == [3, 3]
-    assert not planning.fell_back
+    assert [serve(planning), serve(planning)] == [(3, PLANNED)] * 2
 
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("no")
 
     right = getattr(planner, method)
     setattr(planner, method, fail)
-    for number in range(1, 4):  # each step, and nothing of it ends
-        layers = 2 if method == "settle" else LAYERS
-        assert step(planning) == 2 * (1 + layers)
-        assert planning.fell_back
+    for number in range(1, 4):
+        assert serve(planning) == FULL
         assert len(failures) == number
     setattr(planner, method, right)
     for _ in range(2):
-        planned = step(planning)
-    assert planned == 3
-    assert not planning.fell_back
+        planned = serve(planning)
+    assert planned == (3, PLANNED)
     assert isinstance(failures[0], ZeroDivisionError)
 
 
+RIGHT = StepPlan(PLANNED, 2, 1, 3)
+
+
 @pytest.mark.parametrize(
-    "choice",
+    "plan",
     [
         None,
-        Choice(Plan(0, 3, 1.0, 1.0), "plan"),
-        Choice(Plan(LAYERS + 1, 3, 1.0, 1.0), "plan"),
-        Choice(Plan(2, np.nan, 1.0, 1.0), "plan"),  # type: ignore[arg-type]
-        Choice(Plan(2, 3, 1.0, 1.0, width=2), "plan"),
-        Choice(Plan(2, 3, 1.0, 1.0), "plan", whole=2),
-        Choice(Plan(2, 3, 1.0, 1.0), "plan", whole=-1),
-        Choice(Plan(2, 3, 1.0, 1.0), "because"),
-        Choice(Plan(2, 1, 1.0, 1.0), "plain"),
-        Choice(Plan(2, 2 * LAYERS + 3, 1.0, 1.0), "plain"),
+        replace(RIGHT, num_layers=0),
+        replace(RIGHT, num_layers=LAYERS + 1),
+        replace(RIGHT, row_budget=np.nan),  # type: ignore[arg-type]
+        replace(RIGHT, row_budget=np.inf),  # type: ignore[arg-type]
+        replace(RIGHT, row_budget=None),  # type: ignore[arg-type]
+        replace(RIGHT, full_draft_of=2),
+        replace(RIGHT, full_draft_of=-1),
+        replace(RIGHT, kind="because"),  # type: ignore[arg-type]
+        replace(RIGHT, kind=StepKind.WARMUP),
+        replace(RIGHT, kind=UNIFORM, row_budget=1),
+        replace(RIGHT, kind=UNIFORM, row_budget=2 * LAYERS + 3),
     ],
     ids=str,
 )
-def test_planning_when_the_planner_chooses_no_step_verifies_full_drafts(choice: Any) -> None:
+def test_planning_when_the_planner_plans_no_step_verifies_full_drafts(plan: Any) -> None:
     failures = list[Exception]()
     planner = Scripted()
-    planner.choose = lambda *_, **__: choice  # type: ignore[method-assign]
-    assert step(fallible(planner, failures)) == 2 * (1 + LAYERS)
+    planner.next = plan
+    assert serve(fallible(planner, failures)) == FULL
     assert len(failures) == 1
 
 
-@pytest.mark.parametrize("rows", [np.nan, np.inf, None, "3"])
-def test_planning_when_the_planner_settles_for_no_number_verifies_full_drafts(rows: Any) -> None:
-    failures = list[Exception]()
-    planner = Scripted(layers=2)
-    planner.settle = lambda *_: Plan(2, rows, 1.0, 1.0)  # type: ignore[method-assign]
-    planning = fallible(planner, failures)
-    expected = 3 if rows == "3" else 2 * (1 + 2)
-    assert step(planning) == expected
-    assert planning.fell_back == (rows != "3")
-
-
 @pytest.mark.parametrize("raising", [0, 1])
-@pytest.mark.parametrize("method", ["choose", "settle"])
-def test_ranks_verify_full_drafts_together_when_the_first_ones_planner_raises(
-    method: str, raising: int
-) -> None:
+def test_ranks_verify_full_drafts_together_when_the_first_ones_planner_raises(raising: int) -> None:
     """And as planned where another one's does."""
     said: list[list[int]] = []
     planners = [Scripted(layers=2, rows=3) for _ in range(2)]
-    plannings = [fallible(planner, []) for planner in planners]
-    plannings[0].agree = lambda numbers: said.append(numbers) or numbers  # type: ignore[func-returns-value]
-    plannings[1].agree = lambda _: said.pop(0)
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise ZeroDivisionError("no")
-
-    setattr(planners[raising], method, fail)
-    choices = [planning.begin(2, first(0.5, 0.5)) for planning in plannings]
-    layers = [choice.plan.layers for choice in choices]
-    totals = []
-    for planning in plannings:
-        draft(planning, np.full((2, layers[0]), 0.5))
-        totals.append(planning.settle(layers[0])[2])
-    full = 2 * (1 + (LAYERS if method == "choose" else 2))
-    assert totals == [full if raising == 0 else 3] * 2
-    assert layers[0] == layers[1]
-    assert plannings[0].fell_back == (raising == 0)
+    plannings = [
+        fallible(planners[0], [], agree=lambda numbers: said.append(numbers) or numbers),
+        fallible(planners[1], [], agree=lambda _: said.pop(0)),
+    ]
+    planners[raising].next = None
+    found = [serve(planning) for planning in plannings]
+    assert found == [FULL if raising == 0 else (3, PLANNED)] * 2
 
 
 def test_a_report_that_fails_is_none_and_ends_nothing() -> None:
@@ -417,19 +436,22 @@ def test_confidences_that_are_no_probabilities_are_planned_and_teach_nothing(
     planner = Planner(LAYERS, kind(LAYERS))
     planning = planning_of(planner)
     for _ in range(2 * OneSlope.EVERY):
-        choice = planning.begin(2, first(strange, 0.75))
-        confidences = np.full((2, choice.plan.layers), 0.5)
+        step = planning.begin(2)
+        if step.plan.kind is UNIFORM:
+            finish(planning, step, [1 + step.plan.num_layers] * 2, [1, 1])
+            continue
+        confidences = np.full((2, step.plan.num_layers), 0.5)
         confidences[0, -1] = strange
-        draft(planning, confidences)
-        lens, _, total = planning.settle(choice.plan.layers)
+        score(planning, confidences)
+        lens, _, total = planning.selector.select(step)
         assert int(lens.sum()) == total
-        verify(planning, rows=total)
-        planning.verified(verified_rows(*lens.tolist()), torch.ones(2, dtype=torch.int32))
-    told = planning.report(2)
-    assert told is not None
+        verify(step, rows=total)
+        finish(planning, step, lens.tolist(), [1, 1])
+    report = planning.report(2)
+    assert report is not None
     assert np.isfinite(planner.survival.of_chains(np.full((1, LAYERS), 0.5))).all()
     odd = strange in STRANGE or np.isnan(strange)
-    assert (planning.strange > 0) == (told["strange_confidences"] > 0) == odd
+    assert (planning.strange > 0) == (report["strange_confidences"] > 0) == odd
     lines = [r for r in caplog.records if "no probabilities" in r.getMessage()]
     assert len(lines) == int(odd), "one line, however many there are"
 
@@ -437,51 +459,45 @@ def test_confidences_that_are_no_probabilities_are_planned_and_teach_nothing(
 # -- constrained requests -------------------------------------------------------------------
 
 
-def test_constrained_requests_teach_their_like_alone() -> None:
+def test_constrained_requests_teach_their_class_alone_and_allow_no_uniform_step() -> None:
     planner = Scripted(layers=2)
     planning = planning_of(planner)
     for constrained in ([1], [], [0, 1]):
-        planning.begin(2, first(0.5, 0.75), constrained=constrained)
-        draft(planning, np.array([[0.5, 0.25], [0.75, 0.5]]))
-        planning.verified(verified_rows(3, 2), torch.tensor([2, 1]))
-    planning.begin(2, first(0.5, 0.5))
-    rows = [drafts.tolist() for _, drafts, _ in planner.drafts]
-    told = [*zip(rows, planner.of_constrained, strict=True)]
-    assert told == [([2], False), ([1], True), ([2, 1], False), ([2, 1], True)]
+        step = planning.begin(2, constrained=constrained)
+        score(planning, [[0.5, 0.25], [0.75, 0.5]])
+        finish(planning, step, [3, 2], [2, 1])
+    planning.begin(2)
+    found = [
+        [[*of[1]] for of in (record.of_class(constrained=kind) for kind in (False, True)) if of]
+        for record in planner.records
+    ]
+    assert found == [[[2], [1]], [[2, 1]], [[2, 1]]]
+    assert [view.num_constrained for view in planner.views] == [1, 0, 2, 0]
+    assert [view.allows_uniform for view in planner.views] == [False, True, False, True]
 
 
-def test_each_draft_gets_rows_by_what_became_of_its_like() -> None:
-    """Of two requests whose drafts look alike, the one whose drafts are rejected gets none, and
+def test_each_draft_gets_rows_by_what_became_of_its_class() -> None:
+    """Of two requests with equal confidences, the one whose drafts are rejected gets no row, and
     takes none of the other's.
     """
     planner = Scripted(layers=2, rows=4)
     planning = planning_of(planner)
     for _ in range(REFRESH_EVERY):
-        planning.begin(2, first(0.5, 0.5), constrained=[0])
-        draft(planning, np.full((2, 2), 0.5))
-        planning.verified(verified_rows(3, 3), torch.tensor([1, 3]))
-        confidences = np.full((50, 2), 0.5)
-        lives = np.array([0.0, 2.0]).repeat(50)
-        for constrained in (True, False):
-            correct = lives[:50] if constrained else lives[50:]
-            Planner.learn_drafts(
-                planner, confidences, np.full(50, 2.0), correct, constrained=constrained
-            )
-    planning.begin(2, first(0.5, 0.5), constrained=[0])
-    draft(planning, np.full((2, 2), 0.5))
-    assert planning.settle(2)[0].tolist() == [1, 3]
-    planning.begin(2, first(0.5, 0.5), constrained=[1])
-    draft(planning, np.full((2, 2), 0.5))
-    assert planning.settle(2)[0].tolist() == [3, 1]
-    planning.begin(2, first(0.5, 0.5))
-    draft(planning, np.full((2, 2), 0.5))
-    assert planning.settle(2)[0].tolist() == [2, 2]
+        step = planning.begin(2, constrained=[0])
+        score(planning, np.full((2, 2), 0.5))
+        finish(planning, step, [3, 3], [1, 3])
+        mask = np.array([True, False]).repeat(50)
+        outcome = np.full((100, 2), 0.5), np.full(100, 2.0), np.where(mask, 0.0, 2.0)
+        record = StepRecord(step.plan, 100, outcome=outcome, constrained=mask)
+        Planner.learn(planner, record)
+        planner.catch_up()
 
+    def selected(*constrained: int) -> list[int]:
+        step = planning.begin(2, constrained=constrained)
+        score(planning, np.full((2, 2), 0.5))
+        lens: list[int] = planning.selector.select(step)[0].tolist()
+        return lens
 
-def test_no_step_is_plain_beside_constrained_requests() -> None:
-    """It would verify as many of their drafts as of all others."""
-    planner = Scripted()
-    planner.plain_step = lambda _: Choice(Plan(2, 6, 1.0, 1.0), "plain")  # type: ignore[method-assign,assignment,return-value]
-    planning = planning_of(planner)
-    assert planning.begin(2, first(0.5, 0.5), plain=True).reason == "plain"
-    assert planning.begin(2, first(0.5, 0.5), plain=True, constrained=[1]).reason == "plan"
+    assert selected(0) == [1, 3]
+    assert selected(1) == [3, 1]
+    assert selected() == [2, 2]

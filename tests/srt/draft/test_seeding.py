@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from sglang_c2t.plan.cost import about
+from sglang_c2t.plan.cost import size_bucket
 from sglang_c2t.plan.planner import Planner
 from sglang_c2t.plan.survival import Survival
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt.draft import seeding
 from sglang_c2t.srt.draft.planning import Planning
-from tests.srt.draft.test_planning import first, verify
+from sglang_c2t.srt.draft.selection import ChainSelector
+from tests.srt.draft.test_planning import verify
 
 LAYERS, REQUESTS = 4, 16
 
@@ -30,14 +32,15 @@ class Worker:
         self.speculative_num_draft_tokens = LAYERS + 1
         self.steps: list[tuple[int, int]] = []
 
-    def forward_batch_generation(self, requests: int) -> None:
-        assert self.planning.begin(requests, first(*[0.5] * requests)).plan.layers == LAYERS
-        self.planning.layers_begin()
-        self.planning.layers_end()
-        *_, rows = self.planning.settle(LAYERS)
+    def forward_batch_generation(self, batch: Any) -> None:
+        step = batch.spec_info.c2t_step
+        assert step.plan.num_layers == LAYERS
+        step.layers_begin()
+        step.layers_end()
+        *_, rows = self.planning.selector.select(step)
         time.sleep(0.0 if self.steps else 1.0)
-        self.steps.append((requests, rows))
-        verify(self.planning, rows, rows * self.row_ms)
+        self.steps.append((step.batch, rows))
+        verify(step, rows, rows * self.row_ms)
 
 
 @pytest.fixture(autouse=True)
@@ -48,16 +51,23 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
 
 
+def dummy(_worker: Any, requests: int) -> Any:
+    return SimpleNamespace(spec_info=SimpleNamespace(), seq_lens_sum=requests)
+
+
 @pytest.fixture(autouse=True)
 def _batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeding, "_dummy_batch", lambda _worker, requests: requests)
+    monkeypatch.setattr(seeding, "_dummy_batch", dummy)
+
+
+def planning_of(planner: Planner, tiers: Tiers | None) -> Planning:
+    selector = ChainSelector(planner, width=LAYERS + 1, slots=REQUESTS, device="cpu")
+    return Planning(planner, selector, tiers=lambda: tiers, width=LAYERS + 1, device="cpu")
 
 
 def seeded(row_ms: float, tiers: Tiers | None = None) -> Worker:
     planner = Planner(LAYERS, Survival(LAYERS))
-    planning = Planning(
-        planner, tiers=lambda: tiers, width=LAYERS + 1, slots=REQUESTS, device="cpu"
-    )
+    planning = planning_of(planner, tiers)
     worker = Worker(planning, row_ms)
     seeding.seed_costs(worker.planning, worker)
     return worker
@@ -72,7 +82,7 @@ def test_sizes_are_measured_three_times_behind_a_step_that_does_not_count() -> N
     order = [1, *span * 3, *(rows for rows in between for _ in range(3))]
     assert worker.steps == [(-(-rows // 5), rows) for rows in order]
     cost = worker.planning.planner.cost
-    assert set(cost.verify.points) == {about(size) for size in span + between}
+    assert set(cost.verify.points) == {size_bucket(size) for size in span + between}
     assert set(cost.layer.points) == {*range(1, 17)} - {14}
 
 
@@ -120,7 +130,7 @@ def test_what_a_file_brought_is_not_measured_again(
     planner = Planner(LAYERS, Survival(LAYERS))
     if rank == 0:
         planner.cost.verify.seed({6: 10.0})
-    planning = Planning(planner, tiers=lambda: None, width=5, slots=8, device="cpu")
+    planning = planning_of(planner, None)
 
     def of_first(numbers: list[int]) -> list[int]:
         return numbers if rank == 0 else [1]

@@ -13,6 +13,7 @@ import pytest
 from sglang_c2t import files
 from sglang_c2t.config import ConfigError
 from sglang_c2t.plan.planner import Planner
+from sglang_c2t.plan.step import StepKind, StepPlan, StepRecord
 from sglang_c2t.plan.survival import Survival
 from sglang_c2t.srt.draft.state_file import EVERY_IF_ASKED, StateFile
 
@@ -20,10 +21,15 @@ MODELS = {"target": "a", "draft": "b", "num_steps": 3, "policy": "auto"}
 CHAINS = np.array([[0.9, 0.5, 0.2]])
 
 
+def learn(planner: Planner, accepted: int) -> None:
+    plan = StepPlan(StepKind.PLANNED, 3, 1, 4)
+    planner.learn(StepRecord(plan, 1, outcome=(CHAINS, np.array([3]), np.array([accepted]))))
+
+
 def taught() -> Planner:
     planner = Planner(3, Survival(3))
     for _ in range(50):
-        planner.learn_drafts(CHAINS, np.array([3]), np.array([1]))
+        learn(planner, 1)
     return planner
 
 
@@ -50,7 +56,7 @@ def test_who_does_not_write_goes_on_from_the_file_and_leaves_it(tmp_path: Path) 
     before = path.read_bytes()
     kept = StateFile(path, second, MODELS, writes=False)
     assert survival(second) == pytest.approx(survival(first))
-    second.learn_drafts(CHAINS, np.array([3]), np.array([3]))
+    learn(second, 3)
     kept.save()
     assert path.read_bytes() == before
     StateFile(tmp_path / "absent.json", second, MODELS, writes=False)
@@ -59,7 +65,7 @@ def test_who_does_not_write_goes_on_from_the_file_and_leaves_it(tmp_path: Path) 
 
 def content(**changes: Any) -> str:
     planner = taught().state()
-    return json.dumps({"version": 1, "learnt_on": MODELS, "planner": planner} | changes)
+    return json.dumps({"version": 2, "learnt_on": MODELS, "planner": planner} | changes)
 
 
 BAD_COUNTS = {"survival": {"counts": [[[1, -1]]]}, "cost": {"verify": {}, "layer": {}, "rest": {}}}
@@ -70,8 +76,8 @@ BAD_COUNTS = {"survival": {"counts": [[[1, -1]]]}, "cost": {"verify": {}, "layer
     [
         ("", "Expecting value"),
         ('{"version": 1', "Expecting"),
-        ("[]", "no state of version 1"),
-        (content(version=2), "no state of version 1"),
+        ("[]", "no state of version 2"),
+        (content(version=1), "no state of version 2"),
         (content(learnt_on={**MODELS, "draft": "c"}), "learnt on"),
         (content(planner=[]), "its planner is no object"),
         (content(planner={}), "survival"),
@@ -93,10 +99,9 @@ def test_what_cannot_be_used_is_told_in_one_line_and_the_start_is_cold(
     assert said in line
     assert "\n" not in line
     assert survival(planner) == COLD
-    plain = "plain_layer", "plain_rest", "plain_narrow_rest"
-    curves = "verify", "layer", "rest", *plain, "narrow_rest", "context"
+    curves = "verify", "layer", "rest", "uniform_layer", "uniform_rest", "context"
     assert planner.cost.state() == {name: {} for name in curves}
-    assert json.loads(path.read_text())["version"] == 1, "ours is in its place"
+    assert json.loads(path.read_text())["version"] == 2, "ours is in its place"
 
 
 def test_a_place_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -124,7 +129,7 @@ def test_it_is_written_now_and_then_however_often_somebody_asks(tmp_path: Path) 
     path, planner = tmp_path / "state.json", Planner(3, Survival(3))
     kept = StateFile(path, planner, MODELS)
     before = path.read_text()
-    planner.learn_drafts(CHAINS, np.array([3]), np.array([1]))
+    learn(planner, 1)
     kept.save_now_and_then()
     kept.save_now_and_then(EVERY_IF_ASKED)
     assert path.read_text() == before

@@ -1,9 +1,8 @@
-"""What a server of trees tells its planner, and which nodes it verifies of what was drafted."""
+"""What a server of trees tells its planner, and which drafted nodes it verifies."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.draft.slots import FirstLayer
 from sglang_c2t.kernels.rows import indptr
-from sglang_c2t.plan.plan import Plan
-from sglang_c2t.plan.planner import Choice
+from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord
 from sglang_c2t.plan.trees import TreePlanner
 from sglang_c2t.policies.gated_tree import PlannedTree
-from sglang_c2t.srt.draft.tree_planning import TreePlanning
+from sglang_c2t.srt.draft.planning import Planning, Step
+from sglang_c2t.srt.draft.selection import TreeSelector
 from sglang_c2t.srt.verify.packing import Packing
 from sglang_c2t.srt.verify.tree import TreeVerifyInput, build_verify_input
 from sglang_c2t.tree import LinkedTrees, Trees, cut
@@ -26,48 +24,33 @@ from tests import oracles
 from tests.draft.own_rules import ByMark
 from tests.draft.test_growth import Draft, drafts, grown
 
-SLOTS = 8
-
 
 class Scripted(TreePlanner):
-    """Chooses what the test says, and remembers what it is told."""
+    """Plans what the test says, and remembers what it learns."""
 
-    def __init__(self, draft: Draft, layers: int, rows: int, whole: int | None = None) -> None:
+    def __init__(self, draft: Draft, layers: int, rows: int, full: int | None = None) -> None:
         super().__init__(*draft.shape)
-        self.plan = Plan(layers, rows, 1.0, 1.0, draft.width or draft.topk)
-        self.whole = whole
-        self.first: list[Any] = []
-        self.told: tuple[Any, ...] = ()
+        self.next = StepPlan(StepKind.PLANNED, layers, draft.topk, rows, full)
+        self.records: list[StepRecord] = []
 
-    def choose(self, first: Any, *_args: Any, **_kwargs: Any) -> Choice:
-        self.first = first.tolist()
-        return Choice(self.plan, "plan", self.whole)
+    def plan(self, batch: BatchView) -> StepPlan:
+        return self.next
 
-    def settle(self, *_args: Any) -> Plan:
-        return self.plan
-
-    def learn_nodes(self, *told: Any, constrained: bool = False) -> None:
-        self.told = told
+    def learn(self, record: StepRecord) -> None:
+        self.records.append(record)
 
 
-def begun(planner: TreePlanner, draft: Draft, first: torch.Tensor | None = None) -> TreePlanning:
-    planning = TreePlanning(
-        planner, tiers=lambda: None, width=draft.max_nodes, slots=SLOTS, device="cpu"
-    )
-    known = torch.full((draft.topk, draft.batch), 0.5) if first is None else first
-    planning.begin(draft.batch, lambda: FirstLayer(known[0], known, known))
-    return planning
+def begun(planner: TreePlanner, draft: Draft) -> tuple[Planning, Step]:
+    selector = TreeSelector(planner, width=draft.max_nodes, device="cpu")
+    planning = Planning(planner, selector, tiers=lambda: None, width=draft.max_nodes, device="cpu")
+    return planning, planning.begin(draft.batch)
 
 
 def roomy(draft: Draft) -> bool:
     return draft.topk > 1 and draft.max_nodes > draft.topk
 
 
-def wide_or_narrow(draft: Draft) -> st.SearchStrategy[Draft]:
-    return st.sampled_from([draft, replace(draft, width=1)])
-
-
-roomy_drafts = drafts().filter(roomy).flatmap(wide_or_narrow)
+roomy_drafts = drafts().filter(roomy)
 
 
 @given(roomy_drafts, st.integers(1, 4), st.integers(0, 2**20), st.booleans())
@@ -78,14 +61,15 @@ def test_the_best_nodes_of_a_batch_get_the_rows_and_who_wants_all_gets_all(
     rng = random.Random(seed)
     layers = min(layers, draft.steps)
     run = grown(draft, PlannedTree(ByMark()), layers)
-    each = Scripted(draft, layers, 0).full_rows(layers, draft.width or draft.topk) - 1
+    each = Scripted(draft, layers, 0).full_rows(layers) - 1
     rows = rng.randint(draft.batch, draft.batch * draft.max_nodes)
     planner = Scripted(draft, layers, rows, rng.randrange(draft.batch) if explores else None)
-    planning = begun(planner, draft)
+    planning, step = begun(planner, draft)
     wants_all = {b for b in range(draft.batch) if rng.random() < 0.3}
-    chosen, total = planning.choose_nodes(run.trees, run.keys, layers, sorted(wants_all))
-    if planner.whole is not None:
-        wants_all.add(planner.whole)
+    step.full = sorted(wants_all)
+    chosen, total = planning.selector.select(step, run.trees, run.keys)
+    if planner.next.full_draft_of is not None:
+        wants_all.add(planner.next.full_draft_of)
     assert draft.batch + int(chosen.sum()) == total
     others = draft.batch - len(wants_all)
     budget = min(max(rows - draft.batch - each * len(wants_all), 0), others * each)
@@ -120,20 +104,22 @@ def test_a_node_survived_if_it_lies_on_the_accepted_path(draft: Draft, seed: int
     rng = random.Random(seed)
     run = grown(draft, PlannedTree(ByMark()))
     planner = Scripted(draft, draft.steps, rng.randint(draft.batch, draft.batch * draft.max_nodes))
-    planning = begun(planner, draft)
-    chosen, total = planning.choose_nodes(run.trees, run.keys, draft.steps)
+    planning, step = begun(planner, draft)
+    chosen, total = planning.selector.select(step, run.trees, run.keys)
     # Every token is another, so that it names its node.
     trees = named(run.trees)
     verified = cut(trees, chosen)
     verify_input, paths = accepted(verified, total, draft, rng)
-    planning.verified(verify_input, torch.tensor([len(path) for path in paths]))
-    planning.begin(draft.batch, lambda: FirstLayer(*[torch.full((draft.topk, 1), 0.5)] * 3))
-    width, layers, depth, least, told_chosen, survived = planner.told
-    assert (width, layers) == (draft.width or draft.topk, draft.steps)
+    planning.finish(step, verify_input, torch.tensor([len(path) for path in paths]))
+    planning._last.forwards = -1  # something else was forwarded: there are no times
+    planning.begin(draft.batch)
+    (record,) = planner.records
+    depth, least, verified_nodes, survived = record.outcome
+    assert record.plan.num_layers == draft.steps
     assert depth.tolist() == run.trees.depth[:, 1:].tolist()
     live = depth > 0
     assert least[live].tolist() == run.keys[:, 1:][torch.tensor(live)].tolist()
-    assert told_chosen.tolist() == chosen.tolist()
+    assert verified_nodes.tolist() == chosen.tolist()
     for b, path in enumerate(paths):
         of_path = [int(verified.tokens[b, node]) for node in path[1:]]
         assert trees.tokens[b, 1:][torch.tensor(survived[b] > 0)].tolist() == of_path
@@ -166,8 +152,9 @@ def accepted(
     return verify_input, paths
 
 
-def test_what_is_known_of_first_layers_is_their_confidences_the_best_first() -> None:
-    draft = Draft(0, topk=3, steps=2, batch=2, max_nodes=6)
-    planner = Scripted(draft, 1, 4)
-    begun(planner, draft, torch.tensor([[0.25, 0.5], [0.75, 0.0], [0.5, 0.25]]))
-    assert planner.first == [[0.75, 0.5, 0.25, 0.0, 0.0], [0.5, 0.25, 0.0, 0.0, 0.0]]
+def test_first_layers_are_their_confidences_the_best_first() -> None:
+    planner = TreePlanner(3, 2, 6)
+    depth = np.array([[1, 1, 1, 2, 0], [1, 1, 1, 0, 0]])
+    least = np.array([[0.25, 0.75, 0.5, 0.9, 0.0], [0.5, 0.0, 0.25, 0.0, 0.0]])
+    first = planner._first_layers((depth, least, depth > 0, depth))
+    assert first.tolist() == [[0.75, 0.5, 0.25, 0.0, 0.0], [0.5, 0.25, 0.0, 0.0, 0.0]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import prometheus_client
@@ -10,9 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_c2t.plan.step import StepKind, StepPlan
 from sglang_c2t.srt.hooks import step_metrics
 from sglang_c2t.srt.hooks.step_metrics import Step, _buckets, correct_gauge, count_step
 from tests.doubles import double
+
+
+def plan(kind: StepKind) -> StepPlan:
+    return StepPlan(kind, 5, 1, 12)
+
+
+FIXED = plan(StepKind.FIXED)
 
 
 @pytest.mark.parametrize(
@@ -32,8 +41,10 @@ def test_a_draft_ends_for_one_reason(
     rows: int, drafted: int, max_rows: int | None, reason: str
 ) -> None:
     """Of a batch that has 12 rows to verify."""
-    step = Step(full=6, drafted=drafted, forwarded_rows=16, max_rows=max_rows)
+    step = Step(full=6, drafted=drafted, forwarded_rows=16, plan=FIXED, max_rows=max_rows)
     assert step.reason(rows, 12) == reason
+    planned = replace(step, plan=plan(StepKind.PLANNED))
+    assert planned.reason(rows, 12) == ("budget" if reason == "policy" else reason)
 
 
 @given(st.integers(0, 300))
@@ -93,7 +104,9 @@ def test_what_is_counted_is_what_sglang_counts_for_its_requests(
     assert count_step(sglang_counts, processor, result, batch) == "resolved"
     assert sample("c2t:steps_total", model_name="demo") is None  # not one of our verifications
     for fell_back in (False, True):
-        result.c2t_step = Step(full=6, drafted=6, forwarded_rows=16, fell_back=fell_back)
+        result.c2t_step = Step(
+            full=6, drafted=6, forwarded_rows=16, plan=FIXED, gate_fell_back=fell_back
+        )
         assert count_step(sglang_counts, processor, result, batch) == "resolved"
     expected = {
         "steps": 2,
@@ -116,9 +129,23 @@ def test_what_is_counted_is_what_sglang_counts_for_its_requests(
     assert sample("c2t:correct_length_sum", model_name="demo") == told
     counted = sample("c2t:verifications_total", model_name="demo")
     assert sample("c2t:correct_length_count", model_name="demo") == counted
+    assert sample("c2t:planned_layers_total", model_name="demo") == 0
+    kinds = {StepKind.PLANNED: "plan", StepKind.UNIFORM: "uniform", StepKind.FALLBACK: "failed"}
+    for number, kind in enumerate(kinds, start=1):
+        result.c2t_step = Step(
+            full=6, drafted=6, forwarded_rows=16, plan=plan(kind),
+            predicted_ms=10.0 * number, measured_ms=20.0 * number,
+        )  # fmt: skip
+        count_step(sglang_counts, processor, result, batch)
+    for label in kinds.values():
+        assert sample("c2t:plans_total", model_name="demo", reason=label) == 1
+    assert sample("c2t:planned_layers_total", model_name="demo") == 15
+    assert sample("c2t:predicted_step_seconds_total", model_name="demo") == pytest.approx(0.03)
+    assert sample("c2t:measured_step_seconds_total", model_name="demo") == pytest.approx(0.06)
+    assert sample("c2t:policy_failures_total", model_name="demo") == 2, "the planner's, too"
     processor.metrics_reporter.current_scheduler_metrics_enabled = False
     count_step(sglang_counts, processor, result, batch)
-    assert sample("c2t:steps_total", model_name="demo") == 2
+    assert sample("c2t:steps_total", model_name="demo") == 5
 
 
 @pytest.mark.parametrize(

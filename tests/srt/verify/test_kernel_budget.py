@@ -21,13 +21,12 @@ from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.kernels import layout
 from sglang_c2t.kernels.rows import chain_links
-from sglang_c2t.plan.plan import Plan
-from sglang_c2t.plan.planner import Choice
+from sglang_c2t.plan.step import StepKind, StepPlan
 from sglang_c2t.policies import POLICIES, build_policy, build_tree_policy
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.policies.c2t import C2T
-from sglang_c2t.srt.draft.planning import _Step
-from sglang_c2t.srt.draft.tree_planning import TreePlanning
+from sglang_c2t.srt.draft.planning import Step
+from sglang_c2t.srt.draft.selection import TreeSelector
 from sglang_c2t.srt.verify import accept, ragged, sampling, tree
 from sglang_c2t.srt.verify.packing import Packing
 from sglang_c2t.srt.verify.timing import Mark
@@ -153,12 +152,10 @@ def test_a_planned_tree_step_stays_within_its_budget() -> None:
     with unset_fake_temporarily():
         policy = build_tree_policy(C2TConfig(policy="auto"))
         planner = policy.planner(SHAPE)
-    planning = TreePlanning(
-        planner, tiers=lambda: None, width=SHAPE.num_draft_tokens, slots=64, device="cuda"
-    )
-    plan = Plan(D, 2 * B, 1.0, 1.0)
-    planning._step = _Step(Choice(plan, "plan"), plan, B, 0, Mark(on_cuda=False))
-    launched = tree_step(policy, lambda trees, keys: planning.choose_nodes(trees, keys, D)[0])
+    selector = TreeSelector(planner, width=SHAPE.num_draft_tokens, device="cuda")
+    plan = StepPlan(StepKind.PLANNED, D, SHAPE.topk, 2 * B)
+    step = Step(plan, B, 0, Mark(on_cuda=False))
+    launched = tree_step(policy, lambda trees, keys: selector.select(step, trees, keys)[0])
     assert len(launched) <= 19
 
 

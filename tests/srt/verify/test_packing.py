@@ -18,7 +18,6 @@ from sglang_c2t.kernels.accept import AcceptedPaths
 from sglang_c2t.plan.tiers import Tiers
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.verify import chain, packed, sampling
-from sglang_c2t.srt.verify.feedback import Feedback
 from sglang_c2t.srt.verify.packing import Packing
 from tests.doubles import double
 from tests.srt.chains import full_chains
@@ -155,14 +154,13 @@ def test_what_sglang_calls_while_it_verifies_is_ours_and_afterwards_its_own() ->
     names = "eagle_prepare_for_verify", "eagle_sample", "_finalize_accept_tree_path"
     before = [getattr(common, name) for name in names]
     chains = chain_input([2, 1], width=3)
-    feedback = Feedback(on_cuda=False)
     target = double("TpModelWorker", forward_batch_generation=None)
-    with packed.verifying(chains, target, feedback):
+    with packed.verifying(chains, target):
         inside = [getattr(common, name) for name in names]
     assert all(ours is not stock for ours, stock in zip(inside, before, strict=True))
     assert [getattr(common, name) for name in names] == before
     chains.packing = None
-    with packed.verifying(chains, target, feedback):
+    with packed.verifying(chains, target):
         unpacked = [
             getattr(common, name) is stock for name, stock in zip(names, before, strict=True)
         ]

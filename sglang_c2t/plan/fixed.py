@@ -1,0 +1,58 @@
+"""The planner of policies that do not plan: all layers, and the gate decides what is verified.
+
+numpy only; knows neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglang_c2t.plan.cost import Curve
+from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord
+
+#: Row counts that must be measured before a row has a cost.
+ENOUGH = 4
+
+
+class FixedPlanner:
+    """Always plans full drafts, and measures what a row of the target costs.
+
+    Args:
+        max_depth: D.
+        topk: Children of a draft.
+        width: N, rows of a full draft.
+    """
+
+    def __init__(self, max_depth: int, topk: int, width: int) -> None:
+        self.max_depth, self.topk, self._width = max_depth, topk, width
+        self._verify = Curve()
+        self._plans: dict[int, StepPlan] = {}
+
+    def plan(self, batch: BatchView) -> StepPlan:
+        """All layers, and rows for the full draft of each request."""
+        requests = batch.batch_size
+        if requests not in self._plans:
+            rows = requests * self._width
+            self._plans[requests] = StepPlan(StepKind.FIXED, self.max_depth, self.topk, rows)
+        return self._plans[requests]
+
+    def learn(self, record: StepRecord) -> None:
+        """Measure the verification."""
+        if record.times is not None and record.times.step_ms is not None:
+            self._verify.step()
+            self._verify.observe(record.times.rows, record.times.verify_ms)
+
+    def full_rows(self, _layers: int) -> int:
+        """N."""
+        return self._width
+
+    @property
+    def row_ms(self) -> tuple[float, float] | None:
+        """Milliseconds of a row of the target, and their standard error; ``None``: not known."""
+        points = self._verify.points
+        if len(points) < ENOUGH:
+            return None
+        line, covariance = np.polyfit([*points], [*points.values()], 1, cov="unscaled")
+        left = np.polyval(line, [*points]) - [*points.values()]
+        spread = float((left**2).sum()) / (len(points) - 2)
+        return float(line[0]), float(np.sqrt(covariance[0, 0] * spread))

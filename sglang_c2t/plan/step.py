@@ -1,0 +1,153 @@
+"""What a planner and a server say to each other about one step.
+
+A server asks :meth:`StepPlanner.plan` before it drafts, and hands back a :class:`StepRecord` once
+the outcome and the times of the step have arrived: a step or two later, on every device.
+
+numpy only; knows neither torch nor SGLang.
+
+Legend: B requests, D layers, d of them drafted, n drafts of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from sglang_c2t.plan.survival import Numbers
+
+
+class StepKind(Enum):
+    """Why a step does what it does; the value is its label in metrics."""
+
+    PLANNED = "plan"
+    """The best drafts of the batch fill the row budget."""
+
+    UNIFORM = "uniform"
+    """Every request verifies its full draft, so that nothing is scored or selected."""
+
+    EXPLORE = "explore"
+    """As PLANNED, to learn about layers or row counts."""
+
+    UNMEASURED = "unknown"
+    """As PLANNED, while too few costs are known to plan by."""
+
+    WARMUP = "warmup"
+    """As PLANNED, for dummy requests before the server serves."""
+
+    FALLBACK = "failed"
+    """Full drafts, because the planner raised."""
+
+    FIXED = "fixed"
+    """All layers; the policy's gate decides what is verified."""
+
+
+#: Kinds of steps in which the row budget is shared out by the survival of drafts.
+SELECTED = frozenset(
+    {
+        StepKind.PLANNED,
+        StepKind.EXPLORE,
+        StepKind.UNMEASURED,
+        StepKind.WARMUP,
+        StepKind.FALLBACK,
+    }
+)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step drafts and verifies, equal on all ranks that share its requests."""
+
+    kind: StepKind
+
+    num_layers: int
+    """d: draft layers."""
+
+    topk: int
+    """Children of a draft; 1: chains."""
+
+    row_budget: int
+    """Rows of the target's forward over the batch, roots included."""
+
+    full_draft_of: int | None = None
+    """Index of the request whose full draft is verified, for exploration."""
+
+    expected_ms: float | None = None
+    """``None``: unknown."""
+
+
+@dataclass(frozen=True)
+class BatchView:
+    """What a planner sees of the next batch."""
+
+    batch_size: int
+
+    row_counts: Sequence[int]
+    """Row counts worth their padding, rising; the last holds the full drafts of all requests."""
+
+    depths: Sequence[int]
+    """Numbers of layers that can be drafted, rising."""
+
+    context: int = 0
+    """Tokens before the drafts, of the whole batch."""
+
+    num_constrained: int = 0
+    """Requests whose sampling changes the target's distribution."""
+
+    allows_uniform: bool = True
+    """Whether every request may get the same number of rows."""
+
+
+class StepTimes(NamedTuple):
+    """Milliseconds of a step, and the rows T that its target forward had."""
+
+    rows: int
+    verify_ms: float
+    draft_ms: float
+    step_ms: float | None = None
+    """``None`` for dummy requests."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What became of a step."""
+
+    plan: StepPlan
+    batch_size: int
+    context: int = 0
+
+    outcome: tuple[Numbers, ...] = ()
+    """Per request that teaches. Chains: confidences [B, d], drafts verified [B] and accepted [B].
+    Trees: depth, least confidence on the path, verified and accepted, each [B, n]. Empty: nothing
+    was scored."""
+
+    constrained: Numbers | None = None
+    """[B] bool: requests whose sampling changes the target's distribution; ``None``: none."""
+
+    times: StepTimes | None = None
+    """``None``: something else ran between this step and the next."""
+
+    def of_class(self, *, constrained: bool) -> tuple[Numbers, ...]:
+        """The outcome of the requests of one class; empty if there are none."""
+        if not self.outcome:
+            return ()
+        mask = self.constrained
+        if mask is None:
+            return () if constrained else self.outcome
+        rows = np.flatnonzero(mask == constrained)
+        return tuple(values[rows] for values in self.outcome) if len(rows) else ()
+
+
+class StepPlanner(Protocol):
+    """Everything that a server asks of a planner, and tells it, while it serves."""
+
+    def plan(self, batch: BatchView) -> StepPlan:
+        """Plan the next step, before it drafts."""
+        ...
+
+    def learn(self, record: StepRecord) -> None:
+        """Learn from a step, any time later."""
+        ...
