@@ -408,9 +408,6 @@ def test_captured_graphs_take_the_planner_back_that_they_were_captured_with(
     assert made._serving.planning is draft.captured_planning
 
 
-@pytest.mark.parametrize(
-    ("cls", "accepted"), [(C2TEagleWorker, True), (C2TStandaloneWorker, False)]
-)
 def test_the_state_file_is_that_of_the_policy_at_start(server: Server, tmp_path: Any) -> None:
     made = server.started(C2TConfig(state=str(tmp_path / "state.json")))
     files = [made._serving.planning.state_file]
