@@ -334,7 +334,7 @@ class WorkerMixin(EAGLEWorkerV2):
             "beta": getattr(policy, "beta", None),
             "classifier": told_of(policy, self._pair),
             "pair": self._pair and self._pair._asdict(),
-            "first_drafts": self._first_drafts.grades.told() if self._first_drafts else None,
+            "first_drafts": self._first_drafts.grades.to_dict() if self._first_drafts else None,
         }
 
     @property
@@ -479,7 +479,6 @@ class TreeWorkerMixin(WorkerMixin):
         draft, runner = self._draft_worker, self.target_worker.model_runner
         self._unpacked = tree.decide(self._config, runner)
         draft.packed = self._unpacked is None
-        draft.exact = compat.accepts_exactly(self.server_args)
         self._settle_policy()
         self._plan_with(self._planning_for(draft.gate.served.policy))
         rows = "packed" if draft.packed else "padded"

@@ -29,7 +29,7 @@ def graded(policy: str, steps: int) -> list[list[float]]:
     rows = torch.tensor([1, 3, 6], dtype=torch.int32)
     for _ in range(steps):
         first.verified(gate, SLOTS, rows, torch.tensor([1, 1, 4]))
-    told = first.grades.told()
+    told = first.grades.to_dict()
     return [told[name] for name in ("drafts", "promised", "survived")]
 
 
@@ -50,7 +50,7 @@ def test_first_drafts_of_constrained_requests_are_left_out() -> None:
     rows, accepted = torch.tensor([2, 3, 6], dtype=torch.int32), torch.tensor([2, 1, 4])
     for _ in range(grading.EVERY + 1):
         first.verified(gate, SLOTS, rows, accepted, lambda: [0, 2])
-    told = first.grades.told()
+    told = first.grades.to_dict()
     assert (sum(told["drafts"]), sum(told["survived"])) == (1, 0)
 
 
