@@ -77,6 +77,7 @@ class Planner:
         self.predicted_ms = self.measured_ms = 0.0
         """Of all steps that had a prediction, together."""
         self._errors: deque[float] = deque(maxlen=512)
+        self._full_at = 0  # step that last verified a full draft to learn from it
         self._forget_costs()
         self._forget_verdicts()
 
@@ -157,8 +158,8 @@ class Planner:
                 rows, other = look
                 most = view.batch_size * self.full_rows(other.layers)
                 return self._step(StepKind.EXPLORE, other._replace(rows=min(rows, most)))
-            if other := self._explore.layers(candidates, plan, best):
-                return self._step(StepKind.EXPLORE, other)
+            if deeper := self._explore.layers(candidates, plan, best):
+                return self._step(StepKind.EXPLORE, deeper)
         made = self._step(StepKind.PLANNED, plan)
         same = self._verdicts.keep(view, made, taken=1)
         # After exploration: during a cold start uniform steps would use unmeasured costs.
@@ -260,7 +261,9 @@ class Planner:
 
     # -- for people, and for the next start ------------------------------------------------
 
-    def best_plan_by_batch_size(self, row_counts: Mapping[int, Sequence[int]]) -> list[dict]:
+    def best_plan_by_batch_size(
+        self, row_counts: Mapping[int, Sequence[int]]
+    ) -> list[dict[str, Any]]:
         """Expected rates of drafts like the last ones at other loads: for each number of requests B
         in ``row_counts`` the best plan of each depth.
 
@@ -346,7 +349,6 @@ class Planner:
 
     def _forget_verdicts(self) -> None:
         self._verdicts, self._comparison = Verdicts(), Comparison()
-        self._full_at = 0
 
 
 def _most_likely(survival: Array, drafts: int) -> float:

@@ -67,7 +67,7 @@ class Verdicts:
     def planned(self, batch: int) -> StepPlan | None:
         """The plan that held last for this batch size, uniform ones aside."""
         verdict = self._kept.get((False, batch))
-        return verdict and verdict.plan
+        return None if verdict is None else verdict.plan
 
     def keep(
         self, view: BatchView, plan: StepPlan, *, taken: int, steps: int | None = None
@@ -91,9 +91,9 @@ class Verdicts:
         self._kept[key] = Verdict(plan, steps, steps - taken, _basis(view))
         return same
 
-    def drop_uniform(self, batch: int) -> None:
-        """Uniform plans do not hold any more for sizes like this."""
-        self._kept.pop((True, size_bucket(batch)), None)
+    def drop_uniform(self, batch: int) -> bool:
+        """Let no uniform plan hold for sizes like this; returns whether one did."""
+        return self._kept.pop((True, size_bucket(batch)), None) is not None
 
 
 def _basis(view: BatchView) -> Hashable:

@@ -11,6 +11,7 @@ from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies.base import TreeShape
+from sglang_c2t.srt import compat
 from sglang_c2t.srt.draft import ancestors
 from sglang_c2t.srt.draft.selection import ChainSelector, Selector, TreeSelector
 from sglang_c2t.srt.recorder import Recorder
@@ -51,7 +52,8 @@ class Chains:
         return reason
 
     def configure_draft(self, draft: Any) -> None:
-        """Nothing: the rows of a chain need no ancestors."""
+        """Have chains accepted as the server's thresholds ask for."""
+        draft.exact = compat.accepts_exactly(draft.server_args)
 
     def describe(self, *, packed: bool) -> str:
         """How this server verifies, for its start-up line."""

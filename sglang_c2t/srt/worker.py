@@ -89,7 +89,6 @@ class C2TEagleWorker(EAGLEWorkerV2):
         super().init_attention_backends()
         config = self._serving.config
         draft: Any = self._draft_worker
-        draft.exact = compat.accepts_exactly(self.server_args)
         unpacked_reason = self._kind.prepare_packing(config, self.target_worker.model_runner)
         self._kind.configure_draft(draft)
         self._serve(unpacked_reason)

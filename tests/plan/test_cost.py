@@ -184,8 +184,8 @@ def test_a_step_is_its_parts_and_comes_back_from_a_file() -> None:
 
 def served(cost: StepCost, rows: int, verify_ms: float, steps: int = 1) -> None:
     for _ in range(steps):
-        cost.observe(
-            rows=rows, batch=1, layers=1, verify_ms=verify_ms, draft_ms=0.0, rest_ms=0.0
+        observe(
+            cost, rows=rows, batch=1, layers=1, verify_ms=verify_ms, draft_ms=0.0, rest_ms=0.0
         )  # fmt: skip
 
 

@@ -131,6 +131,9 @@ class Planning:
         failed: Called with what the planner raised. ``None``: it is raised on.
     """
 
+    selector: Any
+    """A :class:`Selector`; ``None`` where a gate decides."""
+
     def __init__(
         self,
         planner: Any,
@@ -324,9 +327,9 @@ class Planning:
                 constrained=mask_of(step.constrained, step.batch)[teaches],
             )
         self.planner.learn(record)
-        if self.selector is not None and record.outcome:
+        if self.selector is not None:
             for constrained in (False, True):
-                if (record.constrained == constrained).any():
+                if record.of_class(constrained=constrained):
                     self._learnt[constrained] += 1
                     if self._learnt[constrained] % REFRESH_EVERY == 0:
                         self.selector.refresh(constrained=constrained)
@@ -346,7 +349,7 @@ class Planning:
                 )
             self.strange += int(strange.sum())
         outcome[at] = probabilities
-        return outcome, ~strange.reshape(len(strange), -1).any(axis=1)
+        return outcome, ~np.asarray(strange.reshape(len(strange), -1).any(axis=1))
 
     # -- for people --------------------------------------------------------------------------
 

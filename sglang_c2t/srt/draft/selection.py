@@ -205,7 +205,8 @@ class TreeSelector(_Survivals):
         """[B, N - 1, 4], see :func:`outcome_of_trees`."""
         assert verify_input.paths is not None, "asked before it was verified"
         accepted, starts = verify_input.paths.accept_index, verify_input.packing.layout.row_starts
-        return outcome_of_trees(*step.selected, accepted, starts)
+        depth, keys, chosen = step.selected
+        return outcome_of_trees(depth, keys, chosen, accepted, starts)
 
     def unpacked(self, numbers: Numbers, _plan: StepPlan) -> Sequence[Numbers]:
         """Depths, 0 of padding, confidences, verified and accepted, each [B, N - 1]."""
