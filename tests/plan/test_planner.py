@@ -378,11 +378,11 @@ def test_it_tells_how_right_it_was() -> None:
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 50)
     assert planner.predicted_over_measured == pytest.approx(1.0, abs=0.02)
-    planner.free.predictions.reset()  # what it said before it had learnt anything
-    server.serve(planner, 600)
+    planner.free.predictions.reset()  # before it had learnt anything
+    server.serve(planner, 1_200)  # 20 bins: fewer drafts leave more noise than the bound
     assert max(planner.calibration_errors()[:2]) < 0.02, "the others have a thousand at most"
     told = json.loads(json.dumps(planner.report()))
-    assert told["steps"] == 650
+    assert told["steps"] == 1_250
     assert np.sum(told["reliability"]["survived"]) > 1000
 
 

@@ -92,8 +92,13 @@ class Server:
                 getattr(module, draft_worker), **sizes, req_to_token_pool=table,
                 draft_runner=double("ModelRunner"), draft_attn_backend=None,
             )  # fmt: skip
-            made._draft_worker.drafted_rows = WIDTH
-            runner = double("ModelRunner", device=self.device, max_running_requests=REQUESTS)
+            runner = double(
+                "ModelRunner",
+                device=self.device,
+                max_running_requests=REQUESTS,
+                forward_pass_id=0,
+                decode_cuda_graph_runner=None,
+            )
             made._target_worker = double("TpModelWorker", model_runner=runner)
             for name, value in sizes.items():
                 setattr(made, name, value)
@@ -198,7 +203,7 @@ def test_packed_rows_are_verified_and_planned_where_the_backend_can(
         made = server.started(C2TConfig(typed), topk=topk)
     assert policy_of(made) == made._serving.config.policy == serves
     assert made._draft_worker.packed
-    assert (made._draft_worker.planning is not None) == (serves == "auto")
+    assert made._draft_worker.planning.plans == (serves == "auto")
     published = active()
     assert published is not None
     assert published.policy == serves
@@ -211,7 +216,7 @@ def test_full_width_verification_serves_the_gate_where_no_policy_was_typed(serve
     server.with_backend("it cannot")
     made = server.started()
     assert policy_of(made) == "c2t"
-    assert (made._draft_worker.packed, made._draft_worker.planning) == (False, None)
+    assert (made._draft_worker.packed, made._draft_worker.planning.plans) == (False, False)
     assert server.calls == ["capture"]  # neither prepared for packed rows nor tried with them
     report = made._serving.report()
     assert (report["packed"], report["unpacked_because"]) == (False, "it cannot")
@@ -281,7 +286,7 @@ def test_a_failed_trial_disables_packing_and_serves_the_gate(
         made = server.started()
     assert server.calls == ["prepare packing", "trial", "disable packing", "capture"]
     assert policy_of(made) == "c2t"
-    assert (made._draft_worker.packed, made._draft_worker.planning) == (False, None)
+    assert (made._draft_worker.packed, made._draft_worker.planning.plans) == (False, False)
     assert not made._draft_worker.gate.planned
     assert made._serving.report()["unpacked_because"] == reason
     assert f"verifying full width (same output, no saving): {reason}" in caplog.text
@@ -331,12 +336,13 @@ def test_a_switch_replaces_policy_and_planner_and_judges_waiting_drafts_again(
 ) -> None:
     made = server.started(topk=topk)
     planning, statistics = made._serving.planning, made._serving.first_drafts
-    assert planning is not None
+    assert planning.plans
     with caplog.at_level(logging.INFO):
         config = made.change({"policy": "c2t-plus", "beta": 0.4})
     assert config == made._serving.config
     assert (config.policy, config.beta) == (policy_of(made), 0.4) == ("c2t-plus", 0.4)
-    assert made._serving.planning is None is made._draft_worker.planning
+    assert made._serving.planning is made._draft_worker.planning is made._draft_worker.gating
+    assert not made._serving.planning.plans
     assert not made._draft_worker.gate.planned
     assert made._draft_worker._arrived == set(range(SLOTS))
     assert (made._serving.first_drafts is statistics) == (topk > 1)  # of chains they start anew
@@ -426,18 +432,22 @@ def batch_of(verify_input: Any, mode: ForwardMode = ForwardMode.DECODE) -> Any:
     )  # fmt: skip
 
 
-def chains(rows: list[int]) -> Any:
-    return ChainVerifyInput.cut(full_chains(2, WIDTH), torch.tensor(rows, dtype=torch.int32))
+def chains(made: Any, rows: list[int]) -> Any:
+    """Chains of the next step, as its draft worker hands them on."""
+    lens = torch.tensor(rows, dtype=torch.int32)
+    verify_input = ChainVerifyInput.cut(full_chains(2, WIDTH), lens)
+    verify_input.step = made._draft_worker.planning.begin(2)
+    return verify_input
 
 
 def test_a_step_reports_its_rows_on_the_result(server: Server) -> None:
     made = server.started(C2TConfig("dyjoint"))
-    made._draft_worker.drafted_rows, made._draft_worker.gate.fell_back = 4, True
-    result = made.verify(batch_of(chains([2, 6])))
+    made._draft_worker.gate.fell_back = True
+    result = made.verify(batch_of(chains(made, [2, 6])))
     assert result.cap_lens.tolist() == [2, 6]
     step = result.c2t_step
-    assert (step.full, step.drafted, step.forwarded_rows) == (WIDTH, 4, 2 * WIDTH)
-    assert (step.planned, step.fell_back) == (None, True)
+    assert (step.full, step.drafted, step.forwarded_rows) == (WIDTH, WIDTH, 2 * WIDTH)
+    assert (step.planned, step.fell_back) == (False, True)
     strides = {
         getattr(result, "speculative_output_stride", None),
         result.speculative_num_draft_tokens,
@@ -450,6 +460,7 @@ def test_sglang_verifies_with_our_sampler_and_the_width_of_the_input(server: Ser
     made = server.started(C2TConfig("dyjoint"), topk=4)
     own = eagle_worker_common.eagle_sample
     narrow = ChainVerifyInput.cut(full_chains(2, 3), torch.ones(2, dtype=torch.int32))
+    narrow.step = made._draft_worker.planning.begin(2)
     made.verify(batch_of(narrow))
     assert (server.seen.width, server.seen.topk) == (3, 1)
     assert server.seen.sampler is not own
@@ -468,13 +479,12 @@ def test_a_planned_step_teaches_the_planner_and_no_other_statistics(server: Serv
     made = server.started()
     draft, learnt = made._draft_worker, []
     planning = made._serving.planning
-    planning.verified = lambda verify_input, lens: learnt.append((verify_input, lens.tolist()))
-    planning.fell_back = True
+    planning.finish = lambda step, verify_input, lens: learnt.append((step, lens.tolist()))
     made._serving.first_drafts.verified = lambda *_: pytest.fail("the planner learns them")
-    verify_input = chains([2, 6])
+    verify_input = chains(made, [2, 6])
     step = made.verify(batch_of(verify_input)).c2t_step
-    assert learnt == [(verify_input, [1, 3])]
-    assert step.fell_back
+    assert learnt == [(verify_input.step, [1, 3])]
+    assert step.plan is verify_input.step.plan
     assert draft.planning is planning
 
 
@@ -484,7 +494,7 @@ def test_first_drafts_are_counted_where_no_planner_learns_them(server: Server) -
     made._serving.first_drafts.verified = lambda gate, slots, rows, lens, constrained: (
         counted.append((slots.tolist(), rows.tolist(), lens.tolist(), constrained()))
     )
-    made.verify(batch_of(chains([2, 6])))
+    made.verify(batch_of(chains(made, [2, 6])))
     assert counted == [([2, 5], [2, 6], [1, 3], [])]
 
 
@@ -522,7 +532,7 @@ class Recorded(Exploration):
 def test_an_exploration_step_of_chains_is_recorded_with_its_result(server: Server) -> None:
     server.recorder = Recorded()
     made = server.started(C2TConfig("c2t", record="r"))
-    gate, verify_input = made._draft_worker.gate, chains([6, 6])
+    gate, verify_input = made._draft_worker.gate, chains(made, [6, 6])
     slots = torch.tensor([2])  # the other one came from a prefill that measured less
     gate.first_tokens.put("complete", slots, torch.ones(1))
     batch = batch_of(verify_input)
@@ -534,7 +544,7 @@ def test_an_exploration_step_of_chains_is_recorded_with_its_result(server: Serve
     assert recordable.tolist() == [True, False]
     assert tokens is verify_input.draft_token
     gate.exploring = False
-    made.verify(batch_of(chains([6, 6])))
+    made.verify(batch_of(chains(made, [6, 6])))
     assert len(server.recorder.added) == 1
 
 
@@ -542,7 +552,7 @@ def test_an_exploration_step_of_chains_is_recorded_with_its_result(server: Serve
 def test_a_server_that_records_every_position_accepts_no_draft(server: Server, roots: str) -> None:
     """On each rank, also on those without a recorder."""
     made = server.started(C2TConfig("c2t", record="r", record_roots=roots))
-    verify_input = chains([6, 6])
+    verify_input = chains(made, [6, 6])
     made.verify(batch_of(verify_input))
     assert verify_input.accepts_drafts == (roots != "every")
     assert (made._serving.first_drafts is None) == (roots == "every")
