@@ -72,10 +72,6 @@ def _is_name(value: Any) -> bool:
     return _is_text(value) and len(value) <= LONGEST_NAME and value.isprintable()
 
 
-def _is_list(value: Any, fit: Callable[[Any], bool]) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(fit, value))
-
-
 def _is_options(value: Any) -> bool:
     names = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
     return names and all(len(name) <= LONGEST_NAME for name in value)

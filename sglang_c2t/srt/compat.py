@@ -386,23 +386,6 @@ def reads_packed_rows(backend: Any) -> bool:
     return bool(getattr(backend, "supports_ragged_verify_graph", False)) and chains
 
 
-def draft_backends(server_args: Any, draft_runner: Any, topk: int, num_steps: int) -> Any:
-    """SGLang's ``DraftBackendFactory`` for drafts of other shapes than the server's own.
-
-    Older SGLang has it read the names of backends from ``server_args``, newer from the runner.
-    """
-    from sglang.srt.speculative.draft_utils import DraftBackendFactory
-
-    arguments = {
-        "draft_model_runner": draft_runner,
-        "topk": topk,
-        "speculative_num_steps": num_steps,
-    }
-    if "server_args" in parameters_of(DraftBackendFactory.__init__):
-        arguments["server_args"] = server_args
-    return DraftBackendFactory(**arguments)
-
-
 def without_sampling_masks(info: Any) -> Any:
     """Have the sampler leave out the support masks it would return per request; ``info``."""
     if hasattr(info, "sampling_mask_batch_indices"):
