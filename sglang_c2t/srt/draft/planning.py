@@ -221,7 +221,7 @@ class Planning:
         if self._on_cuda:
             torch.cuda.synchronize()
         record = StepRecord(step.plan, step.batch, step.context, times=step.times())
-        self.planner.learn(record)
+        self._or_else(None, lambda: self.planner.learn(record))
 
     def warm_up(self, batches: Iterable[int]) -> None:
         """Compile what is launched outside of graphs, for batches of these sizes."""
