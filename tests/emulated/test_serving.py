@@ -146,7 +146,7 @@ PLANNED = [s for s in GREEDY if "chains" in s and "--c2t" in SERVERS[s] and "gat
 
 
 @pytest.mark.parametrize("server", PLANNED)
-def test_planned_chains_are_drafted_to_several_lengths(served: dict[str, Runs], server: str) -> None:
+def test_planned_chains_have_several_lengths(served: dict[str, Runs], server: str) -> None:
     """Each by graphs of its own."""
     runs = (*served[server].orders, *served[server].events.values())
     assert len({step["drafted"] for run in runs for step in run.steps}) > 1
