@@ -141,7 +141,7 @@ OLDEST = Release(
         "EAGLE3 chains, FA3, gated": (104, 3, 4, 2, 0, 2, 2),
         "EAGLE3 chains, FA3": (108, 3, 6, 2, 0, 1, 2),
         "EAGLE3 chains, FlashInfer, gated": (88, 9, 6, 4, 2, 2, 3),
-        "EAGLE3 chains, FlashInfer": (92, 11, 8, 4, 3, 2, 3),
+        "EAGLE3 chains, FlashInfer": (116, 11, 8, 4, 3, 2, 3),
         "EAGLE3 trees, FlashInfer, gated": (102, 9, 6, 4, 2, 2, 3),
         "EAGLE3 trees, FlashInfer": (106, 11, 9, 4, 3, 2, 3),
     },
@@ -173,7 +173,7 @@ NEWEST = Release(
         "EAGLE3 chains, FA3, gated": (73, 3, 4, 2, 0, 2, 3),
         "EAGLE3 chains, FA3": (76, 3, 6, 2, 0, 1, 3),
         "EAGLE3 chains, FlashInfer, gated": (82, 9, 6, 2, 2, 2, 3),
-        "EAGLE3 chains, FlashInfer": (82, 11, 8, 2, 3, 2, 3),
+        "EAGLE3 chains, FlashInfer": (104, 11, 8, 2, 3, 2, 3),
         "EAGLE3 trees, FlashInfer, gated": (88, 9, 6, 2, 2, 2, 3),
         "EAGLE3 trees, FlashInfer": (94, 11, 9, 2, 3, 2, 3),
         # SGLang alone: (112, 15, 3, 2, 1, 1, 2).

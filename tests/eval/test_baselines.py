@@ -231,7 +231,7 @@ def test_a_trained_baseline_is_served_and_replayed_from_its_file(
     drafts, extra = random_chains(20, roots=40, depth=4), ("topk_prob", "hidden")
     write(tmp_path / "recorded", drafts, extra=extra, roots="every")
     out = tmp_path / "mine.safetensors"
-    of_little = partial(TrainSettings, epochs=100, batch_size=128, learning_rate=3e-3)
+    of_little = partial(TrainSettings, steps=2_500, batch_size=128, learning_rate=3e-3)
     monkeypatch.setattr(mcsd, "TrainSettings", of_little)
     assert main([rule, str(tmp_path / "recorded"), "--out", str(out)]) == 0
     kind: Any = {"logistic": Logistic, "mcsd": MCSD, "mcsd-hidden": MCSDHidden}[rule]
