@@ -241,7 +241,7 @@ def check_growth(rng: random.Random, width: int, size: int, device: str = "cpu")
     """The kernel grows the trees that the policy grows in torch: alive beams and all nodes."""
     torch.manual_seed(rng.randrange(2**20))
     topk, steps = rng.randint(1, 4), rng.randint(1, 4)
-    gate, narrow = DyJoint(0.5), rng.choice([None, 1, topk])
+    gate, drafted = DyJoint(0.5), rng.choice([steps, min(2, steps), 1])
     policy: TreePolicy = rng.choice(
         [GatedTree(gate), GatedTree(gate, layer_limit=2), GatedEAGLE2(gate), PlannedTree(gate),
          EAGLE2()]
@@ -249,12 +249,12 @@ def check_growth(rng: random.Random, width: int, size: int, device: str = "cpu")
     rule = growth_rule(policy)
     assert rule is not None
     whole = rng.choice([None, torch.rand(size, device=device) < 0.5])
-    how = {"whole": whole, "layers": rng.choice([None, 1, 2]), "width": narrow}
+    how = {"whole": whole}
     beta = torch.tensor([0.5], device=device)
     shape = TreeShape(topk, steps, width)
     asked = TreeGrowth(policy, shape, size, device, **how)
     fused = TreeGrowth(policy, shape, size, device, **how, fused=(rule, beta))
-    for depth in range(steps):
+    for depth in range(drafted):
         alive = asked.beams.alive
         grid = size, alive.shape[1], topk
         tokens = torch.randint(1, 99, grid, device=device)
@@ -270,7 +270,7 @@ def check_growth(rng: random.Random, width: int, size: int, device: str = "cpu")
         # Of the first layer it waits in a table, request by request.
         strided = sure.flatten(1).T.contiguous().T if depth == 0 else sure.flatten(1)
         found = fused.add_judged(tokens, prob, strided)
-        if depth + 1 == steps:
+        if depth + 1 == drafted:
             break
         assert found.alive.equal(wanted.alive)
         for name in ("tokens", "parent_row", "row_of_batch", "candidate", "joint"):
