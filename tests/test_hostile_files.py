@@ -314,7 +314,7 @@ def test_a_link_is_written_through_and_stays(tmp_path: Path) -> None:
     for _ in range(2):  # to what is not there yet, and to what is
         StateFile(link, planner_at_work(), MODELS)
         assert link.is_symlink()
-        assert json.loads(target.read_text())["version"] == 1
+        assert json.loads(target.read_text())["version"] == 2
     assert [path.name for path in tmp_path.iterdir() if path.name != "there"] == ["link.json"]
 
 

@@ -254,8 +254,9 @@ def written_names(source: str) -> set[str]:
 
 #: Attributes of our own, on objects of ours that have no name of their own above.
 OWN = {
-    "packed", "exact", "follows_ancestors", "_reads_host", "__class__", "planning", "gating",
-    "plan", "packing", "verify", "forwarded_rows",
+    "__class__", "_reads_host", "end", "exact", "follows_ancestors", "forwarded_rows",
+    "forwards", "gating", "outcome", "packed", "packing", "plan", "planning", "selected",
+    "verify",
 }  # fmt: skip
 
 

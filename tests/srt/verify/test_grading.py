@@ -54,6 +54,6 @@ def test_first_drafts_of_constrained_requests_are_left_out() -> None:
     assert (sum(told["drafts"]), sum(told["survived"])) == (1, 0)
 
 
-@pytest.mark.parametrize("policy", ["fixed", "dyjoint", "entropy"])
+@pytest.mark.parametrize("policy", ["fixed", "dyjoint", "eval.baselines:Entropy"])
 def test_policies_without_a_classifier_promise_nothing(policy: str) -> None:
     assert sum(graded(policy, grading.EVERY + 1)[0]) == 0
