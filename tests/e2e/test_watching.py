@@ -92,7 +92,7 @@ def test_a_limit_below_the_load_is_named_with_what_more_would_bring(
     cause = first_cause(text)
     assert re.match(r"queue: \d+ requests wait while 4\d run: no more than 48 may", cause)
     assert "--max-running-requests 48 -> 64 (queue)" in text or "add a replica" in text
-    assert "by the planner's prices and survivals" in text
+    assert "by the planner's costs and survivals" in text
 
 
 def test_a_tree_for_each_of_many_requests_is_named(
