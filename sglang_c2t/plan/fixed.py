@@ -38,7 +38,7 @@ class FixedPlanner:
 
     def learn(self, record: StepRecord) -> None:
         """Measure the verification."""
-        if record.times is not None and record.times.step_ms is not None:
+        if record.times is not None:
             self._verify.step()
             self._verify.observe(record.times.rows, record.times.verify_ms)
 

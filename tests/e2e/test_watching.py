@@ -113,7 +113,6 @@ def test_full_width_verification_is_named_with_its_reason(
     cause = first_cause(text)
     assert cause.startswith("packing: verification is not packed")
     assert "--c2t-verify static asks for it" in cause
-    assert "a row of the target takes" in text
 
 
 def test_a_classifier_of_another_model_is_named_by_what_it_promised(

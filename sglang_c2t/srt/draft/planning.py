@@ -103,7 +103,8 @@ class Step:
     def arrived(self) -> bool:
         """Whether reading the outcome and the times would not wait for the device."""
         outcome = self.outcome is None or self.outcome.arrived
-        return outcome and (self.end is None or self.end.passed)
+        last = self.end or (self.verify and self.verify[1])
+        return outcome and (last is None or last.passed)
 
     def times(self) -> StepTimes:
         """What the step took; it has been verified, and its marks are passed."""
@@ -315,7 +316,8 @@ class Planning:
             step.plan,
             step.batch,
             step.context,
-            times=None if step.end is None else step.times(),
+            # A planner learns whole steps; FixedPlanner only what a verification takes.
+            times=None if step.end is None and self.plans else step.times(),
         )
         if step.outcome is not None and self.selector is not None:
             numbers = step.outcome.wait().numpy()
