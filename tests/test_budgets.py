@@ -37,7 +37,7 @@ LINES = {
     "sglang_c2t/srt/hooks": 2110,
     "sglang_c2t/srt/verify": 2600,
     "patches": 120,
-    "tests": 3200,
+    "tests": 3190,
     "tests/classifier": 920,
     "tests/cpu": 530,
     "tests/cuda": 370,
@@ -54,7 +54,7 @@ LINES = {
 }
 
 #: Words of Markdown by folder.
-WORDS = {".": 3_100, "eval": 10_600, "patches": 700, "sglang_c2t": 10_240, "tests": 0}
+WORDS = {".": 3_100, "eval": 10_600, "patches": 700, "sglang_c2t": 10_210, "tests": 0}
 
 
 def budget_of(path: Path, budgets: dict[str, int]) -> str:
