@@ -89,9 +89,11 @@ parity: $(THIS_VENV)/.installed  ## Seams and outputs beside another SGLang: mak
 	$(THIS_VENV)/bin/python -m pytest $(PARALLEL) --durations=20 $(or $(TESTS),tests/srt/test_seams.py \
 	  tests/e2e/test_parity_smoke.py)
 
-parity-old:  ## The same beside the oldest SGLang served, and on emulated CUDA
-	$(MAKE) parity SGLANG=$(OLD) TESTS="tests/srt/hooks/test_launch_matrix.py \
-	  tests/e2e/test_parity_smoke.py tests/emulated"
+# What its own host code and kernels may change. Everything on emulated CUDA: TESTS=tests/emulated.
+parity-old:  ## The same beside the oldest SGLang served, and on emulated CUDA [TESTS=files]
+	$(MAKE) parity SGLANG=$(OLD) TESTS="$(or $(TESTS),tests/srt/hooks/test_launch_matrix.py \
+	  tests/e2e/test_parity_smoke.py tests/emulated/test_serving.py \
+	  tests/emulated/test_unusual.py::test_two_ranks_keep_what_one_would)"
 
 .PHONY: always
 $(THIS_VENV)/.installed: pyproject.toml $(LOCKED) $(if $(CHECKOUT),always) | $(BIN)/uv
