@@ -22,7 +22,7 @@ WANTED    := $(if $(LOCKED),-r $(LOCKED) --no-deps -e .,-e '.[dev,train]' $(if $
 COMPILE   := uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve bench ramp lossless soak test unit check lint types e2e models classifier \
+.PHONY: help setup demo serve bench ramp lossless soak test extended unit check lint types e2e models classifier \
   tables parity parity-old patch unpatch patch-check lock docs dist clean
 
 help:  ## List the targets
@@ -71,15 +71,19 @@ lossless: $(STAMP)  ## Are outputs those without speculation? Thousands of reque
 soak: $(STAMP)  ## 15 minutes of load and faults against --c2t servers, chains and trees: make soak [ARGS=...]
 	$(BIN)/python -m eval.soak $(ARGS)
 
-test: $(STAMP)  ## All tests: lint, types, unit, and real servers on the CPU
+test: $(STAMP)  ## Lint, types, unit tests, and real servers on the CPU
 	$(MAKE) lint types
-	$(PYTEST) --durations=40 --junitxml=runs/tests.xml
+	$(PYTEST) -m "not extended" --durations=40 --junitxml=runs/tests.xml
 
 unit: $(STAMP)  ## Tests that start no server
 	$(PYTEST) -m "not server"
 
 e2e: $(STAMP)  ## Only the tests that start real servers
-	$(PYTEST) -m server
+	$(PYTEST) -m "server and not extended"
+
+# Before a release: SGLang's kits and router, other models, replay of the papers' rules, load that lasts.
+extended: $(STAMP)  ## Servers in surroundings that rarely change (an hour)
+	$(PYTEST) -m extended --durations=20
 
 check: lint types unit  ## Lint, types and unit tests
 

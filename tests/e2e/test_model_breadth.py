@@ -34,6 +34,9 @@ STEPS = 4
 TREES = {"topk": 3, "num_draft_tokens": 10}
 
 
+pytestmark = pytest.mark.extended
+
+
 @dataclass(frozen=True)
 class Family:
     """A target, and how it is drafted for."""

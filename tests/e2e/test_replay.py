@@ -57,6 +57,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 EVERYWHERE = ("c2t", "c2t-plus", "mcsd")
 
 
+pytestmark = pytest.mark.extended
+
+
 @dataclass(frozen=True)
 class RecordedAndLive:
     """A recording of PROMPTS and a server with the same draft whose gate can be switched."""

@@ -39,6 +39,9 @@ SECONDS = 60.0
 CHAINS = speculative_flags("EAGLE3")
 
 
+pytestmark = pytest.mark.extended
+
+
 @contextlib.contextmanager
 def loaded(name: str, logs: Path, *flags: str) -> Iterator[Server]:
     """A ``--c2t`` server that counts, with 64 requests at once that want long answers."""
