@@ -4,6 +4,7 @@ its reason; a change that makes a folder smaller lowers its budget.
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,19 @@ def test_pages_keep_their_budget() -> None:
     for path in (REPOSITORY / "README.md", *guides):
         page = path.relative_to(REPOSITORY).as_posix()
         assert len(path.read_text(encoding="utf-8").split()) <= PAGES.get(page, PAGE), page
+
+
+#: Lines of a function, but for kernels, whose steps share registers.
+FUNCTION = 60
+
+
+def test_no_function_is_too_long() -> None:
+    too_long = {}
+    for path in (REPOSITORY / "sglang_c2t").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                length = node.end_lineno - node.lineno + 1
+                if length > FUNCTION and path.parent.name != "kernels":
+                    too_long[f"{path.name}: {node.name}"] = length
+    assert not too_long
