@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sglang_c2t import __version__
 from sglang_c2t.config import ConfigError
@@ -66,7 +66,13 @@ def _parser() -> argparse.ArgumentParser:
 
     guides = commands.add_parser("guides", help="where the guides and deployment files lie")
     guides.set_defaults(run=_guides)
+    _add_training(commands)
+    _add_watching(commands)
+    return parser
 
+
+def _add_training(commands: Any) -> None:
+    """The commands from prompts to a classifier."""
     record = commands.add_parser("record", help="drive a prompt file through a recording server")
     record.add_argument("prompts", help="JSON lines with prompt, text, turns or messages")
     record.add_argument("--url", default=URL, help="default: %(default)s")
@@ -113,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--mix-drafts", action="store_true", help="admit several draft models")
     evaluate.set_defaults(run=_evaluate)
 
+
+def _add_watching(commands: Any) -> None:
+    """The commands for running servers."""
     advise = commands.add_parser(
         "advise",
         help="what to set on a running server, and why it is slow",
@@ -146,7 +155,6 @@ def _parser() -> argparse.ArgumentParser:
         help="the server's, to switch policies; safer in SGLANG_ADMIN_API_KEY",
     )
     top.set_defaults(run=_top)
-    return parser
 
 
 #: Default address of SGLang's servers.

@@ -4,6 +4,7 @@ its reason; a change that makes a folder smaller lowers its budget.
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,13 @@ LINES = {
     "eval/smollm2": 1430,
     "eval/soak": 2170,
     "eval/tables": 910,
-    "sglang_c2t": 1270,
+    "sglang_c2t": 1280,
     "sglang_c2t/classifier": 1120,
     "sglang_c2t/cpu": 840,
     "sglang_c2t/draft": 1220,
     "sglang_c2t/guides": 80,
     "sglang_c2t/kernels": 2670,
-    "sglang_c2t/offline": 2550,
+    "sglang_c2t/offline": 2580,
     "sglang_c2t/plan": 2370,
     "sglang_c2t/policies": 1080,
     "sglang_c2t/srt": 2290,
@@ -37,7 +38,7 @@ LINES = {
     "sglang_c2t/srt/hooks": 2110,
     "sglang_c2t/srt/verify": 2600,
     "patches": 120,
-    "tests": 3190,
+    "tests": 3210,
     "tests/classifier": 920,
     "tests/cpu": 530,
     "tests/cuda": 370,
@@ -92,3 +93,19 @@ def test_pages_keep_their_budget() -> None:
     for path in (REPOSITORY / "README.md", *guides):
         page = path.relative_to(REPOSITORY).as_posix()
         assert len(path.read_text(encoding="utf-8").split()) <= PAGES.get(page, PAGE), page
+
+
+#: Lines of a function, but for kernels, whose steps share registers.
+FUNCTION = 60
+
+
+def test_no_function_is_too_long() -> None:
+    too_long = {}
+    for path in (REPOSITORY / "sglang_c2t").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                length = node.end_lineno - node.lineno + 1
+                if length > FUNCTION and path.parent.name != "kernels":
+                    too_long[f"{path.name}: {node.name}"] = length
+    assert not too_long

@@ -12,6 +12,7 @@ Legend: n tokens, Q requests, S resamples.
 
 from __future__ import annotations
 
+import functools
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -304,13 +305,7 @@ def compare(
         ConfigError: Full drafts do not reach the accept length.
     """
     full = Curve.of([replay(Fixed(), chains)])
-
-    def wanted(weights: Array) -> Array:
-        """[S] accept length, of these requests."""
-        if accept_length is not None:
-            return np.full(len(weights), accept_length)
-        return WANTED_SHARE * full.tau(weights)[:, 0]
-
+    wanted = functools.partial(_wanted, full, accept_length)
     once = everyone(chains.requests)
     tau, most = float(wanted(once)[0]), float(full.tau(once)[0, 0])
     if not 1.0 <= tau <= most:
@@ -318,42 +313,65 @@ def compare(
             f"--accept-length must be in [1, {most:.3f}], which full drafts of this recording "
             f"reach, got {tau:g}"
         )
-
-    def threshold(name: str, build: Callable[[float], ChainPolicy], flags: str) -> Rule:
-        curve = sweep(build, chains)
-        return Rule(name, build, ODDS_GRID, "beta {}", f"{flags} --c2t-beta {{}}", curve, True)
-
-    def with_length(length: float) -> Fixed:
-        return Fixed(int(length))
-
     escaped = flags.replace("{", "{{").replace("}", "}}")
-    ours = threshold("this classifier", lambda beta: replace(mine, beta=beta), escaped)  # type: ignore[type-var]
-    lengths = [float(length) for length in range(1, chains.max_length + 1)]
+    ours = _threshold_rule(
+        chains, "this classifier", lambda beta: replace(mine, beta=beta), escaped  # type: ignore[type-var]
+    )  # fmt: skip
     best, other = sorted(
         (
-            threshold("the joint probability alone", DyJoint, "--c2t-policy dyjoint"),
-            Rule("one length for all", with_length, lengths, "{} drafts",
-                 "--speculative-num-steps {}, without --c2t",
-                 sweep(with_length, chains, lengths), False),
+            _threshold_rule(chains, "the joint probability alone", DyJoint, "--c2t-policy dyjoint"),
+            _length_rule(chains),
         ),
         key=lambda rival: float(rival.curve.gamma_at(wanted(once), once)[0]),
-    )  # fmt: skip
-
-    def change(weights: Array) -> Array:
-        """[S] of the drafts verified, in per cent; nan where the accept length is not reached."""
-        at = wanted(weights)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = ours.curve.gamma_at(at, weights) / best.curve.gamma_at(at, weights)
-        return 100 * (ratio - 1)
-
+    )
     families = [name.rpartition("/")[0] for name in chains.requests]
-    drawn = change(resamples(families, NUM_RESAMPLES))
+    weights = resamples(families, NUM_RESAMPLES)
+    drawn = _change(ours, best, wanted(weights), weights)
     low, high = (math.nan, math.nan) if np.isnan(drawn).any() else interval(drawn)
     replayed = (
         Setting(name, "default", "", replay(policy, chains))
         for name, policy in (others or {}).items()
     )
+    change = float(_change(ours, best, wanted(once), once)[0])
     return Verdict(
         tau, most, ours.setting(tau, chains), best.setting(tau, chains),
-        float(change(once)[0]), low, high, (other.setting(tau, chains), *replayed), chains,
+        change, low, high, (other.setting(tau, chains), *replayed), chains,
     )  # fmt: skip
+
+
+def _wanted(full: Curve, accept_length: float | None, weights: Array) -> Array:
+    """[S] accept length to compare at, of requests with ``weights`` [S, ...]; ``None``: nearly that
+    of ``full`` drafts.
+    """
+    if accept_length is not None:
+        return np.full(len(weights), accept_length)
+    return WANTED_SHARE * full.tau(weights)[:, 0]
+
+
+def _threshold_rule(
+    chains: Chains, name: str, build: Callable[[float], ChainPolicy], flags: str
+) -> Rule:
+    """A rule that ends drafts by a threshold."""
+    curve = sweep(build, chains)
+    return Rule(name, build, ODDS_GRID, "beta {}", f"{flags} --c2t-beta {{}}", curve, True)
+
+
+def _length_rule(chains: Chains) -> Rule:
+    """The rule that drafts the same number of tokens for every request."""
+
+    def with_length(length: float) -> Fixed:
+        return Fixed(int(length))
+
+    lengths = [float(length) for length in range(1, chains.max_length + 1)]
+    curve = sweep(with_length, chains, lengths)
+    flags = "--speculative-num-steps {}, without --c2t"
+    return Rule("one length for all", with_length, lengths, "{} drafts", flags, curve, False)
+
+
+def _change(ours: Rule, best: Rule, tau: Array, weights: Array) -> Array:
+    """[S] change in drafts verified at accept lengths ``tau`` [S], in per cent; nan where it is not
+    reached.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = ours.curve.gamma_at(tau, weights) / best.curve.gamma_at(tau, weights)
+    return np.asarray(100 * (ratio - 1))

@@ -15,7 +15,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -143,9 +144,9 @@ def train_classifier(
     net.eval().requires_grad_(False)
     isotonic = _calibrate(net, features[heldout], labels[heldout], calibration)
 
-    classifier = Classifier(net, spec, {}, isotonic=isotonic)
-    logits = net(features[heldout])
-    scores = torch.sigmoid(logits) if isotonic is None else isotonic(torch.sigmoid(logits))
+    scores = torch.sigmoid(net(features[heldout]))
+    if isotonic is not None:
+        scores = isotonic(scores)
     joint = recording.nodes["joint"][heldout]
     training = {
         "origins": recording.origins,
@@ -154,16 +155,25 @@ def train_classifier(
         "tokens": recording.num_nodes,
         "trained_on": int(train.numel()),
         "parameters": num_parameters(net),
-        "heldout_tokens": int(heldout.numel()),
-        "heldout_auc": _rounded(auc(scores, labels[heldout])),
-        "heldout_auc_joint_alone": _rounded(auc(joint, labels[heldout])),
-        "heldout_ece": _rounded(expected_calibration_error(scores, labels[heldout])),
+        **_heldout_scores(scores, joint, labels[heldout]),
         "calibration": calibration,
         "fine_tuned": start is not None,
         "recipe": asdict(recipe),
         "settings": asdict(settings),
     }
-    return replace(classifier, training=training)
+    return Classifier(net, spec, training, isotonic=isotonic)
+
+
+def _heldout_scores(scores: Tensor, joint: Tensor, labels: Tensor) -> dict[str, Any]:
+    """How well the ``scores`` [n] of held-out drafts rank and predict their ``labels`` [n], and how
+    well the ``joint`` probability [n] ranks them.
+    """
+    return {
+        "heldout_tokens": int(labels.numel()),
+        "heldout_auc": _rounded(auc(scores, labels)),
+        "heldout_auc_joint_alone": _rounded(auc(joint, labels)),
+        "heldout_ece": _rounded(expected_calibration_error(scores, labels)),
+    }
 
 
 def _rounded(score: float) -> float | None:

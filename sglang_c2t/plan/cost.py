@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,8 @@ class Curve:
         self.measurements = 0
         self._steps = 0
         self._sizes: list[int] = []  # measured, rising
-        self._values: list[float] | None = None  # of each; None: to be fitted
+        self._alone: dict[int, tuple[float, list[float]]] = {}  # of each, quantile and measurements
+        self._values: list[float] | None = None  # of each beside the others; None: to be fitted
         self._drawn: dict[float, float] = {}  # what it was asked for since
 
     def observe(self, size: int, milliseconds: float) -> None:
@@ -151,9 +153,10 @@ class Curve:
         return found
 
     def _draw(self, size: float) -> float:
-        sizes, values = self._sizes, self._fitted()
+        sizes = self._sizes
         if len(sizes) < 2:
-            return values[0] if sizes else 0.0
+            return self._alone[sizes[0]][0] if sizes else 0.0
+        values = self._fitted()
         slope = max((values[-1] - values[0]) / (sizes[-1] - sizes[0]), 0.0)
         if size < sizes[0]:
             return max(values[0] - slope * (sizes[0] - size), values[0] * size / sizes[0])
@@ -176,45 +179,41 @@ class Curve:
         if self._values is None:
             pools: list[tuple[float, list[float], int]] = []  # quantile, measurements, sizes
             for value, measured in self._believed():
-                pools.append((value, measured, 1))
-                while len(pools) > 1 and _mistaken(*pools[-2][:2], pools[-1][0]):
-                    (_, low, i), (_, high, j) = pools[-2:]
-                    pools[-2:] = [(self._quantile(low + high), low + high, i + j)]
-            self._values = [value for value, _, many in pools for _ in range(many)]
+                sizes = 1
+                while pools and pools[-1][0] > value and _mistaken(pools[-1][1], value):
+                    _, low, more = pools.pop()
+                    measured, sizes = low + measured, more + sizes
+                    value = quantile(measured, self._share)
+                pools.append((value, measured, sizes))
+            self._values = [value for value, _, sizes in pools for _ in range(sizes)]
         return self._values
 
-    def _believed(self) -> Iterator[tuple[float, list[float]]]:
+    def _believed(self) -> list[tuple[float, list[float]]]:
         """Of each size, rising: quantile and measurements, as far as these can be believed."""
-        every = [self._measured(size) for size in self._sizes]
-        values = [self._quantile(measured) for measured in every]
-        sure = [i for i, measured in enumerate(every) if len(measured) >= SEED]
-        if not sure:
-            yield from zip(values, every, strict=True)
-            return
-        known = [self._sizes[i] for i in sure], [values[i] for i in sure]
-        line = np.interp(self._sizes, *known, right=np.inf).tolist()
-        for value, measured, most in zip(values, every, line, strict=True):
-            if len(measured) < SEED:
-                yield min(value, most), [min(ms, most) for ms in measured]
-            else:
-                yield value, measured
-
-    def _measured(self, size: int) -> list[float]:
-        measured = list(self._samples.get(size, ()))
-        if size in self._seeds and len(measured) < SEED:
-            return [min([self._seeds[size], *measured])] * SEED
-        return measured
+        every = [self._alone[size] for size in self._sizes]
+        few = [i for i, (_, measured) in enumerate(every) if len(measured) < SEED]
+        if 0 < len(few) < len(every):
+            sure = self._sizes.copy(), [value for value, _ in every]
+            for i in reversed(few):
+                del sure[0][i], sure[1][i]
+            line = np.interp([self._sizes[i] for i in few], *sure, right=np.inf).tolist()
+            for i, most in zip(few, line, strict=True):
+                if max(every[i][1]) > most:
+                    measured = [min(ms, most) for ms in every[i][1]]
+                    every[i] = min(every[i][0], most), measured
+        return every
 
     def _changed(self, size: int, *, at: int) -> None:
         """A size was measured, at that step."""
         if size not in self._measured_at:
             bisect.insort(self._sizes, size)
         self._measured_at[size] = at
+        measured = list(self._samples.get(size, ()))
+        if size in self._seeds and len(measured) < SEED:
+            measured = [min([self._seeds[size], *measured])] * SEED
+        self._alone[size] = quantile(measured, self._share), measured
         self._values = None
         self._drawn.clear()
-
-    def _quantile(self, values: list[float]) -> float:
-        return quantile(values, self._share)
 
 
 class SlowdownFactor:
@@ -405,6 +404,7 @@ def _points(name: str, told: Any) -> dict[int, float]:
     return dict(zip(sizes.astype(int).tolist(), costs.tolist(), strict=True))
 
 
+@lru_cache(maxsize=4096)
 def size_bucket(size: int, *, bits: int = 4) -> int:
     """The nearest size whose first ``bits`` bits say all: with four, of eight between a power of
     two and the next, so that where every size can occur each is measured often. All tiers of CUDA
@@ -431,9 +431,9 @@ def quantile(values: Iterable[float], share: float) -> float:
     return ordered[int((len(ordered) - 1) * share)]
 
 
-def _mistaken(value: float, measured: list[float], larger: float) -> bool:
+def _mistaken(measured: list[float], larger: float) -> bool:
     """Whether a size only seems to take longer than a ``larger`` one does."""
-    return value > larger and (len(measured) < SEED or min(measured) <= larger)
+    return len(measured) < SEED or min(measured) <= larger
 
 
 def spread(sizes: Sequence[int], count: int = 8) -> tuple[list[int], list[int]]:

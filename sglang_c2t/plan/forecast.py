@@ -48,13 +48,15 @@ class Continuations:
         if confidences.shape[1] < 2:
             return
         bins = self._bins(self._best(confidences[:, :-1]), 1).ravel()
-        order = np.argsort(bins, kind="stable")
-        first = np.searchsorted(bins[order], bins[order])  # where each bin's group begins
+        new = np.bincount(bins, minlength=len(self._seen))
+        # Small integers are sorted by counting.
+        order = np.argsort(bins.astype(np.min_scalar_type(len(new))), kind="stable")
+        first = np.cumsum(new) - new  # where each bin's group begins in that order
         place = np.empty_like(bins)
-        place[order] = np.arange(len(bins)) - first
+        place[order] = np.arange(len(bins)) - first[bins[order]]
         at = (self._seen[bins] + place) % self._memory
         self._next[bins, at] = confidences[:, 1:].reshape(-1, *self._layer)
-        np.add.at(self._seen, bins, 1)
+        self._seen += new
 
     def drawn(self, first: Array, samples: int) -> Array:
         """[B * M, D, ...]: chains, or trees, whose first layers are ``first`` [B], or [B, W], each
@@ -74,8 +76,8 @@ class Continuations:
             # Other turns come first at each depth, or every chain would keep its luck.
             spread = (turn * (2 * depth + 1)) % samples
             pick = (spread * kept // samples + depth) % np.maximum(kept, 1)
-            chains[:, depth] = last
-            chains[kept > 0, depth] = self._next[bins, pick][kept > 0]
+            seen = (kept > 0).reshape(-1, *[1] * len(self._layer))
+            chains[:, depth] = np.where(seen, self._next[bins, pick], last)
         return chains
 
     def typical(self) -> Array:

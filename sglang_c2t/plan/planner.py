@@ -353,5 +353,7 @@ class Planner:
 
 def _most_likely(survival: Array, drafts: int) -> float:
     """Tokens that so many of the most likely drafts of a sample [S, d, ...] bring on average."""
-    best = -np.sort(-survival.reshape(len(survival), -1), axis=1)[:, :drafts]
-    return float(best.sum() / len(survival))
+    each = survival.reshape(len(survival), -1)
+    if drafts < each.shape[1]:
+        each = -np.sort(-each, axis=1)[:, :drafts]
+    return float(each.sum() / len(survival))

@@ -92,8 +92,10 @@ class Survival:
         rows = np.asarray(depth, dtype=np.int64) - 1
         seen = np.bincount(rows, minlength=self.max_depth)
         self._counts *= 0.5 ** (seen / self._half_life)[:, None, None]
-        np.add.at(self._counts[:, 0], (rows, bins), 1.0)
-        np.add.at(self._counts[:, 1], (rows, bins), np.asarray(survived, dtype=np.float64))
+        depths, kinds, num_bins = self._counts.shape
+        cells, size = rows * num_bins + bins, depths * num_bins
+        new = [np.bincount(cells, minlength=size), np.bincount(cells, survived, size)]
+        self._counts += np.reshape(new, (kinds, depths, num_bins)).transpose(1, 0, 2)
         self._values = None
 
     @property

@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 
 import numpy as np
 
@@ -143,7 +144,7 @@ class Comparison:
         bucket = self._buckets[size_bucket(batch)]
         new = np.array([[one.tokens, one.milliseconds] for one in (plan, uniform)])
         kinds = bucket.planned, bucket.uniform or bucket.planned
-        new[:, 1] *= [np.median(ratios) if ratios else 1.0 for ratios in kinds]
+        new[:, 1] *= [median(ratios) if ratios else 1.0 for ratios in kinds]
         bucket.sums = (1.0 - 1.0 / REMEMBERED) * bucket.sums + new
         bucket.compared += 1
 

@@ -1,7 +1,8 @@
-"""Batches that serve nobody, as SGLang's scheduler would hand them to a worker."""
+"""Batches of dummy requests, as SGLang's scheduler would hand them to a worker."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,19 +42,6 @@ def dummy_batch(worker: Any, slots: list[int], lengths: list[int]) -> ScheduleBa
         hidden_states=None if hidden_size is None else full(0, dtype, hidden_size),
         bonus_tokens=full(0, torch.int32),
     )
-    greedy = SamplingBatchInfo(
-        temperatures=full(1, torch.float32, 1),
-        top_ps=full(1, torch.float32),
-        top_ks=full(1, torch.int32),
-        min_ps=full(0, torch.float32),
-        is_all_greedy=True,
-        is_any_greedy=True,
-        need_top_p_sampling=False,
-        need_top_k_sampling=False,
-        need_min_p_sampling=False,
-        vocab_size=model.vocab_size,
-        device=worker.device,
-    )
     no_cache: Any = None
     batch = ScheduleBatch.init_new(
         reqs=[],
@@ -73,7 +61,7 @@ def dummy_batch(worker: Any, slots: list[int], lengths: list[int]) -> ScheduleBa
         seq_lens_sum=sum(lengths),
         orig_seq_lens=of(lengths, torch.int32),
         multimodal_inputs=[None] * requests,
-        sampling_info=greedy,
+        sampling_info=_greedy(full, model.vocab_size, worker.device),
         spec_info=drafts,
     )
     if (together := peers()) is not None:  # all of them have such a batch
@@ -85,3 +73,20 @@ def dummy_batch(worker: Any, slots: list[int], lengths: list[int]) -> ScheduleBa
             can_run_dp_draft_cuda_graph=True,
         )
     return batch
+
+
+def _greedy(full: Callable[..., Tensor], vocab_size: int, device: Any) -> SamplingBatchInfo:
+    """Sampling parameters at temperature 0; ``full`` gives a tensor of one value per request."""
+    return SamplingBatchInfo(
+        temperatures=full(1, torch.float32, 1),
+        top_ps=full(1, torch.float32),
+        top_ks=full(1, torch.int32),
+        min_ps=full(0, torch.float32),
+        is_all_greedy=True,
+        is_any_greedy=True,
+        need_top_p_sampling=False,
+        need_top_k_sampling=False,
+        need_min_p_sampling=False,
+        vocab_size=vocab_size,
+        device=device,
+    )
