@@ -270,20 +270,6 @@ def graphs_of_all_lengths_share_one_attention() -> None:
     around(DraftLengths, "_backend", lambda _, self, layers: self._worker.draft_attn_backend)
 
 
-@mutant(ANY_TREES, at_start=True)
-def rows_of_shorter_trees_follow_ancestors_in_the_attention_of_all_layers() -> None:
-    """As if ancestors were told to a backend that is known from the start."""
-    from sglang_c2t.srt.draft import ancestors
-
-    told: list[Any] = []
-
-    def first(follow: Any, backend: Any, *more: Any) -> None:
-        told.append(backend)
-        follow(max(told, key=lambda other: len(other.attn_backends)), *more)
-
-    around(ancestors, "follow", first)
-
-
 @mutant(ANY_CHAINS)
 def first_tokens_after_uniform_steps_are_not_scored() -> None:
     from sglang_c2t.draft.gate import Gate

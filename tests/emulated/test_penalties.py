@@ -120,6 +120,7 @@ def test_greedy_tokens_are_those_of_penalties_applied_token_by_token(
             assert most <= max(step.get(what, 0) for step in usual.steps), what
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [name for name, m in TRIED.items() if m.server == PENALISED])
 def test_a_mistake_of_penalties_is_seen(
     emulated: Emulator, oracle: Oracle, stop: int, name: str

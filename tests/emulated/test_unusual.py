@@ -42,6 +42,7 @@ def test_shortest_command_on_hopper_packs_chains(emulated: Emulator, oracle: Ora
     assert any(step["forwarded"] < step["batch"] * 6 for step in run.steps)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [name for name, m in TRIED.items() if m.server == TWO_RANKS])
 def test_a_mistake_of_ranks_is_seen(emulated: Emulator, oracle: Oracle, name: str) -> None:
     case = oracle.case(MUTANTS[name].server, oracle.run(), mutant=name)
