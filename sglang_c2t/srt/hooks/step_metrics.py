@@ -9,6 +9,7 @@ collects the series of all processes by itself.
 from __future__ import annotations
 
 import functools
+from collections import Counter as Counts
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -155,13 +156,15 @@ class Series:
         spent = GATE_CLOCK.seconds
         self.gate_seconds.inc(spent - self._gate_seconds_told)
         self._gate_seconds_told = spent
+        # Every call writes to a file that SGLang's processes share.
+        self.verifications.inc(len(counted))
+        self.proposed.inc(sum(rows - 1 for rows, _ in counted))
+        self.correct.inc(sum(num_correct for _, num_correct in counted))
+        for reason, many in Counts(step.reason(rows, batch_rows) for rows, _ in counted).items():
+            self.stops[reason].inc(many)
         for rows, num_correct in counted:
-            self.verifications.inc()
-            self.proposed.inc(rows - 1)
-            self.correct.inc(num_correct)
             self.proposed_length.observe(rows - 1)
             self.correct_length.observe(num_correct)
-            self.stops[step.reason(rows, batch_rows)].inc()
 
 
 def _buckets(most: int) -> list[int]:
