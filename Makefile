@@ -22,7 +22,7 @@ WANTED    := $(if $(LOCKED),-r $(LOCKED) --no-deps -e .,-e '.[dev,train]' $(if $
 COMPILE   := uv pip compile --quiet --universal --no-header --no-annotate --no-emit-index-url
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve bench ramp lossless soak test unit check lint types e2e models classifier \
+.PHONY: help setup demo serve bench ramp lossless soak test extended unit check lint types e2e models classifier \
   tables parity parity-old patch unpatch patch-check lock docs dist clean
 
 help:  ## List the targets
@@ -71,15 +71,19 @@ lossless: $(STAMP)  ## Are outputs those without speculation? Thousands of reque
 soak: $(STAMP)  ## 15 minutes of load and faults against --c2t servers, chains and trees: make soak [ARGS=...]
 	$(BIN)/python -m eval.soak $(ARGS)
 
-test: $(STAMP)  ## All tests: lint, types, unit, and real servers on the CPU
+test: $(STAMP)  ## Lint, types, unit tests, and real servers on the CPU
 	$(MAKE) lint types
-	$(PYTEST) --durations=40 --junitxml=runs/tests.xml
+	$(PYTEST) -m "not extended" --durations=40 --junitxml=runs/tests.xml
 
 unit: $(STAMP)  ## Tests that start no server
 	$(PYTEST) -m "not server"
 
 e2e: $(STAMP)  ## Only the tests that start real servers
-	$(PYTEST) -m server
+	$(PYTEST) -m "server and not extended"
+
+# Before a release: SGLang's kits and router, other models, replay of the papers' rules, load that lasts.
+extended: $(STAMP)  ## Servers in surroundings that rarely change (an hour)
+	$(PYTEST) -m extended --durations=20
 
 check: lint types unit  ## Lint, types and unit tests
 
@@ -89,9 +93,11 @@ parity: $(THIS_VENV)/.installed  ## Seams and outputs beside another SGLang: mak
 	$(THIS_VENV)/bin/python -m pytest $(PARALLEL) --durations=20 $(or $(TESTS),tests/srt/test_seams.py \
 	  tests/e2e/test_parity_smoke.py)
 
-parity-old:  ## The same beside the oldest SGLang served, and on emulated CUDA
-	$(MAKE) parity SGLANG=$(OLD) TESTS="tests/srt/hooks/test_launch_matrix.py \
-	  tests/e2e/test_parity_smoke.py tests/emulated"
+# What its own host code and kernels may change. Everything on emulated CUDA: TESTS=tests/emulated.
+parity-old:  ## The same beside the oldest SGLang served, and on emulated CUDA [TESTS=files]
+	$(MAKE) parity SGLANG=$(OLD) TESTS="$(or $(TESTS),tests/srt/hooks/test_launch_matrix.py \
+	  tests/e2e/test_parity_smoke.py tests/emulated/test_serving.py \
+	  tests/emulated/test_unusual.py::test_two_ranks_keep_what_one_would)"
 
 .PHONY: always
 $(THIS_VENV)/.installed: pyproject.toml $(LOCKED) $(if $(CHECKOUT),always) | $(BIN)/uv

@@ -185,11 +185,6 @@ class TreeGate(Gate):
         return self._growth.batch
 
     @property
-    def ancestor_rows(self) -> Tensor:
-        """[B, W, d] int64: where the beams' ancestors were forwarded (d layers so far)."""
-        return self._growth.ancestor_rows
-
-    @property
     def layers(self) -> list[TreeLayer]:
         """The layers judged in this step, shallowest first; none if a kernel grew them."""
         return self._growth.layers

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from sglang_c2t.config import C2TConfig
@@ -13,7 +11,10 @@ from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.draft import ancestors
+from sglang_c2t.srt.draft.chain import ChainDrafter
+from sglang_c2t.srt.draft.host import Host
 from sglang_c2t.srt.draft.selection import ChainSelector, Selector, TreeSelector
+from sglang_c2t.srt.draft.tree import TreeDrafter
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.tensor_parallel import agreement
 from sglang_c2t.srt.verify import chain, tree, trial
@@ -30,12 +31,12 @@ class Chains:
         width = draft.speculative_num_draft_tokens
         return ChainSelector(planner, width=width, slots=slots, device=draft.device)
 
-    def gate_maker(
-        self, policy: Any, shape: TreeShape, config: C2TConfig
-    ) -> Callable[..., ChainGate]:
-        """A function that makes the gate, given the size of SGLang's request table."""
-        recording = config.record is not None
-        return partial(ChainGate, policy, agree=agreement(), recording=recording)
+    def make_drafter(
+        self, host: Host, policy: Any, shape: TreeShape, config: C2TConfig, recorder: Any
+    ) -> ChainDrafter:
+        """What drafts in SGLang's draft worker, with a gate for the ``policy``."""
+        gate = ChainGate(policy, **gate_parts(host, config, recorder))
+        return ChainDrafter(host, gate, exact=compat.accepts_exactly(host.server_args))
 
     def prepare_packing(self, config: C2TConfig, target_runner: Any) -> str | None:
         """Prepare the target for packed rows; returns why it cannot verify them."""
@@ -51,11 +52,7 @@ class Chains:
             chain.disable_packing(config.verify, worker.target_worker.model_runner, reason)
         return reason
 
-    def configure_draft(self, draft: Any) -> None:
-        """Have chains accepted as the server's thresholds ask for."""
-        draft.exact = compat.accepts_exactly(draft.server_args)
-
-    def describe(self, *, packed: bool) -> str:
+    def describe(self, _draft: Any, *, packed: bool) -> str:
         """How this server verifies, for its start-up line."""
         return f"{'ragged' if packed else 'static'} verification of chains"
 
@@ -70,26 +67,18 @@ class Chains:
 class Trees:
     """Each request's draft is a tree. Methods are those of :class:`Chains`."""
 
-    def __init__(self) -> None:
-        self._ancestors = "stock"
-
     def make_selector(self, planner: Any, draft: Any) -> Selector:
         """Shares a planner's row budgets out, on the device of the draft worker."""
         width = draft.speculative_num_draft_tokens
         return TreeSelector(planner, width=width, device=draft.device)
 
-    def gate_maker(
-        self, policy: Any, shape: TreeShape, config: C2TConfig
-    ) -> Callable[..., TreeGate]:
-        """A function that makes the gate, given the size of SGLang's request table."""
-        return partial(
-            TreeGate,
-            policy,
-            shape,
-            max_rows=config.max_verify_rows,
-            agree=agreement(),
-            recording=config.record is not None,
-        )
+    def make_drafter(
+        self, host: Host, policy: Any, shape: TreeShape, config: C2TConfig, recorder: Any
+    ) -> TreeDrafter:
+        """What drafts in SGLang's draft worker, with a gate for the ``policy``."""
+        parts = gate_parts(host, config, recorder)
+        gate = TreeGate(policy, shape, max_rows=config.max_verify_rows, **parts)
+        return TreeDrafter(host, gate)
 
     def prepare_packing(self, config: C2TConfig, target_runner: Any) -> str | None:
         """Prepare the target for trees; returns why their rows are padded."""
@@ -99,26 +88,16 @@ class Trees:
         """``None``: without our masks no tree could be verified to compare with."""
         return None
 
-    def configure_draft(self, draft: Any) -> None:
-        """Have draft rows attend to their ancestors where the backend can."""
+    def describe(self, draft: Any, *, packed: bool) -> str:
+        """How this server verifies, for its start-up line. Warns of inexact ancestors."""
         backend = draft.draft_attn_backend
-        if ancestors.sglang_follows(backend):
-            self._ancestors = "SGLang's exact"
-            return
-        draft.follows_ancestors = ancestors.can_follow(backend)
-        if draft.follows_ancestors or backend is None:
-            self._ancestors = "exact"
-        else:
+        if (whose := ancestors.followed_by(backend)) == "stock":
             logger.warning(
                 "C2T: draft attention %s cannot read a node's ancestors: same output, but "
                 "fewer drafts will be accepted",
                 type(backend).__name__,
             )
-
-    def describe(self, *, packed: bool) -> str:
-        """How this server verifies, for its start-up line."""
-        rows = "packed" if packed else "padded"
-        return f"{rows} verification of trees, {self._ancestors} ancestors"
+        return f"{'packed' if packed else 'padded'} verification of trees, {whose} ancestors"
 
     def record(
         self, recorder: Recorder, gate: Any, batch: Any, verify_input: Any, result: Any
@@ -130,3 +109,14 @@ class Trees:
         recorder.add_trees(
             batch, gate.layers, recordable, verify_input.trees, rows, accepted, result
         )
+
+
+def gate_parts(host: Host, config: C2TConfig, recorder: Recorder | None) -> dict[str, Any]:
+    """What gates of chains and of trees are made of, see :class:`~sglang_c2t.draft.gate.Gate`."""
+    return {
+        "num_slots": host.num_slots,
+        "device": host.device,
+        "exploration": recorder,
+        "agree": agreement(),
+        "recording": config.record is not None,
+    }

@@ -78,7 +78,7 @@ class Serving:
     @property
     def policy(self) -> Any:
         """The policy in force."""
-        return self._draft.gate.served.policy
+        return self._draft.drafter.gate.served.policy
 
     def start(self, unpacked_reason: str | None) -> None:
         """Serve the typed settings; a policy that was not typed depends on packed rows.
@@ -87,11 +87,10 @@ class Serving:
         ``unpacked_reason`` says why there are none.
         """
         self.unpacked_reason = unpacked_reason
-        self._draft.packed = self.packed
         config = named(self._typed, packed=self.packed)
         if config != self._start:
             policy = policy_for(config, self.shape, self._shipped)
-            self._draft.gate.switch(policy, captured=False)
+            self._draft.drafter.gate.switch(policy, captured=False)
             self.config = self._start = config
         publish(config)  # what this process reports
         self._use(self._planning_for(config, self.policy))
@@ -112,11 +111,12 @@ class Serving:
         forgets = isinstance(values, Mapping) and values.get(FORGET)
         if forgets and not planning.plans:
             raise ConfigError(f"policy {policy.name} learns nothing while it serves")
-        self._draft.gate.switch(policy, captured=captured)
+        drafter = self._draft.drafter
+        drafter.gate.switch(policy, captured=captured)
         if self.first_drafts is not None:
             self.first_drafts = self._fresh_statistics()
         self._use(planning)
-        self._draft.forget_first_layers()
+        drafter.requests.forget_scores()
         if forgets:
             planning.planner.reset()
         self.config = config
@@ -126,7 +126,7 @@ class Serving:
     def _require_switchable(self, policy: Any, *, captured: bool) -> None:
         """Raise :class:`ConfigError` for a policy that this server can only start with."""
         # Draft graphs write the survivals of the planner that they were captured with.
-        planning = self._draft.captured_planning
+        planning = self._draft.drafter.captured_planning
         fits = planning is not None and self._plannings.get(policy.name) is planning
         if plans(policy) and captured and not fits:
             raise ConfigError(
@@ -141,8 +141,8 @@ class Serving:
 
     def _use(self, planning: Planning) -> None:
         """Plan the next steps with ``planning``."""
-        self.planning = self._draft.planning = planning
-        self._draft.gating = self._gating
+        self.planning = planning
+        self._draft.drafter.serve(planning, self._gating, packed=self.packed)
 
     @cached_property
     def _gating(self) -> Planning:
@@ -201,7 +201,7 @@ class Serving:
             forwards=lambda: runner.forward_pass_id,
             state_file=state_file,
             agree=host_agreement(),
-            failed=self._draft.gate.served.failed,
+            failed=self._draft.drafter.gate.served.failed,
         )
 
     def _state_file(self, planner: Any) -> StateFile | None:

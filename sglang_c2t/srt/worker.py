@@ -17,10 +17,9 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
 from sglang_c2t.config import C2TConfig, active
 from sglang_c2t.srt import announce, attach, compat
-from sglang_c2t.srt.draft.chain import C2TEagleDraftWorker, C2TStandaloneDraftWorker
+from sglang_c2t.srt.draft.drafter import Drafter
 from sglang_c2t.srt.draft.seeding import seed_costs
-from sglang_c2t.srt.draft.tree import C2TEagleTreeDraftWorker, C2TStandaloneTreeDraftWorker
-from sglang_c2t.srt.draft.watcher import DraftWatcher
+from sglang_c2t.srt.draft.workers import C2TEagleDraftWorker, C2TStandaloneDraftWorker
 from sglang_c2t.srt.hooks.reporting import PARTS
 from sglang_c2t.srt.hooks.step_metrics import Step
 from sglang_c2t.srt.kinds import Chains, Trees
@@ -40,24 +39,20 @@ class C2TEagleWorker(EAGLEWorkerV2):
     :mod:`~sglang_c2t.srt.kinds` holds what differs between chains and trees.
     """
 
-    _draft_worker: DraftWatcher
+    _draft_worker: C2TEagleDraftWorker
 
     draft_worker_global: ClassVar[tuple[ModuleType, str]] = (eagle_worker_v2, "EagleDraftWorker")
     """The global from which SGLang's constructor takes the class of its draft worker."""
 
-    draft_worker_classes: ClassVar[tuple[type[DraftWatcher], type[DraftWatcher]]] = (
-        C2TEagleDraftWorker,
-        C2TEagleTreeDraftWorker,
-    )
-    """What we put there, for chains and for trees."""
+    draft_worker_class: ClassVar[type[C2TEagleDraftWorker]] = C2TEagleDraftWorker
+    """What we put there."""
 
     def __init__(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
         config = active()
         assert config is not None, "the factory builds this worker only when C2T is on"
         trees = compat.draft_shape(server_args).topk > 1
         self._kind = Trees() if trees else Chains()
-        draft_worker_class = self.draft_worker_classes[trees]
-        with attach.swapped(*self.draft_worker_global, draft_worker_class):
+        with attach.swapped(*self.draft_worker_global, self.draft_worker_class):
             super().__init__(server_args, *args, **kwargs)
         self._attach(config)
 
@@ -76,11 +71,15 @@ class C2TEagleWorker(EAGLEWorkerV2):
         self._history = OutputHistory(rows)
         policy = self._serving.initial_policy()
         self._recorder = Recorder.from_config(self._serving.config, self.server_args, pair, policy)
-        make_gate = self._kind.gate_maker(policy, self._serving.shape, config)
-        draft.watch(make_gate, self._recorder)
-        compat.on_arrival(self.server_args, draft.arrive)
+        parts = policy, self._serving.shape, config, self._recorder
+        self._draft_worker.make_drafter = lambda host: self._kind.make_drafter(host, *parts)
+        compat.on_arrival(self.server_args, lambda batch: draft.drafter.requests.arrive(batch))
         compat.widen_request_table()  # SGLang makes it once its workers are there
         PARTS["serving"] = self._serving.report
+
+    @property
+    def _drafter(self) -> Drafter:
+        return self._draft_worker.drafter
 
     # -- start-up -------------------------------------------------------------------------
 
@@ -88,10 +87,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
         """Choose packed or full verification, as the target's attention backend allows."""
         super().init_attention_backends()
         config = self._serving.config
-        draft: Any = self._draft_worker
-        unpacked_reason = self._kind.prepare_packing(config, self.target_worker.model_runner)
-        self._kind.configure_draft(draft)
-        self._serve(unpacked_reason)
+        self._serve(self._kind.prepare_packing(config, self.target_worker.model_runner))
 
     def _serve(self, unpacked_reason: str | None) -> None:
         """Choose policy and planner, given why the target verifies full drafts, if it does."""
@@ -100,7 +96,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
         if compat.only_prefills(self.server_args):
             announce.log_prefill_only()
             return
-        verification = self._kind.describe(packed=serving.packed)
+        verification = self._kind.describe(self._draft_worker, packed=serving.packed)
         announce.log_start(serving.config, verification, serving.policy, serving.pair)
 
     def init_cuda_graphs(self) -> None:
@@ -120,7 +116,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
 
     def _warm_up(self, runner: Any) -> None:
         """Compile what a GPU would compile when a request first needs it."""
-        self._draft_worker.gate.warm_up()
+        self._drafter.gate.warm_up()
         warm_up(
             runner,
             self._draft_worker.draft_runner,
@@ -148,7 +144,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
             return self._verify_idle(stock, batch)
         if not isinstance(verify_input, PackedVerifyInput):
             return stock()
-        gate, width = self._draft_worker.gate, verify_input.draft_token_num
+        gate, width = self._drafter.gate, verify_input.draft_token_num
         # All ranks must cut the same, and only rank 0 has a recorder: ask the configuration.
         if self._serving.config.visits_every_root:
             verify_input.reject_drafts()
@@ -170,8 +166,8 @@ class C2TEagleWorker(EAGLEWorkerV2):
 
     def _verify_idle(self, stock: Callable[[], Any], batch: Any) -> Any:
         """Verify on a rank without requests, which takes part in the forwards of other ranks."""
-        draft = self._draft_worker
-        if draft.peers is None or not draft.packed:
+        drafter = self._drafter
+        if drafter.host.peers is None or not drafter.packed:
             return stock()
         verify_input = IdleVerifyInput.with_dummy_row(batch.spec_info)
         attach.write(batch, spec_info=verify_input)
@@ -180,15 +176,15 @@ class C2TEagleWorker(EAGLEWorkerV2):
 
     def _learn(self, batch: Any, verify_input: Any, result: Any) -> None:
         """Start the outcome of a step on its way to the planner, and to the statistics."""
-        draft, planning = self._draft_worker, self._serving.planning
+        drafter, planning = self._drafter, self._serving.planning
         planning.finish(verify_input.step, verify_input, result.accept_lens)
         if self._serving.first_drafts is not None and not planning.plans:
             self._serving.first_drafts.verified(
-                draft.gate,
+                drafter.gate,
                 batch.req_pool_indices,
                 verify_input.num_rows,
                 result.accept_lens,
-                partial(draft.constrained_in, batch),
+                partial(drafter.requests.constrained, batch),
             )
 
     def _step(self, verify_input: PackedVerifyInput) -> Step:
@@ -202,7 +198,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
             max_rows=self._serving.config.max_verify_rows,
             predicted_ms=getattr(planner, "predicted_ms", 0.0),
             measured_ms=getattr(planner, "measured_ms", 0.0),
-            gate_fell_back=self._draft_worker.gate.fell_back,
+            gate_fell_back=self._drafter.gate.fell_back,
         )
 
     def change(self, values: object) -> C2TConfig:
@@ -214,7 +210,7 @@ class C2TStandaloneWorker(C2TEagleWorker, StandaloneWorkerV2):
     """Worker of STANDALONE."""
 
     draft_worker_global = (standalone_worker_v2, "StandaloneDraftWorker")
-    draft_worker_classes = (C2TStandaloneDraftWorker, C2TStandaloneTreeDraftWorker)
+    draft_worker_class = C2TStandaloneDraftWorker
 
 
 #: Ours, by the worker of SGLang that it replaces.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -260,7 +261,6 @@ def test_the_gate_grows_what_its_policy_grows() -> None:
         alone, same_keys = growth.finish()
         assert same(trees, alone)
         assert torch.equal(keys, same_keys)
-        assert torch.equal(gate.ancestor_rows, growth.ancestor_rows)
 
 
 # -- with a kernel program ----------------------------------------------------------------
@@ -390,8 +390,7 @@ def test_sglangs_loop_chooses_among_k_numbers_where_a_program_has_chosen(kept: b
     gate.begin(slots)
     add_first(gate, first)
 
-    worker = tree_draft.TreeDraftMixin.__new__(tree_draft.TreeDraftMixin)
-    worker.gate, worker.topk, worker.hot_token_id = gate, SHAPE.topk, torch.arange(VOCAB) + 50
+    host = SimpleNamespace(num_slots=8, capturing=False, token_map=torch.arange(VOCAB) + 50)
     batch = double(
         "ForwardBatch",
         input_ids=torch.zeros(6, dtype=torch.int64),
@@ -403,9 +402,10 @@ def test_sglangs_loop_chooses_among_k_numbers_where_a_program_has_chosen(kept: b
     ran = double(
         "sglang.srt.model_executor.model_runner.ModelRunnerOutput", logits_output=forwarded
     )
-    output = worker._draft_layer(batch, lambda: ran)
-    assert output.logits_output.next_token_logits.shape == (6, SHAPE.topk)
-    assert output.logits_output.hidden_states is hidden
+    layer = tree_draft.DraftForward(batch, lambda: ran)
+    tree_draft.TreeDrafter(host, gate)._score(layer)
+    assert layer.output.logits_output.next_token_logits.shape == (6, SHAPE.topk)
+    assert layer.output.logits_output.hidden_states is hidden
     gate.add(*(values.view(2, 3, 3) for values in nonsense(torch.zeros(6, 1))))
     if kept:
         expected = choices(logits(6, 1))[0].view(2, 9) + 50

@@ -118,6 +118,7 @@ def test_one_replica_keeps_what_is_learnt(replicas: Server, state_file: Path) ->
     assert json.loads(state_file.read_text())["planner"]["cost"] == first
 
 
+@pytest.mark.extended
 def test_two_nodes_of_one_model_give_the_outputs_of_one(logs: Path, ordeal: Ordeal) -> None:
     """Two tensor-parallel ranks, each started by itself; the second takes no requests. Where it
     dies the first ends too, and no client waits for a rank that never answers.

@@ -19,9 +19,10 @@ AS_USERS_DO = True  # uvicorn's workers are interpreters of their own
 ADMIN = "sesame"
 KEY = {"Authorization": f"Bearer {ADMIN}"}
 
-pytestmark = pytest.mark.skipif(
-    not environment.names_http_app(), reason="refused beside this SGLang"
-)
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(not environment.names_http_app(), reason="refused beside this SGLang"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -17,16 +17,17 @@ from eval.baselines.estimators import save
 from eval.metrics import SpecTotals
 from eval.prompts import Prompt, demo_mix
 from eval.recordings import WITHOUT_PREFIX_CACHE, Recorded, record
-from eval.server import DRAFTS, Launch, running, speculative_flags
+from eval.server import Launch, running, speculative_flags
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.offline.client import differing, greedy
+from sglang_c2t.offline.client import LoadResult, differing, greedy
 from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.policies import build_policy
 from tests.e2e.conftest import REPOSITORY, GatedServer, switchable_flags
 
 RECORDED = Recorded(num_steps=10, max_new_tokens=64)
 PROMPTS: list[Prompt] = demo_mix(21, seed=3)
+BODIES = [greedy(prompt.text, RECORDED.max_new_tokens) for prompt in PROMPTS]
 
 #: Every policy of the menu and every baseline; "weights" are trained in the test.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -52,8 +53,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-#: On the other draft kinds than EAGLE3, which serves all of them.
+#: On a STANDALONE draft; EAGLE3 serves all of them.
 EVERYWHERE = ("c2t", "c2t-plus", "mcsd")
+
+
+pytestmark = pytest.mark.extended
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,11 @@ class RecordedAndLive:
     recording: Recording
     gated: GatedServer
     weights: dict[str, Path]
+    full: LoadResult
+    """With all drafts verified."""
 
 
-@pytest.fixture(scope="module", params=sorted(DRAFTS))
+@pytest.fixture(scope="module", params=["EAGLE3", "STANDALONE"])
 def both(request: pytest.FixtureRequest, logs: Path) -> Iterator[RecordedAndLive]:
     algorithm: str = request.param
     hidden = algorithm == "EAGLE3"
@@ -88,7 +94,8 @@ def both(request: pytest.FixtureRequest, logs: Path) -> Iterator[RecordedAndLive
     )
     launch = Launch(f"replayed-{algorithm}", flags, env={"PYTHONPATH": str(REPOSITORY)})
     with running(launch, logs) as server:
-        yield RecordedAndLive(recording, GatedServer(server, algorithm, control), weights)
+        gated = GatedServer(server, algorithm, control)
+        yield RecordedAndLive(recording, gated, weights, gated.run("full", BODIES))
 
 
 def test_replay_counts_what_the_server_counts(both: RecordedAndLive) -> None:
@@ -115,10 +122,9 @@ def live_and_replayed(both: RecordedAndLive, name: str) -> tuple[SpecTotals, Spe
     if isinstance(policy, MCSD):
         settings["beta"] = beta_away_from_all(policy, chains)
         policy = build_policy(C2TConfig.from_mapping(settings))
-    bodies = [greedy(prompt.text, RECORDED.max_new_tokens) for prompt in PROMPTS]
     concurrency = 1 if name == "mcsd" else 8
-    result = both.gated.run(json.dumps(settings), bodies, concurrency)
-    assert differing(result.outputs, both.gated.run("full", bodies).outputs) == [], name
+    result = both.gated.run(json.dumps(settings), BODIES, concurrency)
+    assert differing(result.outputs, both.full.outputs) == [], name
     live = SpecTotals.from_meta_infos(answer.meta_info for answer in result.answers)
 
     outcome = replay(policy, chains)
@@ -150,14 +156,12 @@ def beta_away_from_all(policy: MCSD, chains: Chains) -> float:
 
 def test_recording_every_root_changes_no_output(both: RecordedAndLive) -> None:
     """One root per generated token but the last, so answers are as long as without recording."""
-    bodies = [greedy(prompt.text, RECORDED.max_new_tokens) for prompt in PROMPTS]
-    plain = both.gated.run("full", bodies)
     chains = Chains.from_recording(both.recording)
     roots = (chains.first_root[1:] - chains.first_root[:-1]).tolist()
     lengths = dict(zip(chains.requests, roots, strict=True))
     numbers: dict[str, int] = {}
-    for prompt, answer in zip(PROMPTS, plain.outputs, strict=True):
+    for prompt, answer in zip(PROMPTS, both.full.outputs, strict=True):
         number = numbers.setdefault(prompt.family, 0)
         numbers[prompt.family] += 1
         assert lengths[f"{prompt.family}/{number}"] == len(answer) - 1
-    assert differing(plain.outputs, both.gated.run("none", bodies).outputs) == []
+    assert differing(both.full.outputs, both.gated.run("none", BODIES).outputs) == []

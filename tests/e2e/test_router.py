@@ -22,10 +22,13 @@ from sglang_c2t.offline.client import post_all, run_load
 from tests.e2e.conftest import BODIES, CONCURRENCY, assert_counted, series, settings_of
 from tests.e2e.router import Router, routing
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("sglang_router") is None,
-    reason="SGLang's router is a package of its own: pip install sglang-router",
-)
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(
+        importlib.util.find_spec("sglang_router") is None,
+        reason="SGLang's router is a package of its own: pip install sglang-router",
+    ),
+]
 
 #: Longest that a request may take whose worker was killed.
 END_SECONDS = 60.0

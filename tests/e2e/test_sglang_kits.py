@@ -14,6 +14,8 @@ import pytest
 from eval.lossless import kits
 from eval.server import Launch, Server, running, speculative_flags
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module")
 def references(plain: Server) -> Iterator[kits.References]:

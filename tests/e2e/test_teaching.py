@@ -28,6 +28,9 @@ ATTACKS: list[dict[str, Any]] = [
 ]
 
 
+pytestmark = pytest.mark.extended
+
+
 def flood(count: int, tokens: int) -> list[dict[str, Any]]:
     bodies = [greedy(prompt.text, tokens) for prompt in demo_mix(count, seed=11)]
     for number, body in enumerate(bodies):

@@ -47,6 +47,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+pytestmark = pytest.mark.extended
+
 Counts = tuple[int, int, int]  # verifications, accepted and verified drafts
 
 

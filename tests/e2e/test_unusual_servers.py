@@ -46,17 +46,15 @@ def ordeal_of_two_ranks(logs: Path) -> Ordeal:
         return Ordeal.of(server, BODIES, PROMPTS)
 
 
-@pytest.mark.parametrize("kind", ["chains", "trees"])
 def test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_without_speculation(
-    logs: Path, ordeal_of_two_ranks: Ordeal, kind: str
+    logs: Path, ordeal_of_two_ranks: Ordeal
 ) -> None:
-    """Each rank draws other random lengths and trees; unless rank 0's win, the ranks' rows
-    differ and their next collective hangs. Recording leaves some drafts whole, as only rank 0
-    knows. A policy may fail on one of them alone.
+    """Each rank grows other random trees; unless rank 0's win, the ranks' rows differ and their
+    next collective hangs. Recording leaves some drafts whole, as only rank 0 knows. A policy may
+    fail on one of them alone.
     """
-    make = gated_launch if kind == "chains" else tree_launch
-    flags = (*TWO_RANKS, *recording(logs / kind))
-    launch, control = make(f"tp2-{kind}", logs, *flags, env={**BIND, **RETRACTING})
+    flags = (*TWO_RANKS, *recording(logs / "tp2"))
+    launch, control = tree_launch("tp2", logs, *flags, env={**BIND, **RETRACTING})
     with running(launch, logs) as server:
         gated, wanted = GatedServer(server, "EAGLE3", control), ordeal_of_two_ranks.wanted[0]
         for mode in ("c2t", FAILS):
@@ -67,44 +65,33 @@ def test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_without_specula
 
 
 def planned_launch(
-    name: str, *flags: str, env: dict[str, str], policy: str = "auto", **shape: int
+    name: str, policy: str, *flags: str, env: dict[str, str], **shape: int
 ) -> Launch:
     planned = ("--c2t", "--c2t-policy", policy)
     return Launch(name, (*speculative_flags("EAGLE3", **shape), *planned, *flags), env=env)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape"), [("chains", {}), ("trees", {"topk": 4, "num_draft_tokens": 16})]
-)
-def test_two_tensor_parallel_ranks_follow_one_plan(
-    logs: Path,
-    ordeal_of_two_ranks: Ordeal,
-    kind: str,
-    shape: dict[str, int],
-) -> None:
+def test_two_tensor_parallel_ranks_follow_one_plan(logs: Path, ordeal_of_two_ranks: Ordeal) -> None:
     """Each measures other times; ranks that drafted or verified other numbers would hang."""
-    env = {**BIND, **RETRACTING}
-    launch = planned_launch(f"tp2-planned-{kind}", *TWO_RANKS, env=env, **shape)
+    launch = planned_launch("tp2-planned", "auto", *TWO_RANKS, env={**BIND, **RETRACTING})
     with running(launch, logs) as server:
         ordeal_of_two_ranks.undergo(server)
-        told = server.c2t_state()["planner"]
-        assert told["steps"] > 50
+        assert server.c2t_state()["planner"]["steps"] > 50
 
 
 @pytest.mark.parametrize(
     ("policy", "shape"),
     [
         ("auto", {}),
-        ("auto", {"topk": 4, "num_draft_tokens": 16}),
-        ("tests.e2e.server_policies:PlainTrees", {"topk": 4, "num_draft_tokens": 16}),
+        ("tests.e2e.server_policies:AnyTrees", {"topk": 4, "num_draft_tokens": 16}),
     ],
-    ids=["chains", "trees", "plain trees"],
+    ids=["chains", "trees, uniform and planned"],
 )
 def test_requests_retracted_under_a_plan_give_the_same_outputs_and_leak_nothing(
     logs: Path, expected: list[tuple[int, ...]], policy: str, shape: dict[str, int]
 ) -> None:
     """SGLang retracts every third step; its strict memory check ends the server on a leak."""
-    launch = planned_launch("retract-planned", env=RETRACTING, policy=policy, **shape)
+    launch = planned_launch("retract-planned", policy, env=RETRACTING, **shape)
     with running(launch, logs) as server:
         result = run_load(server.url, BODIES, concurrency=len(BODIES))
         assert sum(answer.meta_info["num_retractions"] for answer in result.answers) > 0

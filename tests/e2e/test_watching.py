@@ -1,4 +1,7 @@
-"""Servers that are set wrong on purpose: what is wrong is named first. And one that is watched."""
+"""Servers that are set wrong on purpose: what is wrong is named first. And one that is watched.
+
+Every cause is in tests/offline/test_advice.py; here the server's own numbers lead to two of them.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,9 @@ AT_ONCE = 64
 SECONDS = 60.0
 
 CHAINS = speculative_flags("EAGLE3")
+
+
+pytestmark = pytest.mark.extended
 
 
 @contextlib.contextmanager
@@ -95,26 +101,6 @@ def test_a_limit_below_the_load_is_named_with_what_more_would_bring(
     assert "by the planner's costs and survivals" in text
 
 
-def test_a_tree_for_each_of_many_requests_is_named(
-    logs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shape = speculative_flags("EAGLE3", num_steps=5, topk=4, num_draft_tokens=16)
-    with loaded("trees-at-load", logs, *shape, "--c2t-policy", "eagle2") as server:
-        text = advised(server, capsys)
-    assert first_cause(text).startswith("trees: trees of topk 4 verify 15.0 drafts a request")
-    assert "--speculative-eagle-topk 4 -> 1 (trees)" in text
-
-
-def test_full_width_verification_is_named_with_its_reason(
-    logs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with loaded("full-width", logs, *CHAINS, "--c2t-verify", "static") as server:
-        text = advised(server, capsys)
-    cause = first_cause(text)
-    assert cause.startswith("packing: verification is not packed")
-    assert "--c2t-verify static asks for it" in cause
-
-
 def test_a_classifier_of_another_model_is_named_by_what_it_promised(
     logs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,17 +128,6 @@ def test_a_classifier_of_another_model_is_named_by_what_it_promised(
     assert f"C2T: classifier {learnt}: as given" in (logs / "of-another.log").read_text()
 
 
-def test_steps_that_never_survive_are_named(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = speculative_flags("EAGLE3", num_steps=16)
-    with loaded("too-deep", logs, *shape, "--c2t-policy", "fixed") as server:
-        eventually(lambda: series(server.url)["c2t:verifications_total"] > 400)
-        text = advised(server, capsys)
-    (useful,) = re.findall(r"accept (\d+) of 16 steps or more, and fewer", first_cause(text))
-    assert first_cause(text).startswith("steps: ")
-    assert 2 <= int(useful) <= 9
-    assert f"--speculative-num-steps 16 -> {useful} (steps)" in text
-
-
 def told(server: Server) -> dict:
     return requests.get(f"{server.url}/c2t", timeout=60).json()
 
@@ -166,14 +141,20 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm"}
 
 
 def test_a_watched_server_is_a_line_an_interval_in_a_pipe(queued: Server) -> None:
-    once = subprocess.run(
-        top(queued, "--once"), capture_output=True, text=True, timeout=60, env=ENVIRONMENT
-    )
-    assert (once.returncode, once.stderr) == (0, "")
-    (line,) = once.stdout.splitlines()
-    values = dict(pair.split("=") for pair in line.split()[1:])
+    values: dict[str, str] = {}
+
+    def full() -> bool:
+        """Requests come and go in waves: between them few run."""
+        once = subprocess.run(
+            top(queued, "--once"), capture_output=True, text=True, timeout=60, env=ENVIRONMENT
+        )
+        assert (once.returncode, once.stderr) == (0, "")
+        (line,) = once.stdout.splitlines()
+        values.update(pair.split("=") for pair in line.split()[1:])
+        return 40 <= float(values["running"]) <= 48
+
+    eventually(full)
     assert values["policy"] == "auto"
-    assert 40 <= float(values["running"]) <= 48
     assert float(values["queued"]) > 0
     assert 1.0 <= float(values["accept_length"]) <= 6.0
     assert float(values["tokens/s"]) > 0

@@ -39,10 +39,10 @@ class Witness(SwitchableTree):
 
 @functools.cache
 def _watch_worker(notes: Path) -> None:
-    from sglang_c2t.srt.draft.watcher import DraftWatcher
+    from sglang_c2t.srt.draft.workers import C2TEagleDraftWorker
     from sglang_c2t.srt.worker import C2TEagleWorker
 
-    verify, extend = C2TEagleWorker.verify, DraftWatcher._draft_extend_for_prefill
+    verify, extend = C2TEagleWorker.verify, C2TEagleDraftWorker._draft_extend_for_prefill
 
     @functools.wraps(verify)
     def noted_verify(worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ def _watch_worker(notes: Path) -> None:
 
     hooks: dict[Any, tuple[str, Callable[..., Any]]] = {
         C2TEagleWorker: ("verify", noted_verify),
-        DraftWatcher: ("_draft_extend_for_prefill", noted_extend),
+        C2TEagleDraftWorker: ("_draft_extend_for_prefill", noted_extend),
     }
     for owner, (name, hook) in hooks.items():
         setattr(owner, name, hook)

@@ -293,13 +293,13 @@ def first_tokens_after_uniform_steps_are_not_scored() -> None:
             relay(self, *args, later=later)
 
     uniform: list[bool] = []
-    from sglang_c2t.srt.draft.watcher import DraftWatcher
+    from sglang_c2t.srt.draft.drafter import Drafter
 
     def noting(extend: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         uniform.append(batch.spec_info.step.plan.kind.value == "uniform")
         extend(self, batch, *args, **kwargs)
 
-    around(DraftWatcher, "_draft_extend_for_decode", noting)
+    around(Drafter, "extend_decode", noting)
     around(Gate, "relay_first_token", never)
 
 

@@ -348,8 +348,8 @@ def _bytes_of_draft_attention(scheduler: Any) -> dict[str, int]:
     if scheduler.draft_worker is None:
         return {}
     draft = scheduler.draft_worker.draft_worker
-    lengths = getattr(draft, "lengths", None)  # ours alone has any
-    shorter = [of.draft_attn_backend for of in lengths.shorter.values()] if lengths else []
+    ours = getattr(draft, "drafter", None)  # it alone has shorter drafts
+    shorter = [of.draft_attn_backend for of in ours.host.lengths.shorter.values()] if ours else []
     found: dict[int, int] = {}
     told = {}
     for name, backends in (("whole drafts", [draft.draft_attn_backend]), ("all", shorter)):

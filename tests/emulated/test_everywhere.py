@@ -79,6 +79,7 @@ def test_each_part_of_the_microbenchmark_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.server
+@pytest.mark.extended
 @pytest.mark.skipif(RELEASE is OLDEST, reason="its launcher compiles kernels that nobody replaces")
 def test_sprint_rehearsed_over_http_compares_answers_and_measures_cells(tmp_path: Path) -> None:
     """Two of its servers, started by its script: grafts, CUDA graphs, switches, report."""

@@ -254,9 +254,8 @@ def written_names(source: str) -> set[str]:
 
 #: Attributes of our own, on objects of ours that have no name of their own above.
 OWN = {
-    "__class__", "_reads_host", "end", "exact", "follows_ancestors", "forwarded_rows",
-    "forwards", "gating", "outcome", "packed", "packing", "plan", "planning", "selected",
-    "verify",
+    "__class__", "_on_forward", "capturing", "end", "forwarded_rows", "forwards", "outcome",
+    "packing", "plan", "selected", "verify",
 }  # fmt: skip
 
 

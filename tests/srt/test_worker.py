@@ -19,8 +19,8 @@ from sglang_c2t.draft.gate import Exploration
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.srt import compat, worker
 from sglang_c2t.srt.data_parallel import Peers
-from sglang_c2t.srt.draft.chain import C2TEagleDraftWorker, C2TStandaloneDraftWorker
-from sglang_c2t.srt.draft.tree import C2TEagleTreeDraftWorker, C2TStandaloneTreeDraftWorker
+from sglang_c2t.srt.draft.chain import ChainDrafter
+from sglang_c2t.srt.draft.tree import TreeDrafter
 from sglang_c2t.srt.hooks import reporting
 from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.verify import backends, trial
@@ -148,40 +148,36 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
 def state(made: Any) -> dict[str, Any]:
     """All that a live switch may change."""
-    serving, draft = made._serving, made._draft_worker
+    serving, drafter = made._serving, made._drafter
     return {
         "settings": (serving.config, active()),
-        "policy": draft.gate.served.policy,
-        "program": draft.gate.served.program,
-        "planner": (serving.planning, draft.planning, draft.gate.planned),
+        "policy": drafter.gate.served.policy,
+        "program": drafter.gate.served.program,
+        "planner": (serving.planning, drafter.planning, drafter.gate.planned),
         "statistics": serving.first_drafts,
-        "requests to judge again": set(draft._arrived),
+        "requests to judge again": set(drafter.requests._unscored),
     }
 
 
 def policy_of(made: Any) -> str:
-    return str(made._draft_worker.gate.served.policy.name)
+    return str(made._drafter.gate.served.policy.name)
 
 
 # -- construction ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("cls", "topk", "draft_worker", "gate"),
-    [
-        (C2TEagleWorker, 1, C2TEagleDraftWorker, ChainGate),
-        (C2TEagleWorker, 4, C2TEagleTreeDraftWorker, TreeGate),
-        (C2TStandaloneWorker, 1, C2TStandaloneDraftWorker, ChainGate),
-        (C2TStandaloneWorker, 4, C2TStandaloneTreeDraftWorker, TreeGate),
-    ],
+    ("topk", "drafter", "gate"), [(1, ChainDrafter, ChainGate), (4, TreeDrafter, TreeGate)]
 )
-def test_sglangs_constructor_builds_our_draft_worker_of_chains_or_trees(
-    server: Server, cls: type, topk: int, draft_worker: type, gate: type
+@pytest.mark.parametrize("cls", [C2TEagleWorker, C2TStandaloneWorker])
+def test_sglangs_constructor_builds_our_draft_worker_and_its_drafter_of_chains_or_trees(
+    server: Server, cls: Any, topk: int, drafter: type, gate: type
 ) -> None:
     stock = eagle_worker_v2.EagleDraftWorker, standalone_worker_v2.StandaloneDraftWorker
     made = server.worker(C2TConfig("c2t"), topk=topk, cls=cls)
-    assert isinstance(made._draft_worker, draft_worker)
-    assert type(made._draft_worker.gate) is gate
+    assert type(made._draft_worker) is cls.draft_worker_class
+    assert isinstance(made._draft_worker, stock[cls is C2TStandaloneWorker])
+    assert (type(made._drafter), type(made._drafter.gate)) == (drafter, gate)
     after = eagle_worker_v2.EagleDraftWorker, standalone_worker_v2.StandaloneDraftWorker
     assert after == stock
 
@@ -202,8 +198,8 @@ def test_packed_rows_are_verified_and_planned_where_the_backend_can(
     with caplog.at_level(logging.INFO):
         made = server.started(C2TConfig(typed), topk=topk)
     assert policy_of(made) == made._serving.config.policy == serves
-    assert made._draft_worker.packed
-    assert made._draft_worker.planning.plans == (serves == "auto")
+    assert made._drafter.packed
+    assert made._drafter.planning.plans == (serves == "auto")
     published = active()
     assert published is not None
     assert published.policy == serves
@@ -216,7 +212,7 @@ def test_full_width_verification_serves_the_gate_where_no_policy_was_typed(serve
     server.with_backend("it cannot")
     made = server.started()
     assert policy_of(made) == "c2t"
-    assert (made._draft_worker.packed, made._draft_worker.planning.plans) == (False, False)
+    assert (made._drafter.packed, made._drafter.planning.plans) == (False, False)
     assert server.calls == ["capture"]  # neither prepared for packed rows nor tried with them
     report = made._serving.report()
     assert (report["packed"], report["unpacked_because"]) == (False, "it cannot")
@@ -286,8 +282,8 @@ def test_a_failed_trial_disables_packing_and_serves_the_gate(
         made = server.started()
     assert server.calls == ["prepare packing", "trial", "disable packing", "capture"]
     assert policy_of(made) == "c2t"
-    assert (made._draft_worker.packed, made._draft_worker.planning.plans) == (False, False)
-    assert not made._draft_worker.gate.planned
+    assert (made._drafter.packed, made._drafter.planning.plans) == (False, False)
+    assert not made._drafter.gate.planned
     assert made._serving.report()["unpacked_because"] == reason
     assert f"verifying full width (same output, no saving): {reason}" in caplog.text
     assert "C2T: policy c2t, static verification of chains" in caplog.text
@@ -322,8 +318,8 @@ def test_no_switch_brings_a_planner_back_that_was_made_before_a_failed_trial(
 
 def test_trees_and_static_chains_are_not_tried(server: Server) -> None:
     server.with_trial(lambda: "rows differ")
-    assert server.started(topk=4)._draft_worker.packed
-    assert not server.started(C2TConfig(verify="static"))._draft_worker.packed
+    assert server.started(topk=4)._drafter.packed
+    assert not server.started(C2TConfig(verify="static"))._drafter.packed
     assert "trial" not in server.calls
 
 
@@ -341,15 +337,15 @@ def test_a_switch_replaces_policy_and_planner_and_judges_waiting_drafts_again(
         config = made.change({"policy": "c2t-plus", "beta": 0.4})
     assert config == made._serving.config
     assert (config.policy, config.beta) == (policy_of(made), 0.4) == ("c2t-plus", 0.4)
-    assert made._serving.planning is made._draft_worker.planning is made._draft_worker.gating
+    assert made._serving.planning is made._drafter.planning is made._drafter.gating
     assert not made._serving.planning.plans
-    assert not made._draft_worker.gate.planned
-    assert made._draft_worker._arrived == set(range(SLOTS))
+    assert not made._drafter.gate.planned
+    assert made._drafter.requests._unscored == set(range(SLOTS))
     assert (made._serving.first_drafts is statistics) == (topk > 1)  # of chains they start anew
     assert "C2T: classifier c2t-plus" in caplog.text
     made.change({"policy": "auto"})
-    assert made._serving.planning is planning is made._draft_worker.planning
-    assert made._draft_worker.gate.planned
+    assert made._serving.planning is planning is made._drafter.planning
+    assert made._drafter.gate.planned
 
 
 def test_a_planner_forgets_what_it_has_learnt_on_request(server: Server) -> None:
@@ -405,13 +401,13 @@ def test_captured_graphs_take_the_planner_back_that_they_were_captured_with(
     server: Server,
 ) -> None:
     made = server.started()
-    draft = made._draft_worker
-    draft.captured_planning = made._serving.planning
+    draft, drafter = made._draft_worker, made._drafter
+    drafter.captured_planning = made._serving.planning
     draft.cuda_graph_runner, switches = "graphs", []
-    draft.gate.switch = lambda policy, *, captured: switches.append((policy.name, captured))
+    drafter.gate.switch = lambda policy, *, captured: switches.append((policy.name, captured))
     made.change({"policy": "auto"})
     assert switches == [("auto", True)]
-    assert made._serving.planning is draft.captured_planning
+    assert made._serving.planning is drafter.captured_planning
 
 
 def test_the_state_file_is_that_of_the_policy_at_start(server: Server, tmp_path: Any) -> None:
@@ -436,13 +432,13 @@ def chains(made: Any, rows: list[int]) -> Any:
     """Chains of the next step, as its draft worker hands them on."""
     lens = torch.tensor(rows, dtype=torch.int32)
     verify_input = ChainVerifyInput.cut(full_chains(2, WIDTH), lens)
-    verify_input.step = made._draft_worker.planning.begin(2)
+    verify_input.step = made._drafter.planning.begin(2)
     return verify_input
 
 
 def test_a_step_reports_its_rows_on_the_result(server: Server) -> None:
     made = server.started(C2TConfig("dyjoint"))
-    made._draft_worker.gate.fell_back = True
+    made._drafter.gate.fell_back = True
     result = made.verify(batch_of(chains(made, [2, 6])))
     assert result.cap_lens.tolist() == [2, 6]
     step = result.c2t_step
@@ -460,7 +456,7 @@ def test_sglang_verifies_with_our_sampler_and_the_width_of_the_input(server: Ser
     made = server.started(C2TConfig("dyjoint"), topk=4)
     own = eagle_worker_common.eagle_sample
     narrow = ChainVerifyInput.cut(full_chains(2, 3), torch.ones(2, dtype=torch.int32))
-    narrow.step = made._draft_worker.planning.begin(2)
+    narrow.step = made._drafter.planning.begin(2)
     made.verify(batch_of(narrow))
     assert (server.seen.width, server.seen.topk) == (3, 1)
     assert server.seen.sampler is not own
@@ -477,7 +473,7 @@ def test_a_verify_input_of_sglangs_own_is_left_to_sglang(server: Server) -> None
 
 def test_a_planned_step_teaches_the_planner_and_no_other_statistics(server: Server) -> None:
     made = server.started()
-    draft, learnt = made._draft_worker, []
+    learnt: list[Any] = []
     planning = made._serving.planning
     planning.finish = lambda step, verify_input, lens: learnt.append((step, lens.tolist()))
     made._serving.first_drafts.verified = lambda *_: pytest.fail("the planner learns them")
@@ -485,7 +481,7 @@ def test_a_planned_step_teaches_the_planner_and_no_other_statistics(server: Serv
     step = made.verify(batch_of(verify_input)).c2t_step
     assert learnt == [(verify_input.step, [1, 3])]
     assert step.plan is verify_input.step.plan
-    assert draft.planning is planning
+    assert made._drafter.planning is planning
 
 
 def test_first_drafts_are_counted_where_no_planner_learns_them(server: Server) -> None:
@@ -532,7 +528,7 @@ class Recorded(Exploration):
 def test_an_exploration_step_of_chains_is_recorded_with_its_result(server: Server) -> None:
     server.recorder = Recorded()
     made = server.started(C2TConfig("c2t", record="r"))
-    gate, verify_input = made._draft_worker.gate, chains(made, [6, 6])
+    gate, verify_input = made._drafter.gate, chains(made, [6, 6])
     slots = torch.tensor([2])  # the other one came from a prefill that measured less
     gate.first_tokens.put("complete", slots, torch.ones(1))
     batch = batch_of(verify_input)
@@ -570,7 +566,7 @@ def test_an_idle_rank_verifies_a_dummy_row_where_other_ranks_pack_theirs(
 ) -> None:
     made = server.started(C2TConfig(verify=typed))
     alone = double(Peers, ranks=2) if peers else None
-    made._draft_worker.peers = alone
+    made._drafter.host.peers = alone
     theirs = full_chains(0, WIDTH)
     made.verify(batch_of(theirs, ForwardMode.IDLE))
     (verified,) = server.verified

@@ -1,10 +1,10 @@
 """What SGLang drafts with, for each number of layers: CUDA graphs, and their attention.
 
-A planned step drafts as many layers as its plan says, so that graphs are captured for each number
-of layers and swapped per step. An attention backend belongs to its graphs, because it keeps what
-it was told of a batch at the last capture. Their buffers are shared: what a step's attention reads
-(page tables, indices, lengths) is as wide as batch and context, 134 MB a table for 256 requests of
-128k tokens. All is written anew before each replay, and only one graph is replayed at a time.
+A planned step drafts as many layers as its plan says, so graphs are captured for each number of
+layers and swapped per step. An attention backend belongs to its graphs, because it keeps what it
+was given of a batch at the last capture. The buffers that graphs read are shared: page tables,
+indices and lengths are as wide as batch and context, 134 MB a table for 256 requests of 128k
+tokens. All are written anew before each replay, and one graph is replayed at a time.
 """
 
 # SGLang's own graphs of several lengths (SpecRuntimeState, AdaptiveController) do not serve: with
@@ -34,16 +34,13 @@ class Length(NamedTuple):
 
 
 class DraftLengths:
-    """The lengths of one of SGLang's draft workers.
+    """The lengths of one of SGLang's draft workers, captured or made when they are first drafted.
 
-    Args:
-        worker: Ready to draft all D layers.
+    ``worker`` is ready to draft all D layers.
     """
 
     def __init__(self, worker: Any) -> None:
-        self._worker = worker
-        self.most: int = worker.speculative_num_steps
-        """D."""
+        self._worker, self._most = worker, worker.speculative_num_steps
         # One layer needs neither: its token comes from draft extend.
         self.shorter = {1: Length(None, None)}
 
@@ -52,20 +49,17 @@ class DraftLengths:
         worker = self._worker
         if (runner := worker.cuda_graph_runner) is None:
             return
-        for layers in range(2, self.most):
+        for layers in range(2, self._most):
             backend = self._backend(layers)
             share_graph_buffers(backend, worker.draft_attn_backend)
-            with worker._as_captured(), self._swapped(layers, Length(runner, backend)):
-                graphs = type(runner)(
-                    worker, draft_attn_backend=backend, speculative_num_steps=layers
-                )
-            worker._count_replays(graphs)
-            self.shorter[layers] = Length(graphs, backend)
+            sizes = {"draft_attn_backend": backend, "speculative_num_steps": layers}
+            with self._swapped(layers, Length(runner, backend)):
+                self.shorter[layers] = Length(type(runner)(worker, **sizes), backend)
 
     @contextmanager
     def drafting(self, layers: int) -> Iterator[None]:
         """SGLang drafts so many ``layers`` inside the block."""
-        if layers == self.most:
+        if layers == self._most:
             yield
             return
         if layers not in self.shorter:  # without graphs
@@ -76,9 +70,9 @@ class DraftLengths:
     @contextmanager
     def _swapped(self, layers: int, length: Length) -> Iterator[None]:
         with ExitStack() as stack:
-            values = {"speculative_num_steps": layers, **length._asdict()}
-            for name, value in values.items():
+            for name, value in length._asdict().items():
                 stack.enter_context(attach.swapped(self._worker, name, value))
+            stack.enter_context(attach.swapped(self._worker, "speculative_num_steps", layers))
             yield
 
     def _backend(self, layers: int) -> Any:
@@ -86,16 +80,13 @@ class DraftLengths:
         tree's rows stand depends on how many layers there are.
         """
         worker, runner = self._worker, self._worker.draft_runner
-        kept = (
-            (worker, ("draft_attn_backend", "draft_extend_attn_backend")),
-            (runner, ("draft_attn_backend", "attn_backend")),
-        )
+        replaced = [(runner, "draft_attn_backend"), (runner, "attn_backend")]
+        replaced += [(worker, "draft_attn_backend"), (worker, "draft_extend_attn_backend")]
         with ExitStack() as stack:
-            for owner, names in kept:
-                for name in names:
-                    stack.enter_context(attach.swapped(owner, name, getattr(owner, name)))
-            with attach.swapped(worker, "speculative_num_steps", layers):
-                worker.init_attention_backend()
+            for owner, name in replaced:
+                stack.enter_context(attach.swapped(owner, name, getattr(owner, name)))
+            stack.enter_context(attach.swapped(worker, "speculative_num_steps", layers))
+            worker.init_attention_backend()
             return worker.draft_attn_backend
 
 
@@ -115,7 +106,10 @@ def share_graph_buffers(backend: Any, lender: Any) -> None:
         for (mine, theirs), had in zip(pairs, before, strict=True):
             for name, value in vars(mine).copy().items():
                 if name not in had or had[name] is not value:
-                    attach.write(mine, **{name: _without_batches(getattr(theirs, name))})
+                    shared = getattr(theirs, name)
+                    if isinstance(shared, dict):  # what a graph keeps of its batch is filed by size
+                        shared = {key: of for key, of in shared.items() if isinstance(key, str)}
+                    attach.write(mine, **{name: shared})
 
     attach.write(backend, init_cuda_graph_state=take)
     for mine, theirs in steps:
@@ -138,12 +132,3 @@ def _share_plans(step: Any, lender: Any) -> None:
         return wrappers
 
     attach.write(step, _create_decode_wrappers=created)
-
-
-def _without_batches(buffers: Any) -> Any:
-    """What each graph keeps of its batch stays its own: SGLang files it with the buffers, by the
-    batch's size.
-    """
-    if isinstance(buffers, dict):
-        return {name: buffer for name, buffer in buffers.items() if isinstance(name, str)}
-    return buffers

@@ -26,18 +26,16 @@ def flashinfer(indices: list[int], num_wrappers: int = 1) -> Any:
 def test_flashinfers_own_index_buffer_is_rewritten() -> None:
     """Two beams behind a prefix of one slot; the first descends from the second's first node."""
     backend = flashinfer([9, 10, 11, 9, 20, 21])
-    assert ancestors.can_follow(backend)
+    assert ancestors.followed_by(backend) == "exact"
     ancestors.follow(backend, 1, torch.tensor([[[1, 0], [0, 1]]]))
     (wrapper,) = backend.attn_backends[1].forward_metadata.decode_wrappers
     assert wrapper._paged_kv_indices_buf.tolist() == [9, 20, 11, 9, 10, 21]
 
 
 def test_other_backends_are_left_alone() -> None:
-    assert not ancestors.can_follow(flashinfer([], num_wrappers=2))
-    assert not ancestors.can_follow(SimpleNamespace(attn_backends=[]))
-
-
-def test_a_sglang_that_follows_ancestors_itself_is_recognised() -> None:
     patched = SimpleNamespace(set_draft_ancestors=lambda step, rows: None)
-    assert ancestors.sglang_follows(patched)
-    assert not ancestors.sglang_follows(flashinfer([]))
+    others = [(flashinfer([9], num_wrappers=2), "stock"), (SimpleNamespace(), "stock")]
+    for backend, whose in [*others, (patched, "SGLang's exact")]:
+        assert ancestors.followed_by(backend) == whose
+        ancestors.follow(backend, 1, torch.tensor([[[1, 0], [0, 1]]]))  # touches nothing of it
+    assert ancestors.followed_by(None) == "exact"  # one layer needs none

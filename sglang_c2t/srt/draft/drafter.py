@@ -1,0 +1,136 @@
+"""One draft of a server, from its plan to its verify input: what chains and trees share.
+
+A step is planned before it is drafted. It travels on SGLang's draft input to the draft loop, and on
+the verify input to verification and draft extend. SGLang's own functions are called ``stock`` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from sglang_c2t.draft.gate import Gate
+from sglang_c2t.plan.step import StepKind
+from sglang_c2t.srt import attach
+from sglang_c2t.srt.draft.host import Host, step_of
+from sglang_c2t.srt.draft.planning import Planning, Step
+from sglang_c2t.srt.draft.requests import Requests
+from sglang_c2t.srt.hooks.reporting import GATE_CLOCK
+
+# B requests
+
+
+class Drafter:
+    """Drafts the steps of one server.
+
+    Owns the gate, the running requests, and which planning is in charge. A subclass says what the
+    draft loop does (:meth:`loop`) and what is verified of its drafts (:meth:`build`).
+    """
+
+    planning: Planning
+    """Plans each step, as the policy says."""
+
+    gating: Planning
+    """Plans the steps that a gate decides, and those that are recorded."""
+
+    packed = False
+    """Whether the target forwards surviving rows only; else N rows per request."""
+
+    captured_planning: Planning | None = None
+    """The planning whose tables the draft graphs write, in charge or not."""
+
+    def __init__(self, host: Host, gate: Gate) -> None:
+        self.host, self.gate = host, gate
+        self.requests = Requests(gate, host.num_slots)
+
+    def serve(self, planning: Planning, gating: Planning, *, packed: bool) -> None:
+        """Plan the next steps with ``planning``, or with ``gating`` where they are recorded."""
+        self.planning, self.gating, self.packed = planning, gating, packed
+
+    def capture(self, stock: Callable[[], None]) -> None:
+        """Capture CUDA graphs of steps that no recording needs."""
+        planning = self.planning
+        self.captured_planning = planning if planning.plans else None
+        with (
+            attach.swapped(self.gate, "exploring", False),
+            attach.swapped(self.gate.served, "capturing", True),
+        ):
+            self.host.capture(stock, all_lengths=planning.plans)
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def draft(self, batch: Any, stock: Callable[[], Any]) -> Any:
+        """Plan the next step and draft it; returns its verify input."""
+        if batch.forward_mode.is_idle():
+            # As many layers as the ranks that serve.
+            with self.host.drafting(self.host.agreed_layers(self.host.num_steps)):
+                return stock()
+        step = self._begin(batch)
+        build = partial(self.build, step)
+        with self.host.drafting(step.plan.num_layers, build, eager=self.gate.exploring):
+            return stock()
+
+    def draft_forward(self, forward_batch: Any, stock: Callable[[], Any]) -> Any:
+        """SGLang's draft loop, also inside a CUDA graph."""
+        if forward_batch.forward_mode.is_idle():
+            return stock()
+        step = step_of(forward_batch)
+        drafted = self.loop(step, forward_batch.req_pool_indices, stock)
+        if step is not None:
+            step.layers_end()
+        return drafted
+
+    def loop(self, step: Step | None, slots: Tensor, stock: Callable[[], Any]) -> Any:
+        """Draft for the requests in ``slots`` [B]; no step is known while graphs are captured."""
+        raise NotImplementedError
+
+    def build(self, step: Step, stock: Callable[[], Any], batch: Any, *drafted: Any) -> Any:
+        """The verify input of a ``step``, see :meth:`Host.drafting`."""
+        raise NotImplementedError
+
+    def extend_prefill(self, batch: Any, stock: Callable[[], Any]) -> Any:
+        """Score the first token drafted after each prompt."""
+        if batch.forward_mode.is_idle():
+            return stock()
+        result, rows = self.host.last_rows(stock)
+        self.requests.admit(batch)
+        with GATE_CLOCK:
+            self.gate.join(batch.req_pool_indices, *rows)
+        return result
+
+    def extend_decode(self, batch: Any, result: Any, stock: Callable[[Any, Any], None]) -> None:
+        """Score the first token drafted after each verification."""
+        step = getattr(batch.spec_info, "step", None)
+        extend = partial(self.host.extend, stock, batch, result)
+        if batch.forward_mode.is_idle():
+            return extend()
+        _, rows = self.host.last_rows(extend)
+        # A graph scores the first layer of every step.
+        uniform = step is not None and step.plan.kind is StepKind.UNIFORM
+        later = uniform and not self.host.drafts_in_graphs
+        with GATE_CLOCK:
+            self.gate.relay_first_token(batch.req_pool_indices, *rows, later=later)
+
+    def _begin(self, batch: Any) -> Step:
+        """Plan the next step. It travels on the draft input."""
+        step, requests = step_of(batch), self.requests
+        agreed_layers = partial(self.host.agreed_layers, requests=len(batch.reqs))
+        if step is not None and step.plan.kind is StepKind.WARMUP:  # of dummy requests
+            agreed_layers(step.plan.num_layers)
+            return step
+        full, unmeasured = requests.opted_out(batch), requests.pop_unscored(batch)
+        # In overlap a step or two late: only costs depend on it.
+        context = sum(len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs)
+        planning = self.gating if self.gate.exploring else self.planning
+        step = batch.spec_info.c2t_step = planning.begin(
+            len(batch.reqs),
+            context=context or batch.seq_lens_sum,
+            full=full,
+            constrained=requests.constrained(batch),
+            unmeasured=unmeasured,
+            agreed_layers=partial(agreed_layers, all_of_them=bool(full)),
+        )
+        return step

@@ -1,0 +1,279 @@
+"""All that we replace in SGLang's draft worker.
+
+``draft`` runs the draft loop, ``draft_forward``, or replays a CUDA graph of it, and builds a verify
+input of the 4-tuple that the loop returns. Draft extend drafts the first layer of the next step.
+A drafter acts on them through a :class:`Host`::
+
+    draft            drafting            how many layers, in graphs or not, into which verify input
+      draft_forward  chains, trees       each forward of the draft model is a DraftForward
+    draft extend     extend, last_rows
+
+A CUDA graph runs the loop once, at its capture, without early exits. What the loop launches is
+replayed, and what it leaves must be in memory that the graph's pool does not recycle.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.speculative import eagle_worker_v2
+from torch import Tensor
+
+from sglang_c2t.draft.tree import TreeGate
+from sglang_c2t.srt import attach, compat
+from sglang_c2t.srt.data_parallel import peers
+from sglang_c2t.srt.draft import ancestors
+from sglang_c2t.srt.draft.lengths import DraftLengths
+from sglang_c2t.srt.draft.planning import Step
+from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
+
+# B requests, D layers, N rows of a full draft, R rows of a draft forward, V draft vocabulary,
+# H draft hidden size, W beam rows, K topk
+
+T = TypeVar("T")
+
+#: Logits [R, V] and hidden states [R, H].
+Rows = tuple[Tensor, Tensor | None]
+
+
+class DraftForward:
+    """One forward of the draft model, in SGLang's draft loop or draft extend."""
+
+    output: Any
+    """What SGLang gets."""
+
+    def __init__(self, forward_batch: Any, forward: Callable[[], Any]) -> None:
+        self._forward_batch, self._forward = forward_batch, forward
+
+    @property
+    def rows(self) -> Rows:
+        """Its logits and hidden states; a CUDA graph of draft extend returns nothing else."""
+        rows = getattr(self.output, "logits_output", self.output)
+        return rows.next_token_logits, rows.hidden_states
+
+    def run(self) -> Rows:
+        """Run the draft model. The first forward of a step begins its drafting."""
+        if (step := step_of(self._forward_batch)) is not None:
+            step.layers_begin()
+        self.output = self._forward()
+        return self.rows
+
+    def skip(self, choices: int = 1) -> Rows:
+        """Run nothing: SGLang's loop chooses among ``choices`` equal logits, from token 0 on."""
+        COUNTERS.draft_forwards_skipped += 1
+        ids = self._forward_batch.input_ids
+        logits = torch.zeros((len(ids), choices), device=ids.device)
+        return self.replace(logits, self._forward_batch.spec_info.hidden_states)
+
+    def replace(self, logits: Tensor, hidden: Tensor | None) -> Rows:
+        """SGLang gets these."""
+        rows = SimpleNamespace(next_token_logits=logits, hidden_states=hidden)
+        self.output = SimpleNamespace(logits_output=rows)
+        return logits, hidden
+
+
+#: Runs, skips or replaces a forward.
+OnForward = Callable[[DraftForward], object]
+
+
+class Host:
+    """One of SGLang's draft workers, as a drafter sees it.
+
+    Owns the graphs of each number of layers, and what acts on the draft forwards in progress.
+    """
+
+    capturing = False
+    """Whether CUDA graphs are captured, so that the draft loop must not read the device."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._on_forward: OnForward | None = None
+        self.lengths = DraftLengths(worker)
+        self.topk, self.device, self.server_args = worker.topk, worker.device, worker.server_args
+        self.num_steps: int = worker.speculative_num_steps
+        self.num_slots: int = worker.req_to_token_pool.req_to_token.shape[0]
+        """Rows of SGLang's request table."""
+        self.peers = peers()
+        """The ranks that forward together with this one, if any."""
+        attach.write(worker.draft_runner, forward=self._watched(worker.draft_runner.forward))
+
+    @property
+    def token_map(self) -> Tensor | None:
+        """[V] int64: the target's ids of the draft's tokens; ``None``: the same."""
+        tokens: Tensor | None = self._worker.hot_token_id
+        return tokens
+
+    @property
+    def drafts_in_graphs(self) -> bool:
+        """Whether CUDA graphs draft."""
+        return getattr(self._worker, "cuda_graph_runner", None) is not None
+
+    def agreed_layers(self, mine: int, requests: int = 0, *, all_of_them: bool = False) -> int:
+        """The layers that all ranks draft; see :meth:`Peers.layers`."""
+        peers = self.peers
+        return mine if peers is None else peers.layers(mine, requests, all_of_them=all_of_them)
+
+    # -- a draft ------------------------------------------------------------------------------
+
+    @contextmanager
+    def drafting(
+        self, layers: int, build: Callable[..., Any] | None = None, *, eager: bool = False
+    ) -> Iterator[None]:
+        """SGLang's ``draft`` drafts so many ``layers`` inside the block; ``eager``: without graphs.
+
+        ``build`` makes the verify input. It gets what makes SGLang's own, of D layers however many
+        are drafted; the batch; its draft input; and what the draft loop returns.
+        """
+        worker, stock = self._worker, eagle_worker_v2.build_eagle_verify_input
+
+        def built(*args: Any, **kwargs: Any) -> Any:
+            full = partial(stock, *args, **{**kwargs, "num_steps": self.num_steps})
+            return full() if build is None else build(full, *args)
+
+        no_graphs = eager and self.drafts_in_graphs
+        with (
+            attach.swapped(eagle_worker_v2, "build_eagle_verify_input", built),
+            self.lengths.drafting(layers),
+            attach.swapped(worker, "cuda_graph_runner", None) if no_graphs else nullcontext(),
+        ):
+            yield
+
+    def chains(self, loop: Callable[[], Any], on_forward: OnForward) -> Any:
+        """SGLang's draft ``loop``; layers that it does not draft are filled up."""
+        with attach.swapped(self, "_on_forward", on_forward):
+            parents, scores, tokens, probs = loop()
+        most = self.num_steps
+        tokens = torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]))
+        return parents[:, :most], scores[:, :most], tokens, probs
+
+    def trees(
+        self,
+        loop: Callable[[], Any],
+        on_forward: OnForward,
+        gate: TreeGate,
+        organize: Callable[[], tuple[Tensor, Tensor, Tensor]],
+    ) -> Any:
+        """SGLang's draft ``loop``, which forwards the rows that the ``gate`` expands, and returns
+        the three tensors that ``organize`` gives at its end.
+        """
+        with (
+            attach.swapped(self, "_on_forward", on_forward),
+            attach.swapped(eagle_worker_v2, "select_top_k_tokens", partial(self._select, gate)),
+            attach.swapped(eagle_worker_v2, "organize_draft_results", lambda *_: organize()),
+        ):
+            return loop()
+
+    def _select(
+        self, gate: TreeGate, layer: int, probs: Tensor, tokens: Tensor, hidden: Any, *_: Any
+    ) -> tuple[Any, ...]:
+        """In place of ``select_top_k_tokens``: (ids [B * W], hidden [B * W, H], -, -) of the layer
+        to come, given ``probs`` and ``tokens`` [B * W, K] of this one, and its ``hidden`` states.
+        """
+        worker, shape = self._worker, (gate.batch, probs.shape[0] // gate.batch, -1)
+        with GATE_CLOCK:
+            beams = gate.add(tokens.view(shape), probs.view(shape))
+        if layer < worker.speculative_num_steps - 1:
+            if hidden is not None:
+                hidden = hidden[beams.row_of_batch.flatten()]
+            if layer > 0:  # no ancestor of a first row stands elsewhere
+                ancestors.follow(worker.draft_attn_backend, layer, beams.ancestor_rows)
+        # The numbers of the expanded nodes are for a SGLang that follows ancestors itself.
+        return beams.tokens.flatten(), hidden, None, (None, None, beams.candidate)
+
+    # -- draft extend -------------------------------------------------------------------------
+
+    def extend(self, stock: Callable[[Any, Any], None], batch: Any, batch_result: Any) -> None:
+        """Extend the draft over what was accepted.
+
+        SGLang, the ``stock`` one, extends over N rows of every request, and reads the last accepted
+        one of each. These are D + 1 rows at most. On a CPU, where the host may read it, they are as
+        many as the longest request has, but not with other ranks, which know of D + 1.
+        """
+        lens, slots, width = batch_result.accept_lens, batch.out_cache_loc, self.num_steps + 1
+        if lens.is_cpu and self.peers is None and not batch.forward_mode.is_idle():
+            width = int(lens.max())
+
+            def rows(values: Tensor | None) -> Tensor | None:
+                """The first rows of each request, of [B * (D + 1), ...]."""
+                each = None if values is None else values.unflatten(0, (len(lens), -1))[:, :width]
+                return None if each is None else each.flatten(0, 1)
+
+            output, batch_result = copy.copy(batch_result.logits_output), copy.copy(batch_result)
+            attach.write(output, hidden_states=rows(output.hidden_states))
+            tokens, slots = rows(batch_result.next_token_ids), rows(slots)
+            attach.write(batch_result, logits_output=output, next_token_ids=tokens)
+        with (
+            attach.swapped(self._worker, "speculative_num_draft_tokens", width),
+            attach.swapped(batch, "out_cache_loc", slots),
+        ):
+            stock(batch, batch_result)
+
+    def last_rows(self, extend: Callable[[], T]) -> tuple[T, Rows]:
+        """What SGLang's draft ``extend`` returns, and the last accepted row of each request [B].
+
+        SGLang selects these rows in place, on the output object, after the forward.
+        """
+        forwards: list[DraftForward] = []
+        keep: OnForward = lambda forward: (forwards.append(forward), forward.run())  # noqa: E731
+        with attach.swapped(self, "_on_forward", keep):
+            result = extend()
+        return result, forwards[-1].rows
+
+    # -- CUDA graphs --------------------------------------------------------------------------
+
+    def capture(self, stock: Callable[[], None], *, all_lengths: bool) -> None:
+        """Capture SGLang's graphs, by its ``stock`` function, and count what they replay.
+
+        ``all_lengths``: also those of each number of layers that a planner may choose.
+        """
+        worker = self._worker
+        with attach.swapped(self, "capturing", True):
+            with compat.draft_extend_width(self.num_steps + 1):
+                stock()
+            if all_lengths:
+                self.lengths.capture()
+        shorter = [length.cuda_graph_runner for length in self.lengths.shorter.values()]
+        for graphs in [getattr(worker, "cuda_graph_runner", None), *shorter]:
+            if graphs is not None:
+                attach.write(graphs, execute=self._counted(graphs))
+        if (extend := getattr(worker, "cuda_graph_runner_for_draft_extend", None)) is not None:
+            attach.write(extend, execute=self._watched(extend.execute))
+
+    def _counted(self, graphs: Any) -> Callable[..., Any]:
+        """Replays ``graphs``, which call no ``forward`` that could be counted."""
+        execute, topk, forwards = graphs.execute, self.topk, graphs.speculative_num_steps - 1
+
+        def counted(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            COUNTERS.draft_forwards += forwards
+            COUNTERS.draft_rows += forwards * forward_batch.batch_size * topk
+            if (step := step_of(forward_batch)) is not None:
+                step.layers_begin()
+            drafted = execute(forward_batch, *args, **kwargs)
+            if step is not None:
+                step.layers_end()
+            return drafted
+
+        return counted
+
+    def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward``, with what acts on it."""
+
+        def watched(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._on_forward is None:
+                return forward(forward_batch, *args, **kwargs)
+            made = DraftForward(forward_batch, partial(forward, forward_batch, *args, **kwargs))
+            self._on_forward(made)
+            return made.output
+
+        return watched
+
+
+def step_of(batch: Any) -> Step | None:
+    """The step that a batch or a draft forward is of; ``None`` while graphs are captured."""
+    return getattr(batch.spec_info, "c2t_step", None)

@@ -1,0 +1,69 @@
+"""What the requests of a server ask of its drafts, by their slots in SGLang's request table."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from sglang_c2t.draft.gate import Gate
+from sglang_c2t.srt import compat
+from sglang_c2t.srt.hooks.requests import constrained, opts_out
+
+
+class Requests:
+    """Owns the slots of constrained requests, and of those whose first layer has no score.
+
+    Requests may have ended. The slots of those that opted out belong to the ``gate``.
+    """
+
+    def __init__(self, gate: Gate, num_slots: int) -> None:
+        self._gate, self._num_slots = gate, num_slots
+        self._constrained: set[int] = set()
+        self._unscored: set[int] = set()
+
+    def admit(self, batch: Any) -> list[int]:
+        """Requests take slots, which are returned."""
+        slots = [compat.request_slot(req) for req in batch.reqs]
+        self._gate.opt_outs.admit(slots, [opts_out(req) for req in batch.reqs])
+        self._constrained.difference_update(slots)
+        each = zip(slots, batch.reqs, strict=True)
+        self._constrained.update(slot for slot, req in each if constrained(req))
+        return slots
+
+    def arrive(self, batch: Any) -> None:
+        """Requests come whose prefill, first draft included, ran on another server.
+
+        Of that draft only tokens and their probabilities travel, not what a gate reads.
+        """
+        self._unscored.update(self.admit(batch))
+        self._gate.join_unmeasured(batch.req_pool_indices)
+
+    def forget_scores(self) -> None:
+        """Another policy's gate scores from the next step on: it has scored no first layer yet."""
+        self._gate.forget_first_layers()
+        self._unscored.update(range(self._num_slots))
+
+    def pop_unscored(self, batch: Any) -> list[int]:
+        """Indices of the batch's requests whose first layer has no score, for one step: its draft
+        extend scores the next.
+        """
+        if not self._unscored:
+            return []
+        self._gate.catch_up()
+        unscored, self._unscored = self._unscored, set()
+        return _among(unscored, batch)
+
+    def opted_out(self, batch: Any) -> list[int]:
+        """Indices of the batch's requests that opted out."""
+        each = enumerate(batch.reqs) if self._gate.opt_outs.any else ()
+        return [request for request, req in each if opts_out(req)]
+
+    def constrained(self, batch: Any) -> list[int]:
+        """Indices of the batch's requests whose sampling changes the target's distribution."""
+        return _among(self._constrained, batch) if self._constrained else []
+
+
+def _among(slots: Collection[int], batch: Any) -> list[int]:
+    """Indices of the batch's requests that have one of these ``slots``."""
+    each = enumerate(map(compat.request_slot, batch.reqs))
+    return [request for request, slot in each if slot in slots]

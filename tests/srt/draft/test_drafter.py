@@ -1,0 +1,206 @@
+"""What a drafter does with a plan and a gate, without SGLang's draft worker."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_c2t.config import C2TConfig
+from sglang_c2t.draft.chain import ChainGate
+from sglang_c2t.draft.tree import TreeGate
+from sglang_c2t.plan.fixed import FixedPlanner
+from sglang_c2t.plan.step import StepKind
+from sglang_c2t.policies import build_policy
+from sglang_c2t.policies.base import TreeShape
+from sglang_c2t.policies.dyjoint import DyJoint
+from sglang_c2t.policies.fixed import Fixed
+from sglang_c2t.policies.gated_tree import GatedTree
+from sglang_c2t.srt.data_parallel import Peers
+from sglang_c2t.srt.draft.chain import ChainDrafter
+from sglang_c2t.srt.draft.drafter import Drafter
+from sglang_c2t.srt.draft.host import Host
+from sglang_c2t.srt.draft.planning import Planning
+from sglang_c2t.srt.draft.selection import ChainSelector
+from sglang_c2t.srt.draft.tree import TreeDrafter
+from tests.doubles import double
+from tests.srt.draft.fake_host import BATCH, STEPS, VOCAB, FakeHost, Planned, batch_of
+
+SLOTS = torch.arange(BATCH)
+
+
+def served(drafter: Drafter, planner: Planned | None = None, *, width: int = STEPS + 1) -> Any:
+    """The drafter, with a planner or the one of full drafts."""
+    host, options = drafter.host, {"tiers": lambda: None, "width": width, "device": "cpu"}
+    fixed = FixedPlanner(host.num_steps, host.topk, width)
+    gating = planning = Planning(fixed, None, **options)
+    if planner is not None:
+        selector = ChainSelector(planner, width=width, slots=host.num_slots, device="cpu")
+        planning = Planning(planner, selector, **options)
+    drafter.serve(planning, gating, packed=planner is not None)
+    return drafter
+
+
+def chains(host: Host, policy: Any, planner: Planned | None = None) -> Any:
+    """Policy ``None``: ``auto``."""
+    policy = policy or build_policy(C2TConfig(policy="auto"))
+    gate = ChainGate(policy, num_slots=host.num_slots, device="cpu")
+    return served(ChainDrafter(host, gate), planner)
+
+
+def step(drafter: Any, *slots: int) -> Any:
+    """The verify input of a step, of the first slots if none are given."""
+    return drafter.host.step(drafter, batch_of(*slots or range(BATCH)))
+
+
+@pytest.fixture
+def planner() -> Planned:
+    return Planned()
+
+
+@pytest.fixture
+def planned(planner: Planned) -> Any:
+    """A drafter with this planner."""
+    return chains(FakeHost(), None, planner)
+
+
+def test_the_fake_host_is_called_as_the_real_one() -> None:
+    def parameters(cls: type) -> dict[str, Any]:
+        each = inspect.getmembers(cls, inspect.isfunction)
+        return {name: [*inspect.signature(f).parameters] for name, f in each if name[0] != "_"}
+
+    fake = parameters(FakeHost)
+    assert fake.pop("step")
+    assert fake == parameters(Host)
+
+
+# -- a gate decides -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 2, 4, None])
+def test_layers_after_the_gate_has_ended_all_chains_are_skipped(length: int | None) -> None:
+    drafter = chains(FakeHost(), Fixed(length))
+    step(drafter)  # at its end it scores the first layer of the next
+    kept = STEPS if length is None else length
+    assert step(drafter).num_rows.tolist() == [kept + 1] * BATCH
+    assert drafter.host.layers_run[1] == min(kept, STEPS - 1)
+
+
+@pytest.mark.parametrize("why", ["captured", "with other ranks"])
+def test_no_layer_is_skipped_where_a_graph_or_other_ranks_forward_it(why: str) -> None:
+    drafter = chains(FakeHost(), Fixed(1))
+    if why == "captured":
+        drafter.host.capturing = True
+    else:
+        drafter.host.peers = double(Peers)
+        drafter.host.peers.layers = lambda mine, *_, **__: mine
+    assert step(drafter).num_rows.tolist() == [2] * BATCH
+    assert drafter.host.layers_run == [STEPS - 1]
+
+
+def test_the_chain_of_a_request_that_opted_out_is_verified_to_its_end() -> None:
+    drafter = chains(FakeHost(), Fixed(1))
+    drafter.requests.admit(batch_of(0, 1, 5))
+    assert step(drafter, 0, 1, 5).num_rows.tolist() == [2, 2, STEPS + 1]
+    assert drafter.host.layers_run == [STEPS - 1]
+
+
+@pytest.mark.parametrize(("kept", "run"), [(True, 2), (False, 0)])
+def test_layers_after_no_tree_grows_are_skipped(kept: bool, run: int) -> None:
+    host, shape = FakeHost(topk=3, num_steps=3), TreeShape(3, 3, 9)
+    policy = GatedTree(DyJoint(0.0 if kept else 1.1))
+    gate = TreeGate(policy, shape, num_slots=8, device="cpu")
+    verify_input = step(served(TreeDrafter(host, gate), width=9))
+    assert host.layers_run == [run]
+    assert verify_input.num_rows.tolist() == [9 if kept else 1] * BATCH
+    assert verify_input.step.plan.kind is StepKind.FIXED
+
+
+# -- a planner decides --------------------------------------------------------------------
+
+
+def test_a_uniform_step_asks_no_gate(planned: Any, planner: Planned) -> None:
+    planned.gate.observe = planned.gate.begin = None  # must not be called
+    planner.says(StepKind.UNIFORM, 3)
+    assert step(planned).num_rows.tolist() == [4] * BATCH
+
+
+def test_lengths_of_a_step_outlive_the_next_step(planned: Any, planner: Planned) -> None:
+    """The scheduler may still be reading them."""
+    found = []
+    for layers in (4, 2):
+        planner.says(StepKind.PLANNED, layers)
+        found.append(step(planned))
+    assert [each.num_rows.tolist() for each in found] == [[5] * BATCH, [3] * BATCH]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_first_tokens_after_uniform_steps_are_scored_once_a_step_reads_them(
+    planned: Any, planner: Planned, graphs: bool
+) -> None:
+    """Those after the last one. A graph scores every step, so that its first tokens always are."""
+    planned.host.drafts_in_graphs, measured = graphs, []
+    planned.gate._judge_first = lambda slots, *_: measured.append(slots.tolist())
+    for kind in (*[StepKind.UNIFORM] * 3, StepKind.PLANNED):
+        late = len(measured)
+        planner.says(kind, 1)
+        step(planned)
+    assert late == (3 if graphs else 0)
+    assert measured == [SLOTS.tolist()] * (4 if graphs else 2)
+
+
+# -- requests -----------------------------------------------------------------------------
+
+
+def test_of_requests_that_arrive_from_another_server_only_what_they_asked_for_is_known(
+    planned: Any,
+) -> None:
+    """A measurement that waited is of the request that had the slot before."""
+    slots = torch.tensor([0, 1, 5])
+    planned.gate.relay_first_token(slots, torch.zeros(BATCH, VOCAB), later=True)
+    planned.requests.arrive(batch_of(1, 5))
+    assert planned.gate.first_tokens.judged(slots).prob[0].tolist() == [0.125, 1, 1]
+    assert planned.gate.opt_outs.whole(slots).tolist() == [False, False, True]
+    for unmeasured in ([1, 2], []):
+        made = step(planned, 0, 1, 5).step
+        assert (made.unmeasured, made.full) == (unmeasured, [2])
+
+
+def test_first_layers_that_another_policy_scored_are_forgotten_and_teach_nothing(
+    planner: Planned,
+) -> None:
+    """A confidence of ``fixed`` is a depth, and one of ``entropy`` an entropy."""
+    drafter, seen = chains(FakeHost(), Fixed()), []
+    gate = drafter.gate
+    gate.join(SLOTS, torch.zeros(BATCH, VOCAB))
+    assert gate.first_tokens.judged(SLOTS).confidence[0].tolist() == [-1] * BATCH
+    gate.switch(build_policy(C2TConfig(policy="auto")), captured=False)
+    served(drafter, planner).requests.forget_scores()
+    begin = gate.begin
+    gate.begin = lambda slots: (
+        begin(slots), seen.append(gate.first_tokens.judged(slots).confidence[0].tolist())
+    )  # fmt: skip
+    for unmeasured in (SLOTS.tolist(), []):
+        assert step(drafter).step.unmeasured == unmeasured
+    assert seen[0] == [1.0] * BATCH
+
+
+# -- ranks that forward together ----------------------------------------------------------
+
+
+def test_ranks_agree_on_layers_before_they_draft(planned: Any, planner: Planned) -> None:
+    """Each says whether a request wants them all, its requests, and its layers."""
+    told, host = [], planned.host
+    host.peers = double(Peers)
+    host.peers.of_all = lambda *mine: (told.append(mine), [[0, 9, 2], [*mine]])[1]
+    planned.requests.admit(batch_of(5))
+    planner.says(StepKind.PLANNED, 4)
+    assert step(planned).step.plan.num_layers == 2
+    planner.says(StepKind.PLANNED, STEPS)
+    assert step(planned, 0, 1, 5).step.plan.num_layers == STEPS
+    host.step(planned, batch_of(mode=ForwardMode.IDLE))
+    assert told == [(0, BATCH, 4), (1, BATCH, STEPS), (0, 0, STEPS)]
+    assert [layers for layers, _ in host.asked] == [2, STEPS, 2]
