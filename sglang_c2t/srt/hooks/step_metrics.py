@@ -31,7 +31,7 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class Step:
-    """What the host knows of a verification beyond its result, whose ``c2t_step`` it is."""
+    """Facts of a verification beyond its result, whose ``c2t_step`` it is."""
 
     full: int
     """Most rows of a request, root included: N."""
@@ -48,7 +48,7 @@ class Step:
     """``--c2t-max-verify-rows``."""
 
     predicted_ms: float = 0.0
-    """Of all steps so far that had a prediction, as the next one."""
+    """Sum over all steps so far that had a prediction, as the next one."""
 
     measured_ms: float = 0.0
 
@@ -156,7 +156,6 @@ class Series:
         spent = GATE_CLOCK.seconds
         self.gate_seconds.inc(spent - self._gate_seconds_told)
         self._gate_seconds_told = spent
-        # Every call writes to a file that SGLang's processes share.
         self.verifications.inc(len(counted))
         self.proposed.inc(sum(rows - 1 for rows, _ in counted))
         self.correct.inc(sum(num_correct for _, num_correct in counted))
