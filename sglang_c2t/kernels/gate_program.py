@@ -7,6 +7,7 @@ replay. Legend: R rows, K topk, S request slots, F features, H hidden units.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -151,21 +152,21 @@ class FusedGate:
         """Write another threshold into the buffer, on the current stream."""
         self.buffer[0].fill_(beta)
 
-    @property
+    @cached_property
     def beta(self) -> Tensor:
         """[] float32: a view of the buffer, like :attr:`weights`."""
         return self.buffer[0]
 
-    @property
+    @cached_property
     def weights(self) -> Weights:
-        """The network as the buffer holds it."""
+        """The network as the buffer holds it: views, which what is loaded later changes too."""
         hidden = self.hidden_size
         _, out_bias, hidden_bias, out_weight, columns = self.buffer.split(
             [1, 1, hidden, hidden, len(self.names) * hidden]
         )
         return Weights(columns.view(-1, hidden).T, hidden_bias, out_weight[None], out_bias)
 
-    @property
+    @cached_property
     def sign(self) -> Tensor:
         """[] float32: that of the feature, without a network."""
         return self.buffer[1]

@@ -1,4 +1,4 @@
-"""What became of the drafts of one class of requests.
+"""Outcomes of the drafts of one class of requests.
 
 Two classes are kept apart. Where a grammar, a penalty or a bias changes the target's distribution,
 the target rejects drafts for reasons that no confidence knows: such requests are planned with what
@@ -48,7 +48,7 @@ class Estimator(Protocol):
 
 
 class Acceptance:
-    """What confidences are worth, how drafts go on, and how good the gate's confidences are.
+    """Values of confidences, continuations of drafts, and grades of the gate's confidences.
 
     Args:
         survival: What confidences are worth.
@@ -87,7 +87,7 @@ class Acceptance:
         return self._forecast(first, most)
 
     def refresh(self) -> None:
-        """What drafts are worth has changed."""
+        """Forget forecasts: the values of drafts have changed."""
         self._forecast.refresh()
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step costs on this machine: milliseconds over rows, over batches, by draft depth.
+"""Costs of a step on this machine: milliseconds over rows, over batches, by draft depth.
 
 numpy only; knows neither torch nor SGLang.
 
@@ -30,8 +30,8 @@ SEED = 3
 LOW = 0.25
 
 #: Steps after which a measurement says nothing any more: as many as the server was old when it was
-#: made, within these bounds. The first ones of a process may be far off; later what makes the whole
-#: machine slower is its pace, and a load that comes back need not look at all its sizes again.
+#: made, within these bounds. The first ones of a process may be far off; later a
+#: slower machine is a slowdown factor, and a load that comes back need not measure its sizes again.
 STALE = 400
 STALE_AT_LAST = 4000
 
@@ -51,14 +51,14 @@ SURE = 16.0
 #: Share of a forward's time that its rows take at least, whatever its context.
 LEAST = 0.1
 
-#: Tokens of context of which a state tells the milliseconds.
-TOLD_TOKENS = 1000
+#: Tokens of context for which a state holds the milliseconds.
+STATE_TOKENS = 1000
 
-#: Forwards by which the pace of a machine is known.
+#: Forwards that give the slowdown factor.
 MOMENT = 5
 
-#: What of a change the pace explains. Not all: what it explains no price ever learns, and then
-#: prices and pace may drift apart together, those of sizes that nobody visits staying behind.
+#: Share of a slowdown attributed to the machine, not to the size. Below 1, so that costs by size
+#: still adapt: costs and factor could else drift apart, and sizes without steps keep old costs.
 EXPLAINED = 0.9
 
 
@@ -70,7 +70,7 @@ class Curve:
     counts.
 
     Less than :data:`SEED` measurements of a size can make it cheaper than the line between its
-    neighbours says, but no dearer: nobody would take it again and see that the machine had paused.
+    neighbours says, but no dearer: no plan would choose it again, to see that the machine paused.
     The curve falls only where that is sure. Kernels change with the size, so that on some CPUs 16
     rows take two thirds of what 10 take; but a size that was measured less often, or ever was as
     fast as a larger one, is pooled with that, and the quartile of all they measured is theirs.
@@ -167,12 +167,12 @@ class Curve:
         return values[right - 1] + share * (values[right] - values[right - 1])
 
     def stale(self, among: Iterable[int]) -> list[int]:
-        """Of sizes that were ever measured, those that should be again."""
+        """Those of the sizes that were measured too long ago."""
         known = [size for size in among if size_bucket(size) in self._measured_at]
         return [size for size in known if not self.measured(size)]
 
     def unknown(self, among: Iterable[int]) -> list[int]:
-        """Of sizes, those that were never measured: their price is drawn between others."""
+        """Those of the sizes that were never measured: their cost is interpolated."""
         return [size for size in among if size_bucket(size) not in self._measured_at]
 
     def _fitted(self) -> list[float]:
@@ -189,7 +189,7 @@ class Curve:
         return self._values
 
     def _believed(self) -> list[tuple[float, list[float]]]:
-        """Of each size, rising: quantile and measurements, as far as these can be believed."""
+        """Quantile and measurements of each size, rising, as far as these can be believed."""
         every = [self._alone[size] for size in self._sizes]
         few = [i for i, (_, measured) in enumerate(every) if len(measured) < SEED]
         if 0 < len(few) < len(every):
@@ -217,24 +217,24 @@ class Curve:
 
 
 class SlowdownFactor:
-    """How much longer everything takes now than its price says: 1 where nothing changed.
+    """How much longer every forward takes now than its cost says: 1 where nothing changed.
 
     Other work on the machine, its clock and longer contexts make forwards of all sizes slower
-    together. Were that learnt as the price of the sizes that are visited, those that are not would
-    keep the price of another hour, and look too dear or too cheap beside them.
+    together. Were that learnt as the cost of the sizes in use, other sizes would keep the cost of
+    another hour, and seem too slow or too fast in comparison.
 
-    The same low quartile as of a :class:`Curve`, of the last forwards: with another, prices would
-    follow the pace and the pace the prices.
+    It is the same low quartile as that of a :class:`Curve`, over the last forwards. With another
+    one, costs would follow the factor and the factor the costs.
     """
 
     def __init__(self) -> None:
         self._ratios: deque[float] = deque(maxlen=MOMENT)
         self.now = 1.0
 
-    def observe(self, milliseconds: float, price: float) -> None:
-        """What a forward took, and what it would have as priced; nothing is known of free ones."""
-        if milliseconds > 0 and price > 0:
-            self._ratios.append(milliseconds / price)
+    def observe(self, milliseconds: float, expected: float) -> None:
+        """Learn from a forward that took ``milliseconds``, where its cost was ``expected``."""
+        if milliseconds > 0 and expected > 0:
+            self._ratios.append(milliseconds / expected)
             self.now = quantile(self._ratios, LOW) ** EXPLAINED
 
 
@@ -251,9 +251,9 @@ class Context:
 
     def __init__(self) -> None:
         self._means: dict[int, tuple[float, float, float]] = {}  # forwards, tokens, ms, by size
-        # Of deviations from these: how many, and the sums of tokens^2, tokens * ms, ms^2.
+        # Number of deviations from these, and the sums of tokens^2, tokens * ms, ms^2.
         self._sums: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-        self._told = 0.0
+        self._seeded = 0.0
 
     def observe(self, size: int, tokens: float, milliseconds: float) -> None:
         """A forward of ``size`` rows behind so many ``tokens``, of the whole batch."""
@@ -268,20 +268,20 @@ class Context:
 
     def seed(self, per_token: float) -> None:
         """Known before: believed while nothing was seen here."""
-        self._told = per_token
+        self._seeded = per_token
 
     @property
     def per_token(self) -> float:
-        """Milliseconds; 0 where none can be told from the noise."""
+        """Milliseconds; 0 where they do not stand out of the noise."""
         forwards, tokens, both, ms = self._sums
         if both <= 0.0 or forwards < SEED:
-            return self._told
+            return self._seeded
         slope = both / tokens
         noise = max(ms - slope * both, 0.0) / forwards / tokens  # of the slope, squared
-        return slope * max(1.0 - SURE * noise / slope**2, 0.0) or self._told
+        return slope * max(1.0 - SURE * noise / slope**2, 0.0) or self._seeded
 
     def __call__(self, tokens: float) -> float:
-        """Milliseconds at the pace of prices."""
+        """Milliseconds without the slowdown factor."""
         return self.per_token * tokens
 
 
@@ -364,8 +364,8 @@ class StepCost:
         """The curves' points at the slowdown of the moment, for JSON."""
         points = {name: curve.points for name, curve in self.curves.items()}
         points["verify"] = {size: ms * self.slowdown.now for size, ms in points["verify"].items()}
-        longer = self.context(TOLD_TOKENS) * self.slowdown.now
-        points["context"] = {TOLD_TOKENS: longer} if longer else {}
+        longer = self.context(STATE_TOKENS) * self.slowdown.now
+        points["context"] = {STATE_TOKENS: longer} if longer else {}
         return points
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -390,12 +390,12 @@ class StepCost:
         return self.layer, self.rest
 
 
-def _points(name: str, told: Any) -> dict[int, float]:
+def _points(name: str, state: Any) -> dict[int, float]:
     """Milliseconds by size, of a state; ValueError for what are none.
 
     A forward of the target that took no time would make every rate infinite.
     """
-    points = dict(told)
+    points = dict(state)
     if len(points) > LARGEST:
         raise ValueError(f"{name} holds {len(points)} sizes, of {LARGEST} at most")
     sizes = numbers(name, [int(size) for size in points], 1, 2**31 - 1)

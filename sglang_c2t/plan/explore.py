@@ -45,7 +45,7 @@ NEARLY = 0.1
 
 
 class Exploration:
-    """What exploration has cost, and when which layers were last drafted.
+    """Keeps the cost of exploration, and when which layers were last drafted.
 
     Args:
         max_depth: D.

@@ -125,7 +125,7 @@ class Forecast:
         self._proportions: Array | None = None  # [K, samples, D - 1, ...]
 
     def refresh(self) -> None:
-        """What was seen, or what it is worth, has changed."""
+        """Forget proportions: drafts seen, or their values, have changed."""
         self._proportions = None
 
     def __call__(self, first: Array, most: int) -> Array:
@@ -137,8 +137,8 @@ class Forecast:
         if self._proportions is None:
             self._proportions = self._behind()
         ways = min(max(most // batch, 1), self._samples)
-        # Where they are few, each draft has others than the next, or all that begin alike would
-        # share their luck.
+        # Where they are few, each draft has others than the next, or drafts with equal first layers
+        # would share their luck.
         turn = np.arange(batch)[:, None] + np.arange(ways) * (self._samples // ways)
         places = self._seen.places(first)[:, None]
         behind = self._proportions[places, turn % self._samples]

@@ -75,7 +75,7 @@ class Planner:
         self._last = 1, 0  # requests of the last step, and tokens before their drafts
         self._steps = 0
         self.predicted_ms = self.measured_ms = 0.0
-        """Of all steps that had a prediction, together."""
+        """Sums over all steps that had a prediction."""
         self._errors: deque[float] = deque(maxlen=512)
         self._full_at = 0  # step that last verified a full draft to learn from it
         self._forget_costs()
@@ -289,14 +289,14 @@ class Planner:
         return float(np.median(self._errors)) if self._errors else None
 
     def calibration_errors(self) -> list[float]:
-        """Of each depth, how far predicted survivals were from what became of the drafts: the
+        """Distance between predicted survivals and outcomes, by depth: the
         expected calibration error of predictions made before their outcomes were learnt from.
         """
         self.catch_up()
         return self.free.predictions.errors()
 
     def report(self) -> dict[str, Any]:
-        """What was learnt, for people: curves, reliability, prediction error."""
+        """Curves, reliability and prediction error, for people."""
         self.catch_up()
         quartiles = np.quantile(self._errors, (0.25, 0.75)).tolist() if self._errors else []
         return {
@@ -311,7 +311,7 @@ class Planner:
         }
 
     def state(self) -> dict[str, Any]:
-        """What a server that starts again goes on from, for JSON."""
+        """The state that a restarted server continues from, for JSON."""
         self.catch_up()
         return {
             "survival": self.survival.state(),

@@ -1,4 +1,4 @@
-"""What a planner and a server say to each other about one step.
+"""Messages between a planner and a server about one step.
 
 A server asks :meth:`StepPlanner.plan` before it drafts, and hands back a :class:`StepRecord` once
 the outcome and the times of the step have arrived: a step or two later, on every device.
@@ -59,7 +59,7 @@ SELECTED = frozenset(
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step drafts and verifies, equal on all ranks that share its requests."""
+    """Drafts and rows of one step, equal on all ranks that share its requests."""
 
     kind: StepKind
 
@@ -81,7 +81,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class BatchView:
-    """What a planner sees of the next batch."""
+    """The next batch, as a planner sees it."""
 
     batch_size: int
 
@@ -113,7 +113,7 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What became of a step."""
+    """Outcome and times of a step."""
 
     plan: StepPlan
     batch_size: int
@@ -142,7 +142,7 @@ class StepRecord:
 
 
 class StepPlanner(Protocol):
-    """Everything that a server asks of a planner, and tells it, while it serves."""
+    """All calls of a server to its planner while it serves."""
 
     def plan(self, batch: BatchView) -> StepPlan:
         """Plan the next step, before it drafts."""

@@ -1,4 +1,4 @@
-"""What a confidence is worth on this traffic: the probability that a draft survives.
+"""Value of a confidence on this traffic: the probability that a draft survives.
 
 A classifier ranks drafts well and says little about probabilities: it learnt from other traffic,
 with classes evened out, and its number drifts with whatever is served. The server sees for free
@@ -138,11 +138,11 @@ class Survival:
         self.observe(depths[verified], least[verified], survived[verified])
 
     def parameters(self) -> list[Array]:
-        """What a device needs to compute :meth:`of_chains`: values [D, K]."""
+        """Tables with which a device computes :meth:`of_chains`: values [D, K]."""
         return [self.values]
 
     def state(self) -> dict[str, Any]:
-        """What was learnt, for JSON."""
+        """Everything that was learnt, for JSON."""
         return {"counts": self._counts.tolist()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -213,18 +213,18 @@ class OneSlope:
         return self.accepts(depths, confidences).cumprod(axis=1)
 
     def learn(self, confidences: Array, num_drafts: Numbers, num_correct: Numbers) -> None:
-        """A step, as :meth:`Survival.learn` is told of it."""
+        """Learn from a step, see :meth:`Survival.learn`."""
         depths = np.broadcast_to(1 + np.arange(confidences.shape[1]), confidences.shape)
         labelled = depths <= np.minimum(num_drafts, num_correct + 1)[:, None]
         accepted = depths <= num_correct[:, None]
         self.observe(depths[labelled], confidences[labelled], accepted[labelled])
 
     def parameters(self) -> list[Array]:
-        """What a device needs to compute :meth:`of_chains`: slope [1] and intercepts [D]."""
+        """Tables with which a device computes :meth:`of_chains`: slope [1] and intercepts [D]."""
         return [np.array([self.slope]), self.intercepts]
 
     def state(self) -> dict[str, Any]:
-        """What was learnt, for JSON."""
+        """Everything that was learnt, for JSON."""
         return {"slope": self.slope, "intercepts": self.intercepts.tolist()}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -98,7 +98,7 @@ class Verdicts:
 
 
 def _basis(view: BatchView) -> Hashable:
-    """What must not change while a plan holds: an eighth more context is a change."""
+    """The facts that must not change while a plan holds: an eighth more context is a change."""
     return size_bucket(view.context), view.num_constrained, len(view.depths)
 
 

@@ -16,7 +16,7 @@ from sglang_c2t.srt.draft.host import Host
 from sglang_c2t.srt.draft.selection import ChainSelector, Selector, TreeSelector
 from sglang_c2t.srt.draft.tree import TreeDrafter
 from sglang_c2t.srt.recorder import Recorder
-from sglang_c2t.srt.tensor_parallel import agreement
+from sglang_c2t.srt.tensor_parallel import broadcast_from_rank0
 from sglang_c2t.srt.verify import chain, tree, trial
 
 logger = logging.getLogger(__name__)
@@ -117,6 +117,6 @@ def gate_parts(host: Host, config: C2TConfig, recorder: Recorder | None) -> dict
         "num_slots": host.num_slots,
         "device": host.device,
         "exploration": recorder,
-        "agree": agreement(),
+        "agree": broadcast_from_rank0(),
         "recording": config.record is not None,
     }

@@ -9,7 +9,7 @@ from typing import Any
 from sglang_c2t.classifier.checkpoint import shipped_for, shipped_names
 from sglang_c2t.classifier.pair import Pair, fingerprint
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.tensor_parallel import all_ranks, host_agreement
+from sglang_c2t.srt.tensor_parallel import all_ranks, host_broadcast_from_rank0
 
 
 def served_pair(server_args: Any) -> Pair | None:
@@ -32,7 +32,7 @@ def served_pair(server_args: Any) -> Pair | None:
 def shipped_on_all_ranks(pair: Pair | None) -> str | None:
     """:func:`shipped_for`, as the first rank says: ranks with other gates would cut differently."""
     folders = ["", *sorted({name.rpartition("/")[0] for name in shipped_names() if "/" in name})]
-    agree = host_agreement(all_ranks()) or (lambda numbers: numbers)
+    agree = host_broadcast_from_rank0(all_ranks()) or (lambda numbers: numbers)
     (number,) = agree([folders.index(shipped_for(pair) or "")])
     return folders[number] or None
 

@@ -22,7 +22,7 @@ from sglang_c2t.srt.draft.state_file import StateFile
 from sglang_c2t.srt.hooks.control import FORGET, approved, changed
 from sglang_c2t.srt.hooks.reporting import PARTS
 from sglang_c2t.srt.pair import shipped_on_all_ranks
-from sglang_c2t.srt.tensor_parallel import all_ranks, host_agreement, sharing
+from sglang_c2t.srt.tensor_parallel import all_ranks, host_broadcast_from_rank0, tp_group
 from sglang_c2t.srt.verify.grading import FirstDrafts
 from sglang_c2t.srt.verify.packing import tiers_of
 
@@ -200,7 +200,7 @@ class Serving:
             device=self._draft.device,
             forwards=lambda: runner.forward_pass_id,
             state_file=state_file,
-            agree=host_agreement(),
+            agree=host_broadcast_from_rank0(),
             failed=self._draft.drafter.gate.served.failed,
         )
 
@@ -209,7 +209,7 @@ class Serving:
 
         All replicas start from it, and the first one writes it.
         """
-        if self._start.state is None or sharing().rank_in_group != 0:
+        if self._start.state is None or tp_group().rank_in_group != 0:
             return None
         args = self._draft.server_args
         learnt_on = {

@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 
-def sharing() -> Any:
+def tp_group() -> Any:
     """The group of ranks that share this one's requests: the tensor-parallel ones, of which data
     parallel attention leaves some or none.
     """
@@ -27,19 +27,19 @@ def all_ranks() -> Any:
     return get_parallel().tp_group
 
 
-def agreement() -> Callable[[Tensor], Tensor] | None:
+def broadcast_from_rank0() -> Callable[[Tensor], Tensor] | None:
     """A function that makes a tensor equal on all ranks that share requests; ``None`` on one."""
-    group = sharing()
+    group = tp_group()
     if group.world_size == 1:
         return None
     return lambda decision: group.broadcast(decision, src=0)
 
 
-def host_agreement(group: Any = None) -> Callable[[list[int]], list[int]] | None:
+def host_broadcast_from_rank0(group: Any = None) -> Callable[[list[int]], list[int]] | None:
     """A function that gives all ranks of a ``group`` its first one's integers, between hosts;
     ``None`` on one rank. The group is of those that share requests, if none is given.
     """
-    group = group or sharing()
+    group = group or tp_group()
     if group.world_size == 1:
         return None
 

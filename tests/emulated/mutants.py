@@ -465,7 +465,7 @@ def a_rank_plans_for_itself() -> None:
 
     from sglang_c2t.srt import serving
 
-    make = serving.host_agreement
+    make = serving.host_broadcast_from_rank0
 
     def other() -> Any:
         agree = make()
@@ -479,7 +479,7 @@ def a_rank_plans_for_itself() -> None:
 
         return alone
 
-    serving.host_agreement = other
+    serving.host_broadcast_from_rank0 = other
 
 
 @mutant(DATA_PARALLEL)

@@ -320,11 +320,11 @@ def sketch(layers: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 def _kept(scheduler: Any, req: Any) -> list[list[float]]:
     """What models keep of the request's tokens, those that are in the prefix cache."""
-    from sglang_c2t.srt.tensor_parallel import sharing
+    from sglang_c2t.srt.tensor_parallel import tp_group
     from tests.emulated.ranks import whole
     from tests.emulated.versions import RELEASE
 
-    group = sharing()
+    group = tp_group()
     slots = RELEASE.cached(scheduler.tree_cache, req).cpu()
     pools = [scheduler.tp_worker.model_runner.token_to_kv_pool]
     if scheduler.draft_worker is not None:

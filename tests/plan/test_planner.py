@@ -125,7 +125,9 @@ class MadeUpServer:
 @pytest.mark.parametrize("batch", [4, 32])
 @pytest.mark.parametrize("row_ms", [0.05, 1.0, 5.0])
 def test_it_serves_as_fast_as_one_that_knew_everything(batch: int, row_ms: float) -> None:
-    """Within five percent, which is what ranking by a running minimum and exploring cost."""
+    """Within five percent: ranking, exploring, and for four requests rows planned before drafts.
+    Over 1,200 steps, because chance moves the rate of 300 by three percent.
+    """
     server = MadeUpServer(batch, row_ms)
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 300)

@@ -81,7 +81,9 @@ def test_ranks_take_the_classifiers_of_the_first_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pair, "shipped_for", lambda _pair: "b")
     assert shipped_on_all_ranks(PAIR) == "b"
     for first, wanted in ((0, None), (1, "a"), (2, "b")):
-        monkeypatch.setattr(pair, "host_agreement", lambda _group, n=first: lambda _mine: [n])
+        monkeypatch.setattr(
+            pair, "host_broadcast_from_rank0", lambda _group, n=first: lambda _mine: [n]
+        )
         assert shipped_on_all_ranks(PAIR) == wanted
 
 

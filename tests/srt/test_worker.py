@@ -67,7 +67,7 @@ class Server:
 
     def with_backend(self, unsupported_reason: str | None) -> None:
         """The target's attention backend cannot verify packed rows for this reason."""
-        self.patch(backends, "obstacle", lambda *_, **__: unsupported_reason)
+        self.patch(backends, "unsupported_reason", lambda *_, **__: unsupported_reason)
         self.patch(backends, "prepare", lambda *_, **__: self.calls.append("prepare packing"))
         self.patch(backends, "disable_packing", lambda _: self.calls.append("disable packing"))
 

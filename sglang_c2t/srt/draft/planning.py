@@ -253,9 +253,10 @@ class Planning:
         if self.selector is None:
             return plan
         chosen = -1 if plan.full_draft_of is None else plan.full_draft_of
-        kind, layers, rows, chosen = self.agree(
-            [KINDS.index(plan.kind), plan.num_layers, plan.row_budget, chosen]
-        )
+        mine = [KINDS.index(plan.kind), plan.num_layers, plan.row_budget, chosen]
+        if (first := self.agree(mine)) == mine:
+            return plan
+        kind, layers, rows, chosen = first
         return replace(
             plan,
             kind=KINDS[kind],
@@ -323,10 +324,11 @@ class Planning:
             numbers = step.outcome.wait().numpy()
             outcome, teaches = self._sane(self.selector, numbers, step.plan)
             teaches[list(step.unmeasured)] = False
+            mask = mask_of(step.constrained, step.batch) if step.constrained else None
             record = replace(
                 record,
                 outcome=tuple(values[teaches] for values in outcome) if teaches.any() else (),
-                constrained=mask_of(step.constrained, step.batch)[teaches],
+                constrained=None if mask is None else mask[teaches],
             )
         self.planner.learn(record)
         if self.selector is not None:

@@ -16,7 +16,7 @@ import torch
 from sglang_c2t.plan.cost import SEED, spread
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.dummy import dummy_batch
-from sglang_c2t.srt.tensor_parallel import all_ranks, host_agreement
+from sglang_c2t.srt.tensor_parallel import all_ranks, host_broadcast_from_rank0
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def seed_costs(planning: Planning, worker: Any) -> None:
         worker: SGLang's speculative worker, ready to serve.
     """
     # Ranks that forward together measure together.
-    agree = host_agreement(all_ranks()) or (lambda numbers: numbers)
+    agree = host_broadcast_from_rank0(all_ranks()) or (lambda numbers: numbers)
     (known,) = agree([planning.planner.cost.verify.known])
     if known:
         return

@@ -9,6 +9,7 @@ collects the series of all processes by itself.
 from __future__ import annotations
 
 import functools
+from collections import Counter as Counts
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class Step:
-    """What the host knows of a verification beyond its result, whose ``c2t_step`` it is."""
+    """Facts of a verification beyond its result, whose ``c2t_step`` it is."""
 
     full: int
     """Most rows of a request, root included: N."""
@@ -47,7 +48,7 @@ class Step:
     """``--c2t-max-verify-rows``."""
 
     predicted_ms: float = 0.0
-    """Of all steps so far that had a prediction, as the next one."""
+    """Sum over all steps so far that had a prediction, as the next one."""
 
     measured_ms: float = 0.0
 
@@ -155,13 +156,14 @@ class Series:
         spent = GATE_CLOCK.seconds
         self.gate_seconds.inc(spent - self._gate_seconds_told)
         self._gate_seconds_told = spent
+        self.verifications.inc(len(counted))
+        self.proposed.inc(sum(rows - 1 for rows, _ in counted))
+        self.correct.inc(sum(num_correct for _, num_correct in counted))
+        for reason, many in Counts(step.reason(rows, batch_rows) for rows, _ in counted).items():
+            self.stops[reason].inc(many)
         for rows, num_correct in counted:
-            self.verifications.inc()
-            self.proposed.inc(rows - 1)
-            self.correct.inc(num_correct)
             self.proposed_length.observe(rows - 1)
             self.correct_length.observe(num_correct)
-            self.stops[step.reason(rows, batch_rows)].inc()
 
 
 def _buckets(most: int) -> list[int]:

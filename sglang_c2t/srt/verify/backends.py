@@ -11,7 +11,7 @@ from sglang_c2t.srt.verify import adapters, graphs, ragged
 ASKED_FOR = "--c2t-verify static asks for it"
 
 
-def obstacle(target_runner: Any, *, trees: bool = False) -> str | None:
+def unsupported_reason(target_runner: Any, *, trees: bool = False) -> str | None:
     """Why packed rows, of ``trees`` or of chains, cannot be verified by this runner; ``None`` when
     they can.
 
@@ -22,12 +22,12 @@ def obstacle(target_runner: Any, *, trees: bool = False) -> str | None:
     if compat.is_flashinfer(backend):
         from sglang_c2t.srt.verify import flashinfer
 
-        if (reason := flashinfer.hindrance(backend)) is not None:
+        if (reason := flashinfer.unsupported_reason(backend)) is not None:
             return reason
     elif compat.is_flashinfer_mla(backend):
         from sglang_c2t.srt.verify import flashinfer_mla
 
-        if (reason := flashinfer_mla.hindrance(backend, trees=trees)) is not None:
+        if (reason := flashinfer_mla.unsupported_reason(backend, trees=trees)) is not None:
             return reason
     elif not compat.reads_packed_rows(backend):
         return f"attention backend {type(backend).__name__} does not say that it reads packed rows"

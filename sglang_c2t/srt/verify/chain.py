@@ -97,7 +97,7 @@ def prepare_packing(mode: str, target_runner: Any) -> str | None:
     """
     if mode == "static":
         return backends.ASKED_FOR
-    reason = backends.obstacle(target_runner)
+    reason = backends.unsupported_reason(target_runner)
     if reason is None:
         backends.prepare(target_runner, trees=False, max_rows=None)
     else:

@@ -324,7 +324,7 @@ def adopt(backend: FlashInferAttnBackend) -> None:
     backend.__class__ = RaggedFlashInferBackend
 
 
-def hindrance(backend: Any) -> str | None:
+def unsupported_reason(backend: Any) -> str | None:
     """Why a FlashInfer backend cannot verify packed rows; ``None`` when it can."""
     if backend.num_wrappers != 1:
         return "FlashInfer with sliding windows or cross attention plans two attentions at once"

@@ -155,7 +155,7 @@ def adopt(backend: FlashInferMLAAttnBackend) -> None:
     backend.__class__ = RaggedFlashInferMLABackend
 
 
-def hindrance(backend: Any, *, trees: bool) -> str | None:
+def unsupported_reason(backend: Any, *, trees: bool) -> str | None:
     """Why FlashInfer's MLA cannot verify packed rows; ``None`` when it can."""
     if trees:
         return "FlashInfer's attention over latents (MLA) reads no masks"

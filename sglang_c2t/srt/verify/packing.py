@@ -34,7 +34,7 @@ class HostSizes:
         self._arrived: Any = None
         self._host = sizes
         if sizes.is_cuda:
-            # Pinned memory from torch's caching allocator, so that the copy waits for nobody.
+            # Pinned memory from torch's caching allocator, so that the copy does not wait.
             self._host = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
             self._host.copy_(sizes, non_blocking=True)
             self._arrived = torch.cuda.Event()
@@ -42,12 +42,12 @@ class HostSizes:
 
     @property
     def awaited(self) -> bool:
-        """Whether they come from a device and nobody has seen them arrive."""
+        """Whether they come from a device and the host has not seen them arrive."""
         return self._arrived is not None
 
     @property
     def arrived(self) -> bool:
-        """Whether nobody would have to wait for them."""
+        """Whether the host has them without waiting."""
         if self._arrived is not None and self._arrived.query():
             self._arrived = None
         return self._arrived is None
@@ -117,7 +117,7 @@ class Packing:
 
     @cached_property
     def total(self) -> int:
-        """R: verified rows of the batch. Waits for the device where nobody knew before."""
+        """R: verified rows of the batch. Waits for the device where the host does not know it."""
         return int(self.host_rows.sum()) if self._total is None else self._total
 
     @property
@@ -179,7 +179,7 @@ def tiers_of(target_runner: Any) -> Tiers | None:
 
 
 class _Size(NamedTuple):
-    """Of a forward."""
+    """Size of a forward."""
 
     rows: int
     """T."""

@@ -18,7 +18,7 @@ from sglang.srt.layers.sampler import create_sampler
 from torch import Tensor
 
 from sglang_c2t.srt import compat
-from sglang_c2t.srt.tensor_parallel import sharing
+from sglang_c2t.srt.tensor_parallel import tp_group
 
 # B requests, T verified rows of all requests, V vocabulary
 
@@ -40,7 +40,7 @@ def sample_rows(logits: Tensor, sampling_info: Any, request: Tensor, positions: 
         None,
         positions,
     ).to(torch.int64)
-    group = sharing()
+    group = tp_group()
     if group.world_size > 1:  # ranks must accept the same drafts
         group.broadcast(tokens, src=0)
     return tokens

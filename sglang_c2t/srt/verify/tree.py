@@ -121,7 +121,7 @@ def prepare_packing(config: C2TConfig, target_runner: Any) -> str | None:
     SGLang's own verification cannot read our masks, so that trees have no fallback as chains do.
     Raises :class:`ConfigError` for a target that cannot verify trees.
     """
-    reason = backends.obstacle(target_runner, trees=True)
+    reason = backends.unsupported_reason(target_runner, trees=True)
     if reason is not None:
         raise ConfigError(f"--c2t cannot verify trees: {reason}")
     backends.prepare(target_runner, trees=True, max_rows=config.max_verify_rows)

@@ -22,7 +22,7 @@ from torch import Tensor
 from sglang_c2t.srt import attach
 from sglang_c2t.srt.data_parallel import peers
 from sglang_c2t.srt.dummy import dummy_batch
-from sglang_c2t.srt.tensor_parallel import host_agreement
+from sglang_c2t.srt.tensor_parallel import host_broadcast_from_rank0
 from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.packed import prepare
 from sglang_c2t.srt.verify.packing import Packing
@@ -49,7 +49,7 @@ def packed_output_mismatch_on_any_rank(worker: Any) -> str | None:
         reason = packed_output_mismatch(worker)
     except Exception as error:
         reason = f"a packed batch failed with {type(error).__name__}: {error}"
-    agree = host_agreement() or (lambda numbers: numbers)
+    agree = host_broadcast_from_rank0() or (lambda numbers: numbers)
     (differs,) = agree([int(reason is not None)])
     if (others := peers()) is not None:
         (differs,) = max(others.of_all(differs))

@@ -135,7 +135,7 @@ def test_what_a_file_brought_is_not_measured_again(
     def of_first(numbers: list[int]) -> list[int]:
         return numbers if rank == 0 else [1]
 
-    monkeypatch.setattr(seeding, "host_agreement", lambda _group: of_first)
+    monkeypatch.setattr(seeding, "host_broadcast_from_rank0", lambda _group: of_first)
     worker = Worker(planning, 0.01)
     seeding.seed_costs(planning, worker)
     assert worker.steps == []

@@ -241,7 +241,7 @@ def test_the_double_of_a_group_is_called_as_sglangs() -> None:
 def test_ranks_accept_the_tokens_that_rank_zero_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank draws by itself: seeds apart, the draws differ."""
     theirs = torch.tensor([4, 3, 2, 1])
-    monkeypatch.setattr(sampling, "sharing", lambda: Rank(theirs))
+    monkeypatch.setattr(sampling, "tp_group", lambda: Rank(theirs))
     monkeypatch.setattr(sampling, "_sampler", lambda: lambda *_: torch.zeros(4).long())
     names = "temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed", "return_sampling_masks"
     info = double("SamplingBatchInfo", **dict.fromkeys(names))

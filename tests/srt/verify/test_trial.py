@@ -62,7 +62,7 @@ def decided(
 ) -> str | None:
     """The decision of a rank that found ``mine``, where other ranks may have seen a mismatch."""
     monkeypatch.setattr(trial, "packed_output_mismatch", lambda _worker: mine)
-    monkeypatch.setattr(trial, "host_agreement", lambda: lambda _mine: [int(first)])
+    monkeypatch.setattr(trial, "host_broadcast_from_rank0", lambda: lambda _mine: [int(first)])
     peers = double(Peers, of_all=lambda *numbers: [list(numbers), [int(others)]])
     monkeypatch.setattr(trial, "peers", lambda: peers)
     return trial.packed_output_mismatch_on_any_rank(None)
