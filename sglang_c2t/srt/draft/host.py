@@ -220,7 +220,11 @@ class Host:
         SGLang selects these rows in place, on the output object, after the forward.
         """
         forwards: list[DraftForward] = []
-        keep: OnForward = lambda forward: (forwards.append(forward), forward.run())  # noqa: E731
+
+        def keep(forward: DraftForward) -> None:
+            forwards.append(forward)
+            forward.run()
+
         with attach.swapped(self, "_on_forward", keep):
             result = extend()
         return result, forwards[-1].rows
@@ -228,10 +232,7 @@ class Host:
     # -- CUDA graphs --------------------------------------------------------------------------
 
     def capture(self, stock: Callable[[], None], *, all_lengths: bool) -> None:
-        """Capture SGLang's graphs, by its ``stock`` function, and count what they replay.
-
-        ``all_lengths``: also those of each number of layers that a planner may choose.
-        """
+        """Capture SGLang's graphs; for a planner, draft graphs of ``all_lengths`` as well."""
         worker = self._worker
         with attach.swapped(self, "capturing", True):
             with compat.draft_extend_width(self.num_steps + 1):
