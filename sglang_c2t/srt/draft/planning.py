@@ -247,8 +247,7 @@ class Planning:
             len(constrained),
             allows_uniform=not full and not constrained,
         )
-        rows = batch * self._width
-        plan = StepPlan(StepKind.FALLBACK, depths[-1], self.planner.topk, rows)
+        plan = StepPlan(StepKind.FALLBACK, depths[-1], self.planner.topk, batch * self._width)
         plan = self._or_else(plan, lambda: self._checked(self._learnt_and_planned(view), view))
         if self.selector is None:
             return plan
