@@ -103,7 +103,7 @@ def test_engine_users_switch_c2t_on_by_the_environment(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env=env,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert "cap length 3.0" in ended.stdout, ended.stdout[-2000:] + ended.stderr[-2000:]
@@ -112,7 +112,7 @@ def test_engine_users_switch_c2t_on_by_the_environment(tmp_path: Path) -> None:
 def test_check_reports_a_healthy_installation() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "sglang_c2t", "check"],
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr

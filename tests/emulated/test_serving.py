@@ -47,9 +47,6 @@ class Runs:
     events: dict[str, Served]
 
 
-#: The last flag of a server whose policy is the default, which plans.
-PLANNED = "--c2t"
-
 #: What ends a run that went wrong; a look-up behind a table's end CUDA asserts as well.
 ENDS = r"\.(Defect|Refused): |IndexError: index out of range in self"
 
@@ -80,13 +77,19 @@ def _serve(emulated: Emulator, oracle: Oracle, server: str) -> Runs:
     return Runs([next(found) for _ in orders], {name: next(found) for name in events})
 
 
+#: Whose requests come and go only: SGLang's own, and drafts that are planned as these are.
+UNEVENTFUL = (
+    "target alone, FA3", STOCK["EAGLE3"], "STANDALONE chains, FA3", "EAGLE3 chains, FlashInfer",
+    "EAGLE3 trees, FlashInfer",
+)  # fmt: skip
+
+
 def _happens(event: str, server: str) -> bool:
-    """What SGLang does without the plugin is not looked at twice."""
     if event in ("opted out", "switched"):
         return "gated" in server
-    if event == "switched and back":  # trees grow by another rule
-        return "chains" in server and PLANNED in SERVERS[server][-1:]
-    return event != "asked" or "--c2t" in SERVERS[server]
+    if event == "switched and back":
+        return server == "EAGLE3 chains, FA3"
+    return server not in UNEVENTFUL
 
 
 @pytest.mark.parametrize("server", GREEDY)
@@ -102,7 +105,7 @@ def test_tokens_keys_and_values_are_those_of_the_models_in_every_order(
         # a draft model keeps of another answer is not known.
         counted, same = name in ("aborted", "opted out"), name != "asked"
         assert oracle.wrong(server, run, stock if same else None, counted=counted) == [], name
-    assert any(served[server].events["retracted"].retracted)
+    assert server in UNEVENTFUL or any(served[server].events["retracted"].retracted)
 
 
 @pytest.mark.parametrize("server", [s for s in GREEDY if "gated" in s])
@@ -126,11 +129,9 @@ def test_who_opts_out_has_all_drafts_verified_and_a_switch_is_heard(
     assert sum(events["switched"].rows) != sum(usual.rows)
 
 
-@pytest.mark.parametrize("server", [s for s in GREEDY if _happens("switched and back", s)])
-def test_planner_in_graphs_takes_over_again_after_a_gate(
-    served: dict[str, Runs], server: str
-) -> None:
-    planned = [step["planned"] for step in served[server].events["switched and back"].steps]
+def test_planner_in_graphs_takes_over_again_after_a_gate(served: dict[str, Runs]) -> None:
+    events = served["EAGLE3 chains, FA3"].events
+    planned = [step["planned"] for step in events["switched and back"].steps]
     runs = [planned[0], *(b for a, b in itertools.pairwise(planned) if a != b)]
     assert runs == [1, 0, 1]
 

@@ -476,6 +476,7 @@ def test_a_listing_starts_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.extended  # make demo is a run of it
 @pytest.mark.server
 def test_a_tiny_run_on_real_servers_goes_on_and_shows_what_it_must(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

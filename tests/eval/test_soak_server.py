@@ -11,6 +11,7 @@ from eval.soak.__main__ import main
 from eval.soak.malformed import FATAL, MALFORMED
 
 
+@pytest.mark.extended
 @pytest.mark.server
 def test_a_short_soak_passes_and_its_summary_tells_of_every_kind_of_request(
     tmp_path: Path,

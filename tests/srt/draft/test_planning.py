@@ -6,6 +6,7 @@ import itertools
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -73,14 +74,20 @@ def score(planning: Planning, confidences: Any) -> None:
 
 
 def verify(step: Step, rows: int, milliseconds: float = 0.0) -> None:
-    """SGLang's target worker forwards so many rows."""
+    """SGLang's target worker forwards so many rows, in exactly so much time by its marks."""
     target = double("TpModelWorker", model_runner=double("ModelRunner"))
     target.model_runner.decode_cuda_graph_runner = None
     target.forward_batch_generation = lambda: time.sleep(milliseconds / 1e3)
     packing = Packing.full(1, 1, "cpu")
     packing.forwarded_rows = rows
-    lens = torch.ones(1, dtype=torch.int32)
-    with step.timing(target, ChainVerifyInput.cut(full_chains(1, 1), lens, packing=packing)):
+    verified = ChainVerifyInput.cut(
+        full_chains(1, 1), torch.ones(1, dtype=torch.int32), packing=packing
+    )
+    clock = itertools.count(0.0, milliseconds / 1e3)
+    with (
+        mock.patch.object(time, "perf_counter", side_effect=clock),
+        step.timing(target, verified),
+    ):
         target.forward_batch_generation()
 
 
