@@ -34,7 +34,7 @@ LINES = {
     "sglang_c2t/policies": 1080,
     "sglang_c2t/srt": 2300,
     "sglang_c2t/srt/cpu": 590,
-    "sglang_c2t/srt/draft": 1730,
+    "sglang_c2t/srt/draft": 1720,
     "sglang_c2t/srt/hooks": 2110,
     "sglang_c2t/srt/verify": 2600,
     "patches": 120,
@@ -55,7 +55,7 @@ LINES = {
 }
 
 #: Words of Markdown by folder.
-WORDS = {".": 3_100, "eval": 10_640, "patches": 700, "sglang_c2t": 10_230, "tests": 0}
+WORDS = {".": 3_100, "eval": 10_700, "patches": 700, "sglang_c2t": 10_230, "tests": 0}
 
 
 def budget_of(path: Path, budgets: dict[str, int]) -> str:
