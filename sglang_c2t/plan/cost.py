@@ -97,6 +97,7 @@ class Curve:
         self._sizes: list[int] = []  # measured, rising
         self._alone: dict[int, tuple[float, list[float]]] = {}  # of each, quantile and measurements
         self._values: list[float] | None = None  # of each beside the others; None: to be fitted
+        self._pooled = False  # whether some sizes share a value
         self._drawn: dict[float, float] = {}  # what it was asked for since
 
     def observe(self, size: int, milliseconds: float) -> None:
@@ -186,6 +187,7 @@ class Curve:
                     value = quantile(measured, self._share)
                 pools.append((value, measured, sizes))
             self._values = [value for value, _, sizes in pools for _ in range(sizes)]
+            self._pooled = len(pools) < len(self._values)
         return self._values
 
     def _believed(self) -> list[tuple[float, list[float]]]:
@@ -211,9 +213,18 @@ class Curve:
         measured = list(self._samples.get(size, ()))
         if size in self._seeds and len(measured) < SEED:
             measured = [min([self._seeds[size], *measured])] * SEED
-        self._alone[size] = quantile(measured, self._share), measured
-        self._values = None
-        self._drawn.clear()
+        before = self._alone.get(size)
+        self._alone[size] = now = quantile(measured, self._share), measured
+        # Most measurements leave the curve as it is.
+        if before is None or self._pooled or _weight(before) != _weight(now):
+            self._values = None
+            self._drawn.clear()
+
+
+def _weight(alone: tuple[float, list[float]]) -> tuple[float, ...]:
+    """What the curve takes from the measurements of a size that shares its value with no other."""
+    value, measured = alone
+    return (value, min(measured)) if len(measured) >= SEED else (value, *measured)
 
 
 class SlowdownFactor:

@@ -25,8 +25,12 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "EAGLE3 chains, FA3, stock": CHAINS["EAGLE3"],
     "EAGLE3 chains, FA3": (*CHAINS["EAGLE3"], "--c2t"),
     "EAGLE3 chains, FA3, gated": (*CHAINS["EAGLE3"], *GATED),
-    "STANDALONE chains, FA3": (*CHAINS["STANDALONE"], "--c2t"),
-    "EAGLE3 chains, FlashInfer": (*CHAINS["EAGLE3"], *FLASHINFER, "--c2t"),
+    "STANDALONE chains, FA3, any plan": (
+        *CHAINS["STANDALONE"], *ANY_PLAN, f"{POLICIES}:AnyJoint",
+    ),
+    "EAGLE3 chains, FlashInfer, any plan": (
+        *CHAINS["EAGLE3"], *FLASHINFER, *ANY_PLAN, f"{POLICIES}:AnyJoint",
+    ),
     "EAGLE3 chains, FlashInfer, gated": (*CHAINS["EAGLE3"], *FLASHINFER, *GATED),
     "EAGLE3 chains, FA3, any plan": (*CHAINS["EAGLE3"], *ANY_PLAN, f"{POLICIES}:AnyJoint"),
     "EAGLE3 trees, FlashInfer": (*TREES, *FLASHINFER, "--c2t"),

@@ -35,7 +35,7 @@ ASKED: list[dict[str, Any]] = [
 WAITS = ("event waits",) if RELEASE is OLDEST else ("syncs", "event waits", "pageable")
 
 GREEDY = (
-    "EAGLE3 chains, FA3", "STANDALONE chains, FA3", "EAGLE3 chains, FlashInfer, gated",
+    "EAGLE3 chains, FA3", "STANDALONE chains, FA3, any plan", "EAGLE3 chains, FlashInfer, gated",
     "EAGLE3 trees, FlashInfer", "EAGLE3 trees, FlashInfer, gated", "EAGLE3 chains, FA3, static",
 )  # fmt: skip
 

@@ -79,8 +79,8 @@ def _serve(emulated: Emulator, oracle: Oracle, server: str) -> Runs:
 
 #: Whose requests come and go only: SGLang's own, and drafts that are planned as these are.
 UNEVENTFUL = (
-    "target alone, FA3", STOCK["EAGLE3"], "STANDALONE chains, FA3", "EAGLE3 chains, FlashInfer",
-    "EAGLE3 trees, FlashInfer",
+    "target alone, FA3", STOCK["EAGLE3"], "STANDALONE chains, FA3, any plan",
+    "EAGLE3 chains, FlashInfer, any plan", "EAGLE3 trees, FlashInfer",
 )  # fmt: skip
 
 
@@ -134,16 +134,6 @@ def test_planner_in_graphs_takes_over_again_after_a_gate(served: dict[str, Runs]
     planned = [step["planned"] for step in events["switched and back"].steps]
     runs = [planned[0], *(b for a, b in itertools.pairwise(planned) if a != b)]
     assert runs == [1, 0, 1]
-
-
-PLANNED_CHAINS = [s for s in GREEDY if "chains" in s and "--c2t" in SERVERS[s] and "gated" not in s]
-
-
-@pytest.mark.parametrize("server", PLANNED_CHAINS)
-def test_planned_chains_have_several_lengths(served: dict[str, Runs], server: str) -> None:
-    """Each by graphs of its own."""
-    runs = (*served[server].orders, *served[server].events.values())
-    assert len({step["drafted"] for run in runs for step in run.steps}) > 1
 
 
 @pytest.mark.parametrize("server", [s for s in GREEDY if "any plan" in s])

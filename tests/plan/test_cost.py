@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_c2t.plan.cost import SEED, STALE, STALE_AT_LAST, Curve, StepCost, size_bucket, spread
@@ -56,6 +56,24 @@ def test_too_few_measurements_of_a_size_make_it_cheaper_but_no_dearer_than_its_n
     assert curve(12) == 190.0
     curve.observe(14, 90.0)
     assert curve(14) == 90.0
+
+
+#: Two sizes share a value, and one's last measurement is neither its least nor its quartile.
+SHARED = [(1, 1)] * 2 + [(1, 5)] * 7 + [(2, 2), *[(2, 3)] * 2] + [(2, 6)] * 6 + [(1, 4)]
+
+
+@example(SHARED)
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), max_size=60))
+def test_a_curve_asked_after_each_measurement_is_the_one_fitted_to_all(
+    measured: list[tuple[int, int]],
+) -> None:
+    """What a measurement leaves as it is may be kept; nothing else."""
+    asked, fitted = Curve(), Curve()
+    for size, milliseconds in measured:
+        asked.observe(size, milliseconds)
+        asked(size)
+        fitted.observe(size, milliseconds)
+    assert [asked(size) for size in range(5)] == [fitted(size) for size in range(5)]
 
 
 def test_between_sizes_it_is_a_line_and_beyond_them_it_goes_on() -> None:
