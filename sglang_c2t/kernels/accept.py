@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -72,7 +73,7 @@ def accept_paths(
     """
     tables = wanted, draft_token, num_rows, row_starts, window
     if not runs_triton(wanted):
-        return accept_paths_torch(*tables, parents, longest=longest, most=most)
+        return accept_paths_numpy(*tables, parents, longest=longest, most=most)
     batch, width = len(num_rows), draft_token.numel() // max(len(num_rows), 1)
     predict = num_rows.new_empty(batch * width, dtype=torch.int32)
     lens = num_rows.new_empty(batch, dtype=torch.int32)
@@ -135,7 +136,7 @@ def _accept_kernel(
         tl.store(front + at, tl.load(slots + lane, mask=accepted, other=0), mask=inside)
 
 
-def accept_paths_torch(
+def accept_paths_numpy(
     wanted: Tensor,
     draft_token: Tensor,
     num_rows: Tensor,
@@ -146,35 +147,38 @@ def accept_paths_torch(
     longest: int,
     most: int,
 ) -> AcceptedPaths:
-    """Twin of :func:`accept_paths`."""
-    batch = len(num_rows)
+    """Twin of :func:`accept_paths`. In numpy as that of ``layout.py``."""
+    device, batch = wanted.device, len(num_rows)
     width = draft_token.numel() // batch if batch else 1
-    node = torch.arange(width, device=wanted.device)
-    starts = row_starts[:batch, None].long()
-    above = (node - 1).expand(batch, width) if parents is None else parents
-    draft = (node > 0) & (node < num_rows[:, None]) & (above >= 0)
-    of_parent = wanted[(starts + above.clamp(min=0)).masked_fill(~draft, 0)]
-    matches = draft & (draft_token.view(batch, width) == of_parent)
+    target, drafts, lens, starts, places = (
+        table.cpu().numpy() for table in (wanted, draft_token, num_rows, row_starts, window)
+    )
+    starts, node = starts[:batch, None].astype(np.int64), np.arange(width)
+    above = node - 1 if parents is None else parents.cpu().numpy()
+    draft = (node > 0) & (node < lens[:, None]) & (above >= 0)
+    of_parent = target[np.where(draft, starts + above, 0)]
+    matches = draft & (drafts.reshape(batch, width) == of_parent)
 
-    here = torch.zeros(batch, dtype=torch.int64, device=wanted.device)
-    path = []
-    for _ in range(most):
-        path.append(here)
-        here = torch.where(matches & (above == here[:, None]), node, width).amin(dim=1)
-    nodes = torch.nn.functional.pad(torch.stack(path, dim=1), (0, longest - most), value=width)
-    accepted = nodes < width
-    nodes = nodes.masked_fill(~accepted, 0)
-    request = torch.arange(batch, device=node.device)[:, None]
-    first = request * width if parents is None else starts
-    number = first + nodes
+    path = np.full((batch, longest), width)  # behind its end no node
+    here = np.zeros(batch, dtype=np.int64)
+    for place in range(most):
+        path[:, place] = here
+        here = np.where(matches & (above == here[:, None]), node, width).min(axis=1, initial=width)
+    accepted = path < width
+    path[~accepted] = 0
+    number = path + (np.arange(batch)[:, None] * width if parents is None else starts)
 
-    predict = wanted.new_zeros(batch * width + 1, dtype=torch.int32)
-    tokens = wanted[starts + nodes].to(torch.int32)
-    predict[number.masked_fill(~accepted, batch * width)] = tokens
+    predict = np.zeros(batch * width, dtype=np.int32)
+    predict[number[accepted]] = target[(starts + path)[accepted]]
     return AcceptedPaths(
-        predict[:-1],
-        accepted.sum(dim=1, dtype=torch.int32),
-        number.masked_fill(~accepted, -1).to(torch.int32),
-        window.gather(1, nodes).masked_fill(~accepted, 0).flatten(),
-        window[:, :longest].masked_fill(~accepted, 0).flatten(),
+        *(
+            torch.from_numpy(found).to(device)
+            for found in (
+                predict,
+                accepted.sum(axis=1, dtype=np.int32),
+                np.where(accepted, number, -1).astype(np.int32),
+                np.where(accepted, np.take_along_axis(places, path, axis=1), 0).ravel(),
+                np.where(accepted, places[:, :longest], 0).ravel(),
+            )
+        )
     )

@@ -7,8 +7,8 @@ packed, they stand one request behind the other (``layout.py`` says where)::
                                   packed    0 1 2 4
 
 Everything here has static shapes and reads nothing on the host. A kernel runs on CUDA tensors
-(or under TRITON_INTERPRET=1); elsewhere a twin in torch does, ``NAME_torch``, with the same
-arguments. All of it is a few kB a step except for :func:`scatter_rows` and
+(or under TRITON_INTERPRET=1); elsewhere a twin does, ``NAME_torch`` or ``NAME_numpy``, with the
+same arguments. All of it is a few kB a step except for :func:`scatter_rows` and
 :func:`ragged_kv_indices`: the cost is the launch. Knows nothing of SGLang. Sizes that change
 from step to step are no constants of a kernel, so that a server compiles each once per 32, 64,
 128, ... requests and not in the middle of serving.
@@ -119,9 +119,12 @@ def scatter_rows(
     SGLang's ``ScatterCompactToStrided``.
     """
     batch, columns = len(verify_lens), packed.shape[1]
+    triton_runs = runs_triton(packed)
+    if out is None and not triton_runs and len(packed) == int(verify_lens.sum()) == batch * width:
+        return packed  # all rows are there
     if out is None:
         out = packed.new_empty(batch * width, columns)
-    if not runs_triton(packed):
+    if not triton_runs:
         return scatter_rows_torch(packed, verify_lens, width, out)
     full = out[: batch * width]
     assert packed.stride(1) == full.stride(1) == 1, (packed.stride(), full.stride())

@@ -114,7 +114,7 @@ def check_layout(batch: Batch) -> None:
             [sum(keys[:i]) for i in range(batch.slots + 1)],
         )
     )
-    for lay_out in (layout.lay_out, layout.lay_out_torch):
+    for lay_out in (layout.lay_out, layout.lay_out_numpy):
         for of_lens in (torch.int32, torch.int64):
             found = lay_out(
                 batch.ints(batch.lens, of_lens), draft, positions, pool, slots,
@@ -157,7 +157,7 @@ def check_accept(batch: Batch, most: int, *, trees: bool) -> None:
         index.append([first + n for n in path] + [-1] * behind)
         written += [window[b, n].item() for n in path] + [0] * behind
         front += [window[b, j].item() for j in range(len(path))] + [0] * behind
-    for accept_paths in (accept.accept_paths, accept.accept_paths_torch):
+    for accept_paths in (accept.accept_paths, accept.accept_paths_numpy):
         found = accept_paths(
             batch.ints(wanted), batch.ints([t for row in drafts for t in row]),
             batch.ints(batch.lens, torch.int32), batch.ints(starts, torch.int32), window,
