@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval import terminal
-from eval.bench.checks import compared_outputs, metric_disagreements
+from eval.bench.checks import compare_run_outputs, metric_disagreements
 from eval.bench.config import ADAPTIVE, BenchConfig, as_dict, named, read_config
 from eval.bench.datasets import Dataset, load
 from eval.bench.methods import (
@@ -292,13 +292,13 @@ def judge(
 ) -> Verdict:
     """Check everything that is in ``folder``, what earlier calls measured included."""
     measured, unreadable = read_cells(folder)
-    differences, compared = compared_outputs(measured, run)
+    outputs = compare_run_outputs(measured, run)
     gated = {method.name for method in config.methods if method.gated}
     with_metrics = [c for c in measured if c.method in gated and config.server.metrics]
     return Verdict(
         failures=list(failures),
-        output_differences=[str(difference) for difference in differences],
-        outputs_compared=compared,
+        output_differences=[str(one) for one in outputs if one.prompts],
+        outputs_compared=sum(one.compared for one in outputs),
         metric_disagreements=[s for cell in with_metrics for s in metric_disagreements(cell)],
         cells_with_metrics=len(with_metrics),
         unreadable=unreadable,

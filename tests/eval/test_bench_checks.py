@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from eval.bench.checks import metric_disagreements, output_differences
+from eval.bench.checks import Comparison, compare_outputs, metric_disagreements
 from eval.bench.records import Cell, Request
 
 BASELINE = "no speculation"
@@ -24,6 +24,14 @@ def cell(
                 requests)  # fmt: skip
 
 
+def output_differences(
+    cells: list[Cell], baseline: str, **how: bool
+) -> tuple[list[Comparison], int]:
+    """Comparisons that differ, and how many outputs were compared."""
+    found = compare_outputs(cells, baseline, **how)
+    return [one for one in found if one.prompts], sum(one.compared for one in found)
+
+
 ONE = [(1, 2), (3,)]
 OTHER = [(1, 2), (4,)]
 
@@ -35,7 +43,7 @@ def test_equal_outputs_are_counted_and_no_difference() -> None:
 
 def test_one_differing_token_is_found_and_named() -> None:
     (found,), compared = output_differences([cell("c2t", OTHER), cell(BASELINE, ONE)], BASELINE)
-    assert (found.prompts, found.compared, compared) == ([1], 2, 2)
+    assert (found.prompts, found.compared, compared) == ((1,), 2, 2)
     assert str(found) == (
         "c2t, temperature 0, 4 at once, repeat 0: 1 of 2 outputs differ from the baseline's, "
         "first at prompt 1"
@@ -57,7 +65,7 @@ def test_repeats_with_prompts_of_their_own_are_compared_with_the_same_prompts() 
     assert output_differences(cells, BASELINE, fresh=True) == ([], 4)
     wrong = [*cells[:3], cell("c2t", ONE, repeat=1, first=2)]
     (found,), _ = output_differences(wrong, BASELINE, fresh=True)
-    assert (found.cell.repeat, found.prompts) == (1, [3])
+    assert (found.cell.repeat, found.prompts) == (1, (3,))
 
 
 def test_every_repeat_is_compared_at_temperature_0() -> None:
