@@ -1,16 +1,14 @@
 """One measured cell: SGLang's own benchmark client against a running server.
 
-``sglang.benchmark.serving`` sends the requests, bounds how many are under way, and computes its
-metrics; ``steady_state_serving`` adds those of the stretch with a full batch. Ours are two
-things it has no option for: the prompts, and a request function that keeps each answer's token
-ids and ``meta_info``.
+``sglang.benchmark.serving`` sends the requests, bounds how many are running, and computes its
+metrics. It has no option for two things, which are ours: the prompts, and a request function that
+keeps each answer's token ids and ``meta_info``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import math
 import sys
 import time
@@ -55,7 +53,6 @@ class Measured:
     requests: list[Request]
     duration_s: float
     client: dict[str, Any]
-    steady: dict[str, Any] | None
 
     @property
     def output_tokens(self) -> int:
@@ -93,7 +90,7 @@ def measure(
 
     What the client prints goes to ``log``.
     """
-    serving, steady_state = _client()
+    serving = _client()
     answers = _Answers(config.timeout_s, on_answer)
     rows = _Rows(samples, bodies, config.max_new_tokens, arrivals or [0.0] * len(samples))
     bound = len(samples) if arrivals else concurrency
@@ -106,26 +103,15 @@ def measure(
         mock.patch.object(serving, "get_request", paced),
     ):
         args = _arguments(serving, target, bound, len(samples), config.stream)
-        if steady_state is None:
-            result, steady = serving.run_benchmark(args), None
-        else:
-            ratio = config.steady_ratio
-            result, metrics = steady_state.run_steady_state_benchmark(args, ratio)
-            steady = dataclasses.asdict(metrics)
-    return _measured(samples, answers, result, steady)
+        result = serving.run_benchmark(args)
+    return _measured(samples, answers, result)
 
 
-def _client() -> tuple[Any, Any]:
-    """The client, and its steady-state mode: None in SGLang before 0.5.23."""
+def _client() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of quantisation kernels that this machine lacks
         from sglang.benchmark import serving
-
-        try:
-            from sglang.benchmark import steady_state_serving
-        except ImportError:
-            return serving, None
-    return serving, steady_state_serving
+    return serving
 
 
 def _data_sets() -> Any:
@@ -285,7 +271,6 @@ def _measured(
     samples: Sequence[Sample],
     answers: _Answers,
     result: dict[str, Any],
-    steady: dict[str, Any] | None,
 ) -> Measured:
     outputs = [answers.outputs[index] for index in range(len(samples))]
     start = min(output.start_time for output in outputs)
@@ -306,9 +291,7 @@ def _measured(
         )
         for index, (sample, output) in enumerate(zip(samples, outputs, strict=True))
     ]
-    if steady is not None:
-        steady = {**steady, **{key: steady[key] - start for key in ("window_start", "window_end")}}
-    return Measured(rows, end - start, _scalars(result), steady and _scalars(steady))
+    return Measured(rows, end - start, _scalars(result))
 
 
 def _kept(meta: dict[str, Any]) -> dict[str, Any]:

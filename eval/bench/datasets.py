@@ -77,7 +77,7 @@ MESSAGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def _public_sets() -> dict[str, PublicSet]:
     text = Path(__file__).with_name("public_sets.toml").read_text(encoding="utf-8")
-    return {name: build(PublicSet, table, name) for name, table in tomllib.loads(text).items()}
+    return build(dict[str, PublicSet], tomllib.loads(text))
 
 
 PUBLIC = _public_sets()
@@ -271,7 +271,7 @@ def draw(
 
 def sample(part: PartConfig, row: PromptRow, tokenizer: Any) -> Sample:
     """A prompt as it is sent."""
-    family = part.family or row.group
+    family = row.group
     if part.template or row.messages is None:
         text = shaped(part.template, content(row))
         return Sample(family, text, len(tokenizer.encode(text)))

@@ -127,7 +127,7 @@ def _environment(config: BenchConfig, method: MethodConfig, folder: Path) -> dic
         needed = method.gated or method.plugin_off or config.server.device == "cpu"
         ours = ("c2t",) if needed else ()
         env |= plugins.environment(folder / PLUGINS, (*ours, *measuring))
-    return {**env, **config.server.env}
+    return env
 
 
 #: Where, in a run's folder of logs, the entry points of a checkout are written.

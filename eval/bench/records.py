@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,7 +89,6 @@ class Cell:
     duration_s: float  # from the first request sent to the last answer read
     output_tokens: int
     tokens_per_second: float  # of the time with a request under way
-    steady: dict[str, Any] | None  # fields of SGLang's SteadyStateMetrics
     client: dict[str, Any]  # SGLang's own result, scalars only
     work: dict[str, int]  # what the plugin's counters grew by; {} without the plugin's counters
     metrics: dict[str, float]  # what the c2t:* series of /metrics grew by; {} without --c2t
@@ -135,6 +134,15 @@ class Run:
     dataset: dict[str, Any]
     methods: tuple[Method, ...]
     format: int = FORMAT
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Leaves of nested tables and lists by their dotted names."""
+    if isinstance(value, Mapping | list):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        parts = [flat(item, f"{name}.{key}" if name else str(key)) for key, item in items]
+        return {key: leaf for part in parts for key, leaf in part.items()}
+    return {name: value}
 
 
 def write_run(folder: Path, run: Run) -> None:
@@ -184,6 +192,7 @@ def read_cell(path: Path) -> Cell:
         raise RecordError(f"{path} holds no cell; delete it to measure it again")
     head, rows = lines[0], lines[1:]
     wanted = head.pop("num_requests", None)
+    head.pop("steady", None)  # in older runs
     if len(rows) != wanted:
         raise RecordError(
             f"{path} is cut short: {len(rows)} of {wanted} requests; delete it to measure it again"
@@ -218,8 +227,3 @@ def _built(kind: type[T], values: Mapping[str, Any], path: Path) -> T:
         return kind(**values)
     except TypeError as error:
         raise RecordError(f"{path} is of another format: {error}") from error
-
-
-def total(cells: Iterable[Cell]) -> SpecTotals:
-    """Counts of several cells together, for instance of all repeats."""
-    return SpecTotals.from_meta_infos(r.meta for cell in cells for r in cell.requests)

@@ -228,7 +228,6 @@ class Runner:
             duration_s=measured.duration_s,
             output_tokens=measured.output_tokens,
             tokens_per_second=tokens / seconds,
-            steady=measured.steady,
             client=measured.client,
             work=client.grown(_counters(state), _counters(after)),
             metrics=client.grown(series, self._series(server)),
@@ -265,10 +264,7 @@ class Runner:
         params: dict[str, Any] = {
             "temperature": cell.key.temperature,
             "max_new_tokens": wanted.max_new_tokens,
-            "ignore_eos": wanted.ignore_eos,
         }
-        if wanted.top_p < 1:
-            params["top_p"] = wanted.top_p
         if wanted.seeded and cell.key.temperature > 0:
             params["sampling_seed"] = (self.config.seed + cell.key.repeat) * 1_000_003 + number
         return {"sampling_params": params, "stream": wanted.stream}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from eval.bench.records import flat
 from eval.report.intervals import Estimate
 from eval.report.results import UNKNOWN_DRAFTS, Results
 from eval.report.verdict import escaped, leader, rate_of, speedups
@@ -172,19 +171,10 @@ def work_table(results: Results, temperature: float) -> str:
 
 def conditions(results: Results) -> dict[str, str]:
     """What the numbers depend on: leaves of run.json by their dotted names."""
-    found: dict[str, str] = {}
-
-    def walk(value: Any, name: str) -> None:
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                walk(item, f"{name}.{key}" if name else str(key))
-        else:
-            found[name] = value if isinstance(value, str) else json.dumps(value)
-
     run = results.run
-    walk({name: run.provenance.get(name) for name in ("hardware", "versions", "revision")}, "")
-    walk({"dataset": run.dataset, "config": run.config}, "")
-    return found
+    origin = {name: run.provenance.get(name) for name in ("hardware", "versions", "revision")}
+    return {key: str(leaf) for key, leaf in flat(
+        {**origin, "dataset": run.dataset, "config": run.config}).items()}  # fmt: skip
 
 
 def condition_table(results: Results) -> str:

@@ -19,7 +19,6 @@ from eval.bench.records import (
     read_cell,
     read_cells,
     read_run,
-    total,
     write_cell,
     write_run,
 )
@@ -37,7 +36,7 @@ def request(index: int, verify_ct: int = 2) -> Request:
 
 def cell(repeat: int = 0, num_requests: int = 2, method: str = "fixed 3") -> Cell:
     return Cell(
-        method, 0.0, 8, repeat, "2026-01-01T00:00:00+00:00", 2.0, 6, 3.0, {"duration": 1.5},
+        method, 0.0, 8, repeat, "2026-01-01T00:00:00+00:00", 2.0, 6, 3.0,
         {"mean_ttft_ms": 7.0}, {"verify_rows": 9}, {}, ["python", "-m", "sglang.launch_server"],
         tuple(request(i) for i in range(num_requests)), {"seconds": 1.0, "steps": 10},
     )  # fmt: skip
@@ -98,9 +97,3 @@ def test_names_that_differ_give_files_that_differ() -> None:
     files = {CellKey(name, 0.0, 1, 0).file_name for name in names}
     assert len(files) == len(names)
     assert not any(set(file) & set(" /:") for file in files)
-
-
-def test_totals_of_several_cells_add_their_requests() -> None:
-    totals = total([cell(0), cell(1, num_requests=3)])
-    assert totals.verify_ct == 5 * 2
-    assert totals.accept_length == (2 + 3) / 2
