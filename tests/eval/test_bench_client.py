@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from eval.bench.client import Measured, Target, grown, measure, parse_series
+from eval.bench.client import Measured, Target, measure, parse_series
 from eval.bench.config import RequestConfig
 from eval.bench.datasets import Sample
 from eval.server import TARGET
@@ -180,7 +180,7 @@ def test_requests_that_arrive_wait_for_no_other_and_gaps_are_not_busy(
         ("error", "out of memory"),
     ],
 )
-def test_a_request_that_fails_is_told_and_the_others_are_kept(
+def test_request_that_fails_is_told_and_the_others_are_kept(
     fake: tuple[FakeServer, str], tmp_path: Path, word: str, error: str
 ) -> None:
     result = run(fake[1], tmp_path, ["p0 t4", f"p1 {word}", "p2 t2"])
@@ -203,7 +203,3 @@ sglang:num_requests_total 9.0
         "c2t:draft_stops_total{reason='policy',tp_rank='0'}": 3.0,
         "c2t:proposed_length_bucket{le='1.0'}": 2.0,
     }
-
-
-def test_a_series_that_was_not_there_before_grew_from_zero() -> None:
-    assert grown({"a": 2}, {"a": 5, "b": 1}) == {"a": 3, "b": 1}

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from eval.bench.records import (
     Cell,
-    CellKey,
     Method,
     RecordError,
     Request,
@@ -51,7 +50,7 @@ RUN = Run(
 )
 
 
-def test_a_cell_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_cell_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert not has_cell(tmp_path, cell().key)
     path = write_cell(tmp_path, cell())
     assert path == tmp_path / "cells" / "fixed-3.t0.c8.r0.jsonl"
@@ -59,14 +58,14 @@ def test_a_cell_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_cell(path) == cell()
 
 
-def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_run(tmp_path / "run", RUN)
     assert read_run(tmp_path / "run") == RUN
 
 
 @given(share=st.floats(0, 1))
 @settings(deadline=None)
-def test_a_cell_cut_short_anywhere_is_refused(
+def test_cell_cut_short_anywhere_is_refused(
     tmp_path_factory: pytest.TempPathFactory, share: float
 ) -> None:
     """Nothing but the last line end may be missing; no cut gives another cell."""
@@ -90,10 +89,3 @@ def test_broken_files_are_named_and_the_others_are_read(tmp_path: Path) -> None:
     assert [c.repeat for c in cells] == [0, 2]
     assert len(sentences) == 1
     assert broken.name in sentences[0]
-
-
-def test_names_that_differ_give_files_that_differ() -> None:
-    names = ["c2t", "c2t tree", "c2t beta 0.5", "c2t beta 0.05", "c2t-plus", "module:Class"]
-    files = {CellKey(name, 0.0, 1, 0).file_name for name in names}
-    assert len(files) == len(names)
-    assert not any(set(file) & set(" /:") for file in files)

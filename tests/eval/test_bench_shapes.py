@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from eval.bench.config import BenchConfig, as_dict, read_config
-from eval.bench.methods import hosts, passes, plan, record_of, target_of, tokenizer_of, write_files
+from eval.bench.methods import hosts, passes, plan, record_of
 from eval.bench.records import Cell, Request, Run, read_run, write_cell, write_run
 from eval.bench.runner import Budget, OutOfTime, Runner
 from eval.gpu import graft
@@ -30,12 +30,6 @@ def config() -> BenchConfig:
 
 
 # -- servers ------------------------------------------------------------------------------
-
-
-def test_every_configuration_for_a_gpu_measures_auto() -> None:
-    for path in CONFIGS.glob("gpu*.toml"):
-        methods = read_config(path).methods
-        assert any(method.kind == "c2t" and method.plans for method in methods), path
 
 
 def test_servers_of_a_shape_load_the_graft_and_ours_where_it_serves_or_is_off(
@@ -61,17 +55,6 @@ def test_servers_of_a_shape_load_the_graft_and_ours_where_it_serves_or_is_off(
     assert [method.name for method in alone.methods] == ["auto"], "graphs are captured for it"
 
 
-def test_files_of_a_shape_are_written_before_its_servers_start(
-    config: BenchConfig, tmp_path: Path
-) -> None:
-    write_files(config, tmp_path)
-    target = target_of(config.model, tmp_path)
-    assert (target / "config.json").is_file()
-    assert list(target.glob("tokenizer*"))
-    assert list((tmp_path / "plugins").glob("*.dist-info/entry_points.txt"))
-    assert tokenizer_of(config.model) == str(TARGET)
-
-
 def test_large_models_start_once_in_the_order_of_the_configuration(
     config: BenchConfig, tmp_path: Path
 ) -> None:
@@ -82,7 +65,16 @@ def test_large_models_start_once_in_the_order_of_the_configuration(
     assert [len(mine) for _, mine in turns] == [3, 3, 6]
 
 
-def test_a_smaller_shape_replaces_another_one_but_no_real_model(config: BenchConfig) -> None:
+def test_call_out_of_time_ends_with_3_and_keeps_its_conditions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [str(SHAPES), "--out", str(tmp_path), "--budget-s", "1", "--revision", "abc"]
+    assert main(argv) == main(argv) == 3
+    assert "the same command goes on where this one stopped" in capsys.readouterr().out
+    assert read_run(tmp_path).provenance["revision"] == "abc", "where there is no git"
+
+
+def test_smaller_shape_replaces_another_one_but_no_real_model(config: BenchConfig) -> None:
     small = shaped(config, "small")
     assert (small.model.target, small.model.draft) == ("demo:small", "demo:small")
     assert small.name == "gpu-shape, small", "its report is another one"
@@ -95,7 +87,7 @@ def test_a_smaller_shape_replaces_another_one_but_no_real_model(config: BenchCon
 # -- budget -------------------------------------------------------------------------------
 
 
-def test_a_budget_goes_by_what_parts_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_goes_by_what_parts_took(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("eval.bench.runner.time.monotonic", lambda: now)
     budget = Budget(100.0)
@@ -108,7 +100,7 @@ def test_a_budget_goes_by_what_parts_took(monkeypatch: pytest.MonkeyPatch) -> No
             raise AssertionError("it began")
 
 
-def test_a_run_out_of_time_starts_no_server(
+def test_run_out_of_time_starts_no_server(
     config: BenchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eval.bench.runner.running", lambda *_: pytest.fail("a server started"))
@@ -117,15 +109,6 @@ def test_a_run_out_of_time_starts_no_server(
     with pytest.raises(OutOfTime):
         runner.run(plan(config))
     assert runner.failures == []
-
-
-def test_a_call_out_of_time_ends_with_3_and_keeps_its_conditions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = [str(SHAPES), "--out", str(tmp_path), "--budget-s", "1", "--revision", "abc"]
-    assert main(argv) == main(argv) == 3
-    assert "the same command goes on where this one stopped" in capsys.readouterr().out
-    assert read_run(tmp_path).provenance["revision"] == "abc", "where there is no git"
 
 
 # -- the report ---------------------------------------------------------------------------
