@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from eval.bench import client
-from eval.bench.client import Target
 from eval.bench.config import BenchConfig, MethodConfig
 from eval.bench.datasets import Sample
 from eval.bench.methods import Host, PlannedCell, passes, reduced, rounds, switch
@@ -204,7 +203,8 @@ class Runner:
         series, state = self._series(server), server.internal_state()
         started = datetime.now(UTC).isoformat(timespec="seconds")
         measured = client.measure(
-            Target(server.url, self.tokenizer),
+            server.url,
+            self.tokenizer,
             samples,
             cell.key.concurrency,
             bodies,

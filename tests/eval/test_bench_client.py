@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from eval.bench.client import Measured, Target, measure, parse_series
+from eval.bench.client import Measured, measure, parse_series
 from eval.bench.config import RequestConfig
 from eval.bench.datasets import Sample
 from eval.server import TARGET
@@ -117,9 +117,9 @@ def run(
         {"sampling_params": {"temperature": 0.0, "max_new_tokens": 10 + i}, "stream": True}
         for i in range(len(prompts))
     ]
-    target = Target(url, str(TARGET))
     log = folder / "logs" / "client.log"
-    return measure(target, samples, concurrency, bodies, RequestConfig(), log, on_answer, arrivals)
+    config = RequestConfig()
+    return measure(url, str(TARGET), samples, concurrency, bodies, config, log, on_answer, arrivals)
 
 
 def test_answers_are_in_the_order_of_prompts_whoever_ends_first(

@@ -167,5 +167,5 @@ def test_prompts_that_are_too_long_are_passed_over(tmp_path: Path) -> None:
 def test_unknown_source_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'gsm9k' is unknown.*demo:math.*gsm8k, "):
         loaded(PartConfig("gsm9k", 5))
-    with pytest.raises(ConfigError, match="generators are math, code, chat"):
+    with pytest.raises(ConfigError, match=r"'demo:poems' is unknown.*own:chat"):
         loaded(PartConfig("demo:poems", 5))
