@@ -7,7 +7,6 @@ concurrencies that both have are compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from eval.report.charts import ratio_chart
 from eval.report.intervals import Estimate, tau_gamma, unpaired_ratio
@@ -22,8 +21,6 @@ WARNINGS = {
     "dataset.sha256": "The prompts differ: tau, gamma and tokens/s are of different work.",
     "hardware": "The hardware differs: tokens/s say more of the machines than of the code.",
     "config.model": "The models differ: nothing here is comparable.",
-    "config.requests": "Requests differ: tokens/s and outputs are of different work.",
-    "config.server": "Servers were started differently: tokens/s may differ for that alone.",
     "versions.sglang": "SGLang differs: methods without C2T may have changed too.",
     "versions.torch": "torch differs: methods without C2T may have changed too.",
 }
@@ -66,7 +63,9 @@ def compare(before: Results, after: Results, folders: tuple[str, str]) -> Report
           if any(f"{name}.".startswith(f"{prefix}.") for name in differing)),
         bullets([f"{which}: {escaped(folder)}, started {results.run.started}"
                  for which, folder, results in zip("AB", folders, runs, strict=True)]),
-        *_only_one(before, after),
+        *(f"Only in {which}, and left out: {', '.join(map(escaped, only))}."
+          for which, only in (("A", [n for n in before.kinds if n not in after.kinds]),
+                              ("B", [n for n in after.kinds if n not in before.kinds])) if only),
         *sections,
         short_conditions(after),
         markdown("Conditions that differ", {
@@ -102,12 +101,6 @@ def _verdict(ratios: list[Estimate]) -> str:
         f"slower in {counts['loss']}, tied in {counts['tie']}**. Between equal runs, one in twenty "
         "is expected to look faster or slower."
     )
-
-
-def _only_one(before: Results, after: Results) -> Iterator[str]:
-    for which, ours, theirs in (("A", before, after), ("B", after, before)):
-        if only := [escaped(name) for name in ours.kinds if name not in theirs.kinds]:
-            yield f"Only in {which}, and left out: {', '.join(only)}."
 
 
 def _speed_table(
