@@ -203,7 +203,7 @@ def check(part: PartConfig, rows: Sequence[PromptRow], where: str) -> str:
 def prompts_sha256(rows: Iterable[PromptRow]) -> str:
     r"""SHA-256 of the prompts in their order, whoever packed them.
 
-    Each prompt, stripped and with ``\n`` line ends, in UTF-8 and behind it a zero byte.
+    Each prompt, stripped and with ``\n`` line ends, in UTF-8, followed by a zero byte.
     """
     digest = hashlib.sha256()
     for row in rows:

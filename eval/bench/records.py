@@ -1,8 +1,8 @@
 """Files of a benchmark run: ``run.json`` and one JSONL file per measured cell.
 
     DIR/run.json                                             what was run, and its conditions
-    DIR/cells/METHOD.tTEMPERATURE.cCONCURRENCY.rREPEAT.jsonl the first line tells of the cell,
-                                                             each further line of one request
+    DIR/cells/METHOD.tTEMPERATURE.cCONCURRENCY.rREPEAT.jsonl the first line describes the cell,
+                                                             each further line one request
 
 A cell's file appears whole or not at all, so a cell that has one is done. Knows nothing of
 servers or of what the numbers mean.
@@ -95,7 +95,7 @@ class Cell:
     server_argv: list[str]
     requests: tuple[Request, ...] = ()
     clock: dict[str, float] | None = None  # what the server's step clock timed, if it has one
-    planner: dict[str, Any] | None = None  # what it told at the end, if the method plans
+    planner: dict[str, Any] | None = None  # its dict at the end, if the method plans
 
     @property
     def key(self) -> CellKey:
@@ -175,7 +175,7 @@ def write_cell(folder: Path, cell: Cell) -> Path:
     path = folder / CELLS / cell.key.file_name
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {f.name: getattr(cell, f.name) for f in fields(cell) if f.name != "requests"}
-    # The number of requests tells a reader whether lines are missing.
+    # With the number of requests a reader sees whether lines are missing.
     lines = [{**head, "num_requests": len(cell.requests)}, *map(asdict, cell.requests)]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     write_whole({path: lambda tmp: tmp.write_text(text, encoding="utf-8")})

@@ -249,8 +249,8 @@ class Runner:
         return result
 
     def numbers(self, cell: PlannedCell) -> list[int]:
-        """Which prompts of the data set a cell sends: the first, or those behind what its repeats
-        before it have sent; the first again behind the last.
+        """Numbers of the prompts that a cell sends: the first ones of the data set, or with
+        ``fresh_prompts`` those after the ones that earlier repeats sent, in a ring.
         """
         if not self.config.requests.fresh_prompts:
             return list(range(cell.prompts))
@@ -260,7 +260,7 @@ class Runner:
         return [number % len(self.samples) for number in range(start, start + count)]
 
     def body(self, cell: PlannedCell, number: int) -> dict[str, Any]:
-        """What a request says beside its prompt; the seed is the same for all methods."""
+        """The request's body without its prompt; the seed is the same for all methods."""
         wanted = self.config.requests
         params: dict[str, Any] = {
             "temperature": cell.key.temperature,
@@ -320,7 +320,7 @@ class Runner:
 
 
 def _short(sample: Sample, sampling_params: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
-    """A request for a few tokens behind a prompt."""
+    """A request for a few tokens after a prompt."""
     prompt = sample.prompt
     return {
         **({"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}),

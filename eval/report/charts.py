@@ -58,13 +58,15 @@ def ratio_chart(
 ) -> Chart:  # fmt: skip
     """Ratios to ``reference`` over load, the methods ``few`` in colour."""
     series = {method: points for method, points in series.items() if points}
-    told = "; ".join(
+    shown = "; ".join(
         f"{method} " + ", ".join(f"{e.value:.2f} at {c}" for c, e in series[method].items())
         for method in few if method in series
     )  # fmt: skip
     bars = any(e.has_interval for points in series.values() for e in points.values())
     note = "Bars: 95 % intervals." if bars else "One repeat, so there are no intervals."
-    alt = f"{caption}, {len(series)} methods, with a line at 1, {reference}. {told}. See the tables"
+    alt = (
+        f"{caption}, {len(series)} methods, with a line at 1, {reference}. {shown}. See the tables"
+    )
     with matplotlib.rc_context(SETTINGS):
         drawings = [_svg(_lines(series, few, label, reference, size), f"{name}-{size[0]}")
                     for size in (WIDE, NARROW)]  # fmt: skip

@@ -104,13 +104,13 @@ def bullets(items: Sequence[str]) -> str:
 
 def short_conditions(results: Results) -> str:
     """What the numbers depend on, in a paragraph."""
-    told = tables.conditions(results)
+    known = tables.conditions(results)
     names = ("hardware.gpus.0", "hardware.cpu", "hardware.cores", "versions.sglang-c2t",
              "versions.sglang", "versions.torch", "revision", "config.model.target",
              "config.model.draft", "config.model.algorithm", "dataset.n", "dataset.name",
              "config.requests.max_new_tokens", "config.repeats")  # fmt: skip
-    parts = [f"{name.removesuffix('.0').split('.')[-1]} {told[name]}" for name in names
-             if told.get(name, "None") != "None"]  # fmt: skip
+    parts = [f"{name.removesuffix('.0').split('.')[-1]} {known[name]}" for name in names
+             if known.get(name, "None") != "None"]  # fmt: skip
     return escaped(f"Measured on {', '.join(parts)}; started {results.run.started}.")
 
 
