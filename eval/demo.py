@@ -18,8 +18,7 @@ from rich.table import Table
 
 from eval import run, terminal
 from eval.bench.records import CELLS
-from eval.report.cells import Results, load
-from eval.report.tables import DRAFT_FORWARDS, TARGET_ROWS
+from eval.report.results import Results, load
 from eval.report.verdict import output_sentence
 from eval.smollm2.prompts import PackageError, humaneval
 from eval.smollm2.target import NAME, TargetError, target_folder
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "gamma: drafts verified per verification. target rows: counted in the target's forwards."
     )
     console.print(draft_share(results))
-    console.print(output_sentence(results).text)
+    console.print(output_sentence(results).strip("*"))
     return code
 
 
@@ -70,7 +69,7 @@ def conditions(results: Results) -> str:
     """What the numbers depend on, in one paragraph."""
     config, machine = results.run.config, results.run.provenance["hardware"]
     versions = results.run.provenance["versions"]
-    mix = ", ".join(f"{n} {name}" for name, n in Counter(results.prompts.values()).items())
+    mix = ", ".join(f"{n} {name}" for name, n in Counter(results.prompts).items())
     tiny = config["model"]["target"] == "demo"
     target = "4.5M parameters of ours, their" if tiny else f"{NAME}, its"
     return (
@@ -89,46 +88,40 @@ def table(results: Results) -> Table:
         None, "at once", "method",
         numbers=("tokens/s", "ratio", "tau", "gamma", "target rows", "draft forwards", "identical"),
     )  # fmt: skip
-    for concurrency in results.concurrencies(TEMPERATURE):
-        for name in results.names:
+    for concurrency in results.loads(TEMPERATURE):
+        for name in results.kinds:
             at = (name, TEMPERATURE, concurrency)
             if (speed := results.speed(*at)) is None:
                 found.add_row(str(concurrency), name, "failed", *["-"] * 6)
                 continue
-            base = results.baseline
-            ratio = base and results.ratio(name, base, TEMPERATURE, concurrency)
-            spec = results.acceptance(*at)
-            work = [sum(cell.work[key] for cell in results.of(*at) for key in keys)
-                    for keys in (TARGET_ROWS, DRAFT_FORWARDS)]  # fmt: skip
+            ratio = results.ratio(name, results.baseline, TEMPERATURE, concurrency)
+            tau, gamma = results.acceptance(*at) or (None, None)
+            cells = results.of(*at)
+            differing = {one.cell for one in results.outputs if one.prompts}
             found.add_row(
                 str(concurrency),
                 name,
-                f"{speed.mean:.0f}",
+                f"{speed.value:.0f}",
                 f"{ratio.value:.2f}" if ratio else "-",
-                f"{spec.tau.value:.2f}" if spec else "-",
-                f"{spec.gamma.value:.2f}" if spec and spec.gamma else "-",
-                *map(str, work),
-                "-" if not ratio else "NO" if differs(results, name, concurrency) else "yes",
+                f"{tau.value:.2f}" if tau else "-",
+                f"{gamma.value:.2f}" if gamma else "-",
+                f"{cells.target_rows.sum():.0f}",
+                f"{cells.draft_forwards.sum():.0f}",
+                "-" if not ratio else "NO" if differing & set(cells.key) else "yes",
             )
     return found
-
-
-def differs(results: Results, name: str, concurrency: int) -> bool:
-    """Whether outputs here are others than without speculation."""
-    differences = results.outputs[name].differences
-    return any(one.cell.concurrency == concurrency for one in differences)
 
 
 def draft_share(results: Results) -> str:
     """What a draft layer costs beside the target, as planners have measured it while serving."""
     shares = []
-    for key, cell in sorted(results.cells.items()):
+    for cell in results.cells.sort_values("key").itertuples():
         if cell.planner:
             cost = StepCost()
             cost.restore(cell.planner["cost_ms"])
-            layer, target = float(cost.layer(key.concurrency)), float(cost.verify(key.concurrency))
+            layer, target = (float(f(cell.concurrency)) for f in (cost.layer, cost.verify))
             shares.append(
-                f"{key.concurrency} at once {layer / target:.0%} ({layer:.1f} of {target:.1f} ms)"
+                f"{cell.concurrency} at once {layer / target:.0%} ({layer:.1f} of {target:.1f} ms)"
             )
     return (
         "A draft layer beside a target forward of as many rows, as the planner measured them: "

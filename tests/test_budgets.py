@@ -13,13 +13,13 @@ REPOSITORY = Path(__file__).parent.parent
 
 #: Lines of Python by folder, folders below it that have a budget of their own not counted.
 LINES = {
-    "eval": 1840,
+    "eval": 1720,
     "eval/baselines": 750,
-    "eval/bench": 2260,
+    "eval/bench": 2020,
     "eval/demo_models": 1540,
-    "eval/gpu": 2480,
+    "eval/gpu": 2450,
     "eval/lossless": 2340,
-    "eval/report": 3000,
+    "eval/report": 1250,
     "eval/smollm2": 1430,
     "eval/soak": 2170,
     "eval/tables": 910,
@@ -45,7 +45,7 @@ LINES = {
     "tests/draft": 2040,
     "tests/e2e": 5650,
     "tests/emulated": 5440,
-    "tests/eval": 7290,
+    "tests/eval": 6590,
     "tests/kernels": 2750,
     "tests/offline": 1920,
     "tests/patches": 510,

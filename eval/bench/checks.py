@@ -1,4 +1,4 @@
-"""What a run must show of itself: outputs as without speculation, and books that agree.
+"""Checks of a run: outputs equal those without speculation, metrics equal the requests' counts.
 
 Pure functions of recorded cells; ``eval.run`` stores their findings in DIR/checks.json.
 """
@@ -6,6 +6,7 @@ Pure functions of recorded cells; ``eval.run`` stores their findings in DIR/chec
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,71 +16,69 @@ from sglang_c2t.offline.client import differing
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A cell with other outputs than the baseline had for the same prompts."""
+class Comparison:
+    """A cell whose outputs were compared with the baseline's, and the prompts that differ."""
 
     cell: CellKey
-    prompts: list[int]
     compared: int
+    prompts: tuple[int, ...]
 
     def __str__(self) -> str:
         return (
             f"{self.cell}: {len(self.prompts)} of {self.compared} outputs differ from the "
             f"baseline's, first at prompt {self.prompts[0]}"
+            if self.prompts
+            else f"{self.cell}: {self.compared} outputs equal the baseline's"
         )
 
 
-def output_differences(
-    cells: Iterable[Cell], baseline: str, *, seeded: bool = False, fresh: bool = False
-) -> tuple[list[Difference], int]:
-    """Cells whose outputs differ from the baseline's, and how many outputs were compared.
+def compare_outputs(
+    cells: Sequence[Cell], baseline: str, *, seeded: bool = False, fresh: bool = False
+) -> list[Comparison]:
+    """Compare each cell's outputs with the baseline's at the same concurrency.
 
-    Greedy cells are compared with the baseline's first repeat at the same concurrency, its own
-    later repeats included. ``seeded`` compares sampled cells too, each with the baseline's cell
-    of the same repeat, which drew with the same seeds. With ``fresh`` prompts greedy ones are
-    compared so, too.
+    Greedy cells, later repeats of the baseline included, are compared with the baseline's first
+    repeat. ``seeded`` adds sampled cells, each compared with the baseline's cell of the same
+    repeat, which has the same seeds. ``fresh`` compares greedy cells by repeat too, because each
+    repeat has its own prompts.
     """
-    cells = list(cells)
 
-    def rung(cell: Cell) -> tuple[float, int, int]:
-        """Cells of one must give the same outputs."""
-        own = fresh or cell.temperature > 0
-        return cell.temperature, cell.concurrency, cell.repeat if own else 0
+    def group(cell: Cell) -> tuple[float, int, int]:
+        by_repeat = fresh or cell.temperature > 0
+        return cell.temperature, cell.concurrency, cell.repeat if by_repeat else 0
 
     reference: dict[tuple[float, int, int], Cell] = {}
     for cell in sorted(cells, key=lambda cell: cell.repeat):
         if cell.method == baseline:
-            reference.setdefault(rung(cell), cell)
-    found, compared = [], 0
+            reference.setdefault(group(cell), cell)
+    found = []
     for cell in cells:
-        expected = reference.get(rung(cell))
+        expected = reference.get(group(cell))
         if expected is None or expected is cell or (cell.temperature > 0 and not seeded):
             continue
         places = differing(cell.outputs, expected.outputs)
-        wrong = [cell.requests[place].index for place in places]
-        compared += len(cell.requests)
-        if wrong:
-            found.append(Difference(cell.key, wrong, len(cell.requests)))
-    return found, compared
+        wrong = tuple(cell.requests[place].index for place in places)
+        found.append(Comparison(cell.key, len(cell.requests), wrong))
+    return found
 
 
-def compared_outputs(cells: Iterable[Cell], run: Run) -> tuple[list[Difference], int]:
-    """The same as the run's configuration asks for it."""
+def compare_run_outputs(cells: Sequence[Cell], run: Run) -> list[Comparison]:
+    """:func:`compare_outputs` as the run's ``requests.equal_outputs`` asks for it."""
     requests = run.config.get("requests", {})
     wanted = requests.get("equal_outputs")
     if wanted == "none":
-        return [], 0
+        return []
     baseline = next((method.name for method in run.methods if method.baseline), "")
-    return output_differences(
-        cells, baseline, seeded=wanted == "seeded", fresh=requests.get("fresh_prompts", False)
-    )
+    fresh = requests.get("fresh_prompts", False)
+    return compare_outputs(cells, baseline, seeded=wanted == "seeded", fresh=fresh)
 
 
 def metric_disagreements(cell: Cell) -> list[str]:
-    """One sentence for each series of ``/metrics`` that is not what the requests sum up to."""
-    series = _by_name(cell.metrics)
-    totals = cell.totals
-    lengths = _proposed_lengths(cell)
+    """One sentence for each series of ``/metrics`` that differs from the requests' sums."""
+    series: dict[str, float] = defaultdict(float)  # summed over labels
+    for name, value in cell.metrics.items():
+        series[name.split("{", 1)[0]] += value
+    totals, lengths = cell.totals, _proposed_lengths(cell)
     expected: dict[str, float] = {
         "c2t:verifications_total": totals.verify_ct,
         "c2t:proposed_drafts_total": totals.num_proposed_drafts,
@@ -87,50 +86,30 @@ def metric_disagreements(cell: Cell) -> list[str]:
         "c2t:proposed_length_count": sum(lengths),
         "c2t:proposed_length_sum": sum(length * times for length, times in enumerate(lengths)),
     }
+    grown = {name: series[name] for name in expected}
+    cumulative = [*itertools.accumulate(lengths)] or [0]
+    for name, value in cell.metrics.items():
+        if bound := re.match(r"c2t:proposed_length_bucket.*\ble='([^']+)'", name):
+            grown[name] = value
+            expected[name] = cumulative[int(min(float(bound[1]), len(cumulative) - 1))]
     found = [
-        f"{cell.key}: {name} grew by {series.get(name, 0.0):g}, the requests say {value:g}"
+        f"{cell.key}: {name} grew by {grown[name]:g}, the requests say {value:g}"
         for name, value in expected.items()
-        if series.get(name, 0.0) != value
+        if grown[name] != value
     ]
-    # With overlap, a request that ends is verified once more for nothing: rows, but no count.
-    rows = series.get("c2t:verify_rows_total", 0.0)
-    least = totals.num_proposed_drafts + totals.verify_ct
+    # With overlap, a request that ends is verified once more: this adds rows, but no count.
+    rows, least = series["c2t:verify_rows_total"], totals.num_proposed_drafts + totals.verify_ct
     if rows < least:
         found.append(f"{cell.key}: c2t:verify_rows_total grew by {rows:g}, less than {least:g}")
-    return found + _bucket_disagreements(cell, lengths)
-
-
-def _bucket_disagreements(cell: Cell, lengths: Sequence[int]) -> list[str]:
-    cumulative = list(itertools.accumulate(lengths))
-    found = []
-    for name, value in cell.metrics.items():
-        if not name.startswith("c2t:proposed_length_bucket"):
-            continue
-        bound = float(name.split("le='", 1)[1].split("'", 1)[0])
-        at = min(bound, len(cumulative) - 1)
-        expected = cumulative[int(at)] if cumulative else 0
-        if value != expected:
-            found.append(f"{cell.key}: {name} grew by {value:g}, the requests say {expected:g}")
     return found
 
 
-def _by_name(metrics: dict[str, float]) -> dict[str, float]:
-    """Sums over labels."""
-    sums: dict[str, float] = defaultdict(float)
-    for series, value in metrics.items():
-        sums[series.split("{", 1)[0]] += value
-    return sums
-
-
 def _proposed_lengths(cell: Cell) -> list[int]:
-    """Verifications by number of drafts verified: entry 2 counts those of two drafts.
+    """Number of verifications by number of proposed drafts.
 
-    SGLang's histogram counts rows, and every verification has the root's.
+    SGLang's histogram counts rows, one of which is the root.
     """
-    counts: list[int] = []
-    for request in cell.requests:
-        histogram = request.meta.get("spec_cap_lens_histogram", [])[1:]
-        counts += [0] * (len(histogram) - len(counts))
-        for length, times in enumerate(histogram):
-            counts[length] += times
-    return counts
+    histograms: Iterable[list[int]] = (
+        request.meta.get("spec_cap_lens_histogram", [])[1:] for request in cell.requests
+    )
+    return [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]

@@ -1,21 +1,19 @@
 """One measured cell: SGLang's own benchmark client against a running server.
 
-``sglang.benchmark.serving`` sends the requests, bounds how many are under way, and computes its
-metrics; ``steady_state_serving`` adds those of the stretch with a full batch. Ours are two
-things it has no option for: the prompts, and a request function that keeps each answer's token
-ids and ``meta_info``.
+``sglang.benchmark.serving`` sends the requests, bounds how many are running, and computes its
+metrics. It has no option for two things, which are ours: the prompts, and a request function that
+keeps each answer's token ids and ``meta_info``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,21 +39,12 @@ READ_BYTES = 10 * 2**20  # a streamed line holds all token ids so far
 
 
 @dataclass(frozen=True)
-class Target:
-    """Where requests go, and what the client has to know of the model."""
-
-    url: str
-    tokenizer: str  # path or name
-
-
-@dataclass(frozen=True)
 class Measured:
     """What the client saw of a cell."""
 
     requests: list[Request]
     duration_s: float
     client: dict[str, Any]
-    steady: dict[str, Any] | None
 
     @property
     def output_tokens(self) -> int:
@@ -79,7 +68,8 @@ class Measured:
 
 
 def measure(
-    target: Target,
+    url: str,
+    tokenizer: str,
     samples: Sequence[Sample],
     concurrency: int,
     bodies: Sequence[dict[str, Any]],
@@ -88,62 +78,42 @@ def measure(
     on_answer: Callable[[], None] = lambda: None,
     arrivals: Sequence[float] = (),
 ) -> Measured:
-    """Send every sample once with its body, ``concurrency`` at a time; or, where there are
-    ``arrivals`` (seconds, rising), each at its time after the first.
+    """Send every sample once with its body, ``concurrency`` at a time, and keep the answers.
 
-    What the client prints goes to ``log``.
+    With ``arrivals`` (seconds, ascending) each is sent at its time. The client prints to ``log``.
     """
-    serving, steady_state = _client()
-    answers = _Answers(config.timeout_s, on_answer)
-    rows = _Rows(samples, bodies, config.max_new_tokens, arrivals or [0.0] * len(samples))
-    bound = len(samples) if arrivals else concurrency
-    # Its command line has traces with timestamps for one kind of data set only.
-    paced = partial(serving.get_request, use_trace_timestamps=bool(arrivals))
-    with (
-        _printing_to(log),
-        mock.patch.dict(serving.ASYNC_REQUEST_FUNCS, {"sglang": answers.request}),
-        mock.patch.dict(_data_sets(), {NAME: rows}),
-        mock.patch.object(serving, "get_request", paced),
-    ):
-        args = _arguments(serving, target, bound, len(samples), config.stream)
-        if steady_state is None:
-            result, steady = serving.run_benchmark(args), None
-        else:
-            ratio = config.steady_ratio
-            result, metrics = steady_state.run_steady_state_benchmark(args, ratio)
-            steady = dataclasses.asdict(metrics)
-    return _measured(samples, answers, result, steady)
-
-
-def _client() -> tuple[Any, Any]:
-    """The client, and its steady-state mode: None in SGLang before 0.5.23."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of quantisation kernels that this machine lacks
-        from sglang.benchmark import serving
+        from sglang.benchmark import datasets, serving
 
-        try:
-            from sglang.benchmark import steady_state_serving
-        except ImportError:
-            return serving, None
-    return serving, steady_state_serving
-
-
-def _data_sets() -> Any:
-    from sglang.benchmark.datasets import DATASET_MAPPING
-
-    return DATASET_MAPPING
+    answers = _Answers(config.timeout_s, on_answer)
+    rows = _Rows(samples, bodies, config.max_new_tokens, arrivals or [0.0] * len(samples))
+    # Its command line has traces with timestamps for one kind of data set only.
+    paced = partial(serving.get_request, use_trace_timestamps=bool(arrivals))
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        log.open("a", encoding="utf-8") as sink,
+        contextlib.redirect_stdout(sink),
+        contextlib.redirect_stderr(sink),
+        mock.patch.dict(serving.ASYNC_REQUEST_FUNCS, {"sglang": answers.request}),
+        mock.patch.dict(datasets.DATASET_MAPPING, {NAME: rows}),
+        mock.patch.object(serving, "get_request", paced),
+    ):
+        args = _arguments(serving, url, tokenizer, len(samples), config.stream)
+        args.max_concurrency = len(samples) if arrivals else concurrency
+        result = serving.run_benchmark(args)
+    return answers.measured(samples, result)
 
 
 def _arguments(
-    serving: Any, target: Target, concurrency: int, num_prompts: int, stream: bool
+    serving: Any, url: str, tokenizer: str, num_prompts: int, stream: bool
 ) -> argparse.Namespace:
     """The client's own defaults, and what a cell sets."""
     argv = [
-        NAME, "--backend", "sglang", "--base-url", target.url, "--model", target.tokenizer,
-        "--tokenizer", target.tokenizer, "--num-prompts", str(num_prompts),
-        "--max-concurrency", str(concurrency), "--warmup-requests", "0", "--disable-tqdm",
-        "--ready-check-timeout-sec", "0", "--output-file", "/dev/null",
-        *(() if stream else ("--disable-stream",)),
+        NAME, "--backend", "sglang", "--base-url", url, "--model", tokenizer,
+        "--tokenizer", tokenizer, "--num-prompts", str(num_prompts),
+        "--warmup-requests", "0", "--disable-tqdm", "--ready-check-timeout-sec", "0",
+        "--output-file", "/dev/null", *(() if stream else ("--disable-stream",)),
     ]  # fmt: skip
     # Its parser is built and used in one function, which then runs the benchmark.
     with (
@@ -154,17 +124,6 @@ def _arguments(
     args: argparse.Namespace = parsed.call_args.args[0]
     args.dataset_name = NAME  # the parser admits its own names only
     return args
-
-
-@contextlib.contextmanager
-def _printing_to(log: Path) -> Iterator[None]:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        log.open("a", encoding="utf-8") as sink,
-        contextlib.redirect_stdout(sink),
-        contextlib.redirect_stderr(sink),
-    ):
-        yield
 
 
 class _Rows:
@@ -270,6 +229,29 @@ class _Answers:
         output.output_len += new
         self.latest[index] = now
 
+    def measured(self, samples: Sequence[Sample], result: dict[str, Any]) -> Measured:
+        """All answers in the order of their prompts, and the client's own ``result``."""
+        outputs = [self.outputs[index] for index in range(len(samples))]
+        start = min(output.start_time for output in outputs)
+        end = max(output.start_time + output.latency for output in outputs)
+        rows = [
+            Request(
+                index=index,
+                family=sample.family,
+                prompt_len=output.prompt_len,
+                output_len=output.output_len,
+                output_ids=self.ids.get(index, ()),
+                start_s=output.start_time - start,
+                latency_s=output.latency,
+                ttft_s=output.ttft,
+                success=output.success,
+                error=output.error,
+                meta=_kept(self.meta.get(index, {})),
+            )
+            for index, (sample, output) in enumerate(zip(samples, outputs, strict=True))
+        ]
+        return Measured(rows, end - start, _scalars(result))
+
 
 def _verdict(meta: dict[str, Any]) -> tuple[bool, str]:
     """Whether a request ended as requests should, and what was wrong."""
@@ -279,36 +261,6 @@ def _verdict(meta: dict[str, Any]) -> tuple[bool, str]:
     if reason.get("type") == "abort":
         return False, f"aborted: {reason.get('message', '')}"
     return True, ""
-
-
-def _measured(
-    samples: Sequence[Sample],
-    answers: _Answers,
-    result: dict[str, Any],
-    steady: dict[str, Any] | None,
-) -> Measured:
-    outputs = [answers.outputs[index] for index in range(len(samples))]
-    start = min(output.start_time for output in outputs)
-    end = max(output.start_time + output.latency for output in outputs)
-    rows = [
-        Request(
-            index=index,
-            family=sample.family,
-            prompt_len=output.prompt_len,
-            output_len=output.output_len,
-            output_ids=answers.ids.get(index, ()),
-            start_s=output.start_time - start,
-            latency_s=output.latency,
-            ttft_s=output.ttft,
-            success=output.success,
-            error=output.error,
-            meta=_kept(answers.meta.get(index, {})),
-        )
-        for index, (sample, output) in enumerate(zip(samples, outputs, strict=True))
-    ]
-    if steady is not None:
-        steady = {**steady, **{key: steady[key] - start for key in ("window_start", "window_end")}}
-    return Measured(rows, end - start, _scalars(result), steady and _scalars(steady))
 
 
 def _kept(meta: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import json
 import random
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from eval.smollm2 import prompts as real
 from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.prompts import PromptRow, read_prompts
 
-GENERATED, OWN = "demo:", "own:"
 RAW = "raw"
 
 #: Public sets that packages of the Python index hold.
@@ -77,7 +76,7 @@ MESSAGES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def _public_sets() -> dict[str, PublicSet]:
     text = Path(__file__).with_name("public_sets.toml").read_text(encoding="utf-8")
-    return {name: build(PublicSet, table, name) for name, table in tomllib.loads(text).items()}
+    return build(dict[str, PublicSet], tomllib.loads(text))
 
 
 PUBLIC = _public_sets()
@@ -107,26 +106,16 @@ def load(config: DatasetConfig, tokenizer: Any, folders: Sequence[Path]) -> Data
         rows, where = rows_of(part, config.seed, folders)
         found = check(part, rows, where)
         drawn.append(draw(part, rows, config, tokenizer))
-        families = sorted({sample.family for sample in drawn[-1]})
-        facts.append(
-            {
-                "name": part.source,
-                "family": ", ".join(families),
-                "n": part.n,
-                "count": len(rows),
-                "sha256": found,
-                "source": where,
-            }
-        )
+        families = ", ".join(sorted({sample.family for sample in drawn[-1]}))
+        facts.append({"name": part.source, "family": families, "n": part.n, "count": len(rows),
+                      "sha256": found, "source": where})  # fmt: skip
     samples = interleaved(drawn, config.seed)
     parts = " + ".join(f"{part.n} {part.source}" for part in config.parts)
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(json.dumps([sample.family, sample.prompt]).encode() + b"\0")
-    return Dataset(
-        samples,
-        {"name": parts, "n": len(samples), "sha256": digest.hexdigest(), "parts": facts},
-    )
+    sha256 = digest.hexdigest()
+    return Dataset(samples, {"name": parts, "n": len(samples), "sha256": sha256, "parts": facts})
 
 
 # -- sources --------------------------------------------------------------------------------
@@ -134,44 +123,29 @@ def load(config: DatasetConfig, tokenizer: Any, folders: Sequence[Path]) -> Data
 
 def rows_of(part: PartConfig, seed: int, folders: Sequence[Path]) -> tuple[list[PromptRow], str]:
     """All prompts of a source, and where they came from."""
-    if part.source.startswith(GENERATED):
-        return generated(part.source.removeprefix(GENERATED), part.n, seed), "our generator"
-    if part.source.startswith(OWN):
-        return own(part.source.removeprefix(OWN), part.n, seed), "our own"
+    kind, _, family = part.source.rpartition(":")
+    if kind == "demo" and family in FAMILIES:
+        mix = demo_mix(part.n * len(FAMILIES), seed)
+        return [PromptRow(family, text=o.text) for o in mix if o.family == family], "our generator"
+    if kind == "own" and family in real.OWN:  # nothing learns from these
+        found = itertools.islice(real.conversations(family, "measured", seed), part.n)
+        return [PromptRow(family, messages=list(said)) for said in found], "our own"
     if part.source.endswith(".jsonl"):
         return read_prompts(part.source), part.source
-    if part.source not in PUBLIC:
-        families = [GENERATED + name for name in FAMILIES] + [OWN + name for name in real.OWN]
-        raise ConfigError(
-            f"dataset source {part.source!r} is unknown; give a .jsonl file, one of our "
-            f"own ({', '.join(families)}) or one of {', '.join(PUBLIC)}"
-        )
-    return _public(part.source, folders)
-
-
-def generated(family: str, n: int, seed: int) -> list[PromptRow]:
-    """The first ``n`` prompts of one family of the demo mix."""
-    if family not in FAMILIES:
-        raise ConfigError(
-            f"dataset source {GENERATED}{family}: the generators are {', '.join(FAMILIES)}"
-        )
-    mix = demo_mix(n * len(FAMILIES), seed)
-    return [PromptRow(family, text=one.text) for one in mix if one.family == family]
-
-
-def own(family: str, n: int, seed: int) -> list[PromptRow]:
-    """Up to ``n`` conversations of a family that nothing learns from."""
-    if family not in real.OWN:
-        raise ConfigError(f"dataset source {OWN}{family}: there are {', '.join(real.OWN)}")
-    found = itertools.islice(real.conversations(family, "measured", seed), n)
-    return [PromptRow(family, messages=list(said)) for said in found]
+    if part.source in PUBLIC:
+        return _public(part.source, folders)
+    own = [f"demo:{name}" for name in FAMILIES] + [f"own:{name}" for name in real.OWN]
+    raise ConfigError(
+        f"dataset source {part.source!r} is unknown; give a .jsonl file, one of our "
+        f"own ({', '.join(own)}) or one of {', '.join(PUBLIC)}"
+    )
 
 
 def _public(name: str, folders: Sequence[Path]) -> tuple[list[PromptRow], str]:
     wanted = PUBLIC[name]
     for path in (folder / file for folder in folders for file in wanted.files):
         if path.is_file():
-            return [_regrouped(row, wanted.family) for row in read_prompts(path)], str(path)
+            return [replace(row, group=wanted.family) for row in read_prompts(path)], str(path)
     looked = ", ".join(map(str, folders)) or "no folder (give one with --data)"
     missing = f"dataset {name} was not found. Looked for {' or '.join(wanted.files)} in {looked}. "
     if name in PACKAGED:
@@ -203,10 +177,6 @@ def _from_hub(hub: Hub, family: str) -> list[PromptRow]:
     return [PromptRow(family, messages=[{"role": "user", "content": text}]) for text in texts]
 
 
-def _regrouped(row: PromptRow, family: str) -> PromptRow:
-    return PromptRow(family, row.text, row.messages)
-
-
 # -- checks ---------------------------------------------------------------------------------
 
 
@@ -233,7 +203,7 @@ def check(part: PartConfig, rows: Sequence[PromptRow], where: str) -> str:
 def prompts_sha256(rows: Iterable[PromptRow]) -> str:
     r"""SHA-256 of the prompts in their order, whoever packed them.
 
-    Each prompt, stripped and with ``\n`` line ends, in UTF-8 and behind it a zero byte.
+    Each prompt, stripped and with ``\n`` line ends, in UTF-8, followed by a zero byte.
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -271,10 +241,9 @@ def draw(
 
 def sample(part: PartConfig, row: PromptRow, tokenizer: Any) -> Sample:
     """A prompt as it is sent."""
-    family = part.family or row.group
     if part.template or row.messages is None:
         text = shaped(part.template, content(row))
-        return Sample(family, text, len(tokenizer.encode(text)))
+        return Sample(row.group, text, len(tokenizer.encode(text)))
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             f"the model has no chat template for the messages of dataset {part.source}: give "
@@ -286,7 +255,7 @@ def sample(part: PartConfig, row: PromptRow, tokenizer: Any) -> Sample:
         tokenize=True,
         return_dict=False,
     )
-    return Sample(family, list(ids), len(ids))
+    return Sample(row.group, list(ids), len(ids))
 
 
 def shaped(template: str, text: str) -> str:

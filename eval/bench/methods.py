@@ -127,7 +127,7 @@ def _environment(config: BenchConfig, method: MethodConfig, folder: Path) -> dic
         needed = method.gated or method.plugin_off or config.server.device == "cpu"
         ours = ("c2t",) if needed else ()
         env |= plugins.environment(folder / PLUGINS, (*ours, *measuring))
-    return {**env, **config.server.env}
+    return env
 
 
 #: Where, in a run's folder of logs, the entry points of a checkout are written.
@@ -181,7 +181,7 @@ def _options_file(method: MethodConfig, folder: Path) -> Path:
 
 
 def record_of(config: BenchConfig, method: MethodConfig, folder: Path) -> Method:
-    """The method as run.json tells it."""
+    """The method as run.json records it."""
     flags = list(method_flags(config.model, method, folder))
     assert not isinstance(method.beta, tuple)
     return Method(method.name, method.kind, flags, method.beta, baseline=method.baseline)
@@ -212,7 +212,7 @@ def plan(
     servers are up together.
 
     Repeat by repeat, rung by rung; on each rung every method once, in an order drawn anew, so
-    that what drifts on the machine falls on all methods alike.
+    that drift of the machine affects all methods equally.
     """
     rng = random.Random(f"{config.seed}/cells")
     names = [method.name for method in config.methods]
@@ -237,7 +237,7 @@ def rounds(
 ) -> list[tuple[list[Host], list[PlannedCell]]]:
     """The cells of a run with all servers at once: each repeat's, and who serves them.
 
-    The servers are told in the order in which to start them, which turns from repeat to repeat:
+    Servers are listed in the order in which to start them, which rotates from repeat to repeat:
     what is started last of six can pay 5 to 10 % more for a forward as long as it lives.
     """
     stride = max(1.0, len(servers) / config.repeats)  # through all of the order, if not by ones
@@ -261,9 +261,9 @@ def passes(
     """
     rng = random.Random(f"{config.seed}/servers")
     names = [method.name for method in config.methods]
-    told = sorted(servers, key=lambda host: names.index(host.methods[0].name))
+    ordered = sorted(servers, key=lambda host: names.index(host.methods[0].name))
     if config.server.mode == "once":
-        turns = [(host, range(config.repeats)) for host in told]
+        turns = [(host, range(config.repeats)) for host in ordered]
     else:
         turns = [(host, range(repeat, repeat + 1)) for repeat in range(config.repeats)
                  for host in rng.sample(list(servers), len(servers))]  # fmt: skip

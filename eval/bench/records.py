@@ -1,8 +1,8 @@
 """Files of a benchmark run: ``run.json`` and one JSONL file per measured cell.
 
     DIR/run.json                                             what was run, and its conditions
-    DIR/cells/METHOD.tTEMPERATURE.cCONCURRENCY.rREPEAT.jsonl the first line tells of the cell,
-                                                             each further line of one request
+    DIR/cells/METHOD.tTEMPERATURE.cCONCURRENCY.rREPEAT.jsonl the first line describes the cell,
+                                                             each further line one request
 
 A cell's file appears whole or not at all, so a cell that has one is done. Knows nothing of
 servers or of what the numbers mean.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,14 +89,13 @@ class Cell:
     duration_s: float  # from the first request sent to the last answer read
     output_tokens: int
     tokens_per_second: float  # of the time with a request under way
-    steady: dict[str, Any] | None  # fields of SGLang's SteadyStateMetrics
     client: dict[str, Any]  # SGLang's own result, scalars only
     work: dict[str, int]  # what the plugin's counters grew by; {} without the plugin's counters
     metrics: dict[str, float]  # what the c2t:* series of /metrics grew by; {} without --c2t
     server_argv: list[str]
     requests: tuple[Request, ...] = ()
     clock: dict[str, float] | None = None  # what the server's step clock timed, if it has one
-    planner: dict[str, Any] | None = None  # what it told at the end, if the method plans
+    planner: dict[str, Any] | None = None  # its dict at the end, if the method plans
 
     @property
     def key(self) -> CellKey:
@@ -137,6 +136,15 @@ class Run:
     format: int = FORMAT
 
 
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Leaves of nested tables and lists by their dotted names."""
+    if isinstance(value, Mapping | list):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        parts = [flat(item, f"{name}.{key}" if name else str(key)) for key, item in items]
+        return {key: leaf for part in parts for key, leaf in part.items()}
+    return {name: value}
+
+
 def write_run(folder: Path, run: Run) -> None:
     """Write ``folder``/run.json."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +175,7 @@ def write_cell(folder: Path, cell: Cell) -> Path:
     path = folder / CELLS / cell.key.file_name
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {f.name: getattr(cell, f.name) for f in fields(cell) if f.name != "requests"}
-    # The number of requests tells a reader whether lines are missing.
+    # With the number of requests a reader sees whether lines are missing.
     lines = [{**head, "num_requests": len(cell.requests)}, *map(asdict, cell.requests)]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     write_whole({path: lambda tmp: tmp.write_text(text, encoding="utf-8")})
@@ -184,6 +192,7 @@ def read_cell(path: Path) -> Cell:
         raise RecordError(f"{path} holds no cell; delete it to measure it again")
     head, rows = lines[0], lines[1:]
     wanted = head.pop("num_requests", None)
+    head.pop("steady", None)  # in older runs
     if len(rows) != wanted:
         raise RecordError(
             f"{path} is cut short: {len(rows)} of {wanted} requests; delete it to measure it again"
@@ -218,8 +227,3 @@ def _built(kind: type[T], values: Mapping[str, Any], path: Path) -> T:
         return kind(**values)
     except TypeError as error:
         raise RecordError(f"{path} is of another format: {error}") from error
-
-
-def total(cells: Iterable[Cell]) -> SpecTotals:
-    """Counts of several cells together, for instance of all repeats."""
-    return SpecTotals.from_meta_infos(r.meta for cell in cells for r in cell.requests)

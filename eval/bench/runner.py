@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from eval.bench import client
-from eval.bench.client import Target
 from eval.bench.config import BenchConfig, MethodConfig
 from eval.bench.datasets import Sample
 from eval.bench.methods import Host, PlannedCell, passes, reduced, rounds, switch
@@ -99,9 +98,12 @@ class Runner:
         needed = reduced(self.servers, {cell.key.method for cell in todo})
         together = self._together_is_possible(len(needed))
         with progress_on(self.console) as progress:
-            bars = Bars(progress, len(todo))
+            done_cells = progress.add_task("cells", total=len(todo))
             for hosts, mine in (rounds if together else passes)(self.config, todo, needed):
-                self._serve(hosts, mine, bars)
+                with self._fleet(hosts, progress) as fleet:
+                    for cell in mine:
+                        self._try(cell, hosts, fleet, progress)
+                        progress.advance(done_cells)
 
     def _together_is_possible(self, num_servers: int) -> bool:
         """Whether all servers run at once; "auto" asks for the memory and says what it found."""
@@ -117,18 +119,11 @@ class Runner:
         )
         return free >= needed
 
-    def _serve(self, hosts: Sequence[Host], cells: Sequence[PlannedCell], bars: Bars) -> None:
-        by_method = {m.name: (host, m) for host in hosts for m in host.methods}
-        with self._fleet(hosts, bars) as fleet:
-            for cell in cells:
-                host, method = by_method[cell.key.method]
-                self._try(cell, method, host, fleet.get(host.name), bars)
-
     @contextlib.contextmanager
-    def _fleet(self, hosts: Sequence[Host], bars: Bars) -> Iterator[dict[str, Server]]:
+    def _fleet(self, hosts: Sequence[Host], progress: Progress) -> Iterator[dict[str, Server]]:
         """Running servers by name, started a few at a time; those that fail are left out."""
         workers = ThreadPoolExecutor(self.config.server.starting)
-        bars.starting(len(hosts))
+        starting = progress.add_task("starting servers", total=len(hosts))
         stacks = {host.name: contextlib.ExitStack() for host in hosts}
         over = threading.Event()
 
@@ -143,13 +138,14 @@ class Runner:
             fleet = {}
             with self.budget.part("server", guess=120.0):
                 for host, server in workers.map(start, hosts):
-                    bars.started()
+                    progress.advance(starting)
                     if isinstance(server, ServerError):
                         last = "\n".join(str(server).splitlines()[-LOG_LINES:])
                         log = self.folder / "logs" / f"{host.name}.log"
                         self._fail(f"server {host.name} did not start, see {log}: ...\n{last}")
                     else:
                         fleet[host.name] = server
+            progress.remove_task(starting)
             yield fleet
         finally:
             over.set()  # servers that are just starting end first
@@ -158,22 +154,26 @@ class Runner:
                 list(closing.map(contextlib.ExitStack.close, stacks.values()))
 
     def _try(
-        self, cell: PlannedCell, method: MethodConfig, host: Host, server: Server | None, bars: Bars
-    ) -> None:
+        self, cell: PlannedCell, hosts: Sequence[Host], fleet: dict[str, Server],
+        progress: Progress,
+    ) -> None:  # fmt: skip
         """Measure a cell and keep it, or say why not."""
-        bars.begin(cell)
+        host = next(h for h in hosts if cell.key.method in [m.name for m in h.methods])
+        method = next(m for m in host.methods if m.name == cell.key.method)
+        server = fleet.get(host.name)
         if server is None or server.process.poll() is not None:
             self._fail(f"{cell.key}: not measured, server {host.name} is not running")
-        else:
-            try:
-                with self.budget.part(f"{cell.prompts} prompts", guess=20.0):
-                    measured = self.measure(cell, method, host, server, bars.answered)
-                write_cell(self.folder, measured)
-                speed = f"{measured.tokens_per_second:.0f} tokens/s"
-                self.console.print(f"{bars.position} {cell.key}: {speed}", markup=False)
-            except ERRORS as error:
-                self._fail(f"{cell.key}: {error}")
-        bars.end()
+            return
+        bar = progress.add_task(str(cell.key), total=cell.prompts)
+        try:
+            with self.budget.part(f"{cell.prompts} prompts", guess=20.0):
+                found = self.measure(cell, method, host, server, lambda: progress.advance(bar))
+            write_cell(self.folder, found)
+            self.console.print(f"{cell.key}: {found.tokens_per_second:.0f} tokens/s", markup=False)
+        except ERRORS as error:
+            self._fail(f"{cell.key}: {error}")
+        finally:
+            progress.remove_task(bar)
 
     def _fail(self, reason: str) -> None:
         self.failures.append(reason)
@@ -203,7 +203,8 @@ class Runner:
         series, state = self._series(server), server.internal_state()
         started = datetime.now(UTC).isoformat(timespec="seconds")
         measured = client.measure(
-            Target(server.url, self.tokenizer),
+            server.url,
+            self.tokenizer,
             samples,
             cell.key.concurrency,
             bodies,
@@ -228,7 +229,6 @@ class Runner:
             duration_s=measured.duration_s,
             output_tokens=measured.output_tokens,
             tokens_per_second=tokens / seconds,
-            steady=measured.steady,
             client=measured.client,
             work=client.grown(_counters(state), _counters(after)),
             metrics=client.grown(series, self._series(server)),
@@ -249,8 +249,8 @@ class Runner:
         return result
 
     def numbers(self, cell: PlannedCell) -> list[int]:
-        """Which prompts of the data set a cell sends: the first, or those behind what its repeats
-        before it have sent; the first again behind the last.
+        """Numbers of the prompts that a cell sends: the first ones of the data set, or with
+        ``fresh_prompts`` those after the ones that earlier repeats sent, in a ring.
         """
         if not self.config.requests.fresh_prompts:
             return list(range(cell.prompts))
@@ -260,15 +260,12 @@ class Runner:
         return [number % len(self.samples) for number in range(start, start + count)]
 
     def body(self, cell: PlannedCell, number: int) -> dict[str, Any]:
-        """What a request says beside its prompt; the seed is the same for all methods."""
+        """The request's body without its prompt; the seed is the same for all methods."""
         wanted = self.config.requests
         params: dict[str, Any] = {
             "temperature": cell.key.temperature,
             "max_new_tokens": wanted.max_new_tokens,
-            "ignore_eos": wanted.ignore_eos,
         }
-        if wanted.top_p < 1:
-            params["top_p"] = wanted.top_p
         if wanted.seeded and cell.key.temperature > 0:
             params["sampling_seed"] = (self.config.seed + cell.key.repeat) * 1_000_003 + number
         return {"sampling_params": params, "stream": wanted.stream}
@@ -323,7 +320,7 @@ class Runner:
 
 
 def _short(sample: Sample, sampling_params: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
-    """A request for a few tokens behind a prompt."""
+    """A request for a few tokens after a prompt."""
     prompt = sample.prompt
     return {
         **({"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}),
@@ -349,49 +346,3 @@ def _counters(state: dict[str, Any]) -> dict[str, Any]:
 
 def _argv(server: Server) -> list[str]:
     return [str(part) for part in server.process.args]
-
-
-# -- progress -------------------------------------------------------------------------------
-
-
-class Bars:
-    """Servers started, cells done with the time that is left, requests of the current cell."""
-
-    def __init__(self, progress: Progress, num_cells: int) -> None:
-        self._progress = progress
-        self._num_cells = num_cells
-        self._done = 0
-        self._servers = progress.add_task("servers", total=None, visible=False)
-        self._cells = progress.add_task("cells", total=num_cells)
-        self._requests = progress.add_task("", total=None, visible=False)
-
-    @property
-    def position(self) -> str:
-        """Number of the current cell."""
-        return f"[{self._done + 1}/{self._num_cells}]"
-
-    def starting(self, num_servers: int) -> None:
-        """Servers are being started."""
-        self._progress.reset(
-            self._servers, total=num_servers, visible=True, description="starting servers"
-        )
-
-    def started(self) -> None:
-        """One of them is up, or did not start."""
-        self._progress.advance(self._servers)
-
-    def begin(self, cell: PlannedCell) -> None:
-        """A cell's turn."""
-        self._progress.update(self._servers, visible=False)
-        self._progress.reset(
-            self._requests, total=cell.prompts, visible=True, description=str(cell.key)
-        )
-
-    def answered(self) -> None:
-        """One of its requests is done."""
-        self._progress.advance(self._requests)
-
-    def end(self) -> None:
-        """The cell is done, or failed."""
-        self._done += 1
-        self._progress.advance(self._cells)

@@ -18,7 +18,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,34 +70,6 @@ def forward(
         BYTES_PER_WEIGHT * weights + batch * context * layers * shape.layer_kv_bytes,
         2 * rows * weights + attention,
     )
-
-
-class Floor(NamedTuple):
-    """The least seconds of a step, by part."""
-
-    verify: float
-    draft: float
-
-    @property
-    def total(self) -> float:
-        """Both, one after the other."""
-        return self.verify + self.draft
-
-
-def step_floor(
-    shape: Shape, ceilings: Ceilings, *, rows: float, batch: int, context: float, num_steps: int
-) -> Floor:
-    """One step: D = ``num_steps`` drafts per request, then R ``rows`` verified.
-
-    Drafting is D - 1 forwards of B rows and the draft extend, which runs over the rows that were
-    verified. ``num_steps`` 0: no speculation, no draft.
-    """
-    work = partial(forward, shape, batch=batch, context=context)
-    verify = work(rows=rows).seconds(ceilings)
-    if num_steps == 0:
-        return Floor(verify, 0.0)
-    single, extend = (work(rows=n, draft=True).seconds(ceilings) for n in (batch, rows))
-    return Floor(verify, (num_steps - 1) * single + extend)
 
 
 # -- measuring ----------------------------------------------------------------------------

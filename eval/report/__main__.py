@@ -1,10 +1,10 @@
-"""What a benchmark run shows, as one HTML page and as Markdown with its plots beside it.
+"""Report of a benchmark run: one HTML page, and Markdown with its plots.
 
-    python -m eval.report DIR [--out FOLDER] [--ceilings FILE]    report.html, report.md, plots/
+    python -m eval.report DIR [--out FOLDER]                      report.html, report.md, plots/
     python -m eval.report compare A B [--out FOLDER]              compare.html, compare.md, plots/
 
-Reads what ``python -m eval.run`` wrote, also while it still runs. Every number is made from the
-records; nothing is measured here.
+Reads what ``python -m eval.run`` wrote, also while it still runs. Every number is computed from
+the records; nothing is measured here. FOLDER is DIR, or compare in B, unless given.
 """
 
 from __future__ import annotations
@@ -12,69 +12,37 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-
 from eval.bench.records import RecordError
-from eval.gpu.roofline import Ceilings
-from eval.report.cells import Results, load
 from eval.report.compare import compare
-from eval.report.report import report, write
-from sglang_c2t.config import ConfigError
-
-CONSOLE = Console(stderr=True)
+from eval.report.report import report
+from eval.report.results import load
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write a report; 0, or 2 where there is nothing to report on."""
+    """Write a report; 0, or 2 if there is nothing to report on."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        paths = _compare(argv[1:]) if argv[:1] == ["compare"] else _report(argv)
-    except (RecordError, ConfigError, OSError) as error:
-        print(f"eval.report: error: {error}", file=sys.stderr)
-        return 2
-    for path in paths:
-        print(f"wrote {path}")
-    return 0
-
-
-def _report(argv: Sequence[str]) -> list[Path]:
+    comparing = argv[:1] == ["compare"]
     parser = argparse.ArgumentParser(
-        prog="python -m eval.report", description=__doc__,
+        "python -m eval.report", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    add = parser.add_argument
-    add("run", type=Path, metavar="DIR", help="folder of a benchmark run")
-    add("--out", type=Path, metavar="FOLDER", help="where to write; default: DIR")
-    add("--ceilings", type=Path, help="of the GPU, from python -m eval.gpu.roofline --out")
-    args = parser.parse_args(argv)
-    results = _load(args.run)
-    ceilings = Ceilings.read(args.ceilings) if args.ceilings else None
-    with CONSOLE.status("tables and plots"):
-        return write(report(results, ceilings), args.out or args.run)
-
-
-def _compare(argv: Sequence[str]) -> list[Path]:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.report compare", description="What differs between two runs."
-    )
-    add = parser.add_argument
-    add("before", type=Path, metavar="A", help="folder of a benchmark run")
-    add("after", type=Path, metavar="B", help="folder of another")
-    add("--out", type=Path, metavar="FOLDER", help="where to write; default: compare in B")
-    args = parser.parse_args(argv)
-    before, after = _load(args.before), _load(args.after)
-    with CONSOLE.status("tables and plots"):
-        document = compare(before, after, (str(args.before), str(args.after)))
-        return write(document, args.out or args.after / "compare", stem="compare")
-
-
-def _load(folder: Path) -> Results:
-    told = partial(track, description=f"reading {folder}", console=CONSOLE, transient=True)
-    return load(folder, told)
+    for name in ("A", "B") if comparing else ("DIR",):
+        parser.add_argument(name, type=Path, help="folder of a benchmark run")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write")
+    args = parser.parse_args(argv[comparing:])
+    try:
+        if comparing:
+            made = compare(load(args.A), load(args.B), (str(args.A), str(args.B)))
+            written = made.write(args.out or args.B / "compare", "compare")
+        else:
+            written = report(load(args.DIR)).write(args.out or args.DIR, "report")
+    except (RecordError, OSError) as error:
+        print(f"eval.report: error: {error}", file=sys.stderr)
+        return 2
+    print(*(f"wrote {path}" for path in written), sep="\n")
+    return 0
 
 
 if __name__ == "__main__":

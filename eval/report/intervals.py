@@ -1,4 +1,4 @@
-"""Intervals of a report: ratios of speeds over repeats, accept lengths over prompts.
+"""Confidence intervals: speed ratios over repeats, accept lengths over prompts.
 
 Legend: Q prompts, S resamples.
 """
@@ -6,196 +6,122 @@ Legend: Q prompts, S resamples.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
+import pandas as pd
 from scipy.stats import t as student
 from scipy.stats import ttest_ind
 
-from eval.report.document import Mark
-from sglang_c2t.offline.compare import Array, Curve, everyone, interval, resamples
+from sglang_c2t.offline.compare import Array, interval, resamples
 
 LEVEL = 0.95
 NUM_RESAMPLES = 1000
 
+Verdict = Literal["win", "loss", "tie", ""]
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its 95 % interval; the interval is nan where there is none."""
+    """A number and its 95 % interval; ``low`` and ``high`` are nan without an interval."""
 
     value: float
     low: float = math.nan
     high: float = math.nan
+    n: int = 1  # repeats
 
     @property
     def has_interval(self) -> bool:
-        """Whether there is one."""
+        """Whether ``low`` and ``high`` are numbers."""
         return not math.isnan(self.low)
 
-    def text(self, digits: int = 2) -> str:
-        """``2.31 [2.25, 2.38]``, or the number alone."""
-        text = f"{self.value:.{digits}f}"
-        if not self.has_interval:
-            return text
-        return f"{text} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
-
-
-Logs = Mapping[int, float]  # logarithm of a speed, by repeat
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Variance of one logarithm of a speed that neither method nor repeat explains."""
-
-    variance: float
-    freedom: int
-
-    @classmethod
-    def of(cls, speeds: Mapping[str, Logs]) -> Noise | None:
-        """Of all methods together, as of a block design whose blocks are the repeats.
-
-        Two or three repeats tell little of one method's noise. With two methods this is the
-        paired t test's. None where method and repeat explain everything.
-        """
-        methods = {name: i for i, name in enumerate(speeds)}
-        repeats = sorted({repeat for logs in speeds.values() for repeat in logs})
-        cells = [(methods[name], repeats.index(repeat), log)
-                 for name, logs in speeds.items() for repeat, log in logs.items()]  # fmt: skip
-        design = np.zeros((len(cells), len(methods) + len(repeats)))
-        for row, (method, repeat, _) in zip(design, cells, strict=True):
-            row[[method, len(methods) + repeat]] = 1.0
-        values = np.array([log for _, _, log in cells])
-        solution, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
-        freedom = len(cells) - int(rank)
-        if not freedom:
-            return None
-        return cls(float(((values - design @ solution) ** 2).sum()) / freedom, freedom)
-
-
-@dataclass(frozen=True)
-class Ratio(Estimate):
-    """A geometric mean of ratios of speeds, with a t interval on its logarithm."""
-
-    n: int = 1
-
     @property
-    def mark(self) -> Mark:
-        """Win or loss where the interval excludes 1, tie where it holds it, plain without one."""
+    def verdict(self) -> Verdict:
+        """Outcome as a ratio: win above 1, loss below 1, tie across 1, empty without interval."""
         if not self.has_interval:
-            return Mark.PLAIN
-        return Mark.WIN if self.low > 1 else Mark.LOSS if self.high < 1 else Mark.TIE
+            return ""
+        return "win" if self.low > 1 else "loss" if self.high < 1 else "tie"
 
-    @classmethod
-    def paired(cls, ours: Logs, theirs: Logs, noise: Noise | None) -> Ratio | None:
-        """Of two methods, over the repeats that both have; None where there is none.
-
-        A repeat that was slow for both leaves their ratio as it is.
-        """
-        logs = [log - theirs[repeat] for repeat, log in ours.items() if repeat in theirs]
-        if not logs:
-            return None
-        mean, n = statistics.fmean(logs), len(logs)
-        if n < 2 or noise is None:
-            return cls(math.exp(mean), n=n)
-        quantile = float(student.ppf((1 + LEVEL) / 2, noise.freedom))
-        half = quantile * math.sqrt(2 * noise.variance / n)
-        return cls(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n=n)
-
-    @classmethod
-    def unpaired(cls, above: Sequence[float], below: Sequence[float]) -> Ratio:
-        """Of two independent sets of speeds: Welch's interval on the logarithms."""
-        ups, downs = np.log(above), np.log(below)
-        mean, n = float(ups.mean() - downs.mean()), min(len(ups), len(downs))
-        if n < 2:
-            return cls(math.exp(mean), n=n)
-        if ups.var() + downs.var() == 0:
-            return cls(math.exp(mean), math.exp(mean), math.exp(mean), n=n)
-        low, high = ttest_ind(ups, downs, equal_var=False).confidence_interval(LEVEL)
-        return cls(math.exp(mean), math.exp(low), math.exp(high), n=n)
+    def text(self, digits: int = 2, sign: str = "") -> str:
+        """``2.31 [2.25, 2.38]``, or the number alone; ``sign`` "+" for differences."""
+        value, low, high = (f"{x:{sign}.{digits}f}" for x in (self.value, self.low, self.high))
+        return f"{value} [{low}, {high}]" if self.has_interval else value
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What speculation did, summed per prompt."""
+def noise(logs: pd.DataFrame) -> tuple[float, int] | None:
+    """Residual variance of ``logs`` after method and repeat effects, and its degrees of freedom.
 
-    families: tuple[str, ...]  # [Q]
-    verify_ct: Array  # [Q]
-    correct: Array  # [Q]
-    proposed: Array  # [Q]
-
-    def __add__(self, other: Counts) -> Counts:
-        assert self.families == other.families
-        names = ("verify_ct", "correct", "proposed")
-        return Counts(self.families, *(getattr(self, n) + getattr(other, n) for n in names))
-
-    def of_family(self, family: str) -> Counts:
-        """Those of one family alone."""
-        ours = np.array([name == family for name in self.families])
-        families = tuple(name for name in self.families if name == family)
-        return Counts(families, self.verify_ct[ours], self.correct[ours], self.proposed[ours])
-
-    @property
-    def curve(self) -> Curve:
-        """As a curve of one point, which knows tau and gamma of weighted prompts."""
-        counts = (self.verify_ct, self.correct, self.proposed, self.proposed)
-        return Curve(*(array[None, :] for array in counts))
-
-    def tau(self, weights: Array) -> Array:
-        """[S] tokens per verification, bonus included; ``weights`` is [S, Q]."""
-        return self.curve.tau(weights)[:, 0]
-
-    def gamma(self, weights: Array) -> Array:
-        """[S] drafts verified per verification."""
-        return self.curve.gamma(weights)[:, 0]
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Accept length tau and gamma with intervals over prompts."""
-
-    tau: Estimate
-    gamma: Estimate | None
-
-
-def acceptance(counts: Counts) -> Acceptance | None:
-    """Of all prompts; None where nothing was verified."""
-    if not counts.verify_ct.sum():
-        return None
-    return Acceptance(_estimate(counts, "tau"), _estimate(counts, "gamma"))
-
-
-def difference(ours: Counts, theirs: Counts, which: str, *, paired: bool) -> Estimate:
-    """Accept length tau or gamma of ``ours`` less that of ``theirs``.
-
-    ``paired``: both answered the same prompts, and each resample draws the same ones of both.
+    ``logs`` is log speed, repeats by methods, nan where absent. All methods share one variance,
+    because two or three repeats of one method say little. For two methods this is the paired t
+    test's variance. ``None`` if the effects explain everything.
     """
-    assert not paired or ours.families == theirs.families
-    once = _value(ours, which) - _value(theirs, which)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        drawn = getattr(ours, which)(_draws(ours.families))
-        drawn = drawn - getattr(theirs, which)(_draws(theirs.families, seed=0 if paired else 1))
-    return Estimate(once, *_finite_interval(drawn))
+    cells = logs.stack().dropna()
+    factors = cells.index.to_frame(index=False).astype(str)
+    factors.columns = ["repeat", "method"]
+    design = pd.get_dummies(factors, dtype=float).to_numpy()
+    values = cells.to_numpy(dtype=float)
+    solution, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
+    freedom = len(values) - int(rank)
+    if not freedom:
+        return None
+    return float(((values - design @ solution) ** 2).sum()) / freedom, freedom
 
 
-def _value(counts: Counts, which: str) -> float:
-    return float(getattr(counts, which)(everyone(counts.families))[0])
+def paired_ratio(logs: pd.DataFrame, method: str, other: str) -> Estimate | None:
+    """Geometric mean of speed ratios within repeats; ``None`` if no repeat has both methods."""
+    differences = (logs[method] - logs[other]).dropna()
+    if differences.empty:
+        return None
+    mean, n, found = float(differences.mean()), len(differences), noise(logs)
+    if n < 2 or found is None:
+        return Estimate(math.exp(mean), n=n)
+    variance, freedom = found
+    half = float(student.ppf((1 + LEVEL) / 2, freedom)) * math.sqrt(2 * variance / n)
+    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n)
 
 
-def _estimate(counts: Counts, which: str) -> Estimate:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        drawn = getattr(counts, which)(_draws(counts.families))
-    return Estimate(_value(counts, which), *_finite_interval(drawn))
+def unpaired_ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
+    """Ratio of two independent sets of speeds: Welch's interval on logarithms."""
+    ups, downs = np.log(above), np.log(below)
+    mean, n = float(ups.mean() - downs.mean()), min(len(ups), len(downs))
+    if n < 2:
+        return Estimate(math.exp(mean), n=n)
+    if ups.var() + downs.var() == 0:
+        return Estimate(math.exp(mean), math.exp(mean), math.exp(mean), n)
+    low, high = ttest_ind(ups, downs, equal_var=False).confidence_interval(LEVEL)
+    return Estimate(math.exp(mean), math.exp(low), math.exp(high), n)
 
 
-def _finite_interval(drawn: Array) -> tuple[float, float]:
-    """No interval where a resample verified nothing."""
-    return interval(drawn, LEVEL) if np.isfinite(drawn).all() else (math.nan, math.nan)
+def tau_gamma(
+    counts: pd.DataFrame, other: pd.DataFrame | None = None, *, paired: bool = True
+) -> tuple[Estimate, Estimate] | None:
+    """Accept length tau and drafts per verification gamma, less those of ``other`` if given.
+
+    ``counts`` has one row per prompt: family, verify, correct, proposed. ``paired``: both hold the
+    same prompts, so each resample draws the same ones of both. ``None`` if nothing was verified.
+    """
+    runs = [counts] if other is None else [counts, other]
+    if not all(run.verify.sum() for run in runs):
+        return None
+    values = []
+    for i, run in enumerate(runs):
+        draws = _draws(tuple(run.family), seed=0 if paired else i)
+        weights = np.vstack([np.ones(len(run)), draws])  # [1 + S, Q], each prompt once, then drawn
+        sums = weights @ run[["verify", "correct", "proposed"]].to_numpy(dtype=float)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            values.append(sums[:, 1:] / sums[:, :1] + [1.0, 0.0])
+    lengths = values[0] if other is None else values[0] - values[1]
+    tau, gamma = (
+        Estimate(float(x[0]), *(interval(x[1:], LEVEL) if np.isfinite(x).all() else ()))
+        for x in lengths.T
+    )
+    return tau, gamma
 
 
 @lru_cache
 def _draws(families: tuple[str, ...], seed: int = 0) -> Array:
-    """The same resamples for every method, so that their intervals are comparable."""
+    """The same resamples for every method, so that their intervals compare."""
     return resamples(families, NUM_RESAMPLES, seed)

@@ -1,129 +1,85 @@
-"""A report as one HTML page that needs nothing else: no script, no font, no network.
+"""A report's files: one HTML page that needs nothing else, the same as Markdown, and its plots.
 
-Folds are ``<details>``, so they open without a script, and are open on paper.
+The page is the Markdown, rendered, with the plots inline and the tables in boxes that scroll.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from html import escape
-from itertools import groupby
 from pathlib import Path
 
-from eval.report.charts import PAPER, THEME
-from eval.report.document import (
-    BOLD,
-    Block,
-    Bullets,
-    Document,
-    Entry,
-    Figure,
-    Fold,
-    Heading,
-    Headline,
-    Table,
-)
-from eval.report.document import Text as Paragraph
-from eval.tables.markdown import bold
+from jinja2 import Environment, FileSystemLoader
+from markdown_it import MarkdownIt
+from markupsafe import Markup
 
-INTERVAL = r"\[[-+]?[\d.]+, [-+]?[\d.]+\]"
-STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+from eval.report.charts import Chart, themed
+from sglang_c2t.files import write_texts
 
-
-def page(document: Document) -> str:
-    """The whole page."""
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(document.title)}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n"
-        f"<main>\n<h1>{escape(document.title)}</h1>\n"
-        f"{_blocks(document.blocks)}\n</main>\n</body>\n</html>\n"
-    )
+FOLDER = Path(__file__).parent
+#: Last words of a table's entries, and their class.
+MARKS = {"loss": "loss", "slower": "loss", "failed": "bad"}
+#: What rendered Markdown lacks for the page, as regular expressions and what replaces them.
+CHANGES = {
+    r"\[[-+]?[\d.]+, [-+]?[\d.]+\]": r'<span class="interval">\g<0></span>',
+    r"<p><strong>([^<]*)</strong></p>\n<table>": r'<div class="scroll" role="region" tabindex="0" '
+    r'aria-label="\1"><table><caption><span>\1</span></caption>',
+    r"<p>(<strong>[^<]*</strong></p>)": r'<p class="bad">\1',
+    "</table>": "</table></div>",
+    r"<tr>\n<td([^>]*)>(.*)</td>": r'<tr>\n<th scope="row"\1>\2</th>',
+    "<th style": '<th scope="col" style',
+}
 
 
-def _blocks(blocks: Sequence[Block]) -> str:
-    """All of them; small plots stand beside each other where there is room."""
-    parts = []
-    for small, group in groupby(blocks, key=lambda b: isinstance(b, Figure) and not b.narrow):
-        told = "\n".join(map(_block, group))
-        parts.append(f'<div class="plots">{told}</div>' if small else told)
-    return "\n".join(parts)
+@dataclass(frozen=True)
+class Fold:
+    """Details that the page shows when asked to; ``hint`` says what they hold."""
+
+    title: str
+    hint: str
+    parts: Sequence[str]
 
 
-def _block(block: Block) -> str:
-    if isinstance(block, Headline):
-        return f'<p class="headline">{_text(block.text)}</p>'
-    if isinstance(block, Heading):
-        return f'<h{block.level} id="{_anchor(block.text)}">{_text(block.text)}</h{block.level}>'
-    if isinstance(block, Paragraph):
-        return f'<p class="{block.mark}">{_text(bold(block.text, block.mark in BOLD))}</p>'
-    if isinstance(block, Bullets):
-        return "<ul>" + "".join(f"<li>{_text(item)}</li>" for item in block.items) + "</ul>"
-    if isinstance(block, Figure):
-        return _figure(block)
-    if isinstance(block, Fold):
-        return _fold(block)
-    return _table(block)
+@dataclass
+class Report:
+    """A report: Markdown texts of its answer, folds with details, and the plots shown in them."""
 
+    title: str
+    answer: list[str] = field(default_factory=list)
+    folds: list[Fold] = field(default_factory=list)
+    charts: dict[str, Chart] = field(default_factory=dict)
 
-def _fold(fold: Fold) -> str:
-    return (
-        f'<details id="{_anchor(fold.title)}"><summary><h2>{_text(fold.title)}</h2> '
-        f'<span class="hint">{_text(fold.hint)}</span></summary>\n'
-        f"{_blocks(fold.blocks)}\n</details>"
-    )
+    def show(self, chart: Chart) -> str:
+        """Keep the plot; its Markdown."""
+        self.charts[chart.name] = chart
+        return f"![{chart.alt}](plots/{chart.name}.svg)\n\n*{chart.caption}*"
 
+    def write(self, folder: Path, stem: str) -> list[Path]:
+        """Write page, Markdown and plots, all or none; the paths of the first two."""
+        environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True)
+        environment.filters["html"] = self._html
+        style = (FOLDER / "page.css").read_text(encoding="utf-8")
+        page = environment.get_template("page.html.j2").render(style=style, **vars(self))
+        details = [text for fold in self.folds for text in (f"## {fold.title}", *fold.parts)]
+        text = "\n\n".join((f"# {self.title}", *self.answer, *details)) + "\n"
+        (folder / "plots").mkdir(parents=True, exist_ok=True)
+        plots = {folder / "plots" / f"{n}.svg": c.wide + "\n" for n, c in self.charts.items()}
+        texts = {folder / f"{stem}.html": page, folder / f"{stem}.md": text}
+        write_texts(plots | texts)
+        return list(texts)
 
-def _figure(figure: Figure) -> str:
-    kind = ' class="main"' if figure.narrow else ""
-    drawings = _drawing(figure.svg, figure.alt, "wide" if figure.narrow else "")
-    if figure.narrow:
-        drawings += _drawing(figure.narrow, figure.alt, "narrow")
-    return f"<figure{kind}>{drawings}<figcaption>{_text(figure.title)}</figcaption></figure>"
+    def _html(self, text: str) -> Markup:
+        html = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+        for pattern, replacement in CHANGES.items():
+            html = re.sub(pattern, replacement, html)
+        for word, kind in MARKS.items():
+            html = re.sub(rf"<td([^>]*>[^\n]*\b{word}</td>)", rf'<td class="{kind}"\1', html)
+        image = r'<p><img src="plots/(.*?)\.svg" alt=".*?" ?/></p>\n<p><em>(.*)</em></p>'
+        return Markup(re.sub(image, lambda m: self._figure(self.charts[m[1]], m[2]), html))
 
-
-def _drawing(svg: str, alt: str, kind: str) -> str:
-    """Inline, so that it takes the page's colours; its size is the page's choice."""
-    svg = svg.replace(PAPER, "none")
-    for colour, name in THEME.items():
-        svg = svg.replace(colour, f"var(--{name})")
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    shown = f' class="{kind}"' if kind else ""
-    return svg.replace("<svg", f'<svg{shown} role="img" aria-label="{escape(alt)}"', 1)
-
-
-def _table(table: Table) -> str:
-    head = "".join(f'<th scope="col">{_text(column)}</th>' for column in table.columns)
-    body = "\n".join(
-        f'<tr><th scope="row">{escape(first)}</th>{"".join(map(_entry, entries))}</tr>'
-        for first, entries in table.rows
-    )
-    kind = "" if table.numeric else ' class="words"'
-    note = f'\n<p class="note">{_text(table.note)}</p>' if table.note else ""
-    # A box that scrolls must be reachable by keyboard and say what it is.
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(table.title)}">'
-        f"<table{kind}><caption><span>{_text(table.title)}</span></caption>\n<thead><tr>{head}</tr></thead>\n"
-        f"<tbody>\n{body}\n</tbody></table></div>{note}"
-    )
-
-
-def _entry(entry: Entry) -> str:
-    """An interval may go to a line of its own, but is not broken; lists may be."""
-    text = re.sub(INTERVAL, r'<span class="interval">\g<0></span>', escape(entry.text))
-    kind = f"{entry.mark} list" if ", " in re.sub(INTERVAL, "", entry.text) else entry.mark
-    return f'<td class="{kind}">{text}</td>'
-
-
-def _text(text: str) -> str:
-    """Escaped, with the two marks a text may hold."""
-    text = escape(text)
-    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
-    text = re.sub(INTERVAL, r'<span class="interval">\g<0></span>', text)
-    return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
-
-
-def _anchor(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    def _figure(self, chart: Chart, caption: str) -> str:
+        drawings = zip((chart.wide, chart.narrow), ("wide", "narrow"), strict=True)
+        shown = "".join(themed(svg, escape(chart.alt), kind) for svg, kind in drawings)
+        return f"<figure>{shown}<figcaption>{caption}</figcaption></figure>"

@@ -1,140 +1,133 @@
-"""One run's report: its parts in order, and the files it is written to."""
+"""One run's report: the answer first, in words, as a plot and as a table; details are folded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from eval.gpu.roofline import Ceilings
-from eval.report.cells import Results
-from eval.report.charts import main_chart, speed_charts, work_charts
-from eval.report.document import (
-    Block,
-    Bullets,
-    Document,
-    Fold,
-    Heading,
-    Headline,
-    Mark,
-    Text,
+from eval.bench.config import named
+from eval.gpu.models import SHAPES
+from eval.report import tables
+from eval.report.charts import ratio_chart
+from eval.report.intervals import LEVEL, NUM_RESAMPLES
+from eval.report.page import Fold, Report
+from eval.report.results import Results
+from eval.report.verdict import (
+    escaped,
+    failure_sentence,
+    headline,
+    highlighted,
+    metric_sentence,
+    output_sentence,
+    rate_of,
+    speedups,
 )
-from eval.report.markdown import PLOTS, markdown
-from eval.report.page import page
-from eval.report.steps import step_tables
-from eval.report.tables import (
-    appendix,
-    checks,
-    conditions,
-    family_table,
-    latency_table,
-    length_table,
-    load_table,
-    ramp_tables,
-    rate_table,
-    reading,
-    rung_table,
-    short_conditions,
-    soundness,
-    speed_tables,
-    work_table,
+
+MAX_LISTED = 20
+READING = (
+    "**tau**: tokens per verification, the bonus token included. The C2T paper leaves it out, so "
+    "its tau is smaller by 1. **gamma**: drafts verified per verification, the root not counted.",
+    "**target rows per token**: rows of the target's decode and verify forwards per output token, "
+    "without prefill. **draft forwards**: of the draft loop, each of a whole batch.",
+    "**tokens/s**: output tokens over the time in which a request was running; with a step clock, "
+    f"those of the steps in which the whole batch decoded. {tables.FAILED.strip()} marks cells in "
+    "which requests failed.",
+    "**speed-up**: geometric mean of ratios within repeats, whose methods ran interleaved. Its "
+    f"interval is a {LEVEL:.0%} t interval on logarithms. The noise is estimated from all methods "
+    "at that load together, each repeat a block; one repeat gives no interval. A win (interval "
+    "above 1) is bold, a loss (below 1) and a tie (1 inside) say so. Among twenty ties, one is "
+    "expected to look like a win or a loss.",
+    f"Intervals of tau and gamma: {LEVEL:.0%}, from {NUM_RESAMPLES} resamples of the prompts "
+    "within their families. They say how far other prompts of the same kind would move the number.",
 )
-from eval.report.verdict import grafted, headline, standing
-from sglang_c2t.files import write_texts
 
 
-def report(results: Results, ceilings: Ceilings | None = None) -> Document:
-    """The whole report of a run; with the GPU's ``ceilings``, floors of a step as well."""
+def report(results: Results) -> Report:
+    """The whole report of a run."""
     name = results.run.config.get("name") or results.run.dataset.get("name") or "a run"
-    return Document(f"Benchmark: {name}", list(_blocks(results, ceilings)))
+    found = Report(f"Benchmark: {name}")
+    sound = [f(results) for f in (output_sentence, metric_sentence, failure_sentence)]
+    bad = [text for text in sound if text.startswith("**")]  # comes right after the first headline
+    for i, temperature in enumerate(results.temperatures):
+        first, *others = _answer(found, results, temperature)
+        found.answer += [f"## Temperature {temperature:g}"] * (i > 0)
+        found.answer += [first, *bad * (i == 0), *others]
+    found.answer += [*(text for text in sound if text not in bad), short_conditions(results)]
+    for temperature in results.temperatures:
+        where = f", temperature {temperature:g}" * (len(results.temperatures) > 1)
+        found.folds += [
+            Fold(f"Speed of every method{where}", "tokens/s and speed-ups at each load",
+                 list(tables.speed_tables(results, temperature))),
+            Fold(f"Accepted and verified drafts{where}", "tau and gamma, rows and forwards",
+                 [tables.work_table(results, temperature)]),
+            Fold(f"Every load{where}", "latency percentiles, tau and gamma, steps",
+                 [tables.every_load_table(results, temperature)]),
+        ]  # fmt: skip
+    found.folds += [
+        Fold("Checks", "outputs, metrics, failures, missing cells", [*sound, *_checks(results)]),
+        Fold("What was measured", "prompts, versions, configuration, servers",
+             [tables.condition_table(results)]),
+        Fold("How to read it", "tau, gamma, speed-up, intervals", [bullets(READING)]),
+    ]  # fmt: skip
+    return found
 
 
-def _blocks(results: Results, ceilings: Ceilings | None) -> Iterator[Block]:
-    """The answer first: in words, as a plot, as a table. What it rests on is folded behind it."""
-    first, *others = results.temperatures
-    told = soundness(results)
-    yield from _answer(results, first, [text for text in told if text.mark is Mark.BAD])
-    yield from (text for text in told if text.mark is not Mark.BAD)
-    yield short_conditions(results)
-    for temperature in others:
-        yield Heading(2, f"Temperature {temperature:g}")
-        yield from _answer(results, temperature)
-    yield from _folds(results, ceilings)
-
-
-def _answer(results: Results, temperature: float, warnings: Sequence[Text] = ()) -> Iterator[Block]:
-    """Of one temperature, whether it pays, where and by how much."""
-    yield Headline(headline(results, temperature))
-    yield from warnings
-    if results.pair[1]:
-        yield grafted(*results.pair)
-    if (figure := main_chart(results, temperature)) is not None:
-        yield figure
-    if sentences := standing(results, temperature):
-        yield Bullets(sentences)
-    yield from ramp_tables(results, temperature)
-    if results.phases(temperature):
+def _answer(found: Report, results: Results, temperature: float) -> Iterator[str]:
+    """One temperature: whether speculation pays, where and by how much."""
+    yield headline(results, temperature)
+    pair, shape = named(str((results.run.config.get("model") or {}).get("target", "")))
+    if shape in SHAPES:
+        yield (
+            f"**Acceptance, confidences and answers are those of the small pair {pair}, written "
+            f"into models of the shape {shape} (eval/gpu/graft.py), which are random otherwise.**"
+        )
+    series = {name: speedups(results, name, temperature)
+              for name in results.kinds if name != results.baseline}  # fmt: skip
+    if not any(series.values()):
         return
-    if results.baseline is not None:
-        yield load_table(results, temperature, results.baseline)
-    else:  # then how fast each is, is all that is known
-        yield from speed_charts(results, temperature)[:1]
-        yield rate_table(results, temperature)
+    yield found.show(ratio_chart(
+        f"speedup-t{temperature:g}", series, highlighted(results, temperature),
+        str(results.baseline), f"times {rate_of(results, temperature)[1]}",
+        f"Speed-up over no speculation by requests at once, temperature {temperature:g}",
+    ))  # fmt: skip
+    if results.is_ramp(temperature):
+        yield tables.every_load_table(results, temperature)
+    else:
+        yield tables.load_table(results, temperature)
 
 
-def _folds(results: Results, ceilings: Ceilings | None) -> Iterator[Fold]:
-    several = len(results.temperatures) > 1
-    for temperature in results.temperatures:
-        where = f", temperature {temperature:g}" if several else ""
-        yield Fold(
-            f"Speed of every method{where}",
-            "tokens/s and speed-ups at each load, latency",
-            list(_speed(results, temperature)),
+def bullets(items: Sequence[str]) -> str:
+    """A list; of a long one the beginning."""
+    rest = len(items) - MAX_LISTED
+    shown = [*items[:MAX_LISTED], *([f"and {rest} more"] if rest > 0 else [])]
+    return "\n".join(f"- {item}" for item in shown)
+
+
+def short_conditions(results: Results) -> str:
+    """What the numbers depend on, in a paragraph."""
+    known = tables.conditions(results)
+    names = ("hardware.gpus.0", "hardware.cpu", "hardware.cores", "versions.sglang-c2t",
+             "versions.sglang", "versions.torch", "revision", "config.model.target",
+             "config.model.draft", "config.model.algorithm", "dataset.n", "dataset.name",
+             "config.requests.max_new_tokens", "config.repeats")  # fmt: skip
+    parts = [f"{name.removesuffix('.0').split('.')[-1]} {known[name]}" for name in names
+             if known.get(name, "None") != "None"]  # fmt: skip
+    return escaped(f"Measured on {', '.join(parts)}; started {results.run.started}.")
+
+
+def _checks(results: Results) -> Iterator[str]:
+    if any(one.prompts for one in results.outputs):
+        yield (
+            "Each cell is compared with no speculation at the same temperature and load. If "
+            "repeats of no speculation differ from each other, the batch alone changes outputs, "
+            "through the order of floating-point sums."
         )
-        yield Fold(
-            f"Accepted and verified drafts{where}",
-            "tau and gamma by family and pooled, rows and forwards per token, lengths",
-            list(_work(results, temperature)),
-        )
-    if steps := list(step_tables(results, ceilings)):
-        yield Fold("Where a step's time goes", "rows and milliseconds per step", steps)
-    yield Fold("Checks", "outputs, metrics, failures, missing cells", list(checks(results)))
-    yield Fold("What was measured", "methods, prompts, versions, command",
-               list(conditions(results)))  # fmt: skip
-    yield Fold("How to read it", "tau, gamma, speed-up, intervals", list(reading(results)))
-    yield Fold("Every concurrency", "all numbers of each load", list(_rungs(results)))
-    yield Fold("Configuration and servers", "as recorded", list(appendix(results)))
-
-
-def _speed(results: Results, temperature: float) -> Iterator[Block]:
-    """But for what has been shown already."""
-    shown = results.baseline is None and not results.phases(temperature)
-    for table in speed_tables(results, temperature):
-        if not (shown and table == rate_table(results, temperature)):
-            yield table
-    yield from speed_charts(results, temperature)[int(shown) :]
-
-
-def _work(results: Results, temperature: float) -> Iterator[Block]:
-    yield family_table(results, temperature)
-    yield work_table(results, temperature)
-    if (lengths := length_table(results, temperature)) is not None:
-        yield lengths
-    yield from work_charts(results, temperature)
-
-
-def _rungs(results: Results) -> Iterator[Block]:
-    for temperature in results.temperatures:
-        for concurrency in results.concurrencies(temperature):
-            yield rung_table(results, temperature, concurrency)
-            yield latency_table(results, temperature, concurrency)
-
-
-def write(document: Document, folder: Path, stem: str = "report") -> list[Path]:
-    """Write the page, the Markdown and its plots, all or none; the paths of the first two."""
-    (folder / PLOTS).mkdir(parents=True, exist_ok=True)
-    texts = {
-        folder / PLOTS / f"{figure.name}.svg": figure.svg + "\n" for figure in document.figures
-    }
-    named = {folder / f"{stem}.html": page(document), folder / f"{stem}.md": markdown(document)}
-    write_texts(texts | named)
-    return list(named)
+    failed = results.cells[results.cells.failures != ""]
+    for items in (
+        [str(one) for one in results.outputs if one.prompts],
+        [one for found in results.cells.disagreements.dropna() for one in found],
+        [f"{cell.key}: {cell.failures}" for cell in failed.itertuples()],
+        [f"missing: {key}" for key in results.missing],
+        results.problems,
+    ):
+        if items:
+            yield bullets([escaped(item) for item in items])

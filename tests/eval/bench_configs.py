@@ -46,4 +46,4 @@ def changed(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def config(base: dict[str, Any] = TABLE, **changes: Any) -> BenchConfig:
     """The configuration of these tables."""
-    return build(BenchConfig, changed(base, **changes), "")
+    return build(BenchConfig, changed(base, **changes))

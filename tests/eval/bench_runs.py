@@ -136,7 +136,6 @@ def made_cell(
         duration_s=seconds,
         output_tokens=tokens,
         tokens_per_second=rate,
-        steady={"output_throughput": 1.1 * rate, "duration": 0.6 * seconds},
         client={"completed": len(requests)},
         work={
             "target_decode_rows": 0 if verify_ct else tokens,

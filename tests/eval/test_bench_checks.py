@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from eval.bench.checks import metric_disagreements, output_differences
+from eval.bench.checks import Comparison, compare_outputs, metric_disagreements
 from eval.bench.records import Cell, Request
 
 BASELINE = "no speculation"
@@ -20,32 +20,33 @@ def cell(
         Request(i, "math", 5, len(ids), ids, 0.0, 1.0, 0.5, True)
         for i, ids in enumerate(outputs, first)
     )
-    return Cell(method, temperature, concurrency, repeat, "", 1.0, 3, 3.0, None, {}, {}, {}, [],
+    return Cell(method, temperature, concurrency, repeat, "", 1.0, 3, 3.0, {}, {}, {}, [],
                 requests)  # fmt: skip
+
+
+def output_differences(
+    cells: list[Cell], baseline: str, **how: bool
+) -> tuple[list[Comparison], int]:
+    """Comparisons that differ, and how many outputs were compared."""
+    found = compare_outputs(cells, baseline, **how)
+    return [one for one in found if one.prompts], sum(one.compared for one in found)
 
 
 ONE = [(1, 2), (3,)]
 OTHER = [(1, 2), (4,)]
 
 
-def test_equal_outputs_are_counted_and_no_difference() -> None:
-    found = output_differences([cell(BASELINE, ONE), cell("c2t", ONE)], BASELINE)
-    assert found == ([], 2)
-
-
-def test_one_differing_token_is_found_and_named() -> None:
-    (found,), compared = output_differences([cell("c2t", OTHER), cell(BASELINE, ONE)], BASELINE)
-    assert (found.prompts, found.compared, compared) == ([1], 2, 2)
-    assert str(found) == (
+def test_differing_token_is_found_in_every_greedy_repeat_the_baselines_own_included() -> None:
+    cells = [cell("c2t", OTHER), cell(BASELINE, ONE), cell("c2t", ONE, repeat=1)]
+    found, compared = output_differences([*cells, cell(BASELINE, OTHER, repeat=2)], BASELINE)
+    assert [(one.cell.method, one.cell.repeat) for one in found] == [("c2t", 0), (BASELINE, 2)]
+    assert (found[0].prompts, compared) == ((1,), 6)
+    assert str(found[0]) == (
         "c2t, temperature 0, 4 at once, repeat 0: 1 of 2 outputs differ from the baseline's, "
         "first at prompt 1"
     )
-
-
-def test_a_baseline_that_differs_from_itself_is_found() -> None:
-    cells = [cell(BASELINE, ONE), cell(BASELINE, OTHER, repeat=1)]
-    (found,), _ = output_differences(cells, BASELINE)
-    assert (found.cell.method, found.cell.repeat) == (BASELINE, 1)
+    elsewhere = cell(BASELINE, OTHER, concurrency=8)
+    assert output_differences([cell("c2t", ONE), elsewhere], BASELINE) == ([], 0)
 
 
 def test_repeats_with_prompts_of_their_own_are_compared_with_the_same_prompts() -> None:
@@ -57,14 +58,7 @@ def test_repeats_with_prompts_of_their_own_are_compared_with_the_same_prompts() 
     assert output_differences(cells, BASELINE, fresh=True) == ([], 4)
     wrong = [*cells[:3], cell("c2t", ONE, repeat=1, first=2)]
     (found,), _ = output_differences(wrong, BASELINE, fresh=True)
-    assert (found.cell.repeat, found.prompts) == (1, [3])
-
-
-def test_every_repeat_is_compared_at_temperature_0() -> None:
-    cells = [cell(BASELINE, ONE), cell("c2t", ONE, repeat=1), cell("c2t", OTHER, repeat=2)]
-    found, compared = output_differences(cells, BASELINE)
-    assert [difference.cell.repeat for difference in found] == [2]
-    assert compared == 4
+    assert (found.cell.repeat, found.prompts) == (1, (3,))
 
 
 def test_sampled_outputs_are_compared_only_with_seeds_and_within_a_repeat() -> None:
@@ -80,13 +74,7 @@ def test_sampled_outputs_are_compared_only_with_seeds_and_within_a_repeat() -> N
     assert (found.cell.method, found.cell.repeat) == ("c2t", 1)
 
 
-def test_without_a_baseline_nothing_is_compared() -> None:
-    assert output_differences([cell("c2t", ONE)], BASELINE) == ([], 0)
-    elsewhere = cell(BASELINE, OTHER, concurrency=8)
-    assert output_differences([cell("c2t", ONE), elsewhere], BASELINE) == ([], 0)
-
-
-def test_a_lost_answer_is_an_error_not_a_match() -> None:
+def test_lost_answer_is_an_error_not_a_match() -> None:
     with pytest.raises(ValueError, match="argument 2 is longer"):
         output_differences([cell(BASELINE, ONE), cell("c2t", ONE[:1])], BASELINE)
 
@@ -130,7 +118,7 @@ EXACT = [name for name in SERIES if "gate_seconds" not in name and "verify_rows"
 
 @pytest.mark.parametrize("series", EXACT)
 @pytest.mark.parametrize("error", [1.0, -1.0])
-def test_a_series_that_is_off_by_one_is_found(series: str, error: float) -> None:
+def test_series_that_is_off_by_one_is_found(series: str, error: float) -> None:
     wrong = {**SERIES, series: SERIES[series] + error}
     (sentence,) = metric_disagreements(measured(wrong))
     assert series.split("{")[0] in sentence
@@ -143,7 +131,3 @@ def test_rows_may_be_verified_for_nothing_but_none_may_be_missing() -> None:
     assert metric_disagreements(measured({**SERIES, rows: 9.0})) == []
     (sentence,) = metric_disagreements(measured({**SERIES, rows: 5.0}))
     assert "c2t:verify_rows_total grew by 5, less than 6" in sentence
-
-
-def test_a_server_without_our_series_disagrees() -> None:
-    assert len(metric_disagreements(measured({}))) == 6

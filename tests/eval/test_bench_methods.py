@@ -13,12 +13,9 @@ import pytest
 
 from eval.bench.config import BenchConfig, MethodConfig
 from eval.bench.methods import (
-    PlannedCell,
     hosts,
     method_flags,
-    passes,
     plan,
-    reduced,
     rounds,
     switch,
     write_files,
@@ -33,19 +30,8 @@ def rungs(config: BenchConfig) -> list[tuple[float, int]]:
     return [(load.temperature, c) for load in config.load for c in load.concurrency]
 
 
-def test_each_repeat_measures_each_method_once_on_each_rung() -> None:
-    keys = [cell.key for cell in plan(config())]
-    counted = Counter((k.method, k.temperature, k.concurrency, k.repeat) for k in keys)
-    assert counted == Counter(
-        (method, *rung, repeat)
-        for method in METHODS
-        for rung in rungs(config())
-        for repeat in range(2)
-    )
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_measuring_plugin_keeps_ours_where_a_server_needs_it(device: str, tmp_path: Path) -> None:
+def test_measuring_plugin_keeps_ours_where_a_server_needs_it(device: str, tmp_path: Path) -> None:
     """On a CPU SGLang itself does not start without; on a GPU only methods of ours load it."""
     ran = config(server={"device": device, "plugins": ["step_clock"]})
     for host in hosts(ran, tmp_path):
@@ -65,19 +51,7 @@ def test_methods_take_turns_on_a_rung_in_an_order_that_changes() -> None:
     assert plan(config(repeats=6)) == cells, "the order is seeded"
 
 
-def test_more_repeats_and_fewer_methods_leave_the_order_as_it_is() -> None:
-    cells = plan(config())
-    assert plan(config(repeats=3))[: len(cells)] == cells
-    only = ["c2t", "fixed 3"]
-    assert plan(config(), only) == [cell for cell in cells if cell.key.method in only]
-
-
-def test_cells_get_the_prompts_of_their_rung() -> None:
-    prompts = {(c.key.temperature, c.key.concurrency): c.prompts for c in plan(config())}
-    assert prompts == {(0.0, 1): 2, (0.0, 4): 8, (1.0, 4): 6}
-
-
-def test_a_ramps_requests_arrive_alike_for_all_methods_of_a_repeat() -> None:
+def test_ramps_requests_arrive_alike_for_all_methods_of_a_repeat() -> None:
     ramp = {"temperature": 0.0, "concurrency": [4], "phases": [{"prompts": 8, "rate": 2.0}]}
     cells = plan(config(load=[ramp]))
     assert {(c.key.concurrency, c.prompts, len(c.arrivals)) for c in cells} == {(4, 8, 8)}
@@ -104,20 +78,6 @@ def test_servers_that_run_together_start_anew_for_each_repeat_in_an_order_that_t
     left = [cell for cell in cells if cell.key.method == "fixed 3" and cell.key.repeat == 1]
     (alone,) = rounds(settings, left, servers)
     assert ([host.name for host in alone[0]], alone[1]) == (["fixed-3"], left)
-
-
-def test_one_server_at_a_time_still_measures_every_cell_once(tmp_path: Path) -> None:
-    cells = plan(config())
-    servers = hosts(config(), tmp_path)
-    seen: list[PlannedCell] = []
-    last_repeat = 0
-    for (host,), mine in passes(config(), cells, servers):
-        repeats = {cell.key.repeat for cell in mine}
-        assert len(repeats) == 1, "a pass is one repeat"
-        assert (last_repeat := max(repeats)) >= last_repeat
-        assert {c.key.method for c in mine} <= {m.name for m in host.methods}
-        seen += mine
-    assert Counter(c.key for c in seen) == Counter(c.key for c in cells)
 
 
 def test_methods_of_one_drafting_shape_share_a_server(tmp_path: Path) -> None:
@@ -157,22 +117,6 @@ def test_policy_options_reach_the_server_in_a_file(tmp_path: Path) -> None:
     argv = host.launch.argv(1)
     written = json.loads(Path(argv[argv.index("--c2t-config") + 1]).read_text())
     assert written == {"policy_options": {"length": 3}}
-
-
-def test_what_a_method_learns_goes_on_in_its_next_server(tmp_path: Path) -> None:
-    policies = ("auto", "rows-only", "c2t-plus")
-    methods = [{"kind": "c2t", "policy": p, "own_server": True} for p in policies]
-    files = []
-    for host in hosts(config(methods=methods), tmp_path):
-        argv = list(host.launch.argv(1))
-        files += [argv[i + 1] for i, flag in enumerate(argv) if flag == "--c2t-state"]
-    assert files == [str(tmp_path / f"{name}.state.json") for name in policies[:2]]
-
-
-def test_servers_that_nothing_is_left_for_are_not_started(tmp_path: Path) -> None:
-    (only,) = reduced(hosts(config(), tmp_path), {"c2t"})
-    assert [m.name for m in only.methods] == ["c2t"]
-    assert only.shared, "it must still be switched: the server may start with another policy"
 
 
 class Control:
@@ -219,7 +163,7 @@ def test_switching_sets_everything_the_method_says(monkeypatch: pytest.MonkeyPat
     }  # fmt: skip
 
 
-def test_a_server_that_refuses_or_ignores_settings_is_found_out(
+def test_server_that_refuses_or_ignores_settings_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refusing = serve(monkeypatch, Control(status=400))

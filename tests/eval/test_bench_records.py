@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from eval.bench.records import (
     Cell,
-    CellKey,
     Method,
     RecordError,
     Request,
@@ -19,7 +18,6 @@ from eval.bench.records import (
     read_cell,
     read_cells,
     read_run,
-    total,
     write_cell,
     write_run,
 )
@@ -37,7 +35,7 @@ def request(index: int, verify_ct: int = 2) -> Request:
 
 def cell(repeat: int = 0, num_requests: int = 2, method: str = "fixed 3") -> Cell:
     return Cell(
-        method, 0.0, 8, repeat, "2026-01-01T00:00:00+00:00", 2.0, 6, 3.0, {"duration": 1.5},
+        method, 0.0, 8, repeat, "2026-01-01T00:00:00+00:00", 2.0, 6, 3.0,
         {"mean_ttft_ms": 7.0}, {"verify_rows": 9}, {}, ["python", "-m", "sglang.launch_server"],
         tuple(request(i) for i in range(num_requests)), {"seconds": 1.0, "steps": 10},
     )  # fmt: skip
@@ -52,7 +50,7 @@ RUN = Run(
 )
 
 
-def test_a_cell_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_cell_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert not has_cell(tmp_path, cell().key)
     path = write_cell(tmp_path, cell())
     assert path == tmp_path / "cells" / "fixed-3.t0.c8.r0.jsonl"
@@ -60,14 +58,14 @@ def test_a_cell_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_cell(path) == cell()
 
 
-def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_run(tmp_path / "run", RUN)
     assert read_run(tmp_path / "run") == RUN
 
 
 @given(share=st.floats(0, 1))
 @settings(deadline=None)
-def test_a_cell_cut_short_anywhere_is_refused(
+def test_cell_cut_short_anywhere_is_refused(
     tmp_path_factory: pytest.TempPathFactory, share: float
 ) -> None:
     """Nothing but the last line end may be missing; no cut gives another cell."""
@@ -91,16 +89,3 @@ def test_broken_files_are_named_and_the_others_are_read(tmp_path: Path) -> None:
     assert [c.repeat for c in cells] == [0, 2]
     assert len(sentences) == 1
     assert broken.name in sentences[0]
-
-
-def test_names_that_differ_give_files_that_differ() -> None:
-    names = ["c2t", "c2t tree", "c2t beta 0.5", "c2t beta 0.05", "c2t-plus", "module:Class"]
-    files = {CellKey(name, 0.0, 1, 0).file_name for name in names}
-    assert len(files) == len(names)
-    assert not any(set(file) & set(" /:") for file in files)
-
-
-def test_totals_of_several_cells_add_their_requests() -> None:
-    totals = total([cell(0), cell(1, num_requests=3)])
-    assert totals.verify_ct == 5 * 2
-    assert totals.accept_length == (2 + 3) / 2

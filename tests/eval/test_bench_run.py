@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +34,7 @@ from eval.bench.records import (
     write_cell,
 )
 from eval.bench.runner import CellError, Runner
-from eval.run import CHECKS_FILE, differing_conditions, judge, main, open_run
+from eval.run import CHECKS_FILE, judge, main, open_run
 from eval.server import ServerError
 from tests.eval.bench_configs import config
 
@@ -81,7 +82,7 @@ def made(cell: PlannedCell, token: int = 1) -> Cell:
     key = cell.key
     return Cell(
         key.method, key.temperature, key.concurrency, key.repeat, "", 1.0, 2 * len(requests),
-        2.0 * len(requests), None, {}, {}, {}, [], requests,
+        2.0 * len(requests), {}, {}, {}, [], requests,
     )  # fmt: skip
 
 
@@ -190,7 +191,7 @@ def test_cells_that_are_there_are_not_measured_again(tmp_path: Path, fleet: Flee
     assert (third.measured, fleet.started) == ([], ["shared-1"])
 
 
-def test_a_failing_method_is_reported_and_the_others_go_on(tmp_path: Path, fleet: Fleet) -> None:
+def test_failing_method_is_reported_and_the_others_go_on(tmp_path: Path, fleet: Fleet) -> None:
     runner, cells = make_runner(tmp_path)
     runner.failing = "fixed 3"
     runner.run(cells)
@@ -202,7 +203,7 @@ def test_a_failing_method_is_reported_and_the_others_go_on(tmp_path: Path, fleet
 
 
 @pytest.mark.parametrize("how", ["broken", "dead"])
-def test_a_server_that_is_not_there_costs_its_own_cells_only(
+def test_server_that_is_not_there_costs_its_own_cells_only(
     tmp_path: Path, fleet: Fleet, how: str
 ) -> None:
     setattr(fleet, how, "shared-1")
@@ -216,9 +217,7 @@ def test_a_server_that_is_not_there_costs_its_own_cells_only(
     assert fleet.running == []
 
 
-def test_an_interrupt_stops_all_servers_and_keeps_what_is_done(
-    tmp_path: Path, fleet: Fleet
-) -> None:
+def test_interrupt_stops_all_servers_and_keeps_what_is_done(tmp_path: Path, fleet: Fleet) -> None:
     runner, cells = make_runner(tmp_path)
 
     def interrupted(cell: PlannedCell, *_: Any) -> Cell:
@@ -234,7 +233,16 @@ def test_an_interrupt_stops_all_servers_and_keeps_what_is_done(
     assert [has_cell(tmp_path, c.key) for c in cells[:4]] == [True, True, True, False]
 
 
-def test_an_interrupt_does_not_wait_for_a_server_that_is_starting(
+def test_cell_whose_prompts_were_not_in_the_cache_is_no_cell(tmp_path: Path) -> None:
+    _, cells = make_runner(tmp_path)
+    cell = made(cells[0])
+    cached = tuple(replace(request, meta={"cached_tokens": 1}) for request in cell.requests)
+    runner_module._check_cached(replace(cell, requests=cached))
+    with pytest.raises(CellError, match=r"0 of \d+ prompt tokens came from the prefix cache"):
+        runner_module._check_cached(cell)
+
+
+def test_interrupt_does_not_wait_for_a_server_that_is_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever interrupts may kill us soon, and the server would be left over."""
@@ -242,7 +250,7 @@ def test_an_interrupt_does_not_wait_for_a_server_that_is_starting(
 
     @contextlib.contextmanager
     def starting(_launch: Any, _log_dir: Path, unwanted: threading.Event) -> Iterator[None]:
-        # A real signal: the other thread may wait for a lock already, and is to be woken.
+        time.sleep(0.3)  # the pool has started its thread
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         told.append(unwanted.wait(20.0))
         raise ServerError("not ready")
@@ -255,7 +263,7 @@ def test_an_interrupt_does_not_wait_for_a_server_that_is_starting(
     assert told == [True]
 
 
-def test_a_server_that_nobody_waits_for_is_stopped(
+def test_server_that_nobody_waits_for_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -271,7 +279,7 @@ def test_a_server_that_nobody_waits_for_is_stopped(
     assert process.poll() == -signal.SIGTERM
 
 
-def test_a_method_is_warmed_up_once_and_one_that_plans_on_each_rung(
+def test_method_is_warmed_up_once_and_one_that_plans_on_each_rung(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests for each at once; who plans sees more, and none that is measured next."""
@@ -299,23 +307,6 @@ def test_a_method_is_warmed_up_once_and_one_that_plans_on_each_rung(
     ]
 
 
-def test_prompts_are_put_into_a_servers_cache_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner, _ = make_runner(tmp_path)
-    sent: list[tuple[str, list[str]]] = []
-
-    def load(url: str, bodies: list[Any], *, concurrency: int) -> None:
-        assert all(body["sampling_params"]["max_new_tokens"] == 1 for body in bodies)
-        sent.append((url, [body["text"][-1] for body in bodies]))
-
-    monkeypatch.setattr(runner_module, "run_load", load)
-    for name, pid, prompts in [("a", 1, 2), ("a", 1, 2), ("a", 1, 5), ("b", 2, 3), ("a", 1, 4)]:
-        server: Any = types.SimpleNamespace(url=name, process=types.SimpleNamespace(pid=pid))
-        runner._cache_prompts(server, range(prompts))
-    assert sent == [("a", ["0", "1"]), ("a", ["2", "3", "4"]), ("b", ["0", "1", "2"])]
-
-
 def test_repeats_send_the_same_prompts_or_each_those_behind_the_last_ones(tmp_path: Path) -> None:
     load = [{"temperature": 0.0, "concurrency": [1, 4], "prompts": [3, 8]}]
     sent = {}
@@ -328,157 +319,96 @@ def test_repeats_send_the_same_prompts_or_each_those_behind_the_last_ones(tmp_pa
     assert sent == {False: [[0, 1, 2]] * 3, True: [[0, 1, 2], [3, 4, 5], [6, 7, 0]]}
 
 
-def test_a_cell_whose_prompts_were_not_in_the_cache_is_no_cell(tmp_path: Path) -> None:
-    _, cells = make_runner(tmp_path)
-    cell = made(cells[0])
-    cached = tuple(replace(request, meta={"cached_tokens": 1}) for request in cell.requests)
-    runner_module._check_cached(replace(cell, requests=cached))
-    with pytest.raises(CellError, match=r"0 of \d+ prompt tokens came from the prefix cache"):
-        runner_module._check_cached(cell)
-
-
 # -- conditions -----------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_under_the_same_conditions_and_remembers_its_start(tmp_path: Path) -> None:
+def test_run_continues_under_the_same_conditions_only(tmp_path: Path) -> None:
     first = open_run(tmp_path, config(), DATASET)
-    again = open_run(tmp_path, config(repeats=5), DATASET)
-    assert again.started == first.started
+    assert open_run(tmp_path, config(repeats=5), DATASET).started == first.started
     assert read_run(tmp_path).config["repeats"] == 5, "more repeats only add cells"
-
-
-OTHER_CONDITIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "config": ({"requests__max_new_tokens": 17}, {}, r"config\.requests\.max_new_tokens: 16 -> 17"),
-    "a method": (
-        {"methods": [{"kind": "none"}]}, {}, r"methods\.1\.name: fixed 3 -> absent",
-    ),
-    "prompts": ({}, {"sha256": "11"}, r"dataset\.sha256: 00 -> 11"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", OTHER_CONDITIONS)
-def test_other_conditions_are_refused_by_name(tmp_path: Path, case: str) -> None:
-    changes, facts, message = OTHER_CONDITIONS[case]
-    open_run(tmp_path, config(), DATASET)
-    with pytest.raises(RecordError, match=message):
-        open_run(tmp_path, config(**changes), Dataset(SAMPLES, {**DATASET.facts, **facts}))
-
-
-def test_another_machine_or_revision_is_another_run(tmp_path: Path) -> None:
-    run = open_run(tmp_path, config(), DATASET)
-    assert run.provenance["command"]
-    assert set(run.provenance["versions"]) >= {"sglang", "torch", "python", "sglang-c2t"}
-    moved = replace(run, provenance={**run.provenance, "revision": "another"})
-    (sentence,) = differing_conditions(run, moved)
-    assert sentence == f"revision: {run.provenance['revision']} -> another"
-    elsewhere = {**run.provenance, "argv": ["other"], "command": "other"}
-    assert differing_conditions(run, replace(run, provenance=elsewhere)) == []
+    with pytest.raises(RecordError, match=r"config\.requests\.max_new_tokens: 16 -> 17"):
+        open_run(tmp_path, config(requests__max_new_tokens=17), DATASET)
+    with pytest.raises(RecordError, match=r"methods\.1\.name: fixed 3 -> absent"):
+        open_run(tmp_path, config(methods=[{"kind": "none"}]), DATASET)
+    with pytest.raises(RecordError, match=r"dataset\.sha256: 00 -> 11"):
+        open_run(tmp_path, config(), Dataset(SAMPLES, {**DATASET.facts, "sha256": "11"}))
+    with pytest.raises(RecordError, match=r"revision: .* -> another"):
+        open_run(tmp_path, config(), DATASET, "another")
 
 
 # -- verdict --------------------------------------------------------------------------------
 
 
-def judged(folder: Path, fleet: Fleet, edit: Any = lambda cell: cell, **changes: Any) -> int:
-    """Exit code of a run whose cells are edited after they were measured."""
-    runner, cells = make_runner(folder, **changes)
-    run = open_run(folder, runner.config, DATASET)
-    runner.run(cells)
-    for cell in read_cells(folder)[0]:
-        write_cell(folder, edit(cell))
-    verdict = judge(folder, runner.config, run, cells, runner.failures)
-    may_differ = runner.config.requests.equal_outputs == "report"
-    return module.report(verdict, Console(quiet=True), may_differ=may_differ)
-
-
-NOT_GATED = {"methods": [{"kind": "none"}, {"kind": "fixed", "num_steps": 3}]}
-
-
-def test_a_whole_run_with_equal_outputs_ends_with_0(tmp_path: Path, fleet: Fleet) -> None:
-    assert judged(tmp_path, fleet, **NOT_GATED) == 0
-
-
-def differ(cell: Cell) -> Cell:
+def other_output(cell: Cell) -> Cell:
     if cell.method != "fixed 3" or cell.temperature > 0:
         return cell
     return replace(cell, requests=tuple(replace(r, output_ids=(9,)) for r in cell.requests))
 
 
-def test_other_outputs_end_with_1_unless_they_need_not_be_equal(
-    tmp_path: Path, fleet: Fleet
+def other_metrics(cell: Cell) -> Cell:
+    return replace(cell, metrics={"c2t:verifications_total{}": 1.0})
+
+
+def same(cell: Cell) -> Cell:
+    return cell
+
+
+FIXED = [{"kind": "none"}, {"kind": "fixed", "num_steps": 3}]
+GATED = [{"kind": "c2t", "policy": "c2t"}]
+
+
+@pytest.mark.parametrize(
+    ("code", "methods", "edit", "broken", "equal"),
+    [
+        (0, FIXED, same, "", "greedy"),
+        (1, FIXED, other_output, "", "greedy"),
+        (0, FIXED, other_output, "", "report"),
+        (0, GATED, same, "", "greedy"),
+        (1, GATED, other_metrics, "", "greedy"),
+        (1, FIXED, same, "fixed-3", "greedy"),  # cells are missing
+    ],
+)
+def test_exit_code_is_1_for_different_outputs_metrics_or_missing_cells(
+    tmp_path: Path, fleet: Fleet, code: int, methods: Any, edit: Any, broken: str, equal: str
 ) -> None:
-    assert judged(tmp_path / "strict", fleet, differ, **NOT_GATED) == 1
-    lax = {**NOT_GATED, "requests__equal_outputs": "report"}
-    assert judged(tmp_path / "lax", fleet, differ, **lax) == 0
-
-
-def test_metrics_that_disagree_end_with_1(tmp_path: Path, fleet: Fleet) -> None:
-    def counted(cell: Cell) -> Cell:
-        return replace(cell, metrics={"c2t:verifications_total{}": 1.0})
-
-    gated = {"methods": [{"kind": "c2t", "policy": "c2t"}]}
-    assert judged(tmp_path / "silent", fleet, **gated) == 0
-    assert judged(tmp_path / "counted", fleet, counted, **gated) == 1
-
-
-def test_a_missing_cell_ends_with_1(tmp_path: Path, fleet: Fleet) -> None:
-    fleet.broken = "fixed-3"
-    assert judged(tmp_path, fleet, **NOT_GATED) == 1
+    fleet.broken = broken
+    runner, cells = make_runner(tmp_path, methods=methods, requests__equal_outputs=equal)
+    run = open_run(tmp_path, runner.config, DATASET)
+    runner.run(cells)
+    for cell in read_cells(tmp_path)[0]:
+        write_cell(tmp_path, edit(cell))
+    verdict = judge(tmp_path, runner.config, run, cells, runner.failures)
+    assert module.report(verdict, Console(quiet=True), may_differ=equal == "report") == code
 
 
 # -- the command ----------------------------------------------------------------------------
 
 
-def test_a_wrong_configuration_ends_with_2_and_one_sentence(
+def test_command_lists_what_it_would_measure_or_says_what_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "tiny.toml"
-    path.write_text(TOML.replace("repeats = 1", "repeat = 1"))
-    assert main([str(path), "--out", str(tmp_path / "run")]) == 2
-    assert "unknown key repeat; known here: " in capsys.readouterr().err
+    path, folder = tmp_path / "tiny.toml", tmp_path / "run"
     path.write_text(TOML)
-    assert main([str(path), "--out", str(tmp_path / "run"), "--only", "c3t"]) == 2
-    assert "'c3t' is no method of this run" in capsys.readouterr().err
-
-
-def test_another_draft_leaves_out_the_methods_it_does_not_have(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "tiny.toml"
-    path.write_text(TOML + '[[methods]]\nkind = "adaptive"\n')
-    assert main([str(path), "--list", "--algorithm", "EAGLE"]) == 0
-    assert "tiny, EAGLE: 8 cells (4 methods" in capsys.readouterr().out
-    assert main([str(path), "--list", "--algorithm", "STANDALONE"]) == 0
-    assert "tiny, STANDALONE: 6 cells (3 methods" in capsys.readouterr().out
-
-
-def test_a_run_sends_as_many_prompts_as_it_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One number for each concurrency; another count of numbers is a wrong command."""
-    path = tmp_path / "tiny.toml"
-    path.write_text(TOML)
-    assert main([str(path), "--list", "--prompts", "3", "5"]) == 0
-    assert "1 at once: 3 prompts" in (said := capsys.readouterr().out)
-    assert "4 at once: 5 prompts" in said
-    assert main([str(path), "--list", "--prompts", "3"]) == 2
-    assert "lists of one length" in capsys.readouterr().err
-
-
-def test_a_listing_starts_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "tiny.toml"
-    path.write_text(TOML)
-    assert main([str(path), "--out", str(tmp_path / "run"), "--list"]) == 0
+    argv = [str(path), "--out", str(folder)]
+    assert main([*argv, "--list", "--prompts", "3", "5"]) == 0
     out = capsys.readouterr().out
-    assert "6 cells (3 methods, 2 servers, 1 repeats), 30 requests, 720 tokens at most" in out
-    assert "temperature 0, 4 at once: 8 prompts" in out
-    assert not (tmp_path / "run").exists()
+    assert "6 cells (3 methods, 2 servers, 1 repeats), 24 requests, 576 tokens at most" in out
+    assert "temperature 0, 4 at once: 5 prompts" in out
+    for wrong, message in (
+        (["--only", "c3t"], "--only: no method 'c3t'; known: no speculation, c2t"),
+        (["--list", "--prompts", "3"], "lists of one length"),
+    ):
+        assert main([*argv, *wrong]) == 2
+        assert message in capsys.readouterr().err
+    path.write_text(TOML.replace("repeats = 1", "repeat = 1"))
+    assert main(argv) == 2
+    assert "repeat: unknown key" in capsys.readouterr().err
+    assert not folder.exists()
 
 
 @pytest.mark.extended  # make demo is a run of it
 @pytest.mark.server
-def test_a_tiny_run_on_real_servers_goes_on_and_shows_what_it_must(
+def test_tiny_run_on_real_servers_goes_on_and_shows_what_it_must(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two servers, three methods: outputs equal, metrics exact; one lost cell is measured again."""

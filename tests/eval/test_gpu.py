@@ -219,27 +219,6 @@ def test_a_small_batch_is_bound_by_bytes_and_a_large_one_by_arithmetic() -> None
     assert many.seconds(CEILINGS) == pytest.approx(2 * 2048 * shape.target_weights / 8e14)
 
 
-@given(st.integers(1, 256), st.integers(0, 7), st.integers(0, 4000))
-def test_more_rows_drafts_or_context_never_lower_the_floor(
-    batch: int, num_steps: int, context: int
-) -> None:
-    """And a step without speculation has no draft."""
-    shape = models.SHAPES["1b"]
-
-    def floor(rows: int, drafts: int, tokens: int) -> float:
-        found = roofline.step_floor(
-            shape, CEILINGS, rows=rows, batch=batch, context=tokens, num_steps=drafts
-        )
-        assert (found.draft == 0) == (drafts == 0)
-        assert found.total == found.draft + found.verify
-        return found.total
-
-    here = floor(batch, num_steps, context)
-    assert here <= floor(batch + 1, num_steps, context)
-    assert here <= floor(batch, num_steps + 1, context)
-    assert here <= floor(batch, num_steps, context + 1)
-
-
 def test_floors_of_the_parts_by_hand() -> None:
     assert microbench.gate_bytes(2, 100) == 2 * (200 + 16 + 20 + 1)
     assert microbench.layout_bytes(2, 4, 7) == 7 * 56 + 2 * (48 + 32)

@@ -88,8 +88,8 @@ def test_run_without_the_package_says_how_to_get_it(
     "target", ["demo:", "demo:130", "smollm2:big", "smollm2:4", "smollm2:2001", "smollm2:-8"]
 )
 def test_run_on_a_size_that_the_pair_has_not_is_refused(target: str) -> None:
-    with pytest.raises(ConfigError, match=f"no {target}; sizes are 8b, .* and 5 to 2000"):
-        ModelConfig(target, "smollm2")
+    with pytest.raises(ConfigError, match=f"no target {target}; sizes are 8b, .* and 5 to 2000"):
+        config(model={"target": target, "draft": "smollm2"})
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,11 @@ def test_run_on_a_size_that_the_pair_has_not_is_refused(target: str) -> None:
      ("smollm2:400", "smollm2:400", "smollm2"), ("smollm2:8b", "demo:8b", "smollm2:8b")],
 )  # fmt: skip
 def test_run_with_another_pairs_draft_is_refused(target: str, draft: str, fitting: str) -> None:
-    with pytest.raises(ConfigError, match=f"{target} is drafted for by {fitting}, got {draft}"):
-        ModelConfig(target, draft)
+    with pytest.raises(ConfigError, match=f"the draft of {target} is {fitting}, got {draft}"):
+        config(model={"target": target, "draft": draft})
 
 
 def test_run_on_the_real_pair_with_an_algorithm_it_has_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="smollm2 drafts by EAGLE3, got STANDALONE"):
-        ModelConfig("smollm2", "smollm2", "STANDALONE")
+    model = {"target": "smollm2", "draft": "smollm2", "algorithm": "STANDALONE"}
+    with pytest.raises(ConfigError, match="the algorithm of smollm2 is EAGLE3, got STANDALONE"):
+        config(model=model)
