@@ -213,16 +213,16 @@ class Curve:
         measured = list(self._samples.get(size, ()))
         if size in self._seeds and len(measured) < SEED:
             measured = [min([self._seeds[size], *measured])] * SEED
-        before = self._alone.get(size)
-        self._alone[size] = now = quantile(measured, self._share), measured
+        last, now = self._alone.get(size), (quantile(measured, self._share), measured)
+        self._alone[size] = now
         # Most measurements leave the curve as it is.
-        if before is None or self._pooled or _weight(before) != _weight(now):
+        if last is None or self._pooled or _use(last) != _use(now):
             self._values = None
             self._drawn.clear()
 
 
-def _weight(alone: tuple[float, list[float]]) -> tuple[float, ...]:
-    """What the curve takes from the measurements of a size that shares its value with no other."""
+def _use(alone: tuple[float, list[float]]) -> tuple[float, ...]:
+    """The part of a size's quantile and measurements that a curve without pools depends on."""
     value, measured = alone
     return (value, min(measured)) if len(measured) >= SEED else (value, *measured)
 
