@@ -1,12 +1,10 @@
-"""What each part that C2T adds to a step costs on this GPU, against the bytes it must move.
+"""Time of each part that C2T adds to a step on this GPU, against the bytes that it must move.
 
     python -m eval.gpu.microbench --ceilings runs/gpu/ceilings.json --out runs/gpu/micro.json
 
-Parts: the gate of one drafted layer, packing rows and masks, FlashInfer's planner, and the
-one device-to-host transfer of a step. Device work is timed as replays of a graph over several
-input sets, host work with the device idle around it.
-Floors count each byte once, at the bandwidth that a large copy reaches; work of a few kB is
-bound by its launch instead, some 2 us in a graph.
+Parts: the gate of one drafted layer, packing rows and masks, and the device-to-host transfer of a
+step. Device work is timed as replays of a graph, host work with the device idle around it. A floor
+counts each byte of inputs and outputs once, at the bandwidth of a large copy.
 
 Legend: B requests, V draft vocabulary, N rows a request, T packed rows, L committed tokens.
 """
@@ -38,9 +36,6 @@ WIDTH = 8  # rows of a chain of 7, root included
 TREE = 32  # nodes of a tree, root included
 PREFIX = 512  # committed tokens of every request
 HIDDEN = 48  # units of C2T's network
-HEADS = (32, 8, 128)  # of the target: query heads, key heads, size of one
-POLICIES = ("dymax", "dyjoint", "c2t", "c2t-log", "c2t-plus")  # replayed
-BF16, FLOAT32, INT64, INT32 = 2, 4, 8, 4
 
 
 @dataclass(frozen=True)
@@ -55,49 +50,16 @@ class Row:
     """``graph``: on the device, in a captured graph; ``host``: wall time, the device idle."""
 
 
-# -- floors: bytes read plus bytes written, each once ----------------------------------------
-
-
-def gate_bytes(batch: int, vocab: int) -> int:
-    """Logits in; token, id, probability, joint, margin, confidence, keep and entropy out."""
-    return batch * (vocab * BF16 + 2 * INT64 + 5 * FLOAT32 + 1)
-
-
-def layout_bytes(batch: int, width: int, rows: int) -> int:
-    """Token and position of T packed rows, read; these, KV slot, number and request, written; KV
-    slots of N places of B requests, read as int32; and what attention reads of each of them.
-    """
-    of_request = width * (INT32 + INT64) + 4 * INT32 + 2 * INT64
-    return rows * (2 * INT64 + 5 * INT64) + batch * of_request
-
-
-def accept_bytes(batch: int, width: int, rows: int) -> int:
-    """Tokens of target and draft, read; token and number of each row and two KV slots, written."""
-    return rows * INT64 + batch * width * (INT64 + 2 * INT32 + 3 * INT64)
-
-
-def scatter_bytes(batch: int, width: int, rows: int, columns: int) -> int:
-    """T packed float32 rows read, B * N rows written, the missing ones as zeros."""
-    return (rows + batch * width) * columns * FLOAT32
-
-
-def kv_indices_bytes(batch: int, prefix: int, rows: int) -> int:
-    """A KV slot in and out for every key of every request."""
-    return 2 * INT32 * (batch * prefix + rows)
-
-
-def mask_bytes(batch: int, prefix: int, nodes: int) -> int:
-    """Ancestors as words in, a bit for each row and key out."""
-    words = -(-nodes // 64) * 8
-    return batch * (nodes * words + -(-nodes * (prefix + nodes) // 8))
+def nbytes(*tensors: Any) -> int:
+    """Bytes of all tensors, those of named tuples included."""
+    return sum(
+        one.numel() * one.element_size() if isinstance(one, Tensor)
+        else nbytes(*one) if isinstance(one, tuple) else 0
+        for one in tensors
+    )  # fmt: skip
 
 
 # -- parts --------------------------------------------------------------------------------
-
-
-def inputs_of(num_bytes: int) -> int:
-    """Input sets to go round, so that 256 MB pass before one comes again; 8 at most."""
-    return min(max(256_000_000 // max(num_bytes, 1), 2), 8)
 
 
 def on_device(size: str, *parts: tuple[str, Callable[[], object], int]) -> list[Row]:
@@ -106,41 +68,41 @@ def on_device(size: str, *parts: tuple[str, Callable[[], object], int]) -> list[
 
 
 def gates(batch: int, vocab: int) -> list[Row]:
-    """One drafted layer of a chain: our kernels, and the same in torch, which no graph can hold."""
+    """One drafted layer of a chain: our kernel, and the same in torch, which no graph can hold."""
     from sglang_c2t.kernels.gate import judge_layer, judge_layer_reference
     from sglang_c2t.kernels.gate_program import FusedGate, GateOutput, Weights
 
-    draw = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731 - short
+    draw = partial(torch.randn, device="cuda")
     weights = Weights(draw(HIDDEN, 3), draw(HIDDEN), draw(1, HIDDEN), draw(1))
     program = FusedGate(("joint", "entropy", "depth"), weights, beta=0.5, device="cuda")
-    floor = gate_bytes(batch, vocab)
-    sets = [
-        (draw(batch, vocab).mul_(4).bfloat16(), GateOutput.empty(batch, 1, "cuda"))
-        for _ in range(inputs_of(floor))
-    ]
     joint = torch.rand(batch, device="cuda")
     alive = torch.ones(batch, dtype=torch.bool, device="cuda")
     kept = torch.zeros(batch, dtype=torch.int32, device="cuda")
+    given: dict[str, Any] = {
+        "depth": 2,
+        "topk": 1,
+        "joint": joint,
+        "alive": alive,
+        "num_kept": kept,
+    }
 
-    def calls(function: Callable[..., Any]) -> list[Callable[[], object]]:
-        return [
-            lambda logits=logits, out=out: function(  # type: ignore[misc]
-                logits, program, depth=2, topk=1, joint=joint, alive=alive, num_kept=kept, out=out
-            )
-            for logits, out in sets
-        ]
+    def inputs() -> tuple[Tensor, Any]:
+        return draw(batch, vocab).mul_(4).bfloat16(), GateOutput.empty(batch, 1, "cuda")
 
-    size, (in_torch, *_) = f"B {batch}, V {vocab}", calls(judge_layer_reference)
+    floor = nbytes(*inputs())
+    # So many that 256 MB pass before one comes again and could be in the cache; 8 at most.
+    sets = [inputs() for _ in range(min(max(256_000_000 // floor, 2), 8))]
+    works = [partial(judge_layer, logits, program, out=out, **given) for logits, out in sets]
+    in_torch = partial(judge_layer_reference, sets[0][0], program, out=sets[0][1], **given)
+    size = f"B {batch}, V {vocab}"
     return [
-        Row("gate of a layer", size, by_graph(calls(judge_layer)), floor, "graph"),
+        Row("gate of a layer", size, by_graph([*works]), floor, "graph"),
         Row("the same in torch", size, by_host(in_torch), floor, "host"),
     ]
 
 
 def packing(batch: int) -> list[Row]:
-    """Rows of chains: where they stand, FlashInfer's indices, which are accepted, logits back to
-    their places.
-    """
+    """Chains: the layout of packed rows, accepted paths, KV indices, and unpacked logits."""
     from sglang_c2t.kernels import layout
     from sglang_c2t.kernels import rows as kernels
     from sglang_c2t.kernels.accept import accept_paths
@@ -162,21 +124,21 @@ def packing(batch: int) -> list[Row]:
         given = lens, tokens, tokens, table, slots, seq_lens
         return layout.lay_out(*given, tokens=total, slots=batch, places=WIDTH)
 
+    def accept() -> object:
+        return accept_paths(packed_at.rows, tokens, lens, *here, longest=WIDTH, most=WIDTH)
+
     packed_at = lay_out()
     here = packed_at.row_starts, packed_at.window
-
+    kv_bytes = 2 * indices.element_size() * (batch * PREFIX + total)
     return on_device(
         f"B {batch}, T {total}",
-        ("forward laid out", lay_out, layout_bytes(batch, WIDTH, total)),
-        ("accepted paths",
-         lambda: accept_paths(packed_at.rows, tokens, lens, *here, longest=WIDTH, most=WIDTH),
-         accept_bytes(batch, WIDTH, total)),
+        ("forward laid out", lay_out, nbytes(lens, tokens, tokens, slots, seq_lens, packed_at)),
+        ("accepted paths", accept, nbytes(packed_at.rows, tokens, lens, *here)),
         ("KV indices",
          lambda: kernels.ragged_kv_indices(table, slots, seq_lens, lens, starts, indices),
-         kv_indices_bytes(batch, PREFIX, total)),
+         kv_bytes),
         (f"logits unpacked, V {vocab}",
-         lambda: kernels.scatter_rows(packed, lens, WIDTH, full),
-         scatter_bytes(batch, WIDTH, total, vocab)),
+         lambda: kernels.scatter_rows(packed, lens, WIDTH, full), nbytes(packed, full)),
     )  # fmt: skip
 
 
@@ -199,59 +161,14 @@ def masks(batch: int) -> list[Row]:
     starts = kernels.mask_indptr(prefix, num_rows, batch)
     capacity = kernels.mask_capacity(batch * TREE, batch, PREFIX + TREE)
     out = torch.zeros(capacity, dtype=torch.uint8, device="cuda")
-    words_floor = batch * TREE * (INT64 + 8 * -(-TREE // 64))
     return on_device(
         f"B {batch}, {TREE} nodes, L {PREFIX}",
         ("ancestor words", lambda: kernels.ancestor_words_from_parents(parents, TREE),
-         words_floor),
+         nbytes(parents, words)),
         ("packed tree mask",
          lambda: kernels.pack_tree_mask(words, prefix, num_rows, starts, out),
-         mask_bytes(batch, PREFIX, TREE)),
+         nbytes(words) + batch * -(-TREE * (PREFIX + TREE) // 8)),
     )  # fmt: skip
-
-
-def planning(batch: int) -> list[Row]:
-    """FlashInfer's planner on host-known lengths, as each replay of a verify graph runs it."""
-    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-    from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
-
-    from sglang_c2t.srt.compat import flashinfer_counts_rows
-    from sglang_c2t.srt.verify.flashinfer import workspace_bytes
-
-    heads, kv_heads, head_dim = HEADS
-    workspace = workspace_bytes(
-        batch * WIDTH, batch, heads=(heads, kv_heads), head_dim=head_dim,
-        num_sm=torch.cuda.get_device_properties("cuda").multi_processor_count,
-        by_rows=flashinfer_counts_rows(),
-    )  # fmt: skip
-    rows = torch.full((batch,), WIDTH, dtype=torch.int32)
-    keys = torch.full((batch,), PREFIX + WIDTH, dtype=torch.int32)
-    starts = lambda lengths: torch.nn.functional.pad(  # noqa: E731 - used twice
-        lengths.cumsum(0), (1, 0)
-    ).to(torch.int32)
-    qo, kv = starts(rows), starts(keys)
-    device = lambda tensor: tensor.cuda()  # noqa: E731 - used below
-    indices = torch.arange(int(kv[-1]), dtype=torch.int32, device="cuda")
-    last = torch.ones(batch, dtype=torch.int32, device="cuda")
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(
-        torch.empty(workspace, dtype=torch.uint8, device="cuda"), "NHD", use_cuda_graph=True,
-        qo_indptr_buf=device(qo), paged_kv_indptr_buf=device(kv), paged_kv_indices_buf=indices,
-        paged_kv_last_page_len_buf=last, backend="fa2",
-    )  # fmt: skip
-    shape = (heads, kv_heads, head_dim, 1)
-    types: dict[str, Any] = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-    on_device = device(qo), device(kv), indices, last
-    wrapper.plan(*on_device, *shape, causal=True, **types)
-    fast = partial(
-        fast_prefill_plan, wrapper, *on_device, *shape, causal=True, **types, qo_indptr_host=qo,
-        kv_indptr_host=kv, kv_lens_host=keys, max_q_len=WIDTH, max_kv_len=PREFIX + WIDTH,
-    )  # fmt: skip
-    again = partial(wrapper.plan, *on_device, *shape, causal=True, **types)
-    size = f"B {batch}, L {PREFIX}"
-    return [
-        Row("FlashInfer plan, host lengths", size, by_host(fast), 0, "host"),
-        Row("FlashInfer plan, stock", size, by_host(again), 0, "host"),
-    ]
 
 
 def transfer(batch: int) -> list[Row]:
@@ -264,8 +181,8 @@ def transfer(batch: int) -> list[Row]:
         torch.cuda.current_stream().synchronize()
 
     return [
-        Row("lengths to the host", f"B {batch}", by_host(lens.cpu), batch * INT32, "host"),
-        Row("the same, pinned", f"B {batch}", by_host(through_pinned), batch * INT32, "host"),
+        Row("lengths to the host", f"B {batch}", by_host(lens.cpu), nbytes(lens), "host"),
+        Row("the same, pinned", f"B {batch}", by_host(through_pinned), nbytes(lens), "host"),
     ]
 
 
@@ -273,7 +190,7 @@ def parts_of(batches: Sequence[int]) -> list[tuple[str, Callable[[], list[Row]]]
     """Everything, by name, in the order of a step."""
     parts: dict[str, Callable[[int], list[Row]]] = {
         **{f"gate, V {vocab}": partial(gates, vocab=vocab) for vocab in VOCABS},
-        "packing": packing, "masks": masks, "planning": planning, "transfer": transfer,
+        "packing": packing, "masks": masks, "transfer": transfer,
     }  # fmt: skip
     return [(name, partial(part, batch)) for batch in batches for name, part in parts.items()]
 

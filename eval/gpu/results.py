@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import statistics
@@ -31,25 +30,14 @@ def elapsed() -> float:
 
 
 class Results:
-    """A folder of results. A process that is killed at any time leaves what it had measured.
+    """A folder with ``results.jsonl`` and ``sprint.log``; a killed process leaves its rows."""
 
-    Args:
-        folder: Where ``results.jsonl``, ``sprint.log`` and further files are written.
-        previous: ``results.jsonl`` of an earlier call, whose rows count as measured.
-    """
-
-    def __init__(self, folder: Path, previous: Path | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._rows: list[Row] = []
         self._lock = threading.RLock()
         folder.mkdir(parents=True, exist_ok=True)
         self._sink = (folder / "results.jsonl").open("a", buffering=1)
-        if previous and not previous.exists():
-            self.log(f"there is no {previous}: nothing counts as measured")
-            previous = None
-        for line in previous.read_text().splitlines() if previous else []:
-            with contextlib.suppress(ValueError):  # the last line may have been cut off
-                self._rows.append({**json.loads(line), "earlier": True})
 
     def log(self, text: str) -> None:
         """Print a line, and append it to ``sprint.log``."""
@@ -68,7 +56,7 @@ class Results:
             os.fsync(self._sink.fileno())
 
     def rows(self, kind: str) -> list[Row]:
-        """All results of a kind, those of the earlier call first."""
+        """All results of a kind."""
         with self._lock:
             return [row for row in self._rows if row["kind"] == kind]
 
@@ -82,45 +70,29 @@ class Results:
 
 def report(results: Results) -> str:
     """Everything measured so far, as Markdown."""
+
+    def told(kind: str, text: str) -> list[str]:
+        return [f"- {text.format(**row)}" for row in results.rows(kind)]
+
+    about = [row.items() for row in results.rows("about")]
     parts = [
-        ("", _conditions(results)),
-        ("Starts", _starts(results)),
+        ("", [f"- {k}: {v}" for row in about for k, v in row if k not in ("kind", "t")]),
+        ("Starts", told("start", "{server}, {requests} requests: {seconds} s {flags}")
+                   + told("died", "DIED {server}, {requests} requests: {cause} {flags}")),
         ("Kernels", _kernels(results)),
-        ("Answers compared with no speculation", _answers(results)),
+        ("Answers compared with no speculation",
+         told("control", "{server} compared with itself at other batch sizes: {parted}/{total} "
+              "differ") + _answers(results)
+         + told("switched", "{server} switched to {policy}: {ok} {error}")),
         *_speeds(results),
         ("Failures", [f"- {row}" for row in results.rows("failed") + results.rows("error")]),
-        ("Stages", _stages(results)),
-    ]
+        ("Stages", told("stage", "{name}: {seconds} s {error}")),
+    ]  # fmt: skip
     lines = [f"# Sprint, {elapsed():.0f} s after its start"]
     for title, body in parts:
         if body:
             lines += ["", *([f"## {title}", ""] if title else []), *body]
     return "\n".join(lines) + "\n"
-
-
-def _stages(results: Results) -> list[str]:
-    return [f"- {r['name']}: {r['seconds']} s {r['error']}" for r in results.rows("stage")]
-
-
-def _conditions(results: Results) -> list[str]:
-    return [
-        f"- {key}: {value}"
-        for row in results.rows("about")
-        for key, value in row.items()
-        if key not in ("kind", "t")
-    ]
-
-
-def _starts(results: Results) -> list[str]:
-    started = [
-        f"- {r['server']}, {r['requests']} requests: {r['seconds']} s {r['flags']}"
-        for r in results.rows("start")
-    ]
-    died = [
-        f"- DIED {r['server']}, {r['requests']} requests: {r['cause']} {r['flags']}"
-        for r in results.rows("died")
-    ]
-    return started + died
 
 
 def _kernels(results: Results) -> list[str]:
@@ -138,18 +110,11 @@ def _kernels(results: Results) -> list[str]:
 
 
 def _answers(results: Results) -> list[str]:
-    lines = [
-        f"- {r['server']} compared with itself at other batch sizes: {r['parted']}/{r['total']} "
-        "differ"
-        for r in results.rows("control")
-    ]
+    lines = []
     for row in results.rows("answers"):
         counts = f"{row['parted']}/{row['total']} differ, {len(row['wrong'])} wrong"
         where = f"{row['server']}, {row['method']}, batch {row['batch']}"
         lines.append(f"- {where}: {counts}, tau {row['tau']}")
-    for row in results.rows("switched"):
-        reply = f": {row['error']}" if row["error"] else ""
-        lines.append(f"- {row['server']} switched to {row['policy']}: {row['ok']}{reply}")
     return lines
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from eval.gpu.answers import accept_length
 from eval.gpu.fleet import Fleet, Running
 from eval.gpu.results import Results, elapsed
-from eval.gpu.step_clock import KEY, decoding, full_batch, since
+from eval.gpu.step_clock import KEY, decoding, since
 
 #: Rounds of a cell: small batches take little time, and few requests say little.
 ROUNDS = {1: 4, 8: 2}
@@ -35,15 +35,13 @@ class Method:
 
 
 class Speed:
-    """Measures cells; all requests of a batch start together. Cells of earlier calls are kept."""
+    """Measures cells; all requests of a batch start together."""
 
     def __init__(self, results: Results, fleet: Fleet, texts: Sequence[str], tokens: int) -> None:
         self._results, self._fleet, self._texts, self._tokens = results, fleet, texts, tokens
         self._policy: dict[str, Any] = {}
         self._longest: dict[int, float] = {}
         self._baseline: dict[tuple[str, int], list[int]] = {}  # answers by shape and prompt
-        cells = results.rows("cell")
-        self._done = {(c["shape"], c["method"], c["batch"], c["repeat"]) for c in cells}
 
     def measure(
         self,
@@ -59,7 +57,7 @@ class Speed:
                 for method in methods:
                     key = shape, method.name, batch, repeat
                     running = self._fleet.running.get(method.server)
-                    if key in self._done or not self._serves(running, batch):
+                    if not self._serves(running, batch):
                         continue
                     if elapsed() + 1.3 * self._longest.get(batch, FIRST_GUESS) > until:
                         self._results.log(f"no time for {key}")
@@ -74,7 +72,6 @@ class Speed:
         began, batch = time.monotonic(), key[2]
         try:
             self._cell(running, method, key)
-            self._done.add(key)
         except Exception as error:  # the other cells are measured all the same
             cause = f"{type(error).__name__}: {error}"[:600]
             self._results.add("failed", cell=key, error=cause)
@@ -124,7 +121,6 @@ class Speed:
             tokens=span.tokens,
             steps=span.steps,
             rows=span.rows,
-            full=_full(steps, batch),
             wall_s=round(wall, 2),
             tau=accept_length(replies),
             parted=self._differences(shape, method, numbers, replies),
@@ -159,11 +155,3 @@ class Speed:
             return None
         known = [(self._baseline[at], ids) for at, ids in pairs if at in self._baseline]
         return sum(ours != ids for ours, ids in known) if known else None
-
-
-def _full(steps: Sequence[Any], batch: int) -> dict[str, Any] | None:
-    """The stretch in which the full batch decoded; ``None`` if it was too short."""
-    try:
-        return full_batch(steps, batch)._asdict()
-    except ValueError:
-        return None

@@ -50,19 +50,15 @@ class Sprint:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._results = Results(options.out, options.previous)
+        self._results = Results(options.out)
         self._work = Path(tempfile.mkdtemp(prefix="sprint-"))
         self._plan = REHEARSAL if options.rehearse else GPU
-        if options.rehearse and options.pair == models.SMOLLM2:
-            self._plan = replace(self._plan, big="deep", little="deep")
         if options.batches:
             self._plan = replace(self._plan, batches=tuple(options.batches))
         self._specs = self._plan.servers()
-        pair = models.trained(options.pair)
+        pair = models.trained(models.DEMO)
         self._fleet = Fleet(self._results, self._work, self._plan.flags, pair)
         self._texts = [prompt.text for prompt in demo_mix(self._plan.prompts)]
-        if options.pair == models.SMOLLM2:
-            self._texts = _in_template(self._texts, pair.target)
         self._speed = Speed(self._results, self._fleet, self._texts, self._plan.new_tokens)
         self._kernels = Kernels(self._results, options.kit, self._plan)
         self._over = threading.Event()
@@ -168,7 +164,6 @@ class Sprint:
             versions=provenance.versions(),
             hardware=provenance.hardware(),
             revision=self._options.revision or provenance.git_revision(),
-            pair=self._options.pair,
         )
         self._results.log(f"{name}, {gib:.0f} GiB")
         return gib
@@ -256,15 +251,6 @@ class Sprint:
             self._results.add("gpu", query=query, values=done.stdout.strip())
 
 
-def _in_template(texts: Sequence[str], target: Path) -> list[str]:
-    """Each text as a user's message in the chat template of the target."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    return list(tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eval.gpu.sprint",
@@ -275,12 +261,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, help="folder of the results")
     add("--budget", type=float, default=540, help="seconds of this call (%(default)s)")
     add("--kit", help="folder with gpucheck.py, which tests kernels before ours")
-    add("--previous", type=Path, help="results.jsonl whose cells are not measured again")
     add("--revision", help="of this code, where there is no git")
     add("--only", nargs="+", default=[], metavar="SERVER", choices=GPU.servers())
     add("--stages", nargs="+", default=STAGES, choices=STAGES, help="(%(default)s)")
     add("--batches", nargs="+", type=int, metavar="N", help="measure tokens/s at these")
-    add("--pair", choices=models.PAIRS, default=models.DEMO, help="trained pair (%(default)s)")
     add("--rehearse", action="store_true", help="small shapes, for an emulated device")
     add("--slow", type=float, default=1.0, help="times of the plan are so many times later")
     add("--in-turn", action="store_true", help="start the first stage's servers after answers")

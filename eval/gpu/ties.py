@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.lossless import diverge
+from eval.lossless.greedy import first_difference
 
 #: Nats between the two best tokens. Logits of 16 to 32, the largest of the demo models, are
 #: multiples of 1/8 in bfloat16: two of these steps, one for each of the two tokens.
@@ -39,7 +39,7 @@ class Reference:
 
 def parting(reference: Reference, tokens: Sequence[int]) -> int | None:
     """The first place where the answers differ, ``None`` where they do not."""
-    return diverge.parting(reference.tokens, tokens)
+    return first_difference(reference.tokens, tokens)
 
 
 def excused(reference: Reference, tokens: Sequence[int], tie: float = TIE) -> bool:

@@ -5,91 +5,103 @@
     python -m eval.lossless --pair smollm2      on a real pair and real prompts, within 15 minutes
     python -m eval.lossless --model TARGET --algorithm EAGLE3 --draft DRAFT --flags "--tp-size 2"
 
-Parts: greedy equality over mixed batches, where a request that parts is scored again in float32
-and called a defect or a floating-point tie; distribution tests of sampling; seeded equality;
-SGLang's own kits. Exit code 0 without a defect, 1 with one, 2 for bad arguments.
+Parts: greedy equality over mixed batches, where a request that diverges is scored again in float32
+and called a defect or a floating-point tie; distribution tests of sampling; seeded equality. Exit
+code 0 without a defect, 1 with one, 2 for bad arguments.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pandas as pd  # type: ignore[import-untyped]
+from rich.console import Console
+from rich.progress import Progress
 from transformers import AutoTokenizer
 
 from eval import terminal
 from eval.bench.provenance import provenance
-from eval.lossless import greedy, summary
-from eval.lossless.servers import FLOAT32, SHAPES, DraftSize, Models
-from eval.lossless.suite import PARTS, Settings, Suite
-from eval.lossless.workload import LONGEST_ANSWER
+from eval.lossless import greedy, sampling, seeded
+from eval.lossless.greedy import Output
+from eval.lossless.servers import FLOAT32, SHAPES, Broken, DraftSize, Models, visit_all
+from eval.lossless.workload import LONGEST_ANSWER, Request, mixed
 from eval.prompts import demo_mix
 from eval.recordings import real_prompts, smollm2
-from eval.server import DRAFTS
+from eval.server import DRAFTS, TARGET, Launch, Server
 from eval.smollm2.target import TargetError
 from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.files import write_texts
 from sglang_c2t.offline.progress import progress_on
 from sglang_c2t.offline.prompts import PromptRow, read_prompts
 from sglang_c2t.policies import build_policy, build_tree_policy
 
-#: Greedy requests over all servers, and samples per distribution test.
-FULL, QUICK = (2952, 3000), (408, 800)
-
-#: The same on the real pair, which weighs thirty times the demo models; tokens of an answer,
-#: prompts of each kind of sampling, nodes of trees.
-REAL = argparse.Namespace(requests=500, samples=300, longest=32, seeded_prompts=8, nodes=8)
-
+PARTS = ("greedy", "sampling", "seeded")
+#: Defaults: greedy requests over all servers, samples per test, seeded prompts, tokens of an
+#: answer, tree nodes, servers at once.
+FULL = (2952, 3000, 60, LONGEST_ANSWER, DraftSize().num_draft_tokens, 2)
+QUICK = (408, 800, *FULL[2:])
+#: The real pair has thirty times the demo models' weights.
+REAL = (500, 300, 8, 32, 8, 2)
+#: Answers that measure the rounding noise.
+NOISE_ANSWERS = 64
+#: Characters of a prompt that a report shows.
+SHOWN = 120
 INTERRUPTED = 130
 
-OWN_ALGORITHMS = (*sorted(DRAFTS), "NEXTN")
+T = TypeVar("T")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    result = argparse.ArgumentParser(
+def parse(argv: Sequence[str] | None) -> Namespace:
+    """Arguments, with the defaults of the chosen models and size."""
+    parser = argparse.ArgumentParser(
         prog="python -m eval.lossless", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    add = result.add_argument
+    add = parser.add_argument
     add("part", nargs="?", choices=(*PARTS, "all"), default="all", help="which part (all)")
     add("--quick", action="store_true", help="fewer requests and samples")
     add("--requests", type=_positive, help=f"greedy ones over all servers ({FULL[0]}; {QUICK[0]})")
     add("--samples", type=_positive, help=f"per distribution test ({FULL[1]}; {QUICK[1]})")
-    add("--seeded-prompts", type=_positive, help="of each kind of sampling (60)")
-    add("--max-new-tokens", type=_positive, help=f"of a greedy answer, at most ({LONGEST_ANSWER})")
+    add("--seeded-prompts", type=_positive, help=f"of each kind of sampling ({FULL[2]})")
+    add("--max-new-tokens", type=_positive, help=f"of a greedy answer, at most ({FULL[3]})")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="drafts (both)")
-    add("--policies", nargs="+", metavar="NAME", help="for shapes that know them (several)")
+    add("--policies", nargs="+", metavar="NAME", help="of the shapes that know them (several)")
     add("--prompts", type=Path, help="JSONL, see sglang_c2t.offline.prompts (generated ones)")
-    add(
-        "--stock",
-        action="store_true",
-        help="send all greedy requests to stock speculation, and to the plain server again, too",
-    )
+    add("--stock", action="store_true",
+        help="repeat all greedy requests on stock speculation and without speculation")  # fmt: skip
     add("--seed", type=int, default=0, help="of the mixed batches (0)")
     add("--out", type=Path, default=Path("runs/lossless"), help="logs and summary.json")
     add("--at-once", type=_positive, help="servers alive at a time (2; own models 1)")
-    real = result.add_argument_group("a real pair on the CPU; fewer and shorter requests, no kits")
+    real = parser.add_argument_group("a real pair on the CPU; fewer and shorter requests")
     real.add_argument("--pair", choices=["smollm2"], help="instead of the demo models")
     real.add_argument("--data", type=Path, help="folder with public prompts (our own, HumanEval)")
-    own = result.add_argument_group("your own models; the kits do not run on them")
+    own = parser.add_argument_group("your own models")
     own.add_argument("--model", help="target: a folder or a name that SGLang can load")
     own.add_argument("--draft", help="its draft model")
-    own.add_argument("--algorithm", nargs="+", choices=OWN_ALGORITHMS, help="EAGLE3, ...")
+    own.add_argument("--algorithm", nargs="+", choices=(*sorted(DRAFTS), "NEXTN"))
     own.add_argument("--flags", default="", help="of every server, in one string")
-    own.add_argument(
-        "--float32-flags", default=shlex.join(FLOAT32), help="of the server that scores again"
-    )
-    size = DraftSize()
-    own.add_argument("--num-steps", type=_positive, default=size.num_steps)
-    own.add_argument("--topk", type=_positive, default=size.topk, help="of trees")
-    own.add_argument(
-        "--num-draft-tokens", type=_positive, help=f"of trees ({size.num_draft_tokens})"
-    )
-    return result
+    own.add_argument("--float32-flags", default=shlex.join(FLOAT32), help="of the float32 server")
+    own.add_argument("--num-steps", type=_positive, default=DraftSize().num_steps)
+    own.add_argument("--topk", type=_positive, default=DraftSize().topk, help="of trees")
+    own.add_argument("--num-draft-tokens", type=_positive, help=f"of trees ({FULL[4]})")
+    args = parser.parse_args(argv)
+    usual = REAL if args.pair else QUICK if args.quick else FULL
+    if args.model:
+        usual = (*usual[:-1], 1)
+    names = ("requests", "samples", "seeded_prompts", "max_new_tokens", "num_draft_tokens",
+             "at_once")  # fmt: skip
+    for name, value in zip(names, usual, strict=True):
+        setattr(args, name, getattr(args, name) or value)
+    return args
 
 
 def _positive(text: str) -> int:
@@ -99,102 +111,301 @@ def _positive(text: str) -> int:
     return value
 
 
-def models(args: argparse.Namespace) -> Models:
-    """The demo models, or the user's; ValueError for arguments that do not go together."""
-    usual = REAL.nodes if args.pair else DraftSize().num_draft_tokens
-    size = DraftSize(args.num_steps, args.topk, args.num_draft_tokens or usual)
-    flags = shlex.split(args.flags)
+def models(args: Namespace) -> Models:
+    """The demo models, the pair, or the user's models; ValueError for contradicting arguments."""
+    size = DraftSize(args.num_steps, args.topk, args.num_draft_tokens)
+    flags, exact = shlex.split(args.flags), ("--dtype", "float32")
     if args.pair:
-        if args.model or args.draft or args.algorithm or args.part == "kits":
-            raise ValueError("--pair brings its models; the kits are scaled to the demo models")
-        return Models.of_the_pair(smollm2(), flags, size)
+        if args.model or args.draft or args.algorithm:
+            raise ValueError("--pair brings its models")
+        pair = smollm2()
+        drafts = {pair.algorithm: str(pair.draft)}
+        return Models(str(pair.target), drafts, flags, exact, size, True, pair.env)
     if args.model is None:
         if args.draft is not None:
             raise ValueError("--draft goes with --model")
-        demo = Models.of_the_demo(flags, size)
         chosen = args.algorithm or sorted(DRAFTS)
-        missing = sorted(set(chosen) - set(DRAFTS))
-        if missing:
-            raise ValueError(f"--algorithm {missing[0]} has no demo draft: {', '.join(DRAFTS)}")
-        return demo.only(chosen)
+        if missing := set(chosen) - set(DRAFTS):
+            raise ValueError(f"--algorithm {missing.pop()} has no demo draft: {', '.join(DRAFTS)}")
+        drafts = {algorithm: str(DRAFTS[algorithm]) for algorithm in chosen}
+        return Models(str(TARGET), drafts, flags, exact, size, on_cpu=True)
     if args.draft is None or args.algorithm is None or len(args.algorithm) != 1:
         raise ValueError("--model needs --draft and one --algorithm")
-    if args.part == "kits":
-        raise ValueError("the kits are scaled to the demo models; leave --model away")
-    return Models(
-        args.model, {args.algorithm[0]: args.draft}, flags, shlex.split(args.float32_flags), size
-    )
+    own, drafts = shlex.split(args.float32_flags), {args.algorithm[0]: args.draft}
+    return Models(args.model, drafts, flags, own, size)
 
 
-def policies(
-    names: Sequence[str] | None, shapes: Sequence[str], topk: int
-) -> dict[str, tuple[str, ...]]:
-    """Policies per shape; ValueError for a name that none of the shapes knows."""
-    if names is None:
-        return {shape: greedy.POLICIES[shape] for shape in shapes}
+def policies(args: Namespace) -> dict[str, tuple[str, ...]]:
+    """Policies per shape; ValueError for an unknown name or a shape without any."""
+    if args.policies is None:
+        return {shape: greedy.POLICIES[shape] for shape in args.shapes}
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(args.shapes, ())
     refusals: dict[str, str] = {}
-    found: dict[str, list[str]] = {shape: [] for shape in shapes}
-    for shape in shapes:
-        for name in names:
+    for shape in args.shapes:
+        build = build_tree_policy if shape == "trees" and args.topk > 1 else build_policy
+        for name in args.policies:
             try:
-                build = build_tree_policy if shape == "trees" and topk > 1 else build_policy
                 build(C2TConfig(policy=name))
-                found[shape].append(name)
+                found[shape] += (name,)
             except ConfigError as error:
-                refusals[name] = str(error)
-    for name in names:
-        if not any(name in known for known in found.values()):
-            raise ValueError(f"--policies: {refusals[name]}")
-    for shape, known in found.items():
-        if not known:
-            raise ValueError(f"--policies: none of {', '.join(names)} is for {shape}")
-    return {shape: tuple(known) for shape, known in found.items()}
+                refusals[name] = f"{name} for {shape}: {error}"
+    unknown = set(args.policies).difference(*found.values())
+    if unknown or not all(found.values()):
+        raise ValueError(f"--policies: {'; '.join(refusals.values())}")
+    return found
 
 
-def settings(args: argparse.Namespace, demo: bool) -> Settings:
-    """What is run, and how much of it."""
-    requests, samples = QUICK if args.quick else FULL
-    if args.pair:
-        requests, samples = REAL.requests, REAL.samples
-    parts = PARTS if args.part == "all" else (args.part,)
-    return Settings(
-        parts=tuple(part for part in parts if demo or part != "kits"),
-        shapes=tuple(args.shapes),
-        policies=policies(args.policies, args.shapes, args.topk),
-        requests=args.requests or requests,
-        samples=args.samples or samples,
-        at_once=args.at_once or (2 if demo or args.pair else 1),
-        seed=args.seed,
-        logs=args.out / "logs",
-        seeded_prompts=args.seeded_prompts or (REAL.seeded_prompts if args.pair else 60),
-        longest=args.max_new_tokens or (REAL.longest if args.pair else LONGEST_ANSWER),
-        stock=args.stock,
-    )
+def prompt_ids(args: Namespace, tokenizer: Any) -> list[list[int]]:
+    """Prompts as token ids: generated, the real pair's, or those of a file."""
 
+    def ids(row: PromptRow) -> list[int]:
+        if row.text is not None:
+            return tokenizer(row.text)["input_ids"]
+        chat = {"tokenize": False, "add_generation_prompt": True}
+        text = tokenizer.apply_chat_template(row.messages, **chat)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-def prompt_ids(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
-    """Prompts as token ids: generated ones, the real pair's, or those of a file."""
     if args.prompts is not None:
-        return [_ids(row, tokenizer) for row in read_prompts(args.prompts)]
+        return [ids(row) for row in read_prompts(args.prompts)]
     found = real_prompts(80, args.data) if args.pair else demo_mix(600, seed=100 + args.seed)
     return [tokenizer(prompt.text)["input_ids"] for prompt in found]
 
 
-def _ids(row: PromptRow, tokenizer: Any) -> list[int]:
-    if row.text is not None:
-        ids: list[int] = tokenizer(row.text)["input_ids"]
-        return ids
-    text = tokenizer.apply_chat_template(row.messages, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+# -- running --------------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """Everything a run found."""
+
+    control: list[greedy.Wave] = field(default_factory=list)  # of servers without --c2t
+    waves: list[greedy.Wave] = field(default_factory=list)
+    noise: greedy.Noise | None = None
+    tests: list[sampling.SampleTest] = field(default_factory=list)
+    seeded: list[seeded.Reproduced] = field(default_factory=list)
+    broken: list[Broken] = field(default_factory=list)
+
+    @property
+    def defects(self) -> int:
+        """How much is wrong; servers without ``--c2t`` and unpromised repeats do not count."""
+        return (
+            sum(len(wave.divergences) - wave.count("tie") for wave in self.waves)
+            + sum(not test.passed for test in self.tests)
+            + sum(len(run.differing) for run in self.seeded if run.promised)
+            + len(self.broken)
+        )
+
+
+@dataclass
+class Reference:
+    """Answers of the server without speculation."""
+
+    requests: Sequence[Request]
+    expected: list[Output] = field(default_factory=list)
+    served: list[Any] = field(default_factory=list)  # to measure rounding noise
+    plan: sampling.Plan | None = None
+
+
+@dataclass
+class Suite:
+    """One run over models and prompts (token ids)."""
+
+    models: Models
+    args: Namespace
+    prompts: Sequence[Sequence[int]]
+    progress: Progress
+    found: Found = field(default_factory=Found)
+
+    def run(self) -> Found:
+        """Run the parts; what breaks is found, not raised."""
+        kinds, part = self.models.kinds(self.args.shapes), self.args.part
+        if part != "seeded":
+            self._greedy_and_sampling(kinds)
+        if part in ("seeded", "all"):
+            self._seeded(kinds)
+        return self.found
+
+    def _greedy_and_sampling(self, kinds: Sequence[tuple[str, str]]) -> None:
+        """Greedy and sampled requests go to the same servers."""
+        args, part = self.args, self.args.part
+        wanted = -(-args.requests // len(kinds)) * len(kinds) if part != "sampling" else 0
+        asked = mixed(self.prompts, wanted, args.seed, args.max_new_tokens)
+        num_tests = (1 + len(kinds)) * len(sampling.CUTS)
+
+        def reference(launch: Launch, server: Server) -> Reference:
+            found = Reference(asked)
+            if asked:
+                some = asked if args.stock else asked[: max(len(asked) // 6, 1)]
+                advance = self._bar(f"{launch.name}, greedy", len(asked))
+                found.expected, _ = greedy.ask(server, asked, greedy.REFERENCE_BATCH, advance)
+                self._wave(launch, server, some, found.expected[: len(some)])
+                found.served = greedy.served_answers(server.url, self.prompts[:NOISE_ANSWERS])
+            if part != "greedy":
+                found.plan = sampling.Plan.of(server.url, self.prompts, args.samples, num_tests)
+            self._sample(launch, server, found.plan, ())
+            return found
+
+        for found in self._visit([self.models.plain()], reference):
+            self._compare(kinds, found)
+            self._classify(found.served)
+
+    def _compare(self, kinds: Sequence[tuple[str, str]], reference: Reference) -> None:
+        """Send each ``--c2t`` server its block of requests; with ``--stock`` others as well."""
+        requests, expected, by_policy = reference.requests, reference.expected, policies(self.args)
+        launches: dict[str, Launch] = {}
+        jobs: dict[str, tuple[str, slice, bool]] = {}
+        for c2t in (True, False)[: 2 if self.args.stock and requests else 1]:
+            blocks = greedy.blocks(len(requests), len(kinds))
+            for (algorithm, shape), mine in zip(kinds, blocks, strict=True):
+                suffix = "" if c2t else ", stock"
+                launch = self.models.speculative(algorithm, shape, suffix=suffix, c2t=c2t)
+                launches[launch.name], jobs[launch.name] = launch, (shape, mine, c2t)
+
+        def work(launch: Launch, server: Server) -> None:
+            shape, mine, c2t = jobs[launch.name]
+            some, wanted = requests[mine], expected[mine]
+            if not c2t:
+                self._wave(launch, server, some, wanted)
+                return
+            if some:
+                advance, names = self._bar(f"{launch.name}, greedy", len(some)), by_policy[shape]
+                self.found.waves += greedy.check(server, launch.name, names, some, wanted, advance)
+            self._sample(launch, server, reference.plan, sampling.SAMPLED_UNDER[shape])
+
+        self._visit(list(launches.values()), work)
+        self.found.waves.sort(key=lambda wave: wave.server)
+
+    def _wave(
+        self, launch: Launch, server: Server, some: Sequence[Request], wanted: Sequence[Output]
+    ) -> None:
+        """How far a server without ``--c2t`` repeats the reference."""
+        advance = self._bar(f"{launch.name}, again", len(some))
+        self.found.control.append(greedy.wave(server, launch.name, "-", some, wanted, advance))
+
+    def _sample(
+        self, launch: Launch, server: Server, plan: sampling.Plan | None, under: Sequence[str]
+    ) -> None:
+        if plan is not None:
+            advance = self._bar(f"{launch.name}, distribution tests", len(sampling.CUTS))
+            for cut in sampling.CUTS:
+                self.found.tests.append(plan.test(server, launch.name, cut, under))
+                advance()
+
+    def _classify(self, served: Sequence[Any]) -> None:
+        """Score unclassified divergences on a float32 server, if there are any."""
+        waves = [*self.found.control, *self.found.waves]
+        every = [divergence for wave in waves for divergence in wave.divergences]
+        if not any(divergence.verdict == "unclassified" for divergence in every):
+            return
+
+        def score(_: Launch, server: Server) -> tuple[greedy.Noise, list[float]]:
+            return greedy.rounding_noise(server.url, served), greedy.leads_of(server.url, every)
+
+        for noise, leads in self._visit([self.models.float32()], score):
+            judged = iter(greedy.classify(every, leads, noise))
+            for wave in waves:
+                wave.divergences[:] = [next(judged) for _ in wave.divergences]
+            self.found.noise = noise
+
+    def _seeded(self, kinds: Sequence[tuple[str, str]]) -> None:
+        prompts = self.prompts[: self.args.seeded_prompts]
+
+        def check(expected: seeded.Expected, batches: Any, launch: Launch, server: Server) -> None:
+            advance = self._bar(launch.name, 1)
+            self.found.seeded += seeded.check(server, launch.name, prompts, expected, batches)
+            advance()
+
+        def reference(launch: Launch, server: Server) -> seeded.Expected:
+            expected = seeded.expect(server, prompts)
+            check(expected, seeded.CONTROL_BATCHES, launch, server)
+            return expected
+
+        plain = self.models.plain("no speculation, seeded", *seeded.FLAGS)
+        launches = [
+            self.models.speculative(*kind, *seeded.FLAGS, suffix=", seeded") for kind in kinds
+        ]
+        for expected in self._visit([plain], reference):
+            self._visit(launches, partial(check, expected, seeded.BATCHES))
+
+    def _visit(self, launches: Sequence[Launch], work: Callable[[Launch, Server], T]) -> list[T]:
+        """Results of the servers that did not break; the others are found broken."""
+        logs = self.args.out / "logs"
+        visited = visit_all(launches, work, logs, self.args.at_once)
+        self.found.broken += [result for result in visited if isinstance(result, Broken)]
+        return [result for result in visited if not isinstance(result, Broken)]
+
+    def _bar(self, name: str, total: int) -> Callable[[], None]:
+        return partial(self.progress.advance, self.progress.add_task(name, total=total))
+
+
+# -- telling --------------------------------------------------------------------------------
+
+
+def show(found: Found, decode: Callable[[Sequence[int]], str], console: Console) -> None:
+    """Print a table per part, each divergence, and the verdict."""
+    waves = [*found.control, *found.waves]
+    tables = {
+        "Greedy equality; policy -: without --c2t": [
+            {
+                **asdict(replace(wave, divergences=[])),
+                "ties": wave.count("tie"),
+                "lead": max((d.lead for d in wave.divergences if d.lead is not None), default=None),
+                "defects": len(wave.divergences) - wave.count("tie"),
+            }
+            for wave in waves
+        ],
+        f"Distributions; {sampling.FAMILY_ALPHA:g} false alarms a run": [
+            {**asdict(test), **asdict(test.fit), "passed": test.passed} for test in found.tests
+        ],
+        "Seeded equality; not promised: SGLang repeats no mixed batch": [
+            {**asdict(run), "differing": len(run.differing)} for run in found.seeded
+        ],
+    }
+    for title, rows in tables.items():
+        if rows:
+            frame = pd.DataFrame(rows).drop(columns=["divergences", "fit"], errors="ignore")
+            console.print(f"\n{title}\n{frame.to_string(index=False, na_rep='-')}", markup=False)
+    for wave in waves:
+        for d in wave.divergences:
+            one, other = (
+                "the end" if token is None else f"{decode([token])!r} ({token})"
+                for token in (d.expected, d.got)
+            )
+            console.print(
+                f"{d.verdict.upper()}: {wave.server}, {wave.policy}, {d.concurrency} at once, "
+                f"request {d.index} ({d.kind}), token {d.place}: {other} instead of {one}; {d.why}."
+                f" Prompt: ...{decode(d.prompt_ids)[-SHOWN:]!r}",
+                markup=False,
+            )
+    if found.noise is not None:
+        console.print(f"Rounding noise in nats: {found.noise}; a tie is within {greedy.SAFETY:g}x")
+    for broken in found.broken:
+        console.print(f"{broken.server} broke: {broken.message}", markup=False)
+    verdict = "lossless: yes" if found.defects == 0 else f"lossless: NO, {found.defects} defects"
+    requests = sum(wave.requests for wave in found.waves)
+    ties = sum(wave.count("tie") for wave in found.waves)
+    console.print(
+        f"{verdict} ({requests} greedy requests, {ties} ties; {len(found.tests)} distribution "
+        f"tests; {sum(run.requests for run in found.seeded)} seeded requests)"
+    )
+
+
+def as_json(found: Found, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """Everything found; divergences with the text of their prompts."""
+    told: dict[str, Any] = {"lossless": found.defects == 0, "defects": found.defects}
+    told |= asdict(found)
+    for wave in (*told["control"], *told["waves"]):
+        for divergence in wave["divergences"]:
+            divergence["prompt"] = decode(divergence["prompt_ids"])
+    return told
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, tell, write; 0 if nothing was wrong."""
-    args = parser().parse_args(argv)
+    """Run the command; 0 without a defect."""
+    args = parse(argv)
     try:
         chosen = models(args)
-        what = settings(args, chosen.demo)
+        policies(args)
         tokenizer = AutoTokenizer.from_pretrained(chosen.target)
         prompts = prompt_ids(args, tokenizer)
     except (ValueError, OSError, TargetError) as error:
@@ -203,16 +414,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = terminal.console()
     try:
         with terminal.interrupted_by_sigterm(), progress_on(console) as progress:
-            found = Suite(chosen, what, prompts, progress).run()
+            found = Suite(chosen, args, prompts, progress).run()
     except KeyboardInterrupt:
         console.print("interrupted; the servers are stopped")
         return INTERRUPTED
     command = ["python", "-m", "eval.lossless", *(sys.argv[1:] if argv is None else argv)]
     config = {key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items()}
+    summary = {
+        **as_json(found, tokenizer.decode), "config": config, "provenance": provenance(command),
+    }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
-    path = summary.write(found, config, provenance(command), tokenizer.decode, args.out)
-    summary.show(found, tokenizer.decode, console)
-    console.print(f"written: {path}")
+    write_texts({args.out / "summary.json": json.dumps(summary, indent=1) + "\n"})
+    show(found, tokenizer.decode, console)
+    console.print(f"written: {args.out / 'summary.json'}")
     return 1 if found.defects else 0
 
 

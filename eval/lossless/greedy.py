@@ -1,37 +1,85 @@
-"""Greedy equality: a ``--c2t`` server gives, token by token, what the plain server gives."""
+"""Greedy equality: each answer of a server equals, token for token, that without speculation.
+
+Matrix products round differently at other batch sizes, so that even a server without speculation
+may choose another token where several are likeliest within rounding. Therefore the common prefix of
+two different answers is scored in float32. The divergence is a tie if both tokens are the likeliest
+one within the rounding noise of the served model, otherwise a defect. :func:`rounding_noise`
+measures that noise.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
-from eval.lossless.diverge import Divergence, Output, compare
-from eval.lossless.workload import Asked
+from eval.lossless.workload import Request
 from eval.metrics import SpecTotals
 from eval.server import Server
 from sglang_c2t.offline.client import post_all
 
-#: Policies a running server is switched to, in turn.
+#: Policies that a server is switched to in turn.
 POLICIES = {
     "chains": ("c2t", "c2t-plus", "dyjoint", "fixed", "auto"),
     "trees": ("c2t", "c2t-plus", "c2t-eagle2", "eagle2", "auto"),
 }
-
-#: At once, and the share of a policy's requests; the rest goes to the largest batch.
+#: Concurrency, and the share of a policy's requests; the largest batch gets the rest.
 BATCHES = ((1, 0.05), (8, 0.15), (64, 1.0))
-
-#: The batch of the reference.
 REFERENCE_BATCH = 16
+
+#: Times the largest measured noise: the largest of thousands of places is not the largest of all.
+SAFETY = 2.0
+#: Nats; answers diverge where the likeliest token leads by less.
+NEAR_TIE = 1.0
+#: Likeliest tokens that the float32 server returns at each place of a prompt.
+CANDIDATES = 20
+
+Advance = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Tokens, finish reason and text of one answer."""
+
+    ids: tuple[int, ...]
+    finish: tuple[str, Any] = ("length", None)
+    text: str = ""
+
+    @classmethod
+    def of(cls, reply: dict[str, Any]) -> Output:
+        """From a /generate reply."""
+        reason = reply["meta_info"]["finish_reason"] or {}
+        finish = (str(reason.get("type")), reason.get("matched"))
+        return cls(tuple(reply["output_ids"]), finish, reply.get("text", ""))
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One request whose answer differs from the expected one."""
+
+    index: int
+    kind: str
+    concurrency: int
+    place: int  # of the first token that differs, from 0
+    prompt_ids: Sequence[int]
+    prefix_ids: Sequence[int]  # equal tokens before that place
+    expected: int | None  # None: the answer ended there
+    got: int | None
+    why: str = ""
+    constrained: bool = False  # by a grammar
+    lead: float | None = None  # nats in float32, of the likeliest token over the lesser of the two
+    verdict: str = "unclassified"  # or "tie" or "defect"
 
 
 @dataclass(frozen=True)
 class Wave:
-    """Requests served in one batch size under one policy."""
+    """The requests that one server answered under one policy, at all batch sizes."""
 
     server: str
     policy: str
-    concurrency: int
     requests: int
     tokens: int
     accept_length: float | None
@@ -39,84 +87,203 @@ class Wave:
     divergences: list[Divergence] = field(default_factory=list)
 
     def count(self, verdict: str) -> int:
-        """How many of its requests parted so."""
+        """How many divergences have this verdict."""
         return sum(divergence.verdict == verdict for divergence in self.divergences)
 
 
-@dataclass(frozen=True)
-class Served:
-    """What a server answered, and how it drafted meanwhile."""
-
-    outputs: list[Output]
-    totals: SpecTotals
-
-
-def ask(
-    server: Server, asked: Sequence[Asked], concurrency: int, on_answer: Callable[[], None]
-) -> Served:
-    """Send all of it from an empty cache."""
-    server.flush_cache()
-    posts = [("/generate", request.body) for request in asked]
-    replies, _ = post_all(server.url, posts, concurrency=concurrency, on_answer=on_answer)
-    totals = SpecTotals.from_meta_infos(reply["meta_info"] for reply in replies)
-    return Served([Output.of(reply) for reply in replies], totals)
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first place where token lists differ, ``None`` if they are equal."""
+    for place, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return place
+    return None if len(one) == len(other) else min(len(one), len(other))
 
 
-def wave(
-    name: str, policy: str, concurrency: int, asked: Sequence[Asked],
-    expected: Sequence[Output], served: Served,
-) -> Wave:  # fmt: skip
-    """Compare what was served with what was expected."""
-    pairs = zip(asked, expected, served.outputs, strict=True)
-    parted = [compare(request, wanted, got) for request, wanted, got in pairs]
-    return Wave(
-        server=name,
-        policy=policy,
-        concurrency=concurrency,
-        requests=len(asked),
-        tokens=sum(len(output.ids) for output in served.outputs),
-        accept_length=served.totals.accept_length,
-        gamma=served.totals.gamma,
-        divergences=[divergence for divergence in parted if divergence is not None],
-    )
-
-
-def check(
-    server: Server, name: str, policies: Sequence[str], asked: Sequence[Asked],
-    expected: Sequence[Output], on_answer: Callable[[], None],
-) -> list[Wave]:  # fmt: skip
-    """All of ``asked`` on one ``--c2t`` server: dealt to the policies, then to the batch sizes."""
-    waves = []
-    for policy, mine in zip(policies, blocks(len(asked), len(policies)), strict=True):
-        server.switch(policy=policy)
-        waves += in_batches(server, name, policy, asked[mine], expected[mine], on_answer)
-    return waves
-
-
-def in_batches(
-    server: Server, name: str, policy: str, asked: Sequence[Asked], expected: Sequence[Output],
-    on_answer: Callable[[], None],
-) -> list[Wave]:  # fmt: skip
-    """All of ``asked`` on a server as it is, dealt to the batch sizes."""
-    waves = []
-    for concurrency, part in dealt(len(asked)):
-        if some := asked[part]:
-            served = ask(server, some, concurrency, on_answer)
-            waves.append(wave(name, policy, concurrency, some, expected[part], served))
-    return waves
+def compare(
+    request: Request, expected: Output, got: Output, concurrency: int = 1
+) -> Divergence | None:
+    """How ``got`` differs, ``None`` if equal; a defect unless a tie could explain it."""
+    if expected == got:
+        return None
+    place = first_difference(expected.ids, got.ids)
+    at = len(expected.ids) if place is None else place
+    wanted, other = (ids[at] if at < len(ids) else None for ids in (expected.ids, got.ids))
+    why = ""
+    if place is None:
+        same_end = got.finish == expected.finish
+        why = "same tokens, but " + (
+            "another text" if same_end else f"ended by {got.finish}, not {expected.finish}"
+        )
+    elif wanted is None or other is None:
+        why = "one answer just ends"
+    return Divergence(
+        request.index, request.kind, concurrency, at, request.body["input_ids"],
+        expected.ids[:at], wanted, other, why, request.constrained,
+        verdict="defect" if why else "unclassified",
+    )  # fmt: skip
 
 
 def blocks(n: int, parts: int) -> list[slice]:
-    """``n`` requests in ``parts`` stretches: neighbours stay together, as some share a prefix."""
-    ends = [n * part // parts for part in range(parts + 1)]
-    return [slice(start, end) for start, end in pairwise(ends)]
+    """``n`` requests in ``parts`` contiguous blocks, as neighbours may share a prefix."""
+    return [slice(*ends) for ends in pairwise(n * part // parts for part in range(parts + 1))]
 
 
-def dealt(n: int) -> list[tuple[int, slice]]:
-    """(at once, which of the ``n`` requests) of each wave, the largest batch last."""
+def by_batch_size(n: int) -> list[tuple[int, slice]]:
+    """(concurrency, which of the ``n`` requests), the largest batch last."""
     parts, start = [], 0
     for concurrency, share in BATCHES:
         end = n if share == 1.0 else start + round(share * n)
         parts.append((concurrency, slice(start, end)))
         start = end
     return parts
+
+
+def ask(
+    server: Server, requests: Sequence[Request], concurrency: int, advance: Advance
+) -> tuple[list[Output], list[dict[str, Any]]]:
+    """Outputs and ``meta_info`` of all requests, from an empty cache."""
+    server.flush_cache()
+    posts = [("/generate", request.body) for request in requests]
+    replies, _ = post_all(server.url, posts, concurrency=concurrency, on_answer=advance)
+    return [Output.of(reply) for reply in replies], [reply["meta_info"] for reply in replies]
+
+
+def wave(
+    server: Server, name: str, policy: str, requests: Sequence[Request],
+    expected: Sequence[Output], advance: Advance,
+) -> Wave:  # fmt: skip
+    """Send all requests at every batch size, and compare."""
+    outputs: list[Output] = []
+    metas: list[dict[str, Any]] = []
+    found: list[Divergence | None] = []
+    for concurrency, part in by_batch_size(len(requests)):
+        if some := requests[part]:
+            got, meta = ask(server, some, concurrency, advance)
+            triples = zip(some, expected[part], got, strict=True)
+            found += [compare(*triple, concurrency) for triple in triples]
+            outputs, metas = outputs + got, metas + meta
+    totals = SpecTotals.from_meta_infos(metas)
+    tokens = sum(len(output.ids) for output in outputs)
+    divergences = [divergence for divergence in found if divergence is not None]
+    return Wave(
+        name, policy, len(outputs), tokens, totals.accept_length, totals.gamma, divergences
+    )  # fmt: skip
+
+
+def check(
+    server: Server, name: str, policies: Sequence[str], requests: Sequence[Request],
+    expected: Sequence[Output], advance: Advance,
+) -> list[Wave]:  # fmt: skip
+    """One wave per policy, each with a block of the requests."""
+    waves = []
+    for policy, part in zip(policies, blocks(len(requests), len(policies)), strict=True):
+        server.switch(policy=policy)
+        waves.append(wave(server, name, policy, requests[part], expected[part], advance))
+    return waves
+
+
+# -- defect or tie --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Differences in nats between the served model's lead of one token and float32's."""
+
+    largest: float
+    median: float
+    places: int
+
+    @property
+    def bound(self) -> float:
+        """A smaller lead decides nothing."""
+        return SAFETY * self.largest
+
+
+def classify(
+    divergences: Sequence[Divergence], leads: Sequence[float], noise: Noise
+) -> list[Divergence]:
+    """Each divergence as a tie or a defect; ``leads`` belong to the unclassified ones."""
+    left = iter(leads)
+    return [_judged(d, next(left), noise) if _is_open(d) else d for d in divergences]
+
+
+def _is_open(divergence: Divergence) -> bool:
+    return divergence.verdict == "unclassified"
+
+
+def _judged(divergence: Divergence, lead: float, noise: Noise) -> Divergence:
+    tie = lead <= noise.bound
+    why = (
+        f"in float32 the likeliest token leads by {lead:.2e} nats, "
+        f"{'within' if tie else 'beyond'} rounding ({noise.bound:.2e})"
+    )
+    verdict = "tie" if tie else "defect"
+    return dataclasses.replace(divergence, lead=lead, why=why, verdict=verdict)
+
+
+def leads_of(url: str, divergences: Sequence[Divergence]) -> list[float]:
+    """Lead of the likeliest token over the lesser of both, by the float32 server at ``url``.
+
+    One for each unclassified divergence. Where a grammar forbids tokens, the likelier of the two
+    counts as the likeliest.
+    """
+    unclear = [divergence for divergence in divergences if _is_open(divergence)]
+    bodies = [
+        {
+            "input_ids": [*d.prompt_ids, *d.prefix_ids],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "top_logprobs_num": 1,
+            "token_ids_logprob": [d.expected, d.got],
+        }
+        for d in unclear
+    ]
+    replies, _ = post_all(url, [("/generate", body) for body in bodies], concurrency=4)
+    leads = []
+    for divergence, reply in zip(unclear, replies, strict=True):
+        meta = reply["meta_info"]
+        both = [value for value, _, _ in meta["output_token_ids_logprobs"][0]]
+        best = max(both) if divergence.constrained else meta["output_top_logprobs"][0][0][0]
+        leads.append(best - min(both))
+    return leads
+
+
+def served_answers(url: str, prompts: Sequence[Sequence[int]], length: int = 64) -> list[Any]:
+    """(prompt, greedy reply with the two best tokens of each place), for :func:`rounding_noise`."""
+    params = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+    asked = {"sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
+    bodies = [("/generate", {**asked, "input_ids": list(prompt)}) for prompt in prompts]
+    replies, _ = post_all(url, bodies, concurrency=16)
+    return list(zip(prompts, replies, strict=True))
+
+
+def rounding_noise(url: str, served: Sequence[Any]) -> Noise:
+    """How far the leads of ``served`` answers are from those of the float32 server at ``url``.
+
+    A lead is the difference of the log-probabilities of the two best tokens at a place. Places with
+    a lead below ``NEAR_TIE`` count, as answers diverge there; all places if there is none.
+    """
+    bodies = [
+        {
+            "input_ids": [*prompt, *reply["output_ids"]],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": CANDIDATES,
+        }
+        for prompt, reply in served
+    ]
+    replies, _ = post_all(url, [("/generate", body) for body in bodies], concurrency=4)
+    errors: list[tuple[float, float]] = []  # (served lead, its error)
+    for (prompt, answer), reply in zip(served, replies, strict=True):
+        exact = reply["meta_info"]["input_top_logprobs"][len(prompt) :]
+        places = answer["meta_info"]["output_top_logprobs"]
+        for ((one, first, _), (other, second, _)), place in zip(places, exact, strict=True):
+            known = {token: value for value, token, _ in place}
+            if first in known and second in known:
+                lead = one - other
+                errors.append((lead, abs(lead - (known[first] - known[second]))))
+    if not errors:
+        raise ValueError("the served answers are empty, so no rounding can be measured on them")
+    noise = [error for lead, error in errors if lead < NEAR_TIE] or [e for _, e in errors]
+    return Noise(max(noise), statistics.median(noise), len(noise))

@@ -1,15 +1,14 @@
-"""Seeded equality: with a seed, a sampled request gets the very tokens of the plain server.
+"""Seeded equality: a sampled request with a seed gets the tokens of the plain server.
 
-SGLang reads seeds under ``--enable-deterministic-inference`` only. Requests of a run cut the
-target's distribution all alike: SGLang's seeded sampler numbers candidates by rank as soon as
-one request of the batch cuts it (greedy ones do), so that mixed batches do not reproduce even
-without speculation. How far they do is counted as well: the same requests, all kinds in one
-batch. Only greedy ones must come out the same there.
+SGLang reads seeds only under ``--enable-deterministic-inference``. Its seeded sampler numbers
+candidates by rank as soon as one request of the batch restricts its distribution. Therefore only
+uniform batches and greedy requests are promised to repeat; other requests of mixed batches are
+counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,38 +17,37 @@ from sglang_c2t.offline.client import Answer, differing, run_load
 
 FLAGS = ("--enable-deterministic-inference",)
 
+#: How the requests of a uniform batch restrict the target's distribution.
 CUTS: dict[str, dict[str, Any]] = {
     "whole": {},
     "top_p": {"top_p": 0.9},
     "top_k": {"top_k": 20, "top_p": 0.95},
 }
-"""How a run's requests cut the target's distribution."""
-
-#: Kinds of requests that a mixed batch holds, in turn.
+#: The kinds of requests in a mixed batch, in turn.
 KINDS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, **CUTS}
-MIXED = ", mixed"
 
-#: At once: of the reference, of its control, and of the servers under test.
-REFERENCE_BATCH, CONTROL_BATCH = 8, 3
-BATCHES = (16, 1)
+#: Concurrency: of the reference, of its control, and of the servers under test.
+REFERENCE_BATCH, CONTROL_BATCHES, BATCHES = 8, (3,), (16, 1)
+
+Expected = Mapping[str, Sequence[tuple[int, ...]]]  # outputs by kind
 
 
 @dataclass(frozen=True)
 class Reproduced:
-    """One cut on one server, at so many requests at once."""
+    """One kind of request on one server."""
 
     server: str
-    cut: str
+    kind: str
     concurrency: int
     requests: int
     tokens: int
     accepted_drafts: int
-    differing: list[int]  # numbers of requests
-    promised: bool = True  # that none differs
+    differing: list[int]  # indices of requests
+    promised: bool = True  # to repeat
 
 
 def bodies(prompts: Sequence[Sequence[int]], kind: str) -> list[dict[str, Any]]:
-    """A request per prompt, of different temperature and length, each with its seed."""
+    """One request per prompt, with its seed, of various temperatures and lengths."""
     return [
         {
             "input_ids": list(prompt),
@@ -64,55 +62,49 @@ def bodies(prompts: Sequence[Sequence[int]], kind: str) -> list[dict[str, Any]]:
     ]
 
 
-def reproduced(
-    name: str, cut: str, concurrency: int, answers: Sequence[Answer],
-    expected: Sequence[tuple[int, ...]], promised: bool = True,
-) -> Reproduced:  # fmt: skip
-    """Compare answers with what was expected."""
-    outputs = [answer.output_ids for answer in answers]
-    return Reproduced(
-        server=name,
-        cut=cut,
-        concurrency=concurrency,
-        requests=len(outputs),
-        tokens=sum(map(len, outputs)),
-        accepted_drafts=sum(a.meta_info.get("spec_num_correct_drafts", 0) for a in answers),
-        differing=differing(outputs, expected),
-        promised=promised,
-    )
+def expect(server: Server, prompts: Sequence[Sequence[int]]) -> Expected:
+    """Outputs of the server without speculation."""
+    return {
+        kind: run_load(server.url, bodies(prompts, kind), concurrency=REFERENCE_BATCH).outputs
+        for kind in KINDS
+    }
 
 
 def check(
-    server: Server, name: str, prompts: Sequence[Sequence[int]],
-    expected: dict[str, list[tuple[int, ...]]], batches: Sequence[int],
-    on_answer: Callable[[], None],
+    server: Server, name: str, prompts: Sequence[Sequence[int]], expected: Expected,
+    batches: Sequence[int],
 ) -> list[Reproduced]:  # fmt: skip
-    """Every cut at every batch size, then all kinds mixed, each from an empty cache."""
-    done = []
+    """Each cut at each batch size, then all kinds in one batch, always from an empty cache."""
+    found = []
+
+    def compare(
+        kind: str, concurrency: int, answers: Sequence[Answer], promised: bool = True
+    ) -> None:
+        outputs = [answer.output_ids for answer in answers]
+        drafts = sum(a.meta_info.get("spec_num_correct_drafts", 0) for a in answers)
+        where = differing(outputs, expected[kind.split(",")[0]][: len(outputs)])
+        tokens = sum(map(len, outputs))
+        found.append(
+            Reproduced(name, kind, concurrency, len(outputs), tokens, drafts, where, promised)
+        )
+
     for cut in CUTS:
         for concurrency in batches:
             count = num_asked(len(prompts), concurrency)
-            asked = bodies(prompts, cut)[:count]
             server.flush_cache()
-            result = run_load(server.url, asked, concurrency=concurrency, on_answer=on_answer)
-            done.append(reproduced(name, cut, concurrency, result.answers, expected[cut][:count]))
+            asked = bodies(prompts, cut)[:count]
+            result = run_load(server.url, asked, concurrency=concurrency)
+            compare(cut, concurrency, result.answers)
     server.flush_cache()
-    turns = [body for prompt in zip(*(bodies(prompts, kind) for kind in KINDS), strict=True)
-             for body in prompt]  # fmt: skip
-    result = run_load(server.url, turns, concurrency=batches[0], on_answer=on_answer)
+    turns = [body for together in zip(*(bodies(prompts, kind) for kind in KINDS), strict=True)
+             for body in together]  # fmt: skip
+    result = run_load(server.url, turns, concurrency=batches[0])
     for first, kind in enumerate(KINDS):
         answers = result.answers[first :: len(KINDS)]
-        done.append(reproduced(name, kind + MIXED, batches[0], answers, expected[kind],
-                               promised=kind == "greedy"))  # fmt: skip
-    return done
+        compare(f"{kind}, mixed", batches[0], answers, promised=kind == "greedy")
+    return found
 
 
 def num_asked(num_prompts: int, concurrency: int) -> int:
-    """How many of the prompts are sent: one at a time only a fourth of them."""
+    """How many prompts are sent: a fourth of them at concurrency 1."""
     return num_prompts if concurrency > 1 else -(-num_prompts // 4)
-
-
-def num_answers(num_prompts: int, batches: Sequence[int]) -> int:
-    """How many answers :func:`check` waits for."""
-    alike = len(CUTS) * sum(num_asked(num_prompts, concurrency) for concurrency in batches)
-    return alike + len(KINDS) * num_prompts

@@ -1,7 +1,6 @@
-"""Greedy requests as different from one another as users' are, for any model.
+"""Greedy requests of many kinds, for any model.
 
-Prompts travel as token ids, so that a divergence has a context that can be scored again.
-Knows nothing of servers.
+Prompts are token ids, so that the context of a divergence can be scored again.
 """
 
 from __future__ import annotations
@@ -23,19 +22,14 @@ REGEXES = (
     "[0-9]{2}(-[0-9]{4}){1,3}",
     "(red|green|blue)(, (red|green|blue)){0,6}[.]",
 )
-SCHEMA = json.dumps(
-    {
-        "type": "object",
-        "properties": {
-            "n": {"type": "integer", "minimum": 0, "maximum": 99},
-            "kind": {"enum": ["small", "large"]},
-        },
-        "required": ["n", "kind"],
-    }
-)
+_PROPERTIES = {
+    "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    "kind": {"enum": ["small", "large"]},
+}
+SCHEMA = json.dumps({"type": "object", "properties": _PROPERTIES, "required": [*_PROPERTIES]})
 
-#: One round of requests: every sort, the ordinary ones most often.
-SORTS = (
+#: One round of requests: every kind, the ordinary ones most often.
+KINDS = (
     "ordinary", "ordinary", "short", "stop string", "ordinary", "one-token prompt", "past the end",
     "ordinary", "long prompt", "shared prefix", "ordinary", "regex", "ordinary", "stop token",
     "ordinary", "opted out", "JSON schema",
@@ -43,18 +37,12 @@ SORTS = (
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One request: ``body`` goes to /generate."""
+class Request:
+    """One request; ``body`` goes to /generate."""
 
     index: int
-    sort: str
+    kind: str
     body: dict[str, Any]
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """Its prompt."""
-        ids: list[int] = self.body["input_ids"]
-        return ids
 
     @property
     def constrained(self) -> bool:
@@ -64,54 +52,48 @@ class Asked:
 
 def mixed(
     prompts: Sequence[Sequence[int]], n: int, seed: int = 0, longest: int = LONGEST_ANSWER
-) -> list[Asked]:
-    """``n`` greedy requests over ``prompts`` (token ids), in an order in which sorts alternate.
+) -> list[Request]:
+    """``n`` greedy requests over ``prompts`` (token ids), their kinds alternating.
 
     Answers have at most ``longest`` tokens.
     """
     rng = random.Random(seed)
-    sorts = cycle(SORTS)
-    return [_asked(i, next(sorts), prompts, rng, longest) for i in range(n)]
+    return [
+        _request(i, kind, prompts, rng, longest)
+        for i, kind in zip(range(n), cycle(KINDS), strict=False)
+    ]
 
 
-def _asked(
-    index: int, sort: str, prompts: Sequence[Sequence[int]], rng: random.Random, longest: int
-) -> Asked:
+def _request(
+    index: int, kind: str, prompts: Sequence[Sequence[int]], rng: random.Random, longest: int
+) -> Request:
     ids = list(prompts[index % len(prompts)])
     params: dict[str, Any] = {"temperature": 0, "max_new_tokens": rng.randint(1, longest)}
-    if sort == "short":
+    if kind == "short":
         params["max_new_tokens"] = rng.randint(1, 3)
-    elif sort == "stop string":
-        # Of several stops within the tokens of one verification, SGLang takes the one listed
-        # first, and a string before an end token, not the one that comes first; with and
-        # without C2T. One stop is what a server with speculation and one without agree on.
+    elif kind == "stop string":
+        # Among several stops in one verification SGLang takes the first listed, and a string before
+        # an end token; without speculation the earliest. They agree on one stop string.
         params.update(stop=[rng.choice(STOPS)], ignore_eos=True)
-    elif sort == "stop token":
+    elif kind == "stop token":
         params["stop_token_ids"] = sorted(rng.sample(ids, min(3, len(ids))))
-    elif sort == "one-token prompt":
+    elif kind == "one-token prompt":
         ids = [rng.choice(ids)]
-    elif sort == "past the end":
+    elif kind == "past the end":
         params.update(ignore_eos=True, max_new_tokens=longest)
-    elif sort == "long prompt":
-        length = rng.randint(LONG_PROMPT // 2, LONG_PROMPT)
-        ids = joined(prompts, index, length)
-    elif sort == "shared prefix":  # of the prompt before, which may still be running
-        before = prompts[(index - 1) % len(prompts)]
-        ids = [*before[: len(before) // 2], *ids]
-    elif sort == "regex":
+    elif kind == "long prompt":
+        length, ids, at = rng.randint(LONG_PROMPT // 2, LONG_PROMPT), [], index
+        while len(ids) < length:
+            ids = [*prompts[at % len(prompts)], *ids]
+            at += 1
+        ids = ids[-length:]
+    elif kind == "shared prefix":  # of the previous prompt, which may still be running
+        previous = prompts[(index - 1) % len(prompts)]
+        ids = [*previous[: len(previous) // 2], *ids]
+    elif kind == "regex":
         params["regex"] = rng.choice(REGEXES)
-    elif sort == "JSON schema":
+    elif kind == "JSON schema":
         params["json_schema"] = SCHEMA
-    elif sort == "opted out":  # of gating; SGLang itself ignores parameters it does not know
+    elif kind == "opted out":  # of gating; SGLang ignores parameters that it does not know
         params["custom_params"] = {"c2t": False}
-    return Asked(index, sort, {"input_ids": ids, "sampling_params": params})
-
-
-def joined(prompts: Sequence[Sequence[int]], first: int, length: int) -> list[int]:
-    """The last ``length`` tokens of as many prompts as that takes, from ``first`` on."""
-    ids: list[int] = []
-    number = first
-    while len(ids) < length:
-        ids = [*prompts[number % len(prompts)], *ids]
-        number += 1
-    return ids[-length:]
+    return Request(index, kind, {"input_ids": ids, "sampling_params": params})

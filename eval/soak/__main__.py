@@ -1,66 +1,52 @@
-"""``make soak``: minutes of load and faults against a ``--c2t`` server with a tiny KV pool.
+"""``make soak``: minutes of load and faults on ``--c2t`` servers with a small KV pool.
 
-A server without speculation answers every request of the pool first, and then stays beside the
-soaked one, idle: probes run on both in turn, so that a slow moment of the machine slows both. Exit
-code 1 if any check fails.
+A server without speculation answers every request first. Exit code 1 if a check fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
+import contextlib
 import json
 import random
+import re
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
+import pandas as pd  # type: ignore[import-untyped]
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
+from scipy import stats
 
 from eval import terminal
 from eval.bench.provenance import provenance
+from eval.metrics import SpecTotals
 from eval.prompts import demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
-from eval.soak.fatal import fates, table
-from eval.soak.faults import ClassifierFile, Meddler, kill_child
-from eval.soak.health import (
-    Drift,
-    Growth,
-    Idle,
-    Probe,
-    after_warm_up,
-    alarms,
-    drift,
-    exceptions,
-    probe,
-    resident,
-    series,
-    settle,
-)
-from eval.soak.malformed import CONTEXT_LENGTH, FATAL, HANGING, MALFORMED
-from eval.soak.storm import Answers, Storm, reference_answers
-from eval.soak.summary import Bounds, Findings, as_json, checks, show
-from eval.soak.traffic import LONGEST, make_jobs
-from eval.soak.verdicts import Interruptions
+from eval.soak.clients import BAD, Clients, Interruptions, ask_reference, connect
+from eval.soak.faults import ClassifierFile, Faults, kill_child
+from eval.soak.malformed import CONTEXT_LENGTH, FATAL, MALFORMED, mutants, request_fields
+from eval.soak.pool import make_jobs
 from sglang_c2t.files import write_texts
-from sglang_c2t.offline.client import greedy
+from sglang_c2t.offline.client import greedy, run_load
 from sglang_c2t.offline.progress import progress_on
 
-#: Seconds a request may decode before the server ends it.
+#: Seconds a request may decode before the server aborts it.
 TIME_LIMIT = 8.0
-#: Quiet windows below which neither memory nor throughput is judged.
-FEWEST = 6
-RETRACTED = "sglang:num_retracted_requests_total"
-COMMON = ("--context-length", str(CONTEXT_LENGTH), "--chunked-prefill-size", "256")
-#: A pool for a dozen requests of average length, and a scheduler that lets in more than fit.
+#: No warm-up request, which may exceed the time limit.
+COMMON = ("--context-length", str(CONTEXT_LENGTH), "--chunked-prefill-size", "256",
+          "--skip-server-warmup")  # fmt: skip
+#: A pool for a dozen average requests, and a scheduler that admits more than fit.
 TIGHT = ("--max-total-tokens", "1536", "--max-running-requests", "24",
          "--schedule-conservativeness", "0.1", "--enable-metrics")  # fmt: skip
 #: SGLang's own memory checks, which end a server that leaks, and its time limit.
@@ -69,254 +55,248 @@ STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_REQ_RUNNING_TIMEOUT": str(TIME_LIMIT),
 }
-#: Layers, width and nodes of a draft, and the classifier it is gated with.
+#: Draft layers, width and nodes, and the classifier.
 SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
     "chain": ((5,), "c2t"),
     "tree": ((5, 4, 16), "c2t-tree"),
 }
+NUM_MUTANTS, WARM_UPS = 300, 10
+PROBES = [greedy(prompt.text, 24) for prompt in demo_mix(8)]
+#: Log lines of a scheduler that fails.
+ALARMS = ("leak detected", "SIGQUIT received", "Health check failed", "watchdog timeout")
+#: MiB an hour that memory may grow, and readings below which growth is not judged.
+MAX_GROWTH, FEWEST_READINGS = 60.0, 6
+IDLE_SECONDS = 60.0
 
 
-def launch_of(shape: str, algorithm: str, classifier: Path) -> Launch:
-    """The server that is soaked."""
-    draft, _ = SHAPES[shape]
-    c2t = ("--c2t", "--c2t-policy", "c2t", "--c2t-classifier", str(classifier))
-    return Launch(shape, (*COMMON, *TIGHT, *speculative_flags(algorithm, *draft), *c2t), env=STRICT)
+@dataclass(frozen=True)
+class Check:
+    """One sentence about a server, the measured value, and whether it holds (``None``: unknown)."""
+
+    name: str
+    measured: str
+    passed: bool | None
 
 
+@dataclass
 class Soak:
-    """One server through all rounds: traffic and faults, then a quiet moment to measure."""
+    """One server under load and faults; :meth:`checks` says what went wrong."""
 
-    def __init__(self, shape: str, server: Server, neighbour: Server, answers: Answers,
-                 classifier: ClassifierFile, args: argparse.Namespace, progress: Progress,
-                 task: TaskID) -> None:  # fmt: skip
-        self.shape, self.server, self.neighbour = shape, server, neighbour
-        self.classifier, self.args, self.progress, self.task = classifier, args, progress, task
-        self.rng = random.Random(args.seed)
-        self.interruptions = Interruptions(TIME_LIMIT)
-        self.storm = Storm(
-            server.url, make_jobs(args.seed), (*MALFORMED, *FATAL), answers, self.interruptions,
-            self.rng, args.max_requests,
-        )  # fmt: skip
-        self.probes = [greedy(prompt.text, 48) for prompt in demo_mix(16, seed=args.seed + 1)]
-        self.settings = {"policy": "c2t", "beta": None}
-        told = requests.get(f"{server.url}/c2t", timeout=30)
-        self.controllable = told.ok
-        if not told.ok:
-            progress.console.print(f"GET /c2t answered {told.status_code}: policies stay as set")
-        self.meddling: Counter[tuple[str, str]] = Counter()
-        self.unexpected: list[str] = []
-        self.idle: list[Idle] = []
-        self.memory: list[tuple[float, float]] = []  # minutes, MiB
-        self.windows: list[list[Probe]] = []
-        self.started = time.monotonic()
-        self.fall = ""  # what the server did not do that it had to
+    shape: str
+    server: Server
+    clients: Clients
+    faults: Faults
+    memory: list[tuple[float, float]] = field(default_factory=list)  # hours, MiB
+    leftovers: list[dict[str, int]] = field(default_factory=list)  # of idle servers
+    miscounted: list[str] = field(default_factory=list)
 
-    @property
-    def minutes(self) -> float:
-        """Since the first window."""
-        return (time.monotonic() - self.started) / 60
+    def run(self, minutes: float, concurrency: int, seconds: float, progress: Progress) -> None:
+        """Rounds of ``seconds`` until time is up and every kind of request was sent."""
+        for _ in range(WARM_UPS):  # the first requests compile, and may exceed the time limit
+            with contextlib.suppress(requests.HTTPError, aiohttp.ClientError):
+                run_load(self.server.url, PROBES, concurrency=len(PROBES))
+                break
+        task, start = progress.add_task(f"{self.shape}: seconds", total=60 * minutes), time.time()
+        self._measure()
+        while time.time() - start < 60 * minutes or self.clients.decks < 2:
+            asyncio.run(self._round(time.monotonic() + seconds, concurrency))
+            self._measure()
+            bad = sum(outcome.verdict in BAD for outcome in self.clients.outcomes)
+            told = f"{self.shape}: {len(self.clients.outcomes)} requests, {bad} bad; seconds"
+            progress.update(task, completed=time.time() - start, description=told)
+        asyncio.run(self.clients.run_once(concurrency=4))
+        self._measure()
 
-    def run(self, minutes: float) -> None:
-        """Rounds until the time or the requests are spent, or the server falls."""
-        try:
-            self._rounds(minutes)
-        except (requests.RequestException, aiohttp.ClientError) as error:
-            self.fall = f"the server fell after {self.minutes:.1f} minutes: {error!r}"[:400]
+    async def _round(self, until: float, concurrency: int) -> None:
+        async with connect() as session:
+            await asyncio.gather(
+                self.clients.run(session, until, concurrency), self.faults.run(session, until)
+            )
 
-    def _rounds(self, minutes: float) -> None:
-        self._window(warm_up=True)
-        self.started = time.monotonic()
-        self._window()
-        # A slow machine takes longer to send every kind of request once.
-        while (self.minutes < minutes or not self.storm.dealt) and not self.storm.spent:
-            left = 60 * (minutes - self.minutes)
-            self._say("load and faults")
-            meddler = asyncio.run(
-                self.storm.blow(min(self.args.round, max(left, 5)), self.args.concurrency,
-                                self._meddler, self._tick)
-            )  # fmt: skip
-            self.meddling += meddler.answers
-            self.unexpected += meddler.unexpected
-            self._window()
-        self._say("all deterministic requests once more")
-        asyncio.run(self.storm.once(self.args.concurrency))
-        self.idle.append(settle(self.server))
+    def _measure(self) -> None:
+        """Wait until the server is idle; read memory, what it still holds, and its metrics.
 
-    def _meddler(self, session: aiohttp.ClientSession) -> Meddler:
-        return Meddler(session, self.server.url, self.shape, self.classifier, self.interruptions,
-                       self.rng, self.controllable)  # fmt: skip
+        Tokens in use are read before the flush, which would repair a leaking allocator.
+        """
+        deadline = time.monotonic() + IDLE_SECONDS
+        while any((held := _held(self.server.url)).values()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        self.server.flush_cache()
+        cached = self.server.generate(**greedy("A" * 40, 1))["meta_info"]["cached_tokens"]
+        before = metrics(self.server.url)
+        answers = run_load(self.server.url, PROBES, concurrency=len(PROBES)).answers
+        after = metrics(self.server.url)
+        counted = SpecTotals.from_meta_infos(answer.meta_info for answer in answers)
+        self.leftovers.append({**held, "cached tokens after a flush": cached})
+        for name, count in zip(COUNTERS, asdict(counted).values(), strict=True):
+            if after[name] - before[name] != count:
+                self.miscounted.append(f"{name}: {after[name] - before[name]} of {count}")
+        rss = sum(process.memory_info().rss for process in self.server.processes())
+        self.memory.append((time.time() / 3600, rss / 2**20))
 
-    def _window(self, warm_up: bool = False) -> None:
-        """Settle, measure memory, probe."""
-        self._say("settling and measuring")
-        if self.controllable:
-            body = {**self.settings, "classifier": str(self.classifier.path)}
-            requests.post(f"{self.server.url}/c2t", json=body, timeout=60).raise_for_status()
-        idle = settle(self.server)
-        probes = []
-        for turn in range(2 if warm_up else self.args.probes):
-            probes.append(probe(self.server, self.neighbour, self.probes, turn))
-            self._tick()
-        if not warm_up:
-            self.idle.append(idle)
-            self.windows.append(probes)
-            self.memory.append((self.minutes, resident(self.server)))
-
-    def _tick(self) -> None:
-        self.progress.update(self.task, completed=60 * self.minutes)
-
-    def _say(self, phase: str) -> None:
-        bad = sum(outcome.verdict in ("wrong", "unexpected") for outcome in self.storm.outcomes)
-        told = f"{self.shape}: {phase}; {self.storm.sent} requests, {bad} bad"
-        self.progress.update(self.task, description=told)
-
-    def findings(self) -> Findings:
-        """Everything measured; a server that still stands loses its scheduler at the end."""
-        stands = not self.fall and self.server.process.poll() is None
-        retracted = series(self.server.url, RETRACTED)[RETRACTED] if stands else 0.0
-        known = exceptions(self.neighbour.log.read_text(errors="replace"))
+    def checks(self, log_of_reference: str) -> list[Check]:
+        """Everything that must hold; kills the server's scheduler at the end."""
+        outcomes = self.clients.outcomes
+        verdicts = Counter(outcome.verdict for outcome in outcomes)
+        right = {outcome.kind for outcome in outcomes if outcome.verdict == "right"}
+        kinds = {job.kind for job in self.clients.jobs if job.end == "answer"}
+        sent = {outcome.name for outcome in outcomes}
         log = self.server.log.read_text(errors="replace")
-        logged = Counter({e: n for e, n in exceptions(log).items() if e not in known})
-        answers = stands and self.server.generate(**greedy("A", 4))["meta_info"]["id"] != ""
-        memory = after_warm_up(self.memory)
-        return Findings(
-            shape=self.shape,
-            minutes=self.minutes,
-            outcomes=self.storm.outcomes,
-            kinds=frozenset(
-                job.kind for job in self.storm.jobs if job.end == "answer" and job.kind != LONGEST
-            ),
-            stock=self.storm.answers.statuses,
-            meddling=self.meddling,
-            meddling_unexpected=self.unexpected,
-            idle=self.idle,
-            memory_mib=[mib for _, mib in self.memory],
-            growth=_growth([m for m, _ in memory], [mib for _, mib in memory]),
-            drift=_drift([[p.speed for p in window] for window in self.windows]),
-            cpu_drift=_drift([[p.cpu_speed for p in window] for window in self.windows]),
-            exceptions=logged,
-            alarms=[*alarms(log), *filter(None, [self.fall])],
-            retracted=retracted,
-            answers_at_the_end=answers,
-            ending=kill_child(self.server, "sglang::scheduler") if stands else None,
+        found = exceptions(log) - exceptions(log_of_reference)
+        retracted = metrics(self.server.url)["sglang:num_retracted_requests_total"]
+        alive = self.server.process.poll() is None
+        ending = kill_child(self.server, "sglang::scheduler")
+        return [
+            _none("outputs differ from those without speculation", verdicts["wrong"]),
+            _none("unexpected answers", verdicts["unexpected"]),
+            _none("kinds never answered", kinds - right - {"longer than the time limit"}),
+            _none("malformed never sent", {c.name for c in self.clients.malformed} - sent),
+            _none("unexpected answers to faults", self.faults.unexpected),
+            _none("idle, but not empty", [x for x in self.leftovers if any(x.values())]),
+            _none("metrics that disagree with replies", self.miscounted),
+            _none("exceptions that a stock server does not log", list(found)),
+            _none("alarms in the log", [a for a in ALARMS if a in log]),
+            Check("retracted requests", f"{retracted:.0f}", retracted > 0),
+            growth(self.memory),
+            Check("alive at the end", str(alive), alive),
+            Check("ends when its scheduler is killed", str(ending), ending.clean),
+        ]
+
+
+COUNTERS = ("c2t:verifications_total", "c2t:correct_drafts_total", "c2t:proposed_drafts_total")
+
+
+def metrics(url: str) -> defaultdict[str, float]:
+    """Prometheus samples summed over their labels; 0 for one that does not exist yet."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    text = requests.get(f"{url}/metrics", timeout=30).text
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            sums[sample.name] += sample.value
+    return sums
+
+
+def _held(url: str) -> dict[str, int]:
+    """Requests and KV tokens that the scheduler holds; the prefix cache does not count."""
+    load = requests.get(f"{url}/v1/loads", timeout=30).json()["loads"][0]
+    waiting = load["num_waiting_reqs"] + load["queues"]["grammar"] + load["queues"]["paused"]
+    return {
+        "running requests": load["num_running_reqs"],
+        "waiting requests": waiting,
+        "used tokens": load["num_used_tokens"],
+    }
+
+
+def _none(name: str, found: int | Iterable[Any]) -> Check:
+    """Passes if nothing was found."""
+    things = [] if isinstance(found, int) else sorted(map(str, found))
+    count = found if isinstance(found, int) else len(things)
+    return Check(name, f"{count} {'; '.join(things)}".strip()[:400], count == 0)
+
+
+def growth(memory: Sequence[tuple[float, float]]) -> Check:
+    """Theil-Sen slope after a quarter of the readings; fails if its whole interval is above."""
+    name = f"memory grows by {MAX_GROWTH:g} MiB/h or less"
+    settled = np.array(memory[len(memory) // 4 :])
+    if len(settled) < FEWEST_READINGS:
+        return Check(name, "too short a run", None)
+    slope, _, low, high = stats.theilslopes(settled[:, 1], settled[:, 0])
+    passed = True if slope <= MAX_GROWTH else False if low > MAX_GROWTH else None
+    return Check(name, f"{slope:+.0f} [{low:+.0f}, {high:+.0f}] of {memory[-1][1]:.0f}", passed)
+
+
+def exceptions(log: str) -> Counter[str]:
+    """Last lines of the tracebacks in a log, without numbers: the first unindented line."""
+    ends = re.findall(r"Traceback \(most recent call last\).*\n(?:[ \t].*\n|\n)*(.*)", log)
+    return Counter(re.sub(r"\d+", "#", end)[:200] for end in ends)
+
+
+def soak(args: argparse.Namespace, progress: Progress) -> dict[str, tuple[Soak, list[Check]]]:
+    """Soak all shapes, one after the other."""
+    jobs, made = make_jobs(args.seed), mutants(request_fields(), NUM_MUTANTS, args.seed)
+    with running(Launch("without-speculation", COMMON), args.out) as server:
+        task = progress.add_task(
+            "reference answers", total=sum(bool(job.key) for job in jobs) + len(MALFORMED)
         )
+        asked = ask_reference(server.url, jobs, MALFORMED, lambda: progress.advance(task))
+        reference, stock_log = asyncio.run(asked), server.log
+    found = {}
+    for shape in args.shapes:
+        draft, name = SHAPES[shape]
+        classifier = ClassifierFile.copied(args.out / f"{shape}-classifier", name)
+        c2t = ("--c2t", "--c2t-policy", "c2t", "--c2t-classifier", str(classifier.path))
+        flags = (*COMMON, *TIGHT, *speculative_flags(args.algorithm, *draft), *c2t)
+        rng, ended = random.Random(args.seed), Interruptions(TIME_LIMIT)
+        with running(Launch(shape, flags, env=STRICT), args.out) as server:
+            malformed = (*MALFORMED, *FATAL, *made)
+            clients = Clients(server.url, jobs, malformed, reference, ended, rng)
+            one = Soak(shape, server, clients, Faults(server.url, shape, classifier, ended, rng))
+            try:
+                one.run(args.minutes / len(args.shapes), args.concurrency, args.round, progress)
+                checks = one.checks(stock_log.read_text(errors="replace"))
+            except (requests.RequestException, aiohttp.ClientError) as error:
+                checks = [Check("the server serves to the end", repr(error)[:400], False)]
+        found[shape] = one, checks
+    return found
 
 
-def _growth(minutes: Sequence[float], mib: Sequence[float]) -> Growth | None:
-    return Growth.of(minutes, mib) if len(minutes) >= FEWEST else None
+def show(console: Console, one: Soak, checks: Sequence[Check]) -> None:
+    """Print tables of requests and checks, and the first bad requests."""
+    outcomes = one.clients.outcomes
+    frame = pd.DataFrame([asdict(outcome) for outcome in outcomes])
+    console.print(f"\n{one.shape}:\n{pd.crosstab(frame.kind, frame.verdict)}\n", markup=False)
+    table = terminal.table(f"{one.shape}: checks", "check", "measured", "")
+    for check in checks:
+        told = {True: "passed", False: "[bold red]FAILED[/]", None: "undecided"}[check.passed]
+        table.add_row(check.name, check.measured, told)
+    console.print(table)
+    for outcome in [o for o in outcomes if o.verdict in BAD][:10]:
+        console.print(str(outcome), markup=False)
 
 
-def _drift(windows: Sequence[Sequence[float]]) -> Drift | None:
-    return drift(windows) if len(windows) >= FEWEST else None
-
-
-def soak(args: argparse.Namespace, console: Console) -> list[Findings]:
-    """All shapes, one after the other, beside the same neighbour."""
-    shapes = list(SHAPES) if args.shape == "both" else [args.shape]
-    done = []
-    with (
-        progress_on(console) as progress,
-        running(Launch("without-speculation", COMMON), args.out) as neighbour,
-    ):
-        answers = _reference(neighbour, args, progress)
-        for shape in shapes:
-            classifier = ClassifierFile.copied(args.out / f"{shape}-classifier", SHAPES[shape][1])
-            seconds = 60 * args.minutes / len(shapes)
-            task = progress.add_task(f"{shape}: starting the server", total=seconds)
-            launch = launch_of(shape, args.algorithm, classifier.path)
-            with running(launch, args.out) as server:
-                one = Soak(shape, server, neighbour, answers, classifier, args, progress, task)
-                one.run(args.minutes / len(shapes))
-                found = one.findings()
-            progress.update(task, description=f"{shape}: done", completed=seconds)
-            done.append(found)
-            _keep(args, found, one.windows)
-    return done
-
-
-def _reference(neighbour: Server, args: argparse.Namespace, progress: Progress) -> Answers:
-    jobs = make_jobs(args.seed)
-    total = sum(bool(job.key) for job in jobs) + len(MALFORMED)
-    task = progress.add_task("answers without speculation", total=total)
-    ask = reference_answers(neighbour.url, jobs, MALFORMED, lambda: progress.advance(task))
-    return asyncio.run(ask)
-
-
-def _keep(args: argparse.Namespace, found: Findings, windows: Sequence[Sequence[Probe]]) -> None:
-    """Single requests and probes, for whoever wants to look closer."""
-    rows = "".join(json.dumps(asdict(outcome)) + "\n" for outcome in found.outcomes)
-    told = json.dumps([[asdict(p) for p in window] for window in windows])
-    write_texts({args.out / f"{found.shape}-requests.jsonl": rows,
-                 args.out / f"{found.shape}-probes.json": told})  # fmt: skip
+def as_json(one: Soak, checks: Sequence[Check]) -> dict[str, Any]:
+    """Summary of one server."""
+    return {
+        "checks": [asdict(check) for check in checks],
+        "requests": Counter(f"{o.kind}: {o.verdict}" for o in one.clients.outcomes),
+        "bad": [asdict(o) for o in one.clients.outcomes if o.verdict in BAD],
+        "faults": {f"{fault}: {status}": n for (fault, status), n in one.faults.answers.items()},
+        "memory_mib": [mib for _, mib in one.memory],
+        "leftovers": one.leftovers,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 1 if any check failed."""
-    args = _arguments(argv)
-    console = terminal.console()
-    came_from = provenance(["python", "-m", "eval.soak", *(sys.argv[1:] if argv is None else argv)])
-    if args.fatal:
-        return _show_fates(args, console, came_from)
-    started = datetime.datetime.now(datetime.UTC).isoformat()
-    bounds = Bounds(args.max_drift / 100, args.max_growth)
-    done = [(found, checks(found, bounds)) for found in soak(args, console)]
-    summary = {
-        "format": 1,
-        "started": started,
-        "provenance": came_from,
-        "arguments": {name: str(value) for name, value in vars(args).items()},
-        "servers": [as_json(found, results, bounds) for found, results in done],
-    }
-    write_texts({args.out / "summary.json": json.dumps(summary, indent=1)})
-    for found, results in done:
-        show(console, found, results)
-    failed = [check.name for _, results in done for check in results if check.passed is False]
-    console.print(f"{args.out / 'summary.json'}: " + (f"FAILED: {failed}" if failed else "passed"))
-    return 1 if failed else 0
-
-
-def _show_fates(args: argparse.Namespace, console: Console, came_from: dict[str, Any]) -> int:
-    """What ends stock servers; 1 if a ``--c2t`` server fares worse."""
-    classifier = ClassifierFile.copied(args.out / "classifier", SHAPES["chain"][1])
-    launches = [Launch("stock", COMMON), launch_of("chain", args.algorithm, classifier.path)]
-    with progress_on(console) as progress:
-        task = progress.add_task("fatal requests", total=len((*FATAL, *HANGING)) * len(launches))
-        found = fates(launches, args.out, lambda: progress.advance(task))
-    told = {"format": 1, "provenance": came_from, "fates": [asdict(fate) for fate in found]}
-    write_texts({args.out / "fatal.json": json.dumps(told, indent=1)})
-    console.print(table(found))
-    pairs = zip(found[::2], found[1::2], strict=True)
-    return int(any(stock.answers and not ours.answers for stock, ours in pairs))
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Run the command; return 1 if a check failed."""
     parser = argparse.ArgumentParser(prog="python -m eval.soak", description=__doc__)
     add = parser.add_argument
-    add("--minutes", type=_positive, default=15.0, help="of load, all shapes together; "
-        "more where a slow machine needs them to send each kind of request")  # fmt: skip
-    add("--shape", choices=(*SHAPES, "both"), default="both",
-        help="both: one after the other, half the time each")  # fmt: skip
+    add("--minutes", type=float, default=15.0, help="of load, all shapes together; longer if a "
+        "slow machine needs it to send every kind of request")  # fmt: skip
+    add("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
     add("--algorithm", choices=sorted(DRAFTS), default="EAGLE3")
     add("--concurrency", type=int, default=24, help="clients at once")
-    add("--max-requests", type=int, default=50_000, help="to one server")
-    add("--round", type=_positive, default=30.0, help="seconds between quiet windows")
-    add("--probes", type=int, default=6, help="of throughput in each window")
-    add("--max-drift", type=_positive, default=5.0, help="per cent of throughput")
-    add("--max-growth", type=_positive, default=60.0, help="of memory, MiB an hour")
-    add("--fatal", action="store_true",
-        help="no soak: send what ends a stock server to servers of their own (about 7 minutes)",
-        )  # fmt: skip
+    add("--round", type=float, default=30.0, help="seconds between measurements")
     add("--seed", type=int, default=0)
-    add("--out", type=Path, default=Path("runs/soak") / time.strftime("%Y%m%d-%H%M%S"),
-        help="default: runs/soak/<time>")  # fmt: skip
-    return parser.parse_args(argv)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}.")
-    return value
+    add("--out", type=Path, default=Path("runs/soak") / time.strftime("%Y%m%d-%H%M%S"))
+    args = parser.parse_args(argv)
+    console = terminal.console()
+    with progress_on(console) as progress:
+        found = soak(args, progress)
+    command = ["python", "-m", "eval.soak", *(sys.argv[1:] if argv is None else argv)]
+    servers = {shape: as_json(*result) for shape, result in found.items()}
+    summary = {"provenance": provenance(command), "servers": servers}
+    write_texts({args.out / "summary.json": json.dumps(summary, indent=1)})
+    requests_of = "".join(
+        json.dumps({"shape": shape, **asdict(outcome)}) + "\n"
+        for shape, (one, _) in found.items()
+        for outcome in one.clients.outcomes
+    )
+    write_texts({args.out / "requests.jsonl": requests_of})
+    for one, checks in found.values():
+        show(console, one, checks)
+    failed = [c.name for _, checks in found.values() for c in checks if c.passed is False]
+    console.print(f"{args.out / 'summary.json'}: " + (f"FAILED: {failed}" if failed else "passed"))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is done to a serving server: pauses, flushes, switches, lost files, dead children."""
+"""Faults of a serving server: pauses, flushes, policy switches, lost files, a killed process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -23,21 +23,20 @@ import aiohttp
 import psutil
 
 from eval.server import Server
-from eval.soak.verdicts import Interruptions
+from eval.soak.clients import Interruptions
 
-#: Longest that a server whose child died may take to end.
+#: Longest that a server may take to end after one of its processes was killed.
 END_SECONDS = 30.0
-JUNK = b"this is no classifier"
 
 POLICIES = {
-    "chain": ("c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax", "fixed"),
-    "tree": ("c2t", "c2t-log", "c2t-plus", "dyjoint", "eagle2", "c2t-eagle2"),
+    "chain": ("c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax", "fixed", "auto"),
+    "tree": ("c2t", "c2t-log", "c2t-plus", "dyjoint", "eagle2", "c2t-eagle2", "auto"),
 }
 
 
 @dataclass(frozen=True)
 class ClassifierFile:
-    """A copy of the shipped classifier that a test may lose; the card lies beside it."""
+    """A copy of the shipped classifier, with its card, that a test may harm."""
 
     path: Path
 
@@ -51,191 +50,138 @@ class ClassifierFile:
         return cls(folder / "classifier.safetensors")
 
     def lost(self) -> AbstractContextManager[None]:
-        """Nobody finds it, and its card neither."""
+        """The file and its card are absent during the block."""
         return self._harmed(Path.unlink)
 
     def corrupt(self) -> AbstractContextManager[None]:
-        """Overwritten where it lies, so that a server that mapped it into memory would see it."""
-        return self._harmed(lambda path: path.write_bytes(JUNK))
+        """Both are overwritten in place, which a server that mapped the file would notice."""
+        return self._harmed(lambda path: path.write_bytes(b"this is no classifier"))
 
     @contextlib.contextmanager
     def _harmed(self, harm: Callable[[Path], object]) -> Iterator[None]:
-        whole = {path: path.read_bytes() for path in (self.path, self.path.with_suffix(".json"))}
-        for path in whole:
+        before = {path: path.read_bytes() for path in (self.path, self.path.with_suffix(".json"))}
+        for path in before:
             harm(path)
         try:
             yield
         finally:
-            for path, content in whole.items():
+            for path, content in before.items():
                 path.write_bytes(content)
 
 
-Act = Callable[[], Coroutine[Any, Any, None]]
-
-
 @dataclass
-class Meddler:
-    """Does one thing after the other to a server under load, and counts what it was answered."""
+class Faults:
+    """Causes one fault after the other under load, and counts the answers."""
 
-    session: aiohttp.ClientSession
     url: str
     shape: str
     classifier: ClassifierFile
     interruptions: Interruptions
     rng: random.Random
-    controllable: bool  # whether /c2t is there
-    answers: Counter[tuple[str, str]] = field(default_factory=Counter)  # (what, answer)
+    answers: Counter[tuple[str, int]] = field(default_factory=Counter)  # (fault, status)
     unexpected: list[str] = field(default_factory=list)
 
-    async def run(self, until: float, pause: tuple[float, float] = (0.4, 1.6)) -> None:
-        """Act until ``until`` on the monotonic clock; every act once before any comes again."""
-        acts: list[Act] = []
+    async def run(self, session: aiohttp.ClientSession, until: float) -> None:
+        """Cause faults until ``until`` on the monotonic clock, every one before any comes again."""
+        deck: list[Any] = []
         while time.monotonic() < until:
-            if not acts:
-                acts = self._acts()
-                self.rng.shuffle(acts)
-            await acts.pop()()
-            await asyncio.sleep(self.rng.uniform(*pause))
+            if not deck:
+                deck = [self._flush, self._pause, self._abort_all, self._read, self._refused,
+                        self._harm_classifier, *3 * [self._switch]]  # fmt: skip
+                self.rng.shuffle(deck)
+            await deck.pop()(session)
+            await asyncio.sleep(self.rng.uniform(0.4, 1.6))
 
-    def _acts(self) -> list[Act]:
-        acts: list[Act] = [
-            self.flush, self.flush_when_idle, self.pause_in_place, self.pause_and_retract,
-            self.pause_and_abort, self.abort_all, self.look,
-        ]  # fmt: skip
-        if self.controllable:
-            acts += 3 * [self.switch]
-            acts += [self.refused_switches, self.harm_classifier]
-        return acts
+    async def _flush(self, session: aiohttp.ClientSession) -> None:
+        """A busy server refuses; with a timeout it waits first."""
+        for path in ("/flush_cache", "/flush_cache?timeout=1"):
+            await self._ask(session, "flush", path, {}, 200, 400)
 
-    async def flush(self) -> None:
-        """A busy server refuses."""
-        await self._post("flush", "/flush_cache", allowed=(200, 400))
+    async def _pause(self, session: aiohttp.ClientSession) -> None:
+        for mode in ("in_place", "retract", "abort"):
+            aborting = self.interruptions.aborting() if mode == "abort" else None
+            with aborting or contextlib.nullcontext():
+                await self._ask(session, f"pause: {mode}", "/pause_generation", {"mode": mode})
+                if mode == "retract":
+                    await self._ask(session, "flush", "/flush_cache", {}, 200, 400)
+                await asyncio.sleep(0.2)
+                await self._ask(session, "continue", "/continue_generation", {})
 
-    async def flush_when_idle(self) -> None:
-        """It waits, and gives up if the server is never idle."""
-        await self._post("flush with a timeout", "/flush_cache?timeout=1", allowed=(200, 400))
+    async def _abort_all(self, session: aiohttp.ClientSession) -> None:
+        with self.interruptions.aborting():
+            await self._ask(session, "abort all", "/abort_request", {"abort_all": True})
+            await asyncio.sleep(0.3)  # the scheduler aborts them at its next step
 
-    async def pause_in_place(self) -> None:
-        async with self._paused("in_place"):
-            await asyncio.sleep(0.3)
+    async def _read(self, session: aiohttp.ClientSession) -> None:
+        """Read what a monitoring system reads."""
+        for path in ("/metrics", "/server_info", "/v1/loads", "/model_info", "/health", "/c2t"):
+            await self._ask(session, f"GET {path}", path, None)
 
-    async def pause_and_retract(self) -> None:
-        """All requests go back to the queue, so that the cache can be flushed."""
-        async with self._paused("retract"):
-            await self._post("flush while paused", "/flush_cache", allowed=(200, 400))
-
-    async def pause_and_abort(self) -> None:
-        with self._interrupting():
-            async with self._paused("abort"):
-                await asyncio.sleep(0.1)
-
-    async def abort_all(self) -> None:
-        with self._interrupting():
-            await self._post("abort all", "/abort_request", {"abort_all": True})
-            await asyncio.sleep(0.3)  # the scheduler gets to it at its next step
-
-    async def look(self) -> None:
-        """What a monitoring system reads."""
-        for path in ("/metrics", "/server_info", "/v1/loads", "/model_info", "/health"):
-            async with self.session.get(self.url + path) as response:
-                self._note(f"GET {path}", response.status, (200,))
-
-    async def switch(self) -> None:
-        """Another policy or threshold."""
+    async def _switch(self, session: aiohttp.ClientSession) -> None:
         body: dict[str, Any] = {"policy": self.rng.choice(POLICIES[self.shape])}
-        if body["policy"] not in ("fixed", "eagle2"):
+        if body["policy"] not in ("fixed", "eagle2", "auto"):
             body["beta"] = self.rng.choice((None, 0.05, 0.5, 0.9))
-        await self._post("switch policy", "/c2t", body)
+        await self._ask(session, "switch policy", "/c2t", body)
 
-    async def refused_switches(self) -> None:
+    async def _refused(self, session: aiohttp.ClientSession) -> None:
         bodies: tuple[Any, ...] = (
-            {"beta": 7}, {"beta": "high"}, {"policy": "nobody"}, {"colour": 1}, {}, [],
-            {"policy": "c2t", "classifier": "/nowhere"},
+            {"beta": 7}, {"policy": "unknown"}, {"colour": 1}, {}, [], {"classifier": "/nowhere"},
         )  # fmt: skip
         for body in bodies:
-            await self._post("switch that must be refused", "/c2t", body, allowed=(400,))
+            await self._ask(session, "refused switch", "/c2t", body, 400)
 
-    async def harm_classifier(self) -> None:
-        """Serving goes on with what was loaded; a file that is gone cannot be loaded again."""
+    async def _harm_classifier(self, session: aiohttp.ClientSession) -> None:
+        """A server serves on with the loaded classifier, and does not load a harmed file."""
         body = {"policy": "c2t", "classifier": str(self.classifier.path)}
         for harmed in (self.classifier.lost(), self.classifier.corrupt()):
             with harmed:
-                await self._post("reload a classifier that is gone", "/c2t", body, allowed=(400,))
-            await self._post("reload classifier", "/c2t", body)
+                await self._ask(session, "reload harmed classifier", "/c2t", body, 400)
+            await self._ask(session, "reload classifier", "/c2t", body)
 
-    @contextlib.asynccontextmanager
-    async def _paused(self, mode: str) -> AsyncIterator[None]:
-        await self._post(f"pause: {mode}", "/pause_generation", {"mode": mode})
-        try:
-            yield
-        finally:
-            await self._post("continue", "/continue_generation", {})
-
-    @contextlib.contextmanager
-    def _interrupting(self) -> Iterator[None]:
-        spans, start = self.interruptions.spans, time.monotonic()
-        spans.append((start, float("inf")))
-        try:
-            yield
-        finally:
-            spans[spans.index((start, float("inf")))] = (start, time.monotonic())
-
-    async def _post(
-        self, what: str, path: str, body: Any = None, allowed: tuple[int, ...] = (200,)
+    async def _ask(
+        self, session: aiohttp.ClientSession, fault: str, path: str, body: Any, *allowed: int
     ) -> None:
-        async with self.session.post(self.url + path, json={} if body is None else body) as reply:
-            self._note(what, reply.status, allowed, (await reply.text())[:200])
-
-    def _note(self, what: str, status: int, allowed: tuple[int, ...], text: str = "") -> None:
-        self.answers[what, str(status)] += 1
-        if status not in allowed:
-            self.unexpected.append(f"{what}: {status}, allowed {allowed}: {text}")
+        """GET without a body, otherwise POST; allowed statuses default to 200."""
+        method = "GET" if body is None else "POST"
+        async with session.request(method, self.url + path, json=body) as reply:
+            self.answers[fault, reply.status] += 1
+            if reply.status not in (allowed or (200,)):
+                self.unexpected.append(f"{fault}: {reply.status} {(await reply.text())[:200]}")
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a server went down after one of its processes was killed."""
+    """How a server ended after one of its processes was killed."""
 
-    killed: str
     seconds: float
-    returncode: int | None  # None: it had to be stopped
-    orphans: tuple[str, ...]  # processes of it that are still there
+    returncode: int | None  # None: it did not end
+    orphans: tuple[int, ...]  # processes of it that still exist
     port_free: bool
 
     @property
     def clean(self) -> bool:
-        """Ended by itself, not as if all were well, and nothing is left."""
+        """Whether it ended by itself, with an error code, and left nothing."""
         return bool(self.returncode) and not self.orphans and self.port_free
 
 
-def process_named(server: Server, title: str) -> psutil.Process:
-    """The child with ``title`` in its command line: SGLang names its processes."""
-    found = [p for p in server.processes()[1:] if title in " ".join(p.cmdline())]
-    if len(found) != 1:
-        told = [" ".join(p.cmdline())[:60] for p in server.processes()]
-        raise LookupError(f"one child of the server must be named {title!r}, found: {told}")
-    return found[0]
-
-
 def kill_child(server: Server, title: str) -> Ending:
-    """SIGKILL the child named ``title`` and watch the rest go down."""
-    everyone = server.processes()
+    """SIGKILL the child process that SGLang named ``title``, and wait for the server to end."""
+    processes = server.processes()[1:]
+    (child,) = (p for p in processes if title in " ".join(p.cmdline()))
     start = time.monotonic()
-    os.kill(process_named(server, title).pid, signal.SIGKILL)
+    os.kill(child.pid, signal.SIGKILL)
     with contextlib.suppress(Exception):
         server.process.wait(timeout=END_SECONDS)
-    _, left = psutil.wait_procs(everyone[1:], timeout=5)
-    orphans = tuple(str(p.pid) for p in left if p.status() != psutil.STATUS_ZOMBIE)
+    _, left = psutil.wait_procs(processes, timeout=5)
+    orphans = tuple(p.pid for p in left if p.status() != psutil.STATUS_ZOMBIE)
     seconds = time.monotonic() - start
-    return Ending(title, seconds, server.process.poll(), orphans, _port_is_free(server.url))
+    return Ending(seconds, server.process.poll(), orphans, _port_is_free(server.url))
 
 
 def _port_is_free(url: str) -> bool:
     address = urlsplit(url)
-    with socket.socket() as probe:
+    with socket.socket() as probe, contextlib.suppress(OSError):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address.hostname, address.port))
-        except OSError:
-            return False
-    return True
+        probe.bind((address.hostname, address.port))
+        return True
+    return False

@@ -25,7 +25,7 @@ from eval.recordings import real_prompts, record, smollm2
 from eval.smollm2.target import TargetError
 from eval.tables import report, thresholds
 from eval.tables.markdown import mix
-from eval.tables.rules import NUM_RESAMPLES, NUM_SHARES, SETTINGS, Recorded
+from eval.tables.rules import NUM_RESAMPLES, SETTINGS, Recorded
 from sglang_c2t.offline.replay import Chains
 
 #: A chain behind each token has 8 rows, a tree of 4 children a node 69.
@@ -68,7 +68,7 @@ def tables(chains: Recorded, trees: Recorded, console: Console) -> list[str]:
         *report.acceptance_table(chains),
     ]  # fmt: skip
     for part in parts:
-        lines += part.each_table() + part.pooled_table() + part.rows_table()
+        lines += part.each_table() + part.pooled_table()
     assert isinstance(chains.replayed, Chains)
     return lines + thresholds.table(chains.replayed)
 
@@ -86,9 +86,8 @@ def conditions(chains: Recorded, trees: Recorded, pair: str) -> str:
         "A classifier is trained on the recording of one family (seed 0, as "
         f"`sglang_c2t train` does, {SETTINGS.steps} steps) and tested on the others; "
         "`logistic` against it has learnt from the same family. In brackets 95 % intervals from "
-        f"{NUM_RESAMPLES} paired resamples of the requests within their families ({NUM_SHARES} "
-        "for shares); bold: fewer beyond the interval, italic: more. One small target and one "
-        "draft: which rule wins is a property of these models, not a law."
+        f"{NUM_RESAMPLES} paired resamples of the requests within their families; bold: fewer "
+        "beyond the interval, italic: more. Which rule wins is a property of these models."
     )
 
 

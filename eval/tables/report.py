@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-import numpy as np
 import torch
 
-from eval.simulate import POSITIONS
 from eval.tables.markdown import difference, section, with_interval
 from eval.tables.rules import LEARN, OURS, Recorded, Rule, mean_of, verdict
 from sglang_c2t.offline.compare import Array, Curve, everyone
@@ -18,9 +16,7 @@ from sglang_c2t.policies.dyjoint import DyJoint
 #: Sizes at whose accept length rules are compared, the first in detail: drafts of fixed chains,
 #: nodes of EAGLE-2's trees.
 CHAIN_SIZES, TREE_SIZES = (3, 2, 5), (16, 8, 32)
-#: Of accepted tokens, where shares are compared in chains; in trees it is what EAGLE-2 recalls.
-RECALL = 0.9
-#: A server's: see the README.
+#: As the README serves.
 SERVED = 5
 
 #: Survival by position that others published, and where. The EAGLE-3 paper draws its own in a
@@ -30,7 +26,7 @@ PUBLISHED = {
     "Llama-3.1-8B-Instruct, EAGLE-3, MT-Bench (vLLM's tests)": (0.7296, 0.5208, 0.3545),
     "Qwen3-8B, EAGLE-3, MT-Bench (vLLM's tests)": (0.6541, 0.3993, 0.2020),
     "gpt-oss-20b, EAGLE-3, MT-Bench (vLLM's tests)": (0.7165, 0.5120, 0.3337),
-    "GLM-5.2, DSpark (vllm-project/vllm#52992)": POSITIONS[:3],
+    "GLM-5.2, DSpark (vllm-project/vllm#52992)": (0.712, 0.517, 0.390),
 }
 
 #: [1] and [S].
@@ -74,9 +70,8 @@ def acceptance_table(recorded: Recorded) -> list[str]:
     return section(
         "## Acceptance by position",
         "How often a draft is accepted where all before it are, along whole chains. Last: accept "
-        f"length of chains of {SERVED}, the target's own token included; of published ones, of the "
-        "positions shown (models of 8B and more; theirs are what a user may hope for, ours what "
-        "was measured here). The EAGLE-3 paper draws its rates in a figure and prints none.",
+        f"length of chains of {SERVED}, the target's own token included; of published ones (models "
+        "of 8B and more), of the positions shown.",
         ["prompts", *map(str, range(1, chains.max_length + 1)), "accept length"],
         rows,
     )
@@ -168,64 +163,10 @@ class Comparison:
             rows,
         )
 
-    def rows_table(self) -> list[str]:
-        """Nodes and rows themselves, and what the classifiers alone keep."""
-        size, rows = self.sizes[0], []
-        if self.recorded.trees:
-            share = 100 * size / self.recorded.largest
-            rows.append(("`eagle2`", [f"{size:.2f}", f"{size + 1:.2f}", f"{share:.1f}", "-", "-"]))
-        for name, kind in {DyJoint.name: DyJoint, **LEARN}.items():
-            beta = kind.tree_beta if self.recorded.trees else kind.beta
-            nodes, shares, changes, own = [], [], [], []
-            for rule, family in self._tested(name):
-                nodes.append(self.recorded.nodes_at(rule.curve, size, family))
-                wanted = self.wanted_recall(family)
-                mine, joint = (
-                    self.recorded.share_at_recall(scores, wanted, family)
-                    for scores in (rule.scores, self.joint.scores)
-                )
-                shares.append(mine)
-                changes.append([100 * (a / b - 1) for a, b in zip(mine, joint, strict=True)])
-                of_family = self.recorded.members(family)
-                kept = (rule.scores >= beta)[of_family]
-                found = recall(kept, self.recorded.accepted[of_family])
-                own.append((100 * found, 100 * float(kept.double().mean())))
-            node = float(mean_of(nodes)[0][0])
-            own_recall, own_share = np.mean(own, axis=0)
-            change = "-" if name == DyJoint.name else difference(*mean_of(changes))
-            rows.append((
-                f"`{name}`",
-                [f"{node:.2f}", f"{node + 1:.2f}", f"{100 * float(mean_of(shares)[0][0]):.1f}",
-                 change, f"{own_recall:.1f} / {own_share:.1f} ({beta:g})"],
-            ))  # fmt: skip
-        at = (
-            f"EAGLE-2's recall with {size}"
-            if self.recorded.trees
-            else f"{100 * RECALL:.0f} % recall"
-        )
-        return section(
-            f"### {self.kind}: nodes, rows, and the classifier alone",
-            "Means over all pairs of families trained on and tested on. Nodes and rows (with the "
-            f"root) of a verification at the accept length of {self.size_named}. Share of "
-            f"positives: of all recorded tokens, those that a threshold keeps at {at}, in per "
-            "cent; its difference; and recall and share at the rule's own threshold, in brackets.",
-            ["rule", "nodes", "rows", f"share at {at}", "less `dyjoint`'s, per cent",
-             "recall / share at its own"],
-            rows,
-        )  # fmt: skip
-
     def _tested(self, name: str) -> list[tuple[Rule, str]]:
         """A rule by the family it learnt from, with each family that it did not learn from."""
         families = self.recorded.families
         return [(r, family) for r in self.rules if r.name == name for family in r.tests(families)]
-
-    def wanted_recall(self, family: str) -> float:
-        """Recall at which shares are compared: in trees that of EAGLE-2."""
-        if not self.recorded.trees:
-            return RECALL
-        mine = self.recorded.members(family)
-        chosen = eagle2_nodes(self.recorded, self.sizes[0])
-        return recall(chosen[mine], self.recorded.accepted[mine])
 
     def losses(self) -> list[str]:
         """Rules that verify more or fewer than a rival, beyond the interval, by name."""
@@ -242,22 +183,6 @@ class Comparison:
                 against.append(f"against `{rival}` {', '.join(marked)}")
             lines.append(f"- {self.kind}, `{name}`: {'; '.join(against)}.")
         return lines
-
-
-def recall(kept: torch.Tensor, accepted: torch.Tensor) -> float:
-    """Share of the accepted tokens, [n] bool, that are kept; nan without any."""
-    return float((kept & accepted).sum() / accepted.sum())
-
-
-def eagle2_nodes(recorded: Recorded, size: int) -> torch.Tensor:
-    """[n] bool: the ``size`` likeliest nodes of each tree, of equals the first."""
-    joint, draft = recorded.recording.nodes["joint"], recorded.recording.nodes["draft"].long()
-    order = joint.argsort(descending=True, stable=True)
-    order = order[draft[order].argsort(stable=True)]
-    place = torch.arange(len(order)) - torch.searchsorted(draft, draft)
-    chosen = torch.zeros(len(order), dtype=torch.bool)
-    chosen[order] = place < size
-    return chosen
 
 
 def _named(rule: Rule) -> str:

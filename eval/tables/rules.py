@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -41,8 +40,6 @@ from sglang_c2t.policies.fixed import Fixed
 from sglang_c2t.policies.gated_tree import GatedTree
 
 NUM_RESAMPLES = 1000
-#: Of shares of tokens, which take longer.
-NUM_SHARES = 200
 
 #: Rules that learn, by the name they are served by.
 LEARN = {kind.name: kind for kind in (C2T, C2TLog, C2TPlus, logistic.Logistic)}
@@ -120,28 +117,11 @@ class Recorded:
         return sorted(set(self.groups))
 
     @property
-    def accepted(self) -> Tensor:
-        """[n] bool."""
-        return self.recording.nodes["accept"].bool()
-
-    @cached_property
-    def of_node(self) -> Tensor:
-        """[n] int64: place of each token's request in :attr:`groups`; -1 where it is left out."""
-        place = {rid: i for i, rid in enumerate(self.replayed.requests)}
-        requests = torch.tensor([place.get(rid, -1) for rid in self.recording.requests])
-        drafts = self.recording.drafts["request"].long()
-        return requests[drafts[self.recording.nodes["draft"].long()]]
-
-    @property
     def largest(self) -> int:
         """Drafts behind each root."""
         if isinstance(self.replayed, Chains):
             return self.replayed.max_length
         return self.replayed.shape.num_draft_tokens - 1
-
-    def members(self, family: str) -> Tensor:
-        """[n] bool: tokens of the family's requests."""
-        return torch.tensor([group == family for group in (*self.groups, "")])[self.of_node]
 
     def sized(self, size: int) -> Curve:
         """One point: fixed chains of so many drafts, or EAGLE-2's trees of so many nodes."""
@@ -207,29 +187,6 @@ class Recorded:
         else:
             other = [*self.nodes_at(rival, size, family)]
         return [100 * (a / b - 1) for a, b in zip(mine, other, strict=True)]
-
-    def share_at_recall(self, scores: Tensor, recall: float, family: str) -> list[Array]:
-        """[1] and [S]: share of the family's tokens that a threshold on ``scores`` [n] keeps, the
-        highest that keeps ``recall`` of the accepted ones.
-        """
-        mine = self.members(family)
-        order = scores[mine].argsort(descending=True)
-        request = self.of_node[mine][order].numpy()
-        hit = self.accepted[mine][order].numpy()
-        # Tokens of one confidence are kept together: only the last of them may be a threshold.
-        ordered = scores[mine][order].numpy()
-        last = np.append(ordered[1:] != ordered[:-1], True)
-        found = []
-        for weights in (self.once, self.drawn[:NUM_SHARES]):
-            shares = np.empty(len(weights))
-            for i, of_request in enumerate(weights):
-                weight = of_request[request]
-                kept, hits = weight.cumsum(), (weight * hit).cumsum()
-                enough = int(np.searchsorted(hits, recall * hits[-1] * (1 - 1e-12)))
-                at = enough + int(last[enough:].argmax())
-                shares[i] = kept[at] / kept[-1]
-            found.append(shares)
-        return found
 
 
 def train(recording: Recording, name: str) -> Classifier:

@@ -75,7 +75,7 @@ def test_each_part_of_the_microbenchmark_runs(tmp_path: Path) -> None:
         "--brief", "--batches", "2", "--ceilings", str(ceilings),
     )  # fmt: skip
     rows = [line for line in table.splitlines() if "| B 2" in line]
-    assert len(rows) == 14, table
+    assert len(rows) == 12, table
 
 
 @pytest.mark.server

@@ -20,6 +20,7 @@ from eval.gpu.kernels import TESTS
 from eval.gpu.plan import STAGES
 from eval.gpu.step_clock import Step, decoding, full_batch
 from eval.gpu.timing import Timing
+from sglang_c2t.kernels.gate_program import GateOutput
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = roofline.Ceilings("made up", bytes_per_s=4e12, flops_per_s=8e14)
@@ -219,14 +220,9 @@ def test_a_small_batch_is_bound_by_bytes_and_a_large_one_by_arithmetic() -> None
     assert many.seconds(CEILINGS) == pytest.approx(2 * 2048 * shape.target_weights / 8e14)
 
 
-def test_floors_of_the_parts_by_hand() -> None:
-    assert microbench.gate_bytes(2, 100) == 2 * (200 + 16 + 20 + 1)
-    assert microbench.layout_bytes(2, 4, 7) == 7 * 56 + 2 * (48 + 32)
-    assert microbench.accept_bytes(2, 4, 7) == 56 + 8 * 40
-    assert microbench.scatter_bytes(2, 4, 3, 10) == (3 + 8) * 10 * 4
-    assert microbench.kv_indices_bytes(2, 100, 6) == 8 * 206
-    assert microbench.mask_bytes(1, 3, 2) == 2 * 8 + 2  # the docstring's mask of two bytes
-    assert microbench.mask_bytes(1, 0, 65) == 65 * 16 + 529
+def test_microbench_floor_counts_each_tensor_once() -> None:
+    out = GateOutput.empty(4, 1, "cpu")
+    assert microbench.nbytes(torch.zeros(4, 100, dtype=torch.bfloat16), out, None) == 800 + 100
 
 
 @given(st.integers(1, 64), st.integers(1, 40))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from eval.gpu import fleet, models, results, sprint
+from eval.gpu import fleet, results, sprint
 from eval.gpu.fleet import ServerSpec
 from eval.gpu.plan import BIG, GPU, LITTLE, REHEARSAL, REST
 from eval.gpu.results import Results, report
-from eval.server import DRAFTS, TARGET
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_sglang_server.py")
@@ -99,21 +97,6 @@ def test_sprint_on_a_gpu_of_140_gib_starts_four_servers_at_once(run: Sprint) -> 
     assert {c["method"] for c in of("cell", rows)} > {"stock fixed 3", "packed fixed 1"}
 
 
-def test_sprint_with_previous_results_measures_only_missing_cells(
-    run: Sprint, tmp_path: Path
-) -> None:
-    argv = ["--stages", "first", "--only", "none", "auto", "--batches", "1", "8"]
-    cells = [row for row in run(*argv) if row["kind"] == "cell"]
-    previous = tmp_path / "previous.jsonl"
-    lines = [json.dumps(row) for row in cells if row["method"] != "c2t-plus"]
-    previous.write_text("\n".join([*lines, '{"kind": "cell", "sha']))  # cut off in a line
-    (tmp_path / "out" / "results.jsonl").unlink()
-    again = of("cell", run(*argv, "--previous", str(previous)))
-    assert [(c["method"], c["batch"]) for c in again] == [("c2t-plus", 1), ("c2t-plus", 8)]
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert text.count("| none |") == 3, "cells of both calls are in the tables"
-
-
 def test_server_out_of_memory_starts_again_with_half_the_requests(
     run: Sprint, tmp_path: Path
 ) -> None:
@@ -172,32 +155,6 @@ def test_wrong_answers_are_counted_with_the_place_and_the_tokens(run: Sprint) ->
     one = first["wrong"][0]
     assert one["place"] == 1
     assert one["got"] == one["top"][0][1] + 1 == one["top"][1][1], "a clear place excuses no token"
-
-
-def test_sprint_of_the_real_pair_serves_it_in_shapes_and_asks_through_its_template(
-    run: Sprint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The demo pair, with a chat template, stands for it."""
-    pair = models.Pair(tmp_path / "target", DRAFTS["EAGLE3"])
-    shutil.copytree(TARGET, pair.target)
-    settings = json.loads((TARGET / "tokenizer_config.json").read_text())
-    settings["chat_template"] = "{% for said in messages %}<{{ said.content }}>{% endfor %}"
-    (pair.target / "tokenizer_config.json").write_text(json.dumps(settings))
-    monkeypatch.setattr(models, "trained", {"smollm2": pair}.__getitem__)
-    sent: list[str] = []
-    generate = fleet.Running.generate
-    monkeypatch.setattr(
-        fleet.Running, "generate",
-        lambda self, texts, *args, **more: (
-            sent.extend(texts), generate(self, texts, *args, **more)
-        )[1],
-    )  # fmt: skip
-    rows = run("--pair", "smollm2", "--rehearse", "--stages", "answers", "first",
-               "--only", "answers-none", "none", "--batches", "2")  # fmt: skip
-    assert of("error", rows) == of("died", rows) == []
-    assert {c["shape"] for c in of("cell", rows)} == {"deep"}
-    assert sent
-    assert all(text[0] + text[-1] == "<>" for text in sent)
 
 
 def started(tmp_path: Path, **settings: Any) -> tuple[subprocess.Popen[bytes], Path]:

@@ -1,42 +1,54 @@
-"""Whether the suite would find what it looks for: altered answers are defects, ties are ties."""
+"""The losslessness suite finds altered answers and tells ties from defects."""
 
 from __future__ import annotations
 
+import io
+import json
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from eval.lossless import diverge, greedy, seeded
-from eval.lossless.__main__ import FULL
-from eval.lossless.diverge import Divergence, Led, Noise, Output, Score, compare, judged, parting
-from eval.lossless.workload import LONG_PROMPT, LONGEST_ANSWER, SORTS, Asked, mixed
-from eval.metrics import SpecTotals
-from sglang_c2t.offline.client import run_load
+from eval.lossless import __main__ as command
+from eval.lossless import greedy, kits, sampling, seeded
+from eval.lossless.__main__ import FULL, Found
+from eval.lossless.greedy import Divergence, Noise, Output, Wave, compare, first_difference
+from eval.lossless.seeded import Reproduced
+from eval.lossless.servers import Broken, Models, visit_all
+from eval.lossless.workload import KINDS, LONG_PROMPT, LONGEST_ANSWER, Request, mixed
+from eval.recordings import Pair
 from tests.eval.fake_server import Choose, fake_server, likeliest
 from tests.tiny_llama import VOCAB, tiny_llama
 
-REQUEST = Asked(3, "ordinary", {"input_ids": [1, 2], "sampling_params": {}})
+REQUEST = Request(3, "ordinary", {"input_ids": [1, 2], "sampling_params": {}})
 PROMPTS = [[(7 * i + j) % VOCAB for j in range(3 + i % 4)] for i in range(24)]
 NOISE = Noise(largest=0.1, median=0.01, places=1000)
 
 
-# -- where answers part ---------------------------------------------------------------------
+def nothing() -> None:
+    """Ignore progress."""
 
 
-def test_answers_part_at_their_first_difference_or_where_the_shorter_ends() -> None:
-    assert parting((1, 2, 3), (1, 2, 3)) is None
-    assert parting((1, 2, 3), (1, 4, 3)) == 1
-    assert parting((1, 2, 3), (1, 2)) == 2
-    assert parting((), (5,)) == 0
+# -- divergences ----------------------------------------------------------------------------
 
 
-def test_a_divergence_knows_the_context_of_the_token_that_differs() -> None:
+def test_lossless_first_difference_is_a_place_or_the_shorter_length() -> None:
+    assert first_difference((1, 2, 3), (1, 2, 3)) is None
+    assert first_difference((1, 2, 3), (1, 4, 3)) == 1
+    assert first_difference((1, 2, 3), (1, 2)) == 2
+    assert first_difference((), (5,)) == 0
+
+
+def test_lossless_divergence_holds_the_context_of_the_differing_token() -> None:
     found = compare(REQUEST, Output((4, 5, 6)), Output((4, 7, 6)))
     assert found is not None
-    assert (found.place, found.wanted, found.got) == (1, 5, 7)
-    assert found.context == [1, 2, 4]
+    assert (found.place, found.expected, found.got) == (1, 5, 7)
+    assert [*found.prompt_ids, *found.prefix_ids] == [1, 2, 4]
     assert found.verdict == "unclassified"
 
 
@@ -48,16 +60,13 @@ def test_a_divergence_knows_the_context_of_the_token_that_differs() -> None:
         Output((4, 5), finish=("stop", 0)),
         Output((4, 5), text="another"),
     ],
-    ids=["too short", "too long", "another reason to end", "another text"],
+    ids=["too short", "too long", "another finish reason", "another text"],
 )
-def test_what_no_rounding_can_explain_is_a_defect_at_once(got: Output) -> None:
+def test_lossless_difference_that_rounding_cannot_explain_is_a_defect(got: Output) -> None:
     found = compare(REQUEST, Output((4, 5)), got)
     assert found is not None
     assert found.verdict == "defect"
     assert found.why
-
-
-# -- defect or tie --------------------------------------------------------------------------
 
 
 def divergence() -> Divergence:
@@ -66,25 +75,14 @@ def divergence() -> Divergence:
     return found
 
 
-@pytest.mark.parametrize(
-    ("score", "verdict"),
-    [
-        (Score(best=-0.7, wanted=-0.7, got=-0.75), "tie"),
-        (Score(best=-0.7, wanted=-0.85, got=-0.7), "tie"),
-        (Score(best=-0.7, wanted=-0.7, got=-0.91), "defect"),
-        # A third token is the likeliest by far: neither server should have taken its own.
-        (Score(best=-0.1, wanted=-3.0, got=-3.0), "defect"),
-    ],
-)
-def test_a_tie_is_a_lead_within_twice_the_measured_noise(score: Score, verdict: str) -> None:
-    found = judged(divergence(), score, NOISE)
-    assert found.verdict == verdict
-    assert found.bound == pytest.approx(0.2)
-    assert found.lead == pytest.approx(score.best - min(score.wanted, score.got))
+@pytest.mark.parametrize(("lead", "verdict"), [(0.05, "tie"), (0.2, "tie"), (0.21, "defect")])
+def test_lossless_tie_is_a_lead_within_twice_the_measured_noise(lead: float, verdict: str) -> None:
+    (found,) = greedy.classify([divergence()], [lead], NOISE)
+    assert (found.verdict, found.lead) == (verdict, lead)
 
 
 def tied_llama() -> LlamaForCausalLM:
-    """Tokens 2 and 5 are one to this model, in and out: it cannot prefer either."""
+    """Tokens 2 and 5 have equal weights, so that the model cannot prefer either."""
     model = tiny_llama(0)
     for weight in (model.lm_head.weight, model.model.embed_tokens.weight):
         weight.data[5] = weight.data[2]
@@ -92,7 +90,7 @@ def tied_llama() -> LlamaForCausalLM:
 
 
 def the_other_of_a_tie(_prompt: list[int], _answer: list[int], log_probs: Tensor) -> int:
-    """Token 5 where the likeliest is 2, which is as likely: what another rounding would do."""
+    """Token 5 where the likeliest is 2, as another rounding would choose."""
     best = int(log_probs.argmax())
     return 5 if best == 2 else best
 
@@ -103,138 +101,237 @@ def altered(prompt: list[int], answer: list[int], log_probs: Tensor) -> int:
     return int(log_probs.topk(2).indices[1]) if third else int(log_probs.argmax())
 
 
-def asked() -> list[Asked]:
+def found_by_the_suite(model: LlamaForCausalLM, choose: Choose) -> list[Divergence]:
+    """Divergences of a server that chooses so, classified."""
     params = {"temperature": 0, "max_new_tokens": 12}
     bodies = [{"input_ids": prompt, "sampling_params": params} for prompt in PROMPTS]
-    return [Asked(i, "ordinary", body) for i, body in enumerate(bodies)]
-
-
-def found_by_the_suite(model: LlamaForCausalLM, choose: Choose) -> list[Divergence]:
-    """All of ``asked()`` on a server that chooses so, compared, scored again and classified."""
+    asked = [Request(i, "ordinary", body) for i, body in enumerate(bodies)]
     with fake_server(model) as plain, fake_server(model, choose) as other:
-        expected = greedy.ask(plain, asked(), 8, lambda: None).outputs
-        served = greedy.ask(other, asked(), 8, lambda: None)
-        parted = greedy.wave("other", "c2t", 8, asked(), expected, served).divergences
-        noise = diverge.rounding_noise(plain.url, diverge.leads(plain.url, PROMPTS, 12))
-        return diverge.classify(parted, diverge.scores_of(plain.url, parted), noise)
+        expected, _ = greedy.ask(plain, asked, 8, nothing)
+        wave = greedy.wave(other, "other", "c2t", asked, expected, nothing)
+        assert (wave.requests, wave.tokens) == (24, 24 * 12)
+        noise = greedy.rounding_noise(plain.url, greedy.served_answers(plain.url, PROMPTS, 12))
+        leads = greedy.leads_of(plain.url, wave.divergences)
+        return greedy.classify(wave.divergences, leads, noise)
 
 
-def test_altered_outputs_are_found_and_called_defects() -> None:
+def test_lossless_altered_outputs_are_defects() -> None:
     found = found_by_the_suite(tiny_llama(0), altered)
-    hit = [i for i, prompt in enumerate(PROMPTS) if sum(prompt) % 3 == 0]
-    assert [d.index for d in found] == hit
+    assert {d.index for d in found} == {i for i, p in enumerate(PROMPTS) if sum(p) % 3 == 0}
     assert {(d.place, d.verdict) for d in found} == {(2, "defect")}
     assert all(d.lead is not None and d.lead > 1e-3 for d in found)
 
 
-def test_the_other_token_of_a_constructed_tie_is_called_a_tie() -> None:
+def test_lossless_other_token_of_a_constructed_tie_is_a_tie() -> None:
     found = found_by_the_suite(tied_llama(), the_other_of_a_tie)
     assert found
-    assert {(d.wanted, d.got, d.verdict) for d in found} == {(2, 5, "tie")}
+    assert {(d.expected, d.got, d.verdict) for d in found} == {(2, 5, "tie")}
 
 
-def test_a_faithful_server_is_found_equal() -> None:
+def test_lossless_faithful_server_is_equal() -> None:
     assert found_by_the_suite(tiny_llama(0), likeliest) == []
 
 
-def test_noise_is_how_far_served_leads_are_from_those_in_float32() -> None:
+def test_lossless_noise_is_the_error_of_served_leads() -> None:
     """A served lead shifted by 0.05 nats at near ties is measured as such."""
-    model = tiny_llama(0)
-    with fake_server(model) as plain:
-        served = diverge.leads(plain.url, PROMPTS, 12)
-        exact = diverge.rounding_noise(plain.url, served)
-        shifted = [replace(answer, top=tuple(map(shift, answer.top))) for answer in served]
-        noise = diverge.rounding_noise(plain.url, shifted)
+    with fake_server(tiny_llama(0)) as plain:
+        served = greedy.served_answers(plain.url, PROMPTS, 12)
+        exact = greedy.rounding_noise(plain.url, served)
+        for _, reply in served:
+            for place in reply["meta_info"]["output_top_logprobs"]:
+                place[0][0] += 0.05
+        noise = greedy.rounding_noise(plain.url, served)
+        for _, reply in served:
+            reply["output_ids"], reply["meta_info"]["output_top_logprobs"] = [], []
+        with pytest.raises(ValueError, match="are empty"):
+            greedy.rounding_noise(plain.url, served)
     assert exact.largest < 1e-5
     assert noise.largest == pytest.approx(0.05, abs=1e-5)
     assert 0 < noise.places <= exact.places <= 24 * 12
 
 
-def shift(place: tuple[tuple[float, int], tuple[float, int]]) -> tuple[
-    tuple[float, int], tuple[float, int]
-]:  # fmt: skip
-    (best, token), second = place
-    return (best + 0.05, token), second
+# -- workload -------------------------------------------------------------------------------
 
 
-def test_noise_cannot_be_told_from_empty_answers() -> None:
-    with fake_server(tiny_llama(0)) as plain, pytest.raises(ValueError, match="are empty"):
-        diverge.rounding_noise(plain.url, [Led((1, 2), (), ())])
-
-
-# -- what is asked --------------------------------------------------------------------------
-
-
-def test_a_mixed_batch_holds_every_sort_and_lengths_up_to_the_longest() -> None:
-    requests = mixed(PROMPTS, 20 * len(SORTS))
-    assert {request.sort for request in requests} == set(SORTS)
+def test_lossless_workload_holds_every_kind_and_repeats_for_a_seed() -> None:
+    requests = mixed(PROMPTS, 20 * len(KINDS))
+    assert requests == mixed(PROMPTS, 20 * len(KINDS))
+    assert requests != mixed(PROMPTS, 20 * len(KINDS), seed=2)
     lengths = {r.body["sampling_params"]["max_new_tokens"] for r in requests}
     assert {1, LONGEST_ANSWER} <= lengths <= set(range(1, LONGEST_ANSWER + 1))
-    by_sort = {request.sort: request for request in requests}
-    assert len(by_sort["one-token prompt"].prompt_ids) == 1
-    assert LONG_PROMPT // 2 <= len(by_sort["long prompt"].prompt_ids) <= LONG_PROMPT
-    assert {s for s, r in by_sort.items() if r.constrained} == {"regex", "JSON schema"}
+    by_kind = {request.kind: request for request in requests}
+    assert by_kind.keys() == set(KINDS)
+    assert len(by_kind["one-token prompt"].body["input_ids"]) == 1
+    assert LONG_PROMPT // 2 <= len(by_kind["long prompt"].body["input_ids"]) <= LONG_PROMPT
+    assert {k for k, r in by_kind.items() if r.constrained} == {"regex", "JSON schema"}
 
 
-def test_a_mixed_batch_is_the_same_for_the_same_seed_and_another_for_another() -> None:
-    assert mixed(PROMPTS, 40, seed=1) == mixed(PROMPTS, 40, seed=1)
-    assert mixed(PROMPTS, 40, seed=1) != mixed(PROMPTS, 40, seed=2)
+@pytest.mark.parametrize(("n", "parts"), [(1, 3), (7, 1), (100, 7), (102, 6)])
+def test_lossless_blocks_and_batches_hold_every_request_once(n: int, parts: int) -> None:
+    by_block = [number for block in greedy.blocks(n, parts) for number in range(n)[block]]
+    by_batch = [number for _, part in greedy.by_batch_size(n) for number in range(n)[part]]
+    assert by_block == by_batch == list(range(n))
 
 
-@pytest.mark.parametrize("n", [1, 7, 100, 102])
-def test_batch_sizes_share_all_requests_among_them(n: int) -> None:
-    numbers = [number for _, part in greedy.dealt(n) for number in range(n)[part]]
-    assert numbers == list(range(n))
-
-
-@pytest.mark.parametrize(("n", "parts"), [(0, 3), (2, 3), (100, 7), (102, 6)])
-def test_blocks_hold_all_requests_once_and_in_order(n: int, parts: int) -> None:
-    found = greedy.blocks(n, parts)
-    assert len(found) == parts
-    assert [number for block in found for number in range(n)[block]] == list(range(n))
-
-
-def test_the_largest_batch_of_a_full_run_is_full() -> None:
-    """Six servers, up to six policies: more requests than run at once, so that some join."""
+def test_lossless_full_run_fills_the_largest_batch() -> None:
+    """Six servers with five policies get more requests than run at once, so that some join."""
     for names in greedy.POLICIES.values():
         least = min(len(range(FULL[0] // 6)[b]) for b in greedy.blocks(FULL[0] // 6, len(names)))
-        concurrency, part = greedy.dealt(least)[-1]
+        concurrency, part = greedy.by_batch_size(least)[-1]
         assert concurrency == 64 < len(range(least)[part])
 
 
-def test_a_wave_counts_tokens_and_drafts() -> None:
-    served = greedy.Served([Output((1, 2)), Output((3,))], SpecTotals(2, 3, 4))
-    requests = [REQUEST, replace(REQUEST, index=4)]
-    told = greedy.wave("s", "c2t", 8, requests, [Output((1, 2)), Output((3,))], served)
-    assert (told.requests, told.tokens, told.accept_length, told.gamma) == (2, 3, 2.5, 2.0)
-    assert told.divergences == []
-
-
-def test_a_lost_answer_is_an_error_not_an_equality() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        greedy.wave("s", "c2t", 8, [REQUEST], [Output((1,))], greedy.Served([], SpecTotals()))
-
-
-# -- seeds ----------------------------------------------------------------------------------
-
-
-def test_kinds_are_sent_alone_and_all_in_one_batch() -> None:
-    """Of the mixed ones only greedy requests are promised; each is held against its own kind."""
+def test_lossless_seeded_requests_are_compared_alone_and_in_a_mixed_batch() -> None:
+    """Only greedy requests of the mixed batch are promised to repeat."""
     some = PROMPTS[:3]
     with fake_server(tiny_llama(0)) as server:
-        expected = {
-            kind: run_load(server.url, seeded.bodies(some, kind), concurrency=8).outputs
-            for kind in seeded.KINDS
-        }
-        expected["top_p"] = [(99,)] * len(some)  # what a server says that draws otherwise
-        runs = seeded.check(server, "s", some, expected, (16, 1), lambda: None)
-    told = {(run.cut, run.concurrency): (len(run.differing), run.promised) for run in runs}
-    few = seeded.num_asked(len(some), 1)
-    assert told == {
+        expected = {**seeded.expect(server, some), "top_p": [(99,)] * len(some)}
+        runs = seeded.check(server, "s", some, expected, (16, 1))
+    assert {(run.kind, run.concurrency): (len(run.differing), run.promised) for run in runs} == {
         ("whole", 16): (0, True), ("whole", 1): (0, True),
-        ("top_p", 16): (len(some), True), ("top_p", 1): (few, True),
+        ("top_p", 16): (3, True), ("top_p", 1): (1, True),
         ("top_k", 16): (0, True), ("top_k", 1): (0, True),
         ("greedy, mixed", 16): (0, True), ("whole, mixed", 16): (0, False),
-        ("top_p, mixed", 16): (len(some), False), ("top_k, mixed", 16): (0, False),
+        ("top_p, mixed", 16): (3, False), ("top_k, mixed", 16): (0, False),
     }  # fmt: skip
-    assert sum(run.requests for run in runs) == seeded.num_answers(len(some), (16, 1))
+
+
+# -- verdict --------------------------------------------------------------------------------
+
+
+def wave(*verdicts: str) -> Wave:
+    found = [replace(divergence(), verdict=v, lead=0.5, why="because") for v in verdicts]
+    return Wave("EAGLE chains", "c2t", 100, 5000, 2.0, 3.0, found)
+
+
+def sample_test(p_value: float) -> sampling.SampleTest:
+    fit = sampling.Fit(50.0, 45, p_value, 3000)
+    return sampling.SampleTest("EAGLE trees", "top-p 0.9", fit, 1e-5, 0.07, 2.0)
+
+
+def clean() -> Found:
+    """Divergences of servers without ``--c2t``, ties and unpromised repeats are no defects."""
+    runs = [
+        Reproduced("EAGLE trees", "whole", 16, 24, 500, 90, []),
+        Reproduced("EAGLE trees", "top_p, mixed", 16, 24, 500, 90, [1, 2, 3], promised=False),
+    ]
+    waves = [wave(), wave("tie")]
+    return Found([wave("tie", "defect")], waves, NOISE, [sample_test(0.3)], runs)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "none": {},
+    "a defect": {"waves": [wave("tie", "defect")]},
+    "an unclassified divergence": {"waves": [wave("unclassified")]},
+    "a sampler that deviates": {"tests": [sample_test(1e-7)]},
+    "a seed that gives other tokens": {"seeded": [Reproduced("s", "whole", 1, 24, 5, 9, [7])]},
+    "a server that dies": {"broken": [Broken("s", "ServerError: ended with -9")]},
+}
+
+
+def decode(ids: Any) -> str:
+    return " ".join(f"t{token}" for token in ids)
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_lossless_report_counts_one_defect_of_any_kind(what: str) -> None:
+    found = replace(clean(), **WRONG[what])
+    assert found.defects == (what != "none")
+    summary = json.loads(json.dumps(command.as_json(found, decode)))
+    assert summary["lossless"] is (what == "none")
+    assert summary["control"][0]["divergences"][0]["prompt"] == "t1 t2"
+    console = Console(file=io.StringIO(), width=160, record=True)
+    command.show(found, decode, console)
+    text = console.export_text()
+    assert ("NO, 1 defects" if found.defects else "lossless: yes (200 greedy") in text
+    if what == "a defect":
+        assert "DEFECT: EAGLE chains, c2t, 1 at once, request 3 (ordinary), token 0: 't5'" in text
+
+
+# -- arguments and servers ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "m"], "--model needs --draft"),
+        (["--draft", "d"], "--draft goes with --model"),
+        (["--algorithm", "NEXTN"], "no demo draft"),
+        (["--pair", "smollm2", "--model", "m"], "--pair brings its models"),
+        (["--policies", "unknown"], "--policies: "),
+        (["--policies", "eagle2"], "eagle2 for chains"),
+        (["--model", "/nowhere", "--draft", "d", "--algorithm", "EAGLE3"], "/nowhere"),
+    ],
+)
+def test_lossless_bad_arguments_exit_with_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_lossless_sizes_depend_on_quick_pair_and_explicit_options() -> None:
+    def sizes(*argv: str) -> tuple[int, ...]:
+        args = command.parse(argv)
+        return (args.requests, args.samples, args.seeded_prompts, args.max_new_tokens, args.at_once)
+
+    assert sizes() == (2952, 3000, 60, 96, 2)
+    assert sizes("--quick") == (408, 800, 60, 96, 2)
+    assert sizes("--pair", "smollm2", "--samples", "40") == (500, 40, 8, 32, 2)
+    assert sizes("--model", "m", "--max-new-tokens", "9") == (2952, 3000, 60, 9, 1)
+
+
+def argv_of(models: Models, algorithm: str, shape: str, **how: Any) -> str:
+    return " ".join(models.speculative(algorithm, shape, **how).argv(30000))
+
+
+def test_lossless_servers_have_the_flags_of_their_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own pairs run in float32 on the CPU, the user's models with the user's flags only."""
+    pair = Pair("a pair", Path("target"), Path("head"), "EAGLE3", {"OMP_NUM_THREADS": "2"})
+    monkeypatch.setattr(command, "smollm2", lambda: pair)
+    models = command.models(command.parse(["--pair", "smollm2"]))
+    assert models.kinds(("chains", "trees")) == [("EAGLE3", "chains"), ("EAGLE3", "trees")]
+    for flags in ("--model-path target", "--speculative-draft-model-path head", "--device cpu",
+                  "--dtype float32", "--speculative-num-draft-tokens 8"):  # fmt: skip
+        assert flags in argv_of(models, "EAGLE3", "trees")
+    assert models.plain().env == {"OMP_NUM_THREADS": "2"}, "it runs alone"
+    own = command.models(command.parse(
+        ["--model", "m", "--draft", "d", "--algorithm", "EAGLE3", "--flags", "--tp-size 2"]
+    ))  # fmt: skip
+    argv = argv_of(own, "EAGLE3", "trees")
+    assert "--model-path m " in argv
+    assert "--tp-size 2 --speculative-algorithm" in argv
+    assert "--speculative-eagle-topk 4" in argv
+    assert "--device" not in argv
+    assert "--dtype" not in argv
+    assert "--dtype float32" in " ".join(own.float32().argv(30000))
+    demo = command.models(command.parse([]))
+    assert "--speculative-num-draft-tokens 6" in argv_of(demo, "EAGLE", "chains")
+    assert len(demo.kinds(("chains", "trees"))) == 6
+    stock = argv_of(demo, "EAGLE", "chains", c2t=False)
+    assert argv_of(demo, "EAGLE", "chains").replace(" --c2t", "") == stock
+
+
+def test_lossless_server_that_does_not_start_is_reported(tmp_path: Path) -> None:
+    launches = [command.models(command.parse([])).plain("refused", "--no-such-flag")]
+    (broken,) = visit_all(launches, lambda *_: None, tmp_path)
+    assert isinstance(broken, Broken)
+    assert broken.server == "refused"
+    assert "no-such-flag" in broken.message
+
+
+def test_kits_of_sglang_run_or_are_left_out_for_a_reason() -> None:
+    """A new SGLang's new kits fail here until they are added."""
+    spec = find_spec("sglang.test.kits")
+    assert spec is not None
+    folder = Path(next(iter(spec.submodule_search_locations or ())))
+    names = {path.stem for path in folder.iterdir() if not path.name.startswith("__")}
+    hosts = (kits.ServingKits, kits.RunningTimeoutKits, kits.WaitingTimeoutKits)
+    bases = {base.__module__.rsplit(".", 1)[1] for host in hosts for base in host.__mro__
+             if base.__module__.startswith("sglang.test.kits")}  # fmt: skip
+    called = {"cache_hit_kit", "radix_cache_server_kit"}  # functions, not classes
+    named = {name for name in names if any(name in left_out for left_out in kits.NOT_RUN)}
+    assert names == bases | called | named
+    drawn = kits.demo_token_ids(50, 40)
+    assert max(map(max, drawn)) < kits.VOCAB
+    assert len({ids[0] for ids in drawn}) > 25

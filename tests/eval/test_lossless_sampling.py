@@ -219,7 +219,7 @@ def test_pooling_keeps_the_totals_and_leaves_no_small_cell(
 def test_the_tests_of_a_run_share_one_false_alarm_in_a_thousand_runs() -> None:
     """Neither more, or alarms would be noise, nor less, or deviations would pass."""
     with fake_server(tiny_llama(0)) as server:
-        plan = Plan.of(server, [PROMPT, [2, 7, 1]], samples=400, num_tests=35, most=VOCAB)
+        plan = Plan.of(server.url, [PROMPT, [2, 7, 1]], samples=400, num_tests=35, most=VOCAB)
     assert plan.alpha == ALPHA
 
 

@@ -30,7 +30,6 @@ from sglang_c2t.policies.base import TreeShape
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.c2t_plus import C2TPlus
 from sglang_c2t.policies.dyjoint import DyJoint
-from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.gated_tree import GatedTree
 from tests.recordings import Draft, random_chains, random_trees, recording, tree_origin, write
 
@@ -120,7 +119,10 @@ def test_tables_classifier_learns_from_its_family_and_is_tested_on_the_others(
     assert found[0].tests(FAMILIES) == ["math", "talk"]
     # It is the same whatever becomes of the others' drafts.
     accept = chains.recording.nodes["accept"]
-    turned = torch.where(chains.members("code"), accept, 1 - accept)
+    code = torch.tensor([group == "code" for group in chains.recording.groups()])
+    of_draft = chains.recording.drafts["request"].long()
+    of_code = code[of_draft[chains.recording.nodes["draft"].long()]]
+    turned = torch.where(of_code, accept, 1 - accept)
     changed = replace(chains.recording, nodes=chains.recording.nodes | {"accept": turned})
     _, again, *others = rules.Recorded.of(changed).rules()
     assert torch.equal(again.scores, found[0].scores)
@@ -141,34 +143,6 @@ def test_tables_nodes_are_read_where_the_family_accepts_as_fixed_drafts(
         gammas = [curve.gamma_at(tau, mine)[0] for curve in (other, joint)]
         assert found == pytest.approx(100 * (gammas[0] / gammas[1] - 1))
     assert len(set(drawn)) > 1
-
-
-def test_tables_share_of_positives_is_the_least_that_keeps_the_recall(
-    chains: rules.Recorded,
-) -> None:
-    """By trying every threshold; tokens of equal confidence are kept together."""
-    scores = (chains.recording.nodes["joint"] * 8).round() / 8
-    found = float(chains.share_at_recall(scores, 0.8, "code")[0][0])
-    mine = chains.members("code")
-    hits = chains.accepted[mine]
-    kept = [scores[mine] >= threshold for threshold in scores[mine].unique()]
-    enough = [float(k.float().mean()) for k in kept if (k & hits).sum() >= 0.8 * hits.sum()]
-    assert found == pytest.approx(min(enough))
-
-
-def test_tables_eagle2_nodes_are_those_its_replay_verifies(trees: rules.Recorded) -> None:
-    chosen = report.eagle2_nodes(trees, 4)
-    draft = trees.recording.nodes["draft"].long()
-    assert torch.bincount(draft[chosen]).tolist() == [4] * trees.recording.num_drafts
-    parents = trees.recording.parent_rows()
-    assert bool(chosen[parents[chosen & (parents >= 0)]].all()), "a tree has no loose nodes"
-    correct = (chosen & trees.accepted).float()
-    of_draft = torch.zeros(trees.recording.num_drafts).index_add(0, draft, correct)
-    forest = trees.replayed
-    shape = forest.shape._replace(num_draft_tokens=5)
-    outcome = replay_trees(EAGLE2(), forest, shape)
-    steps = roots_visited(forest.first_root.tolist(), of_draft[forest.draft_row].tolist())
-    assert sum(steps) == outcome.num_correct.sum()
 
 
 def roots_visited(first_root: list[int], accepted: list[float]) -> list[float]:

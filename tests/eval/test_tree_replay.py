@@ -283,17 +283,6 @@ def test_chains_are_not_replayed_as_trees_nor_trees_as_chains() -> None:
         Chains.from_recording(data)
 
 
-def test_a_recording_of_visited_roots_or_with_gaps_is_refused() -> None:
-    drafts = random_trees(2, 4, topk=2, num_steps=2)
-    origin = tree_origin(TreeShape(2, 2, 7))
-    with refused("only the roots that its server"):
-        Forest.from_recording(recording(drafts, origin=origin))
-    with refused("math/0 lacks roots, as all of them do"):
-        Forest.from_recording(recording(drafts[:1] + drafts[2:4], roots="every", origin=origin))
-    cut = Forest.from_recording(recording(drafts[:1] + drafts[2:], roots="every", origin=origin))
-    assert (cut.requests, cut.left_out) == (["math/1"], 1)
-
-
 def test_trees_of_two_shapes_are_refused() -> None:
     data = recording(random_trees(1, 3, topk=2, num_steps=2), roots="every")
     data.origins[:] = [tree_origin(TreeShape(2, 2, 7)), tree_origin(TreeShape(2, 2, 6))]
