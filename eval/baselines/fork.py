@@ -21,9 +21,9 @@ the same texts and the same noise. Where the sample is one of the k, the deferre
 what the committed one reaches, in a forward that also holds the root and the trees of the
 other k - 1; where it is none of them, its forward yields the sample, which the committed form
 had for nothing. So it takes as many forwards more as samples are outside of the k, and each
-has more rows (``tests/policies/test_target_first.py``). Greedy all samples are inside, and
-the rows remain. What is here is the draft-initialised form, with distinct first tokens behind
-the committed sample: nothing extra to run, and lossless as it is.
+has more rows. Greedy all samples are inside, and the rows remain. What is here is the
+draft-initialised form, with distinct first tokens behind the committed sample: nothing extra to
+run, and lossless as it is.
 
 Sliced mask (section 3.2). The paper builds one mask and cuts it where drafting stops. Here
 nodes are numbered layer by layer, branch by branch, so that the mask of a fork of depth d is

@@ -28,21 +28,14 @@ def overconfident(n: int, temperature: float, seed: int = 0) -> tuple[torch.Tens
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 4.0])
-def test_a_known_temperature_is_found_again(temperature: float) -> None:
+def test_fit_temperature_finds_a_known_temperature(temperature: float) -> None:
     """Within 15 %; over 200 seeds the largest error was 8.4 %, at T = 4."""
     found = fit_temperature(*overconfident(20_000, temperature))
     assert found == pytest.approx(temperature, rel=0.15)
 
 
-def test_labels_that_confidence_foretells_without_error_give_the_lowest_temperature() -> None:
-    """Nothing is infinite where the loss has no minimum."""
-    logits = torch.tensor([-2.0, -1.0, 1.0, 2.0])
-    assert fit_temperature(logits, (logits > 0).float()) == pytest.approx(torch.tensor(-3.0).exp())
-    assert fit_temperature(logits, (logits < 0).float()) == pytest.approx(torch.tensor(3.0).exp())
-
-
 @given(TOKENS)
-def test_isotonic_gives_each_block_of_tokens_its_share_of_accepted_ones(
+def test_fit_isotonic_gives_each_block_its_share(
     tokens: list[tuple[float, int]],
 ) -> None:
     """Against pooling by hand: neighbours out of order merge until none are left.
@@ -71,20 +64,7 @@ def mean(values: list[int]) -> float:
     return sum(values) / len(values)
 
 
-@given(TOKENS, st.lists(st.floats(0, 1, width=32), max_size=20))
-def test_isotonic_is_monotone_and_stays_a_probability(
-    tokens: list[tuple[float, int]], probes: list[float]
-) -> None:
-    """Between and outside the knots, too."""
-    confidence, labels = torch.tensor(tokens).T
-    assume(len(set(confidence.tolist())) > 1)
-    isotonic = fit_isotonic(confidence, labels)
-    mapped = isotonic(torch.tensor(sorted(probes)))
-    assert bool((mapped[1:] >= mapped[:-1] - 1e-6).all())
-    assert bool(((mapped >= 0) & (mapped <= 1)).all())
-
-
-def test_isotonic_of_many_tokens_has_few_knots_and_calibrates_them() -> None:
+def test_fit_isotonic_has_few_knots() -> None:
     """ECE on its own data fell from 0.18 to at most 0.007 over 50 seeds."""
     logits, labels = overconfident(20_000, 4.0)
     confidence = torch.sigmoid(logits)
@@ -96,14 +76,14 @@ def test_isotonic_of_many_tokens_has_few_knots_and_calibrates_them() -> None:
     assert expected_calibration_error(isotonic(confidence), labels) < 0.02
 
 
-def test_between_two_knots_the_map_is_a_straight_line() -> None:
+def test_isotonic_is_linear_between_knots() -> None:
     isotonic = Isotonic(torch.tensor([0.2, 0.6]), torch.tensor([0.1, 0.5]))
     assert isotonic(torch.tensor([[0.0, 0.2], [0.3, 0.9]])).flatten().tolist() == pytest.approx(
         [0.1, 0.1, 0.2, 0.5]
     )
 
 
-def test_at_a_knot_the_map_is_the_knots_value_to_the_last_bit() -> None:
+def test_isotonic_at_a_knot_is_exact() -> None:
     """Else tokens of one block get two confidences, which two bins of the ECE may part.
 
     In float32 1/7 + (2/5 - 1/7) is 0.39999998, one bin below 2/5.
@@ -116,6 +96,6 @@ def test_at_a_knot_the_map_is_the_knots_value_to_the_last_bit() -> None:
     assert calibrated.unique().tolist() == torch.tensor([1 / 7, 2 / 5]).tolist()
 
 
-def test_equal_confidences_cannot_be_calibrated() -> None:
+def test_fit_isotonic_of_equal_confidences_is_refused() -> None:
     with pytest.raises(ConfigError, match="all confidences are equal"):
         fit_isotonic(torch.full((5,), 0.3), torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]))

@@ -24,21 +24,16 @@ def layer(depth: int | torch.Tensor = 3) -> DraftLayer:
     )
 
 
-def test_features_stand_in_the_order_of_their_names() -> None:
+def test_feature_matrix_has_the_order_of_names() -> None:
     assert feature_matrix(("joint", "entropy", "depth"), layer()).tolist() == [
         [0.25, 1.5, 3.0],
         [0.0, 2.0, 3.0],
     ]
-    assert feature_matrix(("depth", "joint"), layer()).tolist() == [[3.0, 0.25], [3.0, 0.0]]
+    matrix = feature_matrix(("depth", "joint"), layer(torch.tensor([1.0, 4.0])))
+    assert matrix.tolist() == [[1.0, 0.25], [4.0, 0.0]]
 
 
-def test_the_depth_may_differ_between_tokens() -> None:
-    """As it does in a recording, where all depths are one layer."""
-    matrix = feature_matrix(("depth", "prob"), layer(torch.tensor([1.0, 4.0])))
-    assert matrix.tolist() == [[1.0, 0.5], [4.0, 0.0]]
-
-
-def test_the_logarithm_of_an_impossible_token_stays_finite() -> None:
+def test_feature_log_of_probability_zero_is_finite() -> None:
     matrix = feature_matrix(("log_joint",), layer())
     assert matrix.flatten().tolist() == pytest.approx([math.log(0.25), math.log(MIN_PROB)])
 
@@ -52,11 +47,11 @@ def test_the_logarithm_of_an_impossible_token_stays_finite() -> None:
         (("entropy_top500", "rank"), {"entropy_top500", "rank"}),
     ],
 )
-def test_a_spec_needs_what_not_every_layer_carries(names: tuple[str, ...], needs: set) -> None:
+def test_feature_spec_needs_the_measured_features(names: tuple[str, ...], needs: set) -> None:
     assert FeatureSpec(names=names).needs == needs
 
 
-def test_a_spec_reads_back_from_its_card() -> None:
+def test_feature_spec_reads_back_from_its_card() -> None:
     spec = FeatureSpec(names=("margin", "depth"))
     assert FeatureSpec.from_card(spec.to_card(), source="test") == spec
 
@@ -77,6 +72,6 @@ def test_a_spec_reads_back_from_its_card() -> None:
         ({**CONVENTIONS.to_card(), "distribution": "target"}, "distribution 'target'"),
     ],
 )
-def test_a_spec_this_version_cannot_compute_is_refused_in_one_line(card: object, said: str) -> None:
+def test_feature_spec_that_cannot_be_computed_is_refused(card: object, said: str) -> None:
     with refused("the file", said):
         FeatureSpec.from_card(card, source="the file")  # type: ignore[arg-type]

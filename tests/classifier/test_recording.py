@@ -44,7 +44,7 @@ CHAINS = random_chains(4, roots=3, depth=3)
     shard_nodes=st.integers(1, 20),
     extra=st.sampled_from([(), ("topk_prob", "hidden"), ("entropy_top100",)]),
 )
-def test_drafts_come_back_as_they_were_written(
+def test_recording_drafts_come_back_as_written(
     tmp_path_factory: pytest.TempPathFactory,
     drafts: list[Draft],
     shard_nodes: int,
@@ -74,29 +74,20 @@ def test_drafts_come_back_as_they_were_written(
             node += 1
 
 
-def test_a_column_that_one_shard_lacks_is_left_out(tmp_path: Path) -> None:
+def test_recording_leaves_out_a_column_that_one_shard_lacks(tmp_path: Path) -> None:
     write(tmp_path / "a", CHAINS, extra=("topk_prob", "hidden"))
     write(tmp_path / "b", CHAINS, extra=("topk_prob",))
     assert set(read_recording(tmp_path / "a", tmp_path / "b").nodes) == {*NODE_COLUMNS, "topk_prob"}
 
 
-def test_hidden_states_of_different_widths_are_left_out(tmp_path: Path) -> None:
-    nodes, drafts, requests = tables(CHAINS, extra=("hidden",))
-    for width in (4, 8):
-        writer = RecordingWriter(tmp_path, origin={"draft": width})
-        writer.add({**nodes, "hidden": nodes["hidden"][:, :width]}, drafts, requests)
-        writer.flush()
-    assert set(read_recording(tmp_path, mix_drafts=True).nodes) == set(NODE_COLUMNS)
-
-
-def test_a_later_writer_of_the_same_process_id_overwrites_nothing(tmp_path: Path) -> None:
+def test_recording_of_a_second_writer_overwrites_nothing(tmp_path: Path) -> None:
     """In a container, a server that starts again has the process id it had before."""
     write(tmp_path, CHAINS, shard_nodes=10)
     write(tmp_path, CHAINS, shard_nodes=10)
     assert read_recording(tmp_path).num_drafts == 2 * len(CHAINS)
 
 
-def test_the_same_request_id_from_two_origins_stays_two_requests(tmp_path: Path) -> None:
+def test_recording_request_id_of_two_origins_stays_two_requests(tmp_path: Path) -> None:
     draft = chain([0.5], [1], request="math/0")
     write(tmp_path / "a", [draft], origin={**ORIGIN, "target": "other"})
     write(tmp_path / "b", [draft, draft])
@@ -106,7 +97,7 @@ def test_the_same_request_id_from_two_origins_stays_two_requests(tmp_path: Path)
     assert [read.origins[i]["target"] for i in read.drafts["origin"]] == ["other", "t", "t"]
 
 
-def test_a_file_of_names_gives_hashed_requests_their_names_back(tmp_path: Path) -> None:
+def test_recording_names_file_restores_request_names(tmp_path: Path) -> None:
     """Of those it knows; the groups are the names'."""
     ids = [recorded_id(rid, "ab") for rid in ("math/0", "a client's", "math/1")]
     write(tmp_path, [chain([0.5], [1], request=rid) for rid in ids])
@@ -118,16 +109,11 @@ def test_a_file_of_names_gives_hashed_requests_their_names_back(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', "\xff"])
-def test_a_broken_file_of_names_is_refused_by_name(tmp_path: Path, text: str) -> None:
+def test_recording_names_file_that_is_broken_is_refused(tmp_path: Path, text: str) -> None:
     write(tmp_path, [chain([0.5], [1])])
     (tmp_path / "names-1.json").write_text(text, encoding="latin-1")
     with refused("names-1.json"):
         read_recording(tmp_path)
-
-
-def test_groups_are_the_ids_up_to_the_last_slash() -> None:
-    drafts = [chain([0.5], [1], request=rid) for rid in ("math/3", "a/b/0", "cafe")]
-    assert recording(drafts).groups() == ["math", "a/b", "cafe"]
 
 
 @given(
@@ -138,7 +124,9 @@ def test_groups_are_the_ids_up_to_the_last_slash() -> None:
         )
     )
 )
-def test_a_selection_keeps_drafts_whole(case: tuple[list[Draft], list[bool]]) -> None:
+def test_recording_selection_equals_recording_the_selected(
+    case: tuple[list[Draft], list[bool]],
+) -> None:
     """As if only the selected drafts had been recorded."""
     drafts, mask = case
     selected = recording(drafts).select(torch.tensor(mask))
@@ -150,14 +138,14 @@ def test_a_selection_keeps_drafts_whole(case: tuple[list[Draft], list[bool]]) ->
     assert selected.drafts["position"].tolist() == [d.position for d in kept]
 
 
-def test_all_nodes_together_are_the_layer_a_classifier_reads() -> None:
+def test_recording_layer_holds_all_nodes() -> None:
     layer = recording(CHAINS, extra=("topk_prob",)).layer()
     assert layer.depth.tolist() == [1.0, 2.0, 3.0] * len(CHAINS)
     assert set(layer.measured) == {"margin", "entropy_top1000", "topk_prob"}
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**16))
-def test_places_are_those_that_eagle2_grew_the_trees_by(topk: int, steps: int, seed: int) -> None:
+def test_recording_places_are_those_of_eagle2(topk: int, steps: int, seed: int) -> None:
     """Draft by draft and layer by layer: the most likely K are forwarded, of equals the first."""
     grown = recording(random_trees(2, 3, topk=topk, num_steps=steps, seed=seed))
     places = grown.layer(PLACES).measured
@@ -173,7 +161,7 @@ def test_places_are_those_that_eagle2_grew_the_trees_by(topk: int, steps: int, s
             beams = sorted(layer, key=lambda n: -float(nodes["joint"][n]))[:topk]
 
 
-def test_what_was_not_recorded_is_refused_by_name() -> None:
+def test_recording_layer_without_a_column_is_refused() -> None:
     with pytest.raises(ConfigError, match="lacks hidden"):
         recording(CHAINS).layer({"hidden", "rank"})
 
@@ -181,7 +169,7 @@ def test_what_was_not_recorded_is_refused_by_name() -> None:
 # -- the disk -----------------------------------------------------------------------------
 
 
-def test_a_full_recording_takes_no_more_and_stays_readable(tmp_path: Path) -> None:
+def test_recording_at_its_limit_stays_readable(tmp_path: Path) -> None:
     """The limit may be passed by one shard, not by two."""
     with pytest.raises(RecordingFull, match=r"MB, the limit is 0 MB"):
         write(tmp_path, CHAINS * 20, limit_bytes=5000, shard_nodes=30)
@@ -190,13 +178,7 @@ def test_a_full_recording_takes_no_more_and_stays_readable(tmp_path: Path) -> No
     assert read_recording(tmp_path).num_drafts == 10 * len(sizes)
 
 
-def test_what_an_earlier_server_wrote_counts_towards_the_limit(tmp_path: Path) -> None:
-    write(tmp_path, CHAINS)
-    with pytest.raises(RecordingFull):
-        write(tmp_path, CHAINS, limit_bytes=10)
-
-
-def test_what_another_scheduler_writes_meanwhile_counts_too(tmp_path: Path) -> None:
+def test_recording_limit_counts_other_writers(tmp_path: Path) -> None:
     first, second = (RecordingWriter(tmp_path, origin=ORIGIN, limit_bytes=10) for _ in range(2))
     first.add(*tables(CHAINS))
     first.flush()
@@ -205,7 +187,7 @@ def test_what_another_scheduler_writes_meanwhile_counts_too(tmp_path: Path) -> N
         second.flush()
 
 
-def test_a_save_that_fails_midway_leaves_nothing(
+def test_recording_save_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the drafts stay in memory: once there is room again, they are written."""
@@ -226,15 +208,10 @@ def test_a_save_that_fails_midway_leaves_nothing(
     assert read_recording(tmp_path).num_drafts == len(CHAINS)
 
 
-def test_flushing_nothing_writes_nothing(tmp_path: Path) -> None:
-    RecordingWriter(tmp_path, origin=ORIGIN).flush()
-    assert list(tmp_path.iterdir()) == []
-
-
 # -- refusals -----------------------------------------------------------------------------
 
 
-def test_a_directory_without_a_recording_is_refused(tmp_path: Path) -> None:
+def test_recording_directory_without_shards_is_refused(tmp_path: Path) -> None:
     """Also beside one that has a recording: a mistyped name must not pass unseen."""
     write(tmp_path / "full", CHAINS)
     (tmp_path / "empty").mkdir()
@@ -291,7 +268,7 @@ def saying(**metadata: str) -> Callable[[Path], None]:
         (saying(origin='{"draft": "e"}'), "recorded with another pair of models (algorithm None, "),
     ],
 )
-def test_a_spoilt_shard_among_good_ones_is_refused_by_name(
+def test_recording_shard_that_is_invalid_is_refused(
     tmp_path: Path, spoil: Callable[[Path], object], said: str
 ) -> None:
     write(tmp_path, CHAINS, shard_nodes=10)
@@ -301,7 +278,7 @@ def test_a_spoilt_shard_among_good_ones_is_refused_by_name(
         read_recording(tmp_path)
 
 
-def test_two_draft_models_are_mixed_only_on_request_and_kinds_of_roots_never(
+def test_recording_of_two_drafts_is_mixed_on_request_only(
     tmp_path: Path,
 ) -> None:
     write(tmp_path, CHAINS)
@@ -326,7 +303,7 @@ def test_two_draft_models_are_mixed_only_on_request_and_kinds_of_roots_never(
         ("e", None, "(draft e, not d)"),
     ],
 )
-def test_a_pair_is_known_by_its_weights_where_they_are_told(
+def test_recording_pair_is_compared_by_weights(
     tmp_path: Path, renamed: str, weights: dict[str, str] | None, said: str | None
 ) -> None:
     write(tmp_path / "a", CHAINS, origin={**ORIGIN, "weights": {"target": "1", "draft": "2"}})

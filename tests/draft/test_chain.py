@@ -1,17 +1,16 @@
 """Draft chains: gating, truncation, packing, against loops that are obviously right."""
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.baselines import Entropy
 from sglang_c2t.config import C2TConfig, ConfigError
-from sglang_c2t.draft import chain
 from sglang_c2t.draft import gate as parts
 from sglang_c2t.draft.chain import (
     ChainGate,
@@ -19,17 +18,12 @@ from sglang_c2t.draft.chain import (
 )
 from sglang_c2t.draft_layer import measure
 from sglang_c2t.kernels.gate import judge_layer
-from sglang_c2t.kernels.gate_program import GateOutput, Relay
+from sglang_c2t.kernels.gate_program import Relay
 from sglang_c2t.policies import DraftLayer, build_policy
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
 from tests.draft.own_rules import Scheduled, in_torch
 from tests.gpu import gpu
-
-# A batch of verify lengths and the width of a full chain; empty batch, all 1, all full included.
-lens_and_width = st.integers(1, 9).flatmap(
-    lambda width: st.tuples(st.lists(st.integers(1, width), max_size=12), st.just(width))
-)
 
 
 class Scripted:
@@ -58,9 +52,12 @@ class Measuring(Scripted):
         return {"spread": logits.amax(dim=1) - logits.amin(dim=1), "state": hidden}
 
 
-def run_gate(gate: ChainGate, logits: torch.Tensor) -> torch.Tensor:
+def run_gate(
+    gate: ChainGate, logits: torch.Tensor, slots_of: Sequence[int] | None = None
+) -> torch.Tensor:
     """Drive a gate as SGLang does: ``logits`` is [D, B, V], the first layer is relayed."""
-    slots = torch.arange(logits.shape[1])
+    chosen = range(logits.shape[1]) if slots_of is None else slots_of
+    slots = torch.tensor([*chosen], dtype=torch.int64)
     gate.join(slots, logits[0])
     gate.begin(slots)
     for layer in logits[1:]:
@@ -79,7 +76,7 @@ def run_gate(gate: ChainGate, logits: torch.Tensor) -> torch.Tensor:
         )
     )
 )
-def test_a_chain_ends_at_its_first_dropped_token(table: list[list[bool]]) -> None:
+def test_chain_gate_ends_a_chain_at_its_first_dropped_token(table: list[list[bool]]) -> None:
     """Once the policy drops a token, later layers cannot revive the chain; the next step can."""
     depth, batch = len(table), len(table[0])
     expected = []
@@ -100,7 +97,7 @@ def test_a_chain_ends_at_its_first_dropped_token(table: list[list[bool]]) -> Non
 
 
 @pytest.mark.parametrize("enter", [ChainGate.join, ChainGate.relay_first_token])
-def test_first_tokens_are_relayed_per_slot(enter: Callable[..., None]) -> None:
+def test_chain_gate_relays_first_tokens_by_slot(enter: Callable[..., None]) -> None:
     """Whatever the policy needs follows the request's slot, whatever the next batch's order."""
     policy = Measuring([[True, True]])
     gate = ChainGate(policy, num_slots=5, device="cpu")
@@ -112,7 +109,7 @@ def test_first_tokens_are_relayed_per_slot(enter: Callable[..., None]) -> None:
         assert torch.equal(policy.seen[0].measured[name], values.flip(0)), name
 
 
-def test_every_layer_carries_what_the_policy_needs_and_the_layer_before() -> None:
+def test_chain_gate_layers_carry_what_the_policy_needs() -> None:
     """And nothing more. P is the running product of the probabilities; depth counts from 1."""
     policy = Measuring([[True, False]] * 3)
     gate = ChainGate(policy, num_slots=2, device="cpu")
@@ -139,16 +136,7 @@ def test_every_layer_carries_what_the_policy_needs_and_the_layer_before() -> Non
         parent = layer
 
 
-def test_a_first_token_nobody_measured_leaves_the_gate_open() -> None:
-    policy = Scripted([[True]], frozenset({"margin"}))
-    gate = ChainGate(policy, num_slots=3, device="cpu")
-    gate.begin(torch.tensor([2]))
-    assert policy.seen[0].prob.tolist() == [1.0]
-    assert policy.seen[0].entropy.tolist() == [0.0]
-    assert policy.seen[0].measured["margin"].item() > 10
-
-
-def test_a_measure_that_raises_leaves_the_drafts_of_its_step_whole(
+def test_chain_gate_fallback_when_a_measure_raises(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As a ``keep`` that raises: one log line, and the next step asks again."""
@@ -169,36 +157,8 @@ def test_a_measure_that_raises_leaves_the_drafts_of_its_step_whole(
     assert gate.verify_lens.tolist() == [1, 1]
 
 
-def test_an_exploring_step_keeps_every_draft_whole_and_measures_more() -> None:
-    policy = Scripted([[False, False]] * 3)
-    gate = ChainGate(policy, num_slots=2, device="cpu", exploration=Scheduled(True))
-    assert run_gate(gate, torch.rand(3, 2, 4)).tolist() == [4, 4]
-    assert gate.exploring
-    assert policy.seen == []
-    assert all("margin" in layer.measured for layer in gate.layers)
-    assert gate.first_tokens_complete(torch.arange(2)).tolist() == [True, True]
-
-
-def test_the_steps_between_explorations_are_the_policys() -> None:
-    """Each step is asked for once, when its first tokens are measured."""
-    gate = ChainGate(
-        Scripted([[False]]),
-        num_slots=1,
-        device="cpu",
-        exploration=Scheduled(False, True, False, False),
-    )
-    slot, logits = torch.tensor([0]), torch.zeros(1, 4)
-    gate.join(slot, logits)
-    seen = []
-    for _ in range(3):
-        gate.begin(slot)
-        seen.append((gate.exploring, gate.verify_lens.tolist()))
-        gate.relay_first_token(slot, logits)
-    assert seen == [(False, [1]), (True, [2]), (False, [1])]
-
-
 @pytest.mark.parametrize(("needs", "complete"), [(set(), False), ({"margin"}, True)])
-def test_a_first_token_measured_without_the_extra_names_is_not_complete(
+def test_chain_gate_first_token_without_recorded_names_is_not_complete(
     needs: set[str], complete: bool
 ) -> None:
     """Request 1 sat out the step before the exploring one, so its first token was measured
@@ -218,7 +178,7 @@ def test_a_first_token_measured_without_the_extra_names_is_not_complete(
     assert gate.first_tokens_complete(slots).tolist() == [True, complete, True, False]
 
 
-def test_rank_zero_decides_for_all_ranks() -> None:
+def test_chain_gate_ranks_follow_rank_0() -> None:
     """What ``agree`` returns wins over the local policy, in lengths and in early exits."""
     gate = ChainGate(
         Scripted([[False, False, False]]),
@@ -265,7 +225,7 @@ def draft_logits(*shape: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_a_program_decides_as_its_policy(name: str) -> None:
+def test_chain_gate_program_decides_as_its_policy(name: str) -> None:
     """Over steps of different requests in different places, all lengths and early exits."""
     gates = fused(policy_of(name)), plain(policy_of(name))
     seen = set()
@@ -292,7 +252,7 @@ def test_a_program_decides_as_its_policy(name: str) -> None:
     assert len(seen) > (0 if name == "fixed" else 2), "no choice"
 
 
-def test_first_tokens_are_judged_once_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chain_gate_warm_up_judges_first_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For logits like a layer's, as columns and type are compiled in."""
     judged: list[tuple[Any, ...]] = []
     stock = parts.judge_layer
@@ -311,41 +271,7 @@ def test_first_tokens_are_judged_once_before_any_request(monkeypatch: pytest.Mon
     assert len(judged) == 2
 
 
-@pytest.mark.parametrize("batch", [0, 1, 5])
-def test_a_layer_is_one_call_of_the_kernel_and_nothing_else(
-    batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-
-    def counted(*args: Any, **kwargs: Any) -> GateOutput:
-        calls.append(kwargs["depth"])
-        return judge_layer(*args, **kwargs)
-
-    gate, slots = fused(DyJoint()), torch.arange(batch)
-    for module in (chain, parts):
-        monkeypatch.setattr(module, "judge_layer", counted)
-    gate.relay_first_token(slots, draft_logits(batch, seed=0))
-    gate.begin(slots)
-    assert calls == [1]
-    for depth in (2, 3):
-        gate.observe(draft_logits(batch, seed=depth))
-    assert calls == [1, 2, 3]
-    assert gate.layers == []
-
-    monkeypatch.setattr(chain, "judge_layer", lambda *args, **kwargs: None)
-    logits = draft_logits(batch, seed=4)
-    with NoLaunch():
-        gate.observe(logits)
-
-
-class NoLaunch(TorchDispatchMode):
-    """Refuses every torch operation inside the block."""
-
-    def __torch_dispatch__(self, function: Any, *_: Any) -> Any:
-        pytest.fail(f"{function} is launched")
-
-
-def test_what_a_step_said_outlives_the_next_step() -> None:
+def test_chain_gate_lengths_outlive_the_next_step() -> None:
     """Graphs and the scheduler read lengths while the next step is under way."""
     gate, slots = fused(DyJoint(0.9)), torch.arange(4)
     gate.join(slots, draft_logits(4, seed=0))
@@ -360,18 +286,8 @@ def test_what_a_step_said_outlives_the_next_step() -> None:
     assert lens.tolist() == before != [3] * 4
 
 
-@pytest.mark.parametrize("name", GATES)
-def test_a_first_token_nobody_measured_leaves_a_program_open(name: str) -> None:
-    """It counts as certain, and so its probability does not weigh on the next one."""
-    gate = fused(policy_of(name))
-    gate.begin(torch.tensor([4]))
-    assert gate.verify_lens.tolist() == [2]
-    gate.observe(100 * torch.eye(1, 50))
-    assert gate.verify_lens.tolist() == [3]
-
-
 @pytest.mark.parametrize("captured", [False, True])
-def test_another_policy_judges_from_the_next_step_on(captured: bool) -> None:
+def test_chain_gate_switch_judges_from_the_next_step_on(captured: bool) -> None:
     """As a gate that was built with it; captured or not, and in torch.
 
     A program's new threshold counts for first tokens that were relayed before, too.
@@ -395,7 +311,7 @@ def test_another_policy_judges_from_the_next_step_on(captured: bool) -> None:
         assert gate.verify_lens.tolist() == expected.tolist() != [1] * 5
 
 
-def test_captured_graphs_take_new_weights_but_no_other_network() -> None:
+def test_chain_gate_switch_in_cuda_graphs_takes_weights_of_the_same_network_only() -> None:
     """What they replay reads the same memory for ever."""
     gate = fused(policy_of("c2t-plus"))
     memory = gate.program.buffer.data_ptr() if gate.program else 0
@@ -407,73 +323,40 @@ def test_captured_graphs_take_new_weights_but_no_other_network() -> None:
         with pytest.raises(ConfigError, match="cannot take over in captured CUDA graphs"):
             gate.switch(build_policy(C2TConfig(policy=name)), captured=True)
     assert gate.program.beta.item() == pytest.approx(0.9)
+    assert gate.served.needs == policy_of("c2t-plus").needs
     with pytest.raises(ConfigError, match="cannot take over in captured CUDA graphs"):
         plain(DyJoint(0.5)).switch(DyJoint(0.4), captured=True)
 
 
-def test_a_policy_that_reads_what_was_not_measured_yet_decides_badly_for_one_step_only() -> None:
-    gate, slots = plain(DyJoint(0.3)), torch.arange(5)
-    gate.join(slots, draft_logits(5, seed=0))
-    gate.switch(in_torch(policy_of("c2t-plus")), captured=False)
-    gate.begin(slots)  # the margins of these first tokens are unknown
-    first = draft_logits(5, seed=3)
-    gate.relay_first_token(slots, first)
-    gate.begin(slots)
-    expected = run_gate(plain(policy_of("c2t-plus")), first[None])
-    assert gate.verify_lens.tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize("program", [False, True])
-@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=6))
-def test_drafts_of_requests_that_opted_out_stay_whole(
-    program: bool, answers: list[tuple[bool, bool]]
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=6), st.randoms())
+def test_chain_gate_opt_out_keeps_full_drafts(
+    program: bool, answers: list[tuple[bool, bool]], rng: random.Random
 ) -> None:
-    """By the slot's last request; the others are judged as if there were none."""
-    num, layers = len(answers), draft_logits(3, max(len(answers), 1), seed=4)[:, : len(answers)]
+    """By the slot's last request; others are judged as if there were none, and ranks agree."""
+    num, agreed = len(answers), list[list[int]]()
+    slots = rng.sample(range(9), num)
+    layers = draft_logits(3, max(num, 1), seed=4)[:, :num]
     make = fused if program else plain
-    gate, other = (make(DyJoint(0.2)) for _ in range(2))
+    gate, other = (
+        make(DyJoint(0.2), agree=lambda x: agreed.append(x.tolist()) or x),
+        make(DyJoint(0.2)),
+    )
     for request in (0, 1):
-        gate.opt_outs.admit(range(num), [answer[request] for answer in answers])
+        gate.opt_outs.admit(slots, [answer[request] for answer in answers])
     out = [answer[1] for answer in answers]
     assert gate.opt_outs.any == any(out)
-    alone = run_gate(other, layers).tolist()
-    assert run_gate(gate, layers).tolist() == [
+    alone = run_gate(other, layers, slots).tolist()
+    assert run_gate(gate, layers, slots).tolist() == [
         4 if opted else length for opted, length in zip(out, alone, strict=True)
     ]
     assert gate.any_alive() == (any(out) or other.any_alive())
-
-
-@pytest.mark.parametrize("program", [False, True])
-def test_a_batch_goes_on_drafting_while_anybody_in_it_opted_out(program: bool) -> None:
-    """Else its drafts would be placeholders from the layer on at which the others end."""
-    seen = []
-
-    def agree(alive: torch.Tensor) -> torch.Tensor:
-        seen.append(alive.tolist())
-        return alive
-
-    rules = [DyJoint(beta) if program else in_torch(DyJoint(beta)) for beta in (1.1, 1.2)]
-    gate = ChainGate(rules[0], num_slots=9, device="cpu", agree=agree)  # which keeps nothing
-    gate.opt_outs.admit([2, 5], [True, False])
-    gate.join(torch.arange(9), draft_logits(9, seed=0))
-    for switched in (False, True):
-        if switched:
-            gate.switch(rules[1], captured=False)
-        for slots, someone in (([5, 2, 7], True), ([5, 7, 3], False)):
-            gate.begin(torch.tensor(slots))
-            assert gate.any_alive() == someone
-            gate.observe(draft_logits(3, seed=1))
-            assert gate.any_alive() == someone
-            assert gate.verify_lens.tolist() == [3 if slot == 2 else 1 for slot in slots]
-    assert seen[0] == [0, 1, 0]  # rank 0's word on it, like on everything
-    gate.opt_outs.admit([2], [False])  # by the slot's next request
-    gate.begin(torch.tensor([5, 2, 7]))
-    assert not gate.any_alive()
+    assert agreed[-1] == [int(o or n == 4) for o, n in zip(out, alone, strict=True)]
 
 
 @pytest.mark.parametrize("program", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_token_exactly_at_the_threshold_is_kept(program: bool, depth: int) -> None:
+def test_chain_gate_keeps_a_token_at_the_threshold(program: bool, depth: int) -> None:
     """The first one, which was judged in the step before, and later ones."""
     logits = draft_logits(2, 3, seed=0)
     logits[2 - depth] *= 100  # the other layer is certain
@@ -485,7 +368,7 @@ def test_a_token_exactly_at_the_threshold_is_kept(program: bool, depth: int) -> 
     assert run_gate(gate, logits)[1] == 3
 
 
-def test_ranks_leave_a_step_whole_when_rank_zero_does() -> None:
+def test_chain_gate_ranks_explore_when_rank_0_does() -> None:
     """It alone has a recorder, and so knows when to."""
     gate = ChainGate(
         Scripted([[False]] * 2), num_slots=1, device="cpu", recording=True,
@@ -495,17 +378,14 @@ def test_ranks_leave_a_step_whole_when_rank_zero_does() -> None:
     assert run_gate(gate, torch.zeros(2, 1, 4)).tolist() == [3]
     gate.relay_first_token(torch.tensor([0]), torch.zeros(1, 4))
     assert gate.exploring
-
-
-def test_without_a_recorder_ranks_ask_nobody_when_to_explore() -> None:
     asked: list[torch.Tensor] = []
-    gate = ChainGate(Scripted([[True]]), num_slots=1, device="cpu", agree=asked.append)
-    gate.relay_first_token(torch.tensor([0]), torch.zeros(1, 4))
-    assert asked == []
+    alone = ChainGate(Scripted([[True]]), num_slots=1, device="cpu", agree=asked.append)
+    alone.relay_first_token(torch.tensor([0]), torch.zeros(1, 4))
+    assert asked == [], "without a recorder ranks need no message"
 
 
 @pytest.mark.parametrize("name", ["c2t-plus", "dymax"])
-def test_exploring_steps_are_measured_in_torch_and_the_others_by_the_program(name: str) -> None:
+def test_chain_gate_exploration_steps_keep_full_drafts_measured_in_torch(name: str) -> None:
     """Recordings do not depend on the machine, and requests may change between the kinds."""
     explored = False, True, False, True, False
     gates = [make(policy_of(name), exploration=Scheduled(*explored)) for make in (fused, plain)]
@@ -524,6 +404,8 @@ def test_exploring_steps_are_measured_in_torch_and_the_others_by_the_program(nam
         mine, theirs = gates
         assert mine.verify_lens.tolist() == theirs.verify_lens.tolist()
         if explores:
+            assert mine.verify_lens.tolist() == [5] * 3
+            assert all("margin" in layer.measured for layer in mine.layers)
             complete = [gate.first_tokens_complete(here) for gate in gates]
             # Margins of this policy's own steps are the program's: not recorded.
             assert not (complete[0] & ~complete[1]).any()
@@ -541,7 +423,7 @@ def test_exploring_steps_are_measured_in_torch_and_the_others_by_the_program(nam
 
 @gpu
 @pytest.mark.parametrize("name", GATES)
-def test_a_captured_step_decides_as_the_policy_in_torch(name: str) -> None:
+def test_chain_gate_captured_step_decides_as_the_policy(name: str) -> None:
     """Other requests, logits and joins at each replay; the last two rows are padding."""
     policy, batch, depth = policy_of(name), 6, 4
     gate = ChainGate(policy, num_slots=9, device="cuda")
@@ -586,7 +468,7 @@ def test_a_captured_step_decides_as_the_policy_in_torch(name: str) -> None:
         ).map(lambda chains: (depth, chains))
     )
 )
-def test_matched_drafts_counts_up_to_the_first_the_target_would_not_have_chosen(
+def test_matched_drafts_counts_to_the_first_mismatch(
     case: tuple[int, list[tuple[list[int], list[int]]]],
 ) -> None:
     """A draft stands one row behind the target's choice for it."""
@@ -606,7 +488,7 @@ def test_matched_drafts_counts_up_to_the_first_the_target_would_not_have_chosen(
     [("c2t", ()), ("c2t-plus", ()), ("dymax", ()), ("dymax", ("margin",))],
 )
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_first_draft_that_nobody_measured_is_kept_whoever_had_the_slot_before(
+def test_chain_gate_keeps_an_unmeasured_first_token(
     policy: str, names: tuple[str, ...], fused: bool
 ) -> None:
     """Its prefill ran on another server, and drafts must not depend on other requests."""
@@ -632,5 +514,9 @@ def test_a_first_draft_that_nobody_measured_is_kept_whoever_had_the_slot_before(
             gate.observe(layer[arriving], hidden[arriving])
     assert used.verify_lens.equal(fresh.verify_lens)
     assert (used.verify_lens > 1).all()
+    for gate in (used, fresh):  # as certain, so that it does not weigh on the next one either
+        gate.begin(arriving)
+        gate.observe(100 * torch.eye(2, 50), torch.rand(2, 4))
+        assert gate.verify_lens.tolist() == [3, 3]
     if names:
         assert used.first_tokens_complete(everyone).tolist() == [False, True, False]

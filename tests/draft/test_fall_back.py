@@ -17,7 +17,6 @@ from sglang_c2t.config import ConfigError
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.policies.base import DraftLayer, Growth, TreeLayer, TreeShape
-from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.tree import Trees
 
@@ -100,7 +99,9 @@ WRONG: list[Any] = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 @pytest.mark.parametrize("depth", [1, 2, STEPS])
-def test_a_chain_goes_on_whole_where_its_policy_fails(wrong: Any, depth: int) -> None:
+def test_chain_gate_fallback_when_its_policy_fails_keeps_full_drafts(
+    wrong: Any, depth: int
+) -> None:
     policy = Failing({depth: wrong})
     gate = chain_gate(policy)
     assert chain_step(gate).tolist() == [STEPS + 1] * BATCH
@@ -108,13 +109,13 @@ def test_a_chain_goes_on_whole_where_its_policy_fails(wrong: Any, depth: int) ->
     assert policy.asked == list(range(1, depth + 1)), "asked no more in this step"
 
 
-def test_what_was_cut_before_the_failure_stays_cut() -> None:
+def test_chain_gate_fallback_keeps_what_was_cut_before() -> None:
     cut = torch.tensor([True, False, True])
     gate = chain_gate(Failing({1: cut, 3: ValueError()}))
     assert chain_step(gate).tolist() == [STEPS + 1, 1, STEPS + 1]
 
 
-def test_the_next_step_asks_again() -> None:
+def test_chain_gate_fallback_ends_with_the_step() -> None:
     policy = Failing({2: ValueError()})
     gate = chain_gate(policy)
     chain_step(gate)
@@ -123,7 +124,9 @@ def test_the_next_step_asks_again() -> None:
     assert not gate.fell_back
 
 
-def test_the_first_failure_of_a_policy_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_chain_gate_fallback_is_one_log_line_of_each_policy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     gate = chain_gate(Failing({1: ValueError("what\nhappened")}))
     for _ in range(3):
         chain_step(gate)
@@ -138,7 +141,7 @@ def test_the_first_failure_of_a_policy_is_one_log_line(caplog: pytest.LogCapture
     assert len(caplog.records) == 2
 
 
-def test_in_a_cuda_graph_a_failure_is_refused_for_it_would_be_replayed() -> None:
+def test_chain_gate_failure_in_a_cuda_graph_is_refused() -> None:
     gate = chain_gate(Failing({1: ValueError("no")}))
     gate.served.capturing = True
     with pytest.raises(ConfigError, match="fails in a CUDA graph: ValueError: no; choose another"):
@@ -150,7 +153,7 @@ class Asked(EAGLE2):
 
 
 @given(seed=st.integers(0, 2**16), depth=st.integers(1, SHAPE.num_steps))
-def test_a_tree_is_eagle_2s_where_its_policy_fails(seed: int, depth: int) -> None:
+def test_tree_gate_fallback_when_its_policy_fails_is_eagle2s_tree(seed: int, depth: int) -> None:
     """At whatever depth. Rows that were chosen before the failure were forwarded already, so
     only with the first layer's failure is it the tree that EAGLE-2 would have grown from the root.
     """
@@ -171,19 +174,19 @@ def test_a_tree_is_eagle_2s_where_its_policy_fails(seed: int, depth: int) -> Non
      Growth(torch.ones(BATCH, 1, 2), torch.ones(BATCH, 1, 2), torch.ones(BATCH, 1, 2))],
     ids=str,
 )  # fmt: skip
-def test_a_tree_outlives_every_kind_of_wrong_answer(wrong: Any) -> None:
+def test_tree_gate_fallback_for_every_wrong_answer(wrong: Any) -> None:
     trees, _ = tree_step(FailingTree({1: wrong}), seed=0)
     assert trees.num_nodes.tolist() == [SHAPE.num_draft_tokens] * BATCH
 
 
-def test_requests_that_opted_out_keep_their_trees_beside_a_failure() -> None:
+def test_tree_gate_fallback_keeps_trees_of_requests_that_opted_out() -> None:
     trees, gate = tree_step(FailingTree({2: ValueError()}), seed=1, whole=[1])
     assert gate.fell_back
     assert trees.num_nodes[1] == SHAPE.num_draft_tokens
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_rank_that_is_no_number_keeps_a_node_out_and_the_tree_closed(depth: int) -> None:
+def test_tree_gate_nan_key_drops_the_node_and_keeps_a_closed_tree(depth: int) -> None:
     def ranked(layer: TreeLayer) -> Growth:
         key = layer.joint.clone()
         if layer.depth == depth:
@@ -201,20 +204,3 @@ def test_a_rank_that_is_no_number_keeps_a_node_out_and_the_tree_closed(depth: in
         for node in range(1, int(trees.num_nodes[row])):
             assert 0 <= trees.parents[row, node] < node
     assert live.any()
-
-
-def test_a_refused_policy_leaves_all_of_the_old_one_in_place() -> None:
-    """Also what it needs to be measured."""
-
-    @dataclass(frozen=True)
-    class Margin(DyJoint):
-        needs: ClassVar[frozenset[str]] = frozenset({"margin"})
-
-        def keep(self, layer: DraftLayer) -> Tensor:
-            return layer.measured["margin"] > 0
-
-    gate = chain_gate(DyJoint(0.5))
-    with pytest.raises(ConfigError, match="cannot take over in captured CUDA graphs"):
-        gate.switch(Margin(), captured=True)
-    assert gate.served.needs == frozenset()
-    assert gate.program is not None

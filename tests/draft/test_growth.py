@@ -24,8 +24,6 @@ from sglang_c2t.draft.growth import TreeGrowth, node_margins
 from sglang_c2t.draft_layer import PLACES, DraftLayer, measure
 from sglang_c2t.kernels.beams import Beams
 from sglang_c2t.policies.base import TreePolicy, TreeShape
-from sglang_c2t.policies.dyjoint import DyJoint
-from sglang_c2t.policies.dymax import DyMax
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree
 from tests import oracles
@@ -305,7 +303,7 @@ betas = st.integers(0, 9).map(lambda eighths: eighths / 8)
 
 
 @given(drafts(), st.integers(1, 4))
-def test_of_fewer_layers_trees_are_those_of_a_draft_of_so_many(draft: Draft, layers: int) -> None:
+def test_growth_of_fewer_layers_equals_a_shorter_draft(draft: Draft, layers: int) -> None:
     """However many more there is room for."""
     layers = min(layers, draft.steps)
     short = grown(replace(draft, steps=layers), GatedTree(ByMark(0.0)))
@@ -316,7 +314,7 @@ def test_of_fewer_layers_trees_are_those_of_a_draft_of_so_many(draft: Draft, lay
 
 
 @given(drafts(), betas, st.none() | st.integers(1, 5))
-def test_algorithm_1_is_what_it_is_node_by_node(
+def test_growth_of_a_gated_tree_equals_algorithm_1(
     draft: Draft, beta: float, limit: int | None
 ) -> None:
     """Pruned by confidence, expanded by confidence, capped by confidence."""
@@ -324,23 +322,15 @@ def test_algorithm_1_is_what_it_is_node_by_node(
     grown_as(oracle, draft, GatedTree(ByMark(beta), limit))
 
 
-@given(drafts(), betas)
-def test_the_gates_that_need_no_training_prune_trees_too(draft: Draft, beta: float) -> None:
-    by_joint = Oracle(lambda node: node.joint >= beta, key=joint)
-    grown_as(by_joint, draft, GatedTree(DyJoint(beta)))
-    own = Oracle(lambda node: node.prob >= beta, key=lambda node: node.prob)
-    grown_as(own, draft, GatedTree(DyMax(beta)))
-
-
 @given(drafts())
-def test_eagle2_verifies_the_most_likely_nodes_of_all(draft: Draft) -> None:
+def test_growth_of_eagle2_holds_the_most_likely_nodes(draft: Draft) -> None:
     run = grown_as(Oracle(lambda node: True, key=joint), draft, EAGLE2())
     size = min(draft.max_nodes, draft.shape.num_candidates + 1)
     assert (run.trees.num_nodes == size).all(), "every tree has the same size"
 
 
 @given(drafts(), betas)
-def test_a_gate_behind_eagle2_prunes_its_tree_and_nothing_takes_the_place(
+def test_growth_of_gated_eagle2_prunes_its_tree_without_replacement(
     draft: Draft, beta: float
 ) -> None:
     oracle = Oracle(lambda node: True, key=joint, after=lambda node: node.mark >= beta)
@@ -348,7 +338,7 @@ def test_a_gate_behind_eagle2_prunes_its_tree_and_nothing_takes_the_place(
 
 
 @given(drafts(), st.sampled_from(["fixed", "dynamic"]), st.sampled_from([0.0, 1.0, 1.5]))
-def test_entropy_width_gives_each_row_its_own_number_of_children(
+def test_growth_of_entropy_width_gives_each_row_its_number_of_children(
     draft: Draft, depth: str, stop: float
 ) -> None:
     def enters(node: Node) -> bool:
@@ -378,7 +368,7 @@ def templates(draw: st.DrawFn) -> tuple[Draft, list[list[int]]]:
 
 
 @given(templates())
-def test_a_static_tree_has_its_paths_in_every_request(
+def test_growth_of_a_static_tree_has_its_paths_in_every_request(
     template: tuple[Draft, list[list[int]]],
 ) -> None:
     """And forwards those with children, in path order."""
@@ -396,7 +386,7 @@ def test_a_static_tree_has_its_paths_in_every_request(
 
 
 @given(drafts(), st.none() | st.integers(1, 4))
-def test_a_fork_is_tines_in_order_of_which_the_least_likely_lose_their_tails_to_the_cap(
+def test_growth_of_a_fork_cuts_the_least_likely_branches_at_the_cap(
     draft: Draft, width: int | None
 ) -> None:
     def enters(node: Node) -> bool:
@@ -410,9 +400,7 @@ def test_a_fork_is_tines_in_order_of_which_the_least_likely_lose_their_tails_to_
 
 
 @given(drafts(), betas)
-def test_the_rows_of_a_beams_ancestors_hold_the_tokens_of_its_path(
-    draft: Draft, beta: float
-) -> None:
+def test_growth_ancestor_rows_hold_the_tokens_of_the_path(draft: Draft, beta: float) -> None:
     """A draft writes a row's KV when it forwards the row; attention must find its own path."""
     run = grown(draft, GatedTree(ByMark(beta)))
     fresh = TreeGrowth(GatedTree(ByMark(beta)), draft.shape, draft.batch, "cpu")
@@ -433,7 +421,7 @@ def test_the_rows_of_a_beams_ancestors_hold_the_tokens_of_its_path(
 
 
 @given(drafts(), betas)
-def test_a_policy_sees_every_node_with_its_own_measurements(draft: Draft, beta: float) -> None:
+def test_growth_shows_every_live_node_with_its_measurements(draft: Draft, beta: float) -> None:
     """Every node that lives."""
     oracle = Oracle(lambda node: node.mark >= beta, key=mark)
 
@@ -474,7 +462,7 @@ def assert_is(layer: DraftLayer, at: int, node: Node) -> None:
 
 
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 2**16))
-def test_the_margin_of_a_child_is_to_its_best_sibling(rows: int, topk: int, seed: int) -> None:
+def test_node_margins_are_to_the_best_sibling(rows: int, topk: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(0, 6, (rows, 8), generator=generator).float()
     prob = logits.softmax(dim=1).topk(topk).values
@@ -488,16 +476,16 @@ def test_the_margin_of_a_child_is_to_its_best_sibling(rows: int, topk: int, seed
     assert torch.allclose(margins[:, 0], first, atol=1e-5), "a chain's margin"
 
 
-def test_a_child_without_a_chance_has_a_finite_margin() -> None:
+def test_node_margins_are_finite_for_probability_zero() -> None:
     assert node_margins(torch.tensor([[1.0, 0.0, 0.0]])).isfinite().all()
 
 
 # -- SGLang's own tree --------------------------------------------------------------------
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(drafts())
-def test_eagle2_is_the_tree_that_sglang_drafts(draft: Draft) -> None:
+def test_growth_of_eagle2_equals_sglangs_tree(draft: Draft) -> None:
     """Its loop and its reranking, wherever no two joint probabilities are equal."""
     pytest.importorskip("sglang", reason="SGLang is not installed")
     from sglang.srt.speculative.eagle_utils import organize_draft_results

@@ -13,14 +13,9 @@ from torch import Tensor
 
 from eval.baselines import Fork
 from sglang_c2t.config import C2TConfig, ConfigError
-from sglang_c2t.draft import gate as parts
-from sglang_c2t.draft import served
-from sglang_c2t.draft import tree as tree_gate
-from sglang_c2t.draft.growth import TreeGrowth, node_margins
+from sglang_c2t.draft.growth import node_margins
 from sglang_c2t.draft.tree import TreeGate
 from sglang_c2t.draft_layer import measure
-from sglang_c2t.kernels.gate import judge_layer
-from sglang_c2t.kernels.gate_program import GateOutput
 from sglang_c2t.policies import build_tree_policy
 from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
@@ -110,7 +105,7 @@ def finished(gate: TreeGate, slots: Tensor, first: Tensor) -> Trees:
 
 
 @pytest.mark.parametrize("enter", ["join", "relay_first_token"])
-def test_the_first_layers_measurements_find_their_requests(enter: str) -> None:
+def test_tree_gate_relays_first_layers_by_slot(enter: str) -> None:
     """By slot, whatever places the requests have in the next batch; one row per child."""
     policy: Any = Scripted(needs=frozenset({"margin", "entropy_top4", "state"}))
     policy.measure = lambda _logits, hidden: {"state": hidden}
@@ -131,7 +126,7 @@ def test_the_first_layers_measurements_find_their_requests(enter: str) -> None:
     assert torch.equal(layer.nodes.prob, prob.flatten())
 
 
-def test_later_layers_are_measured_from_the_rows_just_forwarded() -> None:
+def test_tree_gate_measures_later_layers_from_the_forwarded_rows() -> None:
     policy = Scripted(needs=frozenset({"margin"}))
     gate = gate_of(policy)
     slots, first = torch.tensor([0, 1]), logits(2, 0)
@@ -146,7 +141,7 @@ def test_later_layers_are_measured_from_the_rows_just_forwarded() -> None:
         assert torch.equal(layer.nodes.measured["margin"], node_margins(choices(said)[1]))
 
 
-def test_a_first_layer_nobody_measured_counts_as_certain() -> None:
+def test_tree_gate_unmeasured_first_layer_counts_as_certain() -> None:
     """Its prefill ran on another server; the gate stays open."""
     policy = Scripted()
     gate = gate_of(policy)
@@ -174,40 +169,7 @@ def same(left: Trees, right: Trees) -> bool:
     return all(torch.equal(getattr(left, name), getattr(right, name)) for name in names)
 
 
-def test_an_exploring_step_verifies_eagle2s_whole_tree_and_measures_more() -> None:
-    """Whatever the policy keeps and whatever the budget is, so that labels are uncensored."""
-    slots, first = torch.tensor([1, 5]), logits(2, 0)
-    exploration = Scheduled(True, False, True, names=MORE)
-    gate = gate_of(Scripted(keep=False), max_rows=3, exploration=exploration)
-    gate.join(slots, first)
-    assert gate.first_tokens_complete(slots).all()
-    trees = finished(gate, slots, first)
-    assert gate.exploring
-    assert same(trees, eagle2_trees(slots, first))
-    assert trees.num_nodes.tolist() == [SHAPE.num_draft_tokens] * 2
-    assert set(gate.layers[0].nodes.measured) >= MORE
-    assert set(gate.layers[2].nodes.measured) >= MORE
-    gate.relay_first_token(slots, first)
-    trees = finished(gate, slots, first)
-    assert not gate.exploring
-    assert trees.num_nodes.tolist() == [1, 1]
-    assert "margin" not in gate.layers[0].nodes.measured
-
-
-def test_trees_that_nobody_keeps_are_their_roots_and_stop_drafting() -> None:
-    gate = gate_of(Scripted(keep=False))
-    slots, first = torch.tensor([1, 5]), logits(2, 0)
-    gate.begin(slots)
-    assert gate.batch == 2
-    add_first(gate, first)
-    assert not gate.any_alive()
-    trees = finished(gate, slots, first)
-    assert trees.num_nodes.tolist() == [1, 1]
-    assert trees.tokens[:, 0].tolist() == ROOTS.tolist()
-    assert not trees.tokens[:, 1:].any()
-
-
-def test_trees_go_on_while_rank_zeros_do() -> None:
+def test_tree_gate_ranks_draft_while_rank_0_does() -> None:
     """Whether a layer is forwarded at all must be the same everywhere."""
     for mine, theirs in ((False, True), (True, False)):
         gate = gate_of(
@@ -219,7 +181,7 @@ def test_trees_go_on_while_rank_zeros_do() -> None:
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 7, 12, 100])
-def test_a_batch_is_cut_to_its_budget(max_rows: int) -> None:
+def test_tree_gate_cuts_a_batch_to_max_rows(max_rows: int) -> None:
     slots, first = torch.tensor([1, 5]), logits(2, 0)
     gate = gate_of(EAGLE2(), max_rows=max_rows)
     drafted, keys = run_step(gate, slots, first)
@@ -228,7 +190,7 @@ def test_a_batch_is_cut_to_its_budget(max_rows: int) -> None:
     assert int(trees.num_nodes.sum()) == min(max(max_rows, 2), 18)
 
 
-def test_rank_zero_decides_all_of_a_tree_in_one_message() -> None:
+def test_tree_gate_ranks_take_the_trees_of_rank_0_in_one_message() -> None:
     """Shape and tokens: a rank that drafted anything else must verify rank 0's trees."""
     slots, first = torch.tensor([1, 5]), logits(2, 0)
     theirs = eagle2_trees(slots, logits(2, 9))
@@ -243,24 +205,6 @@ def test_rank_zero_decides_all_of_a_tree_in_one_message() -> None:
     gate.join(slots, first)
     assert same(finished(gate, slots, first), theirs)
     assert len(messages) == 1
-
-
-def test_the_gate_grows_what_its_policy_grows() -> None:
-    """Nothing more and nothing less than :class:`TreeGrowth` does; and a step starts afresh."""
-    slots, first = torch.tensor([1, 5]), logits(2, 0)
-    gate = gate_of(Fork(2))
-    gate.join(slots, first)
-    for seed in (5, 9):
-        trees, keys = run_step(gate, slots, first, seed=seed)
-        growth = TreeGrowth(Fork(2), SHAPE, 2, "cpu")
-        of, width = first, 1
-        for step in range(SHAPE.num_steps):
-            shaped = (values.view(2, width, SHAPE.topk) for values in choices(of))
-            growth.add(*shaped, {"entropy": measure(of)["entropy"]})
-            of, width = logits(6, seed + step), SHAPE.topk
-        alone, same_keys = growth.finish()
-        assert same(trees, alone)
-        assert torch.equal(keys, same_keys)
 
 
 # -- with a kernel program ----------------------------------------------------------------
@@ -294,7 +238,7 @@ def nonsense(of: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", [*GATES, *OTHERS])
-def test_a_program_grows_its_policys_trees(name: str) -> None:
+def test_tree_gate_program_grows_the_trees_of_its_policy(name: str) -> None:
     """Behind the first layer from the draft logits alone, over steps of other requests.
 
     It speaks of the target's tokens, also where the draft has a vocabulary of its own.
@@ -319,7 +263,7 @@ def test_a_program_grows_its_policys_trees(name: str) -> None:
     assert deepest > 1, "no token of a program's own choice"
 
 
-def test_the_policy_sees_what_a_program_measured() -> None:
+def test_tree_gate_policy_sees_the_measurements_of_the_program() -> None:
     """The same numbers that torch measures, in the first layer too, and the program's verdict."""
     policy: Any = gated("c2t-plus")
     slots, first = torch.tensor([1, 5]), logits(2, 0)
@@ -340,48 +284,36 @@ def test_the_policy_sees_what_a_program_measured() -> None:
         assert torch.equal(told["keep"] & alive, (told["confidence"] >= policy.gate.beta) & alive)
 
 
-def test_a_layer_is_one_call_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    torch_calls: list[Tensor] = []
-
-    def counted(*args: Any, **kwargs: Any) -> GateOutput:
-        calls.append(kwargs["depth"])
-        return judge_layer(*args, **kwargs)
-
-    gate = fused(gated("c2t-log"))
+def test_tree_gate_exploration_steps_verify_eagle2s_tree_measured_in_torch() -> None:
+    """Whatever the policy keeps and the budget is, so that labels are uncensored."""
     slots, first = torch.tensor([1, 5]), logits(2, 0)
-    for module in (tree_gate, parts):
-        monkeypatch.setattr(module, "judge_layer", counted)
-    monkeypatch.setattr(served, "measure", lambda of, *_, **__: torch_calls.append(of))
-    gate.relay_first_token(slots, first)
-    run_step(gate, slots, first)
-    assert calls == [1, 2, 3]
-    assert torch_calls == []
-
-
-def test_exploring_trees_are_eagle2s_and_measured_in_torch() -> None:
-    slots, first = torch.tensor([1, 5]), logits(2, 0)
-    gate = fused(gated("dyjoint"), exploration=Scheduled(True, False, names=MORE))
-    plain = gate_of(in_torch(gated("dyjoint")), exploration=Scheduled(True, False, names=MORE))
+    explored: Any = {"exploration": Scheduled(True, False, True, names=MORE), "max_rows": 3}
+    again: Any = {**explored, "exploration": Scheduled(True, False, True, names=MORE)}
+    gate, plain = fused(gated("dyjoint"), **explored), gate_of(in_torch(gated("dyjoint")), **again)
     for each in (gate, plain):
         each.join(slots, first)
+        assert each.exploring
         assert each.program is None
-        assert same(finished(each, slots, first), eagle2_trees(slots, first))
+        assert each.first_tokens_complete(slots).all()
+        trees = finished(each, slots, first)
+        assert same(trees, eagle2_trees(slots, first))
+        assert trees.num_nodes.tolist() == [SHAPE.num_draft_tokens] * 2
     for mine, theirs in zip(gate.layers, plain.layers, strict=True):
-        assert mine.nodes.measured.keys() == theirs.nodes.measured.keys()
+        assert mine.nodes.measured.keys() == theirs.nodes.measured.keys() >= MORE
         for name, values in mine.nodes.measured.items():
             assert torch.equal(values, theirs.nodes.measured[name])
     for each in (gate, plain):
         each.relay_first_token(slots, first)
     assert gate.program is not None
     assert same(finished(gate, slots, first), finished(plain, slots, first))
+    assert "margin" not in plain.layers[0].nodes.measured
 
 
 # -- SGLang's loop ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_sglangs_loop_chooses_among_k_numbers_where_a_program_has_chosen(kept: bool) -> None:
+def test_tree_drafter_program_offers_k_numbers_to_sglangs_loop(kept: bool) -> None:
     """And forwards nothing once no tree grows: the choices there are of no vocabulary."""
     tree_draft = pytest.importorskip("sglang_c2t.srt.draft.tree")
     gate = fused(GatedTree(DyJoint(0.0 if kept else 1.1)))
@@ -421,7 +353,7 @@ def test_sglangs_loop_chooses_among_k_numbers_where_a_program_has_chosen(kept: b
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("name", ["c2t-log", "c2t-log-eagle2"])
-def test_another_threshold_grows_other_trees_from_the_next_step_on(
+def test_tree_gate_switch_of_the_threshold_counts_from_the_next_step_on(
     name: str, captured: bool
 ) -> None:
     """A captured graph too: the threshold is read from memory, in every layer."""
@@ -437,7 +369,7 @@ def test_another_threshold_grows_other_trees_from_the_next_step_on(
     assert not same(before, relayed_step(fresh, slots, first))
 
 
-def test_captured_trees_keep_the_rule_they_grow_by() -> None:
+def test_tree_gate_switch_in_cuda_graphs_keeps_the_growth_rule() -> None:
     gate = fused(gated("c2t-log"))
     for other in ("c2t-log-eagle2", "eagle2"):
         with pytest.raises(ConfigError, match="grows trees by another rule"):
@@ -448,7 +380,7 @@ def test_captured_trees_keep_the_rule_they_grow_by() -> None:
 
 
 @pytest.mark.parametrize("program", [False, True])
-def test_trees_of_requests_that_opted_out_are_eagle2s(program: bool) -> None:
+def test_tree_gate_opt_out_gets_eagle2s_tree(program: bool) -> None:
     slots, first = torch.tensor([3, 1]), logits(2, 1)
     gate = fused(gated("c2t-log")) if program else gate_of(in_torch(gated("c2t-log")))
     alone = relayed_step(gate, slots, first)
@@ -461,7 +393,7 @@ def test_trees_of_requests_that_opted_out_are_eagle2s(program: bool) -> None:
     assert same(relayed_step(gate, slots, first), alone)
 
 
-def test_planned_trees_are_those_of_the_plan_whoever_opted_out() -> None:
+def test_tree_gate_planned_trees_ignore_opt_out() -> None:
     """Who plans sees to those who opted out, and verifies the nodes that were chosen."""
     slots, first = torch.tensor([3, 1]), logits(2, 1)
     gate = fused(build_tree_policy(C2TConfig(policy="auto")))
@@ -483,6 +415,6 @@ def relayed_step(gate: TreeGate, slots: Tensor, first: Tensor) -> Trees:
     return finished(gate, slots, first)
 
 
-def test_a_policy_that_does_not_fit_the_trees_is_refused() -> None:
+def test_tree_gate_refuses_a_policy_that_does_not_fit_the_shape() -> None:
     with pytest.raises(ConfigError, match="width 4 needs --speculative-eagle-topk 4"):
         gate_of(Fork(4))

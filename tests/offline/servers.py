@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 DATA = Path(__file__).parent / "data"
 
@@ -25,6 +25,8 @@ TOLD: dict[str, Any] = {
     "policy": "auto", "serving": [SERVING], "planner": [], "changed_by": "this machine",
 }  # fmt: skip
 
+F = TypeVar("F", bound="FakeServer")
+
 
 class FakeServer:
     """Answers by path with a status and a body; 404 to all else."""
@@ -39,29 +41,34 @@ class FakeServer:
         self.posted: list[tuple[Any, str | None]] = []
         """Bodies, and who sent them."""
 
+    def reply(self, path: str, body: Any, key: str | None) -> tuple[int, str]:
+        """Answer a GET, or a POST with its body, from the sender of ``key``."""
+        if body is not None:
+            self.posted.append((body, key))
+        return self.answers.get(path, (404, ""))
+
 
 @contextmanager
-def serving() -> Iterator[FakeServer]:
-    """A server that runs inside the block."""
+def serving(kind: type[F] = FakeServer) -> Iterator[F]:  # type: ignore[assignment]
+    """A server of that kind, which runs inside the block."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, body = fake.answers.get(self.path, (404, ""))
+        def do_GET(self, body: Any = None) -> None:
+            status, answer = fake.reply(self.path, body, self.headers["Authorization"])
             self.send_response(status)
-            self.send_header("Content-Length", str(len(body.encode())))
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer.encode())))
             self.end_headers()
-            self.wfile.write(body.encode())
+            self.wfile.write(answer.encode())
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            fake.posted.append((json.loads(body), self.headers["Authorization"]))
-            self.do_GET()
+            self.do_GET(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def log_message(self, *_: object) -> None:
             pass
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    fake = FakeServer(f"http://127.0.0.1:{http.server_address[1]}")
+    fake = kind(f"http://127.0.0.1:{http.server_address[1]}")
     thread = threading.Thread(target=http.serve_forever, args=(0.01,))
     thread.start()
     yield fake

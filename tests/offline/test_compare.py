@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sglang_c2t.offline.compare import (
     Curve,
     everyone,
-    interval,
     resamples,
     sweep,
 )
@@ -29,34 +28,20 @@ def curve(points: list[tuple[float, float]]) -> Curve:
     return Curve(np.full_like(correct, 100.0), correct, verified, verified)
 
 
-def chains() -> Chains:
-    """Two requests of three roots each; probabilities tell acceptance well, not perfectly."""
-    drafts = [
-        chain([0.9, 0.8, 0.3], [1, 1, 0], request=f"a/{q}", position=5 + root)
-        for q in range(2)
-        for root in range(3)
-    ]
-    return Chains.from_recording(recording(drafts, roots="every"))
-
-
-def test_gamma_is_interpolated_between_thresholds() -> None:
+def test_compare_gamma_is_interpolated_between_thresholds() -> None:
     """Whatever order the thresholds come in."""
     found = curve([(3.0, 4.0), (2.0, 1.0)])
     assert found.gamma_at(np.array([2.5]), ONE) == pytest.approx(2.5)
     assert found.gamma_at(np.array([3.0]), ONE) == pytest.approx(4.0)
 
 
-def test_of_thresholds_that_reach_an_accept_length_the_cheapest_counts() -> None:
+def test_compare_takes_the_cheapest_threshold() -> None:
     """A curve may turn back: (2.9, 9.0) drafts more than (3.0, 4.0) and accepts less."""
     found = curve([(2.0, 1.0), (3.0, 4.0), (2.9, 9.0)])
     assert found.gamma_at(np.array([2.9, 3.0]), ONE[[0, 0]]) == pytest.approx([4.0, 4.0])
 
 
-def test_an_accept_length_that_is_never_reached_has_no_gamma() -> None:
-    assert np.isnan(curve([(2.0, 1.0), (3.0, 4.0)]).gamma_at(np.array([3.1]), ONE)[0])
-
-
-def test_every_curve_reaches_what_whole_drafts_reach() -> None:
+def test_compare_sweep_reaches_the_accept_length_of_full_drafts() -> None:
     """However unlikely a draft is that the target accepts; else intervals would have no end."""
     unlikely = [
         chain([1e-5, 1e-5, 1e-5], [1, 1, q % 2], request=f"a/{q}", position=5) for q in range(4)
@@ -68,7 +53,7 @@ def test_every_curve_reaches_what_whole_drafts_reach() -> None:
     assert np.array_equal(gammas, whole.gamma(drawn)[:, 0])
 
 
-def test_a_threshold_is_read_where_the_curve_reaches_the_accept_length() -> None:
+def test_compare_threshold_at_an_accept_length() -> None:
     found = curve([(3.0, 4.0), (2.0, 1.0)])
     assert found.threshold_at(2.5, [0.2, 0.6], ONE) == pytest.approx(0.4)
     assert found.threshold_at(3.0, [0.2, 0.6], ONE) == pytest.approx(0.2)
@@ -76,7 +61,7 @@ def test_a_threshold_is_read_where_the_curve_reaches_the_accept_length() -> None
         found.threshold_at(3.1, [0.2, 0.6], ONE)
 
 
-def test_totals_are_summed_before_they_are_divided() -> None:
+def test_compare_sums_requests_before_dividing() -> None:
     """A request of 300 steps weighs three times one of 100."""
     both = Curve(*(np.array([[100.0, 300.0]]), np.array([[100.0, 0.0]]),
                    np.array([[200.0, 300.0]]), np.array([[0.0, 0.0]])))  # fmt: skip
@@ -85,24 +70,10 @@ def test_totals_are_summed_before_they_are_divided() -> None:
     assert both.tau(np.array([[1.0, 0.0]]))[0, 0] == pytest.approx(2.0)
 
 
-def test_a_sweep_replays_every_threshold() -> None:
-    table = chains()
-    swept = sweep(DyJoint, table, [0.5, 0.95])
-    once = everyone(["a", "a"])
-    for i, beta in enumerate((0.5, 0.95)):
-        outcome = replay(DyJoint(beta), table)
-        assert swept.tau(once)[0, i] == pytest.approx(outcome.accept_length())
-        assert swept.gamma(once)[0, i] == pytest.approx(outcome.gamma())
-
-
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.integers(1, 5))
-def test_resampling_keeps_the_size_of_every_group(groups: list[str], num: int) -> None:
+def test_compare_resamples_keep_group_sizes(groups: list[str], num: int) -> None:
     drawn = resamples(groups, num)
     assert drawn.shape == (num, len(groups))
     for group in set(groups):
         members = everyone(groups, only=group)[0]
         assert (drawn @ members == members.sum()).all()
-
-
-def test_an_interval_holds_the_middle_of_its_values() -> None:
-    assert interval(np.arange(101.0)) == pytest.approx((2.5, 97.5))

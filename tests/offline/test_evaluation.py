@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,12 @@ from sglang_c2t.offline.evaluation import (
     compare,
     evaluate,
     miscalibration,
-    quality,
     rounded_down,
     score,
     token_threshold,
 )
 from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.policies.c2t import C2T
-from sglang_c2t.policies.dymax import DyMax
 from tests.recordings import Draft, chain, recording, trees
 
 
@@ -123,20 +120,6 @@ def test_compare_accept_length_out_of_reach_is_refused(wanted: float) -> None:
         verdict(KNOWS, wanted)
 
 
-def test_compare_table_lists_other_policies_and_counts_requests_left_out() -> None:
-    found = compare(replace(CHAINS, left_out=3), C2T(KNOWS), "", others={"dymax": DyMax()})
-    lines = found.lines()
-    assert any(line.startswith("dymax ") and " default " in line for line in lines)
-    assert lines[-1].startswith("3 requests lack roots")
-
-
-def test_compare_one_request_has_an_interval_of_no_width() -> None:
-    """Every resample is the recording, so that the interval is the number."""
-    found = compare(Chains.from_recording(made(1)), C2T(KNOWS), "")
-    assert found.low == pytest.approx(found.change) == pytest.approx(found.high)
-    assert math.isfinite(found.change)
-
-
 # -- token by token ------------------------------------------------------------------------
 
 
@@ -167,15 +150,6 @@ def test_score_takes_the_least_confidence_on_each_path(drafts: list[Draft]) -> N
             least = own if above < 0 else min(own, scored.path_confidence[first + above])
             assert scored.path_confidence[first + i] == least
         first += len(draft.parents)
-
-
-def test_quality_names_ranking_of_both_and_calibration() -> None:
-    line = quality(score(DATA, KNOWS), KNOWS)
-    assert line.startswith("mine reads entropy. Over 1,152 tokens, ")
-    assert "AUC 1.000 (joint probability alone 0." in line
-    assert "calibration error 0.0" in line
-    one_class = quality(score(recording([chain([0.5], [0])]), KNOWS), KNOWS)
-    assert "AUC - (joint probability alone -)" in one_class
 
 
 def test_miscalibration_above_the_limit_prints_the_command() -> None:

@@ -25,7 +25,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def test_a_log_has_a_line_from_time_to_time_even_while_nothing_moves() -> None:
+def test_progress_in_a_log_prints_lines() -> None:
     file = io.StringIO()
     with progress_on(Console(file=file, width=100)) as shown:
         cells = shown.add_task("cells", total=4)
@@ -35,7 +35,7 @@ def test_a_log_has_a_line_from_time_to_time_even_while_nothing_moves() -> None:
         assert eventually(lambda: "cells: 3 of 4" in file.getvalue())
 
 
-def test_what_is_done_hidden_or_over_says_nothing_more() -> None:
+def test_progress_ends_for_finished_or_hidden_tasks() -> None:
     file = io.StringIO()
     with progress_on(Console(file=file, width=100)) as shown:
         shown.add_task("hidden", total=2, visible=False)
@@ -50,22 +50,7 @@ def test_what_is_done_hidden_or_over_says_nothing_more() -> None:
     assert file.getvalue() == told
 
 
-def test_an_error_inside_ends_the_lines_and_is_not_hidden() -> None:
-    file = io.StringIO()
-
-    def failing() -> None:
-        with progress_on(Console(file=file)) as shown:
-            shown.add_task("cells", total=4)
-            raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
-        failing()
-    told = file.getvalue()
-    time.sleep(0.05)
-    assert file.getvalue() == told
-
-
-def test_a_terminal_has_bars_and_no_lines() -> None:
+def test_progress_on_a_terminal_draws_bars() -> None:
     file = io.StringIO()
     with progress_on(Console(file=file, width=100, force_terminal=True)) as shown:
         for _ in shown.track(range(3), description="epochs"):

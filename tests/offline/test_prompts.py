@@ -32,18 +32,18 @@ def path(tmp_path: Path) -> Path:
         ({"prompt": "x", "answer": 4, "id": "q1"}, PromptRow("math", text="x")),
     ],
 )
-def test_a_row_is_a_text_or_messages_in_a_group(path: Path, row: dict, expected: PromptRow) -> None:
+def test_prompt_row_is_a_text_or_messages(path: Path, row: dict, expected: PromptRow) -> None:
     """The group is the file's name unless the row says otherwise; other keys are ignored."""
     path.write_text(json.dumps(row))
     assert read_prompts(path) == [expected]
 
 
-def test_rows_keep_their_order_and_blank_lines_do_not_count(path: Path) -> None:
+def test_prompt_rows_keep_their_order(path: Path) -> None:
     path.write_text('{"text": "a"}\r\n\n  \n{"prompt": "b"}\n')
     assert [row.text for row in read_prompts(path)] == ["a", "b"]
 
 
-def test_separators_of_unicode_inside_a_text_do_not_end_the_line(path: Path) -> None:
+def test_prompt_with_unicode_separators_is_one_line(path: Path) -> None:
     """JSON may hold them as they are, and public prompt sets do."""
     text = "one\u2028two\u2029three\x85four"
     path.write_text(json.dumps({"text": text}, ensure_ascii=False), encoding="utf-8")
@@ -71,21 +71,21 @@ def test_separators_of_unicode_inside_a_text_do_not_end_the_line(path: Path) -> 
         ('{"messages": ["hello"]}', "'messages' must be a list of objects"),
     ],
 )
-def test_a_line_that_is_no_prompt_is_named(path: Path, line: str, said: str) -> None:
+def test_prompt_line_that_is_invalid_is_refused(path: Path, line: str, said: str) -> None:
     path.write_text('{"prompt": "fine"}\n\n' + line + "\n")
     with refused(f"{path}:3", said):
         read_prompts(path)
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])
-def test_an_empty_file_is_refused(path: Path, text: str) -> None:
+def test_prompt_file_that_is_empty_is_refused(path: Path, text: str) -> None:
     path.write_text(text)
     with refused("math.jsonl is empty: one JSON object a line"):
         read_prompts(path)
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
-def test_an_unreadable_file_is_refused(path: Path, content: bytes | None) -> None:
+def test_prompt_file_that_is_unreadable_is_refused(path: Path, content: bytes | None) -> None:
     if content is not None:
         path.write_bytes(content)
     with refused("cannot read prompt file", "math.jsonl"):
@@ -102,5 +102,5 @@ def test_an_unreadable_file_is_refused(path: Path, content: bytes | None) -> Non
     ],
     ids=["a text goes as it is", "messages go where the chat template is applied"],
 )  # fmt: skip
-def test_a_prompt_becomes_a_request(row: PromptRow, to: str, body: dict) -> None:
+def test_prompt_becomes_a_request(row: PromptRow, to: str, body: dict) -> None:
     assert request(row, "math/0", 64) == (to, {**body, "rid": "math/0"})

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from sglang_c2t.cli import main
 from sglang_c2t.config import ConfigError
 from sglang_c2t.offline.prompts import PromptRow
 from sglang_c2t.offline.record import record_prompts
+from tests.offline.servers import FakeServer, serving
 
 ROWS = [
     PromptRow("math", text="a"),
@@ -25,74 +23,38 @@ ROWS = [
 ]
 
 
-class FakeServer:
+class Recording(FakeServer):
     """Records three drafts a request; whoever asks how far it is finds all of them written."""
 
-    def __init__(self) -> None:
-        self.state = {
-            "directory": "/drafts",
-            "drafts": 0,
-            "drafts_written": 0,
-            "stopped": None,
-            "id_key": "00" * 16,
-        }
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.state = {"directory": "/drafts", "drafts": 0, "drafts_written": 0, "stopped": None,
+                      "id_key": "00" * 16}  # fmt: skip
         self.info: Any = {"internal_states": [{"c2t": {"recording": self.state}}]}
-        self.status = 200
+        self.failing: tuple[int, str] = 200, "{}"
         self.key: str | None = None
-        self.reply = b"{}"
         self.stops_after: int | None = None  # requests
         self.got: list[tuple[str, dict[str, Any]]] = []
-        server = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def admitted(self) -> bool:
-                """As SGLang's --api-key; answers 401 otherwise."""
-                wanted = None if server.key is None else f"Bearer {server.key}"
-                if self.headers["Authorization"] == wanted:
-                    return True
-                self.answer(401, b"{}")
-                return False
-
-            def do_GET(self) -> None:
-                assert self.path == "/server_info"
-                if not self.admitted():
-                    return
-                server.state["drafts_written"] = server.state["drafts"]
-                self.answer(200, json.dumps(server.info).encode())
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if not self.admitted():
-                    return
-                server.got.append((self.path, body))
-                server.state["drafts"] += 3
-                if len(server.got) == server.stops_after:
-                    server.state["stopped"] = "No space left on device"
-                self.answer(server.status, server.reply)
-
-            def answer(self, status: int, body: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+    def reply(self, path: str, body: Any, key: str | None) -> tuple[int, str]:
+        """As SGLang with --api-key, and a recorder."""
+        if key != (None if self.key is None else f"Bearer {self.key}"):
+            return 401, "{}"
+        if body is None:
+            assert path == "/server_info"
+            self.state["drafts_written"] = self.state["drafts"]
+            return 200, json.dumps(self.info)
+        self.got.append((path, body))
+        self.state["drafts"] += 3
+        if len(self.got) == self.stops_after:
+            self.state["stopped"] = "No space left on device"
+        return self.failing
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
-    fake = FakeServer()
-    thread = threading.Thread(target=fake.http.serve_forever, args=(0.01,))
-    thread.start()
-    yield fake
-    fake.http.shutdown()
-    thread.join()
-    fake.http.server_close()
+def server() -> Iterator[Recording]:
+    with serving(Recording) as fake:
+        yield fake
 
 
 def drive(url: str) -> dict[str, Any]:
@@ -107,7 +69,7 @@ def refusal(url: str) -> str:
     return str(error.value)
 
 
-def test_every_prompt_is_sent_once_under_its_groups_next_number(server: FakeServer) -> None:
+def test_record_sends_every_prompt_once(server: Recording) -> None:
     """Behind the number stands the run, so that two runs into one directory stay apart."""
     drive(server.url)
     first_run = list(server.got)
@@ -121,16 +83,7 @@ def test_every_prompt_is_sent_once_under_its_groups_next_number(server: FakeServ
     assert len({body["rid"] for _, body in server.got}) == 2 * len(first_run)
 
 
-def test_the_state_behind_the_last_answer_is_returned(server: FakeServer) -> None:
-    """With the drafts of this run counted apart from earlier ones."""
-    server.state |= {"drafts": 40, "drafts_written": 40}
-    state = drive(server.url)
-    assert state["drafts_written"] == state["drafts"] == 49
-    assert state["new_drafts"] == 9
-    assert state["directory"] == "/drafts"
-
-
-def test_drafts_of_all_schedulers_are_counted_and_named(server: FakeServer, tmp_path: Path) -> None:
+def test_record_counts_drafts_of_all_schedulers(server: Recording, tmp_path: Path) -> None:
     """Each has drafts and a key of its own, and SGLang lists them in any order."""
     other = {"drafts": 5, "drafts_written": 5, "stopped": None, "id_key": "11" * 16}
     server.state["directory"] = str(tmp_path)
@@ -147,8 +100,8 @@ def test_drafts_of_all_schedulers_are_counted_and_named(server: FakeServer, tmp_
 
 
 @pytest.mark.parametrize(("key", "said"), [(None, "wants its key"), ("no", "wants another key")])
-def test_a_missing_or_wrong_key_is_one_line_that_says_where_to_put_it(
-    server: FakeServer, key: str | None, said: str
+def test_record_without_the_api_key_is_refused(
+    server: Recording, key: str | None, said: str
 ) -> None:
     server.key = "secret"
     with pytest.raises(ConfigError, match=f"{said}: set SGLANG_API_KEY") as error:
@@ -158,8 +111,8 @@ def test_a_missing_or_wrong_key_is_one_line_that_says_where_to_put_it(
 
 
 @pytest.mark.parametrize("by", ["flag", "environment", "flag over environment"])
-def test_the_command_sends_the_key_of_its_flag_or_the_environment_with_every_request(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+def test_record_sends_the_key_of_flag_or_environment(
+    server: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     server.key = "secret"
     prompts = tmp_path / "prompts.jsonl"
@@ -170,8 +123,8 @@ def test_the_command_sends_the_key_of_its_flag_or_the_environment_with_every_req
     assert len(server.got) == 3
 
 
-def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(
-    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_record_key_that_no_header_can_hold_is_refused(
+    server: Recording, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "a"}\n')
@@ -181,9 +134,7 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(
     assert "cret" not in err
 
 
-def test_the_requests_are_named_in_a_recording_that_is_on_this_machine(
-    server: FakeServer, tmp_path: Path
-) -> None:
+def test_record_names_requests_of_a_local_recording(server: Recording, tmp_path: Path) -> None:
     """The server records hashes; who sent the prompts knows what they stand for."""
     assert drive(server.url)["named"] is False
     server.state["directory"] = str(tmp_path)
@@ -199,61 +150,35 @@ def test_the_requests_are_named_in_a_recording_that_is_on_this_machine(
 @pytest.mark.parametrize(
     "state", [{}, {"c2t": {"enabled": True}}, {"c2t": {"recording": {"directory": None}}}]
 )
-def test_a_server_that_does_not_record_is_refused_before_any_request(
-    server: FakeServer, state: dict
-) -> None:
+def test_record_server_that_does_not_record_is_refused(server: Recording, state: dict) -> None:
     server.info = {"internal_states": [state]}
     assert "does not record: start it with --c2t --c2t-record DIR" in refusal(server.url)
     assert server.got == []
 
 
-def test_a_server_that_has_stopped_recording_is_refused(server: FakeServer) -> None:
+def test_record_server_that_has_stopped_is_refused(server: Recording) -> None:
     server.state["stopped"] = "/drafts holds 9 MB, the limit is 8 MB"
     assert "has stopped recording: /drafts holds 9 MB" in refusal(server.url)
     assert server.got == []
 
 
-def test_a_server_that_stops_recording_midway_is_refused(server: FakeServer) -> None:
+def test_record_server_that_stops_midway_is_refused(server: Recording) -> None:
     server.stops_after = 2
     assert "has stopped recording: No space left on device" in refusal(server.url)
 
 
-def test_nobody_listening_is_one_line() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    assert "no SGLang server answers at" in refusal(url)
-
-
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "http://", "ftp://127.0.0.1:1"])
-def test_an_address_that_is_none_is_one_line(url: str) -> None:
+def test_record_url_that_is_invalid_is_refused(url: str) -> None:
     assert "no SGLang server answers at" in refusal(url)
 
 
 @pytest.mark.parametrize("info", [{}, [], 3, {"internal_states": []}, {"internal_states": [1]}])
-def test_a_server_that_is_not_sglang_is_one_line(server: FakeServer, info: object) -> None:
+def test_record_server_that_is_not_sglang_is_refused(server: Recording, info: object) -> None:
     server.info = info
     assert "no SGLang server answers at" in refusal(server.url)
 
 
-def test_a_port_that_does_not_speak_http_is_one_line() -> None:
-    """Another service's greeting instead of a status line."""
-    with socket.create_server(("127.0.0.1", 0)) as service:
-
-        def greet() -> None:
-            connection, _ = service.accept()
-            connection.recv(1000)
-            connection.sendall(b"SSH-2.0-OpenSSH\r\n")
-            connection.close()
-
-        thread = threading.Thread(target=greet)
-        thread.start()
-        said = refusal(f"http://127.0.0.1:{service.getsockname()[1]}")
-        thread.join()
-    assert "no SGLang server answers at" in said
-
-
-@pytest.mark.parametrize(("status", "reply"), [(400, b"{}"), (500, b"oops"), (200, b"no json")])
-def test_a_failing_request_is_one_line(server: FakeServer, status: int, reply: bytes) -> None:
-    server.status, server.reply = status, reply
+@pytest.mark.parametrize(("status", "reply"), [(400, "{}"), (500, "oops"), (200, "no json")])
+def test_record_request_that_fails_is_refused(server: Recording, status: int, reply: str) -> None:
+    server.failing = status, reply
     assert "failed a request: " in refusal(server.url)

@@ -147,24 +147,14 @@ def test_replay_takes_the_very_steps_that_serving_takes(
     assert got == expected
 
 
-def test_ratios_are_taken_over_the_sums() -> None:
-    chains = Chains.from_recording(recording(random_chains(3, roots=9, depth=4), roots="every"))
-    outcome = replay(DyJoint(beta=0.4), chains)
-    total = {name: counts.sum().item() for name, counts in vars(outcome).items()}
-    steps = total["num_steps"]
-    assert outcome.accept_length() == pytest.approx(1 + total["num_correct"] / steps)
-    assert outcome.gamma() == pytest.approx(total["num_proposed"] / steps)
-    assert outcome.drafted_length() == pytest.approx(total["num_drafted"] / steps)
-
-
-def test_requests_without_a_draft_are_left_out() -> None:
+def test_replay_leaves_out_requests_without_a_draft() -> None:
     data = recording(random_chains(4, roots=3, depth=2), roots="every")
     chains = Chains.from_recording(data.select(data.drafts["request"] % 2 == 1))
     assert chains.requests == ["math/1", "math/3"]
     assert chains.first_root.tolist() == [0, 3, 6]
 
 
-def test_wide_measurements_stay_with_their_tokens() -> None:
+def test_replay_keeps_wide_measurements_with_their_tokens() -> None:
     data = recording(random_chains(2, roots=3, depth=4), roots="every", extra=("hidden",))
     chains = Chains.from_recording(data)
     assert chains.stats["hidden"].shape == (6, 4, 8)
@@ -181,7 +171,7 @@ ANSWER = random_chains(2, roots=4, depth=3)
     [(ANSWER[:1] + ANSWER[2:], "math/1"), (ANSWER[:6] + ANSWER[7:], "math/0"),
      (ANSWER + ANSWER[:1], "math/1")],
 )  # fmt: skip
-def test_a_request_that_lacks_roots_is_left_out_and_counted(drafts: list[Draft], left: str) -> None:
+def test_replay_leaves_out_requests_that_lack_roots(drafts: list[Draft], left: str) -> None:
     chains = Chains.from_recording(recording(drafts, roots="every"))
     assert (chains.requests, chains.left_out) == ([left], 1)
     alone = Chains.from_recording(
@@ -202,7 +192,7 @@ def test_a_request_that_lacks_roots_is_left_out_and_counted(drafts: list[Draft],
         ([replace(ANSWER[0], parents=[-1, -1, 0])], "every", "whole chains of one length"),
     ],
 )
-def test_a_recording_that_cannot_be_replayed_is_refused(
+def test_replay_of_an_unsuitable_recording_is_refused(
     drafts: list[Draft], roots: str, said: str
 ) -> None:
     with refused(said):

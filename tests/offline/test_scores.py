@@ -11,7 +11,7 @@ SCORED = st.lists(st.tuples(st.floats(0, 1, width=32), st.booleans()), min_size=
 
 
 @given(SCORED)
-def test_calibration_error_is_the_mean_gap_over_bins(pairs: list[tuple[float, bool]]) -> None:
+def test_expected_calibration_error_equals_its_definition(pairs: list[tuple[float, bool]]) -> None:
     scores = torch.tensor([score for score, _ in pairs])
     labels = torch.tensor([float(label) for _, label in pairs])
     gap = 0.0

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from sglang_c2t.offline import top
 from sglang_c2t.offline.observe import Sample, Server, Window, sample_of
-from sglang_c2t.offline.top import CHAINS, TREES, Screen, line_of, read_only_because, view_of
-from sglang_c2t.policies import POLICIES, tree_policy_names
+from sglang_c2t.offline.top import Screen, line_of, read_only_because, view_of
 from tests.offline.servers import METRICS, SERVING, TOLD, FakeServer, serving
 
 BEFORE, AFTER = (sample_of(text, at=3.0 * number) for number, text in enumerate(METRICS))
@@ -42,7 +41,7 @@ def of(view: top.View = ALL, read_only: str | None = None, **told: Any) -> Scree
     return screen
 
 
-def test_rates_and_means_are_those_of_the_counters() -> None:
+def test_top_rates_are_those_of_the_counters() -> None:
     """451 steps with 21,413 verifications, of which 440 were planned with 1,170 layers."""
     assert (ALL.running, ALL.queued, ALL.kv_used) == (47, 15, 0.24)
     assert ALL.steps == 4.51
@@ -58,7 +57,7 @@ def test_rates_and_means_are_those_of_the_counters() -> None:
     assert ALL.stops["depth"] == pytest.approx(15604 / 21413)
 
 
-def test_the_line_holds_names_and_values(server: FakeServer) -> None:
+def test_top_line_holds_names_and_values(server: FakeServer) -> None:
     line = line_of(view_of(Window(BEFORE, AFTER)), TOLD, "14:03:22")
     clock, *pairs = line.split(" ")
     values = dict(pair.split("=") for pair in pairs)
@@ -69,7 +68,7 @@ def test_the_line_holds_names_and_values(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("encoding", [{}, {"no_color": True}])
-def test_the_screen_fits_into_80_by_24_and_shows_the_numbers(encoding: dict[str, Any]) -> None:
+def test_top_screen_shows_the_numbers_in_24_lines(encoding: dict[str, Any]) -> None:
     lines = drawn(of(), **encoding)
     assert len(lines) <= 24
     text = "\n".join(lines)
@@ -81,28 +80,7 @@ def test_the_screen_fits_into_80_by_24_and_shows_the_numbers(encoding: dict[str,
         assert shown in text, text
 
 
-def test_the_largest_screen_fits_as_well() -> None:
-    """Trees, all kinds of steps, a long reason, several replicas, two notes."""
-    serving = [SERVING | {"topk": 4, "packed": False, "unpacked_because": "x " * 80}] * 2
-    screen = of(
-        replace(
-            ALL,
-            replicas=2,
-            plans=dict.fromkeys(("plan", "plain", "explore", "unknown"), 0.25),
-            restarted=True,
-        ),
-        serving=serving,
-    )
-    screen.note = "y " * 60
-    lines = drawn(screen)
-    assert len(lines) <= 24
-    text = "\n".join(lines)
-    for shown in ("2 replicas", "of 96", "explore 25%, unknown 25%", "has restarted"):
-        assert shown in text
-    assert "6 eagle2" in text
-
-
-def test_an_idle_server_and_one_without_a_planner_have_dashes_and_no_zeros() -> None:
+def test_top_screen_of_an_idle_server_has_dashes() -> None:
     idle = view_of(Window(AFTER, replace(AFTER, at=9.0)))
     assert (idle.accept_length, idle.rows, idle.layers) == (None, None, None)
     text = "\n".join(drawn(of(idle, serving=[SERVING | {"plans": False}])))
@@ -111,20 +89,7 @@ def test_an_idle_server_and_one_without_a_planner_have_dashes_and_no_zeros() -> 
     assert "accept length   -" in text
 
 
-def test_a_terminal_without_unicode_gets_none() -> None:
-    sink = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    Console(file=sink, width=80, force_terminal=True).print(of())
-    sink.flush()
-
-
-def test_every_policy_that_has_a_number_is_on_the_menu() -> None:
-    assert set(CHAINS) <= set(POLICIES)
-    assert set(TREES) <= set(tree_policy_names())
-    assert len(set(CHAINS)) == len(CHAINS) <= 9
-    assert len(set(TREES)) == len(TREES) <= 9
-
-
-def test_a_policy_is_switched_by_its_number_and_a_yes() -> None:
+def test_top_switch_needs_a_number_and_a_yes() -> None:
     switched: list[str] = []
 
     def switch(policy: str) -> str:
@@ -141,7 +106,7 @@ def test_a_policy_is_switched_by_its_number_and_a_yes() -> None:
     assert not screen.key("q", switch)
 
 
-def test_a_server_that_takes_no_changes_is_shown_read_only() -> None:
+def test_top_server_without_changes_is_read_only() -> None:
     screen = of(read_only="the server has no admin key")
     assert screen.key("2", lambda policy: pytest.fail("it was switched"))
     assert screen.key("y", lambda policy: pytest.fail("it was switched"))
@@ -159,14 +124,14 @@ def test_a_server_that_takes_no_changes_is_shown_read_only() -> None:
         ("nobody", "http://localhost", "k", False),
     ],
 )
-def test_who_may_switch_is_what_the_server_says(
+def test_top_read_only_because_of_key_or_machine(
     changed_by: str, url: str, key: str | None, may: bool
 ) -> None:
     reason = read_only_because({"changed_by": changed_by}, url, key)
     assert (reason is None) == may
 
 
-def test_a_server_that_goes_and_comes_back_is_waited_for(server: FakeServer) -> None:
+def test_top_waits_for_a_server_that_restarts(server: FakeServer) -> None:
     """Its counters begin anew, and its settings may be others."""
     asked = Server(server.url)
     follow = top._Follower(asked, 1.0, asked.told(), asked.sample())
@@ -186,7 +151,7 @@ def test_a_server_that_goes_and_comes_back_is_waited_for(server: FakeServer) -> 
 
 
 @pytest.mark.parametrize("interval", ["0", "nan", "1e9"])
-def test_intervals_out_of_range_are_refused(
+def test_top_interval_out_of_range_is_refused(
     capsys: pytest.CaptureFixture[str], interval: str
 ) -> None:
     from sglang_c2t.cli import main

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.model import ConfidenceNet, num_parameters
 from sglang_c2t.classifier.recording import Recording
-from sglang_c2t.config import ConfigError
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.offline.scores import auc
 from sglang_c2t.offline.train import (
@@ -42,7 +41,7 @@ def weights(classifier: Classifier) -> list[float]:
 
 
 @pytest.mark.parametrize("recipe", ["c2t", "c2t-log"])
-def test_training_learns_that_joint_probability_decides(recipe: str) -> None:
+def test_train_learns_a_known_rule(recipe: str) -> None:
     """Confidence must follow P. Over ten seeds the largest deviation was 0.09."""
     data = recording(random_chains(100, roots=200, depth=3))
     classifier = train_classifier(data, RECIPES[recipe], settings=TrainSettings(steps=560))
@@ -53,7 +52,7 @@ def test_training_learns_that_joint_probability_decides(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
-def test_every_recipe_trains(small: Recording, name: str) -> None:
+def test_train_with_every_recipe(small: Recording, name: str) -> None:
     recipe = RECIPES[name]
     classifier = train_classifier(small, recipe, settings=BRIEF)
     confidence = classifier.confidence(small.layer(classifier.features.needs))
@@ -64,14 +63,14 @@ def test_every_recipe_trains(small: Recording, name: str) -> None:
     assert classifier.training["recipe"]["names"] == recipe.names
 
 
-def test_the_same_seed_trains_the_same_weights(small: Recording) -> None:
+def test_train_with_the_same_seed_is_repeatable(small: Recording) -> None:
     def trained(seed: int) -> list[float]:
         return weights(train_classifier(small, settings=replace(BRIEF, seed=seed)))
 
     assert trained(3) == trained(3) != trained(4)
 
 
-def test_absorbed_scaling_reads_raw_inputs_as_training_saw_them() -> None:
+def test_train_absorbs_the_scaling_of_inputs() -> None:
     """Against the network by hand, on standardised inputs."""
     torch.manual_seed(0)
     net, raw = ConfidenceNet(2, [3]), [[0.5, 30.0], [-4.0, 31.0]]
@@ -82,18 +81,8 @@ def test_absorbed_scaling_reads_raw_inputs_as_training_saw_them() -> None:
     assert net(torch.tensor(raw)).tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_an_absorbed_temperature_divides_the_logits() -> None:
-    net = ConfidenceNet()
-    for parameter in net.parameters():
-        torch.nn.init.normal_(parameter)
-    x = torch.rand(5, 3)
-    expected = net(x) / 2.5
-    net.absorb_temperature(2.5)
-    assert torch.allclose(net(x), expected, atol=1e-6)
-
-
 @pytest.mark.parametrize("calibration", ["temperature", "isotonic"])
-def test_calibration_lowers_the_error_on_heldout_prompts(calibration: str) -> None:
+def test_train_calibration_lowers_the_heldout_error(calibration: str) -> None:
     """Mostly rejected tokens, sampled down for training: without it, confidence is too high.
 
     Over ten seeds, 0.13 or more fell to 0.12 or less, each time by at least a third.
@@ -111,9 +100,7 @@ def test_calibration_lowers_the_error_on_heldout_prompts(calibration: str) -> No
 
 
 @pytest.mark.parametrize(("depth", "balanced"), [(2, False), (12, True)])
-def test_rejected_tokens_are_sampled_down_when_they_are_the_majority(
-    depth: int, balanced: bool
-) -> None:
+def test_train_samples_down_a_majority_of_rejected_tokens(depth: int, balanced: bool) -> None:
     """About 72 % of the tokens are accepted at depths 1 and 2, 31 % down to depth 12."""
     data = recording(random_chains(20, roots=10, depth=depth))
     settings = replace(BRIEF, heldout_share=0.5)
@@ -128,9 +115,7 @@ def test_rejected_tokens_are_sampled_down_when_they_are_the_majority(
     share=st.floats(0.01, 0.99),
     seed=st.integers(0, 99),
 )
-def test_no_group_is_both_trained_on_and_held_out(
-    group: list[int], share: float, seed: int
-) -> None:
+def test_train_split_by_group_is_disjoint(group: list[int], share: float, seed: int) -> None:
     rows = torch.tensor(group)
     train, heldout = split_by_group(rows, share, torch.Generator().manual_seed(seed))
     assert sorted((*train.tolist(), *heldout.tolist())) == list(range(len(group)))
@@ -156,7 +141,7 @@ def test_auc_equals_the_share_of_ordered_pairs() -> None:
 # -- fine-tuning --------------------------------------------------------------------------
 
 
-def test_fine_tuning_starts_from_the_given_weights_and_leaves_them_alone(small: Recording) -> None:
+def test_train_fine_tune_starts_from_the_given_weights(small: Recording) -> None:
     start = train_classifier(small, settings=BRIEF)
     before = weights(start)
     still = train_classifier(small, settings=replace(BRIEF, learning_rate=1e-12), start=start)
@@ -168,7 +153,7 @@ def test_fine_tuning_starts_from_the_given_weights_and_leaves_them_alone(small: 
     assert moved.training["fine_tuned"] is True
 
 
-def test_fine_tuning_refuses_other_features(small: Recording) -> None:
+def test_train_fine_tune_of_other_features_is_refused(small: Recording) -> None:
     start = train_classifier(small, settings=BRIEF)
     with refused("reads joint, entropy, depth, the recipe log_joint, ent"):
         train_classifier(small, RECIPES["c2t-log"], start=start)
@@ -193,22 +178,11 @@ def spoilt(data: Recording, name: str, value: float, rows: slice = slice(None)) 
         ("entropy", 3e38, slice(None), "training diverged: the loss is"),
     ],
 )
-def test_a_recording_that_nothing_can_be_learnt_from_is_refused(
+def test_train_recording_without_labels_or_with_nan_is_refused(
     small: Recording, name: str, value: float, rows: slice, said: str
 ) -> None:
     with refused(said):
         train_classifier(spoilt(small, name, value, rows), settings=BRIEF)
-
-
-def test_an_unknown_calibration_is_refused(small: Recording) -> None:
-    with pytest.raises(ConfigError, match="calibration must be none, temperature or isotonic"):
-        train_classifier(small, settings=BRIEF, calibration="platt")
-
-
-@pytest.mark.parametrize("name", ["steps", "batch_size"])
-def test_settings_below_1_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be 1 or more, got 0"):
-        TrainSettings(**{name: 0})
 
 
 def test_train_takes_as_many_steps_on_a_small_recording_as_on_a_large_one(

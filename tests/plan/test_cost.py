@@ -26,7 +26,7 @@ def curve_of(*points: tuple[int, float]) -> Curve:
 
 
 @given(MEASURED)
-def test_a_curve_falls_only_behind_a_size_that_was_never_faster(
+def test_cost_curve_falls_only_after_a_size_that_was_never_faster(
     points: list[tuple[int, float]],
 ) -> None:
     curve = curve_of(*points)
@@ -39,14 +39,14 @@ def test_a_curve_falls_only_behind_a_size_that_was_never_faster(
     assert curve(80) >= curve(sizes[-1]) - 1e-9, "beyond what was measured nothing gets cheaper"
 
 
-def test_a_kernel_that_is_slow_for_its_size_is_believed_once_it_was_measured_a_few_times() -> None:
+def test_cost_curve_believes_a_slow_size_after_a_few_measurements() -> None:
     curve = curve_of(*[(6, 94.0)] * 3, *[(10, 160.0)] * 2, *[(16, 86.0)] * 3)
     assert [curve(size) for size in (6, 10, 16)] == [94.0, 86.0, 86.0]
     curve.observe(10, 158.0)
     assert [curve(size) for size in (6, 10, 16)] == [94.0, 158.0, 86.0]
 
 
-def test_too_few_measurements_of_a_size_make_it_cheaper_but_no_dearer_than_its_neighbours() -> None:
+def test_cost_curve_few_measurements_only_lower_a_size() -> None:
     """A pause would price it out, and nobody would take it again and see."""
     curve = curve_of(*[(8, 100.0)] * SEED, *[(16, 140.0)] * SEED)
     for _ in range(SEED - 1):
@@ -64,7 +64,7 @@ SHARED = [(1, 1)] * 2 + [(1, 5)] * 7 + [(2, 2), *[(2, 3)] * 2] + [(2, 6)] * 6 + 
 
 @example(SHARED)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), max_size=60))
-def test_a_curve_asked_after_each_measurement_is_the_one_fitted_to_all(
+def test_cost_curve_cached_equals_fitted(
     measured: list[tuple[int, int]],
 ) -> None:
     """What a measurement leaves as it is may be kept; nothing else."""
@@ -76,12 +76,12 @@ def test_a_curve_asked_after_each_measurement_is_the_one_fitted_to_all(
     assert [asked(size) for size in range(5)] == [fitted(size) for size in range(5)]
 
 
-def test_between_sizes_it_is_a_line_and_beyond_them_it_goes_on() -> None:
+def test_cost_curve_is_linear_between_and_beyond_sizes() -> None:
     curve = curve_of((10, 5.0), (20, 7.0))
     assert [curve(size) for size in (10, 15, 20, 30)] == pytest.approx([5.0, 6.0, 7.0, 9.0])
 
 
-def test_one_pause_of_the_machine_changes_nothing() -> None:
+def test_cost_curve_ignores_one_pause() -> None:
     curve = curve_of(*[(8, 5.0)] * 8, (16, 6.0))
     curve.observe(8, 500.0)
     assert curve(8) == 5.0
@@ -89,9 +89,7 @@ def test_one_pause_of_the_machine_changes_nothing() -> None:
 
 @pytest.mark.parametrize("requests", [1, 7, 64, 256])
 @pytest.mark.parametrize("width", [2, 6, 8])
-def test_every_tier_is_measured_by_itself_and_other_sizes_with_their_neighbours(
-    requests: int, width: int
-) -> None:
+def test_size_bucket_of_a_tier_is_the_tier(requests: int, width: int) -> None:
     tiers = Tiers(requests, width).rows
     rough = {requests * width}  # the largest may be any number
     assert all(size_bucket(tier) == tier for tier in {*tiers} - rough)
@@ -100,14 +98,14 @@ def test_every_tier_is_measured_by_itself_and_other_sizes_with_their_neighbours(
     assert len({size_bucket(size) for size in sizes}) < 90
 
 
-def test_a_machine_that_got_slower_is_believed_after_a_few_measurements() -> None:
+def test_cost_curve_follows_a_slower_machine() -> None:
     curve = curve_of(*[(8, 5.0)] * 9)
     for _ in range(7):
         curve.observe(8, 9.0)
     assert curve(8) == 9.0
 
 
-def test_the_least_of_a_seed_and_a_few_measurements_counts_until_there_are_enough() -> None:
+def test_cost_curve_seed_counts_until_there_are_measurements() -> None:
     curve = Curve()
     assert not curve.known
     assert curve(8) == 0.0
@@ -127,15 +125,7 @@ def test_the_least_of_a_seed_and_a_few_measurements_counts_until_there_are_enoug
     assert curve(8) == 6.0, "the low quartile of what was measured"
 
 
-def test_a_seed_is_to_be_measured_from_the_start() -> None:
-    curve = Curve()
-    curve.seed({4: 9.0, 8: 5.0})
-    assert curve.stale([4, 8]) == [4, 8]
-    curve.observe(4, 3.0)
-    assert curve.stale([4, 8]) == [8]
-
-
-def test_a_size_measured_long_ago_is_stale_and_its_next_measurement_is_believed() -> None:
+def test_cost_curve_stale_size_believes_its_next_measurement() -> None:
     curve = curve_of(*[(4, 900.0)] * 9)
     for _ in range(STALE):
         curve.step()
@@ -150,7 +140,7 @@ def test_a_size_measured_long_ago_is_stale_and_its_next_measurement_is_believed(
     assert curve.stale([4, 8]) == []
 
 
-def test_what_an_old_server_measures_holds_for_as_long_as_it_was_old() -> None:
+def test_cost_curve_stale_age_grows_with_the_server() -> None:
     curve = Curve()
 
     def goes_on(steps: int) -> None:
@@ -169,12 +159,6 @@ def test_what_an_old_server_measures_holds_for_as_long_as_it_was_old() -> None:
     assert curve.stale([8]) == [8]
 
 
-def test_no_size_is_free() -> None:
-    curve = curve_of((10, 5.0), (20, 70.0))
-    assert curve(5) == pytest.approx(2.5)
-    assert curve(1) == pytest.approx(0.5)
-
-
 def observe(
     cost: StepCost,
     *,
@@ -189,7 +173,7 @@ def observe(
     cost.observe(StepTimes(rows, verify_ms, draft_ms, step_ms), **step)
 
 
-def test_a_step_is_its_parts_and_comes_back_from_a_file() -> None:
+def test_step_cost_is_the_sum_of_its_parts() -> None:
     cost = StepCost()
     observe(cost, rows=12, batch=4, layers=2, verify_ms=10.0, draft_ms=4.0, rest_ms=3.0)
     observe(cost, rows=24, batch=8, layers=1, verify_ms=14.0, draft_ms=0.0, rest_ms=5.0)
@@ -208,7 +192,7 @@ def served(cost: StepCost, rows: int, verify_ms: float, steps: int = 1) -> None:
 
 
 @pytest.mark.parametrize("pace", [0.6, 1.5])
-def test_rows_that_nobody_visits_keep_the_pace_of_the_machine(pace: float) -> None:
+def test_step_cost_unvisited_rows_follow_the_slowdown(pace: float) -> None:
     cost = StepCost()
     served(cost, 16, 100.0, 9)
     served(cost, 32, 180.0, 9)
@@ -223,7 +207,7 @@ def test_rows_that_nobody_visits_keep_the_pace_of_the_machine(pace: float) -> No
     assert again.one(32, 1, 1) == pytest.approx(cost.one(32, 1, 1))
 
 
-def test_a_price_that_was_wrong_is_mended_though_the_pace_explains_it_at_first() -> None:
+def test_step_cost_wrong_size_is_corrected() -> None:
     """Else the one that is visited would make all others as dear as it is itself."""
     cost = StepCost()
     served(cost, 32, 180.0, 9)
@@ -234,7 +218,7 @@ def test_a_price_that_was_wrong_is_mended_though_the_pace_explains_it_at_first()
 
 
 @given(st.integers(0, 20))
-def test_prices_do_not_run_away_with_the_pace(seed: int) -> None:
+def test_step_cost_is_stable_under_noise(seed: int) -> None:
     """Each follows the other: of noise alone, with pauses, neither may make anything."""
     rng = np.random.default_rng(seed)
     cost = StepCost()
@@ -256,9 +240,7 @@ def behind(cost: StepCost, rows: int, context: int, verify_ms: float) -> None:
 
 
 @given(st.integers(0, 20), st.floats(0.0, 0.05))
-def test_what_contexts_cost_is_told_apart_from_rows_and_from_the_pace(
-    seed: int, noise: float
-) -> None:
+def test_step_cost_separates_contexts_from_rows_and_slowdown(seed: int, noise: float) -> None:
     """Of traffic that becomes long, sizes that nobody visits meanwhile are priced right as well."""
     rng = np.random.default_rng(seed)
     cost = StepCost()
@@ -280,20 +262,7 @@ def test_what_contexts_cost_is_told_apart_from_rows_and_from_the_pace(
     assert more < 3 * 96 * 0.05, "as a slow machine it would be seven times that"
 
 
-@given(st.integers(0, 20))
-def test_contexts_that_make_no_difference_are_next_to_none(seed: int) -> None:
-    """Though the machine has slow minutes, and pauses."""
-    rng = np.random.default_rng(seed)
-    cost = StepCost()
-    for step in range(1500):
-        rows = int(rng.choice([4, 8, 16]))
-        slow = 1.0 + 0.3 * np.sin(step / 200) + (2.0 if rng.uniform() < 0.03 else 0.0)
-        behind(cost, rows, rows * int(rng.integers(30, 150)), (20.0 + 5 * rows) * float(slow))
-    assert cost.context(4 * 100) < 0.15 * 40
-    assert cost.context(16 * 100) < 0.15 * 100
-
-
-def test_what_contexts_cost_comes_back_from_a_file_and_is_learnt_anew() -> None:
+def test_step_cost_of_contexts_is_restored() -> None:
     cost = StepCost()
     for context in (1000, 2000, 4000, 8000) * 5:
         behind(cost, 16, context, 10.0 + context / 1000)
@@ -308,14 +277,7 @@ def test_what_contexts_cost_comes_back_from_a_file_and_is_learnt_anew() -> None:
         StepCost().restore({"verify": {}, "layer": {}, "rest": {}, "context": {"1000": -1.0}})
 
 
-def test_a_forward_that_took_no_time_says_nothing_of_the_pace() -> None:
-    cost = StepCost()
-    served(cost, 16, 100.0, 9)
-    served(cost, 16, 0.0)
-    assert cost.slowdown.now == 1.0
-
-
-def test_uniform_steps_have_layers_and_a_rest_of_their_own() -> None:
+def test_step_cost_of_uniform_steps_is_their_own() -> None:
     """Until they were measured they cost what other steps do."""
     cost = StepCost()
     observe(cost, rows=12, batch=4, layers=2, verify_ms=10.0, draft_ms=4.0, rest_ms=3.0)
@@ -327,7 +289,7 @@ def test_uniform_steps_have_layers_and_a_rest_of_their_own() -> None:
     assert cost.uniform_measured(4)
 
 
-def test_what_every_step_loses_is_no_mishap() -> None:
+def test_step_cost_rest_is_the_median() -> None:
     """A layer is as fast as it can be; beside it a step takes what it mostly takes."""
     cost = StepCost()
     for ms in (10.0, 11.0, 12.0, 13.0, 90.0):
@@ -335,7 +297,7 @@ def test_what_every_step_loses_is_no_mishap() -> None:
     assert (cost.verify(8), cost.layer(4), cost.rest(4)) == (10.0, 11.0, 12.0)
 
 
-def test_a_step_that_served_nobody_says_nothing_of_the_rest() -> None:
+def test_step_cost_of_a_dummy_step_teaches_no_rest() -> None:
     cost = StepCost()
     observe(cost, rows=12, batch=4, layers=3, verify_ms=10.0, draft_ms=4.0)
     assert not cost.rest.known
@@ -354,11 +316,11 @@ def test_a_step_that_served_nobody_says_nothing_of_the_rest() -> None:
         ([7], [7], []),
     ],
 )
-def test_a_few_sizes_span_all(sizes: Sequence[int], span: list[int], between: list[int]) -> None:
+def test_spread_of_sizes(sizes: Sequence[int], span: list[int], between: list[int]) -> None:
     assert spread(sizes) == (span, between)
 
 
 @pytest.mark.parametrize("points", [{"0": 1.0}, {"4": -1.0}, {"4": 1e9}, {"4": float("nan")}])
-def test_a_state_that_holds_no_milliseconds_is_refused(points: dict[str, float]) -> None:
+def test_step_cost_invalid_state_is_refused(points: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="layer holds"):
         StepCost().restore({"verify": {}, "layer": points, "rest": {}})

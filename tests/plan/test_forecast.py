@@ -22,7 +22,7 @@ def firsts(rng: np.random.Generator, batch: int) -> np.ndarray:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 4, 16]))
-def test_a_chain_goes_on_as_one_like_it_did(seed: int, samples: int) -> None:
+def test_continuations_follow_chains_of_the_same_bin(seed: int, samples: int) -> None:
     """Each drawn confidence followed, at its depth, one in the same bin as that before it."""
     rng = np.random.default_rng(seed)
     seen = Continuations(DEPTH, num_bins=3, memory=1000)
@@ -39,7 +39,7 @@ def test_a_chain_goes_on_as_one_like_it_did(seed: int, samples: int) -> None:
             assert found in followers if len(followers) else found == last
 
 
-def test_spread_is_kept_and_evenly_drawn() -> None:
+def test_continuations_draw_evenly() -> None:
     """Half of the chains went well and half did not: so do the draws."""
     seen = Continuations(2)
     seen.observe(np.array([[0.8, 0.9], [0.8, 0.1]] * 8))
@@ -47,14 +47,14 @@ def test_spread_is_kept_and_evenly_drawn() -> None:
     assert sorted(drawn[:, 1]) == pytest.approx([0.1] * 8 + [0.9] * 8)
 
 
-def test_what_was_seen_long_ago_is_forgotten() -> None:
+def test_continuations_forget_old_chains() -> None:
     seen = Continuations(2, memory=4)
     seen.observe(np.array([[0.8, 0.1]] * 4))
     seen.observe(np.array([[0.8, 0.9]] * 4))
     assert (seen.drawn(np.array([0.8]), 8)[:, 1] == 0.9).all()
 
 
-def test_a_tree_goes_on_with_whole_layers_by_the_best_of_the_last() -> None:
+def test_continuations_of_trees_are_full_layers() -> None:
     seen = Continuations(3, width=2)
     sure, unsure = [[0.9, 0.5], [0.8, 0.4], [0.7, 0.0]], [[0.2, 0.1], [0.1, 0.0], [0.0, 0.0]]
     seen.observe(np.array([sure, unsure]))
@@ -64,7 +64,7 @@ def test_a_tree_goes_on_with_whole_layers_by_the_best_of_the_last() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 40))
-def test_what_comes_is_worth_what_it_was_worth_behind_one_like_the_first(
+def test_forecast_equals_the_survival_of_its_continuations(
     seed: int, batch: int, most: int
 ) -> None:
     """Of an estimator that multiplies: the survival of the first, times the factors of what comes
@@ -86,20 +86,8 @@ def test_what_comes_is_worth_what_it_was_worth_behind_one_like_the_first(
     assert found == pytest.approx(drawn.cumprod(axis=2))
 
 
-@given(st.integers(0, 2**32 - 1))
-def test_what_comes_is_never_worth_more_than_what_is_known(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    seen = Continuations(DEPTH)
-    seen.observe(chains(rng, 30, DEPTH))
-    survival = Survival(DEPTH)
-    begun = firsts(rng, 3)
-    found = Forecast(seen, survival.of_chains)(begun, 64)
-    assert (np.diff(found, axis=1) <= 1e-12).all()
-    assert found[:: len(found) // 3, :1] == pytest.approx(survival.of_chains(begun[:, None]))
-
-
 @pytest.mark.parametrize("most", [8, 16, 64])
-def test_drafts_that_begin_alike_go_on_in_all_ways_between_them(most: int) -> None:
+def test_forecast_of_equal_drafts_uses_every_continuation(most: int) -> None:
     """However few each has: were they the same few, a batch would share their luck."""
     seen, survival = Continuations(DEPTH), Survival(DEPTH)
     seen.observe(chains(np.random.default_rng(0), 200, DEPTH))
@@ -108,7 +96,7 @@ def test_drafts_that_begin_alike_go_on_in_all_ways_between_them(most: int) -> No
     assert forecast(np.full(8, 0.8), most).mean(axis=0) == pytest.approx(all_ways)
 
 
-def test_a_forecast_stays_what_it_was_until_it_is_made_anew() -> None:
+def test_forecast_is_cached_until_refresh() -> None:
     seen, survival = Continuations(2), Survival(2)
     forecast = Forecast(seen, survival.of_chains, samples=2)
     begun = np.array([0.8])
@@ -117,8 +105,3 @@ def test_a_forecast_stays_what_it_was_until_it_is_made_anew() -> None:
     assert (forecast(begun, 2) == before).all()
     forecast.refresh()
     assert (forecast(begun, 2)[:, 1] < before[:, 1]).all()
-
-
-def test_every_middle_of_a_bin_lies_in_it() -> None:
-    for seen in (Continuations(3), Continuations(3, width=2)):
-        assert seen.places(seen.typical()).tolist() == [*range(8)]

@@ -8,7 +8,7 @@ import pytest
 from sglang_c2t.plan.grades import BINS, Grades, summary
 
 
-def test_drafts_are_counted_by_confidence() -> None:
+def test_grades_count_drafts_by_confidence() -> None:
     grades = Grades()
     grades.observe(np.array([0.0, 0.51, 0.54, 1.0]), np.array([False, True, False, True]))
     grades.observe(np.array([0.52]), np.array([True]))
@@ -22,7 +22,7 @@ def test_drafts_are_counted_by_confidence() -> None:
     assert sum(grades.to_dict()["drafts"]) == 0
 
 
-def test_rows_are_counted_apart_and_have_errors_of_their_own() -> None:
+def test_grades_of_rows_have_their_own_errors() -> None:
     grades = Grades(2)
     confidence, survived = np.array([0.5, 0.5, 0.98]), np.array([True, False, False])
     grades.observe(confidence, survived, np.array([0, 0, 1]))
@@ -30,14 +30,14 @@ def test_rows_are_counted_apart_and_have_errors_of_their_own() -> None:
     assert np.sum(grades.to_dict()["drafts"], axis=1).tolist() == [2, 1]
 
 
-def test_what_is_no_probability_is_left_out() -> None:
+def test_grades_leave_out_what_is_no_probability() -> None:
     """A classifier may be broken, and must not end a server."""
     grades = Grades()
     grades.observe(np.array([np.nan, -1.0, 2.0, np.inf, 0.3]), np.array([True] * 5))
     assert sum(grades.to_dict()["drafts"]) == 1
 
 
-def test_summary_counts_schedulers_together() -> None:
+def test_grades_summary_adds_schedulers() -> None:
     """Bins 0.1 and 0.9: of 10 and 30 drafts 4 and 26 survive; half of a bin's pairs are right."""
     one = {"drafts": [10.0, 10.0], "promised": [1.0, 9.0], "survived": [4.0, 6.0]}
     other = {"drafts": [0.0, 20.0], "promised": [0.0, 18.0], "survived": [0.0, 20.0]}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.plan import Plan, best_plan, every_plan, expected_gains
+from sglang_c2t.plan.plan import best_plan, every_plan, expected_gains
 
 
 def chains(rng: np.random.Generator, requests: int, depth: int) -> np.ndarray:
@@ -40,7 +40,7 @@ def slowly(survival: np.ndarray, cost, depths, tiers) -> float:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 5))
-def test_no_other_plan_has_a_higher_rate(seed: int, batch: int, depth: int) -> None:
+def test_best_plan_has_the_highest_rate(seed: int, batch: int, depth: int) -> None:
     """On stairs up and down; so deep, and so many rows, that all would fit."""
     rng = np.random.default_rng(seed)
     survival = chains(rng, batch, depth)
@@ -53,34 +53,13 @@ def test_no_other_plan_has_a_higher_rate(seed: int, batch: int, depth: int) -> N
     assert batch <= found.rows <= batch * (found.layers + 1)
 
 
-def test_where_rows_and_layers_are_free_everything_is_drafted_and_verified() -> None:
-    survival = chains(np.random.default_rng(0), 4, 5)
-    plan = best_plan(survival, 4, free, depths=range(6), tiers=range(1, 25))
-    assert (plan.layers, plan.rows) == (5, 24)
-    assert plan.tokens == pytest.approx(4 + survival.sum())
-
-
-def test_where_a_row_costs_more_than_it_brings_nothing_is_drafted() -> None:
-    survival = chains(np.random.default_rng(0), 4, 5)
-    cost = prices(lambda rows: 1.0 * rows)
-    plan = best_plan(survival, 4, cost, depths=range(6), tiers=range(1, 25))
-    assert plan == Plan(0, 4, 4.0, 4.0)
-
-
-def test_a_layer_that_nobody_survives_is_not_drafted() -> None:
-    survival = np.array([[0.9, 0.8, 0.0, 0.0]] * 3)
-    cost = prices(lambda rows: 10 + 0.1 * rows, 1.0)
-    plan = best_plan(survival, 3, cost, depths=range(5), tiers=range(1, 16))
-    assert (plan.layers, plan.rows) == (2, 9)
-
-
-def test_a_batch_that_no_tier_holds_is_an_error() -> None:
+def test_best_plan_without_a_tier_for_the_batch_is_an_error() -> None:
     with pytest.raises(ValueError, match="9 requests, and no tier of more than 8 rows"):
         best_plan(np.ones((9, 1)), 9, free, depths=[0, 1], tiers=[4, 8])
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
-def test_samples_stand_for_as_many_requests_as_there_are(
+def test_expected_gains_of_samples_equal_repeated_requests(
     seed: int, samples: int, depth: int, times: int
 ) -> None:
     """A batch of each sample several times gains what the samples say."""
@@ -92,7 +71,7 @@ def test_samples_stand_for_as_many_requests_as_there_are(
     assert expected_gains(survival, samples * times, counts) == pytest.approx(expected)
 
 
-def test_of_plans_that_fill_a_tier_the_best_is_found() -> None:
+def test_best_plan_that_fills_a_tier() -> None:
     """Two layers of three requests fill 8 rows, one does not, and three drafts are behind it."""
     survival = np.array([[0.9, 0.5, 0.1]] * 3)
     cost = prices(lambda rows: 10 + rows, 1.0)
@@ -106,7 +85,7 @@ def test_of_plans_that_fill_a_tier_the_best_is_found() -> None:
     assert plans.best_that_fills([]) is None
 
 
-def test_padding_fills_a_tier_that_no_draft_does() -> None:
+def test_best_plan_that_fills_a_tier_with_padding() -> None:
     survival = np.array([[0.9, 0.5]] * 3)
     plans = every_plan(survival, 3, free, depths=[1, 2], tiers=[4, 16, 32])
     found = plans.best_that_fills([16])

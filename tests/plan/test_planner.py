@@ -124,7 +124,7 @@ class MadeUpServer:
 
 @pytest.mark.parametrize("batch", [4, 32])
 @pytest.mark.parametrize("row_ms", [0.05, 1.0, 5.0])
-def test_it_serves_as_fast_as_one_that_knew_everything(batch: int, row_ms: float) -> None:
+def test_planner_rate_is_near_the_best_plan(batch: int, row_ms: float) -> None:
     """Within five percent: ranking, exploring, and for four requests rows planned before drafts.
     Over 1,200 steps, because chance moves the rate of 300 by three percent.
     """
@@ -147,7 +147,7 @@ def uniform_rate(server: MadeUpServer) -> float:
 
 
 @pytest.mark.parametrize(("batch", "servers"), [(1, 12), (4, 3), (32, 1)])
-def test_planner_where_scoring_costs_more_than_it_brings_makes_most_steps_uniform(
+def test_planner_makes_uniform_steps_where_scoring_costs_more_than_it_brings(
     batch: int, servers: int
 ) -> None:
     """Small explorations, which seldom run out, leave something for the first uniform steps as
@@ -165,7 +165,7 @@ def test_planner_where_scoring_costs_more_than_it_brings_makes_most_steps_unifor
     assert np.mean(rates) >= 0.96, "one step of seventeen at least is planned, a quarter longer"
 
 
-def test_planner_where_scoring_costs_nothing_plans_steps() -> None:
+def test_planner_makes_planned_steps_where_scoring_costs_nothing() -> None:
     """Uniform ones are tried now and then, for half a percent of the time."""
     server = MadeUpServer(8, row_ms=3.0, gate_ms=0.0)
     planner = Planner(DEPTH, Survival(DEPTH))
@@ -175,7 +175,7 @@ def test_planner_where_scoring_costs_nothing_plans_steps() -> None:
     assert rate >= 0.95 * server.best_rate()
 
 
-def test_uniform_plans_are_of_one_batch_size_and_not_for_batches_that_do_not_allow_them() -> None:
+def test_planner_uniform_plan_is_of_one_batch_size() -> None:
     server = MadeUpServer(4, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 500)
@@ -191,16 +191,7 @@ def test_uniform_plans_are_of_one_batch_size_and_not_for_batches_that_do_not_all
     assert planner.plan(server.view()).kind is StepKind.UNIFORM
 
 
-def test_uniform_steps_begin_after_planned_ones_so_that_exploration_comes_first() -> None:
-    """During a cold start most steps would else use what was measured first."""
-    server = MadeUpServer(4, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
-    kinds = [plan.kind for plan in server.serve(Planner(DEPTH, Survival(DEPTH)), 1000)[0]]
-    uniform = StepKind.UNIFORM
-    before = {a for a, b in pairwise(kinds) if b is uniform and a is not uniform}
-    assert before == {StepKind.PLANNED}
-
-
-def test_uniform_runs_grow_while_they_are_confirmed() -> None:
+def test_planner_uniform_runs_grow_while_confirmed() -> None:
     server = MadeUpServer(4, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
     kinds = [plan.kind for plan in server.serve(Planner(DEPTH, Survival(DEPTH)), 3000)[0]]
     ends = [n for n, (a, b) in enumerate(pairwise(kinds)) if a is StepKind.UNIFORM is not b]
@@ -209,13 +200,7 @@ def test_uniform_runs_grow_while_they_are_confirmed() -> None:
     assert np.mean([kind is StepKind.UNIFORM for kind in kinds[-1000:]]) > 0.97
 
 
-def test_vllms_rule_makes_no_uniform_steps() -> None:
-    server = MadeUpServer(4, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
-    plans, _ = server.serve(Planner(DEPTH, OneSlope(DEPTH), all_layers=True), 300)
-    assert StepKind.UNIFORM not in {plan.kind for plan in plans}
-
-
-def test_plan_that_holds_is_the_same_object_until_it_is_computed_anew() -> None:
+def test_planner_keeps_a_plan_that_holds() -> None:
     """Most steps of a steady load take no time to plan."""
     server = MadeUpServer(16)
     planner = Planner(DEPTH, Survival(DEPTH))
@@ -224,7 +209,7 @@ def test_plan_that_holds_is_the_same_object_until_it_is_computed_anew() -> None:
     assert np.mean([a is b for a, b in pairwise(plans)]) > 0.8
 
 
-def test_it_knows_what_its_first_step_costs_where_costs_were_measured_before() -> None:
+def test_planner_with_seeded_costs_has_no_unmeasured_step() -> None:
     """Of layers that nobody has seen it hopes the best, so that it soon sees them."""
     server = MadeUpServer(8)
     planner = Planner(DEPTH, Survival(DEPTH))
@@ -236,7 +221,7 @@ def test_it_knows_what_its_first_step_costs_where_costs_were_measured_before() -
     assert max(plan.num_layers for plan in plans[:5]) == DEPTH
 
 
-def test_where_rows_are_dear_it_drafts_next_to_nothing_and_still_looks_now_and_then() -> None:
+def test_planner_explores_rarely_where_rows_are_expensive() -> None:
     server = MadeUpServer(8, row_ms=40.0, layer_ms=50.0, floor_ms=0.0)
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 100)
@@ -247,27 +232,7 @@ def test_where_rows_are_dear_it_drafts_next_to_nothing_and_still_looks_now_and_t
     assert {2, DEPTH} <= set(explored)
 
 
-def test_layers_that_nearly_pay_are_looked_at_now_and_then_and_not_all_the_time() -> None:
-    server = MadeUpServer(16, row_ms=0.01, layer_ms=5.0)
-    planner = Planner(DEPTH, Survival(DEPTH))
-    server.serve(planner, 300)
-    plans, _ = server.serve(planner, 600)
-    explored = [plan.num_layers for plan in plans if plan.kind is StepKind.EXPLORE]
-    assert len(explored) <= 75
-    assert {4, DEPTH} <= set(explored)
-
-
-def test_a_slow_start_is_no_dead_spot() -> None:
-    """Layers and rows that were dear while a process was warming up are looked at again."""
-    planner = Planner(DEPTH, Survival(DEPTH))
-    MadeUpServer(4, layer_ms=3000.0, pause_ms=5000.0).serve(planner, 12)
-    server = MadeUpServer(4, row_ms=0.01)
-    server.serve(planner, 4 * AT_LEAST_EVERY)
-    _, rate = server.serve(planner, 300)
-    assert rate >= 0.95 * server.best_rate()
-
-
-def test_layers_that_were_dear_only_at_first_are_soon_looked_at_again() -> None:
+def test_planner_recovers_from_slow_first_steps() -> None:
     """One more layer costs little to look at, and two good moments outweigh five bad ones."""
     planner = Planner(DEPTH, Survival(DEPTH))
     MadeUpServer(4, layer_ms=80.0).serve(planner, 6)
@@ -277,14 +242,14 @@ def test_layers_that_were_dear_only_at_first_are_soon_looked_at_again() -> None:
     assert rate >= 0.95 * server.best_rate()
 
 
-def test_one_request_now_and_then_is_verified_to_its_end_each_in_turn() -> None:
+def test_planner_verifies_a_full_draft_of_each_request_in_turn() -> None:
     planner = Planner(DEPTH, Survival(DEPTH))
     plans, _ = MadeUpServer(3).serve(planner, 4 * FULL_EVERY)
     full = [plan.full_draft_of for plan in plans if plan.full_draft_of is not None]
     assert full == [1, 2, 0, 1]
 
 
-def test_a_young_server_measures_what_was_measured_before_it_served() -> None:
+def test_planner_corrects_seeded_costs_that_are_wrong() -> None:
     """Dummy steps that something disturbed: 24 rows and more looked thrice as dear."""
     server = MadeUpServer(8, row_ms=0.2)
     planner = Planner(DEPTH, Survival(DEPTH))
@@ -296,7 +261,7 @@ def test_a_young_server_measures_what_was_measured_before_it_served() -> None:
     assert rate >= 0.95 * server.best_rate()
 
 
-def test_what_looks_best_is_measured_first() -> None:
+def test_planner_explores_the_best_plans_first() -> None:
     """So that a young server loses little by it."""
     server = MadeUpServer(8, row_ms=2.0)
     planner = Planner(DEPTH, Survival(DEPTH))
@@ -317,7 +282,7 @@ def test_what_looks_best_is_measured_first() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_traffic_whose_contexts_become_long_is_planned_as_if_it_had_always_been(seed: int) -> None:
+def test_planner_follows_traffic_whose_contexts_grow(seed: int) -> None:
     """Each row costs as little as before: what takes fifteen times as long is attention."""
     server = MadeUpServer(16, row_ms=0.3, layer_ms=0.3, floor_ms=5.0, token_ms=0.002)
     server.rng = np.random.default_rng(seed)
@@ -330,7 +295,7 @@ def test_traffic_whose_contexts_become_long_is_planned_as_if_it_had_always_been(
 
 
 @pytest.mark.parametrize(("dearest", "looks"), [(400.0, True), (900.0, False)])
-def test_a_row_count_that_nobody_measured_is_looked_at_where_it_is_nearly_best(
+def test_planner_explores_an_unmeasured_row_count_that_is_nearly_best(
     dearest: float, looks: bool
 ) -> None:
     """20 rows, between 16 of 100 ms and 48 of more: a line makes them 8 or 35 percent slower."""
@@ -352,7 +317,7 @@ def outcome(*of_chains: np.ndarray, constrained: bool = False) -> StepRecord:
     return StepRecord(plan, batch, outcome=of_chains, constrained=mask)
 
 
-def test_outcomes_are_learnt_together_and_none_is_lost() -> None:
+def test_planner_learns_outcomes_in_blocks_and_loses_none() -> None:
     """Each while there are few; once there are many, the last ones wait until someone asks."""
     at_once, together = (Planner(DEPTH, Survival(DEPTH)) for _ in range(2))
     server = MadeUpServer(2)
@@ -375,7 +340,7 @@ def test_outcomes_are_learnt_together_and_none_is_lost() -> None:
     assert learnt[0] == pytest.approx(learnt[1], rel=0.01)
 
 
-def test_it_tells_how_right_it_was() -> None:
+def test_planner_report_of_predictions_and_confidences() -> None:
     server = MadeUpServer(16)
     planner = Planner(DEPTH, Survival(DEPTH))
     server.serve(planner, 50)
@@ -386,18 +351,24 @@ def test_it_tells_how_right_it_was() -> None:
     told = json.loads(json.dumps(planner.report()))
     assert told["steps"] == 1_250
     assert np.sum(told["reliability"]["survived"]) > 1000
+    drafts, promised, survived = (
+        sum(told["confidence"][name]) for name in ("drafts", "promised", "survived")
+    )
+    assert drafts > 1000
+    assert survived < 0.9 * promised, "raw confidences, which a plan calibrates"
 
 
-def test_vllms_estimator_plans_rows_and_drafts_every_layer() -> None:
-    server = MadeUpServer(32, row_ms=3.0)
+def test_planner_with_one_slope_drafts_every_layer() -> None:
+    server = MadeUpServer(32, row_ms=3.0, gate_ms=10.0)
     planner = Planner(DEPTH, OneSlope(DEPTH), all_layers=True)
     plans, _ = server.serve(planner, 300)
     assert {plan.num_layers for plan in plans} == {DEPTH}
     assert plans[-1].row_budget < 32 * (DEPTH + 1)
+    assert StepKind.UNIFORM not in {plan.kind for plan in plans}
 
 
 @pytest.mark.parametrize("kind", [Survival, OneSlope])
-def test_what_was_learnt_comes_back_and_is_forgotten_on_command(kind: type) -> None:
+def test_planner_state_is_restored_and_reset(kind: type) -> None:
     server = MadeUpServer(8)
     planner, again = Planner(DEPTH, kind(DEPTH)), Planner(DEPTH, kind(DEPTH))
     server.serve(planner, 250)
@@ -415,7 +386,7 @@ def test_what_was_learnt_comes_back_and_is_forgotten_on_command(kind: type) -> N
     assert again.cost.one(20, 8, 3) == same, "the machine is the same"
 
 
-def test_what_other_loads_would_bring_is_told_by_the_prices_and_survivals_it_plans_by() -> None:
+def test_planner_best_plan_by_batch_size() -> None:
     """Requests share what a step costs whatever it holds: more of them bring more tokens, and rows
     that cost more are verified less.
     """
@@ -442,20 +413,8 @@ def test_what_other_loads_would_bring_is_told_by_the_prices_and_survivals_it_pla
     assert json.dumps(planner.report() | {"plans": told})
 
 
-def test_confidences_are_graded_as_the_gate_says_them() -> None:
-    """They are twice as sure as drafts survive: that is what a plan calibrates."""
-    planner = Planner(DEPTH, Survival(DEPTH))
-    MadeUpServer(8).serve(planner, 200)
-    told = planner.report()["confidence"]
-    drafts, promised, survived = (sum(told[name]) for name in ("drafts", "promised", "survived"))
-    assert drafts > 1000
-    assert survived < 0.9 * promised
-    planner.reset()
-    assert sum(planner.report()["confidence"]["drafts"]) == 0
-
-
 @pytest.mark.parametrize("kind", [Survival, OneSlope])
-def test_a_planner_knows_of_free_requests_what_it_would_know_without_constrained_ones(
+def test_planner_learns_constrained_requests_apart(
     kind: type,
 ) -> None:
     """Whatever becomes of their drafts; and of these it knows what became of them."""

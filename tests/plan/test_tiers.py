@@ -16,7 +16,7 @@ servers = st.builds(
 )
 
 
-def test_the_tiers_of_a_small_server() -> None:
+def test_tiers_of_a_small_server() -> None:
     assert Tiers(max_requests=4, width=6).rows == [1, 2, 4, 8, 16, 24]
 
 
@@ -31,7 +31,7 @@ def test_tiers_rise_from_one_row_to_the_largest_batch(tiers: Tiers) -> None:
 
 
 @given(servers)
-def test_a_capture_can_spread_a_tiers_rows_over_its_slots(tiers: Tiers) -> None:
+def test_tiers_slots_hold_their_rows(tiers: Tiers) -> None:
     for rows in tiers.rows:
         slots = tiers.slots(rows)
         assert 1 <= slots <= min(rows, tiers.max_requests)
@@ -39,7 +39,7 @@ def test_a_capture_can_spread_a_tiers_rows_over_its_slots(tiers: Tiers) -> None:
 
 
 @given(servers, st.data())
-def test_a_batch_runs_in_the_smallest_tier_that_holds_it(tiers: Tiers, data: st.DataObject) -> None:
+def test_tiers_pick_the_smallest_that_holds_the_batch(tiers: Tiers, data: st.DataObject) -> None:
     requests = data.draw(st.integers(1, tiers.max_requests))
     rows = data.draw(st.integers(requests, requests * tiers.width))
 
@@ -52,7 +52,7 @@ def test_a_batch_runs_in_the_smallest_tier_that_holds_it(tiers: Tiers, data: st.
 
 
 @given(st.integers(1, 300), st.integers(1, 64), st.data())
-def test_a_spare_slot_leaves_no_batch_without_a_tier(
+def test_tiers_with_a_spare_slot_hold_every_batch(
     requests: int, width: int, data: st.DataObject
 ) -> None:
     tiers = Tiers(requests + 1, width)
@@ -61,8 +61,3 @@ def test_a_spare_slot_leaves_no_batch_without_a_tier(
     assert tier is not None
     # An eighth of a tier is padding at most, once there are rows enough.
     assert tier - rows <= max(8, tier // 8)
-
-
-def test_a_batch_beyond_the_largest_tier_has_none() -> None:
-    assert Tiers(max_requests=4, width=4, max_rows=8).pick(9, 4) is None
-    assert Tiers(max_requests=4, width=4).pick(5, 5) is None

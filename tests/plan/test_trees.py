@@ -93,7 +93,7 @@ class MadeUpServer:
         return np.isin(np.arange(survival.size), best).reshape(survival.shape) & (trees.depth > 0)
 
 
-def test_survival_is_learnt_by_depth_from_the_least_confidence_on_a_path() -> None:
+def test_tree_planner_learns_survival_from_the_least_confidence_on_a_path() -> None:
     planner = TreePlanner(TOPK, DEPTH, NODES)
     MadeUpServer(8, row_ms=0.01).serve(planner, 600)
     confidence = np.array([0.3, 0.5, 0.8])
@@ -102,7 +102,7 @@ def test_survival_is_learnt_by_depth_from_the_least_confidence_on_a_path() -> No
     assert max(planner.calibration_errors()) < 0.1
 
 
-def test_cheap_rows_and_layers_are_used_and_dear_ones_are_not() -> None:
+def test_tree_planner_uses_cheap_rows_and_layers() -> None:
     cheap, dear = MadeUpServer(4, 0.001, 0.001), MadeUpServer(4, 30.0, 300.0)
     planner = TreePlanner(TOPK, DEPTH, NODES)
     cheap.serve(planner, 100)
@@ -116,7 +116,7 @@ def test_cheap_rows_and_layers_are_used_and_dear_ones_are_not() -> None:
     assert np.mean([plan.row_budget for plan in plans]) < 2 * 4
 
 
-def test_uniform_trees_are_full_ones_of_some_number_of_layers() -> None:
+def test_tree_planner_uniform_plan_is_the_best_full_tree() -> None:
     planner = TreePlanner(TOPK, DEPTH, NODES)
     server = MadeUpServer(4, row_ms=0.001)
     server.serve(planner, 100)
@@ -135,7 +135,7 @@ def tree_of(trees: Batch) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(2, 40))
-def test_the_host_knows_how_many_nodes_trees_have(topk: int, layers: int, most: int) -> None:
+def test_tree_planner_full_rows_count_the_nodes(topk: int, layers: int, most: int) -> None:
     rows, nodes = 1, 1
     for _ in range(layers):
         nodes += rows * topk
@@ -144,9 +144,7 @@ def test_the_host_knows_how_many_nodes_trees_have(topk: int, layers: int, most: 
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, DEPTH))
-def test_in_layers_survival_falls_and_where_no_node_is_there_is_none(
-    seed: int, layers: int
-) -> None:
+def test_tree_planner_survival_falls_by_layer(seed: int, layers: int) -> None:
     server = MadeUpServer(3, rng=np.random.default_rng(seed))
     planner = TreePlanner(TOPK, DEPTH, NODES)
     trees = server.trees(layers)

@@ -41,7 +41,7 @@ def gate_with(
 @pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("suffix", ["", "-eagle2"])
 @pytest.mark.parametrize("trees", [False, True])
-def test_a_trained_gate_becomes_its_network_and_its_threshold(
+def test_fused_gate_of_a_classifier_holds_its_network_and_threshold(
     name: str, suffix: str, trees: bool
 ) -> None:
     config = C2TConfig(policy=name + suffix * trees)
@@ -56,7 +56,7 @@ def test_a_trained_gate_becomes_its_network_and_its_threshold(
 
 
 @pytest.mark.parametrize(("gate", "feature"), [(DyJoint(0.2), "joint"), (DyMax(0.2), "prob")])
-def test_a_plain_gate_is_one_feature_and_its_threshold(gate: Any, feature: str) -> None:
+def test_fused_gate_of_a_threshold_policy_is_one_feature(gate: Any, feature: str) -> None:
     for policy in (gate, GatedTree(gate)):
         program = fused_gate(policy, "cpu")
         assert program is not None
@@ -65,7 +65,7 @@ def test_a_plain_gate_is_one_feature_and_its_threshold(gate: Any, feature: str) 
 
 
 @pytest.mark.parametrize(("policy", "beta"), [(Fixed(2), -2.0), (Fixed(), -math.inf)])
-def test_a_fixed_length_is_the_depth_with_its_sign(policy: Fixed, beta: float) -> None:
+def test_fused_gate_of_fixed_is_the_negated_depth(policy: Fixed, beta: float) -> None:
     program = fused_gate(policy, "cpu")
     assert program is not None
     assert (program.names, program.sign.item(), program.beta.item()) == (("depth",), -1.0, beta)
@@ -78,7 +78,7 @@ def test_a_fixed_length_is_the_depth_with_its_sign(policy: Fixed, beta: float) -
         (GatedTree(DyJoint(), layer_limit=3), Rule("gated", 3)),
     ],
 )
-def test_a_tree_grows_by_a_kernels_rule_behind_a_program(policy: Any, rule: Rule) -> None:
+def test_growth_rule_of_a_tree_policy_is_the_kernels(policy: Any, rule: Rule) -> None:
     assert growth_rule(policy) == rule
     assert fused_gate(policy, "cpu", topk=4) is not None
 
@@ -94,7 +94,7 @@ def test_a_tree_grows_by_a_kernels_rule_behind_a_program(policy: Any, rule: Rule
     ],
     ids=["two layers", "no layer", "too wide", "unknown feature", "isotonic"],
 )
-def test_networks_the_kernel_does_not_know_are_asked_in_torch(gate: Any) -> None:
+def test_fused_gate_of_an_unsupported_network_is_none(gate: Any) -> None:
     assert fused_gate(gate, "cpu") is None
 
 
@@ -121,20 +121,20 @@ class OwnTree(GatedTree):
     """May grow otherwise."""
 
 
-def test_only_a_rules_own_methods_are_replaced() -> None:
+def test_fused_gate_of_a_subclass_with_its_own_decision_is_none() -> None:
     """A subclass may decide otherwise, and its word counts."""
     assert fused_gate(Another(), "cpu") is not None
     for policy in (Stricter(), Hotter(), GatedTree(Stricter()), OwnTree(DyJoint())):
         assert fused_gate(policy, "cpu") is None
 
 
-def test_wider_trees_than_the_kernel_sorts_are_asked_in_torch() -> None:
+def test_fused_gate_of_a_tree_wider_than_the_kernel_is_none() -> None:
     assert fused_gate(GatedTree(DyJoint()), "cpu", topk=MAX_TOPK) is not None
     assert fused_gate(GatedTree(DyJoint()), "cpu", topk=MAX_TOPK + 1) is None
 
 
 @gpu
-def test_on_a_gpu_the_kernel_is_asked() -> None:
+def test_fused_gate_on_a_gpu_is_used() -> None:
     gate = ChainGate(build_policy(C2TConfig(policy="c2t-log")), num_slots=1, device="cuda")
     assert gate.program is not None
     assert gate.program.buffer.is_cuda
@@ -142,7 +142,7 @@ def test_on_a_gpu_the_kernel_is_asked() -> None:
 
 @gpu
 @pytest.mark.parametrize("name", ["c2t-plus", "c2t"])
-def test_on_a_gpu_the_classifier_is_where_the_logits_are(name: str) -> None:
+def test_fused_gate_on_a_gpu_moves_the_classifier_to_the_logits(name: str) -> None:
     """Also beside a program: the first layer of a tree is judged in torch."""
     policy: Any = build_policy(C2TConfig(policy=name))
     ChainGate(policy, num_slots=1, device="cuda")

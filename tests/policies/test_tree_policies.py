@@ -16,7 +16,6 @@ from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft.served import classifier_of
 from sglang_c2t.draft_layer import PLACES, DraftLayer
 from sglang_c2t.policies import (
-    POLICIES,
     TREE_POLICIES,
     build_policy,
     build_tree_policy,
@@ -32,27 +31,22 @@ from tests.refusals import refused
 NEVER = float("-inf")
 
 
-def test_gated_trees_read_what_their_gate_reads_and_bear_its_name() -> None:
-    assert GatedTree(ByMark()).needs == GatedEAGLE2(ByMark()).needs == {"margin"}
-    assert (GatedTree(ByMark()).name, GatedEAGLE2(ByMark()).name) == ("by-mark", "by-mark-eagle2")
-
-
 # -- the menu -----------------------------------------------------------------------------
 
 
-def test_trees_offer_the_tree_rules_and_every_gate_with_a_confidence() -> None:
+def test_tree_policy_names_hold_tree_rules_and_gates_with_a_confidence() -> None:
     gates = ["c2t", "c2t-log", "c2t-plus", "dyjoint", "dymax"]
     pruned = [f"{gate}-eagle2" for gate in gates]
     assert tree_policy_names() == sorted([*TREE_POLICIES, "auto", *gates, *pruned])
 
 
 @pytest.mark.parametrize("name", [*TREE_POLICIES, "c2t-eagle2"])
-def test_a_tree_rule_is_refused_for_chains(name: str) -> None:
+def test_tree_policy_for_chains_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"policy {name} grows trees: set --speculative-eagle-t"):
         build_policy(C2TConfig(policy=name))
 
 
-def test_the_same_gate_cuts_chains_and_prunes_trees() -> None:
+def test_gate_cuts_chains_and_prunes_trees() -> None:
     config = C2TConfig(policy="dyjoint", beta=0.2)
     gate = build_policy(config)
     assert gate == DyJoint(0.2)
@@ -60,19 +54,11 @@ def test_the_same_gate_cuts_chains_and_prunes_trees() -> None:
     assert build_tree_policy(replace(config, policy="dyjoint-eagle2")) == GatedEAGLE2(gate)
 
 
-def test_the_published_gate_prunes_trees_with_its_shipped_classifier() -> None:
-    growing, after = build_tree_policy(C2TConfig("c2t")), build_tree_policy(C2TConfig("c2t-eagle2"))
-    assert isinstance(growing, GatedTree)
-    assert isinstance(after, GatedEAGLE2)
-    assert growing.gate.name == after.gate.name == "c2t"
-    assert growing.gate.beta == after.gate.beta == POLICIES["c2t"].beta
-
-
-def test_trees_are_planned_by_default() -> None:
+def test_tree_policy_default_is_planned() -> None:
     assert isinstance(build_tree_policy(C2TConfig()), PlannedTree)
 
 
-def test_layer_limit_belongs_to_the_tree_and_other_options_to_the_gate() -> None:
+def test_tree_policy_takes_layer_limit_and_its_gate_the_other_options() -> None:
     options = {"layer_limit": 3}
     policy = build_tree_policy(C2TConfig(policy="dymax", beta=0.7, policy_options=options))
     assert isinstance(policy, GatedTree)
@@ -106,14 +92,14 @@ WHOLE = "must be a whole number >= 1, got"
         ("no_such_module:Rule", {}, "cannot load c2t policy"),
     ],
 )
-def test_what_trees_do_not_take_is_refused_in_one_line(
+def test_tree_policy_unknown_option_or_chain_rule_is_refused_in_one_line(
     name: str, options: dict[str, Any], said: str
 ) -> None:
     with refused(said):
         build_tree_policy(C2TConfig(policy=name, policy_options=options))
 
 
-def test_a_threshold_for_a_tree_rule_without_one_is_refused() -> None:
+def test_tree_policy_without_a_threshold_refuses_beta() -> None:
     with refused("policy eagle2 has no threshold: drop --c2t-beta"):
         build_tree_policy(C2TConfig("eagle2", beta=0.5))
 
@@ -134,12 +120,12 @@ class Own:
         return Growth(*[layer.joint.masked_fill(beyond, NEVER)] * 2)
 
 
-def test_a_tree_rule_of_the_users_own_is_loaded_by_module_and_class() -> None:
+def test_custom_tree_policy_is_loaded_by_module_and_class() -> None:
     config = C2TConfig(policy=f"{__name__}:Own", policy_options={"children": 2})
     assert build_tree_policy(config) == Own(2)
 
 
-def test_a_gate_of_the_users_own_prunes_trees() -> None:
+def test_custom_gate_prunes_trees() -> None:
     config = C2TConfig(policy=f"{__name__}:ByMark", beta=0.3, policy_options={"layer_limit": 4})
     assert build_tree_policy(config) == GatedTree(ByMark(0.3), 4)
     after = C2TConfig(policy=f"{__name__}:ByMark-eagle2", beta=0.3)
@@ -149,7 +135,7 @@ def test_a_gate_of_the_users_own_prunes_trees() -> None:
 # -- what trees use by default ------------------------------------------------------------
 
 
-def test_trees_that_are_planned_keep_all_that_is_offered() -> None:
+def test_planned_tree_keeps_every_node_and_ranks_nan_last() -> None:
     """By the classifier for trees; a draft that computes nonsense is the least sure."""
     policy = build_tree_policy(C2TConfig(policy="auto"))
     assert isinstance(policy, PlannedTree)
@@ -165,7 +151,7 @@ def test_trees_that_are_planned_keep_all_that_is_offered() -> None:
 
 
 @pytest.mark.parametrize("name", ["c2t", "c2t-log", "c2t-plus"])
-def test_trees_use_the_shipped_classifier_that_learnt_from_trees(name: str) -> None:
+def test_tree_policy_uses_the_shipped_classifier_trained_on_trees(name: str) -> None:
     for_trees = build_tree_policy(C2TConfig(policy=name)).gate.classifier
     for_chains = build_policy(C2TConfig(policy=name)).classifier
     assert {origin["topk"] for origin in for_trees.training["origins"]} == {8}
@@ -173,11 +159,6 @@ def test_trees_use_the_shipped_classifier_that_learnt_from_trees(name: str) -> N
     assert set(for_trees.features.names) - places == set(for_chains.features.names)
     assert places == (PLACES if name == "c2t-plus" else set())
     assert for_trees.training != for_chains.training
-
-
-def test_a_named_classifier_is_the_one_that_is_used() -> None:
-    gate = build_tree_policy(C2TConfig(policy="c2t", classifier="c2t")).gate
-    assert gate.classifier.training == build_policy(C2TConfig(policy="c2t")).classifier.training
 
 
 @pytest.mark.parametrize(
@@ -192,7 +173,7 @@ def test_a_named_classifier_is_the_one_that_is_used() -> None:
         (C2TConfig("dyjoint"), None, None),
     ],
 )
-def test_a_pair_is_judged_by_what_learnt_from_it_where_that_is_shipped(
+def test_classifier_of_the_pair_is_used_where_one_is_shipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: C2TConfig, chains: str, trees: str
 ) -> None:
     """What was given is used, and what no classifier of the pair is there for reads the others."""
@@ -214,7 +195,7 @@ def test_a_pair_is_judged_by_what_learnt_from_it_where_that_is_shipped(
 
 
 @pytest.mark.parametrize("name", ["c2t", "c2t-log", "c2t-plus", "dyjoint"])
-def test_the_default_threshold_of_a_tree_is_its_own(name: str) -> None:
+def test_tree_policy_default_threshold_is_its_own(name: str) -> None:
     gate = build_tree_policy(C2TConfig(policy=name)).gate
     assert gate.beta == type(gate).tree_beta
     assert build_tree_policy(C2TConfig(policy=f"{name}-eagle2")).gate.beta == gate.beta

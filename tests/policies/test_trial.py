@@ -23,12 +23,12 @@ TREE = TreeShape(4, 5, 28)
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_every_chain_policy_of_the_menu_passes(name: str, steps: int) -> None:
+def test_policy_trial_accepts_every_chain_policy(name: str, steps: int) -> None:
     assert policy_for(C2TConfig(policy=name), TreeShape(1, steps, steps + 1)).name == name
 
 
 @pytest.mark.parametrize("name", tree_policy_names())
-def test_every_tree_policy_of_the_menu_passes(name: str) -> None:
+def test_policy_trial_accepts_every_tree_policy(name: str) -> None:
     assert policy_for(C2TConfig(policy=name), TREE).name == name
 
 
@@ -104,19 +104,19 @@ def fails(error: BaseException) -> Callable[[object], Any]:
         ),
     ],
 )
-def test_a_rule_that_always_fails_or_is_none_is_refused_in_one_line(policy: Any, said: str) -> None:
+def test_policy_trial_refuses_a_failing_policy_in_one_line(policy: Any, said: str) -> None:
     with refused(said):
         try_policy(policy, TREE if isinstance(policy, TreeRule) else CHAIN)
 
 
-def test_a_rule_with_measurements_of_its_own_is_not_asked() -> None:
+def test_policy_trial_skips_a_policy_with_its_own_measurements() -> None:
     """It may read hidden states, whose width is the draft model's."""
     rule = Rule(fails(RuntimeError("asked")), needs={"hidden"})
     rule.measure = lambda logits, hidden: {"hidden": hidden}  # type: ignore[attr-defined]
     try_policy(rule, CHAIN)
 
 
-def test_a_rule_is_asked_for_layers_as_they_are_served() -> None:
+def test_policy_trial_shows_layers_as_they_are_served() -> None:
     seen: list[DraftLayer] = []
 
     def remember(layer: DraftLayer) -> Tensor:

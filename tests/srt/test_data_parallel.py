@@ -22,14 +22,14 @@ from tests.doubles import double
         ([[1, 1, 6], [0, 30, 2]], (3, 7), 6),  # somebody must have all
     ],
 )
-def test_the_rank_with_most_requests_says_how_many_layers_all_draft(
+def test_peers_draft_the_layers_of_the_rank_with_most_requests(
     monkeypatch: pytest.MonkeyPatch, others: Any, mine: tuple[int, int], agreed: int
 ) -> None:
     monkeypatch.setattr(Peers, "of_all", lambda self, *told: [list(told), *others])
     assert Peers.__new__(Peers).layers(*mine) == agreed
 
 
-def test_of_ranks_that_share_requests_the_first_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_hear_the_first_rank_of_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks, two and two: they say the same."""
     group = SimpleNamespace(size=lambda: 4)
     parallel = SimpleNamespace(
@@ -45,7 +45,7 @@ def test_of_ranks_that_share_requests_the_first_is_heard(monkeypatch: pytest.Mon
     assert Peers(parallel).of_all(1, 2) == [[1, 2], [11, 12]]
 
 
-def test_rows_are_told_as_they_are_and_requests_are_as_before() -> None:
+def test_telling_rows_swaps_row_counts_for_the_forward() -> None:
     batch = double("ScheduleBatch", global_num_tokens=[2, 0], global_num_tokens_for_logprob=[2, 0])
     packed = double("EagleVerifyInput", num_tokens_per_req=6, num_tokens_for_logprob_per_req=6)
     with data_parallel.telling_rows(batch, packed, [7, 1]):

@@ -14,7 +14,6 @@ from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.classifier.pair import Pair, fingerprint
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.policies.c2t_plus import C2TPlus
-from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.srt import pair
 from sglang_c2t.srt.announce import log_classifier
 from sglang_c2t.srt.pair import served_pair, shipped_on_all_ranks
@@ -35,14 +34,14 @@ def arguments(**changes: Any) -> Any:
     return double("ServerArgs", **typed | changes)
 
 
-def test_a_pair_is_its_algorithm_and_the_weights_of_both(tmp_path: Path) -> None:
+def test_served_pair_is_algorithm_and_weights(tmp_path: Path) -> None:
     assert served_pair(arguments()) == PAIR
     renamed = shutil.copytree(DRAFTS["EAGLE3"], tmp_path / "renamed")
     assert served_pair(arguments(speculative_draft_model_path=str(renamed))) == PAIR
 
 
 @pytest.mark.parametrize("draft", [None, str(MLA)])
-def test_a_target_that_holds_its_draft_is_both(draft: str | None) -> None:
+def test_served_pair_of_an_mtp_target_is_the_target_twice(draft: str | None) -> None:
     typed = {"model_path": str(MLA), "speculative_algorithm": "NEXTN"}
     found = served_pair(arguments(**typed, speculative_draft_model_path=draft))
     mla = fingerprint(MLA)
@@ -58,7 +57,7 @@ def in_cache(cache: Path, name: str, revision: str, source: Path) -> None:
     (folder / "refs" / revision).write_text("0" * 40)
 
 
-def test_models_of_the_hub_are_found_where_sglang_has_put_them(tmp_path: Path) -> None:
+def test_served_pair_of_hub_models_is_found_in_the_cache(tmp_path: Path) -> None:
     in_cache(tmp_path, "org/target", "v1", TARGET)
     in_cache(tmp_path, "org/draft", "v2", DRAFTS["EAGLE3"])
     typed = {
@@ -76,7 +75,7 @@ def test_models_of_the_hub_are_found_where_sglang_has_put_them(tmp_path: Path) -
         assert served_pair(arguments(**typed | absent)) is None
 
 
-def test_ranks_take_the_classifiers_of_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_served_pair_ranks_take_the_classifier_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair, "shipped_names", lambda: ["a/c2t", "b/c2t", "c2t"])
     monkeypatch.setattr(pair, "shipped_for", lambda _pair: "b")
     assert shipped_on_all_ranks(PAIR) == "b"
@@ -112,7 +111,7 @@ def learnt(draft: str, of: Pair | None) -> C2TPlus:
 DEFAULT, GIVEN = C2TConfig("c2t-plus"), C2TConfig("c2t-plus", classifier="mine.safetensors")
 
 
-def test_a_start_says_in_one_line_which_classifier_judges_and_why(
+def test_log_classifier_names_the_pair_it_learnt_from(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ((level, line),) = announced(caplog, DEFAULT, C2TPlus(load_classifier("c2t-plus")))
@@ -128,7 +127,7 @@ def test_a_start_says_in_one_line_which_classifier_judges_and_why(
     assert line.endswith("none is shipped for this pair, whose weights are not to be found")
 
 
-def test_a_classifier_of_another_pair_is_used_and_warned_of(
+def test_log_classifier_warns_of_another_pair(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     other = PAIR._replace(draft="0" * 16)
@@ -138,9 +137,3 @@ def test_a_classifier_of_another_pair_is_used_and_warned_of(
     ((level, line),) = announced(caplog, GIVEN, learnt("d", None))
     assert level == logging.INFO
     assert line.endswith("learnt from an unknown pair (d for t): as given")
-
-
-def test_a_policy_without_a_classifier_has_none_to_tell_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert announced(caplog, C2TConfig("dyjoint"), DyJoint(0.5)) == []

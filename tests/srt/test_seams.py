@@ -22,12 +22,12 @@ from sglang_c2t.srt import attach, compat, probes, seams, versions
 from sglang_c2t.srt.versions import TESTED
 
 
-def test_every_seam_fits_the_installed_sglang() -> None:
+def test_seams_fit_the_installed_sglang() -> None:
     assert seams.broken_seams() == []
 
 
 @pytest.mark.skipif(versions.installed() != TESTED[-1], reason="older ones are refused")
-def test_the_newest_sglang_has_what_older_ones_may_lack() -> None:
+def test_seams_of_optional_features_fit_the_newest_sglang() -> None:
     optional = (*seams.DATA_PARALLEL_SEAMS, *seams.ADAPTER_SEAMS)
     assert seams.broken_seams(optional) == []
 
@@ -43,12 +43,12 @@ def test_the_newest_sglang_has_what_older_ones_may_lack() -> None:
          "lacks the fields ['y']"),
     ],
 )  # fmt: skip
-def test_a_missing_symbol_parameter_or_field_is_a_defect(seam: Any, said: str) -> None:
+def test_seam_without_symbol_parameter_or_field_is_a_defect(seam: Any, said: str) -> None:
     """A renamed argument breaks us as surely as a renamed function."""
     assert said in str(probes.Seam(*seam).defect())
 
 
-def test_a_module_that_cannot_be_imported_is_a_defect_that_says_why(
+def test_seam_in_a_module_that_cannot_be_imported_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A package that is not installed is no seam that moved."""
@@ -60,22 +60,6 @@ def test_a_module_that_cannot_be_imported_is_a_defect_that_says_why(
     defect = str(probes.Seam("half_there.worker.Worker", "works").defect())
     assert "half_there.worker cannot be imported: No module named 'a_package_that" in defect
     assert "has no attribute 'rest'" in str(probes.Seam("half_there.rest.Rest", "rests").defect())
-
-
-def test_a_server_argument_that_is_gone_is_an_error_not_off() -> None:
-    """A refusal that reads a renamed argument must not let the combination through."""
-    with pytest.raises(probes.SeamError, match="has no server argument enable_lora"):
-        compat.argument(object(), "enable_lora")
-
-
-def test_a_broken_seam_is_refused_in_a_sentence_that_names_it(monkeypatch) -> None:
-    import sglang.srt.speculative.eagle_worker_common as common
-
-    monkeypatch.delattr(common, "eagle_prepare_for_verify")
-    with pytest.raises(probes.SeamError) as error:
-        seams.require_seams()
-    assert "sglang.srt.speculative.eagle_worker_common.eagle_prepare_for_verify" in str(error.value)
-    assert f"SGLang {probes.sglang_version()}" in str(error.value)
 
 
 def all_seams() -> list[probes.Seam]:
@@ -92,7 +76,7 @@ def all_seams() -> list[probes.Seam]:
     ]
 
 
-def test_what_is_only_on_a_gpu_is_probed_there(monkeypatch) -> None:
+def test_seam_on_gpu_is_probed_on_a_gpu_only(monkeypatch) -> None:
     """Ours are found by the servers of tests/emulated."""
     assert any(seam.on_gpu for seam in seams.SEAMS)
     seam = probes.Seam("sglang.srt.no_such_module.thing", "does it", on_gpu=True)
@@ -121,7 +105,7 @@ def refused(seam: probes.Seam) -> bool:
 
 
 @pytest.mark.parametrize("seam", all_seams(), ids=named)
-def test_whatever_is_renamed_of_a_seam_the_start_is_refused(
+def test_seam_with_any_renamed_part_refuses_the_start(
     seam: probes.Seam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its symbol, each parameter and each attribute."""
@@ -166,7 +150,7 @@ class Derived(Base):
         this.in_method: int = 4
 
 
-def test_attributes_are_found_where_a_class_gives_them_to_its_instances(
+def test_attribute_names_hold_what_a_class_gives_its_instances(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the test of every seam above would prove little."""
@@ -184,11 +168,11 @@ def test_attributes_are_found_where_a_class_gives_them_to_its_instances(
     assert not {"not_its_own", "annotated", "other"} & names
 
 
-def test_fields_of_a_dataclass_are_attributes() -> None:
+def test_attribute_names_hold_fields_of_a_dataclass() -> None:
     assert {"prepared_out_cache_loc", "kv_loc_plan"} <= probes.attribute_names(NewVerifyInput)
 
 
-def test_what_is_not_there_is_not_written() -> None:
+def test_attach_write_of_an_unknown_attribute_is_refused() -> None:
     """SGLang would not read it."""
     old = OldVerifyInput()
     with pytest.raises(probes.SeamError, match="no kv_loc_plan on OldVerifyInput; C2T needs it"):
@@ -260,7 +244,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_every_attribute_of_sglang_that_is_written_is_listed(path: Path) -> None:
+def test_seams_list_every_attribute_of_sglang_that_is_written(path: Path) -> None:
     foreign = {n for n in written_names(path.read_text()) if not n.startswith("c2t_")}
     assert foreign - OWN <= listed()
 
@@ -280,7 +264,7 @@ def foreign_bases(cls: type) -> list[type]:
     return [base for base in cls.__mro__ if base.__module__.split(".")[0] == "sglang"]
 
 
-def test_what_our_classes_assign_or_override_of_sglangs_is_listed() -> None:
+def test_seams_list_what_our_classes_override() -> None:
     """An attribute of ours that SGLang comes to use itself is found here as well."""
     classes = our_classes()
     assert {cls.__name__ for cls in classes} >= {"C2TEagleWorker", "RaggedFlashInferBackend"}
@@ -320,7 +304,7 @@ def test_seam_without_a_user_is_not_probed() -> None:
     assert read_only_here == []
 
 
-def test_a_line_of_the_table_that_is_no_seam_is_refused() -> None:
+def test_seam_table_line_that_is_no_seam_is_refused() -> None:
     groups = seams.parse("[main: a test]\nhook look a.b (c d) {e}\n  or a.f needs g on_gpu\n")
     (seam,) = groups["main"]
     assert (seam.hook, seam.target, seam.parameters, seam.fields) == ("look", "a.b", "c d", "e")
@@ -329,13 +313,7 @@ def test_a_line_of_the_table_that_is_no_seam_is_refused() -> None:
         seams.parse("[main: a test]\na.b (c\n")
 
 
-def test_function_of_compat_without_a_caller_does_not_exist() -> None:
-    sources = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
-    functions = re.findall(r"^def (\w+)", Path(compat.__file__).read_text(), re.MULTILINE)
-    assert [name for name in functions if len(re.findall(rf"\b{name}\b", sources)) < 2] == []
-
-
-def test_a_seam_that_moved_fits_where_either_place_is_there() -> None:
+def test_seam_with_two_places_fits_where_one_is_there() -> None:
     """What one release lacks another may have; only an SGLang without both is refused."""
     here = probes.Seam("sglang.srt.server_args.ServerArgs", "test")
     gone = probes.Seam("sglang.srt.server_args.NoSuchClass", "test")
@@ -376,14 +354,14 @@ def bind_rows(verify_input: NewVerifyInput | OldVerifyInput) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [NewVerifyInput, OldVerifyInput])
-def test_packed_rows_are_written_where_we_say(kind: type) -> None:
+def test_writing_rows_binds_packed_rows_to_their_slots(kind: type) -> None:
     locs = torch.tensor([7, 3, 9])
     verify_input = kind()
     with compat.writing_rows(verify_input, locs):
         assert bind_rows(verify_input) is locs
 
 
-def test_rows_that_sglang_binds_by_other_means_are_not_verified() -> None:
+def test_writing_rows_refuses_rows_bound_by_other_means() -> None:
     """They would be written to the slots of other rows."""
     with (
         pytest.raises(AssertionError, match="bound the rows to verify without"),
@@ -392,7 +370,7 @@ def test_rows_that_sglang_binds_by_other_means_are_not_verified() -> None:
         pass
 
 
-def test_what_sglang_keeps_of_an_earlier_verification_does_not_bind_the_rows(
+def test_writing_rows_ignores_bindings_of_an_earlier_verification(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """0.5.20 imports what binds them once, and would keep ours as well."""
@@ -407,7 +385,7 @@ def test_what_sglang_keeps_of_an_earlier_verification_does_not_bind_the_rows(
     assert eagle_utils._PREPARE_FOR_VERIFY_DEPS == "theirs"
 
 
-def test_a_step_of_argument_resolution_is_the_newest_function_that_is_there(
+def test_hook_target_is_the_newest_function_that_exists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here, older = "sglang.srt.server_args.ServerArgs", "sglang.srt.server_args.PortArgs"
@@ -419,7 +397,7 @@ def test_a_step_of_argument_resolution_is_the_newest_function_that_is_there(
         seams.hook_targets("stride")
 
 
-def test_slots_are_translated_where_the_kv_pool_says_so() -> None:
+def test_compat_translates_slots_where_the_kv_pool_says_so() -> None:
     """0.5.19 says it by another name, and older ones have nothing that could."""
     assert not compat.translates_slots(SimpleNamespace())
     for name in ("is_translating", "reads_are_translated"):
@@ -431,7 +409,7 @@ def test_slots_are_translated_where_the_kv_pool_says_so() -> None:
     assert not compat.translates_slots(SimpleNamespace(kv_index_translator=deferred))
 
 
-def test_the_width_of_result_rows_is_told_in_the_field_that_the_result_has() -> None:
+def test_compat_output_stride_is_set_in_the_existing_field() -> None:
     new = SimpleNamespace(speculative_output_stride=None, speculative_num_draft_tokens=28)
     compat.set_output_stride(new, 6)
     assert (new.speculative_output_stride, new.speculative_num_draft_tokens) == (6, 28)
@@ -440,7 +418,7 @@ def test_the_width_of_result_rows_is_told_in_the_field_that_the_result_has() -> 
     assert vars(old) == {"speculative_num_draft_tokens": 6}
 
 
-def test_the_replica_is_the_models_where_it_has_one_and_the_processs_elsewhere(
+def test_compat_dp_rank_of_the_runner_or_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Newer SGLang keeps it for the process, ``None`` where there is one replica."""
@@ -451,7 +429,7 @@ def test_the_replica_is_the_models_where_it_has_one_and_the_processs_elsewhere(
         assert compat.dp_rank(SimpleNamespace()) == rank
 
 
-def test_dp_attention_is_found_by_its_size_or_by_its_flag() -> None:
+def test_compat_dp_attention_by_size_or_flag() -> None:
     """The flag is older than the size; an SGLang that has neither is not "off"."""
     assert compat.uses_dp_attention(SimpleNamespace(attn_dp_size=2))
     assert not compat.uses_dp_attention(SimpleNamespace(attn_dp_size=1, enable_dp_attention=False))

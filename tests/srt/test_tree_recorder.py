@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.tables.tree_replay import Forest, replay_trees
 from sglang_c2t.classifier.recording import MEASURED, Recording, RecordingWriter
 from sglang_c2t.cpu.tree_verify import verify_tree
 from sglang_c2t.draft.growth import TreeGrowth, node_margins
@@ -123,7 +122,7 @@ SHAPES = st.builds(TreeShape, st.integers(2, 3), st.integers(1, 3), st.integers(
 
 
 @given(shape=SHAPES, seed=st.integers(0, 99), rows=st.permutations(range(3)), num=st.integers(1, 3))
-def test_tree_nodes_are_the_verified_nodes_with_what_was_measured_of_each(
+def test_recorder_tree_nodes_hold_every_column(
     shape: TreeShape, seed: int, rows: list[int], num: int
 ) -> None:
     """Some of three requests, node by node from the layers' own tables."""
@@ -162,7 +161,7 @@ def test_tree_nodes_are_the_verified_nodes_with_what_was_measured_of_each(
 
 
 @given(shape=SHAPES, seed=st.integers(0, 999), packed=st.booleans())
-def test_labels_mark_the_path_that_the_target_takes(
+def test_recorder_tree_labels_mark_the_accepted_path(
     shape: TreeShape, seed: int, packed: bool
 ) -> None:
     """From the target's choices and from what the server accepted alike, packed or padded."""
@@ -183,7 +182,9 @@ def test_labels_mark_the_path_that_the_target_takes(
 
 
 @pytest.mark.parametrize("every_position", [False, True])
-def test_a_step_of_trees_is_recorded_with_its_labels(tmp_path: Path, every_position: bool) -> None:
+def test_recorder_tree_step_is_recorded_with_its_labels(
+    tmp_path: Path, every_position: bool
+) -> None:
     """Of requests whose first layer was measured; where every root counts, of greedy ones."""
     shape = TreeShape(2, 3, 14)  # of which 11 can be
     writer = RecordingWriter(tmp_path, origin=tree_origin(shape))
@@ -207,28 +208,3 @@ def test_a_step_of_trees_is_recorded_with_its_labels(tmp_path: Path, every_posit
         int(lens[b]) - 1 for b in expected
     ]
     assert read.topk == 2
-
-
-def test_what_was_recorded_replays_to_what_the_server_accepted(tmp_path: Path) -> None:
-    """EAGLE-2 again, at the recorded size: the same trees from the file."""
-    shape = TreeShape(3, 3, 22)
-    writer = RecordingWriter(tmp_path, origin=tree_origin(shape), roots="every")
-    of = recorder.Recorder(writer, every_position=True)
-    steps = [explored(2, shape, seed=seed) for seed in range(6)]
-    for number, step in enumerate(steps):
-        add(of, [request(f"math/{2 * number + b}", [1]) for b in range(2)], step)
-    outcome = replay_trees(EAGLE2(), Forest.from_recording(written(tmp_path, of, [])))
-    lens = torch.cat([step.accepted()[1] for step in steps])
-    assert outcome.num_correct.tolist() == (lens - 1).tolist()
-    assert outcome.num_proposed.tolist() == [21.0] * 12
-    assert outcome.num_uncovered.tolist() == [0.0] * 12
-
-
-def test_a_stopped_recording_takes_no_trees(tmp_path: Path) -> None:
-    shape = TreeShape(2, 2, 7)
-    writer = RecordingWriter(tmp_path, origin=tree_origin(shape), shard_nodes=2, limit_bytes=10)
-    of = recorder.Recorder(writer)
-    for _ in range(3):
-        add(of, [request("a", [1])], explored(1, shape))
-    assert "MB, the limit is" in recorder.RECORDING.stopped
-    assert recorder.RECORDING.drafts_written == 1

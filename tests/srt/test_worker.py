@@ -26,7 +26,7 @@ from sglang_c2t.srt.recorder import Recorder
 from sglang_c2t.srt.verify import backends, trial
 from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.packed import IdleVerifyInput
-from sglang_c2t.srt.worker import WORKERS, C2TEagleWorker, C2TStandaloneWorker
+from sglang_c2t.srt.worker import C2TEagleWorker, C2TStandaloneWorker
 from tests.doubles import double
 from tests.refusals import refused
 from tests.srt.chains import full_chains
@@ -170,7 +170,7 @@ def policy_of(made: Any) -> str:
     ("topk", "drafter", "gate"), [(1, ChainDrafter, ChainGate), (4, TreeDrafter, TreeGate)]
 )
 @pytest.mark.parametrize("cls", [C2TEagleWorker, C2TStandaloneWorker])
-def test_sglangs_constructor_builds_our_draft_worker_and_its_drafter_of_chains_or_trees(
+def test_worker_constructor_builds_our_draft_worker_and_drafter(
     server: Server, cls: Any, topk: int, drafter: type, gate: type
 ) -> None:
     stock = eagle_worker_v2.EagleDraftWorker, standalone_worker_v2.StandaloneDraftWorker
@@ -182,17 +182,12 @@ def test_sglangs_constructor_builds_our_draft_worker_and_its_drafter_of_chains_o
     assert after == stock
 
 
-def test_each_worker_replaces_the_one_of_sglang_that_it_extends() -> None:
-    assert set(WORKERS) == {EAGLE, STANDALONE}
-    assert all(issubclass(ours, stock) for stock, ours in WORKERS.items())
-
-
 # -- choice of verification at start-up -------------------------------------------------------
 
 
 @pytest.mark.parametrize("topk", [1, 4])
 @pytest.mark.parametrize(("typed", "serves"), [("default", "auto"), ("dyjoint", "dyjoint")])
-def test_packed_rows_are_verified_and_planned_where_the_backend_can(
+def test_worker_packs_and_plans_where_the_backend_can(
     server: Server, caplog: pytest.LogCaptureFixture, topk: int, typed: str, serves: str
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -208,7 +203,7 @@ def test_packed_rows_are_verified_and_planned_where_the_backend_can(
     assert line.startswith(f"C2T: policy {serves}, {words}")
 
 
-def test_full_width_verification_serves_the_gate_where_no_policy_was_typed(server: Server) -> None:
+def test_worker_serves_the_gate_with_full_width_where_the_backend_cannot(server: Server) -> None:
     server.with_backend("it cannot")
     made = server.started()
     assert policy_of(made) == "c2t"
@@ -226,20 +221,17 @@ def test_full_width_verification_serves_the_gate_where_no_policy_was_typed(serve
         (C2TConfig(), 4, "--c2t cannot verify trees: it cannot"),
     ],
 )
-def test_a_start_that_needs_packed_rows_is_refused_where_the_backend_cannot(
+def test_worker_that_needs_packed_rows_is_refused_where_they_fail(
     server: Server, typed: C2TConfig, topk: int, sentence: str
 ) -> None:
-    server.with_backend("it cannot")
-    with refused(sentence):
-        server.started(typed, topk=topk)
+    server.with_trial(lambda: "it cannot")
+    for unsupported in ("it cannot", None)[: 3 - topk]:  # trees are not tried
+        server.with_backend(unsupported)
+        with refused(sentence):
+            server.started(typed, topk=topk)
 
 
-def test_a_planner_is_refused_beside_a_limit_of_rows(server: Server) -> None:
-    with refused("policy auto plans how many rows are verified: start the server without"):
-        server.started(C2TConfig("auto", max_verify_rows=8), topk=4)
-
-
-def test_a_prefill_server_says_that_it_verifies_nothing_and_measures_no_costs(
+def test_worker_of_a_prefill_server_measures_no_costs(
     server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "on_arrival", lambda *_: None)
@@ -252,7 +244,7 @@ def test_a_prefill_server_says_that_it_verifies_nothing_and_measures_no_costs(
 
 
 @pytest.mark.parametrize(("policy", "measures"), [("auto", True), ("c2t", False)])
-def test_costs_are_measured_after_capture_where_a_planner_reads_them(
+def test_worker_seeds_costs_after_capture_for_a_planner(
     server: Server, policy: str, measures: bool
 ) -> None:
     server.started(C2TConfig(policy))
@@ -274,7 +266,7 @@ def out_of_memory() -> str | None:
         (out_of_memory, "a packed batch failed with MemoryError: no room"),
     ],
 )
-def test_a_failed_trial_disables_packing_and_serves_the_gate(
+def test_worker_fallback_after_a_failed_trial_serves_the_gate(
     server: Server, caplog: pytest.LogCaptureFixture, mismatch: Any, reason: str
 ) -> None:
     server.with_trial(mismatch)
@@ -289,22 +281,7 @@ def test_a_failed_trial_disables_packing_and_serves_the_gate(
     assert "C2T: policy c2t, static verification of chains" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("typed", "sentence"),
-    [
-        (C2TConfig(verify="ragged"), "--c2t-verify ragged cannot be served: rows differ"),
-        (C2TConfig("auto"), "policy auto plans how many rows are verified, and here all are"),
-    ],
-)
-def test_a_start_that_needs_packed_rows_is_refused_after_a_failed_trial(
-    server: Server, typed: C2TConfig, sentence: str
-) -> None:
-    server.with_trial(lambda: "rows differ")
-    with refused(sentence):
-        server.started(typed)
-
-
-def test_no_switch_brings_a_planner_back_that_was_made_before_a_failed_trial(
+def test_worker_switch_to_a_planner_after_a_failed_trial_is_refused(
     server: Server,
 ) -> None:
     """It would pack rows that the target does not read."""
@@ -316,7 +293,7 @@ def test_no_switch_brings_a_planner_back_that_was_made_before_a_failed_trial(
     assert state(made) == before
 
 
-def test_trees_and_static_chains_are_not_tried(server: Server) -> None:
+def test_worker_trial_skips_trees_and_static_chains(server: Server) -> None:
     server.with_trial(lambda: "rows differ")
     assert server.started(topk=4)._drafter.packed
     assert not server.started(C2TConfig(verify="static"))._drafter.packed
@@ -327,7 +304,7 @@ def test_trees_and_static_chains_are_not_tried(server: Server) -> None:
 
 
 @pytest.mark.parametrize("topk", [1, 4])
-def test_a_switch_replaces_policy_and_planner_and_judges_waiting_drafts_again(
+def test_worker_switch_replaces_policy_and_planner(
     server: Server, caplog: pytest.LogCaptureFixture, topk: int
 ) -> None:
     made = server.started(topk=topk)
@@ -348,7 +325,7 @@ def test_a_switch_replaces_policy_and_planner_and_judges_waiting_drafts_again(
     assert made._drafter.gate.planned
 
 
-def test_a_planner_forgets_what_it_has_learnt_on_request(server: Server) -> None:
+def test_worker_switch_with_forget_resets_the_planner(server: Server) -> None:
     made = server.started()
     resets: list[str] = []
     made._serving.planning.planner.reset = lambda: resets.append("reset")
@@ -369,7 +346,7 @@ def test_a_planner_forgets_what_it_has_learnt_on_request(server: Server) -> None
         (C2TConfig("c2t", verify="static"), {"policy": "auto"}, "policy auto plans how many rows"),
     ],
 )
-def test_a_refused_switch_changes_nothing(
+def test_worker_switch_that_is_refused_changes_nothing(
     server: Server, typed: C2TConfig, values: dict[str, Any], sentence: str
 ) -> None:
     made = server.started(typed)
@@ -386,7 +363,7 @@ def test_a_refused_switch_changes_nothing(
         ("auto", "policy auto cannot take over in captured CUDA graphs, which compute no surviv"),
     ],
 )
-def test_captured_graphs_refuse_a_policy_whose_kernels_they_do_not_hold(
+def test_worker_switch_in_cuda_graphs_refuses_a_policy_without_kernels(
     server: Server, policy: str, sentence: str
 ) -> None:
     made = server.started(C2TConfig("dyjoint"))
@@ -397,7 +374,7 @@ def test_captured_graphs_refuse_a_policy_whose_kernels_they_do_not_hold(
     assert state(made) == before
 
 
-def test_captured_graphs_take_the_planner_back_that_they_were_captured_with(
+def test_worker_switch_in_cuda_graphs_restores_the_captured_planner(
     server: Server,
 ) -> None:
     made = server.started()
@@ -410,7 +387,7 @@ def test_captured_graphs_take_the_planner_back_that_they_were_captured_with(
     assert made._serving.planning is drafter.captured_planning
 
 
-def test_the_state_file_is_that_of_the_policy_at_start(server: Server, tmp_path: Any) -> None:
+def test_worker_state_file_belongs_to_the_policy_at_start(server: Server, tmp_path: Any) -> None:
     made = server.started(C2TConfig(state=str(tmp_path / "state.json")))
     files = [made._serving.planning.state_file]
     made.change({"policy": "rows-only"})  # plans as well
@@ -436,7 +413,7 @@ def chains(made: Any, rows: list[int]) -> Any:
     return verify_input
 
 
-def test_a_step_reports_its_rows_on_the_result(server: Server) -> None:
+def test_worker_verify_reports_its_rows_on_the_result(server: Server) -> None:
     made = server.started(C2TConfig("dyjoint"))
     made._drafter.gate.fell_back = True
     result = made.verify(batch_of(chains(made, [2, 6])))
@@ -451,7 +428,7 @@ def test_a_step_reports_its_rows_on_the_result(server: Server) -> None:
     assert WIDTH in strides
 
 
-def test_sglang_verifies_with_our_sampler_and_the_width_of_the_input(server: Server) -> None:
+def test_worker_verify_swaps_sampler_and_width_for_the_step(server: Server) -> None:
     """A server of trees may verify chains, which are narrower."""
     made = server.started(C2TConfig("dyjoint"), topk=4)
     own = eagle_worker_common.eagle_sample
@@ -464,14 +441,14 @@ def test_sglang_verifies_with_our_sampler_and_the_width_of_the_input(server: Ser
     assert eagle_worker_common.eagle_sample is own
 
 
-def test_a_verify_input_of_sglangs_own_is_left_to_sglang(server: Server) -> None:
+def test_worker_verify_leaves_sglangs_own_input_alone(server: Server) -> None:
     made, theirs = server.started(), full_chains(2, WIDTH)
     result = made.verify(batch_of(theirs))
     assert server.verified == [theirs]
     assert not hasattr(result, "c2t_step")
 
 
-def test_a_planned_step_teaches_the_planner_and_no_other_statistics(server: Server) -> None:
+def test_worker_planned_step_teaches_the_planner_only(server: Server) -> None:
     made = server.started()
     learnt: list[Any] = []
     planning = made._serving.planning
@@ -484,7 +461,7 @@ def test_a_planned_step_teaches_the_planner_and_no_other_statistics(server: Serv
     assert made._drafter.planning is planning
 
 
-def test_first_drafts_are_counted_where_no_planner_learns_them(server: Server) -> None:
+def test_worker_first_drafts_are_counted_without_a_planner(server: Server) -> None:
     made = server.started(C2TConfig("c2t"))
     counted = []
     made._serving.first_drafts.verified = lambda gate, slots, rows, lens, constrained: (
@@ -494,7 +471,7 @@ def test_first_drafts_are_counted_where_no_planner_learns_them(server: Server) -
     assert counted == [([2, 5], [2, 6], [1, 3], [])]
 
 
-def test_a_retracted_request_keeps_its_penalties_at_its_next_prefill(
+def test_worker_prefill_recalls_penalties_of_retracted_requests(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recalled: list[Any] = []
@@ -525,7 +502,7 @@ class Recorded(Exploration):
         self.added.append(step)
 
 
-def test_an_exploration_step_of_chains_is_recorded_with_its_result(server: Server) -> None:
+def test_worker_exploration_step_is_recorded_with_its_result(server: Server) -> None:
     server.recorder = Recorded()
     made = server.started(C2TConfig("c2t", record="r"))
     gate, verify_input = made._drafter.gate, chains(made, [6, 6])
@@ -545,7 +522,7 @@ def test_an_exploration_step_of_chains_is_recorded_with_its_result(server: Serve
 
 
 @pytest.mark.parametrize("roots", ["every", "visited"])
-def test_a_server_that_records_every_position_accepts_no_draft(server: Server, roots: str) -> None:
+def test_worker_that_records_every_position_accepts_no_draft(server: Server, roots: str) -> None:
     """On each rank, also on those without a recorder."""
     made = server.started(C2TConfig("c2t", record="r", record_roots=roots))
     verify_input = chains(made, [6, 6])
@@ -561,7 +538,7 @@ def test_a_server_that_records_every_position_accepts_no_draft(server: Server, r
     ("peers", "typed", "dummy_row"),
     [(False, "auto", False), (True, "auto", True), (True, "static", False)],
 )
-def test_an_idle_rank_verifies_a_dummy_row_where_other_ranks_pack_theirs(
+def test_worker_idle_rank_verifies_a_dummy_row_where_other_ranks_pack(
     server: Server, peers: bool, typed: str, dummy_row: bool
 ) -> None:
     made = server.started(C2TConfig(verify=typed))
@@ -579,7 +556,7 @@ def test_an_idle_rank_verifies_a_dummy_row_where_other_ranks_pack_theirs(
 # -- reports ----------------------------------------------------------------------------------
 
 
-def test_the_server_reports_how_it_serves_and_what_its_planner_has_learnt(server: Server) -> None:
+def test_worker_report_names_shape_policy_and_classifier(server: Server) -> None:
     made = server.started(C2TConfig("c2t-plus", beta=0.4))
     report = reporting.PARTS["serving"]()
     shape = {"num_steps": STEPS, "topk": 1, "num_draft_tokens": WIDTH}
@@ -593,7 +570,7 @@ def test_the_server_reports_how_it_serves_and_what_its_planner_has_learnt(server
     assert reporting.PARTS["serving"]()["classifier"] is None
 
 
-def test_the_planner_is_reported_while_it_plans(
+def test_worker_report_of_the_planner_while_it_plans(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_c2t.srt import serving
@@ -604,9 +581,3 @@ def test_the_planner_is_reported_while_it_plans(
     assert reporting.PARTS["planner"]() == {"requests": REQUESTS}
     made.change({"policy": "c2t"})
     assert reporting.PARTS["planner"]() is None
-
-
-def test_a_worker_needs_c2t_to_be_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(CONFIG_ENV, raising=False)
-    with pytest.raises(AssertionError, match="only when C2T is on"):
-        C2TEagleWorker(None)

@@ -23,7 +23,7 @@ def flashinfer(indices: list[int], num_wrappers: int = 1) -> Any:
     return double("FlashInferMultiStepDraftBackend", attn_backends=[step, step])
 
 
-def test_flashinfers_own_index_buffer_is_rewritten() -> None:
+def test_ancestors_rewrite_flashinfers_index_buffer() -> None:
     """Two beams behind a prefix of one slot; the first descends from the second's first node."""
     backend = flashinfer([9, 10, 11, 9, 20, 21])
     assert ancestors.followed_by(backend) == "exact"
@@ -32,7 +32,7 @@ def test_flashinfers_own_index_buffer_is_rewritten() -> None:
     assert wrapper._paged_kv_indices_buf.tolist() == [9, 20, 11, 9, 10, 21]
 
 
-def test_other_backends_are_left_alone() -> None:
+def test_ancestors_leave_other_backends_alone() -> None:
     patched = SimpleNamespace(set_draft_ancestors=lambda step, rows: None)
     others = [(flashinfer([9], num_wrappers=2), "stock"), (SimpleNamespace(), "stock")]
     for backend, whose in [*others, (patched, "SGLang's exact")]:

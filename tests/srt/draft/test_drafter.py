@@ -67,7 +67,7 @@ def planned(planner: Planned) -> Any:
     return chains(FakeHost(), None, planner)
 
 
-def test_the_fake_host_is_called_as_the_real_one() -> None:
+def test_fake_host_has_the_interface_of_the_real_one() -> None:
     def parameters(cls: type) -> dict[str, Any]:
         each = inspect.getmembers(cls, inspect.isfunction)
         return {name: [*inspect.signature(f).parameters] for name, f in each if name[0] != "_"}
@@ -81,7 +81,7 @@ def test_the_fake_host_is_called_as_the_real_one() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 2, 4, None])
-def test_layers_after_the_gate_has_ended_all_chains_are_skipped(length: int | None) -> None:
+def test_drafter_skips_layers_after_the_gate_ended_all_chains(length: int | None) -> None:
     drafter = chains(FakeHost(), Fixed(length))
     step(drafter)  # at its end it scores the first layer of the next
     kept = STEPS if length is None else length
@@ -90,7 +90,7 @@ def test_layers_after_the_gate_has_ended_all_chains_are_skipped(length: int | No
 
 
 @pytest.mark.parametrize("why", ["captured", "with other ranks"])
-def test_no_layer_is_skipped_where_a_graph_or_other_ranks_forward_it(why: str) -> None:
+def test_drafter_skips_no_layer_in_graphs_or_with_other_ranks(why: str) -> None:
     drafter = chains(FakeHost(), Fixed(1))
     if why == "captured":
         drafter.host.capturing = True
@@ -101,7 +101,7 @@ def test_no_layer_is_skipped_where_a_graph_or_other_ranks_forward_it(why: str) -
     assert drafter.host.layers_run == [STEPS - 1]
 
 
-def test_the_chain_of_a_request_that_opted_out_is_verified_to_its_end() -> None:
+def test_drafter_opt_out_verifies_the_full_chain() -> None:
     drafter = chains(FakeHost(), Fixed(1))
     drafter.requests.admit(batch_of(0, 1, 5))
     assert step(drafter, 0, 1, 5).num_rows.tolist() == [2, 2, STEPS + 1]
@@ -109,7 +109,7 @@ def test_the_chain_of_a_request_that_opted_out_is_verified_to_its_end() -> None:
 
 
 @pytest.mark.parametrize(("kept", "run"), [(True, 2), (False, 0)])
-def test_layers_after_no_tree_grows_are_skipped(kept: bool, run: int) -> None:
+def test_drafter_skips_layers_after_no_tree_grows(kept: bool, run: int) -> None:
     host, shape = FakeHost(topk=3, num_steps=3), TreeShape(3, 3, 9)
     policy = GatedTree(DyJoint(0.0 if kept else 1.1))
     gate = TreeGate(policy, shape, num_slots=8, device="cpu")
@@ -122,13 +122,13 @@ def test_layers_after_no_tree_grows_are_skipped(kept: bool, run: int) -> None:
 # -- a planner decides --------------------------------------------------------------------
 
 
-def test_a_uniform_step_asks_no_gate(planned: Any, planner: Planned) -> None:
+def test_drafter_uniform_step_asks_no_gate(planned: Any, planner: Planned) -> None:
     planned.gate.observe = planned.gate.begin = None  # must not be called
     planner.says(StepKind.UNIFORM, 3)
     assert step(planned).num_rows.tolist() == [4] * BATCH
 
 
-def test_lengths_of_a_step_outlive_the_next_step(planned: Any, planner: Planned) -> None:
+def test_drafter_lengths_outlive_the_next_step(planned: Any, planner: Planned) -> None:
     """The scheduler may still be reading them."""
     found = []
     for layers in (4, 2):
@@ -138,7 +138,7 @@ def test_lengths_of_a_step_outlive_the_next_step(planned: Any, planner: Planned)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_first_tokens_after_uniform_steps_are_scored_once_a_step_reads_them(
+def test_drafter_scores_first_tokens_after_uniform_steps_late(
     planned: Any, planner: Planned, graphs: bool
 ) -> None:
     """Those after the last one. A graph scores every step, so that its first tokens always are."""
@@ -155,7 +155,7 @@ def test_first_tokens_after_uniform_steps_are_scored_once_a_step_reads_them(
 # -- requests -----------------------------------------------------------------------------
 
 
-def test_of_requests_that_arrive_from_another_server_only_what_they_asked_for_is_known(
+def test_drafter_requests_from_another_server_are_unmeasured(
     planned: Any,
 ) -> None:
     """A measurement that waited is of the request that had the slot before."""
@@ -169,7 +169,7 @@ def test_of_requests_that_arrive_from_another_server_only_what_they_asked_for_is
         assert (made.unmeasured, made.full) == (unmeasured, [2])
 
 
-def test_first_layers_that_another_policy_scored_are_forgotten_and_teach_nothing(
+def test_drafter_switch_forgets_scores_of_another_policy(
     planner: Planned,
 ) -> None:
     """A confidence of ``fixed`` is a depth, and one of ``entropy`` an entropy."""
@@ -191,7 +191,7 @@ def test_first_layers_that_another_policy_scored_are_forgotten_and_teach_nothing
 # -- ranks that forward together ----------------------------------------------------------
 
 
-def test_ranks_agree_on_layers_before_they_draft(planned: Any, planner: Planned) -> None:
+def test_drafter_ranks_agree_on_layers(planned: Any, planner: Planned) -> None:
     """Each says whether a request wants them all, its requests, and its layers."""
     told, host = [], planned.host
     host.peers = double(Peers)

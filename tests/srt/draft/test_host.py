@@ -125,11 +125,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_the_worker_stood_in_for_has_nothing_that_sglangs_has_not() -> None:
+def test_stock_worker_double_has_no_attribute_of_its_own() -> None:
     assert invented(StockWorker(), "EagleDraftWorker") == {"forward", "layers_run", "extended"}
 
 
-def test_graphs_are_captured_for_every_number_of_layers_that_a_planner_may_choose(
+def test_host_captures_cuda_graphs_for_every_number_of_layers(
     make: Any,
 ) -> None:
     """Each with an attention of its own; SGLang's stays. None for a gate, which drafts all."""
@@ -148,7 +148,7 @@ def test_graphs_are_captured_for_every_number_of_layers_that_a_planner_may_choos
 @pytest.mark.parametrize("layers", [1, 2, 4, 6])
 @pytest.mark.parametrize("kind", [StepKind.PLANNED, StepKind.EXPLORE, StepKind.UNIFORM])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_shorter_step_still_builds_full_chains_as_the_fake_host_does(
+def test_host_shorter_step_builds_full_chains(
     make: Any, layers: int, kind: StepKind, graphs: bool
 ) -> None:
     planner, fake = Planned(), FakeHost()
@@ -166,7 +166,7 @@ def test_a_shorter_step_still_builds_full_chains_as_the_fake_host_does(
     assert faked.draft_token.shape == verify_input.draft_token.shape
 
 
-def test_a_recorded_step_drafts_all_layers_eagerly(make: Any) -> None:
+def test_host_recorded_step_drafts_all_layers_eagerly(make: Any) -> None:
     planner = Planned()
     planner.says(StepKind.PLANNED, 2)
     worker = make(planner, graphs=True)
@@ -179,9 +179,7 @@ def test_a_recorded_step_drafts_all_layers_eagerly(make: Any) -> None:
 
 
 @pytest.mark.parametrize("lens", [[1, 1, 1], [2, 1, 4]])
-def test_on_a_cpu_draft_extend_covers_as_many_rows_as_the_longest_request_has(
-    make: Any, lens: list[int]
-) -> None:
+def test_host_draft_extend_on_a_cpu_covers_the_longest_request(make: Any, lens: list[int]) -> None:
     """SGLang's worker covers N of each request."""
     worker, running = make(None, graphs=False), batch_of(*range(BATCH))
     rows = running.out_cache_loc = torch.arange(BATCH * (STEPS + 1))

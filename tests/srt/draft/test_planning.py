@@ -101,7 +101,7 @@ def finish(planning: Planning, step: Step, rows: list[int], accepted: list[int])
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, SLOTS), st.integers(1, LAYERS), st.booleans())
-def test_the_best_drafts_get_the_rows_and_full_drafts_are_full(
+def test_planning_gives_rows_to_the_best_drafts(
     seed: int, batch: int, layers: int, explores: bool
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -130,7 +130,7 @@ def test_the_best_drafts_get_the_rows_and_full_drafts_are_full(
         assert survival[taken].min() >= survival[~taken].max() - 1e-6
 
 
-def test_requests_that_opt_out_have_all_layers_drafted_and_no_uniform_step() -> None:
+def test_planning_opt_out_drafts_all_layers_and_no_uniform_step() -> None:
     planner = Scripted()
     planning_of(planner).begin(2, full=[1])
     (view,) = planner.views
@@ -138,7 +138,7 @@ def test_requests_that_opt_out_have_all_layers_drafted_and_no_uniform_step() -> 
     assert not view.allows_uniform
 
 
-def test_ranks_that_see_other_survivals_cut_by_the_first_ones() -> None:
+def test_planning_ranks_select_by_the_survivals_of_rank_0() -> None:
     planning = planning_of(Scripted(layers=2, rows=4))
     step = planning.begin(2)
     score(planning, [[0.9, 0.8], [0.1, 0.1]])
@@ -150,7 +150,7 @@ def test_ranks_that_see_other_survivals_cut_by_the_first_ones() -> None:
 @pytest.mark.parametrize(
     "kind", [PLANNED, UNIFORM, StepKind.EXPLORE, StepKind.UNMEASURED], ids=lambda kind: kind.value
 )
-def test_ranks_follow_the_first_in_all_that_decides_what_is_forwarded(kind: StepKind) -> None:
+def test_planning_ranks_take_the_plan_of_rank_0(kind: StepKind) -> None:
     said: list[list[int]] = []
     first, other = Scripted(3, 8, 1, kind), Scripted(1, 2)
     plannings = [
@@ -162,14 +162,14 @@ def test_ranks_follow_the_first_in_all_that_decides_what_is_forwarded(kind: Step
 
 
 @pytest.mark.parametrize(("kind", "rows"), [(PLANNED, 6), (UNIFORM, 4)])
-def test_ranks_that_forward_together_draft_as_many_layers(kind: StepKind, rows: int) -> None:
+def test_planning_ranks_agree_on_layers(kind: StepKind, rows: int) -> None:
     planner = Scripted(3, 8, None, kind)
     planner.next = replace(planner.next, row_budget=8 if kind is UNIFORM else 6)
     step = planning_of(planner).begin(2, agreed_layers=lambda mine: mine - 2)
     assert (step.plan.num_layers, step.plan.row_budget) == (1, min(rows, 4))
 
 
-def test_of_a_uniform_step_only_its_time_is_learnt() -> None:
+def test_planning_uniform_step_teaches_its_time_only() -> None:
     """Its drafts were not scored."""
     planner = Scripted(layers=2, rows=6, kind=UNIFORM)
     planning = planning_of(planner)
@@ -181,7 +181,7 @@ def test_of_a_uniform_step_only_its_time_is_learnt() -> None:
     assert len(planner.times) == 2
 
 
-def test_a_step_is_timed_from_its_start_to_the_next_one() -> None:
+def test_planning_times_a_step_to_the_start_of_the_next() -> None:
     planner = Scripted()
     planning = planning_of(planner)
     for _ in range(2):
@@ -201,7 +201,7 @@ def test_a_step_is_timed_from_its_start_to_the_next_one() -> None:
     assert times.step_ms >= times.draft_ms + times.verify_ms + 2.0
 
 
-def test_a_step_after_which_the_target_prefilled_is_not_timed() -> None:
+def test_planning_step_before_a_prefill_is_not_timed() -> None:
     planner, forwards = Scripted(), [7]
     planning = planning_of(planner, forwards=lambda: forwards[0])
     finish(planning, planning.begin(1), [2], [1])
@@ -212,7 +212,7 @@ def test_a_step_after_which_the_target_prefilled_is_not_timed() -> None:
     assert len(planner.outcomes) == 2, "what became of its drafts is known all the same"
 
 
-def test_a_step_after_which_the_server_was_idle_is_not_timed() -> None:
+def test_planning_step_before_an_idle_server_is_not_timed() -> None:
     """Requests have come since, whose prefill ran on another server."""
     planner = Scripted()
     planning = planning_of(planner)
@@ -221,25 +221,7 @@ def test_a_step_after_which_the_server_was_idle_is_not_timed() -> None:
     assert [record.times is None for record in planner.records] == [False, True]
 
 
-def test_a_step_that_was_not_finished_leaves_nothing() -> None:
-    planner = Scripted()
-    planning = planning_of(planner)
-    planning.begin(2)
-    planning.begin(2)
-    planning.begin(2)
-    assert planner.records == []
-
-
-def test_costs_are_of_the_contexts_that_the_step_has() -> None:
-    planner = Scripted()
-    planning = planning_of(planner)
-    finish(planning, planning.begin(2, context=700), [2, 2], [1, 1])
-    planning.begin(2, context=702)
-    assert planner.views[-1].context == 702
-    assert [record.context for record in planner.records] == [700]
-
-
-def test_outcomes_are_learnt_when_the_next_step_begins() -> None:
+def test_planning_learns_outcomes_when_the_next_step_begins() -> None:
     planner = Scripted(layers=3)
     planning = planning_of(planner)
     step = planning.begin(2)
@@ -254,7 +236,7 @@ def test_outcomes_are_learnt_when_the_next_step_begins() -> None:
     assert correct.tolist() == [1, 1]
 
 
-def test_only_tiers_that_hold_the_batch_are_to_choose_from() -> None:
+def test_planning_row_counts_are_the_tiers_that_hold_the_batch() -> None:
     planner = Scripted()
     planning_of(planner, Tiers(4, LAYERS + 1)).begin(3)
     planning_of(planner, Tiers(2, LAYERS + 1)).begin(11)
@@ -263,15 +245,8 @@ def test_only_tiers_that_hold_the_batch_are_to_choose_from() -> None:
     assert large == geometric_sizes(11, 55), "none does: it runs without a graph"
 
 
-def test_row_counts_are_those_that_the_admitted_requests_can_have() -> None:
-    """Graphs may be captured for more requests than are admitted."""
-    planning = planning_of(Scripted(), Tiers(8, LAYERS + 1))
-    assert planning.row_counts(3) == [1, 2, 4, 8]
-    assert list(planning_of(Scripted()).row_counts(2)) == list(range(1, 11))
-
-
 @pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 6), (64, 384), (7, 1000)])
-def test_a_few_numbers_span_a_range(least: int, most: int) -> None:
+def test_geometric_sizes_span_a_range(least: int, most: int) -> None:
     found = geometric_sizes(least, most)
     assert found[0] == least
     assert found[-1] == most
@@ -283,7 +258,7 @@ def test_a_few_numbers_span_a_range(least: int, most: int) -> None:
     assert all(gap <= max(1, a / 8) for gap, a in zip(gaps, found, strict=False)), "none too far"
 
 
-def test_a_step_of_dummy_requests_teaches_what_it_took_and_nothing_else() -> None:
+def test_planning_warm_up_step_teaches_costs_only() -> None:
     planner = Scripted()
     planning = planning_of(planner)
     for learn in (False, True):
@@ -306,7 +281,7 @@ def test_a_step_of_dummy_requests_teaches_what_it_took_and_nothing_else() -> Non
     assert [record.plan.kind for record in planner.records] == [StepKind.WARMUP]
 
 
-def test_nothing_is_learnt_of_requests_whose_first_layer_was_not_scored() -> None:
+def test_planning_unmeasured_requests_teach_nothing() -> None:
     planner = Scripted(layers=2)
     planning = planning_of(planner)
     for unmeasured in ([1], []):
@@ -319,7 +294,7 @@ def test_nothing_is_learnt_of_requests_whose_first_layer_was_not_scored() -> Non
     assert found == [([2], [1]), ([2, 1], [1, 1])]
 
 
-def test_planning_of_a_gate_plans_full_drafts_and_measures_rows() -> None:
+def test_planning_of_a_gate_plans_full_drafts() -> None:
     planner = FixedPlanner(LAYERS, 1, LAYERS + 1)
     planning = Planning(
         planner, None, tiers=lambda: None, width=LAYERS + 1, device="cpu",
@@ -359,7 +334,7 @@ FULL = 2 * (1 + LAYERS), StepKind.FALLBACK
 
 
 @pytest.mark.parametrize("method", ["plan", "learn"])
-def test_planning_when_the_planner_raises_verifies_full_drafts_and_goes_on(method: str) -> None:
+def test_planning_fallback_when_the_planner_raises_verifies_full_drafts(method: str) -> None:
     planner, failures = Scripted(layers=2, rows=3), list[Exception]()
     planning = fallible(planner, failures)
     assert [serve(planning), serve(planning)] == [(3, PLANNED)] * 2
@@ -400,7 +375,7 @@ RIGHT = StepPlan(PLANNED, 2, 1, 3)
     ],
     ids=str,
 )
-def test_planning_when_the_planner_plans_no_step_verifies_full_drafts(plan: Any) -> None:
+def test_planning_fallback_when_the_plan_is_invalid_verifies_full_drafts(plan: Any) -> None:
     failures = list[Exception]()
     planner = Scripted()
     planner.next = plan
@@ -409,7 +384,7 @@ def test_planning_when_the_planner_plans_no_step_verifies_full_drafts(plan: Any)
 
 
 @pytest.mark.parametrize("raising", [0, 1])
-def test_ranks_verify_full_drafts_together_when_the_first_ones_planner_raises(raising: int) -> None:
+def test_planning_fallback_of_rank_0_is_that_of_all_ranks(raising: int) -> None:
     """And as planned where another one's does."""
     said: list[list[int]] = []
     planners = [Scripted(layers=2, rows=3) for _ in range(2)]
@@ -422,7 +397,7 @@ def test_ranks_verify_full_drafts_together_when_the_first_ones_planner_raises(ra
     assert found == [FULL if raising == 0 else (3, PLANNED)] * 2
 
 
-def test_a_report_that_fails_is_none_and_ends_nothing() -> None:
+def test_planning_report_that_raises_is_none() -> None:
     planner, failures = Scripted(), list[Exception]()
     planning = fallible(planner, failures)
     assert planning.report(4) is not None
@@ -436,7 +411,7 @@ STRANGE = [np.nan, np.inf, -np.inf, -1.0, 2.0]
 
 @pytest.mark.parametrize("kind", [Survival, OneSlope])
 @pytest.mark.parametrize("strange", [*STRANGE, 1.0 + 1e-6])
-def test_confidences_that_are_no_probabilities_are_planned_and_teach_nothing(
+def test_planning_confidences_that_are_no_probabilities_teach_nothing(
     kind: type, strange: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of any planner: they may be another policy's, or a draft's whose logits are not finite."""
@@ -466,7 +441,7 @@ def test_confidences_that_are_no_probabilities_are_planned_and_teach_nothing(
 # -- constrained requests -------------------------------------------------------------------
 
 
-def test_constrained_requests_teach_their_class_alone_and_allow_no_uniform_step() -> None:
+def test_planning_constrained_requests_teach_their_class_only() -> None:
     planner = Scripted(layers=2)
     planning = planning_of(planner)
     for constrained in ([1], [], [0, 1]):
@@ -483,7 +458,7 @@ def test_constrained_requests_teach_their_class_alone_and_allow_no_uniform_step(
     assert [view.allows_uniform for view in planner.views] == [False, True, False, True]
 
 
-def test_each_draft_gets_rows_by_what_became_of_its_class() -> None:
+def test_planning_selects_drafts_by_the_survival_of_their_class() -> None:
     """Of two requests with equal confidences, the one whose drafts are rejected gets no row, and
     takes none of the other's.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,7 +72,7 @@ def seeded(row_ms: float, tiers: Tiers | None = None) -> Worker:
     return worker
 
 
-def test_sizes_are_measured_three_times_behind_a_step_that_does_not_count() -> None:
+def test_seeding_measures_each_size_three_times() -> None:
     """First few that span all, then those between, some of which are as good as measured."""
     worker = seeded(0.01)
     span = [1, 2, 3, 8, 12, 24, 48, 80]
@@ -86,14 +85,14 @@ def test_sizes_are_measured_three_times_behind_a_step_that_does_not_count() -> N
     assert set(cost.layer.points) == {*range(1, 17)} - {14}
 
 
-def test_graphs_are_measured_at_their_own_sizes() -> None:
+def test_seeding_measures_cuda_graphs_at_their_tiers() -> None:
     tiers = Tiers(REQUESTS, LAYERS + 1)
     rows = {rows for _, rows in seeded(0.01, tiers).steps}
     assert rows <= set(tiers.rows)
     assert {1, tiers.rows[-1]} <= rows
 
 
-def test_larger_sizes_are_left_out_where_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeding_without_time_leaves_out_larger_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step, which compiles, is not counted."""
     monkeypatch.setattr(seeding, "SECONDS", 0.6)
     began = time.perf_counter()
@@ -104,7 +103,7 @@ def test_larger_sizes_are_left_out_where_there_is_no_time(monkeypatch: pytest.Mo
     assert not measured & {48, 80}
 
 
-def test_a_size_that_takes_too_long_is_left_out_for_small_ones(
+def test_seeding_leaves_out_sizes_that_take_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(seeding, "DEAREST", 0.5)
@@ -114,18 +113,8 @@ def test_a_size_that_takes_too_long_is_left_out_for_small_ones(
     assert {4, 5, 6, 7, 9} <= measured
 
 
-def test_a_size_that_takes_long_is_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once would be the first time, which is slow."""
-    monkeypatch.setattr(seeding, "ENOUGH_SECONDS", 0.4)
-    steps = Counter(rows for _, rows in seeded(10.0).steps)
-    assert steps[8] == steps[12] == 3
-    assert steps[24] == steps[48] == steps[80] == 2
-
-
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_a_file_brought_is_not_measured_again(
-    monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+def test_seeding_skips_costs_of_the_state_file(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """The first of tensor-parallel ranks has the file, and the others do as it does."""
     planner = Planner(LAYERS, Survival(LAYERS))
     if rank == 0:

@@ -41,7 +41,7 @@ def survival(planner: Planner) -> list[float]:
 COLD = survival(Planner(3, Survival(3)))
 
 
-def test_a_planner_goes_on_where_another_ended(tmp_path: Path) -> None:
+def test_state_file_restores_the_planner(tmp_path: Path) -> None:
     path, first, second = tmp_path / "state.json", taught(), Planner(3, Survival(3))
     StateFile(path, first, MODELS).save()
     StateFile(path, second, MODELS)
@@ -49,7 +49,7 @@ def test_a_planner_goes_on_where_another_ended(tmp_path: Path) -> None:
     assert survival(second) != pytest.approx(COLD)
 
 
-def test_who_does_not_write_goes_on_from_the_file_and_leaves_it(tmp_path: Path) -> None:
+def test_state_file_of_another_replica_is_read_only(tmp_path: Path) -> None:
     """Of two replicas that share a file."""
     path, first, second = tmp_path / "state.json", taught(), Planner(3, Survival(3))
     StateFile(path, first, MODELS).save()
@@ -87,7 +87,7 @@ BAD_COUNTS = {"survival": {"counts": [[[1, -1]]]}, "cost": {"verify": {}, "layer
         (" " * (files.LARGEST_JSON + 1), "at most"),
     ],
 )
-def test_what_cannot_be_used_is_told_in_one_line_and_the_start_is_cold(
+def test_state_file_that_is_invalid_starts_cold_in_one_line(
     text: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, planner = tmp_path / "state.json", Planner(3, Survival(3))
@@ -104,7 +104,7 @@ def test_what_cannot_be_used_is_told_in_one_line_and_the_start_is_cold(
     assert json.loads(path.read_text())["version"] == 2, "ours is in its place"
 
 
-def test_a_place_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_state_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="absent is no directory, for the file state"):
         StateFile(tmp_path / "absent" / "state", taught(), MODELS)
     (tmp_path / "state").mkdir()
@@ -112,7 +112,7 @@ def test_a_place_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) 
         StateFile(tmp_path / "state", taught(), MODELS)
 
 
-def test_serving_goes_on_where_writing_fails_and_the_log_says_so_once(
+def test_state_file_write_failure_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "later"
@@ -125,7 +125,7 @@ def test_serving_goes_on_where_writing_fails_and_the_log_says_so_once(
     assert len([line for line in caplog.messages if "cannot write" in line]) == 1
 
 
-def test_it_is_written_now_and_then_however_often_somebody_asks(tmp_path: Path) -> None:
+def test_state_file_is_written_at_most_once_in_an_interval(tmp_path: Path) -> None:
     path, planner = tmp_path / "state.json", Planner(3, Survival(3))
     kept = StateFile(path, planner, MODELS)
     before = path.read_text()

@@ -54,7 +54,7 @@ roomy_drafts = drafts().filter(roomy)
 
 
 @given(roomy_drafts, st.integers(1, 4), st.integers(0, 2**20), st.booleans())
-def test_the_best_nodes_of_a_batch_get_the_rows_and_who_wants_all_gets_all(
+def test_tree_planning_gives_rows_to_the_best_nodes(
     draft: Draft, layers: int, seed: int, explores: bool
 ) -> None:
     """Exactly as many as planned, no node without its parent, and none better was left out."""
@@ -99,7 +99,7 @@ def test_the_best_nodes_of_a_batch_get_the_rows_and_who_wants_all_gets_all(
 
 
 @given(roomy_drafts, st.integers(0, 2**20))
-def test_a_node_survived_if_it_lies_on_the_accepted_path(draft: Draft, seed: int) -> None:
+def test_tree_planning_learns_nodes_of_the_accepted_path(draft: Draft, seed: int) -> None:
     """Labels are those of the verified nodes, in the tree as it was drafted."""
     rng = random.Random(seed)
     run = grown(draft, PlannedTree(ByMark()))
@@ -150,11 +150,3 @@ def accepted(
         index[b, : len(path)] = packing.layout.row_starts[b] + torch.tensor(path)
     verify_input.paths = SimpleNamespace(accept_index=index)
     return verify_input, paths
-
-
-def test_first_layers_are_their_confidences_the_best_first() -> None:
-    planner = TreePlanner(3, 2, 6)
-    depth = np.array([[1, 1, 1, 2, 0], [1, 1, 1, 0, 0]])
-    least = np.array([[0.25, 0.75, 0.5, 0.9, 0.0], [0.5, 0.0, 0.25, 0.0, 0.0]])
-    first = planner._first_layers((depth, least, depth > 0, depth))
-    assert first.tolist() == [[0.75, 0.5, 0.25, 0.0, 0.0], [0.5, 0.25, 0.0, 0.0, 0.0]]

@@ -43,12 +43,14 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     ],
     ids=["as graphs hold", "as a chunk has rows", "trees, likewise", "unchunked"],
 )
-def test_as_many_run_as_memory_is_kept_for(capsys, flags: list[str], expected: int) -> None:
+def test_max_running_requests_default_is_what_memory_holds(
+    capsys, flags: list[str], expected: int
+) -> None:
     assert running(*flags, "--c2t") == expected
     assert f"up to {expected} requests run at once, in place of the 48 that SGLang" in said(capsys)
 
 
-def test_where_memory_is_kept_for_fewer_sglangs_number_stays(capsys) -> None:
+def test_max_running_requests_default_is_never_below_sglangs(capsys) -> None:
     assert running(*EAGLE3, "--c2t", LARGEST, "32") == 48
     assert "up to 48 requests run at once, as SGLang sets: memory is kept for 32" in said(capsys)
 
@@ -56,14 +58,16 @@ def test_where_memory_is_kept_for_fewer_sglangs_number_stays(capsys) -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"), [(["--c2t", "--max-running-requests", "7"], 7), ([], 48)]
 )
-def test_what_was_typed_stays_and_so_does_a_server_without_c2t(
+def test_max_running_requests_typed_or_without_c2t_stays(
     capsys, flags: list[str], expected: int
 ) -> None:
     assert running(*EAGLE3, *GRAPHS, *flags) == expected
     assert "requests run at once" not in capsys.readouterr().err
 
 
-def test_recurrent_states_are_not_multiplied(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_running_requests_with_recurrent_state_stays(
+    capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     def recurrent(model_config) -> bool:

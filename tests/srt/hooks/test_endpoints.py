@@ -63,7 +63,7 @@ REQUEST = UpdateWeightFromDiskReqInput(model_path="new", load_format="auto")
 
 
 @pytest.mark.parametrize("own_draft", [True, False])
-def test_a_draft_of_its_own_keeps_its_weights(
+def test_update_weights_leaves_a_separate_draft_alone(
     monkeypatch: pytest.MonkeyPatch, own_draft: bool
 ) -> None:
     """One whose layers are in the target's checkpoint is updated with it."""
@@ -79,7 +79,7 @@ def test_a_draft_of_its_own_keeps_its_weights(
     assert found.tp_worker.model_runner.weight_updater.model_config.model_path == "new"
 
 
-def test_weights_that_do_not_fit_are_rolled_back_to_those_that_were_there(
+def test_update_weights_that_fail_are_rolled_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = manager(monkeypatch)
@@ -99,7 +99,7 @@ def test_weights_that_do_not_fit_are_rolled_back_to_those_that_were_there(
     assert found.draft_worker == "draft"
 
 
-def test_a_checkpoint_that_is_not_there_leaves_the_path_of_the_one_that_is(
+def test_update_weights_of_an_absent_checkpoint_keeps_the_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = manager(monkeypatch)
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_is_not_there_leaves_the_path_of_the_one_that_is(
     [("Tensor", {"serialized_named_tensors": []}), ("IPC", {"zmq_handles": {}}),
      ("Distributed", {"names": [], "dtypes": [], "shapes": []})],
 )  # fmt: skip
-def test_weights_that_cannot_be_read_are_answered(name: str, fields: dict[str, Any]) -> None:
+def test_update_weights_that_cannot_be_read_are_answered(name: str, fields: dict[str, Any]) -> None:
     request = getattr(io_struct, f"UpdateWeightsFrom{name}ReqInput")(**fields)
 
     def original(_manager: Any, _recv_req: Any) -> None:
@@ -137,7 +137,7 @@ def test_weights_that_cannot_be_read_are_answered(name: str, fields: dict[str, A
     [{"log_requests_level": 9}, {"log_requests_level": -1}, {"log_requests_format": "x"},
      {"log_level": "x"}, {"dump_requests_threshold": 0}],
 )  # fmt: skip
-def test_settings_of_logging_that_would_fail_in_each_request_are_refused(
+def test_configure_logging_with_invalid_values_is_refused(
     odd: dict[str, Any],
 ) -> None:
     with pytest.raises(HTTPException) as refused:
@@ -151,13 +151,13 @@ def test_settings_of_logging_that_would_fail_in_each_request_are_refused(
     [{}, {"log_requests": True, "log_requests_level": 3, "log_requests_format": "json"},
      {"log_level": "debug"}, {"dump_requests_threshold": 5}],
 )  # fmt: skip
-def test_settings_of_logging_that_sglang_knows_are_passed_on(good: dict[str, Any]) -> None:
+def test_configure_logging_with_valid_values_is_passed_on(good: dict[str, Any]) -> None:
     passed = check_logging(lambda *args: args, "manager", ConfigureLoggingReq(**good))
     assert passed == ("manager", ConfigureLoggingReq(**good))
 
 
 @pytest.mark.parametrize("mode", [None, "stat"])
-def test_experts_are_recorded_where_a_scheduler_has_a_recorder(
+def test_expert_distribution_without_a_recorder_is_refused(
     monkeypatch: pytest.MonkeyPatch, mode: str | None
 ) -> None:
     arguments = SimpleNamespace(expert_distribution_recorder_mode=mode)
@@ -176,7 +176,7 @@ def test_experts_are_recorded_where_a_scheduler_has_a_recorder(
 
 
 @pytest.mark.parametrize("key", [None, "sesame"])
-def test_what_waits_for_another_machine_is_asked_for_with_an_admin_key(key: str | None) -> None:
+def test_endpoints_that_wait_need_an_admin_key(key: str | None) -> None:
     """By a request; ``Engine`` asks for itself."""
     found = SimpleNamespace(server_args=SimpleNamespace(admin_api_key=key))
 
@@ -193,7 +193,7 @@ def test_what_waits_for_another_machine_is_asked_for_with_an_admin_key(key: str 
     assert refused.value.status_code == 400
 
 
-def test_a_stock_server_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoints_without_c2t_are_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "active", lambda: None)
     odd = ConfigureLoggingReq(log_requests_level=9)
     assert check_logging(lambda *args: args, "manager", odd) == ("manager", odd)

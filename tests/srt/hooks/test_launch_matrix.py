@@ -98,7 +98,7 @@ def test_launch_with_flags_left_out_is_served_or_names_the_missing_ones(
     assert worker_of(served).__name__ == name
 
 
-def test_server_arguments_are_read_resolved_everywhere() -> None:
+def test_server_arguments_are_read_resolved() -> None:
     """What SGLang chose for a flag that was left out does not stand on ``ServerArgs`` itself."""
     raw = [
         f"{path.name}:{node.lineno} {ast.unparse(node)}"

@@ -81,7 +81,7 @@ def flags_of(given: list[str] | dict[str, Any], folder: Path) -> list[str]:
     return ["--c2t-config", str(path)]
 
 
-def test_a_served_combination_publishes_the_resolved_configuration(tmp_path: Path) -> None:
+def test_launch_publishes_the_resolved_configuration(tmp_path: Path) -> None:
     launch(*EAGLE3, "--c2t", "--c2t-policy", "fixed", "--c2t-verify", "static")
     assert config.active() == config.C2TConfig(policy="fixed", verify="static")
     recording = {"record": str(tmp_path), "record_share": 0.5}
@@ -89,21 +89,22 @@ def test_a_served_combination_publishes_the_resolved_configuration(tmp_path: Pat
     assert config.active() == config.C2TConfig.from_mapping(recording)
 
 
-def test_nextn_is_served_as_the_eagle_it_stands_for() -> None:
-    launch(*speculative_flags("EAGLE")[2:], "--speculative-algorithm", "NEXTN", "--c2t")
-    assert config.active() == config.C2TConfig()
-
-
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 @pytest.mark.parametrize("draft", [EAGLE3, TREES], ids=["chains", "trees"])
-def test_prefill_and_decode_apart_are_served(mode: str, draft: list[str]) -> None:
+def test_launch_of_prefill_and_decode_servers_is_served(mode: str, draft: list[str]) -> None:
     launch(*draft, "--c2t", *DECODE[:1], mode, *DECODE[2:])
     assert config.active() == config.C2TConfig()
 
 
-def test_without_the_flag_nothing_is_published() -> None:
+def test_launch_without_c2t_publishes_nothing_and_refuses_our_settings(capsys) -> None:
     launch(*EAGLE3)
     assert config.active() is None
+    assert "--c2t-beta given without --c2t" in refusal(capsys, *EAGLE3, "--c2t-beta", "0.5")
+    with pytest.raises(SystemExit):
+        launch(*EAGLE3, "--speculative-nun-steps", "5")
+    err = capsys.readouterr().err
+    assert err.startswith("usage: ")
+    assert "did you mean" not in err, "typos in SGLang's flags are left to SGLang"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,9 @@ def test_without_the_flag_nothing_is_published() -> None:
           for name in ("eagle2", "c2t-eagle2", "eval.baselines:Fork")),
     ],
 )  # fmt: skip
-def test_a_wrong_setting_is_refused(capsys, tmp_path: Path, given: Any, said: str) -> None:
+def test_launch_with_a_wrong_setting_is_refused(
+    capsys, tmp_path: Path, given: Any, said: str
+) -> None:
     """Settings that only trees know among them."""
     assert said in refusal(capsys, *EAGLE3, "--c2t", *flags_of(given, tmp_path))
 
@@ -142,7 +145,9 @@ def test_a_wrong_setting_is_refused(capsys, tmp_path: Path, given: Any, said: st
         (["--c2t-beta"], "argument --c2t-beta: expected one argument"),
     ],
 )
-def test_a_typo_in_our_flags_is_one_line(capsys, flags: list[str], said: str) -> None:
+def test_launch_with_a_typo_in_our_flags_is_refused_in_one_line(
+    capsys, flags: list[str], said: str
+) -> None:
     """Without SGLang's usage, hundreds of lines before the error."""
     with pytest.raises(SystemExit) as exit_:
         launch(*EAGLE3, "--c2t", *flags)
@@ -150,25 +155,6 @@ def test_a_typo_in_our_flags_is_one_line(capsys, flags: list[str], said: str) ->
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert err.rstrip().endswith(said)
-
-
-def test_a_typo_in_sglangs_flags_is_left_to_sglang(capsys) -> None:
-    with pytest.raises(SystemExit):
-        launch(*EAGLE3, "--speculative-nun-steps", "5")
-    err = capsys.readouterr().err
-    assert err.startswith("usage: ")
-    assert "did you mean" not in err
-
-
-def test_a_broken_classifier_file_is_refused(capsys, tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text("{}")
-    path = tmp_path / "mine.safetensors"
-    assert "train it again" in refusal(capsys, *EAGLE3, "--c2t", "--c2t-classifier", str(path))
-
-
-def test_settings_without_the_switch_are_refused(capsys) -> None:
-    said = refusal(capsys, *EAGLE3, "--c2t-beta", "0.5")
-    assert "--c2t-beta given without --c2t" in said
 
 
 @pytest.mark.parametrize(
@@ -211,12 +197,14 @@ def test_settings_without_the_switch_are_refused(capsys) -> None:
         ),
     ],
 )
-def test_an_unsupported_combination_is_refused_by_name(capsys, flags: list[str], said: str) -> None:
+def test_launch_with_an_unsupported_combination_is_refused(
+    capsys, flags: list[str], said: str
+) -> None:
     assert said in refusal(capsys, *flags, "--c2t")
 
 
 @newest
-def test_recording_every_root_beside_mixed_chunks_is_refused(capsys, tmp_path: Path) -> None:
+def test_launch_recording_every_root_with_mixed_chunks_is_refused(capsys, tmp_path: Path) -> None:
     """Older releases switch mixed chunks off beside drafts."""
     every = ["--c2t-record", str(tmp_path), "--c2t-record-roots", "every"]
     said = refusal(capsys, *EAGLE3, "--c2t", *every, "--enable-mixed-chunk")
@@ -229,7 +217,7 @@ ADAPTED = (["--lora-paths", "adapter=/absent"], ["--enable-lora", "--max-lora-ra
 
 @pytest.mark.parametrize("flags", ADAPTED)
 @pytest.mark.parametrize("draft", [EAGLE3, TREES], ids=["chains", "trees"])
-def test_adapters_are_served_where_sglang_can_be_told_of_packed_rows(
+def test_launch_with_lora_is_served_where_sglang_has_its_seams(
     capsys, monkeypatch: pytest.MonkeyPatch, draft: list[str], flags: list[str]
 ) -> None:
     if compat.verifies_adapters():
@@ -241,7 +229,7 @@ def test_adapters_are_served_where_sglang_can_be_told_of_packed_rows(
     assert "does not serve LoRA, --enable-lora or --lora-paths, in an SGLang that" in said
 
 
-def test_every_refusal_names_a_flag_says_why_and_what_to_do() -> None:
+def test_refusals_name_a_flag_the_reason_and_what_to_do() -> None:
     """A flag that SGLang or we have, or a variable; a reason; and an order that can be followed."""
     from sglang.srt.server_args import ServerArgs
 
@@ -283,7 +271,7 @@ def test_every_refusal_names_a_flag_says_why_and_what_to_do() -> None:
         {"policy": "tests.e2e.server_policies:SwitchableTree", "policy_options": {}},
     ],
 )
-def test_trees_are_served(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_launch_of_trees_is_served(tmp_path: Path, settings: dict[str, Any]) -> None:
     if settings.get("policy_options") == {}:  # it reads a file, also when it is tried
         control = tmp_path / "control"
         control.write_text("full")
@@ -316,24 +304,13 @@ def test_trees_are_served(tmp_path: Path, settings: dict[str, Any]) -> None:
         ({"loopback_control": "no"}, "loopback_control must be true or false, got 'no'"),
     ],
 )
-def test_trees_that_are_not_served_are_refused_by_name(
+def test_launch_of_unsupported_trees_is_refused(
     capsys, tmp_path: Path, given: Any, said: str
 ) -> None:
     assert said in refusal(capsys, *TREES, "--c2t", *flags_of(given, tmp_path))
 
 
-@pytest.mark.parametrize("shape", [EAGLE3, TREES], ids=["chains", "trees"])
-def test_watermarks_are_refused_for_chains_and_trees(capsys, shape) -> None:
-    pytest.importorskip(
-        "sglang.srt.sampling.watermarking", reason="this SGLang knows no watermarks"
-    )
-    said = refusal(capsys, *shape, "--c2t", "--watermark-config", "{}")
-    assert "does not serve --watermark-config: packed rows are sampled without it" in said
-
-
-def test_http_workers_import_an_app_that_loads_the_plugin_or_are_refused(
-    capsys, monkeypatch
-) -> None:
+def test_launch_of_http_workers_loads_the_plugin_or_is_refused(capsys, monkeypatch) -> None:
     monkeypatch.setenv(environment.HTTP_APP, environment.OUR_HTTP_APP)
     monkeypatch.delenv(environment.HTTP_APP)
     several = [*EAGLE3, "--c2t", "--tokenizer-worker-num", "2"]
@@ -349,29 +326,31 @@ def test_http_workers_import_an_app_that_loads_the_plugin_or_are_refused(
     assert "whose HTTP workers cannot load plugins" in refusal(capsys, *several)
 
 
+@pytest.mark.parametrize("draft", [EAGLE3, TREES], ids=["chains", "trees"])
+def test_launch_that_bypasses_request_checks_or_our_sampler_is_refused(
+    capsys, draft: list[str]
+) -> None:
+    for flag in ("--smg-grpc-mode", "--grpc-mode"):
+        assert "drop --smg-grpc-mode and --grpc-mode" in refusal(capsys, *draft, flag, "--c2t")
+    assert "drop --use-ray" in refusal(capsys, *draft, "--use-ray", "--c2t")
+    if compat.module_exists("sglang.srt.sampling.watermarking"):
+        said = refusal(capsys, *draft, "--c2t", "--watermark-config", "{}")
+        assert "does not serve --watermark-config: packed rows are sampled without it" in said
+
+
 @pytest.mark.parametrize(
-    ("flag", "instead"),
-    [("--smg-grpc-mode", "drop --smg-grpc-mode and --grpc-mode"),
-     ("--grpc-mode", "drop --smg-grpc-mode and --grpc-mode"), ("--use-ray", "drop --use-ray")],
-)  # fmt: skip
-def test_a_way_past_the_checks_of_requests_is_refused(capsys, flag: str, instead: str) -> None:
-    assert instead in refusal(capsys, *EAGLE3, flag, "--c2t")
-
-
-def test_a_rust_server_is_refused(capsys, monkeypatch) -> None:
-    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
-    assert "unset SGLANG_RUST_SERVER" in refusal(capsys, *EAGLE3, "--c2t")
-
-
-def test_verification_planned_before_the_draft_is_known_is_refused(capsys, monkeypatch) -> None:
-    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
-    assert "unset SGLANG_ENABLE_OVERLAP_PLAN_STREAM" in refusal(capsys, *TREES, "--c2t")
+    ("name", "draft"),
+    [("SGLANG_RUST_SERVER", EAGLE3), ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", TREES)],
+)
+def test_launch_with_an_unsupported_variable_is_refused(
+    capsys, monkeypatch, name: str, draft: list[str]
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert f"unset {name}" in refusal(capsys, *draft, "--c2t")
 
 
 @newest
-def test_ranks_that_forward_together_are_served_and_do_not_verify_while_others_prefill(
-    capsys, monkeypatch
-) -> None:
+def test_launch_with_dp_attention_is_served(capsys, monkeypatch) -> None:
     launch(*EAGLE3, *TOGETHER, "--c2t")
     name = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
     monkeypatch.setenv(name, "1")
@@ -379,7 +358,7 @@ def test_ranks_that_forward_together_are_served_and_do_not_verify_while_others_p
 
 
 @pytest.mark.skipif(versions.installed() == TESTED[-1], reason="it is served beside this one")
-def test_ranks_that_forward_together_are_refused_beside_an_older_sglang(capsys) -> None:
+def test_launch_with_dp_attention_on_an_older_sglang_is_refused(capsys) -> None:
     assert "choose the newest SGLang" in refusal(capsys, *EAGLE3, *TOGETHER, "--c2t")
 
 
@@ -393,9 +372,7 @@ def test_ranks_that_forward_together_are_refused_beside_an_older_sglang(capsys) 
         ),
     ],
 )
-def test_what_sglang_refuses_here_would_be_refused_by_us_elsewhere(
-    changed: dict[str, Any], said: str
-) -> None:
+def test_refusals_hold_where_sglang_would_not_refuse(changed: dict[str, Any], said: str) -> None:
     """SGLang serves pages of 16 with trees on GPU backends, and may come to serve the other. We
     serve them where it is FlashInfer.
     """
@@ -429,7 +406,7 @@ def on_a_gpu(*flags: str, settings: config.C2TConfig | None = None, **changed: o
     return resolution.refusals(Changed(resolved, device="cuda", **changed))
 
 
-def test_cuda_graphs_are_served_with_padding_only() -> None:
+def test_refusals_of_cuda_graphs_without_padding() -> None:
     assert on_a_gpu() == []
     (said,) = on_a_gpu(disable_cuda_graph_padding=True)
     assert "drop --disable-cuda-graph-padding" in said
@@ -442,15 +419,8 @@ def without_draft_path(algorithm: str) -> list[str]:
     return ["--speculative-algorithm", algorithm, *flags[:at], *flags[at + 2 :]]
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
-def test_a_draft_model_that_is_not_named_is_refused(capsys, algorithm: str) -> None:
-    """SGLang would load the whole target a second time as its own draft."""
-    said = refusal(capsys, *without_draft_path(algorithm), "--c2t")
-    assert "add --speculative-draft-model-path" in said
-
-
 @pytest.mark.parametrize(("algorithm", "served"), [("NEXTN", True), ("EAGLE3", False)])
-def test_draft_layers_in_the_targets_checkpoint_need_no_path(
+def test_launch_of_mtp_layers_needs_no_draft_path(
     capsys, tmp_path: Path, algorithm: str, served: bool
 ) -> None:
     """MTP layers, here MiMo's, which SGLang finds when it builds the draft's configuration."""
@@ -464,7 +434,7 @@ def test_draft_layers_in_the_targets_checkpoint_need_no_path(
         assert "add --speculative-draft-model-path" in refusal(capsys, *flags)
 
 
-def test_engine_users_get_an_exception_instead_of_an_exit(monkeypatch) -> None:
+def test_engine_refusal_is_an_exception(monkeypatch) -> None:
     """Switched on by the environment, a refusal must not end the caller's process."""
     from sglang_c2t.srt.hooks import args
 

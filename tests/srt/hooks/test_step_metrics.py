@@ -37,7 +37,7 @@ FIXED = plan(StepKind.FIXED)
         (5, 6, 13, "policy"),
     ],
 )
-def test_a_draft_ends_for_one_reason(
+def test_step_metrics_reason_of_a_draft_end(
     rows: int, drafted: int, max_rows: int | None, reason: str
 ) -> None:
     """Of a batch that has 12 rows to verify."""
@@ -48,7 +48,7 @@ def test_a_draft_ends_for_one_reason(
 
 
 @given(st.integers(0, 300))
-def test_each_short_length_has_a_bucket_and_every_length_has_one(most: int) -> None:
+def test_step_metrics_buckets_hold_every_length(most: int) -> None:
     buckets = _buckets(most)
     assert buckets == sorted(set(buckets))
     assert buckets[: min(most, 16) + 1] == list(range(min(most, 16) + 1))
@@ -81,7 +81,7 @@ def sample(name: str, **labels: str) -> float | None:
     return prometheus_client.REGISTRY.get_sample_value(name, labels)
 
 
-def test_what_is_counted_is_what_sglang_counts_for_its_requests(
+def test_step_metrics_count_what_sglang_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A request that ended meanwhile was verified, yet is not in anybody's books."""
@@ -151,7 +151,7 @@ def test_what_is_counted_is_what_sglang_counts_for_its_requests(
 @pytest.mark.parametrize(
     ("c2t", "cap", "rate"), [(True, 4.0, 0.5), (True, 1.0, 0.3), (False, 4.0, 0.3)]
 )
-def test_the_gauge_divides_by_real_drafts(
+def test_step_metrics_accept_rate_divides_by_real_drafts(
     c2t: bool, cap: float, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_metrics, "active", lambda: object() if c2t else None)

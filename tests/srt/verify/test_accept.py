@@ -17,7 +17,7 @@ WIDTH, VOCAB = 4, 9
 
 
 @pytest.mark.parametrize("full_width", [False, True])
-def test_accept_never_goes_behind_the_cut_of_a_chain(full_width: bool) -> None:
+def test_accept_ends_at_the_cut_of_a_chain(full_width: bool) -> None:
     """The target agrees with every draft; what is counted as verified bounds what is accepted."""
     lens = torch.tensor([2, 1, 4], dtype=torch.int32)
     drafts = torch.arange(3 * WIDTH) % VOCAB

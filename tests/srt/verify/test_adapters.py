@@ -48,7 +48,7 @@ def verification(
     )  # fmt: skip
 
 
-def test_a_row_has_the_adapter_of_its_request_and_padding_that_of_the_last_row() -> None:
+def test_lora_row_has_the_adapter_of_its_request() -> None:
     for of, rows, tokens, expected in (
         ([LEFT, None, RIGHT], [1, 3, 2], 6, [LEFT, None, None, None, RIGHT, RIGHT]),
         ([LEFT, None], [2, 1], 5, [LEFT, LEFT, None, None, None]),
@@ -58,7 +58,7 @@ def test_a_row_has_the_adapter_of_its_request_and_padding_that_of_the_last_row()
         assert adapters.adapters_of_rows(verification(of, rows, tokens)) == expected
 
 
-def test_sizes_are_waited_for_only_where_requests_have_different_adapters() -> None:
+def test_lora_waits_for_sizes_only_where_adapters_differ() -> None:
     never = NeverThere(torch.tensor([3, 2]))
     for one in (None, LEFT):
         told = adapters.adapters_of_rows(verification([one, one], [3, 2], 8, never))
@@ -108,7 +108,7 @@ def places_of_rows(backend: Any, tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("name", ["csgmv", "triton", "triton_v2", "torch_native"])
-def test_every_lora_backend_takes_each_row_for_its_requests_adapter(
+def test_lora_backend_applies_the_adapter_of_each_row(
     name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In graphs it writes into what was captured; the largest has full width."""
@@ -135,7 +135,7 @@ def test_every_lora_backend_takes_each_row_for_its_requests_adapter(
             assert forward.batch_size == len(of)
 
 
-def test_given_back_the_manager_is_sglangs_own() -> None:
+def test_lora_manager_is_restored() -> None:
     manager = manager_of(None)
     stock = manager.prepare_lora_batch, manager.init_decode_cuda_graph_batch_info
     adapters.tell_rows(manager)

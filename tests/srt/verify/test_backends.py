@@ -42,7 +42,7 @@ def target(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_flashinfer_verifies_packed_unless_told_otherwise(
+def test_backend_flashinfer_verifies_packed_rows(
     monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Trees of full width have masks of ours, so that the target is prepared for them as well."""
@@ -54,7 +54,7 @@ def test_flashinfer_verifies_packed_unless_told_otherwise(
     assert prepared == ([True] if mode == "static" else [True, False])
 
 
-def test_attention_over_latents_verifies_packed_chains_and_no_trees(
+def test_backend_mla_verifies_packed_chains_and_refuses_trees(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SGLang refuses trees of a draft that keeps latents, and no other draft's."""
@@ -86,7 +86,7 @@ def test_attention_over_latents_verifies_packed_chains_and_no_trees(
         ({"lora": adapters(is_moe_lora=True)}, "LoRA adapters of experts"),
     ],
 )
-def test_what_cannot_verify_packed_rows_is_refused_by_name_or_verifies_full_width(
+def test_backend_unsupported_verifies_full_width_or_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str,
     different: dict[str, Any], reason: str,
 ) -> None:  # fmt: skip

@@ -20,7 +20,7 @@ def bit(mask: list[int], start: int, offset: int) -> bool:
 
 @fast
 @given(case=cases(), ghosts=st.integers(0, 3), chains=st.booleans())
-def test_every_row_finds_its_keys_and_its_part_of_the_mask(
+def test_flashinfer_rows_find_their_keys_and_masks(
     case: Case,
     ghosts: int,
     chains: bool,
@@ -67,10 +67,3 @@ def test_every_row_finds_its_keys_and_its_part_of_the_mask(
     assert host.qo_indptr.tolist() == buffers.qo_indptr[: slots + 1].tolist()
     assert host.kv_indptr.tolist() == buffers.kv_indptr[: slots + 1].tolist()
     assert host.kv_lens.tolist() == host.kv_indptr.diff().tolist()
-
-
-def test_a_backend_is_adopted_with_all_that_sglang_gave_it() -> None:
-    backend = double("FlashInferAttnBackend", num_wrappers=1, page_size=1)
-    flashinfer_verify.adopt(backend)
-    assert isinstance(backend, flashinfer_verify.RaggedFlashInferBackend)
-    assert backend.page_size == 1

@@ -21,7 +21,7 @@ TIERS = Tiers(MOST, WIDTH)
     prefix=st.lists(st.integers(1, CONTEXT - WIDTH), min_size=MOST, max_size=MOST),
     seed=st.integers(0, 100),
 )
-def test_a_replay_plans_as_many_rows_as_its_capture_and_finds_the_keys_of_each(
+def test_flashinfer_mla_replay_plans_the_captured_rows_and_keys(
     rows: list[int], prefix: list[int], seed: int
 ) -> None:
     """FlashInfer launches by the rows of a slot on average, which a graph keeps."""
@@ -55,10 +55,3 @@ def test_a_replay_plans_as_many_rows_as_its_capture_and_finds_the_keys_of_each(
         assert size == prefix[b] + rows[b]
         start = int(host.kv_indptr[b])
         assert keys[start : start + size].tolist() == table[b, :size].tolist()
-
-
-def test_a_backend_is_adopted_with_all_that_sglang_gave_it() -> None:
-    backend = double("FlashInferMLAAttnBackend", max_context_len=7)
-    flashinfer_mla.adopt(backend)
-    assert isinstance(backend, RaggedFlashInferMLABackend)
-    assert backend.max_context_len == 7

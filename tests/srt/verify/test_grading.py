@@ -33,7 +33,7 @@ def graded(policy: str, steps: int) -> list[list[float]]:
     return [told[name] for name in ("drafts", "promised", "survived")]
 
 
-def test_verified_first_drafts_are_counted_once_in_so_many_steps(
+def test_first_drafts_are_counted_once_in_so_many_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a step sent to the host is looked at in the next one."""
@@ -55,5 +55,5 @@ def test_first_drafts_of_constrained_requests_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fixed", "dyjoint", "eval.baselines:Entropy"])
-def test_policies_without_a_classifier_promise_nothing(policy: str) -> None:
+def test_first_drafts_of_policies_without_a_classifier_are_left_out(policy: str) -> None:
     assert sum(graded(policy, grading.EVERY + 1)[0]) == 0

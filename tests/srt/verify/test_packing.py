@@ -100,9 +100,7 @@ def mropes(draw: st.DrawFn) -> MRope:
 
 
 @given(mropes(), st.booleans())
-def test_packed_rows_have_the_mrope_positions_of_their_requests(
-    case: MRope, prepared: bool
-) -> None:
+def test_packing_mrope_positions_are_those_of_the_requests(case: MRope, prepared: bool) -> None:
     """Also where SGLang has prepared those of the full window."""
     full = torch.full((3, len(case.positions)), -1)
     packing = Packing(torch.tensor(case.lens, dtype=torch.int32), case.width)
@@ -121,7 +119,7 @@ def test_packed_rows_have_the_mrope_positions_of_their_requests(
 
 
 @pytest.mark.parametrize(("stock", "reserved", "room"), [(10, 24, 24), (32, 24, 32)])
-def test_the_request_table_holds_all_that_is_reserved_behind_the_context_limit(
+def test_request_table_holds_what_is_reserved_beyond_the_context_limit(
     stock: int, reserved: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever arguments the functions take in this SGLang."""
@@ -148,7 +146,7 @@ def chain_input(lens: list[int], width: int, **fields: Any) -> Any:
     return chain.ChainVerifyInput.cut(stock, num_rows, packing=packing, **fields)
 
 
-def test_what_sglang_calls_while_it_verifies_is_ours_and_afterwards_its_own() -> None:
+def test_verifying_swaps_sglangs_functions_and_restores_them() -> None:
     """Where nothing is packed only the sampler, which asks whether logits depend on outputs."""
     common = packed.eagle_worker_common
     names = "eagle_prepare_for_verify", "eagle_sample", "_finalize_accept_tree_path"
@@ -168,7 +166,7 @@ def test_what_sglang_calls_while_it_verifies_is_ours_and_afterwards_its_own() ->
     assert [getattr(common, name) for name in names] == before
 
 
-def test_chains_end_where_they_were_cut_and_keep_what_sglang_hung_on_them() -> None:
+def test_chain_verify_input_ends_chains_at_their_cut() -> None:
     stock = full_chains(2, width=3)
     stock.hidden_states = "undeclared"
     lens = torch.tensor([2, 3], dtype=torch.int32)
@@ -183,7 +181,7 @@ def test_chains_end_where_they_were_cut_and_keep_what_sglang_hung_on_them() -> N
 @pytest.mark.parametrize("return_logprob", [False, True])
 @pytest.mark.parametrize("own_acceptance", [False, True])
 @pytest.mark.parametrize("has_hidden", [False, True])
-def test_outputs_are_unpacked_for_whoever_reads_them_full(
+def test_packing_outputs_are_unpacked_for_full_width_readers(
     return_logprob: bool, own_acceptance: bool, has_hidden: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -230,15 +228,7 @@ class Rank:
         return input_.copy_(self._sends)
 
 
-def test_the_double_of_a_group_is_called_as_sglangs() -> None:
-    from sglang.srt.distributed.parallel_state import GroupCoordinator
-
-    ours, theirs = (inspect.signature(c.broadcast).parameters for c in (Rank, GroupCoordinator))
-    assert list(ours) == list(theirs)[: len(ours)]
-    assert theirs["src"].default == 0
-
-
-def test_ranks_accept_the_tokens_that_rank_zero_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_ranks_take_the_tokens_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank draws by itself: seeds apart, the draws differ."""
     theirs = torch.tensor([4, 3, 2, 1])
     monkeypatch.setattr(sampling, "tp_group", lambda: Rank(theirs))
@@ -250,7 +240,7 @@ def test_ranks_accept_the_tokens_that_rank_zero_sampled(monkeypatch: pytest.Monk
     assert found.tolist() == theirs.tolist()
 
 
-def test_a_row_samples_with_the_parameters_of_its_request() -> None:
+def test_sampling_row_has_the_parameters_of_its_request() -> None:
     info = double(
         "SamplingBatchInfo",
         temperatures=torch.tensor([[0.5], [2.0]]), top_ps=torch.tensor([0.1, 0.2]),

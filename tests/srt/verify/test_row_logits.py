@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import Tensor
 
 from sglang_c2t.srt.probes import attribute_names
-from sglang_c2t.srt.verify import chain, packed, tree
+from sglang_c2t.srt.verify import chain, packed, penalties, tree
 from sglang_c2t.srt.verify.packing import Packing
 from sglang_c2t.srt.verify.penalties import OutputHistory
 from sglang_c2t.srt.verify.row_logits import RowLogits, depends_on_outputs, recall
@@ -239,8 +240,13 @@ def assert_rows(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(0, 2**20), st.sampled_from(SHAPES))
-def test_row_logits_of_any_path_are_those_of_plain_decoding(seed: int, shape: str) -> None:
+@given(st.integers(0, 2**20), st.sampled_from(SHAPES), st.sampled_from([1, penalties.ROOM]))
+def test_row_logits_penalties_equal_plain_decoding(seed: int, shape: str, room: int) -> None:
+    with mock.patch.object(penalties, "ROOM", room):  # a history that must grow
+        served_steps(seed, shape)
+
+
+def served_steps(seed: int, shape: str) -> None:
     rng, server = random.Random(seed), Server()
     generator = torch.Generator().manual_seed(seed)
     free, requests = list(range(SLOTS)), []
@@ -262,39 +268,13 @@ def test_row_logits_of_any_path_are_those_of_plain_decoding(seed: int, shape: st
         accept(requests, drafted, rows, rng)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_history_longer_than_its_room_is_kept_as_it_grows(
-    shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sglang_c2t.srt.verify.penalties.ROOM", 1)
-    rng, server = random.Random(0), Server()
-    requests = [Asking.new("one", 3, 2, ASKED[4]), Asking.new("two", 1, 2, ASKED[0])]
-    for _ in range(12):
-        drafted = Drafted.of(requests, shape, rng)
-        before = torch.randn(len(drafted.rows), VOCAB)
-        found = before.clone()
-        rows, _ = server.change(requests, drafted, found)
-        assert_rows(requests, drafted, before, found)
-        accept(requests, drafted, rows, rng)
-    assert len(requests[0].said) > 20
-
-
-def test_requests_that_ask_for_nothing_keep_nothing_and_have_no_row_changed() -> None:
-    plain = info_of([])
-    assert not depends_on_outputs(plain)
-    for name in ("acc_additive_penalties", "acc_scaling_penalties"):
-        assert depends_on_outputs(_with(plain, name))
-    history = OutputHistory(NODES)
-    assert history._tokens is None
-
-
 def _with(info: Any, name: str) -> Any:
     made = double("SamplingBatchInfo", **vars(info))
     setattr(made, name, torch.zeros(1))
     return made
 
 
-def test_prefill_of_a_retracted_request_counts_what_it_has_said() -> None:
+def test_row_logits_recall_counts_outputs_of_a_retracted_request() -> None:
     """Beside one that has said nothing yet."""
     requests = [Asking.new(str(n), n, 2, params) for n, params in enumerate(ASKED[:5])]
     for request in requests[:4]:
@@ -309,7 +289,7 @@ def test_prefill_of_a_retracted_request_counts_what_it_has_said() -> None:
         torch.testing.assert_close(found[row], wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_prefill_without_penalties_or_outputs_is_left_as_it_is() -> None:
+def test_row_logits_recall_without_penalties_or_outputs_changes_nothing() -> None:
     request = Asking.new("one", 0, 2, ASKED[0])
     for info in (info_of([request.req]), _with(info_of([request.req]), "acc_additive_penalties")):
         kept = dict(vars(info))
@@ -346,7 +326,7 @@ def asking(name: str, slot: int, processor: str, params: dict[str, Any]) -> Aski
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_processor_is_asked_for_each_row_with_the_rows_own_output(shape: str) -> None:
+def test_row_logits_processor_is_asked_for_each_row(shape: str) -> None:
     """SGLang's own, which forbids pairs of tokens that were said; beside penalties."""
     rng, server = random.Random(1), Server()
     requests = [
@@ -382,7 +362,7 @@ def test_processor_is_asked_for_each_row_with_the_rows_own_output(shape: str) ->
 
 
 @pytest.mark.parametrize("where", ["params", "nested", "request"])
-def test_processor_that_counts_its_calls_ends_its_request_with_400(where: str) -> None:
+def test_row_logits_processor_with_state_ends_its_request_with_400(where: str) -> None:
     server, rng = Server(), random.Random(2)
     bad, good = asking("bad", 3, "counts", {"list": []}), asking("good", 1, "ngram", NGRAM)
     drafted = Drafted.of([bad, good], "static chains", rng)
@@ -399,7 +379,7 @@ def test_processor_that_counts_its_calls_ends_its_request_with_400(where: str) -
 # -- around acceptance --------------------------------------------------------------------
 
 
-def test_sglangs_own_acceptance_gets_logits_of_each_row_and_nothing_to_apply_again() -> None:
+def test_row_logits_are_applied_once_before_sglangs_acceptance() -> None:
     """Chains at full width, where SGLang samples."""
     server, rng = Server(), random.Random(3)
     requests = [Asking.new("one", 3, 2, ASKED[4])]

@@ -129,7 +129,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @fast
 @given(cases())
-def test_a_verify_input_is_its_trees_and_names_the_rows_of_the_forward(case: Case) -> None:
+def test_tree_verify_input_holds_its_trees_and_rows(case: Case) -> None:
     found = case.verify_input()
     width = max(case.max_nodes, case.num_steps + 1)
     assert found.max_tree_depth == case.num_steps + 1
@@ -150,9 +150,7 @@ def test_a_verify_input_is_its_trees_and_names_the_rows_of_the_forward(case: Cas
 
 @fast
 @given(cases(), st.booleans())
-def test_the_target_is_given_live_nodes_with_their_slots_and_masks(
-    case: Case, captured: bool
-) -> None:
+def test_tree_forward_gets_live_nodes_slots_and_masks(case: Case, captured: bool) -> None:
     """Back to back, behind them padding up to the tier of a CUDA graph; the tables of the whole
     batch stay as they were.
     """
@@ -236,7 +234,7 @@ def assert_accepts(
 
 @fast
 @given(cases())
-def test_sampled_acceptance_follows_one_draw_per_row_at_the_rows_own_position(case: Case) -> None:
+def test_tree_acceptance_with_sampling_follows_one_draw_per_row(case: Case) -> None:
     rng = random.Random(case.seed)
     target = [rng.randrange(VOCAB) for _ in case.forwarded]
     asked = []
@@ -259,7 +257,7 @@ def test_sampled_acceptance_follows_one_draw_per_row_at_the_rows_own_position(ca
 
 @fast
 @given(cases())
-def test_bias_of_a_request_reaches_all_its_rows(case: Case) -> None:
+def test_tree_acceptance_applies_the_bias_of_the_request_to_all_rows(case: Case) -> None:
     generator = torch.Generator().manual_seed(case.seed + 1)
     bias = torch.randn(len(case.parents), VOCAB, generator=generator)
     before, logits = logits_of(case), logits_of(case)
@@ -278,7 +276,7 @@ class Grammar:
 
 @fast
 @given(cases())
-def test_each_row_is_constrained_by_its_own_nodes_grammar_mask(case: Case) -> None:
+def test_tree_acceptance_applies_the_grammar_mask_of_the_node(case: Case) -> None:
     """SGLang fills a mask for all B * N nodes; T rows were forwarded."""
     from sglang.srt.constrained.base_grammar_backend import GrammarMask
 
@@ -318,9 +316,7 @@ class Pool:
 
 @fast
 @given(cases(), st.booleans())
-def test_the_accepted_path_moves_to_the_front_and_nothing_else_changes(
-    case: Case, with_hidden: bool
-) -> None:
+def test_tree_accepted_path_moves_to_the_front(case: Case, with_hidden: bool) -> None:
     """Of greedy acceptance, which follows the target's argmax."""
     logits = logits_of(case)
     target = logits.argmax(dim=1).tolist()

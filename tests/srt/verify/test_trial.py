@@ -23,7 +23,7 @@ def logits(seed: int, rows: int) -> torch.Tensor:
 
 
 @given(st.integers(0, 2**20), st.integers(1, 12))
-def test_rows_of_other_requests_are_seen_and_rounding_is_not(seed: int, rows: int) -> None:
+def test_trial_finds_rows_of_other_requests_and_ignores_rounding(seed: int, rows: int) -> None:
     wanted = logits(seed, rows)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert difference(wanted.to(dtype), wanted, dtype) is None
@@ -33,7 +33,7 @@ def test_rows_of_other_requests_are_seen_and_rounding_is_not(seed: int, rows: in
 
 
 @given(st.integers(0, 2**20), st.integers(1, 12), st.integers(0, 12))
-def test_a_few_rows_may_have_met_other_experts(seed: int, rows: int, other: int) -> None:
+def test_trial_excuses_a_few_rows(seed: int, rows: int, other: int) -> None:
     wanted, other = logits(seed, rows), min(other, rows)
     found = wanted.clone()
     found[:other] = logits(seed + 1, other)
@@ -41,7 +41,7 @@ def test_a_few_rows_may_have_met_other_experts(seed: int, rows: int, other: int)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_how_far_apart_a_row_may_be(dtype: torch.dtype) -> None:
+def test_trial_bound_of_a_row(dtype: torch.dtype) -> None:
     wanted = logits(0, 4)
     spread = (wanted - wanted.mean(dim=1, keepdim=True)).norm(dim=1, keepdim=True)
     away = torch.nn.functional.one_hot(torch.zeros(4, dtype=torch.int64), VOCABULARY) * spread
@@ -50,7 +50,7 @@ def test_how_far_apart_a_row_may_be(dtype: torch.dtype) -> None:
     assert difference(wanted + 1.1 * limit * away, wanted, dtype) is not None
 
 
-def test_numbers_that_are_none_and_rows_that_are_missing_are_wrong() -> None:
+def test_trial_finds_nan_and_missing_rows() -> None:
     wanted = logits(0, 4)
     assert "4 of 4" in (difference(wanted * torch.nan, wanted, torch.float32) or "")
     said = difference(wanted[:3], wanted, torch.float32)
@@ -68,7 +68,7 @@ def decided(
     return trial.packed_output_mismatch_on_any_rank(None)
 
 
-def test_ranks_that_share_requests_decide_as_their_first_one(
+def test_trial_ranks_decide_as_rank_0_of_their_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert decided(monkeypatch, None) is None
@@ -77,13 +77,13 @@ def test_ranks_that_share_requests_decide_as_their_first_one(
     assert decided(monkeypatch, None, first=True) == "the rows of another rank differ"
 
 
-def test_a_mismatch_on_one_data_parallel_rank_is_one_on_all(
+def test_trial_mismatch_on_one_data_parallel_rank_is_one_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert decided(monkeypatch, None, others=True) == "the rows of another rank differ"
 
 
-def test_a_trial_that_fails_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_that_raises_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_worker: object) -> str | None:
         raise RuntimeError("no kernel")
 

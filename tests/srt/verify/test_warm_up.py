@@ -13,13 +13,13 @@ pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
 
 
 @pytest.mark.timeout(600)
-def test_after_the_start_packed_verification_compiles_nothing() -> None:
+def test_warm_up_leaves_nothing_to_compile_while_serving() -> None:
     """Whatever the batch: its size, its rows, its tier. Chains and trees."""
     assert run_worker("warm_worker").count("none while serving") == 2
 
 
 @given(st.integers(1, 300))
-def test_every_number_is_compiled_for_like_one_that_is_warmed_up(most: int) -> None:
+def test_warm_up_sizes_hold_every_triton_specialization(most: int) -> None:
     from sglang_c2t.srt.verify.warm_up import one_of_each
 
     def kind(number: int) -> tuple[int, bool, bool]:
