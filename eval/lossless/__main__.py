@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pandas as pd  # type: ignore[import-untyped]
+import pandas as pd
 from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoTokenizer

@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import pandas as pd  # type: ignore[import-untyped]
+import pandas as pd
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console

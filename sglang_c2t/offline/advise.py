@@ -48,7 +48,6 @@ def facts_of(
     """Gather the facts from ``GET /c2t``, ``/server_info`` and samples of ``/metrics``."""
     serving, planners = told["serving"], [one for one in told.get("planner") or [] if one]
     one, steps, plans = serving[0], window["c2t:steps_total"], bool(serving[0]["plans"])
-    grades = [each["first_drafts"] for each in serving if each.get("first_drafts")]
     rates: dict[int, float] = {}
     for plan in planners[0].get("best_plan_by_batch_size") or () if planners else ():
         rate = plan["tokens"] / plan["milliseconds"]
@@ -81,7 +80,7 @@ def facts_of(
         planned=sum(window.by_label("c2t:plans_total").values()),
         planned_layers=window["c2t:planned_layers_total"],
         rates=rates,
-        grades=summary([each["confidence"] for each in planners] if plans else grades),
+        grades=summary([each["confidence"] for each in planners]),
         classifier=one["classifier"],
         kv_used=max(sample.fullest for sample in samples),
         retracted=window["sglang:num_retracted_requests_total"],

@@ -23,7 +23,6 @@ from sglang_c2t.srt.hooks.control import FORGET, approved, changed
 from sglang_c2t.srt.hooks.reporting import PARTS
 from sglang_c2t.srt.pair import shipped_on_all_ranks
 from sglang_c2t.srt.tensor_parallel import all_ranks, host_broadcast_from_rank0, tp_group
-from sglang_c2t.srt.verify.grading import FirstDrafts
 from sglang_c2t.srt.verify.packing import tiers_of
 
 _DRAFT_GRAPHS = "cuda_graph_runner", "cuda_graph_runner_for_draft_extend"
@@ -63,8 +62,6 @@ class Serving:
         """Plans each step; set by :meth:`start`."""
         self.unpacked_reason: str | None = None
         """Why the target verifies full drafts; ``None``: it verifies packed rows."""
-        self.first_drafts = self._fresh_statistics()
-        """Outcomes of first drafts by confidence, where no planner learns them."""
 
     def initial_policy(self) -> Any:
         """The policy that the gate is made with, before it is known what can be packed."""
@@ -113,8 +110,6 @@ class Serving:
             raise ConfigError(f"policy {policy.name} learns nothing while it serves")
         drafter = self._draft.drafter
         drafter.gate.switch(policy, captured=captured)
-        if self.first_drafts is not None:
-            self.first_drafts = self._fresh_statistics()
         self._use(planning)
         drafter.requests.forget_scores()
         if forgets:
@@ -133,11 +128,6 @@ class Serving:
                 f"policy {policy.name} cannot take over in captured CUDA graphs, which compute no "
                 "survivals for it: start the server with it"
             )
-
-    def _fresh_statistics(self) -> FirstDrafts | None:
-        # A server that records every position accepts no draft.
-        chains = self.shape.topk == 1
-        return FirstDrafts() if chains and not self._typed.visits_every_root else None
 
     def _use(self, planning: Planning) -> None:
         """Plan the next steps with ``planning``."""
@@ -240,7 +230,6 @@ class Serving:
             "beta": getattr(policy, "beta", None),
             "classifier": classifier_facts(policy, self.pair),
             "pair": self.pair and self.pair._asdict(),
-            "first_drafts": self.first_drafts.grades.to_dict() if self.first_drafts else None,
         }
 
     def planner_report(self) -> dict[str, Any] | None:

@@ -155,7 +155,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
         ):
             result = stock()
         if not gate.exploring:
-            self._learn(batch, verify_input, result)
+            self._serving.planning.finish(verify_input.step, verify_input, result.accept_lens)
         compat.set_output_stride(result, verify_input.output_stride)
         # SGLang carries this field to meta_info["spec_cap_length"] and its log.
         attach.write(result, cap_lens=verify_input.num_rows)
@@ -173,19 +173,6 @@ class C2TEagleWorker(EAGLEWorkerV2):
         attach.write(batch, spec_info=verify_input)
         with verifying(verify_input, self.target_worker):
             return stock()
-
-    def _learn(self, batch: Any, verify_input: Any, result: Any) -> None:
-        """Start the outcome of a step on its way to the planner, and to the statistics."""
-        drafter, planning = self._drafter, self._serving.planning
-        planning.finish(verify_input.step, verify_input, result.accept_lens)
-        if self._serving.first_drafts is not None and not planning.plans:
-            self._serving.first_drafts.verified(
-                drafter.gate,
-                batch.req_pool_indices,
-                verify_input.num_rows,
-                result.accept_lens,
-                partial(drafter.requests.constrained, batch),
-            )
 
     def _step(self, verify_input: PackedVerifyInput) -> Step:
         """The numbers of a step that metrics need beyond its result."""

@@ -115,9 +115,9 @@ def test_a_classifier_of_another_model_is_named_by_what_it_promised(
     ]  # fmt: skip
     path = logs / "of-another.safetensors"
     save_classifier(classifier, path)
-    flags = ("--c2t-policy", "c2t-plus", "--c2t-classifier", str(path))
+    flags = ("--c2t-policy", "auto", "--c2t-classifier", str(path))
     with loaded("of-another", logs, *CHAINS, *flags) as server:
-        eventually(lambda: sum(told(server)["serving"][0]["first_drafts"]["drafts"]) > 100)
+        eventually(lambda: sum(told(server)["planner"][0]["confidence"]["drafts"]) > 100)
         text = advised(server, capsys)
     cause = first_cause(text)
     promised, survived = re.findall(r"(\d+)%", cause)[:2]

@@ -18,7 +18,6 @@ METRICS = [(DATA / f"metrics-{number}.prom").read_text() for number in range(2)]
 SERVING: dict[str, Any] = {
     "packed": True, "unpacked_because": None, "num_steps": 5, "topk": 1, "num_draft_tokens": 6,
     "max_running_requests": 48, "plans": True, "row_ms": None, "beta": 0.0, "classifier": None,
-    "first_drafts": None,
 }  # fmt: skip
 
 TOLD: dict[str, Any] = {

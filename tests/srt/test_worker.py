@@ -154,7 +154,6 @@ def state(made: Any) -> dict[str, Any]:
         "policy": drafter.gate.served.policy,
         "program": drafter.gate.served.program,
         "planner": (serving.planning, drafter.planning, drafter.gate.planned),
-        "statistics": serving.first_drafts,
         "requests to judge again": set(drafter.requests._unscored),
     }
 
@@ -308,7 +307,7 @@ def test_worker_switch_replaces_policy_and_planner(
     server: Server, caplog: pytest.LogCaptureFixture, topk: int
 ) -> None:
     made = server.started(topk=topk)
-    planning, statistics = made._serving.planning, made._serving.first_drafts
+    planning = made._serving.planning
     assert planning.plans
     with caplog.at_level(logging.INFO):
         config = made.change({"policy": "c2t-plus", "beta": 0.4})
@@ -318,7 +317,6 @@ def test_worker_switch_replaces_policy_and_planner(
     assert not made._serving.planning.plans
     assert not made._drafter.gate.planned
     assert made._drafter.requests._unscored == set(range(SLOTS))
-    assert (made._serving.first_drafts is statistics) == (topk > 1)  # of chains they start anew
     assert "C2T: classifier c2t-plus" in caplog.text
     made.change({"policy": "auto"})
     assert made._serving.planning is planning is made._drafter.planning
@@ -448,27 +446,16 @@ def test_worker_verify_leaves_sglangs_own_input_alone(server: Server) -> None:
     assert not hasattr(result, "c2t_step")
 
 
-def test_worker_planned_step_teaches_the_planner_only(server: Server) -> None:
+def test_worker_planned_step_teaches_the_planner(server: Server) -> None:
     made = server.started()
     learnt: list[Any] = []
     planning = made._serving.planning
     planning.finish = lambda step, verify_input, lens: learnt.append((step, lens.tolist()))
-    made._serving.first_drafts.verified = lambda *_: pytest.fail("the planner learns them")
     verify_input = chains(made, [2, 6])
     step = made.verify(batch_of(verify_input)).c2t_step
     assert learnt == [(verify_input.step, [1, 3])]
     assert step.plan is verify_input.step.plan
     assert made._drafter.planning is planning
-
-
-def test_worker_first_drafts_are_counted_without_a_planner(server: Server) -> None:
-    made = server.started(C2TConfig("c2t"))
-    counted = []
-    made._serving.first_drafts.verified = lambda gate, slots, rows, lens, constrained: (
-        counted.append((slots.tolist(), rows.tolist(), lens.tolist(), constrained()))
-    )
-    made.verify(batch_of(chains(made, [2, 6])))
-    assert counted == [([2, 5], [2, 6], [1, 3], [])]
 
 
 def test_worker_prefill_recalls_penalties_of_retracted_requests(
@@ -528,7 +515,6 @@ def test_worker_that_records_every_position_accepts_no_draft(server: Server, roo
     verify_input = chains(made, [6, 6])
     made.verify(batch_of(verify_input))
     assert verify_input.accepts_drafts == (roots != "every")
-    assert (made._serving.first_drafts is None) == (roots == "every")
 
 
 # -- an idle rank -----------------------------------------------------------------------------
@@ -564,7 +550,6 @@ def test_worker_report_names_shape_policy_and_classifier(server: Server) -> None
     assert (report["packed"], report["unpacked_because"], report["plans"]) == (True, None, False)
     assert (report["beta"], report["pair"]) == (0.4, PAIR._asdict())
     assert report["classifier"]["name"] == "c2t-plus"
-    assert report["first_drafts"].keys() == {"drafts", "promised", "survived"}
     assert "planner" not in reporting.PARTS
     made.change({"policy": "dyjoint"})
     assert reporting.PARTS["serving"]()["classifier"] is None
