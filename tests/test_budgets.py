@@ -30,7 +30,7 @@ LINES = {
     "sglang_c2t/guides": 80,
     "sglang_c2t/kernels": 2670,
     "sglang_c2t/offline": 2580,
-    "sglang_c2t/plan": 2380,
+    "sglang_c2t/plan": 2320,
     "sglang_c2t/policies": 1080,
     "sglang_c2t/srt": 2300,
     "sglang_c2t/srt/cpu": 590,
