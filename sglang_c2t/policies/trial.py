@@ -1,7 +1,6 @@
-"""Asking a policy once, about drafts that nobody made, before it serves any.
-
-What fails here fails always, and is refused while somebody looks; what fails later falls back
-to whole drafts (:mod:`sglang_c2t.draft.served`).
+"""Trial of a policy on an invented draft before the server serves. A failure here would be
+permanent, so the server refuses to start. Later failures fall back to full drafts
+(:mod:`sglang_c2t.draft.served`).
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ VOCABULARY = 64
 
 
 def try_policy(policy: Any, shape: TreeShape) -> None:
-    """Ask for two layers of a made-up draft, on the CPU.
+    """Call the policy for two layers of an invented draft, on the CPU.
 
-    Raises :class:`ConfigError` for an object that lacks parts of a policy, needs what cannot be
-    measured, or answers with anything but the tensors that a policy owes. A policy with a
-    ``measure`` of its own is not asked: it may read hidden states, whose width is the draft's.
+    Raises :class:`ConfigError` for an object that lacks parts of a policy, needs unknown
+    measurements, or returns other tensors than it must. A policy with its own ``measure`` is not
+    called: it may read hidden states, whose width depends on the draft.
     """
     parts = (
         ("name", "needs", "grow", "check") if is_tree_policy(policy) else ("name", "needs", "keep")
