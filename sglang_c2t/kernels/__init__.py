@@ -1,1 +1,3 @@
-"""Triton kernels of the decode loop, each with a twin in plain torch that says the same."""
+"""Triton kernels of the decode loop, each with an equivalent twin in plain torch. None knows
+SGLang.
+"""

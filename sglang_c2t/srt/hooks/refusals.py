@@ -1,7 +1,6 @@
-"""Combinations ``--c2t`` does not serve, each refused by name before a model loads.
-
-One row per combination: when it applies, what it is, why, and what to do instead. The checks run
-on SGLang's *resolved* arguments, so values that SGLang chose by itself count too.
+"""Combinations that ``--c2t`` does not support, each refused by name before a model loads. Each row
+holds the condition, the name, the reason and the remedy. The checks read SGLang's *resolved*
+arguments, so they cover values that SGLang chose.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 
 
 class Refusal(NamedTuple):
-    """A combination, and the sentence that a user reads."""
+    """A combination, and the sentence for the user."""
 
     applies: Callable[[Any], bool]
-    """To resolved arguments."""
+    """Whether it applies to resolved arguments."""
 
     what: str
-    """By the flags, or variables, that ask for it."""
+    """The flags or variables that ask for it."""
 
     why: str
     instead: str
-    """What to do, as an order."""
+    """The remedy, in the imperative."""
 
     @property
     def sentence(self) -> str:
-        """All of it."""
+        """The full sentence."""
         return f"--c2t does not serve {self.what}: {self.why}; {self.instead}"
 
 
 def _set(name: str) -> Callable[[Any], bool]:
-    """The argument is switched on. One that SGLang no longer has is an error, not "off"."""
+    """Return a test whether the argument is on; one that SGLang no longer has is an error."""
     return lambda cfg: bool(compat.argument(cfg, name))
 
 
 def _adapts(cfg: Any) -> bool:
-    """SGLang lets --lora-paths switch LoRA on, but only after this step."""
+    """Whether LoRA is on; SGLang switches it on for --lora-paths only after this step."""
     return _set("enable_lora")(cfg) or _set("lora_paths")(cfg)
 
 
@@ -71,7 +70,7 @@ def _drafts_nothing(cfg: Any) -> bool:
 
 
 def _policy(cfg: Any) -> ChainPolicy | TreePolicy | None:
-    """The configured policy in the mode that these arguments ask for; ``None`` without C2T."""
+    """Return the configured policy for the mode of these arguments; ``None`` without C2T."""
     config = active()
     if config is None:
         return None
@@ -79,9 +78,8 @@ def _policy(cfg: Any) -> ChainPolicy | TreePolicy | None:
 
 
 def _lacks_draft(cfg: Any) -> bool:
-    """No draft model is named, and SGLang finds none in the target's own checkpoint.
-
-    It would draft with the whole target instead.
+    """Whether no draft model is named and the target's checkpoint holds none. SGLang would then
+    draft with the full target.
     """
     if cfg.speculative_algorithm not in ALGORITHMS or cfg.speculative_draft_model_path is not None:
         return False
@@ -131,7 +129,7 @@ def _ignores_accept_thresholds(cfg: Any) -> bool:
 
 
 def _pages_of_trees(cfg: Any) -> bool:
-    """Of arguments that may still be as they were typed."""
+    """Whether trees would need pages, from arguments that may not be resolved."""
     algorithm = (cfg.speculative_algorithm or "").upper()
     return (
         algorithm in ALGORITHMS
@@ -141,7 +139,7 @@ def _pages_of_trees(cfg: Any) -> bool:
     )
 
 
-#: Looked at before SGLang's own checks, too: it refuses this on some backends only, and with a
+#: Also checked before SGLang's own checks, which refuse this on some backends only, with a
 #: traceback.
 PAGES_OF_TREES = Refusal(
     _pages_of_trees,
