@@ -50,7 +50,7 @@ def shown(value: object, longest: int = 80) -> str:
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
-def told(error: BaseException, longest: int = 300) -> str:
+def format_error(error: BaseException, longest: int = 300) -> str:
     """What was raised, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:longest]}" if text else type(error).__name__

@@ -50,7 +50,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sglang_c2t.checks import ConfigError, is_whole, parse_json, shown, told
+from sglang_c2t.checks import ConfigError, format_error, is_whole, parse_json, shown
 from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
 from sglang_c2t.classifier.pair import pair_in
 from sglang_c2t.classifier.request_names import names_in
@@ -388,7 +388,7 @@ def _read_shard(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         found = {name: _parsed(metadata[name], path) for name in ("origin", "requests")}
         found["roots"] = metadata["roots"]
     except (OSError, SafetensorError, KeyError) as error:
-        raise ConfigError(f"cannot read recording shard {path}: {told(error)}") from error
+        raise ConfigError(f"cannot read recording shard {path}: {format_error(error)}") from error
     if defect := _defect(found) or _defect_of(tensors, len(found["requests"])):
         raise ConfigError(f"cannot read recording shard {path}: {defect}")
     return tensors, found

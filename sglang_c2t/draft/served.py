@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_c2t.checks import told
+from sglang_c2t.checks import format_error
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.pair import Pair, learnt_from, origins_of
 from sglang_c2t.config import ConfigError
@@ -126,7 +126,7 @@ class ServedPolicy:
         name = self.policy.name
         if self.capturing:
             raise ConfigError(
-                f"policy {name} fails in a CUDA graph: {told(error)}; choose another, or "
+                f"policy {name} fails in a CUDA graph: {format_error(error)}; choose another, or "
                 "add --cuda-graph-backend-decode disabled"
             ) from error
         if not self._failure_told:
@@ -135,7 +135,7 @@ class ServedPolicy:
             logger.error(
                 "C2T: policy %s failed, and drafts stay whole where it does: %s (%s, line %s)",
                 name,
-                told(error),
+                format_error(error),
                 frame.filename,
                 frame.lineno,
             )

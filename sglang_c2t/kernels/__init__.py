@@ -1,3 +1,1 @@
-"""Triton kernels of the decode loop, each with an equivalent twin in plain torch. None knows
-SGLang.
-"""
+"""Triton kernels of the decode loop, each with a twin in plain torch. None knows SGLang."""

@@ -140,9 +140,7 @@ def nodes_within_torch(
 
 @triton.jit
 def _best(values, ranked, drafts):
-    """[D, B] int32: 1 at the ``drafts`` largest values that are ``ranked``, of equal ones the
-    first.
-    """
+    """[D, B] int32: 1 at the ``drafts`` largest ``ranked`` values, of equal ones the first."""
     # Non-negative floats have the order of their bits.
     keys = tl.maximum(values, 0.0).to(tl.int32, bitcast=True)
     keys = tl.where(ranked, keys, -1)

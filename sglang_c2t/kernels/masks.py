@@ -163,12 +163,8 @@ def _pack_tree_mask_kernel(
         packed = byte * 0 + 255
         if tl.max(key) + 8 > prefix:  # otherwise the block lies in one row's prefix
             key_of_bit = key[:, None] + bit
-            further = (key_of_bit >= kv_len).to(
-                tl.int32
-            )  # rows that a byte reaches beyond its own row
-            if (
-                kv_len < 8
-            ):  # it may reach beyond the next row; for longer rows a division would be slow
+            further = (key_of_bit >= kv_len).to(tl.int32)  # rows that a byte reaches past its own
+            if kv_len < 8:  # it may reach past the next row; elsewhere a division is slow
                 further = key_of_bit // kv_len
             node = key_of_bit - further * kv_len - prefix
             row_of_bit = first_row + row[:, None] + further

@@ -88,9 +88,7 @@ def outcome_of_trees_torch(
     """Twin of :func:`outcome_of_trees`."""
     row = row_starts[: len(chosen), None] + chosen.cumsum(dim=1)
     accepted = chosen & (row[:, :, None] == accept_index[:, None, :]).any(dim=2)
-    return torch.stack(
-        (depth[:, 1:], keys[:, 1:], chosen, accepted), dim=2
-    )  # float32, the dtype of keys
+    return torch.stack((depth[:, 1:], keys[:, 1:], chosen, accepted), dim=2)  # float32, as keys
 
 
 @triton.jit(do_not_specialize=["num_nodes", "longest", "row_stride", "node_stride"])

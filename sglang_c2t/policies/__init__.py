@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-from sglang_c2t.checks import shown, told
+from sglang_c2t.checks import format_error, shown
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier, shipped
 from sglang_c2t.config import DEFAULT, C2TConfig, ConfigError
 from sglang_c2t.draft_layer import DraftLayer
@@ -205,7 +205,9 @@ def _built(config: C2TConfig, name: str, options: dict[str, Any]) -> Any:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"policy {config.policy} cannot be built: {told(error)}") from error
+        raise ConfigError(
+            f"policy {config.policy} cannot be built: {format_error(error)}"
+        ) from error
 
 
 def _classifier(cls: Any, config: C2TConfig) -> Classifier:
@@ -255,7 +257,7 @@ def _own_class(name: str) -> Any:
         where = f"{error.filename}, line {error.lineno}"
         raise ConfigError(f"cannot load c2t policy {shown(name)}: {error.msg} ({where})") from error
     except (Exception, SystemExit) as error:  # whatever the module does when it is imported
-        raise ConfigError(f"cannot load c2t policy {shown(name)}: {told(error)}") from error
+        raise ConfigError(f"cannot load c2t policy {shown(name)}: {format_error(error)}") from error
     if not isinstance(found, type):
         raise ConfigError(f"c2t policy {shown(name)} is no class, but {shown(found)}")
     if not (hasattr(found, "keep") or hasattr(found, "grow")):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_c2t.checks import ConfigError, shown, told
+from sglang_c2t.checks import ConfigError, format_error, shown
 from sglang_c2t.draft_layer import DraftLayer, known_measurement, measure
 from sglang_c2t.policies.base import TreeLayer, TreeShape, grown, is_tree_policy, kept, own_measure
 
@@ -46,7 +46,7 @@ def try_policy(policy: Any, shape: TreeShape) -> None:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"policy {policy.name} fails on a made-up draft: {told(error)}"
+            f"policy {policy.name} fails on a made-up draft: {format_error(error)}"
         ) from error
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sglang_c2t.checks import told as format_error
+from sglang_c2t.checks import format_error
 from sglang_c2t.classifier.pair import Pair
 from sglang_c2t.config import C2TConfig, ConfigError, publish
 from sglang_c2t.draft.served import classifier_facts

@@ -29,7 +29,7 @@ from sglang_c2t.srt.serving import Serving
 from sglang_c2t.srt.verify.packed import IdleVerifyInput, PackedVerifyInput, verifying
 from sglang_c2t.srt.verify.penalties import OutputHistory
 from sglang_c2t.srt.verify.row_logits import recall
-from sglang_c2t.srt.verify.warm_up import one_of_each, warm_up
+from sglang_c2t.srt.verify.warm_up import sizes_per_triton_specialization, warm_up
 
 
 class C2TEagleWorker(EAGLEWorkerV2):
@@ -126,7 +126,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
             num_steps=self.speculative_num_steps,
             packed=self._serving.packed,
         )
-        self._serving.planning.warm_up(one_of_each(runner.max_running_requests))
+        self._serving.planning.warm_up(sizes_per_triton_specialization(runner.max_running_requests))
 
     # -- steps ----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from sglang_c2t.checks import is_whole, require, told
+from sglang_c2t.checks import format_error, is_whole, require
 from sglang_c2t.config import ConfigError, active
 from sglang_c2t.srt import attach, compat
 
@@ -37,7 +37,7 @@ def update_target(original: Callable[..., Any], manager: Any, recv_req: Any) -> 
             output = original(manager, recv_req)
     except Exception as error:
         logger.exception("C2T: /update_weights_from_disk failed")
-        why = f"the weights stay as they are: {told(error)}"
+        why = f"the weights stay as they are: {format_error(error)}"
         output = UpdateWeightFromDiskReqOutput(success=False, message=why)
         updated, message = updater.update_weights_from_disk(before, recv_req.load_format)
         if not updated:  # the weights are now neither the old nor the new ones
@@ -60,7 +60,7 @@ def survive_update(original: Callable[..., Any], manager: Any, recv_req: Any) ->
         from sglang.srt.managers import io_struct
 
         output = getattr(io_struct, type(recv_req).__name__.replace("Input", "Output"))
-        return output(success=False, message=told(error))
+        return output(success=False, message=format_error(error))
 
 
 def check_logging(original: Callable[..., Any], manager: Any, obj: Any) -> Any:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from sglang_c2t.checks import MAX_WHOLE, is_number, is_whole, shown, told
+from sglang_c2t.checks import MAX_WHOLE, format_error, is_number, is_whole, shown
 from sglang_c2t.config import active
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.hooks.request_fields import refuse_unserved, telling_reserve
@@ -163,7 +163,7 @@ def _reading() -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        raise ValueError(f"the request cannot be read: {told(error)}") from error
+        raise ValueError(f"the request cannot be read: {format_error(error)}") from error
 
 
 def refuse_copies(sampling_params: Any) -> None:
@@ -196,7 +196,7 @@ def refuse_unreadable(sampling_params: Any) -> None:
             re.compile(pattern)
         except (re.error, TypeError, RecursionError, OverflowError) as error:
             raise ValueError(
-                f"stop_regex: {shown(pattern)} is no pattern: {told(error)}"
+                f"stop_regex: {shown(pattern)} is no pattern: {format_error(error)}"
             ) from error
 
 

@@ -1,8 +1,7 @@
-"""How sure a gate was of the first draft of each request, beside what became of it.
-
-Of policies that plan the planner knows that of all drafts. Here it is looked at once in
-:data:`EVERY` steps, and only for first drafts, whose confidence waits in a table anyway: two
-launches, and nobody waits for what they give.
+"""Grades a gate's confidence in the first drafts of requests by their outcomes. With a planning
+policy the planner grades all drafts. This class samples one step in :data:`EVERY` and only first
+drafts, whose confidence is stored anyway. It costs two launches, and no caller waits for the
+result.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from sglang_c2t.draft.served import classifier_of
 from sglang_c2t.plan.grades import Grades
 from sglang_c2t.srt.verify.packing import HostSizes
 
-#: Steps between two looks.
+#: Steps between two samples.
 EVERY = 16
 
 
 class FirstDrafts:
-    """What is known of the first drafts of a server of chains."""
+    """Grades of the first drafts of a server of chains."""
 
     def __init__(self) -> None:
         self.grades = Grades()
@@ -37,9 +36,9 @@ class FirstDrafts:
         accept_lens: Tensor,
         constrained: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """A step of the requests in ``slots`` [B], of each of which ``num_rows`` were verified,
-        root included, and ``accept_lens`` tokens accepted, bonus included; ``constrained`` gives
-        those of the B whose target is not the model's own, and who are left out.
+        """Grade a step of the requests in ``slots`` [B]. ``num_rows`` [B] rows were verified, roots
+        included, and ``accept_lens`` [B] tokens accepted, bonus included. ``constrained`` gives the
+        requests to leave out, whose target distribution is changed.
         """
         self._steps += 1
         if self._on_their_way is not None and self._on_their_way[0].arrived:
@@ -49,7 +48,7 @@ class FirstDrafts:
             verified[list(left_out)] = False
             self.grades.observe(confidence[verified], accepted[verified] > 1)
             self._on_their_way = None
-        # Without a classifier a confidence is a probability of something else, or none at all.
+        # Without a classifier a confidence is another probability, or does not exist.
         judges = gate.program is not None and classifier_of(gate.served.policy) is not None
         if judges and self._steps % EVERY == 0:
             confidence = gate.first_tokens.judged(slots).confidence[0]

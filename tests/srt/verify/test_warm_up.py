@@ -20,7 +20,7 @@ def test_after_the_start_packed_verification_compiles_nothing() -> None:
 
 @given(st.integers(1, 300))
 def test_every_number_is_compiled_for_like_one_that_is_warmed_up(most: int) -> None:
-    from sglang_c2t.srt.verify.warm_up import one_of_each
+    from sglang_c2t.srt.verify.warm_up import sizes_per_triton_specialization
 
     def kind(number: int) -> tuple[int, bool, bool]:
         block = 1
@@ -28,7 +28,7 @@ def test_every_number_is_compiled_for_like_one_that_is_warmed_up(most: int) -> N
             block *= 2
         return block, number == 1, number % 16 == 0
 
-    chosen = one_of_each(most)
+    chosen = sizes_per_triton_specialization(most)
     assert all(1 <= number <= most for number in chosen)
     kinds = [kind(number) for number in chosen]
     assert len(kinds) == len(set(kinds))
