@@ -133,7 +133,7 @@ class ServedPolicy:
             self._failure_told = True
             frame = traceback.extract_tb(error.__traceback__)[-1]
             logger.error(
-                "C2T: policy %s failed, and drafts stay whole where it does: %s (%s, line %s)",
+                "C2T: policy %s failed, so the server verifies full drafts there: %s (%s, line %s)",
                 name,
                 format_error(error),
                 frame.filename,

@@ -21,7 +21,7 @@ def log_start(config: C2TConfig, verification: str, policy: Any, pair: Pair | No
 
 def log_prefill_only() -> None:
     """Log that another server verifies the drafts of this one."""
-    logger.info("C2T: cuts nothing here, as another server verifies what this one drafts")
+    logger.info("C2T: no gate here: another server verifies the drafts of this one")
 
 
 def log_classifier(config: C2TConfig, policy: Any, pair: Pair | None) -> None:

@@ -124,7 +124,7 @@ def _verdict(say: Callable[[str], None], problems: list[str]) -> int:
     if untested:
         say(
             f"UNTESTED: {untested}. All seams are there, so a server with --c2t will start, but "
-            "nobody looked whether each still means what it did. Measure it before you serve "
+            "no test has checked their behaviour in this release. Measure it before you serve "
             "(`python -m eval.lossless` in a checkout), or install a tested release"
         )
         return UNTESTED

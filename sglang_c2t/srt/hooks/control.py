@@ -280,7 +280,7 @@ def _keys(server_args: Any) -> dict[str, str | None]:
     if keys["admin_api_key"] and not seams.keys_are_hidden():
         logger.warning(
             "C2T: this SGLang shows --admin-api-key on /server_info to %s",
-            "whoever has --api-key" if keys["api_key"] else "everybody: POST /c2t stays closed",
+            "clients with --api-key" if keys["api_key"] else "all clients: POST /c2t stays closed",
         )
         if not keys["api_key"]:
             keys["admin_api_key"] = None

@@ -217,15 +217,15 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         _set("enable_multi_layer_eagle"),
         "--enable-multi-layer-eagle",
-        "each of its draft layers is a model of its own, and the gate watches one",
+        "each of its draft layers is a separate model, and the gate reads one",
         "drop it",
     ),
     Refusal(
         lambda cfg: (
             compat.uses_dp_attention(cfg) and bool(seams.broken_seams(seams.DATA_PARALLEL_SEAMS))
         ),
-        "DP attention, --enable-dp-attention or --attn-dp-size, beside this SGLang",
-        "it has other ways of telling ranks about each other than the newest one",
+        "DP attention, --enable-dp-attention or --attn-dp-size, with this SGLang",
+        "its ranks exchange row counts in another way than those of the newest one",
         "drop it, or choose the newest SGLang that is served",
     ),
     Refusal(
@@ -243,7 +243,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: compat.uses_dp_attention(cfg) and compat.disaggregates(cfg),
         "--enable-dp-attention with --disaggregation-mode",
-        "the two were not tried together",
+        "the two were not tested together",
         "drop one of them",
     ),
     Refusal(
@@ -257,7 +257,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: compat.uses_dp_attention(cfg) and environment.verifies_beside_prefills(),
         "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
-        "ranks that prefill in the same step do not hear of packed rows",
+        "ranks that prefill in the same step do not know the packed rows",
         "unset SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
     ),
     Refusal(
@@ -269,13 +269,13 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         _set("enable_pdmux"),
         "--enable-pdmux",
-        "verification beside a prefill on other streams was not tried",
+        "verification concurrent with a prefill on other streams was not tested",
         "drop it",
     ),
     Refusal(
         lambda cfg: _adapts(cfg) and not compat.verifies_adapters(),
-        "LoRA, --enable-lora or --lora-paths, in an SGLang that cannot tell it of packed rows",
-        "0.5.23 can and releases before it cannot",
+        "LoRA, --enable-lora or --lora-paths, in an SGLang without LoRA for packed rows",
+        "0.5.23 has it and releases before it do not",
         "drop --enable-lora and --lora-paths, and serve merged weights",
     ),
     Refusal(
@@ -308,7 +308,7 @@ REFUSALS: tuple[Refusal, ...] = (
             and compat.argument(cfg, "disaggregation_transfer_backend") != "mooncake"
         ),
         "--disaggregation-mode with a --disaggregation-transfer-backend other than mooncake",
-        "no other was tried",
+        "no other was tested",
         "choose mooncake",
     ),
     Refusal(
@@ -361,7 +361,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: _visits_every_root() and _set("enable_mixed_chunk")(cfg),
         "--c2t-record-roots every with --enable-mixed-chunk",
-        "a step beside another request's prompt takes a token that no draft stands behind",
+        "a step with another request's prompt takes a token without a draft after it",
         "drop --enable-mixed-chunk while recording",
     ),
     Refusal(
@@ -391,7 +391,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         _set("use_ray"),
         "--use-ray",
-        "whether Ray's actors load plugins was not tried",
+        "whether Ray's actors load plugins was not tested",
         "drop --use-ray",
     ),
     Refusal(

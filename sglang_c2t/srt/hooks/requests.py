@@ -90,9 +90,8 @@ def check_sampling_params(_result: None, params: Any, *_args: Any) -> None:
     value = params.custom_params.get(KEY, True)
     if not isinstance(value, bool):
         raise ValueError(
-            f"custom_params: {KEY} must be true or false, got {shown(value)}; false has this "
-            "request's "
-            "drafts verified whole"
+            f"custom_params: {KEY} must be true or false, got {shown(value)}; false "
+            "requests full drafts"
         )
 
 

@@ -103,12 +103,14 @@ class Series:
         self.rows = counter("verify_rows", "Rows the target was asked to verify, with roots.")
         self.padding = counter("verify_padding_rows", "Rows forwarded beyond those asked for.")
         self.policy_failures = counter(
-            "policy_failures", "Steps in which the policy failed, so that drafts stayed whole."
+            "policy_failures", "Steps with full drafts because the policy failed."
         )
         self.gate_seconds = counter(
-            "gate_seconds", "Host time in the gate; what CUDA graphs replay is not seen."
+            "gate_seconds", "Host time in the gate, without the replays of CUDA graphs."
         )
-        stops = Counter("c2t:draft_stops", "Drafts by why they ended.", (*names, "reason"))
+        stops = Counter(
+            "c2t:draft_stops", "Drafts by the reason for their end.", (*names, "reason")
+        )
         self.stops = {
             reason: stops.labels(**labels, reason=reason)
             for reason in ("policy", "full", "depth", "budget")
@@ -126,11 +128,11 @@ class Series:
             buckets=_buckets(full - 1),
         ).labels(**labels)
         self._gate_seconds_told = 0.0
-        plans = Counter("c2t:plans", "Steps that a planner planned, by why.", (*names, "reason"))
+        plans = Counter("c2t:plans", "Steps that a planner planned, by reason.", (*names, "reason"))
         self.plans = {kind: plans.labels(**labels, reason=kind.value) for kind in COUNTED}
         self.planned_layers = counter("planned_layers", "Draft layers of planned steps.")
-        self.predicted = counter("predicted_step_seconds", "What planned steps should have taken.")
-        self.measured = counter("measured_step_seconds", "What those steps did take.")
+        self.predicted = counter("predicted_step_seconds", "Predicted time of planned steps.")
+        self.measured = counter("measured_step_seconds", "Measured time of those steps.")
         self._counted_ms = 0.0, 0.0  # predicted and measured
 
     def _add_plan(self, step: Step) -> None:

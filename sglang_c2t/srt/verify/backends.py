@@ -38,7 +38,7 @@ def unsupported_reason(target_runner: Any, *, trees: bool = False) -> str | None
         return "the target keeps recurrent state per verified row"
     manager = compat.lora_manager(target_runner)
     if manager is not None and manager.lora_backend.is_moe_lora:
-        return "LoRA adapters of experts were not tried with packed rows"
+        return "LoRA adapters of experts were not tested with packed rows"
     return None
 
 

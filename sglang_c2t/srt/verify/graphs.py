@@ -71,7 +71,7 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
             raise ConfigError(f"{_TOO_SMALL} no CUDA graph of packed rows: {_HOW_TO_RAISE}")
         if self._room(wanted) is not None and self.tiers.rows != self.tiers.all_rows:
             logger.warning(
-                "C2T: %s CUDA graphs of up to %d packed rows, of %d; what is larger verifies "
+                "C2T: %s CUDA graphs of up to %d packed rows, of %d; larger batches verify "
                 "without a graph. %s",
                 _TOO_SMALL,
                 max(self.tiers.rows),

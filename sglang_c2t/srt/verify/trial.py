@@ -140,6 +140,6 @@ def difference(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> str | None:
     if int(wrong.sum()) <= EXCUSED * len(wrong):
         return None
     return (
-        f"logits of {int(wrong.sum())} of {len(wrong)} packed rows differ from those of whole "
+        f"logits of {int(wrong.sum())} of {len(wrong)} packed rows differ from those of full "
         f"drafts by up to {float(apart.max()):.2g} of their spread"
     )
