@@ -48,8 +48,7 @@ class TreeGrowth:
         failed: Called with the policy's exception; the tree is then EAGLE-2's. ``None``: re-raise.
         whole: [B] bool: requests that always get EAGLE-2's tree; ``None``: none.
         fused: The policy's rule for a kernel, and the threshold that it reads; ``None``: torch
-        calls
-            the policy.
+            calls the policy.
     """
 
     def __init__(
@@ -124,8 +123,7 @@ class TreeGrowth:
             tokens: [B, W, K] int64, by falling probability.
             prob: [B, W, K] float32, q(child | path).
             measured: By name, [B * W, ...] per row or [B * W * K] per child (:data:`PER_NODE`).
-            Holds
-                ``entropy`` and what the policy needs; places are added here.
+                Holds ``entropy`` and what the policy needs; places are added here.
             exists: [B, W, K] bool: the other children are dead; ``None``: all exist.
         """
         assert self._fused is None, "a kernel grows this tree"

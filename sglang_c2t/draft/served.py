@@ -82,8 +82,7 @@ class ServedPolicy:
         Args:
             policy: As in the constructor.
             captured: CUDA graphs hold the old policy's kernels, so only their data can be replaced.
-            The
-                program must read the same features, with a network of the same size.
+                The program must read the same features, with a network of the same size.
 
         Raises:
             ConfigError: The policy cannot be served; the old one stays.

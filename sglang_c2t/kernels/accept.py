@@ -65,8 +65,7 @@ def accept_paths(
         row_starts: [>= B + 1] int32: packed index of each request's first row.
         window: [B, W] int64: KV slots of its rows, W >= N and W >= S.
         parents: [B, N] int64 of trees, see :class:`~sglang_c2t.tree.Trees`: rows have packed
-        numbers.
-            ``None``: chains, whose rows have strided numbers.
+            numbers. ``None``: chains, whose rows have strided numbers.
         longest: S.
         most: Most nodes of a path, at most S; 1 accepts no draft.
     """

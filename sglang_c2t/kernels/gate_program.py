@@ -82,8 +82,7 @@ class FusedGate:
 
     Args:
         names: Features in the network's order, of :data:`FEATURES`. Without a network exactly one,
-        which
-            is the confidence (``joint``: DyJoint, ``prob``: DyMax).
+            which is the confidence (``joint``: DyJoint, ``prob``: DyMax).
         weights: The network, or ``None``.
         beta: Least confidence of a kept token.
         device: Device of the logits.

@@ -91,8 +91,7 @@ def workspace_bytes(
         head_dim: Of keys and values.
         num_sm: Multiprocessors of the device.
         by_rows: Whether this FlashInfer counts rows. Older ones reserve a (row, query head) pair
-        for
-            each, so as many times more as a group has heads.
+            for each, so as many times more as a group has heads.
     """
     num_heads, kv_heads = heads
     group = num_heads // kv_heads
