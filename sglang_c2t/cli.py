@@ -1,5 +1,5 @@
-"""``check`` the plugin, find its ``guides``; ``record`` drafts, ``train`` a classifier on them,
-``evaluate`` it; for running servers ``advise`` what to set, and ``top`` to watch them.
+"""``check`` the plugin and find its ``guides``. ``record`` drafts, ``train`` a classifier on them
+and ``evaluate`` it. For running servers, ``advise`` finds what to set and ``top`` shows their load.
 """
 
 from __future__ import annotations

@@ -175,8 +175,9 @@ class Recording:
         return replace(self, nodes=nodes, drafts=kept)
 
     def groups(self) -> list[str]:
-        """Return per request its id up to the last slash: a task, if ``sglang_c2t record`` named
-        it; without a slash the whole id.
+        """Return per request its id up to the last slash, or the full id without one.
+
+        ``sglang_c2t record`` puts the task there.
         """
         return [rid.rsplit("/", 1)[0] for rid in self.requests]
 

@@ -10,7 +10,7 @@ Shapes: T query rows of all requests packed, B requests, H query heads, G key he
 R = H / G, D head size, S slots of the pool. Inside a group: b requests, Q rows, K keys.
 
     keys of a request:   [0 ........ kv_len - q_len)[kv_len - q_len ... kv_len)
-    seen by query row i:  all                         up to row i, or where the mask says so
+    seen by query row i:  all                         up to row i, or where the mask allows
 """
 
 from __future__ import annotations

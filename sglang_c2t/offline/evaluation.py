@@ -134,7 +134,7 @@ def score(recording: Recording, classifier: Classifier) -> Scored:
 
 
 def quality(scored: Scored, classifier: Classifier) -> str:
-    """Ranking and calibration of the classifier, beside the joint probability's ranking."""
+    """Format ranking and calibration of the classifier, versus the joint probability's ranking."""
     labels = scored.accepted.float()
     share = f", {scored.accepted.double().mean():.0%} of them accepted" if len(labels) else ""
     return (

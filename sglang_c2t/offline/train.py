@@ -165,8 +165,8 @@ def train_classifier(
 
 
 def _heldout_scores(scores: Tensor, joint: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Score how the ``scores`` and the ``joint`` probability [n] rank the ``labels`` [n] of
-    held-out drafts, and the calibration of ``scores``.
+    """Score the ranking of held-out ``labels`` [n] by ``scores`` and ``joint`` [n], and the
+    calibration of ``scores``.
     """
     return {
         "heldout_tokens": int(labels.numel()),

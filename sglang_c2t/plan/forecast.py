@@ -1,4 +1,4 @@
-"""Forecast of confidences: what a chain's layers will look like before they are drafted.
+"""Forecast of the confidences of a chain's or tree's layers before they are drafted.
 
 The planner chooses the depth before the first layer is drafted. It needs the confidence and the
 survival of drafts that do not exist yet, and knows only the confidence of the first layer.
