@@ -27,7 +27,7 @@ class Peers:
         self.ranks: int = parallel.attn_dp_size
         """A."""
         self.rows_divide_by: int = parallel.attn_tp_size
-        """Divisor of a forward's row count: the ranks that share requests."""
+        """Divisor of a forward's row count: the number of ranks that share requests."""
         self._group = parallel.tp_group.cpu_group
 
     def of_all(self, *mine: int) -> list[list[int]]:

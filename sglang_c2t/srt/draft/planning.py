@@ -66,7 +66,7 @@ class Step:
     constrained: Collection[int] = ()
     """Requests whose sampling changes the target's distribution."""
     unmeasured: Collection[int] = ()
-    """Requests whose first layer this gate has not scored, so that they are no labels."""
+    """Requests whose first layer this gate has not scored; the planner skips them."""
     draft: list[Mark] = field(default_factory=list)
     verify: tuple[Mark, Mark] | None = None
     forwarded_rows: int = 0
