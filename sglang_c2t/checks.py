@@ -1,6 +1,5 @@
-"""Checks of values that people and clients wrote, and how a refusal repeats them.
-
-A leaf: standard library only.
+"""Checks of values from users and clients, and how error messages show these values. It imports the
+standard library only.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ import math
 from collections import Counter
 from typing import Any
 
-#: Largest whole number that settings may have: what an int32 tensor holds.
+#: Largest whole number of a setting: the maximum of int32.
 MAX_WHOLE = 2**31 - 1
 
-#: Largest number that a float32 tensor holds.
+#: Largest number of a float32 tensor.
 MAX_NUMBER = (2 - 2**-23) * 2.0**127
 
 
@@ -28,7 +27,7 @@ def require(fits: bool, what: str, allowed: str, value: object) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether the value is a finite number that a float32 tensor holds; a bool is none."""
+    """Whether the value is a finite number within float32; a bool is not."""
     return (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
@@ -37,12 +36,12 @@ def is_number(value: object) -> bool:
 
 
 def is_whole(value: object, least: int = 0, most: int = MAX_WHOLE) -> bool:
-    """Whether the value is a whole number in [least, most]; a bool is none."""
+    """Whether the value is a whole number in [least, most]; a bool is not."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def shown(value: object, longest: int = 80) -> str:
-    """The value for a message: one line, escaped, shortened."""
+    """Format a value for a message: one line, escaped, shortened."""
     try:
         text = ascii(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, a deep list
@@ -50,17 +49,16 @@ def shown(value: object, longest: int = 80) -> str:
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
-def told(error: BaseException, longest: int = 300) -> str:
-    """What was raised, in one line."""
+def format_error(error: BaseException, longest: int = 300) -> str:
+    """Format an exception in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:longest]}" if text else type(error).__name__
 
 
 def parse_json(text: str, *, source: str) -> Any:
-    """Parse JSON that means one thing only.
-
-    :class:`ConfigError` names the ``source``: not JSON, nan or infinite numbers, a key given
-    twice, nested deeper than Python follows, NUL or half characters in strings.
+    """Parse unambiguous JSON. :class:`ConfigError` names the ``source``. It is raised for invalid
+    JSON, nan or infinite numbers, a repeated key, too deep nesting, and NUL or half characters in
+    strings.
     """
     try:
         value = json.loads(
@@ -99,7 +97,7 @@ def _finite(text: str) -> float:
 
 
 def _require_characters(value: Any) -> None:
-    """Refuse strings that files and logs could not hold."""
+    """Refuse strings that files and logs cannot hold."""
     if isinstance(value, str):
         if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
             raise ValueError(f"{shown(value)} holds NUL or half a character")

@@ -1,5 +1,5 @@
-"""``check`` the plugin, find its ``guides``; ``record`` drafts, ``train`` a classifier on them,
-``evaluate`` it; for running servers ``advise`` what to set, and ``top`` to watch them.
+"""``check`` the plugin and find its ``guides``. ``record`` drafts, ``train`` a classifier on them
+and ``evaluate`` it. For running servers, ``advise`` finds what to set and ``top`` shows their load.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from sglang_c2t.hints import hints_for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 on success, 1 when a check fails, 2 on bad input.
-
-    3 when a check finds no fault, but an SGLang that no test ran on.
+    """Run one command; returns 0 on success, 1 if a check fails, 2 on bad input. It returns 3 if a
+    check finds no fault, but the SGLang is untested.
     """
     args = _parser().parse_args(argv)
     try:
@@ -34,14 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what was probably meant by a command or flag that does not exist."""
+    """Suggests a known command or flag for one that does not exist."""
 
     def error(self, message: str) -> NoReturn:
-        """Usage and one line, as argparse does."""
+        """Print the usage and one line, as argparse does."""
         super().error(message + hints_for(message, self._names()))
 
     def _names(self) -> set[str]:
-        """Flags and commands, those of the commands included."""
+        """Return all flags and commands, with the flags of the commands."""
         names = {flag for action in self._actions for flag in action.option_strings}
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -59,12 +58,14 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser(
         "check",
-        help="will a server with --c2t start here",
+        help="test whether a server with --c2t would start here",
         epilog="exit code: 0 yes; 1 no, and why; 3 yes, but on an SGLang that no test ran on",
     )
     check.set_defaults(run=_check)
 
-    guides = commands.add_parser("guides", help="where the guides and deployment files lie")
+    guides = commands.add_parser(
+        "guides", help="print the folder of the guides and deployment files"
+    )
     guides.set_defaults(run=_guides)
     _add_training(commands)
     _add_watching(commands)
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_training(commands: Any) -> None:
-    """The commands from prompts to a classifier."""
+    """Add the commands from prompts to a classifier."""
     record = commands.add_parser("record", help="drive a prompt file through a recording server")
     record.add_argument("prompts", help="JSON lines with prompt, text, turns or messages")
     record.add_argument("--url", default=URL, help="default: %(default)s")
@@ -99,7 +100,7 @@ def _add_training(commands: Any) -> None:
 
     evaluate = commands.add_parser(
         "evaluate",
-        help="does a classifier pay, and at which threshold",
+        help="test whether a classifier pays, and at which threshold",
         epilog="the last line is the answer and what to serve; exit code 0 whatever it is",
     )
     evaluate.add_argument("recording", nargs="+", help="directories written by --c2t-record")
@@ -108,7 +109,7 @@ def _add_training(commands: Any) -> None:
         "--accept-length",
         type=float,
         metavar="TAU",
-        help="tokens per verification wanted, bonus included; default: 98 %% of whole drafts'",
+        help="tokens per verification wanted, bonus included; default: 98 %% of full drafts'",
     )
     evaluate.add_argument(
         "--policies",
@@ -121,7 +122,7 @@ def _add_training(commands: Any) -> None:
 
 
 def _add_watching(commands: Any) -> None:
-    """The commands for running servers."""
+    """Add the commands for running servers."""
     advise = commands.add_parser(
         "advise",
         help="what to set on a running server, and why it is slow",
@@ -187,9 +188,8 @@ def _guides(_args: argparse.Namespace) -> int:
 
 
 def _require_extra(*packages: str) -> None:
-    """Raise :class:`ConfigError` where a package of the extra ``train`` is missing.
-
-    Asked first, so that no minutes of work are lost.
+    """Raise :class:`ConfigError` if a package of the extra ``train`` is missing. Commands check
+    this first, so that no minutes of work are lost.
     """
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"this needs {', '.join(missing)}: pip install 'sglang-c2t[train]'")
@@ -221,14 +221,14 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _api_key(args: argparse.Namespace) -> str | None:
-    """The key of the flag, or of the environment."""
+    """Return the key from the flag or the environment."""
     from sglang_c2t.offline.client import API_KEY_ENV
 
     return _sendable(args.api_key or os.environ.get(API_KEY_ENV) or None)
 
 
 def _sendable(key: str | None) -> str | None:
-    """A key that fits into a header."""
+    """Check that a key fits into a header."""
     if key is not None and not re.fullmatch("[!-~]+", key):
         raise ConfigError("the API key must be ASCII without spaces; it is not shown here")
     return key

@@ -1,10 +1,10 @@
-"""Every knob of C2T in one frozen dataclass, and how it travels between processes.
+"""All settings of C2T in one frozen dataclass, and their transfer between processes.
 
-The launcher resolves the configuration once (flags over file over defaults) and puts
-its JSON into one environment variable; SGLang's child processes inherit it. Users of
-``sglang.Engine`` set the same variable themselves, to JSON or to a file's path.
+The launcher resolves the configuration once (flags over file over defaults) and puts its JSON into
+one environment variable, which SGLang's child processes inherit. Users of ``sglang.Engine`` set the
+same variable themselves, to JSON or to a file's path.
 
-Imports neither torch nor sglang.
+It imports neither torch nor sglang.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["C2TConfig", "ConfigError", "active", "publish", "resolve"]
 
 CONFIG_ENV = "SGLANG_C2T_CONFIG"
 
-#: Settings that reach the policy by themselves: no option may say them a second time.
+#: Settings that reach the policy themselves, so no option may repeat them.
 POLICY_SETTINGS = ("policy", "beta", "classifier")
 
-#: The policy of who names none; :func:`sglang_c2t.policies.named` says which that is.
+#: The default policy; :func:`sglang_c2t.policies.named` resolves its name.
 DEFAULT = "default"
 
 #: Longest name of a policy, or of an option.
@@ -36,23 +36,22 @@ LONGEST_NAME = 200
 
 
 class Values(NamedTuple):
-    """What a setting may be."""
+    """Allowed values of a setting."""
 
     allowed: str
-    """As a refusal says it: "must be ``allowed``"."""
+    """For an error message: "must be ``allowed``"."""
 
     fit: Callable[[Any], bool]
 
     flag: Callable[[str], Any] | None = None
-    """Reads the flag's text; ``bool``: a flag without one. ``None``: a key of the file only."""
+    """Parses the flag's text; ``bool``: a flag without one. ``None``: no flag, only a key."""
 
     choices: tuple[str, ...] | None = None
 
 
 def _setting(default: Any, values: Values, meaning: str, *, unset: str = "none") -> Any:
-    """A field of :class:`C2TConfig`; all that is said of a setting is said here.
-
-    ``unset``: what a default of ``None`` or false means, in the flag's help.
+    """Return a field of :class:`C2TConfig` with all that describes a setting. ``unset`` names the
+    meaning of a default of ``None`` or false, for the flag's help.
     """
     metadata = {"values": values, "meaning": meaning, "unset": unset}
     if isinstance(default, dict):
@@ -91,10 +90,9 @@ OPTIONS = Values("an object of options", _is_options)
 
 @dataclass(frozen=True)
 class C2TConfig:
-    """What ``--c2t`` does: one field per setting.
-
-    Fields are the keys of ``--c2t-config`` files; those with a flag are ``--c2t-NAME`` too. Raises
-    :class:`ConfigError` for any value out of range; ``None`` fits where it is the default.
+    """The settings of ``--c2t``. Fields are the keys of ``--c2t-config`` files; those with a flag
+    are ``--c2t-NAME`` too. Raises :class:`ConfigError` for invalid values; ``None`` is valid if it
+    is the default.
     """
 
     policy: str = _setting(
@@ -115,7 +113,7 @@ class C2TConfig:
         "default",
         FILE,
         "'default', the one shipped for the policy, of these two models if there is one; a shipped "
-        "one's name, or a .safetensors file with its JSON card beside it.",
+        "one's name, or a .safetensors file next to its JSON card.",
     )
     verify: str = _setting(
         "auto",
@@ -134,7 +132,7 @@ class C2TConfig:
     state: str | None = _setting(
         None,
         FILE_TO_WRITE,
-        "Policies that plan: file that keeps what was learnt of traffic and costs, for the next "
+        "Policies that plan: file that keeps the learnt survivals and costs for the next "
         "start with the same models.",
         unset="forgotten at the end",
     )
@@ -147,8 +145,8 @@ class C2TConfig:
     record_share: float = _setting(
         0.01,
         SHARE,
-        "Share of steps that are recorded, in (0, 1]. They verify whole drafts, whatever the "
-        "policy says, so that labels are not censored.",
+        "Share of steps that are recorded, in (0, 1]. They verify full drafts under any "
+        "policy, so that labels are not censored.",
     )
     record_limit_mb: float = _setting(
         1024,
@@ -179,7 +177,7 @@ class C2TConfig:
     )
 
     def __post_init__(self) -> None:
-        """Check each field by itself; the policy checks its own options when built."""
+        """Check each field alone; the policy checks its own options when built."""
         for setting in dataclasses.fields(self):
             value, values = getattr(self, setting.name), setting.metadata["values"]
             fits = values.fit(value) or (value is None and setting.default is None)
@@ -195,12 +193,12 @@ class C2TConfig:
 
     @property
     def visits_every_root(self) -> bool:
-        """Whether each step takes a single token, so that every root gets recorded."""
+        """Whether each step takes a single token, so that every root is recorded."""
         return self.record is not None and self.record_roots == "every"
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> C2TConfig:
-        """Build from a plain mapping; an unknown key is an error, not a warning."""
+        """Build the configuration from a mapping; an unknown key is an error, not a warning."""
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
@@ -228,28 +226,26 @@ class C2TConfig:
         return cls.from_json(text, source=f"c2t config file {path}")
 
     def to_json(self) -> str:
-        """One line of JSON that :meth:`from_json` reads back to an equal config."""
+        """Return one line of JSON that :meth:`from_json` reads back to an equal config."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
 def resolve(*, file: str | None, flags: Mapping[str, Any]) -> C2TConfig:
-    """Flags over file over defaults. ``flags`` holds only what the user typed."""
+    """Merge flags over file over defaults. ``flags`` holds only what the user typed."""
     base = C2TConfig.from_file(file) if file is not None else C2TConfig()
     merged = {**dataclasses.asdict(base), **flags}
     return C2TConfig.from_mapping(merged)
 
 
 def publish(config: C2TConfig) -> None:
-    """Switch C2T on for this process and all children it will start."""
+    """Switch C2T on for this process and all its future children."""
     os.environ[CONFIG_ENV] = config.to_json()
 
 
 def active() -> C2TConfig | None:
-    """The configuration of this process; ``None`` when C2T is off.
-
-    Asked on every request, so parsed once: where the variable names a file, the file's contents
-    take its place, for this process and its children. What becomes of the file then is nothing
-    to a running server.
+    """Return the configuration of this process; ``None`` if C2T is off. Every request calls it, so
+    it parses once. If the variable names a file, its contents replace the name, for this process
+    and its children. Later changes of the file do not affect a running server.
     """
     text = os.environ.get(CONFIG_ENV)
     if not text:

@@ -1,7 +1,6 @@
-"""What is measured about one layer of drafted tokens; what policies and classifiers read.
+"""Measurements of one layer of drafted tokens: the inputs of policies and classifiers.
 
-Pure torch; knows nothing of SGLang, policies or files.
-
+Pure torch; it knows nothing of SGLang, policies or files.
 Legend: B tokens (one per request in a chain; all nodes of a layer in trees), V draft vocabulary.
 """
 
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-#: Where a token stands among those of its layer; known without any measurement.
+#: Positions of a token in its layer, which need no measurement.
 PLACES = frozenset({"rank", "parent_rank"})
 
 _TOP_ENTROPY = re.compile(r"entropy_top([1-9][0-9]{0,8})")
@@ -37,22 +36,23 @@ class DraftLayer:
     """[B] float32, nats: entropy of the distribution the token was drawn from."""
 
     alive: Tensor
-    """[B] bool: the chain has not ended before this token. A policy that stops the
-    batch as one needs it; others may ignore it."""
+    """[B] bool: the chain has not ended before this token. Policies that stop the whole batch need
+    it; others may ignore it."""
 
     measured: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the policy ``needs`` beyond these, by name. Those of its own ``measure``, and:
+    """Measurements that the policy ``needs`` beyond these, by name: those of its own ``measure``,
+    and
 
     ``margin``           [B] float32: log q of the best token less that of the second best
     ``entropy_topM``     [B] float32, nats: the M largest probabilities only (C2T, eq. 7)
-    ``confidence``       [B] float32 in [0, 1]: the gate's own, where a kernel has computed it
-    ``rank``             [B] float32: place among its siblings, 0 for the most likely
-    ``parent_rank``      [B] float32: its parent's place among the rows that were forwarded for the
-                         request, best first; 0 for children of the root, and in chains
+    ``confidence``       [B] float32 in [0, 1]: the gate's own, if a kernel has computed it ``rank``
+    [B] float32: rank among its siblings, 0 for the most likely ``parent_rank``      [B] float32:
+    its parent's rank among the request's forwarded rows, best first;
+                         0 for children of the root, and in chains
     """
 
     parent: DraftLayer | None = None
-    """The layer before, row by row; ``None`` for the first, and in trees."""
+    """The previous layer, row by row; ``None`` for the first, and in trees."""
 
 
 def known_measurement(name: str) -> bool:
@@ -63,7 +63,7 @@ def known_measurement(name: str) -> bool:
 
 
 def measure(logits: Tensor, names: Collection[str] = ()) -> dict[str, Tensor]:
-    """``prob``, ``entropy`` and the further ``names`` of each draft distribution.
+    """Measure ``prob``, ``entropy`` and the further ``names`` of each draft distribution.
 
     ``logits`` is [B, V], any float type; -inf entries have probability zero. The drafted token is
     the most likely one.
@@ -74,7 +74,7 @@ def measure(logits: Tensor, names: Collection[str] = ()) -> dict[str, Tensor]:
     stats = {"prob": of_all.amax(dim=-1).exp(), "entropy": entropy(of_all)}
     cuts = {name: int(m[1]) for name in names if (m := _TOP_ENTROPY.fullmatch(name))}
     largest = max([*cuts.values(), 2 * ("margin" in names)])
-    # One sort serves every name that needs order.
+    # One sort serves every measurement that needs order.
     top = of_all.topk(min(largest, of_all.shape[-1]), dim=-1).values if largest else of_all
     for name in names:
         if name == "margin":
@@ -83,29 +83,28 @@ def measure(logits: Tensor, names: Collection[str] = ()) -> dict[str, Tensor]:
         elif name in PLACES:
             stats[name] = torch.zeros_like(stats["prob"])
         elif name in cuts:
-            # The cut tail is dropped, not spread: the probabilities are not renormalised.
+            # The tail is dropped, not spread: the probabilities are not renormalised.
             stats[name] = entropy(top[:, : cuts[name]])
     return stats
 
 
-# The statistics themselves. The gate's kernel computes the same (kernels/gate.py).
+# The gate's kernel computes the same statistics (kernels/gate.py).
 
 
 def floored(logits: Tensor) -> Tensor:
-    """[B, V] float32 from logits of any float type; -inf and nan become probability zero."""
+    """[B, V] float32 from logits of any float type; -inf and nan get probability zero."""
     return logits.float().nan_to_num(nan=FLOOR, posinf=torch.inf, neginf=FLOOR)
 
 
 def entropy(log_probs: Tensor) -> Tensor:
-    """[B] nats, of log probabilities [B, any]; what they lack to 1 is not spread over them."""
+    """[B] nats, of log probabilities [B, any], without renormalisation."""
     return -(log_probs.exp() * log_probs).sum(dim=-1)
 
 
 def margins(best: Tensor, topk: int) -> Tensor:
-    """[B, K] float32, nats: log q of each of the K best tokens less that of the best *other*.
-
-    ``best`` [B, >= 2] are log probabilities or logits, descending. Positive for the first,
-    negative for the others (0 for a tie); within +-50 nats.
+    """[B, K] float32, nats: log q of each of the K best tokens less that of the best *other* one.
+    ``best`` [B, >= 2] are log probabilities or logits, descending. The first margin is positive,
+    the others negative (0 for a tie); all are within +-50 nats.
     """
     rival = best[:, 1:2]
     if topk > 1:
@@ -116,13 +115,12 @@ def margins(best: Tensor, topk: int) -> Tensor:
 #: Nats; a second-best token of probability zero would make the margin infinite.
 MAX_MARGIN = 50.0
 
-#: Stands for -inf. Finite, so that 0 * log 0 is 0 and not nan.
+#: Replaces -inf. It is finite, so that 0 * log 0 is 0 and not nan.
 FLOOR = -1e30
 
 
 def value_unmeasured(name: str) -> float:
-    """The value of a token that was not measured, because another server ran its prefill.
-
+    """Return the value of a token that was not measured, because another server ran its prefill.
     The draft counts as certain, so that the gate keeps it.
     """
     return {"prob": 1.0, "margin": MAX_MARGIN, "confidence": 1.0}.get(name, 0.0)

@@ -1,6 +1,5 @@
-"""Files that people name: read within bounds, and written whole or not at all.
-
-A leaf: standard library only.
+"""Reads files that users name within bounds, and writes files atomically. It imports the standard
+library only.
 """
 
 from __future__ import annotations
@@ -13,27 +12,25 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-#: Writes a file at the path it is given.
+#: Writes a file at the given path.
 Write = Callable[[Path], object]
 
 
-#: Bytes of a file of settings, of what was learnt, of a card: far more than any of ours has.
+#: Most bytes of a file of settings, a state or a card: far more than ours have.
 LARGEST_JSON = 1 << 20
 
 
 def require_regular(path: str | os.PathLike[str], most: int) -> int:
-    """The file's size in bytes.
-
-    Raises OSError unless it is a regular file of ``most`` bytes at most: a FIFO or a terminal would
-    keep its reader waiting, and a device has no end.
+    """Return the file's size in bytes. Raises OSError unless it is a regular file of at most
+    ``most`` bytes: a FIFO or a terminal would block its reader, and a device has no end.
     """
     return _require_regular(os.stat(path), path, most)
 
 
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
-    """The contents of a regular file of ``most`` bytes at most; else OSError, at once."""
-    require_regular(path, most)  # before it is opened: opening may do something to a device
-    # Not blocking: another file may have taken its place, and some below /proc wait like pipes.
+    """Return the contents of a regular file of at most ``most`` bytes; otherwise OSError."""
+    require_regular(path, most)  # before opening, which may affect a device
+    # Not blocking: another file may have replaced it, and some in /proc block like pipes.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         size = _require_regular(os.fstat(file.fileno()), path, most)
         data = file.read(size + 1) or b""
@@ -43,7 +40,7 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], most: int = LARGEST_JSON) -> str:
-    """:func:`read_bytes` as UTF-8; UnicodeDecodeError for what is none."""
+    """Read a file as UTF-8, as :func:`read_bytes`; UnicodeDecodeError if it is none."""
     return read_bytes(path, most).decode()
 
 
@@ -56,11 +53,9 @@ def _require_regular(found: os.stat_result, path: str | os.PathLike[str], most: 
 
 
 def write_whole(files: dict[Path, Write]) -> None:
-    """Write all files under temporary names, then rename them.
-
-    When a write fails, none of them appears and nothing is left behind. The temporary name
-    keeps the suffix, because some writers choose the format by it. A link stays, and what it leads
-    to is written; OSError where something else than a regular file is there.
+    """Write all files under temporary names, then rename them. If a write fails, no file appears
+    and none is left behind. The temporary name keeps the suffix, by which some writers choose the
+    format. A link stays and its target is written; OSError if that is no regular file.
     """
     with ExitStack() as cleanup:
         written: list[tuple[Path, Path]] = []
@@ -85,6 +80,6 @@ def _require_replaceable(path: Path) -> None:
 
 
 def write_texts(texts: Mapping[Path, str]) -> None:
-    """:func:`write_whole` of texts, in UTF-8."""
+    """Write texts in UTF-8, as :func:`write_whole`."""
     write_whole({path: partial(Path.write_text, data=text, encoding="utf-8")
                  for path, text in texts.items()})  # fmt: skip

@@ -1,8 +1,8 @@
-"""The entry point SGLang calls in each of its processes; reads as a list of what we touch.
+"""The entry point that SGLang calls in each of its processes: the list of all that C2T touches.
 
-``register`` must be cheap and must not import models or kernels: it also runs in the
-launcher, the tokenizer and the detokenizer. SGLang swallows exceptions raised here,
-hence ``SystemExit`` where silence would mean a server without C2T.
+``register`` must be cheap and must not import models or kernels: it also runs in the launcher, the
+tokenizer and the detokenizer. SGLang ignores exceptions raised here, so it raises ``SystemExit``
+where silence would mean a server without C2T.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 
 def register() -> None:
-    """Install what this process needs (entry-point group ``sglang.srt.plugins``)."""
+    """Install the hooks of this process (entry-point group ``sglang.srt.plugins``)."""
     from sglang_c2t.config import ConfigError, active
     from sglang_c2t.srt import attach, seams
     from sglang_c2t.srt.hooks import (
@@ -65,7 +65,7 @@ def register() -> None:
     attach.on_resolution("handle_speculative_decoding", resolution.check_resolved_arguments)
 
     try:
-        if active() is not None:  # switched on by the environment, no flag was parsed
+        if active() is not None:  # set by the environment, without a flag
             seams.require_seams()
     except ConfigError as error:
         sys.exit(f"sglang-c2t: error: {error}")

@@ -1,19 +1,18 @@
 """Batches of draft trees of different shape and size: choose nodes, link them, pack rows.
 
-A request's *candidates* are all nodes its draft has proposed, parents before children. Some
-survive; with the root in front they are its *tree*. Node 0 is the root (the committed bonus
-token); the other nodes keep the order of their candidates. The trees of a batch are padded to
-N nodes for the acceptance kernels, and packed, live nodes only, for the target::
+A request's *candidates* are all nodes that its draft has proposed, parents before children. The
+surviving ones and the root are its *tree*. Node 0 is the root (the committed bonus token); the
+other nodes keep the order of their candidates. The trees of a batch are padded to N nodes for the
+acceptance kernels, and packed, live nodes only, for the target::
 
     request 0   root a b c    a -> b     num_nodes 4    packed rows 0 1 2 3
     request 1   root x        x          num_nodes 2    packed rows 4 5
 
-A tree must be *closed*: with a node come all its ancestors. Acceptance walks from the root,
-and SGLang's own builder reads out of bounds otherwise. Closed by construction here: nodes are
-ranked by the least key along their path, ties in candidate order, so that no child outranks
-an ancestor.
+A tree must be *closed*: it holds all ancestors of its nodes. Acceptance starts at the root, and
+SGLang's builder reads out of bounds otherwise. Trees are closed by construction here: nodes are
+ranked by the least key on their path, ties in candidate order, so no child outranks an ancestor.
 
-Pure torch, static shapes, no host reads unless said; knows nothing of SGLang or policies.
+Pure torch, static shapes, no host reads unless stated; it knows nothing of SGLang or policies.
 
 Legend: B requests, M candidates a request, N nodes a tree (root included), R live rows.
 """
@@ -34,7 +33,7 @@ class Trees:
     """A batch of trees, padded to N nodes."""
 
     tokens: Tensor
-    """[B, N] int64, root first; 0 behind the live nodes."""
+    """[B, N] int64, root first; 0 after the live nodes."""
 
     parents: Tensor
     """[B, N] int64: node number of the parent; -1 for the root and for padding."""
@@ -46,17 +45,15 @@ class Trees:
     """[B] integers in [1, N]: live nodes, root included."""
 
     source: Tensor
-    """[B, N] int64: the candidate a node was; -1 for the root and for padding."""
+    """[B, N] int64: the node's candidate; -1 for the root and for padding."""
 
     def positions(self, seq_lens: Tensor) -> Tensor:
-        """[B, N] int64: place in the sequence; ``seq_lens`` [B] does not count the root."""
+        """[B, N] int64: position in the sequence; ``seq_lens`` [B] does not count the root."""
         return seq_lens[:, None] + self.depth
 
     def retrieve_index(self, num_rows: Tensor | None = None) -> Tensor:
-        """[B, N] int64: row of every node in the target's forward, 0 for padding.
-
-        ``num_rows`` [B] rows stand there for each request: its live nodes by default. No
-        link reaches padding.
+        """[B, N] int64: row of every node in the target's forward, 0 for padding. Each request has
+        ``num_rows`` [B] rows there, by default its live nodes. No link reaches padding.
         """
         num_rows = self.num_nodes if num_rows is None else num_rows
         node = torch.arange(self.tokens.shape[1], device=self.tokens.device)
@@ -64,27 +61,27 @@ class Trees:
         return (first_row[:, None] + node).masked_fill(node >= self.num_nodes[:, None], 0)
 
     def rooted(self, roots: Tensor) -> Trees:
-        """The same trees on other roots [B]."""
+        """Return the same trees on other roots [B]."""
         return replace(self, tokens=torch.cat((roots.long()[:, None], self.tokens[:, 1:]), dim=1))
 
 
 @dataclass(frozen=True)
 class LinkedTrees(Trees):
-    """Trees as SGLang's verify kernels walk them."""
+    """Trees with the links of SGLang's verify kernels."""
 
     first_child: Tensor
-    """[B, N] int64: a node's first child, -1 where there is none."""
+    """[B, N] int64: a node's first child, -1 without one."""
 
     next_sibling: Tensor
-    """[B, N] int64: the next child of its parent, -1 where there is none."""
+    """[B, N] int64: the next child of its parent, -1 without one."""
 
     @classmethod
     def of(cls, trees: Trees) -> LinkedTrees:
-        """The same trees."""
+        """Add the links to trees."""
         return cls(**vars(trees), **dict(zip(LINKS, child_links(trees.parents), strict=True)))
 
     def agreed(self, agree: Callable[[Tensor], Tensor]) -> LinkedTrees:
-        """The trees of the rank that ``agree`` (any int64 tensor to rank 0's) listens to."""
+        """Return rank 0's trees; ``agree`` makes an int64 tensor rank 0's."""
         same = agree(torch.stack([getattr(self, name) for name in (*PLANES, *LINKS)]))
         tables = dict(zip((*PLANES, *LINKS), same.unbind(), strict=True))
         return LinkedTrees(num_nodes=(tables["parents"] >= 0).sum(dim=1) + 1, **tables)
@@ -95,9 +92,8 @@ LINKS = ("first_child", "next_sibling")
 
 
 def least_on_path(values: Tensor, parents: Tensor, max_depth: int) -> Tensor:
-    """[B, M]: the least of ``values`` [B, M] among a candidate and all its ancestors.
-
-    ``parents`` [B, M] int64, -1 for children of the root. Chain 0.9, 0.2, 0.7 -> 0.9, 0.2, 0.2.
+    """[B, M]: the least of ``values`` [B, M] among a candidate and all its ancestors. ``parents``
+    [B, M] int64, -1 for children of the root. Chain 0.9, 0.2, 0.7 -> 0.9, 0.2, 0.2.
     """
     least, above = values, parents
     for _ in range((max_depth - 1).bit_length()):  # k rounds reach 2**k - 1 ancestors
@@ -108,26 +104,23 @@ def least_on_path(values: Tensor, parents: Tensor, max_depth: int) -> Tensor:
 
 
 def closed_keys(key: Tensor, keep: Tensor, parents: Tensor, max_depth: int) -> Tensor:
-    """[B, M] float32: what candidates are ranked by; -inf where one on the path was dropped.
-
-    ``key`` [B, M] ranks by itself and must not be nan, ``keep`` [B, M] bool is the policy's word.
+    """[B, M] float32: ranks of candidates; -inf if a node on the path was dropped. ``key`` [B, M]
+    is a candidate's own rank and must not be nan. ``keep`` [B, M] bool is the policy's decision.
     """
     return least_on_path(key.float().masked_fill(~keep, -torch.inf), parents, max_depth)
 
 
 def best_per_request(closed: Tensor, max_drafts: int) -> Tensor:
-    """[B, M] bool: up to ``max_drafts`` best candidates of each request; a closed set.
-
-    ``closed`` are :func:`closed_keys`.
+    """[B, M] bool: up to ``max_drafts`` best candidates of each request; a closed set. ``closed``
+    are :func:`closed_keys`.
     """
     return _among_best(closed, max_drafts) & (closed > -torch.inf)
 
 
 def best_of_batch(closed: Tensor, chosen: Tensor, max_drafts: int) -> Tensor:
-    """[B, M] bool: up to ``max_drafts`` best of the ``chosen`` [B, M] over the whole batch.
-
-    Bounds the rows of one target forward. Ties go by candidate number first, so that they
-    are shared between the requests; the set stays closed.
+    """[B, M] bool: up to ``max_drafts`` best of the ``chosen`` [B, M] over the whole batch. It
+    bounds the rows of one target forward. Ties go by candidate number first, so that requests share
+    them; the set stays closed.
     """
     flat = closed.masked_fill(~chosen, -torch.inf).T.reshape(1, -1)  # [1, M * B]
     best = _among_best(flat, max_drafts) & (flat > -torch.inf)
@@ -135,7 +128,7 @@ def best_of_batch(closed: Tensor, chosen: Tensor, max_drafts: int) -> Tensor:
 
 
 def _among_best(values: Tensor, count: int) -> Tensor:
-    """[B, M] bool: the ``count`` largest of each row; of equals the first."""
+    """[B, M] bool: the ``count`` largest of each row; of equal ones the first."""
     order = values.argsort(dim=1, descending=True, stable=True)
     best = torch.arange(values.shape[1], device=values.device) < count
     return torch.zeros_like(values, dtype=torch.bool).scatter(1, order, best.expand_as(order))
@@ -144,7 +137,7 @@ def _among_best(values: Tensor, count: int) -> Tensor:
 def grow(
     roots: Tensor, tokens: Tensor, parents: Tensor, depth: Tensor, chosen: Tensor, max_nodes: int
 ) -> Trees:
-    """Trees of the chosen candidates.
+    """Build the trees of the chosen candidates.
 
     Args:
         roots: [B] int64 tokens.
@@ -155,7 +148,7 @@ def grow(
         max_nodes: N.
     """
     batch = tokens.shape[0]
-    # A candidate's node number; what was not chosen goes to a column that is cut off.
+    # A candidate's node number; the others go to a column that is cut off.
     number = torch.where(chosen, chosen.long().cumsum(1), max_nodes)  # [B, M]
     of_parent = torch.where(parents < 0, 0, number.gather(1, parents.clamp(min=0)))
 
@@ -163,7 +156,7 @@ def grow(
         full = values.new_full((batch, max_nodes + 1), pad)
         full[:, 0] = root
         full = full.scatter(1, number, torch.where(chosen, values, pad))
-        return full[:, :max_nodes].contiguous()  # SGLang's kernels do not look at strides
+        return full[:, :max_nodes].contiguous()  # SGLang's kernels ignore strides
 
     candidate = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return Trees(
@@ -176,18 +169,16 @@ def grow(
 
 
 def within_budget(trees: Trees, keys: Tensor, max_rows: int) -> Tensor:
-    """[B, N - 1] bool: the best nodes behind the roots, ``max_rows`` over the whole batch with
-    these.
-
-    ``keys`` [B, N] are closed keys of the nodes. Roots count and always stay, so a batch of
-    more than ``max_rows`` requests verifies nothing else. Ties: :func:`best_of_batch`.
+    """[B, N - 1] bool: the best nodes after the roots, within ``max_rows`` of the whole batch.
+    ``keys`` [B, N] are closed keys of the nodes. Roots count and always stay, so a batch of more
+    than ``max_rows`` requests verifies nothing else. Ties: :func:`best_of_batch`.
     """
     live = trees.parents[:, 1:] >= 0
     return best_of_batch(keys[:, 1:], live, max(max_rows - len(keys), 0))
 
 
 def cut(trees: Trees, chosen: Tensor) -> Trees:
-    """The trees, of whose nodes behind the roots the ``chosen`` [B, N - 1] stay, a closed set."""
+    """Cut trees to the ``chosen`` [B, N - 1] nodes after the roots, a closed set."""
     made = grow(
         trees.tokens[:, 0],
         trees.tokens[:, 1:],
@@ -196,16 +187,15 @@ def cut(trees: Trees, chosen: Tensor) -> Trees:
         chosen,
         trees.tokens.shape[1],
     )
-    # The nodes were candidates of this cut, numbered from the root's neighbour; name the
-    # draft's own. Root and padding fall on the root's, which is -1.
+    # This cut numbers its candidates from the node after the root; convert them to the draft's
+    # candidates. Root and padding get the root's, which is -1.
     return replace(made, source=trees.source.gather(1, made.source + 1))
 
 
 def child_links(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """First child and next sibling of every node [B, N], ascending, -1 where there is none.
-
-    ``parents [-1, 0, 0, 1]`` gives ``next_token [1, 3, -1, -1]`` and
-    ``next_sibling [-1, 2, -1, -1]``. SGLang's verify kernels walk these.
+    """Return first child and next sibling of every node [B, N], ascending, -1 without one.
+    ``parents [-1, 0, 0, 1]`` gives ``next_token [1, 3, -1, -1]`` and ``next_sibling [-1, 2, -1,
+    -1]``. SGLang's verify kernels follow them.
     """
     num_nodes = parents.shape[1]
     node = torch.arange(num_nodes, device=parents.device)
@@ -219,16 +209,15 @@ def child_links(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def visible_nodes(parents: Tensor, max_depth: int) -> Tensor:
-    """[B, N, N] bool: row i sees itself and its ancestors, the root included.
-
-    Padding sees itself and the root: a softmax over nothing would be nan.
+    """[B, N, N] bool: row i sees itself and its ancestors, the root included. Padding sees itself
+    and the root, because a softmax over nothing would be nan.
     """
     batch, num_nodes = parents.shape
     visible = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     visible[:, :, 0] = True
     above = parents
     for _ in range(max_depth):
-        # The root and padding point at column 0, which is set already.
+        # The root and padding point at column 0, which is already set.
         visible.scatter_(2, above.clamp(min=0).unsqueeze(2), True)
         above = torch.where(above > 0, parents.gather(1, above.clamp(min=0)), -1)
     return visible
@@ -236,7 +225,6 @@ def visible_nodes(parents: Tensor, max_depth: int) -> Tensor:
 
 def visible_blocks(visible: Tensor, num_rows: Tensor) -> Tensor:
     """[sum(n_b * n_b)] bool: each request's ``visible`` [B, N, N], cut to n_b rows and columns.
-
     ``num_rows`` [B] holds the n_b. Reads the host to size the result.
     """
     live = torch.arange(visible.shape[1], device=visible.device) < num_rows[:, None]  # [B, N]
@@ -244,9 +232,8 @@ def visible_blocks(visible: Tensor, num_rows: Tensor) -> Tensor:
 
 
 def ancestor_words(visible: Tensor) -> Tensor:
-    """[B, N, ceil(N / 64)] int64: the rows of ``visible`` [B, N, N] as bits, lowest first.
-
-    Node j is bit j % 64 of word j // 64; bit 63 makes a word negative.
+    """[B, N, ceil(N / 64)] int64: the rows of ``visible`` [B, N, N] as bits, lowest first. Node j
+    is bit j % 64 of word j // 64; bit 63 makes a word negative.
     """
     num_nodes = visible.shape[2]
     num_words = -(-num_nodes // WORD_BITS)
@@ -254,5 +241,5 @@ def ancestor_words(visible: Tensor) -> Tensor:
     bits = torch.ones((), dtype=torch.int64, device=visible.device) << torch.arange(
         WORD_BITS, device=visible.device
     )
-    # Distinct powers of two: their sum is their union, also where bit 63 wraps around.
+    # Distinct powers of two: their sum is their union, even if bit 63 wraps around.
     return (padded.unflatten(2, (num_words, WORD_BITS)) * bits).sum(dim=3)

@@ -14,12 +14,12 @@ from sglang_c2t.checks import (
     MAX_NUMBER,
     MAX_WHOLE,
     ConfigError,
+    format_error,
     is_number,
     is_whole,
     parse_json,
     require,
     shown,
-    told,
 )
 from tests.refusals import refused
 
@@ -72,9 +72,9 @@ def test_a_value_that_has_no_text_is_shown_by_its_type() -> None:
 
 
 def test_an_error_is_told_in_one_line() -> None:
-    assert told(KeyError("a\nb")) == r"KeyError: 'a\nb'"
-    assert told(ValueError("two\n  lines")) == "ValueError: two lines"
-    assert told(ValueError()) == "ValueError"
+    assert format_error(KeyError("a\nb")) == r"KeyError: 'a\nb'"
+    assert format_error(ValueError("two\n  lines")) == "ValueError: two lines"
+    assert format_error(ValueError()) == "ValueError"
 
 
 @given(JSON)

@@ -1,1 +1,1 @@
-"""The C2T classifier: its features, its model, its file, its training."""
+"""The C2T classifier: features, model, file, calibration and recordings."""

@@ -1,8 +1,8 @@
 """Calibration: make a confidence of 0.7 mean that 7 of 10 such tokens are accepted.
 
-Temperature scaling (one number, Guo et al., arXiv:1706.04599) and isotonic regression (a
-monotone step function). Both keep the order of tokens, so a threshold rule draws the same
-curve of tau over gamma; what changes is what its threshold means.
+Temperature scaling (one number, Guo et al., arXiv:1706.04599) and isotonic regression (a monotone
+step function). Both keep the order of tokens, so a threshold rule gives the same curve of tau over
+gamma, with another threshold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Isotonic(NamedTuple):
     y: Tensor  # [k] float32, ascending, in [0, 1]
 
     def __call__(self, confidence: Tensor) -> Tensor:
-        """[...] calibrated; outside the knots the nearest knot's value."""
+        """[...] calibrated; beyond the knots the nearest knot's value."""
         x, y = self.x, self.y
         right = torch.searchsorted(x, confidence.contiguous()).clamp(1, len(x) - 1)
         left = right - 1
@@ -33,14 +33,13 @@ class Isotonic(NamedTuple):
         return torch.lerp(y[left], y[right], share)
 
     def to(self, device: torch.device | str) -> Isotonic:
-        """The same map on ``device``, where the confidences are."""
+        """Return the same map on ``device``, for confidences there."""
         return Isotonic(self.x.to(device), self.y.to(device))
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """The T > 0 that minimises the cross-entropy of sigmoid(logits / T); both [n].
-
-    Bisection on log T: the loss is convex in 1 / T.
+    """Return the T > 0 that minimises the cross-entropy of sigmoid(logits / T); both [n]. Bisection
+    on log T: the loss is convex in 1 / T.
     """
     logits, labels = logits.double(), labels.double()
     low, high = -3.0, 3.0  # log T: no sane classifier is off by more than e^3
@@ -59,8 +58,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 def fit_isotonic(confidence: Tensor, labels: Tensor) -> Isotonic:
-    """Isotonic regression of ``labels`` on ``confidence``, both [n], thinned to few knots.
-
+    """Fit isotonic regression of ``labels`` on ``confidence``, both [n], thinned to few knots.
     Raises :class:`ConfigError` when all confidences are equal.
     """
     from scipy.optimize import isotonic_regression  # not in a server: it only applies the map

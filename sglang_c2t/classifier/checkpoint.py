@@ -1,20 +1,20 @@
 """A classifier on disk: ``NAME.safetensors`` with the weights, ``NAME.json`` the card.
 
-The card says which features the weights were trained on (:class:`FeatureSpec`), the
-sizes, and where the training data came from. Loading refuses anything that does not
-fit, so that a classifier never reads numbers it was not trained on.
+The card holds the features that the weights were trained on (:class:`FeatureSpec`), the sizes, and
+the origin of the training data. Loading refuses what does not fit, so that a classifier never reads
+features it was not trained on.
 
 Card, all keys required::
 
     {"format": "c2t-classifier", "version": 2, "kind": "mlp", "sizes": [48],
      "label": "survives", "features": {...FeatureSpec...}, "training": {...provenance...}}
 
-``sizes`` are those of the hidden layers. ``label`` is what the confidence means: the token and all
-before it are accepted. A classifier with isotonic calibration has two more tensors, the knots
-``calibration.x`` and ``.y``. Among what ``training`` holds are the ``origins`` of the recordings,
-and in them the pair (:mod:`~sglang_c2t.classifier.pair`).
+``sizes`` are those of the hidden layers. ``label`` is the event that the confidence predicts: the
+token and all before it are accepted. A classifier with isotonic calibration has two more tensors,
+the knots ``calibration.x`` and ``.y``. ``training`` holds, among others, the ``origins`` of the
+recordings, with their pairs (:mod:`~sglang_c2t.classifier.pair`).
 
-Shipped are classifiers that learnt from several pairs, and in a folder each those of one pair.
+The package ships classifiers trained on several pairs, and in one folder per pair those of one.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from sglang_c2t.files import read_text, write_whole
 FORMAT = "c2t-classifier"
 VERSION = 2
 SHIPPED = Path(__file__).parent / "default"
-#: What every card says of its kind and label.
+#: Kind and label in every card.
 KIND, LABEL = "mlp", "survives"
 
-#: Bytes of weights, and of what names them. A classifier that reads hidden states may have some MB.
+#: Most bytes of weights and of their header. Weights for hidden states may have some MB.
 LARGEST_WEIGHTS = 1 << 28
 LARGEST_HEADER = 1 << 16
 
-#: Hidden layers; and what a measurement may be, of which a hidden state is the largest.
+#: Most hidden layers, and the largest measurement, that of a hidden state.
 MOST_LAYERS = 16
 LARGEST_INPUT = 1e6
 
@@ -64,17 +64,17 @@ class Classifier:
     training: dict[str, Any]
     isotonic: Isotonic | None = None
     name: str = ""
-    """The name of a shipped classifier, else the name of the file."""
+    """The name of a shipped classifier, otherwise the name of the file."""
 
     @torch.inference_mode()
     def confidence(self, layer: DraftLayer) -> Tensor:
-        """[B] float32 in [0, 1]: how likely the target accepts each token."""
+        """[B] float32 in [0, 1]: probability that the target accepts each token."""
         logits = self.net(feature_matrix(self.features.names, layer))
         confidence = torch.sigmoid(logits)
         return confidence if self.isotonic is None else self.isotonic(confidence)
 
     def to(self, device: torch.device | str) -> Classifier:
-        """Moves to ``device``, in place as networks do; a copy while serving would be too late."""
+        """Move to ``device``, in place as networks do; a copy while serving would be too late."""
         self.net.to(device)
         if self.isotonic is not None:
             self.isotonic = self.isotonic.to(device)
@@ -82,9 +82,8 @@ class Classifier:
 
 
 def save_classifier(classifier: Classifier, path: str | os.PathLike[str]) -> None:
-    """Write weights and card: both appear, complete, or neither.
-
-    Raises :class:`ConfigError` when the disk does not take them.
+    """Write weights and card atomically: both or neither. Raises :class:`ConfigError` if the disk
+    does not take them.
     """
     path = Path(path)
     require_suffix(path)
@@ -115,7 +114,7 @@ def save_classifier(classifier: Classifier, path: str | os.PathLike[str]) -> Non
 
 
 def require_suffix(path: Path) -> None:
-    """Refuse a file name that the loader would not find a card for."""
+    """Refuse a file name for which the loader would find no card."""
     if path.suffix != ".safetensors":
         raise ConfigError(
             f"a classifier file must end in .safetensors, got {shown(str(path), 300)}"
@@ -123,9 +122,8 @@ def require_suffix(path: Path) -> None:
 
 
 def load_classifier(name: str | os.PathLike[str]) -> Classifier:
-    """Load a shipped classifier by its name, or a file.
-
-    :class:`ConfigError` says in one line why one is refused.
+    """Load a shipped classifier by its name, or a file. :class:`ConfigError` gives the reason in
+    one line.
     """
     found = shipped(str(name))
     path = found or Path(name)
@@ -146,18 +144,18 @@ def load_classifier(name: str | os.PathLike[str]) -> Classifier:
 
 
 def shipped(name: str) -> Path | None:
-    """The file of a classifier that comes with the package, by its name."""
+    """Return the file of a shipped classifier by its name; ``None`` if there is none."""
     return SHIPPED / f"{name}.safetensors" if name in shipped_names() else None
 
 
 def shipped_names() -> list[str]:
-    """The classifiers that come with the package: ``POLICY``, and of one pair ``PAIR/POLICY``."""
+    """Return the shipped classifiers: ``POLICY``, and ``PAIR/POLICY`` for one pair."""
     files = SHIPPED.rglob("*.safetensors")
     return sorted(file.relative_to(SHIPPED).with_suffix("").as_posix() for file in files)
 
 
 def shipped_for(pair: Pair | None) -> str | None:
-    """The folder with the classifiers that are shipped for a pair, if there is one."""
+    """Return the folder with the classifiers shipped for a pair; ``None`` if there is none."""
     for card in sorted(SHIPPED.glob("*/*.json")):
         if learnt_from(_read_card(card, f"c2t classifier {card}")["training"], pair) == "this pair":
             return card.parent.name
@@ -165,7 +163,7 @@ def shipped_for(pair: Pair | None) -> str | None:
 
 
 def _isotonic(tensors: dict[str, Tensor], source: str) -> Isotonic | None:
-    """Take the knots out of ``tensors``, if there are any."""
+    """Remove the knots from ``tensors`` and return them; ``None`` without knots."""
     knots = [tensors.pop(key) for key in ("calibration.x", "calibration.y") if key in tensors]
     if not knots:
         return None
@@ -215,7 +213,7 @@ def _network(
 
 
 def _shapes(width: int, sizes: list[int]) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor of such a network."""
+    """Return the shape of each tensor of such a network."""
     shapes: dict[str, tuple[int, ...]] = {}
     for number, (inputs, outputs) in enumerate(itertools.pairwise([width, *sizes])):
         shapes |= {
@@ -226,9 +224,8 @@ def _shapes(width: int, sizes: list[int]) -> dict[str, tuple[int, ...]]:
 
 
 def _stays_finite(tensors: dict[str, Tensor], width: int, *, layers: int) -> bool:
-    """Whether no input of a measurement's size can overflow float32 on its way through.
-
-    An infinity in the middle is a confidence of nan in the end, and ends nothing and keeps nothing.
+    """Whether no input within a measurement's limit can overflow float32 in the network. An
+    infinity inside would make the confidence nan, with which a gate neither ends nor keeps drafts.
     """
     reach = torch.full((width,), LARGEST_INPUT, dtype=torch.float64)
     for layer in [*(f"hidden.{number}" for number in range(layers)), "out"]:

@@ -1,4 +1,4 @@
-"""Which numbers a classifier reads, in which order, and how they were measured.
+"""Features of a classifier: their names, order and conventions of measurement.
 
 P  joint draft probability of the token, product of q along its path (C2T, eq. 6)
 H  entropy in nats of the distribution the token was drawn from (eq. 7; over the whole
@@ -22,15 +22,15 @@ from torch import Tensor
 from sglang_c2t.checks import ConfigError, shown
 from sglang_c2t.draft_layer import DraftLayer, known_measurement
 
-#: Smaller joint probabilities count as this one, so that the logarithm stays finite.
+#: Smaller joint probabilities are clipped to this one, so that the logarithm stays finite.
 MIN_PROB = 1e-9
 
-#: Features computed from others; every other name is a measurement of that name.
+#: Features computed from others; every other name is a measurement.
 DERIVED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "log_joint": ("joint", lambda joint: joint.clamp(min=MIN_PROB).log()),
 }
 
-#: Names of a spec.
+#: Most names of a spec.
 MOST_FEATURES = 64
 
 _ALWAYS = ("joint", "prob", "entropy", "depth")
@@ -38,10 +38,8 @@ _ALWAYS = ("joint", "prob", "entropy", "depth")
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """The inputs of a classifier. Serving must match training.
-
-    Written into every classifier card and every recording; loading a file whose spec
-    this version cannot compute is an error.
+    """The inputs of a classifier. Serving must match training. Every classifier card and every
+    recording holds it. Loading a file whose spec this version cannot compute is an error.
     """
 
     names: tuple[str, ...] = ("joint", "entropy", "depth")
@@ -52,17 +50,17 @@ class FeatureSpec:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Measurements beyond what every layer carries."""
+        """Measurements beyond those that every layer has."""
         sources = {DERIVED[name][0] if name in DERIVED else name for name in self.names}
         return frozenset(sources - set(_ALWAYS))
 
     def to_card(self) -> dict[str, Any]:
-        """The spec as it stands in JSON."""
+        """Return the spec for JSON."""
         return {**asdict(self), "names": list(self.names)}
 
     @classmethod
     def from_card(cls, card: dict[str, Any], *, source: str) -> FeatureSpec:
-        """Read a spec back, refusing whatever this version cannot compute."""
+        """Read a spec; ConfigError if this version cannot compute it."""
         if not isinstance(card, dict):
             raise ConfigError(f"{source}: 'features' must be an object, got {shown(card)}")
         known = set(cls.__dataclass_fields__)
@@ -90,14 +88,13 @@ class FeatureSpec:
         return spec
 
 
-#: How this version measures.
+#: Conventions of this version.
 CONVENTIONS = FeatureSpec()
 
 
 def feature_matrix(names: tuple[str, ...], layer: DraftLayer) -> Tensor:
-    """[B, F] float32 in the order of ``names``.
-
-    Names ("joint", "depth"), joint [0.25], depth 3 -> [[0.25, 3.0]].
+    """[B, F] float32 in the order of ``names``. Names ("joint", "depth"), joint [0.25], depth 3 ->
+    [[0.25, 3.0]].
     """
     return torch.stack([_column(name, layer).float() for name in names], dim=-1)
 

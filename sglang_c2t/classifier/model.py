@@ -1,6 +1,6 @@
 """The network: from a token's features to the logit of "the target will accept it".
 
-C2T's has two layers, 3-48-1, 241 parameters (arXiv:2502.13652, section "Classifier" and
+C2T's network has two layers, 3-48-1, 241 parameters (arXiv:2502.13652, section "Classifier" and
 appendix C.3). Pure torch.
 
 Legend: F features.
@@ -18,7 +18,7 @@ HIDDEN_SIZE = 48
 
 
 class ConfidenceNet(nn.Module):
-    """[..., F] float32 features to [...] float32 logits, ReLU between the layers."""
+    """Maps [..., F] float32 features to [...] float32 logits, with ReLU between the layers."""
 
     def __init__(self, num_features: int = 3, hidden_sizes: Sequence[int] = (HIDDEN_SIZE,)) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class ConfidenceNet(nn.Module):
         self.out = nn.Linear(sizes[-1], 1)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logit of "the target will accept this token"."""
+        """Return the logit of "the target will accept this token"."""
         x = features
         for layer in self.hidden:
             x = torch.relu(layer(x))
@@ -37,7 +37,7 @@ class ConfidenceNet(nn.Module):
 
     @torch.no_grad()
     def absorb_scaling(self, mean: Tensor, std: Tensor) -> None:
-        """Make the network read raw features x where it was trained on (x - mean) / std."""
+        """Make the network read raw features x after training on (x - mean) / std."""
         first = self.hidden[0]
         assert isinstance(first, nn.Linear)
         first.weight.div_(std)
@@ -51,5 +51,5 @@ class ConfidenceNet(nn.Module):
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Trainable numbers in the model; 241 for the paper's sizes."""
+    """Return the number of trainable parameters; 241 for the paper's sizes."""
     return sum(p.numel() for p in model.parameters())

@@ -1,9 +1,9 @@
-"""Which pair a classifier learnt from: a speculative algorithm, a target's weights, a draft's.
+"""The pair that a classifier learnt from: algorithm, weights of the target and of the draft.
 
-Weights are known by a fingerprint of the files that hold them: the size of each, and 32 samples of
-4 KB from its beginning to its end. The names of folders and files are not in it, so that a copy
-elsewhere is the same model, and a model trained further is another. It is no proof: checkpoints
-that differ only between the samples have the same fingerprint.
+Weights are identified by a fingerprint of their files: the size of each, and 32 samples of 4 KB
+from its beginning to its end. Names of folders and files do not count, so a copy elsewhere is the
+same model, and a model trained further is another. Checkpoints that differ only between the samples
+have the same fingerprint.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ class Pair(NamedTuple):
     """Fingerprint."""
 
     draft: str
-    """The same of the target where it holds the draft's layers."""
+    """Fingerprint; the target's if the target holds the draft's layers."""
 
 
 def fingerprint(path: Path) -> str | None:
-    """16 hexadecimal digits of the weights in a folder, or of one file; ``None``: none can be read.
-
-    At most 128 KB of each file are read.
+    """Return 16 hexadecimal digits for the weights in a folder or a file; ``None`` if unreadable.
+    It reads at most 128 KB of each file.
     """
     found = (sorted(path.glob(pattern)) for pattern in WEIGHTS)
     digest = hashlib.sha256()
@@ -54,7 +53,7 @@ def fingerprint(path: Path) -> str | None:
 
 
 def pair_in(origin: dict[str, Any]) -> Pair | None:
-    """The pair that a recording's origin names; ``None``: it does not, as before there were any."""
+    """Return the pair of a recording's origin; ``None`` if it has none, as older ones."""
     weights = origin.get("weights")
     if not isinstance(weights, dict):
         return None
@@ -64,14 +63,14 @@ def pair_in(origin: dict[str, Any]) -> Pair | None:
 
 
 def origins_of(training: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where the recordings were made that a classifier learnt from, as its card says."""
+    """Return the origins of the recordings that a classifier learnt from, by its card."""
     origins = training.get("origins")
     return [one for one in origins if isinstance(one, dict)] if isinstance(origins, list) else []
 
 
 def learnt_from(training: dict[str, Any], pair: Pair | None) -> str:
-    """Whether a classifier learnt from this ``pair``: "this pair", "another pair", "several pairs";
-    "an unknown pair" where one of them cannot be known.
+    """Return whether a classifier learnt from this ``pair``. The result is "this pair", "another
+    pair", "several pairs" or "an unknown pair".
     """
     names = ("algorithm", "target", "draft")
     pairs = {

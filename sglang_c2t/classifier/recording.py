@@ -1,38 +1,37 @@
 """Recorded drafts on disk: every drafted token's features and whether it was accepted.
 
-A recording is a directory of numbered ``safetensors`` shards. A shard holds two tables.
-One row of the *draft* table is one verification of one request:
+A recording is a directory of numbered ``safetensors`` shards. A shard holds two tables. One row of
+the *draft* table is one verification of one request:
 
     draft.request    int32    index into the shard's list of request ids
-    draft.prompt     int64    checksum of the prompt's token ids; splits go by it
+    draft.prompt     int64    checksum of the prompt's token ids; splits use it
     draft.position   int32    tokens before the root, prompt included
 
-One row of the *node* table is one drafted token. Drafts follow each other, parents come
-before children, so a chain of D tokens is D rows with parents -1, 0, 1, ...:
+One row of the *node* table is one drafted token. Drafts are consecutive, parents come before
+children, so a chain of D tokens is D rows with parents -1, 0, 1, ...:
 
     draft                int32    row of the draft table
     parent               int16    index of the parent among the draft's nodes, -1 for the root
-    rank                 uint8    place among the parent's candidates, 0 the most likely
+    rank                 uint8    rank among the parent's candidates, 0 the most likely
     depth                uint8    1 for children of the root
     prob                 float32  the token's own draft probability
     joint                float32  P, product of ``prob`` along the path
     entropy              float32  H in nats, whole vocabulary
     entropy_top1000      float32  H over the 1000 largest probabilities, the paper's
     margin               float32  log q of the best token less that of the second best
-    accept               uint8    1 if the target accepts the token; 0 behind a rejection
+    accept               uint8    1 if the target accepts the token; 0 after a rejection
 
-and what the policy measured itself, by name: float32 where it is one number, else float16. A
-shard's metadata carries the format's version, how things
-were measured (:class:`FeatureSpec`), the models by name and by their ``weights``, see
-:mod:`~sglang_c2t.classifier.pair`, and the drafts' shape (``origin``; its ``topk`` is 1 for
-chains), the request ids (keyed hashes of the clients', which may hold
-anything; ``request_names.py`` gives them their names back), and ``roots``:
+and the policy's own measurements, by name: float32 if scalar, otherwise float16. A shard's metadata
+holds the format's version, the conventions of measurement (:class:`FeatureSpec`), and the models by
+name and by ``weights`` (:mod:`~sglang_c2t.classifier.pair`). It also holds the drafts' shape
+(``origin``; its ``topk`` is 1 for chains) and the request ids. These are keyed hashes, because the
+clients' ids may hold anything; ``request_names.py`` restores them. ``roots`` is one of::
 
-    visited     roots the server really verified from, whole drafts
+    visited     roots that the server verified from, full drafts
     every       one root per generated token, to replay policies: for chains any of them exactly,
                 for trees see ``eval/tables/tree_replay.py``
 
-Reading refuses to mix formats, measures, kinds of roots, or two pairs of models.
+Reading refuses to mix formats, conventions, kinds of roots, or two pairs of models.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sglang_c2t.checks import ConfigError, is_whole, parse_json, shown, told
+from sglang_c2t.checks import ConfigError, format_error, is_whole, parse_json, shown
 from sglang_c2t.classifier.features import CONVENTIONS, FeatureSpec
 from sglang_c2t.classifier.pair import pair_in
 from sglang_c2t.classifier.request_names import names_in
@@ -81,7 +80,7 @@ NODE_COLUMNS = {
 #: Measured for every recorded node, beyond probability and entropy.
 MEASURED = frozenset({"entropy_top1000", "margin"})
 
-#: Number and names of further columns, which a policy measured itself.
+#: Most columns of a policy's own measurements, and their names.
 MOST_OWN = 16
 OWN_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
@@ -89,20 +88,18 @@ SHARD_NODES = 65_536
 
 ROOTS = ("visited", "every")
 
-#: Bytes of a shard, and of its header, which holds the names of its requests.
+#: Most bytes of a shard, and of its header, which holds the names of its requests.
 LARGEST_SHARD = 1 << 32
 LARGEST_HEADER = 1 << 24
 
-#: Largest value of a probability that was computed in float32.
+#: Largest probability, with float32 rounding.
 MOST_PROB = 1.001
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Drafts and their nodes, in memory.
-
-    ``nodes["draft"]`` indexes the rows of ``drafts``; ``drafts["request"]`` indexes
-    ``requests``, ``drafts["origin"]`` indexes ``origins``.
+    """Drafts and their nodes, in memory. ``nodes["draft"]`` indexes the rows of ``drafts``;
+    ``drafts["request"]`` indexes ``requests``, ``drafts["origin"]`` indexes ``origins``.
     """
 
     nodes: dict[str, Tensor]
@@ -113,23 +110,22 @@ class Recording:
 
     @property
     def num_nodes(self) -> int:
-        """Drafted tokens."""
+        """Number of drafted tokens."""
         return self.nodes["draft"].numel()
 
     @property
     def num_drafts(self) -> int:
-        """Verifications."""
+        """Number of verifications."""
         return self.drafts["request"].numel()
 
     @property
     def topk(self) -> int:
-        """Children offered per node, the most of all origins; 1 for chains."""
+        """Most children offered per node over all origins; 1 for chains."""
         return max((int(origin.get("topk") or 1) for origin in self.origins), default=1)
 
     def layer(self, needs: Collection[str] = ()) -> DraftLayer:
-        """All nodes as one layer whose depth is a tensor: what a classifier reads.
-
-        :class:`ConfigError` where one of the measurements it ``needs`` was not recorded.
+        """Return all nodes as one layer whose depth is a tensor, for a classifier.
+        :class:`ConfigError` if one of the measurements it ``needs`` was not recorded.
         """
         extra = set(self.nodes) - set(NODE_COLUMNS) | MEASURED
         if missing := sorted(set(needs) - extra - PLACES):
@@ -148,13 +144,13 @@ class Recording:
         )
 
     def _place(self, name: str) -> Tensor:
-        """[num_nodes] float32: see :attr:`DraftLayer.measured`. Rows stood by falling joint
-        probability, of equals the first.
+        """[num_nodes] float32: see :attr:`DraftLayer.measured`. Forwarded rows are ranked by
+        falling joint probability, of equal ones the first.
         """
         if name == "rank":
             return self.nodes["rank"].float()
         parents = self.parent_rows()
-        forwarded = parents[parents >= 0].unique()  # rising: of a layer and a draft in a row
+        forwarded = parents[parents >= 0].unique()  # increasing, layer by layer
         layer = self.nodes["draft"].long()[forwarded] * 256 + self.nodes["depth"][forwarded]
         order = self.nodes["joint"][forwarded].argsort(descending=True, stable=True)
         order = order[layer[order].argsort(stable=True)]
@@ -170,7 +166,7 @@ class Recording:
         return torch.where(parent < 0, -1, first + parent)
 
     def select(self, drafts: Tensor) -> Recording:
-        """Only the drafts where the [num_drafts] bool mask is set."""
+        """Return the drafts selected by a [num_drafts] bool mask."""
         new_index = drafts.long().cumsum(0) - 1
         of_node = self.nodes["draft"].long()
         nodes = {name: column[drafts[of_node]] for name, column in self.nodes.items()}
@@ -179,14 +175,15 @@ class Recording:
         return replace(self, nodes=nodes, drafts=kept)
 
     def groups(self) -> list[str]:
-        """Per request, the part of its id before the last slash: a task, where
-        ``sglang_c2t record`` named the requests; the whole id without one.
+        """Return per request its id up to the last slash, or the full id without one.
+
+        ``sglang_c2t record`` puts the task there.
         """
         return [rid.rsplit("/", 1)[0] for rid in self.requests]
 
 
 def require_finite(values: Tensor) -> None:
-    """Raise :class:`ConfigError` unless all that was recorded of each token [n, any] is finite."""
+    """Raise :class:`ConfigError` unless all recorded values of each token [n, any] are finite."""
     broken = ~torch.isfinite(values).all(dim=1)
     if bool(broken.any()):
         raise ConfigError(
@@ -196,14 +193,13 @@ def require_finite(values: Tensor) -> None:
 
 
 class RecordingWriter:
-    """Collects drafts in memory and writes a shard whenever ``shard_nodes`` are together.
+    """Collects drafts in memory and writes a shard per ``shard_nodes`` nodes.
 
     Args:
-        directory: Made if missing.
-        origin: Names models and settings; goes into each shard's metadata.
+        directory: Created if missing.
+        origin: Names of models and settings, for each shard's metadata.
         roots: ``"visited"`` or ``"every"``.
-        limit_bytes: Once the directory holds this much, :meth:`add` raises
-            :class:`RecordingFull`.
+        limit_bytes: Size of the directory from which :meth:`flush` raises :class:`RecordingFull`.
     """
 
     def __init__(
@@ -228,13 +224,13 @@ class RecordingWriter:
         self._shard_nodes = shard_nodes
         self._num_shards = 0
         self.drafts_written = 0
-        """Drafts that have reached the disk."""
+        """Drafts that are on the disk."""
         self._clear()
 
     def add(self, nodes: dict[str, Tensor], drafts: dict[str, Tensor], requests: list[str]) -> None:
-        """Append drafts: ``drafts`` as documented but without ``request``, which
-        ``requests`` gives by id; ``nodes["draft"]`` counts from 0 within this call. ``nodes`` may
-        hold further columns, the same ones in every call.
+        """Append drafts. ``drafts`` has the documented columns without ``request``; ``requests``
+        has the ids. ``nodes["draft"]`` counts from 0 in each call. ``nodes`` may hold further
+        columns, always the same.
         """
         index = [self._requests.setdefault(rid, len(self._requests)) for rid in requests]
         drafts = drafts | {"request": torch.tensor(index, dtype=torch.int32)}
@@ -248,7 +244,7 @@ class RecordingWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is in memory as one shard; nothing half-written stays behind."""
+        """Write the drafts in memory as one shard, atomically."""
         if not self._num_nodes:
             return
         if self._limit_bytes is not None and (held := self._held()) >= self._limit_bytes:
@@ -266,12 +262,12 @@ class RecordingWriter:
         self._clear()
 
     def _held(self) -> int:
-        """Bytes of all shards in the directory, those of other schedulers included."""
+        """Return the bytes of all shards in the directory, those of other schedulers included."""
         return sum(path.stat().st_size for path in self._directory.glob("shard-*.safetensors"))
 
     def _next_shard(self) -> Path:
-        """A name that is free. The process id keeps two servers apart that record into one
-        directory; in containers, it is often that of the server before.
+        """Return an unused name. The process id separates two servers with one directory. In
+        containers a restarted server often has the same id.
         """
         while True:
             path = self._directory / f"shard-{os.getpid()}-{self._num_shards:05d}.safetensors"
@@ -287,7 +283,7 @@ class RecordingWriter:
 
 
 def _dtype(name: str, column: Tensor) -> torch.dtype:
-    """How a node column is stored."""
+    """Return the dtype in which a node column is stored."""
     return NODE_COLUMNS.get(name, torch.float32 if column.dim() == 1 else torch.float16)
 
 
@@ -296,10 +292,9 @@ class RecordingFull(OSError):
 
 
 def read_recording(*directories: str | os.PathLike[str], mix_drafts: bool = False) -> Recording:
-    """All drafts of one or several recordings.
-
-    Raises :class:`ConfigError`, one line, for a missing, corrupt or mixed recording.
-    ``mix_drafts`` admits several pairs, for a classifier that is to serve them all.
+    """Read all drafts of one or several recordings. Raises :class:`ConfigError`, one line, for a
+    missing, corrupt or mixed recording. ``mix_drafts`` admits several pairs, for a classifier that
+    serves them all.
     """
     paths: list[Path] = []
     names: dict[str, str] = {}
@@ -337,7 +332,8 @@ def read_recording(*directories: str | os.PathLike[str], mix_drafts: bool = Fals
         tensors["draft"] = tensors["draft"] + sum(d["request"].numel() for d in drafts)
         nodes.append(tensors)
         drafts.append(draft)
-    # Hidden states of two draft models may differ in width; what not all have is left out.
+    # Widths of hidden states may differ between draft models; columns that not all have are
+    # dropped.
     shapes = [{name: column.shape[1:] for name, column in shard.items()} for shard in nodes]
     common = {
         name for name, shape in shapes[0].items() if all(s.get(name) == shape for s in shapes)
@@ -352,8 +348,8 @@ def read_recording(*directories: str | os.PathLike[str], mix_drafts: bool = Fals
 
 
 def _other_pair(origin: dict[str, Any], first: dict[str, Any]) -> str | None:
-    """The difference between two pairs, empty if they are equal: weights, or the draft's name
-    where the weights of one are not known.
+    """Return the difference between two pairs, empty if they are equal. It compares weights, or the
+    draft's name if the weights of one are unknown.
     """
     known = all(pair_in(one) is not None for one in (origin, first))
     keys = ("algorithm", "weights" if known else "draft")
@@ -362,7 +358,7 @@ def _other_pair(origin: dict[str, Any], first: dict[str, Any]) -> str | None:
 
 
 def _read_shard(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Columns, and ``roots``, ``origin`` and ``requests`` of the metadata."""
+    """Return the columns, and ``roots``, ``origin`` and ``requests`` of the metadata."""
     required = {*NODE_COLUMNS, *(f"draft.{name}" for name in DRAFT_COLUMNS)}
     try:
         require_safetensors(path, largest=LARGEST_SHARD, largest_header=LARGEST_HEADER)
@@ -388,7 +384,7 @@ def _read_shard(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         found = {name: _parsed(metadata[name], path) for name in ("origin", "requests")}
         found["roots"] = metadata["roots"]
     except (OSError, SafetensorError, KeyError) as error:
-        raise ConfigError(f"cannot read recording shard {path}: {told(error)}") from error
+        raise ConfigError(f"cannot read recording shard {path}: {format_error(error)}") from error
     if defect := _defect(found) or _defect_of(tensors, len(found["requests"])):
         raise ConfigError(f"cannot read recording shard {path}: {defect}")
     return tensors, found
@@ -399,7 +395,7 @@ def _parsed(text: str, path: Path) -> Any:
 
 
 def _defect(metadata: dict[str, Any]) -> str | None:
-    """The defect of a shard's metadata; ``None`` if there is none."""
+    """Return the defect of a shard's metadata; ``None`` if there is none."""
     origin, requests = metadata["origin"], metadata["requests"]
     if not isinstance(requests, list) or not all(isinstance(rid, str) for rid in requests):
         return "its requests must be a list of names"
@@ -409,8 +405,8 @@ def _defect(metadata: dict[str, Any]) -> str | None:
 
 
 def _defect_of(tensors: dict[str, Tensor], num_requests: int) -> str | None:
-    """The defect of a shard's tables; ``None`` if there is none. Measurements may be nan here: see
-    :func:`require_finite`.
+    """Return the defect of a shard's tables; ``None`` if there is none. Measurements may be nan
+    here; see :func:`require_finite`.
     """
     types = NODE_COLUMNS | {f"draft.{name}": t for name, t in DRAFT_COLUMNS.items()}
     drafts, nodes = tensors["draft.request"], tensors["draft"]

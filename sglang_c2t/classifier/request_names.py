@@ -1,9 +1,9 @@
-"""Request ids in a recording, and a file that gives them their names back.
+"""Request ids in a recording, and a file that restores their names.
 
-Clients choose request ids and may put anything into them, a user's address, say. A recording holds
-keyed hashes instead. Each recording server makes a new key, shows it in ``/server_info`` and writes
-it nowhere. A client that drove a prompt file knows its own ids: :func:`name_requests` writes them
-next to the shards.
+Clients may put anything into request ids, for example a user's address. A recording holds keyed
+hashes instead. Each recording server makes a new key, shows it in ``/server_info`` and stores it
+nowhere. A client that sends a prompt file knows its own ids; :func:`name_requests` writes them next
+to the shards.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from sglang_c2t.files import read_text, write_whole
 
 PATTERN = "names-*.json"
 
-#: Bytes of a file of names.
+#: Most bytes of a file of names.
 LARGEST_NAMES = 1 << 28
 
 
 def new_key() -> str:
-    """A random key, as hexadecimal digits."""
+    """Return a random key as hexadecimal digits."""
     return secrets.token_hex(16)
 
 
 def recorded_id(rid: str, key: str) -> str:
-    """The hash of ``rid`` in a recording: 32 hexadecimal digits."""
+    """Return the hash of ``rid`` in a recording: 32 hexadecimal digits."""
     text = rid.encode("utf-8", errors="surrogatepass")  # JSON may hold half a surrogate pair
     return hashlib.blake2b(text, key=bytes.fromhex(key), digest_size=16).hexdigest()
 
 
 def name_requests(directory: Path, key: str, rids: Iterable[str]) -> None:
-    """Write a file of names, so that reading the recording in ``directory`` gives these ids."""
+    """Write a file of names, so that readers of the recording in ``directory`` get these ids."""
     text = json.dumps({recorded_id(rid, key): rid for rid in rids}, indent=0) + "\n"
     path = directory / PATTERN.replace("*", secrets.token_hex(4))
     write_whole({path: lambda tmp: tmp.write_text(text, encoding="utf-8")})
 
 
 def names_in(directory: Path) -> dict[str, str]:
-    """Names by recorded id, of all files of names in ``directory``."""
+    """Return names by recorded id, from all files of names in ``directory``."""
     names: dict[str, str] = {}
     for path in sorted(directory.glob(PATTERN)):
         try:

@@ -1,4 +1,4 @@
-"""Safetensors files that people name, looked at before they are read."""
+"""Checks safetensors files that users name, before they are read."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sglang_c2t.files import require_regular
 
 
 def require_safetensors(path: Path, *, largest: int, largest_header: int) -> None:
-    """Raise OSError unless this is a regular file of ``largest`` bytes at most, whose header, which
-    names each tensor, has ``largest_header`` bytes at most.
+    """Raise OSError unless this is a regular file within ``largest`` bytes and ``largest_header``.
+    The header names each tensor.
     """
     require_regular(path, largest)
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:

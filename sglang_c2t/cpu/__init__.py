@@ -1,15 +1,15 @@
-"""What SGLang's CPU engine asks of ``sgl_kernel``, in plain torch, for machines without it.
+"""The ops of ``sgl_kernel`` that SGLang's CPU engine needs, in plain torch.
 
-SGLang's CPU engine needs kernels that no PyPI wheel carries. `install` supplies the few small
-ops of its speculative path where they are missing and touches nothing where they exist.
-Knows nothing of SGLang: ``sglang_c2t.srt.cpu.engine`` plugs this in.
+SGLang's CPU engine needs kernels that no PyPI wheel has. `install` supplies the few small ops of
+its speculative path that are missing, and keeps existing ones. It knows nothing of SGLang:
+``sglang_c2t.srt.cpu.engine`` connects it.
 
-Two gaps are told apart:
+There are two cases:
 
 * the wheel's ``sgl_kernel`` cannot be imported at all (it needs ``libcuda.so.1``):
-  the folder ``stand_in`` goes in front of ``sys.path``, which spawned children inherit;
-* ``sgl_kernel`` imports, but its CPU ops were never compiled in: the ops are defined in
-  torch's ``sgl_kernel`` namespace, where the wheel's own Python wrappers look for them.
+  the folder ``stand_in`` goes to the front of ``sys.path``, which spawned children inherit;
+* ``sgl_kernel`` imports without its CPU ops: they are defined in torch's ``sgl_kernel``
+  namespace, where the wheel's own Python wrappers find them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sglang_c2t.cpu import cache_locs, commit, kv_copy, sampling, tree_build, tr
 
 
 class Op(NamedTuple):
-    """A torch function, its parameters those of the op it stands for, and the ones it writes."""
+    """A torch function with the parameters of the op it replaces, and the arguments it writes."""
 
     run: Callable[..., Any]
     writes: tuple[str, ...] = ()
 
     @property
     def schema(self) -> str:
-        """What torch is told of it, name left out."""
+        """The op's schema for torch, without its name."""
         return torch.library.infer_schema(self.run, mutates_args=self.writes)
 
 
@@ -61,12 +61,12 @@ _library: Any = None
 
 
 def stand_in_folder() -> Path:
-    """The folder that holds the stand-in package ``sgl_kernel``."""
+    """Return the folder of the stand-in package ``sgl_kernel``."""
     return Path(__file__).parent / "stand_in"
 
 
 def install() -> list[str]:
-    """Bind what is missing; returns the names this call bound (empty when all is there)."""
+    """Bind missing ops; returns the names that this call bound (empty if all exist)."""
     bound = [] if _importable() else [_use_stand_in()]
     return bound + _define_missing_ops()
 
@@ -76,7 +76,7 @@ def _importable() -> bool:
     try:
         module = importlib.import_module("sgl_kernel")
     except (ImportError, OSError, RuntimeError):
-        # the wheel raises ImportError without libcuda.so.1, OSError for other libraries
+        # The wheel raises ImportError without libcuda.so.1, OSError for other libraries.
         _forget("sgl_kernel")
         return False
     return isinstance(module, ModuleType)
@@ -91,7 +91,7 @@ def _forget(package: str) -> None:
 def _use_stand_in() -> str:
     folder = str(stand_in_folder())
     if folder not in sys.path:
-        # in front of site-packages, where the wheel that cannot be imported lies
+        # Before site-packages, which may have a wheel that cannot be imported.
         sys.path.insert(0, folder)
     importlib.invalidate_caches()
     importlib.import_module("sgl_kernel")

@@ -1,16 +1,16 @@
 """Attention over paged KV rows for batches of requests with different lengths.
 
 One function covers prefill, extend after a cached prefix, decode, draft decode and tree
-verification: a request brings `q_len` query rows, the last rows of its `kv_len` keys, and
-optionally a mask among those rows. Requests are padded to a common shape inside a group of
-similar ones, so no loop runs per token or per request, and waste stays bounded.
-Knows nothing of SGLang, layers or pools.
+verification. A request has `q_len` query rows, the last rows of its `kv_len` keys, and optionally a
+mask among those rows. Requests are padded to a common shape within a group of similar ones. So no
+loop runs per token or per request, and waste stays bounded. It knows nothing of SGLang, layers or
+pools.
 
 Shapes: T query rows of all requests packed, B requests, H query heads, G key heads,
 R = H / G, D head size, S slots of the pool. Inside a group: b requests, Q rows, K keys.
 
     keys of a request:   [0 ........ kv_len - q_len)[kv_len - q_len ... kv_len)
-    seen by query row i:  all                         up to row i, or where the mask says so
+    seen by query row i:  all                         up to row i, or where the mask allows
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 # A group may do this much more work than its requests need before it is split.
 MAX_WASTE = 1.5
-# Splitting costs a few dozen kernel launches; below this many scores it is never worth it.
+# Splitting costs a few dozen kernel launches, too much below this many scores.
 SMALL_GROUP = 1 << 15
 
 
@@ -31,13 +31,13 @@ SMALL_GROUP = 1 << 15
 class Group:
     """Requests padded to Q rows and K keys; built once per forward, used by every layer."""
 
-    kv_slots: Tensor  # [b*K] int64 pool slots, padding points at slot 0
+    kv_slots: Tensor  # [b*K] int64 pool slots, padding uses slot 0
     q_rows: Tensor | None  # [b*Q] int64 packed row of every padded row; None: already in order
-    out_rows: Tensor | None  # [t] int64 packed rows this group answers; None: all, in order
-    out_cells: Tensor | None  # [t] int64 padded cell of each of them; None: all cells
+    out_rows: Tensor | None  # [t] int64 packed rows of this group; None: all, in order
+    out_cells: Tensor | None  # [t] int64 padded cell of each such row; None: all cells
     visible: Tensor  # [b, 1, Q, K] bool
     shape: tuple[int, int, int]  # (b, Q, K)
-    positions: Tensor  # [b, Q] int64 place of every row in its request
+    positions: Tensor  # [b, Q] int64 position of every row in its request
     _biases: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)
 
     def bias(self, repeat: int, dtype: torch.dtype, window: int | None) -> Tensor:
@@ -51,15 +51,14 @@ class Group:
         return self._biases[key]
 
     def _in_window(self, window: int) -> Tensor:
-        """[b, 1, Q, K] bool: keys at most `window` places behind the row."""
+        """[b, 1, Q, K] bool: keys at most `window` places before the row."""
         key = torch.arange(self.shape[2], device=self.positions.device)
         return (self.positions.unsqueeze(2) - key <= window).unsqueeze(1)
 
 
 class Workspace:
-    """Memory for gathered keys and values, kept between calls.
-
-    Fresh tensors of this size come from mmap, and their page faults cost more than the copy.
+    """Memory for gathered keys and values, kept between calls. Fresh tensors of this size come from
+    mmap, and their page faults cost more than the copy.
     """
 
     def __init__(self) -> None:
@@ -78,17 +77,16 @@ class Workspace:
 
 @dataclass
 class AttentionPlan:
-    """How T packed query rows meet their keys; independent of layers."""
+    """Grouping of T packed query rows with their keys, for all layers."""
 
     groups: list[Group]
     num_rows: int  # T
 
 
 def group_by_cost(q_lens: list[int], kv_lens: list[int]) -> list[list[int]]:
-    """Requests with work, grouped so that padding wastes at most `MAX_WASTE`.
-
-    Sorted by size, a group is extended while its padded area stays near the sum of its areas.
-    ``q [1, 1, 40], kv [20, 22, 40]`` gives ``[[0, 1], [2]]`` (for large enough areas).
+    """Group requests that have rows, so that padding wastes at most `MAX_WASTE`. Sorted by size, a
+    group grows while its padded area stays near the sum of its areas. ``q [1, 1, 40], kv [20, 22,
+    40]`` gives ``[[0, 1], [2]]`` (for large enough areas).
     """
     order = sorted(
         (i for i, q in enumerate(q_lens) if q > 0), key=lambda i: (q_lens[i], kv_lens[i], i)
@@ -114,13 +112,12 @@ def make_plan(
     q_lens: list[int],  # [B] query rows of every request, may be 0
     kv_lens: list[int],  # [B] keys of every request, query rows included
     tree_mask: Tensor | None = None,  # flat bool, q_len x own_len per request, packed
-    own_lens: list[int] | None = None,  # [B] last keys the mask decides on; default: q_lens
+    own_lens: list[int] | None = None,  # [B] last keys that the mask covers; default: q_lens
     causal: bool = True,
 ) -> AttentionPlan:
-    """Index lists and masks for `attend`.
-
-    With `tree_mask`, a row sees all keys before its request's last `own_len`, and of those what
-    the mask says. Without it, a row sees itself and the keys before it (`causal`), or all.
+    """Compute index lists and masks for `attend`. With `tree_mask`, a row sees all keys before its
+    request's last `own_len`, and those of them that the mask allows. Without it, a row sees itself
+    and the keys before it (`causal`), or all.
     """
     own_lens = q_lens if own_lens is None else own_lens
     cells = sum(q * own for q, own in zip(q_lens, own_lens, strict=True))
@@ -144,7 +141,7 @@ def make_plan(
 
 
 class _Rows:
-    """Places of a group's padded rows and keys: b requests, Q rows, K keys."""
+    """Positions of a group's padded rows and keys: b requests, Q rows, K keys."""
 
     def __init__(self, lengths: Tensor, mask_starts: Tensor) -> None:  # [3, b], [b]
         self.q_len, self.kv_len, self.own_len = lengths.unsqueeze(2)  # [b, 1] each
@@ -154,7 +151,7 @@ class _Rows:
         self.key = torch.arange(self.num_keys)
         self.real_row = self.row < self.q_len  # [b, Q]
         self.real_key = self.key < self.kv_len  # [b, K]
-        # place in the request, corrected to prefix + depth where a tree mask says so
+        # position in the request; with a tree mask corrected to prefix + depth
         self.position = self.kv_len - self.q_len + self.row  # [b, Q]
 
     def visible(self, tree_mask: Tensor | None, causal: bool) -> Tensor:
@@ -164,11 +161,11 @@ class _Rows:
             seen = seen & self._by_mask(tree_mask)
         elif causal:
             seen = seen & (self.key <= self.position.unsqueeze(2))
-        # a softmax over nothing is NaN: padded rows look at key 0, their result is dropped
+        # A softmax over nothing is NaN: padded rows see key 0, and their result is dropped.
         return torch.where(self.real_row.unsqueeze(2), seen, self.key == 0)
 
     def _by_mask(self, tree_mask: Tensor) -> Tensor:
-        """[b, Q, K] bool: the keys before the masked ones, and what the mask allows."""
+        """[b, Q, K] bool: the keys before the masked ones, and those that the mask allows."""
         own_len, q_len = self.own_len.unsqueeze(2), self.q_len.unsqueeze(2)
         column = self.key - (self.kv_len - self.own_len).unsqueeze(2)  # negative in the prefix
         row = self.row.view(1, -1, 1)
@@ -204,10 +201,9 @@ def _pad_group(
 
 
 def draft_mask(batch_size: int, topk: int, num_steps: int, step: int) -> Tensor:
-    """Flat [B, K, K*D] bool for draft decode: beam row t sees its own slots t*D .. t*D + step.
-
-    Stock SGLang's layout: KV stays in the beam row that wrote it, even after the beams were
-    re-sorted. Other layouts (exact ancestors) are other masks over the same K*D slots.
+    """Flat [B, K, K*D] bool for draft decode: beam row t sees its own slots t*D .. t*D + step. This
+    is SGLang's layout: KV stays in the beam row that wrote it, even after beams are re-sorted.
+    Other layouts (exact ancestors) are other masks over the same K*D slots.
     """
     slot = torch.arange(topk * num_steps)
     beam = torch.arange(topk).unsqueeze(1)
@@ -217,9 +213,8 @@ def draft_mask(batch_size: int, topk: int, num_steps: int, step: int) -> Tensor:
 
 def ancestor_mask(ancestor_rows: Tensor, num_slots: int) -> Tensor:
     """[B, K, K*D] bool for draft decode: beam t sees one slot per step, its ancestor's.
-
-    ``ancestor_rows`` [B, K, i + 1] int64 is the beam row that each ancestor was forwarded in,
-    its own last; step j of row r stands in slot r*D + j of the ``num_slots`` = K*D.
+    ``ancestor_rows`` [B, K, i + 1] int64 is the beam row in which each ancestor was forwarded, its
+    own last. Step j of row r is in slot r*D + j of the ``num_slots`` = K*D.
     """
     batch_size, topk, depth = ancestor_rows.shape
     num_steps = num_slots // topk
@@ -241,12 +236,11 @@ def attend(
 ) -> Tensor:
     """[T, H, Dv] attention of every packed row over its request's keys.
 
-    Keys and values may be kept in another dtype than the queries', which is then computed in.
+    Keys and values may have another dtype than the queries, which determine the computation's.
     `sinks` are scores of one more key per head that every row sees and whose value is 0 (gpt-oss).
-
-    `logit_cap` c > 0 replaces a score s by c*tanh(s/c). `window` w lets a row see itself and
-    the w keys before it; with a tree mask w must not be smaller than the tree is deep, because
-    keys inside the tree are placed by their slot and not by their depth.
+    `logit_cap` c > 0 replaces a score s by c*tanh(s/c). `window` w lets a row see itself and the w
+    keys before it. With a tree mask w must be at least the tree's depth, because the tree's keys
+    are placed by slot, not by depth.
     """
     workspace = workspace or Workspace()
     scores = _Scores(scaling, logit_cap, window, sinks)
@@ -265,7 +259,7 @@ def attend(
 
 @dataclass(frozen=True)
 class _Scores:
-    """How a layer weighs keys, see :func:`attend`."""
+    """Score parameters of a layer; see :func:`attend`."""
 
     scaling: float
     logit_cap: float
@@ -276,7 +270,7 @@ class _Scores:
 def _attend_group(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, group: Group, scores: _Scores, workspace: Workspace
 ) -> Tensor:
-    """[b*Q, H, Dv]: one padded attention; query heads of a key head sit in the row dimension."""
+    """[b*Q, H, Dv]: one padded attention; query heads of a key head are in the row dimension."""
     b, num_q, num_k = group.shape
     heads, kv_heads, v_dim = q.shape[1], k_cache.shape[1], v_cache.shape[2]
     repeat = heads // kv_heads
@@ -305,7 +299,7 @@ def _scored_attention(
     bias: Tensor,  # [b, 1, M, K]
     how: _Scores,
 ) -> Tensor:
-    """Soft-capped scores (Gemma 2) and sinks (gpt-oss), in float32 whatever the cache holds."""
+    """Compute soft-capped scores (Gemma 2) and sinks (gpt-oss), in float32 for any cache dtype."""
     b, kv_heads, num_rows, _ = rows.shape
     num_keys = keys.shape[2]
     scores = rows.float() @ keys.float().transpose(2, 3) * how.scaling

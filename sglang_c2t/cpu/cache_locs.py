@@ -21,8 +21,7 @@ def range_cells(
     start: Tensor,  # [B]
     end: Tensor,  # [B]
 ) -> tuple[Tensor, Tensor]:
-    """``(request [T], column [T])`` of all cells of B ranges, packed; T = sum(end - start).
-
+    """Return ``(request [T], column [T])`` of all cells of B ranges, packed; T = sum(end - start).
     ``start [3, 0], end [5, 1]`` gives requests ``[0, 0, 1]`` and columns ``[3, 4, 0]``.
     """
     start, end = start.to(torch.int64), end.to(torch.int64)
@@ -42,7 +41,9 @@ def draft_locs(
     topk: int,
     num_steps: int,
 ) -> None:
-    """The K*D slots after each committed prefix (``assign_draft_cache_locs_contiguous_cpu``)."""
+    """Copy the K*D slots after each committed prefix
+    (``assign_draft_cache_locs_contiguous_cpu``).
+    """
     offset = torch.arange(topk * num_steps, device=seq_lens.device)
     column = seq_lens.to(torch.int64).unsqueeze(1) + offset
     rows = req_to_token[req_pool_indices.to(torch.int64).unsqueeze(1), column]
@@ -57,7 +58,9 @@ def gather_ranges(
     out_cache_loc: Tensor,  # [>= T] int64, the first T entries written in place
     pool_len: int,
 ) -> None:
-    """Slots of columns [start, end) of every row, packed (``assign_extend_cache_locs_cpu``)."""
+    """Copy slots of columns [start, end) of every row, packed
+    (``assign_extend_cache_locs_cpu``).
+    """
     request, column = range_cells(start_offset, end_offset)
     slots = req_to_token[req_pool_indices.to(torch.int64)[request], column]
     out_cache_loc[: slots.shape[0]] = slots.to(out_cache_loc.dtype)
@@ -71,7 +74,9 @@ def scatter_ranges(
     out_cache_loc: Tensor,  # [>= T] slots, packed
     pool_len: int,
 ) -> None:
-    """Inverse of `gather_ranges` (``assign_req_to_token_pool_cpu``)."""
+    """Copy packed slots to their rows; inverse of `gather_ranges`
+    (``assign_req_to_token_pool_cpu``).
+    """
     request, column = range_cells(start_offset, end_offset)
     slots = out_cache_loc[: request.shape[0]].to(req_to_token.dtype)
     req_to_token[req_pool_indices.to(torch.int64)[request], column] = slots

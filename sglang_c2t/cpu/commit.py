@@ -1,7 +1,6 @@
-"""What is written after a verification: bonus tokens, accepted slots, rotated prompt tokens.
-
-Sources: ``sgl_kernel.{fill_bonus_tokens,fill_accept_out_cache_loc,rotate_input_ids}_cpu``
-(Triton twins in SGLang's ``kernels/ops/speculative/eagle.py`` and ``multi_layer_eagle.py``).
+"""Writes after a verification: bonus tokens, accepted slots, rotated prompt tokens. Sources:
+``sgl_kernel.{fill_bonus_tokens,fill_accept_out_cache_loc,rotate_input_ids}_cpu`` (Triton twins in
+SGLang's ``kernels/ops/speculative/eagle.py`` and ``multi_layer_eagle.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ def fill_bonus_tokens(
     bonus_tokens: Tensor,  # [B] written in place
     accept_stride: int,
 ) -> None:
-    """The last accepted token of every request (``fill_bonus_tokens_cpu``)."""
+    """Write the last accepted token of every request (``fill_bonus_tokens_cpu``)."""
     first = torch.arange(accept_lens.shape[0], device=accept_lens.device) * accept_stride
     last = first + accept_lens.to(torch.int64) - 1
     bonus_tokens.copy_(accept_tokens.flatten()[last])
@@ -27,7 +26,7 @@ def fill_accepted_locs(
     out_cache_loc: Tensor,  # [rows] slot of every verify row
     accept_out_cache_loc: Tensor,  # written in place from the front
 ) -> None:
-    """Slots of the accepted rows, packed in order (``fill_accept_out_cache_loc_cpu``)."""
+    """Write slots of the accepted rows, packed in order (``fill_accept_out_cache_loc_cpu``)."""
     rows = accept_index.flatten()
     slots = out_cache_loc[rows[rows >= 0].to(torch.int64)]
     accept_out_cache_loc[: slots.shape[0]] = slots.to(accept_out_cache_loc.dtype)
@@ -41,7 +40,6 @@ def rotate_input_ids(
     select_index: Tensor | None = None,  # [B] row that takes the new token; default: the last
 ) -> None:
     """Shift every request's tokens left by one, append the next one (``rotate_input_ids_cpu``).
-
     Tokens ``[1, 2, 3 | 4]`` with new tokens ``[9, 8]`` become ``[2, 3, 9 | 8]``.
     """
     lengths = extend_seq_lens.to(torch.int64)

@@ -1,6 +1,5 @@
-"""Move KV rows inside every layer's cache, addressed by pointer as SGLang hands it over.
-
-Source: ``sgl_kernel.copy_all_layer_kv_cache_cpu`` (Triton twin in SGLang's
+"""Moves KV rows inside every layer's cache, addressed by SGLang's pointers. Source:
+``sgl_kernel.copy_all_layer_kv_cache_cpu`` (Triton twin in SGLang's
 ``kernels/ops/kvcache/cache_move.py``).
 """
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 
 def rows_at(data_ptr: int, num_rows: int, row_bytes: int) -> Tensor:
-    """[num_rows, row_bytes] uint8 view of memory that someone else owns and keeps alive."""
+    """[num_rows, row_bytes] uint8 view of memory that the caller owns and keeps alive."""
     buffer = (ctypes.c_uint8 * (num_rows * row_bytes)).from_address(data_ptr)
     return torch.frombuffer(buffer, dtype=torch.uint8).view(num_rows, row_bytes)
 
@@ -24,7 +23,7 @@ def copy_all_layers(
     tgt_loc: Tensor,  # [n] slots
     src_loc: Tensor,  # [n] slots
 ) -> None:
-    """``buffer[tgt] = buffer[src]`` in each layer; reads finish before the first write."""
+    """Copy ``buffer[tgt] = buffer[src]`` in each layer; reads finish before the first write."""
     if tgt_loc.numel() == 0:
         return
     tgt, src = tgt_loc.to(torch.int64), src_loc.to(torch.int64)

@@ -1,9 +1,9 @@
 """Random draws that depend on (seed, position, column) only.
 
-Verification samples ONE token per verified row and then matches the drafts against it
-(`sglang_c2t.cpu.tree_verify`). Whatever the drafts were, the emitted tokens are the sampled
-ones, so the output follows the target exactly; and as a row's draw depends on its request's
-seed and its position, it is the very draw that decoding without speculation makes there.
+Verification samples one token per verified row and then matches the drafts against it
+(`sglang_c2t.cpu.tree_verify`). The emitted tokens are the sampled ones, for any drafts, so the
+output follows the target exactly. A row's draw depends on its request's seed and position, so it
+equals the draw of decoding without speculation.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ def murmur_hash32(
     positions: Tensor,  # [n] integer, the low 32 bits count
     col_indices: Tensor,  # [m] integer, the low 32 bits count
 ) -> Tensor:
-    """[n, m] uint32 hash of (seed, position, column): ``sgl_kernel.murmur_hash32_cpu``.
-
-    Same bits as the Triton kernel in SGLang's ``kernels/ops/sampling/murmur_hash.py``. int64
-    products wrap, and the low 32 bits of a wrapped product are right.
+    """[n, m] uint32 hash of (seed, position, column): ``sgl_kernel.murmur_hash32_cpu``. Same bits
+    as the Triton kernel in SGLang's ``kernels/ops/sampling/murmur_hash.py``. int64 products wrap,
+    and the low 32 bits of a wrapped product are right.
     """
     bits = seed.view(torch.int64)
     state = _mix(torch.zeros_like(bits), bits & _LOW)

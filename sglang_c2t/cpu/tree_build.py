@@ -1,12 +1,10 @@
 """Links, positions and the mask of an EAGLE draft tree, from the draft's parent list.
 
-Knows nothing of tokens: those are gathered by the caller.
-Source: ``sgl_kernel.build_tree_kernel_efficient_cpu`` (SGLang's
-``kernels/ops/speculative/spec_tree.py`` holds the Triton twin).
+It knows no tokens: the caller gathers those. Source: ``sgl_kernel.build_tree_kernel_efficient_cpu``
+(SGLang's ``kernels/ops/speculative/spec_tree.py`` holds the Triton twin).
 
-Shapes: B requests, N nodes per request (root included), K beam width, D draft steps.
-Node 0 is the root. Flat candidate c of the draft has parent root where c < K, else the
-candidate ``parent_list[c // K]``.
+Shapes: B requests, N nodes per request (root included), K beam width, D draft steps. Node 0 is the
+root. The parent of a flat candidate c is the root if c < K, otherwise ``parent_list[c // K]``.
 """
 
 from __future__ import annotations
@@ -25,15 +23,14 @@ def parent_positions(
     selected_index: Tensor,  # [B, N-1] int64, ascending flat candidate index of nodes 1..N-1
     topk: int,
 ) -> Tensor:
-    """[B, N] int64: node number of every node's parent; -1 for the root and for orphans.
-
-    An orphan is a selected node whose parent was not selected. Stock kernels read out of
-    bounds there; here it is simply never reached, which costs speed and not correctness.
+    """[B, N] int64: node number of every node's parent; -1 for the root and for orphans. An orphan
+    is a selected node whose parent was not selected. SGLang's kernels read out of bounds there;
+    here it is never reached, which costs speed and not correctness.
     """
     bs = selected_index.shape[0]
     group = selected_index // topk
     from_root = group == 0
-    if parent_list.shape[1] == 0:  # one draft step: all nodes hang from the root
+    if parent_list.shape[1] == 0:  # one draft step: all nodes are children of the root
         parent_candidate = torch.zeros_like(group)
     else:
         parent_candidate = parent_list.to(torch.int64).gather(1, group)
@@ -63,7 +60,7 @@ def build_tree(
     parents = parent_positions(parent_list, selected_index, topk)
     next_token, next_sibling = child_links(parents)
     visible = visible_nodes(parents, depth)
-    # Ancestors without the node itself; the root sees nobody else, nor does it matter for orphans.
+    # Ancestors without the node itself; the root sees only itself, and orphans do not matter.
     node_depth = (visible.sum(dim=2) - 1).masked_fill_(parents < 0, 0)
     retrive_index.copy_(
         torch.arange(bs * draft_token_num, device=parents.device).view(bs, draft_token_num)

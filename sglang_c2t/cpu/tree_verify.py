@@ -1,8 +1,8 @@
 """Greedy verification: follow the tree's links while a child carries the target's token.
 
-Knows nothing of how the target's tokens were chosen: argmax and sampled ones are matched alike,
-which is what makes "sample one token per row, then match" lossless.
-Source: ``sgl_kernel.verify_tree_greedy_cpu`` (CUDA twin: ``eagle.cuh`` of ``sgl_kernel``).
+It does not know how the target's tokens were chosen: it matches argmax and sampled ones equally,
+which makes "sample one token per row, then match" lossless. Source:
+``sgl_kernel.verify_tree_greedy_cpu`` (CUDA twin: ``eagle.cuh`` of ``sgl_kernel``).
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ def verify_tree(
     retrive_next_sibling: Tensor,  # [B, N] next sibling or -1
     target_predict: Tensor,  # [B, N] or [rows] the target's token after every row
 ) -> None:
-    """Accept the longest path whose tokens are the target's own (``verify_tree_greedy_cpu``).
-
-    Chain 5 -> 7 -> 9 with the target saying 7, 8, 1: the 7 is accepted, the 9 is not, and 8 is
-    the bonus token; ``accept_index`` is ``[row 0, row 1, -1]``, ``accept_token_num`` is 1.
+    """Accept the longest path whose tokens are the target's own (``verify_tree_greedy_cpu``). Chain
+    5 -> 7 -> 9, target tokens 7, 8, 1: the 7 is accepted, the 9 is not, and 8 is the bonus token.
+    ``accept_index`` is ``[row 0, row 1, -1]``, ``accept_token_num`` is 1.
     """
     bs, max_accept = accept_index.shape
     request = torch.arange(bs, device=candidates.device)

@@ -1,1 +1,3 @@
-"""The gates of a batch: what grows, what is cut, what waits for the next step. No SGLang here."""
+"""Gates of a batch: they judge drafts, cut them and keep what the next step needs. They know
+nothing of SGLang.
+"""

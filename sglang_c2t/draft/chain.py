@@ -1,4 +1,4 @@
-"""Draft chains of a batch: which are still alive and where each ends.
+"""Draft chains of a batch: which may still grow and where each ends.
 
 A chain of request b is its root (the committed bonus token, always verified) followed
 by up to D drafted tokens. ``verify_lens[b]`` counts the rows the target verifies, root
@@ -6,8 +6,6 @@ included, so it lies in [1, D + 1]::
 
     request 0   root a b c      verify_lens 4
     request 1   root x          verify_lens 2
-
-Knows nothing of SGLang.
 
 Legend: B requests, N = D + 1 rows of a full chain, V vocabulary.
 """
@@ -27,10 +25,9 @@ from sglang_c2t.policies.base import ChainPolicy, kept
 
 
 class ChainGate(Gate):
-    """Asks the policy after each drafted layer and keeps the answer per request.
-
-    With a program a layer is one call of :func:`~sglang_c2t.kernels.gate.judge_layer`, which
-    keeps its place: nothing else is launched, and no :class:`DraftLayer` is made.
+    """Asks the policy after each drafted layer and keeps its decisions per request. With a program,
+    :func:`~sglang_c2t.kernels.gate.judge_layer` judges a layer in one call and updates the state in
+    place. It launches nothing else and makes no :class:`DraftLayer`.
     """
 
     def __init__(self, policy: ChainPolicy, **parts: Any) -> None:
@@ -39,14 +36,14 @@ class ChainGate(Gate):
         self._layers: list[DraftLayer] = []
         self._alive = torch.ones(0, dtype=torch.bool)  # [B]
         self._num_kept = torch.zeros(0, dtype=torch.int32)  # [B]
-        self._keeps_all: Tensor | None = None  # [B] bool; None: of nobody
-        self._joint = torch.ones(0)  # [B]; like the next only with a program
+        self._keeps_all: Tensor | None = None  # [B] bool; None: no request opted out
+        self._joint = torch.ones(0)  # [B]; updated only with a program
         self._output: GateOutput
         self.confidences: list[Tensor] = []
-        """[B] of each layer judged in this step, where a planner reads them."""
+        """[B] of each layer judged in this step, for a planner."""
 
     def begin(self, slots: Tensor) -> None:
-        """Start a step for the requests in ``slots`` [B], and judge their first tokens."""
+        """Start a step for the requests in ``slots`` [B] and judge their first tokens."""
         self._start()
         self._depth = 0
         self._layers, self.confidences = [], []
@@ -76,7 +73,7 @@ class ChainGate(Gate):
             self._judge(self.served.measured(logits, self._names, hidden))
             return
         self._depth += 1
-        if self.planned:  # each layer's are its own
+        if self.planned:  # each layer has its own tensor
             fresh = torch.empty_like(self._output.confidence)
             self._output = self._output._replace(confidence=fresh)
             self.confidences.append(fresh[:, 0])
@@ -94,25 +91,23 @@ class ChainGate(Gate):
 
     @property
     def cuts(self) -> bool:
-        """Whether the gate decides where chains end: not where a planner does. But graphs that were
-        captured for a planner serve the policies that take over from it.
+        """Whether the gate ends chains; with a planner it does not. Graphs captured for a planner
+        also serve the policies that replace it.
         """
         return not self.planned or self.exploring or self.served.capturing
 
     def any_alive(self) -> bool:
-        """Whether any chain may still grow. Reads the host: eager mode only.
-
-        The same on all ranks, because it decides whether they forward.
+        """Whether any chain may still grow. Copies to the host: eager mode only. All ranks get the
+        same answer, because it decides whether they run a forward.
         """
         alive = self._alive if self._keeps_all is None else self._alive | self._keeps_all
         return bool(self.agreed(alive.to(torch.uint8)).any())
 
     @property
     def verify_lens(self) -> Tensor:
-        """[B] int32 in [1, D + 1]: rows to verify, root included, as this rank sees it.
-
-        Chains of requests that opted out end at the last layer that was judged.
-        Static shapes, no host read: may be computed inside a CUDA graph.
+        """[B] int32 in [1, D + 1]: rows to verify, root included, on this rank. Chains of requests
+        that opted out end at the last judged layer. Static shapes and no host read, so a CUDA graph
+        may contain it.
         """
         kept = self._num_kept
         if self._keeps_all is not None:
@@ -147,7 +142,7 @@ class ChainGate(Gate):
         self._layers.append(layer)
 
     def _kept(self, layer: DraftLayer) -> Tensor:
-        """[B] bool: which chains go on; all that do so far where nobody can say."""
+        """[B] bool: chains that continue; if the policy failed, all that continue so far."""
         if self.exploring or self.fell_back:
             return self._alive
         try:
@@ -158,9 +153,8 @@ class ChainGate(Gate):
 
 
 def matched_drafts(draft_tokens: Tensor, target_tokens: Tensor) -> Tensor:
-    """[B] int64 in [0, D]: drafts that a greedy target would accept.
-
-    ``draft_tokens`` [B, D + 1] starts with the root, ``target_tokens`` [B, D + 1] is the
-    target's choice behind each of them. Drafts a b c, target a x c: 1.
+    """[B] int64 in [0, D]: drafts that a greedy target would accept. ``draft_tokens`` [B, D + 1]
+    starts with the root. ``target_tokens`` [B, D + 1] is the target's choice after each of them.
+    Drafts a b c, target a x c: 1.
     """
     return (draft_tokens[:, 1:] == target_tokens[:, :-1]).long().cumprod(dim=1).sum(dim=1)

@@ -1,10 +1,8 @@
-"""The gate of a server's batch: what chains and trees share, put together from its parts.
+"""The gate of a batch: the parts that chains and trees share.
 
-A step goes ``begin`` (judge what was relayed), ``observe`` once per drafted layer, and at its end
-``relay_first_token``, which measures the first layer of the next step. Chains (``chain.py``) and
-trees (``tree.py``) say what is done with a judged layer.
-
-Knows nothing of SGLang.
+A step calls ``begin``, which judges the relayed first layer, then ``observe`` per drafted layer. At
+its end ``relay_first_token`` measures the first layer of the next step. Chains (``chain.py``) and
+trees (``tree.py``) define what a judged layer changes.
 
 Legend: B requests, V draft vocabulary.
 """
@@ -26,17 +24,16 @@ from sglang_c2t.kernels.gate_program import FusedGate
 
 
 class Exploration:
-    """Which steps verify full drafts so that they can be recorded. Here: none.
-
-    A gate that ends drafts hides exactly the tokens it distrusts; labels are only
-    uncensored in steps it does not touch.
+    """Which steps verify full drafts so that they can be recorded. The base class: none. A gate
+    that ends drafts hides exactly the tokens it distrusts. Only steps without a gate have
+    uncensored labels.
     """
 
     names: frozenset[str] = frozenset()
-    """What to measure in an exploring step beyond the policy's needs."""
+    """Measurements of an exploration step beyond the policy's needs."""
 
     def next_step_explores(self) -> bool:
-        """Asked once per step, before the first token of the next step is measured."""
+        """Called once per step, before the first token of the next step is measured."""
         return False
 
 
@@ -46,12 +43,12 @@ class Gate:
     Args:
         policy: See :class:`~sglang_c2t.draft.served.ServedPolicy`.
         num_slots: Rows of SGLang's ``req_to_token`` table.
-        device: Where draft logits live.
+        device: Device of the draft logits.
         topk: Children per row.
-        exploration: Which steps are left whole.
-        agree: Makes an integer tensor equal on all tensor-parallel ranks, in place or not,
-            and returns it; ``None`` on one rank.
-        recording: Whether some rank explores; only one of them knows when.
+        exploration: Which steps verify full drafts.
+        agree: Returns rank 0's integer tensor on all tensor-parallel ranks, in place or not;
+            ``None`` on one rank.
+        recording: Whether some rank explores; only one rank knows when.
 
     Raises:
         ConfigError: The policy cannot be served.
@@ -75,63 +72,63 @@ class Gate:
         self._agree = agree
         self._recording = recording
         self._relay_later: Callable[[], None] | None = None
-        """Measures the first layer of the next step, where it is not known yet who reads it."""
+        """Measures the first layer of the next step, if that is delayed until a step reads it."""
         self._topk = topk
         self._reserve()
         self.fell_back = False
-        """Whether the policy failed in the step in progress, so that nothing more is cut."""
-        self._names: frozenset[str] = frozenset()  # measured in the step in progress
-        self._logits: tuple[int, torch.dtype] | None = None  # V, of layers that were observed
+        """Whether the policy failed in the current step, so that the gate cuts nothing more."""
+        self._names: frozenset[str] = frozenset()  # measured in the current step
+        self._logits: tuple[int, torch.dtype] | None = None  # V and dtype of the observed layers
         self.exploring = self._explores()
-        """Whether the step in progress, or behind its last token the next one, verifies full
-        drafts."""
+        """Whether the current step verifies full drafts; after its last token, whether the next
+        does.
+        """
 
     @property
     def program(self) -> FusedGate | None:
-        """What judges the step in progress; ``None``: the policy, or nobody as it explores."""
+        """The program that judges this step; ``None``: the policy judges, or the step explores."""
         return None if self.exploring else self.served.program
 
     @property
     def planned(self) -> bool:
-        """Whether the policy's planner decides what is verified."""
+        """Whether the policy's planner decides which drafts are verified."""
         return self.served.plans
 
     def agreed(self, decision: Tensor) -> Tensor:
-        """Rank 0's, on all ranks."""
+        """Return rank 0's ``decision`` on all ranks."""
         return decision if self._agree is None else self._agree(decision)
 
     def switch(self, policy: Any, *, captured: bool) -> None:
-        """Ask another policy; see :meth:`ServedPolicy.switch`."""
+        """Replace the policy; see :meth:`ServedPolicy.switch`."""
         self.served.switch(policy, captured=captured)
         self._reserve()
 
     def forget_first_layers(self) -> None:
-        """Forget all first layers in the next step, once the device has done with the last one."""
+        """Forget all first layers in the next step, after the device has finished the last one."""
         self._relay_later = partial(self.first_tokens.forget, slice(None))
 
     def join(self, slots: Tensor, logits: Tensor, hidden: Tensor | None = None) -> None:
-        """Requests [B] enter with the logits [B, V] of the first token behind their prompt.
-
-        Everything is measured, because it is not known yet which kind of step comes next.
+        """Add requests [B] with the logits [B, V] of the first token after their prompts. The gate
+        measures everything, because the kind of the next step is not known yet.
         """
         self.catch_up()
         self._relay(slots, logits, hidden, self._exploration.names)
 
     def join_unmeasured(self, slots: Tensor) -> None:
-        """Requests [B] enter whose prompt ran on another server: their first draft stays."""
-        self.catch_up()  # it may be of the requests that had these slots before
+        """Add requests [B] whose prompt ran on another server; their first draft is kept."""
+        self.catch_up()  # its slots may have been freed and reused
         self.first_tokens.forget(slots)
 
     def relay_first_token(
         self, slots: Tensor, logits: Tensor, hidden: Tensor | None = None, *, later: bool = False
     ) -> None:
-        """Remember what there is to know of each request's next first layer.
+        """Store the measurements of each request's next first layer.
 
         Args:
             slots: [B] (``req_pool_indices``).
             logits: [B, V] of the draft.
             hidden: [B, H], its hidden state.
-            later: Only once a step reads it: after most uniform steps none does.
+            later: Delay this until a step reads it: after most uniform steps none does.
         """
         if later and not self._recording and not self._exploration.names:
             self._relay_later = partial(self.relay_first_token, slots, logits, hidden)
@@ -141,18 +138,17 @@ class Gate:
         self._relay(slots, logits, hidden, self._extra_names)
 
     def warm_up(self) -> None:
-        """Compile what judges first tokens, for logits like those of the layers observed so far.
-
-        In captured graphs it judges layers that have parents, and is another kernel.
+        """Compile the kernel for first tokens, with logits shaped like the observed layers.
+        Captured graphs use another kernel, for layers with parents.
         """
         if self.served.program is not None and self._logits is not None:
             columns, dtype = self._logits
             logits = torch.zeros((1, columns), dtype=dtype, device=self.first_tokens.device)
-            nobody = torch.zeros(1, dtype=torch.int64, device=logits.device)
-            self._judge_first(nobody, logits, self.served.program)
+            dummy_slot = torch.zeros(1, dtype=torch.int64, device=logits.device)
+            self._judge_first(dummy_slot, logits, self.served.program)
 
     def first_tokens_complete(self, slots: Tensor) -> Tensor:
-        """[B] bool: the first tokens of this step carry all that exploration measures."""
+        """[B] bool: the first tokens of this step have all measurements that exploration needs."""
         return self.first_tokens.get("complete", slots).bool()
 
     @property
@@ -160,24 +156,24 @@ class Gate:
         return self._exploration.names if self.exploring else frozenset()
 
     def catch_up(self) -> None:
-        """Measure the first layers that waited."""
+        """Measure the delayed first layers."""
         if self._relay_later is not None:
             self._relay_later()
             self._relay_later = None
 
     def _start(self) -> None:
-        """A step starts."""
+        """Start a step."""
         self.catch_up()
         self.fell_back = False
         self._names = self.served.needs | self._extra_names
 
     def _measured_first(self, slots: Tensor) -> dict[str, Tensor]:
-        """What torch measured of the first tokens of ``slots`` [B], by name."""
+        """Return torch's measurements of the first tokens of ``slots`` [B], by name."""
         names = ("prob", "entropy", *self._names)
         return {name: self.first_tokens.get(name, slots) for name in names}
 
     def _fall_back(self, error: Exception) -> None:
-        """The policy raised: for the rest of the step nothing is cut."""
+        """Cut nothing for the rest of the step, because the policy raised ``error``."""
         self.served.failed(error)
         self.fell_back = True
 
@@ -208,6 +204,6 @@ class Gate:
         judge_layer(logits, program, depth=1, topk=self._topk, tokens=False, relay=relay)
 
     def _reserve(self) -> None:
-        """Make the table's columns, since a captured CUDA graph must not."""
+        """Allocate the table's columns, because a captured CUDA graph must not."""
         for name in ("prob", "entropy", *filter(known_measurement, self.served.needs)):
             self.first_tokens.reserve(name)

@@ -1,20 +1,20 @@
-"""Growing a batch of draft trees: layer by layer, a policy decides, this file keeps count.
+"""Growth of a batch of draft trees: the policy decides layer by layer, this file keeps the state.
 
-Per step and request the draft offers K children for each of its W beam rows (W = 1, the
-root, in the first layer; K after it). They are the *candidates*, numbered layer by layer,
-row by row: SGLang's flat index, so that candidate c hangs from the row c // K - 1. The
-policy says which enter the tree and which are forwarded next; the K best of those become the beam
+In each step the draft offers K children for each of a request's W beam rows. W is 1 in the first
+layer (the root) and K after it. The *candidates* are numbered layer by layer and row by row. This
+is SGLang's flat index, so candidate c is a child of row c // K - 1. The policy decides which enter
+the tree and which may be forwarded; the K best of those become the next layer's beam rows::
 rows of the next layer::
 
     layer 1   root -> a b          beams: a b          candidates 0 1
     layer 2   a -> c d, b -> e f   beams: c e          candidates 2 3 4 5
     layer 3   c -> g h, e -> i j                       candidates 6 7 8 9
 
-A draft model's KV stays in the row that wrote it while the beams are re-sorted, so a row's
-ancestors stand in other rows: :meth:`TreeGrowth.ancestor_rows` remembers which.
+A draft model's KV stays in the row that wrote it while the beams are re-sorted, so the ancestors
+of a row are in other rows. :meth:`TreeGrowth.ancestor_rows` has their numbers.
 
-Static shapes, no host reads; knows nothing of SGLang. In torch, whatever the policy; on a GPU
-policies whose rule a kernel knows are no longer asked (:meth:`TreeGrowth.add_judged`).
+Static shapes, no host reads. It runs any policy in torch. On a GPU a kernel runs the rules that it
+knows, without calling the policy (:meth:`TreeGrowth.add_judged`).
 
 Legend: B requests, W beam rows, K topk, D steps, M candidates, N nodes of a tree.
 """
@@ -33,7 +33,7 @@ from sglang_c2t.policies.base import Growth, TreeLayer, TreePolicy, TreeShape, g
 from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.tree import Trees
 
-#: Measurements that differ between the children of one row; the rest belong to the row.
+#: Measurements that differ between the children of a row; the others belong to the row.
 PER_NODE = frozenset({"margin", "confidence", "keep"}) | PLACES
 
 
@@ -41,14 +41,14 @@ class TreeGrowth:
     """The trees of one step.
 
     Args:
-        policy: What enters and what is forwarded.
-        shape: How large trees may become.
+        policy: Decides which nodes enter and which are forwarded.
+        shape: Limits of the trees.
         batch: B.
-        device: Where draft probabilities live.
-        failed: Told what the policy raised; the tree is then EAGLE-2's. ``None``: raised on.
-        whole: [B] bool: requests whose trees are EAGLE-2's all the same; ``None``: none.
-        fused: The policy for a kernel, which then decides without being asked itself, and the
-            threshold that it looks at; ``None``: the policy is asked, in torch.
+        device: Device of the draft probabilities.
+        failed: Called with the policy's exception; the tree is then EAGLE-2's. ``None``: re-raise.
+        whole: [B] bool: requests that always get EAGLE-2's tree; ``None``: none.
+        fused: The policy's rule for a kernel, and the threshold that it reads; ``None``: torch
+            calls the policy.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class TreeGrowth:
         self.batch = batch
         self.device = device
         self._layers: list[TreeLayer] = []
-        self._tokens: list[Tensor] = []  # each [B, W * K], like the next three
+        self._tokens: list[Tensor] = []  # each [B, W * K], as the next three
         self._parents: list[Tensor] = []
         self._keys: list[Tensor] = []
         self._verify: list[Tensor | None] = []
         self._beams: Beams | None = None
         self._fused = fused
         self._depth, self._offered = 0, 0
-        """Layers and candidates of a request so far."""
+        """Layers and candidates per request so far."""
         if fused is not None:
             most = shape.topk + (shape.num_steps - 1) * shape.topk**2
             self._candidates = Candidates.empty(batch, most, device)
@@ -97,17 +97,16 @@ class TreeGrowth:
 
     @property
     def beams(self) -> Beams:
-        """The rows of the next forward, or the root."""
+        """The rows of the next forward, at first the root."""
         if self._beams is None:
             self._beams = self._root()
         return self._beams
 
     @property
     def ancestor_rows(self) -> Tensor:
-        """[B, W, d]: of each beam behind d layers, the rows its path was forwarded in.
-
-        The last one is its own. Example above after layer 2: c is row 0 below a in row 0,
-        e is row 1 below b in row 1: [[0, 0], [1, 1]]; were d chosen for e, [[0, 0], [0, 1]].
+        """[B, W, d]: the rows in which each beam's path was forwarded, over d layers. The last one
+        is the beam's own. Above, after layer 2, c is in row 0 under a in row 0, and e in row 1
+        under b in row 1: [[0, 0], [1, 1]]. With d instead of e: [[0, 0], [0, 1]].
         """
         return self.beams.ancestor_rows
 
@@ -123,10 +122,9 @@ class TreeGrowth:
         Args:
             tokens: [B, W, K] int64, by falling probability.
             prob: [B, W, K] float32, q(child | path).
-            measured: By name, [B * W, ...] where it belongs to the row, [B * W * K] where
-                it belongs to the child (:data:`PER_NODE`); ``entropy`` and what the
-                policy needs, but for places, which stand here.
-            exists: [B, W, K] bool: the others are dead from the start; ``None``: all do.
+            measured: By name, [B * W, ...] per row or [B * W * K] per child (:data:`PER_NODE`).
+                Holds ``entropy`` and what the policy needs; places are added here.
+            exists: [B, W, K] bool: the other children are dead; ``None``: all exist.
         """
         assert self._fused is None, "a kernel grows this tree"
         layer = self._layer(prob, measured, exists)
@@ -149,7 +147,7 @@ class TreeGrowth:
         return self.beams
 
     def add_judged(self, tokens: Tensor, prob: Tensor, confidence: Tensor) -> Beams:
-        """As :meth:`add`, in one launch, of ``confidence`` [B, W * K]."""
+        """Do the same as :meth:`add` in one launch, from ``confidence`` [B, W * K]."""
         assert self._fused is not None, "no kernel grows this tree"
         rule, beta = self._fused
         self._depth += 1
@@ -162,8 +160,8 @@ class TreeGrowth:
         return self._beams
 
     def finish(self) -> tuple[Trees, Tensor]:
-        """The trees, roots not filled in, and [B, N] float32 what their nodes are ranked by (inf
-        for the root). Padding has -inf. A tree holds no more than N nodes.
+        """Return the trees without roots, and [B, N] float32 keys that rank their nodes. The root's
+        key is inf, that of padding -inf. A tree holds at most N nodes.
         """
         sizes = {"max_nodes": self._shape.num_draft_tokens, "max_depth": self._depth}
         if self._fused is not None:
@@ -187,7 +185,7 @@ class TreeGrowth:
         )
 
     def _grown(self, layer: TreeLayer) -> Growth:
-        """The policy's decision; where it fails, EAGLE-2's on this layer and all others."""
+        """Return the policy's decision; if it fails, EAGLE-2's for this layer and all others."""
         try:
             growth = grown(self._policy, layer)
         except Exception as error:
@@ -210,7 +208,7 @@ class TreeGrowth:
     def _layer(
         self, prob: Tensor, measured: Mapping[str, Tensor], exists: Tensor | None
     ) -> TreeLayer:
-        """The layer as policies read it: one row per node."""
+        """Build the layer for policies: one row per node."""
         topk = self._shape.topk
         alive = self.beams.alive.flatten().repeat_interleave(topk)
         if exists is not None:
@@ -233,14 +231,14 @@ class TreeGrowth:
         return TreeLayer(nodes, self.batch, topk)
 
     def _place(self, name: str, prob: Tensor) -> Tensor:
-        """[B * W * K] float32: where children with ``prob`` [B, W, K], or their parents, stand."""
+        """[B * W * K] float32: places of children with ``prob`` [B, W, K], or of their parents."""
         rows, children = (torch.arange(n, device=prob.device) for n in prob.shape[1:])
         place = children if name == "rank" else rows[:, None]
         return place.float().expand(prob.shape).flatten()
 
 
 def _mixed(whole: Tensor, growth: Growth, full: Growth) -> Growth:
-    """``full`` for the requests that are ``whole`` [B], ``growth`` for the others."""
+    """Return ``full`` for the requests in ``whole`` [B] bool, and ``growth`` for the others."""
     of_node = whole[:, None, None]
     return Growth(
         key=torch.where(of_node, full.key, growth.key),
@@ -255,8 +253,8 @@ def _live(key: Tensor, layer: TreeLayer) -> Tensor:
 
 
 def node_margins(prob: Tensor) -> Tensor:
-    """[R * K] float32: :func:`~sglang_c2t.draft_layer.margins` of children whose probabilities
-    ``prob`` [R, K], K >= 2, are known, descending.
+    """[R * K] float32: :func:`~sglang_c2t.draft_layer.margins` of all children of R rows. ``prob``
+    [R, K], K >= 2, holds their probabilities, descending.
     """
     log = prob.float().clamp(min=torch.finfo(torch.float32).tiny).log()
     return margins(log, log.shape[1]).flatten()

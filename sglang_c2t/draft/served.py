@@ -1,7 +1,6 @@
-"""The policy that a server asks, and what becomes of the one before and of one that fails.
-
-A policy may be anybody's and may raise anything while it serves. Then the drafts of the step
-go on whole: the same output, and no saving.
+"""The served policy: how the gate calls it, replaces it and handles its failures. A policy may be a
+user's own and may raise anything. Drafts are then verified in full for the rest of the step: the
+output is the same, the saving is lost.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_c2t.checks import told
+from sglang_c2t.checks import format_error
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.pair import Pair, learnt_from, origins_of
 from sglang_c2t.config import ConfigError
@@ -27,15 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 def classifier_of(policy: Any) -> Classifier | None:
-    """The classifier that a policy asks, if it does."""
+    """Return the classifier of a policy; ``None`` without one."""
     classifier = getattr(getattr(policy, "gate", policy), "classifier", None)
     return classifier if isinstance(classifier, Classifier) else None
 
 
 def classifier_facts(policy: Any, pair: Pair | None) -> dict[str, Any] | None:
-    """What a policy's classifier was trained on, and its quality there; ``None`` without one.
-
-    Holds no paths. ``learnt_from`` says whether it was trained on the ``pair`` that is served.
+    """Return the training data and quality of a policy's classifier; ``None`` without one. It holds
+    no paths. ``learnt_from`` compares the training data with the served ``pair``.
     """
     classifier = classifier_of(policy)
     if classifier is None:
@@ -52,14 +50,14 @@ def classifier_facts(policy: Any, pair: Pair | None) -> dict[str, Any] | None:
 
 
 class ServedPolicy:
-    """A policy and, where it has one, its gate as a program.
+    """A policy and, if it has one, its gate as a program.
 
     Most gates are programs of :mod:`sglang_c2t.kernels.gate`, which measure and judge at once:
-    kernels on a GPU, their torch twin on a CPU. Other policies are asked in torch.
+    kernels on a GPU, their torch twin on a CPU. Other policies run in torch.
 
     Args:
-        policy: Has ``name`` and ``needs``, what it reads beyond ``prob`` and ``entropy``.
-        device: Where draft logits live.
+        policy: Has ``name`` and ``needs``, its inputs beyond ``prob`` and ``entropy``.
+        device: Device of the draft logits.
         topk: Children per row.
     """
 
@@ -70,22 +68,21 @@ class ServedPolicy:
     def __init__(self, policy: Any, *, device: torch.device | str, topk: int) -> None:
         self._device, self._topk = device, topk
         self.capturing = False
-        """Whether what is launched goes into a CUDA graph: a failure there is no step's."""
+        """Whether launches go into a CUDA graph, where a failure belongs to no step."""
         self._failure_told = False
         self.program = fused_gate(policy, device, topk=topk)
         self._adopt(policy)
 
     def switch(self, policy: Any, *, captured: bool) -> None:
-        """Ask another policy from the next step on.
+        """Replace the policy from the next step on.
 
-        First tokens that wait were measured for the old one. What the new one reads beyond that
-        is unknown of them, or stale: for one step it may decide badly.
+        The stored first tokens were measured for the old policy. Other inputs of the new one are
+        missing or stale, so it may decide badly for one step.
 
         Args:
             policy: As in the constructor.
-            captured: CUDA graphs hold the kernels of the old one, so that only their data
-                can be replaced: the program must read the same features, with a network of
-                the same size.
+            captured: CUDA graphs hold the old policy's kernels, so only their data can be replaced.
+                The program must read the same features, with a network of the same size.
 
         Raises:
             ConfigError: The policy cannot be served; the old one stays.
@@ -107,9 +104,9 @@ class ServedPolicy:
     def measured(
         self, logits: Tensor, names: Collection[str], hidden: Tensor | None
     ) -> dict[str, Tensor]:
-        """``names`` of the draft's ``logits`` [R, V], and what the policy itself measures.
-
-        Where its ``measure`` raises, its names are missing; it then fails when it reads them.
+        """Measure ``names`` of the draft's ``logits`` [R, V], and add the policy's own
+        measurements. If its ``measure`` raises, its names are missing, and the policy fails when it
+        reads them.
         """
         stats = measure(logits, [name for name in names if known_measurement(name)])
         own = own_measure(self.policy)
@@ -121,36 +118,35 @@ class ServedPolicy:
         return stats
 
     def failed(self, error: Exception) -> None:
-        """The policy raised ``error``: for the rest of the step nothing may be cut.
-
-        One log line per policy. In a captured graph the failure would be replayed for ever, so
-        there it is a :class:`ConfigError`.
+        """Log that the policy raised ``error``, once per policy; the gate cuts nothing more this
+        step. During capture it raises :class:`ConfigError`, because a graph would replay the
+        failure.
         """
         name = self.policy.name
         if self.capturing:
             raise ConfigError(
-                f"policy {name} fails in a CUDA graph: {told(error)}; choose another, or "
+                f"policy {name} fails in a CUDA graph: {format_error(error)}; choose another, or "
                 "add --cuda-graph-backend-decode disabled"
             ) from error
         if not self._failure_told:
             self._failure_told = True
             frame = traceback.extract_tb(error.__traceback__)[-1]
             logger.error(
-                "C2T: policy %s failed, and drafts stay whole where it does: %s (%s, line %s)",
+                "C2T: policy %s failed, so the server verifies full drafts there: %s (%s, line %s)",
                 name,
-                told(error),
+                format_error(error),
                 frame.filename,
                 frame.lineno,
             )
 
     @property
     def plans(self) -> bool:
-        """Whether the policy brings a planner."""
+        """Whether the policy has a planner."""
         return hasattr(self.policy, "planner")
 
     def _adopt(self, policy: Any) -> None:
         classifier = classifier_of(policy)
         if classifier is not None:
-            classifier.to(self._device)  # torch asks it there where it has no program
+            classifier.to(self._device)  # its device when it has no program
         self.policy, self.needs = policy, frozenset(policy.needs)
         self._failure_told = False

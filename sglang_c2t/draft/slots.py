@@ -1,10 +1,8 @@
-"""What is kept per request slot from one step to the next.
+"""State per request slot that passes from one step to the next.
 
-SGLang drafts the first token (in trees: the first layer) of a step at the end of the step
-before, in draft extend. What was measured there waits in a table with one row per request
-slot, because between two steps requests come, go and change places.
-
-Knows nothing of SGLang.
+SGLang drafts the first token (in trees: the first layer) of a step at the end of the previous one,
+in draft extend. Its measurements wait in a table with one row per request slot, because requests
+come, go and change places between two steps.
 
 Legend: B requests, K children of the root.
 """
@@ -22,19 +20,19 @@ from sglang_c2t.kernels.gate_program import Relay
 
 
 class FirstLayer(NamedTuple):
-    """What a gate's program says of the first layer, best children first."""
+    """A program's output for the first layer, best children first."""
 
     entropy: Tensor  # [B] float32
-    prob: Tensor  # [K, B] float32, like the next
+    prob: Tensor  # [K, B] float32, as the next
     confidence: Tensor
 
 
 class FirstTokens:
-    """Measurements of each request's next first layer; certain where nobody measured.
+    """Measurements of each request's next first layer; without one the draft counts as certain.
 
     Args:
         num_slots: Rows of SGLang's ``req_to_token`` table.
-        device: Where draft logits live.
+        device: Device of the draft logits.
         topk: K.
     """
 
@@ -43,21 +41,21 @@ class FirstTokens:
         self.device = device
         names = ["entropy", *["prob"] * topk, *["confidence"] * topk]
         self._certain = torch.tensor([value_unmeasured(name) for name in names], device=device)
-        # Together, so that one launch writes or reads all that a program says.
+        # One table, so that one launch writes or reads all outputs of a program.
         self._judged = self._certain[:, None].repeat(1, num_slots)  # [1 + 2 K, num_slots]
         self._columns: dict[str, Tensor] = {}  # by name, [num_slots] or [num_slots, width]
 
     def relay(self, slots: Tensor) -> Relay:
-        """Where a program leaves what it says of the K children of each root in ``slots`` [B]."""
+        """Where a program writes its output for the K children of each root in ``slots`` [B]."""
         return Relay(self._judged, slots)
 
     def judged(self, slots: Tensor) -> FirstLayer:
-        """What was written for ``slots`` [B], the caller's own."""
+        """Return a copy of the program's output for ``slots`` [B]."""
         rows = self._judged.index_select(1, slots)
         return FirstLayer(rows[0], *rows[1:].view(2, self._topk, -1).unbind())
 
     def reserve(self, name: str) -> None:
-        """Make the column of one number per request."""
+        """Allocate the column ``name``, with one number per request."""
         self._column(name)
 
     def put(self, name: str, slots: Tensor, value: Tensor) -> None:
@@ -65,12 +63,12 @@ class FirstTokens:
         self._column(name, value.shape[1:])[slots] = value.to(self.device, torch.float32)
 
     def get(self, name: str, slots: Tensor) -> Tensor:
-        """[B, ...] float32; :func:`value_unmeasured` where nothing was written."""
+        """[B, ...] float32; :func:`value_unmeasured` without a measurement."""
         return self._column(name)[slots]
 
     def forget(self, slots: Tensor | slice) -> None:
-        """Forget what was measured for ``slots`` [B]: the gate of the next step did not measure
-        their first layers.
+        """Forget the measurements of ``slots`` [B]: the gate did not measure their next first
+        layers.
         """
         self._judged[:, slots] = self._certain[:, None]
         for name, column in self._columns.items():
@@ -84,17 +82,15 @@ class FirstTokens:
 
 
 class OptOuts:
-    """Whose drafts stay whole because their requests asked for it."""
+    """Requests that opted out, so that their full drafts are verified."""
 
     def __init__(self, num_slots: int, device: torch.device | str) -> None:
         self._slots: set[int] = set()
         self._whole = torch.zeros(num_slots, dtype=torch.bool, device=device)
 
     def admit(self, slots: Sequence[int], out: Sequence[bool]) -> None:
-        """Requests take ``slots`` [B]; the drafts of those that opt ``out`` [B] stay whole.
-
-        Writes to the device only where a slot's answer changes: hardly ever, and then at the
-        prefill of its request.
+        """Assign ``slots`` [B] to requests, and mark those that opt ``out`` [B]. It writes to the
+        device only if a slot's mark changes. That is rare and happens at prefill.
         """
         changed = {s: o for s, o in zip(slots, out, strict=True) if o != (s in self._slots)}
         if not changed:
@@ -109,8 +105,7 @@ class OptOuts:
         return bool(self._slots)
 
     def whole(self, slots: Tensor) -> Tensor | None:
-        """[B] bool: whose drafts stay whole; ``None``: nobody's.
-
-        A CUDA graph is captured once for all, hence never ``None`` there.
+        """[B] bool: requests that opted out; ``None`` if there are none. Never ``None`` on a GPU,
+        because a CUDA graph is captured once for both cases.
         """
         return self._whole[slots] if self._slots or self._whole.is_cuda else None

@@ -1,9 +1,7 @@
-"""What a plan's estimator has learnt, where the drafts are: confidences in, survivals out.
+"""Device copy of a planner's survival estimator: from confidences to survivals.
 
-The estimator (:mod:`sglang_c2t.plan.survival`) learns on the host. Its numbers are copied into
-device memory that captured graphs keep reading, and applied there to the drafts of each step.
-
-Knows nothing of SGLang.
+The estimator (:mod:`sglang_c2t.plan.survival`) learns on the host. Its parameters are copied to
+device memory that captured graphs keep reading, and are applied to the drafts of each step.
 
 Legend: B requests, d drafted layers, D of at most, N nodes of a tree, K bins.
 """
@@ -23,11 +21,11 @@ from sglang_c2t.tree import Trees
 
 
 class DeviceSurvival:
-    """An estimator's twin on a device.
+    """A copy of a survival estimator on a device.
 
     Args:
         estimator: :class:`Survival` or :class:`OneSlope`.
-        device: Where confidences are.
+        device: Device of the confidences.
     """
 
     def __init__(self, estimator: Any, device: torch.device | str) -> None:
@@ -38,7 +36,7 @@ class DeviceSurvival:
         ]
 
     def refresh(self, estimator: Any) -> None:
-        """Take over what the estimator has learnt since, on the current stream."""
+        """Copy the estimator's current parameters, on the current stream."""
         for there, here in zip(self._parameters, estimator.parameters(), strict=True):
             values = torch.tensor(np.asarray(here), dtype=torch.float32)
             if there.is_cuda:  # a copy from pageable memory would wait for the device
@@ -46,14 +44,15 @@ class DeviceSurvival:
             there.copy_(values, non_blocking=True)
 
     def of_chains(self, confidences: Tensor, *, out: Tensor, kept: Tensor) -> None:
-        """Write to ``out`` [B, d] float32 in [0, 1], falling along each row, from as many, and
-        these to ``kept``. What is no probability counts as the nearest, nan as 0. No host reads.
+        """Write survivals to ``out`` [B, d] float32 in [0, 1], falling along each row. It writes
+        the ``confidences`` [B, d] it used to ``kept``: clipped to [0, 1], nan as 0. No host reads.
         """
         self._of_chains(confidences, *self._parameters, out=out, kept=kept)
 
     def of_nodes(self, least: Tensor, trees: Trees) -> Tensor:
-        """[B, N] float32, falling along each path, from the ``least`` [B, N] confidence on it, by
-        :class:`Survival`. What it says of roots and padding means nothing. No host reads.
+        """[B, N] float32: survival falling along each path, by :class:`Survival`. ``least`` [B, N]
+        is the least confidence on a node's path. Values of roots and padding are undefined. No host
+        reads.
         """
         (values,) = self._parameters
         return survival_of_nodes(values, least, trees.depth, trees.parents, LIMIT)

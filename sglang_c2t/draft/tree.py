@@ -1,11 +1,9 @@
-"""The trees of a server's batch: what was relayed, what the draft says, what is verified.
+"""Draft trees of a batch: it measures and judges layers, and builds the trees to verify.
 
-Around :class:`~sglang_c2t.draft.growth.TreeGrowth`: measures draft logits for the policy, leaves
-exploring steps whole, and fits the batch into the rows of one target forward. With a
-program (:mod:`sglang_c2t.kernels.gate`) one kernel call per layer measures, finds the K
-best children and computes the gate's confidence, and on a GPU another lets the tree grow.
-
-Knows nothing of SGLang.
+It wraps :class:`~sglang_c2t.draft.growth.TreeGrowth`: it measures draft logits for the policy,
+leaves exploration steps uncut, and fits the batch into the rows of one target forward. With a
+program (:mod:`sglang_c2t.kernels.gate`) one call per layer measures, finds the K best children and
+computes confidences. On a GPU another kernel grows the tree.
 
 Legend: B requests, W beam rows, K topk, N nodes of a tree, V draft vocabulary.
 """
@@ -36,10 +34,10 @@ class TreeGate(Gate):
     """Grows the trees of a batch with the policy.
 
     Args:
-        policy: What enters a tree and what is expanded.
-        shape: How large trees may become.
-        max_rows: Nodes of the whole batch that one target forward may verify, roots
-            included (each request keeps its root); ``None``: no limit.
+        policy: Decides which nodes enter a tree and which are expanded.
+        shape: Limits of the trees.
+        max_rows: Nodes of the whole batch that one target forward may verify, roots included; each
+            request keeps its root. ``None``: no limit.
         parts: See :class:`~sglang_c2t.draft.gate.Gate`.
 
     Raises:
@@ -59,14 +57,13 @@ class TreeGate(Gate):
         self._shape = shape
         self._max_rows = max_rows
         self._growth: TreeGrowth
-        # Of the layer to come: [B * W, ...], or all that a program says about its children.
+        # Of the next layer: [B * W, ...], or the program's output for its children.
         self._rows: dict[str, Tensor] = {}
         self._judged: GateOutput | None = None
 
     def switch(self, policy: TreePolicy, *, captured: bool) -> None:
-        """Ask another policy; see :meth:`ServedPolicy.switch`.
-
-        In captured graphs trees must also grow by the same rule.
+        """Replace the policy; see :meth:`ServedPolicy.switch`. Captured graphs also fix the growth
+        rule.
         """
         policy.check(self._shape)
         if captured and _rule(policy) != _rule(self.served.policy):
@@ -86,7 +83,7 @@ class TreeGate(Gate):
         else:
             self._first = self.first_tokens.judged(slots)
         self._growth = TreeGrowth(
-            # An exploring step records what any policy could have chosen.
+            # An exploration step records all nodes that a policy could choose.
             EAGLE2() if self.exploring else self.served.policy,
             self._shape,
             len(slots),
@@ -107,7 +104,7 @@ class TreeGate(Gate):
             self.finish()
 
     def _fused(self, slots: Tensor) -> tuple[Rule, Tensor] | None:
-        """How a kernel grows this step's trees; ``None``: torch does."""
+        """Return the rule for a kernel that grows this step's trees; ``None``: torch does."""
         rule = growth_rule(self.served.policy)
         if self.program is None or rule is None or not runs_triton(slots):
             return None
@@ -116,10 +113,9 @@ class TreeGate(Gate):
     def observe(
         self, logits: Tensor, hidden: Tensor | None = None, token_map: Tensor | None = None
     ) -> GateOutput | None:
-        """Measure the rows of the layer to come: draft ``logits`` [B * W, V].
-
-        With a program also their children, which it returns: :meth:`add` takes no others.
-        ``token_map`` [V] int64 are the target ids of the draft's; ``None``: the same.
+        """Measure the rows of the next layer from draft ``logits`` [B * W, V]. A program also
+        returns the rows' children, which :meth:`add` then uses. ``token_map`` [V] int64 maps draft
+        ids to target ids; ``None``: they are equal.
         """
         self._logits = logits.shape[1], logits.dtype
         if self.program is None:
@@ -139,9 +135,8 @@ class TreeGate(Gate):
         return self._judged
 
     def add(self, tokens: Tensor, prob: Tensor) -> Beams:
-        """Judge a layer, [B, W, K] each; returns the rows to forward next.
-
-        After the first layer a program has chosen the children itself.
+        """Judge a layer of ``tokens`` and ``prob`` [B, W, K]; returns the rows to forward next.
+        After the first layer a program has already chosen the children and replaces the arguments.
         """
         if self._judged is not None:
             judged, shape = self._judged, (self.batch, -1, self.topk)
@@ -166,12 +161,12 @@ class TreeGate(Gate):
         return self._growth.add(tokens, prob, measured)
 
     def _judged_first(self, first: FirstLayer, program: FusedGate) -> dict[str, Tensor]:
-        """What the program said of the first layer when the step before ended."""
+        """Return the program's output for the first layer, from the end of the previous step."""
         confidence = first.confidence.T.flatten()  # [B * K]
         return {
             "entropy": first.entropy,
             "confidence": confidence,
-            "keep": confidence >= program.beta,  # by now it may be another
+            "keep": confidence >= program.beta,  # beta may have changed since
         }
 
     @property
@@ -181,7 +176,7 @@ class TreeGate(Gate):
 
     @property
     def batch(self) -> int:
-        """B of the step in progress."""
+        """B of the current step."""
         return self._growth.batch
 
     @property
@@ -190,26 +185,23 @@ class TreeGate(Gate):
         return self._growth.layers
 
     def any_alive(self) -> bool:
-        """Whether any tree may still grow. Reads the host: eager mode only.
-
-        The same on all ranks, because it decides whether they forward.
+        """Whether any tree may still grow. Copies to the host: eager mode only. All ranks get the
+        same answer, because it decides whether they run a forward.
         """
         return bool(self.agreed(self._growth.beams.alive.long()).any())
 
     def finish(self) -> tuple[Trees, Tensor]:
-        """Each request's tree by itself, roots not filled in, and its nodes' keys [B, N].
-
-        Static shapes, no host read: may stand inside a CUDA graph.
+        """Return each request's tree without its root, and the keys [B, N] of its nodes. Static
+        shapes and no host read, so a CUDA graph may contain it.
         """
         return self._growth.finish()
 
     def finalize(
         self, trees: Trees, keys: Tensor, roots: Tensor, chosen: Tensor | None = None
     ) -> LinkedTrees:
-        """What the target verifies, equal on all ranks: the ``chosen`` [B, N - 1] nodes behind the
-        roots if somebody plans, else what is within the batch's budget.
-
-        ``roots`` [B] are the committed bonus tokens.
+        """Return the trees to verify, equal on all ranks, with ``roots`` [B], the committed bonus
+        tokens. They hold the ``chosen`` [B, N - 1] nodes of a planner, otherwise those within the
+        row budget.
         """
         if chosen is None and self._max_rows is not None and not self.exploring:
             chosen = within_budget(trees, keys, self._max_rows)
@@ -218,5 +210,5 @@ class TreeGate(Gate):
 
 
 def _rule(policy: TreePolicy) -> tuple[type, Rule | None]:
-    """What of a policy a captured graph holds beyond the gate's data."""
+    """Return what a captured graph fixes of a policy, beyond the gate's data."""
     return type(policy), growth_rule(policy)

@@ -1,9 +1,9 @@
-"""What the `openai` package learns of speculation: an answer, a stream, and a call of a tool.
+"""Reads speculation metrics with the `openai` package: from an answer, a stream and a tool call.
 
     python openai_client.py http://127.0.0.1:30000
 
-Servers want `--tool-call-parser` for tools. What is asked for in `extra_body` is SGLang's own and
-not in OpenAI's protocol: `return_spec_tokens_details` has an answer tell what was verified for it.
+Servers need `--tool-call-parser` for tools. `extra_body` holds fields of SGLang that OpenAI's
+protocol lacks: `return_spec_tokens_details` adds the verified drafts to an answer.
 """
 
 import json
@@ -27,17 +27,15 @@ WEATHER: Any = {
 }
 
 
-def told(answer: Any) -> dict[str, Any]:
-    """What an answer, or the last piece of a stream, tells of its drafts; empty on servers that do
-    not draft, and for answers too short for a verification.
-    """
-    beside = (answer.model_extra or {}).get("sglext") or {}
-    details: dict[str, Any] = beside.get("spec_tokens_details") or {}
+def spec_details(answer: Any) -> dict[str, Any]:
+    """Return the metrics of an answer or of a stream's last piece; empty if it was not verified."""
+    extension = (answer.model_extra or {}).get("sglext") or {}
+    details: dict[str, Any] = extension.get("spec_tokens_details") or {}
     return details
 
 
 def sentence(details: dict[str, Any]) -> str:
-    """The facts that one looks for first."""
+    """Format the most important metrics."""
     if not details:
         return "nothing was verified"
     return (
@@ -48,7 +46,7 @@ def sentence(details: dict[str, Any]) -> str:
 
 
 def main(url: str) -> None:
-    """Three requests, and what is told of each."""
+    """Send three requests and print the metrics of each."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
     model = client.models.list().data[0].id
     asked: Any = {
@@ -58,12 +56,12 @@ def main(url: str) -> None:
 
     answer = client.chat.completions.create(**asked)
     print(f"answer: {json.dumps(answer.choices[0].message.content)}")
-    print(f"  {sentence(told(answer))}")
+    print(f"  {sentence(spec_details(answer))}")
 
     text = ""
     details: dict[str, Any] = {}
     for piece in client.chat.completions.create(**asked, stream=True):
-        details = told(piece) or details
+        details = spec_details(piece) or details
         text += "".join(choice.delta.content or "" for choice in piece.choices)
     print(f"stream: {json.dumps(text)}")
     print(f"  {sentence(details)}")
@@ -71,7 +69,7 @@ def main(url: str) -> None:
     answer = client.chat.completions.create(**asked, tools=[WEATHER], tool_choice="required")
     for call in answer.choices[0].message.tool_calls or []:
         print(f"tool: {call.function.name} {call.function.arguments}")
-    print(f"  {sentence(told(answer))}")
+    print(f"  {sentence(spec_details(answer))}")
 
 
 if __name__ == "__main__":

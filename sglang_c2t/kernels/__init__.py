@@ -1,1 +1,1 @@
-"""Triton kernels of the decode loop, each with a twin in plain torch that says the same."""
+"""Triton kernels of the decode loop, each with a twin in plain torch. None knows SGLang."""

@@ -1,13 +1,12 @@
-"""The accepted path of every request, from the tokens that the target wants, in one launch.
+"""The accepted path of every request, from the target's tokens, in one launch.
 
-From the root on, a path goes to the child whose token is the one that the target wants behind this
-node, of equals the first, and ends where there is none::
+From the root on, a path goes to the first child whose token is the target's token after this node.
+It ends at a node without such a child::
 
     chain   drafts a b c    wanted a b x .    path root a b, tokens a b x
 
-Whether drafts are accepted so by argmax or by sampling: exact for both (see ``srt/verify/``).
-Static shapes, no host reads, 32 N bytes a request. Kernel and twin as in
-:mod:`sglang_c2t.kernels.rows`. Knows nothing of SGLang.
+This acceptance is exact for argmax and for sampling (see ``srt/verify/``). Static shapes, no host
+reads, 32 N bytes a request. Kernel and twin as in :mod:`sglang_c2t.kernels.rows`.
 
 Legend: B requests, N most nodes of a request, R packed rows, S nodes of the longest path.
 """
@@ -28,23 +27,22 @@ from sglang_c2t.kernels.rows import block_of, runs_triton
 
 
 class AcceptedPaths(NamedTuple):
-    """Roots included; what a chain's rows are called is a tree's packed row."""
+    """Paths, roots included. Row numbers are strided for chains and packed for trees."""
 
     predict: Tensor
-    """[B * N] int32: the target's token at each row of a path, by its number; else 0."""
+    """[B * N] int32: the target's token at each row of a path, by row number; otherwise 0."""
 
     accept_lens: Tensor
     """[B] int32: nodes of each path."""
 
     accept_index: Tensor
-    """[B, S] int32: the numbers of their rows, -1 behind the path."""
+    """[B, S] int32: the numbers of their rows, -1 after the path."""
 
     written: Tensor
-    """[B * S] int64: KV slots that the nodes were written to; behind the path 0, which is the
-    padding slot."""
+    """[B * S] int64: KV slots of the nodes; after the path 0, SGLang's padding slot."""
 
     front: Tensor
-    """[B * S] int64: the first slots of the window, where they belong; else 0."""
+    """[B * S] int64: the first slots of the window, where the nodes belong; otherwise 0."""
 
 
 def accept_paths(
@@ -58,18 +56,18 @@ def accept_paths(
     longest: int,
     most: int,
 ) -> AcceptedPaths:
-    """The longest path of each request along which drafts are wanted.
+    """Return the longest path of each request along which drafts equal the target's tokens.
 
     Args:
-        wanted: [R] int64: the target's token behind each packed row.
+        wanted: [R] int64: the target's token after each packed row.
         draft_token: [B * N] int64.
         num_rows: [B] int32: verified rows of each request.
-        row_starts: [>= B + 1] int32: packed place of each request's first.
+        row_starts: [>= B + 1] int32: packed index of each request's first row.
         window: [B, W] int64: KV slots of its rows, W >= N and W >= S.
-        parents: [B, N] int64 of trees, see :class:`~sglang_c2t.tree.Trees`: rows have their packed
-            numbers. ``None``: chains, whose rows have their strided ones.
+        parents: [B, N] int64 of trees, see :class:`~sglang_c2t.tree.Trees`: rows have packed
+            numbers. ``None``: chains, whose rows have strided numbers.
         longest: S.
-        most: Nodes that a path may have, at most S; 1 accepts no draft.
+        most: Most nodes of a path, at most S; 1 accepts no draft.
     """
     tables = wanted, draft_token, num_rows, row_starts, window
     if not runs_triton(wanted):
@@ -98,7 +96,7 @@ def _accept_kernel(
 ):  # fmt: skip
     this = tl.program_id(0)
     lane = tl.arange(0, BLOCK_N)
-    if this == batch:  # numbers that no packed row has
+    if this == batch:  # row numbers without a packed row
         if TREES:
             for begin in range(tl.load(row_starts + batch), batch * width, BLOCK_N):
                 tl.store(predict + begin + lane, 0, mask=begin + lane < batch * width)
@@ -147,7 +145,7 @@ def accept_paths_numpy(
     longest: int,
     most: int,
 ) -> AcceptedPaths:
-    """Twin of :func:`accept_paths`. In numpy as that of ``layout.py``."""
+    """Twin of :func:`accept_paths`, in numpy as in ``layout.py``."""
     device, batch = wanted.device, len(num_rows)
     width = draft_token.numel() // batch if batch else 1
     target, drafts, lens, starts, places = (
@@ -159,7 +157,7 @@ def accept_paths_numpy(
     of_parent = target[np.where(draft, starts + above, 0)]
     matches = draft & (drafts.reshape(batch, width) == of_parent)
 
-    path = np.full((batch, longest), width)  # behind its end no node
+    path = np.full((batch, longest), width)  # padded with no node
     here = np.zeros(batch, dtype=np.int64)
     for place in range(most):
         path[:, place] = here

@@ -1,12 +1,11 @@
-"""Draft trees while they grow: per layer, the best children become the next rows.
+"""Beams of growing draft trees: per layer, the best children become the next rows.
 
 ::
 
     choose_beams   ranks a layer's children and makes the best ones the next rows
-    grow_layer     computes a policy's keys first, and then does the same, in one launch
+    grow_layer     first computes a policy's keys, all in one launch
 
-Static shapes, no host reads. Kernels and their twins in torch as in
-:mod:`sglang_c2t.kernels.rows`. Knows nothing of SGLang.
+Static shapes, no host reads. Kernels and twins as in :mod:`sglang_c2t.kernels.rows`.
 
 Legend: B requests, W beam rows, K topk, M candidates, n = W * K children of a layer.
 """
@@ -26,55 +25,54 @@ from sglang_c2t.kernels.rows import aligned_tables, block_of, runs_triton
 
 
 def without_nan(values: Tensor) -> Tensor:
-    """The same values with -inf in place of nan."""
+    """Replace nan by -inf."""
     return values.masked_fill(~(values > -torch.inf), -torch.inf)
 
 
 @triton.jit
 def ordered(values):
-    """int64 from 0 that orders as floats do; -1 for -inf and nan."""
-    bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, with which it ties
+    """Map floats to int64 >= 0 of the same order; -inf and nan to -1."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, its equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(values > float("-inf"), ordered.to(tl.int64) + 0x80000000, -1)
 
 
 class Beams(NamedTuple):
-    """The rows that are forwarded next, of every request; dead ones included."""
+    """The rows of the next forward, of every request; dead ones included."""
 
     tokens: Tensor
     """[B, W] int64."""
 
     parent_row: Tensor
-    """[B, W] int64: row in the layer before (0, the root, for the first)."""
+    """[B, W] int64: row in the previous layer; 0, the root, for the first layer."""
 
     row_of_batch: Tensor
-    """[B, W] int64: the same, counted through the rows of all requests."""
+    """[B, W] int64: the same row, counted over all requests."""
 
     candidate: Tensor
-    """[B, W] int64: number of the node itself."""
+    """[B, W] int64: candidate number of the node."""
 
     alive: Tensor
-    """[B, W] bool: whether anybody reads what this row drafts."""
+    """[B, W] bool: whether the drafts of this row are used."""
 
     joint: Tensor
     """[B, W] float32: product of q along the path."""
 
     ancestor_rows: Tensor
-    """[B, W, d] int64: where its path was forwarded, d layers so far, and where it will be."""
+    """[B, W, d] int64: rows in which its path was forwarded, and its own next row."""
 
 
 def choose_beams(
     expand: Tensor, tokens: Tensor, joint: Tensor, ancestor_rows: Tensor, *,
     width: int, topk: int, first: int,
 ) -> Beams:  # fmt: skip
-    """The W best children of each request, best first, of equals the first.
+    """Return the W best children of each request, best first, of equal ones the first.
 
     Args:
-        expand: [B, n] float32: what they are ranked by, -inf for those that are dead; n = rows of
-            the layer times K.
+        expand: [B, n] float32: their rank, -inf for dead ones; n = rows of the layer times K.
         tokens: [B, n] int64.
         joint: [B, n] float32.
-        ancestor_rows: [B, rows, d] int64 of the layer's own rows.
+        ancestor_rows: [B, rows, d] int64 of the layer's rows.
         width: W <= n.
         topk: K.
         first: Number of the layer's first candidate.
@@ -97,7 +95,7 @@ def choose_beams(
 
 
 def _empty_beams(like: Tensor, batch: int, width: int, depth: int) -> tuple[Tensor, Beams]:
-    """Room for them, with the memory that their numbers share."""
+    """Allocate beams; returns also the memory that their integer tables share."""
     memory, (tokens, parent_row, row_of_batch, candidate) = aligned_tables(like, 4, batch, width)
     alive = like.new_empty((batch, width), dtype=torch.bool)
     joint = like.new_empty((batch, width), dtype=torch.float32)
@@ -106,7 +104,7 @@ def _empty_beams(like: Tensor, batch: int, width: int, depth: int) -> tuple[Tens
 
 
 def _warps(children: int) -> int:
-    """For all pairs of children of a request."""
+    """Return the warps for all pairs of a request's children."""
     return 1 if children <= 16 else 4 if children <= 64 else 8
 
 
@@ -158,7 +156,7 @@ def _beams_kernel(
 
 @triton.jit
 def _place(key, child):
-    """Where each child comes among all of its request, of equals the first first."""
+    """Return the rank of each child in its request, of equal ones the first first."""
     better = (key[None, :] > key[:, None]) | (
         (key[None, :] == key[:, None]) & (child[None, :] < child[:, None])
     )
@@ -171,7 +169,7 @@ def _store_beams(
     numbers, alive, joint_out, ancestors_out, table_size, width, topk, first, rows, depth,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The children that stay become :class:`Beams`, each at its place."""
+    """Write the children that stay to :class:`Beams`, each at its rank."""
     row = child // topk
     out = request * width + place
     tl.store(numbers + out, token, mask=stays)
@@ -189,19 +187,20 @@ def _store_beams(
 
 
 class Rule(NamedTuple):
-    """How a layer's children enter their tree and go on, see :mod:`sglang_c2t.policies`."""
+    """How a layer's children enter their tree and are forwarded; see :mod:`sglang_c2t.policies`."""
 
     kind: str
-    """``gated``: children whose confidence passes enter and are forwarded. ``planned``: all are,
-    ranked by confidence. ``joint``: all are, ranked by joint probability. ``filtered``: the same,
-    and of the tree's nodes those that pass are verified."""
+    """``gated``: children whose confidence passes enter and are forwarded. ``planned``: all do,
+    ranked by confidence. ``joint``: all do, ranked by joint probability. ``filtered``: as
+    ``joint``, and the target verifies the tree's nodes that pass.
+    """
 
     limit: int = 0
-    """How many of a request's layer may enter where they are ``gated``; 0: any number."""
+    """Most nodes of a request's layer if ``gated``; 0: no limit."""
 
 
 class Candidates(NamedTuple):
-    """What all layers of a step have offered, [B, M] each."""
+    """Candidates of all layers of a step, [B, M] each."""
 
     tokens: Tensor
     """int64."""
@@ -210,14 +209,14 @@ class Candidates(NamedTuple):
     """int64: candidate numbers, -1 for children of the root."""
 
     keys: Tensor
-    """float32: what they are ranked by, -inf where one may not enter."""
+    """float32: their rank, -inf if they may not enter."""
 
     verify: Tensor
-    """bool: which of the best are kept. Written where the rule is ``filtered``."""
+    """bool: which of the best nodes stay. Written by rule ``filtered`` only."""
 
     @classmethod
     def empty(cls, batch: int, count: int, device: torch.device | str) -> Candidates:
-        """Room for M of each request."""
+        """Allocate M candidates per request."""
         kinds = torch.int64, torch.int64, torch.float32, torch.bool
         return cls(*(torch.empty((batch, count), dtype=kind, device=device) for kind in kinds))
 
@@ -227,28 +226,29 @@ def grow_layer(
     rule: Rule, beta: Tensor, whole: Tensor | None, width: int, topk: int, first: int,
     expands: bool,
 ) -> Beams:  # fmt: skip
-    """What :class:`~sglang_c2t.draft.growth.TreeGrowth` does with a layer in torch, in one launch:
-    the next beams, and what is written ``into`` its columns. For CUDA tensors.
+    """Grow a layer in one launch, as :class:`~sglang_c2t.draft.growth.TreeGrowth` does in torch.
+
+    For CUDA tensors. It returns the next beams and writes the candidates' columns ``into``.
 
     Args:
         tokens: [B, n] int64, n = W * K children of the layer's rows, by falling probability.
         prob: [B, n] float32, q(child | path).
         confidence: [B, n] float32; may be strided.
-        beams: The rows that offered them; ``None``: the root did.
-        into: Of all layers.
-        rule: What enters and what goes on.
-        beta: float32, the first number: the least confidence that passes.
-        whole: [B] bool: requests whose rule is ``joint`` all the same; ``None``: none.
-        width: Rows of the layer to come.
+        beams: The rows that offered them; ``None``: the root.
+        into: Candidates of all layers.
+        rule: Which children enter and are forwarded.
+        beta: float32, first element: the least confidence that passes.
+        whole: [B] bool: requests with rule ``joint`` in any case; ``None``: none.
+        width: Rows of the next layer.
         topk: K.
         first: Number of the layer's first candidate.
-        expands: Whether any row of the layer to come is alive.
+        expands: Whether any row of the next layer is alive.
     """
     batch, children = tokens.shape
     rows, depth = (1, 0) if beams is None else beams.ancestor_rows.shape[1:]
     width = min(width, children)
     memory, made = _empty_beams(tokens, batch, width, depth + 1)
-    above = made if beams is None else beams  # nothing is read of the root
+    above = made if beams is None else beams  # the kernel reads nothing of the root
     if batch:
         _grow_kernel[(batch,)](
             tokens.contiguous(), prob.float().contiguous(), confidence, *confidence.stride(), beta,

@@ -1,16 +1,16 @@
-"""The best drafts of a batch, as many as a step may verify.
+"""Selects the best drafts of a batch within the rows that a step may verify.
 
-Each of B requests has d drafts whose survival falls from one to the next. Of all of them the
-n best are verified, so that expected tokens are as many as n rows can bring::
+Each of B requests has d drafts whose survival falls from one to the next. The n best of all are
+verified, which maximises the expected tokens of n rows::
 
     survival  0.9 0.7 0.1      n = 3: 0.9, 0.8, 0.7     rows 3  (root, two drafts)
               0.8 0.3 0.2                                    2
 
-Survival falls along a chain, and of equals the shallower comes first: what is kept leaves no gaps.
-In trees it falls along each path, and of equals the node with the lower number comes first.
+Survival falls along a chain and the shallower of equal drafts comes first, so the selection has no
+gaps. In trees it falls along each path, and of equal nodes the lower number comes first.
 
-One launch, static shapes, no host reads; n is no constant of the kernel. A kernel runs on CUDA
-tensors (or under TRITON_INTERPRET=1); elsewhere its twin in torch does. Knows nothing of SGLang.
+One launch, static shapes, no host reads; n is no constant of the kernel. Kernels and twins as in
+:mod:`sglang_c2t.kernels.rows`.
 
 Legend: B requests, D layers of a full chain, d of them drafted, N rows of a full chain or nodes of
 a tree, root included.
@@ -43,15 +43,17 @@ def chains_within(
     *,
     layers: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Chains cut to what is kept: rows of each request, root included, [B] int32 in [1, d + 1], and
-    [B, N] int64, the row behind each row, -1 behind the last (see :func:`.rows.chain_links`).
+    """Cut chains to the selected drafts.
+
+    Returns the rows of each request, root included, [B] int32 in [1, d + 1]. Returns also [B, N]
+    int64, the next row of each row, -1 after the last (see :func:`.rows.chain_links`).
 
     Args:
-        survival: [B, D] float32 in [0, 1], falling along each row; rows may lie further apart.
-        drafts: How many to keep of the requests that are not ``whole``.
+        survival: [B, D] float32 in [0, 1], falling along each row; rows may be strided.
+        drafts: Number of drafts to keep of the requests that are not ``whole``.
         width: N > d, rows of a full chain.
-        whole: [B] bool: requests whose drafts are kept to the end, beside these. ``None``: none.
-        layers: d, how many of the D count; ``None``: all. No constant of the kernel, but D is.
+        whole: [B] bool: requests whose full drafts are kept in addition. ``None``: none.
+        layers: d of the D layers; ``None``: all. No constant of the kernel, but D is.
     """
     batch, most = survival.shape
     layers = most if layers is None else layers
@@ -81,10 +83,10 @@ def chains_within(
 def chains_within_torch(
     survival: Tensor, drafts: int, width: int, whole: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`chains_within` of all layers in plain torch."""
+    """Twin of :func:`chains_within`, for all layers."""
     batch, layers = survival.shape
     ranked = survival if whole is None else survival.masked_fill(whole[:, None], -1.0)
-    # Layer by layer and stable: of equals the shallower first.
+    # Layer by layer and stable: of equal drafts the shallower first.
     order = ranked.T.flatten().sort(descending=True, stable=True).indices[: max(drafts, 0)]
     kept = torch.zeros(layers * batch, dtype=torch.int32, device=survival.device)
     kept[order] = 1
@@ -97,13 +99,13 @@ def chains_within_torch(
 def nodes_within(
     survival: Tensor, depth: Tensor, drafts: int, whole: Tensor | None = None
 ) -> Tensor:
-    """[B, N - 1] bool: the nodes behind the roots that are kept.
+    """[B, N - 1] bool: the selected nodes, roots not included.
 
     Args:
         survival: [B, N] float32 in [0, 1], falling along each path; contiguous.
         depth: [B, N] int64 of :class:`~sglang_c2t.tree.Trees`; may be strided.
-        drafts: How many to keep of the requests that are not ``whole``.
-        whole: [B] bool: requests whose trees are kept whole, beside these. ``None``: none.
+        drafts: Number of drafts to keep of the requests that are not ``whole``.
+        whole: [B] bool: requests whose full trees are kept in addition. ``None``: none.
     """
     if not runs_triton(survival):
         return nodes_within_torch(survival, depth, drafts, whole)
@@ -130,7 +132,7 @@ def nodes_within(
 def nodes_within_torch(
     survival: Tensor, depth: Tensor, drafts: int, whole: Tensor | None = None
 ) -> Tensor:
-    """:func:`nodes_within` in plain torch."""
+    """Twin of :func:`nodes_within`."""
     live = depth[:, 1:] > 0
     ranked = live if whole is None else live & ~whole[:, None]
     return best_of_batch(survival[:, 1:], ranked, drafts) | (live & ~ranked)
@@ -138,8 +140,8 @@ def nodes_within_torch(
 
 @triton.jit
 def _best(values, ranked, drafts):
-    """[D, B] int32: 1 at the ``drafts`` largest that are ``ranked``, of equals the first."""
-    # Floats that are not negative are ordered as their bits are.
+    """[D, B] int32: 1 at the ``drafts`` largest ``ranked`` values, of equal ones the first."""
+    # Non-negative floats have the order of their bits.
     keys = tl.maximum(values, 0.0).to(tl.int32, bitcast=True)
     keys = tl.where(ranked, keys, -1)
     least = threshold(keys, drafts, 31)

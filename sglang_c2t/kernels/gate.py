@@ -1,23 +1,23 @@
-"""The gate of one drafted layer: draft logits in, best tokens and which to keep out.
+"""The gate of one drafted layer: from draft logits to the best tokens and which to keep.
 
-C_k = F(P_k, H, d) and keep = C_k >= beta (C2T, arXiv:2502.13652, eq. 6-8 and Algorithm 1),
-with the features of :mod:`sglang_c2t.classifier` and its one-hidden-layer network. One read
-of the logits and two launches per draft step, whatever K is::
+C_k = F(P_k, H, d) and keep = C_k >= beta (C2T, arXiv:2502.13652, eq. 6-8 and Algorithm 1), with the
+features of :mod:`sglang_c2t.classifier` and its network of one hidden layer. One read of the logits
+and two launches per draft step, for any K::
 
     logit_partials   grid (R, C): each chunk of 4096 logits becomes max, sums and 64 maxima
     judge            grid (R,):   merges them, finds the K best tokens, computes the confidence
 
-The entropy needs no second read. With m = max l, s = sum e^(l-m), t = sum e^(l-m) (l-m):
-H = ln s - t/s. Neither do the K best tokens: they lie in those K groups of 64 logits whose
-maxima are best, for each of these groups offers one token that is at least as good as any
-token outside. So only K * 64 logits are read again, from cache.
+The entropy needs no second read. With m = max l, s = sum e^(l-m), t = sum e^(l-m) (l-m): H = ln s -
+t/s. The K best tokens need none either: they lie in the K groups of 64 logits with the best maxima.
+Each of these groups has a token at least as good as any token outside. So the kernel reads only
+K * 64 logits again, from cache.
 
-No atomics, no host reads, static shapes: may stand in a CUDA graph. Of equal logits the lowest
-token id wins. -inf and nan logits have probability zero. A row of nothing else, as the padding of
-a graph may be, gets valid ids and meaningless numbers.
+No atomics, no host reads, static shapes: a CUDA graph may contain it. Of equal logits the lowest
+token id wins. -inf and nan logits have probability zero. A row with no other logits, such as a
+graph's padding, gets valid ids and meaningless numbers.
 
-Triton on CUDA, plain torch (:func:`judge_layer_reference`) elsewhere. Knows nothing of
-SGLang, policies or classifier files.
+Triton on CUDA, plain torch (:func:`judge_layer_reference`) elsewhere. It knows neither SGLang,
+policies nor classifier files.
 
 Legend: R rows, V draft vocabulary, K topk, C chunks, F features, H hidden units.
 """
@@ -41,26 +41,25 @@ GROUP = 64  # logits per maximum
 
 
 def judge_layer(
-    logits: Tensor,  # [R, V] bf16, fp16 or fp32; rows may lie further apart than V
+    logits: Tensor,  # [R, V] bf16, fp16 or fp32; rows may be strided
     program: FusedGate,
     *,
-    depth: int,  # 1 for the children of the root
+    depth: int,  # 1 for children of the root
     topk: int,  # K, at most MAX_TOPK and V
     joint: Tensor | None = None,  # [R] float32 of the parents; None: 1, as for the root
-    alive: Tensor | None = None,  # [R] bool, the parents'; None: all
+    alive: Tensor | None = None,  # [R] bool, of the parents; None: all
     token_map: Tensor | None = None,  # [V] int64: target id of each draft id (EAGLE-3)
     num_kept: Tensor | None = None,  # [R] int32, in place: += keep[:, 0]
     out: GateOutput | None = None,  # written in place and returned
     tokens: bool = True,  # False: the caller does not read the ids
-    width: int = 1,  # rows of a request, best first, which stand together
-    relay: Relay | None = None,  # written as well
+    width: int = 1,  # adjacent rows per request, best first
+    relay: Relay | None = None,  # also written
 ) -> GateOutput:
-    """The K best children of each row, and which of them to keep.
+    """Return the K best children of each row, and which of them to keep.
 
-    Without ``tokens`` the twin leaves the ids out, which cost it as much as all the rest.
-
-    ``joint`` and ``alive`` may be ``out``'s own memory (K = 1): each row is read before it is
-    written. With ``num_kept`` a step of a chain is these two launches and nothing else.
+    Without ``tokens`` the twin skips the ids, which are half of its time. ``joint`` and ``alive``
+    may share ``out``'s memory (K = 1): each row is read before it is written. With ``num_kept`` a
+    step of a chain needs no other launch.
 
     Logits ln [0.6, 0.4], parents' joint [0.5], names ("joint",), beta 0.25, K 2: tokens
     [[0, 1]], joint [[0.3, 0.2]], keep [[True, False]].
@@ -86,7 +85,7 @@ def judge_layer(
     )
     judge[(rows,)](
         logits, logits.stride(0), vocab, maxima, partials, program.buffer,
-        float(depth),  # an int would be compiled in where it is 1
+        float(depth),  # an int would be compiled in when it is 1
         joint, alive, token_map, num_kept,
         *((None, None, 0) if relay is None else (*relay, relay.table.shape[1])),
         *out, **judge_constants(program, topk, num_chunks, width), num_warps=4,
@@ -97,8 +96,8 @@ def judge_layer(
 def judge_constants(
     program: FusedGate, topk: int, num_chunks: int, width: int = 1
 ) -> dict[str, object]:
-    """What the kernel ``judge`` is compiled for."""
-    best = max(topk, 2)  # the runner-up, for the margin, costs a kernel next to nothing
+    """Return the constants for which the kernel ``judge`` is compiled."""
+    best = max(topk, 2)  # the margin needs the runner-up, which costs a kernel next to nothing
     return {
         "WIDTH": width if "parent_rank" in program.names else 1,
         "NAMES": program.names,
@@ -120,7 +119,7 @@ def judge_layer_reference(
     num_kept: Tensor | None = None, out: GateOutput | None = None, tokens: bool = True,
     width: int = 1, relay: Relay | None = None,
 ) -> GateOutput:  # fmt: skip
-    """:func:`judge_layer` in plain torch. It reads values on the host: not for CUDA graphs."""
+    """Twin of :func:`judge_layer`. It reads values on the host: not for CUDA graphs."""
     _check(logits, topk, out, joint=joint, alive=alive, token_map=token_map, num_kept=num_kept)
     x = draft_layer.floored(logits)
     log_probs = x.log_softmax(dim=-1)
@@ -155,9 +154,9 @@ def judge_layer_reference(
 
 
 def _best_tokens(logits: Tensor, count: int) -> Tensor:
-    """[R, count] int64: the tokens of the largest logits [R, V], of equals the lowest ids first."""
+    """[R, count] int64: tokens of the largest logits [R, V], of equal ones the lowest ids first."""
     values, ids = logits.topk(min(count + 1, logits.shape[1]))
-    if bool((values[:, 1:] == values[:, :-1]).any()):  # topk orders equals as it likes
+    if bool((values[:, 1:] == values[:, :-1]).any()):  # topk does not order equal values
         ids = logits.sort(dim=-1, descending=True, stable=True).indices
     return ids[:, :count]
 
@@ -189,7 +188,7 @@ def _confidence(
 
 
 def _check(logits: Tensor, topk: int, out: GateOutput | None, **of_rows: Tensor | None) -> None:
-    """Raise ValueError for tensors that :func:`judge_layer` does not take."""
+    """Raise ValueError for tensors that :func:`judge_layer` does not support."""
     if logits.dim() != 2 or logits.dtype not in {torch.bfloat16, torch.float16, torch.float32}:
         raise ValueError(
             "logits must be [R, V] bfloat16, float16 or float32, "

@@ -1,5 +1,4 @@
-"""Device code of the gate: what the two kernels of :func:`~.gate.judge_layer` compute.
-
+"""Device code of the gate: the two kernels of :func:`~.gate.judge_layer`.
 :mod:`sglang_c2t.kernels.gate` explains the method and the legend, and launches them.
 """
 
@@ -20,7 +19,7 @@ NO_KEY = tl.constexpr(-(2**63))  # below every key
 
 @triton.jit
 def _load(row_logits, ids, vocab):
-    """Float32 logits; -inf, nan and what lies behind the vocabulary become the floor."""
+    """Load float32 logits; -inf, nan and ids beyond the vocabulary become the floor."""
     x = tl.load(row_logits + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
     return tl.where(x > FLOOR, x, FLOOR)
 
@@ -29,10 +28,10 @@ def _load(row_logits, ids, vocab):
 def logit_partials(
     logits, row_stride, vocab, maxima, partials, CHUNK: tl.constexpr, GROUP: tl.constexpr
 ):
-    """What one chunk of a row contributes; the only read of all logits.
+    """Reduce one chunk of a row; the only read of all logits.
 
-    logits [R, V], maxima [R, C * CHUNK / GROUP] float32, partials [R, 3, C] float32: m, s
-    and t (see the top of the file). Grid (R, C).
+    logits [R, V], maxima [R, C * CHUNK / GROUP] float32, partials [R, 3, C] float32: m, s and t
+    (see :mod:`sglang_c2t.kernels.gate`). Grid (R, C).
 
     Floor: R * V * itemsize read, R * V / 16 bytes written: 256 rows of 32000 bf16 logits
     are 16.4 + 0.5 MB, 3.5 us at 4.8 TB/s.
@@ -58,8 +57,8 @@ def logit_partials(
 
 @triton.jit
 def _key(value, index):
-    """int64 that orders by value, then by lowest index; no two are equal."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, with which it ties
+    """Return a unique int64 that orders by value, then by lowest index."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, its equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
@@ -77,7 +76,7 @@ def _index_of(key):
 
 @triton.jit
 def _largest(keys, COUNT: tl.constexpr, PAD: tl.constexpr):
-    """[PAD] int64: the COUNT largest of all keys, descending; NO_KEY behind them."""
+    """[PAD] int64: the COUNT largest of all keys, descending; NO_KEY after them."""
     place = tl.arange(0, PAD)
     found = tl.full([PAD], NO_KEY, tl.int64)
     last = tl.max(keys)
@@ -124,15 +123,14 @@ def judge(
     BEST: tl.constexpr, PAD_K: tl.constexpr, CHUNKS: tl.constexpr, PAD_CHUNKS: tl.constexpr,
     PAD_HIDDEN: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Judge one row from what :func:`logit_partials` left; grid (R,).
+    """Judge one row from the results of :func:`logit_partials`; grid (R,).
 
     Pointers are those of ``judge_layer``; ``parent_joint``, ``parent_alive``, ``token_map``,
     ``num_kept`` and the relay may be None. ``program`` is ``FusedGate.buffer``. The kernel finds
-    BEST >= K tokens and stores K of them: the runner-up is part of the margin.
+    BEST >= K tokens and stores K of them: the margin needs the runner-up.
 
-    Reads per row, from L2: V / 16 bytes of maxima, 12 C of partials, K * 64 logits, the
-    weights (964 bytes for 3-48-1). Bound by latency, not by bytes: 2 BEST reductions,
-    one after the other.
+    Reads per row, from L2: V / 16 bytes of maxima, 12 C of partials, K * 64 logits, the weights
+    (964 bytes for 3-48-1). Latency bounds it, not bytes: 2 BEST reductions, one after the other.
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PAD_K)
@@ -150,13 +148,13 @@ def judge(
     entropy = tl.maximum(tl.log(s) - t / s, 0.0)
     tl.store(entropy_out + row, entropy)
 
-    # The best tokens lie in the groups with the best maxima. What stands behind the vocabulary
-    # or the groups is at the floor and has the highest numbers: never among the best.
+    # The best tokens lie in the groups with the best maxima. Entries beyond the vocabulary or the
+    # groups are at the floor and have the highest numbers, so they are never among the best.
     num_groups = CHUNKS * GROUPS
     group = tl.arange(0, PAD_CHUNKS * GROUPS)
     group_max = tl.load(maxima + row * num_groups + group, mask=group < num_groups, other=FLOOR)
     best_groups = _index_of(_largest(_key(group_max, group), BEST, PAD_K))
-    best_groups = tl.where(place < BEST, best_groups, num_groups)  # behind the vocabulary
+    best_groups = tl.where(place < BEST, best_groups, num_groups)  # beyond the vocabulary
     ids = best_groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = _load(logits + row * row_stride, ids, vocab)
     best = _largest(_key(values, ids), BEST, PAD_K)
@@ -195,7 +193,7 @@ def judge(
         first = tl.sum(tl.where(place == 0, keep.to(tl.int32), 0), axis=0)
         tl.store(num_kept + row, tl.load(num_kept + row) + first)
 
-    # The parents' memory may be the children's: nobody writes before all warps have read.
+    # Parents and children may share memory: no warp writes before all warps have read.
     tl.debug_barrier()
     here = row * K + place
     wanted = place < K

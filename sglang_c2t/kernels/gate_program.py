@@ -1,6 +1,6 @@
-"""What the gate's kernels compute, as data: a network, a threshold, and the tables of a layer.
+"""The gate's kernels as data: a network, a threshold, and the tables of a layer.
 
-Weights and threshold lie in one device buffer, so a captured CUDA graph reads new ones at its next
+Weights and threshold are in one device buffer, so a captured CUDA graph reads new ones at its next
 replay. Legend: R rows, K topk, S request slots, F features, H hidden units.
 """
 
@@ -16,14 +16,14 @@ from torch import Tensor
 MAX_TOPK = 16
 MAX_HIDDEN = 64
 
-#: What a gate may read; names and meanings are the classifier's.
+#: Inputs of a gate; names and meanings are the classifier's.
 FEATURES = (
     "joint", "log_joint", "prob", "margin", "entropy", "depth", "parent_rank", "rank",
 )  # fmt: skip
 
 
 class GateOutput(NamedTuple):
-    """What is known about the K best children of each row, best first."""
+    """The K best children of each row, best first."""
 
     tokens: Tensor
     """[R, K] int64: target token ids."""
@@ -35,13 +35,13 @@ class GateOutput(NamedTuple):
     """[R, K] float32: product of ``prob`` along the path, this token included."""
 
     confidence: Tensor
-    """[R, K] float32: what is compared with beta."""
+    """[R, K] float32: compared with beta."""
 
     keep: Tensor
     """[R, K] bool: the parent is alive and the confidence reaches beta."""
 
     entropy: Tensor
-    """[R] float32, nats: of the whole distribution."""
+    """[R] float32, nats: of the full distribution."""
 
     @classmethod
     def empty(cls, rows: int, topk: int, device: torch.device | str) -> GateOutput:
@@ -51,13 +51,13 @@ class GateOutput(NamedTuple):
 
     @staticmethod
     def kinds(rows: int, topk: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each field."""
+        """Return shape and dtype of each field."""
         dtypes = (torch.int64, *(torch.float32,) * 3, torch.bool)
         return [*(((rows, topk), dtype) for dtype in dtypes), ((rows,), torch.float32)]
 
 
 class Relay(NamedTuple):
-    """A table that keeps a layer's values for the next step, with a column for each of S slots."""
+    """A table with a column per request slot that keeps a layer's values for the next step."""
 
     table: Tensor
     """[1 + 2 K, S] float32: entropy, then ``prob`` and ``confidence`` of the K best."""
@@ -67,9 +67,8 @@ class Relay(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A network of one hidden layer, ``sigmoid(out @ relu(hidden @ x))``, on any device.
-
-    In the order of ``ConfidenceNet.parameters()``.
+    """A network of one hidden layer, ``sigmoid(out @ relu(hidden @ x))``, on any device. The order
+    is that of ``ConfidenceNet.parameters()``.
     """
 
     hidden_weight: Tensor  # [H, F]
@@ -83,12 +82,11 @@ class FusedGate:
 
     Args:
         names: Features in the network's order, of :data:`FEATURES`. Without a network exactly one,
-            itself the confidence (``joint``: DyJoint, ``prob``: DyMax).
+            which is the confidence (``joint``: DyJoint, ``prob``: DyMax).
         weights: The network, or ``None``.
-        beta: Least confidence of a token that is kept.
-        device: Where the logits will be.
-        sign: Without a network: -1 makes the confidence minus the feature, so that the feature
-            must not exceed minus beta.
+        beta: Least confidence of a kept token.
+        device: Device of the logits.
+        sign: Without a network: -1 negates the feature, so that it must not exceed minus beta.
 
     Raises:
         ValueError: See :meth:`refusal`; or weights of other shapes.
@@ -109,9 +107,9 @@ class FusedGate:
         if reason is not None:
             raise ValueError(reason)
         size = 2 + (2 + len(self.names)) * self.hidden_size
-        #: float32. Of a network [2 + 2 H + F H]: beta, out_bias, hidden_bias, out_weight, and
-        #: hidden_weight transposed, since the kernel adds one feature to all units at once. Else
-        #: beta and the sign.
+        #: float32. With a network [2 + 2 H + F H]: beta, out_bias, hidden_bias, out_weight, and
+        #: hidden_weight transposed, because the kernel adds one feature to all units at once.
+        #: Without one: beta and the sign.
         self.buffer = torch.zeros(size, dtype=torch.float32, device=device)
         self.set_beta(beta)
         if weights is not None:
@@ -121,7 +119,7 @@ class FusedGate:
 
     @staticmethod
     def refusal(names: Sequence[str], hidden_sizes: Sequence[int]) -> str | None:
-        """Why the kernels cannot run such a gate, or ``None`` if they can."""
+        """Return why the kernels cannot run such a gate; ``None`` if they can."""
         strange = [name for name in names if name not in FEATURES]
         if strange:
             return f"the gate kernel reads {', '.join(FEATURES)}, not {', '.join(strange)}"
@@ -135,11 +133,11 @@ class FusedGate:
         return None
 
     def fits(self, other: FusedGate) -> bool:
-        """Whether kernels compiled for ``other`` can run this one: only the data differ."""
+        """Whether kernels compiled for ``other`` can run this one, which differs in data only."""
         return (self.names, self.hidden_size) == (other.names, other.hidden_size)
 
     def load(self, weights: Weights) -> None:
-        """Write other weights into the buffer, in one copy on the current stream."""
+        """Write new weights into the buffer, in one copy on the current stream."""
         hidden = self.hidden_size
         shapes = [tuple(t.shape) for t in weights]
         expected = [(hidden, len(self.names)), (hidden,), (1, hidden), (1,)]
@@ -149,17 +147,17 @@ class FusedGate:
         self.buffer[1:].copy_(torch.cat([part.detach().float().flatten() for part in parts]))
 
     def set_beta(self, beta: float) -> None:
-        """Write another threshold into the buffer, on the current stream."""
+        """Write a new threshold into the buffer, on the current stream."""
         self.buffer[0].fill_(beta)
 
     @cached_property
     def beta(self) -> Tensor:
-        """[] float32: a view of the buffer, like :attr:`weights`."""
+        """[] float32: a view of the buffer, as :attr:`weights`."""
         return self.buffer[0]
 
     @cached_property
     def weights(self) -> Weights:
-        """The network as the buffer holds it: views, which what is loaded later changes too."""
+        """The network in the buffer, as views that later writes change."""
         hidden = self.hidden_size
         _, out_bias, hidden_bias, out_weight, columns = self.buffer.split(
             [1, 1, hidden, hidden, len(self.names) * hidden]
@@ -168,5 +166,5 @@ class FusedGate:
 
     @cached_property
     def sign(self) -> Tensor:
-        """[] float32: that of the feature, without a network."""
+        """[] float32: the sign of the feature, without a network."""
         return self.buffer[1]

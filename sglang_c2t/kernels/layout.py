@@ -1,13 +1,13 @@
-"""Where everything of one packed forward stands, in one launch.
+"""Index tables of one packed forward, in one launch.
 
 A verification forwards the first ``num_rows[b]`` of each request's N strided rows, one request
-behind the other, padded to T rows and S >= B slots (those of a CUDA graph). Attention wants every
-row in some slot, so that the slots behind the requests share the padding::
+after the other. It pads them to T rows and S >= B slots, those of a CUDA graph. Attention needs
+every row in some slot, so the slots after the requests share the padding::
 
     num_rows [3, 1], N = 4, T = 6, S = 3     rows 0 1 2 4 8 8     slots of 3, 1, 2 rows
 
-Static shapes, no host reads; 44 T + 12 B W + 16 S bytes, so that the cost is the launch. Kernel and
-twin as in :mod:`sglang_c2t.kernels.rows`. Knows nothing of SGLang.
+Static shapes, no host reads; 44 T + 12 B W + 16 S bytes, so the cost is the launch. Kernel and twin
+as in :mod:`sglang_c2t.kernels.rows`.
 
 Legend: B requests, N rows a request, T packed rows (at least those verified), S slots, W places.
 """
@@ -34,10 +34,10 @@ from sglang_c2t.kernels.rows import (
 
 
 class Layout(NamedTuple):
-    """Of the rows of a forward, of its slots, and of where requests write."""
+    """Tables of the rows, of the slots, and of the KV slots that requests write."""
 
     input_ids: Tensor
-    """[T] int64; on padding 0, as in the next two: SGLang's dummy KV slot."""
+    """[T] int64; padding has 0, as in the next two: SGLang's dummy KV slot."""
 
     positions: Tensor
     """[T] int64."""
@@ -49,24 +49,25 @@ class Layout(NamedTuple):
     """[T] int64: number of the strided row, ascending; B * N on padding."""
 
     request: Tensor
-    """[T] int64: whose row it is; 0 on padding, so that tables [B] can be gathered."""
+    """[T] int64: request of the row; 0 on padding, so that tables [B] can be gathered."""
 
     window: Tensor
-    """[B, W] int64: KV slots of the places behind each committed prefix; 0 behind the context
-    limit, where the table ends."""
+    """[B, W] int64: KV slots after each committed prefix; 0 beyond the context limit, where
+    ``req_to_token`` ends."""
 
     slot_rows: Tensor
-    """[S] int32, T in all: of the requests, and of slots behind them, which have equally many of
-    what is left. The last request has that, where there is no slot behind it."""
+    """[S] int32, T in all: rows of the requests, then of the slots after them, which share the
+    padding equally. Without such slots the last request has the padding.
+    """
 
     row_starts: Tensor
-    """[S + 1] int32: where each slot's rows begin, and T."""
+    """[S + 1] int32: first row of each slot, and T."""
 
     slot_keys: Tensor
-    """[S] int32: rows and the keys before them, one before padding."""
+    """[S] int32: a slot's rows and the keys before them; padding has one key before it."""
 
     key_starts: Tensor
-    """[S + 1] int32: sums of these."""
+    """[S + 1] int32: prefix sums of ``slot_keys``."""
 
 
 def lay_out(
@@ -81,7 +82,7 @@ def lay_out(
     slots: int,
     places: int,
 ) -> Layout:
-    """Where the rows of a forward come from and go to.
+    """Compute the tables of one packed forward.
 
     Row j of request b writes KV slot ``req_to_token[req_pool_indices[b], seq_lens[b] + j]``.
 
@@ -89,8 +90,8 @@ def lay_out(
         num_rows: [B] int in [0, N], T or less in all.
         draft_token: [B * N] int64.
         positions: [B * N] int64.
-        req_to_token: [pool, context] int32, the last dimension contiguous. Rows that would
-            stand behind the last place get slot 0.
+        req_to_token: [pool, context] int32, the last dimension contiguous. Rows beyond it get slot
+        0.
         req_pool_indices: [B] int.
         seq_lens: [B] int, the root not counted.
         tokens: T.
@@ -124,7 +125,7 @@ def _lay_out_kernel(
     rows_apart, slots_apart, pool_stride, pool_width,
     BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # One program a request, and a last one for the padding and the slots.
+    # One program per request, and a last one for the padding and the slots.
     this = tl.program_id(0)
     first = rows_before(num_rows, this, batch, BLOCK_S)
     lane = tl.arange(0, BLOCK_N)
@@ -134,7 +135,7 @@ def _lay_out_kernel(
         row = this.to(tl.int64) * width + lane
         pool = req_to_token + tl.load(req_pool_indices + this).to(tl.int64) * pool_stride
         behind = tl.load(seq_lens + this) + lane
-        # Behind the row another request's begins.
+        # After the row, another request's row begins.
         there = (behind < pool_width) & (lane < places)
         loc = tl.load(pool + behind, mask=there, other=0).to(tl.int64)
         tl.store(place, tl.load(draft_token + row, mask=live), mask=live)
@@ -181,7 +182,7 @@ def lay_out_numpy(
     slots: int,
     places: int,
 ) -> Layout:
-    """Twin of :func:`lay_out`. numpy's calls cost half of torch's, and the work is less."""
+    """Twin of :func:`lay_out`. numpy calls cost half of torch's, and there are fewer of them."""
     device = num_rows.device
     lens, drafts, at, pool, pools, before = (
         table.cpu().numpy()

@@ -1,15 +1,15 @@
-"""FlashInfer's packed custom mask, from trees: words of ancestors, offsets, bytes.
+"""FlashInfer's packed custom mask for trees: words of ancestors, offsets, bytes.
 
-A request with n rows behind a prefix of L tokens has a bit string of n * (L + n): row q sees
-key k if bit q * (L + n) + k is set, lowest bit of a byte first. Rows are not aligned, requests
-start at a byte. Prefix bits are 1, the others come from the row's *words*, bit j % 64 of
-word j // 64 for node j::
+A request with n rows after a prefix of L tokens has a bit string of n * (L + n). Row q sees key k
+if bit q * (L + n) + k is set, lowest bit of a byte first. Rows are not aligned, requests start at a
+byte. Prefix bits are 1. The others come from the row's *words*, bit j % 64 of word j // 64 for node
+j::
 
     n = 2, L = 3, node 1 below the root        row 0  11110   row 1  11111
                                                bytes  0b11101111, 0b00000011
 
-No bool mask is built and nothing is read on the host: the work is proportional to the packed
-bytes. Kernels and their twins in torch as in :mod:`sglang_c2t.kernels.rows`.
+It builds no bool mask and reads nothing on the host: the work is proportional to the packed bytes.
+Kernels and twins as in :mod:`sglang_c2t.kernels.rows`.
 
 Legend: B requests, N rows a request, S >= B slots, W = ceil(N / 64) words a row.
 """
@@ -54,10 +54,10 @@ def _ancestor_words_kernel(parents, words, num_nodes, num_words, max_depth, BLOC
 def ancestor_words_from_parents(parents: Tensor, max_depth: int) -> Tensor:
     """[B, N, W] int64: for each row the nodes it sees, itself and its ancestors, as bits.
 
-    ``parents`` [B, N] int64 as in :class:`sglang_c2t.tree.Trees`; padding sees itself and the
-    root. One launch, 8 N (1 + W) bytes a request; a node walks up at most ``max_depth`` links.
-    Same as ``ancestor_words(visible_nodes(parents, max_depth))``, whose bool table has N * N
-    cells a request.
+    ``parents`` [B, N] int64 as in :class:`sglang_c2t.tree.Trees`; padding sees itself and the root.
+    One launch, 8 N (1 + W) bytes a request; a node follows at most ``max_depth`` links. It equals
+    ``ancestor_words(visible_nodes(parents, max_depth))``, whose bool table has N * N cells a
+    request.
     """
     if not runs_triton(parents):
         return ancestor_words_from_parents_torch(parents, max_depth)
@@ -81,9 +81,8 @@ def ancestor_words_from_parents_torch(parents: Tensor, max_depth: int) -> Tensor
 
 
 def mask_capacity(num_tokens: int, slots: int, max_kv_len: int) -> int:
-    """Bytes that hold the mask of any batch of at most so many rows, slots and keys a request.
-
-    Raises ValueError where an offset could leave int32, which is what FlashInfer reads.
+    """Return the bytes for the mask of any batch within these numbers of rows, slots and keys.
+    Raises ValueError if an offset could exceed int32, which FlashInfer reads.
     """
     size = -(-num_tokens * max_kv_len // 8) + slots
     if size > INT32_MAX:
@@ -107,12 +106,12 @@ def _mask_indptr_kernel(prefix_lens, num_rows, out, batch, slots, BLOCK_S: tl.co
 def mask_indptr(
     prefix_lens: Tensor, num_rows: Tensor, slots: int, out: Tensor | None = None
 ) -> Tensor:
-    """[S + 1] int32: byte at which each request's mask starts, and the end.
+    """[S + 1] int32: first byte of each request's mask, and the end.
 
     A request takes ceil(n * (L + n) / 8) bytes, n = ``num_rows`` [B], L = ``prefix_lens`` [B];
-    slots behind B take none. Offsets fit if :func:`mask_capacity` of the server does. Fills
-    ``out`` [>= S + 1] if given. One launch of one block. Source: FlashInfer's
-    ``segment_packbits``, which also reads the host.
+    slots after B take none. Offsets fit if the server's :func:`mask_capacity` does. Fills ``out``
+    [>= S + 1] if given. One launch of one block. Source: FlashInfer's ``segment_packbits``, which
+    also reads the host.
     """
     if out is None:
         out = num_rows.new_empty(slots + 1, dtype=torch.int32)
@@ -152,20 +151,20 @@ def _pack_tree_mask_kernel(
     words += request * max_rows * num_words
     byte = tl.arange(0, BLOCK)
     bit = tl.arange(0, 8)[None, :]
-    # A request's blocks go round its programs.
+    # The programs of a request share its blocks in turn.
     first, step = tl.program_id(1) * BLOCK, tl.num_programs(1) * BLOCK
     for begin in range(first, num_bytes, step):
-        # The block's first bit may lie behind 2**31; from there on int32 is enough.
+        # The block's first bit may exceed 2**31; from there on int32 is enough.
         first_bit = tl.cast(begin, tl.int64) * 8
         first_row = (first_bit // kv_len).to(tl.int32)
         key = (first_bit - first_row.to(tl.int64) * kv_len).to(tl.int32) + byte * 8  # [BLOCK]
         row = key // kv_len
         key -= row * kv_len
         packed = byte * 0 + 255
-        if tl.max(key) + 8 > prefix:  # else the block lies in one row's prefix
+        if tl.max(key) + 8 > prefix:  # otherwise the block lies in one row's prefix
             key_of_bit = key[:, None] + bit
-            further = (key_of_bit >= kv_len).to(tl.int32)  # rows that a byte reaches beyond its own
-            if kv_len < 8:  # it may reach beyond the next; elsewhere this would only be slow
+            further = (key_of_bit >= kv_len).to(tl.int32)  # rows that a byte reaches past its own
+            if kv_len < 8:  # it may reach past the next row; elsewhere a division is slow
                 further = key_of_bit // kv_len
             node = key_of_bit - further * kv_len - prefix
             row_of_bit = first_row + row[:, None] + further
@@ -184,11 +183,12 @@ def _pack_tree_mask_kernel(
 def pack_tree_mask(
     words: Tensor, prefix_lens: Tensor, num_rows: Tensor, mask_indptr: Tensor, out: Tensor
 ) -> Tensor:
-    """The packed custom mask of a batch of trees, into ``out``, which is returned.
+    """Write the packed custom mask of a batch of trees to ``out`` and return it.
 
-    Bytes outside the B requests are left alone. One launch; moves the mask's bytes and the
-    words. Source: FlashInfer's ``segment_packbits``, which builds on a byte per bit and has one
-    thread block a request. Bit order: ``variants.cuh``, ``custom_mask_ptr``.
+    It leaves bytes outside the B requests unchanged. One launch; moves the mask's bytes and the
+    words.
+    Source: FlashInfer's ``segment_packbits``, which reads a byte per bit and has one thread block a
+    request. Bit order: ``variants.cuh``, ``custom_mask_ptr``.
 
     Args:
         words: [B, N, W] int64, :func:`ancestor_words_from_parents`.
@@ -217,7 +217,7 @@ def pack_tree_mask_torch(
         return out
     starts = mask_indptr.long()[: batch + 1]
     byte = torch.arange(len(out), device=out.device)
-    request = torch.searchsorted(starts[1:], byte, right=True)  # [capacity], B behind the masks
+    request = torch.searchsorted(starts[1:], byte, right=True)  # [capacity], B after the masks
     inside = request < batch
     request = request.clamp(max=batch - 1)[:, None]
     bit = torch.arange(8, device=out.device)

@@ -1,7 +1,6 @@
-"""What became of the drafts of a step, in one table that travels to the host.
+"""Outcomes of the drafts of a step, in one table for the host.
 
 One launch, static shapes, no host reads. Kernels and twins as in :mod:`sglang_c2t.kernels.rows`.
-Knows nothing of SGLang.
 
 Legend: B requests, d drafted layers, N nodes of a tree, S nodes of the longest path.
 """
@@ -17,13 +16,12 @@ from torch import Tensor
 
 from sglang_c2t.kernels.rows import block_of, runs_triton
 
-#: Requests of a thread block.
+#: Requests per thread block.
 CHAINS = 32
 
 
 def outcome_of_chains(confidences: Tensor, num_rows: Tensor, accept_lens: Tensor) -> Tensor:
-    """[B, d + 2] float32: the confidences, how many drafts were verified, and how many accepted.
-
+    """[B, d + 2] float32: the confidences, and the numbers of verified and accepted drafts.
     ``confidences`` [B, d] float32, neighbours in a row; ``num_rows`` [B] integers, root included;
     ``accept_lens`` [B] integers, bonus included.
     """
@@ -63,14 +61,13 @@ def _chains_kernel(
 def outcome_of_trees(
     depth: Tensor, keys: Tensor, chosen: Tensor, accept_index: Tensor, row_starts: Tensor
 ) -> Tensor:
-    """[B, N - 1, 4] float32 of every node but the root: depth, key, whether it was verified, and
-    whether it was accepted.
+    """[B, N - 1, 4] float32: depth, key, verified and accepted, for every node but the root.
 
     Args:
         depth: [B, N] int64 of :class:`~sglang_c2t.tree.Trees`; may be strided.
         keys: [B, N] float32, contiguous.
-        chosen: [B, N - 1] bool: which nodes were verified, in order, behind each root.
-        accept_index: [B, S] int32: packed rows of the accepted path, -1 behind it.
+        chosen: [B, N - 1] bool: the verified nodes, in order, after each root.
+        accept_index: [B, S] int32: packed rows of the accepted path, -1 after it.
         row_starts: [>= B + 1] int32: packed row of each root.
     """
     if not runs_triton(keys):
@@ -91,7 +88,7 @@ def outcome_of_trees_torch(
     """Twin of :func:`outcome_of_trees`."""
     row = row_starts[: len(chosen), None] + chosen.cumsum(dim=1)
     accepted = chosen & (row[:, :, None] == accept_index[:, None, :]).any(dim=2)
-    return torch.stack((depth[:, 1:], keys[:, 1:], chosen, accepted), dim=2)  # float32, as keys are
+    return torch.stack((depth[:, 1:], keys[:, 1:], chosen, accepted), dim=2)  # float32, as keys
 
 
 @triton.jit(do_not_specialize=["num_nodes", "longest", "row_stride", "node_stride"])

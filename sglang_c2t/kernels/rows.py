@@ -1,17 +1,16 @@
-"""Packed rows of the target's forward: scattered back, and indexed.
+"""Packed rows of the target's forward: scatter and index kernels.
 
-Each of B requests has N strided rows, of which the first ``verify_lens[b]`` are verified;
-packed, they stand one request behind the other (``layout.py`` says where)::
+Each of B requests has N strided rows, of which the first ``verify_lens[b]`` are verified. Packed
+rows are consecutive, one request after the other (see ``layout.py``)::
 
     verify_lens [3, 1], N = 4     strided   0 1 2 . | 4 . . .
                                   packed    0 1 2 4
 
-Everything here has static shapes and reads nothing on the host. A kernel runs on CUDA tensors
-(or under TRITON_INTERPRET=1); elsewhere a twin does, ``NAME_torch`` or ``NAME_numpy``, with the
-same arguments. All of it is a few kB a step except for :func:`scatter_rows` and
-:func:`ragged_kv_indices`: the cost is the launch. Knows nothing of SGLang. Sizes that change
-from step to step are no constants of a kernel, so that a server compiles each once per 32, 64,
-128, ... requests and not in the middle of serving.
+Everything here has static shapes and reads nothing on the host. A kernel runs on CUDA tensors (or
+under TRITON_INTERPRET=1). Elsewhere its twin runs, ``NAME_torch`` or ``NAME_numpy``, with the same
+arguments. All but :func:`scatter_rows` and :func:`ragged_kv_indices` move a few kB a step, so their
+cost is the launch. Sizes that change from step to step are no constants of a kernel. A server
+compiles each kernel once per 32, 64, 128, ... requests, and not while serving.
 
 Legend: B requests, N rows a request, T packed rows (>= the sum of verify_lens), S >= B slots.
 """
@@ -25,32 +24,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Thread blocks that fill a large GPU several times: the loops over keys are cut into so many.
+#: Thread blocks that fill a large GPU several times; loops over keys are split into so many.
 FULL_GRID = 1024
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Whether kernels take this tensor: it is on a GPU, or Triton interprets."""
+    """Whether kernels run on this tensor: it is on a GPU, or Triton interprets."""
     return tensor.is_cuda or triton.knobs.runtime.interpret
 
 
 def block_of(size: int) -> int:
-    """The power of two that covers ``size`` lanes; at least 1."""
+    """Return the power of two that covers ``size`` lanes; at least 1."""
     return triton.next_power_of_2(max(size, 1))
 
 
 def block_of_batch(batch: int) -> int:
-    """Lanes for all requests of a batch: few different ones, because each is compiled anew."""
+    """Return the lanes for all requests of a batch; few values, because each compiles a kernel."""
     return max(block_of(batch), 32)
 
 
 def splits_of(batch: int) -> int:
-    """Thread blocks that share one request's loop."""
+    """Return the thread blocks that share one request's loop."""
     return max(FULL_GRID // max(batch, 1), 1)
 
 
 def with_equal_strides(*tables: Tensor) -> tuple[Tensor, ...]:
-    """The tables with the same strides: unchanged, or contiguous where the strides differ."""
+    """Return the tables with equal strides: unchanged, or contiguous if their strides differ."""
     if len({table.stride() for table in tables}) == 1:
         return tables
     return tuple(table.contiguous() for table in tables)
@@ -59,9 +58,9 @@ def with_equal_strides(*tables: Tensor) -> tuple[Tensor, ...]:
 def aligned_tables(
     like: Tensor, count: int, rows: int, columns: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """So many tables [rows, columns] of the type of ``like``, not filled in, in one piece of memory
-    [count, ...]. Each begins at a multiple of 16 bytes: for one that does not, a kernel that reads
-    it would be compiled anew.
+    """Allocate ``count`` tables [rows, columns] of the dtype of ``like`` in one piece of memory.
+    Returns that memory [count, ...] and the tables. Each begins at a multiple of 16 bytes;
+    otherwise Triton would compile another variant of a kernel that reads it.
     """
     apart = -(-rows * columns // 16) * 16
     memory = like.new_empty((count, apart))
@@ -70,7 +69,7 @@ def aligned_tables(
 
 @triton.jit
 def threshold(keys, count, BITS: tl.constexpr):
-    """The largest number of so many bits that ``count`` of the integers reach."""
+    """Return the largest number of BITS bits that at least ``count`` keys reach."""
     found = tl.zeros([], dtype=keys.dtype)
     one = tl.full([], 1, keys.dtype)
     for bit in range(BITS):
@@ -81,7 +80,7 @@ def threshold(keys, count, BITS: tl.constexpr):
 
 @triton.jit
 def rows_before(verify_lens, request, batch, BLOCK_B: tl.constexpr):
-    """Rows of the requests in front of this one; request number ``batch`` gives all."""
+    """Return the rows of all requests before this one; request number ``batch`` gives all rows."""
     index = tl.arange(0, BLOCK_B)
     lens = tl.load(verify_lens + index, mask=index < tl.minimum(request, batch), other=0)
     return tl.sum(lens.to(tl.int64))
@@ -109,14 +108,14 @@ def _scatter_rows_kernel(
 def scatter_rows(
     packed: Tensor, verify_lens: Tensor, width: int, out: Tensor | None = None
 ) -> Tensor:
-    """[B * N, W]: packed rows back at their strided places; rows not verified are 0.
+    """[B * N, W]: packed rows at their strided places; rows not verified are 0.
 
     ``packed`` is [T, W], any dtype, the last dimension contiguous; ``verify_lens`` [B], N =
     ``width``. Fills ``out`` [>= B * N, W] if given and returns its first B * N rows.
 
     One launch over the destination, (R + B * N) W elements moved, R = sum of verify_lens: the
-    least for a zero-filled table (fill and copy move R W elements more). Source:
-    SGLang's ``ScatterCompactToStrided``.
+    minimum for a zero-filled table (fill and copy move R W elements more). Source: SGLang's
+    ``ScatterCompactToStrided``.
     """
     batch, columns = len(verify_lens), packed.shape[1]
     triton_runs = runs_triton(packed)
@@ -164,11 +163,10 @@ def _chain_links_kernel(lens, copied, links, width, BLOCK_N: tl.constexpr):
 
 
 def chain_links(lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Chains that are cut: their ``lens`` [B] in [1, N] as int32 of their own, and [B, N] int64,
-    the row after each row, -1 behind the last. N = ``width``.
-
-    SGLang's kernels walk the links, so that a cut chain ends there and its bonus token comes from
-    that row. One launch.
+    """Link cut chains: return ``lens`` [B] in [1, N] as a new int32 tensor, and the links. The
+    links [B, N] int64 are the next row of each row, -1 after the last. N = ``width``. SGLang's
+    kernels follow them, so a cut chain ends there and its bonus token comes from that row. One
+    launch.
     """
     if not runs_triton(lens):
         return chain_links_torch(lens, width)
@@ -211,11 +209,9 @@ def indptr(
     ghost: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[S + 1] int32: where each slot starts, and the end.
-
-    ``lengths`` [B] int, plus ``prefix_lens`` [B] if given; the slots behind B are ``ghost``
-    long. Lengths 3, 1 in 4 slots: 0, 3, 4, 4, 4. Fills ``out`` [>= S + 1] if given. One launch
-    of one block. Source: SGLang's ``BuildQoIndptr``.
+    """[S + 1] int32: start of each slot, and the end. ``lengths`` [B] int, plus ``prefix_lens`` [B]
+    if given; slots after B have length ``ghost``. Lengths 3, 1 in 4 slots: 0, 3, 4, 4, 4. Fills
+    ``out`` [>= S + 1] if given. One launch of one block. Source: SGLang's ``BuildQoIndptr``.
     """
     if out is None:
         out = lengths.new_empty(slots + 1, dtype=torch.int32)
@@ -249,7 +245,7 @@ def _kv_indices_kernel(
     slots = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * pool_stride
     start = tl.load(kv_indptr + request).to(tl.int64)
     length = (tl.load(seq_lens + request) + tl.load(verify_lens + request)).to(tl.int32)
-    # A request's blocks go round its programs.
+    # The programs of a request share its blocks in turn.
     first, step = tl.program_id(1) * BLOCK, tl.num_programs(1) * BLOCK
     for begin in range(first, length, step):
         entry = begin + tl.arange(0, BLOCK)
@@ -266,11 +262,11 @@ def ragged_kv_indices(
     kv_indptr: Tensor,
     out: Tensor,
 ) -> Tensor:
-    """FlashInfer's page-size-1 kv_indices: each request's committed slots, then its rows'.
+    """Write FlashInfer's page-size-1 kv_indices: each request's committed slots, then its rows'.
 
-    One launch, 8 bytes a key. Entries behind the B requests (those of ghost slots) are left
-    alone: no row reads them. Source: SGLang's ``create_flashinfer_kv_indices_triton``, one
-    thread block a request.
+    One launch, 8 bytes a key. Entries after the B requests (those of ghost slots) stay unchanged:
+    no row reads them. Source: SGLang's ``create_flashinfer_kv_indices_triton``, one thread block a
+    request.
 
     Args:
         req_to_token: [pool, >= seq_lens + verify_lens] int32, the last dimension contiguous.
@@ -330,9 +326,8 @@ def _follow_ancestors_kernel(
     ancestor = tl.load(ancestor_rows + (request * topk + row) * depth + step, mask=inside, other=0)
     tail = tl.load(ends + ancestor, mask=inside, other=0) - depth
     slot = tl.load(kv_indices + tail + step, mask=inside)
-    # All loads of the block come before its first store: a request's rows read one another's
-    # entries, and no other request's. Without the barrier one warp may store while another
-    # has yet to load.
+    # The barrier keeps all loads of the block before its first store: a request's rows read each
+    # other's entries, and no other request's.
     tl.debug_barrier()
     tl.store(kv_indices + own_tail + step, slot, mask=inside)
 
@@ -340,10 +335,9 @@ def _follow_ancestors_kernel(
 def follow_ancestors(kv_indptr: Tensor, kv_indices: Tensor, ancestor_rows: Tensor) -> None:
     """Point each beam row's last index entries at its ancestors' slots, in place.
 
-    ``kv_indptr`` [>= B * K + 1] and ``kv_indices`` [entries] int32 come in as stock fills
-    them: a row ends with the d slots it wrote itself, one per step. ``ancestor_rows`` is
-    [B, K, d] int64. One launch, one thread block a request, 16 B K d bytes; safe in a CUDA
-    graph.
+    SGLang has filled ``kv_indptr`` [>= B * K + 1] and ``kv_indices`` [entries] int32: a row ends
+    with the d slots it wrote itself, one per step. ``ancestor_rows`` is [B, K, d] int64. One
+    launch, one thread block a request, 16 B K d bytes; safe in a CUDA graph.
     """
     if not runs_triton(kv_indices):
         return follow_ancestors_torch(kv_indptr, kv_indices, ancestor_rows)

@@ -1,14 +1,14 @@
-"""Survivals of drafts, from confidences and what an estimator has learnt.
+"""Survivals of drafts from confidences and an estimator's values.
 
-``values`` [D, K] are survivals by layer and by confidence: its log odds, from -L to L in K bins,
-and straight lines between their middles (:class:`sglang_c2t.plan.survival.Survival`). Survival
-falls along a path, so that a draft has the least of its own and of those in front of it::
+``values`` [D, K] are survivals by layer and by confidence, for K bins of its log odds from -L to L,
+with linear interpolation between their middles (:class:`sglang_c2t.plan.survival.Survival`).
+Survival falls along a path, so a draft has the least value of itself and those before it::
 
     chain   confidence 0.9 0.4 0.8    least 0.9 0.4 0.4    survival of each, falling
     tree    least on each path        survival of each     least on each path
 
-One launch, 12 bytes a draft, static shapes, no host reads. Kernels and their twins in torch as in
-:mod:`sglang_c2t.kernels.rows`. Knows nothing of SGLang.
+One launch, 12 bytes a draft, static shapes, no host reads. Kernels and twins as in
+:mod:`sglang_c2t.kernels.rows`.
 
 Legend: B requests, d <= D drafted layers, N nodes of a tree, K bins.
 """
@@ -25,23 +25,24 @@ from torch import Tensor
 from sglang_c2t.kernels.rows import block_of, runs_triton, with_equal_strides
 from sglang_c2t.tree import least_on_path
 
-#: Confidences nearer to 0 or 1 are taken for these.
+#: Confidences are clipped to [EPS, 1 - EPS].
 EPS = 1e-6
 
-#: Requests of a thread block.
+#: Requests per thread block.
 CHAINS = 32
 
 
 def survival_of_chains(
     values: Tensor, confidences: Tensor, limit: float, *, out: Tensor, kept: Tensor
 ) -> None:
-    """Survivals of the drafts of chains.
+    """Compute the survivals of drafts of chains.
 
     Args:
         values: [D, K] float32.
-        confidences: [B, d] float32; may be strided. Below 0 and nan they count as 0, above 1 as 1.
+        confidences: [B, d] float32; may be strided. Values below 0 and nan count as 0, above 1 as
+        1.
         limit: L.
-        out: [B, d] float32, written: the survivals, falling along each row. Layers are neighbours.
+        out: [B, d] float32, written: survivals, falling along each row. Layers are adjacent.
         kept: [B, d] float32 with the strides of ``out``, written: the confidences.
     """
     if not runs_triton(confidences):
@@ -100,7 +101,7 @@ def survival_of_nodes_torch(
 
 
 def _own(values: Tensor, layer: Tensor, least: Tensor, limit: float) -> Tensor:
-    """[B, ...]: what ``values`` say of ``least`` [B, ...] in a ``layer`` [...] from 0."""
+    """[B, ...]: survival of ``least`` [B, ...] in a ``layer`` [...] from 0, by ``values``."""
     bins = values.shape[1]
     place = (torch.logit(least, eps=EPS).clamp(-limit, limit) + limit) * (bins / (2 * limit))
     place = place - 0.5  # between the middles of bins
@@ -112,7 +113,7 @@ def _own(values: Tensor, layer: Tensor, least: Tensor, limit: float) -> Tensor:
 
 @triton.jit
 def _said(values, layer, least, real, BINS: tl.constexpr, LIMIT: tl.constexpr, EPS: tl.constexpr):
-    """:func:`_own` of the lanes that are ``real``."""
+    """Twin of :func:`_own` for lanes that are ``real``."""
     x = tl.minimum(tl.maximum(least, EPS), 1.0 - EPS)
     odds = tl.minimum(tl.maximum(tl.log(x / (1.0 - x)), -LIMIT), LIMIT)
     place = (odds + LIMIT) * (BINS / (2 * LIMIT)) - 0.5
@@ -123,7 +124,7 @@ def _said(values, layer, least, real, BINS: tl.constexpr, LIMIT: tl.constexpr, E
     return low + share * (tl.load(here + 1, mask=real, other=0.0) - low)
 
 
-# Of one layer, confidences are a row of a larger table.
+# With one layer, confidences are a row of a larger table.
 @triton.jit(
     do_not_specialize=["batch", "layers", "row_stride", "layer_stride", "stride"],
     do_not_specialize_on_alignment=["confidences"],
@@ -162,11 +163,11 @@ def _nodes_kernel(
     layer = tl.maximum(deep - 1, 0)
     lowest = tl.where(deep == 0, 1.0, _said(values, layer, sure, real, BINS, LIMIT, EPS))
     tl.store(survival + node, lowest, mask=real)
-    tl.debug_barrier()  # the walk reads what other lanes have written
+    tl.debug_barrier()  # the loop reads what other lanes have written
     above = tl.load(parents + node * node_stride, mask=real, other=-1)
     for _ in range(DEPTH - 1):
         up = above > 0
         lowest = tl.minimum(lowest, tl.load(survival + above, mask=up, other=1.0))
         above = tl.load(parents + above * node_stride, mask=up, other=-1)
-    tl.debug_barrier()  # and writes only when all have read
+    tl.debug_barrier()  # and writes only after all have read
     tl.store(survival + node, lowest, mask=real)

@@ -1,16 +1,15 @@
-"""Draft trees when their layers are done, and what is verified of them.
+"""Finished draft trees, and the part of them that is verified.
 
 ::
 
     finish_trees   at the end: the best candidates of each request are its tree
-    cut_and_link   the chosen nodes on other roots, as SGLang's verify kernels walk them
+    cut_and_link   the chosen nodes on other roots, with the links of SGLang's verify kernels
 
     drafted  root a b c   b and c below a    chosen: a and c
     cut      root a c     parents -1 0 1     first child 1 2 -1     next sibling -1 -1 -1
 
-One launch each for what are 70 and 60 in torch: they move less than 100 bytes a node, so that
-launches are what they cost. Static shapes, no host reads. Kernels and their twins in torch as in
-:mod:`sglang_c2t.kernels.rows`. Knows nothing of SGLang.
+One launch each instead of 70 and 60 in torch. They move less than 100 bytes a node, so launches are
+their cost. Static shapes, no host reads. Kernels and twins as in :mod:`sglang_c2t.kernels.rows`.
 
 Legend: B requests, M candidates, N nodes of a tree, root included.
 """
@@ -44,21 +43,22 @@ from sglang_c2t.tree import (
     least_on_path,
 )
 
-# -- when they are done -------------------------------------------------------------------
+# -- finished trees -----------------------------------------------------------------------
 
 
 def finish_trees(
     tokens: Tensor, parents: Tensor, keys: Tensor, verify: Tensor | None, *,
     max_nodes: int, max_depth: int,
 ) -> tuple[Trees, Tensor]:  # fmt: skip
-    """The trees of the best candidates, roots not filled in, and what their nodes are ranked by:
-    [B, N] float32, the least key on each path, inf for roots and -inf for padding.
+    """Build the trees of the best candidates without roots, and the ranks of their nodes.
+
+    The ranks [B, N] float32 are the least key on each path, inf for roots and -inf for padding.
 
     Args:
         tokens: [B, M] int64.
         parents: [B, M] int64 candidate numbers, -1 for children of the root.
-        keys: [B, M] float32, -inf where a candidate may not enter.
-        verify: [B, M] bool: which of the best are kept, where nodes above them are; ``None``: all.
+        keys: [B, M] float32, -inf if a candidate may not enter.
+        verify: [B, M] bool: which of the best stay, if the nodes above them do; ``None``: all.
         max_nodes: N.
         max_depth: D, of the deepest candidate.
     """
@@ -112,7 +112,7 @@ def _finish_kernel(
     of = request * candidates
     parent = tl.load(parents + of + this, mask=real, other=-1)
     least = tl.load(keys + of + this, mask=real, other=float("-inf"))
-    least = tl.where(least > float("-inf"), least, float("-inf"))  # nor may nan enter
+    least = tl.where(least > float("-inf"), least, float("-inf"))  # nan may not enter either
     wanted = real
     if not ALL:
         wanted = wanted & (tl.load(verify + of + this, mask=real, other=0) != 0)
@@ -136,7 +136,7 @@ def _finish_kernel(
     chosen = chosen & wanted & (key >= 0)
     node = tl.cumsum(chosen.to(tl.int32), axis=0)
     tl.store(number + of + this, node, mask=real)
-    tl.debug_barrier()  # parents' numbers are other lanes'
+    tl.debug_barrier()  # other lanes write the parents' numbers
     up = tl.load(number + of + parent, mask=chosen & (parent >= 0), other=0)
 
     place = tables + request * max_nodes + node
@@ -146,7 +146,7 @@ def _finish_kernel(
     tl.store(place + 3 * table_size, this.to(tl.int64), mask=chosen)
     tl.store(ranks + request * max_nodes + node, least, mask=chosen)
 
-    # The root, and padding behind the nodes.
+    # The root, and padding after the nodes.
     size = tl.sum(chosen.to(tl.int32)) + 1
     slot = tl.arange(0, BLOCK_N)
     rest = (slot < max_nodes) & ((slot == 0) | (slot >= size))
@@ -161,16 +161,16 @@ def _finish_kernel(
     tl.store(count + request, size.to(tl.int64))
 
 
-# -- what is verified ---------------------------------------------------------------------
+# -- verified trees -----------------------------------------------------------------------
 
 
 def cut_and_link(trees: Trees, roots: Tensor, chosen: Tensor | None = None) -> LinkedTrees:
-    """The trees on other roots, of whose nodes behind these the chosen ones stay. Counted in int32.
+    """Put trees on new roots, cut to the chosen nodes. Counts are int32.
 
     Args:
         trees: As drafted; links may be strided, tokens are contiguous.
-        roots: [B] integers, tokens.
-        chosen: [B, N - 1] bool, a closed set of live nodes; ``None``: all of them.
+        roots: [B] integer tokens.
+        chosen: [B, N - 1] bool, a closed set of live nodes after the root; ``None``: all of them.
     """
     if not runs_triton(trees.tokens):
         return cut_and_link_torch(trees, roots, chosen)
@@ -213,10 +213,10 @@ def _cut_kernel(
         drafts = request * (num_nodes - 1) + node - 1
         live = live & (tl.load(chosen + drafts, mask=real & (node > 0), other=0) != 0)
     stays = (node == 0) | live
-    number = tl.cumsum(stays.to(tl.int32), axis=0) - 1  # of those that stay
+    number = tl.cumsum(stays.to(tl.int32), axis=0) - 1  # of the nodes that stay
     left = tl.sum(stays.to(tl.int32), axis=0)
 
-    # [N, N], a node before one that is below it or beside it.
+    # [N, N]: a node before one of its children or later siblings.
     below = live[None, :] & (parent[None, :] == node[:, None])
     beside = (
         (live[:, None] & live[None, :])

@@ -1,5 +1,4 @@
 """``python -m sglang_c2t advise``: watch a server, then print what to set and why.
-
 :mod:`~sglang_c2t.offline.observe` reads the server and :mod:`~sglang_c2t.offline.advice` holds the
 rules. This module gathers the facts and writes the text.
 """
@@ -21,9 +20,8 @@ SAMPLE_EVERY = 1.0
 
 
 def watch(server: Server, seconds: float, on_sample: Callable[[], None] = lambda: None) -> Facts:
-    """Watch a server for so many ``seconds``; ``on_sample`` is called after each sample.
-
-    Raises :class:`ConfigError` if it reports too little, restarts meanwhile, or decodes nothing.
+    """Watch a server for so many ``seconds``; ``on_sample`` is called after each sample. Raises
+    :class:`ConfigError` if it reports too little, restarts meanwhile, or decodes nothing.
     """
     told, info = server.told(), server.info()
     samples = [server.sample()]

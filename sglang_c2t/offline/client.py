@@ -1,6 +1,5 @@
-"""Send requests to a server with bounded concurrency, in order of arrival.
-
-Times cover the whole batch: from the first request sent to the last answer read.
+"""Sends requests to a server with bounded concurrency, in order of arrival. Times cover the whole
+batch: from the first request sent to the last answer read.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import aiohttp
 
 REQUEST_SECONDS = 600.0
 
-#: Holds the server's key; unlike a flag it is in no list of processes and no shell history.
+#: Variable with the server's key; unlike a flag it is in no process list or shell history.
 API_KEY_ENV = "SGLANG_API_KEY"
 
 
@@ -104,7 +103,7 @@ def post_all(
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """The header that SGLang's ``--api-key`` asks for; none without a key."""
+    """Return the header for SGLang's ``--api-key``; none without a key."""
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 

@@ -1,9 +1,9 @@
 """Compare stopping rules at equal accept length, with intervals.
 
-A rule with a threshold draws a curve: each threshold gives an accept length tau and a
-number gamma of verified drafts. Two rules are compared where their curves reach the same
-tau. Intervals are percentiles over resampled requests, within each group of requests, the
-same resamples for every rule, so that differences are paired.
+A rule with a threshold has a curve: each threshold gives an accept length tau and a number gamma of
+verified drafts. Two rules are compared where their curves reach the same tau. Intervals are
+percentiles over resampled requests, within each group of requests. Every rule gets the same
+resamples, so that differences are paired.
 
 Legend: T thresholds, Q requests, S resamples.
 """
@@ -21,9 +21,9 @@ from sglang_c2t.policies.base import ChainPolicy
 
 Array = NDArray[np.float64]
 
-#: Where confidences, probabilities and products of them are cut: even in log odds, coarser where
-#: hardly a draft ends, and 0. A rule keeps every draft there, so that its curve reaches every
-#: accept length that whole drafts reach, in every resample.
+#: Thresholds for confidences and probabilities: even in log odds, coarser where few drafts end, and
+#: 0. At 0 a rule keeps every draft, so its curve reaches every accept length of full drafts in
+#: every resample.
 ODDS_GRID = tuple(
     float(x) for x in 1 / (1 + np.exp(-np.r_[-np.inf, np.arange(-16, -8), np.linspace(-8, 6, 57)]))
 )
@@ -40,7 +40,7 @@ class Curve:
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> Curve:
-        """From one replay per threshold."""
+        """Build a curve from one replay per threshold."""
         names = ("num_steps", "num_correct", "num_proposed", "num_drafted")
         return cls(*(np.stack([getattr(o, n).numpy() for o in outcomes]) for n in names))
 
@@ -53,10 +53,9 @@ class Curve:
         return (weights @ self.num_proposed.T) / (weights @ self.num_steps.T)
 
     def gamma_at(self, tau: Array, weights: Array) -> Array:
-        """[S] least gamma with which the curve reaches ``tau`` [S], linear between thresholds.
-
-        Least, because longer drafts do not always accept more: a step that gets further also
-        begins the next one elsewhere. nan where the curve never reaches ``tau``.
+        """[S] least gamma at which the curve reaches ``tau`` [S], linear between thresholds. The
+        least, because longer drafts do not always accept more: a longer step also starts the next
+        one elsewhere. nan if the curve never reaches ``tau``.
         """
         taus, gammas = self.tau(weights), self.gamma(weights)
         order = np.argsort(taus, axis=1, kind="stable")
@@ -68,9 +67,8 @@ class Curve:
         return result
 
     def threshold_at(self, tau: float, grid: Sequence[float], weights: Array) -> float:
-        """The threshold of ``grid`` [T] at which the curve reaches ``tau``, linear between them.
-
-        ``weights`` is [1, Q]. Raises ValueError where the curve reaches ``tau`` nowhere.
+        """Return the threshold of ``grid`` [T] at which the curve reaches ``tau``, interpolated.
+        ``weights`` is [1, Q]. Raises ValueError if the curve never reaches ``tau``.
         """
         taus = self.tau(weights)[0]
         if not taus.min() <= tau <= taus.max():
@@ -107,9 +105,8 @@ def resamples(groups: Sequence[str], num: int, seed: int = 0) -> Array:
 
 
 def interval(values: Array, level: float = 0.95) -> tuple[float, float]:
-    """Percentile interval of resampled ``values`` [S]; nan if any of them is.
-
-    Left out they would be missing at one end only; callers say how many there are.
+    """Percentile interval of resampled ``values`` [S]; nan if any of them is. Dropping nan would
+    bias one end; callers report their number.
     """
     low, high = np.percentile(values, [50 * (1 - level), 50 * (1 + level)])
     return float(low), float(high)

@@ -56,7 +56,7 @@ def evaluate(
     """The lines that ``evaluate`` prints. The last one is the answer and the setting to serve.
 
     Args:
-        recording: What was drafted and what the target accepted.
+        recording: Drafts, and which of them the target accepted.
         classifier_name: A shipped classifier's name, or a file.
         directories: Where the recording was read from.
         accept_length: Tokens per verification wanted; 98 % of full drafts' by default.
@@ -134,7 +134,7 @@ def score(recording: Recording, classifier: Classifier) -> Scored:
 
 
 def quality(scored: Scored, classifier: Classifier) -> str:
-    """Ranking and calibration of the classifier, beside the joint probability's ranking."""
+    """Format ranking and calibration of the classifier, versus the joint probability's ranking."""
     labels = scored.accepted.float()
     share = f", {scored.accepted.double().mean():.0%} of them accepted" if len(labels) else ""
     return (
@@ -189,9 +189,8 @@ def _threshold_for(scores: Tensor, count: int) -> float:
 
 
 def rounded_down(beta: float) -> float:
-    """Round to two decimals, or two significant digits: 0.3568 -> 0.35, 0.01239 -> 0.012.
-
-    Down, because a lower threshold keeps more: the accept length is still reached.
+    """Round to two decimals, or two significant digits: 0.3568 -> 0.35, 0.01239 -> 0.012. Down,
+    because a lower threshold keeps more: the accept length is still reached.
     """
     digits = 2 if beta >= 0.1 else 1 - math.floor(math.log10(beta))
     return math.floor(beta * 10**digits * (1 + 1e-12)) / 10**digits
@@ -202,7 +201,7 @@ def rounded_down(beta: float) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """A rule as it would be served, and what its replay counted."""
+    """A rule as it would be served, and the counts of its replay."""
 
     rule: str
     value: str  # its threshold or length in words

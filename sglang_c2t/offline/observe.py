@@ -1,7 +1,6 @@
-"""Read a running server: its settings, its counters, and how these grow.
-
-Reads ``GET /c2t``, ``/server_info`` and ``/metrics``. If one is missing, a
-:class:`~sglang_c2t.config.ConfigError` says which flag the server needs.
+"""Read a running server: its settings, its counters, and how these grow. Reads ``GET /c2t``,
+``/server_info`` and ``/metrics``. If one is missing, a :class:`~sglang_c2t.config.ConfigError` says
+which flag the server needs.
 """
 
 from __future__ import annotations
@@ -120,9 +119,8 @@ class Window:
 
 @dataclass(frozen=True)
 class Server:
-    """A server's address, and the key of its clients.
-
-    All calls raise :class:`ConfigError` if it does not answer as a ``--c2t`` server does.
+    """A server's address, and the key of its clients. All calls raise :class:`ConfigError` if it
+    does not answer as a ``--c2t`` server does.
     """
 
     url: str

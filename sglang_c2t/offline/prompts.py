@@ -2,12 +2,12 @@
 
 One object a line, with one of
 
-    {"prompt": "..."} or {"text": "..."}        sent to /generate as it is
+    {"prompt": "..."} or {"text": "..."}        sent to /generate unchanged
     {"turns": ["...", ...]}                     the first turn, as one user message
     {"messages": [{"role": ..., "content": ...}]}
 
-and, if you like, ``"dataset"`` (or ``"family"``), which groups requests in reports.
-Messages go to /v1/chat/completions, so that the server applies its chat template.
+and optionally ``"dataset"`` (or ``"family"``), which groups requests in reports. Messages go to
+/v1/chat/completions, so that the server applies its chat template.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from sglang_c2t.checks import ConfigError, parse_json, shown
 from sglang_c2t.files import read_text
 
-#: Bytes of a prompt file.
+#: Most bytes of a prompt file.
 LARGEST_FILE = 1 << 30
 
 KEYS = ("prompt", "text", "turns", "messages")
@@ -28,7 +28,7 @@ KEYS = ("prompt", "text", "turns", "messages")
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One request to be: exactly one of ``text`` and ``messages`` is given."""
+    """A future request, with either ``text`` or ``messages``."""
 
     group: str
     text: str | None = None
@@ -36,10 +36,10 @@ class PromptRow:
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[PromptRow]:
-    """All rows of a JSONL file; :class:`ConfigError` names the first line that is none."""
+    """Read all rows of a JSONL file; :class:`ConfigError` names the first invalid line."""
     path = Path(path)
     try:
-        # Not splitlines(): it also ends lines at U+2028 and the like, which JSON text may hold.
+        # Not splitlines(): it also splits at U+2028 and similar characters, which JSON may hold.
         lines = read_text(path, LARGEST_FILE).split("\n")
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read prompt file {path}: {error}") from error
@@ -75,7 +75,7 @@ def _row(line: str, *, where: str, default_group: str) -> PromptRow:
 
 
 def request(row: PromptRow, rid: str, max_new_tokens: int) -> tuple[str, dict[str, Any]]:
-    """Path and body of a greedy request."""
+    """Return path and body of a greedy request."""
     if row.text is not None:
         params = {"temperature": 0, "max_new_tokens": max_new_tokens}
         return "/generate", {"text": row.text, "sampling_params": params, "rid": rid}

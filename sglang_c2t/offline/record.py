@@ -1,7 +1,6 @@
-"""``python -m sglang_c2t record``: drive a prompt file through a recording server.
-
-The server does the recording (``--c2t-record``); this sends the prompts, shows progress
-and has the server write what is pending.
+"""``python -m sglang_c2t record``: sends a prompt file to a recording server. The server records
+(``--c2t-record``). This command sends the prompts, shows progress and makes the server write what
+is pending.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ def record_prompts(
     concurrency: int,
     api_key: str | None = None,
 ) -> dict[str, Any]:
-    """Send ``rows`` and return the server's recording state, all drafts written.
+    """Send ``rows`` and return the server's recording state, with all drafts written.
 
-    Request ids are ``GROUP/NUMBER-RUN``, so that reports can tell groups apart, and replay the
-    runs that went into one directory. The server records hashes of them; the names are put
-    beside, where the directory is on this machine (``named`` in the state that is returned).
-    ``api_key`` is the server's ``--api-key``, if it has one.
-    Raises :class:`ConfigError` when the server does not record or stops recording.
+    Request ids are ``GROUP/NUMBER-RUN``, so that reports can separate groups and runs in one
+    directory. The server records hashes of them. If the directory is on this machine, this writes
+    the names there (``named`` in the result). ``api_key`` is the server's ``--api-key``, if it has
+    one. Raises :class:`ConfigError` if the server does not record or stops recording.
     """
     before = _recording_state(url, api_key)
     run = uuid.uuid4().hex[:8]
@@ -61,18 +59,18 @@ def record_prompts(
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             why = str(error) or type(error).__name__
             raise ConfigError(f"the server at {url} failed a request: {why}") from error
-    state = _recording_state(url, api_key)  # a server that is asked writes what is pending
+    state = _recording_state(url, api_key)  # a report makes the server write what is pending
     named = _name(state, [body["rid"] for _, body in requests])
     new_drafts = state["drafts_written"] - before["drafts_written"]
     return {**state, "new_drafts": new_drafts, "named": named}
 
 
 def _name(state: dict[str, Any], rids: list[str]) -> bool:
-    """Whether the names of the requests could be put into the recording."""
+    """Write the requests' names into the recording; returns whether it worked."""
     try:
         for key in state["id_keys"]:
             name_requests(Path(state["directory"]), key, rids)
-    except OSError:  # the server's directory, and perhaps another machine's
+    except OSError:  # the server's directory may be on another machine
         return False
     return True
 

@@ -1,11 +1,10 @@
 """Replay a policy on recorded drafts, without a model.
 
-A recording of every root (``roots: every``) holds the draft behind each token of each
-answer. Greedy answers do not depend on the policy, so walking over them gives the very
-steps that a live server takes: from a root, the policy's own code decides how many drafts
-are verified, the recorded labels say how many are accepted, and the next root stands
-behind them. Only :mod:`policies` and the gate decide; this file counts. Chains are here,
-trees in ``eval/tables/tree_replay.py``.
+A recording of every root (``roots: every``) holds the draft after each token of each answer. Greedy
+answers do not depend on the policy, so the replay takes the same steps as a live server. At a root
+the policy's own code decides how many drafts are verified. The recorded labels give how many are
+accepted, and the next root comes after them. Only :mod:`policies` and the gate decide; this file
+counts. It replays chains; ``eval/tables/tree_replay.py`` replays trees.
 
 Legend: R roots, D drafted tokens, Q requests.
 """
@@ -26,28 +25,28 @@ from sglang_c2t.policies.base import ChainPolicy, Gate, TreePolicy
 
 @dataclass(frozen=True)
 class Roots:
-    """Where the drafts of a recording stand, sorted by request and position."""
+    """Roots of a recording, sorted by request and position."""
 
     first_root: Tensor
     """[Q + 1] int64: the roots of request q are first_root[q] .. first_root[q + 1] - 1."""
 
     requests: list[str]
-    """Ids [Q], in the order of ``first_root``; those without a draft are left out."""
+    """Ids [Q], in the order of ``first_root``, without requests that have no draft."""
 
     draft_row: Tensor
     """[R] int64: row of the recording's draft table."""
 
     left_out: int = field(default=0, kw_only=True)
-    """Requests that lack roots: a step of theirs was made without drafts, or not recorded."""
+    """Requests that lack roots: one of their steps had no drafts, or was not recorded."""
 
     @property
     def num_requests(self) -> int:
-        """Q: recorded answers."""
+        """Q: number of recorded answers."""
         return len(self.requests)
 
     @classmethod
     def from_recording(cls, recording: Recording) -> Roots:
-        """Requests with a draft behind every token; :class:`ConfigError` where none has."""
+        """Select requests with a draft after every token; :class:`ConfigError` if there is none."""
         if recording.roots != "every":
             raise ConfigError(
                 "this recording holds only the roots that its server visited: replay needs one "
@@ -90,12 +89,12 @@ class Chains(Roots):
 
     @property
     def max_length(self) -> int:
-        """D: drafts recorded behind each root."""
+        """D: drafts recorded after each root."""
         return self.stats["prob"].shape[1]
 
     @classmethod
     def from_recording(cls, recording: Recording) -> Chains:
-        """Raises :class:`ConfigError` unless the recording holds one chain per token."""
+        """Build the table; :class:`ConfigError` unless the recording holds one chain per token."""
         if recording.topk > 1:
             raise ConfigError(
                 f"this recording holds trees (topk {recording.topk}), chains are replayed on a "
@@ -119,7 +118,7 @@ class Chains(Roots):
         )
 
     def lengths(self, policy: ChainPolicy, roots: Tensor) -> Tensor:
-        """[len(roots)] int64 in [0, D]: drafts the policy would verify at these roots."""
+        """[len(roots)] int64 in [0, D]: drafts that the policy would verify at these roots."""
         alive = torch.ones(len(roots), dtype=torch.bool)
         kept = torch.zeros(len(roots), dtype=torch.long)
         for layer in self._layers(policy, roots):
@@ -130,7 +129,7 @@ class Chains(Roots):
         return kept
 
     def confidences(self, policy: Gate) -> Tensor:
-        """[R, D] float32: of every recorded draft."""
+        """[R, D] float32: confidence of every recorded draft."""
         roots = torch.arange(len(self.num_correct))
         return torch.stack([policy.confidence(layer) for layer in self._layers(policy, roots)], 1)
 
@@ -154,19 +153,19 @@ class Chains(Roots):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts per request [Q], float64: sums first, one division last."""
+    """Counts per request [Q], float64, which are summed before a division."""
 
     num_steps: Tensor
     """Verifications."""
 
     num_correct: Tensor
-    """Accepted drafts; like SGLang's, those behind the end of an answer count."""
+    """Accepted drafts, including those after the end of an answer, as SGLang counts."""
 
     num_proposed: Tensor
-    """Drafts the target verified."""
+    """Drafts that the target verified."""
 
     num_drafted: Tensor
-    """Drafts the draft model made: those verified, and the one that ended each chain."""
+    """Drafts that the draft model made: verified ones, and the one that ended each chain."""
 
     def accept_length(self) -> float:
         """tau: tokens per verification, the bonus token included."""
@@ -197,18 +196,18 @@ def replay(
         policy: Any chain policy.
         chains: Recorded chains.
         max_length: Drafted tokens per step; all that were recorded by default.
-        batch_size: Requests served together, the next one joining when one is done. Matters
-            only to a policy that stops whole batches, which defaults to 1.
+        batch_size: Requests served together; the next one joins when one is done. It affects only a
+            policy that stops whole batches, whose default is 1.
 
     Raises:
-        ConfigError: The policy reads what was not recorded.
+        ConfigError: The policy reads measurements that were not recorded.
     """
     refuse_unrecorded(policy, chains.stats)
     whole_batch = getattr(policy, "batch_wide", False)
     if batch_size is None:
         batch_size = 1 if whole_batch else chains.num_requests
     limit = chains.max_length if max_length is None else min(max_length, chains.max_length)
-    if not whole_batch:  # then one call decides all roots, and walking is a table look-up
+    if not whole_batch:  # then one call decides all roots, and each step is a table look-up
         table = chains.lengths(policy, torch.arange(int(chains.first_root[-1])))
 
     def step(at: Tensor) -> tuple[Tensor, ...]:
@@ -221,10 +220,9 @@ def replay(
 def walk(
     first_root: Tensor, step: Callable[[Tensor], tuple[Tensor, ...]], batch_size: int
 ) -> Tensor:
-    """[1 + C, Q] float64: steps taken, and the sums of what ``step`` counted on the way.
-
-    ``step`` gets roots [L] and returns C counts [L] int64: accepted drafts, and whatever else.
-    ``first_root`` [Q + 1] and ``batch_size`` are those of :func:`replay`.
+    """[1 + C, Q] float64: number of steps, and the sums of the counts of ``step``. ``step`` gets
+    roots [L] and returns C counts [L] int64, accepted drafts first. ``first_root`` [Q + 1] and
+    ``batch_size`` are those of :func:`replay`.
     """
     root, end = first_root[:-1].clone(), first_root[1:]
     num_steps = torch.zeros(len(root), dtype=torch.float64)
@@ -241,7 +239,7 @@ def walk(
 
 
 def refuse_unrecorded(policy: ChainPolicy | TreePolicy, recorded: Collection[str]) -> None:
-    """Raise :class:`ConfigError` where the policy reads what is not among ``recorded``."""
+    """Raise :class:`ConfigError` if the policy reads measurements that are not in ``recorded``."""
     if missing := sorted(policy.needs - set(recorded)):
         raise ConfigError(
             f"policy {policy.name} reads {', '.join(missing)}, which this recording lacks: record "

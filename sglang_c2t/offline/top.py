@@ -1,8 +1,6 @@
-"""``python -m sglang_c2t top``: watch a running server.
-
-Reads the counters of ``/metrics`` once an interval, and the settings of ``GET /c2t`` now and then.
-Fills a terminal; writes one line per interval into a pipe. A number key switches the policy, if the
-server allows it.
+"""``python -m sglang_c2t top``: watch a running server. Reads the counters of ``/metrics`` once an
+interval, and the settings of ``GET /c2t`` now and then. Fills a terminal; writes one line per
+interval into a pipe. A number key switches the policy, if the server allows it.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class View:
-    """The numbers of one interval; ``None`` where there was nothing to divide by."""
+    """The numbers of one interval; ``None`` if there was nothing to divide by."""
 
     replicas: int
     running: float  # requests, like the next one
@@ -278,10 +276,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def watch(server: Server, *, interval: float, once: bool, admin_key: str | None) -> None:
-    """Show a server until ``q`` or ctrl-C is typed; with ``once`` print one line.
-
-    Raises :class:`~sglang_c2t.config.ConfigError` if the server does not answer at first. Later
-    this waits for it to come back.
+    """Show a server until ``q`` or ctrl-C is typed; with ``once`` print one line. Raises
+    :class:`~sglang_c2t.config.ConfigError` if the server does not answer at first. Later this waits
+    for it to come back.
     """
     console = Console()
     follow = _Follower(server, interval, server.told(), server.sample())
@@ -304,7 +301,7 @@ class _Follower:
         self._lost: str | None = None  # since when
 
     def look(self) -> View | str:
-        """The numbers of an interval, or that the server does not answer."""
+        """Return the numbers of an interval, or that the server does not answer."""
         self._looks += 1
         try:
             sample = self.server.sample()

@@ -1,13 +1,13 @@
 """Train a classifier on recorded drafts, as the paper does.
 
-Binary cross-entropy, Adam 1e-3, batch 1024, 0.95 / 0.05 split by prompt, rejected tokens
-sampled down to as many as accepted ones when they outnumber them (arXiv:2502.13652,
-appendix C.2). Fine-tuning: 1e-4, from given weights. Deterministic for a given seed.
+Binary cross-entropy, Adam 1e-3, batch 1024, 0.95 / 0.05 split by prompt. Rejected tokens are
+sampled down to the number of accepted ones if they outnumber them (arXiv:2502.13652, appendix C.2).
+Fine-tuning: 1e-4, from given weights. Deterministic for a given seed.
 
 The number of steps is fixed, where the paper fixes 10 epochs: 10 epochs of a small recording
 underfit. On the real pair they gave an AUC of 0.897, and 10,000 steps gave 0.921.
 
-Which classifiers there are is one table, :data:`RECIPES`.
+The table :data:`RECIPES` lists the kinds of classifiers.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {
     # The paper's: raw joint probability, entropy, depth.
     "c2t": Recipe(("joint", "entropy", "depth")),
-    # The same network on the logarithm, where deep tokens stay apart, and on all rejected
-    # tokens, so that its confidence is a probability.
+    # The same network on the logarithm, which separates deep tokens, and on all rejected tokens,
+    # so that its confidence is a probability.
     "c2t-log": Recipe(("log_joint", "entropy", "depth"), standardise=True, balance=False),
-    # And how sure the draft is of the token alone. Chosen among own probability, margin and
-    # both on held-out training prompts.
+    # With the token's margin. Chosen among own probability, margin and both on held-out training
+    # prompts.
     "c2t-plus": Recipe(
         ("log_joint", "margin", "entropy", "depth"), standardise=True, balance=False
     ),
-    # In trees, its place there as well.
+    # In trees, also its rank there.
     "c2t-plus-tree": Recipe(
         ("log_joint", "margin", "entropy", "depth", "rank", "parent_rank"),
         standardise=True,
@@ -72,7 +72,7 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Hyper-parameters; the defaults are the paper's, but for the number of steps."""
+    """Hyper-parameters; the defaults are the paper's, except the number of steps."""
 
     steps: int = 10_000
     batch_size: int = 1024
@@ -81,7 +81,7 @@ class TrainSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Reject what no training can use."""
+        """Reject invalid settings."""
         for name in ("steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
@@ -91,14 +91,14 @@ FINE_TUNE = TrainSettings(steps=1_000, learning_rate=1e-4)
 
 
 def recipe_named(name: str) -> Recipe:
-    """The recipe of that name; :class:`ConfigError` if there is none."""
+    """Return the recipe of that name; :class:`ConfigError` if there is none."""
     if name not in RECIPES:
         raise ConfigError(f"unknown recipe {name!r}; known: {', '.join(sorted(RECIPES))}")
     return RECIPES[name]
 
 
 def recipe_of(classifier: Classifier) -> str | None:
-    """Name of the recipe that trains classifiers of this kind; None where none does."""
+    """Return the recipe that trains classifiers of this kind; ``None`` if there is none."""
     names = classifier.features.names
     return next((name for name, recipe in RECIPES.items() if recipe.names == names), None)
 
@@ -115,13 +115,13 @@ def train_classifier(
     """Fit a classifier to recorded drafts.
 
     Args:
-        recording: What to learn from; a twentieth of its prompts is held out for scores.
-        recipe: Which classifier.
-        settings: Hyper-parameters; the defaults, or :data:`FINE_TUNE` when ``start`` is given.
-        calibration: ``none``, ``temperature`` or ``isotonic``, fitted on the held-out prompts;
-            the card's calibration error is then of what it was fitted on.
+        recording: Training data; a twentieth of its prompts is held out for scores.
+        recipe: Kind of classifier.
+        settings: Hyper-parameters; the defaults, or :data:`FINE_TUNE` if ``start`` is given.
+        calibration: ``none``, ``temperature`` or ``isotonic``, fitted on the held-out prompts; the
+            card's calibration error is then measured on the same prompts.
         start: Fine-tune these weights instead of random ones.
-        show_progress: Say how far it is.
+        show_progress: Show a progress bar.
 
     Raises:
         ConfigError: Too little data, one class only, values that are not finite, or a
@@ -165,8 +165,8 @@ def train_classifier(
 
 
 def _heldout_scores(scores: Tensor, joint: Tensor, labels: Tensor) -> dict[str, Any]:
-    """How well the ``scores`` [n] of held-out drafts rank and predict their ``labels`` [n], and how
-    well the ``joint`` probability [n] ranks them.
+    """Score the ranking of held-out ``labels`` [n] by ``scores`` and ``joint`` [n], and the
+    calibration of ``scores``.
     """
     return {
         "heldout_tokens": int(labels.numel()),
@@ -177,7 +177,7 @@ def _heldout_scores(scores: Tensor, joint: Tensor, labels: Tensor) -> dict[str, 
 
 
 def _rounded(score: float) -> float | None:
-    """``None`` for what a single class leaves undefined; JSON knows no nan."""
+    """Round a score; ``None`` if a single class leaves it undefined, because JSON has no nan."""
     return None if math.isnan(score) else round(score, 4)
 
 
@@ -198,7 +198,7 @@ def split_by_group(
 
 
 def _examples(recording: Recording, spec: FeatureSpec) -> tuple[Tensor, Tensor]:
-    """Features [n, F] and labels [n] float32."""
+    """Return features [n, F] and labels [n] float32."""
     features = feature_matrix(spec.names, recording.layer(spec.needs))
     require_finite(features)
     return features, recording.nodes["accept"].float()
@@ -223,7 +223,7 @@ def fit(
     generator: torch.Generator,
     show_progress: bool = False,
 ) -> None:
-    """Minimise the binary cross-entropy of the labels [n], which are 0 or 1, by Adam."""
+    """Minimise the binary cross-entropy of the labels [n], 0 or 1, with Adam."""
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.learning_rate, fused=True)
     loss_fn = nn.BCEWithLogitsLoss()
     batches = _batches(features, labels, settings.batch_size, generator)
@@ -256,7 +256,7 @@ def _scaling(features: Tensor, standardise: bool) -> tuple[Tensor, Tensor]:
 
 
 def _calibrate(net: ConfidenceNet, features: Tensor, labels: Tensor, kind: str) -> Isotonic | None:
-    """Fit on held-out tokens; a temperature goes into the weights."""
+    """Fit the calibration on held-out tokens; a temperature is folded into the weights."""
     if kind == "isotonic":
         return fit_isotonic(torch.sigmoid(net(features)), labels)
     if kind == "temperature":
@@ -269,7 +269,7 @@ def _calibrate(net: ConfidenceNet, features: Tensor, labels: Tensor, kind: str) 
 def _both_classes(
     rows: Tensor, labels: Tensor, generator: torch.Generator, *, balance: bool
 ) -> Tensor:
-    """Negative sampling: drop random rejected rows until they are no majority."""
+    """Sample down: drop random rejected rows until they are no majority."""
     accept = labels[rows] > 0.5
     positives, negatives = rows[accept], rows[~accept]
     if not positives.numel() or not negatives.numel():

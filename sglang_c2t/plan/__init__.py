@@ -1,1 +1,3 @@
-"""How much to draft and to verify, from what the server has learnt about its load."""
+"""The planner: how many layers to draft and how many rows to verify in each step. It uses numpy
+alone and knows neither torch nor SGLang.
+"""

@@ -1,10 +1,8 @@
 """Outcomes of the drafts of one class of requests.
 
-Two classes are kept apart. Where a grammar, a penalty or a bias changes the target's distribution,
-the target rejects drafts for reasons that no confidence knows: such requests are planned with what
-became of their own drafts, and teach nothing about those of others.
-
-numpy only; knows neither torch nor SGLang.
+The planner keeps two classes apart. A grammar, a penalty or a bias changes the target's
+distribution, so the target rejects drafts for reasons that no confidence captures. The planner
+plans such requests with the outcomes of their own drafts, and learns nothing from them for others.
 
 Legend: S samples of drafts, D layers, d of them drafted, C confidences of a tree's layer, n drafts.
 """
@@ -21,10 +19,10 @@ from sglang_c2t.plan.forecast import Continuations, Forecast
 from sglang_c2t.plan.grades import Grades
 from sglang_c2t.plan.survival import Array, Numbers
 
-#: Steps whose first drafts stand for the traffic.
+#: Steps whose first layers represent the traffic.
 RECENT = 64
 
-#: Ways in which a first draft goes on, where there are enough of them.
+#: Continuations sampled per first draft, if there are enough first drafts.
 WAYS = 4
 
 
@@ -32,7 +30,7 @@ class Estimator(Protocol):
     """Survival from confidences: :class:`~sglang_c2t.plan.survival.Survival` or another."""
 
     by_steps: bool
-    """Whether it counts steps, and has to learn from each by itself."""
+    """Whether it counts steps and must learn from each one separately."""
 
     def of_chains(self, confidences: Array) -> Array: ...
 
@@ -48,13 +46,13 @@ class Estimator(Protocol):
 
 
 class Acceptance:
-    """Values of confidences, continuations of drafts, and grades of the gate's confidences.
+    """Survival estimates, continuations of drafts, and grades of the gate's confidences.
 
     Args:
-        survival: What confidences are worth.
+        survival: Estimates the survival of a draft from its confidence.
         max_depth: D.
         survivals: Gives the survival [S, d, ...] of confidences [S, d, ...] by ``survival``.
-        layer: C of trees; ``None``: chains.
+        layer: C of trees; ``None`` for chains.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class Acceptance:
         self._forget_drafts()
 
     def expected(self, most: int) -> Array:
-        """[about ``most``, D, ...]: survivals of drafts like the last ones."""
+        """Return [about ``most``, D, ...]: survivals of drafts like the last ones."""
         if self.firsts:
             recent = np.concatenate(self.firsts)
             wanted = max(most // WAYS, 1)
@@ -87,7 +85,7 @@ class Acceptance:
         return self._forecast(first, most)
 
     def refresh(self) -> None:
-        """Forget forecasts: the values of drafts have changed."""
+        """Drop cached forecasts, because the values of drafts have changed."""
         self._forecast.refresh()
 
     def reset(self) -> None:
@@ -99,18 +97,16 @@ class Acceptance:
         self.grades.reset()
 
     def drafted(self, confidences: Array) -> None:
-        """Drafts had these ``confidences`` [B, d, ...]."""
+        """Record the ``confidences`` [B, d, ...] of drafts."""
         self._continuations.observe(confidences)
 
     def grade(self, depth: Numbers, confidence: Array, predicted: Array, survived: Numbers) -> None:
-        """Count n verified drafts by their ``confidence`` and the survival that was
-        ``predicted``.
-        """
+        """Count n verified drafts by ``confidence`` and by the survival ``predicted`` for them."""
         self.grades.observe(confidence, survived)
         self.predictions.observe(predicted, survived, depth - 1)
 
     def _forget_drafts(self) -> None:
-        """Know of no draft how it goes on."""
+        """Drop all recorded continuations."""
         max_depth, layer = self._shape
         self._continuations = Continuations(max_depth, width=layer)
         self._forecast = Forecast(self._continuations, self.survivals)

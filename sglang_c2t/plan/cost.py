@@ -1,6 +1,4 @@
-"""Costs of a step on this machine: milliseconds over rows, over batches, by draft depth.
-
-numpy only; knows neither torch nor SGLang.
+"""Costs of a step on this machine in ms: by rows, by batch size and by draft depth.
 
 Legend: T rows of a target forward, B requests, d draft layers.
 """
@@ -20,71 +18,70 @@ from sglang_c2t.plan.restored import numbers
 from sglang_c2t.plan.step import StepTimes
 from sglang_c2t.plan.survival import Array
 
-#: Measurements kept of a size.
+#: Measurements kept per size.
 MEMORY = 9
 
-#: Measurements of a size behind which they alone are believed.
+#: Measurements of a size after which its seed and its neighbours no longer correct them.
 SEED = 3
 
-#: The quantile that is believed of measurements, unless said otherwise.
+#: Default quantile of the measurements that a curve uses.
 LOW = 0.25
 
-#: Steps after which a measurement says nothing any more: as many as the server was old when it was
-#: made, within these bounds. The first ones of a process may be far off; later a
-#: slower machine is a slowdown factor, and a load that comes back need not measure its sizes again.
+#: A measurement expires after as many steps as the server had made when it was taken, within
+#: these bounds. The first ones of a process may be far off. Later, the slowdown factor covers a
+#: slower machine, and a load that returns need not measure its sizes again.
 STALE = 400
 STALE_AT_LAST = 4000
 
-#: Sizes in a curve that comes from outside.
+#: Most sizes in a restored curve.
 LARGEST = 10_000
 
-#: Milliseconds of a forward, of a curve that comes from outside: a nanosecond.
+#: Least milliseconds of a forward in a restored curve: a nanosecond.
 SHORTEST = 1e-6
 
-#: Deviations by which the slope over contexts is known, and forwards of a size that they are from.
+#: Deviations that the slope over contexts averages, and forwards that a size's means average.
 REMEMBERED = 20_000
 LATELY = 100
 
-#: How many times the noise of a slope its square must be, before any of it is believed.
+#: A slope counts only if its square exceeds the variance of its noise by this factor.
 SURE = 16.0
 
-#: Share of a forward's time that its rows take at least, whatever its context.
+#: Least share of a forward's time that its rows take, whatever its context.
 LEAST = 0.1
 
-#: Tokens of context for which a state holds the milliseconds.
+#: Tokens of context to which the milliseconds of a saved state refer.
 STATE_TOKENS = 1000
 
-#: Forwards that give the slowdown factor.
+#: Forwards that the slowdown factor averages.
 MOMENT = 5
 
 #: Share of a slowdown attributed to the machine, not to the size. Below 1, so that costs by size
-#: still adapt: costs and factor could else drift apart, and sizes without steps keep old costs.
+#: still adapt. Otherwise costs and factor could drift apart, and idle sizes would keep old costs.
 EXPLAINED = 0.9
 
 
 class Curve:
-    """Milliseconds over a size: low quartiles of what was measured last, at each size.
+    """Milliseconds by size: the low quartile of the latest measurements of each size.
 
-    A low quartile because nothing makes a forward faster than it is, and the first ones of a
-    process or a pause of the machine make it much slower: of up to four measurements the least
-    counts.
+    The low quartile, because the first forwards of a process and pauses of the machine take much
+    longer. Of up to four measurements the curve uses the least.
 
-    Less than :data:`SEED` measurements of a size can make it cheaper than the line between its
-    neighbours says, but no dearer: no plan would choose it again, to see that the machine paused.
-    The curve falls only where that is sure. Kernels change with the size, so that on some CPUs 16
-    rows take two thirds of what 10 take; but a size that was measured less often, or ever was as
-    fast as a larger one, is pooled with that, and the quartile of all they measured is theirs.
+    Fewer than :data:`SEED` measurements of a size can only lower it below the line between its
+    neighbours. If a pause could raise it, no plan would choose that size again. The curve falls
+    only where the measurements agree. Kernels change with the size: on some CPUs 16 rows take two
+    thirds of the time of 10. A size is pooled with a larger one if it has few measurements or was
+    ever as fast. Both then get the quartile of their joint measurements.
 
-    Between sizes it is interpolated; beyond them it goes on with the slope from the smallest to the
-    largest, though no size costs less than its share of a larger one.
+    Between sizes the curve interpolates. Beyond them it continues with the slope from the smallest
+    to the largest size, though no size costs less than its share of a larger one.
 
-    What was measured long ago gives way to the first new measurement. What was measured before
-    serving is as good as long ago, but true: until there are enough measurements it or the least of
-    them is believed. Sizes that are :func:`size_bucket` the same are one.
+    The first new measurement replaces expired ones. Seeds come from before serving and count as
+    expired. Until there are :data:`SEED` new measurements, the curve uses the least of these and
+    the seed. Sizes with one :func:`size_bucket` share a cost.
 
     Args:
-        memory: Measurements kept of a size.
-        share: Of them, which quantile is believed.
+        memory: Measurements kept per size.
+        share: Quantile of them that the curve uses.
     """
 
     def __init__(self, memory: int = MEMORY, *, share: float = LOW) -> None:
@@ -94,14 +91,14 @@ class Curve:
         self._measured_at: dict[int, int] = {}
         self.measurements = 0
         self._steps = 0
-        self._sizes: list[int] = []  # measured, rising
-        self._alone: dict[int, tuple[float, list[float]]] = {}  # of each, quantile and measurements
-        self._values: list[float] | None = None  # of each beside the others; None: to be fitted
+        self._sizes: list[int] = []  # measured, increasing
+        self._alone: dict[int, tuple[float, list[float]]] = {}  # quantile and measurements, by size
+        self._values: list[float] | None = None  # by size, fitted together; None: to be fitted
         self._pooled = False  # whether some sizes share a value
-        self._drawn: dict[float, float] = {}  # what it was asked for since
+        self._drawn: dict[float, float] = {}  # results since the last fit
 
     def observe(self, size: int, milliseconds: float) -> None:
-        """One measurement."""
+        """Add a measurement."""
         self.measurements += 1
         size = size_bucket(size)
         if size in self._samples and not self.measured(size):
@@ -111,11 +108,11 @@ class Curve:
         self._changed(size, at=self._steps)
 
     def step(self) -> None:
-        """Another step, whether or not it measured anything here: measurements grow old."""
+        """Count a step, so that measurements expire, even if the step measured nothing here."""
         self._steps += 1
 
     def seed(self, points: Mapping[int, float]) -> None:
-        """Sizes measured before: of several measurements of one, the least."""
+        """Add measurements from before serving; of several of one size, keep the least."""
         for size, milliseconds in points.items():
             size = size_bucket(size)
             if size not in self._samples:
@@ -124,31 +121,31 @@ class Curve:
 
     @property
     def known(self) -> bool:
-        """Whether there is anything to go by."""
+        """Whether the curve has any measurement."""
         return bool(self._sizes)
 
     def measured(self, size: int) -> bool:
-        """Whether this size was measured while serving, not too long ago."""
+        """Whether serving measured this size and that measurement has not expired."""
         at = self._measured_at.get(size_bucket(size), -STALE - 1)
         return self._steps - at <= min(max(at, STALE), STALE_AT_LAST)
 
     def sure(self, size: int) -> bool:
-        """Whether this size was measured often enough while serving."""
+        """Whether serving measured this size at least :data:`SEED` times."""
         return len(self._samples.get(size_bucket(size), ())) >= SEED
 
     @property
     def seeded(self) -> bool:
-        """Whether some sizes were measured before."""
+        """Whether some sizes were measured before serving."""
         return bool(self._seeds)
 
     @property
     def points(self) -> dict[int, float]:
-        """The curve at the sizes that were measured."""
+        """The curve at the measured sizes."""
         return dict(zip(self._sizes, self._fitted(), strict=True))
 
     def __call__(self, size: float) -> float:
-        """Milliseconds at ``size``; 0 where nothing was ever measured."""
-        found = self._drawn.get(size)  # a step asks for the same few sizes again and again
+        """Return milliseconds at ``size``; 0 if nothing was ever measured."""
+        found = self._drawn.get(size)  # a step asks for the same few sizes many times
         if found is None:
             found = self._drawn[size] = self._draw(size)
         return found
@@ -168,12 +165,12 @@ class Curve:
         return values[right - 1] + share * (values[right] - values[right - 1])
 
     def stale(self, among: Iterable[int]) -> list[int]:
-        """Those of the sizes that were measured too long ago."""
+        """Return those of the sizes whose measurements have expired."""
         known = [size for size in among if size_bucket(size) in self._measured_at]
         return [size for size in known if not self.measured(size)]
 
     def unknown(self, among: Iterable[int]) -> list[int]:
-        """Those of the sizes that were never measured: their cost is interpolated."""
+        """Return those of the sizes that were never measured; their cost is interpolated."""
         return [size for size in among if size_bucket(size) not in self._measured_at]
 
     def _fitted(self) -> list[float]:
@@ -191,7 +188,7 @@ class Curve:
         return self._values
 
     def _believed(self) -> list[tuple[float, list[float]]]:
-        """Quantile and measurements of each size, rising, as far as these can be believed."""
+        """Quantile and measurements by increasing size, capped where a size has few of them."""
         every = [self._alone[size] for size in self._sizes]
         few = [i for i, (_, measured) in enumerate(every) if len(measured) < SEED]
         if 0 < len(few) < len(every):
@@ -206,7 +203,7 @@ class Curve:
         return every
 
     def _changed(self, size: int, *, at: int) -> None:
-        """A size was measured, at that step."""
+        """Update a size measured at step ``at``."""
         if size not in self._measured_at:
             bisect.insort(self._sizes, size)
         self._measured_at[size] = at
@@ -215,27 +212,26 @@ class Curve:
             measured = [min([self._seeds[size], *measured])] * SEED
         last, now = self._alone.get(size), (quantile(measured, self._share), measured)
         self._alone[size] = now
-        # Most measurements leave the curve as it is.
+        # Most measurements do not change the curve.
         if last is None or self._pooled or _use(last) != _use(now):
             self._values = None
             self._drawn.clear()
 
 
 def _use(alone: tuple[float, list[float]]) -> tuple[float, ...]:
-    """The part of a size's quantile and measurements that a curve without pools depends on."""
+    """Return what a curve without pools depends on, of a size's quantile and measurements."""
     value, measured = alone
     return (value, min(measured)) if len(measured) >= SEED else (value, *measured)
 
 
 class SlowdownFactor:
-    """How much longer every forward takes now than its cost says: 1 where nothing changed.
+    """Ratio of the time of current forwards to their cost; 1 if nothing changed.
 
-    Other work on the machine, its clock and longer contexts make forwards of all sizes slower
-    together. Were that learnt as the cost of the sizes in use, other sizes would keep the cost of
-    another hour, and seem too slow or too fast in comparison.
+    Other work on the machine, its clock and longer contexts slow all sizes down together. Learnt as
+    the cost of the sizes in use, such a slowdown would distort the comparison with other sizes.
 
-    It is the same low quartile as that of a :class:`Curve`, over the last forwards. With another
-    one, costs would follow the factor and the factor the costs.
+    It is the same low quartile as in :class:`Curve`, over the last forwards. With another quantile,
+    costs and factor would chase each other.
     """
 
     def __init__(self) -> None:
@@ -250,24 +246,24 @@ class SlowdownFactor:
 
 
 class Context:
-    """Milliseconds by which forwards of all sizes grow with the tokens before them.
+    """Milliseconds that forwards of all sizes gain with the tokens of context in their batch.
 
     Attention reads the keys and values of every request, however many of its rows are verified.
-    Were that taken for a :class:`SlowdownFactor`, each row would seem to cost as much more.
+    A :class:`SlowdownFactor` would charge that time to each row.
 
-    It is a slope: by how much longer forwards of a size took when the contexts of their batch held
-    more tokens than they mostly do. It is believed as far as it stands out of the noise (James and
-    Stein's positive part), so that short contexts, which make no difference, are none.
+    The slope compares forwards of one size whose batches held more or fewer tokens than their mean.
+    James and Stein's positive-part estimator shrinks it by its noise, so that short contexts, which
+    make no difference, give 0.
     """
 
     def __init__(self) -> None:
         self._means: dict[int, tuple[float, float, float]] = {}  # forwards, tokens, ms, by size
-        # Number of deviations from these, and the sums of tokens^2, tokens * ms, ms^2.
+        # Number of deviations from these means, and the sums of tokens^2, tokens * ms, ms^2.
         self._sums: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
         self._seeded = 0.0
 
     def observe(self, size: int, tokens: float, milliseconds: float) -> None:
-        """A forward of ``size`` rows behind so many ``tokens``, of the whole batch."""
+        """Add a forward of ``size`` rows over ``tokens`` of context in the whole batch."""
         size = size_bucket(size)
         seen, mean_tokens, mean_ms = self._means.get(size, (0.0, 0.0, 0.0))
         more, longer = tokens - mean_tokens, milliseconds - mean_ms
@@ -278,12 +274,12 @@ class Context:
         self._means[size] = seen, mean_tokens + more / seen, mean_ms + longer / seen
 
     def seed(self, per_token: float) -> None:
-        """Known before: believed while nothing was seen here."""
+        """Set the slope that holds until forwards give one."""
         self._seeded = per_token
 
     @property
     def per_token(self) -> float:
-        """Milliseconds; 0 where they do not stand out of the noise."""
+        """Milliseconds per token; 0 if they do not exceed the noise."""
         forwards, tokens, both, ms = self._sums
         if both <= 0.0 or forwards < SEED:
             return self._seeded
@@ -292,22 +288,22 @@ class Context:
         return slope * max(1.0 - SURE * noise / slope**2, 0.0) or self._seeded
 
     def __call__(self, tokens: float) -> float:
-        """Milliseconds without the slowdown factor."""
+        """Return milliseconds for ``tokens``, without the slowdown factor."""
         return self.per_token * tokens
 
 
 class StepCost:
     """Milliseconds of a step: verify(T) + context(tokens) + draft(B, d) + rest(B).
 
-    SGLang drafts the first layer at the end of the step before, in draft extend, so that d layers
-    are d - 1 draft forwards. The rest is what the host and draft extend take; it grows with the
-    batch. Its median is believed: short steps lose as much to the machine as long ones, and a plan
-    that did not know would take too many short ones.
+    SGLang drafts the first layer at the end of the previous step, in draft extend, so d layers need
+    d - 1 draft forwards. The rest is the time of the host and draft extend; it grows with the
+    batch. Its curve uses the median: a low quantile would hide what short steps lose to the
+    machine, and plans would take too many of them.
 
-    Uniform steps, in which no gate scores a draft, have layers and a rest of their own.
+    Uniform steps, in which no gate scores a draft, have separate curves for layers and rest.
 
-    ``verify`` and ``context`` hold costs without the :class:`SlowdownFactor` of the moment, which
-    is multiplied with them.
+    ``verify`` and ``context`` hold costs without the current :class:`SlowdownFactor`, which
+    multiplies them.
     """
 
     def __init__(self) -> None:
@@ -325,9 +321,8 @@ class StepCost:
     def observe(
         self, times: StepTimes, *, batch: int, layers: int, context: int = 0, uniform: bool = False
     ) -> None:
-        """Learn from the ``times`` of a step of B requests that drafted d ``layers``.
-
-        Steps of dummy requests seed the curves.
+        """Learn from the ``times`` of a step of B requests that drafted d ``layers``. Steps of
+        dummy requests seed the curves.
         """
         per_layer = {batch: times.draft_ms / (layers - 1)} if layers > 1 else {}
         if times.step_ms is None:
@@ -350,9 +345,8 @@ class StepCost:
     def one(
         self, rows: int, batch: int, layers: int, *, context: int = 0, uniform: bool = False
     ) -> float:
-        """Milliseconds of a step. A kind that was never measured costs what the other one does.
-
-        In plain numbers, not as one of an array: it is asked several times a step.
+        """Return milliseconds of a step. A kind that was never measured costs the same as the
+        other. It computes scalars, not arrays, because a step calls it several times.
         """
         verify = (self.verify(rows) + self.context(context)) * self.slowdown.now
         layer, rest = self._draft(batch, uniform)
@@ -361,18 +355,18 @@ class StepCost:
     def __call__(
         self, rows: NDArray[np.int64], batch: int, depths: Sequence[int], *, context: int = 0
     ) -> Array:
-        """[d, n] milliseconds of steps with T of ``rows`` [n] after each of d ``depths``."""
+        """Return [d, n] milliseconds of steps with T of ``rows`` [n] after each of d ``depths``."""
         verify = np.array([self.verify(size) for size in rows.tolist()]) + self.context(context)
         verify *= self.slowdown.now
         layer, rest = self._draft(batch)
         return np.array([[max(d - 1, 0) * layer + rest] for d in depths]) + verify
 
     def uniform_measured(self, batch: int) -> bool:
-        """Whether uniform steps of B requests were measured, not too long ago."""
+        """Whether uniform steps of B requests were measured and the measurement has not expired."""
         return self.curves["uniform_rest"].measured(batch)
 
     def state(self) -> dict[str, Any]:
-        """The curves' points at the slowdown of the moment, for JSON."""
+        """Return the curves' points at the current slowdown, for JSON."""
         points = {name: curve.points for name, curve in self.curves.items()}
         points["verify"] = {size: ms * self.slowdown.now for size, ms in points["verify"].items()}
         longer = self.context(STATE_TOKENS) * self.slowdown.now
@@ -380,31 +374,30 @@ class StepCost:
         return points
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Seed the curves; ValueError for what are no points of them."""
+        """Seed the curves; ValueError if ``state`` holds no points for them."""
         for name, curve in self.curves.items():
-            # Costs that were measured elsewhere may know of one kind of step only.
+            # Costs from another machine may cover one kind of step only.
             points = state[name] if name in {"verify", "layer", "rest"} else state.get(name, {})
             curve.seed(_points(name, points))
         points = _points("context", state.get("context", {}))
         self.context.seed(max((ms / tokens for tokens, ms in points.items()), default=0.0))
 
     def _draft(self, batch: int, uniform: bool = False) -> tuple[float, float]:
-        """Milliseconds of a draft layer, and of the rest."""
+        """Return milliseconds of a draft layer and of the rest."""
         layer, rest = self._host_curves(uniform)
         layer, rest = layer if layer.known else self.layer, rest if rest.known else self.rest
         return layer(batch), rest(batch)
 
     def _host_curves(self, uniform: bool) -> tuple[Curve, Curve]:
-        """A layer and the rest, of a kind of step."""
+        """Return the curves of a layer and of the rest for a kind of step."""
         if uniform:
             return self.curves["uniform_layer"], self.curves["uniform_rest"]
         return self.layer, self.rest
 
 
 def _points(name: str, state: Any) -> dict[int, float]:
-    """Milliseconds by size, of a state; ValueError for what are none.
-
-    A forward of the target that took no time would make every rate infinite.
+    """Return milliseconds by size from a saved state; ValueError if invalid. A target forward of 0
+    ms would make every rate infinite.
     """
     points = dict(state)
     if len(points) > LARGEST:
@@ -417,42 +410,44 @@ def _points(name: str, state: Any) -> dict[int, float]:
 
 @lru_cache(maxsize=4096)
 def size_bucket(size: int, *, bits: int = 4) -> int:
-    """The nearest size whose first ``bits`` bits say all: with four, of eight between a power of
-    two and the next, so that where every size can occur each is measured often. All tiers of CUDA
-    graphs are such sizes.
+    """Round to the nearest size with ``bits`` significant bits. Four bits give eight sizes between
+    a power of two and the next. Where every size can occur, each bucket then gets many
+    measurements. All tiers of CUDA graphs are such sizes.
     """
     step = _step(size, bits)
     return (size + step // 2) // step * step
 
 
 def next_bucket(size: int) -> int:
-    """The next larger size of which a :class:`Curve` keeps a cost of its own."""
+    """Return the next larger size for which a :class:`Curve` keeps a separate cost."""
     step = _step(size)
     return size // step * step + step
 
 
 def _step(size: int, bits: int = 4) -> int:
-    """How far apart numbers are of which, around ``size``, the first ``bits`` bits say all."""
+    """Return the distance between numbers with ``bits`` significant bits around ``size``."""
     return 1 << max(size.bit_length() - bits, 0)
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The one of ``values`` that is ``share`` of the way from the least to the largest."""
+    """Return the element of ``values`` at quantile ``share``."""
     ordered = sorted(values)
     return ordered[int((len(ordered) - 1) * share)]
 
 
 def _mistaken(measured: list[float], larger: float) -> bool:
-    """Whether a size only seems to take longer than a ``larger`` one does."""
+    """Whether a size only seems slower than a ``larger`` one."""
     return len(measured) < SEED or min(measured) <= larger
 
 
 def spread(sizes: Sequence[int], count: int = 8) -> tuple[list[int], list[int]]:
-    """Which of the rising ``sizes`` to measure: ``count`` at most that span them, each about as
-    many times the one before, and those between, without what is :func:`size_bucket` one of these.
+    """Choose which of the increasing ``sizes`` to measure: a span, and the sizes between.
 
-    Round ones, where there are such: kernels are made for these, and a price that is drawn between
-    two that are badly served would hide the good ones.
+    The span is at most ``count`` sizes in a geometric sequence from the first to the last. The
+    others are those in no :func:`size_bucket` of the span.
+
+    It prefers round sizes, because kernels are tuned for these. A cost interpolated between two
+    slow sizes would hide the fast ones.
     """
     wanted = [size_bucket(round(goal), bits=2) for goal in np.geomspace(sizes[0], sizes[-1], count)]
     wanted[-1] = sizes[-1]

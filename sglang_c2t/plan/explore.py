@@ -1,11 +1,8 @@
-"""Which steps are made only to learn from, and what they may cost.
+"""Which steps are made only to learn from, and how much time they may cost.
 
-A plan keeps to what it knows, so that layers that are not drafted, and row counts that are not
-verified, would keep the cost of a bad moment. A step now and then leaves the best plan for one of
-these. What that loses is budgeted, and the interval between such steps doubles while they confirm
-the best plan.
-
-numpy only; knows neither torch nor SGLang.
+The planner plans with known costs, so layers and row counts that it does not use would keep the
+cost of a slow moment. An exploration step sometimes leaves the best plan for one of these. Its
+loss is budgeted, and the interval doubles while exploration confirms the best plan.
 """
 
 from __future__ import annotations
@@ -17,47 +14,43 @@ import numpy as np
 from sglang_c2t.plan.cost import Curve
 from sglang_c2t.plan.plan import Plan, Plans
 
-#: Share of the time that exploration may lose.
+#: Share of the time that exploration may cost.
 SHARE = 0.005
 
-#: Steps whose time a cold start may lose on top, for row counts measured only before it served:
-#: whatever else the machine did then is in them.
+#: Steps' worth of time that a cold start may spend in addition. It re-measures row counts known
+#: only from before serving, when other work on the machine may have distorted them.
 COLD_START_BUDGET = 10.0
 
-#: However much it seems to lose, all layers are drafted once in so many steps, and uniform steps
-#: are tried; after a cold start at least whenever the age of the server has doubled.
+#: Whatever the expected loss, all layers are drafted and uniform steps are tried once in so many
+#: steps. After a cold start this also happens whenever the server's step count has doubled.
 AT_LEAST_EVERY = 500
 FIRST = 16
 
-#: Steps without so many layers before they are explored: at first, and at most once explored steps
-#: have confirmed the best plan again and again.
+#: Steps without certain layers before they are explored: at first, and at most, after exploration
+#: steps have confirmed the best plan repeatedly.
 UNSEEN = 16
 UNSEEN_AT_MOST = 128
 
-#: Steps within which the record of a step has surely arrived. Until it has, none is explored.
+#: Steps within which the record of a step has arrived. Until then no other step explores.
 ARRIVES = 8
 
-#: Steps of a cold start, in which one row count after the other is explored.
+#: Steps of a cold start, which explores one row count after the other.
 COLD_START = 400
 
-#: Share of its time that a step with an unmeasured row count may seem to lose.
+#: Share of its time that a step with an unmeasured row count may be expected to lose.
 NEARLY = 0.1
 
 
 class Exploration:
-    """Keeps the cost of exploration, and when which layers were last drafted.
-
-    Args:
-        max_depth: D.
-    """
+    """Budget of exploration, and the steps that last drafted each number of layers."""
 
     def __init__(self, max_depth: int) -> None:
         self.step = 0
         """Number of the step in progress."""
         self.budget = COLD_START_BUDGET
-        """Steps that the cold start may still lose."""
+        """Steps' worth of time that the cold start may still lose."""
         self._spent_ms = 0.0  # by all steps
-        self._cost_ms = 0.0  # by explored ones
+        self._cost_ms = 0.0  # by exploration steps
         self._drafted_at = [0] * (max_depth + 1)  # step that last drafted so many layers or more
         self._uniform_at = 0
         self._unseen_after = UNSEEN
@@ -71,28 +64,27 @@ class Exploration:
         return self.step - self._explored_at < ARRIVES
 
     def arrived(self) -> None:
-        """The record of an explored step has arrived."""
+        """Note that the record of an exploration step has arrived."""
         self._explored_at = -ARRIVES
 
     def took(self, milliseconds: float) -> None:
-        """A step took so long."""
+        """Add the duration of a step to the time spent."""
         self._spent_ms += milliseconds
 
     def drafted(self, layers: int) -> None:
-        """Drafts of so many ``layers`` were scored."""
+        """Note that the gate scored drafts of so many ``layers``."""
         self._drafted_at[: layers + 1] = [self.step] * (layers + 1)
 
     def confirmed(self, same: bool) -> None:
-        """The best plan was computed anew, and is the ``same`` as before, or is not."""
+        """Note whether the new best plan is the ``same`` as before."""
         if not same:
             self._unseen_after = UNSEEN
 
     def row_count(self, curve: Curve, plans: Plans, best: Plan) -> tuple[int, Plan] | None:
-        """A row count whose cost is stale or unknown, and a plan with it. ``None``: none is worth
-        leaving the ``best`` plan for.
-
-        Stale counts come first, the one that would be best before others. Unknown ones, whose
-        kernels may be better than those around them, are worth it where they are nearly best.
+        """Pick a row count whose cost is stale or unknown, and a plan with it. ``None`` if the
+        ``best`` plan is better. Stale counts come first, in order of their best rate. Unknown ones
+        may have faster kernels than their neighbours; they qualify if their rate is nearly the
+        best.
         """
         if self.step >= COLD_START and self.step - self._rows_at < self._unseen_after:
             return None
@@ -107,13 +99,13 @@ class Exploration:
         return None
 
     def layers(self, candidates: Sequence[Plan], plan: Plan, best: Plan) -> Plan | None:
-        """One of the ``candidates`` that drafts layers unseen for a while; ``None``: none is due
-        or affordable.
+        """Return a candidate that drafts layers unseen for a while; ``None`` if none is due or
+        affordable.
 
         Args:
-            candidates: The best plan of each depth, rising.
-            plan: Drafts, and shows, all layers up to its own.
-            best: What is left for it, this or a uniform plan.
+            candidates: The best plan of each depth, increasing.
+            plan: The current plan; it drafts and labels all layers up to its own.
+            best: The plan that exploration replaces: ``plan`` or a uniform plan.
         """
         after = self._unseen_after
         others = [
@@ -135,7 +127,7 @@ class Exploration:
         return other
 
     def uniform(self, uniform: Plan, plan_rate: float, steps: int) -> bool:
-        """Whether so many ``uniform`` steps may be tried in place of ones with ``plan_rate``."""
+        """Whether ``steps`` uniform steps may replace steps with ``plan_rate``."""
         lost = steps * max(uniform.milliseconds - uniform.tokens / plan_rate, 0.0)
         if not self._due(self._uniform_at) and not self._afford(lost):
             return False
@@ -143,15 +135,15 @@ class Exploration:
         return True
 
     def _due(self, last: int) -> bool:
-        """Whether it is time, the last one being at that step, whatever it costs."""
+        """Whether exploration is due, whatever it costs, if the last one was at step ``last``."""
         return self.step - last >= min(max(last, FIRST), AT_LEAST_EVERY)
 
     def _affordable(self, other: Plan, best: Plan) -> bool:
         return self._afford(cost_ms(other, best))
 
     def _afford(self, lost: float) -> bool:
-        """Take ``lost`` milliseconds from the share of the time, if they are there. What was not
-        spent in time is not saved up.
+        """Take ``lost`` milliseconds from the share of the time, if available. Unused time
+        expires.
         """
         self._cost_ms = max(self._cost_ms, SHARE * self._spent_ms - lost)
         if self._cost_ms + lost > SHARE * self._spent_ms:
@@ -160,7 +152,7 @@ class Exploration:
         return True
 
     def _within_budget(self, other: Plan, best: Plan) -> bool:
-        """Take what is lost from the budget of the cold start, if it is there."""
+        """Take the loss from the cold start budget, if available."""
         lost = cost_ms(other, best) / other.milliseconds
         if lost > self.budget:
             return False
@@ -169,5 +161,5 @@ class Exploration:
 
 
 def cost_ms(other: Plan, best: Plan) -> float:
-    """Milliseconds that a step of the ``other`` plan takes longer for its tokens."""
+    """Return the milliseconds that the ``other`` plan takes longer for its tokens."""
     return max(other.milliseconds * (1.0 - other.rate / best.rate), 0.0)

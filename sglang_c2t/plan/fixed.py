@@ -1,7 +1,4 @@
-"""The planner of policies that do not plan: all layers, and the gate decides what is verified.
-
-numpy only; knows neither torch nor SGLang.
-"""
+"""Planner for policies without planning: it drafts all layers and the gate decides the rest."""
 
 from __future__ import annotations
 
@@ -10,18 +7,12 @@ import numpy as np
 from sglang_c2t.plan.cost import Curve
 from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord
 
-#: Row counts that must be measured before a row has a cost.
+#: Measured row counts needed to estimate the cost of a row.
 ENOUGH = 4
 
 
 class FixedPlanner:
-    """Always plans full drafts, and measures what a row of the target costs.
-
-    Args:
-        max_depth: D.
-        topk: Children of a draft.
-        width: N, rows of a full draft.
-    """
+    """Always plans full drafts of ``width`` N, and measures the cost of a target row."""
 
     def __init__(self, max_depth: int, topk: int, width: int) -> None:
         self.max_depth, self.topk, self._width = max_depth, topk, width
@@ -29,7 +20,7 @@ class FixedPlanner:
         self._plans: dict[int, StepPlan] = {}
 
     def plan(self, batch: BatchView) -> StepPlan:
-        """All layers, and rows for the full draft of each request."""
+        """Plan all layers, and rows for the full draft of each request."""
         requests = batch.batch_size
         if requests not in self._plans:
             rows = requests * self._width
@@ -43,12 +34,12 @@ class FixedPlanner:
             self._verify.observe(record.times.rows, record.times.verify_ms)
 
     def full_rows(self, _layers: int) -> int:
-        """N."""
+        """Return N."""
         return self._width
 
     @property
     def row_ms(self) -> tuple[float, float] | None:
-        """Milliseconds of a row of the target, and their standard error; ``None``: not known."""
+        """Milliseconds per row of the target, and their standard error; ``None`` if unknown."""
         points = self._verify.points
         if len(points) < ENOUGH:
             return None

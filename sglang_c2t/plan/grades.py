@@ -1,6 +1,4 @@
-"""Confidences of verified drafts, and how many of these drafts survived.
-
-numpy only; knows neither torch nor SGLang.
+"""Confidences of verified drafts, and how many of those drafts survived.
 
 Legend: n drafts, D rows (one, or one per depth).
 """
@@ -15,7 +13,7 @@ import numpy as np
 
 from sglang_c2t.plan.survival import Array, Numbers
 
-#: Bins of equal width over confidences from 0 to 1.
+#: Bins of equal width over [0, 1].
 BINS = 20
 
 #: Standard errors of a 95 % interval.
@@ -39,18 +37,17 @@ class Summary(NamedTuple):
 
 
 class Grades:
-    """Counts of verified drafts in bins of confidence: drafts, sum of confidences, survivors.
-
-    A calibrated gate has equal sums of confidences and survivors. A gate that ranks drafts well
-    has its survivors in the upper bins, even if it is not calibrated.
+    """Counts of verified drafts in bins of confidence: drafts, sum of confidences, survivors. A
+    calibrated gate has equal sums of confidences and survivors. A gate that ranks drafts well has
+    its survivors in the upper bins, even if it is not calibrated.
     """
 
     def __init__(self, num_rows: int = 1) -> None:
         self.counts = np.zeros((3, num_rows, BINS))
 
     def observe(self, confidence: Array, survived: Numbers, row: Numbers | int = 0) -> None:
-        """Count drafts by ``confidence`` [n], each in its ``row``. Values outside [0, 1], and nan,
-        are left out: a broken classifier may give them.
+        """Count drafts by ``confidence`` [n], each in its ``row``. It skips values outside [0, 1]
+        and nan, which a broken classifier may give.
         """
         sane = (confidence >= 0.0) & (confidence <= 1.0)
         row = np.broadcast_to(row, confidence.shape)[sane]
@@ -66,19 +63,19 @@ class Grades:
         self.counts[:] = 0.0
 
     def errors(self) -> list[float]:
-        """Expected calibration error of each row."""
+        """Return the expected calibration error of each row."""
         drafts, promised, survived = self.counts
         total = np.maximum(drafts.sum(axis=1), 1.0)
         return list((np.abs(promised - survived).sum(axis=1) / total).tolist())
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts by name, each [BINS], or [D, BINS] of several rows; for JSON."""
+        """Return counts by name, each [BINS], or [D, BINS] for several rows; for JSON."""
         counts = self.counts if self.counts.shape[1] > 1 else self.counts[:, 0]
         return dict(zip(("drafts", "promised", "survived"), counts.tolist(), strict=True))
 
 
 def summary(told: Sequence[Mapping[str, Sequence[float]]]) -> Summary | None:
-    """Summarize the counts of several schedulers, of one row each; ``None`` without drafts."""
+    """Summarize one-row counts of several schedulers; ``None`` without drafts."""
     if not told:
         return None
     drafts, promised, survived = (
@@ -88,7 +85,7 @@ def summary(told: Sequence[Mapping[str, Sequence[float]]]) -> Summary | None:
     if total == 0.0:
         return None
     bad = drafts - survived
-    # The order within a bin is not known: count half of its pairs as ordered.
+    # The order within a bin is unknown: count half of its pairs as ordered.
     below = np.cumsum(bad) - bad
     pairs = good * float(bad.sum())
     auc = float((survived * (below + 0.5 * bad)).sum()) / pairs if pairs else 1.0

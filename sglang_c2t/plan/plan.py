@@ -1,13 +1,11 @@
-"""The layers and rows of a step that bring most tokens a millisecond.
+"""The layers and rows of a step with the most tokens per millisecond.
 
     maximise over d and T:  (B + the sum of the T - B best survivals among the first d layers)
                             / cost(T, B, d)
 
-Survival falls along a path, so the T - B best of a batch leave no gaps in chains, nor ancestors in
-trees. The cost is a staircase (rows are padded to tiers), so the ratio has many peaks: every depth
-and every tier is compared. T = B at d = 0 is a step without drafting.
-
-numpy only; knows neither torch nor SGLang.
+Survival falls along a path, so the T - B best drafts of a batch leave no gaps in chains or trees.
+Rows are padded to tiers, so the cost is a staircase and the ratio has many peaks. The planner
+compares every depth and every tier. T = B at d = 0 is a step without drafting.
 
 Legend: B requests, D layers, d of them drafted, T rows of the target's forward, R of them verified.
 """
@@ -22,12 +20,12 @@ from numpy.typing import NDArray
 
 from sglang_c2t.plan.survival import Array
 
-#: [d, n] milliseconds of steps with T of [n] rows, at B requests and each of d numbers of layers.
+#: Returns [d, n] milliseconds of steps with T of [n] rows, B requests and each of d layer counts.
 Cost = Callable[[NDArray[np.int64], int, Sequence[int]], Array]
 
 
 class Plan(NamedTuple):
-    """Layers and rows to choose from, and what they are expected to bring."""
+    """Layers and rows of a step, and the expected tokens and time."""
 
     layers: int
     """d: draft layers; 0: no drafting."""
@@ -36,43 +34,43 @@ class Plan(NamedTuple):
     """R: rows the target verifies over the batch, roots included."""
 
     tokens: float
-    """Expected of the step."""
+    """Expected tokens of the step."""
 
     milliseconds: float
-    """Expected of the step."""
+    """Expected milliseconds of the step."""
 
     @property
     def rate(self) -> float:
-        """Tokens a millisecond."""
+        """Tokens per millisecond."""
         return self.tokens / self.milliseconds
 
 
 class Plans(NamedTuple):
-    """Plans with each of d numbers of layers and each of n tiers: [d, n]."""
+    """Plans for each of d layer counts and each of n tiers: [d, n]."""
 
     depths: Sequence[int]
-    """[d] numbers of layers, rising."""
+    """[d] layer counts, increasing."""
 
     tiers: NDArray[np.int64]
-    """[n] rows forwarded, rising."""
+    """[n] rows forwarded, increasing."""
 
     rows: NDArray[np.int64]
-    """Verified: as many as are drafted and the tier holds."""
+    """Verified rows: as many as are drafted and the tier holds."""
 
     tokens: Array
-    """Expected."""
+    """Expected tokens."""
 
     milliseconds: Array
-    """Expected; infinite in tiers above the first that holds all, which would be padding."""
+    """Expected; infinite in tiers above the first that holds all rows, which would be padding."""
 
     def best_of_each_depth(self) -> list[Plan]:
-        """The plan with the highest rate for each number of layers."""
+        """Return the plan with the highest rate for each number of layers."""
         best = (self.tokens / self.milliseconds).argmax(axis=1)
         return [self._plan(depth, tier) for depth, tier in enumerate(best.tolist())]
 
     def best_that_fills(self, tiers: Collection[int]) -> tuple[int, Plan] | None:
-        """One of ``tiers``, and the plan with the highest rate of those that fill it as far as any
-        does. ``None``: no plan runs in one of them.
+        """Return one of ``tiers`` and its best plan; ``None`` if no plan runs in one of them. It
+        compares only plans that fill the tier as far as any plan does.
         """
         among = np.array([tier in tiers for tier in self.tiers.tolist()])
         fills = (self.rows == self.rows.max(axis=0)) & among
@@ -83,7 +81,7 @@ class Plans(NamedTuple):
         return int(self.tiers[tier]), self._plan(depth, tier)
 
     def like(self, layers: int, rows: int) -> Plan | None:
-        """The plan with these layers and rows; ``None`` if there is none."""
+        """Return the plan with these layers and rows; ``None`` if there is none."""
         if layers not in self.depths:
             return None
         depth = self.depths.index(layers)
@@ -104,16 +102,15 @@ def best_plan(
     depths: Sequence[int],
     tiers: Sequence[int],
 ) -> Plan:
-    """The plan with the highest rate; of equal ones that with fewest layers, then rows.
-
-    As :func:`every_plan`.
+    """Return the plan with the highest rate; of equal ones that with fewest layers, then rows. Args
+    and errors are those of :func:`every_plan`.
     """
     plans = every_plan(survival, batch, cost, depths=depths, tiers=tiers)
     return best_of(plans.best_of_each_depth())
 
 
 def best_of(plans: Sequence[Plan]) -> Plan:
-    """The one with the highest rate, and of equal ones the first."""
+    """Return the plan with the highest rate; of equal ones the first."""
     found = plans[0]
     for plan in plans[1:]:
         if plan.rate > found.rate * (1 + 1e-9):
@@ -129,15 +126,15 @@ def every_plan(
     depths: Sequence[int],
     tiers: Sequence[int],
 ) -> Plans:
-    """All there are to choose from.
+    """Compute the plans of all depths and tiers.
 
     Args:
-        survival: [S, D], of S sampled requests that stand for the batch: what each drafted token
-            is worth, falling along a row. Of trees [S, D, C], C nodes a layer, 0 where fewer are.
+        survival: [S, D] of S sampled requests that represent the batch: the survival of each draft,
+            decreasing along a row. Of trees [S, D, C] with C nodes per layer, 0 for missing nodes.
         batch: B.
         cost: Milliseconds; positive.
-        depths: Numbers of layers there are graphs for, 0 among them if a step may go without.
-        tiers: Row counts that are worth their padding, rising; none holds less than a root each.
+        depths: Layer counts with graphs; 0 is among them if a step may skip drafting.
+        tiers: Useful row counts, increasing; none below one root per request.
 
     Raises:
         ValueError: No tier holds the batch.
@@ -150,7 +147,7 @@ def every_plan(
     drafts = np.empty(milliseconds.shape, dtype=np.int64)
     tokens = np.empty(milliseconds.shape)
     for i, layers in enumerate(depths):
-        # Of trees a layer may hold fewer nodes than there is room for.
+        # A tree's layer may hold fewer than C nodes.
         all_drafts = round(np.count_nonzero(survival[:, :layers]) * batch / len(survival))
         drafts[i] = np.minimum(roomy - batch, all_drafts)
         tokens[i] = batch + expected_gains(survival[:, :layers], batch, drafts[i])
@@ -159,10 +156,9 @@ def every_plan(
 
 
 def expected_gains(survival: Array, batch: int, drafts: NDArray[np.int64]) -> Array:
-    """[n]: tokens gained by the ``drafts`` [n] best of the batch, up to B d of them.
-
-    ``survival`` [S, d] stands for B requests, each of its numbers for B / S drafts. The same for
-    [S, d, C], and B d C.
+    """Return [n]: tokens gained by the ``drafts`` [n] best drafts of the batch, up to B d of them.
+    ``survival`` [S, d] represents B requests: each number stands for B / S drafts. The same holds
+    for [S, d, C] and B d C.
     """
     share = batch / len(survival)
     best = survival.flatten()

@@ -1,9 +1,7 @@
-"""Plans each step from what the steps before have shown, and learns from it in turn.
+"""The planner: plans each step from the outcomes of earlier ones and learns from it.
 
-A plan is computed from outcomes that have arrived and kept while it holds (``verdicts.py``). A
-step now and then leaves it to learn (``explore.py``).
-
-numpy only; knows neither torch nor SGLang.
+It computes a plan from the outcomes that have arrived and keeps it while it holds
+(``verdicts.py``). Exploration steps leave the plan to learn (``explore.py``).
 
 Legend: B requests, S samples of their drafts, D layers, d of them drafted, C confidences of a
 tree's layer, R rows verified, T rows of the forward.
@@ -29,36 +27,36 @@ from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, Step
 from sglang_c2t.plan.survival import Array, Numbers
 from sglang_c2t.plan.verdicts import Comparison, Verdicts
 
-#: The full draft of one request is verified in so many steps, or deep drafts would have no labels.
+#: Steps between two full drafts of one request; without them deep drafts would have no labels.
 FULL_EVERY = 32
 
-#: Uniform steps that are tried to learn what they cost.
+#: Uniform steps tried to learn their cost.
 TRIAL = 3
 
-#: Measurements of draft layers and of verification before a plan relies on them, where nothing was
-#: measured before it served; the first ones of a process are slow.
+#: Measurements of draft layers and of verification before a plan relies on them, if nothing was
+#: measured before serving. The first ones of a process are slow.
 ENOUGH = 5
 
-#: Outcomes are learnt from when a tenth of all are new, and at least every so many steps: a step
-#: costs the host as much as sixteen do.
+#: The planner learns once a tenth of all outcomes is new, and at least every so many steps. On the
+#: host, learning from one step costs as much as from sixteen.
 LEARN_SHARE = 0.1
 LEARN_EVERY = 16
 
-#: Share of the best rate that the plan that held may lack before another takes its place.
+#: Share of the best rate that the current plan may lack before another replaces it.
 INERTIA = 0.02
 
 
 class Planner:
-    """The planner of a server.
+    """The planner of chains.
 
     Args:
         max_depth: D.
-        survival: What confidences are worth.
-        all_layers: Always draft D, and plan rows only.
+        survival: Estimates the survival of a draft from its confidence.
+        all_layers: Always draft D layers, and plan rows only.
     """
 
     samples = 256
-    """Drafts of requests that stand for a batch: more say no more, and cost the host time."""
+    """Sampled drafts that represent a batch: more add no accuracy and cost host time."""
 
     topk = 1
 
@@ -66,23 +64,23 @@ class Planner:
         self.max_depth = max_depth
         self.survival = survival
         self.free = self._acceptance(survival)
-        """Acceptance in requests that leave the target's distribution as it is."""
+        """Acceptance in requests that keep the target's distribution."""
         self.constrained = self._acceptance(copy.deepcopy(survival))
         """Acceptance in requests that change the target's distribution."""
         self._all_layers = all_layers
         self._outcomes: list[tuple[tuple[bool, int], tuple[Numbers, ...]]] = []
-        self._seen = self._new = 0  # drafts of free requests, learnt from and not yet
-        self._last = 1, 0  # requests of the last step, and tokens before their drafts
+        self._seen = self._new = 0  # drafts of free requests: learnt from, and waiting
+        self._last = 1, 0  # requests of the last step, and their tokens of context
         self._steps = 0
         self.predicted_ms = self.measured_ms = 0.0
-        """Sums over all steps that had a prediction."""
+        """Sums over all steps with a prediction."""
         self._errors: deque[float] = deque(maxlen=512)
-        self._full_at = 0  # step that last verified a full draft to learn from it
+        self._full_at = 0  # step that last verified a full draft for its labels
         self._forget_costs()
         self._forget_verdicts()
 
     def plan(self, batch: BatchView) -> StepPlan:
-        """Plan the next step: layers and rows, before any is drafted."""
+        """Plan the next step before it drafts: layers and rows."""
         self._steps += 1
         self._explore.step = self._steps
         plan = self._verdicts.next(batch) or self._computed(batch)
@@ -95,7 +93,7 @@ class Planner:
         return replace(plan, full_draft_of=(self._steps // FULL_EVERY) % batch.batch_size)
 
     def learn(self, record: StepRecord) -> None:
-        """Learn from a step, now or together with others."""
+        """Learn from a step, now or together with later ones."""
         if record.plan.kind is StepKind.EXPLORE:
             self._explore.arrived()
         if record.times is not None:
@@ -113,15 +111,15 @@ class Planner:
             self.catch_up()
 
     def full_rows(self, layers: int) -> int:
-        """Rows of a full draft of d ``layers``, root included."""
+        """Return the rows of a full draft of d ``layers``, root included."""
         return 1 + layers
 
     def survivals(self, confidences: Array) -> Array:
-        """[S, d, ...]: survival of drafts of free requests with ``confidences`` [S, d, ...]."""
+        """[S, d, ...]: survival of free requests' drafts with ``confidences`` [S, d, ...]."""
         return self.free.survivals(confidences)
 
     def catch_up(self) -> None:
-        """Learn from all outcomes that wait for others."""
+        """Learn from all waiting outcomes."""
         steps, self._outcomes = self._outcomes, []
         for kind in sorted({kind for kind, _ in steps}):
             constrained, layers = kind
@@ -137,7 +135,7 @@ class Planner:
     # -- planning --------------------------------------------------------------------------
 
     def _computed(self, view: BatchView) -> StepPlan:
-        """The plan of this step from what is known now, which may hold for the next ones too."""
+        """Compute the plan of this step, which may hold for the next ones too."""
         batch = self._last = view.batch_size, view.context
         depths = view.depths[-1:] if self._all_layers else view.depths
         if self._unmeasured:
@@ -169,8 +167,8 @@ class Planner:
         return made
 
     def _hold_uniform(self, uniform: Plan, rates: tuple[float, float], view: BatchView) -> bool:
-        """Make the next steps uniform where that brings more than planned ones, or a few to see
-        what they cost. Returns whether that was so before.
+        """Make the next steps uniform if that has the higher rate, or a few to measure their cost.
+        Returns whether the decision is unchanged.
         """
         made = self._step(StepKind.UNIFORM, uniform)
         if rates[1] > rates[0]:
@@ -185,7 +183,7 @@ class Planner:
         return StepPlan(kind, plan.layers, self.topk, plan.rows, expected_ms=plan.milliseconds)
 
     def _unmeasured_step(self, view: BatchView) -> StepPlan:
-        """A step that measures: rows of every number once, from all to none."""
+        """Return a step that measures costs: row counts in turn, from all rows to none."""
         tiers, layers = view.row_counts, view.depths[-1]
         rows = tiers[-1 - self._steps % min(len(tiers), ENOUGH) * (len(tiers) // ENOUGH)]
         most = view.batch_size * self.full_rows(layers)
@@ -193,20 +191,20 @@ class Planner:
         return StepPlan(StepKind.UNMEASURED, layers, self.topk, rows)
 
     def _inert(self, best: Plan, plans: Plans, view: BatchView) -> Plan:
-        """The plan that held for this batch size, where it is about as good as the ``best``."""
+        """Return the plan that held for this batch size if its rate is near that of ``best``."""
         held = self._verdicts.planned(view.batch_size)
         again = held and plans.like(held.num_layers, held.row_budget)
         return again if again and again.rate >= (1.0 - INERTIA) * best.rate else best
 
     def _expected(self, view: BatchView) -> Array:
-        """[S, D, ...]: survivals of drafts that stand for the batch."""
+        """Return [S, D, ...]: survivals of drafts that represent the batch."""
         batch, constrained = view.batch_size, view.num_constrained
         classes = (self.free, batch - constrained), (self.constrained, constrained)
         found = [of.expected(max(self.samples * n // batch, 1)) for of, n in classes if n > 0]
         return np.concatenate(found)
 
     def _best_uniform(self, survival: Array, view: BatchView) -> Plan:
-        """The uniform plan with the highest rate for drafts of this ``survival`` [S, D, ...]."""
+        """Uniform plan with the highest rate for drafts of this ``survival`` [S, D, ...]."""
         batch, plans = view.batch_size, []
         for layers in view.depths:
             each = self.full_rows(layers)
@@ -219,7 +217,7 @@ class Planner:
 
     @property
     def _unmeasured(self) -> bool:
-        """Whether too little was measured to plan by."""
+        """Whether there are too few measurements to plan with."""
         needed = [self.cost.verify, *([self.cost.layer] if self.max_depth > 1 else ())]
         return any(not curve.seeded and curve.measurements < ENOUGH for curve in needed)
 
@@ -240,7 +238,7 @@ class Planner:
         self.cost.observe(times, uniform=uniform, **step)
 
     def _learn_outcomes(self, of: Acceptance, layers: int, *outcome: Numbers) -> None:
-        """Learn from the outcomes of steps of d ``layers``, see :class:`StepRecord`."""
+        """Learn from the outcomes of steps of d ``layers``; see :class:`StepRecord`."""
         confidences, num_drafts, num_correct = outcome
         of.drafted(confidences)
         depths = np.broadcast_to(1 + np.arange(layers), confidences.shape)
@@ -252,22 +250,21 @@ class Planner:
         of.survival.learn(confidences, num_drafts, num_correct)
 
     def _first_layers(self, outcome: tuple[Numbers, ...]) -> Array:
-        """[B] or [B, C]: confidences of the first layers of an ``outcome``."""
+        """Return [B] or [B, C]: confidences of the first layers of an ``outcome``."""
         return np.asarray(outcome[0][:, 0])
 
     def _acceptance(self, survival: Estimator) -> Acceptance:
-        """An empty :class:`Acceptance` for a class of requests."""
+        """Return an empty :class:`Acceptance` for a class of requests."""
         return Acceptance(survival, self.max_depth, survival.of_chains)
 
-    # -- for people, and for the next start ------------------------------------------------
+    # -- reports and saved state -----------------------------------------------------------
 
     def best_plan_by_batch_size(
         self, row_counts: Mapping[int, Sequence[int]]
     ) -> list[dict[str, Any]]:
-        """Expected rates of drafts like the last ones at other loads: for each number of requests B
-        in ``row_counts`` the best plan of each depth.
-
-        Costs beyond what was measured go on as :class:`~sglang_c2t.plan.cost.Curve` says.
+        """Return the best plan of each depth for each number of requests B in ``row_counts``.
+        Drafts are like the last ones. :class:`~sglang_c2t.plan.cost.Curve` extrapolates costs
+        beyond the measured sizes.
         """
         self.catch_up()
         if self._unmeasured or not self.free.firsts:
@@ -285,18 +282,18 @@ class Planner:
 
     @property
     def predicted_over_measured(self) -> float | None:
-        """Median of the time predicted for a step over the time it took; ``None``: no steps."""
+        """Median ratio of predicted to measured step time; ``None`` without steps."""
         return float(np.median(self._errors)) if self._errors else None
 
     def calibration_errors(self) -> list[float]:
-        """Distance between predicted survivals and outcomes, by depth: the
-        expected calibration error of predictions made before their outcomes were learnt from.
+        """Return the expected calibration error of predicted survivals by depth. Each prediction
+        precedes the learning from its outcome.
         """
         self.catch_up()
         return self.free.predictions.errors()
 
     def report(self) -> dict[str, Any]:
-        """Curves, reliability and prediction error, for people."""
+        """Return curves, reliability and prediction error for reports."""
         self.catch_up()
         quartiles = np.quantile(self._errors, (0.25, 0.75)).tolist() if self._errors else []
         return {
@@ -311,7 +308,7 @@ class Planner:
         }
 
     def state(self) -> dict[str, Any]:
-        """The state that a restarted server continues from, for JSON."""
+        """Return the state that a restarted server continues from, for JSON."""
         self.catch_up()
         return {
             "survival": self.survival.state(),
@@ -320,23 +317,23 @@ class Planner:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`; ValueError where it does not fit."""
+        """Continue from :meth:`state`; ValueError if it does not fit."""
         self.survival.restore(state["survival"])
         self.free.refresh()
         self.cost.restore(state["cost"])
-        # So that a restart does not explore again what it has paid for.
+        # Restore the exploration budget so that a restart does not explore again.
         budget = float(state.get("cold_start_budget", 0.0))
         if not 0.0 <= budget <= COLD_START_BUDGET:
             raise ValueError(f"{budget} is no number of steps from 0 to {COLD_START_BUDGET:g}")
         self._explore.budget = budget
 
     def forget(self) -> None:
-        """Start anew, costs included."""
+        """Reset, costs included."""
         self.reset()
         self._forget_costs()
 
     def reset(self) -> None:
-        """Forget everything but the costs, which are the machine's."""
+        """Forget everything but the costs, which depend on the machine."""
         self._outcomes.clear()
         self._seen = self._new = 0
         self.free.reset()
@@ -352,7 +349,7 @@ class Planner:
 
 
 def _most_likely(survival: Array, drafts: int) -> float:
-    """Tokens that so many of the most likely drafts of a sample [S, d, ...] bring on average."""
+    """Return the mean tokens gained by the ``drafts`` most likely drafts of samples [S, d, ...]."""
     each = survival.reshape(len(survival), -1)
     if drafts < each.shape[1]:
         each = -np.sort(-each, axis=1)[:, :drafts]

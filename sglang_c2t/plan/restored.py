@@ -1,7 +1,4 @@
-"""Numbers that come from a file: in range, or the planner starts without them.
-
-numpy only.
-"""
+"""Range checks of numbers from a file; the planner starts without invalid ones."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from numpy.typing import NDArray
 def numbers(
     name: str, values: Any, least: float, most: float, shape: tuple[int, ...] | None = None
 ) -> NDArray[np.float64]:
-    """The ``values`` as an array; ValueError unless it has this ``shape`` and all are numbers in
+    """Return ``values`` as an array; ValueError unless it has this ``shape`` and all numbers are in
     [least, most].
     """
     try:

@@ -1,9 +1,7 @@
 """Messages between a planner and a server about one step.
 
-A server asks :meth:`StepPlanner.plan` before it drafts, and hands back a :class:`StepRecord` once
-the outcome and the times of the step have arrived: a step or two later, on every device.
-
-numpy only; knows neither torch nor SGLang.
+The server calls :meth:`StepPlanner.plan` before it drafts. It returns a :class:`StepRecord` once
+the outcome and the times of the step have arrived, a step or two later.
 
 Legend: B requests, D layers, d of them drafted, n drafts of a request.
 """
@@ -21,7 +19,7 @@ from sglang_c2t.plan.survival import Numbers
 
 
 class StepKind(Enum):
-    """Why a step does what it does; the value is its label in metrics."""
+    """Reason for a step's plan; the value is its label in metrics."""
 
     PLANNED = "plan"
     """The best drafts of the batch fill the row budget."""
@@ -33,7 +31,7 @@ class StepKind(Enum):
     """As PLANNED, to learn about layers or row counts."""
 
     UNMEASURED = "unknown"
-    """As PLANNED, while too few costs are known to plan by."""
+    """As PLANNED, while too few costs are known."""
 
     WARMUP = "warmup"
     """As PLANNED, for dummy requests before the server serves."""
@@ -42,10 +40,10 @@ class StepKind(Enum):
     """Full drafts, because the planner raised."""
 
     FIXED = "fixed"
-    """All layers; the policy's gate decides what is verified."""
+    """All layers; the policy's gate decides which drafts are verified."""
 
 
-#: Kinds of steps in which the row budget is shared out by the survival of drafts.
+#: Kinds of steps that distribute the row budget by the survival of drafts.
 SELECTED = frozenset(
     {
         StepKind.PLANNED,
@@ -76,7 +74,7 @@ class StepPlan:
     """Index of the request whose full draft is verified, for exploration."""
 
     expected_ms: float | None = None
-    """``None``: unknown."""
+    """Expected milliseconds; ``None`` if unknown."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +84,13 @@ class BatchView:
     batch_size: int
 
     row_counts: Sequence[int]
-    """Row counts worth their padding, rising; the last holds the full drafts of all requests."""
+    """Useful row counts, increasing; the last holds the full drafts of all requests."""
 
     depths: Sequence[int]
-    """Numbers of layers that can be drafted, rising."""
+    """Layer counts that can be drafted, increasing."""
 
     context: int = 0
-    """Tokens before the drafts, of the whole batch."""
+    """Tokens of context, over the whole batch."""
 
     num_constrained: int = 0
     """Requests whose sampling changes the target's distribution."""
@@ -102,7 +100,7 @@ class BatchView:
 
 
 class StepTimes(NamedTuple):
-    """Milliseconds of a step, and the rows T that its target forward had."""
+    """Milliseconds of a step, and the rows T of its target forward."""
 
     rows: int
     verify_ms: float
@@ -120,18 +118,19 @@ class StepRecord:
     context: int = 0
 
     outcome: tuple[Numbers, ...] = ()
-    """Per request that teaches. Chains: confidences [B, d], drafts verified [B] and accepted [B].
-    Trees: depth, least confidence on the path, verified and accepted, each [B, n]. Empty: nothing
-    was scored."""
+    """Values per request that the planner learns from. Chains: confidences [B, d], drafts verified
+    [B] and accepted [B]. Trees: depth, least confidence on the path, verified and accepted, each
+    [B, n]. Empty if nothing was scored.
+    """
 
     constrained: Numbers | None = None
     """[B] bool: requests whose sampling changes the target's distribution; ``None``: none."""
 
     times: StepTimes | None = None
-    """``None``: something else ran between this step and the next."""
+    """``None`` if other work ran between this step and the next."""
 
     def of_class(self, *, constrained: bool) -> tuple[Numbers, ...]:
-        """The outcome of the requests of one class; empty if there are none."""
+        """Return the outcome of the requests of one class; empty if there are none."""
         if not self.outcome:
             return ()
         mask = self.constrained
@@ -142,12 +141,12 @@ class StepRecord:
 
 
 class StepPlanner(Protocol):
-    """All calls of a server to its planner while it serves."""
+    """The calls of a serving server to its planner."""
 
     def plan(self, batch: BatchView) -> StepPlan:
         """Plan the next step, before it drafts."""
         ...
 
     def learn(self, record: StepRecord) -> None:
-        """Learn from a step, any time later."""
+        """Learn from a step, at any later time."""
         ...

@@ -1,10 +1,8 @@
-"""Value of a confidence on this traffic: the probability that a draft survives.
+"""Survival of a draft: the probability that it and all drafts before it are accepted.
 
-A classifier ranks drafts well and says little about probabilities: it learnt from other traffic,
-with classes evened out, and its number drifts with whatever is served. The server sees for free
-what became of every draft it verified, so the number is calibrated while it serves.
-
-numpy only; knows neither torch nor SGLang.
+A classifier ranks drafts well, but its numbers are no probabilities. It learnt from other traffic
+with balanced classes, and its output drifts with the traffic. The server sees the outcome of every
+verified draft, so it calibrates the confidence while it serves.
 
 Legend: D depths, K bins, n drafts.
 """
@@ -20,24 +18,24 @@ from sglang_c2t.plan.restored import numbers
 
 Array = NDArray[np.float64]
 
-#: Numbers of any kind, where they are only read.
+#: Arrays of any numeric type, which callees only read.
 Numbers = NDArray[Any]
 
-#: Confidences are looked at as log odds within +-LIMIT: 0.0025 to 0.9975.
+#: Confidences are clipped to log odds within +-LIMIT: 0.0025 to 0.9975.
 LIMIT = 6.0
 
-#: Of a file: drafts that a bin has seen, and how steep log odds may be.
+#: Bounds for a file: drafts in a bin, and slope of the log odds.
 MOST_DRAFTS = 1e9
 STEEPEST = 1e4
 
 _LEAST = 1.0 / (1.0 + np.exp(LIMIT))
 
-#: A sum of float32 probabilities may miss 1 by so much.
+#: Rounding error of a sum of float32 probabilities.
 ROUNDING = 1e-4
 
 
 def as_probabilities(values: Numbers) -> tuple[Array, NDArray[np.bool_]]:
-    """``values`` [...] as numbers in [0, 1], nan as 0; and which of them were no probabilities."""
+    """Return ``values`` [...] clipped to [0, 1], nan as 0, and a mask of those outside."""
     values = values.astype(np.float64)
     inside = np.fmin(np.fmax(values, 0.0), 1.0)
     with np.errstate(invalid="ignore"):
@@ -45,21 +43,21 @@ def as_probabilities(values: Numbers) -> tuple[Array, NDArray[np.bool_]]:
 
 
 class Survival:
-    """Survival by depth and confidence: in each bin, how many drafts survived.
+    """Survival by depth and confidence, from counts of survivors in bins.
 
-    A draft *survives* if it and all before it are accepted. Every verified draft has that label,
-    whatever was rejected before it; which drafts were verified depends on their confidence alone,
-    within which the counts are taken, so they are not biased by it.
+    Every verified draft has a label: it *survives* if it and all before it are accepted. Its
+    confidence alone decides whether it is verified, and bins hold one confidence, so the counts are
+    unbiased.
 
-    Bins are equal steps of the confidence's log odds. A bin starts as if it had seen
-    ``prior_drafts`` drafts that survived as often as their confidence says; counts are forgotten
-    with a half-life, so that traffic may change. Of a depth the values rise with the confidence
-    (pooled where counts do not), and between the middles of bins they are interpolated.
+    Bins are equal steps of the confidence's log odds. A bin starts with ``prior_drafts`` drafts
+    that survived as often as their confidence predicts. Counts decay with a half-life, so that
+    traffic may change. At each depth the values rise with the confidence; neighbours with falling
+    counts are pooled. Between the middles of bins the values are interpolated.
 
     Args:
         max_depth: D.
         num_bins: K.
-        prior_drafts: What the confidence itself is worth, in drafts a bin.
+        prior_drafts: Weight of the confidence itself, in drafts per bin.
         half_life: Drafts of a depth after which an observation counts half.
     """
 
@@ -87,7 +85,7 @@ class Survival:
         return len(self._counts)
 
     def observe(self, depth: Numbers, confidence: Numbers, survived: Numbers) -> None:
-        """Learn from n verified drafts: depths from 1, confidences, what became of them."""
+        """Learn from n verified drafts: depths from 1, confidences, and whether they survived."""
         bins = self._bins(confidence)
         rows = np.asarray(depth, dtype=np.int64) - 1
         seen = np.bincount(rows, minlength=self.max_depth)
@@ -100,14 +98,14 @@ class Survival:
 
     @property
     def values(self) -> Array:
-        """[D, K]: survival in the middle of each bin, rising with it."""
+        """[D, K]: survival in the middle of each bin, increasing with it."""
         if self._values is None:
             seen, survived = (self._counts + self._prior).transpose(1, 0, 2)
             self._values = np.stack([rising(s / n, n) for n, s in zip(seen, survived, strict=True)])
         return self._values
 
     def __call__(self, depth: Numbers, confidence: Numbers) -> Array:
-        """Survival [...] of drafts at ``depth`` [...] from 1 with ``confidence`` [...]."""
+        """Return survival [...] of drafts at ``depth`` [...] from 1 with ``confidence`` [...]."""
         last = len(self._middles) - 1
         place = (log_odds(confidence) - self._middles[0]) / self._width
         place = np.minimum(np.maximum(place, 0.0), last)
@@ -118,17 +116,15 @@ class Survival:
         return np.asarray(low + share * (high - low))
 
     def of_chains(self, confidences: Array) -> Array:
-        """[S, d] survival of chains with ``confidences`` [S, d].
-
-        A draft falls with its parent: it is as sure as the least sure draft up to it, and survives
-        no more often than its parent.
+        """Return [S, d] survival of chains with ``confidences`` [S, d]. A draft fails with its
+        parent: its confidence is the least one up to it, and its survival is at most its parent's.
         """
         depths = 1 + np.arange(confidences.shape[1])
         least = np.minimum.accumulate(confidences, axis=1)
         return np.minimum.accumulate(self(depths, least), axis=1)
 
     def learn(self, confidences: Array, num_drafts: Numbers, num_correct: Numbers) -> None:
-        """Learn from chains with ``confidences`` [S, d], of which ``num_drafts`` [S] drafts were
+        """Learn from chains with ``confidences`` [S, d]. ``num_drafts`` [S] of their drafts were
         verified and ``num_correct`` [S] accepted.
         """
         depths = np.broadcast_to(1 + np.arange(confidences.shape[1]), confidences.shape)
@@ -138,17 +134,16 @@ class Survival:
         self.observe(depths[verified], least[verified], survived[verified])
 
     def parameters(self) -> list[Array]:
-        """Tables with which a device computes :meth:`of_chains`: values [D, K]."""
+        """Return tables with which a device computes :meth:`of_chains`: values [D, K]."""
         return [self.values]
 
     def state(self) -> dict[str, Any]:
-        """Everything that was learnt, for JSON."""
+        """Return the learnt counts, for JSON."""
         return {"counts": self._counts.tolist()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state` said.
-
-        Raises ValueError where it was learnt with other depths or bins, or holds no counts.
+        """Continue from a :meth:`state`. Raises ValueError if it has other depths or bins, or
+        invalid counts.
         """
         counts = numbers("counts", state["counts"], 0.0, MOST_DRAFTS, self._counts.shape)
         if (counts[:, 1] > counts[:, 0] + 1e-9).any():
@@ -166,13 +161,13 @@ class Survival:
 
 
 class OneSlope:
-    """vLLM's estimator of acceptance, as its adaptive verification learns it.
+    """vLLM's estimator of acceptance, with the update of its adaptive verification.
 
-    p_k = sigmoid(s f + b_k) estimates "accepted, if those before it are", with f the log odds of
-    the draft's largest probability, one slope s for all depths and one intercept a depth; survival
-    is the running product. Of verified drafts those up to the first rejected one carry a label.
-    One Newton step of the ridge-penalised likelihood on the drafts of each :data:`EVERY` steps,
-    shortened where they are few. (vllm-project/vllm pull requests 47808 and 52228.)
+    p_k = sigmoid(s f + b_k) estimates the acceptance of a draft if those before it are accepted.
+    The feature f is the log odds of its largest probability, s a slope, b_k an intercept per depth.
+    Survival is the running product. Verified drafts up to the first rejected one have a label.
+    Every :data:`EVERY` steps it makes one Newton step of the ridge-penalised likelihood, shortened
+    if there are few drafts. (vllm-project/vllm pull requests 47808 and 52228.)
 
     Args:
         max_depth: D.
@@ -197,7 +192,7 @@ class OneSlope:
         return _sigmoid(self.slope * self._feature(prob) + self.intercepts[rows])
 
     def observe(self, depth: Numbers, prob: Numbers, accepted: Numbers) -> None:
-        """A step: its verified drafts [n] up to each chain's first rejected one."""
+        """Add a step: its verified drafts [n] up to each chain's first rejected one."""
         rows = np.asarray(depth, dtype=np.int64) - 1
         self._window.append((rows, self._feature(prob), np.asarray(accepted, dtype=np.float64)))
         self._steps += 1
@@ -206,29 +201,27 @@ class OneSlope:
             self._window.clear()
 
     def of_chains(self, confidences: Array) -> Array:
-        """[S, d] survival of chains whose drafts have the largest probabilities
-        ``confidences`` [S, d].
-        """
+        """[S, d] survival of chains whose largest probabilities are ``confidences`` [S, d]."""
         depths = 1 + np.arange(confidences.shape[1])
         return self.accepts(depths, confidences).cumprod(axis=1)
 
     def learn(self, confidences: Array, num_drafts: Numbers, num_correct: Numbers) -> None:
-        """Learn from a step, see :meth:`Survival.learn`."""
+        """Learn from a step; see :meth:`Survival.learn`."""
         depths = np.broadcast_to(1 + np.arange(confidences.shape[1]), confidences.shape)
         labelled = depths <= np.minimum(num_drafts, num_correct + 1)[:, None]
         accepted = depths <= num_correct[:, None]
         self.observe(depths[labelled], confidences[labelled], accepted[labelled])
 
     def parameters(self) -> list[Array]:
-        """Tables with which a device computes :meth:`of_chains`: slope [1] and intercepts [D]."""
+        """Tables with which a device computes :meth:`of_chains`: slope [1], intercepts [D]."""
         return [np.array([self.slope]), self.intercepts]
 
     def state(self) -> dict[str, Any]:
-        """Everything that was learnt, for JSON."""
+        """Return the learnt parameters, for JSON."""
         return {"slope": self.slope, "intercepts": self.intercepts.tolist()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state` said; ValueError where it was learnt with other depths."""
+        """Continue from a :meth:`state`; ValueError if it has other depths."""
         slope = float(numbers("slope", state["slope"], 0.0, STEEPEST, ()))
         shape = self.intercepts.shape
         intercepts = numbers("intercepts", state["intercepts"], -STEEPEST, STEEPEST, shape)
@@ -248,7 +241,7 @@ class OneSlope:
         if not len(rows):
             return
         depths = len(self.intercepts)
-        inputs = np.zeros((len(rows), 1 + depths))  # the slope's column, then one a depth
+        inputs = np.zeros((len(rows), 1 + depths))  # the slope's column, then one per depth
         inputs[:, 0] = feature
         inputs[np.arange(len(rows)), 1 + rows] = 1.0
         now = np.concatenate(([self.slope], self.intercepts))
@@ -262,13 +255,13 @@ class OneSlope:
 
 
 def log_odds(confidence: Array) -> Array:
-    """[...] within +-:data:`LIMIT`."""
+    """Return the log odds [...], clipped to +-:data:`LIMIT`."""
     inside = np.minimum(np.maximum(confidence, _LEAST), 1.0 - _LEAST)
     return np.asarray(np.log(inside / (1.0 - inside)))
 
 
 def rising(values: Array, weights: Array) -> Array:
-    """[K]: the nearest rising sequence, by weighted squares (pool adjacent violators)."""
+    """Return [K]: the nearest increasing sequence by weighted squares (pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, how many
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
         pools.append((value, weight, 1))

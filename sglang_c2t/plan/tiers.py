@@ -1,11 +1,8 @@
 """Token tiers: the row counts for which verification is captured in a CUDA graph.
 
 A graph has a fixed number of rows T and of request slots S. A batch of B requests with R rows
-runs in the smallest tier with R <= T and B <= S; its last T - R rows are padding. Fine steps
-where a row is dear, coarse ones where a few rows in a thousand do not matter: less than an
-eighth of a tier above 64 rows is padding.
-
-Pure Python; knows neither torch nor SGLang.
+runs in the smallest tier with R <= T and B <= S; its last T - R rows are padding. Tiers are close
+where a row is expensive. Above 64 rows, padding is less than an eighth of a tier.
 
 Legend: B requests, R rows, T rows of a tier, S its slots, N most rows of one request.
 """
@@ -17,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-#: From so many rows on, tiers are so many rows apart.
+#: Row count from which on tiers have a spacing, and that spacing.
 _STEPS = ((0, 1), (2, 2), (4, 4), (8, 8), (128, 16), (256, 32), (512, 64), (1024, 128))
 
 
@@ -35,23 +32,24 @@ class Tiers:
     """Rows of the largest tier; ``None``: N for each of ``max_requests``."""
 
     rows_per_slot: int = 1
-    """T / S where T is small. FlashInfer sizes its query tiles for T - S + 1 rows of one
-    request: with S = T they are the smallest, and read the keys again for every few rows of a
-    large tree. Then again a tier with S < T cannot hold T bare roots."""
+    """T / S for small T. FlashInfer sizes its query tiles for T - S + 1 rows of one request. With S
+    = T they are the smallest and read the keys again for every few rows of a large tree. But a tier
+    with S < T cannot hold T bare roots.
+    """
 
     admits: Callable[[int, int], bool] | None = None
-    """Whether attention can serve a graph of T rows and S slots; ``None``: any."""
+    """Whether attention supports a graph of T rows and S slots; ``None``: any."""
 
     @cached_property
     def rows(self) -> list[int]:
-        """T of every tier, rising. For 4 requests of up to 6 rows: 1, 2, 4, 8, 16, 24."""
+        """T of every tier, increasing. For 4 requests of up to 6 rows: 1, 2, 4, 8, 16, 24."""
         if self.admits is None:
             return self.all_rows
         return [rows for rows in self.all_rows if self.admits(rows, self.slots(rows))]
 
     @cached_property
     def all_rows(self) -> list[int]:
-        """T of every tier, those included that attention cannot serve."""
+        """T of every tier, including those that attention does not support."""
         most = self.max_requests * self.width
         if self.max_rows is not None:
             most = min(most, max(self.max_rows, self.max_requests))
@@ -62,16 +60,17 @@ class Tiers:
         return tiers
 
     def slots(self, rows: int) -> int:
-        """S of the tier with T = ``rows``."""
+        """Return S of the tier with T = ``rows``."""
         fewest = -(-rows // self.width)  # a capture spreads T rows over S requests of at most N
         return min(max(rows // self.rows_per_slot, fewest), self.max_requests)
 
     def pick(self, rows: int, requests: int, *, alone: bool = True) -> int | None:
-        """T of the smallest tier for R ``rows`` of B ``requests``; ``None``: none holds them.
+        """Return T of the smallest tier for R ``rows`` of B ``requests``; ``None`` if none holds
+        them.
 
-        Padding rows need a slot of their own: SGLang's layout would give them to the last
-        request, whose window they may overrun. Not ``alone``, these are the most of several
-        batches, of which another one has fewer rows.
+        Padding rows need a slot of their own. SGLang's layout would give them to the last request,
+        whose window they may overrun. If not ``alone``, the numbers are the maxima of several
+        batches, and another batch has fewer rows.
         """
         for tier in self.rows[bisect.bisect_left(self.rows, rows) :]:
             free = self.slots(tier) - requests

@@ -1,12 +1,9 @@
-"""The planner of draft trees: what :mod:`~sglang_c2t.plan.planner` does for chains.
+"""The planner of draft trees, as :mod:`~sglang_c2t.plan.planner` is for chains.
 
-A node is as sure as the least sure one on its path, and survives no more often than its parent:
-its survival falls along every path, so that the best nodes of a batch are trees. For plans, and for
-the forecast of layers that are not drafted yet, a tree is what its layers hold: the confidences of
-each, the best first. Which of them hang together matters only once nodes are chosen, and then the
-device knows.
-
-numpy only; knows neither torch nor SGLang.
+A node's confidence is the least one on its path, and its survival is at most its parent's.
+Survival falls along every path, so the best nodes of a batch form trees. For plans and forecasts
+a tree is a list of layers, each with its confidences, the best first. Only the selection of nodes
+needs the parents, and it runs on the device.
 
 Legend: B requests, S samples of them, D layers, d of them drafted, K topk, C confidences of a layer
 at most, N nodes of a tree, its root included.
@@ -24,17 +21,11 @@ from sglang_c2t.plan.survival import Array, Numbers, Survival
 
 
 class TreePlanner(Planner):
-    """The planner of a server that verifies trees.
-
-    Args:
-        topk: K.
-        max_depth: D.
-        max_nodes: N.
-    """
+    """The planner of a server that verifies trees."""
 
     survival: Survival
 
-    samples = 64  # each is many drafts
+    samples = 64  # each holds many drafts
 
     def __init__(self, topk: int, max_depth: int, max_nodes: int) -> None:
         self.topk, self._max_nodes = topk, max_nodes
@@ -43,15 +34,14 @@ class TreePlanner(Planner):
         super().__init__(max_depth, Survival(max_depth))
 
     def full_rows(self, layers: int) -> int:
-        """Nodes of a tree of d ``layers``: the K children of the root, and of K rows of each layer
-        but the last, N at most.
+        """Return the nodes of a tree of d ``layers``, N at most. These are the root, its K
+        children, and K children of each of K nodes per further layer.
         """
         return min(1 + self.topk * (1 + (layers - 1) * self.topk), self._max_nodes)
 
     def _survivals_by(self, survival: Survival, confidences: Array) -> Array:
-        """[S, d, C]: survival in trees with ``confidences`` [S, d, C] by layer, 0 where is no node.
-
-        No node is taken to survive more often than the best of the layer before.
+        """Return [S, d, C]: survival in trees with ``confidences`` [S, d, C] by layer, 0 without a
+        node. A node's survival is at most the best of the layer before.
         """
         depths = 1 + np.arange(confidences.shape[1])[:, None]
         each = np.where(confidences > 0, survival(depths, confidences), 0.0)
@@ -75,8 +65,8 @@ class TreePlanner(Planner):
 
 
 def by_layer(depth: Numbers, confidence: Array, layers: int, most: int) -> Array:
-    """[B, d, C], C ``most``: the ``confidence`` [B, n] of nodes at ``depth`` [B, n], of each layer
-    the best first, and 0 where there are no more.
+    """Return [B, d, C] with C = ``most``: confidences by layer, the best first, padded with 0. The
+    nodes have ``confidence`` [B, n] and ``depth`` [B, n].
     """
     depths = 1 + np.arange(layers)[:, None]
     found = np.where(depth[:, None] == depths, confidence[:, None], 0.0)  # [B, d, n]

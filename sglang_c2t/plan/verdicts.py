@@ -1,9 +1,6 @@
-"""Plans that still hold, and whether uniform steps bring more than planned ones.
-
-Planning takes the host time. A plan is kept for its batch size for a number of steps, which
-doubles while the plan computed next is the same.
-
-numpy only; knows neither torch nor SGLang.
+"""Plans that still hold, and the comparison of uniform steps with planned ones. Planning costs host
+time. The planner keeps a plan for its batch size for a number of steps, which doubles while the
+next plan is the same.
 """
 
 from __future__ import annotations
@@ -21,8 +18,8 @@ from sglang_c2t.plan.plan import Plan
 from sglang_c2t.plan.step import BatchView, StepKind, StepPlan
 from sglang_c2t.plan.survival import Array
 
-#: Steps for which a plan is kept: at first, and at most. A uniform plan is kept for longer: between
-#: two runs of it one step is planned, which keeps learning what survives.
+#: Steps for which a plan is kept: at first, and at most. A uniform plan is kept for longer.
+#: Between two runs of it one step is planned, which keeps learning survivals.
 PLANNED_STEPS = 1, 32
 UNIFORM_STEPS = 16, 128
 
@@ -32,13 +29,13 @@ ENOUGH = 8
 #: Steps of a kind whose times correct the next estimates.
 RATIOS = 65
 
-#: Comparisons after which one counts a third.
+#: Comparisons after which an earlier one has a third of its weight.
 REMEMBERED = 128
 
 
 @dataclass
 class Verdict:
-    """A plan, the steps it is still kept for, and what it rests on."""
+    """A plan, the steps for which it is still kept, and the facts it depends on."""
 
     plan: StepPlan
     steps: int
@@ -47,16 +44,15 @@ class Verdict:
 
 
 class Verdicts:
-    """The plan that holds for each batch size.
-
-    A uniform plan holds for all sizes of a bucket, as requests come and go.
+    """The plan that holds for each batch size. A uniform plan holds for all sizes of a bucket,
+    because requests come and go.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[bool, int], Verdict] = {}
 
     def next(self, view: BatchView) -> StepPlan | None:
-        """The plan of the next step; ``None``: compute one."""
+        """Return the plan of the next step; ``None`` if it must be computed."""
         verdict = self._kept.get((True, size_bucket(view.batch_size)))
         if verdict is None or not view.allows_uniform:
             verdict = self._kept.get((False, view.batch_size))
@@ -66,21 +62,20 @@ class Verdicts:
         return verdict.plan
 
     def planned(self, batch: int) -> StepPlan | None:
-        """The plan that held last for this batch size, uniform ones aside."""
+        """Return the last non-uniform plan for this batch size."""
         verdict = self._kept.get((False, batch))
         return None if verdict is None else verdict.plan
 
     def keep(
         self, view: BatchView, plan: StepPlan, *, taken: int, steps: int | None = None
     ) -> bool:
-        """Keep a ``plan`` for the next steps, ``taken`` of which are made already; returns whether
-        it is the same as before.
+        """Keep a ``plan`` for the next steps; returns whether it is the same as before.
 
         Args:
             view: The batch it is for.
-            plan: What holds from now on.
-            taken: Steps that count already.
-            steps: For so many; ``None``: for twice as many as before if it is the same.
+            plan: The new plan.
+            taken: Steps of it that are already made.
+            steps: Steps to keep it; ``None``: twice as many as before if it is the same.
         """
         uniform = plan.kind is StepKind.UNIFORM
         key = uniform, size_bucket(view.batch_size) if uniform else view.batch_size
@@ -93,12 +88,12 @@ class Verdicts:
         return same
 
     def drop_uniform(self, batch: int) -> bool:
-        """Let no uniform plan hold for sizes like this; returns whether one did."""
+        """Drop the uniform plan for sizes of this bucket; returns whether there was one."""
         return self._kept.pop((True, size_bucket(batch)), None) is not None
 
 
 def _basis(view: BatchView) -> Hashable:
-    """The facts that must not change while a plan holds: an eighth more context is a change."""
+    """Return facts that invalidate a plan when they change, such as an eighth more context."""
     return size_bucket(view.context), view.num_constrained, len(view.depths)
 
 
@@ -110,36 +105,35 @@ def _same(one: StepPlan, other: StepPlan) -> bool:
 
 @dataclass
 class _Bucket:
-    """Steps of about as many requests."""
+    """Steps of one size bucket."""
 
     compared: int = 0
 
     sums: Array = field(default_factory=lambda: np.zeros((2, 2)))
-    """Tokens and milliseconds of planned steps, and of uniform ones in their place; lately."""
+    """Decayed sums of tokens and milliseconds of planned steps, and of uniform ones."""
 
     planned: deque[float] = field(default_factory=partial(deque, maxlen=RATIOS))
-    """Measured times over predicted ones."""
+    """Ratios of measured to predicted time."""
 
     uniform: deque[float] = field(default_factory=partial(deque, maxlen=RATIOS))
 
 
 class Comparison:
-    """Tokens a millisecond of planned steps, against uniform ones in their place."""
+    """Tokens per millisecond of planned steps and of uniform steps on the same drafts."""
 
     def __init__(self) -> None:
         self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
 
     def took(self, batch: int, over_predicted: float, *, uniform: bool) -> None:
-        """The time of a step over what was predicted for it."""
+        """Add the ratio of a step's time to its predicted time."""
         bucket = self._buckets[size_bucket(batch)]
         (bucket.uniform if uniform else bucket.planned).append(over_predicted)
 
     def add(self, batch: int, plan: Plan, uniform: Plan) -> None:
-        """Compare the best ``plan`` of a step with the best ``uniform`` one.
-
-        At the same moment, by the same costs and for the same drafts, because machines have slow
-        minutes and requests bad ones. And by how much longer either kind lately took than costs
-        say: a plan that is the best of many is one that looks too good.
+        """Compare the best ``plan`` of a step with the best ``uniform`` one. Both use the same
+        moment, costs and drafts, because machines and requests have slow phases. The recent ratio
+        of measured to predicted time corrects each kind, because the best of many plans has an
+        optimistic estimate.
         """
         bucket = self._buckets[size_bucket(batch)]
         new = np.array([[one.tokens, one.milliseconds] for one in (plan, uniform)])
@@ -149,10 +143,10 @@ class Comparison:
         bucket.compared += 1
 
     def rates(self, batch: int) -> tuple[float, float] | None:
-        """Tokens a millisecond of planned and of uniform steps; ``None``: too few were compared."""
+        """Return the rates of planned and of uniform steps; ``None`` if too few were compared."""
         bucket = self._buckets[size_bucket(batch)]
         if bucket.compared < ENOUGH:
             return None
-        # Of sums, not step by step: a uniform step takes as long where a planned one is short.
+        # The ratio of sums: a uniform step takes as long where a planned one is short.
         (tokens, took), (uniform_tokens, uniform_took) = bucket.sums.tolist()
         return tokens / took, uniform_tokens / uniform_took

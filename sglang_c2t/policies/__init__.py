@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-from sglang_c2t.checks import shown, told
+from sglang_c2t.checks import format_error, shown
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier, shipped
 from sglang_c2t.config import DEFAULT, C2TConfig, ConfigError
 from sglang_c2t.draft_layer import DraftLayer
@@ -25,26 +25,26 @@ from sglang_c2t.policies.fixed import Fixed
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree, PlannedTree
 from sglang_c2t.policies.trial import try_policy
 
-# From elsewhere, for who imports them here.
+# Re-exported.
 __all__ = ["ChainPolicy", "DraftLayer", "TreePolicy", "plans"]
 
 
 #: Policies for chains without a classifier.
 PLAIN: tuple[Any, ...] = (DyJoint, DyMax, Fixed, RowsOnly)
 
-#: Policies with a classifier, in the order in which :func:`policy_of` looks.
+#: Policies with a classifier, in the order in which :func:`policy_of` tries them.
 TRAINED: tuple[Any, ...] = (C2T, C2TLog, C2TPlus, Auto)
 
-#: Rules for chains, by the name after ``--c2t-policy``.
+#: Rules for chains, by their ``--c2t-policy`` name.
 POLICIES: dict[str, Any] = {cls.name: cls for cls in (*PLAIN, *TRAINED)}
 
-#: Rules that only trees can follow; the gates of :data:`POLICIES` prune trees as well.
+#: Rules for trees only; the gates of :data:`POLICIES` prune trees as well.
 TREE_POLICIES: dict[str, Any] = {EAGLE2.name: EAGLE2}
 
-#: Behind a gate's name: EAGLE-2 grows the tree, the gate prunes it afterwards.
+#: Suffix of a gate's name: EAGLE-2 grows the tree, the gate prunes it afterwards.
 ON_EAGLE2 = "-eagle2"
 
-#: Behind a policy's name: its shipped classifier for trees.
+#: Suffix of a policy's name: its shipped classifier for trees.
 ON_TREES = "-tree"
 
 
@@ -59,10 +59,9 @@ def policy_of(classifier: Classifier) -> str:
 
 
 def named(config: C2TConfig, *, packed: bool) -> C2TConfig:
-    """``config`` with the name of the policy that serves where none was chosen.
-
-    The planner, where drafts are verified ``packed``; else, and for who sets what only gates take
-    or records what theirs would cut, the published gate.
+    """Fill in the default policy's name. It is the planner if drafts are verified ``packed``. It is
+    the published gate otherwise, and if the user sets an option that only gates take or records
+    what a gate would cut.
     """
     if config.policy != DEFAULT:
         return config
@@ -78,10 +77,8 @@ def named(config: C2TConfig, *, packed: bool) -> C2TConfig:
 
 
 def build_policy(config: C2TConfig) -> ChainPolicy:
-    """Build the configured policy for chains.
-
-    Raises :class:`ConfigError` for an unknown name, an option the policy does not take,
-    or a classifier that cannot be used.
+    """Build the configured policy for chains. Raises :class:`ConfigError` for an unknown name, an
+    unknown option or an unusable classifier.
     """
     config = named(config, packed=True)
     policy = _built(config, config.policy.removesuffix(ON_EAGLE2), _options(config))
@@ -95,9 +92,8 @@ def build_policy(config: C2TConfig) -> ChainPolicy:
 
 def build_tree_policy(config: C2TConfig) -> TreePolicy:
     """Build the configured policy for trees; a gate becomes Algorithm 1 with that gate.
-
-    ``policy_options`` may hold ``layer_limit`` for a gate, beside its own options. Raises
-    :class:`ConfigError` as :func:`build_policy` does, and for a rule that cuts chains only.
+    ``policy_options`` of a gate may hold ``layer_limit``. Raises :class:`ConfigError` as
+    :func:`build_policy` does, and for a rule that cuts chains only.
     """
     config = named(config, packed=True)
     options, name = _options(config), config.policy
@@ -112,10 +108,9 @@ def build_tree_policy(config: C2TConfig) -> TreePolicy:
 
 
 def policy_for(config: C2TConfig, shape: TreeShape, pair: str | None = None) -> Any:
-    """The configured policy for drafts of this shape, chains if ``topk`` is 1, tried once.
-
-    Its default classifier is the one in the folder ``pair``, if there is one. Raises
-    :class:`ConfigError` for what can be neither built nor asked.
+    """Build the configured policy for this shape of drafts, and try it once. ``topk`` 1 means
+    chains. The default classifier is the one in the folder ``pair``, if it exists. Raises
+    :class:`ConfigError` if the policy cannot be built or fails the trial.
     """
     policy: Any
     if pair is not None and config.classifier == "default":
@@ -130,7 +125,7 @@ def policy_for(config: C2TConfig, shape: TreeShape, pair: str | None = None) -> 
 
 
 def _of_pair(config: C2TConfig, pair: str, *, trees: bool) -> C2TConfig:
-    """With the classifier that is shipped for a pair, where there is one for this policy."""
+    """Set the classifier that is shipped for a pair, if there is one for this policy."""
     policy = config.policy.removesuffix(ON_EAGLE2)
     name = getattr(POLICIES.get(policy), "shipped_as", policy)
     name = f"{pair}/{name + ON_TREES if trees and shipped(name + ON_TREES) else name}"
@@ -138,7 +133,7 @@ def _of_pair(config: C2TConfig, pair: str, *, trees: bool) -> C2TConfig:
 
 
 def _gate(config: C2TConfig, name: str, options: dict[str, Any]) -> Gate:
-    """A gate for trees: with a classifier that learnt from trees, and a threshold for them."""
+    """Build a gate for trees, with a classifier trained on trees and a threshold for them."""
     if name in TREE_POLICIES or name == Auto.name:
         raise ConfigError(f"policy {config.policy}: {name} is no gate that could prune a tree")
     gate = _built(_on_trees(config, name), name, options)
@@ -152,14 +147,14 @@ def _gate(config: C2TConfig, name: str, options: dict[str, Any]) -> Gate:
 
 
 def _on_trees(config: C2TConfig, name: str) -> C2TConfig:
-    """With the classifier that is shipped for trees under this policy's name, if there is one."""
+    """Set the classifier that is shipped for trees under this policy's name, if there is one."""
     if config.classifier != "default" or shipped(name + ON_TREES) is None:
         return config
     return replace(config, classifier=name + ON_TREES)
 
 
 def check_policy(config: C2TConfig) -> None:
-    """Raise :class:`ConfigError` where the policy could serve neither chains nor trees."""
+    """Raise :class:`ConfigError` if the policy supports neither chains nor trees."""
     try:
         build_policy(config)
     except ConfigError as no_chains:
@@ -171,12 +166,12 @@ def check_policy(config: C2TConfig) -> None:
 
 
 def policy_names() -> list[str]:
-    """All names on the menu."""
+    """Return all names on the menu."""
     return sorted({*POLICIES, *tree_policy_names()})
 
 
 def tree_policy_names() -> list[str]:
-    """All names that trees accept."""
+    """Return all names that support trees."""
     gates = [
         cls.name for cls in (*TRAINED, *PLAIN) if hasattr(cls, "confidence") and not plans(cls)
     ]
@@ -195,7 +190,7 @@ def _only_trees(name: str) -> bool:
 
 
 def _built(config: C2TConfig, name: str, options: dict[str, Any]) -> Any:
-    """The policy of this name; :class:`ConfigError`, one line, for whatever its making raises."""
+    """Build the policy of this name; any error becomes a one-line :class:`ConfigError`."""
     learns = POLICIES.get(name) in TRAINED
     cls = (POLICIES | TREE_POLICIES).get(name) or _own_class(name)
     if not learns and config.classifier != "default":
@@ -210,11 +205,13 @@ def _built(config: C2TConfig, name: str, options: dict[str, Any]) -> Any:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"policy {config.policy} cannot be built: {told(error)}") from error
+        raise ConfigError(
+            f"policy {config.policy} cannot be built: {format_error(error)}"
+        ) from error
 
 
 def _classifier(cls: Any, config: C2TConfig) -> Classifier:
-    """What the policy reads; ``default`` is the one shipped under the policy's name."""
+    """Load the policy's classifier; ``default`` is the one shipped under the policy's name."""
     own = getattr(cls, "shipped_as", cls.name)
     name = own if config.classifier == "default" else config.classifier
     classifier = load_classifier(name)
@@ -247,7 +244,7 @@ def _refuse_options(cls: Any, config: C2TConfig, options: Collection[str]) -> No
 
 
 def _own_class(name: str) -> Any:
-    """The class behind ``module:Class``."""
+    """Import the class named by ``module:Class``."""
     if ":" not in name:
         raise ConfigError(
             f"unknown c2t policy {shown(name)}; known: {', '.join(policy_names())}, or "
@@ -260,7 +257,7 @@ def _own_class(name: str) -> Any:
         where = f"{error.filename}, line {error.lineno}"
         raise ConfigError(f"cannot load c2t policy {shown(name)}: {error.msg} ({where})") from error
     except (Exception, SystemExit) as error:  # whatever the module does when it is imported
-        raise ConfigError(f"cannot load c2t policy {shown(name)}: {told(error)}") from error
+        raise ConfigError(f"cannot load c2t policy {shown(name)}: {format_error(error)}") from error
     if not isinstance(found, type):
         raise ConfigError(f"c2t policy {shown(name)} is no class, but {shown(found)}")
     if not (hasattr(found, "keep") or hasattr(found, "grow")):

@@ -1,12 +1,12 @@
-"""Policies that plan: what pays at this load, from calibrated survival and measured cost.
+"""Policies with a planner: it chooses layers and rows from calibrated survival and measured cost.
 
-They cut nothing by a threshold. The server asks their planner (:mod:`sglang_c2t.plan.planner`)
-before each step how many layers to draft and how many rows to verify, and the best drafts of the
-batch are verified: the objective of vLLM's adaptive verification (vllm-project/vllm PR 47808) with
-the number of layers as a second choice, which is ours.
+They have no threshold. Before each step the planner (:mod:`sglang_c2t.plan.planner`) chooses how
+many layers to draft and how many rows to verify. The target verifies the batch's best drafts.
+This is the objective of vLLM's adaptive verification (vllm-project/vllm PR 47808). The choice of
+layers is ours.
 
-Sampled drafts: keep-then-stop, as the gates whose confidences are ranked. Drafts are argmax here,
-and what is verified depends on them, on what was committed and on the load: never on the noise
+Sampled drafts: keep-then-stop, as the gates whose confidences are ranked. Drafts are argmax here.
+Which are verified depends on the drafts, the committed tokens and the load, never on the noise
 that acceptance draws.
 """
 
@@ -24,36 +24,34 @@ from sglang_c2t.policies.dymax import DyMax
 
 @dataclass(frozen=True)
 class Auto(C2TPlus):
-    """The planner over C2T-plus: layers and rows, with confidences calibrated while serving.
-
-    In trees :class:`~sglang_c2t.policies.gated_tree.PlannedTree` grows what is planned.
+    """Planner over C2T-plus: chooses layers and rows, and calibrates confidences while serving. In
+    trees :class:`~sglang_c2t.policies.gated_tree.PlannedTree` grows the planned drafts.
     """
 
-    beta: ClassVar[float] = 0.0  # type: ignore[misc]  # no threshold: all is kept for the plan
+    beta: ClassVar[float] = 0.0  # type: ignore[misc]  # no threshold: the plan decides
     name: ClassVar[str] = "auto"
     shipped_as: ClassVar[str] = C2TPlus.name
 
     def planner(self, shape: TreeShape) -> Planner:
-        """A planner that knows nothing yet, of chains of this shape."""
+        """Return a new planner for chains of this shape."""
         return Planner(shape.num_steps, Survival(shape.num_steps))
 
 
 @dataclass(frozen=True)
 class RowsOnly(DyMax):
-    """All layers are drafted, and the rows planned with vLLM's estimator of acceptance.
-
-    The rule of vLLM's adaptive verification (vllm-project/vllm PR 47808 and 52228) on costs that
-    are measured here: the baseline of :class:`Auto`.
+    """Drafts all layers and plans rows with vLLM's estimator of acceptance. This is the rule of
+    vLLM's adaptive verification (vllm-project/vllm PR 47808 and 52228) with costs measured here:
+    the baseline of :class:`Auto`.
     """
 
     beta: ClassVar[float] = 0.0  # type: ignore[misc]
     name: ClassVar[str] = "rows-only"
 
     def planner(self, shape: TreeShape) -> Planner:
-        """A planner that knows nothing yet, of chains of this shape."""
+        """Return a new planner for chains of this shape."""
         return Planner(shape.num_steps, OneSlope(shape.num_steps), all_layers=True)
 
 
 def plans(policy: object) -> bool:
-    """Whether the policy, or the class of one, is one that plans."""
+    """Whether the policy, or policy class, has a planner."""
     return hasattr(policy, "planner")

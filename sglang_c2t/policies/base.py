@@ -1,17 +1,16 @@
-"""What a policy is: a rule that says, layer by layer, which drafts stay.
+"""Interfaces of policies: rules that decide, layer by layer, which drafts stay.
 
-A policy is asked once per drafted layer, for the whole batch. In chains the caller keeps
-the running conjunction, so a chain that has ended stays ended (Algorithm 1 of C2T,
-arXiv:2502.13652, restricted to one child per node). In trees the caller drops whatever
-hangs from a dropped node.
+The gate calls a policy once per drafted layer, for the whole batch. In chains the caller keeps the
+running conjunction, so a chain that has ended stays ended. This is Algorithm 1 of C2T
+(arXiv:2502.13652), restricted to one child per node. In trees the caller drops all descendants of
+a dropped node.
 
-Every rule here is lossless because drafts are the draft model's most likely tokens, and
-every accepted token is the target's own: what is verified may depend on the prefix, on the
-rest of the batch and on the clock, never on what the target will sample. Were drafts *sampled*
-(``--speculative-use-rejection-sampling``, refused for now), a rule that reads the drawn
-token itself could bias the output. Each policy's docstring says which kind it is: "safe
-to drop" or "keep-then-stop", i.e. the failing token must still be verified and only the
-tokens behind it may go.
+Every rule here is lossless, because drafts are the draft model's most likely tokens and every
+accepted token is the target's own. Which drafts are verified may depend on the prefix, the batch
+and the clock, never on the target's samples. With *sampled* drafts
+(``--speculative-use-rejection-sampling``, refused for now) a rule that reads the drawn token could
+bias the output. Each policy's docstring names its kind. "Safe to drop": any token may go.
+"Keep-then-stop": the failing token must still be verified and only the tokens after it may go.
 """
 
 from __future__ import annotations
@@ -25,39 +24,37 @@ from torch import Tensor
 
 from sglang_c2t.draft_layer import DraftLayer
 
-__all__ = ["DraftLayer"]  # what policies read, beside what they are
+__all__ = ["DraftLayer"]  # part of the interface of policies
 
 
 class ChainPolicy(Protocol):
     """Decides where each request's draft ends."""
 
     name: ClassVar[str]
-    """As written after ``--c2t-policy``."""
+    """The name for ``--c2t-policy``."""
 
     @property
     def needs(self) -> frozenset[str]:
         """Names from :attr:`DraftLayer.measured` that the policy reads.
 
-        A name that :func:`~sglang_c2t.draft_layer.measure` does not know comes from the policy's
-        own ``measure(logits, hidden)``: from the draft's logits [R, V] and hidden states [R, H] (or
-        ``None``) to tensors [R, ...] by name. ``--c2t-record`` writes these columns too.
+        Names that :func:`~sglang_c2t.draft_layer.measure` does not know come from the policy's
+        method ``measure(logits, hidden)``. It maps the draft's logits [R, V] and hidden states [R,
+        H] (or ``None``) to tensors [R, ...] by name. ``--c2t-record`` also writes these columns.
         """
         ...
 
     def keep(self, layer: DraftLayer) -> Tensor:
-        """[B] bool: the target should verify this token.
-
-        Pure tensor code without host reads, so that it can be captured in a CUDA graph.
+        """[B] bool: whether the target should verify this token. Pure tensor code without host
+        reads, so that a CUDA graph can capture it.
         """
         ...
 
 
 @runtime_checkable
 class Gate(ChainPolicy, Protocol):
-    """A chain policy that also ranks: token by token, a confidence and its threshold.
-
-    What Algorithm 1 needs to prune trees. A class attribute ``tree_beta`` may be the default
-    threshold there: siblings share the probability that a chain's token has alone.
+    """A chain policy that also ranks: it gives each token a confidence, and has a threshold.
+    Algorithm 1 needs this to prune trees. A class attribute ``tree_beta`` may set the default
+    threshold for trees, where siblings share the probability that a chain's token has alone.
     """
 
     @property
@@ -70,17 +67,17 @@ class Gate(ChainPolicy, Protocol):
         ...
 
     def keep(self, layer: DraftLayer) -> Tensor:
-        """[B] bool: the confidence reaches beta."""
+        """[B] bool: whether the confidence reaches beta."""
         return self.confidence(layer) >= self.beta
 
 
 # -- trees --------------------------------------------------------------------------------
-# B requests, W beam rows forwarded per step, K children offered per row; W is 1 in the
-# first layer (the root) and K behind it.
+# B requests, W beam rows forwarded per step, K children offered per row. W is 1 in the first
+# layer (the root) and K after it.
 
 
 class TreeShape(NamedTuple):
-    """How large trees can become, in SGLang's words; fixed while a server runs."""
+    """Limits of the trees, as SGLang names them; fixed while a server runs."""
 
     topk: int
     """K: rows forwarded per draft step, and children offered per row."""
@@ -102,7 +99,7 @@ class TreeLayer:
     """All children offered in one step, dead ones included."""
 
     nodes: DraftLayer
-    """[B * W * K] tokens as gates read them, without ``parent``."""
+    """[B * W * K] tokens for gates, without ``parent``."""
 
     batch: int
     topk: int
@@ -124,7 +121,7 @@ class TreeLayer:
 
     @property
     def entropy(self) -> Tensor:
-        """[B, W, K] float32, nats: of the distribution a node was chosen from."""
+        """[B, W, K] float32, nats: entropy of the distribution a node was chosen from."""
         return self.grid(self.nodes.entropy)
 
 
@@ -132,15 +129,15 @@ class Growth(NamedTuple):
     """A policy's decision about one layer; each [B, W, K]. Dead nodes are handled by the caller."""
 
     key: Tensor
-    """float32, not nan: -inf keeps a node out of its tree. Otherwise its rank where a cap
-    bites; a node never outranks its ancestors, whatever its own key says."""
+    """float32, not nan: -inf keeps a node out of its tree. Otherwise its rank under a cap; a node
+    never outranks its ancestors."""
 
     expand: Tensor
     """float32: the K best of each request are forwarded next; -inf is never forwarded."""
 
     verify: Tensor | None = None
-    """bool: a second look at the nodes that made it into the tree, after the cap. What
-    hangs from a refused node goes with it. ``None``: all are verified."""
+    """bool: a filter on the nodes of the tree, after the cap; descendants of a refused node go with
+    it. ``None``: all are verified."""
 
 
 class TreePolicy(Protocol):
@@ -148,16 +145,16 @@ class TreePolicy(Protocol):
 
     @property
     def name(self) -> str:
-        """As written after ``--c2t-policy``."""
+        """The name for ``--c2t-policy``."""
         ...
 
     @property
     def needs(self) -> frozenset[str]:
-        """As of :class:`ChainPolicy`."""
+        """The same as in :class:`ChainPolicy`."""
         ...
 
     def check(self, shape: TreeShape) -> None:
-        """Raise :class:`~sglang_c2t.config.ConfigError` where trees are too small for the rule."""
+        """Raise :class:`~sglang_c2t.config.ConfigError` if trees are too small for the rule."""
         ...
 
     def grow(self, layer: TreeLayer) -> Growth:
@@ -166,23 +163,22 @@ class TreePolicy(Protocol):
 
 
 def is_tree_policy(policy: Any) -> bool:
-    """Whether the policy grows trees (and does not cut chains)."""
+    """Whether the policy grows trees; otherwise it cuts chains."""
     return hasattr(policy, "grow")
 
 
 def own_measure(policy: Any) -> Callable[[Tensor, Tensor | None], dict[str, Tensor]] | None:
-    """The policy's ``measure``, or that of the gate it prunes by; ``None`` where it has none."""
+    """Return the ``measure`` of the policy or of its gate; ``None`` without one."""
     return getattr(getattr(policy, "gate", policy), "measure", None)
 
 
-# -- asking ---------------------------------------------------------------------------------
-# A policy may be anybody's: what it returns is looked at before shapes depend on it.
+# -- calls ----------------------------------------------------------------------------------
+# A policy may be a user's own: its answer is checked before shapes depend on it.
 
 
 def kept(policy: ChainPolicy, layer: DraftLayer) -> Tensor:
-    """[B] bool: what the policy keeps of the chains that are alive.
-
-    TypeError for an answer that is no such tensor; besides, whatever the policy raises.
+    """[B] bool: living chains that the policy keeps. Raises TypeError for an answer of the wrong
+    shape or dtype, and whatever the policy raises.
     """
     keep = policy.keep(layer)
     _require_tensor("keep", keep, layer.alive.shape, keep.dtype == torch.bool, "bool")
@@ -190,7 +186,7 @@ def kept(policy: ChainPolicy, layer: DraftLayer) -> Tensor:
 
 
 def grown(policy: TreePolicy, layer: TreeLayer) -> Growth:
-    """The policy's decision about a layer; TypeError where it is none, as for :func:`kept`."""
+    """Return the policy's decision about a layer; raises as :func:`kept`."""
     growth, shape = policy.grow(layer), layer.joint.shape
     for name, values in (("key", growth.key), ("expand", growth.expand)):
         _require_tensor(name, values, shape, values.is_floating_point(), "float32")

@@ -1,9 +1,9 @@
 """C2T: keep a drafted token while the classifier's confidence reaches beta.
 
-C_i = F(P_i, H_i, d_i), keep = C_i >= beta (arXiv:2502.13652, eq. 8 and Algorithm 1),
-with P the joint probability, H the entropy of the distribution the token was drawn
-from, d its depth and F a 3-48-1 ReLU network with a sigmoid, 241 parameters. In chain
-mode this is an early exit per request (the paper's appendix I).
+C_i = F(P_i, H_i, d_i), keep = C_i >= beta (arXiv:2502.13652, eq. 8 and Algorithm 1). P is the joint
+probability, H the entropy of the token's distribution and d its depth. F is a 3-48-1 ReLU network
+with a sigmoid, 241 parameters. In chains this is an early exit per request (the paper's appendix
+I).
 
 Sampled drafts: keep-then-stop, because P_i contains the probability of the drawn token.
 """
@@ -31,7 +31,7 @@ class C2T(Gate):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the classifier reads."""
+        """Inputs of the classifier."""
         return self.classifier.features.needs
 
     def confidence(self, layer: DraftLayer) -> Tensor:

@@ -1,16 +1,15 @@
 """C2T-log: C2T's rule with the logarithm of the joint probability as first input.
 
-C_i = F(log P_i, H_i, d_i), keep = C_i >= beta. Ours; the network is C2T's
-(arXiv:2502.13652), 3-48-1, 241 parameters, trained on all rejected tokens instead of a
-sample, so that C_i is a probability and beta means the same for every draft model. Raw joint
-probabilities of deep tokens crowd near zero, where the network cannot part them; their
-logarithms lie apart.
+C_i = F(log P_i, H_i, d_i), keep = C_i >= beta. Ours; the network is C2T's (arXiv:2502.13652),
+3-48-1, 241 parameters. It is trained on all rejected tokens instead of a sample, so C_i is a
+probability and beta means the same for every draft model. Raw joint probabilities of deep tokens
+crowd near zero, where the network cannot separate them. Their logarithms differ.
 
-Default threshold, chains: the one at which the shipped classifier accepts as much as ``c2t`` at
-its published 0.5, on the demo drafts' training prompts (``eval/tables/thresholds.py``); with fewer
-drafts verified, then. At 0.5 it would accept less than ``c2t``: that one learns from as many
-accepted as rejected tokens, so that its 0.5 means "as likely as the average recorded token", of
-which about a quarter is accepted.
+Default threshold for chains: the shipped classifier then accepts as much as ``c2t`` at its
+published 0.5, and verifies fewer drafts (``eval/tables/thresholds.py``, on the demo drafts'
+training prompts). At 0.5 it would accept less. ``c2t`` learns from as many accepted as
+rejected tokens, so its 0.5 means "as likely as the average recorded token". About a quarter of
+these is accepted.
 
 Sampled drafts: keep-then-stop, because P_i contains the probability of the drawn token.
 """
@@ -25,7 +24,7 @@ from sglang_c2t.policies.c2t import C2T
 
 @dataclass(frozen=True)
 class C2TLog(C2T):
-    """Confidence gate with a classifier that reads the log joint probability."""
+    """Gate with a classifier that reads the log joint probability."""
 
     beta: float = 0.24  # accepts what c2t does at 0.5: eval/tables/thresholds.py
     name: ClassVar[str] = "c2t-log"

@@ -1,17 +1,15 @@
-"""C2T-plus: C2T-log that also sees how sure the draft is of the token itself.
+"""C2T-plus: C2T-log with the draft's top-2 margin of the token as a further input.
 
-C_i = F(log P_i, m_i, H_i, d_i), keep = C_i >= beta, with m_i the log ratio of the two most
-likely draft tokens; 4-48-1, 289 parameters. Ours. The joint probability does not say
-whether a chain is unlikely because of this token or of an earlier one; with the margin
-beside it the network can tell. All inputs come from the draft's own distribution, so a
-classifier still moves between draft models (C2T, arXiv:2502.13652, is the frame).
+C_i = F(log P_i, m_i, H_i, d_i), keep = C_i >= beta, with m_i the log ratio of the two most likely
+draft tokens; 4-48-1, 289 parameters. Ours, in the frame of C2T (arXiv:2502.13652). The joint
+probability does not show whether this token or an earlier one makes a chain unlikely; the margin
+does. All inputs come from the draft's own distribution, so a classifier works for other drafts.
 
-In trees it may read the token's rank among its siblings and its parent's among the rows that were
-forwarded, too (6-48-1, 385 parameters): what else the tree offers says how likely this node is, and
-both are known without measuring anything. Others that were tried bring about as much, and would
-have to be carried from layer to layer or counted over a whole one (eval/LOG.md).
+In trees it may also read the ranks of the token among its siblings and of its parent among the
+forwarded rows (6-48-1, 385 parameters). Both are known without a measurement. Other inputs brought
+about as much, and would need state across layers or a count over a whole one (eval/LOG.md).
 
-Default threshold, chains: chosen as that of C2T-log is.
+Default threshold for chains: chosen as for C2T-log.
 
 Sampled drafts: keep-then-stop, because P_i contains the probability of the drawn token.
 """
@@ -27,7 +25,7 @@ from sglang_c2t.policies.c2t import C2T
 
 @dataclass(frozen=True)
 class C2TPlus(C2T):
-    """Confidence gate with a classifier that also reads the token's top-2 margin."""
+    """Gate with a classifier that also reads the token's top-2 margin."""
 
     beta: float = 0.24  # accepts what c2t does at 0.5: eval/tables/thresholds.py
     name: ClassVar[str] = "c2t-plus"

@@ -1,8 +1,8 @@
-"""DyJoint: stop when the whole chain so far has become unlikely.
+"""DyJoint: stop when the chain so far has become unlikely.
 
-keep = P_i >= threshold, P_i = prod_{j <= i} p_j. The second early-exit baseline of C2T's
-chain experiments (arXiv:2502.13652, Table 7), threshold 0.08 there; the confidence EAGLE-2
-ranks tree nodes by (arXiv:2406.16858), used as a stopping rule.
+keep = P_i >= threshold, P_i = prod_{j <= i} p_j. The second early-exit baseline of C2T's chain
+experiments (arXiv:2502.13652, Table 7), threshold 0.08 there. EAGLE-2 ranks tree nodes by this
+confidence (arXiv:2406.16858); here it is a stopping rule.
 
 Sampled drafts: keep-then-stop, because P_i contains the probability of the drawn token.
 """

@@ -1,8 +1,7 @@
 """DyMax: stop when the draft is unsure of the token itself.
 
-keep = p_i >= threshold, with p_i the draft's probability of its most likely token, which
-is the one it drafts. The early-exit baseline of C2T's chain experiments
-(arXiv:2502.13652, Table 7), threshold 0.3 there.
+keep = p_i >= threshold, with p_i the draft's probability of its most likely token, which it drafts.
+The early-exit baseline of C2T's chain experiments (arXiv:2502.13652, Table 7), threshold 0.3 there.
 
 Sampled drafts: safe to drop while p_i is the largest probability; keep-then-stop if it
 were the drawn token's.

@@ -1,9 +1,9 @@
 """EAGLE-2: expand the K most likely nodes of a layer, verify the N most likely of all.
 
-value(node) = product of q along its path (arXiv:2406.16858, sections 4.1 and 4.2): each
-layer forwards its K nodes of largest value, and reranking keeps the N largest, of equals
-the shallower. Every tree has the same size. SGLang's own tree drafting is this rule; ours
-breaks ties by order, so that a tree always holds its nodes' ancestors.
+value(node) = product of q along its path (arXiv:2406.16858, sections 4.1 and 4.2). Each layer
+forwards its K nodes of largest value. Reranking keeps the N largest, of equal ones the shallower.
+Every tree has the same size. SGLang's own tree drafting is this rule. Ours breaks ties by order, so
+that a tree always holds its nodes' ancestors.
 
 Sampled drafts: keep-then-stop, because the value contains the drawn token's probability.
 """
@@ -24,8 +24,8 @@ class EAGLE2:
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def check(self, shape: TreeShape) -> None:
-        """Any shape will do."""
+        """Accept any shape."""
 
     def grow(self, layer: TreeLayer) -> Growth:
-        """Everything is a candidate, ranked by joint probability."""
+        """Rank all nodes by joint probability."""
         return Growth(key=layer.joint, expand=layer.joint)

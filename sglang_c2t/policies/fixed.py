@@ -3,7 +3,7 @@
 keep(d) = d <= length. The classic speculative decoding of Leviathan et al.
 (arXiv:2211.17192); ``length`` defaults to all drafted tokens.
 
-Sampled drafts: safe to drop, because nothing that was drawn is read.
+Sampled drafts: safe to drop, because the rule reads nothing that was drawn.
 """
 
 from __future__ import annotations

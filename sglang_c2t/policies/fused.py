@@ -1,8 +1,8 @@
-"""Which policies kernels can run in place of torch: all of the menu.
+"""Maps policies to kernels that compute the same decision; all policies of the menu have one.
 
-Only the measuring and asking moves into :mod:`sglang_c2t.kernels.gate`; the rule and its
-threshold stay the policy's. Whatever the kernel does not know is asked in torch: other
-networks, isotonic calibration, rules of the user's own and of ``eval/baselines``.
+Measuring and judging moves into :mod:`sglang_c2t.kernels.gate`. The rule and its threshold stay the
+policy's. Torch runs what the kernel does not know: other networks, isotonic calibration, rules of
+users and of ``eval/baselines``.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.fixed import Fixed
 from sglang_c2t.policies.gated_tree import GatedEAGLE2, GatedTree, PlannedTree
 
-#: What becomes of the confidence in trees.
+#: How trees use the confidence.
 _GROWS = {GatedTree: "gated", GatedEAGLE2: "filtered", PlannedTree: "planned"}
 
-#: A program's arguments, of a policy that decides as its rule does.
+#: A program's arguments for each policy whose rule a kernel knows.
 _PROGRAMS: dict[type[Any], Callable[[Any], dict[str, Any]]] = {
     DyJoint: lambda gate: {"names": ("joint",), "beta": gate.beta},
     DyMax: lambda gate: {"names": ("prob",), "beta": gate.beta},
     Fixed: lambda gate: {"names": ("depth",), "beta": -_length(gate), "sign": -1},
     C2T: lambda gate: {**_network(gate), "beta": gate.beta},
-    EAGLE2: lambda _: {"names": ("joint",), "beta": 0.0},  # reads no confidence
+    EAGLE2: lambda _: {"names": ("joint",), "beta": 0.0},  # its confidence is not used
 }
 
 
 def fused_gate(policy: Any, device: torch.device | str, *, topk: int = 1) -> FusedGate | None:
-    """The policy's gate for the kernel, or ``None`` if it must be asked in torch.
+    """Return the policy's gate for the kernel; ``None`` if torch must run it.
 
     Args:
-        policy: For chains or for trees; of a tree policy its gate.
-        device: Where the logits will be.
+        policy: For chains or for trees; a tree policy's gate is used.
+        device: Device of the logits.
         topk: Children per row.
     """
     gate = policy.gate if type(policy) in _GROWS else policy
@@ -56,13 +56,13 @@ def fused_gate(policy: Any, device: torch.device | str, *, topk: int = 1) -> Fus
 
 
 def growth_rule(policy: Any) -> Rule | None:
-    """How a tree policy's layers grow, for the kernel; ``None``: it must be asked in torch."""
+    """Return the kernel's rule to grow a tree policy's layers; ``None`` if torch must run it."""
     kind = ({EAGLE2: "joint"} | _GROWS).get(type(policy))
     return None if kind is None else Rule(kind, getattr(policy, "layer_limit", None) or 0)
 
 
 def _network(gate: Any) -> dict[str, Any]:
-    """The classifier's features and numbers; no names where a kernel cannot compute it."""
+    """Return the classifier's features and weights; no names if a kernel cannot compute it."""
     classifier = gate.classifier
     if classifier.isotonic is not None or len(classifier.net.hidden_sizes) != 1:
         return {"names": None}
@@ -74,9 +74,8 @@ def _length(policy: Fixed) -> float:
 
 
 def _follows(gate: Any, rule: type[Any]) -> bool:
-    """Whether the gate decides by ``rule``'s own methods, as a subclass may or may not.
-
-    A subclass of a tree policy may override the rule: it is never fused.
+    """Whether the gate decides by ``rule``'s own methods, which a subclass may override. Subclasses
+    of a tree policy may override the rule, so they are never fused.
     """
     kind = type(gate)
     if hasattr(rule, "grow"):

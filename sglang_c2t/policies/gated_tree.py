@@ -1,21 +1,18 @@
 """C2T on trees: prune while the tree grows (Algorithm 1), or after EAGLE-2 chose its nodes.
 
-Algorithm 1 (arXiv:2502.13652): of each layer's children, those with confidence >= beta
-enter the tree and are expanded further. The draft forwards at most K nodes per layer, the
-most confident ones ("second pruning", section 4.2.2); ``layer_limit`` lets no more than so
-many of a layer into the tree either, as the paper's topK rows do. Where the cap N bites,
-the least confident go.
+Algorithm 1 (arXiv:2502.13652): children with confidence >= beta enter the tree and are expanded.
+The draft forwards the K most confident nodes per layer ("second pruning", section 4.2.2).
+``layer_limit`` also limits the nodes of a layer in the tree, as the paper's topK rows do. Beyond
+the cap N the least confident nodes go.
 
-``GatedEAGLE2`` grows and reranks by joint probability like EAGLE-2 and prunes the result:
-the classifier as a filter behind the tree that users already have.
+``GatedEAGLE2`` grows and reranks by joint probability as EAGLE-2 does, then the gate filters the
+result. ``PlannedTree`` prunes nothing: the planner selects nodes over the whole batch.
 
-``PlannedTree`` prunes nothing: which nodes are verified is planned over the whole batch.
+Any gate with a confidence works: the trained ones, ``dyjoint`` (the joint probability) or
+``dymax``.
 
-Any gate with a confidence will do: the trained ones, ``dyjoint`` (the joint probability
-itself as the confidence) or ``dymax``.
-
-Sampled drafts: keep-then-stop or safe to drop as the gate itself says. A plan goes by drafts, by
-what was committed and by the load: never by the noise that acceptance draws.
+Sampled drafts: keep-then-stop or safe to drop, as the gate is. A plan depends on drafts, committed
+tokens and the load, never on the noise that acceptance draws.
 """
 
 from __future__ import annotations
@@ -32,31 +29,31 @@ from sglang_c2t.policies.base import Gate, Growth, TreeLayer, TreeShape
 
 @dataclass(frozen=True)
 class _Gated:
-    """What both kinds of pruning take over from their gate."""
+    """Members of the gate that all policies here use."""
 
     gate: Gate
 
     @property
     def name(self) -> str:
-        """The gate's."""
+        """The gate's name."""
         return self.gate.name
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the gate reads."""
+        """The gate's needs."""
         return self.gate.needs
 
     def check(self, shape: TreeShape) -> None:
-        """Any shape will do."""
+        """Accept any shape."""
 
     def confidence(self, layer: TreeLayer) -> Tensor:
-        """[B, W, K] float32: the gate's, asked only where no kernel has computed it."""
+        """[B, W, K] float32: the gate's confidence, computed here if no kernel did."""
         known = layer.nodes.measured.get("confidence")
         values = self.gate.confidence(layer.nodes) if known is None else known
         return layer.grid(values).float()
 
     def passes(self, layer: TreeLayer) -> Tensor:
-        """[B, W, K] bool: the gate believes in the node; a kernel knows its own threshold."""
+        """[B, W, K] bool: the confidence reaches beta; a kernel uses its own threshold."""
         known = layer.nodes.measured.get("keep")
         return self.confidence(layer) >= self.gate.beta if known is None else layer.grid(known)
 
@@ -68,7 +65,7 @@ class GatedTree(_Gated):
     layer_limit: int | None = None
 
     def __post_init__(self) -> None:
-        """Reject a limit that is no count."""
+        """Reject limits that are not positive whole numbers."""
         require(
             self.layer_limit is None or is_whole(self.layer_limit, 1),
             f"policy {self.name}: layer_limit",
@@ -77,7 +74,7 @@ class GatedTree(_Gated):
         )
 
     def grow(self, layer: TreeLayer) -> Growth:
-        """The confident ones enter and go on."""
+        """Add and expand the nodes that pass the gate."""
         passed = self.passes(layer) & layer.grid(layer.nodes.alive)
         key = self.confidence(layer).masked_fill(~passed, -torch.inf)
         if self.layer_limit is not None:
@@ -87,29 +84,29 @@ class GatedTree(_Gated):
 
 @dataclass(frozen=True)
 class GatedEAGLE2(_Gated):
-    """EAGLE-2's tree, less the nodes the gate does not believe in."""
+    """EAGLE-2's tree without the nodes that fail the gate."""
 
     @property
     def name(self) -> str:
-        """The gate's, and what it prunes."""
+        """The gate's name with the suffix ``-eagle2``."""
         return f"{self.gate.name}-eagle2"
 
     def grow(self, layer: TreeLayer) -> Growth:
-        """Rank by joint probability; the gate has the second word."""
+        """Rank by joint probability; the gate filters afterwards."""
         return Growth(key=layer.joint, expand=layer.joint, verify=self.passes(layer))
 
 
 @dataclass(frozen=True)
 class PlannedTree(_Gated):
-    """The most confident nodes, as many as a tree may have; a planner chooses among them."""
+    """The most confident nodes, up to a tree's limit; a planner selects among them."""
 
     def grow(self, layer: TreeLayer) -> Growth:
-        """All enter, so that the host knows how many there are; the confident ones go on."""
+        """Add all nodes, so that the host knows their number; expand the confident ones."""
         key = self.confidence(layer).nan_to_num(0.0)
         return Growth(key=key, expand=key)
 
     def planner(self, shape: TreeShape) -> TreePlanner:
-        """A planner that knows nothing yet, of trees of this shape."""
+        """Return a new planner for trees of this shape."""
         return TreePlanner(*shape)
 
 

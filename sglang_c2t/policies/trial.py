@@ -1,7 +1,6 @@
-"""Asking a policy once, about drafts that nobody made, before it serves any.
-
-What fails here fails always, and is refused while somebody looks; what fails later falls back
-to whole drafts (:mod:`sglang_c2t.draft.served`).
+"""Trial of a policy on an invented draft before the server serves. A failure here would be
+permanent, so the server refuses to start. Later failures fall back to full drafts
+(:mod:`sglang_c2t.draft.served`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_c2t.checks import ConfigError, shown, told
+from sglang_c2t.checks import ConfigError, format_error, shown
 from sglang_c2t.draft_layer import DraftLayer, known_measurement, measure
 from sglang_c2t.policies.base import TreeLayer, TreeShape, grown, is_tree_policy, kept, own_measure
 
@@ -19,11 +18,11 @@ VOCABULARY = 64
 
 
 def try_policy(policy: Any, shape: TreeShape) -> None:
-    """Ask for two layers of a made-up draft, on the CPU.
+    """Call the policy for two layers of an invented draft, on the CPU.
 
-    Raises :class:`ConfigError` for an object that lacks parts of a policy, needs what cannot be
-    measured, or answers with anything but the tensors that a policy owes. A policy with a
-    ``measure`` of its own is not asked: it may read hidden states, whose width is the draft's.
+    Raises :class:`ConfigError` for an object that lacks parts of a policy, needs unknown
+    measurements, or returns other tensors than it must. A policy with its own ``measure`` is not
+    called: it may read hidden states, whose width depends on the draft.
     """
     parts = (
         ("name", "needs", "grow", "check") if is_tree_policy(policy) else ("name", "needs", "keep")
@@ -47,7 +46,7 @@ def try_policy(policy: Any, shape: TreeShape) -> None:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"policy {policy.name} fails on a made-up draft: {told(error)}"
+            f"policy {policy.name} fails on a made-up draft: {format_error(error)}"
         ) from error
 
 

@@ -1,1 +1,1 @@
-"""Attachment to SGLang's runtime; the only folder that imports sglang."""
+"""Integration into SGLang's runtime; only this folder imports sglang."""

@@ -1,4 +1,4 @@
-"""Log lines at the start of a server: what it serves, and which classifier judges its drafts."""
+"""Start-up log lines: how the server verifies, and which classifier judges its drafts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ def log_start(config: C2TConfig, verification: str, policy: Any, pair: Pair | No
 
 
 def log_prefill_only() -> None:
-    """Log that the drafts of this server are verified by another one."""
-    logger.info("C2T: cuts nothing here, as another server verifies what this one drafts")
+    """Log that another server verifies the drafts of this one."""
+    logger.info("C2T: no gate here: another server verifies the drafts of this one")
 
 
 def log_classifier(config: C2TConfig, policy: Any, pair: Pair | None) -> None:
-    """Log which classifier the policy reads and why this one; nothing for a policy without one.
-
-    A warning where it was trained on another pair of models than the served ``pair``.
+    """Log the policy's classifier and the reason for it, if the policy has one. It warns if the
+    classifier was trained on another pair of models than the served ``pair``.
     """
     facts = classifier_facts(policy, pair)
     if facts is None:

@@ -1,12 +1,10 @@
-"""How we attach to SGLang.
-
-There are three ways, and no others:
+"""The three ways in which the plugin attaches to SGLang.
 
 * **hooks**, SGLang's own registries: :func:`hook` and :func:`on_resolution`;
 * **subclasses** of its workers, attention backends, graph runner and verify input, which call
   ``super()``;
-* **replacements** of an attribute or a module's global, which must be there already: for the time
-  of a block (:func:`swapped`) or for good (:func:`write`, :func:`wrap_global`).
+* **replacements** of an existing attribute or module global, either for a block (:func:`swapped`)
+  or permanently (:func:`write`, :func:`wrap_global`).
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from sglang_c2t.srt.seams import GROUPS, hook_targets
 
 
 def hook(label: str, function: Callable[..., Any], kind: str) -> None:
-    """Register ``function`` on the targets of a label of ``seams.txt``; ``kind`` is "before",
-    "after" or "around", see SGLang's ``HookType``.
+    """Register ``function`` on the targets of a label of ``seams.txt``. ``kind`` is "before",
+    "after" or "around"; see SGLang's ``HookType``.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -32,9 +30,8 @@ def hook(label: str, function: Callable[..., Any], kind: str) -> None:
 
 
 def on_resolution(step: str, run: Callable[[Any, Callable[[Any], None]], None]) -> None:
-    """Call ``run(server_args, previous)`` around a step of SGLang's argument resolution.
-
-    Silent when the step is gone as well: :func:`missing_hooks` then names it.
+    """Call ``run(server_args, previous)`` around a step of SGLang's argument resolution. It is
+    silent if the step is missing as well: :func:`missing_hooks` then names it.
     """
     try:
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -49,10 +46,9 @@ def on_resolution(step: str, run: Callable[[Any, Callable[[Any], None]], None]) 
 
 
 def wrap_global(module_name: str, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace ``module.name`` by ``wrapper(original, ...)``, once per process.
-
-    For functions that upstream calls through a module global; SGLang's hook registry
-    would import the module in every process, also in those that never verify.
+    """Replace ``module.name`` by ``wrapper(original, ...)``, once per process. For functions that
+    upstream calls through a module global. SGLang's hook registry would import the module in every
+    process, also in those that never verify.
     """
     module = importlib.import_module(module_name)
     original = _present(module, name)
@@ -67,9 +63,8 @@ def wrap_global(module_name: str, name: str, wrapper: Callable[..., Any]) -> Non
 
 
 def write(owner: Any, **values: Any) -> None:
-    """``owner.name = value`` for each of them, on an object or module of SGLang or FlashInfer.
-
-    Raises :class:`SeamError` where nothing of that name is there: it would not be read.
+    """Set ``owner.name = value`` for each of them, on an object or module of SGLang or FlashInfer.
+    Raises :class:`SeamError` if the attribute does not exist, because nothing would read it.
     """
     for name, value in values.items():
         _present(owner, name)
@@ -77,7 +72,7 @@ def write(owner: Any, **values: Any) -> None:
 
 
 def _present(owner: Any, name: str) -> Any:
-    """``owner.name``; :class:`SeamError` where upstream has no such thing."""
+    """Return ``owner.name``; :class:`SeamError` if upstream does not have it."""
     try:
         return getattr(owner, name)
     except AttributeError as error:
@@ -96,7 +91,7 @@ def _present(owner: Any, name: str) -> Any:
 
 @contextmanager
 def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` inside the block; :class:`SeamError` if it was not there."""
+    """Set ``owner.name`` to ``value`` inside the block; :class:`SeamError` if it does not exist."""
     original = _present(owner, name)
     setattr(owner, name, value)
     try:

@@ -1,6 +1,5 @@
-"""One answer each where SGLang's releases differ.
-
-What they differ in is listed in ``seams.txt``; these functions take what is there.
+"""One function per difference between SGLang's releases. ``seams.txt`` lists the differences; these
+functions use what the installed release has.
 """
 
 from __future__ import annotations
@@ -28,18 +27,16 @@ DISAGGREGATION = "sglang.srt.speculative.eagle_disaggregation"
 
 
 def resolved(server_args: Any) -> Any:
-    """A view of the arguments with SGLang's own decisions applied."""
+    """Return a view of the arguments with SGLang's own decisions applied."""
     overrides = importlib.import_module(OVERRIDES)
     view = getattr(overrides, "resolving_view", None) or overrides.resolved_view
     return view(server_args)
 
 
 def argument(server_args: Any, name: str) -> Any:
-    """The value of a server argument that SGLang serves with, from its arguments or a view of them.
-
-    Newer SGLang leaves what was typed on the arguments and keeps what it chose beside them.
-    Raises :class:`SeamError` when this SGLang has no argument of that name: a refusal that
-    silently found nothing to look at would let the combination through.
+    """Return the value of a server argument after SGLang's decisions. Newer SGLang keeps the typed
+    value on the arguments and its choice separately. Raises :class:`SeamError` if this SGLang has
+    no such argument: a refusal without its argument would let the combination through.
     """
     try:
         return getattr(resolved(server_args), name)
@@ -51,10 +48,9 @@ def argument(server_args: Any, name: str) -> Any:
 
 
 def require_readable(message: Any) -> None:
-    """Raise ValueError unless a scheduler can read this message for it.
-
-    Newer SGLang sends what was never checked, and reads it by its types: one wrong, and the
-    scheduler ends. Older SGLang pickles. The prompt has been read by then, and is long.
+    """Raise ValueError unless a scheduler can read this message. Newer SGLang sends messages
+    unchecked and reads them by type: a wrong one ends the scheduler. Older SGLang pickles. The
+    check skips the prompt, which is long and has been read by then.
     """
     io_struct = importlib.import_module("sglang.srt.managers.io_struct")
     if not hasattr(io_struct, "msgpack_encode"):
@@ -67,14 +63,14 @@ def require_readable(message: Any) -> None:
     try:
         io_struct.msgpack_decode(io_struct.msgpack_encode(light))
     except (msgspec.MsgspecError, TypeError, OverflowError, UnicodeError) as error:
-        # Messages travel as arrays: a number in place of the field's name, and a tag at 0.
+        # Messages are arrays: the error has a number instead of the field's name, and 0 is a tag.
         place = re.search(r"`\$\[(\d+)\]", str(error))
         field = message.__struct_fields__[int(place[1]) - 1] if place else "the request"
         raise ValueError(f"{field} cannot be read: {error}") from error
 
 
 def draft_shape(server_args: Any) -> TreeShape:
-    """What drafts of a server look like."""
+    """Return the shape of a server's drafts."""
     return TreeShape(
         argument(server_args, "speculative_eagle_topk"),
         argument(server_args, "speculative_num_steps"),
@@ -83,7 +79,7 @@ def draft_shape(server_args: Any) -> TreeShape:
 
 
 def default_shape(server_args: Any) -> TreeShape:
-    """What SGLang drafts where none of the flags for it is given."""
+    """Return the shape that SGLang chooses if none of its flags is given."""
     from sglang.srt.configs.model_config import ModelConfig
 
     config = ModelConfig.from_server_args(resolved(server_args))
@@ -101,14 +97,14 @@ def accepts_exactly(cfg: Any) -> bool:
 
 
 def uses_dp_attention(cfg: Any) -> bool:
-    """Whether attention is data parallel: asked for by its size, in older SGLang by a flag."""
+    """Whether attention is data parallel: by its size, in older SGLang by a flag."""
     if hasattr(cfg, "attn_dp_size") and cfg.attn_dp_size > 1:
         return True
     return bool(argument(cfg, "enable_dp_attention"))
 
 
 def watermarks(cfg: Any) -> bool:
-    """Whether sampling watermarks the output; never in an SGLang that knows no watermarks."""
+    """Whether sampling watermarks the output; false for an SGLang without watermarks."""
     try:
         importlib.import_module("sglang.srt.sampling.watermarking")
     except ImportError:
@@ -117,19 +113,19 @@ def watermarks(cfg: Any) -> bool:
 
 
 def decode_graphs_enabled(cfg: Any) -> bool:
-    """Whether resolved arguments ask for CUDA graphs in decode."""
+    """Whether resolved arguments enable CUDA graphs in decode."""
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
     return bool(cfg.cuda_graph_config.decode.backend != Backend.DISABLED)
 
 
 def largest_graph(cfg: Any) -> int:
-    """Requests in the largest CUDA graph of decode that resolved arguments ask memory for."""
+    """Return the requests in the largest CUDA graph of decode, from resolved arguments."""
     return int(cfg.cuda_graph_config.decode.max_bs or 0)
 
 
 def decide(server_args: Any, **values: Any) -> None:
-    """Set arguments while they are resolved: newer SGLang keeps what was typed beside them."""
+    """Set arguments during their resolution; newer SGLang keeps the typed values separately."""
     declare = getattr(importlib.import_module(OVERRIDES), "declare_resolution", None)
     if declare is None:
         write(server_args, **values)
@@ -145,21 +141,21 @@ def is_hybrid(cfg: Any) -> bool:
 
 
 def dp_rank(runner: Any) -> int:
-    """Which of the data-parallel replicas of a model this is; 0 where there is one."""
+    """Return this replica's data-parallel rank; 0 if there is one replica."""
     runtime = importlib.import_module("sglang.srt.runtime_context")
     parallel = getattr(runner, "ps", None) or runtime.get_parallel()
     return parallel.dp_rank or 0
 
 
 def has_own_draft(server_args: Any) -> bool:
-    """Whether the draft has a checkpoint of its own, beside the target's."""
+    """Whether the draft's checkpoint differs from the target's."""
     path = argument(server_args, "speculative_draft_model_path")
     return path not in (None, argument(server_args, "model_path"))
 
 
 def bundles_draft(cfg: Any) -> bool:
-    """Whether SGLang takes draft layers out of the target's own checkpoint (MTP): as a draft
-    the target's path then stands for another architecture.
+    """Whether SGLang takes draft layers from the target's own checkpoint (MTP). As a draft, the
+    target's path then names another architecture.
     """
     from sglang.srt.configs.model_config import ModelConfig
 
@@ -178,26 +174,24 @@ def has_recurrent_state(model_config: Any) -> bool:
 
 
 def verifies_adapters() -> bool:
-    """Whether this SGLang serves LoRA beside drafts, and can be told of packed rows there.
-
-    0.5.20 to 0.5.22 serve it, and allocate for graphs by another name.
+    """Whether this SGLang supports LoRA with drafts, and packed rows there. 0.5.20 to 0.5.22
+    support LoRA, but allocate for graphs under another name.
     """
     return not broken_seams(ADAPTER_SEAMS)
 
 
 def lora_manager(target_runner: Any) -> Any:
-    """What prepares LoRA adapters for the target; ``None`` without, in older SGLang by omission."""
+    """Return the target's LoRA manager; ``None`` without one, and in older SGLang."""
     return getattr(target_runner, "lora_manager", None)
 
 
 @contextmanager
 def writing_rows(verify_input: Any, locs: Tensor) -> Iterator[None]:
-    """``eagle_prepare_for_verify`` binds the rows of ``verify_input`` to ``locs`` [T] int64.
-
-    By itself it would bind ``draft_token_num`` rows of each request.
+    """Bind the rows of ``verify_input`` to ``locs`` [T] int64 in ``eagle_prepare_for_verify``.
+    SGLang would bind ``draft_token_num`` rows of each request.
     """
     if hasattr(verify_input, "prepared_out_cache_loc"):
-        # Else the plan would bind the full window again.
+        # Otherwise the plan would bind the full window again.
         write(verify_input, prepared_out_cache_loc=locs, kv_loc_plan=None)
         yield
         return
@@ -215,7 +209,7 @@ def writing_rows(verify_input: Any, locs: Tensor) -> Iterator[None]:
         stack.enter_context(swapped(module, name, assign))
         utils = importlib.import_module("sglang.srt.speculative.eagle_utils")
         if hasattr(utils, "_PREPARE_FOR_VERIFY_DEPS"):
-            # It keeps what it imported first: the function from before, or else this one for ever.
+            # It caches its first import: either the original function, or this one permanently.
             stack.enter_context(swapped(utils, "_PREPARE_FOR_VERIFY_DEPS", None))
         yield
     assert bound, f"SGLang bound the rows to verify without {module.__name__}.{name}"
@@ -225,15 +219,14 @@ def writing_rows(verify_input: Any, locs: Tensor) -> Iterator[None]:
 def rotating_rows(
     verify_input: Any, positions: Tensor, pack: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """M-RoPE targets: the forward batch made inside the block for ``verify_input`` [T] gets what
-    SGLang computes for all rows' ``positions`` [B * N], [3, B * N], put through ``pack``: [3, T].
-
-    By itself it takes equally many rows of each request for granted.
+    """Give M-RoPE positions of packed rows to the forward batch made inside the block. SGLang
+    computes them [3, B * N] for all rows' ``positions`` [B * N]; ``pack`` selects [3, T] for
+    ``verify_input``. SGLang alone assumes equally many rows per request.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     if hasattr(verify_input, "prepared_mrope_positions"):
-        write(verify_input, prepared_mrope_positions=None)  # they would be taken as they are
+        write(verify_input, prepared_mrope_positions=None)  # it would use them unchanged
     compute = ForwardBatch.compute_spec_mrope_positions
 
     def compute_packed(forward_batch: Any, model_runner: Any, batch: Any) -> None:
@@ -245,10 +238,9 @@ def rotating_rows(
 
 
 def widen_request_table() -> None:
-    """Rows of ``req_to_token`` made from now on hold all that SGLang reserves for a step.
-
-    It reserves twice what a step may write, but leaves room for a tree's rows only: near the
-    context limit the rest lands in the row of another request.
+    """Make later rows of ``req_to_token`` hold all that SGLang reserves for a step. SGLang reserves
+    twice what a step may write, but sizes rows for a tree only. Near the context limit the rest
+    would overwrite another request's row.
     """
     wrap_global(
         KV_CACHE,
@@ -263,7 +255,7 @@ def _room_for_all_reserved(original: Callable[..., int], *args: Any) -> int:
 
 
 def disaggregates(server_args: Any) -> bool:
-    """Whether prefill and decode are servers of their own."""
+    """Whether prefill and decode run on separate servers."""
     return argument(server_args, "disaggregation_mode") not in (None, "null")
 
 
@@ -287,7 +279,7 @@ def on_arrival(server_args: Any, arrive: Callable[[Any], None]) -> None:
 
 @contextmanager
 def before_replay(target_runner: Any, action: Callable[[], None]) -> Iterator[None]:
-    """A CUDA graph of the target that is replayed inside the block begins with ``action()``."""
+    """Call ``action()`` before each replay of the target's CUDA graphs inside the block."""
     graphs = target_runner.decode_cuda_graph_runner
     if graphs is None:
         yield
@@ -303,7 +295,7 @@ def before_replay(target_runner: Any, action: Callable[[], None]) -> Iterator[No
 
 
 def set_output_stride(result: Any, stride: int) -> None:
-    """Say that ``result.next_token_ids`` holds ``stride`` tokens per request."""
+    """Set the number of tokens per request in ``result.next_token_ids``."""
     if hasattr(result, "speculative_output_stride"):
         write(result, speculative_output_stride=stride)
     else:
@@ -312,7 +304,9 @@ def set_output_stride(result: Any, stride: int) -> None:
 
 @contextmanager
 def draft_extend_width(width: int) -> Iterator[None]:
-    """CUDA graphs of draft extend captured inside the block take ``width`` rows per request."""
+    """Make CUDA graphs of draft extend captured inside the block take ``width`` rows per
+    request.
+    """
     with swapped(
         importlib.import_module("sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner"),
         "resolve_num_tokens_per_req",
@@ -322,14 +316,14 @@ def draft_extend_width(width: int) -> Iterator[None]:
 
 
 def target_hidden_width(draft_runner: Any) -> int:
-    """Columns of the target's hidden states that the draft reads: of several layers for EAGLE3."""
+    """Width of the target's hidden states for the draft: of several layers for EAGLE3."""
     from sglang.srt.speculative.eagle_utils import get_draft_input_from_target_hidden_dim
 
     return int(get_draft_input_from_target_hidden_dim(draft_runner))
 
 
 def request_slot(req: Any) -> int:
-    """The row of a running request in SGLang's ``req_to_token`` table."""
+    """Return the row of a running request in SGLang's ``req_to_token`` table."""
     slot = req.req_pool_idx if hasattr(req, "req_pool_idx") else req.kv.req_pool_idx
     assert slot is not None, f"request {req.rid} has no slot"
     return int(slot)
@@ -341,12 +335,12 @@ def is_flashinfer(backend: Any) -> bool:
 
 
 def is_flashinfer_mla(backend: Any) -> bool:
-    """The same of its attention over latents."""
+    """Whether an attention backend is FlashInfer's for MLA."""
     return any(cls.__name__ == "FlashInferMLAAttnBackend" for cls in type(backend).__mro__)
 
 
 def translates_slots(backend: Any) -> bool:
-    """Whether an attention backend reads other slots of keys than the request table names."""
+    """Whether an attention backend reads other key slots than the request table holds."""
     translator = getattr(backend, "kv_index_translator", None)
     if translator is None:
         return False
@@ -356,8 +350,8 @@ def translates_slots(backend: Any) -> bool:
 
 
 def flashinfer_counts_rows() -> bool:
-    """Whether FlashInfer's planner sizes partial outputs by rows, as its source says; older ones
-    by (row, query head of the group) pairs, which is never less.
+    """Whether FlashInfer's planner sizes partial outputs by rows, from its source. Older ones use
+    (row, query head of the group) pairs, which is never less.
     """
     import flashinfer
 
@@ -366,9 +360,8 @@ def flashinfer_counts_rows() -> bool:
 
 
 def gathers_rows(server_args: Any) -> bool:
-    """Whether ranks exchange rows inside the model (MoE all-to-all, smaller dense groups).
-
-    SGLang then agrees on row counts, multiples of the ranks, before it forwards.
+    """Whether ranks exchange rows inside the model (MoE all-to-all, smaller dense groups). SGLang
+    then agrees on row counts, as multiples of the ranks, before the forward.
     """
     from sglang.srt.utils.common import require_gathered_buffer
 
@@ -377,8 +370,8 @@ def gathers_rows(server_args: Any) -> bool:
 
 
 def reads_packed_rows(backend: Any) -> bool:
-    """Whether an attention backend says that it reads a ``RaggedVerifyLayout``: ours do, and those
-    of SGLang that take the layouts of DSPARK, for chains.
+    """Whether an attention backend claims to read a ``RaggedVerifyLayout``. Ours do, and SGLang's
+    that read DSPARK's layouts do for chains.
     """
     if getattr(backend, "supports_ragged_verify_eager", False):
         return True
@@ -387,18 +380,16 @@ def reads_packed_rows(backend: Any) -> bool:
 
 
 def without_sampling_masks(info: Any) -> Any:
-    """Have the sampler leave out the support masks it would return per request; ``info``."""
+    """Make the sampler omit the support masks per request; returns ``info``."""
     if hasattr(info, "sampling_mask_batch_indices"):
         write(info, sampling_mask_batch_indices=None)
-    write(info, return_sampling_masks=None)  # what older SGLang reads
+    write(info, return_sampling_masks=None)  # read by older SGLang
     return info
 
 
 def plan_every_replay(graph_runner: Any) -> None:
-    """Have SGLang prepare every replay of a decode graph on the host.
-
-    Newer SGLang may record the preparation in a graph of its own, which would freeze what our
-    attention plans read there.
+    """Make SGLang prepare every replay of a decode graph on the host. Newer SGLang may record the
+    preparation in a graph, which would freeze our attention's plans.
     """
     if module_exists("sglang.srt.model_executor.runner.metadata_glue_graph"):
         write(graph_runner, _metadata_glue=None)

@@ -1,9 +1,8 @@
-"""Attention that is data parallel: ranks serve requests of their own, and forward together.
+"""Data-parallel attention: ranks have separate requests and forward together.
 
-Behind its attention a model gathers the rows of all ranks, and so may its draft model. So ranks
-make the same forwards in the same order, those that serve nobody as well, and each knows how many
-rows the others bring. SGLang agrees on requests, once a step; what follows from drafts is agreed
-here: how many layers are drafted, and how many rows are verified.
+After its attention a model gathers the rows of all ranks, and so may its draft model. So all ranks,
+idle ones included, make the same forwards in the same order, and each knows the others' row counts.
+SGLang agrees on requests once a step. This module agrees on draft layers and verified rows.
 """
 
 from __future__ import annotations
@@ -22,39 +21,39 @@ from sglang_c2t.srt import attach
 
 
 class Peers:
-    """The ranks that forward together, of which A have requests of their own."""
+    """The ranks that forward together, of which A have separate requests."""
 
     def __init__(self, parallel: Any) -> None:
         self.ranks: int = parallel.attn_dp_size
         """A."""
         self.rows_divide_by: int = parallel.attn_tp_size
-        """What the rows of a forward are a multiple of: the ranks that share requests."""
+        """Divisor of a forward's row count: the number of ranks that share requests."""
         self._group = parallel.tp_group.cpu_group
 
     def of_all(self, *mine: int) -> list[list[int]]:
-        """These numbers of each of the A ranks. All call it, and wait for the last."""
+        """Return these numbers of each of the A ranks. All ranks call it and wait for the last."""
         told = torch.tensor(mine, dtype=torch.int64)
         everyones = [torch.empty_like(told) for _ in range(self._group.size())]
         torch.distributed.all_gather(everyones, told, group=self._group)
-        # Those that share requests stand behind each other, and say the same.
+        # Ranks that share requests are adjacent and have the same numbers.
         return [told.tolist() for told in everyones[:: len(everyones) // self.ranks]]
 
     def layers(self, mine: int, requests: int, *, all_of_them: bool = False) -> int:
-        """Layers that are drafted, where this rank would draft ``mine`` for its ``requests``: what
-        the rank with most requests would, or what one must that wants ``all_of_them``.
+        """Return the layers to draft on all ranks: those of the rank with most requests. ``mine``
+        are this rank's for its ``requests``. A rank with ``all_of_them`` overrides the others.
         """
         return max(self.of_all(int(all_of_them), requests, mine))[-1]
 
 
 def peers() -> Peers | None:
-    """The ranks that this one forwards with; ``None`` where attention is not data parallel."""
+    """Return the ranks that forward with this one; ``None`` without data-parallel attention."""
     parallel = get_parallel()
     return Peers(parallel) if parallel.attn_dp_size > 1 else None
 
 
 def agrees_on_rows() -> bool:
-    """Whether ranks forward together, are told the rows of each, and gather them behind attention:
-    not where experts dispatch rows by themselves, or dense layers have groups of their own.
+    """Whether ranks forward together, know each other's rows, and gather them after attention. They
+    do not if experts dispatch rows themselves, or dense layers have separate groups.
     """
     if peers() is None or not get_moe_a2a_backend().is_none():
         return False
@@ -62,18 +61,18 @@ def agrees_on_rows() -> bool:
 
 
 class PackedForwardBatch(ForwardBatch):
-    """A verification of packed rows beside those of other ranks."""
+    """A verification of packed rows, together with those of other ranks."""
 
     def prepare_mlp_sync_batch(self, model_runner: Any) -> None:
-        """Pad rows, as those of prompts: SGLang would add whole requests of N rows each."""
+        """Pad rows as for prompts: SGLang would add full requests of N rows each."""
         with attach.swapped(self, "forward_mode", ForwardMode.EXTEND):
             super().prepare_mlp_sync_batch(model_runner)
 
 
 @contextmanager
 def telling_rows(batch: Any, packed: Any, rows: Sequence[int] | None) -> Iterator[None]:
-    """The forward batch that is made of ``batch`` inside the block knows how many ``rows`` [A] the
-    verify input of each rank has, this one's being ``packed``; ``None``: nobody asks.
+    """Put the ``rows`` [A] of all ranks into the forward batch made of ``batch`` inside the block.
+    ``packed`` is this rank's verify input. With ``None`` it does nothing.
     """
     if rows is None:
         yield
@@ -93,9 +92,8 @@ def telling_rows(batch: Any, packed: Any, rows: Sequence[int] | None) -> Iterato
 
 @contextmanager
 def idle_rank_with_dummy_request(batch: Any) -> Iterator[None]:
-    """An idle ``batch`` has one request inside the block, in the padding row of SGLang's table.
-
-    A CUDA graph replays at least one request, and attention plans at least one.
+    """Give an idle ``batch`` one request inside the block, in the padding row of SGLang's table. A
+    CUDA graph replays at least one request, and attention plans at least one.
     """
     device = batch.device
     one = torch.ones(1, dtype=torch.int64)

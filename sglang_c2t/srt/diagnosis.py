@@ -1,4 +1,4 @@
-"""``python -m sglang_c2t check``: what a server started now would find."""
+"""``python -m sglang_c2t check``: checks whether a server would start here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ OK, NOT_OK, UNTESTED = 0, 1, 3
 
 
 def diagnose(say: Callable[[str], None]) -> int:
-    """Load the plugins as a server does, then look at every seam; an exit code.
-
-    ``say`` gets each line as soon as it is known: imports take up to a minute.
+    """Load the plugins as a server does, then check every seam; returns an exit code. It passes
+    each line to ``say`` at once, because imports take up to a minute.
     """
     say(f"sglang-c2t {__version__}")
     if versions.installed() is None:
@@ -58,13 +57,13 @@ def diagnose(say: Callable[[str], None]) -> int:
 
 
 def device_problems(*, cuda: bool, cpu_engine: bool) -> list[str]:
-    """Why a server would find nothing to run on; empty where it does."""
+    """Return why a server would find no device; empty if it finds one."""
     if cuda or cpu_engine:
         return []
     return [
-        "torch sees no CUDA device, and a server would end for want of one: look at the driver "
+        "torch sees no CUDA device, so a server would end: check the driver "
         "(`nvidia-smi`), or serve on this CPU with SGLANG_USE_CPU_ENGINE=1 in the environment "
-        "(also of this check) and --device cpu"
+        "(also for this check) and --device cpu"
     ]
 
 
@@ -72,7 +71,7 @@ def _seam_problems(say: Callable[[str], None], *, cpu_engine: bool) -> list[str]
     from sglang_c2t.srt import seams
 
     probed = (*seams.SEAMS, *seams.CPU_SEAMS) if cpu_engine else seams.SEAMS
-    # Nearly all of the time: what we hold on to is in modules that import most of SGLang.
+    # This takes nearly all of the time: the seams' modules import most of SGLang.
     say(f"loading SGLang and looking at {len(probed)} seams, ten seconds to a minute ...")
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # SGLang's imports print banners
@@ -125,7 +124,7 @@ def _verdict(say: Callable[[str], None], problems: list[str]) -> int:
     if untested:
         say(
             f"UNTESTED: {untested}. All seams are there, so a server with --c2t will start, but "
-            "nobody looked whether each still means what it did. Measure it before you serve "
+            "no test has checked their behaviour in this release. Measure it before you serve "
             "(`python -m eval.lossless` in a checkout), or install a tested release"
         )
         return UNTESTED

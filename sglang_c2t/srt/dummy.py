@@ -1,4 +1,4 @@
-"""Batches of dummy requests, as SGLang's scheduler would hand them to a worker."""
+"""Batches of dummy requests, as SGLang's scheduler passes them to a worker."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from sglang_c2t.srt.data_parallel import peers
 
 
 def dummy_batch(worker: Any, slots: list[int], lengths: list[int]) -> ScheduleBatch:
-    """A greedy batch of B requests that is about to draft.
+    """Return a greedy batch of B requests, ready to draft.
 
     Args:
         worker: SGLang's speculative worker.
         slots: [B] rows of SGLang's request table.
-        lengths: [B] tokens that stand before the draft.
+        lengths: [B] tokens of context.
     """
     model, requests = worker.target_worker.model_runner.model_config, len(slots)
 
@@ -76,7 +76,7 @@ def dummy_batch(worker: Any, slots: list[int], lengths: list[int]) -> ScheduleBa
 
 
 def _greedy(full: Callable[..., Tensor], vocab_size: int, device: Any) -> SamplingBatchInfo:
-    """Sampling parameters at temperature 0; ``full`` gives a tensor of one value per request."""
+    """Return sampling parameters for temperature 0; ``full`` makes a tensor per request."""
     return SamplingBatchInfo(
         temperatures=full(1, torch.float32, 1),
         top_ps=full(1, torch.float32),

@@ -1,4 +1,4 @@
-"""What SGLang's environment variables ask for; a release that lacks one asks for nothing."""
+"""Settings from SGLang's environment variables; off in a release that lacks one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def envs() -> Any:
-    """SGLang's variables; imported late, as this module is loaded in every process."""
+    """Return SGLang's variables; the import is late because every process loads this module."""
     from sglang.srt import environ
 
     return environ.envs
@@ -19,32 +19,32 @@ def simulates_acceptance() -> bool:
 
 
 def plans_on_another_stream() -> bool:
-    """Whether verification is planned on a stream of its own, before the draft is known."""
+    """Whether verification is planned on a separate stream, before the draft is known."""
     return bool(envs().SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get())
 
 
 def verifies_beside_prefills() -> bool:
-    """Whether ranks of data-parallel attention verify while others prefill; older SGLang cannot."""
+    """Whether data-parallel attention ranks verify while others prefill; older SGLang cannot."""
     coordinates = getattr(envs(), "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", None)
     return coordinates is not None and bool(coordinates.get())
 
 
-#: SGLang's name of the app that HTTP workers import, and ours, which loads the plugin there.
+#: SGLang's variable for the app that HTTP workers import, and our app, which loads the plugin.
 HTTP_APP = "SGLANG_HTTP_SERVER_APP_PATH"
 OUR_HTTP_APP = "sglang_c2t.srt.http_worker:app"
 
 
 def names_http_app() -> bool:
-    """Whether this SGLang lets HTTP workers import an app of ours; older ones do not ask."""
+    """Whether this SGLang lets HTTP workers import our app; older ones do not."""
     return hasattr(envs(), HTTP_APP)
 
 
 def own_http_app() -> bool:
-    """Whether the user has HTTP workers import an app of theirs."""
+    """Whether the user set another app for the HTTP workers."""
     return names_http_app() and os.environ.get(HTTP_APP, OUR_HTTP_APP) != OUR_HTTP_APP
 
 
 def serves_in_rust() -> bool:
-    """Whether requests are read by SGLang's Rust server, which older releases do not have."""
+    """Whether SGLang's Rust server reads requests; older releases do not have it."""
     serves = getattr(envs(), "SGLANG_RUST_SERVER", None)
     return serves is not None and bool(serves.get())

@@ -1,7 +1,6 @@
-"""SGLang's HTTP app, for the worker processes of ``--tokenizer-worker-num`` above 1.
-
-Each of them imports the app by its name, and SGLang loads no plugins there: without this module
-``/c2t`` and all checks of requests would be gone. ``resolution.py`` names it to SGLang.
+"""SGLang's HTTP app, for the worker processes of ``--tokenizer-worker-num`` above 1. Each of them
+imports the app by name, and SGLang loads no plugins there. Without this module ``/c2t`` and all
+checks of requests would be missing. ``resolution.py`` sets it in SGLang.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """``app``, when a worker asks for it: hooks come first."""
+    """Return ``app`` to a worker, after loading the hooks."""
     if name != "app":
         raise AttributeError(name)
     from sglang.srt.plugins import load_plugins

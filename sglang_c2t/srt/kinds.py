@@ -1,4 +1,4 @@
-"""What differs between a server of chains and one of trees, outside of drafting itself."""
+"""Differences between a server of chains and one of trees, outside of drafting itself."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class Chains:
-    """Each request's draft is one chain."""
+    """Server of chains: each request's draft is one chain."""
 
     def make_selector(self, planner: Any, draft: Any) -> Selector:
-        """Shares a planner's row budgets out, on the device of the draft worker."""
+        """Make what distributes a planner's row budgets, on the device of the draft worker."""
         slots = draft.req_to_token_pool.req_to_token.shape[0]
         width = draft.speculative_num_draft_tokens
         return ChainSelector(planner, width=width, slots=slots, device=draft.device)
@@ -34,7 +34,7 @@ class Chains:
     def make_drafter(
         self, host: Host, policy: Any, shape: TreeShape, config: C2TConfig, recorder: Any
     ) -> ChainDrafter:
-        """What drafts in SGLang's draft worker, with a gate for the ``policy``."""
+        """Make the drafter for SGLang's draft worker, with a gate for the ``policy``."""
         gate = ChainGate(policy, **gate_parts(host, config, recorder))
         return ChainDrafter(host, gate, exact=compat.accepts_exactly(host.server_args))
 
@@ -43,9 +43,8 @@ class Chains:
         return chain.prepare_packing(config.verify, target_runner)
 
     def fall_back(self, config: C2TConfig, worker: Any) -> str | None:
-        """Try packed rows; returns what was wrong with them, after it has disabled packing.
-
-        ``None``: they came out right.
+        """Try packed rows; returns their defect after it has disabled packing, otherwise
+        ``None``.
         """
         reason = trial.packed_output_mismatch_on_any_rank(worker)
         if reason is not None:
@@ -53,7 +52,7 @@ class Chains:
         return reason
 
     def describe(self, _draft: Any, *, packed: bool) -> str:
-        """How this server verifies, for its start-up line."""
+        """Describe for the start-up line how this server verifies."""
         return f"{'ragged' if packed else 'static'} verification of chains"
 
     def record(
@@ -65,17 +64,17 @@ class Chains:
 
 
 class Trees:
-    """Each request's draft is a tree. Methods are those of :class:`Chains`."""
+    """Server of trees. Its methods are those of :class:`Chains`."""
 
     def make_selector(self, planner: Any, draft: Any) -> Selector:
-        """Shares a planner's row budgets out, on the device of the draft worker."""
+        """Make what distributes a planner's row budgets, on the device of the draft worker."""
         width = draft.speculative_num_draft_tokens
         return TreeSelector(planner, width=width, device=draft.device)
 
     def make_drafter(
         self, host: Host, policy: Any, shape: TreeShape, config: C2TConfig, recorder: Any
     ) -> TreeDrafter:
-        """What drafts in SGLang's draft worker, with a gate for the ``policy``."""
+        """Make the drafter for SGLang's draft worker, with a gate for the ``policy``."""
         parts = gate_parts(host, config, recorder)
         gate = TreeGate(policy, shape, max_rows=config.max_verify_rows, **parts)
         return TreeDrafter(host, gate)
@@ -85,11 +84,11 @@ class Trees:
         return tree.prepare_packing(config, target_runner)
 
     def fall_back(self, config: C2TConfig, worker: Any) -> str | None:
-        """``None``: without our masks no tree could be verified to compare with."""
+        """Return ``None``: no tree can be verified without our masks for comparison."""
         return None
 
     def describe(self, draft: Any, *, packed: bool) -> str:
-        """How this server verifies, for its start-up line. Warns of inexact ancestors."""
+        """Describe for the start-up line how this server verifies. Warns of inexact ancestors."""
         backend = draft.draft_attn_backend
         if (whose := ancestors.followed_by(backend)) == "stock":
             logger.warning(
@@ -112,7 +111,7 @@ class Trees:
 
 
 def gate_parts(host: Host, config: C2TConfig, recorder: Recorder | None) -> dict[str, Any]:
-    """What gates of chains and of trees are made of, see :class:`~sglang_c2t.draft.gate.Gate`."""
+    """Return the arguments of both gates; see :class:`~sglang_c2t.draft.gate.Gate`."""
     return {
         "num_slots": host.num_slots,
         "device": host.device,

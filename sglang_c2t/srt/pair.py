@@ -1,4 +1,4 @@
-"""The pair that a server serves, as classifiers know it."""
+"""The served pair of models, for comparison with a classifier's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from sglang_c2t.srt.tensor_parallel import all_ranks, host_broadcast_from_rank0
 
 
 def served_pair(server_args: Any) -> Pair | None:
-    """What drafts and verifies here, once its weights are loaded; ``None`` where the files of the
-    weights cannot be found on this machine.
-    """
+    """Served pair after its weights are loaded; ``None`` if their files are not found."""
     argument = partial(compat.argument, server_args)
     path, revision = argument("model_path"), argument("revision")
     target = _fingerprint(path, revision, argument("download_dir"))
@@ -30,7 +28,7 @@ def served_pair(server_args: Any) -> Pair | None:
 
 
 def shipped_on_all_ranks(pair: Pair | None) -> str | None:
-    """:func:`shipped_for`, as the first rank says: ranks with other gates would cut differently."""
+    """Return rank 0's :func:`shipped_for`: ranks with other gates would cut differently."""
     folders = ["", *sorted({name.rpartition("/")[0] for name in shipped_names() if "/" in name})]
     agree = host_broadcast_from_rank0(all_ranks()) or (lambda numbers: numbers)
     (number,) = agree([folders.index(shipped_for(pair) or "")])
@@ -42,7 +40,7 @@ def _fingerprint(path: str, revision: str | None, cache: str | None) -> str | No
         return fingerprint(Path(path))
     from huggingface_hub import snapshot_download
 
-    try:  # where SGLang has put it
+    try:  # SGLang's download folder
         folder = snapshot_download(path, revision=revision, cache_dir=cache, local_files_only=True)
     except (OSError, ValueError):
         return None

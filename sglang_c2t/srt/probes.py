@@ -1,6 +1,5 @@
-"""What a seam is: a place in SGLang or FlashInfer that we hold on to, probed by feature.
-
-Never by version. ``seams.txt`` lists them.
+"""A seam: a place in SGLang or FlashInfer that the plugin depends on, probed by feature. It is
+never probed by version. ``seams.txt`` lists the seams.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class SeamError(ConfigError):
 class Seam:
     """One symbol of SGLang or FlashInfer that we call, override, wrap or write.
 
-    ``use`` says what for. ``parameters`` are names the callable must accept, ``fields`` names that
-    instances of the class must have (:func:`attribute_names`), both separated by spaces. ``hook``
-    is the label of a target of SGLang's hook registry. ``otherwise`` is the seam of an SGLang that
-    lacks this one. ``needs``, ``on_gpu`` and ``if_imported`` limit where it is probed.
+    ``use`` is the reason. ``parameters`` are names that the callable must accept, ``fields`` names
+    that instances of the class must have (:func:`attribute_names`), both separated by spaces.
+    ``hook`` is the label of a target of SGLang's hook registry. ``otherwise`` is the seam of an
+    SGLang without this one. ``needs``, ``on_gpu`` and ``if_imported`` limit where it is probed.
     """
 
     target: str
@@ -50,13 +49,13 @@ class Seam:
         return self.hook == label or (other is not None and other.has_hook(label))
 
     def chosen(self) -> Seam:
-        """The seam itself or, where it does not fit and another does, that one."""
+        """Return the seam itself, or its alternative if only that fits."""
         if self.otherwise is None or self._own_defect() is None:
             return self
         return self if self.otherwise.defect() is not None else self.otherwise.chosen()
 
     def defect(self) -> str | None:
-        """What is wrong with the seam in this SGLang; ``None`` when it fits."""
+        """Return the seam's defect in this SGLang; ``None`` if it fits."""
         own = self._own_defect()
         if own is None or self.otherwise is None:
             return own
@@ -88,9 +87,8 @@ def parameters_of(function: Callable[..., Any]) -> set[str]:
 
 
 def import_failure(target: str) -> str | None:
-    """Why a module on the way to a dotted name cannot be imported, where there is one.
-
-    ``pkgutil.resolve_name`` says of it what it says of a module that is not there.
+    """Return why a module on the path of a dotted name cannot be imported; ``None`` if it can.
+    ``pkgutil.resolve_name`` reports it as a missing module.
     """
     parts = target.split(".")
     for end in range(1, len(parts) + 1):
@@ -104,15 +102,15 @@ def import_failure(target: str) -> str | None:
 
 
 def module_exists(module: str) -> bool:
-    """Whether a module can be found; it is not imported, only the packages around it."""
+    """Whether a module can be found; this imports only its parent packages."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package around it
+    except ModuleNotFoundError:  # a parent package
         return False
 
 
 def has_gpu() -> bool:
-    """Whether torch sees a CUDA device; only who asks pays for torch."""
+    """Whether torch sees a CUDA device; it imports torch only when called."""
     import torch
 
     return torch.cuda.is_available()
@@ -120,8 +118,8 @@ def has_gpu() -> bool:
 
 @functools.cache
 def attribute_names(cls: type) -> frozenset[str]:
-    """What instances of ``cls`` have, without making one (that may take a GPU): fields of a
-    dataclass, attributes of the class, and what its methods assign to ``self`` by their source.
+    """Return the attributes of instances of ``cls`` without making one, which may need a GPU. They
+    are the fields of a dataclass, class attributes, and what its methods assign to ``self``.
     """
     fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
     return frozenset(dir(cls)).union(fields, *map(_assigned, cls.__mro__))
@@ -129,7 +127,7 @@ def attribute_names(cls: type) -> frozenset[str]:
 
 @functools.cache
 def _assigned(cls: type) -> frozenset[str]:
-    """Attributes that the methods of this very class assign to their first argument."""
+    """Return attributes that the methods of this class itself assign to their first argument."""
     if cls.__module__.split(".")[0] not in ("sglang", "sglang_c2t", "flashinfer"):
         return frozenset()  # a base class of another package, whose attributes we leave alone
     return _assignments(cls.__module__).get(cls.__name__, frozenset())
@@ -137,7 +135,7 @@ def _assigned(cls: type) -> frozenset[str]:
 
 @functools.cache
 def _assignments(module: str) -> dict[str, frozenset[str]]:
-    """What the methods of each class of a module assign to their first argument."""
+    """Return by class what its methods assign to their first argument."""
     tree = ast.parse(inspect.getsource(importlib.import_module(module)))
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     return {

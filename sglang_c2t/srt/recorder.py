@@ -1,9 +1,8 @@
 """``--c2t-record``: from verified chains and trees in the server to drafts of a recording.
 
-A share of the steps explores: the gate leaves its drafts whole (trees: grows EAGLE-2's),
-the target verifies all of them, and the step is recorded. With ``--c2t-record-roots
-every`` each step explores and commits a single token, so that the draft behind each token
-gets recorded.
+A share of the steps explores: the gate cuts nothing (trees: it grows EAGLE-2's), the target
+verifies all drafts, and the step is recorded. With ``--c2t-record-roots every`` each step explores
+and commits a single token, so that the draft after each token is recorded.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from sglang_c2t.tree import Trees, least_on_path
 
 logger = logging.getLogger(__name__)
 
-#: Between writes of a server nobody asks; one file each, so not too often.
+#: Seconds between writes without reports; each write makes a file.
 FLUSH_SECONDS = 60.0
 
 # B requests, D drafted tokens of a chain or layers of a tree, N nodes of a tree, M candidates,
@@ -47,10 +46,9 @@ FLUSH_SECONDS = 60.0
 
 
 class Recorder(Exploration):
-    """Writes the drafts of exploring steps.
-
-    They reach the disk when a shard is full, after a minute, and whenever somebody reads
-    the server's state. A thread minds the minute, because an idle server runs no step.
+    """Writes the drafts of exploration steps. It writes when a shard is full, after a minute, and
+    when a client reads the server's state. A thread keeps the minute, because an idle server runs
+    no step.
     """
 
     def __init__(
@@ -75,9 +73,8 @@ class Recorder(Exploration):
     def from_config(
         cls, config: C2TConfig, server_args: Any, pair: Pair | None, policy: Any
     ) -> Recorder | None:
-        """A recorder of this pair when recording is on, else ``None``; it writes on rank 0 only.
-
-        What ``policy`` measures itself is recorded too.
+        """Return a recorder of this pair if recording is on, otherwise ``None``; only rank 0
+        writes. It also records the ``policy``'s own measurements.
         """
         if config.record is None or get_parallel().tp_group.rank_in_group != 0:
             return None
@@ -85,7 +82,7 @@ class Recorder(Exploration):
         target = argument("model_path")
         shape = compat.draft_shape(server_args)
         origin = {
-            # Names only: a card travels, and the paths of one machine mean nothing on another.
+            # Names only: a card is shared, and paths are specific to a machine.
             "target": Path(target).name,
             # None: draft layers of the target's own checkpoint.
             "draft": Path(argument("speculative_draft_model_path") or target).name,
@@ -113,7 +110,7 @@ class Recorder(Exploration):
         return recorder
 
     def next_step_explores(self) -> bool:
-        """Draw from the share; never again after the recording has stopped."""
+        """Draw from the share; false once the recording has stopped."""
         return not self._stopped and (self.every_position or self._random.random() < self._share)
 
     def add(
@@ -124,17 +121,16 @@ class Recorder(Exploration):
         draft_tokens: Tensor,
         result: Any,
     ) -> None:
-        """Record one exploring step of chains.
-
-        ``recordable`` [B] bool: the first token was measured in full. ``draft_tokens`` is
-        [B * (D + 1)] with the roots, ``result`` what SGLang's ``verify`` returned.
+        """Record one exploration step of chains. ``recordable`` [B] bool: the first token has all
+        measurements. ``draft_tokens`` is [B * (D + 1)] with the roots, ``result`` the return value
+        of SGLang's ``verify``.
         """
         rows = self._rows(batch, recordable)
         if not rows.numel() or not layers:
             return
         width = len(layers) + 1
         if self.every_position:
-            # Behind the drafts there may be rows that fill a captured graph.
+            # After the drafts there may be padding rows of a captured graph.
             logits = result.logits_output.next_token_logits[: len(draft_tokens)]
             target = logits.argmax(dim=-1)  # [B * (D + 1)]
             num_correct = matched_drafts(draft_tokens.view(-1, width), target.view(-1, width))
@@ -152,11 +148,9 @@ class Recorder(Exploration):
         accept_index: Tensor,
         result: Any,
     ) -> None:
-        """Record one exploring step of trees.
-
-        As :meth:`add`. ``trees`` is what the target verified, with its roots,
-        ``target_rows`` [B, N] says where each node stood in the target's forward, and
-        ``accept_index`` [B, S] which rows were accepted.
+        """Record one exploration step of trees, as :meth:`add`. ``trees`` are the verified trees
+        with their roots. ``target_rows`` [B, N] is the row of each node in the target's forward,
+        and ``accept_index`` [B, S] the accepted rows.
         """
         rows = self._rows(batch, recordable)
         if not rows.numel():
@@ -172,9 +166,9 @@ class Recorder(Exploration):
         """[R] int64 on the host: the requests to record, of those ``recordable`` [B]."""
         if self._stopped:
             return torch.empty(0, dtype=torch.int64)
-        # The host reads of recording: one per exploring step and column.
+        # Recording waits for the device once per exploration step and column.
         recordable = recordable.cpu()
-        # Labels of these say nothing of what a classifier can know.
+        # A classifier cannot predict the labels of constrained requests.
         free = recordable & ~torch.tensor([constrained(req) for req in batch.reqs])
         RECORDING.left_out += int((recordable & ~free).sum())
         recordable = free
@@ -183,7 +177,7 @@ class Recorder(Exploration):
         return recordable.nonzero().flatten()
 
     def _put(self, batch: Any, rows: Tensor, nodes: dict[str, Tensor]) -> None:
-        """Hand the drafts of the requests ``rows`` [R] to the writer."""
+        """Pass the drafts of the requests ``rows`` [R] to the writer."""
         reqs = [batch.reqs[i] for i in rows.tolist()]
         drafts = {
             "prompt": torch.tensor([_checksum(req.origin_input_ids) for req in reqs]),
@@ -203,7 +197,7 @@ class Recorder(Exploration):
         self._write(self._writer.flush)
 
     def _write(self, action: Callable[[], None]) -> None:
-        """A full disk ends the recording, not the server."""
+        """Run ``action``; a full disk ends the recording, not the server."""
         with self._lock:
             if self._stopped:
                 return
@@ -219,9 +213,8 @@ class Recorder(Exploration):
 def chain_nodes(
     layers: list[DraftLayer], rows: Tensor, num_correct: Tensor, names: Collection[str]
 ) -> dict[str, Tensor]:
-    """Node columns of full chains with the measurements ``names``; ``num_correct`` [len(rows)].
-
-    A chain of 3 drafts whose first is accepted gives accept 1, 0, 0.
+    """Return node columns of full chains with the measurements ``names``; ``num_correct``
+    [len(rows)]. A chain of 3 drafts whose first is accepted gives accept 1, 0, 0.
     """
     depth = torch.arange(1, len(layers) + 1)  # [D]
     num_drafts = len(rows)
@@ -249,10 +242,9 @@ def tree_nodes(
     accepted: Tensor,
     names: Collection[str],
 ) -> dict[str, Tensor]:
-    """Node columns of the trees ``rows`` [R], tree by tree; the roots are left out.
-
-    ``accepted`` is [B, N] bool, ``names`` are measurements. Tree root -> a b, a -> c, all but b
-    accepted: parents -1, -1, 0 and accept 1, 0, 1.
+    """Return node columns of the trees ``rows`` [R], tree by tree, without roots. ``accepted`` is
+    [B, N] bool, ``names`` are measurements. Tree root -> a b, a -> c, all but b accepted: parents
+    -1, -1, 0 and accept 1, 0, 1.
     """
     topk = layers[0].topk
     parents = trees.parents.cpu()[rows]  # [R, N]
@@ -261,7 +253,7 @@ def tree_nodes(
     source = trees.source.cpu()[rows][live]
 
     def column(per_layer: list[Tensor]) -> Tensor:
-        """From values [B * W * K, ...] of each layer."""
+        """Gather values [B * W * K, ...] of each layer."""
         batch = layers[0].batch
         candidates = torch.cat([v.view(batch, -1, *v.shape[1:]) for v in per_layer], dim=1)
         return candidates.cpu()[rows[draft], source]  # of [B, M, ...]
@@ -283,26 +275,22 @@ def tree_nodes(
 
 
 def matched_nodes(trees: Trees, target: Tensor, num_steps: int) -> Tensor:
-    """[B, N] bool: nodes on the path that a greedy target takes; false for the root.
-
-    ``target`` [B, N] is the target's choice behind each node. Siblings differ, so there is
-    one path.
+    """[B, N] bool: nodes on the path that a greedy target takes; false for the root. ``target`` [B,
+    N] is the target's choice after each node. Siblings differ, so there is one path.
     """
     wanted = target.gather(1, trees.parents.clamp(min=0))
     matched = (trees.parents >= 0) & (trees.tokens == wanted)
-    above = torch.where(trees.parents > 0, trees.parents, -1)  # paths start behind the root
+    above = torch.where(trees.parents > 0, trees.parents, -1)  # paths start after the root
     return least_on_path(matched.long(), above, num_steps).bool()
 
 
 def walked_nodes(target_rows: Tensor, accept_index: Tensor, accept_lens: Tensor) -> Tensor:
-    """[B, N] bool: nodes on the accepted path, root included.
-
-    ``accept_index`` [B, S] are rows like ``target_rows`` [B, N], the first ``accept_lens`` [B]
-    of them on the path.
+    """[B, N] bool: nodes on the accepted path, root included. ``accept_index`` [B, S] are rows like
+    ``target_rows`` [B, N], the first ``accept_lens`` [B] of them on the path.
     """
     place = torch.arange(accept_index.shape[1], device=accept_index.device)
     node = accept_index.long() - target_rows[:, :1]
-    # What is behind the path falls on the root, which is on it anyway.
+    # Entries after the path select the root, which is on the path.
     node = node.masked_fill(place >= accept_lens[:, None], 0)
     return torch.zeros_like(target_rows, dtype=torch.bool).scatter(1, node, True)
 

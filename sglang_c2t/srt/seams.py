@@ -1,8 +1,8 @@
-"""The seams: every symbol of SGLang and FlashInfer that the plugin holds on to, from ``seams.txt``.
+"""The seams: every symbol of SGLang and FlashInfer that the plugin depends on, from ``seams.txt``.
 
-SGLang's plugin loader logs and swallows exceptions, so a seam that moved would leave a server that
-looks right and runs without C2T. ``--c2t`` therefore refuses to start when a seam is missing. Where
-releases differ the table lists each place, and ``compat.py`` takes the one that exists.
+SGLang's plugin loader logs and ignores exceptions, so a moved seam would leave a server that seems
+right and runs without C2T. ``--c2t`` therefore refuses to start if a seam is missing. If releases
+differ, the table lists each place, and ``compat.py`` uses the one that exists.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from importlib import resources
 
 from sglang_c2t.srt.probes import Seam, SeamError, sglang_version
 
-#: Attention backends that may read packed rows, by SGLang's name. ``verify/backends.py`` asks the
-#: backend itself once it exists, and ``verify/trial.py`` tries it.
+#: Attention backends that may read packed rows, by SGLang's name. ``verify/backends.py`` checks
+#: the backend once it exists, and ``verify/trial.py`` tests it.
 RAGGED_BACKENDS = ("fa3", "fa4", "flashinfer", "trtllm_mha", "trtllm_mla", "dsv4", "intel_amx")
 #: Attention backends that read our tree masks; the one of the CPU is ours, see ``cpu/engine.py``.
 TREE_BACKENDS = ("flashinfer", "intel_amx")
@@ -29,7 +29,7 @@ _LINE = re.compile(
 
 
 def parse(table: str) -> dict[str, tuple[Seam, ...]]:
-    """The seams of each group of a table; :class:`ValueError` names a line that is no seam."""
+    """Parse the seams of each group of a table; :class:`ValueError` names an invalid line."""
     groups: dict[str, list[list[Seam]]] = {}
     group = use = ""
     for line in table.splitlines():
@@ -71,9 +71,8 @@ DATA_PARALLEL_SEAMS, HIDDEN_KEYS_SEAMS = GROUPS["data_parallel"], GROUPS["hidden
 
 
 def hook_targets(label: str) -> list[str]:
-    """The targets that ``attach.hook`` wraps for a label of the table.
-
-    A required one that this SGLang lacks is among them: :func:`missing_hooks` reports it later.
+    """Return the targets that ``attach.hook`` wraps for a label of the table. They include a
+    required one that this SGLang lacks: :func:`missing_hooks` reports it later.
     """
     labelled = [(group, seam) for group in GROUPS for seam in GROUPS[group] if seam.has_hook(label)]
     if not labelled:
@@ -91,14 +90,14 @@ def can_hide_keys() -> bool:
 
 
 def keys_are_hidden() -> bool:
-    """Whether the hooks are in place that keep keys out of ``/server_info``."""
+    """Whether the hooks that keep keys out of ``/server_info`` are in place."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     return all(seam.target in HookRegistry._patched for seam in HIDDEN_KEYS_SEAMS)
 
 
 def broken_seams(seams: Sequence[Seam] = SEAMS) -> list[str]:
-    """One sentence per seam that this SGLang does not offer; empty when all fit."""
+    """Return one sentence per seam that this SGLang does not offer; empty if all fit."""
     return [
         f"SGLang {sglang_version()} does not offer the seam {seam.target}: {defect}; "
         f"C2T needs it for {seam.use}"
@@ -108,7 +107,7 @@ def broken_seams(seams: Sequence[Seam] = SEAMS) -> list[str]:
 
 
 def missing_hooks() -> list[str]:
-    """One sentence per hook that SGLang's registry failed to apply; its errors are only logged."""
+    """Return one sentence per hook that SGLang failed to apply; SGLang only logs these errors."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     return [

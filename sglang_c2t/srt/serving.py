@@ -1,4 +1,4 @@
-"""The policy and the planner that a server serves: chosen at its start, switched while it runs."""
+"""The policy and the planner of a server: chosen at its start, switched while it runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sglang_c2t.checks import told as format_error
+from sglang_c2t.checks import format_error
 from sglang_c2t.classifier.pair import Pair
 from sglang_c2t.config import C2TConfig, ConfigError, publish
 from sglang_c2t.draft.served import classifier_facts
@@ -35,8 +35,8 @@ class Serving:
         typed: The settings as the user typed them.
         draft: Our draft worker, as SGLang's constructor leaves it.
         target_runner: SGLang's model runner of the target.
-        make_selector: Given a planner, shares its row budgets out on the device.
-        pair: The models that are served; ``None`` where that is unknown.
+        make_selector: Makes the selector of a planner, which distributes its row budgets.
+        pair: The served models; ``None`` if unknown.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Serving:
         """Why the target verifies full drafts; ``None``: it verifies packed rows."""
 
     def initial_policy(self) -> Any:
-        """The policy that the gate is made with, before it is known what can be packed."""
+        """Return the policy for the gate, before it is known what can be packed."""
         return policy_for(self.config, self.shape, self._shipped)
 
     @property
@@ -78,10 +78,9 @@ class Serving:
         return self._draft.drafter.gate.served.policy
 
     def start(self, unpacked_reason: str | None) -> None:
-        """Serve the typed settings; a policy that was not typed depends on packed rows.
-
-        Raises :class:`ConfigError` where the typed policy needs packed rows and
-        ``unpacked_reason`` says why there are none.
+        """Serve the typed settings; the default policy depends on packed rows. Raises
+        :class:`ConfigError` if the typed policy needs packed rows and ``unpacked_reason`` excludes
+        them.
         """
         self.unpacked_reason = unpacked_reason
         config = named(self._typed, packed=self.packed)
@@ -89,14 +88,13 @@ class Serving:
             policy = policy_for(config, self.shape, self._shipped)
             self._draft.drafter.gate.switch(policy, captured=False)
             self.config = self._start = config
-        publish(config)  # what this process reports
+        publish(config)  # reported by this process
         self._use(self._planning_for(config, self.policy))
 
     def change(self, values: object) -> C2TConfig:
-        """Serve other settings from the next step on; returns all settings in force.
-
-        ``values`` are what a client asks for, see :mod:`~sglang_c2t.srt.hooks.control`. Raises
-        :class:`ConfigError` for a change that needs a restart; then nothing has changed.
+        """Serve other settings from the next step on; returns all settings in force. ``values``
+        come from a client, see :mod:`~sglang_c2t.srt.hooks.control`. Raises :class:`ConfigError`
+        for a change that needs a restart; then nothing has changed.
         """
         if self.config.record is not None:
             raise ConfigError("the policy of a server that records stays: restart it without")
@@ -142,9 +140,8 @@ class Serving:
         return self._planning_with(planner)
 
     def _planning_for(self, config: C2TConfig, policy: Any) -> Planning:
-        """The planning of a policy; of a policy without a planner the one of full drafts.
-
-        Raises :class:`ConfigError` where the policy wants a planner that cannot be.
+        """Return the planning of a policy; without a planner, the planning of full drafts. Raises
+        :class:`ConfigError` if the policy needs a planner that is not possible.
         """
         if not plans(policy):
             return self._gating
@@ -166,7 +163,7 @@ class Serving:
             raise ConfigError(
                 f"policy {policy.name} makes no planner: {format_error(error)}"
             ) from error
-        # The file is that of the policy that the server starts with.
+        # The file belongs to the policy at the server's start.
         keeps = config.policy == self._start.policy
         planning = self._planning_with(
             planner, self._make_selector(planner), self._state_file if keeps else None
@@ -195,9 +192,8 @@ class Serving:
         )
 
     def _state_file(self, planner: Any) -> StateFile | None:
-        """The file that keeps what the planner learns; ``None`` on ranks that learn nothing.
-
-        All replicas start from it, and the first one writes it.
+        """Return the file of the planner's state; ``None`` on ranks that learn nothing. All
+        replicas start from it, and the first one writes it.
         """
         if self._start.state is None or tp_group().rank_in_group != 0:
             return None
@@ -216,7 +212,7 @@ class Serving:
     # -- reports --------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        """How drafts are verified and why, and which classifier judges them, for ``GET /c2t``."""
+        """Report how and why drafts are verified, and the classifier, for ``GET /c2t``."""
         policy = self.policy
         return {
             "packed": self.packed,
@@ -233,7 +229,7 @@ class Serving:
         }
 
     def planner_report(self) -> dict[str, Any] | None:
-        """What the planner in force has learnt; ``None`` while none plans."""
+        """Report what the planner in force has learnt; ``None`` without a planner."""
         if not self.planning.plans:
             return None
         return self.planning.report(self._target_runner.max_running_requests)

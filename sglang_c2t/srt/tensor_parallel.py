@@ -1,7 +1,6 @@
-"""One decision for all ranks that share requests: the first one's.
-
-Draft logits can differ in the last bit between ranks; a length that differs would make
-their next collective hang. SGLang broadcasts its own accept decisions the same way.
+"""Broadcasts rank 0's decisions to all ranks that share requests. Draft logits may differ in the
+last bit between ranks, and different lengths would hang the next collective. SGLang broadcasts its
+own accept decisions in the same way.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from torch import Tensor
 
 
 def tp_group() -> Any:
-    """The group of ranks that share this one's requests: the tensor-parallel ones, of which data
-    parallel attention leaves some or none.
+    """Return the tensor-parallel ranks that share this one's requests. Data-parallel attention
+    splits them into smaller groups.
     """
     parallel = get_parallel()
     return parallel.attn_tp_group if parallel.attn_dp_size > 1 else parallel.tp_group
@@ -28,7 +27,7 @@ def all_ranks() -> Any:
 
 
 def broadcast_from_rank0() -> Callable[[Tensor], Tensor] | None:
-    """A function that makes a tensor equal on all ranks that share requests; ``None`` on one."""
+    """Return a function that broadcasts rank 0's tensor; ``None`` if one rank has the requests."""
     group = tp_group()
     if group.world_size == 1:
         return None
@@ -36,8 +35,8 @@ def broadcast_from_rank0() -> Callable[[Tensor], Tensor] | None:
 
 
 def host_broadcast_from_rank0(group: Any = None) -> Callable[[list[int]], list[int]] | None:
-    """A function that gives all ranks of a ``group`` its first one's integers, between hosts;
-    ``None`` on one rank. The group is of those that share requests, if none is given.
+    """Return a function that broadcasts integers of a ``group``'s first rank between hosts.
+    ``None`` on one rank. The default group are the ranks that share requests.
     """
     group = group or tp_group()
     if group.world_size == 1:

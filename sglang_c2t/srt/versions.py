@@ -1,11 +1,11 @@
-"""The releases of SGLang that tests ran on; others are served where every seam is there."""
+"""The tested releases of SGLang; others are supported if every seam exists."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-#: Oldest first. The newest is what a checkout installs (requirements.lock) and the extra ``tested``
-#: names; CI runs beside it and the oldest, `make parity SGLANG=...` beside the others.
+#: Oldest first. A checkout and the extra ``tested`` install the newest (requirements.lock). CI runs
+#: the newest and the oldest, `make parity SGLANG=...` the others.
 TESTED = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
 
 
@@ -18,7 +18,7 @@ def installed() -> str | None:
 
 
 def untested() -> str | None:
-    """One sentence where the installed SGLang is a release that no test ran on."""
+    """Return one sentence if the installed SGLang is an untested release."""
     found = installed()
     if found is None or found in TESTED:
         return None

@@ -1,7 +1,6 @@
-"""The speculative workers: SGLang's own, with drafts cut or pruned before verification.
-
-Output is unchanged by construction: a token is sampled per verified row, drafts are only matched
-against it, and which drafts are verified never depends on what the target will sample.
+"""The speculative workers: SGLang's own, with drafts cut before verification. They do not change
+the output. Each verified row samples a token, drafts must match it, and the choice of verified
+drafts never depends on the target's samples.
 """
 
 from __future__ import annotations
@@ -29,14 +28,12 @@ from sglang_c2t.srt.serving import Serving
 from sglang_c2t.srt.verify.packed import IdleVerifyInput, PackedVerifyInput, verifying
 from sglang_c2t.srt.verify.penalties import OutputHistory
 from sglang_c2t.srt.verify.row_logits import recall
-from sglang_c2t.srt.verify.warm_up import one_of_each, warm_up
+from sglang_c2t.srt.verify.warm_up import sizes_per_triton_specialization, warm_up
 
 
 class C2TEagleWorker(EAGLEWorkerV2):
-    """Worker of EAGLE, EAGLE3 and NEXTN.
-
-    :class:`~sglang_c2t.srt.serving.Serving` holds policy and planner;
-    :mod:`~sglang_c2t.srt.kinds` holds what differs between chains and trees.
+    """Worker of EAGLE, EAGLE3 and NEXTN. :class:`~sglang_c2t.srt.serving.Serving` holds policy and
+    planner; :mod:`~sglang_c2t.srt.kinds` holds what differs between chains and trees.
     """
 
     _draft_worker: C2TEagleDraftWorker
@@ -45,7 +42,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
     """The global from which SGLang's constructor takes the class of its draft worker."""
 
     draft_worker_class: ClassVar[type[C2TEagleDraftWorker]] = C2TEagleDraftWorker
-    """What we put there."""
+    """Our draft worker for that global."""
 
     def __init__(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
         config = active()
@@ -57,7 +54,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
         self._attach(config)
 
     def _attach(self, config: C2TConfig) -> None:
-        """Connect our parts with each other and with SGLang's, which are all made."""
+        """Connect our parts with each other and with SGLang's."""
         draft = self._draft_worker
         pair = served_pair(self.server_args)
         self._serving = Serving(
@@ -74,7 +71,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
         parts = policy, self._serving.shape, config, self._recorder
         self._draft_worker.make_drafter = lambda host: self._kind.make_drafter(host, *parts)
         compat.on_arrival(self.server_args, lambda batch: draft.drafter.requests.arrive(batch))
-        compat.widen_request_table()  # SGLang makes it once its workers are there
+        compat.widen_request_table()  # SGLang makes it after its workers
         PARTS["serving"] = self._serving.report
 
     @property
@@ -90,7 +87,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
         self._serve(self._kind.prepare_packing(config, self.target_worker.model_runner))
 
     def _serve(self, unpacked_reason: str | None) -> None:
-        """Choose policy and planner, given why the target verifies full drafts, if it does."""
+        """Choose policy and planner; with ``unpacked_reason`` the target verifies full drafts."""
         serving = self._serving
         serving.start(unpacked_reason)
         if compat.only_prefills(self.server_args):
@@ -100,7 +97,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
         announce.log_start(serving.config, verification, serving.policy, serving.pair)
 
     def init_cuda_graphs(self) -> None:
-        """Try packed rows, now that the target has its graphs; then capture, compile, measure."""
+        """Try packed rows with the target's graphs; then capture, compile, measure."""
         if self._serving.packed:
             reason = self._kind.fall_back(self._serving.config, self)
             if reason is not None:
@@ -109,13 +106,13 @@ class C2TEagleWorker(EAGLEWorkerV2):
         runner = self.target_worker.model_runner
         if runner.device == "cuda":
             self._warm_up(runner)
-        # A recorded step drafts and verifies everything, and a server that prefills has none.
+        # A recording server always drafts and verifies everything; a prefill server has no steps.
         steps = self._serving.config.record is None and not compat.only_prefills(self.server_args)
         if self._serving.planning.plans and steps:
             seed_costs(self._serving.planning, self)
 
     def _warm_up(self, runner: Any) -> None:
-        """Compile what a GPU would compile when a request first needs it."""
+        """Compile the GPU kernels that requests would otherwise wait for."""
         self._drafter.gate.warm_up()
         warm_up(
             runner,
@@ -126,18 +123,20 @@ class C2TEagleWorker(EAGLEWorkerV2):
             num_steps=self.speculative_num_steps,
             packed=self._serving.packed,
         )
-        self._serving.planning.warm_up(one_of_each(runner.max_running_requests))
+        self._serving.planning.warm_up(sizes_per_triton_specialization(runner.max_running_requests))
 
     # -- steps ----------------------------------------------------------------------------
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Also let a request that was retracted keep its penalties."""
+        """Run a forward; before a prefill, restore the penalties of retracted requests."""
         if batch.forward_mode.is_extend():
             recall(batch)
         return super().forward_batch_generation(batch, *args, **kwargs)
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Verify the drafts of a batch that the gate or the planner left, and report it."""
+        """Verify the drafts that the gate or the planner selected, and attach the step's
+        numbers.
+        """
         verify_input = batch.spec_info
         stock = partial(super().verify, batch, *args, **kwargs)
         if batch.forward_mode.is_idle():
@@ -145,7 +144,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
         if not isinstance(verify_input, PackedVerifyInput):
             return stock()
         gate, width = self._drafter.gate, verify_input.draft_token_num
-        # All ranks must cut the same, and only rank 0 has a recorder: ask the configuration.
+        # All ranks must cut equally, and only rank 0 has a recorder: use the configuration.
         if self._serving.config.visits_every_root:
             verify_input.reject_drafts()
         with (
@@ -175,7 +174,7 @@ class C2TEagleWorker(EAGLEWorkerV2):
             return stock()
 
     def _step(self, verify_input: PackedVerifyInput) -> Step:
-        """The numbers of a step that metrics need beyond its result."""
+        """Return the numbers of a step that metrics need beyond its result."""
         planner, plan = self._serving.planning.planner, verify_input.step.plan
         return Step(
             full=self.speculative_num_draft_tokens,
@@ -200,7 +199,7 @@ class C2TStandaloneWorker(C2TEagleWorker, StandaloneWorkerV2):
     draft_worker_class = C2TStandaloneDraftWorker
 
 
-#: Ours, by the worker of SGLang that it replaces.
+#: Our workers, by the SGLang worker that each replaces.
 WORKERS: dict[type, type] = {
     EAGLEWorkerV2: C2TEagleWorker,
     StandaloneWorkerV2: C2TStandaloneWorker,

@@ -133,7 +133,7 @@ def test_chain_gate_fallback_is_one_log_line_of_each_policy(
     assert len(caplog.records) == 1
     line = caplog.records[0].getMessage()
     assert caplog.records[0].levelno == logging.ERROR
-    assert "policy failing failed, and drafts stay whole where it does" in line
+    assert "policy failing failed, so the server verifies full drafts there" in line
     assert "ValueError: what happened (" in line
     assert "test_fall_back.py, line" in line
     gate.switch(Failing({1: ValueError("another")}), captured=False)

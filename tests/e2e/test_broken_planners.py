@@ -37,4 +37,4 @@ def test_a_planner_that_raises_leaves_full_drafts_and_every_output_as_it_was(
         assert counted["c2t:policy_failures_total"] < counted["c2t:steps_total"]
     lines = [line for line in server.log.read_text().splitlines() if "was told to fail" in line]
     assert len(lines) == ranks, "one line a process"
-    assert "drafts stay whole where it does" in lines[0]
+    assert "the server verifies full drafts there" in lines[0]

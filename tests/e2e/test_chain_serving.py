@@ -65,7 +65,7 @@ def test_a_policy_that_raises_now_and_then_costs_no_answer_and_no_server(
     result = gated.run(FAILS)
     assert differing(result.outputs, expected) == []
     lines = gated.server.log.read_text(errors="replace").splitlines()
-    said = [line for line in lines if "and drafts stay whole where it does" in line]
+    said = [line for line in lines if "so the server verifies full drafts there" in line]
     assert len(said) == 1
     assert "RuntimeError: this policy was told to fail (" in said[0]
 

@@ -237,7 +237,7 @@ def test_worker_of_a_prefill_server_measures_no_costs(
     with caplog.at_level(logging.INFO):
         server.started(disaggregation_mode="prefill")
     assert [text for text in caplog.messages if text.startswith("C2T")] == [
-        "C2T: cuts nothing here, as another server verifies what this one drafts"
+        "C2T: no gate here: another server verifies the drafts of this one"
     ]
     assert "seed costs" not in server.calls
 

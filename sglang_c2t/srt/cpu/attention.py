@@ -1,9 +1,9 @@
 """SGLang attention backends for CPUs without Intel AMX, on `sglang_c2t.cpu.attention`.
 
-Translates SGLang's forward batches into plans (lengths, pool rows, masks); computes nothing
-itself. Imported only in processes that run a model: it pulls in SGLang's model executor.
+Translates SGLang's forward batches into plans (lengths, pool rows, masks); computes nothing itself.
+Only processes that run a model import it, because it imports SGLang's model executor.
 
-Which keys a forward sees, L = committed length, B requests, N verify rows, K beam width:
+Keys of a forward, L = committed length, B requests, N verify rows, K beam width:
 
     mode               query rows per request     keys
     decode             1                          seq_lens (the new token included)
@@ -37,7 +37,7 @@ __all__ = ["TorchCpuAttnBackend", "TorchCpuMultiStepDraftBackend"]
 
 @dataclasses.dataclass
 class _Lengths:
-    """What a forward asks of its attention, layers apart."""
+    """Lengths and mask of a forward's attention, for all layers."""
 
     req_rows: Tensor  # [B] int64
     q_lens: list[int]  # [B]
@@ -47,10 +47,9 @@ class _Lengths:
 
 
 class TorchCpuAttnBackend(AttentionBackend):
-    """Prefill, decode and (ragged, tree) verification in plain torch.
-
-    `verify_rows_seen` and `verify_forwards_seen` count the query rows that really reached the
-    first layer in TARGET_VERIFY forwards: what verification cost, whatever bookkeeping says.
+    """Prefill, decode and (ragged, tree) verification in plain torch. `verify_rows_seen` and
+    `verify_forwards_seen` count the query rows that reached the first layer in TARGET_VERIFY
+    forwards: the cost of verification, independent of other counters.
     """
 
     # EAGLE verification may carry `spec_info.ragged_verify_layout` outside of graphs
@@ -61,7 +60,7 @@ class TorchCpuAttnBackend(AttentionBackend):
         if model_runner.use_mla_backend:
             _keep_latent()
         self.device = model_runner.device
-        # read here: forward batches lose their pool fields later
+        # Forward batches lose their pool fields later.
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.max_context_len = model_runner.model_config.context_len
@@ -76,18 +75,17 @@ class TorchCpuAttnBackend(AttentionBackend):
     # -- per forward ----------------------------------------------------------------------
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Read the batch's lengths; plans follow when a layer asks for them."""
+        """Read the batch's lengths; layers make the plans on demand."""
         self.use_lengths(_read_lengths(forward_batch))
 
     def use_lengths(self, lengths: _Lengths) -> None:
-        """Serve the coming layers with these lengths."""
+        """Use these lengths for the next layers."""
         self._lengths, self._plans = lengths, {}
         self._swa_write_loc = None
 
     def use_ancestors(self, ancestor_rows: Tensor) -> None:
         """Draft step i: beam t sees the slots of its ancestors, not those of its beam row.
-
-        ``ancestor_rows`` [B, K, i + 1] int64 names the beam row of each ancestor, its own last.
+        ``ancestor_rows`` [B, K, i + 1] int64 holds the beam row of each ancestor, its own last.
         """
         lengths = self._lengths
         assert lengths is not None
@@ -138,11 +136,11 @@ class TorchCpuAttnBackend(AttentionBackend):
     forward_decode = forward_extend
 
     def support_triton(self) -> bool:
-        """No Triton on a CPU."""
+        """Return false: a CPU has no Triton."""
         return False
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """Tokens of requests that only fill up a batch of data-parallel ranks."""
+        """Return the tokens of padding requests in a batch of data-parallel ranks."""
         return 1
 
     # -- plans ----------------------------------------------------------------------------
@@ -176,8 +174,8 @@ class TorchCpuAttnBackend(AttentionBackend):
         return plan
 
     def _write_loc(self, out_cache_loc: Tensor) -> KVWriteLoc:
-        """Where this forward's keys go, in a pool of sliding windows too; found in its first layer,
-        as SGLang names a draft step's slots only when its metadata are there.
+        """Return where this forward's keys go, also in a sliding-window pool. The first layer
+        computes it, because SGLang names a draft step's slots after the metadata.
         """
         if self._swa_write_loc is None and self._has_swa_pool():
             translate = self.token_to_kv_pool.translate_loc_from_full_to_swa
@@ -194,14 +192,14 @@ class TorchCpuMultiStepDraftBackend:
     def __init__(self, model_runner: Any, topk: int, speculative_num_steps: int) -> None:
         self.topk = topk
         self.speculative_num_steps = speculative_num_steps
-        workspace = Workspace()  # steps follow each other, so they can share it
+        workspace = Workspace()  # steps run in sequence, so they can share it
         self.attn_backends = [
             TorchCpuAttnBackend(model_runner, workspace) for _ in range(speculative_num_steps - 1)
         ]
         self.device = model_runner.device
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Lengths and masks of all draft forwards of one round."""
+        """Compute lengths and masks of all draft forwards of one round."""
         for step, backend in enumerate(self.attn_backends):
             backend.use_lengths(self._step_lengths(forward_batch, step))
 
@@ -233,10 +231,9 @@ def _read_lengths(forward_batch: Any) -> _Lengths:
 
 
 def _verify_lengths(rows: Tensor, committed: list[int], spec_info: Any) -> _Lengths:
-    """Verification: `seq_lens` holds the committed lengths, the query rows come on top.
-
-    Rows are packed. With a ragged layout the mask, if any, is packed as well:
-    one verify_len x verify_len block per request.
+    """Return lengths for verification, where `seq_lens` holds the committed lengths only. Rows are
+    packed. With a ragged layout the mask, if any, is packed as well: one verify_len x verify_len
+    block per request.
     """
     layout = getattr(spec_info, "ragged_verify_layout", None)
     if layout is None:
@@ -252,9 +249,8 @@ def _verify_lengths(rows: Tensor, committed: list[int], spec_info: Any) -> _Leng
 
 
 def _keep_latent() -> None:
-    """In all forwards MLA models attend to what the pool keeps, latent keys and values of one head.
-
-    SGLang would expand a prompt's for all heads, and hand them over beside the pool.
+    """Make MLA models attend to the pool's latent keys and values of one head in all forwards.
+    SGLang would expand a prompt's for all heads, and pass them separately.
     """
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,

@@ -1,13 +1,13 @@
-"""Makes SGLang's CPU engine run where its Intel AMX kernels are missing.
+"""Makes SGLang's CPU engine run without its Intel AMX kernels.
 
-`install` supplies, and only where SGLang has nothing that could run:
+`install` supplies only what SGLang lacks:
 
 * the ``sgl_kernel`` ops of the speculative path (`sglang_c2t.cpu`),
-* an attention backend for prefill, decode, draft decode and tree verification, served under the
-  name ``intel_amx`` so that every rule SGLang ties to its CPU backend keeps holding,
-* verification that samples: stock SGLang verifies greedily on CPU whatever the temperature.
+* an attention backend for prefill, decode, draft decode and tree verification, under the name
+  ``intel_amx``, so that all SGLang rules for its CPU backend still apply,
+* verification that samples: SGLang verifies greedily on CPU at any temperature.
 
-Does nothing unless SGLang itself says that this is its CPU engine (``SGLANG_USE_CPU_ENGINE=1``).
+It does nothing unless SGLang runs its CPU engine (``SGLANG_USE_CPU_ENGINE=1``).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _supplied: list[str] = []
 
 
 def install() -> list[str]:
-    """Supply what SGLang's CPU engine lacks here; returns its names, [] off the CPU engine."""
+    """Supply what SGLang's CPU engine lacks; returns the names, [] off the CPU engine."""
     if not _is_cpu_engine() or _supplied:
         return supplied()
     names = cpu.install()
-    seams.require_seams(seams.CPU_SEAMS)  # behind it: importing them may take a stand-in
+    seams.require_seams(seams.CPU_SEAMS)  # afterwards, because their import may need a stand-in
     if getattr(importlib.import_module("sgl_kernel"), "IS_STAND_IN", False):
         stand_in = "sgl_kernel: stand-in package"  # a spawned process inherits it with sys.path
         names = [stand_in, *(name for name in names if "stand-in" not in name)]
@@ -62,14 +62,14 @@ def install() -> list[str]:
     names.append("tensor parallelism over gloo: NCCL left out")
     if _supply_seed_hash(OPS["murmur_hash32_cpu"].run):
         names.append("hash of --enable-deterministic-inference")
-    _install_sampling()  # stock has no sampling verification on any CPU
+    _install_sampling()  # SGLang has no sampling verification on any CPU
     names.append("speculative verification that samples")
-    _supplied.extend(names)  # last: a failed install is tried, and fails, again
+    _supplied.extend(names)  # last: a failed install is repeated, and fails again
     return supplied()
 
 
 def supplied() -> list[str]:
-    """What `install` supplied in this process."""
+    """Return the names that `install` supplied in this process."""
     return list(_supplied)
 
 
@@ -83,7 +83,7 @@ def _is_cpu_engine() -> bool:
 
 
 def _install_attention() -> None:
-    """Serve `intel_amx` with our backend and keep SGLang from leaving it for torch_native."""
+    """Register our backend as `intel_amx`, and keep SGLang from replacing it by torch_native."""
     _keep_backend_name()
     _allow_deterministic_inference()
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -117,7 +117,7 @@ def _create_draft_extend_backend(factory: Any) -> Any:
 
 
 def _keep_backend_name() -> None:
-    """SGLang replaces `intel_amx` by `torch_native` (no verification) where AMX is missing."""
+    """Keep `intel_amx`, which SGLang replaces by `torch_native` (no verification) without AMX."""
 
     def keep(server_args: Any, previous: Callable[[Any], None]) -> None:
         module, name = _attention_fallback()
@@ -134,7 +134,7 @@ def _keep_backend_name() -> None:
 
 
 def _allow_deterministic_inference() -> None:
-    """Per-request seeds need --enable-deterministic-inference, which stock refuses on CPU."""
+    """Allow --enable-deterministic-inference, which per-request seeds need and SGLang refuses."""
     choices = _backend_choices()
     choices.add_deterministic_attention_backend_choices([BACKEND])
     choices.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
@@ -143,7 +143,7 @@ def _allow_deterministic_inference() -> None:
 
 
 def _only_seeds(enable_bmm: bool = True) -> None:
-    """Stock's batch-invariant matrix products are Triton kernels; on CPU torch's own remain."""
+    """Skip SGLang's batch-invariant matrix products, which are Triton kernels; torch's remain."""
     logger.warning(
         "Deterministic inference on CPU: draws depend on seed and position only, but matrix "
         "products may differ in the last bit with the batch they run in."
@@ -151,9 +151,8 @@ def _only_seeds(enable_bmm: bool = True) -> None:
 
 
 def _find_last_slots() -> None:
-    """SGLang has this in torch as well, and takes Triton's wherever attention is not torch_native.
-
-    Speculation asks for it where pages hold more than one token.
+    """Use SGLang's torch version, which it uses only with torch_native attention. Speculation needs
+    it if pages hold more than one token.
     """
     from sglang.srt.mem_cache import allocation
 
@@ -161,21 +160,20 @@ def _find_last_slots() -> None:
 
 
 def _nothing_to_wait_for(device: Any = None) -> None:
-    """Some models of SGLang wait for a GPU when they are given their draft's head."""
+    """Replace a wait for a GPU in some of SGLang's models when they get their draft's head."""
 
 
-# -- prefill and decode apart -------------------------------------------------------------
+# -- disaggregation -----------------------------------------------------------------------
 
 
 def _send_from_host() -> None:
-    """Keys that another server decodes with leave from here: no GPU is waited for."""
+    """Send keys to a decode server from the host, without waiting for a GPU."""
     attach.hook("init_disaggregation", _name_slots_at_once, "after")
 
 
 def _name_slots_at_once(_result: None, _scheduler: Any) -> None:
-    """A sender of Mooncake's is given slots of keys in pinned memory, with an event of a GPU.
-
-    Looks at the module only where SGLang has imported it, and older SGLang has no such thing.
+    """Keep Mooncake's sender from using pinned memory and a GPU event. It reads the module only if
+    SGLang has imported it. Older SGLang has no such option.
     """
     sender = getattr(
         sys.modules.get("sglang.srt.disaggregation.mooncake.conn"), "MooncakeKVSender", None
@@ -188,7 +186,7 @@ def _name_slots_at_once(_result: None, _scheduler: Any) -> None:
 
 
 class _Unpinned(TorchFunctionMode):
-    """Nothing that is made inside the block is pinned, which takes a GPU's driver."""
+    """Ignores requests for pinned memory inside the block, because that needs a GPU driver."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.pin_memory:
@@ -197,7 +195,7 @@ class _Unpinned(TorchFunctionMode):
 
 
 def _adapt_unpinned() -> None:
-    """SGLang's LoRA, torch_native's too, takes pinned memory for granted."""
+    """Make SGLang's LoRA, torch_native included, work without pinned memory."""
     attach.hook("pin_adapters", _unpinned, "around")
 
 
@@ -210,7 +208,7 @@ def _unpinned(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _leave_nccl_out() -> None:
-    """SGLang takes gloo where NCCL cannot be loaded; torch's CUDA build has it even on a CPU."""
+    """Make SGLang use gloo, as without NCCL; torch's CUDA build has NCCL even on a CPU."""
     pynccl = "sglang.srt.distributed.device_communicators.pynccl"
     attach.write(importlib.import_module(pynccl), NCCLLibrary=_no_nccl)
 
@@ -224,7 +222,7 @@ def _no_nccl(*args: Any, **kwargs: Any) -> None:
 
 
 def _install_sampling() -> None:
-    """Wrap `eagle_sample` wherever it was imported to."""
+    """Wrap `eagle_sample` in all modules that imported it."""
     from sglang.srt.speculative import eagle_utils as utils
 
     stock = utils.eagle_sample
@@ -249,9 +247,8 @@ def _install_sampling() -> None:
 def _matching_sampled(
     utils: ModuleType, verify_input: Any, batch: Any, logits_output: Any
 ) -> Callable[..., Any]:
-    """`verify_tree_greedy_func`, with the argmax of every row replaced by a sample.
-
-    Called by `eagle_sample` after penalties, bias and grammar were applied to the logits.
+    """Return `verify_tree_greedy_func` with a sample instead of each row's argmax. `eagle_sample`
+    calls it after it has applied penalties, bias and grammar to the logits.
     """
     stock = utils.verify_tree_greedy_func
 
@@ -269,20 +266,20 @@ def _matching_sampled(
     return match
 
 
-# -- what releases differ in ---------------------------------------------------------------
+# -- differences between releases ----------------------------------------------------------
 
 
 def _attention_fallback() -> tuple[ModuleType, str]:
-    """The module global through which attention resolution leaves a CPU's own backend."""
+    """Return the module global through which SGLang replaces a CPU's attention backend."""
     name = "_attention_backend_platform_fallbacks"
-    try:  # it imports the function when it is loaded, older SGLang when the step runs
+    try:  # imported with the module; in older SGLang when the step runs
         return importlib.import_module("sglang.srt.arg_groups.attention_hook"), name
     except ImportError:
         return importlib.import_module("sglang.srt.arg_groups.overrides"), name
 
 
 def _backend_choices() -> ModuleType:
-    """The module that keeps SGLang's lists of attention backends."""
+    """Return the module with SGLang's lists of attention backends."""
     try:
         return importlib.import_module("sglang.srt.arg_groups.choices")
     except ImportError:
@@ -290,9 +287,8 @@ def _backend_choices() -> ModuleType:
 
 
 def _made_backend(factory: Any, name: str, backend: Any) -> Any:
-    """What a method of SGLang's ``DraftBackendFactory`` returns for a backend that it made.
-
-    Newer SGLang wants its name with it, to stamp it on the backend's steps.
+    """Return a backend as a method of SGLang's ``DraftBackendFactory`` must. Newer SGLang also
+    needs its name, to mark the backend's steps.
     """
     return (
         (name, backend) if "stamps_children" in parameters_of(factory._create_backend) else backend
@@ -300,10 +296,9 @@ def _made_backend(factory: Any, name: str, backend: Any) -> Any:
 
 
 def _supply_seed_hash(torch_hash: Callable[..., Any]) -> bool:
-    """Have seeded sampling on a CPU hash with ``torch_hash(seed, positions, col_indices)``.
-
-    Returns False, and does nothing, where SGLang's function looks for a CPU op by itself;
-    older SGLang only has a Triton kernel.
+    """Make seeded sampling on a CPU use ``torch_hash(seed, positions, col_indices)``. Returns
+    False, and does nothing, if SGLang's function supports a CPU op; older SGLang only has a Triton
+    kernel.
     """
     from sglang.kernels.ops.sampling import murmur_hash
 

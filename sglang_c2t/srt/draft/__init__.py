@@ -1,1 +1,1 @@
-"""The draft side: SGLang's draft workers, watched and gated."""
+"""The draft side: SGLang's draft workers with hooks and a gate."""

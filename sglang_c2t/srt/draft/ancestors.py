@@ -1,8 +1,8 @@
 """Exact ancestors: which KV slots a draft step's beam rows attend to, per attention backend.
 
-Stock SGLang gives row t of step i the slots that row t wrote in steps 0..i. The beams are re-sorted
-between steps, so these are not the row's ancestors (sgl-project/sglang#8409, closed). Lengths are
-right, so plans stay valid, and the last i + 1 index entries of each row are rewritten in place.
+SGLang gives row t of step i the slots that row t wrote in steps 0..i. It re-sorts the beams between
+steps, so these are not the row's ancestors (sgl-project/sglang#8409, closed). Lengths and plans are
+right, so this module rewrites the last i + 1 index entries of each row in place.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from sglang_c2t.srt.cpu.attention import TorchCpuMultiStepDraftBackend
 
 
 def followed_by(draft_backend: Any) -> str:
-    """Which ancestors rows attend to in a multi-step draft backend: exact ones, or stock."""
-    if hasattr(draft_backend, "set_draft_ancestors"):  # patches/, or a fix to come
+    """Return whether a multi-step draft backend attends to exact ancestors or SGLang's."""
+    if hasattr(draft_backend, "set_draft_ancestors"):  # patches/, or a future fix
         return "SGLang's exact"
     if draft_backend is None or isinstance(draft_backend, TorchCpuMultiStepDraftBackend):
         return "exact"
@@ -29,8 +29,8 @@ def followed_by(draft_backend: Any) -> str:
 
 
 def follow(draft_backend: Any, step: int, rows: Tensor) -> None:
-    """Before draft forward ``step``, point each of its rows to its ancestors, where that is for us:
-    they were forwarded in ``rows`` [B, K, step + 1], see :attr:`TreeGrowth.ancestor_rows`.
+    """Before draft forward ``step``, point its rows to their ancestors unless SGLang does. The
+    ancestors were forwarded in ``rows`` [B, K, step + 1], see :attr:`TreeGrowth.ancestor_rows`.
     """
     if followed_by(draft_backend) != "exact":
         return

@@ -1,4 +1,4 @@
-"""Drafts chains, and cuts them to what is verified of each."""
+"""Drafts chains, and cuts them to the verified drafts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from sglang_c2t.srt.verify.packing import Packing
 
 
 class ChainDrafter(Drafter):
-    """Drafts chains; each ends where the plan's rows or the gate end it.
-
-    Owns the lengths that the gate decides in the draft loop. ``exact`` is that of the verify input.
+    """Drafts chains; the plan's rows or the gate end each one. It owns the lengths that the gate
+    computes in the draft loop. ``exact`` is for the verify input.
     """
 
     gate: ChainGate
@@ -31,11 +30,11 @@ class ChainDrafter(Drafter):
     def __init__(self, host: Host, gate: ChainGate, *, exact: bool = True) -> None:
         super().__init__(host, gate)
         self._exact = exact
-        # [slots], of which a step's CUDA graph writes the first B.
+        # [slots]; a step's CUDA graph writes the first B.
         self._lens = torch.ones(host.num_slots, dtype=torch.int32, device=host.device)
 
     def loop(self, step: Step | None, slots: Tensor, stock: Callable[[], Any]) -> Any:
-        """The gate scores each layer, unless the step is uniform."""
+        """Run the draft loop; the gate scores each layer, unless the step is uniform."""
         if step is not None and step.plan.kind is StepKind.UNIFORM:
             return self.host.chains(stock, DraftForward.run)
         gate = self.gate
@@ -50,9 +49,9 @@ class ChainDrafter(Drafter):
 
     def _score(self, layer: DraftForward) -> None:
         """Run the draft model and score its drafts, or skip it once all chains have ended."""
-        # Reads the host once per layer: free on a CPU; on a GPU one wait for a tiny
-        # kernel, which buys a whole draft forward whenever the batch has stopped.
-        # Other ranks that forward with this one would wait for it.
+        # Waits for the device once per layer: free on a CPU. On a GPU the wait for a tiny kernel
+        # saves a full draft forward whenever the batch has stopped. Ranks that forward together do
+        # not skip.
         host, gate = self.host, self.gate
         may_skip = not gate.planned and not host.capturing and host.peers is None
         if may_skip and not gate.any_alive():
@@ -63,7 +62,7 @@ class ChainDrafter(Drafter):
             gate.observe(*rows)
 
     def build(self, step: Step, stock: Callable[[], Any], *_drafted: Any) -> ChainVerifyInput:
-        """SGLang's full chains, cut to what is verified of each."""
+        """Build SGLang's full chains, cut to the verified drafts."""
         full, plan, batch = stock(), step.plan, step.batch
         width = full.draft_token_num
         links = total = None

@@ -1,6 +1,5 @@
-"""One draft of a server, from its plan to its verify input: what chains and trees share.
-
-A step is planned before it is drafted. It travels on SGLang's draft input to the draft loop, and on
+"""A drafter: makes a server's drafts, from the plan of a step to its verify input. The planner
+plans a step before it drafts. The step travels on SGLang's draft input to the draft loop, and on
 the verify input to verification and draft extend. SGLang's own functions are called ``stock`` here.
 """
 
@@ -24,20 +23,18 @@ from sglang_c2t.srt.hooks.reporting import GATE_CLOCK
 
 
 class Drafter:
-    """Drafts the steps of one server.
-
-    Owns the gate, the running requests, and which planning is in charge. A subclass says what the
-    draft loop does (:meth:`loop`) and what is verified of its drafts (:meth:`build`).
+    """Drafts the steps of one server. It owns the gate, the running requests, and the planning in
+    charge. A subclass defines the draft loop (:meth:`loop`) and the verify input (:meth:`build`).
     """
 
     planning: Planning
-    """Plans each step, as the policy says."""
+    """Plans the steps of a policy with a planner."""
 
     gating: Planning
     """Plans the steps that a gate decides, and those that are recorded."""
 
     packed = False
-    """Whether the target forwards surviving rows only; else N rows per request."""
+    """Whether the target forwards surviving rows only; otherwise N rows per request."""
 
     captured_planning: Planning | None = None
     """The planning whose tables the draft graphs write, in charge or not."""
@@ -47,11 +44,11 @@ class Drafter:
         self.requests = Requests(gate, host.num_slots)
 
     def serve(self, planning: Planning, gating: Planning, *, packed: bool) -> None:
-        """Plan the next steps with ``planning``, or with ``gating`` where they are recorded."""
+        """Plan the next steps with ``planning``, or with ``gating`` if they are recorded."""
         self.planning, self.gating, self.packed = planning, gating, packed
 
     def capture(self, stock: Callable[[], None]) -> None:
-        """Capture CUDA graphs of steps that no recording needs."""
+        """Capture CUDA graphs for steps without recording."""
         planning = self.planning
         self.captured_planning = planning if planning.plans else None
         with (
@@ -65,7 +62,7 @@ class Drafter:
     def draft(self, batch: Any, stock: Callable[[], Any]) -> Any:
         """Plan the next step and draft it; returns its verify input."""
         if batch.forward_mode.is_idle():
-            # As many layers as the ranks that serve.
+            # Draft as many layers as the ranks with requests.
             with self.host.drafting(self.host.agreed_layers(self.host.num_steps)):
                 return stock()
         step = self._begin(batch)
@@ -74,7 +71,7 @@ class Drafter:
             return stock()
 
     def draft_forward(self, forward_batch: Any, stock: Callable[[], Any]) -> Any:
-        """SGLang's draft loop, also inside a CUDA graph."""
+        """Run SGLang's draft loop, also inside a CUDA graph."""
         if forward_batch.forward_mode.is_idle():
             return stock()
         step = step_of(forward_batch)
@@ -84,15 +81,15 @@ class Drafter:
         return drafted
 
     def loop(self, step: Step | None, slots: Tensor, stock: Callable[[], Any]) -> Any:
-        """Draft for the requests in ``slots`` [B]; no step is known while graphs are captured."""
+        """Draft for the requests in ``slots`` [B]; during a capture there is no step."""
         raise NotImplementedError
 
     def build(self, step: Step, stock: Callable[[], Any], batch: Any, *drafted: Any) -> Any:
-        """The verify input of a ``step``, see :meth:`Host.drafting`."""
+        """Build the verify input of a ``step``; see :meth:`Host.drafting`."""
         raise NotImplementedError
 
     def extend_prefill(self, batch: Any, stock: Callable[[], Any]) -> Any:
-        """Score the first token drafted after each prompt."""
+        """Run draft extend after prefill, and score the first draft of each request."""
         if batch.forward_mode.is_idle():
             return stock()
         result, rows = self.host.last_rows(stock)
@@ -102,7 +99,7 @@ class Drafter:
         return result
 
     def extend_decode(self, batch: Any, result: Any, stock: Callable[[Any, Any], None]) -> None:
-        """Score the first token drafted after each verification."""
+        """Run draft extend after verification, and score the next first draft of each request."""
         step = getattr(batch.spec_info, "step", None)
         extend = partial(self.host.extend, stock, batch, result)
         if batch.forward_mode.is_idle():
@@ -122,7 +119,7 @@ class Drafter:
             agreed_layers(step.plan.num_layers)
             return step
         full, unmeasured = requests.opted_out(batch), requests.pop_unscored(batch)
-        # In overlap a step or two late: only costs depend on it.
+        # With overlap it lags by a step or two; only costs depend on it.
         context = sum(len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs)
         planning = self.gating if self.gate.exploring else self.planning
         step = batch.spec_info.c2t_step = planning.begin(

@@ -1,15 +1,15 @@
-"""All that we replace in SGLang's draft worker.
+"""The host of a drafter: everything that the plugin replaces in SGLang's draft worker.
 
 ``draft`` runs the draft loop, ``draft_forward``, or replays a CUDA graph of it, and builds a verify
-input of the 4-tuple that the loop returns. Draft extend drafts the first layer of the next step.
-A drafter acts on them through a :class:`Host`::
+input from the loop's 4-tuple. Draft extend drafts the first layer of the next step. A drafter
+acts on them through a :class:`Host`::
 
-    draft            drafting            how many layers, in graphs or not, into which verify input
+    draft            drafting            layers, graphs or not, and the verify input
       draft_forward  chains, trees       each forward of the draft model is a DraftForward
     draft extend     extend, last_rows
 
-A CUDA graph runs the loop once, at its capture, without early exits. What the loop launches is
-replayed, and what it leaves must be in memory that the graph's pool does not recycle.
+A CUDA graph runs the loop once, at its capture, without early exits. A replay repeats its launches,
+and its results must be in memory that the graph's pool does not recycle.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class DraftForward:
     """One forward of the draft model, in SGLang's draft loop or draft extend."""
 
     output: Any
-    """What SGLang gets."""
+    """The result for SGLang."""
 
     def __init__(self, forward_batch: Any, forward: Callable[[], Any]) -> None:
         self._forward_batch, self._forward = forward_batch, forward
 
     @property
     def rows(self) -> Rows:
-        """Its logits and hidden states; a CUDA graph of draft extend returns nothing else."""
+        """Logits and hidden states; a CUDA graph of draft extend returns nothing else."""
         rows = getattr(self.output, "logits_output", self.output)
         return rows.next_token_logits, rows.hidden_states
 
     def run(self) -> Rows:
-        """Run the draft model. The first forward of a step begins its drafting."""
+        """Run the draft model. The first forward of a step starts the timing of its drafts."""
         if (step := step_of(self._forward_batch)) is not None:
             step.layers_begin()
         self.output = self._forward()
@@ -72,7 +72,7 @@ class DraftForward:
         return self.replace(logits, self._forward_batch.spec_info.hidden_states)
 
     def replace(self, logits: Tensor, hidden: Tensor | None) -> Rows:
-        """SGLang gets these."""
+        """Replace the result for SGLang."""
         rows = SimpleNamespace(next_token_logits=logits, hidden_states=hidden)
         self.output = SimpleNamespace(logits_output=rows)
         return logits, hidden
@@ -83,13 +83,12 @@ OnForward = Callable[[DraftForward], object]
 
 
 class Host:
-    """One of SGLang's draft workers, as a drafter sees it.
-
-    Owns the graphs of each number of layers, and what acts on the draft forwards in progress.
+    """One of SGLang's draft workers, as a drafter sees it. It owns the graphs of each number of
+    layers, and the callback of the current draft forwards.
     """
 
     capturing = False
-    """Whether CUDA graphs are captured, so that the draft loop must not read the device."""
+    """Whether CUDA graphs are being captured, so that the draft loop must not read the device."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -105,7 +104,7 @@ class Host:
 
     @property
     def token_map(self) -> Tensor | None:
-        """[V] int64: the target's ids of the draft's tokens; ``None``: the same."""
+        """[V] int64: target ids of the draft's tokens; ``None`` if they are equal."""
         tokens: Tensor | None = self._worker.hot_token_id
         return tokens
 
@@ -115,7 +114,7 @@ class Host:
         return getattr(self._worker, "cuda_graph_runner", None) is not None
 
     def agreed_layers(self, mine: int, requests: int = 0, *, all_of_them: bool = False) -> int:
-        """The layers that all ranks draft; see :meth:`Peers.layers`."""
+        """Return the number of layers that all ranks draft; see :meth:`Peers.layers`."""
         peers = self.peers
         return mine if peers is None else peers.layers(mine, requests, all_of_them=all_of_them)
 
@@ -125,10 +124,9 @@ class Host:
     def drafting(
         self, layers: int, build: Callable[..., Any] | None = None, *, eager: bool = False
     ) -> Iterator[None]:
-        """SGLang's ``draft`` drafts so many ``layers`` inside the block; ``eager``: without graphs.
-
-        ``build`` makes the verify input. It gets what makes SGLang's own, of D layers however many
-        are drafted; the batch; its draft input; and what the draft loop returns.
+        """Make SGLang's ``draft`` draft ``layers`` layers inside the block; ``eager``: without
+        graphs. ``build`` makes the verify input. Its arguments are a function that makes SGLang's,
+        always for D layers; the batch; its draft input; and the results of the draft loop.
         """
         worker, stock = self._worker, eagle_worker_v2.build_eagle_verify_input
 
@@ -145,7 +143,7 @@ class Host:
             yield
 
     def chains(self, loop: Callable[[], Any], on_forward: OnForward) -> Any:
-        """SGLang's draft ``loop``; layers that it does not draft are filled up."""
+        """Run SGLang's draft ``loop``, and pad the layers that it does not draft."""
         with attach.swapped(self, "_on_forward", on_forward):
             parents, scores, tokens, probs = loop()
         most = self.num_steps
@@ -159,8 +157,8 @@ class Host:
         gate: TreeGate,
         organize: Callable[[], tuple[Tensor, Tensor, Tensor]],
     ) -> Any:
-        """SGLang's draft ``loop``, which forwards the rows that the ``gate`` expands, and returns
-        the three tensors that ``organize`` gives at its end.
+        """Run SGLang's draft ``loop`` over the rows that the ``gate`` expands. It returns the three
+        tensors of ``organize``, which is called at the loop's end.
         """
         with (
             attach.swapped(self, "_on_forward", on_forward),
@@ -172,8 +170,9 @@ class Host:
     def _select(
         self, gate: TreeGate, layer: int, probs: Tensor, tokens: Tensor, hidden: Any, *_: Any
     ) -> tuple[Any, ...]:
-        """In place of ``select_top_k_tokens``: (ids [B * W], hidden [B * W, H], -, -) of the layer
-        to come, given ``probs`` and ``tokens`` [B * W, K] of this one, and its ``hidden`` states.
+        """Replace ``select_top_k_tokens``: return (ids [B * W], hidden [B * W, H], -, -) of the
+        next layer. ``probs`` and ``tokens`` [B * W, K] and the ``hidden`` states are those of this
+        layer.
         """
         worker, shape = self._worker, (gate.batch, probs.shape[0] // gate.batch, -1)
         with GATE_CLOCK:
@@ -181,26 +180,27 @@ class Host:
         if layer < worker.speculative_num_steps - 1:
             if hidden is not None:
                 hidden = hidden[beams.row_of_batch.flatten()]
-            if layer > 0:  # no ancestor of a first row stands elsewhere
+            if layer > 0:  # all ancestors of a first row are in its own row
                 ancestors.follow(worker.draft_attn_backend, layer, beams.ancestor_rows)
-        # The numbers of the expanded nodes are for a SGLang that follows ancestors itself.
+        # The numbers of the expanded nodes serve a SGLang that follows ancestors itself.
         return beams.tokens.flatten(), hidden, None, (None, None, beams.candidate)
 
     # -- draft extend -------------------------------------------------------------------------
 
     def extend(self, stock: Callable[[Any, Any], None], batch: Any, batch_result: Any) -> None:
-        """Extend the draft over what was accepted.
+        """Run draft extend over the accepted tokens.
 
-        SGLang, the ``stock`` one, extends over N rows of every request, and reads the last accepted
-        one of each. These are D + 1 rows at most. On a CPU, where the host may read it, they are as
-        many as the longest request has, but not with other ranks, which know of D + 1.
+        SGLang's, the ``stock`` one, extends over N rows of every request, and reads the last
+        accepted one. Only D + 1 rows are needed. On a CPU, where reading the device is free, it
+        extends over as many rows as the longest request has. With other ranks it does not, because
+        they expect D + 1.
         """
         lens, slots, width = batch_result.accept_lens, batch.out_cache_loc, self.num_steps + 1
         if lens.is_cpu and self.peers is None and not batch.forward_mode.is_idle():
             width = int(lens.max())
 
             def rows(values: Tensor | None) -> Tensor | None:
-                """The first rows of each request, of [B * (D + 1), ...]."""
+                """Return the first rows of each request, from [B * (D + 1), ...]."""
                 each = None if values is None else values.unflatten(0, (len(lens), -1))[:, :width]
                 return None if each is None else each.flatten(0, 1)
 
@@ -215,9 +215,8 @@ class Host:
             stock(batch, batch_result)
 
     def last_rows(self, extend: Callable[[], T]) -> tuple[T, Rows]:
-        """What SGLang's draft ``extend`` returns, and the last accepted row of each request [B].
-
-        SGLang selects these rows in place, on the output object, after the forward.
+        """Return the result of SGLang's draft ``extend``, and the last accepted row of each request
+        [B]. SGLang selects these rows in place, on the output object, after the forward.
         """
         forwards: list[DraftForward] = []
 
@@ -247,7 +246,7 @@ class Host:
             attach.write(extend, execute=self._watched(extend.execute))
 
     def _counted(self, graphs: Any) -> Callable[..., Any]:
-        """Replays ``graphs``, which call no ``forward`` that could be counted."""
+        """Return the replay of ``graphs`` with counts, because it calls no ``forward``."""
         execute, topk, forwards = graphs.execute, self.topk, graphs.speculative_num_steps - 1
 
         def counted(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -263,7 +262,7 @@ class Host:
         return counted
 
     def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward``, with what acts on it."""
+        """Wrap ``forward`` with the current callback."""
 
         def watched(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
             if self._on_forward is None:
@@ -276,5 +275,5 @@ class Host:
 
 
 def step_of(batch: Any) -> Step | None:
-    """The step that a batch or a draft forward is of; ``None`` while graphs are captured."""
+    """Return the step of a batch or a draft forward; ``None`` during a capture."""
     return getattr(batch.spec_info, "c2t_step", None)

@@ -1,16 +1,16 @@
-"""What SGLang drafts with, for each number of layers: CUDA graphs, and their attention.
+"""CUDA graphs and draft attention for each number of draft layers.
 
-A planned step drafts as many layers as its plan says, so graphs are captured for each number of
-layers and swapped per step. An attention backend belongs to its graphs, because it keeps what it
-was given of a batch at the last capture. The buffers that graphs read are shared: page tables,
-indices and lengths are as wide as batch and context, 134 MB a table for 256 requests of 128k
-tokens. All are written anew before each replay, and one graph is replayed at a time.
+A planned step drafts a variable number of layers, so graphs are captured for each number and
+swapped per step. Each set of graphs has its attention backend, which keeps the batch of its last
+capture. All sets share the buffers that graphs read: page tables, indices and lengths are as wide
+as batch and context, 134 MB a table for 256 requests of 128k tokens. Each replay rewrites the
+buffers, and only one graph replays at a time.
 """
 
-# SGLang's own graphs of several lengths (SpecRuntimeState, AdaptiveController) do not serve: with
-# each number of draft layers they capture the target and draft extend once more, for verifications
-# of that width. Here the target verifies packed rows, in graphs that all lengths share, and a
-# switch is made in every other step, which SGLang logs as a line each.
+# SGLang's own graphs of several lengths (SpecRuntimeState, AdaptiveController) do not fit. For each
+# number of layers they capture the target and draft extend again, for verifications of that width.
+# Here the target verifies packed rows in graphs that all lengths share. Steps switch lengths often,
+# and SGLang logs a line for each switch.
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from sglang_c2t.srt import attach
 
 # D layers
 
-#: Multi-step backends that were seen to write all they read before each replay.
+#: Multi-step backends that rewrite everything they read before each replay, as tests have shown.
 LENDING = frozenset({"FlashAttentionMultiStepBackend", "FlashInferMultiStepDraftBackend"})
 
 
 class Length(NamedTuple):
-    """What SGLang drafts a number of layers with."""
+    """SGLang's graphs and attention for a number of draft layers."""
 
     cuda_graph_runner: Any
     draft_attn_backend: Any
 
 
 class DraftLengths:
-    """The lengths of one of SGLang's draft workers, captured or made when they are first drafted.
-
-    ``worker`` is ready to draft all D layers.
+    """Draft lengths of one of SGLang's draft workers, captured, or made on first use. ``worker``
+    must be ready to draft all D layers.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -45,7 +44,7 @@ class DraftLengths:
         self.shorter = {1: Length(None, None)}
 
     def capture(self) -> None:
-        """Capture drafts of fewer layers, once those of all are there."""
+        """Capture drafts of fewer layers, after those of all layers."""
         worker = self._worker
         if (runner := worker.cuda_graph_runner) is None:
             return
@@ -58,7 +57,7 @@ class DraftLengths:
 
     @contextmanager
     def drafting(self, layers: int) -> Iterator[None]:
-        """SGLang drafts so many ``layers`` inside the block."""
+        """Make SGLang draft ``layers`` layers inside the block."""
         if layers == self._most:
             yield
             return
@@ -76,8 +75,8 @@ class DraftLengths:
             yield
 
     def _backend(self, layers: int) -> Any:
-        """A draft attention for so many ``layers``, as SGLang makes it. Not that of more: where a
-        tree's rows stand depends on how many layers there are.
+        """Make SGLang's draft attention for so many ``layers``. The backend for more layers does
+        not fit, because the rows of a tree depend on their number.
         """
         worker, runner = self._worker, self._worker.draft_runner
         replaced = [(runner, "draft_attn_backend"), (runner, "attn_backend")]
@@ -91,8 +90,8 @@ class DraftLengths:
 
 
 def share_graph_buffers(backend: Any, lender: Any) -> None:
-    """Let a multi-step draft ``backend`` of fewer layers take its graph buffers from a ``lender``
-    of more, which has them already. Other kinds of backends have their own.
+    """Make a draft ``backend`` of fewer layers use the graph buffers of a ``lender`` of more
+    layers. Other kinds of backends keep their own.
     """
     if type(backend).__name__ not in LENDING or type(backend) is not type(lender):
         return
@@ -102,12 +101,12 @@ def share_graph_buffers(backend: Any, lender: Any) -> None:
     def take(_max_bs: int, _max_num_tokens: int) -> None:
         pairs = [(backend, lender), *steps]
         before = [dict(vars(mine)) for mine, _ in pairs]
-        make(1, 1)  # tells which they are
+        make(1, 1)  # shows which attributes they are
         for (mine, theirs), had in zip(pairs, before, strict=True):
             for name, value in vars(mine).copy().items():
                 if name not in had or had[name] is not value:
                     shared = getattr(theirs, name)
-                    if isinstance(shared, dict):  # what a graph keeps of its batch is filed by size
+                    if isinstance(shared, dict):  # entries by size belong to captured batches
                         shared = {key: of for key, of in shared.items() if isinstance(key, str)}
                     attach.write(mine, **{name: shared})
 
@@ -118,7 +117,7 @@ def share_graph_buffers(backend: Any, lender: Any) -> None:
 
 
 def _share_plans(step: Any, lender: Any) -> None:
-    """Have a step's FlashInfer wrappers planned where those of the same batch are."""
+    """Make a step's FlashInfer wrappers use the plan memory of the same batch size."""
     create = step._create_decode_wrappers
 
     def created(bs: int, num_tokens: int) -> list[Any]:

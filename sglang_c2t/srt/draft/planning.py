@@ -1,12 +1,12 @@
-"""Asks the planner of a server before each step, and tells it what became of the step.
+"""Runs the planner of a server: it gets a plan before each step and learns its outcome.
 
-    begin    the plan of the next step, from what has arrived
+    begin    the plan of the next step, from the outcomes that have arrived
     finish   the step is verified, and its outcome starts on its way to the host
 
-The record of a step is learnt from when a later one begins: on a CPU the next one, on a GPU, where
-the host runs ahead of the device, the one after that. Nothing here waits. Of tensor-parallel ranks
-the first one plans, and tells the others four integers. Where the planner raises, all of them
-verify full drafts.
+The planner learns a step's record when a later step begins. On a CPU that is the next step. On a
+GPU, where the host runs ahead of the device, it is the one after. Nothing here waits. Of
+tensor-parallel ranks the first one plans, and sends the others four integers. If the planner
+raises, all ranks verify full drafts.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ T = TypeVar("T")
 
 # B requests, D layers, d of them drafted, N rows of a full draft, T rows of the forward
 
-#: Steps between two copies of what was learnt to the device.
+#: Steps between two copies of the learnt values to the device.
 REFRESH_EVERY = 16
 
-#: Steps whose records may be on their way; older ones are dropped.
+#: Most steps whose records may be on their way; older ones are dropped.
 LONGEST_LAG = 16
 
 #: Kinds of steps, numbered equally on all ranks, and those that a planner may plan.
@@ -53,42 +53,42 @@ OF_PLANNERS = frozenset(
 
 @dataclass
 class Step:
-    """One step: its plan, and what is measured of it on its way through draft and verification."""
+    """One step: its plan, and measurements from draft and verification."""
 
     plan: StepPlan
     batch: int
     """B."""
     context: int
-    """Tokens before the drafts, of the whole batch."""
+    """Tokens of context, over the whole batch."""
     start: Mark
     full: Collection[int] = ()
-    """Requests whose full draft is verified because they opted out."""
+    """Requests that opted out, so that their full drafts are verified."""
     constrained: Collection[int] = ()
     """Requests whose sampling changes the target's distribution."""
     unmeasured: Collection[int] = ()
-    """Requests whose first layer this gate has not scored, which teach nothing."""
+    """Requests whose first layer this gate has not scored; the planner skips them."""
     draft: list[Mark] = field(default_factory=list)
     verify: tuple[Mark, Mark] | None = None
     forwarded_rows: int = 0
     """T."""
     selected: Any = None
-    """What the selector needs for the outcome."""
+    """Data that the selector needs for the outcome."""
     outcome: HostSizes | None = None
-    """[B, ...] on its way to the host; ``None``: nothing was scored."""
+    """[B, ...] on its way to the host; ``None`` if nothing was scored."""
     forwards: int = 0
     """Target forwards of the server, up to and including this step's."""
     end: Mark | None = None
-    """When the next step began; ``None``: something else ran between them."""
+    """Begin of the next step; ``None`` if other work ran in between."""
 
     def layers_begin(self) -> None:
-        """The first draft forward starts; of several calls the first counts."""
+        """Mark the start of the first draft forward; later calls do nothing."""
         if not self.draft:
             on_cuda = self.start.on_cuda
             self.draft = [Mark(on_cuda), Mark(on_cuda)]
             self.draft[0].set()
 
     def layers_end(self) -> None:
-        """The last draft forward has ended."""
+        """Mark the end of the last draft forward."""
         if self.draft:
             self.draft[1].set()
 
@@ -101,13 +101,13 @@ class Step:
 
     @property
     def arrived(self) -> bool:
-        """Whether reading the outcome and the times would not wait for the device."""
+        """Whether the outcome and the times can be read without waiting for the device."""
         outcome = self.outcome is None or self.outcome.arrived
         last = self.end or (self.verify and self.verify[1])
         return outcome and (last is None or last.passed)
 
     def times(self) -> StepTimes:
-        """What the step took; it has been verified, and its marks are passed."""
+        """Return the step's times; it must be verified, and its marks passed."""
         assert self.verify is not None
         return StepTimes(
             self.forwarded_rows,
@@ -121,19 +121,19 @@ class Planning:
     """Plans the steps of one server.
 
     Args:
-        planner: Decides; of several ranks that share requests only the first one's.
-        selector: Shares the row budget out on the device; ``None``: the policy's gate does.
-        tiers: Gives the row counts of the target's CUDA graphs; ``None``: any is as good.
+        planner: Makes the plans; of several ranks that share requests only the first one's is used.
+        selector: Distributes the row budget on the device; ``None``: the policy's gate decides.
+        tiers: Returns the row counts of the target's CUDA graphs; ``None``: all are equally good.
         width: N.
-        device: Where drafts are.
+        device: Device of the drafts.
         forwards: Counts the forwards of the target.
-        state_file: Called with the planner, gives the file that keeps what it learns.
+        state_file: Called with the planner; returns the file of its state.
         agree: Makes a few integers equal on all ranks; ``None`` on one rank.
-        failed: Called with what the planner raised. ``None``: it is raised on.
+        failed: Called with the planner's exception. ``None``: re-raise.
     """
 
     selector: Any
-    """A :class:`Selector`; ``None`` where a gate decides."""
+    """A :class:`Selector`; ``None`` if a gate decides."""
 
     def __init__(
         self,
@@ -157,15 +157,15 @@ class Planning:
         self.strange = 0
         """Drafts whose confidence was no probability."""
         self._last: Step | None = None
-        """The last step that was verified, until the next one begins."""
+        """The last verified step, until the next one begins."""
         self._finished: deque[Step] = deque(maxlen=LONGEST_LAG)
         self._row_counts: dict[int, Sequence[int]] = {}
         self._learnt = [0, 0]
-        """Steps that free requests were learnt from, and constrained ones."""
+        """Steps learnt from free requests, and from constrained ones."""
 
     @property
     def plans(self) -> bool:
-        """Whether the planner plans, and no gate decides instead."""
+        """Whether the planner plans, instead of a gate."""
         return self.selector is not None
 
     def begin(
@@ -186,12 +186,12 @@ class Planning:
             full: See :class:`Step`.
             constrained: See :class:`Step`.
             unmeasured: See :class:`Step`.
-            agreed_layers: Makes the number of layers that of all ranks that forward together.
+            agreed_layers: Returns the number of layers for all ranks that forward together.
         """
         start = Mark(self._on_cuda)
         start.set()
         if self._last is not None:
-            # A server that was idle has requests that came from elsewhere, or a prefill.
+            # After an idle time all requests come from another server or a prefill.
             followed = self._last.forwards == self._forwards() and len(unmeasured) < batch
             self._last.end = start if followed else None
             self._finished.append(self._last)
@@ -201,14 +201,14 @@ class Planning:
         return Step(plan, batch, context, start, full, constrained, unmeasured)
 
     def warm_up_step(self, batch: int, *, layers: int, rows: int, context: int) -> Step:
-        """A step of dummy requests, of which nothing is learnt but :meth:`learn_warm_up`."""
+        """Return a step of dummy requests, learnt only by :meth:`learn_warm_up`."""
         start = Mark(self._on_cuda)
         start.set()
         plan = StepPlan(StepKind.WARMUP, layers, self.planner.topk, rows)
         return Step(plan, batch, context, start)
 
     def finish(self, step: Step, verify_input: Any, accept_lens: Tensor) -> None:
-        """A ``step`` is verified: ``accept_lens`` [B] tokens were accepted, bonus included."""
+        """Finish a verified ``step``: ``accept_lens`` [B] tokens accepted, bonus included."""
         step.forwards = self._forwards()
         if step.plan.kind is StepKind.WARMUP:
             return
@@ -218,14 +218,14 @@ class Planning:
         self._last = step
 
     def learn_warm_up(self, step: Step) -> None:
-        """Wait for a step of dummy requests, and learn what it took."""
+        """Wait for a step of dummy requests, and learn its times."""
         if self._on_cuda:
             torch.cuda.synchronize()
         record = StepRecord(step.plan, step.batch, step.context, times=step.times())
         self._or_else(None, lambda: self.planner.learn(record))
 
     def warm_up(self, batches: Iterable[int]) -> None:
-        """Compile what is launched outside of graphs, for batches of these sizes."""
+        """Compile the kernels outside of graphs, for batches of these sizes."""
         if self.selector is not None:
             self.selector.warm_up(batches)
 
@@ -234,9 +234,9 @@ class Planning:
     def _plan(
         self, batch: int, context: int, full: Collection[int], constrained: Collection[int]
     ) -> StepPlan:
-        """The first rank's plan. Whoever opted out has all layers drafted, and would get no more
-        rows than others in a uniform step; nor would constrained requests, whose drafts fail, get
-        less.
+        """Return the first rank's plan. Requests that opted out need all layers, and more rows than
+        a uniform step gives them. Constrained requests, whose drafts often fail, need fewer rows
+        than a uniform step gives them.
         """
         depths = range(self.planner.max_depth if full else 1, self.planner.max_depth + 1)
         view = BatchView(
@@ -265,7 +265,7 @@ class Planning:
         )
 
     def _learnt_and_planned(self, view: BatchView) -> StepPlan:
-        """The planner's plan, once it has learnt from what has arrived. Raises what it raises."""
+        """Learn what has arrived, then return the plan. Raises what the planner raises."""
         while self._finished and self._finished[0].arrived:
             self._learn(self._finished.popleft())
         if self.state_file is not None:
@@ -274,8 +274,8 @@ class Planning:
         return plan
 
     def _checked(self, plan: StepPlan, view: BatchView) -> StepPlan:
-        """The ``plan``; ValueError where no step can be made so. Rows may be too many or too few,
-        but for a uniform step.
+        """Return the ``plan``; ValueError if no step can follow it. Rows may be too many or too
+        few, except in a uniform step.
         """
         batch, uniform, chosen = view.batch_size, plan.kind is StepKind.UNIFORM, plan.full_draft_of
         if (
@@ -291,7 +291,7 @@ class Planning:
         )
 
     def _with_layers(self, plan: StepPlan, layers: int, batch: int) -> StepPlan:
-        """The ``plan`` with the layers that all ranks draft."""
+        """Return the ``plan`` with the number of layers that all ranks draft."""
         if layers == plan.num_layers:
             return plan
         most = batch * self.planner.full_rows(layers)
@@ -299,7 +299,7 @@ class Planning:
         return replace(plan, num_layers=layers, row_budget=rows)
 
     def _or_else(self, otherwise: T, ask: Callable[[], T]) -> T:
-        """What a planner says if it is asked; ``otherwise`` where it raises."""
+        """Return the result of ``ask``; ``otherwise`` if the planner raises."""
         try:
             return ask()
         except Exception as error:
@@ -316,7 +316,7 @@ class Planning:
             step.plan,
             step.batch,
             step.context,
-            # A planner learns whole steps; FixedPlanner only what a verification takes.
+            # A planner learns all times of a step; FixedPlanner only those of verification.
             times=None if step.end is None and self.plans else step.times(),
         )
         if step.outcome is not None and self.selector is not None:
@@ -354,11 +354,11 @@ class Planning:
         outcome[at] = probabilities
         return outcome, ~np.asarray(strange.reshape(len(strange), -1).any(axis=1))
 
-    # -- for people --------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------
 
     def report(self, most_requests: int) -> dict[str, Any] | None:
-        """What the planner has learnt, and what loads up to twice ``most_requests`` would bring;
-        ``None`` where it raises.
+        """Return what the planner has learnt, and its plans for up to twice ``most_requests``.
+        ``None`` if the planner raises.
         """
         return self._or_else(None, lambda: self._report(most_requests))
 
@@ -372,24 +372,24 @@ class Planning:
         return report | {"best_plan_by_batch_size": plans, "strange_confidences": self.strange}
 
     def row_counts(self, most_requests: int) -> Sequence[int]:
-        """Row counts that verifications of up to ``most_requests`` may have, rising."""
+        """Possible row counts of verifications of up to ``most_requests``, increasing."""
         tiers, most = self._tiers(), most_requests * self._width
         # Graphs may be captured for more requests than are admitted.
         return range(1, most + 1) if tiers is None else [t for t in tiers.rows if t <= most]
 
     def _rows(self, batch: int) -> Sequence[int]:
-        """Row counts to choose from: tiers that can hold the batch."""
+        """Return row counts to choose from: tiers that can hold the batch."""
         if batch not in self._row_counts:
             most, tiers = batch * self._width, self._tiers()
             fitting = [t for t in tiers.rows if tiers.pick(t, batch) == t] if tiers else []
-            # Beyond the largest graph all is eager.
+            # Larger batches run eagerly.
             self._row_counts[batch] = fitting or geometric_sizes(batch, most)
         return self._row_counts[batch]
 
 
 def geometric_sizes(least: int, most: int) -> list[int]:
-    """Numbers from ``least`` to ``most``, both included: a few of each octave, each with a cost of
-    its own, so that most of them are where a row costs most.
+    """Return sizes from ``least`` to ``most``, both included, with equal ratios. They are a few per
+    octave, each with its own cost, so most are where a row costs most.
     """
     found = [least]
     while (size := next_bucket(found[-1])) < most:

@@ -1,4 +1,4 @@
-"""What the requests of a server ask of its drafts, by their slots in SGLang's request table."""
+"""Properties of requests that affect their drafts, by slot in SGLang's request table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from sglang_c2t.srt.hooks.requests import constrained, opts_out
 
 
 class Requests:
-    """Owns the slots of constrained requests, and of those whose first layer has no score.
-
-    Requests may have ended. The slots of those that opted out belong to the ``gate``.
+    """Slots of constrained requests, and of those whose first layer has no score. Requests may have
+    ended. The ``gate`` owns the slots of those that opted out.
     """
 
     def __init__(self, gate: Gate, num_slots: int) -> None:
@@ -22,7 +21,7 @@ class Requests:
         self._unscored: set[int] = set()
 
     def admit(self, batch: Any) -> list[int]:
-        """Requests take slots, which are returned."""
+        """Assign slots to new requests, and return the slots."""
         slots = [compat.request_slot(req) for req in batch.reqs]
         self._gate.opt_outs.admit(slots, [opts_out(req) for req in batch.reqs])
         self._constrained.difference_update(slots)
@@ -31,21 +30,20 @@ class Requests:
         return slots
 
     def arrive(self, batch: Any) -> None:
-        """Requests come whose prefill, first draft included, ran on another server.
-
-        Of that draft only tokens and their probabilities travel, not what a gate reads.
+        """Add requests whose prefill, first draft included, ran on another server. Only that
+        draft's tokens and probabilities are transferred, not the inputs of a gate.
         """
         self._unscored.update(self.admit(batch))
         self._gate.join_unmeasured(batch.req_pool_indices)
 
     def forget_scores(self) -> None:
-        """Another policy's gate scores from the next step on: it has scored no first layer yet."""
+        """Forget all scores, because another policy's gate scores from the next step on."""
         self._gate.forget_first_layers()
         self._unscored.update(range(self._num_slots))
 
     def pop_unscored(self, batch: Any) -> list[int]:
-        """Indices of the batch's requests whose first layer has no score, for one step: its draft
-        extend scores the next.
+        """Return the batch indices of requests whose first layer has no score, once: draft extend
+        scores the next one.
         """
         if not self._unscored:
             return []
@@ -54,16 +52,16 @@ class Requests:
         return _among(unscored, batch)
 
     def opted_out(self, batch: Any) -> list[int]:
-        """Indices of the batch's requests that opted out."""
+        """Return the batch indices of requests that opted out."""
         each = enumerate(batch.reqs) if self._gate.opt_outs.any else ()
         return [request for request, req in each if opts_out(req)]
 
     def constrained(self, batch: Any) -> list[int]:
-        """Indices of the batch's requests whose sampling changes the target's distribution."""
+        """Return the batch indices of requests whose sampling changes the target's distribution."""
         return _among(self._constrained, batch) if self._constrained else []
 
 
 def _among(slots: Collection[int], batch: Any) -> list[int]:
-    """Indices of the batch's requests that have one of these ``slots``."""
+    """Return the batch indices of requests with one of these ``slots``."""
     each = enumerate(map(compat.request_slot, batch.reqs))
     return [request for request, slot in each if slot in slots]

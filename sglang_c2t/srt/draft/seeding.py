@@ -1,8 +1,8 @@
-"""What steps cost on this machine, measured before the first request comes.
+"""Measures the cost of steps on this machine before the first request.
 
-A step serves dummy requests, all in the padding row of SGLang's request table, whose KV slot is
-the padding slot: nothing is allocated, and what they write is never read. All else is as in
-serving: the same worker drafts, verifies and is timed, in its CUDA graphs where it has some.
+A warm-up step has dummy requests, all in the padding row of SGLang's request table, whose KV slot
+is the padding slot. It allocates nothing, and no request reads what it writes. Otherwise it equals
+serving: the same worker drafts, verifies and is timed, in its CUDA graphs if it has some.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from sglang_c2t.srt.tensor_parallel import all_ranks, host_broadcast_from_rank0
 
 logger = logging.getLogger(__name__)
 
-# B requests, N rows of a whole draft, T rows of a verification
+# B requests, N rows of a full draft, T rows of a verification
 
-#: Measurements of a size: the first is slow, and the least of so few is what counts.
+#: Measurements per size: the first is slow, and the least of so few counts.
 MEASURED = SEED
 
-#: Seconds all may take. Sizes are then left out; curves go on between and beyond those measured.
+#: Most seconds for all. Sizes beyond it are skipped; curves interpolate and extrapolate.
 SECONDS = 15.0
 
-#: Of these, what one step may take: so many rows are bound by compute, and the curve goes on as it
-#: rose. Those of few requests, where each row counts, would be left out for them.
+#: Most seconds for one step. Larger steps are compute-bound, and the curve extrapolates them.
+#: Otherwise they would take the time of small sizes, where each row counts.
 DEAREST = SECONDS / 10
 
-#: Seconds behind which a size is not measured a third time: in so long pauses come to little.
+#: Seconds after which a size needs no third measurement: pauses matter little in long steps.
 ENOUGH_SECONDS = 0.5
 
-#: Tokens before those that a dummy step verifies.
+#: Tokens of context of a dummy step.
 CONTEXT = 256
 
 
 @torch.no_grad()
 def seed_costs(planning: Planning, worker: Any) -> None:
-    """Measure verification at several row counts, and draft layers at the batches that go with
-    them, where nothing is known of them yet.
+    """Measure verification at several row counts, and draft layers at their batch sizes.
+
+    It does nothing if the planner already has costs.
 
     Args:
-        planning: Whose planner learns it.
+        planning: Its planner learns the costs.
         worker: SGLang's speculative worker, ready to serve.
     """
     # Ranks that forward together measure together.
@@ -69,14 +70,14 @@ def seed_costs(planning: Planning, worker: Any) -> None:
         if learn:
             planning.learn_warm_up(made)
 
-    step(span[0], learn=False)  # compiles what a server compiles once
+    step(span[0], learn=False)  # compiles once per server
     began = time.perf_counter()
     took: dict[int, list[float]] = {}  # seconds of steps, by rows
-    seconds, size = 0.0, span[0]  # of the last
-    # In rounds, because memory that grows with a size makes smaller ones faster afterwards.
+    seconds, size = 0.0, span[0]  # of the last step
+    # In rounds, because memory that grows with a size makes later small steps faster.
     for rows in [*span * MEASURED, *(rows for rows in between for _ in range(MEASURED))]:
         mine, now = took.setdefault(rows, []), time.perf_counter()
-        # A row more rarely costs more than those before it did.
+        # A further row rarely costs more than the rows before it did.
         expected = min(mine) if mine else seconds * rows / size
         late = expected > min(began + SECONDS - now, DEAREST)
         (enough,) = agree([late or (len(mine) > 1 and sum(mine) > ENOUGH_SECONDS)])
@@ -96,6 +97,6 @@ def seed_costs(planning: Planning, worker: Any) -> None:
 
 
 def _dummy_batch(worker: Any, requests: int) -> Any:
-    """A batch of B ``requests``, all in the padding row."""
+    """Return a batch of B ``requests``, all in the padding row."""
     length = min(CONTEXT, worker.target_worker.model_runner.model_config.context_len // 2)
     return dummy_batch(worker, [0] * requests, [length] * requests)

@@ -1,8 +1,8 @@
-"""Shares the row budget of a step out to the best drafts of the batch, on the device.
+"""Distributes the row budget of a step to the best drafts of the batch, on the device.
 
-What drafts are worth is computed where they are, from what the planner has learnt. Outcomes travel
-back in one table a step. Of chains survivals are computed in the draft's CUDA graphs; of trees,
-whose nodes the host can count because no threshold prunes them, after these.
+It computes survivals on the device, with the planner's learnt values. Outcomes return in one table
+per step. For chains the draft's CUDA graphs compute survivals. For trees this happens after these:
+no threshold prunes a planned tree, so the host knows its number of nodes.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from sglang_c2t.tree import Trees
 
 
 class Selector(Protocol):
-    """What planning needs of a selector, beyond the selection itself."""
+    """Interface of a selector for planning."""
 
     confidence_at: int
-    """Which table of an outcome holds confidences."""
+    """Index of the table of confidences in an outcome."""
 
     def warm_up(self, batches: Iterable[int]) -> None:
-        """Compile what is launched outside of graphs, for batches of these sizes."""
+        """Compile the kernels outside of graphs, for batches of these sizes."""
         ...
 
     def outcome(self, step: Any, verify_input: Any, accept_lens: Tensor) -> Tensor:
-        """[B, ...] on the device: what became of the drafts of a ``step``."""
+        """Return [B, ...] on the device: the outcome of the drafts of a ``step``."""
         ...
 
     def unpacked(self, numbers: Numbers, plan: StepPlan) -> Sequence[Numbers]:
-        """An outcome that has arrived, as :class:`~sglang_c2t.plan.step.StepRecord` has it."""
+        """Convert an arrived outcome for :class:`~sglang_c2t.plan.step.StepRecord`."""
         ...
 
     def refresh(self, *, constrained: bool) -> None:
-        """Copy what was learnt about one class of requests to the device."""
+        """Copy the learnt values of one class of requests to the device."""
         ...
 
 
 class _Survivals:
-    """What drafts of both classes of requests are worth, on the device."""
+    """Survival estimates of both classes of requests, on the device."""
 
     def __init__(self, planner: Any, device: torch.device | str) -> None:
         self._planner, self._device = planner, torch.device(device)
@@ -59,13 +59,14 @@ class _Survivals:
         )
 
     def refresh(self, *, constrained: bool) -> None:
-        """Copy what was learnt about one class of requests to the device."""
+        """Copy the learnt values of one class of requests to the device."""
         twin = self._constrained if constrained else self._free
         twin.refresh(self._acceptances[constrained].survival)
 
     def _budget(self, step: Any) -> tuple[int, Tensor | None, int]:
-        """Drafts that are verified of the requests that get no full draft, [B] bool which ones do,
-        if any, and the rows of all.
+        """Return the drafts to select, a mask of requests with full drafts, and the rows of all
+        requests. The drafts are those of requests without a full draft. The mask is [B] bool, or
+        ``None``.
         """
         plan, batch = step.plan, step.batch
         each = self._planner.full_rows(plan.num_layers) - 1
@@ -76,9 +77,7 @@ class _Survivals:
         return drafts, mask, batch + drafts + len(full) * each
 
     def _mask(self, batch: int, chosen: Collection[int]) -> Tensor:
-        """[B] bool on the device: true at the ``chosen``. From the host, so that the total is the
-        device's.
-        """
+        """[B] bool on the device, true at the ``chosen``; made on the host."""
         mask = torch.from_numpy(mask_of(chosen, batch))
         if self._device.type == "cuda":  # a copy from pageable memory would wait for the device
             mask = mask.pin_memory()
@@ -89,10 +88,9 @@ class ChainSelector(_Survivals):
     """Selects drafts of chains.
 
     Args:
-        planner: Whose estimates are used.
+        planner: Its survival estimates are used.
         width: N.
         slots: Rows of SGLang's request table.
-        device: Where drafts are.
     """
 
     confidence_at = 0
@@ -100,7 +98,7 @@ class ChainSelector(_Survivals):
     def __init__(self, planner: Any, *, width: int, slots: int, device: torch.device | str) -> None:
         super().__init__(planner, device)
         self._width = width
-        # Of a step, where CUDA graphs can write them.
+        # Values of a step, in memory that CUDA graphs can write.
         self._confidences = torch.ones((slots, width - 1), device=device)
         self._survivals = torch.ones((slots, width - 1), device=device)
 
@@ -117,7 +115,7 @@ class ChainSelector(_Survivals):
             self.scored([survivals[:, 0].clone()])  # without a graph
 
     def scored(self, confidences: Sequence[Tensor]) -> None:
-        """The confidences [B] of each drafted layer. May be captured in a CUDA graph."""
+        """Store the confidences [B] of each drafted layer. A CUDA graph may capture it."""
         first, *more = confidences
         drafted = torch.stack((first, *more), dim=1) if more else first[:, None]
         here = slice(len(first)), slice(len(confidences))
@@ -126,8 +124,8 @@ class ChainSelector(_Survivals):
     def select(
         self, step: Any, *, agreed: Callable[[Tensor], Tensor] = lambda mine: mine
     ) -> tuple[Tensor, Tensor, int]:
-        """Chains cut to what is verified, as :func:`chains_within` has them, and the rows of all;
-        ``agreed`` makes a tensor equal on all ranks.
+        """Return chains cut by :func:`chains_within`, and the rows of all requests. ``agreed``
+        makes a tensor equal on all ranks.
         """
         drafts, mask, total = self._budget(step)
         survivals = self._survivals[: step.batch]
@@ -149,7 +147,7 @@ class ChainSelector(_Survivals):
         return numbers[:, :layers], numbers[:, layers], numbers[:, layers + 1]
 
     def _with_constrained(self, survivals: Tensor, constrained: Collection[int]) -> Tensor:
-        """``survivals`` [B, D], those of ``constrained`` requests by what became of their class."""
+        """``survivals`` [B, D], with the estimates of their class for ``constrained`` requests."""
         batch = len(survivals)
         confidences, theirs = self._confidences[:batch], torch.empty_like(survivals)
         self._constrained.of_chains(confidences, out=theirs, kept=confidences)
@@ -157,13 +155,7 @@ class ChainSelector(_Survivals):
 
 
 class TreeSelector(_Survivals):
-    """Selects nodes of trees.
-
-    Args:
-        planner: Whose estimates are used.
-        width: N.
-        device: Where drafts are.
-    """
+    """Selects nodes of trees; see :class:`ChainSelector`."""
 
     confidence_at = 1
 
@@ -184,7 +176,7 @@ class TreeSelector(_Survivals):
             outcome_of_trees(depth, survival, chosen, path, path[:, 0].contiguous())
 
     def select(self, step: Any, trees: Trees, keys: Tensor) -> tuple[Tensor, int]:
-        """[B, N - 1] bool, the nodes below roots that are verified, and how many with the roots.
+        """Return the nodes to verify, [B, N - 1] bool without roots, and their number with roots.
 
         Args:
             step: With its plan.
@@ -209,7 +201,7 @@ class TreeSelector(_Survivals):
         return outcome_of_trees(depth, keys, chosen, accepted, starts)
 
     def unpacked(self, numbers: Numbers, _plan: StepPlan) -> Sequence[Numbers]:
-        """Depths, 0 of padding, confidences, verified and accepted, each [B, N - 1]."""
+        """Return depths (0: padding), confidences, verified and accepted, each [B, N - 1]."""
         depth, least, chosen, survived = np.moveaxis(numbers, 2, 0)
         return depth.astype(np.int64), np.where(depth > 0, least, 0.0), chosen > 0, survived
 

@@ -1,7 +1,6 @@
-"""What a planner has learnt, kept in a file, so that a server that starts again knows its load.
-
-JSON of a few kilobytes, written whole or not at all. A file that cannot be read, or that was learnt
-by other models, is told in one line, and the planner starts as if there were none.
+"""The state file keeps a planner's learnt values across restarts. It is JSON of a few kilobytes,
+written atomically. For an unreadable file, or one from other models, the server logs one line and
+the planner starts cold.
 """
 
 from __future__ import annotations
@@ -13,32 +12,32 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sglang_c2t.checks import ConfigError, parse_json, shown, told
+from sglang_c2t.checks import ConfigError, format_error, parse_json, shown
 from sglang_c2t.files import read_text, require_regular, write_texts
 from sglang_c2t.plan.planner import Planner
 
 logger = logging.getLogger(__name__)
 
-#: Of a state. Version 1 knew other kinds of steps: it is refused, and the planner starts cold.
+#: Version of the format. Version 1 had other kinds of steps: the planner ignores it.
 VERSION = 2
 
 #: Seconds between two writes while the server runs.
 EVERY = 60.0
 
-#: The same where somebody asks what was learnt, who may ask as often as he likes.
+#: The same after a request for a report, which clients may repeat at any rate.
 EVERY_IF_ASKED = 1.0
 
 
 def require_state(path: Path) -> bool:
-    """Whether the file is there; :class:`ConfigError` for a place where no file can be."""
+    """Return whether the file exists; :class:`ConfigError` if the path cannot hold a file."""
     if not path.parent.is_dir():
         raise ConfigError(f"c2t state: {path.parent} is no directory, for the file {path.name}")
     try:
         require_regular(path, sys.maxsize)
-    except FileNotFoundError:  # or a link to what is not there yet
+    except FileNotFoundError:  # or a dangling link
         return False
     except (OSError, ValueError) as error:
-        raise ConfigError(f"c2t state: {path} cannot be written: {told(error)}") from error
+        raise ConfigError(f"c2t state: {path} cannot be written: {format_error(error)}") from error
     return True
 
 
@@ -46,10 +45,10 @@ class StateFile:
     """The file of one planner.
 
     Args:
-        path: Where; its directory exists.
-        planner: Whose state it holds. What an earlier server left is restored at once.
-        learnt_on: What the state is true of: models, policy, draft length.
-        writes: Whether it is kept up to date; one of several planners that share a file does that.
+        path: Path of the file; its directory exists.
+        planner: Its state is saved. The state of an earlier server is restored at once.
+        learnt_on: Conditions of the state: models, policy, draft length.
+        writes: Whether to write the file; of several planners that share a file, one does.
 
     Raises:
         ConfigError: The file could not be written.
@@ -71,12 +70,12 @@ class StateFile:
             raise ConfigError(f"c2t state: {path} cannot be written")
 
     def save_now_and_then(self, every: float = EVERY) -> None:
-        """Write it, if it has not been written for ``every`` seconds."""
+        """Save the state if the last write is at least ``every`` seconds old."""
         if time.monotonic() - self._saved_at >= every:
             self.save()
 
     def save(self) -> None:
-        """Write it; where that fails serving goes on, and the log says so once."""
+        """Save the state; on failure serving continues, and the log has one line."""
         if not self._writes:
             return
         self._saved_at = time.monotonic()
@@ -98,12 +97,12 @@ class StateFile:
     def _restore(self) -> None:
         try:
             self._planner.restore(self._read())
-        except Exception as error:  # whatever a file may hold
+        except Exception as error:  # the file may hold anything
             self._planner.forget()
             logger.warning(
                 "C2T: the state in %s cannot be used, and the planner starts cold: %s",
                 self._path,
-                told(error),
+                format_error(error),
             )
         else:
             logger.info("C2T: the planner goes on from %s", self._path)

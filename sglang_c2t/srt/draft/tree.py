@@ -1,4 +1,4 @@
-"""Grows trees, and leaves out of each what is not verified.
+"""Grows trees, and cuts each to the nodes that are verified.
 
 SGLang's draft loop returns a 4-tuple. It is batch-major, because CUDA graphs slice it:
 
@@ -35,36 +35,36 @@ class TreeDrafter(Drafter):
     gate: TreeGate
 
     def loop(self, _step: Step | None, slots: Tensor, stock: Callable[[], Any]) -> Any:
-        """The gate scores each layer and chooses which rows are forwarded next."""
+        """Run the draft loop; the gate scores each layer and chooses the next rows."""
         with GATE_CLOCK:
             self.gate.begin(slots)
         return self.host.trees(stock, self._score, self.gate, self._organize)
 
     def _score(self, layer: DraftForward) -> None:
         """Run the draft model and score its drafts, or skip it once no tree grows."""
-        # Reads the host once per layer, as for chains.
+        # Waits for the device once per layer, as for chains.
         gate, token_map = self.gate, self.host.token_map
         if self.host.capturing or gate.any_alive():
             logits, hidden = layer.run()
         else:
             logits, hidden = layer.skip(choices=gate.topk)
-            token_map = None  # the choices are no vocabulary's
+            token_map = None  # the choices are no token ids
         with GATE_CLOCK:
             judged = gate.observe(logits, hidden, token_map)
         if judged is not None:
-            # The gate has chosen already: SGLang's softmax and top-K run over K numbers, which
-            # the gate does not read.
+            # The gate has already chosen: SGLang's softmax and top-K run over K numbers, which the
+            # gate does not read.
             layer.replace(judged.prob, hidden)
 
     def _organize(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What the loop returns, see the top of the file."""
+        """Return the results of the loop, see the top of the file."""
         with GATE_CLOCK:
             trees, keys = self.gate.finish()
         links = torch.stack((trees.parents, trees.depth, trees.source), dim=2)
         return links, keys, trees.tokens
 
     def build(self, step: Step, _stock: Callable[[], Any], *drafted: Any) -> TreeVerifyInput:
-        """The trees, of which nodes that are not verified are cut."""
+        """Build the verify input of the trees, cut to the verified nodes."""
         batch, draft_input, links, keys, tokens, *_ = drafted
         parents, depth, source = links.unbind(dim=2)
         full = Trees(tokens, parents, depth, (parents >= 0).sum(dim=1) + 1, source)

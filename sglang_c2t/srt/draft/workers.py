@@ -1,4 +1,4 @@
-"""SGLang's draft workers, which ask a drafter where they draft. Nothing is decided here."""
+"""SGLang's draft workers, which delegate drafting to a drafter. They decide nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_c2t.srt.draft.host import Host
 
 
 class C2TEagleDraftWorker(EagleDraftWorker):
-    """Draft worker of EAGLE, EAGLE3 and NEXTN. Owns its drafter, once the request table exists."""
+    """Draft worker of EAGLE, EAGLE3 and NEXTN; owns its drafter once memory is allocated."""
 
     make_drafter: Callable[[Host], Drafter]
     """Makes the drafter; set before memory is allocated."""
@@ -22,7 +22,7 @@ class C2TEagleDraftWorker(EagleDraftWorker):
     drafter: Drafter
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
-        """Make the drafter as well."""
+        """Allocate memory, then make the drafter."""
         super().alloc_memory_pool(*args, **kwargs)
         self.drafter = self.make_drafter(Host(self))
 

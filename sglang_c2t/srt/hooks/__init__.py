@@ -1,1 +1,1 @@
-"""Where SGLang calls us: flags, refusals, requests, control, reporting."""
+"""Hooks into SGLang: flags, refusals, requests, control, reporting."""

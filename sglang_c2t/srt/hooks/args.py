@@ -1,7 +1,5 @@
-"""The ``--c2t`` flags: from argparse to a published :class:`C2TConfig`, or a refusal.
-
-Everything a user can get wrong is refused here or in ``refusals.py``, in one line and
-before any model loads.
+"""The ``--c2t`` flags: from argparse to a published :class:`C2TConfig`, or a refusal. This file and
+``refusals.py`` refuse every user error in one line, before any model loads.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class _EnableC2T(argparse._StoreTrueAction):
-    """``--c2t``. Checks the seams while parsing: should the hook that reads the flags
-    be gone, the flag would otherwise be accepted and do nothing. Derived from
-    argparse's own action because SGLang's YAML merger looks for that class.
+    """``--c2t``. It checks the seams while parsing: without the hook that reads the flags, SGLang
+    would accept the flag and ignore it. It derives from argparse's own action because SGLang's YAML
+    merger looks for that class.
     """
 
     def __call__(
@@ -51,8 +49,8 @@ def add_arguments(_result: None, parser: argparse.ArgumentParser) -> None:
         "--c2t",
         action=_EnableC2T,
         default=argparse.SUPPRESS,
-        help="Draft and verify what pays: as much of each request's draft as a classifier and the "
-        "measured cost of a step say. --c2t-policy chooses the rule.",
+        help="Draft and verify only as much of each request's draft as a classifier and the "
+        "measured cost of a step justify. --c2t-policy chooses the rule.",
     )
     for setting in dataclasses.fields(C2TConfig):
         if setting.metadata["values"].flag is not None:
@@ -65,8 +63,8 @@ def add_arguments(_result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def _flag(setting: dataclasses.Field[Any]) -> dict[str, Any]:
-    """What argparse is told of a setting. A flag that was not typed leaves no trace, so that it
-    does not override the file.
+    """Return argparse's arguments for a setting. An omitted flag sets no attribute, so that it does
+    not override the file.
     """
     values, unset = setting.metadata["values"], setting.metadata["unset"]
     meaning = setting.metadata["meaning"]
@@ -80,10 +78,7 @@ def _flag(setting: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def shorten_our_errors(parser: argparse.ArgumentParser) -> None:
-    """One line for errors about our flags.
-
-    argparse would print SGLang's usage first, which is hundreds of lines long.
-    """
+    """Print one line for errors about our flags, without SGLang's usage of hundreds of lines."""
     with_usage = parser.error
 
     def error(message: str) -> NoReturn:
@@ -100,7 +95,7 @@ _parsed_from_command_line = False
 
 
 def parsed_from_command_line() -> bool:
-    """Whether this process took ``--c2t`` from its command line, not from ``Engine``."""
+    """Whether this process got ``--c2t`` from its command line, not from ``Engine``."""
     return _parsed_from_command_line
 
 
@@ -144,6 +139,6 @@ def _require_directory(path: str) -> None:
 
 
 def exit_with(error: Exception) -> NoReturn:
-    """End the launcher with one line, as argparse does; a traceback would bury it."""
+    """End the launcher with one line, as argparse does, instead of a traceback."""
     print(f"sglang: error: {error}", file=sys.stderr, flush=True)
     sys.exit(2)

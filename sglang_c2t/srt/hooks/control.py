@@ -1,20 +1,18 @@
-"""``/c2t``: the policy and the threshold of a running server.
+"""``/c2t``: reads and changes the policy and the threshold of a running server.
 
-The HTTP process checks what is asked for, then every scheduler checks it again and takes it
-between two steps. Requests in flight go on: what changes is how much of their drafts is verified,
-never what they are answered.
+The HTTP process checks a change. Every scheduler checks it again and applies it between two steps.
+Running requests continue: the change affects how many drafts are verified, never the output.
 
     GET /c2t
     POST /c2t  {"policy": "c2t-plus", "beta": 0.4}
     POST /c2t  {"forget": true}
 
 Settings not named stay, but a new policy brings its own threshold, classifier and options.
-Who may post: see :mod:`~sglang_c2t.srt.hooks.http_guard`. GET is authenticated as SGLang's
+:mod:`~sglang_c2t.srt.hooks.http_guard` authorises POST. GET has the authentication of SGLang's
 endpoints that change nothing.
 
-Nothing that a client sends is imported, and no path that a client sends is opened: names are
-looked up among those of the menu, of the shipped classifiers, of one directory named at start,
-and of what the server was started with.
+The server imports no name and opens no path that a client sends. It accepts names of the menu, of
+the shipped classifiers, of one directory given at start, and of the server's own flags.
 """
 
 from __future__ import annotations
@@ -45,27 +43,26 @@ from sglang_c2t.srt.hooks.requests import check_body
 
 logger = logging.getLogger(__name__)
 
-#: What can change while a server runs.
+#: Settings that can change while a server runs.
 CHANGEABLE = ("policy", "beta", "classifier", "policy_options")
 
-#: Makes the planner forget what it has learnt of the traffic.
+#: Key that makes the planner forget what it has learnt.
 FORGET = "forget"
 
-#: SGLang's message to its schedulers carries numbers by name; ours travel in a name.
+#: SGLang's message to its schedulers maps names to numbers; ours is encoded in a name.
 _PREFIX = "c2t "
 
 #: A file in the classifier directory: no separators, no leading dot.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,100}\.safetensors")
 
 
-# -- what may be asked for --------------------------------------------------------------------
+# -- allowed changes --------------------------------------------------------------------------
 
 
 def changed(in_force: C2TConfig, values: object, start: C2TConfig) -> C2TConfig:
-    """``in_force`` with the ``values`` of a POST to a server that started with ``start``.
-
-    :class:`ConfigError` where they make no sense, or name what no client may choose. Reads no
-    files; :func:`approved` does.
+    """Return ``in_force`` with the ``values`` of a POST to a server that started with ``start``.
+    Raises :class:`ConfigError` for invalid values and for names that no client may choose. It reads
+    no files; :func:`approved` does.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"the body must be a JSON object, got {type(values).__name__}")
@@ -102,10 +99,9 @@ def changed(in_force: C2TConfig, values: object, start: C2TConfig) -> C2TConfig:
 
 
 def approved(config: C2TConfig, start: C2TConfig, shape: TreeShape, pair: str | None = None) -> Any:
-    """The policy of a config that :func:`changed` made, for a ``pair`` as in :func:`policy_for`.
-
-    Raises :class:`ConfigError`, whose sentence is fit for clients: it names files, but tells
-    neither where they are nor what they hold.
+    """Return the policy of a config from :func:`changed`, for a ``pair`` as in :func:`policy_for`.
+    The sentences of its :class:`ConfigError` may be sent to clients. They name files, but show
+    neither their folders nor their content.
     """
     name = shown_classifier(config)
     path = Path(config.classifier)
@@ -126,28 +122,28 @@ def approved(config: C2TConfig, start: C2TConfig, shape: TreeShape, pair: str | 
 
 
 def settings(config: C2TConfig) -> dict[str, Any]:
-    """What can change, by name, as clients are told: no paths."""
+    """Return the changeable settings by name, without paths, for clients."""
     values = json.loads(config.to_json())
     told = {name: values[name] for name in CHANGEABLE}
     told["classifier"] = shown_classifier(config)
-    if config.policy not in policy_names():  # one's own: its options may be anything
+    if config.policy not in policy_names():  # a user's own policy, with any options
         told["policy_options"] = dict.fromkeys(told["policy_options"], "as at start")
     return told
 
 
 def shown_classifier(config: C2TConfig) -> str:
-    """The classifier's name: of a file its own, without the directory."""
+    """Return the classifier's name; of a file its name without the directory."""
     known = config.classifier in shipped_names()
     return config.classifier if known else Path(config.classifier).name
 
 
 def _is_own(policy: object, start: C2TConfig) -> bool:
-    """Whether this is the policy that the server was started with, and not on the menu."""
+    """Whether ``policy`` is the one that the server started with and not on the menu."""
     return policy == start.policy and policy not in (DEFAULT, *policy_names())
 
 
 def _classifier(value: object, start: C2TConfig) -> str:
-    """The classifier that a client means: a name we know, or a file of the named directory."""
+    """Return the classifier for a client's ``value``: a known name or a file of the directory."""
     if value in (start.classifier, shown_classifier(start)):
         return start.classifier
     known = ["default", *shipped_names()]
@@ -167,7 +163,7 @@ def _classifier(value: object, start: C2TConfig) -> str:
 
 
 def _files(folder: Path) -> list[str]:
-    """Names of the classifiers in a directory, at most a hundred."""
+    """Return names of the classifiers in a directory, at most a hundred."""
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
@@ -177,7 +173,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _require_inside(path: Path, start: C2TConfig) -> None:
-    """Refuse links that lead out of the classifier directory, the weights' or the card's."""
+    """Refuse links that lead out of the classifier directory, for the weights and the card."""
     folder = Path(start.classifier_dir or "").resolve()
     for part in (path, path.with_suffix(".json")):
         if part.resolve().parent != folder:
@@ -188,10 +184,9 @@ def _require_inside(path: Path, start: C2TConfig) -> None:
 
 
 def set_internal_state(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """AROUND hook on ``Scheduler.set_internal_state``: takes what :func:`_post` sends.
-
-    Trusts nobody: it is sent the values that a client named, and checks them as the HTTP process
-    did. Whatever goes wrong is a refusal.
+    """AROUND hook on ``Scheduler.set_internal_state``: applies the message of :func:`_post`. It
+    repeats the checks of the HTTP process, because the message holds a client's values. Any error
+    is a refusal.
     """
     names = list(recv_req.server_args)
     if not any(name.startswith(_PREFIX) for name in names):
@@ -225,8 +220,7 @@ _posting: ContextVar[bool] = ContextVar("posting", default=False)
 
 async def refuse_our_names(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
     """AROUND hook on ``TokenizerManager.set_internal_state``, which SGLang's own endpoint calls.
-
-    Names that mean us come from :func:`_post` or from nobody.
+    Only :func:`_post` may send names with our prefix.
     """
     ours = any(name.startswith(_PREFIX.strip()) for name in obj.server_args)
     if ours and active() is not None and not _posting.get():
@@ -237,8 +231,8 @@ async def refuse_our_names(original: Callable[..., Any], manager: Any, obj: Any)
 
 
 def add_routes(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> None:
-    """AFTER hook on ``TokenizerManager.__init__``, where there is an HTTP server: our endpoint, and
-    what has to be wrapped in this process alone.
+    """AFTER hook on ``TokenizerManager.__init__`` with an HTTP server: adds our endpoint and the
+    wrappers of this process.
     """
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
     start = active()
@@ -272,21 +266,21 @@ def add_routes(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> None
         told = {"message": sentence, "type": "BadRequest", "code": status}
         return JSONResponse({"error": told}, status_code=status)
 
-    # SGLang's middleware asks for the keys as well, where it runs.
+    # SGLang's middleware, if it runs, also checks the keys.
     auth_level(AuthLevel.ADMIN_OPTIONAL)(change)
-    # A string annotation would be looked up in this module, where fastapi is not imported.
+    # fastapi would evaluate a string annotation in this module, which does not import it.
     change.__annotations__["request"] = Request
     for method, endpoint in {"GET": read, "POST": change}.items():
         http_server.app.add_api_route("/c2t", endpoint, methods=[method], response_model=None)
 
 
 def _keys(server_args: Any) -> dict[str, str | None]:
-    """The server's keys. Where SGLang shows the admin key to everybody, it is none."""
+    """Return the server's keys. Without an API key, an admin key that SGLang shows becomes None."""
     keys = {name: compat.argument(server_args, name) for name in ("api_key", "admin_api_key")}
     if keys["admin_api_key"] and not seams.keys_are_hidden():
         logger.warning(
             "C2T: this SGLang shows --admin-api-key on /server_info to %s",
-            "whoever has --api-key" if keys["api_key"] else "everybody: POST /c2t stays closed",
+            "clients with --api-key" if keys["api_key"] else "all clients: POST /c2t stays closed",
         )
         if not keys["api_key"]:
             keys["admin_api_key"] = None
@@ -299,7 +293,7 @@ async def _post(manager: Any, body: bytes, start: C2TConfig) -> dict[str, Any]:
     values = _parsed(body)
     in_force = C2TConfig.from_json((await _states(manager))[0]["config"], source="/c2t")
     config = changed(in_force, values, start)
-    # Reads files: not on the loop that serves all requests.
+    # Reads files: not on the event loop of all requests.
     await asyncio.to_thread(approved, config, start, compat.draft_shape(manager.server_args))
     with _posted():
         taken = await manager.set_internal_state(
@@ -337,16 +331,14 @@ def _posted() -> Iterator[None]:
 
 
 async def _states(manager: Any) -> list[dict[str, Any]]:
-    """What each data-parallel scheduler reports, see :mod:`sglang_c2t.srt.hooks.reporting`, by
-    rank.
-    """
+    """Each data-parallel scheduler's report (:mod:`~sglang_c2t.srt.hooks.reporting`) by rank."""
     states = [state["c2t"] for state in await manager.get_internal_state()]
     return sorted(states, key=itemgetter("dp_rank"))
 
 
 def _told(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The settings in force, how often each scheduler has changed them, how it verifies and what
-    its planner, if it has one, has learnt. Where schedulers differ, also the settings of each.
+    """Return the settings in force, and each scheduler's switches, verification and planner state.
+    If schedulers differ, it adds the settings of each.
     """
     each = [settings(C2TConfig.from_json(state["config"], source="/c2t")) for state in states]
     told = {**each[0], "switches": [state["control"]["switches"] for state in states]}

@@ -1,4 +1,4 @@
-"""What SGLang sets for speculation where nobody typed it, and what we set instead."""
+"""Defaults for speculation that replace SGLang's if the user set none."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 def draft_chains(server_args: Any) -> None:
-    """Chains, where nothing was typed and SGLang would draft trees.
-
-    For a Llama it chooses trees of 8 nodes, and on some GPUs before that an attention backend
-    that reads no masks of ours. Chains of as many layers are what ``--c2t`` gains most with.
+    """Set chains if the user set no shape and SGLang would draft trees. For a Llama SGLang chooses
+    trees of 8 nodes, and on some GPUs an attention backend that reads no custom masks. ``--c2t``
+    gains most with chains of as many layers.
     """
     shape = compat.default_shape(server_args)
     if shape.topk == 1:
@@ -37,12 +36,11 @@ def draft_chains(server_args: Any) -> None:
 
 
 def raise_running_requests(server_args: Any) -> None:
-    """More running requests than SGLang sets under speculation, where memory was kept for them.
+    """Raise the limit of running requests above SGLang's, as far as it reserved memory.
 
-    It sets 48, whatever the GPU, and lets the others wait; without speculation it sets thousands.
-    A server that drafts and verifies as much as pays need not be kept small: as many may run as
-    SGLang's CUDA graphs hold, if a prefill chunk is not less than all their rows, since for both
-    SGLang keeps memory free. That KV slots suffice it sees to by itself.
+    Under speculation SGLang sets 48 on any GPU and queues other requests; without it, thousands.
+    The new limit is what SGLang's CUDA graphs hold, if a prefill chunk has at least that many rows.
+    SGLang reserves memory for both, and checks the KV slots itself.
     """
     cfg = compat.resolved(server_args)
     sglangs = compat.argument(cfg, "max_running_requests")

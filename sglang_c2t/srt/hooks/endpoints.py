@@ -1,6 +1,5 @@
-"""SGLang's own endpoints that end a server with drafts, or any server: they say why instead.
-
-With ``--admin-api-key`` they ask for it, without keys anybody may call them.
+"""Guards for SGLang endpoints that would end a server: they return an error instead. With
+``--admin-api-key`` these endpoints require it; without keys every client may call them.
 """
 
 from __future__ import annotations
@@ -9,23 +8,22 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from sglang_c2t.checks import is_whole, require, told
+from sglang_c2t.checks import format_error, is_whole, require
 from sglang_c2t.config import ConfigError, active
 from sglang_c2t.srt import attach, compat
 
 logger = logging.getLogger(__name__)
 
-#: What SGLang's request logger knows; any other value fails in every request from then on.
+#: Values that SGLang's request logger supports; any other makes every later request fail.
 LOG_LEVELS, LOG_FORMATS = (0, 1, 2, 3), ("text", "json")
 
 
 def update_target(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """AROUND hook on ``SchedulerWeightUpdaterManager.update_weights_from_disk``.
 
-    SGLang loads the same checkpoint into target and draft, which fails for a draft of its own,
-    and then the weights it was to roll back to from the new path, which ends the server. Here the
-    target alone is updated, unless the draft is part of its checkpoint, and rolled back from the
-    path that it was loaded from.
+    SGLang loads the same checkpoint into target and draft, which fails for a separate draft. It
+    then rolls back from the new path, which ends the server. This hook updates the target alone,
+    unless its checkpoint includes the draft, and rolls back from the path that it was loaded from.
     """
     if active() is None:
         return original(manager, recv_req)
@@ -39,10 +37,10 @@ def update_target(original: Callable[..., Any], manager: Any, recv_req: Any) -> 
             output = original(manager, recv_req)
     except Exception as error:
         logger.exception("C2T: /update_weights_from_disk failed")
-        why = f"the weights stay as they are: {told(error)}"
+        why = f"the weights stay as they are: {format_error(error)}"
         output = UpdateWeightFromDiskReqOutput(success=False, message=why)
         updated, message = updater.update_weights_from_disk(before, recv_req.load_format)
-        if not updated:  # they are neither the old nor the new ones
+        if not updated:  # the weights are now neither the old nor the new ones
             raise RuntimeError(message) from error
     if not output.success:
         attach.write(updater.model_config, model_path=before)
@@ -50,8 +48,8 @@ def update_target(original: Callable[..., Any], manager: Any, recv_req: Any) -> 
 
 
 def survive_update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """AROUND hook on the handlers of ``seams.WEIGHT_REQUESTS`` in the scheduler: what cannot be
-    read or loaded is answered, as a load that SGLang itself finds wrong is.
+    """AROUND hook on the scheduler's handlers of ``seams.WEIGHT_REQUESTS``: answers a failed load.
+    It answers as SGLang does for loads that it rejects itself.
     """
     try:
         return original(manager, recv_req)
@@ -62,7 +60,7 @@ def survive_update(original: Callable[..., Any], manager: Any, recv_req: Any) ->
         from sglang.srt.managers import io_struct
 
         output = getattr(io_struct, type(recv_req).__name__.replace("Input", "Output"))
-        return output(success=False, message=told(error))
+        return output(success=False, message=format_error(error))
 
 
 def check_logging(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
@@ -88,8 +86,8 @@ def _require_logging(obj: Any) -> None:
 
 
 async def record_experts(original: Callable[..., Awaitable[Any]], manager: Any) -> Any:
-    """AROUND hook on ``TokenizerManager.start_expert_distribution_record``, and its end and dump:
-    a scheduler without a recorder ends.
+    """AROUND hook on ``TokenizerManager.start_expert_distribution_record``, its end and its dump. A
+    scheduler without a recorder would end.
     """
     mode = compat.argument(manager.server_args, "expert_distribution_recorder_mode")
     if active() is not None and mode is None:
@@ -100,8 +98,8 @@ async def record_experts(original: Callable[..., Awaitable[Any]], manager: Any) 
 async def wait_for_another(
     original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, request: Any = None
 ) -> Any:
-    """AROUND hook on what has the scheduler wait until another machine answers, or for ever: over
-    HTTP that is the admin's to ask for.
+    """AROUND hook on calls that make the scheduler wait for another machine: over HTTP they need an
+    admin key.
     """
     over_http = active() is not None and request is not None
     if over_http and not compat.argument(manager.server_args, "admin_api_key"):

@@ -1,9 +1,9 @@
-"""SGLang's keys do not show in what a ``--c2t`` server says of itself.
+"""Hides SGLang's keys in the reports of a ``--c2t`` server.
 
-``/server_info`` tells every argument, the keys among them, to whoever may read it: with
-``--admin-api-key`` alone that is everybody, with both keys every client. The admin key would
-protect nothing. All that SGLang 0.5.23 says of its arguments (HTTP, gRPC, logs) passes through two
-functions; where an SGLang has none of them, see :func:`sglang_c2t.srt.seams.keys_are_hidden`.
+``/server_info`` shows every argument, the keys included. With ``--admin-api-key`` alone any client
+may read it, with both keys every client with a key. The admin key would then protect nothing. All
+reports of SGLang 0.5.23 about its arguments (HTTP, gRPC, logs) pass through two functions. For an
+SGLang without these see :func:`sglang_c2t.srt.seams.keys_are_hidden`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def hide_command(
     command = result.get("launch_command")
     if active() is None or not isinstance(command, str):
         return result
-    # SGLang writes down a call of ``Engine(...)`` too, whose arguments are not told apart here.
+    # SGLang also records a call of ``Engine(...)``, whose arguments this hook does not parse.
     told = HIDDEN if command.startswith("Engine(") else _without(command, server_args)
     return {**result, "launch_command": told}
 
 
 def _without(command: str, server_args: Any) -> str:
-    """The command line less the values of the flags that take a key, however these are spelt.
+    """Return the command line without the values of flags that take a key, in any spelling.
 
-    By argument: replacing a key's text would leave the rest of a longer key that begins with it,
-    and show a short key by the places where its letters are missing. SGLang joins arguments by
-    spaces, so a value with spaces goes on for as many words as the key has.
+    It goes by argument. Replacing a key's text would leave the rest of a longer key that begins
+    with it, and would reveal a short key by the gaps. SGLang joins arguments by spaces, so a value
+    with spaces spans as many words as the key has.
     """
     shown: list[str] = []
     hiding, words_left = False, 0
@@ -59,7 +59,7 @@ def _without(command: str, server_args: Any) -> str:
 
 
 def _key_of(flag: str, server_args: Any) -> str | None:
-    """The key that argparse reads after this flag, which may be shortened; else ``None``."""
+    """Key that argparse reads after this flag, abbreviated or not; otherwise ``None``."""
     name = flag.removeprefix("--").replace("-", "_")
     if name in KEYS or not flag.startswith("--") or not name or hasattr(server_args, name):
         return name if name in KEYS else None

@@ -1,18 +1,18 @@
-"""Who may change a running server over HTTP, and how much of what is sent is read.
+"""Authorises changes of a running server over HTTP and limits the bodies it reads.
 
-Three things make ``POST /c2t`` worth guarding: whoever may post decides what the server spends on
-every request; SGLang's keys are optional, its CORS answers any origin, and with several tokenizer
-workers it checks no key at all. So nothing here leans on SGLang's middleware.
+``POST /c2t`` decides what the server spends on every request. SGLang's keys are optional, its CORS
+answers any origin, and with several tokenizer workers it checks no key. So this guard does not
+depend on SGLang's middleware.
 
 =========================  ==================================================================
-keys of the server         who may post
+keys of the server         clients that may post
 =========================  ==================================================================
-an admin key               whoever sends it as a bearer token; the API key is not enough
-none, or an API key alone  nobody; with ``--c2t-loopback-control`` whoever is on the machine
-                           itself (and sends the API key, if there is one)
+an admin key               clients that send it as a bearer token; the API key is not enough
+none, or an API key alone  none; with ``--c2t-loopback-control`` clients on the machine itself
+                           (with the API key, if there is one)
 =========================  ==================================================================
 
-Browsers are turned away everywhere: no page has a reason to post here.
+It refuses browsers in any case: no page has a reason to post here.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from urllib.parse import urlsplit
 MOST_BYTES = 16 * 1024
 MOST_SECONDS = 10.0
 
-#: A proxy's: whoever is behind it is not on this machine.
+#: Headers of a proxy, whose client may be on another machine.
 _FORWARDED = ("forwarded", "via", "x-real-ip", "x-forwarded-")
 
 
 class RefusedError(Exception):
-    """A request that goes no further: its status, and the sentence for the client."""
+    """A refused request: its status, and the sentence for the client."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -63,14 +63,14 @@ def authorise(
 
 
 def who_may(*, admin_api_key: str | None, loopback: bool) -> str:
-    """Who may change the server, as ``GET /c2t`` tells it."""
+    """Return which clients may change the server, for ``GET /c2t``."""
     if admin_api_key:
         return "admin key"
     return "this machine" if loopback else "nobody"
 
 
 async def read_body(request: Any) -> bytes:
-    """The body, if it is JSON by its header, small, and here soon; else :class:`RefusedError`."""
+    """Read the body: JSON by its header, small and in time; otherwise :class:`RefusedError`."""
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise RefusedError(415, "the body must be sent as Content-Type: application/json")
@@ -94,16 +94,15 @@ def _refuse_browsers(request: Any) -> None:
 
 def _require_key(request: Any, key: str) -> None:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    # Bytes, because texts that are not ASCII cannot be compared; headers are Latin-1.
+    # As bytes, because compare_digest rejects strings that are not ASCII; headers are Latin-1.
     right = secrets.compare_digest(token.encode("latin-1"), key.encode())
     if scheme.lower() != "bearer" or not right:
         raise RefusedError(401, "Unauthorized")
 
 
 def _is_local(request: Any) -> bool:
-    """Whether the peer is this machine, asked for by that name and by nobody in between.
-
-    The name, because a page may have a name of its own lead to 127.0.0.1.
+    """Whether the peer is this machine, without a proxy, and the Host header names loopback. A web
+    page could resolve a host name of its own to 127.0.0.1.
     """
     hosts = request.headers.getlist("host")
     return (

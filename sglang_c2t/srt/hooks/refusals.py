@@ -1,7 +1,6 @@
-"""Combinations ``--c2t`` does not serve, each refused by name before a model loads.
-
-One row per combination: when it applies, what it is, why, and what to do instead. The checks run
-on SGLang's *resolved* arguments, so values that SGLang chose by itself count too.
+"""Combinations that ``--c2t`` does not support, each refused by name before a model loads. Each row
+holds the condition, the name, the reason and the remedy. The checks read SGLang's *resolved*
+arguments, so they cover values that SGLang chose.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 
 
 class Refusal(NamedTuple):
-    """A combination, and the sentence that a user reads."""
+    """A combination, and the sentence for the user."""
 
     applies: Callable[[Any], bool]
-    """To resolved arguments."""
+    """Whether it applies to resolved arguments."""
 
     what: str
-    """By the flags, or variables, that ask for it."""
+    """The flags or variables that ask for it."""
 
     why: str
     instead: str
-    """What to do, as an order."""
+    """The remedy, in the imperative."""
 
     @property
     def sentence(self) -> str:
-        """All of it."""
+        """The full sentence."""
         return f"--c2t does not serve {self.what}: {self.why}; {self.instead}"
 
 
 def _set(name: str) -> Callable[[Any], bool]:
-    """The argument is switched on. One that SGLang no longer has is an error, not "off"."""
+    """Return a test whether the argument is on; one that SGLang no longer has is an error."""
     return lambda cfg: bool(compat.argument(cfg, name))
 
 
 def _adapts(cfg: Any) -> bool:
-    """SGLang lets --lora-paths switch LoRA on, but only after this step."""
+    """Whether LoRA is on; SGLang switches it on for --lora-paths only after this step."""
     return _set("enable_lora")(cfg) or _set("lora_paths")(cfg)
 
 
@@ -71,7 +70,7 @@ def _drafts_nothing(cfg: Any) -> bool:
 
 
 def _policy(cfg: Any) -> ChainPolicy | TreePolicy | None:
-    """The configured policy in the mode that these arguments ask for; ``None`` without C2T."""
+    """Return the configured policy for the mode of these arguments; ``None`` without C2T."""
     config = active()
     if config is None:
         return None
@@ -79,9 +78,8 @@ def _policy(cfg: Any) -> ChainPolicy | TreePolicy | None:
 
 
 def _lacks_draft(cfg: Any) -> bool:
-    """No draft model is named, and SGLang finds none in the target's own checkpoint.
-
-    It would draft with the whole target instead.
+    """Whether no draft model is named and the target's checkpoint holds none. SGLang would then
+    draft with the full target.
     """
     if cfg.speculative_algorithm not in ALGORITHMS or cfg.speculative_draft_model_path is not None:
         return False
@@ -131,7 +129,7 @@ def _ignores_accept_thresholds(cfg: Any) -> bool:
 
 
 def _pages_of_trees(cfg: Any) -> bool:
-    """Of arguments that may still be as they were typed."""
+    """Whether trees would need pages, from arguments that may not be resolved."""
     algorithm = (cfg.speculative_algorithm or "").upper()
     return (
         algorithm in ALGORITHMS
@@ -141,7 +139,7 @@ def _pages_of_trees(cfg: Any) -> bool:
     )
 
 
-#: Looked at before SGLang's own checks, too: it refuses this on some backends only, and with a
+#: Also checked before SGLang's own checks, which refuse this on some backends only, with a
 #: traceback.
 PAGES_OF_TREES = Refusal(
     _pages_of_trees,
@@ -219,15 +217,15 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         _set("enable_multi_layer_eagle"),
         "--enable-multi-layer-eagle",
-        "each of its draft layers is a model of its own, and the gate watches one",
+        "each of its draft layers is a separate model, and the gate reads one",
         "drop it",
     ),
     Refusal(
         lambda cfg: (
             compat.uses_dp_attention(cfg) and bool(seams.broken_seams(seams.DATA_PARALLEL_SEAMS))
         ),
-        "DP attention, --enable-dp-attention or --attn-dp-size, beside this SGLang",
-        "it has other ways of telling ranks about each other than the newest one",
+        "DP attention, --enable-dp-attention or --attn-dp-size, with this SGLang",
+        "its ranks exchange row counts in another way than those of the newest one",
         "drop it, or choose the newest SGLang that is served",
     ),
     Refusal(
@@ -245,7 +243,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: compat.uses_dp_attention(cfg) and compat.disaggregates(cfg),
         "--enable-dp-attention with --disaggregation-mode",
-        "the two were not tried together",
+        "the two were not tested together",
         "drop one of them",
     ),
     Refusal(
@@ -259,7 +257,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: compat.uses_dp_attention(cfg) and environment.verifies_beside_prefills(),
         "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
-        "ranks that prefill in the same step do not hear of packed rows",
+        "ranks that prefill in the same step do not know the packed rows",
         "unset SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
     ),
     Refusal(
@@ -271,13 +269,13 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         _set("enable_pdmux"),
         "--enable-pdmux",
-        "verification beside a prefill on other streams was not tried",
+        "verification concurrent with a prefill on other streams was not tested",
         "drop it",
     ),
     Refusal(
         lambda cfg: _adapts(cfg) and not compat.verifies_adapters(),
-        "LoRA, --enable-lora or --lora-paths, in an SGLang that cannot tell it of packed rows",
-        "0.5.23 can and releases before it cannot",
+        "LoRA, --enable-lora or --lora-paths, in an SGLang without LoRA for packed rows",
+        "0.5.23 has it and releases before it do not",
         "drop --enable-lora and --lora-paths, and serve merged weights",
     ),
     Refusal(
@@ -310,7 +308,7 @@ REFUSALS: tuple[Refusal, ...] = (
             and compat.argument(cfg, "disaggregation_transfer_backend") != "mooncake"
         ),
         "--disaggregation-mode with a --disaggregation-transfer-backend other than mooncake",
-        "no other was tried",
+        "no other was tested",
         "choose mooncake",
     ),
     Refusal(
@@ -363,7 +361,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda cfg: _visits_every_root() and _set("enable_mixed_chunk")(cfg),
         "--c2t-record-roots every with --enable-mixed-chunk",
-        "a step beside another request's prompt takes a token that no draft stands behind",
+        "a step with another request's prompt takes a token without a draft after it",
         "drop --enable-mixed-chunk while recording",
     ),
     Refusal(
@@ -393,7 +391,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         _set("use_ray"),
         "--use-ray",
-        "whether Ray's actors load plugins was not tried",
+        "whether Ray's actors load plugins was not tested",
         "drop --use-ray",
     ),
     Refusal(

@@ -1,4 +1,4 @@
-"""What a server tells about C2T: per request in ``meta_info``, per process in ``/server_info``."""
+"""Reports about C2T: per request in ``meta_info``, per process in ``/server_info``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ COUNTERS_ENV = "SGLANG_C2T_COUNTERS"
 
 @dataclass
 class Counters:
-    """Work done by this scheduler process since it started, counted in the forwards.
-
-    Off unless SGLANG_C2T_COUNTERS=1; then also on servers without ``--c2t``, so that
-    methods can be compared.
+    """Forwards and rows of this scheduler process since its start. It counts only with
+    SGLANG_C2T_COUNTERS=1, then also on servers without ``--c2t``, to compare methods.
     """
 
     target_decode_rows: int = 0  # rows of target forwards that decode without a draft
@@ -27,7 +25,7 @@ class Counters:
     verify_rows: int = 0  # rows of target forwards that verify, roots included
     draft_forwards: int = 0  # draft forwards inside the draft loop
     draft_rows: int = 0
-    draft_forwards_skipped: int = 0  # not run because every chain had ended
+    draft_forwards_skipped: int = 0  # skipped because every chain had ended
 
 
 COUNTERS = Counters()
@@ -35,13 +33,13 @@ COUNTERS = Counters()
 
 @dataclass
 class RecordingState:
-    """How far ``--c2t-record`` of this scheduler process is."""
+    """Progress of ``--c2t-record`` in this scheduler process."""
 
     directory: str | None = None
     drafts: int = 0
     drafts_written: int = 0
-    left_out: int = 0  # drafts of requests whose target is not the model's own
-    stopped: str | None = None  # why, once it has
+    left_out: int = 0  # drafts of requests whose target distribution is changed
+    stopped: str | None = None  # reason, once recording has stopped
     id_key: str | None = None  # turns a request's id into the recorded one, see request_names.py
 
 
@@ -50,10 +48,10 @@ RECORDING = RecordingState()
 
 @dataclass
 class ControlState:
-    """What ``POST /c2t`` did to this scheduler process."""
+    """Effects of ``POST /c2t`` on this scheduler process."""
 
     switches: int = 0
-    refusal: str | None = None  # why the last one was refused, if it was
+    refusal: str | None = None  # reason of the last refusal
 
 
 CONTROL = ControlState()
@@ -73,13 +71,13 @@ class Clock:
         self.seconds += time.perf_counter() - self._since
 
 
-#: Host time of this process in the gate: its kernels' launches on a GPU, all of it on a CPU.
+#: Host time of this process in the gate: kernel launches on a GPU, all of the work on a CPU.
 GATE_CLOCK = Clock()
 
-#: What else is told of the state, by name.
+#: Further parts of the reported state, by name.
 PARTS: dict[str, Callable[[], Any]] = {}
 
-#: Called before the state is told, so that whoever asks finds everything on the disk.
+#: Called before a report, so that its readers find everything on the disk.
 BEFORE_REPORT: list[Callable[[], None]] = []
 
 
@@ -112,7 +110,7 @@ def add_counters(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> No
         return
     state: dict[str, Any] = {"enabled": config is not None}
     if config is not None:
-        # SGLang lists its schedulers in the order in which they happen to answer.
+        # SGLang lists its schedulers in the order of their answers.
         state["dp_rank"] = compat.dp_rank(scheduler.tp_worker.model_runner)
         state["config"] = config.to_json()
         for flush in BEFORE_REPORT:
@@ -123,7 +121,8 @@ def add_counters(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> No
     if counting():
         state["counters"] = asdict(COUNTERS)
         backend = scheduler.tp_worker.model_runner.attn_backend
-        # Our CPU backend counts the query rows that reach attention: an independent witness.
+        # Our CPU backend counts the query rows in attention, which checks the counters
+        # independently.
         state["attention_verify_rows"] = getattr(backend, "verify_rows_seen", None)
     result.internal_state["c2t"] = state
 
@@ -131,15 +130,14 @@ def add_counters(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> No
 def correct_accept_rate(
     _result: None, _manager: Any, meta_info: dict[str, Any], recv_obj: Any, i: int
 ) -> None:
-    """AFTER hook on ``TokenizerManager._calculate_spec_decoding_metrics``.
-
-    SGLang divides accepted drafts by verifications times full length. Under C2T fewer
-    are proposed: verified rows less one root per verification.
+    """AFTER hook on ``TokenizerManager._calculate_spec_decoding_metrics``. SGLang divides accepted
+    drafts by verifications times full length. Under C2T fewer drafts are proposed: verified rows
+    less one root per verification.
     """
     if active() is None or "spec_cap_length" not in meta_info:
         return
     num_proposed = recv_obj.spec_num_cap_tokens[i] - recv_obj.spec_verify_ct[i]
     num_correct = recv_obj.spec_num_correct_drafts[i]
     meta_info["spec_num_proposed_drafts"] = num_proposed
-    # Nothing proposed, nothing to rate: 0 keeps the key's type for clients that sum it.
+    # Without proposals the rate is 0, which keeps the key's type for clients that sum it.
     meta_info["spec_accept_rate"] = num_correct / num_proposed if num_proposed else 0.0

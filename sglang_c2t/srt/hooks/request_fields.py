@@ -1,7 +1,6 @@
-"""Fields of requests whose answers would be other ones than without speculation.
-
-What can be given as plain decoding gives it is; the rest is refused with 400. The table of all of
-them is in ``guides/requests.md``.
+"""Request fields whose answers would differ from those without speculation. Fields that can be
+served as without drafts are; the server refuses the others with 400. ``guides/requests.md`` lists
+them all.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from sglang_c2t.srt import attach, compat
 
 
 def refuse_unserved(message: Any, server_args: Any) -> None:
-    """Raise ValueError for what a server that drafts cannot give as one without would."""
+    """Raise ValueError for fields that a server with drafts cannot answer as one without."""
     if getattr(message, "return_hidden_states", False):
         raise ValueError(
             "return_hidden_states: --c2t does not give hidden states: the target keeps those that "
@@ -30,7 +29,7 @@ def refuse_unserved(message: Any, server_args: Any) -> None:
 
 @contextmanager
 def telling_reserve(manager: Any) -> Iterator[None]:
-    """Limits that SGLang tells of inside count the tokens that it keeps free for drafts."""
+    """Add SGLang's reserve for drafts to its errors about limits, within the ``with`` block."""
     try:
         yield
     except ValueError as error:
@@ -43,9 +42,8 @@ def telling_reserve(manager: Any) -> Iterator[None]:
 
 
 def count_reasoning(_result: None, req: Any, *_args: Any, **_kwargs: Any) -> None:
-    """AFTER hook on ``Req.update_finish_state``: an answer has no more reasoning than tokens.
-
-    SGLang counts all that a verification accepted, also behind the end of the answer.
+    """AFTER hook on ``Req.update_finish_state``: limits reasoning tokens to the answer's tokens.
+    SGLang counts all that a verification accepted, even after the end of the answer.
     """
     if active() is not None and req.finished():
         said = len(req.output_ids_through_stop)
@@ -55,8 +53,8 @@ def count_reasoning(_result: None, req: Any, *_args: Any, **_kwargs: Any) -> Non
 def drop_logprobs(
     _result: None, _manager: Any, meta_info: dict[str, Any], recv_obj: Any, i: int
 ) -> None:
-    """AFTER hook on ``TokenizerManager._calculate_spec_decoding_metrics``: an answer of no tokens
-    has log-probabilities of none.
+    """AFTER hook on ``TokenizerManager._calculate_spec_decoding_metrics``: an answer without tokens
+    has no log-probabilities.
     """
     if active() is None or recv_obj.completion_tokens[i]:
         return

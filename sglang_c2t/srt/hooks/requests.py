@@ -1,16 +1,15 @@
-"""What a ``--c2t`` server reads in requests, and what it refuses that SGLang lets through.
+"""Request fields of a ``--c2t`` server, and checks that SGLang lacks.
 
-``custom_params = {"c2t": false}`` has a request's drafts verified whole.
+``custom_params = {"c2t": false}`` requests full drafts for a request.
 
-Some requests end a stock server, because what the HTTP process lets through fails in the
-scheduler: a prompt of no tokens or of tokens that do not exist in the model's forward, numbers
-that the tensors made of them cannot hold in the sampler, a field of the wrong type where the
-message is read. A server that serves many should not die of one, so they are refused here, in two
-steps: every message must be one that the scheduler can read (SGLang's own types say what that
-is), and the numbers in it must lie in :data:`RANGES`.
+Some requests pass SGLang's HTTP process, fail in the scheduler and end a stock server. Examples are
+a prompt without tokens or with invalid ones, numbers that overflow the sampler's tensors, and
+fields of the wrong type. One request must not end a server of many, so they are refused here in
+two steps. The scheduler must be able to read every message, by SGLang's own types, and its numbers
+must lie in :data:`RANGES`.
 
-Requests that SGLang answers with 500 are refused as well: a client's mistake should not look like
-the server's.
+Requests that SGLang answers with 500 are refused as well, because a client's mistake is no server
+error.
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from sglang_c2t.checks import MAX_WHOLE, is_number, is_whole, shown, told
+from sglang_c2t.checks import MAX_WHOLE, format_error, is_number, is_whole, shown
 from sglang_c2t.config import active
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.hooks.request_fields import refuse_unserved, telling_reserve
 
 KEY = "c2t"
 
-#: Copies of a request that one client may ask for: SGLang makes them in one go, and serves nobody
-#: meanwhile.
+#: Most copies of a request: SGLang makes them in one go and serves no other request meanwhile.
 MOST_SAMPLES = 1024
 
-#: Sampling parameters that become tensors, and what these hold. Beyond that is an overflow where
-#: the tensor is made, or a zero, an infinity or a nan where tokens are drawn from it.
+#: Sampling parameters that become tensors, and their limits. Values beyond these overflow the
+#: tensor, or give zeros, infinities or nan in the sampler.
 RANGES: dict[str, tuple[float, float]] = {
     "top_k": (1, MAX_WHOLE),
     "max_new_tokens": (0, MAX_WHOLE),
@@ -42,15 +40,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (1e-6, 2),
 }
 
-#: What reading a request raises that is not what it was thought to be.
+#: Exceptions from reading a malformed request.
 UNREADABLE = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
-#: Largest logit_bias of either sign. A logit that is infinite at a low temperature is nan later.
+#: Largest logit_bias of either sign. A logit that is infinite at a low temperature becomes nan.
 MOST_BIAS = 1e30
 
 
 def opts_out(req: Any) -> bool:
-    """Whether one of SGLang's requests opted out."""
+    """Whether one of SGLang's requests opted out of C2T."""
     return (req.sampling_params.custom_params or {}).get(KEY) is False
 
 
@@ -67,10 +65,9 @@ def asks(req: Any) -> bool:
 
 
 def constrained(req: Any) -> bool:
-    """Whether one of SGLang's requests has a target that is not the model's own distribution: a
-    grammar, a penalty, a bias or a processor changes it, or a temperature above 1 flattens it.
-
-    What such a target accepts says nothing of the confidence of other requests' drafts.
+    """Whether a request's target distribution differs from the model's own. A grammar, penalty,
+    bias or processor changes it, and a temperature above 1 flattens it. Its outcomes are no labels
+    for the confidence of other requests' drafts.
     """
     params = req.sampling_params
     return bool(
@@ -93,16 +90,13 @@ def check_sampling_params(_result: None, params: Any, *_args: Any) -> None:
     value = params.custom_params.get(KEY, True)
     if not isinstance(value, bool):
         raise ValueError(
-            f"custom_params: {KEY} must be true or false, got {shown(value)}; false has this "
-            "request's "
-            "drafts verified whole"
+            f"custom_params: {KEY} must be true or false, got {shown(value)}; false "
+            "requests full drafts"
         )
 
 
 def check_batch(original: Callable[..., None], obj: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND hook on ``GenerateReqInput.normalize_batch_and_arguments``; ValueErrors are answered
-    400.
-    """
+    """AROUND hook on ``GenerateReqInput.normalize_batch_and_arguments``; ValueError gives 400."""
     if active() is None:
         return original(obj, *args, **kwargs)
     with _reading():
@@ -116,7 +110,7 @@ def check_batch(original: Callable[..., None], obj: Any, *args: Any, **kwargs: A
 def check_request(
     original: Callable[..., None], manager: Any, obj: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AROUND hook on ``TokenizerManager._validate_one_request``; ValueErrors are answered 400."""
+    """AROUND hook on ``TokenizerManager._validate_one_request``; ValueError gives 400."""
     if active() is None:
         return original(manager, obj, *args, **kwargs)
     if getattr(obj, "input_embeds", None) is not None:
@@ -130,14 +124,16 @@ def check_request(
 
 
 def check_message(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND hook on ``TokenizerManager._create_tokenized_object``: what the scheduler is sent."""
+    """AROUND hook on ``TokenizerManager._create_tokenized_object``: checks the scheduler's
+    message.
+    """
     if active() is None:
         return original(manager, *args, **kwargs)
     with _reading():
         message = original(manager, *args, **kwargs)
         compat.require_readable(message)
     vocab_size = manager.model_config.vocab_size
-    if not manager.model_config.is_multimodal:  # whose placeholders are no tokens
+    if not manager.model_config.is_multimodal:  # its placeholders are no tokens
         refuse_prompt(message.input_ids, vocab_size)
     refuse_sampling(message.sampling_params, vocab_size)
     refuse_logprobs(message, vocab_size)
@@ -146,9 +142,8 @@ def check_message(original: Callable[..., Any], manager: Any, *args: Any, **kwar
 
 
 async def check_body(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around FastAPI's ``solve_dependencies``, which makes of a body what an endpoint takes.
-
-    SGLang's own validators take it for granted that the body is an object, and fields are.
+    """Hook around FastAPI's ``solve_dependencies``, which parses an endpoint's body. SGLang's
+    validators assume that the body and some fields are objects.
     """
     try:
         with _reading():
@@ -163,15 +158,15 @@ async def check_body(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """What fails inside is the request's fault: SGLang only reads it."""
+    """Turn errors inside into ValueError: SGLang only reads the request there."""
     try:
         yield
     except UNREADABLE as error:
-        raise ValueError(f"the request cannot be read: {told(error)}") from error
+        raise ValueError(f"the request cannot be read: {format_error(error)}") from error
 
 
 def refuse_copies(sampling_params: Any) -> None:
-    """Raise ValueError for more copies of a request than a server makes in a moment."""
+    """Raise ValueError for more copies of a request than SGLang makes in a moment."""
     each = sampling_params if isinstance(sampling_params, list) else [sampling_params]
     for params in each:
         count = params.get("n", 1) if isinstance(params, Mapping) else 1
@@ -182,14 +177,14 @@ def refuse_copies(sampling_params: Any) -> None:
 
 
 def refuse_names(rid: Any, *, single: bool) -> None:
-    """Raise ValueError for request ids that are none, after SGLang gave each request its own."""
+    """Raise ValueError for invalid request ids, after SGLang gave each request its own."""
     each = [rid] if single else rid
     if not all(isinstance(name, str) for name in each):
         raise ValueError(f"rid must be a string for each request, got {shown(rid)}")
 
 
 def refuse_unreadable(sampling_params: Any) -> None:
-    """Raise ValueError for sampling parameters that are none, or hold a pattern that is none."""
+    """Raise ValueError for invalid sampling parameters, or an invalid pattern in them."""
     if sampling_params is None:
         return
     if not isinstance(sampling_params, Mapping):
@@ -200,14 +195,13 @@ def refuse_unreadable(sampling_params: Any) -> None:
             re.compile(pattern)
         except (re.error, TypeError, RecursionError, OverflowError) as error:
             raise ValueError(
-                f"stop_regex: {shown(pattern)} is no pattern: {told(error)}"
+                f"stop_regex: {shown(pattern)} is no pattern: {format_error(error)}"
             ) from error
 
 
 def refuse_prompt(input_ids: Any, vocab_size: int) -> None:
-    """Raise ValueError for a prompt that no forward of a text model survives.
-
-    ``input_ids`` are the prompt's tokens, ``None`` where it came as embeddings.
+    """Raise ValueError for a prompt on which a text model's forward would fail. ``input_ids`` are
+    its tokens, ``None`` for embeddings.
     """
     if input_ids is None:
         return
@@ -218,7 +212,7 @@ def refuse_prompt(input_ids: Any, vocab_size: int) -> None:
 
 
 def refuse_sampling(params: Any, vocab_size: int) -> None:
-    """Raise ValueError for what the sampler cannot hold."""
+    """Raise ValueError for numbers outside the sampler's limits."""
     for name, (least, most) in RANGES.items():
         value = getattr(params, name, None)
         if value is not None:
@@ -231,7 +225,7 @@ def refuse_sampling(params: Any, vocab_size: int) -> None:
 
 
 def refuse_logprobs(message: Any, vocab_size: int) -> None:
-    """Raise ValueError for log-probabilities that nobody can give; embeddings have none."""
+    """Raise ValueError for log-probabilities that cannot exist; embeddings have none."""
     start = getattr(message, "logprob_start_len", None)
     if start is not None:
         _require(start, -1, MAX_WHOLE, "logprob_start_len")

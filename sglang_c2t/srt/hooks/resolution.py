@@ -1,4 +1,4 @@
-"""Refuse what ``--c2t`` does not serve while SGLang resolves arguments, before a model loads."""
+"""Refuses unsupported combinations while SGLang resolves arguments, before a model loads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_c2t.srt.hooks.refusals import (
     trees,
 )
 
-#: What drafts look like, by the flags that say so.
+#: The flags that set the shape of drafts.
 SHAPE_FLAGS = {
     "--speculative-num-steps": "speculative_num_steps",
     "--speculative-eagle-topk": "speculative_eagle_topk",
@@ -30,17 +30,17 @@ SHAPE_FLAGS = {
 
 
 def missing_shape_flags(cfg: Any) -> list[str]:
-    """Which of :data:`SHAPE_FLAGS` were not typed, of arguments before SGLang chooses any."""
+    """Return which of :data:`SHAPE_FLAGS` are missing, from arguments before SGLang chooses any."""
     if (cfg.speculative_algorithm or "").upper() not in ALGORITHMS or cfg.speculative_adaptive:
         return []
     missing = [flag for flag, name in SHAPE_FLAGS.items() if getattr(cfg, name) is None]
-    # With one branch, SGLang completes the nodes.
+    # With one branch, SGLang computes the number of nodes.
     completed = ["--speculative-num-draft-tokens"] if cfg.speculative_eagle_topk == 1 else []
     return [] if missing == completed else missing
 
 
 def shape_refusal(missing: Sequence[str]) -> Refusal:
-    """Drafts whose shape lacks the ``missing`` flags."""
+    """Return a refusal of drafts whose shape lacks the ``missing`` flags."""
     return Refusal(
         lambda cfg: missing_shape_flags(cfg) == missing,
         f"{' and '.join(flag for flag in SHAPE_FLAGS if flag not in missing)} alone",
@@ -50,13 +50,13 @@ def shape_refusal(missing: Sequence[str]) -> Refusal:
 
 
 def refusals(cfg: Any) -> list[str]:
-    """The sentences that apply to these resolved arguments; empty when all is served."""
+    """Return the refusals for these resolved arguments; empty if all is supported."""
     sentences = [refusal.sentence for refusal in REFUSALS if refusal.applies(cfg)]
     return sentences or _policy_error(cfg)
 
 
 def _policy_error(cfg: Any) -> list[str]:
-    """Why the policy cannot draft what the arguments ask for; empty when it can."""
+    """Return why the policy cannot serve these arguments; empty if it can."""
     config = active()
     if config is None:
         return []

@@ -1,9 +1,8 @@
-"""Prometheus series of C2T, counted where SGLang keeps its own counts of a request.
+"""Prometheus series of C2T, counted where SGLang counts a request's metrics.
 
-A verification leaves a :class:`Step` on its result. When the result reaches the scheduler,
-each request that SGLang counts the verification for is counted here, from the same numbers:
-sums over finished requests' ``meta_info`` and the series agree exactly. SGLang's ``/metrics``
-collects the series of all processes by itself.
+Each verification attaches a :class:`Step` to its result. When the scheduler gets the result, this
+file counts each request that SGLang counts, from the same numbers. So the series equal the sums
+over finished requests' ``meta_info``. SGLang's ``/metrics`` collects the series of all processes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from sglang_c2t.plan.step import StepKind, StepPlan
 from sglang_c2t.srt import attach
 from sglang_c2t.srt.hooks.reporting import GATE_CLOCK
 
-#: Kinds of steps that a planner's counts have a label for.
+#: Kinds of steps with a label in the planner's counts.
 COUNTED = (
     StepKind.PLANNED,
     StepKind.UNIFORM,
@@ -31,7 +30,7 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class Step:
-    """Facts of a verification beyond its result, whose ``c2t_step`` it is."""
+    """Facts of a verification beyond its result, in whose ``c2t_step`` it is."""
 
     full: int
     """Most rows of a request, root included: N."""
@@ -48,7 +47,7 @@ class Step:
     """``--c2t-max-verify-rows``."""
 
     predicted_ms: float = 0.0
-    """Sum over all steps so far that had a prediction, as the next one."""
+    """Sum over all steps so far with a prediction, as the next one."""
 
     measured_ms: float = 0.0
 
@@ -66,11 +65,9 @@ class Step:
         return self.gate_fell_back or self.plan.kind is StepKind.FALLBACK
 
     def reason(self, rows: int, batch_rows: int) -> str:
-        """Why a request's draft of ``rows`` rows ended, in a batch of ``batch_rows``.
-
-        ``full``: nothing more may be verified. ``depth``: the batch drafted no deeper.
-        ``budget``: the rows of the batch were used up, as a plan's always are. ``policy``: all
-        else.
+        """Return why a request's draft of ``rows`` rows ended, in a batch of ``batch_rows``.
+        ``full``: the draft has all rows. ``depth``: the batch drafted no deeper. ``budget``: the
+        batch used up its rows, as with any plan. ``policy``: all other reasons.
         """
         if rows >= self.full:
             return "full"
@@ -86,8 +83,8 @@ class Series:
     """The series of one scheduler process.
 
     Args:
-        labels: What SGLang labels its own series with.
-        full: N; draft lengths get a bucket each up to 16, and powers of two behind.
+        labels: Labels of SGLang's own series.
+        full: N; draft lengths have a bucket each up to 16, then powers of two.
     """
 
     def __init__(self, labels: dict[str, str], full: int) -> None:
@@ -106,12 +103,14 @@ class Series:
         self.rows = counter("verify_rows", "Rows the target was asked to verify, with roots.")
         self.padding = counter("verify_padding_rows", "Rows forwarded beyond those asked for.")
         self.policy_failures = counter(
-            "policy_failures", "Steps in which the policy failed, so that drafts stayed whole."
+            "policy_failures", "Steps with full drafts because the policy failed."
         )
         self.gate_seconds = counter(
-            "gate_seconds", "Host time in the gate; what CUDA graphs replay is not seen."
+            "gate_seconds", "Host time in the gate, without the replays of CUDA graphs."
         )
-        stops = Counter("c2t:draft_stops", "Drafts by why they ended.", (*names, "reason"))
+        stops = Counter(
+            "c2t:draft_stops", "Drafts by the reason for their end.", (*names, "reason")
+        )
         self.stops = {
             reason: stops.labels(**labels, reason=reason)
             for reason in ("policy", "full", "depth", "budget")
@@ -129,11 +128,11 @@ class Series:
             buckets=_buckets(full - 1),
         ).labels(**labels)
         self._gate_seconds_told = 0.0
-        plans = Counter("c2t:plans", "Steps that a planner planned, by why.", (*names, "reason"))
+        plans = Counter("c2t:plans", "Steps that a planner planned, by reason.", (*names, "reason"))
         self.plans = {kind: plans.labels(**labels, reason=kind.value) for kind in COUNTED}
         self.planned_layers = counter("planned_layers", "Draft layers of planned steps.")
-        self.predicted = counter("predicted_step_seconds", "What planned steps should have taken.")
-        self.measured = counter("measured_step_seconds", "What those steps did take.")
+        self.predicted = counter("predicted_step_seconds", "Predicted time of planned steps.")
+        self.measured = counter("measured_step_seconds", "Measured time of those steps.")
         self._counted_ms = 0.0, 0.0  # predicted and measured
 
     def _add_plan(self, step: Step) -> None:
@@ -146,7 +145,7 @@ class Series:
         self._counted_ms = now
 
     def add(self, step: Step, batch_rows: int, counted: list[tuple[int, int]]) -> None:
-        """Count a step: (rows, accepted drafts) of each request that SGLang counts it for."""
+        """Count a step: (rows, accepted drafts) of each request that SGLang counts."""
         self.steps.inc()
         self.rows.inc(batch_rows)
         self.padding.inc(step.forwarded_rows - batch_rows)
@@ -167,7 +166,7 @@ class Series:
 
 
 def _buckets(most: int) -> list[int]:
-    """0, 1, ... 16, 32, 64, ... up to ``most``."""
+    """Return 0, 1, ... 16, 32, 64, ... up to ``most``."""
     doubling = (1 << n for n in range(5, max(most, 1).bit_length()))
     return sorted({*range(min(most, 16) + 1), *doubling, most})
 
@@ -180,10 +179,9 @@ def _series(labels: tuple[tuple[str, str], ...], full: int) -> Series:
 def count_step(
     original: Callable[..., Any], processor: Any, result: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND hook on ``SchedulerBatchResultProcessor._resolve_spec_v2_tokens``.
-
-    SGLang leaves out requests that ended or were retracted meanwhile, so its own counts, before
-    and after, say who is counted.
+    """AROUND hook on ``SchedulerBatchResultProcessor._resolve_spec_v2_tokens``. SGLang skips
+    requests that ended or were retracted meanwhile, so its counts before and after select the
+    requests.
     """
     step: Step | None = getattr(result, "c2t_step", None)
     reporter = processor.metrics_reporter
@@ -206,10 +204,9 @@ def _counts(req: Any) -> tuple[int, int, int]:
 
 
 def correct_gauge(_collector: Any, stats: Any) -> None:
-    """BEFORE hook on ``SchedulerMetricsCollector.log_stats``: sglang:spec_accept_rate.
-
-    SGLang divides accepted drafts by full ones. Both mean lengths count one row or token per
-    verification that is no draft.
+    """BEFORE hook on ``SchedulerMetricsCollector.log_stats``: sglang:spec_accept_rate. SGLang
+    divides accepted drafts by full ones. Both mean lengths count one row or token per verification
+    that is no draft.
     """
     if active() is not None and stats.spec_cap_length > 1:
         rate = (stats.spec_accept_length - 1) / (stats.spec_cap_length - 1)

@@ -1,7 +1,5 @@
-"""Swaps SGLang's speculative worker for ours, in scheduler processes only.
-
-Apart from ``worker.py`` because this module is imported in every process and the worker
-pulls in SGLang's model code.
+"""Replaces SGLang's speculative worker by ours, in scheduler processes only. It is separate from
+``worker.py`` because every process imports it, and the worker imports SGLang's model code.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from sglang_c2t.srt import seams
 
 
 def create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
-    """AROUND hook on ``SpeculativeAlgorithm.create_worker``: a class, ours when C2T is on."""
+    """AROUND hook on ``SpeculativeAlgorithm.create_worker``: returns our class if C2T is on."""
     stock = original(algorithm, server_args)
     if active() is None:
         return stock

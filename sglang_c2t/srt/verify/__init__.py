@@ -1,1 +1,1 @@
-"""The target's side: packed verification of chains and trees."""
+"""Packed verification of chains and trees by the target."""

@@ -1,7 +1,6 @@
-"""Acceptance on packed rows: one target token per row, then the path of matching drafts.
-
-SGLang accepts on [B * N, V] logits and, when sampling, on as many probabilities. Packed, only
-the R verified rows are looked at.
+"""Acceptance on packed rows: one target token per row, then the path of matching drafts. SGLang
+accepts on [B * N, V] logits and, when sampling, on as many probabilities. Here acceptance reads
+only the R verified rows.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ def match_rows(
     logits_output: Any,
     grammar_mask: Any = None,
 ) -> AcceptedPaths:
-    """In place of ``eagle_sample``: one token per row from the target's processed distribution,
-    then the path along which drafts equal those tokens. Exact for chains and for every tree (see
-    ``sampling.py``).
+    """Replace ``eagle_sample``: sample one target token per row, then follow the drafts that match.
+
+    This is exact for chains and for every tree (see ``sampling.py``).
 
     Args:
         verify_input: SGLang's, of [B * N] rows.
-        packing: The rows that ``logits_output`` holds, of T >= R forwarded ones.
-        batch: SGLang's, with its sampling parameters, of which penalties and logit processors are
-            applied (:class:`~sglang_c2t.srt.verify.row_logits.RowLogits`).
+        packing: The rows in ``logits_output``, R of T forwarded ones.
+        batch: SGLang's. Its penalties and logit processors are already applied
+            (:class:`~sglang_c2t.srt.verify.row_logits.RowLogits`).
         logits_output: ``next_token_logits`` [T, V].
         grammar_mask: SGLang's, of all B * N rows.
     """
@@ -51,7 +50,7 @@ def match_rows(
         target = sample_rows(logits, info, packing.request, positions)
 
     layout, longest = packing.layout, verify_input.max_tree_depth
-    # At full width rows behind a chain's cut are forwarded too: they were not to be verified.
+    # At full width the target also forwards rows after a chain's cut, which are not verified.
     num_rows = verify_input.num_rows if packing.parents is None else packing.num_rows
     return accept_paths(
         target,

@@ -1,4 +1,4 @@
-"""Which targets can verify packed rows, and what makes them do so."""
+"""Checks whether a target can verify packed rows, and prepares it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from typing import Any
 from sglang_c2t.srt import compat, data_parallel
 from sglang_c2t.srt.verify import adapters, graphs, ragged
 
-#: Why rows are not packed where they could be.
+#: Reason for full width on a user's request.
 ASKED_FOR = "--c2t-verify static asks for it"
 
 
 def unsupported_reason(target_runner: Any, *, trees: bool = False) -> str | None:
-    """Why packed rows, of ``trees`` or of chains, cannot be verified by this runner; ``None`` when
-    they can.
-
-    Asked is what a backend says of itself. One that ignores the layout would read wrong rows
-    without an error, so that it is tried as well, see ``trial.py``.
+    """Return why this runner cannot verify packed rows, of ``trees`` or chains; ``None`` if it can.
+    It reads a backend's own statement. A backend that ignores the layout would read wrong rows
+    without an error, so ``trial.py`` also tests it.
     """
     backend = target_runner.attn_backend
     if compat.is_flashinfer(backend):
@@ -40,12 +38,12 @@ def unsupported_reason(target_runner: Any, *, trees: bool = False) -> str | None
         return "the target keeps recurrent state per verified row"
     manager = compat.lora_manager(target_runner)
     if manager is not None and manager.lora_backend.is_moe_lora:
-        return "LoRA adapters of experts were not tried with packed rows"
+        return "LoRA adapters of experts were not tested with packed rows"
     return None
 
 
 def prepare(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
-    """Have the target's attention and CUDA graphs take packed rows."""
+    """Make the target's attention and CUDA graphs accept packed rows."""
     if compat.is_flashinfer(target_runner.attn_backend):
         from sglang_c2t.srt.verify import flashinfer
 
@@ -55,16 +53,16 @@ def prepare(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
 
         flashinfer_mla.adopt(target_runner.attn_backend)
     elif target_runner.device == "cuda":
-        ragged.read_by(target_runner.attn_backend)
+        ragged.patch_backend_for_ragged_layout(target_runner.attn_backend)
     if (manager := compat.lora_manager(target_runner)) is not None:
-        adapters.tell_rows(manager)
+        adapters.use_per_row_lora(manager)
     if target_runner.device == "cuda":
         graphs.use_tiers(target_runner, trees=trees, max_rows=max_rows)
 
 
 def disable_packing(target_runner: Any) -> None:
-    """Have the target verify full drafts, in SGLang's own CUDA graphs if it has any."""
+    """Make the target verify full drafts, in SGLang's own CUDA graphs if it has any."""
     if (manager := compat.lora_manager(target_runner)) is not None:
-        adapters.tell_requests(manager)
+        adapters.restore_per_request_lora(manager)
     if target_runner.device == "cuda":
         graphs.use_stock(target_runner)

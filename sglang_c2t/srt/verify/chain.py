@@ -1,10 +1,9 @@
-"""Verification of chains: each is cut where its gate ended it.
+"""Verification of chains, each cut where its gate or plan ended it.
 
-Sampling, grammar and bookkeeping work on [B * N] rows. Acceptance looks at the packed logits
-(``accept.py``); only where SGLang's own must read them, for log-probabilities and acceptance
-thresholds, are they unpacked: rows that were not forwarded come back as zeros and are never
-read, because the cut chains end before them. Hidden states always are, since draft extend reads
-them.
+Sampling, grammar and bookkeeping use [B * N] rows. Acceptance reads the packed logits
+(``accept.py``). Logits are unpacked only for SGLang's own code: log-probabilities and acceptance
+thresholds. Rows that were not forwarded become zeros, which SGLang never reads, because the cut
+chains end before them. Hidden states are always unpacked, because draft extend reads them.
 """
 
 from __future__ import annotations
@@ -38,16 +37,15 @@ class ChainVerifyInput(PackedVerifyInput):
     """[B] int32 in [1, N]: rows of each chain, root included."""
 
     exact: bool = True
-    """Whether drafts are accepted by sampling and matching, as thresholds of 1 ask for."""
+    """Whether drafts are accepted by sampling and matching, i.e. with thresholds of 1."""
 
     @classmethod
     def cut(
         cls, stock: EagleVerifyInput, lens: Tensor, links: Tensor | None = None, **own: Any
     ) -> Self:
-        """SGLang's verify input of full chains, which end behind ``lens`` [B] rows.
-
-        Without the ``links`` [B, N] that say so they are made, and lengths copied, as the next step
-        may write there while the scheduler still reads them.
+        """Cut SGLang's verify input of full chains to ``lens`` [B] rows. Without their ``links``
+        [B, N] it makes these and copies the lengths. The next step may overwrite ``lens`` while the
+        scheduler still reads them.
         """
         if links is None:
             lens, links = chain_links(lens, stock.draft_token_num)
@@ -55,7 +53,7 @@ class ChainVerifyInput(PackedVerifyInput):
 
     @property
     def num_rows(self) -> Tensor:
-        """[B] int32: rows of each request that are verified."""
+        """[B] int32: verified rows of each request."""
         return self.verify_lens
 
     def accept(
@@ -67,7 +65,7 @@ class ChainVerifyInput(PackedVerifyInput):
         *args: Any,
         **kwargs: Any,
     ) -> Accepted:
-        """In place of ``eagle_sample``, the ``stock`` one, on packed outputs [T, ...]."""
+        """Replace ``eagle_sample``, the ``stock`` one, on packed outputs [T, ...]."""
         packing = self.packing
         assert packing is not None, "called outside of verifying()"
         if self.exact:
@@ -90,10 +88,9 @@ def _unpack(output: Any, name: str, packing: Packing) -> None:
 
 
 def prepare_packing(mode: str, target_runner: Any) -> str | None:
-    """Prepare the target for packed rows; returns why it cannot verify them, else ``None``.
-
-    ``mode`` is ``--c2t-verify``. Raises :class:`ConfigError` where it asks for packed rows by name
-    and the target cannot verify them.
+    """Prepare the target for packed rows; returns why it cannot verify them, otherwise ``None``.
+    ``mode`` is ``--c2t-verify``. Raises :class:`ConfigError` if it requires packed rows and the
+    target cannot verify them.
     """
     if mode == "static":
         return backends.ASKED_FOR
@@ -106,7 +103,7 @@ def prepare_packing(mode: str, target_runner: Any) -> str | None:
 
 
 def disable_packing(mode: str, target_runner: Any, reason: str) -> None:
-    """Verify full drafts after all, because of ``reason``. Raises as :func:`prepare_packing`."""
+    """Return to full drafts because of ``reason``. Raises as :func:`prepare_packing`."""
     _warn_of_full_width(mode, reason)
     backends.disable_packing(target_runner)
 

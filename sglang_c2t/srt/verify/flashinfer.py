@@ -1,13 +1,13 @@
 """FlashInfer attention for verification of packed rows: chains and trees, eager and in graphs.
 
-FlashInfer's kernel takes any number of rows per request, and in a CUDA graph other numbers at
-each replay, as long as slots S and rows in all stay within what was captured (FlashInfer's
-``scheduler.cuh``, ``PrefillSplitQOKVIndptr``). SGLang's backend plans one width for all
-requests and keys its graphs by the batch size; here they are keyed by (S, T) and planned from
-the rows of each request, which :class:`~sglang_c2t.srt.verify.packing.Packing` knows on the host:
-no further transfer, no mask of bools, no ``segment_packbits``.
+FlashInfer's kernel takes any number of rows per request. In a CUDA graph the numbers may change at
+each replay, within the captured slots S and total rows (FlashInfer's ``scheduler.cuh``,
+``PrefillSplitQOKVIndptr``). SGLang's backend plans one width for all requests and keys its graphs
+by batch size. Here the key is (S, T), and the plan uses the rows of each request, which
+:class:`~sglang_c2t.srt.verify.packing.Packing` has on the host. This needs no further transfer, no
+bool mask and no ``segment_packbits``.
 
-Chains are causal. A tree's mask is packed straight from its nodes' ancestors.
+Chains are causal. A tree's mask is packed directly from its nodes' ancestors.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ from sglang_c2t.srt.verify.packing import Packing
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a workspace that nobody asked for.
+#: Most bytes of a workspace that the user did not size.
 MOST_WORKSPACE = 1 << 30
 
 # B requests, S >= B slots, T rows of a graph, L committed length, n rows of a request
 
 
 class HostPlan(NamedTuple):
-    """What FlashInfer's planner reads on the host: int32 tensors for S slots.
-
-    Slots without a request have no rows and one key, which nobody reads.
+    """Inputs of FlashInfer's planner on the host: int32 tensors for S slots. Slots without a
+    request have no rows and one key, which no row reads.
     """
 
     qo_indptr: Tensor  # [S + 1]
@@ -52,7 +51,7 @@ class HostPlan(NamedTuple):
 
     @classmethod
     def of(cls, num_rows: Tensor, prefix_lens: Tensor, slots: int) -> HostPlan:
-        """From the rows [B] and committed lengths [B] of the requests, on the host."""
+        """Compute the plan from rows [B] and committed lengths [B] on the host."""
         batch = len(num_rows)
         rows = torch.zeros(slots, dtype=torch.int32)
         keys = torch.ones(slots, dtype=torch.int32)
@@ -62,7 +61,7 @@ class HostPlan(NamedTuple):
 
     @classmethod
     def of_slots(cls, rows: Tensor, keys: Tensor) -> HostPlan:
-        """From the rows and keys [S] of each slot, int32 on the host."""
+        """Compute the plan from the rows and keys [S] of each slot, int32 on the host."""
         return cls(_starts(rows), _starts(keys), keys)
 
     @property
@@ -79,11 +78,11 @@ def _starts(lengths: Tensor) -> Tensor:
 def workspace_bytes(
     rows: int, slots: int, *, heads: tuple[int, int], head_dim: int, num_sm: int, by_rows: bool
 ) -> int:
-    """Bytes that FlashInfer reserves in its float workspace for a graph of T rows and S slots.
+    """Return the bytes of FlashInfer's float workspace for a graph of T rows and S slots.
 
-    Partial outputs of requests whose keys are cut into chunks: float32, a vector and a number
-    for each packed row and query head. Source: ``PrefillPlanImpl`` and
-    ``PrefillSplitQOKVIndptr`` in FlashInfer's ``scheduler.cuh``.
+    They hold partial outputs of requests whose keys are split into chunks: float32, a vector and a
+    number per packed row and query head. Source: ``PrefillPlanImpl`` and ``PrefillSplitQOKVIndptr``
+    in FlashInfer's ``scheduler.cuh``.
 
     Args:
         rows: T.
@@ -91,8 +90,8 @@ def workspace_bytes(
         heads: Query heads, KV heads.
         head_dim: Of keys and values.
         num_sm: Multiprocessors of the device.
-        by_rows: This FlashInfer counts rows; older ones reserve a (row, query head of its
-            group) pair for each, so as many times more as a group has heads.
+        by_rows: Whether this FlashInfer counts rows. Older ones reserve a (row, query head) pair
+            for each, so as many times more as a group has heads.
     """
     num_heads, kv_heads = heads
     group = num_heads // kv_heads
@@ -107,10 +106,9 @@ def workspace_bytes(
 
 
 def room(backend: Any, tiers: Tiers) -> Callable[[int, int], bool]:
-    """Whether a backend's workspace holds a graph of (T rows, S slots).
-
-    Where it holds not all ``tiers``, graphs get a workspace of their own, sized from the largest up
-    to :data:`MOST_WORKSPACE` bytes.
+    """Return a test whether a backend's workspace holds a graph of (T rows, S slots). If it does
+    not hold all ``tiers``, graphs get a separate workspace, sized for the largest tier up to
+    :data:`MOST_WORKSPACE` bytes.
     """
     updater, workspace = backend.indices_updater_prefill, backend.workspace_buffer
     device = torch.cuda.get_device_properties(workspace.device)
@@ -134,7 +132,7 @@ def room(backend: Any, tiers: Tiers) -> Callable[[int, int], bool]:
 
 
 class _GraphBuffers(NamedTuple):
-    """What captured kernels read; shared by all tiers, since each replay plans anew."""
+    """Buffers that captured kernels read; all tiers share them, since each replay plans anew."""
 
     qo_indptr: Tensor  # [slots + 1] int32
     kv_indptr: Tensor  # [slots + 1] int32
@@ -145,19 +143,19 @@ class _GraphBuffers(NamedTuple):
 
 
 class RaggedFlashInferBackend(FlashInferAttnBackend):
-    """SGLang's backend, for verify inputs that carry a packing; stock for all else."""
+    """SGLang's backend, with plans for verify inputs that have a packing."""
 
     supports_ragged_verify_graph = True
     supports_ragged_verify_eager = True
 
     _c2t_buffers: _GraphBuffers
     _c2t_wrappers: dict[tuple[int, int], Any]
-    """FlashInfer's wrapper of each (S, T)."""
+    """FlashInfer's wrapper for each (S, T)."""
 
     def init_cuda_graph_state(
         self, max_bs: int, max_num_tokens: int, kv_indices_buf: Tensor | None = None
     ) -> None:
-        """Allocate what graphs read. Stock would reserve a whole context per *row*."""
+        """Allocate the graphs' buffers. SGLang would reserve a full context per *row*."""
         device = self.workspace_buffer.device
         if kv_indices_buf is None:
             capacity = max_bs * self.max_context_len + max_num_tokens
@@ -187,16 +185,16 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         wrapper = self._c2t_wrappers[key]
         host = _host_plan(forward_batch, packing)
         self._fill(forward_batch, packing, buffers)
-        if in_capture:  # FlashInfer chooses its module and freezes S and T in a plan of its own
+        if in_capture:  # FlashInfer chooses its module and fixes S and T in its own plan
             self._begin(wrapper, host, buffers.kv_indices[:0])
         else:
-            # Writes the wrapper's pinned memory. The copy out of it that the last plan started is
-            # over: FlashInfer has SGLang read the committed lengths, which stand behind it.
+            # Writes the wrapper's pinned memory. The copy from it that the previous plan started is
+            # complete: FlashInfer made SGLang read the committed lengths, which come after it.
             fast_prefill_plan(
                 wrapper,
                 buffers.qo_indptr[: slots + 1],
                 buffers.kv_indptr[: slots + 1],
-                buffers.kv_indices[:0],  # already where the kernel reads them
+                buffers.kv_indices[:0],  # already in the kernel's buffer
                 buffers.last_page_len[:slots],
                 *self._shape(),
                 **self._dtypes(),
@@ -217,14 +215,14 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         host, buffers = self.eager_plan(forward_batch, packing)
         wrapper = self.prefill_wrappers_verify[0]
         self._begin(wrapper, host, buffers.kv_indices)
-        if packing.words is not None:  # the plan knows no mask; only run() looks for one
+        if packing.words is not None:  # the plan ignores masks; only run() reads these
             attach.write(
                 wrapper, _custom_mask_buf=buffers.mask, _mask_indptr_buf=buffers.mask_indptr
             )
         self.forward_metadata = PrefillMetadata([wrapper], False, False)
 
     def eager_plan(self, forward_batch: Any, packing: Packing) -> tuple[HostPlan, _GraphBuffers]:
-        """What the planner and the kernel of an eager forward read."""
+        """Compute the inputs of the planner and the kernel for an eager forward."""
         slots, device = forward_batch.batch_size, forward_batch.seq_lens.device
         host = _host_plan(forward_batch, packing)
         empty = lambda size, dtype: torch.empty(size, dtype=dtype, device=device)  # noqa: E731
@@ -240,7 +238,7 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         return host, buffers
 
     def _begin(self, wrapper: Any, host: HostPlan, kv_indices: Tensor) -> None:
-        """FlashInfer's own plan; given host tensors it copies none back from the device."""
+        """Run FlashInfer's own plan; with host tensors it copies nothing back from the device."""
         last_page_len = torch.ones_like(host.kv_lens)
         wrapper.begin_forward(
             host.qo_indptr,
@@ -253,7 +251,7 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         )
 
     def _fill(self, forward_batch: Any, packing: Packing, buffers: _GraphBuffers) -> None:
-        """Write what the attention kernel reads."""
+        """Write the inputs of the attention kernel."""
         rows, batch, slots = packing.num_rows, len(packing.num_rows), forward_batch.batch_size
         prefix = forward_batch.seq_lens[:batch]
         pool: Any = self.req_to_token_pool
@@ -292,8 +290,8 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
             **mask,
         )
         first = next(iter(self._c2t_wrappers.values()), wrapper)
-        # 8 MB on the device and 8 MB pinned, each; one pair serves all tiers, as one plan is
-        # alive at a time.
+        # 8 MB on the device and 8 MB pinned, each. One pair serves all tiers, because one plan is
+        # active at a time.
         attach.write(
             wrapper,
             _int_workspace_buffer=first._int_workspace_buffer,
@@ -302,7 +300,7 @@ class RaggedFlashInferBackend(FlashInferAttnBackend):
         return wrapper
 
     def _shape(self) -> tuple[Any, Any, Any, int]:
-        """Query heads, KV heads, head size, page size."""
+        """Return query heads, KV heads, head size, page size."""
         updater = self.indices_updater_prefill
         return updater.num_qo_heads, updater.num_kv_heads, updater.head_dim, 1
 
@@ -317,15 +315,14 @@ def _host_plan(forward_batch: Any, packing: Packing) -> HostPlan:
 
 
 def adopt(backend: FlashInferAttnBackend) -> None:
-    """Have SGLang's backend of the target verify packed rows.
-
-    By its class, since SGLang has built it already and its graphs are yet to be captured.
+    """Make SGLang's backend of the target verify packed rows. It changes the class, because SGLang
+    has already built the backend but not captured its graphs.
     """
     backend.__class__ = RaggedFlashInferBackend
 
 
 def unsupported_reason(backend: Any) -> str | None:
-    """Why a FlashInfer backend cannot verify packed rows; ``None`` when it can."""
+    """Return why a FlashInfer backend cannot verify packed rows; ``None`` if it can."""
     if backend.num_wrappers != 1:
         return "FlashInfer with sliding windows or cross attention plans two attentions at once"
     if compat.translates_slots(backend):

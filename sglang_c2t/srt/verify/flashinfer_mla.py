@@ -1,11 +1,10 @@
-"""FlashInfer's attention over latents (MLA) for verification of packed rows: chains, eager and in
-graphs.
+"""FlashInfer's MLA attention for verification of packed rows: chains, eager and in graphs.
 
-As in ``flashinfer.py`` SGLang's backend plans one width for all requests, and here each graph of
-(S, T) is planned from the rows of each. The kernel reads the plan and the slots of keys, nothing
-else. How it is launched stays as it was captured, and FlashInfer chooses that by the rows of a slot
-on average (``MLAPlan`` in its ``scheduler.cuh``). So a replay plans as many as its capture: padding
-rows stand in the slots behind the requests, as in :class:`~sglang_c2t.kernels.layout.Layout`.
+SGLang's backend plans one width for all requests. Here, as in ``flashinfer.py``, each graph of
+(S, T) is planned from the rows of each request. The kernel reads only the plan and the key slots.
+Its launch stays as captured, and FlashInfer chose it by the mean rows per slot (``MLAPlan`` in its
+``scheduler.cuh``). So a replay must plan as many rows as its capture: padding rows go to the slots
+after the requests, as in :class:`~sglang_c2t.kernels.layout.Layout`.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ from sglang_c2t.srt.verify.packing import Packing
 
 
 class RaggedFlashInferMLABackend(FlashInferMLAAttnBackend):
-    """SGLang's backend, for verify inputs that carry a packing; stock for all else."""
+    """SGLang's backend, with plans for verify inputs that have a packing."""
 
     supports_ragged_verify_graph = True
     supports_ragged_verify_eager = True
 
     _c2t_kv_indices: Tensor
-    """[slots * context + rows] int32: what captured kernels read, of all tiers."""
+    """[slots * context + rows] int32: read by captured kernels, shared by all tiers."""
 
     _c2t_starts: Tensor
-    """[slots + 1] int32: where the keys of each slot begin."""
+    """[slots + 1] int32: first key of each slot."""
 
     _c2t_wrappers: dict[tuple[int, int], Any]
-    """FlashInfer's wrapper of each (S, T)."""
+    """FlashInfer's wrapper for each (S, T)."""
 
     def init_cuda_graph_state(
         self, max_bs: int, max_num_tokens: int, kv_indices_buf: Tensor | None = None
     ) -> None:
-        """Allocate what graphs read."""
+        """Allocate the graphs' buffers."""
         new = self.workspace_buffer.new_zeros
         if kv_indices_buf is None:
             capacity = max_bs * self.max_context_len + max_num_tokens
@@ -67,7 +66,7 @@ class RaggedFlashInferMLABackend(FlashInferMLAAttnBackend):
         key, host = (forward_batch.batch_size, tokens), _host_plan(forward_batch, packing, tokens)
         if in_capture:
             self._c2t_wrappers[key] = self._graph_wrapper(forward_batch.batch_size)
-            # Chooses FlashInfer's module, and with it how the kernel is launched.
+            # This chooses FlashInfer's module, which fixes the kernel's launch.
             self._plan(self._c2t_wrappers[key], host, self._c2t_kv_indices)
         else:
             self._fill(forward_batch, packing, self._c2t_starts, self._c2t_kv_indices)
@@ -88,7 +87,7 @@ class RaggedFlashInferMLABackend(FlashInferMLAAttnBackend):
         self.forward_metadata = PrefillMetadata(self.prefill_wrapper_verify, False)
 
     def eager_plan(self, forward_batch: Any, packing: Packing) -> tuple[HostPlan, Tensor]:
-        """What the planner and the kernel of an eager forward read."""
+        """Compute the inputs of the planner and the kernel for an eager forward."""
         host = _host_plan(forward_batch, packing, packing.total)
         new = forward_batch.seq_lens.new_empty
         kv_indices = new(int(host.kv_indptr[-1]), dtype=torch.int32)
@@ -99,7 +98,7 @@ class RaggedFlashInferMLABackend(FlashInferMLAAttnBackend):
     def _fill(
         self, forward_batch: Any, packing: Packing, starts: Tensor, kv_indices: Tensor
     ) -> None:
-        """Write the slots of the requests' keys; those of padding are any."""
+        """Write the slots of the requests' keys; those of padding are arbitrary."""
         batch = len(packing.num_rows)
         pool: Any = self.req_to_token_pool
         prefix = forward_batch.seq_lens[:batch]
@@ -120,7 +119,7 @@ class RaggedFlashInferMLABackend(FlashInferMLAAttnBackend):
         return BatchMLAPagedAttentionWrapper(
             self.workspace_buffer,
             use_cuda_graph=True,
-            # The kernel reads none of these three, which FlashInfer wants all the same.
+            # FlashInfer requires these three, although the kernel does not read them.
             qo_indptr=new(slots + 1, dtype=torch.int32),
             kv_indptr=new(slots + 1, dtype=torch.int32),
             kv_len_arr=new(slots, dtype=torch.int32),
@@ -129,18 +128,18 @@ class RaggedFlashInferMLABackend(FlashInferMLAAttnBackend):
         )
 
     def _plan(self, wrapper: Any, host: HostPlan, kv_indices: Tensor) -> None:
-        """FlashInfer's own plan; given host tensors it copies none back from the device."""
+        """Run FlashInfer's own plan; with host tensors it copies nothing back from the device."""
         wrapper.plan(host.qo_indptr, host.kv_indptr, kv_indices, host.kv_lens, *self._shape())
 
     def _shape(self) -> tuple[Any, ...]:
-        """Heads, sizes of latents and of what RoPE turns, page size, causal, scale, types."""
+        """Return heads, sizes of latents and of the RoPE part, page size, causal, scale, dtypes."""
         of = self.indices_updater_prefill
         sizes = of.num_local_heads, of.kv_lora_rank, of.qk_rope_head_dim
         return *sizes, 1, True, of.scaling, of.q_data_type, of.data_type
 
 
 def _host_plan(forward_batch: Any, packing: Packing, tokens: int) -> HostPlan:
-    """With T rows in all: padding ones share the slots behind the requests, a key before them."""
+    """Plan T rows; padding rows share the slots after the requests, after one key."""
     rows = packing.host_rows
     left, spare = tokens - int(rows.sum()), forward_batch.batch_size - len(rows)
     assert left == 0 or spare > 0, f"{left} rows of padding, and no slot for them"
@@ -151,12 +150,12 @@ def _host_plan(forward_batch: Any, packing: Packing, tokens: int) -> HostPlan:
 
 
 def adopt(backend: FlashInferMLAAttnBackend) -> None:
-    """Have SGLang's backend of the target verify packed rows, see ``flashinfer.adopt``."""
+    """Make SGLang's backend of the target verify packed rows; see ``flashinfer.adopt``."""
     backend.__class__ = RaggedFlashInferMLABackend
 
 
 def unsupported_reason(backend: Any, *, trees: bool) -> str | None:
-    """Why FlashInfer's MLA cannot verify packed rows; ``None`` when it can."""
+    """Return why FlashInfer's MLA cannot verify packed rows; ``None`` if it can."""
     if trees:
         return "FlashInfer's attention over latents (MLA) reads no masks"
     if compat.translates_slots(backend):

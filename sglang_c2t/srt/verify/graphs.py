@@ -1,9 +1,9 @@
 """CUDA graphs of the target's verification, captured per token tier instead of per batch size.
 
-SGLang's decode graph runner can do that already, for DSPARK: inputs packed and padded to a
-tier, the rows of each request in a ``RaggedVerifyLayout``. What it ties to that algorithm is
-overridden here: which tiers there are, and that the batch captured carries a layout. A verify
-batch without a layout, or too large for every tier, runs eagerly.
+SGLang's decode graph runner can do that for DSPARK, with inputs packed and padded to a tier and a
+``RaggedVerifyLayout`` of rows per request. The subclass here overrides the parts specific to
+DSPARK: the tiers, and the layout in the captured batch. A verify batch without a layout, or too
+large for every tier, runs eagerly.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
     rows_per_slot = 1
     max_rows: int | None = None
 
-    #: Set on a subclass: whether rows attend along trees, by masks the backend is given.
+    #: Set on a subclass: whether rows attend along trees, by custom masks.
     trees = False
 
     tiers: Tiers
@@ -71,25 +71,25 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
             raise ConfigError(f"{_TOO_SMALL} no CUDA graph of packed rows: {_HOW_TO_RAISE}")
         if self._room(wanted) is not None and self.tiers.rows != self.tiers.all_rows:
             logger.warning(
-                "C2T: %s CUDA graphs of up to %d packed rows, of %d; what is larger verifies "
+                "C2T: %s CUDA graphs of up to %d packed rows, of %d; larger batches verify "
                 "without a graph. %s",
                 _TOO_SMALL,
                 max(self.tiers.rows),
                 max(self.tiers.all_rows),
                 _HOW_TO_RAISE,
             )
-        # SGLang looks now whether it has to refuse adapters, see `adapters.py`.
+        # SGLang checks next whether it must refuse adapters, see `adapters.py`.
         if compat.lora_manager(self.model_runner) is not None:
             self.ragged_verify_mode = False
         return self.tiers.rows
 
     def maybe_init_pdmux(self) -> None:
-        """The next that SGLang does: it has looked."""
+        """Restore the mode that SGLang's check has read; this is the next method that it calls."""
         self.ragged_verify_mode = self.capture_num_tokens is not None
         super().maybe_init_pdmux()
 
     def _admits(self, wanted: Tiers) -> Callable[[int, int], bool] | None:
-        """Which of the tiers there can be graphs of; ``None``: all."""
+        """Return a test whether a tier can have a graph; ``None``: all can."""
         room, together = self._room(wanted), peers()
         if together is None or together.rows_divide_by == 1:
             return room
@@ -98,7 +98,7 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
         )
 
     def _room(self, wanted: Tiers) -> Callable[[int, int], bool] | None:
-        """Which of the tiers attention has room for, where it says so."""
+        """A test whether attention has memory for a tier; ``None`` if its backend has no limit."""
         if not compat.is_flashinfer(self.attn_backend):
             return None
         from sglang_c2t.srt.verify import flashinfer as flashinfer_verify
@@ -106,9 +106,8 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
         return flashinfer_verify.room(self.attn_backend, wanted)
 
     def _autotune_buffers(self) -> tuple[Any, int]:
-        """Buffers for SGLang's dummy forward, and B of it: full width, N rows for each request.
-
-        Ours may hold fewer rows than N for each of ``max_bs``: see ``max_rows``.
+        """Return buffers for SGLang's dummy forward, and its batch size B: N rows per request.
+        ``max_rows`` may allow fewer rows than N for each of ``max_bs``.
         """
         buffers, requests = super()._autotune_buffers()
         width = self.captured_req_width
@@ -120,19 +119,19 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
         return self.tiers.slots(num_tokens)
 
     def _can_run_ragged_verify_graph(self, forward_batch: Any, ragged_layout: Any) -> bool:
-        """Whether rows were laid out for a graph. SGLang by itself would take others for the next
-        tier as well, in which their padding has no slot.
+        """Whether rows were laid out for a graph. SGLang would also accept others for the next
+        tier, in which their padding has no slot.
         """
         tier = ragged_layout.graph_num_tokens in self.tiers.rows
         return tier and bool(super()._can_run_ragged_verify_graph(forward_batch, ragged_layout))
 
     def _stage_ragged_verify_layout(self, *_: Any) -> None:
-        """Nothing: attention is told of each replay by itself, and no graph reads the layout that
-        it was captured with, as those of targets with recurrent state do.
+        """Do nothing: attention plans each replay itself, and no graph reads the captured layout.
+        Graphs of targets with recurrent state would.
         """
 
     def _capture_one_stream(self, *args: Any, **kwargs: Any) -> None:
-        """One graph per tier: SGLang captures ``capture_bs`` times the width of a request."""
+        """Capture one graph per tier; SGLang captures full widths of ``capture_bs`` requests."""
         with (
             attach.swapped(self, "capture_bs", self.tiers.rows),
             attach.swapped(self, "captured_req_width", 1),
@@ -140,11 +139,11 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
             super()._capture_one_stream(*args, **kwargs)
 
     def get_spec_info(self, num_tokens: int) -> Any:
-        """The verify input a graph is captured with: T rows over S requests."""
+        """Return the verify input for a capture: T rows over S requests."""
         spec_info = super().get_spec_info(num_tokens)
         layout = self._layout(num_tokens)
         parents = None
-        if self.trees:  # bushes of depth 1: a replay brings its own
+        if self.trees:  # trees of depth 1: a replay brings its own
             parents = torch.zeros((layout.bs, self.tiers.width), dtype=torch.int64)
             parents[:, 0] = -1
             parents = parents.to(self.device)
@@ -160,7 +159,7 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
         return captured
 
     def _layout(self, num_tokens: int) -> RaggedVerifyLayout:
-        # Kept by SGLang's runner: a captured graph may read it, and replays refresh it in place.
+        # SGLang's runner keeps it: a captured graph may read it, and replays refresh it in place.
         if num_tokens not in self._captured_ragged_layouts:
             self._captured_ragged_layouts[num_tokens] = RaggedVerifyLayout.from_verify_lens(
                 verify_lens_cpu=build_capture_verify_lens(
@@ -175,7 +174,7 @@ class TieredGraphRunner(DecodeCudaGraphRunner):
 
 
 def _one_slot_more(stock: Any) -> Any:
-    """``get_batch_sizes_to_capture`` with a slot for padding rows beside the largest batch."""
+    """``get_batch_sizes_to_capture`` with one more slot than the largest batch, for padding."""
 
     def sizes(*args: Any, **kwargs: Any) -> Any:
         capture_bs, compile_bs = stock(*args, **kwargs)
@@ -185,25 +184,25 @@ def _one_slot_more(stock: Any) -> Any:
 
 
 def use_stock(target_runner: Any) -> None:
-    """Undo :func:`use_tiers`, and capture again what was captured since."""
+    """Undo :func:`use_tiers`, and capture SGLang's graphs if there were any."""
     for name in _OURS:
         delattr(target_runner, name)
     if target_runner.decode_cuda_graph_runner is not None:
         target_runner.init_decode_cuda_graph()
 
 
-#: What :func:`use_tiers` puts in front of methods of SGLang's runner.
+#: Attributes with which :func:`use_tiers` overrides methods of SGLang's runner.
 _OURS = "_decode_cuda_graph_runner_cls", "max_decode_logits_rows"
 
 
 def use_tiers(target_runner: Any, *, trees: bool, max_rows: int | None) -> None:
-    """Make the target capture :class:`TieredGraphRunner` graphs instead of stock's."""
+    """Make the target capture :class:`TieredGraphRunner` graphs instead of SGLang's."""
     attributes = {"trees": trees, "rows_per_slot": 2 if trees else 1, "max_rows": max_rows}
     runner_class = type("C2TGraphRunner", (TieredGraphRunner,), attributes)
     stock_rows = target_runner.max_decode_logits_rows
     attach.write(
         target_runner,
         _decode_cuda_graph_runner_cls=lambda: runner_class,
-        # Room for the slot that `_one_slot_more` adds.
+        # Includes the slot that `_one_slot_more` adds.
         max_decode_logits_rows=lambda: stock_rows() + target_runner.decode_num_tokens_per_req(),
     )

@@ -1,16 +1,15 @@
-"""One target forward over the rows that are worth it: what chains and trees share.
+"""One target forward over the selected rows: the parts that chains and trees share.
 
-SGLang verifies [B, N] rows, and sampling, grammar, log-probabilities and bookkeeping rely on it.
-Here each request brings its own number of rows, as many as its chain or tree has nodes, and only
-the target's forward sees them packed::
+SGLang verifies [B, N] rows, and its sampling, grammar, log-probabilities and bookkeeping rely on
+that. Here each request has its own number of rows, and only the target's forward is packed::
 
     PackedVerifyInput [B * N] --pack--> target forward [T] --sample, match--> tokens [B * N]
 
-``run_eagle_verify`` stays SGLang's. Three functions that it calls by their global names are ours
-while it verifies such an input (:func:`verifying`): the one that prepares the target's batch, the
-sampler and, for trees, the one that moves the accepted path to the front. The attention backend
-learns the rows of each request from SGLang's own ``RaggedVerifyLayout``, which DSPARK uses, and
-what it needs beyond from the packing.
+``run_eagle_verify`` stays SGLang's. While it verifies such an input (:func:`verifying`), this
+module replaces three functions that it calls by global name. One prepares the target's batch, one
+samples, and for trees one moves the accepted path to the front. The attention backend reads the
+rows of each request from SGLang's ``RaggedVerifyLayout``, which DSPARK uses, and further data from
+the packing.
 """
 
 from __future__ import annotations
@@ -44,31 +43,30 @@ Accepted = tuple[Tensor, Tensor, Tensor]
 
 @dataclasses.dataclass(kw_only=True)
 class PackedVerifyInput(EagleVerifyInput):
-    """A verification of which the target may forward some rows only.
-
-    The inherited fields are SGLang's, [B, N] tables and [B * N] rows.
+    """A verification in which the target may forward only some of the rows. The inherited fields
+    are SGLang's, [B, N] tables and [B * N] rows.
     """
 
     packing: Packing | None = None
-    """Which rows are forwarded; ``None``: all of them, and nothing here is ours."""
+    """The forwarded rows; ``None``: all, by SGLang's own code."""
 
     accepts_drafts: bool = True
 
     step: Any = None
-    """The :class:`~sglang_c2t.srt.draft.planning.Step` that is verified; ``None``: no request's."""
+    """The :class:`~sglang_c2t.srt.draft.planning.Step`; ``None`` without requests."""
 
     @classmethod
     def of(cls, stock: EagleVerifyInput, **own: Any) -> Self:
-        """SGLang's verify input, with fields of our ``own``."""
+        """Copy SGLang's verify input, with our ``own`` fields."""
         fields = {f.name: getattr(stock, f.name) for f in dataclasses.fields(stock) if f.init}
         made = cls(**(fields | own))
-        for name, value in vars(stock).items():  # SGLang hangs more on it than it declares
+        for name, value in vars(stock).items():  # SGLang sets more attributes than it declares
             made.__dict__.setdefault(name, value)
         return made
 
     @property
     def num_rows(self) -> Tensor:
-        """[B] int32: rows of each request that are verified."""
+        """[B] int32: verified rows of each request."""
         raise NotImplementedError
 
     @property
@@ -80,14 +78,14 @@ class PackedVerifyInput(EagleVerifyInput):
 
     @property
     def output_stride(self) -> int:
-        """Places of a request in the tokens that verification gives back."""
+        """Tokens per request in the output of verification."""
         return self.draft_token_num if self.packing is None else self.max_tree_depth
 
     def reject_drafts(self) -> None:
-        """Accept no draft, whatever the target says."""
+        """Accept no draft, whatever the target samples."""
         self.accepts_drafts = False
         none = torch.full_like(self.retrieve_next_token, -1)
-        attach.write(self, retrieve_next_token=none)  # where SGLang's own acceptance looks
+        attach.write(self, retrieve_next_token=none)  # read by SGLang's own acceptance
 
     def accept(
         self,
@@ -98,24 +96,23 @@ class PackedVerifyInput(EagleVerifyInput):
         *args: Any,
         **kwargs: Any,
     ) -> Accepted:
-        """In place of ``eagle_sample``, the ``stock`` one, on packed outputs [T, ...]."""
+        """Replace ``eagle_sample``, the ``stock`` one, on packed outputs [T, ...]."""
         raise NotImplementedError
 
     def accepted_to_front(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In place of ``_finalize_accept_tree_path``, which SGLang calls for trees."""
+        """Replace ``_finalize_accept_tree_path``, which SGLang calls for trees."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(kw_only=True)
 class IdleVerifyInput(PackedVerifyInput):
-    """One dummy row, which an idle rank forwards while other ranks verify packed rows.
-
-    See :func:`~sglang_c2t.srt.data_parallel.idle_rank_with_dummy_request`.
+    """One dummy row, which an idle rank forwards while other ranks verify packed rows. See
+    :func:`~sglang_c2t.srt.data_parallel.idle_rank_with_dummy_request`.
     """
 
     @classmethod
     def with_dummy_row(cls, stock: EagleVerifyInput) -> Self:
-        """In place of SGLang's own, which has no rows."""
+        """Replace SGLang's idle input, which has no rows, by one with a dummy row."""
         width, device = stock.draft_token_num, stock.draft_token.device
         one = torch.ones(1, dtype=torch.int32)
         packing = Packing(one.to(device), width, total=1, sizes=HostSizes(one))
@@ -138,7 +135,7 @@ class IdleVerifyInput(PackedVerifyInput):
         *args: Any,
         **kwargs: Any,
     ) -> Accepted:
-        """Nothing, whatever the row has become."""
+        """Accept nothing from the dummy row."""
         if (states := logits_output.hidden_states) is not None:
             attach.write(logits_output, hidden_states=states[:0])
         return stock(self, batch, logits_output, *args, **kwargs)
@@ -150,10 +147,9 @@ def verifying(
     target_worker: Any,
     history: OutputHistory | None = None,
 ) -> Iterator[None]:
-    """``run_eagle_verify`` verifies the packed rows of ``verify_input`` inside the block, or all.
-
-    Its step learns what the forward of ``target_worker`` took, and ``history`` the output of
-    requests whose penalties depend on it.
+    """Verify the packed rows of ``verify_input`` in ``run_eagle_verify`` inside the block, or all.
+    The step gets the time of ``target_worker``'s forward. ``history`` gets the output of requests
+    whose penalties depend on it.
     """
     step = verify_input.step
     timing = nullcontext() if step is None else step.timing(target_worker, verify_input)
@@ -184,7 +180,7 @@ def accept(
     *args: Any,
     **kwargs: Any,
 ) -> Accepted:
-    """Around ``eagle_sample``: logits that depend on outputs are made those of each row."""
+    """Wrap ``eagle_sample``: make logits that depend on outputs exact for each row."""
     rows = None
     if history is not None and depends_on_outputs(batch.sampling_info):
         rows = RowLogits(verify_input, batch, history)
@@ -205,7 +201,7 @@ def prepare(
     batch: Any,
     target_worker: Any,
 ) -> Any:
-    """Around ``eagle_prepare_for_verify``: the forward batch is built from the packed rows."""
+    """Wrap ``eagle_prepare_for_verify``: build the forward batch from the packed rows."""
     packing = verify_input.packing
     assert packing is not None, "called outside of verifying()"
     idle, places = batch.forward_mode.is_idle(), batch.out_cache_loc
@@ -222,7 +218,7 @@ def prepare(
         if packing.rows_of_ranks is not None:
             prepared[0].__class__ = PackedForwardBatch
         if not idle:
-            # Draft extend writes behind the committed prefix, wherever the rows were verified.
+            # Draft extend writes after the committed prefix, wherever the rows were verified.
             places = packing.layout.window[:, : verify_input.max_tree_depth].flatten()
         return prepared
     finally:
@@ -230,6 +226,6 @@ def prepare(
 
 
 def packing_of(forward_batch: Any) -> Packing | None:
-    """The packing of a verify forward; ``None`` for any other forward."""
+    """Return the packing of a verify forward; ``None`` for any other forward."""
     verify_input = getattr(forward_batch, "spec_info", None)
     return verify_input.packing if isinstance(verify_input, PackedVerifyInput) else None

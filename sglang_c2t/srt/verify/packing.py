@@ -1,10 +1,9 @@
-"""A verification's packed rows: how many per request, where they come from, where they go.
+"""Packed rows of a verification: their number per request, their sources and destinations.
 
-What the target forwards is sized by how many rows survive, and the gate knows that on the
-device. So one number per request travels to the host per verification (:class:`HostSizes`),
-started as soon as the drafts are judged and awaited where the forward is laid out. It is the
-only transfer that verification adds, and it serves all that needs sizes: the token tier of
-the CUDA graph, attention plans, recordings.
+The number of surviving rows sizes the target's forward, and the gate computes it on the device. So
+one number per request travels to the host per verification (:class:`HostSizes`). The transfer
+starts when the drafts are judged, and the host waits for it when it lays out the forward. It is the
+only transfer that verification adds. CUDA graph tiers, attention plans and recordings all use it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from sglang_c2t.tree import visible_blocks, visible_nodes
 
 
 class HostSizes:
-    """[B] integers that the device may still be computing, on their way to the host."""
+    """[B] integers on their way from the device to the host."""
 
     def __init__(self, sizes: Tensor) -> None:
         self._arrived: Any = None
@@ -47,13 +46,13 @@ class HostSizes:
 
     @property
     def arrived(self) -> bool:
-        """Whether the host has them without waiting."""
+        """Whether the host can read them without waiting."""
         if self._arrived is not None and self._arrived.query():
             self._arrived = None
         return self._arrived is None
 
     def wait(self) -> Tensor:
-        """The sizes on the host, once they are there."""
+        """Return the sizes on the host; waits for the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None
@@ -66,7 +65,7 @@ class Packing:
     Args:
         num_rows: [B] integers on the device, rows of each request, in [1, N]; kept as int32.
         width: N.
-        total: R, where the host knows it before the sizes of each.
+        total: R, if the host knows it before the individual sizes.
         sizes: ``num_rows`` on the way to the host; ``None`` starts the transfer here.
         parents: [B, N] int64 of trees, see :class:`~sglang_c2t.tree.Trees`; ``None``: chains.
         num_steps: D, the depth of the deepest node.
@@ -82,7 +81,7 @@ class Packing:
         parents: Tensor | None = None,
         num_steps: int = 0,
     ) -> None:
-        # One dtype, as at capture: kernels are compiled anew for another.
+        # The dtype at capture; another would compile kernels again.
         self.num_rows = num_rows.to(torch.int32)
         self.width = width
         self.parents = parents
@@ -90,18 +89,18 @@ class Packing:
         self._total = total
         self._sizes = HostSizes(self.num_rows) if sizes is None else sizes
         self.arrived: float | None = None
-        """When the host learnt the sizes, if it had to wait (``time.perf_counter``)."""
+        """When the host got the sizes, if it had to wait (``time.perf_counter``)."""
         self.forwarded_rows = 0
-        """T, once the forward is laid out; of ranks that forward together the most of any."""
+        """T, after the layout; the maximum over the ranks that forward together."""
         self.rows_of_ranks: list[int] | None = None
-        """Rows of each of these ranks, once the forward is laid out; ``None``: of no others."""
+        """Rows of each of these ranks, after the layout; ``None``: there are no other ranks."""
         self.layout: Layout
-        """Once it is; its windows are wide enough for N rows and for the longest path."""
+        """Set by the layout; its windows are wide enough for N rows and for the longest path."""
 
     @classmethod
     def full(cls, batch: int, width: int, device: torch.device | str, **trees: Any) -> Packing:
-        """All N rows of every request; nothing to wait for."""
-        # Made on both sides: a copy from pageable memory would wait for the device.
+        """Pack all N rows of every request; the host need not wait for sizes."""
+        # Filled on both sides: a copy from pageable memory would wait for the device.
         on_host = torch.full((batch,), width, dtype=torch.int32)
         on_device = torch.full((batch,), width, dtype=torch.int32, device=device)
         return cls(on_device, width, sizes=HostSizes(on_host), **trees)
@@ -117,30 +116,29 @@ class Packing:
 
     @cached_property
     def total(self) -> int:
-        """R: verified rows of the batch. Waits for the device where the host does not know it."""
+        """R: verified rows of the batch. Waits for the device unless the host knows it."""
         return int(self.host_rows.sum()) if self._total is None else self._total
 
     @property
     def rows(self) -> Tensor:
-        """[R] int64: which of the B * N rows are verified, in order."""
+        """[R] int64: indices of the verified rows among B * N, in order."""
         return self.layout.rows[: self.total]
 
     @property
     def request(self) -> Tensor:
-        """[R] int64: which of the B requests each of them belongs to."""
+        """[R] int64: request of each verified row."""
         return self.layout.request[: self.total]
 
     @cached_property
     def words(self) -> Tensor | None:
-        """[B, N, W] int64: what each row of a tree sees, as bits; ``None`` for chains."""
+        """[B, N, W] int64: nodes that each row of a tree sees, as bits; ``None`` for chains."""
         if self.parents is None:
             return None
         return ancestor_words_from_parents(self.parents, self._num_steps)
 
     def forwarded(self, verify_input: Any, batch: Any, target_runner: Any) -> tuple[Any, Tensor]:
-        """A copy of the verify input [B * N] with the rows of the forward [T], and their KV slots.
-
-        T is the token tier of a CUDA graph, its last T - R rows padding; or R.
+        """Return a copy of the verify input with the T rows of the forward, and their KV slots. T
+        is the token tier of a CUDA graph, its last T - R rows padding; otherwise T is R.
         """
         size = _size(target_runner, batch, self.total, len(self.num_rows))
         self.forwarded_rows, self.rows_of_ranks = max(size.of_ranks or [size.rows]), size.of_ranks
@@ -162,19 +160,19 @@ class Packing:
         return packed, self.layout.out_cache_loc
 
     def rotated(self, positions: Tensor) -> Tensor:
-        """[3, T] int64: M-RoPE positions [3, B * N] of the rows of the forward, 0 on padding."""
+        """[3, T] int64: M-RoPE positions [3, B * N] of the forward's rows, 0 on padding."""
         # Padding is row B * N.
         return torch.nn.functional.pad(positions, (0, 1))[:, self.layout.rows]
 
     def _mask_of_bools(self) -> Tensor | None:
-        """Trees: [sum(n_b * n_b)] bool, which CPU attention reads; chains are causal."""
+        """[sum(n_b * n_b)] bool for CPU attention; ``None`` for chains, which are causal."""
         if self.parents is None:
             return None
         return visible_blocks(visible_nodes(self.parents, self._num_steps), self.num_rows)
 
 
 def tiers_of(target_runner: Any) -> Tiers | None:
-    """The token tiers of the target's CUDA graphs; ``None`` without such graphs."""
+    """Return the token tiers of the target's CUDA graphs; ``None`` without such graphs."""
     return getattr(target_runner.decode_cuda_graph_runner, "tiers", None)
 
 
@@ -192,9 +190,8 @@ class _Size(NamedTuple):
 
 
 def _size(target_runner: Any, batch: Any, rows: int, requests: int) -> _Size:
-    """For R ``rows`` of B ``requests``: of a graph, or unpadded where they run eagerly.
-
-    Ranks that forward together replay one graph, which holds the most rows of any.
+    """Return the size for R ``rows`` of B ``requests``: a graph's, or unpadded if eager. Ranks that
+    forward together replay one graph, which holds the most rows of any rank.
     """
     tiers, together = tiers_of(target_runner), peers()
     if together is None:

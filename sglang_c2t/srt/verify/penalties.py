@@ -1,9 +1,9 @@
-"""Penalties and minimum lengths for each verified row, as decoding token by token applies them.
+"""Penalties and minimum lengths for each verified row, as in decoding token by token.
 
-SGLang applies them to a verification as a whole: the counts of its first row, one token a step.
-Here row i of a request counts the request's output and the drafts on its own path, itself
-included, so that the token sampled there is the one that plain decoding samples. What they count
-comes from the device: the host learns of a step's tokens after the next step was launched.
+SGLang applies the counts of a verification's first row to all rows, and counts one token a step.
+Here row i counts the request's output and the drafts on its own path, itself included. So the row
+samples the same token as plain decoding. Counts come from the device, because the host learns a
+step's tokens after it has launched the next step.
 
 Legend: B requests, N most rows of a request, R verified rows, L output tokens, V vocabulary.
 """
@@ -22,25 +22,25 @@ from sglang_c2t.srt import compat
 from sglang_c2t.srt.hooks.requests import asks
 from sglang_c2t.tree import visible_nodes
 
-#: Output tokens that a table of them has room for at first.
+#: First capacity of the table, in output tokens.
 ROOM = 256
 
 
 class Rows(NamedTuple):
-    """The rows of a verification, and what stands on their paths."""
+    """The rows of a verification, and the tokens on their paths."""
 
     request: Tensor
-    """[R] int64: which of the B requests each belongs to."""
+    """[R] int64: the request of each row."""
 
     tokens: Tensor
     """[R, N] int64: the root, the drafts before it and the row's own token; V elsewhere."""
 
     lengths: Tensor
-    """[R] int64: output tokens of its request before the one that is sampled there."""
+    """[R] int64: output tokens of its request before the token that the row samples."""
 
     @classmethod
     def of(cls, verify_input: Any, prompts: Tensor, vocab: int) -> Rows:
-        """The rows that the target forwarded; ``prompts`` [B] are the prompts' lengths."""
+        """Collect the rows of a target forward; ``prompts`` [B] are the prompts' lengths."""
         packing, width = verify_input.packing, verify_input.draft_token_num
         drafts = verify_input.draft_token.long().view(-1, 1, width)
         parents = None if packing is None else packing.parents
@@ -59,17 +59,17 @@ class Rows(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """What B requests ask for; ``None`` where none of them does."""
+    """Penalties of B requests; ``None`` if no request has this one."""
 
     frequency: Tensor | None  # [B] float32, as the next two
     presence: Tensor | None
     repetition: Tensor | None
     min_new_tokens: Tensor | None  # [B] int64
-    stop_tokens: Tensor | None  # [B, S] int64, -1 behind a request's last
+    stop_tokens: Tensor | None  # [B, S] int64, padded with -1
 
     @classmethod
     def of(cls, reqs: list[Any], vocab: int, device: Any) -> Penalties:
-        """Read from SGLang's requests."""
+        """Read the penalties from SGLang's requests."""
         params = [req.sampling_params for req in reqs]
 
         def asked(name: str, neutral: float) -> Tensor | None:
@@ -79,7 +79,7 @@ class Penalties(NamedTuple):
             return sent(torch.tensor(values, dtype=torch.float32), device)
 
         least = [each.min_new_tokens for each in params]
-        # The host's outputs may be a step old, and then too short: never a minimum too few.
+        # The host's outputs may lag by a step, so a minimum may apply too long but never too short.
         short = any(n > len(req.output_ids) for n, req in zip(least, reqs, strict=True))
         asking = zip(least, reqs, strict=True) if short else ()
         stops = [_stop_tokens(req, vocab) if n else [] for n, req in asking]
@@ -94,9 +94,8 @@ class Penalties(NamedTuple):
         )
 
     def apply(self, logits: Tensor, rows: Rows, before: Tensor) -> None:
-        """Change logits [R, V] in place, in the order of SGLang's plain sampler.
-
-        ``before`` [B, L] int64 are the tokens before each root, V where there are none.
+        """Apply the penalties to logits [R, V] in place, in the order of SGLang's plain sampler.
+        ``before`` [B, L] int64 are the tokens before each root, padded with V.
         """
         request = rows.request
         counts = self._counts(rows, before, logits.shape[1])
@@ -117,41 +116,42 @@ class Penalties(NamedTuple):
             apply_scaling_penalties(logits, scaling)
 
     def _counts(self, rows: Rows, before: Tensor, vocab: int) -> Tensor | None:
-        """[R, V] float32: how often each token stands before the one to be sampled."""
+        """[R, V] float32: count of each token before the one to sample."""
         if self.frequency is None and self.presence is None and self.repetition is None:
             return None
 
         def add(counts: Tensor, tokens: Tensor) -> Tensor:
             return counts.scatter_add_(1, tokens, counts.new_ones(()).expand_as(tokens))
 
-        # Column V takes what is no token.
+        # Column V counts the padding.
         zeros = torch.zeros(len(before), vocab + 1, dtype=torch.float32, device=before.device)
         return add(add(zeros, before)[rows.request], rows.tokens)[:, :vocab]
 
 
 class OutputHistory:
-    """Output tokens of requests that have penalties or logit processors, by request slot.
+    """Output tokens of requests with penalties or logit processors, by request slot.
 
-    Four bytes a token and slot, as long as the longest such output, and nothing before the first
-    such request. Tokens have their place in the output, so that what a step wrote and SGLang took
-    back, as it retracts requests, is written over.
+    It takes four bytes per slot and token of the longest such output, and nothing before the first
+    such request. Tokens are indexed by their place in the output, so a retracted request overwrites
+    what it wrote.
 
     Args:
-        step: Tokens that a step accepts at most: the host learns of them a step late.
+        step: Most tokens that a step accepts: the host learns of them a step late.
     """
 
     def __init__(self, step: int) -> None:
         self._step = step
-        self._tokens: Tensor | None = None  # [slots, room] int32
-        self._known: dict[int, tuple[str, int]] = {}  # by slot: whose tokens, prefilled how often
+        self._tokens: Tensor | None = None  # [slots, capacity] int32
+        self._known: dict[int, tuple[str, int]] = {}  # by slot: request id, retractions
 
     def before(self, batch: Any, roots: Tensor, prompts: Tensor, vocab: int) -> Tensor:
-        """[B, L] int64: each request's tokens before its root, V behind them; keeps the root.
+        """[B, L] int64: each request's tokens before its root, padded with V; also stores the root.
 
         Args:
             batch: SGLang's, of B requests.
             roots: [B] int64 tokens, the last of each output.
             prompts: [B] int64 lengths.
+            vocab: V.
             vocab: V.
         """
         reqs, slots = batch.reqs, batch.req_pool_indices
@@ -166,24 +166,22 @@ class OutputHistory:
         return tokens[:, :longest][slots].long().masked_fill_(place >= length[:, None], vocab)
 
     def keep(self, batch: Any, prompts: Tensor, accepted: tuple[Tensor, ...]) -> None:
-        """Keep what verification ``accepted``, as ``eagle_sample`` gives it, root excluded."""
+        """Store the ``accepted`` result of ``eagle_sample``, without the root."""
         assert self._tokens is not None
         predict, _, index = accepted
         place = torch.arange(1, 1 + index.shape[1], device=index.device)
-        # Behind the path stands anything, which the next steps write over before it is read.
+        # Entries after the path are garbage, which the next steps overwrite before it is read.
         places = self._lengths(batch, prompts)[:, None] + place
         self._tokens[batch.req_pool_indices[:, None], places] = predict[index.clamp(min=0).long()]
 
     def _lengths(self, batch: Any, prompts: Tensor) -> Tensor:
-        """[B] int64: tokens before the root. Of requests that ask for nothing, and for which there
-        may be no room, any that has some.
-        """
+        """[B] int64: tokens before the root, clipped to the table where they do not matter."""
         assert self._tokens is not None
         most = self._tokens.shape[1] - self._step - 1
         return (batch.seq_lens.long() - prompts).clamp_(0, most)
 
     def _reserved(self, request_table: Tensor, room: int) -> Tensor:
-        """The table, with room for so many tokens."""
+        """Return the table, grown to hold ``room`` tokens per slot."""
         old = self._tokens
         if old is None or old.shape[1] < room:
             room = max(ROOM, 1 << (room - 1).bit_length())
@@ -196,7 +194,7 @@ class OutputHistory:
         return self._tokens
 
     def _recall(self, req: Any, tokens: Tensor) -> None:
-        """Write what a request had said before it was prefilled again, maybe in another slot."""
+        """Write the earlier output of a request that was retracted, maybe to another slot."""
         if not asks(req):
             return
         slot, known = compat.request_slot(req), (req.rid, req.retraction_count)
@@ -213,7 +211,7 @@ def prompt_lengths(reqs: list[Any], device: Any) -> Tensor:
 
 
 def sent(values: Tensor, device: Any) -> Tensor:
-    """The same on the device, which the host does not wait for."""
+    """Copy ``values`` to the device without waiting for it."""
     if torch.device(device).type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
@@ -224,7 +222,7 @@ _STOPS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 class _Alone:
-    """A batch of one request, as SGLang's penalizers ask for it."""
+    """A batch of one request, for SGLang's penalizers."""
 
     device = "cpu"
 
@@ -236,7 +234,7 @@ class _Alone:
 
 
 def _stop_tokens(req: Any, vocab: int) -> list[int]:
-    """By SGLang's own penalizer: its releases differ in which tokens end an answer."""
+    """Return the stop tokens of SGLang's own penalizer, which differ between its releases."""
     if req not in _STOPS:
         alone: Any = _Alone(req, vocab)
         penalizer = BatchedMinNewTokensPenalizer(alone)

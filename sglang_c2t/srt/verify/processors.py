@@ -1,12 +1,12 @@
-"""Custom logit processors, asked for each verified row with the row's own output.
+"""Custom logit processors, called for each verified row with the row's own output.
 
-``--enable-custom-logit-processor`` lets requests bring them. SGLang's plain sampler asks one with
-the logits of a token and the request's ``custom_params``, which hold the request as ``__req__``;
-SGLang's speculation does not ask. Here a row's ``__req__`` says that the output ends with the
-drafts on the row's path. The host reads these tokens from the device when a processor does.
+``--enable-custom-logit-processor`` lets requests send them. SGLang's plain sampler calls one with
+the logits of a token and the request's ``custom_params``, which hold the request as ``__req__``.
+SGLang's speculation does not call them. Here the output of a row's ``__req__`` ends with the drafts
+on its path. The host copies these tokens from the device when a processor reads them.
 
-A processor that writes into its params or the request counts calls, and several rows are asked for
-tokens of which few are kept: such a request ends with 400.
+A processor that writes into its params or the request would count calls for rows that are not kept.
+Such a request ends with 400.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from sglang_c2t.srt.verify.penalties import sent
 
 REQUEST = "__req__"
 
-#: A request's custom_params when its first row was asked.
+#: A request's custom_params at the call for its first row.
 _GIVEN: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 class RowRequest(Req):
-    """SGLang's request as one of its rows sees it."""
+    """SGLang's request as seen by one of its rows."""
 
     _row_output: Callable[[], list[int]]
 
     @classmethod
     def of(cls, req: Any, output: Callable[[], list[int]]) -> RowRequest:
-        """With the row's ``output``, read when it is asked for."""
+        """Copy a request with the row's ``output``, which is computed on access."""
         made = object.__new__(cls)
         made.__dict__.update(req.__dict__, _row_output=output)
         return made
 
     @property
     def output_ids(self) -> Any:  # type: ignore[override]
-        """The output that the row goes on from, in the container that SGLang has."""
+        """The output before the row's next token, in SGLang's container type."""
         made = self.__dict__["output_ids"][:0]
         made.extend(self._row_output())
         return made
@@ -59,13 +59,13 @@ class RowRequest(Req):
 def ask(
     logits: Tensor, batch: Any, rows_of: list[int], outputs: Callable[[], list[list[int]]]
 ) -> None:
-    """Have each request's processor change the logits [R, V] of its rows, in place.
+    """Call each request's processor on the logits [R, V] of its rows, in place.
 
     Args:
-        logits: Penalties, bias and grammar applied.
+        logits: Penalties, bias and grammar are applied.
         batch: SGLang's, of B requests.
-        rows_of: Rows of each.
-        outputs: Gives the output of each row.
+        rows_of: Rows of each request.
+        outputs: Returns the output of each row.
     """
     info = batch.sampling_info
     ends = torch.tensor(rows_of).cumsum(0).tolist()
@@ -92,7 +92,7 @@ def ask(
 def _params(
     req: Any, params: dict[str, Any] | None, row: int, outputs: Callable[[], list[list[int]]]
 ) -> dict[str, Any] | None:
-    """What the processor is given for a row."""
+    """Return the processor's params for a row."""
     if params is None:
         return None
     if req not in _GIVEN:

@@ -1,8 +1,7 @@
-"""What attention is told of a packed forward, laid out for it already.
-
-SGLang's ``RaggedVerifyLayout`` has the rows of each request; its graph runner and its attention
-then pad them to a graph's slots, sum them up and add the keys, in a dozen launches a step.
-:func:`~sglang_c2t.kernels.layout.lay_out` has done that with all else.
+"""SGLang's layout of a packed forward, already computed for its attention. SGLang's
+``RaggedVerifyLayout`` has the rows of each request. Its graph runner and attention then pad, sum
+and add the keys in a dozen launches per step. :func:`~sglang_c2t.kernels.layout.lay_out` has done
+all that in one.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from sglang_c2t.srt import attach
 
 
 class PackedLayout(RaggedVerifyLayout, frozen=True, kw_only=True):
-    """SGLang's layout of T rows, of all S slots, and the keys of each."""
+    """SGLang's layout of T rows over all S slots, with the keys of each slot."""
 
     slot_keys: Tensor
     """[S] int32."""
@@ -30,7 +29,7 @@ class PackedLayout(RaggedVerifyLayout, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, layout: Layout) -> Self:
-        """Of a forward."""
+        """Build SGLang's layout from ours."""
         return cls(
             verify_lens=layout.slot_rows,
             graph_num_tokens=len(layout.input_ids),
@@ -41,13 +40,13 @@ class PackedLayout(RaggedVerifyLayout, frozen=True, kw_only=True):
         )
 
     def padded_to_bucket(self, *, padded_bs: int, cap: int | None = None) -> Self:
-        """Itself: it has the slots of the graph that is replayed, and no others."""
+        """Return itself: it already has the slots of the graph."""
         assert (padded_bs, cap) == (self.bs, None), (padded_bs, cap, self.bs)
         return self
 
 
-def read_by(backend: Any) -> None:
-    """Have an attention backend that computes what it reads of layouts take ours as they are."""
+def patch_backend_for_ragged_layout(backend: Any) -> None:
+    """Make the FlashAttention backend read our layouts' tables instead of computing them."""
     if type(backend).__module__ == "sglang.srt.layers.attention.flashattention_backend":
         attach.wrap_global(
             "sglang.srt.layers.attention.flashattention_backend",

@@ -1,7 +1,5 @@
-"""Everything that a request's parameters change in logits, for each row as plain decoding does.
-
-Batches whose requests ask for nothing that depends on their outputs never come here: three
-attributes on the host tell (:func:`depends_on_outputs`).
+"""Logits of each verified row, changed by its request's parameters as in plain decoding. Batches
+without such parameters skip this module: three host attributes decide (:func:`depends_on_outputs`).
 """
 
 from __future__ import annotations
@@ -36,12 +34,12 @@ def depends_on_outputs(info: Any) -> bool:
 
 
 class RowLogits:
-    """A verification whose logits depend on what its requests have said so far.
+    """A verification whose logits depend on the outputs of its requests so far.
 
     Args:
         verify_input: Ours, laid out.
-        batch: SGLang's, in which ``sampling_info`` is the forward's own copy.
-        history: What they have said.
+        batch: SGLang's; its ``sampling_info`` is the forward's own copy.
+        history: The outputs.
     """
 
     def __init__(self, verify_input: Any, batch: Any, history: OutputHistory) -> None:
@@ -49,9 +47,8 @@ class RowLogits:
         self._prompts = prompt_lengths(batch.reqs, batch.seq_lens.device)
 
     def change(self, logits_output: Any, grammar_mask: Any) -> None:
-        """Apply all to ``next_token_logits`` [T, V], in place and in plain decoding's order.
-
-        The batch then asks for nothing more: SGLang's acceptance would apply it once more.
+        """Apply all parameters to ``next_token_logits`` [T, V], in place and in plain decoding's
+        order. It clears them in the batch, so that SGLang's acceptance does not apply them again.
         """
         batch, packing = self._batch, self._input.packing
         info, logits = batch.sampling_info, logits_output.next_token_logits
@@ -75,14 +72,13 @@ class RowLogits:
         attach.write(batch, sampling_info=_without(info))
 
     def keep(self, accepted: tuple[Tensor, ...]) -> None:
-        """Keep what verification accepted for the steps that follow."""
+        """Store the accepted tokens for later steps."""
         self._history.keep(self._batch, self._prompts, accepted)
 
 
 def recall(batch: Any) -> None:
-    """Have the prefill of requests that SGLang retracted count what these have said before.
-
-    SGLang's penalizers begin anew with it. ``sampling_info`` is the forward's own copy.
+    """Make the prefill of retracted requests count their earlier output. SGLang's penalizers start
+    again with it. ``sampling_info`` is the forward's own copy.
     """
     info, said = batch.sampling_info, [req.output_ids for req in batch.reqs]
     if not depends_on_outputs(info) or not any(map(len, said)):
@@ -102,13 +98,13 @@ def recall(batch: Any) -> None:
         alone = Penalties(None, None, penalties.repetition, None, None)
         alone.apply(
             scaling := torch.full_like(added, -1.0), rows, before
-        )  # what is negative, times
+        )  # the factor for negative logits
         scaling.neg_()
     attach.write(info, acc_additive_penalties=added, acc_scaling_penalties=scaling)
 
 
 def _without(info: Any) -> Any:
-    """Sampling parameters of a batch whose logits need nothing more."""
+    """Copy a batch's sampling parameters without those already applied to the logits."""
     done = copy.copy(info)
     attach.write(
         done,
@@ -121,6 +117,6 @@ def _without(info: Any) -> Any:
 
 
 def _outputs(rows: Rows, before: Tensor, vocab: int) -> list[list[int]]:
-    """The output of each row. The host waits for the device, where a processor reads it."""
+    """Return the output of each row. The host waits for the device; only processors read it."""
     each = torch.cat([before[rows.request], rows.tokens], dim=1).tolist()
     return [[token for token in row if token != vocab] for row in each]

@@ -1,9 +1,8 @@
 """One target token per verified row, by the sampler that serves decoding without speculation.
 
-"Sample, then match": whatever the drafts are, the tokens that come out are the ones sampled
-here, so the output has the target's distribution for chains and trees of any shape, equal
-siblings included. As a row draws at its own position and with its request's seed, a seeded
-request gets the very tokens it would get without speculation.
+"Sample, then match": the output consists of the tokens sampled here, for any drafts. So it has the
+target's distribution for chains and all trees, equal siblings included. A row samples at its own
+position with its request's seed, so a seeded request gets the same tokens as without speculation.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def sample_rows(logits: Tensor, sampling_info: Any, request: Tensor, positions: 
     Args:
         logits: [T, V], penalties, bias and grammar applied.
         sampling_info: SGLang's ``SamplingBatchInfo`` of the B requests.
-        request: [T] int64, which of the B each row belongs to.
+        request: [T] int64, the request of each row.
         positions: [T] int64, of the row itself.
     """
     tokens = _sampler()(
@@ -47,12 +46,12 @@ def sample_rows(logits: Tensor, sampling_info: Any, request: Tensor, positions: 
 
 
 def per_row(info: Any, request: Tensor) -> Any:
-    """A batch's sampling parameters for rows, each of one ``request`` [T]."""
+    """Expand a batch's sampling parameters to rows, each of one ``request`` [T]."""
     expanded = copy.copy(info)
     for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"):
         values = getattr(info, name)  # [B, ...]
         setattr(expanded, name, None if values is None else values[request])
-    # The caller applied these.
+    # The caller has applied these.
     expanded.grammars = None
     expanded.has_custom_logit_processor = False
     return compat.without_sampling_masks(expanded)

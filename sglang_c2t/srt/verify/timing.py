@@ -1,4 +1,4 @@
-"""What a target forward takes, on the host's clock or the device's own."""
+"""Times of a target forward, from the host's clock or the device's events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_c2t.srt import attach, compat
 
 
 class Mark:
-    """A point in time, of the device if there is one."""
+    """A point in time, on the device if there is one."""
 
     def __init__(self, on_cuda: bool) -> None:
         self.on_cuda = on_cuda
@@ -21,7 +21,7 @@ class Mark:
         self._at = 0.0
 
     def set(self) -> None:
-        """Now, or once the device is there."""
+        """Record the current time, or on a device the time when it gets here."""
         if self._event is None:
             self._at = time.perf_counter()
         else:
@@ -29,11 +29,11 @@ class Mark:
 
     @property
     def passed(self) -> bool:
-        """Whether the device is past it."""
+        """Whether the device has passed it."""
         return self._event is None or bool(self._event.query())
 
     def until(self, later: Mark) -> float:
-        """Milliseconds; both are passed."""
+        """Return milliseconds to a ``later`` mark; both must have passed."""
         if self._event is None or later._event is None:
             return (later._at - self._at) * 1e3
         return float(self._event.elapsed_time(later._event))
@@ -41,18 +41,18 @@ class Mark:
 
 @contextmanager
 def timed_forward(target_worker: Any, on_cuda: bool) -> Iterator[tuple[Mark, Mark]]:
-    """Give marks at the begin and the end of the target forward that is made inside the block.
+    """Yield marks at the begin and the end of the target forward inside the block.
 
     Args:
         target_worker: SGLang's.
-        on_cuda: Whether it forwards on a GPU.
+        on_cuda: Whether the target runs on a GPU.
     """
     forward = target_worker.forward_batch_generation
     begin, end = Mark(on_cuda), Mark(on_cuda)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         begin.set()
-        # Again, before a graph: the device idles until its replay has been launched.
+        # Set again before a graph: the device idles until the replay has been launched.
         with compat.before_replay(target_worker.model_runner, begin.set):
             result = forward(*args, **kwargs)
         end.set()

@@ -4,8 +4,8 @@ SGLang verifies B trees of one width N. Here each request brings its own number 
 
     trees [B, N] --rows--> target forward [R] --sample a token per row--> walk the trees
 
-Padded verification is the same code with N rows for every request: the oracle of packed
-verification, and the way out where ``--c2t-verify static`` asks for it.
+Padded verification is the same code with N rows for every request. It is the oracle of packed
+verification, and ``--c2t-verify static`` selects it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from sglang_c2t.tree import LinkedTrees
 
 @dataclasses.dataclass(kw_only=True)
 class TreeVerifyInput(PackedVerifyInput):
-    """A batch of trees, padded, and which of their rows the target forwards."""
+    """A batch of padded trees, and the rows that the target forwards."""
 
     packing: Packing
 
     trees: LinkedTrees
 
     paths: AcceptedPaths | None = None
-    """Of all requests, once they are verified."""
+    """Accepted paths of all requests, after verification."""
 
     @property
     def tree_topk(self) -> int:
@@ -47,7 +47,7 @@ class TreeVerifyInput(PackedVerifyInput):
 
     @property
     def num_rows(self) -> Tensor:
-        """[B] int32: rows of each request that are verified."""
+        """[B] int32: verified rows of each request."""
         return self.trees.num_nodes.to(torch.int32)
 
     def accept(
@@ -59,7 +59,7 @@ class TreeVerifyInput(PackedVerifyInput):
         *args: Any,
         **kwargs: Any,
     ) -> Accepted:
-        """In place of ``eagle_sample``: see :func:`match_rows`."""
+        """Replace ``eagle_sample``; see :func:`match_rows`."""
         self.paths = match_rows(self, self.packing, batch, logits_output, grammar_mask)
         return self.paths.predict, self.paths.accept_lens, self.paths.accept_index
 
@@ -74,14 +74,13 @@ class TreeVerifyInput(PackedVerifyInput):
         token_to_kv_pool_allocator: Any,
         **__: Any,
     ) -> Tensor:
-        """In place of ``_finalize_accept_tree_path``: [B * S] int32, the accepted paths' tokens.
-
-        Moves each path's KV to the first slots of its window, and its hidden states to
-        [B * S, H]. Behind the path stand leftovers nobody reads, as in stock.
+        """Replace ``_finalize_accept_tree_path``: return the accepted paths' tokens, [B * S] int32.
+        It moves each path's KV to the first slots of its window, and its hidden states to [B * S,
+        H]. Entries after the path are stale and never read, as in SGLang.
         """
         assert self.paths is not None, "moved before it was accepted"
-        # From the window, not from req_to_token: by now the scheduler may have given a finished
-        # request's row away.
+        # Uses the window, not req_to_token: the scheduler may already have given a finished
+        # request's row to another request.
         kv_cache = token_to_kv_pool_allocator.get_kvcache()
         kv_cache.move_kv_cache(self.paths.front, self.paths.written)
         rows = self.paths.accept_index.clamp(min=0).flatten()
@@ -93,8 +92,8 @@ class TreeVerifyInput(PackedVerifyInput):
 def build_verify_input(
     trees: LinkedTrees, batch: Any, *, num_steps: int, topk: int, packing: Packing, step: Any = None
 ) -> TreeVerifyInput:
-    """The verify input of a batch, given its final trees."""
-    unread: Any = None  # by packed verification, which has its own masks, rows and sizes
+    """Build the verify input of a batch from its final trees."""
+    unread: Any = None  # packed verification has its own masks, rows and sizes
     return TreeVerifyInput(
         draft_token=trees.tokens.flatten(),
         custom_mask=unread,
@@ -116,10 +115,9 @@ def build_verify_input(
 
 
 def prepare_packing(config: C2TConfig, target_runner: Any) -> str | None:
-    """Prepare the target for trees; returns why their rows are padded, ``None`` if packed.
-
-    SGLang's own verification cannot read our masks, so that trees have no fallback as chains do.
-    Raises :class:`ConfigError` for a target that cannot verify trees.
+    """Prepare the target for trees; returns why their rows are padded, ``None`` if packed. SGLang's
+    own verification cannot read our masks, so trees have no fallback, unlike chains. Raises
+    :class:`ConfigError` for a target that cannot verify trees.
     """
     reason = backends.unsupported_reason(target_runner, trees=True)
     if reason is not None:

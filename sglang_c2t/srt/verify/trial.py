@@ -1,9 +1,9 @@
-"""The start-up trial: a few packed rows are verified, and compared with full drafts.
+"""The start-up trial: it verifies a few packed rows and compares them with full drafts.
 
-A backend may say that it reads ``RaggedVerifyLayout`` and do so for one model only, or eagerly and
-not in a CUDA graph. A row that attends to another request's keys raises no error; it gives another
-token. Three requests have different prefixes and draft lengths. SGLang's own verification of their
-full drafts gives the logits that the packed rows must have.
+A backend may claim to read ``RaggedVerifyLayout`` and do so for one model only, or only eagerly. A
+row that attends to another request's keys raises no error; it gives another token. The trial has
+three requests with different prefixes and draft lengths. SGLang's own verification of their full
+drafts gives the expected logits.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from sglang_c2t.srt.verify.chain import ChainVerifyInput
 from sglang_c2t.srt.verify.packed import prepare
 from sglang_c2t.srt.verify.packing import Packing
 
-# B requests, N rows of a whole draft, V vocabulary
+# B requests, N rows of a full draft, V vocabulary
 
 REQUESTS = 3
 
-#: How far apart the logits of a row may be, over their own spread. Half precision rounds to 0.02;
-#: a row that sees other keys is another row.
+#: Largest difference of a row's logits, relative to their spread. Half precision rounds to 0.02;
+#: a row that sees other keys differs completely.
 APART = {torch.float32: 1e-2}
 APART_ROUNDED = 0.1
 
-#: Share of rows that may be further apart: where a rounding sends a token to another expert.
+#: Share of rows that may differ more: rounding can send a token to another expert.
 EXCUSED = 0.25
 
 
 def packed_output_mismatch_on_any_rank(worker: Any) -> str | None:
-    """The same as :func:`packed_output_mismatch`, for ranks that forward together.
-
-    All ranks return ``None``, or all return a reason. An error in the trial is a mismatch.
+    """Run :func:`packed_output_mismatch` on ranks that forward together. All ranks return ``None``,
+    or all return a reason. An error in the trial is a mismatch.
     """
     try:
         reason = packed_output_mismatch(worker)
@@ -58,10 +57,10 @@ def packed_output_mismatch_on_any_rank(worker: Any) -> str | None:
 
 @torch.no_grad()
 def packed_output_mismatch(worker: Any) -> str | None:
-    """How logits of packed rows differ from those of full drafts; ``None`` where they do not.
+    """Return how logits of packed rows differ from those of full drafts; ``None`` if they agree.
 
     Args:
-        worker: SGLang's speculative worker; the target's CUDA graphs are there.
+        worker: SGLang's speculative worker, after the capture of the target's CUDA graphs.
     """
     width = worker.speculative_num_draft_tokens
     runner = worker.target_worker.model_runner
@@ -84,7 +83,7 @@ def packed_output_mismatch(worker: Any) -> str | None:
 
 @contextmanager
 def _places(worker: Any, requests: int, tokens: int) -> Iterator[list[int]]:
-    """Rows of SGLang's request table with KV slots for ``tokens`` each; freed after the block."""
+    """Yield rows of SGLang's request table with KV slots for ``tokens`` each; then free them."""
     table, allocator = worker.req_to_token_pool.req_to_token, worker.token_to_kv_pool_allocator
     span = -(-tokens // allocator.page_size) * allocator.page_size
     slots = list(range(1, requests + 1))
@@ -100,7 +99,7 @@ def _places(worker: Any, requests: int, tokens: int) -> Iterator[list[int]]:
 
 
 def _chains(worker: Any, batch: Any, *, seed: int) -> Any:
-    """SGLang's verify input of whole drafts, random ones: [B, N]."""
+    """Return SGLang's verify input of random full drafts, [B, N]."""
     width, draft = worker.speculative_num_draft_tokens, worker.draft_worker
     requests, vocab = len(batch.seq_lens), batch.model_config.vocab_size
     random = torch.Generator().manual_seed(seed)
@@ -116,7 +115,7 @@ def _chains(worker: Any, batch: Any, *, seed: int) -> Any:
 
 
 def _logits(worker: Any, batch: Any, verify_input: Any) -> Tensor:
-    """[T, V] of the target's forward."""
+    """Return [T, V] logits of the target's forward."""
     target, pool = worker.target_worker, worker.req_to_token_pool
     attach.write(batch, spec_info=verify_input)
     if getattr(verify_input, "packing", None) is None:
@@ -127,11 +126,11 @@ def _logits(worker: Any, batch: Any, verify_input: Any) -> Tensor:
         batch=None, forward_batch=forward_batch, is_verify=True
     )
     logits: Tensor = output.logits_output.next_token_logits
-    return logits.clone()  # of a graph they are the next replay's
+    return logits.clone()  # the next replay overwrites a graph's
 
 
 def difference(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> str | None:
-    """How logits [R, V] of a model of this ``dtype`` differ; ``None``: by rounding."""
+    """Return how logits [R, V] of this ``dtype`` differ; ``None`` if only by rounding."""
     if found.shape != wanted.shape:
         return f"{tuple(found.shape)} logits come back where {tuple(wanted.shape)} should"
     found, wanted = found.float(), wanted.float()
@@ -141,6 +140,6 @@ def difference(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> str | None:
     if int(wrong.sum()) <= EXCUSED * len(wrong):
         return None
     return (
-        f"logits of {int(wrong.sum())} of {len(wrong)} packed rows differ from those of whole "
+        f"logits of {int(wrong.sum())} of {len(wrong)} packed rows differ from those of full "
         f"drafts by up to {float(apart.max()):.2g} of their spread"
     )

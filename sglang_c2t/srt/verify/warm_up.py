@@ -1,4 +1,4 @@
-"""What verification launches outside of graphs, compiled before a request waits for it."""
+"""Compiles the kernels that verification launches outside of graphs, before the first request."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ def warm_up(
     num_steps: int,
     packed: bool = True,
 ) -> None:
-    """Compile what verification launches outside of graphs, for every batch size, before a request
-    has to wait for it. The gate warms up itself.
-    """
+    """Compile verification's kernels outside of graphs, for every batch size."""
     device = target_runner.device
     if not trees:
         chain_links(torch.ones(1, dtype=torch.int32, device=device), width)
         if not packed:
             return
-    # Padded trees go the same way as packed ones, with all rows.
-    for batch in one_of_each(max_requests):
+    # Padded trees use the same code as packed ones, with all rows.
+    for batch in sizes_per_triton_specialization(max_requests):
         rows = torch.ones(batch, dtype=torch.int32, device=device)
         zeros = torch.zeros(batch * width, dtype=torch.int64, device=device)
         parents = zeros.view(batch, width) - 1 if trees else None
@@ -69,10 +67,10 @@ def warm_up(
 
 
 def _warm_up_trees(packing: Packing) -> None:
-    """What cuts them to what is verified, and links them."""
+    """Compile the kernels that cut and link trees."""
     assert packing.parents is not None
     batch, width = packing.parents.shape
-    # Links in one table, as drafted.
+    # Links in one table, as in a draft.
     parents, depth, source = packing.parents[:, :, None].repeat(1, 1, 3).unbind(dim=2)
     tokens = torch.zeros((batch, width), dtype=torch.int64, device=parents.device)
     roots = tokens[:, 0].contiguous()
@@ -80,9 +78,9 @@ def _warm_up_trees(packing: Packing) -> None:
         cut_and_link(Trees(tokens, parents, depth, roots, source), roots, chosen)
 
 
-def one_of_each(most: int) -> list[int]:
-    """Of the numbers from 1 to ``most`` one for each way in which Triton may compile for it: 1,
-    multiples of 16 and all else are kernels of their own, and so are blocks of 1, 2, 4, ...
+def sizes_per_triton_specialization(most: int) -> list[int]:
+    """Return a number up to ``most`` for each variant that Triton compiles. It compiles 1,
+    multiples of 16 and other numbers separately, and blocks of 1, 2, 4, ...
     """
     kinds: dict[tuple[int, bool, bool], int] = {}
     for number in range(1, most + 1):
@@ -91,8 +89,8 @@ def one_of_each(most: int) -> list[int]:
 
 
 def _unpacked_tables(target_runner: Any, draft_runner: Any) -> list[tuple[int, torch.dtype]]:
-    """Columns and dtype of what :func:`scatter_rows` brings back: hidden states as wide as the
-    draft reads them, and logits.
+    """Return columns and dtype of the tables for :func:`scatter_rows`: hidden states and logits.
+    Hidden states are as wide as the draft reads them.
     """
     hidden = compat.target_hidden_width(draft_runner)
     return [
@@ -102,7 +100,7 @@ def _unpacked_tables(target_runner: Any, draft_runner: Any) -> list[tuple[int, t
 
 
 def _warm_up_layouts(target_runner: Any, width: int, places: int) -> None:
-    """What lays out a forward, for the slots of each tier."""
+    """Compile the layout kernel for the slots of each tier."""
     if (tiers := tiers_of(target_runner)) is None:
         return
     pool = target_runner.req_to_token_pool.req_to_token

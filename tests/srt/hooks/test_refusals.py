@@ -188,7 +188,7 @@ def test_launch_with_a_typo_in_our_flags_is_refused_in_one_line(
             [*speculative_flags("STANDALONE"), *DECODE],
             "a hidden state, which such a draft has none of; drop --disaggregation-mode",
         ),
-        ([*EAGLE3, *DECODE[:-1], "nixl"], "no other was tried; choose mooncake"),
+        ([*EAGLE3, *DECODE[:-1], "nixl"], "no other was tested; choose mooncake"),
         ([*EAGLE3, *DECODE, "--c2t-record", "x"], "on the server that prefills; drop one of them"),
         ([*TREES, "--c2t-policy", "rows-only"], "policy rows-only cuts chains only"),
         (
@@ -208,7 +208,7 @@ def test_launch_recording_every_root_with_mixed_chunks_is_refused(capsys, tmp_pa
     """Older releases switch mixed chunks off beside drafts."""
     every = ["--c2t-record", str(tmp_path), "--c2t-record-roots", "every"]
     said = refusal(capsys, *EAGLE3, "--c2t", *every, "--enable-mixed-chunk")
-    assert "no draft stands behind; drop --enable-mixed-chunk while recording" in said
+    assert "a token without a draft after it; drop --enable-mixed-chunk while recording" in said
 
 
 ADAPTED = (["--lora-paths", "adapter=/absent"], ["--enable-lora", "--max-lora-rank", "8",
@@ -226,7 +226,7 @@ def test_launch_with_lora_is_served_where_sglang_has_its_seams(
     moved = dataclasses.replace(seams.ADAPTER_SEAMS[-1], target="sglang.srt.no_such_module")
     monkeypatch.setattr(compat, "ADAPTER_SEAMS", (*seams.ADAPTER_SEAMS[:-1], moved))
     said = refusal(capsys, *draft, *flags, "--c2t")
-    assert "does not serve LoRA, --enable-lora or --lora-paths, in an SGLang that" in said
+    assert "does not serve LoRA, --enable-lora or --lora-paths, in an SGLang without" in said
 
 
 def test_refusals_name_a_flag_the_reason_and_what_to_do() -> None:

@@ -114,7 +114,7 @@ def test_lora_backend_applies_the_adapter_of_each_row(
     """In graphs it writes into what was captured; the largest has full width."""
     backend = made(name, monkeypatch)
     manager = manager_of(backend)
-    adapters.tell_rows(manager)
+    adapters.use_per_row_lora(manager)
     with engine._Unpinned():
         if graphs:
             manager.init_decode_cuda_graph_batch_info(
@@ -138,7 +138,7 @@ def test_lora_backend_applies_the_adapter_of_each_row(
 def test_lora_manager_is_restored() -> None:
     manager = manager_of(None)
     stock = manager.prepare_lora_batch, manager.init_decode_cuda_graph_batch_info
-    adapters.tell_rows(manager)
+    adapters.use_per_row_lora(manager)
     assert manager.prepare_lora_batch != stock[0]
-    adapters.tell_requests(manager)
+    adapters.restore_per_request_lora(manager)
     assert (manager.prepare_lora_batch, manager.init_decode_cuda_graph_batch_info) == stock

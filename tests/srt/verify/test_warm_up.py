@@ -20,7 +20,7 @@ def test_warm_up_leaves_nothing_to_compile_while_serving() -> None:
 
 @given(st.integers(1, 300))
 def test_warm_up_sizes_hold_every_triton_specialization(most: int) -> None:
-    from sglang_c2t.srt.verify.warm_up import one_of_each
+    from sglang_c2t.srt.verify.warm_up import sizes_per_triton_specialization
 
     def kind(number: int) -> tuple[int, bool, bool]:
         block = 1
@@ -28,7 +28,7 @@ def test_warm_up_sizes_hold_every_triton_specialization(most: int) -> None:
             block *= 2
         return block, number == 1, number % 16 == 0
 
-    chosen = one_of_each(most)
+    chosen = sizes_per_triton_specialization(most)
     assert all(1 <= number <= most for number in chosen)
     kinds = [kind(number) for number in chosen]
     assert len(kinds) == len(set(kinds))

@@ -1,6 +1,6 @@
 """Stand-in for ``sgl_kernel`` where the wheel cannot be imported: the CPU ops SGLang needs.
 
-Carries exactly the ops of `sglang_c2t.cpu.OPS`; any other name raises, naming itself. The
+It has exactly the ops of `sglang_c2t.cpu.OPS`; any other name raises an error with that name. The
 wheel's distribution stays installed, so version checks through importlib.metadata still work.
 """
 
