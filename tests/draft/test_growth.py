@@ -302,17 +302,6 @@ betas = st.integers(0, 9).map(lambda eighths: eighths / 8)
 # -- every rule against its oracle --------------------------------------------------------
 
 
-@given(drafts(), st.integers(1, 4))
-def test_growth_of_fewer_layers_equals_a_shorter_draft(draft: Draft, layers: int) -> None:
-    """However many more there is room for."""
-    layers = min(layers, draft.steps)
-    short = grown(replace(draft, steps=layers), GatedTree(ByMark(0.0)))
-    run = grown(draft, GatedTree(ByMark(0.0)), layers)
-    for name in ("tokens", "parents", "depth", "num_nodes", "source"):
-        assert torch.equal(getattr(run.trees, name), getattr(short.trees, name))
-    assert torch.equal(run.keys, short.keys)
-
-
 @given(drafts(), betas, st.none() | st.integers(1, 5))
 def test_growth_of_a_gated_tree_equals_algorithm_1(
     draft: Draft, beta: float, limit: int | None
