@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglang_c2t.plan.cost import SEED, STALE, STALE_AT_LAST, Curve, StepCost, size_bucket, spread
+from sglang_c2t.plan.cost import SEED, STALE, STALE_AT_LAST, Curve, StepCost, size_bucket
 from sglang_c2t.plan.step import StepTimes
 from sglang_c2t.plan.tiers import Tiers
 
@@ -83,13 +82,6 @@ def test_size_bucket_of_a_tier_is_the_tier(requests: int, width: int) -> None:
     sizes = range(1, 3000)
     assert all(abs(size_bucket(size) - size) <= size / 16 for size in sizes)
     assert len({size_bucket(size) for size in sizes}) < 90
-
-
-def test_cost_curve_follows_a_slower_machine() -> None:
-    curve = curve_of(*[(8, 5.0)] * 9)
-    for _ in range(7):
-        curve.observe(8, 9.0)
-    assert curve(8) == 9.0
 
 
 def test_cost_curve_seed_counts_until_there_are_measurements() -> None:
@@ -194,16 +186,6 @@ def test_step_cost_unvisited_rows_follow_the_slowdown(pace: float) -> None:
     assert again.one(32, 1, 1) == pytest.approx(cost.one(32, 1, 1))
 
 
-def test_step_cost_wrong_size_is_corrected() -> None:
-    """Else the one that is visited would make all others as dear as it is itself."""
-    cost = StepCost()
-    served(cost, 32, 180.0, 9)
-    served(cost, 16, 50.0, 9)
-    served(cost, 16, 100.0, 200)
-    assert cost.one(16, 1, 1) == pytest.approx(100, rel=0.02)
-    assert cost.one(32, 1, 1) == pytest.approx(180, rel=0.1)
-
-
 @given(st.integers(0, 20))
 def test_step_cost_is_stable_under_noise(seed: int) -> None:
     """Each follows the other: of noise alone, with pauses, neither may make anything."""
@@ -282,29 +264,6 @@ def test_step_cost_rest_is_the_median() -> None:
     for ms in (10.0, 11.0, 12.0, 13.0, 90.0):
         observe(cost, rows=8, batch=4, layers=2, verify_ms=10.0, draft_ms=ms, rest_ms=ms)
     assert (cost.verify(8), cost.layer(4), cost.rest(4)) == (10.0, 11.0, 12.0)
-
-
-def test_step_cost_of_a_dummy_step_teaches_no_rest() -> None:
-    cost = StepCost()
-    observe(cost, rows=12, batch=4, layers=3, verify_ms=10.0, draft_ms=4.0)
-    assert not cost.rest.known
-    assert cost.one(12, 4, 3) == pytest.approx(10 + 4)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "span", "between"),
-    [
-        (
-            range(1, 41),
-            [1, 2, 3, 6, 8, 16, 24, 40],
-            [4, 5, 7, 9, 10, 11, 12, 13, 14, 15, 18, 20, 22, 26, 28, 30, 32, 36],
-        ),
-        ([1, 2, 4, 8, 16, 24], [1, 2, 4, 8, 16, 24], []),
-        ([7], [7], []),
-    ],
-)
-def test_spread_of_sizes(sizes: Sequence[int], span: list[int], between: list[int]) -> None:
-    assert spread(sizes) == (span, between)
 
 
 @pytest.mark.parametrize("points", [{"0": 1.0}, {"4": -1.0}, {"4": 1e9}, {"4": float("nan")}])

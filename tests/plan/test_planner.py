@@ -228,18 +228,6 @@ def test_planner_verifies_a_full_draft_of_each_request_in_turn() -> None:
     assert full == [1, 2, 0, 1]
 
 
-def test_planner_corrects_seeded_costs_that_are_wrong() -> None:
-    """Dummy steps that something disturbed: 24 rows and more looked thrice as dear."""
-    server = MadeUpServer(8, row_ms=0.2)
-    planner = Planner(DEPTH, Survival(DEPTH))
-    for rows in (8, 12, 16, 20, 24, 32, 40, 48):
-        server.seed(planner, rows, 3.0 if rows >= 24 else 1.0)
-    plans, _ = server.serve(planner, 60)
-    assert sum(plan.kind is StepKind.EXPLORE for plan in plans) < 30
-    _, rate = server.serve(planner, 100)
-    assert rate >= 0.95 * server.best_rate()
-
-
 def test_planner_explores_the_best_plans_first() -> None:
     """So that a young server loses little by it."""
     server = MadeUpServer(8, row_ms=2.0)
