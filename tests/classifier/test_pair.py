@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -153,22 +152,6 @@ def test_shipped_for_finds_the_classifier_of_the_pair(shipped: Path) -> None:
     for name in shipped_names():
         classifier = load_classifier(name)
         assert (classifier.name, classifier.training["of"]) == (name, name)
-
-
-def test_shipped_classifiers_of_one_pair_lie_in_its_folder() -> None:
-    """The files of this checkout."""
-    of: dict[str, set[str]] = {}
-    for name in shipped_names():
-        card = json.loads((checkpoint.SHIPPED / f"{name}.json").read_text())
-        pairs = {pair_in(one) for one in card["training"]["origins"]}
-        folder = name.rpartition("/")[0]
-        assert (
-            (len(pairs) == 1 and None not in pairs)
-            if folder
-            else len({one["draft"] for one in card["training"]["origins"]}) == 3
-        )
-        of.setdefault(folder, set()).update(map(str, pairs))
-    assert all(len(pairs) == 1 for folder, pairs in of.items() if folder)
 
 
 def test_shipped_classifiers_of_smollm2_learnt_from_the_shipped_head() -> None:

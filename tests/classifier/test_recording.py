@@ -138,12 +138,6 @@ def test_recording_selection_equals_recording_the_selected(
     assert selected.drafts["position"].tolist() == [d.position for d in kept]
 
 
-def test_recording_layer_holds_all_nodes() -> None:
-    layer = recording(CHAINS, extra=("topk_prob",)).layer()
-    assert layer.depth.tolist() == [1.0, 2.0, 3.0] * len(CHAINS)
-    assert set(layer.measured) == {"margin", "entropy_top1000", "topk_prob"}
-
-
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**16))
 def test_recording_places_are_those_of_eagle2(topk: int, steps: int, seed: int) -> None:
     """Draft by draft and layer by layer: the most likely K are forwarded, of equals the first."""

@@ -460,27 +460,16 @@ def test_chain_gate_captured_step_decides_as_the_policy(name: str) -> None:
 # -- packing ------------------------------------------------------------------------------
 
 
-@given(
-    st.integers(0, 5).flatmap(
-        lambda depth: st.lists(
-            st.tuples(*[st.lists(st.integers(0, 2), min_size=depth + 1, max_size=depth + 1)] * 2),
-            max_size=6,
-        ).map(lambda chains: (depth, chains))
-    )
-)
-def test_matched_drafts_counts_to_the_first_mismatch(
-    case: tuple[int, list[tuple[list[int], list[int]]]],
-) -> None:
-    """A draft stands one row behind the target's choice for it."""
-    depth, chains = case
-    expected = []
-    for drafts, target in chains:
-        matched = 0
-        while matched < depth and drafts[matched + 1] == target[matched]:
-            matched += 1
-        expected.append(matched)
-    columns = torch.tensor(chains, dtype=torch.long).reshape(len(chains), 2, depth + 1)
-    assert matched_drafts(columns[:, 0], columns[:, 1]).tolist() == expected
+@given(st.integers(0, 2**16), st.integers(0, 5), st.integers(0, 6))
+def test_matched_drafts_counts_to_the_first_mismatch(seed: int, depth: int, batch: int) -> None:
+    """A draft stands one row after the target's choice for it."""
+    generator = torch.Generator().manual_seed(seed)
+    drafts, target = torch.randint(0, 2, (2, batch, depth + 1), generator=generator)
+    found = matched_drafts(drafts, target).tolist()
+    for b, matched in enumerate(found):
+        assert drafts[b, 1 : matched + 1].tolist() == target[b, :matched].tolist()
+        assert matched == depth or drafts[b, matched + 1] != target[b, matched]
+    assert len(found) == batch
 
 
 @pytest.mark.parametrize(

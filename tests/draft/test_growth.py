@@ -302,17 +302,6 @@ betas = st.integers(0, 9).map(lambda eighths: eighths / 8)
 # -- every rule against its oracle --------------------------------------------------------
 
 
-@given(drafts(), st.integers(1, 4))
-def test_growth_of_fewer_layers_equals_a_shorter_draft(draft: Draft, layers: int) -> None:
-    """However many more there is room for."""
-    layers = min(layers, draft.steps)
-    short = grown(replace(draft, steps=layers), GatedTree(ByMark(0.0)))
-    run = grown(draft, GatedTree(ByMark(0.0)), layers)
-    for name in ("tokens", "parents", "depth", "num_nodes", "source"):
-        assert torch.equal(getattr(run.trees, name), getattr(short.trees, name))
-    assert torch.equal(run.keys, short.keys)
-
-
 @given(drafts(), betas, st.none() | st.integers(1, 5))
 def test_growth_of_a_gated_tree_equals_algorithm_1(
     draft: Draft, beta: float, limit: int | None
@@ -337,63 +326,47 @@ def test_growth_of_gated_eagle2_prunes_its_tree_without_replacement(
     grown_as(oracle, draft, GatedEAGLE2(ByMark(beta)))
 
 
-@given(drafts(), st.sampled_from(["fixed", "dynamic"]), st.sampled_from([0.0, 1.0, 1.5]))
-def test_growth_of_entropy_width_gives_each_row_its_number_of_children(
-    draft: Draft, depth: str, stop: float
-) -> None:
-    def enters(node: Node) -> bool:
-        stopped = depth == "dynamic" and node.entropy > stop
-        return node.rank < WIDTHS[node.entropy] and not stopped
+PATHS = (0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)
+#: Baselines: the policy, what enters, and which nodes are expanded, by what key.
+BASELINES: dict[str, tuple[TreePolicy, Oracle]] = {
+    "static": (
+        StaticTree([list(path) for path in PATHS]),
+        Oracle(
+            lambda node: node.ranks in PATHS,
+            key=lambda node: 1.0,
+            expand=lambda node: 1.0 if any(p[:-1] == node.ranks for p in PATHS) else NEVER,
+        ),
+    ),
+    "fork": (
+        Fork(2),
+        Oracle(
+            lambda node: node.rank < (2 if node.depth == 1 else 1),
+            key=joint,
+            expand=lambda node: -node.number,
+        ),
+    ),
+    "fixed widths": (
+        EntropyWidth("fixed", 1.0),
+        Oracle(lambda node: node.rank < WIDTHS[node.entropy], key=joint),
+    ),
+    "dynamic widths": (
+        EntropyWidth("dynamic", 1.0),
+        Oracle(lambda node: node.rank < WIDTHS[node.entropy] and node.entropy <= 1.0, key=joint),
+    ),
+}
 
-    grown_as(Oracle(enters, key=joint), draft, EntropyWidth(depth, stop))
 
-
-@st.composite
-def templates(draw: st.DrawFn) -> tuple[Draft, list[list[int]]]:
-    """A draft, and a tree of paths that it has room for; shuffled lists, as JSON may hold."""
-    draft = draw(drafts())
-    rng = random.Random(draw(st.integers(0, 2**20)))
-    paths: list[list[int]] = []
-    internal: list[list[int]] = [[]]
-    for _ in range(draft.steps):
-        layer = [
-            [*path, rank]
-            for path in internal
-            for rank in rng.sample(range(draft.topk), rng.randint(1, draft.topk))
-        ]
-        paths += layer
-        internal = rng.sample(layer, rng.randint(0, min(draft.topk, len(layer))))
-    rng.shuffle(paths)
-    return replace(draft, max_nodes=max(draft.max_nodes, len(paths) + 1)), paths
-
-
-@given(templates())
-def test_growth_of_a_static_tree_has_its_paths_in_every_request(
-    template: tuple[Draft, list[list[int]]],
-) -> None:
-    """And forwards those with children, in path order."""
-    draft, paths = template
-    policy = StaticTree(paths)
+@pytest.mark.parametrize("name", BASELINES)
+@given(drafts())
+def test_growth_of_baselines_equals_their_rules(name: str, draft: Draft) -> None:
+    policy, oracle = BASELINES[name]
+    room = 1 + len(PATHS) if name == "static" else draft.max_nodes
+    draft = replace(
+        draft, topk=max(draft.topk, 2), steps=max(draft.steps, 3),
+        max_nodes=max(room, draft.max_nodes),
+    )  # fmt: skip
     policy.check(draft.shape)
-    wanted = {tuple(path) for path in paths}
-    with_children = {path[:-1] for path in wanted}
-    oracle = Oracle(
-        lambda node: node.ranks in wanted,
-        key=lambda node: 1.0,
-        expand=lambda node: 1.0 if node.ranks in with_children else NEVER,
-    )
     grown_as(oracle, draft, policy)
-
-
-@given(drafts(), st.none() | st.integers(1, 4))
-def test_growth_of_a_fork_cuts_the_least_likely_branches_at_the_cap(
-    draft: Draft, width: int | None
-) -> None:
-    def enters(node: Node) -> bool:
-        return node.rank < ((width or draft.topk) if node.depth == 1 else 1)
-
-    oracle = Oracle(enters, key=joint, expand=lambda node: -node.number)
-    grown_as(oracle, draft, Fork(width))
 
 
 # -- the books ----------------------------------------------------------------------------

@@ -126,21 +126,6 @@ def test_tree_gate_relays_first_layers_by_slot(enter: str) -> None:
     assert torch.equal(layer.nodes.prob, prob.flatten())
 
 
-def test_tree_gate_measures_later_layers_from_the_forwarded_rows() -> None:
-    policy = Scripted(needs=frozenset({"margin"}))
-    gate = gate_of(policy)
-    slots, first = torch.tensor([0, 1]), logits(2, 0)
-    gate.join(slots, first)
-    run_step(gate, slots, first, seed=5)
-    assert [layer.depth for layer in policy.seen] == [1, 2, 3]
-    assert gate.layers[1].nodes is policy.seen[1].nodes
-    for layer, seed in zip(policy.seen[1:], (5, 6), strict=True):
-        said = logits(6, seed)
-        entropy = measure(said)["entropy"].view(2, 3, 1).expand(-1, -1, 3)
-        assert torch.equal(layer.entropy, entropy)
-        assert torch.equal(layer.nodes.measured["margin"], node_margins(choices(said)[1]))
-
-
 def test_tree_gate_unmeasured_first_layer_counts_as_certain() -> None:
     """Its prefill ran on another server; the gate stays open."""
     policy = Scripted()

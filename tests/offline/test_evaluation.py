@@ -74,30 +74,27 @@ def verdict(classifier: Classifier, accept_length: float | None = None) -> Verdi
 # -- by replay -----------------------------------------------------------------------------
 
 
-def test_compare_classifier_that_knows_what_survives_pays_and_is_served() -> None:
-    found = verdict(KNOWS)
-    assert found.pays
-    assert found.low <= found.change <= found.high < -20
-    assert found.mine.outcome.accept_length() == pytest.approx(found.full)  # drops what is rejected
-    assert found.sentence.endswith(f"set --c2t-classifier {{mine}} --c2t-{found.mine.value}")
-    assert " pays: -" in found.sentence
-
-
-def test_compare_classifier_that_ranks_backwards_does_not_pay_and_is_not_served() -> None:
-    found = verdict(BACKWARDS)
-    assert found.pays is False
-    assert 0 < found.low <= found.change <= found.high
-    assert " does not pay: +" in found.sentence
-    assert found.sentence.endswith(found.rival.flags)
-    assert "which needs no classifier" in found.sentence
-    assert "{mine}" not in found.sentence
-
-
-def test_compare_classifier_that_repeats_the_joint_probability_is_undecided() -> None:
-    found = verdict(JOINT)
-    assert found.pays is None
-    assert found.low <= 0 <= found.high
-    assert "may or may not pay" in found.sentence
+@pytest.mark.parametrize(
+    ("classifier", "pays", "said"),
+    [(KNOWS, True, " pays: -"), (BACKWARDS, False, " does not pay: +"),
+     (JOINT, None, "may or may not pay")],
+)  # fmt: skip
+def test_compare_serves_a_classifier_that_pays(
+    classifier: Classifier, pays: bool | None, said: str
+) -> None:
+    found = verdict(classifier)
+    assert found.pays is pays
+    assert found.low <= found.change <= found.high
+    assert said in found.sentence
+    assert (found.high < -20) == (pays is True)
+    assert (found.low > 0) == (pays is False)
+    if pays:  # it drops what is rejected
+        assert found.mine.outcome.accept_length() == pytest.approx(found.full)
+        assert found.sentence.endswith(f"set --c2t-classifier {{mine}} --c2t-{found.mine.value}")
+    elif pays is False:
+        assert found.sentence.endswith(found.rival.flags)
+        assert "which needs no classifier" in found.sentence
+        assert "{mine}" not in found.sentence
 
 
 @pytest.mark.parametrize("classifier", [KNOWS, BACKWARDS, JOINT])

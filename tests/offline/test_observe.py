@@ -42,14 +42,6 @@ def test_observe_sums_replicas() -> None:
     assert both.fullest == 0.5
 
 
-def test_observe_window_holds_the_difference() -> None:
-    window = Window(BEFORE, AFTER)
-    steps = AFTER["c2t:steps_total"] - 451
-    assert window["c2t:steps_total"] == steps > 0
-    assert window.rate("c2t:steps_total") == pytest.approx(steps / 3.0)
-    assert not window.restarted
-
-
 def test_observe_window_of_a_restarted_server_counts_from_its_start() -> None:
     young = sample_of(METRICS[0].replace("} 451.0", "} 7.0"), at=3.0)
     window = Window(AFTER, young)

@@ -147,18 +147,25 @@ def test_record_names_requests_of_a_local_recording(server: Recording, tmp_path:
         assert len(names) == 3 * runs
 
 
+NOT_RECORDING = "does not record: start it with --c2t --c2t-record DIR"
+
+
 @pytest.mark.parametrize(
-    "state", [{}, {"c2t": {"enabled": True}}, {"c2t": {"recording": {"directory": None}}}]
-)
-def test_record_server_that_does_not_record_is_refused(server: Recording, state: dict) -> None:
-    server.info = {"internal_states": [state]}
-    assert "does not record: start it with --c2t --c2t-record DIR" in refusal(server.url)
-    assert server.got == []
-
-
-def test_record_server_that_has_stopped_is_refused(server: Recording) -> None:
+    ("info", "said"),
+    [
+        *(({"internal_states": [state]}, NOT_RECORDING) for state in (
+            {}, {"c2t": {"enabled": True}}, {"c2t": {"recording": {"directory": None}}})),
+        (None, "has stopped recording: /drafts holds 9 MB"),
+        *((info, "no SGLang server answers at") for info in (
+            {}, [], 3, {"internal_states": []}, {"internal_states": [1]})),
+    ],
+)  # fmt: skip
+def test_record_server_that_does_not_record_is_refused(
+    server: Recording, info: Any, said: str
+) -> None:
     server.state["stopped"] = "/drafts holds 9 MB, the limit is 8 MB"
-    assert "has stopped recording: /drafts holds 9 MB" in refusal(server.url)
+    server.info = server.info if info is None else info
+    assert said in refusal(server.url)
     assert server.got == []
 
 
@@ -170,12 +177,6 @@ def test_record_server_that_stops_midway_is_refused(server: Recording) -> None:
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "http://", "ftp://127.0.0.1:1"])
 def test_record_url_that_is_invalid_is_refused(url: str) -> None:
     assert "no SGLang server answers at" in refusal(url)
-
-
-@pytest.mark.parametrize("info", [{}, [], 3, {"internal_states": []}, {"internal_states": [1]}])
-def test_record_server_that_is_not_sglang_is_refused(server: Recording, info: object) -> None:
-    server.info = info
-    assert "no SGLang server answers at" in refusal(server.url)
 
 
 @pytest.mark.parametrize(("status", "reply"), [(400, "{}"), (500, "oops"), (200, "no json")])

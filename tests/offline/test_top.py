@@ -41,22 +41,6 @@ def of(view: top.View = ALL, read_only: str | None = None, **told: Any) -> Scree
     return screen
 
 
-def test_top_rates_are_those_of_the_counters() -> None:
-    """451 steps with 21,413 verifications, of which 440 were planned with 1,170 layers."""
-    assert (ALL.running, ALL.queued, ALL.kv_used) == (47, 15, 0.24)
-    assert ALL.steps == 4.51
-    assert ALL.tokens == pytest.approx((21413 + 38516) / 100)
-    assert (ALL.verified, ALL.accepted) == (713.53, 385.16)
-    assert ALL.accept_length == pytest.approx(1 + 38516 / 21413)
-    assert ALL.drafts == pytest.approx(49940 / 21413)
-    assert ALL.rows == pytest.approx(71353 / 451)
-    assert ALL.layers == pytest.approx(1170 / 440)
-    assert ALL.predicted_ms == pytest.approx(53215.41 / 440, rel=1e-6)
-    assert ALL.measured_ms == pytest.approx(80154.08 / 440, rel=1e-6)
-    assert sum(ALL.plans.values()) == pytest.approx(1)
-    assert ALL.stops["depth"] == pytest.approx(15604 / 21413)
-
-
 def test_top_line_holds_names_and_values(server: FakeServer) -> None:
     line = line_of(view_of(Window(BEFORE, AFTER)), TOLD, "14:03:22")
     clock, *pairs = line.split(" ")

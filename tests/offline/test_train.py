@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_c2t.classifier.checkpoint import Classifier
-from sglang_c2t.classifier.model import ConfidenceNet, num_parameters
+from sglang_c2t.classifier.model import num_parameters
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.draft_layer import DraftLayer
 from sglang_c2t.offline.scores import auc
@@ -20,7 +20,6 @@ from sglang_c2t.offline.train import (
     split_by_group,
     train_classifier,
 )
-from tests import oracles
 from tests.recordings import random_chains, recording
 from tests.refusals import refused
 
@@ -68,17 +67,6 @@ def test_train_with_the_same_seed_is_repeatable(small: Recording) -> None:
         return weights(train_classifier(small, settings=replace(BRIEF, seed=seed)))
 
     assert trained(3) == trained(3) != trained(4)
-
-
-def test_train_absorbs_the_scaling_of_inputs() -> None:
-    """Against the network by hand, on standardised inputs."""
-    torch.manual_seed(0)
-    net, raw = ConfidenceNet(2, [3]), [[0.5, 30.0], [-4.0, 31.0]]
-    mean, std = [-1.0, 30.5], [2.0, 0.25]
-    standardised = [[(v - m) / s for v, m, s in zip(row, mean, std, strict=True)] for row in raw]
-    expected = [oracles.logit(net.parameters(), row) for row in standardised]
-    net.absorb_scaling(torch.tensor(mean), torch.tensor(std))
-    assert net(torch.tensor(raw)).tolist() == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("calibration", ["temperature", "isotonic"])

@@ -191,15 +191,6 @@ def test_planner_uniform_plan_is_of_one_batch_size() -> None:
     assert planner.plan(server.view()).kind is StepKind.UNIFORM
 
 
-def test_planner_uniform_runs_grow_while_confirmed() -> None:
-    server = MadeUpServer(4, row_ms=0.2, layer_ms=1.0, gate_ms=10.0)
-    kinds = [plan.kind for plan in server.serve(Planner(DEPTH, Survival(DEPTH)), 3000)[0]]
-    ends = [n for n, (a, b) in enumerate(pairwise(kinds)) if a is StepKind.UNIFORM is not b]
-    scored = [b - a for a, b in pairwise(ends)]
-    assert max(scored) > 100
-    assert np.mean([kind is StepKind.UNIFORM for kind in kinds[-1000:]]) > 0.97
-
-
 def test_planner_keeps_a_plan_that_holds() -> None:
     """Most steps of a steady load take no time to plan."""
     server = MadeUpServer(16)
@@ -207,18 +198,6 @@ def test_planner_keeps_a_plan_that_holds() -> None:
     server.serve(planner, 500)
     plans, _ = server.serve(planner, 500)
     assert np.mean([a is b for a, b in pairwise(plans)]) > 0.8
-
-
-def test_planner_with_seeded_costs_has_no_unmeasured_step() -> None:
-    """Of layers that nobody has seen it hopes the best, so that it soon sees them."""
-    server = MadeUpServer(8)
-    planner = Planner(DEPTH, Survival(DEPTH))
-    for rows in (8, 24, 48):
-        for _ in range(2):
-            server.seed(planner, rows)
-    plans, _ = server.serve(planner, 20)
-    assert StepKind.UNMEASURED not in {plan.kind for plan in plans}
-    assert max(plan.num_layers for plan in plans[:5]) == DEPTH
 
 
 def test_planner_explores_rarely_where_rows_are_expensive() -> None:
@@ -247,18 +226,6 @@ def test_planner_verifies_a_full_draft_of_each_request_in_turn() -> None:
     plans, _ = MadeUpServer(3).serve(planner, 4 * FULL_EVERY)
     full = [plan.full_draft_of for plan in plans if plan.full_draft_of is not None]
     assert full == [1, 2, 0, 1]
-
-
-def test_planner_corrects_seeded_costs_that_are_wrong() -> None:
-    """Dummy steps that something disturbed: 24 rows and more looked thrice as dear."""
-    server = MadeUpServer(8, row_ms=0.2)
-    planner = Planner(DEPTH, Survival(DEPTH))
-    for rows in (8, 12, 16, 20, 24, 32, 40, 48):
-        server.seed(planner, rows, 3.0 if rows >= 24 else 1.0)
-    plans, _ = server.serve(planner, 60)
-    assert sum(plan.kind is StepKind.EXPLORE for plan in plans) < 30
-    _, rate = server.serve(planner, 100)
-    assert rate >= 0.95 * server.best_rate()
 
 
 def test_planner_explores_the_best_plans_first() -> None:

@@ -55,20 +55,21 @@ def test_fused_gate_of_a_classifier_holds_its_network_and_threshold(
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize(("gate", "feature"), [(DyJoint(0.2), "joint"), (DyMax(0.2), "prob")])
-def test_fused_gate_of_a_threshold_policy_is_one_feature(gate: Any, feature: str) -> None:
-    for policy in (gate, GatedTree(gate)):
-        program = fused_gate(policy, "cpu")
-        assert program is not None
-        assert (program.names, program.hidden_size) == ((feature,), 0)
-        assert program.beta.item() == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize(("policy", "beta"), [(Fixed(2), -2.0), (Fixed(), -math.inf)])
-def test_fused_gate_of_fixed_is_the_negated_depth(policy: Fixed, beta: float) -> None:
+@pytest.mark.parametrize(
+    ("policy", "feature", "sign", "beta"),
+    [
+        (DyJoint(0.2), "joint", 1.0, 0.2), (DyMax(0.2), "prob", 1.0, 0.2),
+        (GatedTree(DyMax(0.2)), "prob", 1.0, 0.2),
+        (Fixed(2), "depth", -1.0, -2.0), (Fixed(), "depth", -1.0, -math.inf),
+    ],
+)  # fmt: skip
+def test_fused_gate_of_a_threshold_policy_is_one_feature(
+    policy: Any, feature: str, sign: float, beta: float
+) -> None:
     program = fused_gate(policy, "cpu")
     assert program is not None
-    assert (program.names, program.sign.item(), program.beta.item()) == (("depth",), -1.0, beta)
+    assert (program.names, program.hidden_size, program.sign.item()) == ((feature,), 0, sign)
+    assert program.beta.item() == pytest.approx(beta)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,37 +59,29 @@ def classifier_of(tmp_path: Path) -> Callable[..., str]:
     return save
 
 
-# -- no policy named ----------------------------------------------------------------------
-
-
-def test_policy_default_is_auto_for_packed_rows_and_c2t_for_full_drafts() -> None:
-    assert named(C2TConfig(), packed=True) == C2TConfig("auto")
-    assert named(C2TConfig(), packed=False) == C2TConfig("c2t")
-    assert build_policy(C2TConfig()).name == "auto"
+# -- rules without a classifier -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "packed", "serves"),
     [
-        {"beta": 0.4},
-        {"classifier": "mine.safetensors"},
-        {"policy_options": {"layer_limit": 2}},
-        {"record": "somewhere"},
-        {"verify": "static"},
-        {"max_verify_rows": 64},
+        (C2TConfig(), True, "auto"),
+        (C2TConfig(), False, "c2t"),
+        # What no planner takes brings the gate.
+        *((C2TConfig(**given), True, "c2t") for given in (
+            {"beta": 0.4}, {"classifier": "mine.safetensors"}, {"record": "somewhere"},
+            {"policy_options": {"layer_limit": 2}}, {"verify": "static"}, {"max_verify_rows": 64},
+        )),
+        *((C2TConfig(name), packed, name)
+          for name in ("auto", "dyjoint") for packed in (True, False)),
     ],
-)
-def test_policy_default_is_c2t_with_a_setting_that_no_planner_takes(given: dict[str, Any]) -> None:
-    assert named(C2TConfig(**given), packed=True) == C2TConfig("c2t", **given)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_policy_that_is_named_stays(packed: bool) -> None:
-    for config in (C2TConfig("auto"), C2TConfig("dyjoint"), C2TConfig("c2t", beta=0.4)):
-        assert named(config, packed=packed) is config
-
-
-# -- rules without a classifier -----------------------------------------------------------
+)  # fmt: skip
+def test_policy_default_is_auto_for_packed_rows_else_c2t(
+    given: Any, packed: bool, serves: str
+) -> None:
+    assert named(given, packed=packed) == replace(given, policy=serves)
+    if packed and given == C2TConfig():
+        assert build_policy(given).name == "auto"
 
 
 @pytest.mark.parametrize("options", [{"length": 0}, {"length": 1}, {"length": 3}, {}])

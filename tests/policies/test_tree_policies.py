@@ -54,10 +54,6 @@ def test_gate_cuts_chains_and_prunes_trees() -> None:
     assert build_tree_policy(replace(config, policy="dyjoint-eagle2")) == GatedEAGLE2(gate)
 
 
-def test_tree_policy_default_is_planned() -> None:
-    assert isinstance(build_tree_policy(C2TConfig()), PlannedTree)
-
-
 def test_tree_policy_takes_layer_limit_and_its_gate_the_other_options() -> None:
     options = {"layer_limit": 3}
     policy = build_tree_policy(C2TConfig(policy="dymax", beta=0.7, policy_options=options))
@@ -97,9 +93,6 @@ def test_tree_policy_unknown_option_or_chain_rule_is_refused_in_one_line(
 ) -> None:
     with refused(said):
         build_tree_policy(C2TConfig(policy=name, policy_options=options))
-
-
-def test_tree_policy_without_a_threshold_refuses_beta() -> None:
     with refused("policy eagle2 has no threshold: drop --c2t-beta"):
         build_tree_policy(C2TConfig("eagle2", beta=0.5))
 
@@ -120,12 +113,9 @@ class Own:
         return Growth(*[layer.joint.masked_fill(beyond, NEVER)] * 2)
 
 
-def test_custom_tree_policy_is_loaded_by_module_and_class() -> None:
+def test_custom_tree_policy_or_gate_is_loaded_by_module_and_class() -> None:
     config = C2TConfig(policy=f"{__name__}:Own", policy_options={"children": 2})
     assert build_tree_policy(config) == Own(2)
-
-
-def test_custom_gate_prunes_trees() -> None:
     config = C2TConfig(policy=f"{__name__}:ByMark", beta=0.3, policy_options={"layer_limit": 4})
     assert build_tree_policy(config) == GatedTree(ByMark(0.3), 4)
     after = C2TConfig(policy=f"{__name__}:ByMark-eagle2", beta=0.3)
@@ -137,7 +127,7 @@ def test_custom_gate_prunes_trees() -> None:
 
 def test_planned_tree_keeps_every_node_and_ranks_nan_last() -> None:
     """By the classifier for trees; a draft that computes nonsense is the least sure."""
-    policy = build_tree_policy(C2TConfig(policy="auto"))
+    policy = build_tree_policy(C2TConfig())
     assert isinstance(policy, PlannedTree)
     of_gate = build_tree_policy(C2TConfig(policy="c2t-plus")).gate.classifier
     assert policy.gate.classifier.training == of_gate.training

@@ -202,16 +202,6 @@ def test_worker_packs_and_plans_where_the_backend_can(
     assert line.startswith(f"C2T: policy {serves}, {words}")
 
 
-def test_worker_serves_the_gate_with_full_width_where_the_backend_cannot(server: Server) -> None:
-    server.with_backend("it cannot")
-    made = server.started()
-    assert policy_of(made) == "c2t"
-    assert (made._drafter.packed, made._drafter.planning.plans) == (False, False)
-    assert server.calls == ["capture"]  # neither prepared for packed rows nor tried with them
-    report = made._serving.report()
-    assert (report["packed"], report["unpacked_because"]) == (False, "it cannot")
-
-
 @pytest.mark.parametrize(
     ("typed", "topk", "sentence"),
     [
@@ -224,7 +214,7 @@ def test_worker_that_needs_packed_rows_is_refused_where_they_fail(
     server: Server, typed: C2TConfig, topk: int, sentence: str
 ) -> None:
     server.with_trial(lambda: "it cannot")
-    for unsupported in ("it cannot", None)[: 3 - topk]:  # trees are not tried
+    for unsupported in ("it cannot", None) if topk == 1 else ("it cannot",):  # trees: no trial
         server.with_backend(unsupported)
         with refused(sentence):
             server.started(typed, topk=topk)
@@ -258,34 +248,35 @@ def out_of_memory() -> str | None:
     raise MemoryError("no room")
 
 
+TRIED = ["prepare packing", "trial", "disable packing", "capture"]
+
+
 @pytest.mark.parametrize(
-    ("mismatch", "reason"),
+    ("unsupported", "mismatch", "reason", "calls"),
     [
-        (lambda: "rows differ", "rows differ"),
-        (out_of_memory, "a packed batch failed with MemoryError: no room"),
+        ("it cannot", lambda: None, "it cannot", ["capture"]),  # neither prepared nor tried
+        (None, lambda: "rows differ", "rows differ", TRIED),
+        (None, out_of_memory, "a packed batch failed with MemoryError: no room", TRIED),
     ],
 )
-def test_worker_fallback_after_a_failed_trial_serves_the_gate(
-    server: Server, caplog: pytest.LogCaptureFixture, mismatch: Any, reason: str
-) -> None:
+def test_worker_fallback_without_packed_rows_serves_the_gate(
+    server: Server, caplog: pytest.LogCaptureFixture, unsupported: str | None, mismatch: Any,
+    reason: str, calls: list[str],
+) -> None:  # fmt: skip
+    """No switch brings a planner back, which would pack rows that the target does not read."""
+    server.with_backend(unsupported)
     server.with_trial(mismatch)
     with caplog.at_level(logging.INFO):
         made = server.started()
-    assert server.calls == ["prepare packing", "trial", "disable packing", "capture"]
+    assert server.calls == calls
     assert policy_of(made) == "c2t"
     assert (made._drafter.packed, made._drafter.planning.plans) == (False, False)
     assert not made._drafter.gate.planned
-    assert made._serving.report()["unpacked_because"] == reason
-    assert f"verifying full width (same output, no saving): {reason}" in caplog.text
+    report = made._serving.report()
+    assert (report["packed"], report["unpacked_because"]) == (False, reason)
+    if unsupported is None:
+        assert f"verifying full width (same output, no saving): {reason}" in caplog.text
     assert "C2T: policy c2t, static verification of chains" in caplog.text
-
-
-def test_worker_switch_to_a_planner_after_a_failed_trial_is_refused(
-    server: Server,
-) -> None:
-    """It would pack rows that the target does not read."""
-    server.with_trial(lambda: "rows differ")
-    made = server.started()
     before = state(made)
     with refused("policy auto plans how many rows are verified, and here all are"):
         made.change({"policy": "auto"})

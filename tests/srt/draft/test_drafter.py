@@ -128,15 +128,6 @@ def test_drafter_uniform_step_asks_no_gate(planned: Any, planner: Planned) -> No
     assert step(planned).num_rows.tolist() == [4] * BATCH
 
 
-def test_drafter_lengths_outlive_the_next_step(planned: Any, planner: Planned) -> None:
-    """The scheduler may still be reading them."""
-    found = []
-    for layers in (4, 2):
-        planner.says(StepKind.PLANNED, layers)
-        found.append(step(planned))
-    assert [each.num_rows.tolist() for each in found] == [[5] * BATCH, [3] * BATCH]
-
-
 @pytest.mark.parametrize("graphs", [False, True])
 def test_drafter_scores_first_tokens_after_uniform_steps_late(
     planned: Any, planner: Planned, graphs: bool

@@ -201,24 +201,16 @@ def test_planning_times_a_step_to_the_start_of_the_next() -> None:
     assert times.step_ms >= times.draft_ms + times.verify_ms + 2.0
 
 
-def test_planning_step_before_a_prefill_is_not_timed() -> None:
+def test_planning_step_before_a_prefill_or_an_idle_server_is_not_timed() -> None:
+    """Requests that came to an idle server were prefilled by another one."""
     planner, forwards = Scripted(), [7]
     planning = planning_of(planner, forwards=lambda: forwards[0])
-    finish(planning, planning.begin(1), [2], [1])
-    forwards[0] += 1  # a prefill
-    finish(planning, planning.begin(1), [2], [1])
-    planning.begin(1)
-    assert [record.times is None for record in planner.records] == [True, False]
-    assert len(planner.outcomes) == 2, "what became of its drafts is known all the same"
-
-
-def test_planning_step_before_an_idle_server_is_not_timed() -> None:
-    """Requests have come since, whose prefill ran on another server."""
-    planner = Scripted()
-    planning = planning_of(planner)
-    for unmeasured in ([], [0], [0, 1]):
-        finish(planning, planning.begin(2, unmeasured=unmeasured), [2, 2], [1, 1])
-    assert [record.times is None for record in planner.records] == [False, True]
+    for prefills, unmeasured in ((0, []), (1, []), (0, []), (0, [0]), (0, [0, 1]), (0, [])):
+        forwards[0] += prefills
+        finish(planning, planning.begin(2, unmeasured=unmeasured, context=9), [2, 2], [1, 1])
+    assert [record.times is None for record in planner.records] == [True, False, False, True, False]
+    assert {record.context for record in planner.records} == {9}
+    assert len(planner.outcomes) == 4, "outcomes are learnt all the same, but of unmeasured drafts"
 
 
 def test_planning_learns_outcomes_when_the_next_step_begins() -> None:

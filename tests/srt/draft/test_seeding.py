@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,6 +112,13 @@ def test_seeding_leaves_out_sizes_that_take_too_long(
     assert 48 in measured
     assert not measured & {52, 56, 60, 64, 72, 80}
     assert {4, 5, 6, 7, 9} <= measured
+
+
+def test_seeding_measures_a_slow_size_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once would be the first time, which is slow."""
+    monkeypatch.setattr(seeding, "ENOUGH_SECONDS", 0.4)
+    steps = Counter(rows for _, rows in seeded(10.0).steps)
+    assert (steps[12], steps[24], steps[80]) == (3, 2, 2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -397,18 +397,14 @@ class Changed:
         return getattr(self._resolved, name)
 
 
-def on_a_gpu(*flags: str, settings: config.C2TConfig | None = None, **changed: object) -> list[str]:
-    """What is refused where CUDA graphs are on unless a flag switches them off."""
+def test_refusals_of_cuda_graphs_without_padding() -> None:
     from sglang_c2t.srt.hooks import resolution
 
-    resolved = compat.resolved(launch(*EAGLE3, *flags))
-    config.publish(settings or config.C2TConfig())
-    return resolution.refusals(Changed(resolved, device="cuda", **changed))
-
-
-def test_refusals_of_cuda_graphs_without_padding() -> None:
-    assert on_a_gpu() == []
-    (said,) = on_a_gpu(disable_cuda_graph_padding=True)
+    resolved = compat.resolved(launch(*EAGLE3))
+    config.publish(config.C2TConfig())
+    assert resolution.refusals(Changed(resolved, device="cuda")) == []
+    unpadded = Changed(resolved, device="cuda", disable_cuda_graph_padding=True)
+    (said,) = resolution.refusals(unpadded)
     assert "drop --disable-cuda-graph-padding" in said
 
 

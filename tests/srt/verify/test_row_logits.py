@@ -28,14 +28,13 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import Tensor
 
 from sglang_c2t.srt.probes import attribute_names
-from sglang_c2t.srt.verify import chain, packed, penalties, tree
+from sglang_c2t.srt.verify import chain, packed, penalties
 from sglang_c2t.srt.verify.packing import Packing
 from sglang_c2t.srt.verify.penalties import OutputHistory
 from sglang_c2t.srt.verify.row_logits import RowLogits, depends_on_outputs, recall
-from sglang_c2t.tree import LinkedTrees, Trees
 from tests import oracles
 from tests.doubles import double, real_class
-from tests.srt.chains import full_chains
+from tests.srt.chains import full_chains, padded, tree_input
 
 VOCAB, SLOTS, STEPS = 7, 5, 4
 NODES = 5  # N
@@ -106,34 +105,19 @@ class Drafted:
         return cls(shape, parents, tokens)
 
     def verify_input(self, seq_lens: list[int]) -> Any:
-        def padded(rows: list[list[int]], pad: int) -> Tensor:
-            return torch.tensor([[*row, *[pad] * (NODES - len(row))] for row in rows])
-
-        sizes = torch.tensor([len(p) for p in self.parents])
-        tokens, starts = padded(self.tokens, 0), torch.tensor(seq_lens)[:, None]
-        if "chains" in self.shape:
-            stock = full_chains(
-                len(sizes), NODES, draft_token=tokens.flatten(),
-                positions=(starts + torch.arange(NODES)).flatten(),
+        if "trees" in self.shape:
+            batch = double("ScheduleBatch", seq_lens=torch.tensor(seq_lens))
+            return tree_input(
+                self.parents, self.tokens, batch, width=NODES, num_steps=NODES - 1,
+                packed=self.shape == "trees",
             )  # fmt: skip
-            packing = Packing(sizes, NODES) if self.shape == "chains" else None
-            return chain.ChainVerifyInput.cut(stock, sizes.int(), packing=packing)
-        depths = [[len(oracles.ancestors(p, n)) - 1 for n in range(len(p))] for p in self.parents]
-        sources = [[-1, *range(len(p) - 1)] for p in self.parents]
-        trees = Trees(
-            tokens, padded(self.parents, -1), padded(depths, 0), sizes, padded(sources, -1)
-        )
-        links: Any = {"parents": trees.parents, "num_steps": NODES - 1}
-        full = self.shape == "padded trees"
-        packing = (
-            Packing.full(len(sizes), NODES, "cpu", **links)
-            if full
-            else Packing(sizes, NODES, **links)
-        )
-        batch = double("ScheduleBatch", seq_lens=torch.tensor(seq_lens))
-        return tree.build_verify_input(
-            LinkedTrees.of(trees), batch, num_steps=NODES - 1, topk=3, packing=packing
-        )
+        sizes = torch.tensor([len(p) for p in self.parents])
+        stock = full_chains(
+            len(sizes), NODES, draft_token=padded(self.tokens, 0, NODES).flatten(),
+            positions=(torch.tensor(seq_lens)[:, None] + torch.arange(NODES)).flatten(),
+        )  # fmt: skip
+        packing = Packing(sizes, NODES) if self.shape == "chains" else None
+        return chain.ChainVerifyInput.cut(stock, sizes.int(), packing=packing)
 
     @property
     def rows(self) -> list[tuple[int, int]]:

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sglang_c2t.plan.tiers import Tiers
-from sglang_c2t.srt.verify import tree as tree_verify
-from sglang_c2t.tree import LinkedTrees, Trees
 from tests import oracles
 from tests.doubles import double
+from tests.srt.chains import tree_input
 
 VOCAB = 4  # so small that drafts are often right, and siblings sometimes equal
 NEVER = float("-inf")
@@ -49,28 +48,11 @@ class Case:
     def depth(self, b: int, node: int) -> int:
         return len(oracles.ancestors(self.parents[b], node)) - 1
 
-    def trees(self) -> Trees:
-        def padded(rows: list[list[int]], pad: int) -> Tensor:
-            return torch.tensor([[*row, *[pad] * (self.max_nodes - len(row))] for row in rows])
-
-        depths = [[self.depth(b, n) for n in range(len(p))] for b, p in enumerate(self.parents)]
-        sources = [[-1, *range(len(p) - 1)] for p in self.parents]
-        return Trees(
-            padded(self.tokens, 0), padded(self.parents, -1), padded(depths, 0),
-            torch.tensor([len(p) for p in self.parents]), padded(sources, -1),
-        )  # fmt: skip
-
     def verify_input(self) -> Any:
-        trees = self.trees()
-        shape: Any = {"parents": trees.parents, "num_steps": self.num_steps}
-        packing = (
-            tree_verify.Packing(trees.num_nodes, self.max_nodes, **shape)
-            if self.packed
-            else tree_verify.Packing.full(len(self.parents), self.max_nodes, "cpu", **shape)
-        )
-        return tree_verify.build_verify_input(
-            LinkedTrees.of(trees), self.batch(), num_steps=self.num_steps, topk=3, packing=packing
-        )
+        return tree_input(
+            self.parents, self.tokens, self.batch(), width=self.max_nodes,
+            num_steps=self.num_steps, packed=self.packed,
+        )  # fmt: skip
 
     def batch(self, **fields: Any) -> Any:
         return double(
