@@ -438,19 +438,3 @@ def quantile(values: Iterable[float], share: float) -> float:
 def _mistaken(measured: list[float], larger: float) -> bool:
     """Whether a size only seems slower than a ``larger`` one."""
     return len(measured) < SEED or min(measured) <= larger
-
-
-def spread(sizes: Sequence[int], count: int = 8) -> tuple[list[int], list[int]]:
-    """Choose which of the increasing ``sizes`` to measure: a span, and the sizes between.
-
-    The span is at most ``count`` sizes in a geometric sequence from the first to the last. The
-    others are those in no :func:`size_bucket` of the span.
-
-    It prefers round sizes, because kernels are tuned for these. A cost interpolated between two
-    slow sizes would hide the fast ones.
-    """
-    wanted = [size_bucket(round(goal), bits=2) for goal in np.geomspace(sizes[0], sizes[-1], count)]
-    wanted[-1] = sizes[-1]
-    span = sorted({min(sizes, key=lambda size: abs(size - goal)) for goal in wanted})
-    known = {size_bucket(size) for size in span}
-    return span, [size for size in sizes if size_bucket(size) == size and size not in known]

@@ -181,8 +181,13 @@ class OneSlope:
     LARGEST = 40.0
 
     def __init__(self, max_depth: int) -> None:
+        self.intercepts = np.empty(max_depth)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
         self.slope = 0.5
-        self.intercepts = np.full(max_depth, -0.2)
+        self.intercepts = np.full(len(self.intercepts), -0.2)
         self._window: list[tuple[NDArray[np.int64], Array, Array]] = []
         self._steps = 0
 
@@ -226,10 +231,6 @@ class OneSlope:
         shape = self.intercepts.shape
         intercepts = numbers("intercepts", state["intercepts"], -STEEPEST, STEEPEST, shape)
         self.slope, self.intercepts = slope, intercepts
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.__init__(len(self.intercepts))  # type: ignore[misc]
 
     def _feature(self, prob: Array) -> Array:
         prob = np.asarray(prob, dtype=np.float64)

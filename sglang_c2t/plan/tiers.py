@@ -10,9 +10,13 @@ Legend: B requests, R rows, T rows of a tier, S its slots, N most rows of one re
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
+
+from sglang_c2t.plan.cost import size_bucket
 
 #: Row count from which on tiers have a spacing, and that spacing.
 _STEPS = ((0, 1), (2, 2), (4, 4), (8, 8), (128, 16), (256, 32), (512, 64), (1024, 128))
@@ -77,3 +81,19 @@ class Tiers:
             if free > 0 or (alone and free == 0 and rows == tier):
                 return tier
         return None
+
+
+def spread(sizes: Sequence[int], count: int = 8) -> tuple[list[int], list[int]]:
+    """Choose which of the increasing ``sizes`` to measure: a span, and the sizes between.
+
+    The span is at most ``count`` sizes in a geometric sequence from the first to the last. The
+    others are those in no :func:`size_bucket` of the span.
+
+    It prefers round sizes, because kernels are tuned for these. A cost interpolated between two
+    slow sizes would hide the fast ones.
+    """
+    wanted = [size_bucket(round(goal), bits=2) for goal in np.geomspace(sizes[0], sizes[-1], count)]
+    wanted[-1] = sizes[-1]
+    span = sorted({min(sizes, key=lambda size: abs(size - goal)) for goal in wanted})
+    known = {size_bucket(size) for size in span}
+    return span, [size for size in sizes if size_bucket(size) == size and size not in known]

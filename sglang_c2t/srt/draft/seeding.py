@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from sglang_c2t.plan.cost import SEED, spread
+from sglang_c2t.plan.cost import SEED
+from sglang_c2t.plan.tiers import spread
 from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.dummy import dummy_batch
 from sglang_c2t.srt.tensor_parallel import all_ranks, host_broadcast_from_rank0
