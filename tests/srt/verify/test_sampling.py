@@ -199,12 +199,11 @@ def text_law(emissions: Emissions, target: Target, length: int) -> dict[Tokens, 
 
 
 def is_lossless(emissions: Emissions, target: Target) -> bool:
-    """Whether texts of every length, up to one behind the longest emission, are the target's."""
-    for length in range(MAX_DEPTH + 3):
-        for text, probability in text_law(emissions, target, length).items():
-            if probability != target.prob_of_rest(text, 0):
-                return False
-    return True
+    """Whether texts, up to one token after the longest emission, are the target's; the law of a
+    shorter text is a sum of theirs.
+    """
+    found = text_law(emissions, target, MAX_DEPTH + 2)
+    return all(probability == target.prob_of_rest(text, 0) for text, probability in found.items())
 
 
 # -- what holds ---------------------------------------------------------------------------
