@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sglang_c2t.offline.compare import (
     Curve,
     everyone,
+    interval,
     resamples,
     sweep,
 )
@@ -77,3 +78,4 @@ def test_compare_resamples_keep_group_sizes(groups: list[str], num: int) -> None
     for group in set(groups):
         members = everyone(groups, only=group)[0]
         assert (drawn @ members == members.sum()).all()
+    assert interval(np.arange(101.0)) == pytest.approx((2.5, 97.5))
