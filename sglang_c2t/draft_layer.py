@@ -45,10 +45,10 @@ class DraftLayer:
 
     ``margin``           [B] float32: log q of the best token less that of the second best
     ``entropy_topM``     [B] float32, nats: the M largest probabilities only (C2T, eq. 7)
-    ``confidence``       [B] float32 in [0, 1]: the gate's own, if a kernel has computed it ``rank``
-    [B] float32: rank among its siblings, 0 for the most likely ``parent_rank``      [B] float32:
-    its parent's rank among the request's forwarded rows, best first;
-                         0 for children of the root, and in chains
+    ``confidence``       [B] float32 in [0, 1]: the gate's own, if a kernel has computed it
+    ``rank``             [B] float32: rank among its siblings, 0 for the most likely
+    ``parent_rank``      [B] float32: its parent's rank among the request's forwarded rows, best
+                         first; 0 for children of the root, and in chains
     """
 
     parent: DraftLayer | None = None

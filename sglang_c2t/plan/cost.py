@@ -46,7 +46,7 @@ LATELY = 100
 #: A slope counts only if its square exceeds the variance of its noise by this factor.
 SURE = 16.0
 
-#: Least share of a forward's time that its rows take, whatever its context.
+#: Least share of a forward's time that its rows take, at any context.
 LEAST = 0.1
 
 #: Tokens of context to which the milliseconds of a saved state refer.

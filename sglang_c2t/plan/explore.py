@@ -135,7 +135,7 @@ class Exploration:
         return True
 
     def _due(self, last: int) -> bool:
-        """Whether exploration is due, whatever it costs, if the last one was at step ``last``."""
+        """Whether exploration is due at any cost, if the last one was at step ``last``."""
         return self.step - last >= min(max(last, FIRST), AT_LEAST_EVERY)
 
     def _affordable(self, other: Plan, best: Plan) -> bool:

@@ -48,9 +48,11 @@ def argument(server_args: Any, name: str) -> Any:
 
 
 def require_readable(message: Any) -> None:
-    """Raise ValueError unless a scheduler can read this message. Newer SGLang sends messages
-    unchecked and reads them by type: a wrong one ends the scheduler. Older SGLang pickles. The
-    check skips the prompt, which is long and has been read by then.
+    """Raise ValueError unless a scheduler can decode ``message``.
+
+    Newer SGLang encodes a request without a check, and its scheduler, which decodes by type, ends
+    on a field of another type. So the HTTP server decodes it first, and answers 400. It skips the
+    prompt, which is long and was read before. Older SGLang pickles, which needs no check.
     """
     io_struct = importlib.import_module("sglang.srt.managers.io_struct")
     if not hasattr(io_struct, "msgpack_encode"):

@@ -247,7 +247,7 @@ def test_headline_states_verdict_with_its_interval(case: str, tmp_path: Path) ->
 
 
 def test_ramp_compares_times_of_requests(tmp_path: Path) -> None:
-    """A method that answers in half the time gains 2, whatever its tokens per second."""
+    """A method that answers in half the time gains 2, at any tokens per second."""
 
     def edit(cell: Cell) -> Cell:
         seconds = {BASELINE: 4.0, "fixed 3": 5.0, "c2t-plus": 2.0}[cell.method]
