@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sglang_c2t.policies.base import TreeShape
@@ -302,6 +303,20 @@ def set_output_stride(result: Any, stride: int) -> None:
         write(result, speculative_output_stride=stride)
     else:
         write(result, speculative_num_draft_tokens=stride)
+
+
+def select_draft_rows(result: Any, last: Tensor) -> bool:
+    """Tell draft extend after ``result`` that its forward returns the ``last`` [B] rows only, in
+    order. Returns whether this SGLang's draft model can do so.
+    """
+    input_class = importlib.import_module("sglang.srt.speculative.eagle_info").EagleDraftExtendInput
+    if not (
+        hasattr(result, "prepared_draft_extend_inputs") and hasattr(input_class, "select_index")
+    ):
+        return False
+    in_order, tokens = torch.arange(len(last)), result.next_token_ids.to(torch.int64)
+    write(result, prepared_draft_extend_inputs=(result.accept_lens - 1, in_order, tokens))
+    return True
 
 
 @contextmanager

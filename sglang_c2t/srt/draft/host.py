@@ -50,6 +50,7 @@ class DraftForward:
 
     def __init__(self, forward_batch: Any, forward: Callable[[], Any]) -> None:
         self._forward_batch, self._forward = forward_batch, forward
+        self._selected: Tensor | None = None
 
     @property
     def rows(self) -> Rows:
@@ -62,7 +63,16 @@ class DraftForward:
         if (step := step_of(self._forward_batch)) is not None:
             step.layers_begin()
         self.output = self._forward()
+        hidden = self.rows[1]
+        if self._selected is not None and hidden is not None:  # SGLang has selected the logits only
+            output = getattr(self.output, "logits_output", self.output)
+            attach.write(output, hidden_states=hidden[self._selected])
         return self.rows
+
+    def select(self, rows: Tensor) -> None:
+        """Make a forward of draft extend return these ``rows`` [B] int64 only."""
+        attach.write(self._forward_batch.spec_info, select_index=rows)
+        self._selected = rows
 
     def skip(self, choices: int = 1) -> Rows:
         """Run nothing: SGLang's loop chooses among ``choices`` equal logits, from token 0 on."""
@@ -192,10 +202,11 @@ class Host:
 
         SGLang's, the ``stock`` one, extends over N rows of every request, and reads the last
         accepted one. Only D + 1 rows are needed. On a CPU, where reading the device is free, it
-        extends over as many rows as the longest request has. With other ranks it does not, because
-        they expect D + 1.
+        extends over as many rows as the longest request has, and computes logits of the last ones
+        only, as CUDA graphs do. With other ranks it does not, because they expect D + 1.
         """
         lens, slots, width = batch_result.accept_lens, batch.out_cache_loc, self.num_steps + 1
+        on_forward = self._on_forward
         if lens.is_cpu and self.peers is None and not batch.forward_mode.is_idle():
             width = int(lens.max())
 
@@ -208,11 +219,21 @@ class Host:
             attach.write(output, hidden_states=rows(output.hidden_states))
             tokens, slots = rows(batch_result.next_token_ids), rows(slots)
             attach.write(batch_result, logits_output=output, next_token_ids=tokens)
+            last = torch.arange(len(lens)) * width + lens - 1
+            if compat.select_draft_rows(batch_result, last):
+                on_forward = partial(self._select_rows, on_forward or DraftForward.run, last)
         with (
+            attach.swapped(self, "_on_forward", on_forward),
             attach.swapped(self._worker, "speculative_num_draft_tokens", width),
             attach.swapped(batch, "out_cache_loc", slots),
         ):
             stock(batch, batch_result)
+
+    @staticmethod
+    def _select_rows(on_forward: OnForward, last: Tensor, forward: DraftForward) -> None:
+        """Call ``on_forward`` with a forward that computes the ``last`` rows' logits only."""
+        forward.select(last)
+        on_forward(forward)
 
     def last_rows(self, extend: Callable[[], T]) -> tuple[T, Rows]:
         """Return the result of SGLang's draft ``extend``, and the last accepted row of each request

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.speculative import eagle_worker_v2
+from sglang.srt.speculative.eagle_info import EagleDraftExtendInput
 
 from sglang_c2t.plan.step import StepKind
 from sglang_c2t.policies.fixed import Fixed
@@ -15,6 +17,9 @@ from tests.doubles import double, invented
 from tests.srt.chains import full_chains
 from tests.srt.draft.fake_host import BATCH, STEPS, VOCAB, FakeHost, Planned, batch_of
 from tests.srt.draft.test_drafter import chains
+
+#: Whether this SGLang's draft extend can compute the logits of some rows only.
+SELECTS = hasattr(EagleDraftExtendInput, "select_index")
 
 
 class Graphs:
@@ -51,6 +56,7 @@ class StockWorker:
         self.server_args: Any = None
         self.layers_run = 0
         self.extended: list[Any] = []
+        self.num_logits = 0
 
     def alloc_memory_pool(self) -> None:
         self.req_to_token_pool = double("ReqToTokenPool", req_to_token=torch.zeros(8, 16))
@@ -66,15 +72,30 @@ class StockWorker:
 
     def forward(self, forward_batch: Any) -> Any:
         self.layers_run += 1
-        logits = torch.zeros(BATCH, VOCAB)
-        output = double("LogitsProcessorOutput", next_token_logits=logits, hidden_states=None)
+        logits, hidden = torch.zeros(BATCH, VOCAB), None
+        if isinstance(forward_batch.spec_info, EagleDraftExtendInput):
+            numbers = torch.arange(BATCH * self.speculative_num_draft_tokens)
+            hidden = numbers[:, None].float().expand(-1, VOCAB)
+            last = forward_batch.spec_info.select_index
+            logits = hidden if last is None else hidden[last]
+        output = double("LogitsProcessorOutput", next_token_logits=logits, hidden_states=hidden)
         return double(
             "sglang.srt.model_executor.model_runner.ModelRunnerOutput", logits_output=output
         )
 
     def _draft_extend_for_decode(self, batch: Any, batch_result: Any) -> None:
         self.extended.append((batch_result.next_token_ids.tolist(), batch.out_cache_loc.tolist()))
-        self.draft_runner.forward(batch)
+        width = self.speculative_num_draft_tokens
+        select = torch.arange(BATCH) * width + batch_result.accept_lens - 1
+        if (prepared := batch_result.prepared_draft_extend_inputs) is not None:
+            num_correct_drafts, select, tokens = prepared
+            assert num_correct_drafts.tolist() == (batch_result.accept_lens - 1).tolist()
+            assert tokens.tolist() == batch_result.next_token_ids.tolist()
+        extend: Any = double(EagleDraftExtendInput)
+        made = self.draft_runner.forward(double("ForwardBatch", spec_info=extend)).logits_output
+        self.num_logits = len(made.next_token_logits)
+        made.next_token_logits = made.next_token_logits[select]
+        made.hidden_states = made.hidden_states[select]
 
     def draft(self, batch: Any) -> Any:
         from sglang.srt.speculative import eagle_worker_v2
@@ -126,7 +147,12 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_stock_worker_double_has_no_attribute_of_its_own() -> None:
-    assert invented(StockWorker(), "EagleDraftWorker") == {"forward", "layers_run", "extended"}
+    assert invented(StockWorker(), "EagleDraftWorker") == {
+        "forward",
+        "layers_run",
+        "extended",
+        "num_logits",
+    }
 
 
 def test_host_captures_cuda_graphs_for_every_number_of_layers(
@@ -186,7 +212,11 @@ def test_host_draft_extend_on_a_cpu_covers_the_longest_request(make: Any, lens: 
     output = double("LogitsProcessorOutput", hidden_states=None)
     given: Any = {"accept_lens": torch.tensor(lens), "next_token_ids": rows}
     result = double("GenerationBatchResult", logits_output=output, **given)
-    worker._draft_extend_for_decode(running, result)
+    host, stock = worker.drafter.host, partial(StockWorker._draft_extend_for_decode, worker)
+    _, made = host.last_rows(partial(host.extend, stock, running, result))
+    last = [i * max(lens) + n - 1 for i, n in enumerate(lens)]
+    assert [values[:, 0].tolist() for values in made] == [last, last]
+    assert worker.num_logits == (BATCH if SELECTS else BATCH * max(lens))
     first = rows.view(BATCH, -1)[:, : max(lens)].flatten().tolist()
     assert worker.extended == [(first, first)]
     assert running.out_cache_loc is rows
