@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sglang_c2t.policies.base import TreeShape
@@ -49,11 +48,9 @@ def argument(server_args: Any, name: str) -> Any:
 
 
 def require_readable(message: Any) -> None:
-    """Raise ValueError unless a scheduler can decode ``message``.
-
-    Newer SGLang encodes a request without a check, and its scheduler, which decodes by type, ends
-    on a field of another type. So the HTTP server decodes it first, and answers 400. It skips the
-    prompt, which is long and was read before. Older SGLang pickles, which needs no check.
+    """Raise ValueError unless a scheduler can decode this message. Newer SGLang encodes without a
+    check, and its scheduler ends on a field of another type. The prompt, which is long and was read
+    before, is left out. Older SGLang pickles.
     """
     io_struct = importlib.import_module("sglang.srt.managers.io_struct")
     if not hasattr(io_struct, "msgpack_encode"):
@@ -303,20 +300,6 @@ def set_output_stride(result: Any, stride: int) -> None:
         write(result, speculative_output_stride=stride)
     else:
         write(result, speculative_num_draft_tokens=stride)
-
-
-def select_draft_rows(result: Any, last: Tensor) -> bool:
-    """Tell draft extend after ``result`` that its forward returns the ``last`` [B] rows only, in
-    order. Returns whether this SGLang's draft model can do so.
-    """
-    input_class = importlib.import_module("sglang.srt.speculative.eagle_info").EagleDraftExtendInput
-    if not (
-        hasattr(result, "prepared_draft_extend_inputs") and hasattr(input_class, "select_index")
-    ):
-        return False
-    in_order, tokens = torch.arange(len(last)), result.next_token_ids.to(torch.int64)
-    write(result, prepared_draft_extend_inputs=(result.accept_lens - 1, in_order, tokens))
-    return True
 
 
 @contextmanager

@@ -101,10 +101,10 @@ class Drafter:
     def extend_decode(self, batch: Any, result: Any, stock: Callable[[Any, Any], None]) -> None:
         """Run draft extend after verification, and score the next first draft of each request."""
         step = getattr(batch.spec_info, "step", None)
-        extend = partial(self.host.extend, stock, batch, result)
+        rows = self.host.extend(stock, batch, result)
         if batch.forward_mode.is_idle():
-            return extend()
-        _, rows = self.host.last_rows(extend)
+            return
+        assert rows is not None
         # A graph scores the first layer of every step.
         uniform = step is not None and step.plan.kind is StepKind.UNIFORM
         later = uniform and not self.host.drafts_in_graphs

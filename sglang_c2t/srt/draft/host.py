@@ -197,8 +197,10 @@ class Host:
 
     # -- draft extend -------------------------------------------------------------------------
 
-    def extend(self, stock: Callable[[Any, Any], None], batch: Any, batch_result: Any) -> None:
-        """Run draft extend over the accepted tokens.
+    def extend(
+        self, stock: Callable[[Any, Any], None], batch: Any, batch_result: Any
+    ) -> Rows | None:
+        """Run draft extend over the accepted tokens; see :meth:`last_rows`.
 
         SGLang's, the ``stock`` one, extends over N rows of every request, and reads the last
         accepted one. Only D + 1 rows are needed. On a CPU, where reading the device is free, it
@@ -206,7 +208,7 @@ class Host:
         only, as CUDA graphs do. With other ranks it does not, because they expect D + 1.
         """
         lens, slots, width = batch_result.accept_lens, batch.out_cache_loc, self.num_steps + 1
-        on_forward = self._on_forward
+        last = None
         if lens.is_cpu and self.peers is None and not batch.forward_mode.is_idle():
             width = int(lens.max())
 
@@ -219,35 +221,33 @@ class Host:
             attach.write(output, hidden_states=rows(output.hidden_states))
             tokens, slots = rows(batch_result.next_token_ids), rows(slots)
             attach.write(batch_result, logits_output=output, next_token_ids=tokens)
-            last = torch.arange(len(lens)) * width + lens - 1
-            if compat.select_draft_rows(batch_result, last):
-                on_forward = partial(self._select_rows, on_forward or DraftForward.run, last)
+            if hasattr(batch_result, "prepared_draft_extend_inputs"):
+                every = torch.arange(len(lens))
+                last = every * width + lens - 1
+                prepared = lens - 1, every, batch_result.next_token_ids.to(torch.int64)
+                attach.write(batch_result, prepared_draft_extend_inputs=prepared)
         with (
-            attach.swapped(self, "_on_forward", on_forward),
             attach.swapped(self._worker, "speculative_num_draft_tokens", width),
             attach.swapped(batch, "out_cache_loc", slots),
         ):
-            stock(batch, batch_result)
+            return self.last_rows(partial(stock, batch, batch_result), last)[1]
 
-    @staticmethod
-    def _select_rows(on_forward: OnForward, last: Tensor, forward: DraftForward) -> None:
-        """Call ``on_forward`` with a forward that computes the ``last`` rows' logits only."""
-        forward.select(last)
-        on_forward(forward)
-
-    def last_rows(self, extend: Callable[[], T]) -> tuple[T, Rows]:
+    def last_rows(self, extend: Callable[[], T], last: Tensor | None = None) -> tuple[T, Any]:
         """Return the result of SGLang's draft ``extend``, and the last accepted row of each request
-        [B]. SGLang selects these rows in place, on the output object, after the forward.
+        [B]; ``None`` if it ran no forward. SGLang selects these rows in place, on the output, after
+        the forward, unless that returns the ``last`` rows [B] int64 only.
         """
         forwards: list[DraftForward] = []
 
         def keep(forward: DraftForward) -> None:
             forwards.append(forward)
+            if last is not None:
+                forward.select(last)
             forward.run()
 
         with attach.swapped(self, "_on_forward", keep):
             result = extend()
-        return result, forwards[-1].rows
+        return result, forwards[-1].rows if forwards else None
 
     # -- CUDA graphs --------------------------------------------------------------------------
 

@@ -58,10 +58,11 @@ class FakeHost(Host):
         self._grow, self._organize = gate.add, organize
         return self.chains(loop, on_forward)
 
-    def extend(self, stock: Callable[[Any, Any], None], batch: Any, batch_result: Any) -> None:
+    def extend(self, stock: Callable[[Any, Any], None], batch: Any, batch_result: Any) -> Rows:
         stock(batch, batch_result)
+        return torch.zeros(BATCH, VOCAB), None
 
-    def last_rows(self, extend: Callable[[], T]) -> tuple[T, Rows]:
+    def last_rows(self, extend: Callable[[], T], last: Any = None) -> tuple[T, Rows]:
         return extend(), (torch.zeros(BATCH, VOCAB), None)
 
     def capture(self, stock: Callable[[], None], *, all_lengths: bool) -> None:

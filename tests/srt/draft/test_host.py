@@ -18,9 +18,6 @@ from tests.srt.chains import full_chains
 from tests.srt.draft.fake_host import BATCH, STEPS, VOCAB, FakeHost, Planned, batch_of
 from tests.srt.draft.test_drafter import chains
 
-#: Whether this SGLang's draft extend can compute the logits of some rows only.
-SELECTS = hasattr(EagleDraftExtendInput, "select_index")
-
 
 class Graphs:
     """Stands in for SGLang's runner of captured graphs, and remembers what it was made of."""
@@ -87,7 +84,7 @@ class StockWorker:
         self.extended.append((batch_result.next_token_ids.tolist(), batch.out_cache_loc.tolist()))
         width = self.speculative_num_draft_tokens
         select = torch.arange(BATCH) * width + batch_result.accept_lens - 1
-        if (prepared := batch_result.prepared_draft_extend_inputs) is not None:
+        if prepared := getattr(batch_result, "prepared_draft_extend_inputs", None):
             num_correct_drafts, select, tokens = prepared
             assert num_correct_drafts.tolist() == (batch_result.accept_lens - 1).tolist()
             assert tokens.tolist() == batch_result.next_token_ids.tolist()
@@ -212,11 +209,12 @@ def test_host_draft_extend_on_a_cpu_covers_the_longest_request(make: Any, lens: 
     output = double("LogitsProcessorOutput", hidden_states=None)
     given: Any = {"accept_lens": torch.tensor(lens), "next_token_ids": rows}
     result = double("GenerationBatchResult", logits_output=output, **given)
-    host, stock = worker.drafter.host, partial(StockWorker._draft_extend_for_decode, worker)
-    _, made = host.last_rows(partial(host.extend, stock, running, result))
+    stock = partial(StockWorker._draft_extend_for_decode, worker)
+    made = worker.drafter.host.extend(stock, running, result)
     last = [i * max(lens) + n - 1 for i, n in enumerate(lens)]
     assert [values[:, 0].tolist() for values in made] == [last, last]
-    assert worker.num_logits == (BATCH if SELECTS else BATCH * max(lens))
+    selects = hasattr(result, "prepared_draft_extend_inputs")  # SGLang 0.5.22 and later
+    assert worker.num_logits == BATCH * (1 if selects else max(lens))
     first = rows.view(BATCH, -1)[:, : max(lens)].flatten().tolist()
     assert worker.extended == [(first, first)]
     assert running.out_cache_loc is rows
