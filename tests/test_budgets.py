@@ -34,7 +34,7 @@ LINES = {
     "sglang_c2t/policies": 1060,
     "sglang_c2t/srt": 2230,
     "sglang_c2t/srt/cpu": 580,
-    "sglang_c2t/srt/draft": 1710,
+    "sglang_c2t/srt/draft": 1730,
     "sglang_c2t/srt/hooks": 2080,
     "sglang_c2t/srt/verify": 2510,
     "patches": 120,
@@ -55,7 +55,7 @@ LINES = {
 }
 
 #: Words of Markdown by folder.
-WORDS = {".": 3_100, "eval": 9_840, "patches": 700, "sglang_c2t": 1250_230, "tests": 0}
+WORDS = {".": 3_100, "eval": 9_840, "patches": 700, "sglang_c2t": 10_230, "tests": 0}
 
 
 def budget_of(path: Path, budgets: dict[str, int]) -> str:
