@@ -222,9 +222,9 @@ class Host:
             tokens, slots = rows(batch_result.next_token_ids), rows(slots)
             attach.write(batch_result, logits_output=output, next_token_ids=tokens)
             if hasattr(batch_result, "prepared_draft_extend_inputs"):
-                every = torch.arange(len(lens))
-                last = every * width + lens - 1
-                prepared = lens - 1, every, batch_result.next_token_ids.to(torch.int64)
+                last = torch.arange(len(lens)) * width + lens - 1
+                # SGLang indexes the forward's rows, now the last ones: a slice copies no logits.
+                prepared = lens - 1, slice(None), batch_result.next_token_ids.to(torch.int64)
                 attach.write(batch_result, prepared_draft_extend_inputs=prepared)
         with (
             attach.swapped(self._worker, "speculative_num_draft_tokens", width),
