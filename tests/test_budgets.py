@@ -17,7 +17,7 @@ LINES = {
     "eval/baselines": 750,
     "eval/bench": 2020,
     "eval/demo_models": 1400,
-    "eval/gpu": 2310,
+    "eval/gpu": 1750,
     "eval/lossless": 1760,
     "eval/report": 1250,
     "eval/smollm2": 1430,

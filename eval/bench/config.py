@@ -104,7 +104,6 @@ class RequestConfig:
     warm_up: Annotated[int, Field(ge=0)] = 16
     cached_prompts: bool = False
     fresh_prompts: bool = False
-    timed: Literal["full batch", "decoding"] = "full batch"
     equal_outputs: Literal["greedy", "seeded", "report", "none"] = "greedy"
 
     def __post_init__(self) -> None:
@@ -298,11 +297,6 @@ class BenchConfig:
                     f"methods: kind adaptive serves {' and '.join(ADAPTIVE)} drafts, got "
                     f"model.algorithm {self.model.algorithm}; drop the method"
                 )
-        if self.requests.timed == "decoding" and "step_clock" not in self.server.plugins:
-            raise ConfigError(
-                'requests.timed = "decoding" needs the server\'s step clock: put "step_clock" '
-                "among server.plugins, or drop it"
-            )
         if self.requests.seeded and SEEDS not in self.server.flags:
             raise ConfigError(
                 f"requests.seeded = true needs {SEEDS} among server.flags: without it, SGLang "

@@ -80,7 +80,7 @@ def hosts(config: BenchConfig, folder: Path) -> list[Host]:
 def _launch(config: BenchConfig, name: str, first: MethodConfig, folder: Path) -> Launch:
     flags = (*_common_flags(config), *method_flags(config.model, first, folder))
     target = target_of(config.model, folder)
-    return Launch(name, flags, target, _environment(config, first, folder), common=())
+    return Launch(name, flags, target, _environment(config, first), common=())
 
 
 def target_of(model: ModelConfig, folder: Path) -> Path:
@@ -114,8 +114,8 @@ def _common_flags(config: BenchConfig) -> tuple[str, ...]:
     return (*for_cpu, *metrics, *config.server.flags)
 
 
-def _environment(config: BenchConfig, method: MethodConfig, folder: Path) -> dict[str, str]:
-    """What differs from :func:`eval.server.running`'s environment, which is fit for a CPU."""
+def _environment(config: BenchConfig, method: MethodConfig) -> dict[str, str]:
+    """Variables on top of :func:`eval.server.environment`, which suits a CPU."""
     env = gpu_environment() if config.server.device == "cuda" else {}
     measuring = config.server.plugins
     pair, size = named(config.model.target)
@@ -126,12 +126,8 @@ def _environment(config: BenchConfig, method: MethodConfig, folder: Path) -> dic
         # On a CPU no server starts without what the plugin stands in for.
         needed = method.gated or method.plugin_off or config.server.device == "cpu"
         ours = ("c2t",) if needed else ()
-        env |= plugins.environment(folder / PLUGINS, (*ours, *measuring))
+        env |= plugins.environment((*ours, *measuring))
     return env
-
-
-#: Where, in a run's folder of logs, the entry points of a checkout are written.
-PLUGINS = "plugins"
 
 
 def drafting(model: ModelConfig, method: MethodConfig, folder: Path) -> tuple[str, ...]:
@@ -163,10 +159,8 @@ def method_flags(model: ModelConfig, method: MethodConfig, folder: Path) -> tupl
 
 
 def write_files(config: BenchConfig, folder: Path) -> None:
-    """Write what flags and environment of the servers name: options, plugins, models' shapes."""
+    """Write the files that the servers' flags name: policy options, models of a shape."""
     folder.mkdir(parents=True, exist_ok=True)
-    if config.server.plugins:
-        plugins.write(folder / PLUGINS)
     pair, size = named(config.model.target)
     if size in SHAPES:
         models.write(size, folder, models.trained(pair))

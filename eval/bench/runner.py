@@ -26,7 +26,7 @@ from eval.bench.config import BenchConfig, MethodConfig
 from eval.bench.datasets import Sample
 from eval.bench.methods import Host, PlannedCell, passes, reduced, rounds, switch
 from eval.bench.records import Cell, has_cell, write_cell
-from eval.gpu.step_clock import KEY, Span, decoding, full_batch, since
+from eval.gpu.step_clock import KEY, decoding, since
 from eval.server import Server, ServerError, SwitchError, running
 from sglang_c2t.offline.client import run_load
 from sglang_c2t.offline.progress import progress_on
@@ -214,7 +214,7 @@ class Runner:
             cell.arrivals,
         )
         after = server.internal_state()
-        clock = self._clock(state, after, cell.key.concurrency)
+        clock = decoding(since(state[KEY], after[KEY])) if KEY in after else None
         seconds, tokens = (
             (measured.busy_s, measured.output_tokens)
             if clock is None
@@ -269,14 +269,6 @@ class Runner:
         if wanted.seeded and cell.key.temperature > 0:
             params["sampling_seed"] = (self.config.seed + cell.key.repeat) * 1_000_003 + number
         return {"sampling_params": params, "stream": wanted.stream}
-
-    def _clock(self, before: dict[str, Any], after: dict[str, Any], batch: int) -> Span | None:
-        """What the server's step clock says of the time between; None without one."""
-        if KEY not in after:
-            return None
-        steps = since(before[KEY], after[KEY])
-        decodes = self.config.requests.timed == "decoding"
-        return decoding(steps) if decodes else full_batch(steps, batch)
 
     def _series(self, server: Server) -> dict[str, float]:
         return client.scrape(server.url) if self.config.server.metrics else {}

@@ -60,7 +60,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"model__algorithm": "STANDALONE", **methods({"kind": "adaptive"})},
         "serves EAGLE and EAGLE3 drafts, got model.algorithm STANDALONE",
     ),
-    "steps without a clock": ({"requests__timed": "decoding"}, 'put "step_clock"'),
     "seeds without the flag": ({"requests__seeded": True}, "--enable-deterministic-inference"),
     "sampled outputs without seeds": ({"requests__equal_outputs": "seeded"}, "requests.seeded"),
 }
