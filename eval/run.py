@@ -138,11 +138,10 @@ def _measure(
     from sglang.benchmark.utils import get_tokenizer
 
     budget = Budget(args.budget_s)
-    tokenizer = tokenizer_of(config.model)
-    dataset = load(config.dataset, get_tokenizer(tokenizer), [args.data])
+    dataset = load(config.dataset, get_tokenizer(tokenizer_of(config.model)), [args.data])
     run = open_run(args.out, config, dataset, args.revision)
     console.print(amount(config, cells, servers))
-    runner = Runner(config, args.out, dataset.samples, tokenizer, servers, console, budget)
+    runner = Runner(config, args.out, dataset.samples, servers, console, budget)
     write_files(config, args.out / "logs")
     with terminal.interrupted_by_sigterm():
         runner.run(cells)
