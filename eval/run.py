@@ -234,7 +234,7 @@ def report(verdict: Verdict, console: Console, *, may_differ: bool = False) -> i
 def listing(
     config: BenchConfig, cells: Sequence[PlannedCell], servers: Sequence[Host]
 ) -> list[str]:
-    """What would be measured: methods and their servers, loads, and how much there is to do."""
+    """Lines that name the methods, their servers, the loads, and the amount of work."""
     names = {cell.key.method for cell in cells}
     loads = sorted({(c.key.temperature, c.key.concurrency, c.prompts, bool(c.arrivals))
                     for c in cells})  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a benchmark run does, read from a TOML file and checked before anything starts.
+"""The configuration of a benchmark run, read from a TOML file and checked before anything starts.
 
 Every table of the file is a frozen dataclass here, every key one of its fields; unknown keys are
 errors. ``eval/configs/gpu.toml`` explains each key.
@@ -95,7 +95,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class RequestConfig:
-    """What each request asks for."""
+    """Settings of each request, and of how its answers are compared."""
 
     max_new_tokens: Positive = 256
     seeded: bool = False

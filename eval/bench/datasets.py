@@ -217,7 +217,7 @@ def prompts_sha256(rows: Iterable[PromptRow]) -> str:
 
 
 def content(row: PromptRow) -> str:
-    """What the user says: the text, or all messages."""
+    """The user's text, or all messages joined."""
     if row.text is not None:
         return row.text
     return "\n\n".join(str(message.get("content", "")) for message in row.messages or ())

@@ -1,4 +1,4 @@
-"""The servers, methods and batch sizes of a sprint; ``REHEARSAL`` has smaller ones."""
+"""The servers, methods and batch sizes of a sprint, on a GPU and on an emulated device."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ GPU = Plan(
 )  # fmt: skip
 
 #: Minutes on an emulated device.
-REHEARSAL = Plan(
+EMULATED = Plan(
     big="small128", little="small", batches=(4, 1), answers_batches=(1, 4), repeats=(0,),
     prompts=24, answers=4, new_tokens=24, context_length=256, max_total_tokens=2048,
     mem_fraction=0.5, pytest=("-k", "every_byte or shorter_than_a_byte"), pytest_seconds=120,

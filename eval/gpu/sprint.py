@@ -31,7 +31,7 @@ import requests
 from eval.gpu import models
 from eval.gpu.fleet import Fleet, end_leftovers, run_bounded
 from eval.gpu.measure import Answers, Method, Speed, switch
-from eval.gpu.plan import AUTO_AGAIN, BIG, GPU, LITTLE, REHEARSAL, REST, STAGES
+from eval.gpu.plan import AUTO_AGAIN, BIG, EMULATED, GPU, LITTLE, REST, STAGES
 from eval.gpu.results import Results, elapsed, report, start_clock
 from eval.prompts import demo_mix
 from eval.terminal import interrupted_by_sigterm
@@ -60,7 +60,7 @@ class Sprint:
         self._options = options
         self._results = Results(options.out)
         work = Path(tempfile.mkdtemp(prefix="sprint-"))
-        self._plan = REHEARSAL if options.rehearse else GPU
+        self._plan = EMULATED if options.rehearse else GPU
         if options.batches:
             self._plan = replace(self._plan, batches=tuple(options.batches))
         self._specs = self._plan.servers()

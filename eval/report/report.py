@@ -103,7 +103,7 @@ def bullets(items: Sequence[str]) -> str:
 
 
 def short_conditions(results: Results) -> str:
-    """What the numbers depend on, in a paragraph."""
+    """Hardware, versions, models and prompts, in a paragraph."""
     known = tables.conditions(results)
     names = ("hardware.gpus.0", "hardware.cpu", "hardware.cores", "versions.sglang-c2t",
              "versions.sglang", "versions.torch", "revision", "config.model.target",

@@ -1,4 +1,4 @@
-"""What the head learns from: the target's own answers, and its states while it gives them.
+"""Training data of the head: the target's own answers, and its hidden states.
 
     python -m eval.smollm2.answers --data DIR --work runs/smollm2 --minutes 40
 

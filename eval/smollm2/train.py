@@ -114,7 +114,7 @@ def draft_vocabulary(data: Path, answers: Answers, tokenizer: Any, size: int) ->
 
 @dataclass(frozen=True)
 class Batch:
-    """Answers without padding. ``spans`` tells each one's (first token, tokens, prompt tokens)."""
+    """Answers without padding. ``spans`` has (first token, tokens, prompt tokens) of each."""
 
     tokens: Tensor  # [N]
     states: Tensor  # [N, 4 D]

@@ -28,7 +28,7 @@ SHORT_LIVES = (0.02, 1.5)
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server answered; times are seconds of one monotonic clock."""
+    """A server's answer; times are seconds of one monotonic clock."""
 
     status: int  # of HTTP, or of the error in a stream; 0 without an answer
     started: float
@@ -170,7 +170,7 @@ async def send_malformed(session: aiohttp.ClientSession, url: str, case: Malform
 
 @dataclass(frozen=True)
 class Reference:
-    """What a server without speculation answered: outputs by key, malformed requests it served."""
+    """Answers of a server without speculation, by key, and malformed requests that it served."""
 
     outputs: Mapping[str, Outputs]
     served: frozenset[str] = frozenset()

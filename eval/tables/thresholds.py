@@ -23,7 +23,7 @@ CHOSEN: tuple[type[C2T], ...] = (C2TLog, C2TPlus)
 
 
 def shipped(kind: type[C2T]) -> Classifier:
-    """What comes with the package for the real pair, or for every pair."""
+    """Classifiers that the package ships for the real pair, or for every pair."""
     own = f"smollm2/{kind.name}"
     return load_classifier(own if (SHIPPED / f"{own}.safetensors").is_file() else kind.name)
 
@@ -38,7 +38,7 @@ def equal_accept_length(rival: C2T, rule: type[C2T], chains: Chains) -> float:
 
 
 def table(chains: Chains) -> list[str]:
-    """What the defaults do on ``chains``, and what would be chosen there."""
+    """Accept length and nodes of the defaults on ``chains``, and the thresholds chosen there."""
     published = C2T(shipped(C2T))
     rows = []
     kinds: tuple[type[C2T], ...] = (C2T, *CHOSEN)
