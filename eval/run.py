@@ -20,7 +20,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +32,7 @@ from eval import terminal
 from eval.bench.checks import compare_run_outputs, metric_disagreements
 from eval.bench.config import BenchConfig, as_dict, changed, named, read_config
 from eval.bench.datasets import Dataset, load
-from eval.bench.methods import Host, PlannedCell, hosts, plan, record_of, tokenizer_of, write_files
+from eval.bench.methods import PlannedCell, launches, plan, record_of, tokenizer_of, write_files
 from eval.bench.provenance import provenance
 from eval.bench.records import (
     RUN_FILE,
@@ -46,6 +46,7 @@ from eval.bench.records import (
 )
 from eval.bench.runner import Budget, OutOfTime, Runner
 from eval.gpu.models import SHAPES
+from eval.server import Launch
 from eval.smollm2.target import TargetError
 from sglang_c2t.config import ConfigError
 from sglang_c2t.files import write_whole
@@ -86,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             known_names = ", ".join(known)
             raise ConfigError(f"--only: no method {unknown.pop()!r}; known: {known_names}")
         cells = plan(config, args.only, args.at_once)
-        servers = hosts(config, args.out / "logs")
+        servers = launches(config, args.out / "logs")
         if args.list:
-            console.print(*listing(config, cells, servers), sep="\n", markup=False)
+            console.print(*listing(config, cells), sep="\n", markup=False)
             return 0
         return _measure(args, config, cells, servers, console)
     except (ConfigError, RecordError, TargetError) as error:
@@ -133,14 +134,14 @@ def shaped(config: BenchConfig, shape: str) -> BenchConfig:
 
 def _measure(
     args: argparse.Namespace, config: BenchConfig, cells: Sequence[PlannedCell],
-    servers: Sequence[Host], console: Console,
+    servers: Mapping[str, Launch], console: Console,
 ) -> int:  # fmt: skip
     from sglang.benchmark.utils import get_tokenizer
 
     budget = Budget(args.budget_s)
     dataset = load(config.dataset, get_tokenizer(tokenizer_of(config.model)), [args.data])
     run = open_run(args.out, config, dataset, args.revision)
-    console.print(amount(config, cells, servers))
+    console.print(amount(config, cells))
     runner = Runner(config, args.out, dataset.samples, servers, console, budget)
     write_files(config, args.out / "logs")
     with terminal.interrupted_by_sigterm():
@@ -231,31 +232,27 @@ def report(verdict: Verdict, console: Console, *, may_differ: bool = False) -> i
     return 1 if wrong or verdict.failures or verdict.missing_cells or differing else 0
 
 
-def listing(
-    config: BenchConfig, cells: Sequence[PlannedCell], servers: Sequence[Host]
-) -> list[str]:
-    """Lines that name the methods, their servers, the loads, and the amount of work."""
+def listing(config: BenchConfig, cells: Sequence[PlannedCell]) -> list[str]:
+    """Lines that name the methods, the loads, and the amount of work."""
     names = {cell.key.method for cell in cells}
     loads = sorted({(c.key.temperature, c.key.concurrency, c.prompts, bool(c.arrivals))
                     for c in cells})  # fmt: skip
     return [
-        *(f"{method.name}: {method.kind}, server {host.name}"
-          for host in servers for method in host.methods if method.name in names),
+        *(f"{method.name}: {method.kind}" for method in config.methods if method.name in names),
         *(f"temperature {t:g}, {c} at once{' at the top of a ramp' * ramp}: {n} prompts"
           for t, c, n, ramp in loads),
-        amount(config, cells, servers),
+        amount(config, cells),
     ]  # fmt: skip
 
 
-def amount(config: BenchConfig, cells: Sequence[PlannedCell], servers: Sequence[Host]) -> str:
-    """How much there is to do."""
+def amount(config: BenchConfig, cells: Sequence[PlannedCell]) -> str:
+    """The number of cells, methods, requests and tokens."""
     names = {cell.key.method for cell in cells}
-    needed = [host for host in servers if any(m.name in names for m in host.methods)]
     num_requests = sum(cell.prompts for cell in cells)
     tokens = num_requests * config.requests.max_new_tokens
     return (
-        f"{config.name}: {len(cells)} cells ({len(names)} methods, {len(needed)} servers, "
-        f"{config.repeats} repeats), {num_requests} requests, {tokens} tokens at most"
+        f"{config.name}: {len(cells)} cells ({len(names)} methods, {config.repeats} repeats), "
+        f"{num_requests} requests, {tokens} tokens at most"
     )
 
 

@@ -81,7 +81,6 @@ class ServerConfig:
     mode: Literal["together", "in-turn", "auto", "once"] = "in-turn"
     memory_gib: float = 0.0
     starting: Positive = 1
-    share: bool = True
     metrics: bool = True
     plugins: tuple[str, ...] = ()
 
@@ -199,7 +198,6 @@ class MethodConfig:
     classifier: str = "default"
     policy_options: dict[str, Any] = Field(default_factory=dict)
     flags: tuple[str, ...] = ()
-    own_server: bool = False
     plugin_off: bool = False
 
     def __post_init__(self) -> None:
@@ -233,15 +231,11 @@ class MethodConfig:
         """Whether the others are compared with it."""
         return self.kind == "none" and not self.plugin_off
 
-    def c2t_settings(self) -> dict[str, Any]:
-        """The same as :meth:`c2t`, as POST /c2t and ``--c2t-config`` take it."""
-        names = ("policy", "beta", "classifier", "policy_options")
-        return {name: getattr(self, name) for name in names}
-
     def c2t(self) -> C2TConfig:
         """Its settings as ``--c2t`` takes them; ConfigError for any that it would refuse."""
         assert not isinstance(self.beta, tuple), "expanded() makes one method of each"
-        config = C2TConfig.from_mapping(self.c2t_settings())
+        names = ("policy", "beta", "classifier", "policy_options")
+        config = C2TConfig.from_mapping({name: getattr(self, name) for name in names})
         self._policy(config)
         return config
 
