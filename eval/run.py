@@ -30,7 +30,7 @@ from rich.console import Console
 
 from eval import terminal
 from eval.bench.checks import compare_run_outputs, metric_disagreements
-from eval.bench.config import BenchConfig, as_dict, changed, named, read_config
+from eval.bench.config import BenchConfig, as_dict, changed, read_config
 from eval.bench.datasets import Dataset, load
 from eval.bench.methods import PlannedCell, launches, plan, record_of, tokenizer_of, write_files
 from eval.bench.provenance import provenance
@@ -45,7 +45,6 @@ from eval.bench.records import (
     write_run,
 )
 from eval.bench.runner import Budget, OutOfTime, Runner
-from eval.gpu.models import SHAPES
 from eval.server import Launch
 from eval.smollm2.target import TargetError
 from sglang_c2t.config import ConfigError
@@ -77,8 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = terminal.console(width=110)
     try:
         config = read_config(args.config)
-        if args.shape is not None:
-            config = shaped(config, args.shape)
         if args.prompts:
             load = [{**one, "prompts": args.prompts} for one in as_dict(config)["load"]]
             config = changed(config, load=load)
@@ -114,22 +111,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", default=[], metavar="METHOD", help="measure these methods only")
     add("--at-once", nargs="+", type=int, default=[], metavar="N", help="these concurrencies only")
     add("--prompts", nargs="+", type=int, metavar="N", help="prompts sent at each concurrency")
-    add("--shape", choices=sorted(SHAPES), help="serve this one, not the configuration's")
     add("--budget-s", type=float, default=math.inf, help="seconds of this call")
     add("--revision", help="of this code, where there is no git")
     add("--data", type=Path, default=Path(), help="folder with files of public prompt sets")
     add("--list", action="store_true", help="print what would be measured; no run")
     return parser
-
-
-def shaped(config: BenchConfig, shape: str) -> BenchConfig:
-    """The same run with models of another shape; ConfigError if it has real ones."""
-    pair, size = named(config.model.target)
-    if size not in SHAPES:
-        raise ConfigError(f"--shape replaces a shape, and this run serves {config.model.target}")
-    models = {"target": f"{pair}:{shape}", "draft": f"{pair}:{shape}"}
-    model = {**as_dict(config)["model"], **models}
-    return changed(config, name=f"{config.name}, {shape}", model=model)
 
 
 def _measure(

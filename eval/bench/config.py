@@ -171,8 +171,6 @@ class PartConfig:
     source: str
     n: Positive
     template: str = ""
-    count: int | None = None
-    sha256: str | None = None
 
 
 @dataclass(frozen=True, config=STRICT)

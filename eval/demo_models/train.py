@@ -223,22 +223,24 @@ def crops(stream: np.ndarray, seed: int, batch: int = BATCH) -> Iterator[Tensor]
 # --- target ---------------------------------------------------------------------------------------
 
 
-def target_stage(args: argparse.Namespace) -> None:
-    """Plain next-token training of the target."""
-    model = new_llama("target").train()
+def target_stage(args: argparse.Namespace, name: str = "target") -> None:
+    """Plain next-token training of a target; that of latent attention is saved with its draft."""
+    torch.manual_seed(SEED)
+    latent = name == mla.NAME
+    model = (mla.new_target() if latent else new_llama(name)).train()
     optimizer = Optimizer(model, muon_rate=4e-3, adam_rate=4e-3)
-    batches = crops(np.load(args.work / "stream.npy"), SEED + 1 + steps_done(args.work, "target"))
-    # Fusing the element-wise parts makes a step a fifth shorter here; it needs a C++ compiler.
-    run = torch.compile(model) if args.compile else model
+    seed = SEED + 1 + latent + steps_done(args.work, name)
+    batches = crops(np.load(args.work / "stream.npy"), seed)
 
     def loss_of() -> tuple[Tensor, dict[str, float]]:
         tokens = next(batches)  # [B, LENGTH + 1]
         with torch.autocast("cpu", torch.bfloat16):
-            logits = run(tokens[:, :-1], use_cache=False).logits
+            logits = model(tokens[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()), {}
 
-    fit("target", model, optimizer, loss_of, args.minutes["target"], args.work)
-    export.save_model("target", model.state_dict(), args.out)
+    fit(name, model, optimizer, loss_of, args.minutes[name], args.work)
+    if not latent:
+        export.save_model(name, model.state_dict(), args.out)
 
 
 # --- drafts: the frozen target teaches, on half corpus, half its own answers -------------------
@@ -415,23 +417,7 @@ def frequent_tokens(work: Path) -> Tensor:
     return torch.from_numpy(kept)
 
 
-# --- a target of latent attention, with its draft layer ------------------------------------------
-
-
-def mla_stage(args: argparse.Namespace) -> None:
-    """Plain next-token training, as of the other target."""
-    torch.manual_seed(SEED)
-    model = mla.new_target().train()
-    optimizer = Optimizer(model, muon_rate=4e-3, adam_rate=4e-3)
-    batches = crops(np.load(args.work / "stream.npy"), SEED + 2 + steps_done(args.work, mla.NAME))
-
-    def loss_of() -> tuple[Tensor, dict[str, float]]:
-        tokens = next(batches)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(tokens[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()), {}
-
-    fit(mla.NAME, model, optimizer, loss_of, args.minutes[mla.NAME], args.work)
+# --- the draft layer of a target of latent attention ----------------------------------------------
 
 
 def mtp_stage(args: argparse.Namespace) -> None:
@@ -473,7 +459,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     "standalone": standalone_stage,
     "eagle": partial(head_stage, name="eagle"),
     "eagle3": partial(head_stage, name="eagle3"),
-    "mla": mla_stage,
+    "mla": partial(target_stage, name=mla.NAME),
     "mtp": mtp_stage,
 }
 
@@ -498,28 +484,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="folder for checkpoints; a second run goes on from them",
     )  # fmt: skip
     add("--stage", nargs="+", choices=list(STAGES), default=list(STAGES))
-    add(
-        "--minutes", type=_minutes, nargs="+", default=[], metavar="MODEL=MINUTES",
-        help=f"training time, by default {MINUTES}",
-    )  # fmt: skip
+    add("--minutes", type=json.loads, default={}, help=f"JSON, over the defaults {MINUTES}")
     add("--threads", type=int, default=2)
-    add("--compile", action="store_true", help="torch.compile the target")
     args = parser.parse_args(argv)
-    args.minutes = MINUTES | dict(args.minutes)
+    if unknown := args.minutes.keys() - MINUTES:
+        parser.error(f"--minutes: {unknown.pop()} is none of {', '.join(MINUTES)}")
+    args.minutes = MINUTES | args.minutes
     return args
-
-
-def _minutes(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    if name not in MINUTES:
-        raise argparse.ArgumentTypeError(f"one of {', '.join(MINUTES)} is trained, not {name!r}")
-    try:
-        minutes = float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{name}=NUMBER, got {value!r}") from None
-    if minutes <= 0:
-        raise argparse.ArgumentTypeError(f"{name} must be above 0, got {value}")
-    return name, minutes
 
 
 if __name__ == "__main__":

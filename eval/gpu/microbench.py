@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -43,6 +44,12 @@ HIDDEN = 48  # units of C2T's network
 ROUNDS = 8
 
 
+def _clock() -> float:
+    """Seconds, once the device is idle."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class Work(NamedTuple):
     """A part at one size; its ``works`` do the same on other inputs, so that no cache has them."""
 
@@ -56,11 +63,11 @@ class Work(NamedTuple):
         """Time of one call: median, and what a tenth of the calls are below and above."""
         if self.on_host:
             work = self.works[0]
-            timer = Timer("work(); wait()", globals={"work": work, "wait": torch.cuda.synchronize})
-            calls = 1
+            names = {"work": work, "wait": torch.cuda.synchronize}
+            timer, calls = Timer("work(); wait()", globals=names, timer=_clock), 1
         else:
-            timer, calls = Timer("replay()", globals={"replay": self._graph().replay}), ROUNDS
-            calls *= len(self.works)
+            names, calls = {"work": self._graph().replay}, ROUNDS * len(self.works)
+            timer = Timer("work()", globals=names, timer=_clock)
         times = timer.blocked_autorange(min_run_time=run_seconds).times
         low, median, high = np.quantile(times, (0.1, 0.5, 0.9)) / calls
         return float(median), float(low), float(high)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from eval.bench.config import BenchConfig, as_dict, read_config
+from eval.bench.config import BenchConfig, as_dict, changed, read_config
 from eval.bench.methods import launches, passes, plan, record_of
 from eval.bench.records import Cell, Request, Run, read_run, write_cell, write_run
 from eval.bench.runner import Budget, OutOfTime, Runner
 from eval.gpu import graft
 from eval.report import __main__ as report
-from eval.run import main, shaped
+from eval.run import main
 from eval.server import TARGET
 from sglang_c2t.config import ConfigError
 
@@ -71,14 +71,9 @@ def test_call_out_of_time_ends_with_3_and_keeps_its_conditions(
     assert read_run(tmp_path).provenance["revision"] == "abc", "where there is no git"
 
 
-def test_smaller_shape_replaces_another_one_but_no_real_model(config: BenchConfig) -> None:
-    small = shaped(config, "small")
-    assert (small.model.target, small.model.draft) == ("demo:small", "demo:small")
-    assert small.name == "gpu-shape, small", "its report is another one"
-    with pytest.raises(ConfigError, match="this run serves demo"):
-        shaped(read_config(CONFIGS / "demo.toml"), "small")
+def test_unknown_shape_is_refused_with_those_there_are(config: BenchConfig) -> None:
     with pytest.raises(ConfigError, match="no target demo:9b; sizes are 8b, 1b, small"):
-        shaped(config, "9b")
+        changed(config, model={**as_dict(config)["model"], "target": "demo:9b"})
 
 
 # -- budget -------------------------------------------------------------------------------
