@@ -188,8 +188,8 @@ async def ask_reference(
                 if 200 <= (await send_malformed(session, url, card)).status < 300:
                     served.add(card.name)
             else:
-                whole = replace(card, end="answer")
-                reply = await send(session, url, whole, f"reference-{card.key}", 0)
+                answered = replace(card, end="answer")
+                reply = await send(session, url, answered, f"reference-{card.key}", 0)
                 if reply.status != 200:
                     raise RuntimeError(f"the reference failed {card.kind}: {reply}")
                 outputs[card.key] = reply.outputs

@@ -178,8 +178,12 @@ class Comparison:
                 for family in families:
                     _, drawn = mean_of(self.changes(name, rival, size, [family]))
                     where[verdict(drawn)].append(family)
-                told = [f"{word} on {', '.join(named)}" for word, named in where.items() if named]
-                marked = [f"**{words}**" if words.startswith("more") else words for words in told]
+                phrases = [
+                    f"{word} on {', '.join(named)}" for word, named in where.items() if named
+                ]
+                marked = [
+                    f"**{words}**" if words.startswith("more") else words for words in phrases
+                ]
                 against.append(f"against `{rival}` {', '.join(marked)}")
             lines.append(f"- {self.kind}, `{name}`: {'; '.join(against)}.")
         return lines

@@ -47,12 +47,12 @@ def table(chains: Chains) -> list[str]:
         equal = kind.beta if kind is C2T else equal_accept_length(published, kind, chains)
         cells = [f"{kind.beta:g}", f"{outcome.accept_length():.3f}", f"{outcome.gamma():.3f}"]
         rows.append((f"`{kind.name}`", [*cells, f"{equal:g}"]))
-    told = ", ".join(f"{kind.beta:g} for `{kind.name}`" for kind in CHOSEN)
+    chosen = ", ".join(f"{kind.beta:g} for `{kind.name}`" for kind in CHOSEN)
     return section(
         "## Default thresholds",
         f"The shipped classifiers, drafts of at most {NUM_STEPS}. A default is the threshold at "
         f"which a rule accepts as much as `c2t` at its published {published.beta:g} on prompts "
-        f"that classifiers learn from: {told} (`eval/tables/thresholds.py`). On these prompts:",
+        f"that classifiers learn from: {chosen} (`eval/tables/thresholds.py`). On these prompts:",
         ["rule", "threshold", "accept length", "nodes", "threshold that accepts as `c2t`"],
         rows,
     )
