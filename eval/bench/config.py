@@ -47,7 +47,6 @@ class ModelConfig:
     target: str = DEMO
     draft: str = DEMO
     algorithm: str = "EAGLE3"
-    tokenizer: str = ""
 
     def __post_init__(self) -> None:
         pair, size = named(self.target)
@@ -184,7 +183,7 @@ class DatasetConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class MethodConfig:
-    """One method. ``beta`` may be a list: one method for each."""
+    """One method."""
 
     kind: Kind
     name: str = ""
@@ -192,13 +191,15 @@ class MethodConfig:
     topk: int = 1
     num_draft_tokens: int | None = None
     policy: str = "c2t"
-    beta: float | tuple[float, ...] | None = None
+    beta: float | None = None
     classifier: str = "default"
     policy_options: dict[str, Any] = Field(default_factory=dict)
     flags: tuple[str, ...] = ()
     plugin_off: bool = False
 
     def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", self._default_name())
         tree = self.kind in ("tree", "c2t-tree")
         wrong = {
             f"needs topk above 1, got {self.topk}": tree and self.topk < 2,
@@ -231,7 +232,6 @@ class MethodConfig:
 
     def c2t(self) -> C2TConfig:
         """Its settings as ``--c2t`` takes them; ConfigError for any that it would refuse."""
-        assert not isinstance(self.beta, tuple), "expanded() makes one method of each"
         names = ("policy", "beta", "classifier", "policy_options")
         config = C2TConfig.from_mapping({name: getattr(self, name) for name in names})
         self._policy(config)
@@ -240,23 +240,15 @@ class MethodConfig:
     def _policy(self, config: C2TConfig) -> ChainPolicy | TreePolicy:
         return (build_tree_policy if self.kind == "c2t-tree" else build_policy)(config)
 
-    def expanded(self) -> list[MethodConfig]:
-        """One named method for each beta."""
-        name = self.name or self._default_name()
-        if not isinstance(self.beta, tuple):
-            return [dataclasses.replace(self, name=name)]
-        return [
-            dataclasses.replace(self, name=f"{name} beta {beta:g}", beta=beta) for beta in self.beta
-        ]
-
     def _default_name(self) -> str:
+        beta = "" if self.beta is None else f" beta {self.beta:g}"
         return {
             "none": "no speculation",
             "fixed": f"fixed {self.num_steps}",
             "adaptive": "adaptive",
             "tree": f"EAGLE-2 {self.num_draft_tokens}",
-            "c2t": self.policy,
-            "c2t-tree": f"{self.policy} tree",
+            "c2t": f"{self.policy}{beta}",
+            "c2t-tree": f"{self.policy} tree{beta}",
         }[self.kind]
 
 
@@ -275,8 +267,7 @@ class BenchConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        methods = tuple(one for method in self.methods for one in method.expanded())
-        object.__setattr__(self, "methods", methods)
+        methods = self.methods
         _unique("methods.name", [method.name for method in methods])
         _unique("load.temperature", [f"{load.temperature:g}" for load in self.load])
         if sum(method.baseline for method in methods) > 1:

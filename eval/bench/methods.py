@@ -61,7 +61,7 @@ def target_of(model: ModelConfig, folder: Path) -> Path:
 def tokenizer_of(model: ModelConfig) -> str:
     """Path or name of what the client counts tokens with."""
     pair, _ = named(model.target)
-    return model.tokenizer or str(models.trained(pair).target if pair else model.target)
+    return str(models.trained(pair).target if pair else model.target)
 
 
 def _draft_of(model: ModelConfig, folder: Path) -> Path:
@@ -142,7 +142,6 @@ def _options_file(method: MethodConfig, folder: Path) -> Path:
 def record_of(config: BenchConfig, method: MethodConfig, folder: Path) -> Method:
     """The method as run.json records it."""
     flags = list(method_flags(config.model, method, folder))
-    assert not isinstance(method.beta, tuple)
     return Method(method.name, method.kind, flags, method.beta, baseline=method.baseline)
 
 
