@@ -15,11 +15,11 @@ REPOSITORY = Path(__file__).parent.parent
 LINES = {
     "eval": 1200,
     "eval/baselines": 750,
-    "eval/bench": 1770,
+    "eval/bench": 1760,
     "eval/demo_models": 1380,
     "eval/gpu": 1750,
     "eval/lossless": 1740,
-    "eval/report": 1250,
+    "eval/report": 1230,
     "eval/smollm2": 1430,
     "eval/soak": 1150,
     "eval/tables": 790,
