@@ -20,7 +20,7 @@ LINES = {
     "eval/gpu": 1750,
     "eval/lossless": 1740,
     "eval/report": 1230,
-    "eval/smollm2": 1430,
+    "eval/smollm2": 1190,
     "eval/soak": 1150,
     "eval/tables": 790,
     "sglang_c2t": 1250,

@@ -7,7 +7,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from eval.demo_models.modeling import (
     CONFIGS,
     DRAFT_VOCAB,
     END_ID,
-    PAD_ID,
     VOCAB,
     ChainCache,
     Eagle3Head,
@@ -269,19 +268,25 @@ class Teacher:
 
 
 @torch.no_grad()
-def greedy(model: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """Greedy answers, each cut after its <|end|>; prompts of one call are padded on the left."""
-    width = max(map(len, prompts))
-    rows = torch.tensor([[PAD_ID] * (width - len(p)) + p for p in prompts])
+def replies(
+    model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], new_tokens: int,
+    temperature: float = 0.0,
+) -> list[list[int]]:  # fmt: skip
+    """Answers, each cut after its end token; prompts of one call are padded on the left."""
+    width, end = max(map(len, prompts)), model.config.eos_token_id
+    pads = [width - len(prompt) for prompt in prompts]
+    rows = [[end] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)]
+    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
     out = model.generate(
-        rows,
-        attention_mask=rows.ne(PAD_ID).long(),
-        do_sample=False,
+        torch.tensor(rows),
+        attention_mask=(torch.arange(width) >= torch.tensor(pads)[:, None]).long(),
+        do_sample=bool(temperature),
         max_new_tokens=new_tokens,
-        pad_token_id=PAD_ID,
+        pad_token_id=end,
+        **sampling,
     )
     answers = [row[width:].tolist() for row in out]
-    return [a[: a.index(END_ID) + 1] if END_ID in a else a for a in answers]
+    return [a[: a.index(end) + 1] if end in a else a for a in answers]
 
 
 def answers_stage(args: argparse.Namespace) -> None:
@@ -298,7 +303,7 @@ def answers_stage(args: argparse.Namespace) -> None:
     documents: list[list[int]] = []
     for i in tqdm(range(0, len(prompts), 60), desc="answers"):
         batch = prompts[i : i + 60]
-        answered = greedy(model, batch, SELF_TOKENS)
+        answered = replies(model, batch, SELF_TOKENS)
         documents += [p + a for p, a in zip(batch, answered, strict=True) if a[-1] == END_ID]
     random.Random(SEED).shuffle(documents)
     stream = np.concatenate([np.asarray(d, dtype=np.uint16) for d in documents])
@@ -371,7 +376,8 @@ def head_stage(args: argparse.Namespace, name: str) -> None:
             hidden, aux, target_logits = teacher(tokens)
             best, wanted = target_logits.argmax(-1), target_logits[..., kept].float().softmax(-1)
             loss, facts = torch.zeros(()), dict[str, float]()
-            for k, state in unroll(head, teacher, tokens, aux if name == "eagle3" else hidden):
+            inner = aux if name == "eagle3" else hidden
+            for k, state in unroll(head, teacher.embed.weight, tokens, inner):
                 rows = slice(k + 1, k + 1 + state.shape[1])
                 logits = head.logits(state, teacher.lm_head)
                 # Where the target's choice cannot be drafted there is nothing to learn.
@@ -391,7 +397,7 @@ def head_stage(args: argparse.Namespace, name: str) -> None:
 
 
 def unroll(
-    head: Head, teacher: Teacher, tokens: Tensor, hidden: Tensor
+    head: Head, embed: Tensor, tokens: Tensor, hidden: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (k, head-ready states [B, T, D]) of UNROLL draft steps from every root at once.
 
@@ -401,7 +407,7 @@ def unroll(
     rows, cache = tokens.shape[1] - UNROLL, ChainCache()
     carried = hidden[:, :rows]
     for k in range(UNROLL):
-        embeds = teacher.embed(tokens[:, k + 1 : k + 1 + rows])
+        embeds = embed[tokens[:, k + 1 : k + 1 + rows]]
         state, carried = head(embeds, carried, cache)
         yield k, state
 

@@ -20,7 +20,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -224,17 +223,8 @@ def transfer(batch: int) -> list[Work]:
     ]
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """Bandwidth of a large copy, read plus written, and rate of a bfloat16 matrix product."""
-
-    gpu: str
-    bytes_per_s: float
-    flops_per_s: float
-
-
-def measure(gib: float, side: int, run_seconds: float) -> Ceilings:
-    """Time copies of so many GiB and products of ``side`` cubed, on random data."""
+def ceilings(gib: float, side: int, run_seconds: float) -> dict[str, Any]:
+    """Bandwidth of copies of so many GiB, read plus written, and rate of bfloat16 products."""
     size = int(gib * 2**30)
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
     left, right = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in "ab")
@@ -242,13 +232,14 @@ def measure(gib: float, side: int, run_seconds: float) -> Ceilings:
     copy, product = (
         Work("", "", [work], 0, on_host=True).seconds(run_seconds)[0] for work in works
     )
-    return Ceilings(torch.cuda.get_device_name(), 2 * size / copy, 2 * side**3 / product)
+    return {"gpu": torch.cuda.get_device_name(), "bytes_per_s": 2 * size / copy,
+            "flops_per_s": 2 * side**3 / product}  # fmt: skip
 
 
-def line(row: dict[str, Any], ceilings: Ceilings) -> str:
+def line(row: dict[str, Any], bytes_per_s: float) -> str:
     """A line of the table."""
     median, low, high = (1e6 * seconds for seconds in row["seconds"])
-    floor = 1e6 * row["floor_bytes"] / ceilings.bytes_per_s
+    floor = 1e6 * row["floor_bytes"] / bytes_per_s
     factor = f"{median / floor:.1f}" if floor > 0.01 else "-"
     cells = [row["size"], row["kind"], f"{median:.1f} [{low:.1f}, {high:.1f}]", f"{floor:.2f}"]
     return markdown.row(row["part"], [*cells, factor])
@@ -270,8 +261,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     run_seconds = 0.0 if args.brief else 0.1
     gib, side = (0.01, 256) if args.brief else (4, 8192)
-    ceilings = measure(gib, side, run_seconds)
-    print(f"{ceilings.gpu}, copies at {ceilings.bytes_per_s / 1e12:.2f} TB/s\n")
+    found = ceilings(gib, side, run_seconds)
+    bytes_per_s = found["bytes_per_s"]
+    print(f"{found['gpu']}, copies at {bytes_per_s / 1e12:.2f} TB/s\n")
     print(f"{markdown.row('part', COLUMNS)}\n{markdown.rule(3, words=3)}")
     rows: list[dict[str, Any]] = []
     failed = 0
@@ -284,14 +276,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                     rows.append({"part": work.part, "size": work.size, "kind": kind,
                                  "seconds": work.seconds(run_seconds),
                                  "floor_bytes": work.floor_bytes})  # fmt: skip
-                    print(line(rows[-1], ceilings), flush=True)
+                    print(line(rows[-1], bytes_per_s), flush=True)
             except Exception as error:  # one missing kernel must not cost the other numbers
                 failed += 1
                 print(f"FAILED {part}: {type(error).__name__}: {error}", file=sys.stderr)
             torch.cuda.empty_cache()
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        document = {"ceilings": asdict(ceilings), "rows": rows}
+        document = {"ceilings": found, "rows": rows}
         args.out.write_text(json.dumps(document, indent=1) + "\n")
     return int(failed > 0)
 

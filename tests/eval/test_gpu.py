@@ -200,7 +200,7 @@ def test_microbenchmark_without_a_gpu_says_so(
 def test_a_line_of_the_microbenchmark_names_its_floor() -> None:
     row = {"part": "gate", "size": "B 1", "kind": "graph", "seconds": (2e-6, 1e-6, 3e-6),
            "floor_bytes": 4_000_000}  # fmt: skip
-    line = microbench.line(row, microbench.Ceilings("", bytes_per_s=4e12, flops_per_s=1.0))
+    line = microbench.line(row, bytes_per_s=4e12)
     assert line == "| gate | B 1 | graph | 2.0 [1.0, 3.0] | 1.00 | 2.0 |"
 
 
