@@ -77,7 +77,8 @@ def measure(
         gate = asyncio.Semaphore(len(samples) if arrivals else concurrency)
         async with aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=timeout_s), read_bufsize=READ_BYTES,
-            connector=aiohttp.TCPConnector(limit=0),
+            # A server may close a connection that waits for its next request.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
         ) as session:  # fmt: skip
             return await asyncio.gather(*(send(session, gate, i) for i in range(len(samples))))
 
