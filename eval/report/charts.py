@@ -13,6 +13,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
@@ -26,7 +27,8 @@ COLOURS = ("#0072b2", "#b34d00", "#a34d83")
 THEME = {INK: "ink", RULE: "rule", PAPER: "paper", GREY: "grey"} | {
     colour: f"line-{i}" for i, colour in enumerate(COLOURS, 1)
 }
-SIZE = (10.2, 4.7)  # inches; a page shows about 100 pixels each
+WIDE, NARROW = (10.2, 4.7), (4.3, 4.2)  # inches; a page shows about 100 pixels each
+GAP = 0.19  # inches between the names at the ends of lines
 SETTINGS: dict[Any, Any] = {
     "font.size": 11, "axes.titlesize": 11, "xtick.labelsize": 10, "ytick.labelsize": 10,
     "axes.edgecolor": INK, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK,
@@ -36,15 +38,18 @@ SETTINGS: dict[Any, Any] = {
     "axes.titlelocation": "left", "errorbar.capsize": 2.5,
 }  # fmt: skip
 
+Size = tuple[float, float]
+
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot as SVG."""
+    """A plot as SVG, drawn for wide and for narrow pages."""
 
     name: str  # fit for a file's name
     caption: str
     alt: str
-    svg: str
+    wide: str
+    narrow: str
 
 
 def ratio_chart(
@@ -63,8 +68,9 @@ def ratio_chart(
         f"{caption}, {len(series)} methods, with a line at 1, {reference}. {shown}. See the tables"
     )
     with matplotlib.rc_context(SETTINGS):
-        return Chart(name, f"{caption}. {note}", alt,
-                     _svg(_lines(series, few, label, reference), name))  # fmt: skip
+        drawings = [_svg(_lines(series, few, label, reference, size), f"{name}-{size[0]}")
+                    for size in (WIDE, NARROW)]  # fmt: skip
+    return Chart(name, f"{caption}. {note}", alt, *drawings)
 
 
 def _bars(estimates: Sequence[Estimate]) -> list[list[float]]:
@@ -74,12 +80,13 @@ def _bars(estimates: Sequence[Estimate]) -> list[list[float]]:
 
 
 def _lines(
-    series: Mapping[str, Mapping[int, Estimate]], few: Sequence[str], label: str, reference: str
-) -> Figure:
-    """A line for each method, the highest last value first; side by side, so that bars show."""
-    figure = Figure(figsize=SIZE)
+    series: Mapping[str, Mapping[int, Estimate]], few: Sequence[str], label: str, reference: str,
+    size: Size,
+) -> Figure:  # fmt: skip
+    """A line for each method, named at its end; side by side, so that bars stay visible."""
+    figure = Figure(figsize=(size[0], max(size[1], GAP * len(series) + 1)))
     axis = figure.subplots()
-    axis.axhline(1, color=INK, linewidth=1.2, linestyle="--", label=reference)
+    ends = [(1.0, reference, INK)]
     for i, (name, points) in enumerate(series.items()):
         bold, lead = name in few, name in few[:1]
         color = COLOURS[few.index(name)] if bold else GREY
@@ -87,15 +94,12 @@ def _lines(
         ys, estimates = [e.value for e in points.values()], list(points.values())
         axis.errorbar(xs, ys, yerr=_bars(estimates), color=color, elinewidth=1,
                       linewidth=2.2 if bold else 1.0, marker="o" if bold or len(xs) == 1 else "",
-                      zorder=3 if bold else 2, label=name[:24])  # fmt: skip
-        for x, y in zip(xs, ys, strict=True) if lead else ():
+                      zorder=3 if bold else 2)  # fmt: skip
+        for x, y in zip(xs[:-1], ys, strict=False) if lead and size == WIDE else ():
             axis.annotate(f"{y:.2f}", (x, y), (5, 5), textcoords="offset points", color=color,
                           weight="bold", fontsize=10)  # fmt: skip
-    lines, names = axis.get_legend_handles_labels()
-    last = [1.0, *(list(points.values())[-1].value for points in series.values())]
-    order = np.argsort(last)[::-1]
-    axis.legend([lines[i] for i in order], [names[i] for i in order], loc="center left",
-                bbox_to_anchor=(1, 0.5), frameon=False, labelcolor="linecolor")  # fmt: skip
+        ends.append((ys[-1], f"{name[:24]} {ys[-1]:.2f}" if lead else name[:24], color))
+    axis.axhline(1, color=INK, linewidth=1.2, linestyle="--")
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(sorted({c for p in series.values() for c in p})))
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -105,7 +109,24 @@ def _lines(
     axis.set(
         xlabel="requests at once", title=label, ylim=(min(every) - margin, max(every) + margin)
     )
+    _name_ends(figure, axis, sorted(ends))
     return figure
+
+
+def _name_ends(figure: Figure, axis: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Write names to the right, each as near to its line's end as the others allow."""
+    texts = [axis.text(1.04, 0.5, name, transform=axis.transAxes, va="center", color=color,
+                       fontsize=10) for _, name, color in ends]  # fmt: skip
+    figure.draw_without_rendering()  # so that the layout leaves room for the longest name
+    low, high = axis.get_ylim()
+    wanted = np.array([(y - low) / (high - low) for y, _, _ in ends])
+    steps = GAP * figure.dpi / axis.get_window_extent().height * np.arange(len(ends))
+    heights = np.maximum.accumulate(wanted - steps) + steps  # upwards, where they would touch
+    heights = np.minimum(heights, 1 - steps[::-1])  # and back below the top
+    for y, (_, _, color), text, height in zip(wanted, ends, texts, heights, strict=True):
+        text.set_y(height)
+        axis.plot([1.0, 1.03], [y, height], transform=axis.transAxes, color=color, linewidth=0.6,
+                  clip_on=False)  # fmt: skip
 
 
 def _svg(figure: Figure, name: str) -> str:
@@ -118,9 +139,9 @@ def _svg(figure: Figure, name: str) -> str:
     return re.sub(r'(\bid="|url\(#|href="#)', rf"\1{slug(name)}-", text)
 
 
-def themed(svg: str, alt: str) -> str:
+def themed(svg: str, alt: str, kind: str) -> str:
     """``svg`` for a page: its colours are the page's, its size is the page's choice."""
     for colour, name in THEME.items():
         svg = svg.replace(colour, f"var(--{name})")
     svg = re.sub(r' (width|height)="[^"]*pt"', "", svg, count=2)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{alt}"', 1)
+    return svg.replace("<svg", f'<svg class="{kind}" role="img" aria-label="{alt}"', 1)

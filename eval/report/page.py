@@ -65,7 +65,7 @@ class Report:
         details = [text for fold in self.folds for text in (f"## {fold.title}", *fold.parts)]
         text = "\n\n".join((f"# {self.title}", *self.answer, *details)) + "\n"
         (folder / "plots").mkdir(parents=True, exist_ok=True)
-        plots = {folder / "plots" / f"{n}.svg": c.svg + "\n" for n, c in self.charts.items()}
+        plots = {folder / "plots" / f"{n}.svg": c.wide + "\n" for n, c in self.charts.items()}
         texts = {folder / f"{stem}.html": page, folder / f"{stem}.md": text}
         write_texts(plots | texts)
         return list(texts)
@@ -80,5 +80,6 @@ class Report:
         return Markup(re.sub(image, lambda m: self._figure(self.charts[m[1]], m[2]), html))
 
     def _figure(self, chart: Chart, caption: str) -> str:
-        drawing = themed(chart.svg, escape(chart.alt))
-        return f"<figure>{drawing}<figcaption>{caption}</figcaption></figure>"
+        drawings = zip((chart.wide, chart.narrow), ("wide", "narrow"), strict=True)
+        shown = "".join(themed(svg, escape(chart.alt), kind) for svg, kind in drawings)
+        return f"<figure>{shown}<figcaption>{caption}</figcaption></figure>"

@@ -404,7 +404,7 @@ def test_verdict_comes_first_then_plot_then_table_then_folds(run: Path) -> None:
     boxes = [attributes for _, attributes in tags if attributes.get("class") == "scroll"]
     assert len(boxes) == sum(tag == "table" for tag, _ in tags)
     plots = [attributes for tag, attributes in tags if tag == "svg"]
-    assert len(plots) == 2  # temperatures
+    assert len(plots) == 2 * 2  # temperatures, wide and narrow
     assert all(plot["role"] == "img" and len(plot["aria-label"] or "") > 40 for plot in plots)
 
 
