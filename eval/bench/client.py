@@ -77,8 +77,7 @@ def measure(
         gate = asyncio.Semaphore(len(samples) if arrivals else concurrency)
         async with aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=timeout_s), read_bufsize=READ_BYTES,
-            # A server may close a connection that waits for its next request.
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            connector=aiohttp.TCPConnector(limit=0),
         ) as session:  # fmt: skip
             return await asyncio.gather(*(send(session, gate, i) for i in range(len(samples))))
 
