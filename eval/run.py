@@ -125,10 +125,11 @@ def _measure(
     from sglang.benchmark.utils import get_tokenizer
 
     budget = Budget(args.budget_s)
-    dataset = load(config.dataset, get_tokenizer(tokenizer_of(config.model)), [args.data])
+    tokenizer = tokenizer_of(config.model)
+    dataset = load(config.dataset, get_tokenizer(tokenizer), [args.data])
     run = open_run(args.out, config, dataset, args.revision)
     console.print(amount(config, cells))
-    runner = Runner(config, args.out, dataset.samples, servers, console, budget)
+    runner = Runner(config, args.out, dataset.samples, tokenizer, servers, console, budget)
     write_files(config, args.out / "logs")
     with terminal.interrupted_by_sigterm():
         runner.run(cells)

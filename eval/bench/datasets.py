@@ -90,11 +90,6 @@ class Sample:
     prompt: str | list[int]
     prompt_len: int  # tokens
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """The prompt as a field of a /generate request."""
-        return {"text" if isinstance(self.prompt, str) else "input_ids": self.prompt}
-
 
 @dataclass(frozen=True)
 class Dataset:

@@ -89,6 +89,7 @@ class Cell:
     duration_s: float  # from the first request sent to the last answer read
     output_tokens: int
     tokens_per_second: float  # of the time with a request under way
+    client: dict[str, Any]  # SGLang's own result, scalars only
     work: dict[str, int]  # what the plugin's counters grew by; {} without the plugin's counters
     metrics: dict[str, float]  # what the c2t:* series of /metrics grew by; {} without --c2t
     server_argv: list[str]
@@ -191,8 +192,7 @@ def read_cell(path: Path) -> Cell:
         raise RecordError(f"{path} holds no cell; delete it to measure it again")
     head, rows = lines[0], lines[1:]
     wanted = head.pop("num_requests", None)
-    for name in ("steady", "client"):  # in older runs
-        head.pop(name, None)
+    head.pop("steady", None)  # in older runs
     if len(rows) != wanted:
         raise RecordError(
             f"{path} is cut short: {len(rows)} of {wanted} requests; delete it to measure it again"

@@ -79,6 +79,7 @@ class Runner:
     config: BenchConfig
     folder: Path
     samples: Sequence[Sample]
+    tokenizer: str
     servers: Mapping[str, Launch]  # by method
     console: Console
     budget: Budget = field(default_factory=Budget)
@@ -196,10 +197,12 @@ class Runner:
         started = datetime.now(UTC).isoformat(timespec="seconds")
         measured = client.measure(
             server.url,
+            self.tokenizer,
             samples,
             cell.key.concurrency,
             bodies,
-            self.config.requests.timeout_s,
+            self.config.requests,
+            self.folder / "logs" / "client.log",
             on_answer,
             cell.arrivals,
         )
@@ -219,6 +222,7 @@ class Runner:
             duration_s=measured.duration_s,
             output_tokens=measured.output_tokens,
             tokens_per_second=tokens / seconds,
+            client=measured.client,
             work=client.grown(_counters(state), _counters(after)),
             metrics=client.grown(series, self._series(server)),
             server_argv=_argv(server),
@@ -302,7 +306,11 @@ class Runner:
 
 def _short(sample: Sample, sampling_params: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
     """A request for a few tokens after a prompt."""
-    return sample.body | {"sampling_params": {**sampling_params, "max_new_tokens": max_new_tokens}}
+    prompt = sample.prompt
+    return {
+        **({"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}),
+        "sampling_params": {**sampling_params, "max_new_tokens": max_new_tokens},
+    }
 
 
 def _check_cached(cell: Cell) -> None:

@@ -136,6 +136,7 @@ def made_cell(
         duration_s=seconds,
         output_tokens=tokens,
         tokens_per_second=rate,
+        client={"completed": len(requests)},
         work={
             "target_decode_rows": 0 if verify_ct else tokens,
             "verify_rows": proposed + verify_ct,

@@ -20,7 +20,7 @@ def cell(
         Request(i, "math", 5, len(ids), ids, 0.0, 1.0, 0.5, True)
         for i, ids in enumerate(outputs, first)
     )
-    return Cell(method, temperature, concurrency, repeat, "", 1.0, 3, 3.0, {}, {}, [],
+    return Cell(method, temperature, concurrency, repeat, "", 1.0, 3, 3.0, {}, {}, {}, [],
                 requests)  # fmt: skip
 
 

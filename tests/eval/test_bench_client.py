@@ -1,4 +1,4 @@
-"""A cell through the client, against a made-up server in this process."""
+"""A cell through SGLang's real client, against a made-up server in this process."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from eval.bench.client import Measured, measure, parse_series
+from eval.bench.config import RequestConfig
 from eval.bench.datasets import Sample
+from eval.server import TARGET
 
 
 class FakeServer:
@@ -103,6 +106,7 @@ def fake() -> Iterator[tuple[FakeServer, str]]:
 
 def run(
     url: str,
+    folder: Path,
     prompts: list[str],
     concurrency: int = 8,
     on_answer: Any = lambda: None,
@@ -113,17 +117,19 @@ def run(
         {"sampling_params": {"temperature": 0.0, "max_new_tokens": 10 + i}, "stream": True}
         for i in range(len(prompts))
     ]
-    return measure(url, samples, concurrency, bodies, 60.0, on_answer, arrivals)
+    log = folder / "logs" / "client.log"
+    config = RequestConfig()
+    return measure(url, str(TARGET), samples, concurrency, bodies, config, log, on_answer, arrivals)
 
 
 def test_answers_are_in_the_order_of_prompts_whoever_ends_first(
-    fake: tuple[FakeServer, str],
+    fake: tuple[FakeServer, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server, url = fake
     answered: list[None] = []
     lengths = [9, 1, 5, 3, 7, 2]
     prompts = [f"p{i} t{n}" for i, n in enumerate(lengths)]
-    result = run(url, prompts, 3, lambda: answered.append(None))
+    result = run(url, tmp_path, prompts, 3, lambda: answered.append(None))
 
     assert [r.output_ids for r in result.requests] == [
         tuple(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)
@@ -143,14 +149,21 @@ def test_answers_are_in_the_order_of_prompts_whoever_ends_first(
     assert sent == {prompt: 10 + i for i, prompt in enumerate(prompts)}
     assert all(set(b) == {"text", "sampling_params", "stream"} for b in server.bodies)
 
+    # SGLang's own figures are about the same requests, and its prints are in the log.
+    assert result.client["completed"] == len(prompts)
+    assert result.client["total_output_tokens"] == sum(lengths)
+    assert json.loads(json.dumps(result.client)) == result.client
+    assert capsys.readouterr().out == ""
+    assert "Serving Benchmark Result" in (tmp_path / "logs" / "client.log").read_text()
+
 
 def test_requests_that_arrive_wait_for_no_other_and_gaps_are_not_busy(
-    fake: tuple[FakeServer, str],
+    fake: tuple[FakeServer, str], tmp_path: Path
 ) -> None:
     """Three of at least 0.3 s come within 0.2 s, the last a second later."""
     server, url = fake
     arrivals = (5.0, 5.1, 5.2, 6.4)
-    result = run(url, [f"p{i} t30" for i in range(4)], 1, arrivals=arrivals)
+    result = run(url, tmp_path, [f"p{i} t30" for i in range(4)], 1, arrivals=arrivals)
     assert server.most_under_way == 3
     for request, at in zip(result.requests, arrivals, strict=True):
         assert request.start_s == pytest.approx(at - 5.0, abs=0.25)
@@ -170,9 +183,9 @@ def test_requests_that_arrive_wait_for_no_other_and_gaps_are_not_busy(
     ],
 )
 def test_request_that_fails_is_told_and_the_others_are_kept(
-    fake: tuple[FakeServer, str], word: str, error: str
+    fake: tuple[FakeServer, str], tmp_path: Path, word: str, error: str
 ) -> None:
-    result = run(fake[1], ["p0 t4", f"p1 {word}", "p2 t2"])
+    result = run(fake[1], tmp_path, ["p0 t4", f"p1 {word}", "p2 t2"])
     (failed,) = result.failures
     assert failed.index == 1
     assert [r.output_len for r in result.requests if r.success] == [4, 2]

@@ -36,7 +36,7 @@ def request(index: int, verify_ct: int = 2) -> Request:
 def cell(repeat: int = 0, num_requests: int = 2, method: str = "fixed 3") -> Cell:
     return Cell(
         method, 0.0, 8, repeat, "2026-01-01T00:00:00+00:00", 2.0, 6, 3.0,
-        {"verify_rows": 9}, {}, ["python", "-m", "sglang.launch_server"],
+        {"mean_ttft_ms": 7.0}, {"verify_rows": 9}, {}, ["python", "-m", "sglang.launch_server"],
         tuple(request(i) for i in range(num_requests)), {"seconds": 1.0, "steps": 10},
     )  # fmt: skip
 

@@ -82,7 +82,7 @@ def made(cell: PlannedCell, token: int = 1) -> Cell:
     key = cell.key
     return Cell(
         key.method, key.temperature, key.concurrency, key.repeat, "", 1.0, 2 * len(requests),
-        2.0 * len(requests), {}, {}, [], requests,
+        2.0 * len(requests), {}, {}, {}, [], requests,
     )  # fmt: skip
 
 
@@ -144,7 +144,9 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
 
 def make_runner(folder: Path, **changes: Any) -> tuple[MadeRunner, list[PlannedCell]]:
     settings = config(**changes)
-    runner = MadeRunner(settings, folder, SAMPLES, launches(settings, folder), Console(quiet=True))
+    runner = MadeRunner(
+        settings, folder, SAMPLES, "", launches(settings, folder), Console(quiet=True)
+    )
     runner.measured = []
     return runner, plan(settings)
 

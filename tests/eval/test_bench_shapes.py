@@ -97,7 +97,7 @@ def test_run_out_of_time_starts_no_server(
 ) -> None:
     monkeypatch.setattr("eval.bench.runner.running", lambda *_: pytest.fail("a server started"))
     servers, console = launches(config, tmp_path), Console(quiet=True)
-    runner = Runner(config, tmp_path, [], servers, console, Budget(1.0))
+    runner = Runner(config, tmp_path, [], "", servers, console, Budget(1.0))
     with pytest.raises(OutOfTime):
         runner.run(plan(config))
     assert runner.failures == []
@@ -116,7 +116,7 @@ def made_cell(name: str, kind: str, batch: int) -> Cell:
     rate = {"no speculation": 100.0, "fixed 3": 200.0}.get(name, 150.0)
     clock: dict[str, Any] = {"seconds": 1.0, "tokens": rate, "steps": 10, "rows": 40 * batch}
     return Cell(
-        name, 0.0, batch, 0, "2026-01-01T00:00:00+00:00", 2.0, 4 * 96, rate, {}, {}, [],
+        name, 0.0, batch, 0, "2026-01-01T00:00:00+00:00", 2.0, 4 * 96, rate, {}, {}, {}, [],
         requests, clock,
     )  # fmt: skip
 
