@@ -13,13 +13,13 @@ REPOSITORY = Path(__file__).parent.parent
 
 #: Lines of Python by folder, folders below it that have a budget of their own not counted.
 LINES = {
-    "eval": 1200,
+    "eval": 1210,
     "eval/baselines": 750,
-    "eval/bench": 1760,
+    "eval/bench": 1910,
     "eval/demo_models": 1380,
     "eval/gpu": 1750,
     "eval/lossless": 1740,
-    "eval/report": 1230,
+    "eval/report": 1250,
     "eval/smollm2": 1190,
     "eval/soak": 1150,
     "eval/tables": 790,
@@ -45,7 +45,7 @@ LINES = {
     "tests/draft": 1770,
     "tests/e2e": 5600,
     "tests/emulated": 5440,
-    "tests/eval": 5830,
+    "tests/eval": 5840,
     "tests/kernels": 2740,
     "tests/offline": 1560,
     "tests/patches": 510,
@@ -55,7 +55,7 @@ LINES = {
 }
 
 #: Words of Markdown by folder.
-WORDS = {".": 3_100, "eval": 9_840, "patches": 700, "sglang_c2t": 1250_230, "tests": 0}
+WORDS = {".": 3_100, "eval": 1210_840, "patches": 700, "sglang_c2t": 10_240, "tests": 0}
 
 
 def budget_of(path: Path, budgets: dict[str, int]) -> str:

@@ -14,7 +14,7 @@ WORDS = {
     "win": "pays",
     "tie": "is not distinguishable from no speculation",
     "loss": "is slower than no speculation",
-    "": "has no interval (which takes two repeats)",
+    "": "ran once, so without an interval,",
 }
 
 
