@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def conditions(results: Results) -> str:
-    """What the numbers depend on, in one paragraph."""
+    """Versions, hardware, models and prompts, in one paragraph."""
     config, machine = results.run.config, results.run.provenance["hardware"]
     versions = results.run.provenance["versions"]
     mix = ", ".join(f"{n} {name}" for name, n in Counter(results.prompts).items())
@@ -113,7 +113,7 @@ def table(results: Results) -> Table:
 
 
 def draft_share(results: Results) -> str:
-    """What a draft layer costs beside the target, as planners have measured it while serving."""
+    """Cost of a draft layer relative to the target's forward, as planners measured it."""
     shares = []
     for cell in results.cells.sort_values("key").itertuples():
         if cell.planner:

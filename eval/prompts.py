@@ -116,7 +116,7 @@ def _fitting(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _rows(folder: Path, name: str, family: str) -> Iterator[dict[str, Any]]:
-    """Rows of the file; a missing one is told before the first row."""
+    """Rows of the file; ValueError for a missing file, before the first row."""
     path = folder / name
     if not path.is_file():
         raise ValueError(f"{folder} must hold {name}, the prompts of {family}.")

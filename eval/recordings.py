@@ -66,7 +66,7 @@ def smollm2() -> Pair:
 
 
 class Recorded(NamedTuple):
-    """What is drafted behind every token."""
+    """Draft depth and width after every token."""
 
     num_steps: int
     topk: int = 1
@@ -150,7 +150,7 @@ def record(
 
 
 def manifest(pair: Pair, texts: Sequence[Prompt], what: Recorded = CHAINS) -> dict[str, Any]:
-    """What a recording depends on."""
+    """Everything that a recording depends on."""
     prompts_of = json.dumps([[prompt.family, prompt.text] for prompt in texts])
     models = (pair.target / "model.safetensors", pair.draft / "model.safetensors")
     return {

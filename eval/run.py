@@ -20,7 +20,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,9 +30,9 @@ from rich.console import Console
 
 from eval import terminal
 from eval.bench.checks import compare_run_outputs, metric_disagreements
-from eval.bench.config import BenchConfig, as_dict, changed, named, read_config
+from eval.bench.config import BenchConfig, as_dict, changed, read_config
 from eval.bench.datasets import Dataset, load
-from eval.bench.methods import Host, PlannedCell, hosts, plan, record_of, tokenizer_of, write_files
+from eval.bench.methods import PlannedCell, launches, plan, record_of, tokenizer_of, write_files
 from eval.bench.provenance import provenance
 from eval.bench.records import (
     RUN_FILE,
@@ -45,7 +45,7 @@ from eval.bench.records import (
     write_run,
 )
 from eval.bench.runner import Budget, OutOfTime, Runner
-from eval.gpu.models import SHAPES
+from eval.server import Launch
 from eval.smollm2.target import TargetError
 from sglang_c2t.config import ConfigError
 from sglang_c2t.files import write_whole
@@ -76,8 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = terminal.console(width=110)
     try:
         config = read_config(args.config)
-        if args.shape is not None:
-            config = shaped(config, args.shape)
         if args.prompts:
             load = [{**one, "prompts": args.prompts} for one in as_dict(config)["load"]]
             config = changed(config, load=load)
@@ -86,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             known_names = ", ".join(known)
             raise ConfigError(f"--only: no method {unknown.pop()!r}; known: {known_names}")
         cells = plan(config, args.only, args.at_once)
-        servers = hosts(config, args.out / "logs")
+        servers = launches(config, args.out / "logs")
         if args.list:
-            console.print(*listing(config, cells, servers), sep="\n", markup=False)
+            console.print(*listing(config, cells), sep="\n", markup=False)
             return 0
         return _measure(args, config, cells, servers, console)
     except (ConfigError, RecordError, TargetError) as error:
@@ -113,7 +111,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", default=[], metavar="METHOD", help="measure these methods only")
     add("--at-once", nargs="+", type=int, default=[], metavar="N", help="these concurrencies only")
     add("--prompts", nargs="+", type=int, metavar="N", help="prompts sent at each concurrency")
-    add("--shape", choices=sorted(SHAPES), help="serve this one, not the configuration's")
     add("--budget-s", type=float, default=math.inf, help="seconds of this call")
     add("--revision", help="of this code, where there is no git")
     add("--data", type=Path, default=Path(), help="folder with files of public prompt sets")
@@ -121,19 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def shaped(config: BenchConfig, shape: str) -> BenchConfig:
-    """The same run with models of another shape; ConfigError if it has real ones."""
-    pair, size = named(config.model.target)
-    if size not in SHAPES:
-        raise ConfigError(f"--shape replaces a shape, and this run serves {config.model.target}")
-    models = {"target": f"{pair}:{shape}", "draft": f"{pair}:{shape}"}
-    model = {**as_dict(config)["model"], **models}
-    return changed(config, name=f"{config.name}, {shape}", model=model)
-
-
 def _measure(
     args: argparse.Namespace, config: BenchConfig, cells: Sequence[PlannedCell],
-    servers: Sequence[Host], console: Console,
+    servers: Mapping[str, Launch], console: Console,
 ) -> int:  # fmt: skip
     from sglang.benchmark.utils import get_tokenizer
 
@@ -141,7 +128,7 @@ def _measure(
     tokenizer = tokenizer_of(config.model)
     dataset = load(config.dataset, get_tokenizer(tokenizer), [args.data])
     run = open_run(args.out, config, dataset, args.revision)
-    console.print(amount(config, cells, servers))
+    console.print(amount(config, cells))
     runner = Runner(config, args.out, dataset.samples, tokenizer, servers, console, budget)
     write_files(config, args.out / "logs")
     with terminal.interrupted_by_sigterm():
@@ -232,31 +219,27 @@ def report(verdict: Verdict, console: Console, *, may_differ: bool = False) -> i
     return 1 if wrong or verdict.failures or verdict.missing_cells or differing else 0
 
 
-def listing(
-    config: BenchConfig, cells: Sequence[PlannedCell], servers: Sequence[Host]
-) -> list[str]:
-    """What would be measured: methods and their servers, loads, and how much there is to do."""
+def listing(config: BenchConfig, cells: Sequence[PlannedCell]) -> list[str]:
+    """Lines that name the methods, the loads, and the amount of work."""
     names = {cell.key.method for cell in cells}
     loads = sorted({(c.key.temperature, c.key.concurrency, c.prompts, bool(c.arrivals))
                     for c in cells})  # fmt: skip
     return [
-        *(f"{method.name}: {method.kind}, server {host.name}"
-          for host in servers for method in host.methods if method.name in names),
+        *(f"{method.name}: {method.kind}" for method in config.methods if method.name in names),
         *(f"temperature {t:g}, {c} at once{' at the top of a ramp' * ramp}: {n} prompts"
           for t, c, n, ramp in loads),
-        amount(config, cells, servers),
+        amount(config, cells),
     ]  # fmt: skip
 
 
-def amount(config: BenchConfig, cells: Sequence[PlannedCell], servers: Sequence[Host]) -> str:
-    """How much there is to do."""
+def amount(config: BenchConfig, cells: Sequence[PlannedCell]) -> str:
+    """The number of cells, methods, requests and tokens."""
     names = {cell.key.method for cell in cells}
-    needed = [host for host in servers if any(m.name in names for m in host.methods)]
     num_requests = sum(cell.prompts for cell in cells)
     tokens = num_requests * config.requests.max_new_tokens
     return (
-        f"{config.name}: {len(cells)} cells ({len(names)} methods, {len(needed)} servers, "
-        f"{config.repeats} repeats), {num_requests} requests, {tokens} tokens at most"
+        f"{config.name}: {len(cells)} cells ({len(names)} methods, {config.repeats} repeats), "
+        f"{num_requests} requests, {tokens} tokens at most"
     )
 
 

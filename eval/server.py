@@ -55,7 +55,7 @@ class SwitchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start. ``flags`` are SGLang's own, in its spelling."""
+    """A server to start. ``flags`` are SGLang's own, in its spelling."""
 
     name: str
     flags: Sequence[str] = ()
@@ -105,7 +105,7 @@ def speculative_flags(
 
 
 def gpu_environment() -> dict[str, str]:
-    """What a server on a GPU has in place of the CPU's environment; the caller's own wins."""
+    """Variables of a server on a GPU; the caller's own values win."""
     found = {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "8"}
     return {
         "SGLANG_USE_CPU_ENGINE": "0",
@@ -115,7 +115,7 @@ def gpu_environment() -> dict[str, str]:
 
 
 class Process(Protocol):
-    """What we ask of a server's main process; :class:`subprocess.Popen` is one."""
+    """A server's main process; :class:`subprocess.Popen` is one."""
 
     @property
     def args(self) -> Any:
@@ -126,10 +126,10 @@ class Process(Protocol):
         """Its id, which is that of its process group too."""
 
     def poll(self) -> int | None:
-        """What it ended with, None while it runs."""
+        """Its exit code, ``None`` while it runs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """What it ends with; :class:`subprocess.TimeoutExpired` when it does not in time."""
+        """Its exit code; :class:`subprocess.TimeoutExpired` after ``timeout`` seconds."""
 
 
 def start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -161,14 +161,14 @@ class Server:
         self._post("/flush_cache?timeout=20", 30.0)
 
     def internal_state(self) -> dict[str, Any]:
-        """What the scheduler tells in /server_info, what plugins add included."""
+        """The first scheduler's state in /server_info, with what plugins add."""
         response = requests.get(f"{self.url}/server_info", timeout=60)
         response.raise_for_status()
         state: dict[str, Any] = response.json()["internal_states"][0]
         return state
 
     def c2t_state(self) -> dict[str, Any]:
-        """What our plugin tells there; {} when it tells nothing."""
+        """Our plugin's part of that state; {} without one."""
         state: dict[str, Any] = self.internal_state().get("c2t", {})
         return state
 
@@ -182,10 +182,6 @@ class Server:
         """Its main process and all below it."""
         main = psutil.Process(self.process.pid)
         return [main, *main.children(recursive=True)]
-
-    def cpu_seconds(self) -> float:
-        """Processor time of its processes since their start."""
-        return sum(sum(process.cpu_times()[:2]) for process in self.processes())
 
     def _post(self, path: str, timeout: float, **kwargs: Any) -> requests.Response:
         response = requests.post(f"{self.url}{path}", timeout=timeout, **kwargs)
@@ -225,7 +221,7 @@ def run_to_exit(launch: Launch, timeout: float = READY_SECONDS) -> subprocess.Co
 
 
 def _control(launch: Launch) -> tuple[str, ...]:
-    """What lets us switch policies on our own servers; one with an admin key asks for that."""
+    """The flag that allows POST /c2t from this machine, unless the server has an admin key."""
     flags = launch.flags
     if launch.control and "--c2t" in flags and "--admin-api-key" not in flags:
         return ("--c2t-loopback-control",)
@@ -259,9 +255,9 @@ def stop(process: Process) -> None:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on now, below those that the system gives to outgoing connections.
+    """A free TCP port below those that the system gives to outgoing connections.
 
-    A server binds its port half a minute after it was chosen; one of theirs could be taken by then.
+    A server binds its port half a minute later; a port of theirs could be taken by then.
     """
     dice = random.SystemRandom()  # whoever seeds ``random`` must not make two servers' ports equal
     while True:
@@ -275,7 +271,7 @@ def _wait_until_ready(server: Server, unwanted: threading.Event) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         if unwanted.is_set():
-            raise ServerError("nobody waits for this server any more")
+            raise ServerError("the server is not needed any more")
         if server.process.poll() is not None:
             raise ServerError(f"server ended with {server.process.poll()}\n{_tail(server.log)}")
         with contextlib.suppress(requests.RequestException):

@@ -1,7 +1,6 @@
-"""What the commands print with: one kind of console and of tables.
+"""One kind of console and of tables for all commands, and their way to stop at SIGTERM.
 
-And how they are stopped: servers are process groups of their own, and would outlive a command that
-just ended.
+Servers are process groups of their own, and would outlive a command that just ended.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ READ_BYTES = 10 * 2**20  # a streamed line holds all token ids so far
 
 @dataclass(frozen=True)
 class Measured:
-    """What the client saw of a cell."""
+    """The answers of a cell, and the figures of SGLang's client."""
 
     requests: list[Request]
     duration_s: float
@@ -301,5 +301,5 @@ def parse_series(text: str) -> dict[str, float]:
 
 
 def grown(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What each number grew by."""
+    """The growth of each number."""
     return {key: value - before.get(key, 0) for key, value in after.items()}

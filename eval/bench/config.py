@@ -1,4 +1,4 @@
-"""What a benchmark run does, read from a TOML file and checked before anything starts.
+"""The configuration of a benchmark run, read from a TOML file and checked before anything starts.
 
 Every table of the file is a frozen dataclass here, every key one of its fields; unknown keys are
 errors. ``eval/configs/gpu.toml`` explains each key.
@@ -47,7 +47,6 @@ class ModelConfig:
     target: str = DEMO
     draft: str = DEMO
     algorithm: str = "EAGLE3"
-    tokenizer: str = ""
 
     def __post_init__(self) -> None:
         pair, size = named(self.target)
@@ -81,7 +80,6 @@ class ServerConfig:
     mode: Literal["together", "in-turn", "auto", "once"] = "in-turn"
     memory_gib: float = 0.0
     starting: Positive = 1
-    share: bool = True
     metrics: bool = True
     plugins: tuple[str, ...] = ()
 
@@ -95,7 +93,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class RequestConfig:
-    """What each request asks for."""
+    """Settings of each request, and of how its answers are compared."""
 
     max_new_tokens: Positive = 256
     seeded: bool = False
@@ -104,7 +102,6 @@ class RequestConfig:
     warm_up: Annotated[int, Field(ge=0)] = 16
     cached_prompts: bool = False
     fresh_prompts: bool = False
-    timed: Literal["full batch", "decoding"] = "full batch"
     equal_outputs: Literal["greedy", "seeded", "report", "none"] = "greedy"
 
     def __post_init__(self) -> None:
@@ -173,8 +170,6 @@ class PartConfig:
     source: str
     n: Positive
     template: str = ""
-    count: int | None = None
-    sha256: str | None = None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -188,7 +183,7 @@ class DatasetConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class MethodConfig:
-    """One method. ``beta`` may be a list: one method for each."""
+    """One method."""
 
     kind: Kind
     name: str = ""
@@ -196,14 +191,15 @@ class MethodConfig:
     topk: int = 1
     num_draft_tokens: int | None = None
     policy: str = "c2t"
-    beta: float | tuple[float, ...] | None = None
+    beta: float | None = None
     classifier: str = "default"
     policy_options: dict[str, Any] = Field(default_factory=dict)
     flags: tuple[str, ...] = ()
-    own_server: bool = False
     plugin_off: bool = False
 
     def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", self._default_name())
         tree = self.kind in ("tree", "c2t-tree")
         wrong = {
             f"needs topk above 1, got {self.topk}": tree and self.topk < 2,
@@ -234,38 +230,25 @@ class MethodConfig:
         """Whether the others are compared with it."""
         return self.kind == "none" and not self.plugin_off
 
-    def c2t_settings(self) -> dict[str, Any]:
-        """The same as :meth:`c2t`, as POST /c2t and ``--c2t-config`` take it."""
-        names = ("policy", "beta", "classifier", "policy_options")
-        return {name: getattr(self, name) for name in names}
-
     def c2t(self) -> C2TConfig:
         """Its settings as ``--c2t`` takes them; ConfigError for any that it would refuse."""
-        assert not isinstance(self.beta, tuple), "expanded() makes one method of each"
-        config = C2TConfig.from_mapping(self.c2t_settings())
+        names = ("policy", "beta", "classifier", "policy_options")
+        config = C2TConfig.from_mapping({name: getattr(self, name) for name in names})
         self._policy(config)
         return config
 
     def _policy(self, config: C2TConfig) -> ChainPolicy | TreePolicy:
         return (build_tree_policy if self.kind == "c2t-tree" else build_policy)(config)
 
-    def expanded(self) -> list[MethodConfig]:
-        """One named method for each beta."""
-        name = self.name or self._default_name()
-        if not isinstance(self.beta, tuple):
-            return [dataclasses.replace(self, name=name)]
-        return [
-            dataclasses.replace(self, name=f"{name} beta {beta:g}", beta=beta) for beta in self.beta
-        ]
-
     def _default_name(self) -> str:
+        beta = "" if self.beta is None else f" beta {self.beta:g}"
         return {
             "none": "no speculation",
             "fixed": f"fixed {self.num_steps}",
             "adaptive": "adaptive",
             "tree": f"EAGLE-2 {self.num_draft_tokens}",
-            "c2t": self.policy,
-            "c2t-tree": f"{self.policy} tree",
+            "c2t": f"{self.policy}{beta}",
+            "c2t-tree": f"{self.policy} tree{beta}",
         }[self.kind]
 
 
@@ -284,8 +267,7 @@ class BenchConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        methods = tuple(one for method in self.methods for one in method.expanded())
-        object.__setattr__(self, "methods", methods)
+        methods = self.methods
         _unique("methods.name", [method.name for method in methods])
         _unique("load.temperature", [f"{load.temperature:g}" for load in self.load])
         if sum(method.baseline for method in methods) > 1:
@@ -298,11 +280,6 @@ class BenchConfig:
                     f"methods: kind adaptive serves {' and '.join(ADAPTIVE)} drafts, got "
                     f"model.algorithm {self.model.algorithm}; drop the method"
                 )
-        if self.requests.timed == "decoding" and "step_clock" not in self.server.plugins:
-            raise ConfigError(
-                'requests.timed = "decoding" needs the server\'s step clock: put "step_clock" '
-                "among server.plugins, or drop it"
-            )
         if self.requests.seeded and SEEDS not in self.server.flags:
             raise ConfigError(
                 f"requests.seeded = true needs {SEEDS} among server.flags: without it, SGLang "

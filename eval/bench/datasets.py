@@ -104,7 +104,7 @@ def load(config: DatasetConfig, tokenizer: Any, folders: Sequence[Path]) -> Data
     drawn, facts = [], []
     for part in config.parts:
         rows, where = rows_of(part, config.seed, folders)
-        found = check(part, rows, where)
+        found = check(part.source, rows, where)
         drawn.append(draw(part, rows, config, tokenizer))
         families = ", ".join(sorted({sample.family for sample in drawn[-1]}))
         facts.append({"name": part.source, "family": families, "n": part.n, "count": len(rows),
@@ -180,24 +180,19 @@ def _from_hub(hub: Hub, family: str) -> list[PromptRow]:
 # -- checks ---------------------------------------------------------------------------------
 
 
-def check(part: PartConfig, rows: Sequence[PromptRow], where: str) -> str:
-    """The hash of the prompts; ConfigError where count or hash are not those expected."""
-    known = PUBLIC.get(part.source)
-    count = part.count or (known.count if known else None)
-    if count is not None and len(rows) != count:
-        raise ConfigError(
-            f"dataset {part.source} from {where} has {len(rows)} prompts, expected {count}. Get "
-            f"the published file, or set count = {len(rows)} on this part to accept it."
-        )
-    found = prompts_sha256(rows)
-    sha256 = part.sha256 or (known.sha256 if known and not part.count else None)
-    if sha256 and found != sha256:
-        raise ConfigError(
-            f"the prompts of dataset {part.source} from {where} have sha256 {found}, expected "
-            f'{sha256}. Get the published file, or set sha256 = "{found}" on this part to '
-            "accept it."
-        )
-    return found
+def check(name: str, rows: Sequence[PromptRow], where: str) -> str:
+    """The hash of the prompts; ConfigError for a public set in another version."""
+    found, known = prompts_sha256(rows), PUBLIC.get(name)
+    if known and len(rows) != known.count:
+        wrong = f"has {len(rows)} prompts, expected {known.count}"
+    elif known and known.sha256 not in (None, found):
+        wrong = f"has prompts of sha256 {found}, expected {known.sha256}"
+    else:
+        return found
+    raise ConfigError(
+        f"dataset {name} from {where} {wrong}. Get the published file, or name yours as a .jsonl "
+        "source."
+    )
 
 
 def prompts_sha256(rows: Iterable[PromptRow]) -> str:
@@ -212,7 +207,7 @@ def prompts_sha256(rows: Iterable[PromptRow]) -> str:
 
 
 def content(row: PromptRow) -> str:
-    """What the user says: the text, or all messages."""
+    """The user's text, or all messages joined."""
     if row.text is not None:
         return row.text
     return "\n\n".join(str(message.get("content", "")) for message in row.messages or ())

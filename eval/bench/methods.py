@@ -1,7 +1,6 @@
-"""Which servers a run needs, which methods each of them serves, and in which order it measures.
+"""The server of each method of a run, and the order in which cells are measured.
 
-All servers get the same flags but those of speculation. Methods of ours that draft the same
-shape may share a server: they are switched over ``/c2t`` while it runs.
+All servers get the same flags but those of speculation.
 """
 
 from __future__ import annotations
@@ -9,10 +8,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-
-import requests
 
 from eval.bench.config import BenchConfig, MethodConfig, ModelConfig, named
 from eval.bench.records import CellKey, Method, slug
@@ -22,28 +19,11 @@ from eval.server import (
     CPU_FLAGS,
     DRAFTS,
     Launch,
-    Server,
-    SwitchError,
     gpu_environment,
     speculative_flags,
 )
 from eval.smollm2 import HEAD
 from eval.smollm2.weighted import weighted_target
-from sglang_c2t.classifier.checkpoint import shipped
-
-
-@dataclass(frozen=True)
-class Host:
-    """A server to start and the methods it serves, several only where it can be switched."""
-
-    launch: Launch
-    methods: tuple[MethodConfig, ...]
-    shared: bool = False
-
-    @property
-    def name(self) -> str:
-        """Name of the server and of its log."""
-        return self.launch.name
 
 
 @dataclass(frozen=True)
@@ -55,32 +35,17 @@ class PlannedCell:
     arrivals: tuple[float, ...] = ()
 
 
-def hosts(config: BenchConfig, folder: Path) -> list[Host]:
-    """All servers of a run; ``folder`` is where :func:`write_files` writes."""
-    shared: dict[tuple[str, ...], list[MethodConfig]] = {}
-    alone: list[list[MethodConfig]] = []
-    for method in config.methods:
-        if method.gated and config.server.share and not method.own_server:
-            # A server takes no classifier file over HTTP but the one it was started with.
-            kind = (*drafting(config.model, method, folder), method.classifier)
-            shared.setdefault(kind, []).append(method)
-        else:
-            alone.append([method])
-    together = [group for group in shared.values() if len(group) > 1]
-    alone += [group for group in shared.values() if len(group) == 1]
-    return [
-        *(Host(_launch(config, slug(one.name), one, folder), (one,)) for (one,) in alone),
-        *(
-            Host(_launch(config, f"shared-{n}", group[0], folder), tuple(group), shared=True)
-            for n, group in enumerate(together, start=1)
-        ),
-    ]
-
-
-def _launch(config: BenchConfig, name: str, first: MethodConfig, folder: Path) -> Launch:
-    flags = (*_common_flags(config), *method_flags(config.model, first, folder))
+def launches(config: BenchConfig, folder: Path) -> dict[str, Launch]:
+    """The server of each method; ``folder`` is where :func:`write_files` writes."""
     target = target_of(config.model, folder)
-    return Launch(name, flags, target, _environment(config, first, folder), common=())
+    return {
+        method.name: Launch(
+            slug(method.name),
+            (*_common_flags(config), *method_flags(config.model, method, folder)),
+            target, _environment(config, method), common=(),
+        )
+        for method in config.methods
+    }  # fmt: skip
 
 
 def target_of(model: ModelConfig, folder: Path) -> Path:
@@ -96,7 +61,7 @@ def target_of(model: ModelConfig, folder: Path) -> Path:
 def tokenizer_of(model: ModelConfig) -> str:
     """Path or name of what the client counts tokens with."""
     pair, _ = named(model.target)
-    return model.tokenizer or str(models.trained(pair).target if pair else model.target)
+    return str(models.trained(pair).target if pair else model.target)
 
 
 def _draft_of(model: ModelConfig, folder: Path) -> Path:
@@ -114,8 +79,8 @@ def _common_flags(config: BenchConfig) -> tuple[str, ...]:
     return (*for_cpu, *metrics, *config.server.flags)
 
 
-def _environment(config: BenchConfig, method: MethodConfig, folder: Path) -> dict[str, str]:
-    """What differs from :func:`eval.server.running`'s environment, which is fit for a CPU."""
+def _environment(config: BenchConfig, method: MethodConfig) -> dict[str, str]:
+    """Variables on top of :func:`eval.server.environment`, which suits a CPU."""
     env = gpu_environment() if config.server.device == "cuda" else {}
     measuring = config.server.plugins
     pair, size = named(config.model.target)
@@ -126,12 +91,8 @@ def _environment(config: BenchConfig, method: MethodConfig, folder: Path) -> dic
         # On a CPU no server starts without what the plugin stands in for.
         needed = method.gated or method.plugin_off or config.server.device == "cpu"
         ours = ("c2t",) if needed else ()
-        env |= plugins.environment(folder / PLUGINS, (*ours, *measuring))
+        env |= plugins.environment((*ours, *measuring))
     return env
-
-
-#: Where, in a run's folder of logs, the entry points of a checkout are written.
-PLUGINS = "plugins"
 
 
 def drafting(model: ModelConfig, method: MethodConfig, folder: Path) -> tuple[str, ...]:
@@ -163,10 +124,8 @@ def method_flags(model: ModelConfig, method: MethodConfig, folder: Path) -> tupl
 
 
 def write_files(config: BenchConfig, folder: Path) -> None:
-    """Write what flags and environment of the servers name: options, plugins, models' shapes."""
+    """Write the files that the servers' flags name: policy options, models of a shape."""
     folder.mkdir(parents=True, exist_ok=True)
-    if config.server.plugins:
-        plugins.write(folder / PLUGINS)
     pair, size = named(config.model.target)
     if size in SHAPES:
         models.write(size, folder, models.trained(pair))
@@ -183,23 +142,7 @@ def _options_file(method: MethodConfig, folder: Path) -> Path:
 def record_of(config: BenchConfig, method: MethodConfig, folder: Path) -> Method:
     """The method as run.json records it."""
     flags = list(method_flags(config.model, method, folder))
-    assert not isinstance(method.beta, tuple)
     return Method(method.name, method.kind, flags, method.beta, baseline=method.baseline)
-
-
-# -- switching ------------------------------------------------------------------------------
-
-
-def switch(server: Server, method: MethodConfig) -> None:
-    """Make a running ``--c2t`` server serve ``method``, and ask it whether it does."""
-    wanted = method.c2t_settings()
-    server.switch(**wanted)
-    in_force = requests.get(f"{server.url}/c2t", timeout=60).json()
-    name = wanted["classifier"]  # clients see no paths
-    expected = {**wanted, "classifier": name if shipped(name) else Path(name).name}
-    differing = {key: in_force.get(key) for key in expected if in_force.get(key) != expected[key]}
-    if differing:
-        raise SwitchError(f"POST /c2t for {method.name} asked for {wanted}, in force: {differing}")
 
 
 # -- order ----------------------------------------------------------------------------------
@@ -233,52 +176,40 @@ def plan(
 
 
 def rounds(
-    config: BenchConfig, cells: Sequence[PlannedCell], servers: Sequence[Host]
-) -> list[tuple[list[Host], list[PlannedCell]]]:
-    """The cells of a run with all servers at once: each repeat's, and who serves them.
+    config: BenchConfig, cells: Sequence[PlannedCell], names: Sequence[str]
+) -> list[tuple[list[str], list[PlannedCell]]]:
+    """The cells of a run with all servers at once: those of each repeat, and its servers.
 
     Servers are listed in the order in which to start them, which rotates from repeat to repeat:
     what is started last of six can pay 5 to 10 % more for a forward as long as it lives.
     """
-    stride = max(1.0, len(servers) / config.repeats)  # through all of the order, if not by ones
+    stride = max(1.0, len(names) / config.repeats)  # through all of the order, if not by ones
     result = []
     for repeat in range(config.repeats):
         if mine := [cell for cell in cells if cell.key.repeat == repeat]:
-            first = int(repeat * stride) % len(servers)
-            turned = [*servers[first:], *servers[:first]]
-            result.append((reduced(turned, {cell.key.method for cell in mine}), mine))
+            first = int(repeat * stride) % len(names)
+            needed = {cell.key.method for cell in mine}
+            result.append(([n for n in (*names[first:], *names[:first]) if n in needed], mine))
     return result
 
 
 def passes(
-    config: BenchConfig, cells: Sequence[PlannedCell], servers: Sequence[Host]
-) -> list[tuple[list[Host], list[PlannedCell]]]:
+    config: BenchConfig, cells: Sequence[PlannedCell], names: Sequence[str]
+) -> list[tuple[list[str], list[PlannedCell]]]:
     """The cells of a run with one server at a time: each repeat is a pass over the servers.
 
-    The servers' order is drawn anew in each pass. On a server the rungs come in their order, and
-    methods that share it take turns on each rung. In the mode "once" there is one pass with all
+    The servers' order is drawn anew in each pass. In the mode "once" there is one pass with all
     repeats, in the order of the configuration, because large models start slowly.
     """
     rng = random.Random(f"{config.seed}/servers")
-    names = [method.name for method in config.methods]
-    ordered = sorted(servers, key=lambda host: names.index(host.methods[0].name))
     if config.server.mode == "once":
-        turns = [(host, range(config.repeats)) for host in ordered]
+        turns = [(name, range(config.repeats)) for name in names]
     else:
-        turns = [(host, range(repeat, repeat + 1)) for repeat in range(config.repeats)
-                 for host in rng.sample(list(servers), len(servers))]  # fmt: skip
+        turns = [(name, range(repeat, repeat + 1)) for repeat in range(config.repeats)
+                 for name in rng.sample(list(names), len(names))]  # fmt: skip
     result = []
-    for host, repeats in turns:
-        members = {method.name for method in host.methods}
-        mine = [c for c in cells if c.key.repeat in repeats and c.key.method in members]
+    for name, repeats in turns:
+        mine = [c for c in cells if c.key.repeat in repeats and c.key.method == name]
         if mine:
-            result.append(([host], mine))
+            result.append(([name], mine))
     return result
-
-
-def reduced(servers: Sequence[Host], names: set[str]) -> list[Host]:
-    """Servers that are still needed, for methods of these names."""
-    kept = [
-        replace(host, methods=tuple(m for m in host.methods if m.name in names)) for host in servers
-    ]
-    return [host for host in kept if host.methods]

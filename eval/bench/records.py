@@ -62,7 +62,7 @@ def slug(name: str) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What became of one prompt. Times are seconds of the client's clock."""
+    """One prompt and its answer. Times are seconds of the client's clock."""
 
     index: int  # of the prompt in the data set
     family: str
@@ -126,7 +126,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Run:
-    """What run.json holds; all but ``started`` and ``provenance`` must agree to resume."""
+    """Contents of run.json; all but ``started`` and ``provenance`` must agree to resume."""
 
     started: str  # ISO 8601
     config: dict[str, Any]

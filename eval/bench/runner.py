@@ -1,4 +1,4 @@
-"""Runs the cells of a plan on real servers: starts them, switches them, measures, keeps.
+"""Runs the cells of a plan on real servers: starts them, measures, keeps the records.
 
 A cell that fails, or a server that dies, is reported and the others go on.
 """
@@ -9,7 +9,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -24,10 +24,10 @@ from rich.progress import Progress
 from eval.bench import client
 from eval.bench.config import BenchConfig, MethodConfig
 from eval.bench.datasets import Sample
-from eval.bench.methods import Host, PlannedCell, passes, reduced, rounds, switch
+from eval.bench.methods import PlannedCell, passes, rounds
 from eval.bench.records import Cell, has_cell, write_cell
-from eval.gpu.step_clock import KEY, Span, decoding, full_batch, since
-from eval.server import Server, ServerError, SwitchError, running
+from eval.gpu.step_clock import KEY, decoding, since
+from eval.server import Launch, Server, ServerError, running
 from sglang_c2t.offline.client import run_load
 from sglang_c2t.offline.progress import progress_on
 
@@ -66,7 +66,6 @@ class Budget:
 #: What a server that misbehaves or is gone can raise here.
 ERRORS = (
     CellError,
-    SwitchError,
     aiohttp.ClientError,
     OSError,
     ValueError,
@@ -81,7 +80,7 @@ class Runner:
     folder: Path
     samples: Sequence[Sample]
     tokenizer: str
-    servers: Sequence[Host]
+    servers: Mapping[str, Launch]  # by method
     console: Console
     budget: Budget = field(default_factory=Budget)
     failures: list[str] = field(default_factory=list)
@@ -95,14 +94,15 @@ class Runner:
             self.console.print(f"{done} of {len(cells)} cells are done already.")
         if not todo:
             return
-        needed = reduced(self.servers, {cell.key.method for cell in todo})
+        wanted = {cell.key.method for cell in todo}
+        needed = [name for name in self.servers if name in wanted]
         together = self._together_is_possible(len(needed))
         with progress_on(self.console) as progress:
             done_cells = progress.add_task("cells", total=len(todo))
-            for hosts, mine in (rounds if together else passes)(self.config, todo, needed):
-                with self._fleet(hosts, progress) as fleet:
+            for names, mine in (rounds if together else passes)(self.config, todo, needed):
+                with self._fleet(names, progress) as fleet:
                     for cell in mine:
-                        self._try(cell, hosts, fleet, progress)
+                        self._try(cell, fleet, progress)
                         progress.advance(done_cells)
 
     def _together_is_possible(self, num_servers: int) -> bool:
@@ -120,54 +120,50 @@ class Runner:
         return free >= needed
 
     @contextlib.contextmanager
-    def _fleet(self, hosts: Sequence[Host], progress: Progress) -> Iterator[dict[str, Server]]:
-        """Running servers by name, started a few at a time; those that fail are left out."""
+    def _fleet(self, names: Sequence[str], progress: Progress) -> Iterator[dict[str, Server]]:
+        """Running servers by method, started a few at a time; those that fail are left out."""
         workers = ThreadPoolExecutor(self.config.server.starting)
-        starting = progress.add_task("starting servers", total=len(hosts))
-        stacks = {host.name: contextlib.ExitStack() for host in hosts}
+        starting = progress.add_task("starting servers", total=len(names))
+        stacks = {name: contextlib.ExitStack() for name in names}
         over = threading.Event()
 
-        def start(host: Host) -> tuple[Host, Server | ServerError]:
+        def start(name: str) -> tuple[str, Server | ServerError]:
             try:
-                server = running(host.launch, self.folder / "logs", over)
-                return host, stacks[host.name].enter_context(server)
+                server = running(self.servers[name], self.folder / "logs", over)
+                return name, stacks[name].enter_context(server)
             except ServerError as error:
-                return host, error
+                return name, error
 
         try:
             fleet = {}
             with self.budget.part("server", guess=120.0):
-                for host, server in workers.map(start, hosts):
+                for name, server in workers.map(start, names):
                     progress.advance(starting)
                     if isinstance(server, ServerError):
                         last = "\n".join(str(server).splitlines()[-LOG_LINES:])
-                        log = self.folder / "logs" / f"{host.name}.log"
-                        self._fail(f"server {host.name} did not start, see {log}: ...\n{last}")
+                        log = self.folder / "logs" / f"{self.servers[name].name}.log"
+                        self._fail(f"the server of {name} did not start, see {log}: ...\n{last}")
                     else:
-                        fleet[host.name] = server
+                        fleet[name] = server
             progress.remove_task(starting)
             yield fleet
         finally:
             over.set()  # servers that are just starting end first
             workers.shutdown(cancel_futures=True)
-            with ThreadPoolExecutor(len(hosts)) as closing:
+            with ThreadPoolExecutor(len(names)) as closing:
                 list(closing.map(contextlib.ExitStack.close, stacks.values()))
 
-    def _try(
-        self, cell: PlannedCell, hosts: Sequence[Host], fleet: dict[str, Server],
-        progress: Progress,
-    ) -> None:  # fmt: skip
+    def _try(self, cell: PlannedCell, fleet: dict[str, Server], progress: Progress) -> None:
         """Measure a cell and keep it, or say why not."""
-        host = next(h for h in hosts if cell.key.method in [m.name for m in h.methods])
-        method = next(m for m in host.methods if m.name == cell.key.method)
-        server = fleet.get(host.name)
+        method = next(m for m in self.config.methods if m.name == cell.key.method)
+        server = fleet.get(method.name)
         if server is None or server.process.poll() is not None:
-            self._fail(f"{cell.key}: not measured, server {host.name} is not running")
+            self._fail(f"{cell.key}: not measured, its server is not running")
             return
         bar = progress.add_task(str(cell.key), total=cell.prompts)
         try:
             with self.budget.part(f"{cell.prompts} prompts", guess=20.0):
-                found = self.measure(cell, method, host, server, lambda: progress.advance(bar))
+                found = self.measure(cell, method, server, lambda: progress.advance(bar))
             write_cell(self.folder, found)
             self.console.print(f"{cell.key}: {found.tokens_per_second:.0f} tokens/s", markup=False)
         except ERRORS as error:
@@ -183,7 +179,6 @@ class Runner:
         self,
         cell: PlannedCell,
         method: MethodConfig,
-        host: Host,
         server: Server,
         on_answer: Callable[[], None] = lambda: None,
     ) -> Cell:
@@ -192,8 +187,6 @@ class Runner:
         """
         numbers = self.numbers(cell)
         samples = [self.samples[number] for number in numbers]
-        if host.shared:
-            switch(server, method)
         bodies = [self.body(cell, number) for number in numbers]
         self._warm_up(cell, method, server, samples, bodies[0]["sampling_params"])
         if self.config.requests.cached_prompts:
@@ -214,7 +207,7 @@ class Runner:
             cell.arrivals,
         )
         after = server.internal_state()
-        clock = self._clock(state, after, cell.key.concurrency)
+        clock = decoding(since(state[KEY], after[KEY])) if KEY in after else None
         seconds, tokens = (
             (measured.busy_s, measured.output_tokens)
             if clock is None
@@ -269,14 +262,6 @@ class Runner:
         if wanted.seeded and cell.key.temperature > 0:
             params["sampling_seed"] = (self.config.seed + cell.key.repeat) * 1_000_003 + number
         return {"sampling_params": params, "stream": wanted.stream}
-
-    def _clock(self, before: dict[str, Any], after: dict[str, Any], batch: int) -> Span | None:
-        """What the server's step clock says of the time between; None without one."""
-        if KEY not in after:
-            return None
-        steps = since(before[KEY], after[KEY])
-        decodes = self.config.requests.timed == "decoding"
-        return decoding(steps) if decodes else full_batch(steps, batch)
 
     def _series(self, server: Server) -> dict[str, float]:
         return client.scrape(server.url) if self.config.server.metrics else {}

@@ -108,7 +108,7 @@ def _math_start(rng: random.Random, who: str, item: str) -> tuple[list[str], lis
 def _math_event(
     rng: random.Random, who: str, friend: str, item: str, v: int
 ) -> tuple[str, str, int]:
-    """What happens to ``v`` things: the sentence of the story, the step of the answer, how many."""
+    """A change by ``v`` things: the sentence of the story, the step of the answer, how many."""
     c, k = rng.randint(2, 30), rng.randint(2, 5)
     place, day = rng.choice(PLACES), rng.choice(DAYS)
     less = min(c, v - 1) if v > 1 else 0

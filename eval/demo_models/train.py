@@ -7,7 +7,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from eval.demo_models.modeling import (
     CONFIGS,
     DRAFT_VOCAB,
     END_ID,
-    PAD_ID,
     VOCAB,
     ChainCache,
     Eagle3Head,
@@ -223,22 +222,24 @@ def crops(stream: np.ndarray, seed: int, batch: int = BATCH) -> Iterator[Tensor]
 # --- target ---------------------------------------------------------------------------------------
 
 
-def target_stage(args: argparse.Namespace) -> None:
-    """Plain next-token training of the target."""
-    model = new_llama("target").train()
+def target_stage(args: argparse.Namespace, name: str = "target") -> None:
+    """Plain next-token training of a target; that of latent attention is saved with its draft."""
+    torch.manual_seed(SEED)
+    latent = name == mla.NAME
+    model = (mla.new_target() if latent else new_llama(name)).train()
     optimizer = Optimizer(model, muon_rate=4e-3, adam_rate=4e-3)
-    batches = crops(np.load(args.work / "stream.npy"), SEED + 1 + steps_done(args.work, "target"))
-    # Fusing the element-wise parts makes a step a fifth shorter here; it needs a C++ compiler.
-    run = torch.compile(model) if args.compile else model
+    seed = SEED + 1 + latent + steps_done(args.work, name)
+    batches = crops(np.load(args.work / "stream.npy"), seed)
 
     def loss_of() -> tuple[Tensor, dict[str, float]]:
         tokens = next(batches)  # [B, LENGTH + 1]
         with torch.autocast("cpu", torch.bfloat16):
-            logits = run(tokens[:, :-1], use_cache=False).logits
+            logits = model(tokens[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()), {}
 
-    fit("target", model, optimizer, loss_of, args.minutes["target"], args.work)
-    export.save_model("target", model.state_dict(), args.out)
+    fit(name, model, optimizer, loss_of, args.minutes[name], args.work)
+    if not latent:
+        export.save_model(name, model.state_dict(), args.out)
 
 
 # --- drafts: the frozen target teaches, on half corpus, half its own answers -------------------
@@ -267,19 +268,25 @@ class Teacher:
 
 
 @torch.no_grad()
-def greedy(model: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """Greedy answers, each cut after its <|end|>; prompts of one call are padded on the left."""
-    width = max(map(len, prompts))
-    rows = torch.tensor([[PAD_ID] * (width - len(p)) + p for p in prompts])
+def replies(
+    model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], new_tokens: int,
+    temperature: float = 0.0,
+) -> list[list[int]]:  # fmt: skip
+    """Answers, each cut after its end token; prompts of one call are padded on the left."""
+    width, end = max(map(len, prompts)), model.config.eos_token_id
+    pads = [width - len(prompt) for prompt in prompts]
+    rows = [[end] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)]
+    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
     out = model.generate(
-        rows,
-        attention_mask=rows.ne(PAD_ID).long(),
-        do_sample=False,
+        torch.tensor(rows),
+        attention_mask=(torch.arange(width) >= torch.tensor(pads)[:, None]).long(),
+        do_sample=bool(temperature),
         max_new_tokens=new_tokens,
-        pad_token_id=PAD_ID,
+        pad_token_id=end,
+        **sampling,
     )
     answers = [row[width:].tolist() for row in out]
-    return [a[: a.index(END_ID) + 1] if END_ID in a else a for a in answers]
+    return [a[: a.index(end) + 1] if end in a else a for a in answers]
 
 
 def answers_stage(args: argparse.Namespace) -> None:
@@ -296,7 +303,7 @@ def answers_stage(args: argparse.Namespace) -> None:
     documents: list[list[int]] = []
     for i in tqdm(range(0, len(prompts), 60), desc="answers"):
         batch = prompts[i : i + 60]
-        answered = greedy(model, batch, SELF_TOKENS)
+        answered = replies(model, batch, SELF_TOKENS)
         documents += [p + a for p, a in zip(batch, answered, strict=True) if a[-1] == END_ID]
     random.Random(SEED).shuffle(documents)
     stream = np.concatenate([np.asarray(d, dtype=np.uint16) for d in documents])
@@ -369,7 +376,8 @@ def head_stage(args: argparse.Namespace, name: str) -> None:
             hidden, aux, target_logits = teacher(tokens)
             best, wanted = target_logits.argmax(-1), target_logits[..., kept].float().softmax(-1)
             loss, facts = torch.zeros(()), dict[str, float]()
-            for k, state in unroll(head, teacher, tokens, aux if name == "eagle3" else hidden):
+            inner = aux if name == "eagle3" else hidden
+            for k, state in unroll(head, teacher.embed.weight, tokens, inner):
                 rows = slice(k + 1, k + 1 + state.shape[1])
                 logits = head.logits(state, teacher.lm_head)
                 # Where the target's choice cannot be drafted there is nothing to learn.
@@ -389,7 +397,7 @@ def head_stage(args: argparse.Namespace, name: str) -> None:
 
 
 def unroll(
-    head: Head, teacher: Teacher, tokens: Tensor, hidden: Tensor
+    head: Head, embed: Tensor, tokens: Tensor, hidden: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (k, head-ready states [B, T, D]) of UNROLL draft steps from every root at once.
 
@@ -399,7 +407,7 @@ def unroll(
     rows, cache = tokens.shape[1] - UNROLL, ChainCache()
     carried = hidden[:, :rows]
     for k in range(UNROLL):
-        embeds = teacher.embed(tokens[:, k + 1 : k + 1 + rows])
+        embeds = embed[tokens[:, k + 1 : k + 1 + rows]]
         state, carried = head(embeds, carried, cache)
         yield k, state
 
@@ -415,23 +423,7 @@ def frequent_tokens(work: Path) -> Tensor:
     return torch.from_numpy(kept)
 
 
-# --- a target of latent attention, with its draft layer ------------------------------------------
-
-
-def mla_stage(args: argparse.Namespace) -> None:
-    """Plain next-token training, as of the other target."""
-    torch.manual_seed(SEED)
-    model = mla.new_target().train()
-    optimizer = Optimizer(model, muon_rate=4e-3, adam_rate=4e-3)
-    batches = crops(np.load(args.work / "stream.npy"), SEED + 2 + steps_done(args.work, mla.NAME))
-
-    def loss_of() -> tuple[Tensor, dict[str, float]]:
-        tokens = next(batches)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(tokens[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()), {}
-
-    fit(mla.NAME, model, optimizer, loss_of, args.minutes[mla.NAME], args.work)
+# --- the draft layer of a target of latent attention ----------------------------------------------
 
 
 def mtp_stage(args: argparse.Namespace) -> None:
@@ -473,7 +465,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
     "standalone": standalone_stage,
     "eagle": partial(head_stage, name="eagle"),
     "eagle3": partial(head_stage, name="eagle3"),
-    "mla": mla_stage,
+    "mla": partial(target_stage, name=mla.NAME),
     "mtp": mtp_stage,
 }
 
@@ -498,28 +490,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="folder for checkpoints; a second run goes on from them",
     )  # fmt: skip
     add("--stage", nargs="+", choices=list(STAGES), default=list(STAGES))
-    add(
-        "--minutes", type=_minutes, nargs="+", default=[], metavar="MODEL=MINUTES",
-        help=f"training time, by default {MINUTES}",
-    )  # fmt: skip
+    add("--minutes", type=json.loads, default={}, help=f"JSON, over the defaults {MINUTES}")
     add("--threads", type=int, default=2)
-    add("--compile", action="store_true", help="torch.compile the target")
     args = parser.parse_args(argv)
-    args.minutes = MINUTES | dict(args.minutes)
+    if unknown := args.minutes.keys() - MINUTES:
+        parser.error(f"--minutes: {unknown.pop()} is none of {', '.join(MINUTES)}")
+    args.minutes = MINUTES | args.minutes
     return args
-
-
-def _minutes(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    if name not in MINUTES:
-        raise argparse.ArgumentTypeError(f"one of {', '.join(MINUTES)} is trained, not {name!r}")
-    try:
-        minutes = float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{name}=NUMBER, got {value!r}") from None
-    if minutes <= 0:
-        raise argparse.ArgumentTypeError(f"{name} must be above 0, got {value}")
-    return name, minutes
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Servers that start side by side in the background, and start anew where one of them dies."""
+"""Servers that start side by side in the background, and start again where one of them dies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import requests
 
 from eval.gpu import graft, models, plugins
 from eval.gpu.results import Results, elapsed
@@ -42,20 +40,14 @@ STARTED = "sprint-servers.pids"
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """A server to start, and the flags to add in turn where it dies at its start.
-
-    Attributes:
-        shape: A name of ``models.SHAPES``; empty for the trained pair at its own size.
-        batches: Batch sizes with a CUDA graph; the largest is the limit of running requests.
-        drafts: Steps, topk and tokens of ``--speculative-*``; ``None`` without speculation.
-    """
+    """A server to start, and the flags to add in turn where it dies at its start."""
 
     name: str
-    shape: str
-    batches: tuple[int, ...]
+    shape: str  # a name of models.SHAPES; empty for the trained pair at its own size
+    batches: tuple[int, ...]  # with a CUDA graph; the largest is the limit of running requests
     flags: tuple[str, ...] = ()
     c2t: bool = False
-    drafts: tuple[int, int, int] | None = None
+    drafts: tuple[int, int, int] | None = None  # steps, topk and tokens; None: no speculation
     fallbacks: tuple[tuple[str, ...], ...] = ()
 
     def with_fewer_requests(self) -> ServerSpec | None:
@@ -73,13 +65,11 @@ class Running:
     spec: ServerSpec
     server: Server
     began: float
-    attempt: int
-    """Index of the fallback it was started with, from 1; 0 for none."""
-
+    attempt: int  # index of its fallback, from 1; 0 for none
     ready: bool = False
     dead: bool = False
-    warm: set[tuple[str, int]] = field(default_factory=set)
-    """Methods and batch sizes that have had their warm-up requests."""
+    policy: dict[str, Any] | None = None  # what it was switched to
+    warm: set[tuple[str, int]] = field(default_factory=set)  # methods and batch sizes
 
     @property
     def alive(self) -> bool:
@@ -87,9 +77,10 @@ class Running:
         return self.ready and self.server.process.poll() is None
 
     @property
-    def extra_flags(self) -> str:
-        """The flags of its fallback, as text."""
-        return " ".join(self.spec.fallbacks[self.attempt - 1]) if self.attempt else ""
+    def facts(self) -> dict[str, Any]:
+        """Columns of its rows."""
+        flags = " ".join(self.spec.fallbacks[self.attempt - 1]) if self.attempt else ""
+        return {"server": self.spec.name, "requests": max(self.spec.batches), "flags": flags}
 
     def generate(self, texts: Sequence[str], tokens: int, **more: Any) -> list[Any]:
         """Greedy answers of at most ``tokens`` to ``texts``, all requests at once."""
@@ -97,26 +88,14 @@ class Running:
         replies = self.server.generate(90, text=list(texts), sampling_params=sampling, **more)
         return list(replies)
 
-    def c2t_state(self) -> Any:
-        """``GET /c2t`` without the planner's report, or the error's text."""
-        try:
-            reply = requests.get(f"{self.server.url}/c2t", timeout=20).json()
-        except (requests.RequestException, ValueError) as error:
-            return str(error)
-        return {key: value for key, value in reply.items() if key != "planner"}
-
 
 class Fleet:
-    """Servers of the trained ``pair`` by name.
-
-    ``flags`` come first on every command line; ``work`` holds their logs.
-    """
+    """Servers by name. ``check`` must be called for those that die to be restarted."""
 
     def __init__(
         self, results: Results, work: Path, flags: Sequence[str], pair: models.Pair
     ) -> None:
         self._results, self._work, self._flags, self._pair = results, work, tuple(flags), pair
-        self._plugins = plugins.write(work / "plugins")
         self._logs: list[Path] = []
         self.running: dict[str, Running] = {}
 
@@ -125,21 +104,18 @@ class Fleet:
         log = self._work / f"{len(self._logs)}-{spec.name}.log"
         self._logs.append(log)
         port = free_port()
-        argv, env = self.command(spec, attempt, port)
-        process = start(argv, env, log)
+        process = start(*self.command(spec, attempt, port), log)
         with _started().open("a") as sink:
             sink.write(f"{process.pid}\n")
         server = Server(f"http://127.0.0.1:{port}", process, log)
         self.running[spec.name] = running = Running(spec, server, elapsed(), attempt)
-        most = max(spec.batches)
-        self._results.log(f"starting {spec.name}, {most} requests {running.extra_flags}".rstrip())
+        self._results.log("starting {server}, {requests} requests {flags}".format(**running.facts))
 
     def command(
         self, spec: ServerSpec, attempt: int, port: int
     ) -> tuple[list[str], dict[str, str]]:
         """Command line and environment of a server. SGLang takes the last of equal flags."""
-        most = max(spec.batches)
-        flags = [*self._flags, "--max-running-requests", str(most)]
+        flags = [*self._flags, "--max-running-requests", str(max(spec.batches))]
         flags += ["--cuda-graph-bs-decode", *map(str, spec.batches), *spec.flags]
         env = {"OMP_NUM_THREADS": "4"} | gpu_environment()
         (target, draft), loaded = self._pair, ["step_clock"]
@@ -155,50 +131,31 @@ class Fleet:
             flags += speculative_flags("EAGLE3", *spec.drafts, draft=draft)
         if attempt:
             flags += spec.fallbacks[attempt - 1]
-        env |= plugins.environment(self._plugins, loaded)
+        env |= plugins.environment(loaded)
         return Launch(spec.name, flags, target, common=()).argv(port), environment(env)
 
     def check(self) -> None:
-        """Note which servers are ready and which died, and start those that died anew."""
+        """Note which servers are ready and which died, and restart those that died."""
         for running in list(self.running.values()):
             if running.ready or running.dead:
                 continue
             log = running.server.log.read_text(errors="replace")
             if READY in log:
-                self._note_ready(running, log)
+                running.ready = True
+                lines = [s[-400:] for s in log.splitlines() if any(w in s for w in TELLING)]
+                seconds = round(elapsed() - running.began, 1)
+                self._results.add("start", **running.facts, seconds=seconds, log=lines[-40:])
             elif running.server.process.poll() is not None:
                 running.dead = True
-                self._restart(running, log)
+                self._restart(running, log[-8000:])
 
-    def _note_ready(self, running: Running, log: str) -> None:
-        running.ready = True
-        seconds = round(elapsed() - running.began, 1)
-        lines = [line[-400:] for line in log.splitlines() if any(word in line for word in TELLING)]
-        self._results.log(f"ready: {running.spec.name} after {seconds} s")
-        self._results.add(
-            "start",
-            server=running.spec.name,
-            seconds=seconds,
-            log=lines[-40:],
-            requests=max(running.spec.batches),
-            flags=running.extra_flags,
-        )
-
-    def _restart(self, running: Running, log: str) -> None:
+    def _restart(self, running: Running, tail: str) -> None:
         """Start with fewer requests after an out-of-memory error, else with the next fallback."""
-        spec, tail = running.spec, log[-8000:]
+        spec = running.spec
         _kill_group(running.server.process.pid)  # a scheduler that outlives it holds GPU memory
         memory = any(text in tail.lower() for text in OUT_OF_MEMORY)
         cause = "out of memory" if memory else f"exit code {running.server.process.poll()}"
-        self._results.log(f"DIED: {spec.name}, {cause}: {tail[-600:]}")
-        self._results.add(
-            "died",
-            server=spec.name,
-            cause=cause,
-            flags=running.extra_flags,
-            requests=max(spec.batches),
-            log=tail[-4000:],
-        )
+        self._results.add("died", **running.facts, cause=cause, log=tail[-4000:])
         fewer = spec.with_fewer_requests() if memory else None
         if fewer:
             self.start(fewer, running.attempt)
@@ -222,12 +179,13 @@ class Fleet:
         for running in stopped:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 running.server.process.wait(timeout=10)
-        if stopped:
-            self._results.log("stopped " + ", ".join(running.spec.name for running in stopped))
 
     def logs(self, size: int = 150_000) -> str:
         """The last ``size`` bytes of every log."""
-        return "\n".join(f"==== {path.stem}\n{_tail(path, size)}" for path in self._logs)
+        tails = [path.read_bytes()[-size:].decode(errors="replace") for path in self._logs]
+        return "".join(
+            f"==== {path.stem}\n{t}\n" for path, t in zip(self._logs, tails, strict=True)
+        )
 
 
 def end_leftovers() -> None:
@@ -245,7 +203,7 @@ def _started() -> Path:
 
 
 def run_bounded(argv: Sequence[str], seconds: float, log: Path) -> int:
-    """Run a command, output appended to ``log``; its exit code, 124 if ``seconds`` were over."""
+    """Run a command, output appended to ``log``; its exit code, 124 after ``seconds``."""
     with log.open("a") as sink:
         process = subprocess.Popen(
             argv, stdout=sink, stderr=subprocess.STDOUT, cwd=plugins.ROOT, start_new_session=True
@@ -262,10 +220,3 @@ def run_bounded(argv: Sequence[str], seconds: float, log: Path) -> int:
 def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def _tail(path: Path, size: int) -> str:
-    try:
-        return path.read_bytes()[-size:].decode(errors="replace")
-    except OSError:
-        return ""

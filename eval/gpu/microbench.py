@@ -1,10 +1,11 @@
 """Time of each part that C2T adds to a step on this GPU, against the bytes that it must move.
 
-    python -m eval.gpu.microbench --ceilings runs/gpu/ceilings.json --out runs/gpu/micro.json
+    python -m eval.gpu.microbench --out runs/gpu/micro.json
 
 Parts: the gate of one drafted layer, packing rows and masks, and the device-to-host transfer of a
-step. Device work is timed as replays of a graph, host work with the device idle around it. A floor
-counts each byte of inputs and outputs once, at the bandwidth of a large copy.
+step. ``graph``: device work, timed as replays of a graph; ``host``: wall time with the device idle
+before and after. A floor counts each byte of inputs and outputs once, at the bandwidth of a large
+copy on this machine.
 
 Legend: B requests, V draft vocabulary, N rows a request, T packed rows, L committed tokens.
 """
@@ -17,17 +18,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
-from eval.gpu.roofline import Ceilings, measure
-from eval.gpu.timing import Timing, briefly, by_graph, by_host
 from eval.tables import markdown
 
 BATCHES = (1, 8, 32, 64, 128, 256)
@@ -38,16 +39,48 @@ PREFIX = 512  # committed tokens of every request
 HIDDEN = 48  # units of C2T's network
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line: a part at one size."""
+#: Rounds of works that a graph holds.
+ROUNDS = 8
+
+
+def _clock() -> float:
+    """Seconds, once the device is idle."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Work(NamedTuple):
+    """A part at one size; its ``works`` do the same on other inputs, so that no cache has them."""
 
     part: str
     size: str
-    timing: Timing
+    works: Sequence[Callable[[], object]]
     floor_bytes: int
-    kind: str
-    """``graph``: on the device, in a captured graph; ``host``: wall time, the device idle."""
+    on_host: bool = False
+
+    def seconds(self, run_seconds: float) -> tuple[float, float, float]:
+        """Time of one call: median, and what a tenth of the calls are below and above."""
+        if self.on_host:
+            work = self.works[0]
+            names = {"work": work, "wait": torch.cuda.synchronize}
+            timer, calls = Timer("work(); wait()", globals=names, timer=_clock), 1
+        else:
+            names, calls = {"work": self._graph().replay}, ROUNDS * len(self.works)
+            timer = Timer("work()", globals=names, timer=_clock)
+        times = timer.blocked_autorange(min_run_time=run_seconds).times
+        low, median, high = np.quantile(times, (0.1, 0.5, 0.9)) / calls
+        return float(median), float(low), float(high)
+
+    def _graph(self) -> torch.cuda.CUDAGraph:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for work in self.works:  # compiles, and makes what capture may not allocate
+                work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for work in [*self.works] * ROUNDS:
+                work()
+        return graph
 
 
 def nbytes(*tensors: Any) -> int:
@@ -59,15 +92,7 @@ def nbytes(*tensors: Any) -> int:
     )  # fmt: skip
 
 
-# -- parts --------------------------------------------------------------------------------
-
-
-def on_device(size: str, *parts: tuple[str, Callable[[], object], int]) -> list[Row]:
-    """Rows of (name, work, floor)."""
-    return [Row(name, size, by_graph([work]), floor, "graph") for name, work, floor in parts]
-
-
-def gates(batch: int, vocab: int) -> list[Row]:
+def gates(batch: int, vocab: int) -> list[Work]:
     """One drafted layer of a chain: our kernel, and the same in torch, which no graph can hold."""
     from sglang_c2t.kernels.gate import judge_layer, judge_layer_reference
     from sglang_c2t.kernels.gate_program import FusedGate, GateOutput, Weights
@@ -96,12 +121,12 @@ def gates(batch: int, vocab: int) -> list[Row]:
     in_torch = partial(judge_layer_reference, sets[0][0], program, out=sets[0][1], **given)
     size = f"B {batch}, V {vocab}"
     return [
-        Row("gate of a layer", size, by_graph([*works]), floor, "graph"),
-        Row("the same in torch", size, by_host(in_torch), floor, "host"),
+        Work("gate of a layer", size, works, floor),
+        Work("the same in torch", size, [in_torch], floor, on_host=True),
     ]
 
 
-def packing(batch: int) -> list[Row]:
+def packing(batch: int) -> list[Work]:
     """Chains: the layout of packed rows, accepted paths, KV indices, and unpacked logits."""
     from sglang_c2t.kernels import layout
     from sglang_c2t.kernels import rows as kernels
@@ -130,16 +155,22 @@ def packing(batch: int) -> list[Row]:
     packed_at = lay_out()
     here = packed_at.row_starts, packed_at.window
     kv_bytes = 2 * indices.element_size() * (batch * PREFIX + total)
-    return on_device(
-        f"B {batch}, T {total}",
-        ("forward laid out", lay_out, nbytes(lens, tokens, tokens, slots, seq_lens, packed_at)),
-        ("accepted paths", accept, nbytes(packed_at.rows, tokens, lens, *here)),
-        ("KV indices",
-         lambda: kernels.ragged_kv_indices(table, slots, seq_lens, lens, starts, indices),
-         kv_bytes),
-        (f"logits unpacked, V {vocab}",
-         lambda: kernels.scatter_rows(packed, lens, WIDTH, full), nbytes(packed, full)),
-    )  # fmt: skip
+
+    def unpack() -> object:
+        return kernels.scatter_rows(packed, lens, WIDTH, full)
+
+    def kv() -> object:
+        return kernels.ragged_kv_indices(table, slots, seq_lens, lens, starts, indices)
+
+    size = f"B {batch}, T {total}"
+    laid_out = nbytes(lens, tokens, tokens, slots, seq_lens, packed_at)
+    kv_bytes = 2 * indices.element_size() * (batch * PREFIX + total)
+    return [
+        Work("forward laid out", size, [lay_out], laid_out),
+        Work("accepted paths", size, [accept], nbytes(packed_at.rows, tokens, lens, *here)),
+        Work("KV indices", size, [kv], kv_bytes),
+        Work(f"logits unpacked, V {vocab}", size, [unpack], nbytes(packed, full)),
+    ]
 
 
 def trees(batch: int, nodes: int = TREE) -> tuple[Tensor, Tensor]:
@@ -150,7 +181,7 @@ def trees(batch: int, nodes: int = TREE) -> tuple[Tensor, Tensor]:
     return parents, torch.randint(1, nodes + 1, (batch,))
 
 
-def masks(batch: int) -> list[Row]:
+def masks(batch: int) -> list[Work]:
     """FlashInfer's packed tree mask, straight from parents."""
     from sglang_c2t.kernels import masks as kernels
 
@@ -161,17 +192,22 @@ def masks(batch: int) -> list[Row]:
     starts = kernels.mask_indptr(prefix, num_rows, batch)
     capacity = kernels.mask_capacity(batch * TREE, batch, PREFIX + TREE)
     out = torch.zeros(capacity, dtype=torch.uint8, device="cuda")
-    return on_device(
-        f"B {batch}, {TREE} nodes, L {PREFIX}",
-        ("ancestor words", lambda: kernels.ancestor_words_from_parents(parents, TREE),
-         nbytes(parents, words)),
-        ("packed tree mask",
-         lambda: kernels.pack_tree_mask(words, prefix, num_rows, starts, out),
-         nbytes(words) + batch * -(-TREE * (PREFIX + TREE) // 8)),
-    )  # fmt: skip
+
+    def from_parents() -> object:
+        return kernels.ancestor_words_from_parents(parents, TREE)
+
+    def pack() -> object:
+        return kernels.pack_tree_mask(words, prefix, num_rows, starts, out)
+
+    size = f"B {batch}, {TREE} nodes, L {PREFIX}"
+    mask_bytes = nbytes(words) + batch * -(-TREE * (PREFIX + TREE) // 8)
+    return [
+        Work("ancestor words", size, [from_parents], nbytes(parents, words)),
+        Work("packed tree mask", size, [pack], mask_bytes),
+    ]
 
 
-def transfer(batch: int) -> list[Row]:
+def transfer(batch: int) -> list[Work]:
     """Lengths to the host, which chooses the graph by their sum: the one wait of a step."""
     lens = torch.randint(1, WIDTH + 1, (batch,), dtype=torch.int32, device="cuda")
     pinned = torch.empty(batch, dtype=torch.int32, pin_memory=True)
@@ -180,69 +216,76 @@ def transfer(batch: int) -> list[Row]:
         pinned.copy_(lens, non_blocking=True)
         torch.cuda.current_stream().synchronize()
 
+    size, moved = f"B {batch}", nbytes(lens)
     return [
-        Row("lengths to the host", f"B {batch}", by_host(lens.cpu), nbytes(lens), "host"),
-        Row("the same, pinned", f"B {batch}", by_host(through_pinned), nbytes(lens), "host"),
+        Work("lengths to the host", size, [lens.cpu], moved, on_host=True),
+        Work("the same, pinned", size, [through_pinned], moved, on_host=True),
     ]
 
 
-def parts_of(batches: Sequence[int]) -> list[tuple[str, Callable[[], list[Row]]]]:
-    """Everything, by name, in the order of a step."""
-    parts: dict[str, Callable[[int], list[Row]]] = {
-        **{f"gate, V {vocab}": partial(gates, vocab=vocab) for vocab in VOCABS},
-        "packing": packing, "masks": masks, "transfer": transfer,
-    }  # fmt: skip
-    return [(name, partial(part, batch)) for batch in batches for name, part in parts.items()]
+def ceilings(gib: float, side: int, run_seconds: float) -> dict[str, Any]:
+    """Bandwidth of copies of so many GiB, read plus written, and rate of bfloat16 products."""
+    size = int(gib * 2**30)
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+    left, right = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in "ab")
+    works = partial(torch.empty_like(source).copy_, source), partial(torch.matmul, left, right)
+    copy, product = (
+        Work("", "", [work], 0, on_host=True).seconds(run_seconds)[0] for work in works
+    )
+    return {"gpu": torch.cuda.get_device_name(), "bytes_per_s": 2 * size / copy,
+            "flops_per_s": 2 * side**3 / product}  # fmt: skip
 
 
-def line(row: Row, ceilings: Ceilings) -> str:
+def line(row: dict[str, Any], bytes_per_s: float) -> str:
     """A line of the table."""
-    micro = [1e6 * seconds for seconds in row.timing]
-    floor = 1e6 * row.floor_bytes / ceilings.bytes_per_s
-    factor = f"{micro[0] / floor:.1f}" if floor > 0.01 else "-"
-    spread = f"{micro[0]:.1f} [{micro[1]:.1f}, {micro[2]:.1f}]"
-    return markdown.row(row.part, [row.size, row.kind, spread, f"{floor:.2f}", factor])
+    median, low, high = (1e6 * seconds for seconds in row["seconds"])
+    floor = 1e6 * row["floor_bytes"] / bytes_per_s
+    factor = f"{median / floor:.1f}" if floor > 0.01 else "-"
+    cells = [row["size"], row["kind"], f"{median:.1f} [{low:.1f}, {high:.1f}]", f"{floor:.2f}"]
+    return markdown.row(row["part"], [*cells, factor])
 
 
 COLUMNS = ["size", "timed", "us, median [10 %, 90 %]", "floor, us", "time / floor"]
-HEADER = f"{markdown.row('part', COLUMNS)}\n{markdown.rule(3, words=3)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Time all parts; a part that fails is told and leaves the others alone."""
+    """Time all parts; a part that fails is reported and the others go on."""
     parser = argparse.ArgumentParser(prog="python -m eval.gpu.microbench", description=__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--ceilings", type=Path, help="from roofline.py; measured here without it")
     parser.add_argument("--out", type=Path, help="JSON of all rows")
     parser.add_argument("--brief", action="store_true", help="only see whether all parts run")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("eval.gpu.microbench: needs a CUDA device", file=sys.stderr)
         return 2
-    if args.brief:
-        briefly()
     torch.manual_seed(0)
-    ceilings = Ceilings.read(args.ceilings) if args.ceilings else measure()
-    print(f"{ceilings.gpu}, copies at {ceilings.bytes_per_s / 1e12:.2f} TB/s\n\n{HEADER}")
-    rows: list[Row] = []
-    failed = []
-    for name, part in parts_of(args.batches):
-        try:
-            found = part()
-        except Exception as error:  # one missing kernel must not cost the other numbers
-            failed.append(f"{name}: {type(error).__name__}: {error}")
-            continue
-        rows += found
-        for row in found:
-            print(line(row, ceilings), flush=True)
-        torch.cuda.empty_cache()
-    for told in failed:
-        print(f"FAILED {told}", file=sys.stderr)
+    run_seconds = 0.0 if args.brief else 0.1
+    gib, side = (0.01, 256) if args.brief else (4, 8192)
+    found = ceilings(gib, side, run_seconds)
+    bytes_per_s = found["bytes_per_s"]
+    print(f"{found['gpu']}, copies at {bytes_per_s / 1e12:.2f} TB/s\n")
+    print(f"{markdown.row('part', COLUMNS)}\n{markdown.rule(3, words=3)}")
+    rows: list[dict[str, Any]] = []
+    failed = 0
+    for batch in args.batches:
+        parts: list[Callable[[int], list[Work]]] = [partial(gates, vocab=n) for n in VOCABS]
+        for part in (*parts, packing, masks, transfer):
+            try:
+                for work in part(batch):
+                    kind = "host" if work.on_host else "graph"
+                    rows.append({"part": work.part, "size": work.size, "kind": kind,
+                                 "seconds": work.seconds(run_seconds),
+                                 "floor_bytes": work.floor_bytes})  # fmt: skip
+                    print(line(rows[-1], bytes_per_s), flush=True)
+            except Exception as error:  # one missing kernel must not cost the other numbers
+                failed += 1
+                print(f"FAILED {part}: {type(error).__name__}: {error}", file=sys.stderr)
+            torch.cuda.empty_cache()
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        document = {"ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}
+        document = {"ceilings": found, "rows": rows}
         args.out.write_text(json.dumps(document, indent=1) + "\n")
-    return int(bool(failed))
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

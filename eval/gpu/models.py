@@ -20,9 +20,6 @@ from eval.smollm2 import HEAD
 #: Trained pairs: the tiny one of this repository, and SmolLM2-135M-Instruct with its head.
 DEMO, SMOLLM2 = PAIRS = "demo", "smollm2"
 
-BYTES_PER_WEIGHT = 2  # bfloat16
-
-
 #: Keys of ``config.json`` that all shapes have.
 LLAMA3: dict[str, Any] = {
     "model_type": "llama",
@@ -30,6 +27,7 @@ LLAMA3: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
+    "tie_word_embeddings": False,  # the graft writes both matrices
 }
 
 #: Keys that a folder takes from the trained model that is written into it.
@@ -50,68 +48,28 @@ class Shape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    tie_word_embeddings: bool  # one matrix for embedding and output
     draft_vocab_size: int
 
-    def target_config(self) -> dict[str, Any]:
-        """``config.json`` of the target."""
-        config = self.draft_config() | asdict(self) | {"architectures": ["LlamaForCausalLM"]}
-        del config["draft_vocab_size"]
-        return config
-
-    def draft_config(self) -> dict[str, Any]:
-        """``config.json`` of the EAGLE-3 head: one layer, a vocabulary of its own."""
-        return {
-            **LLAMA3,
-            **asdict(self),
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "num_hidden_layers": 1,
-            "tie_word_embeddings": False,
-        }
-
-    # -- what a forward reads and computes, for roofline.py --
-
-    def layer_weights(self, inputs: int = 1) -> int:
-        """Weights of one decoder layer, its norms left out; ``inputs`` 2: an EAGLE-3 layer's."""
-        queries = self.num_attention_heads * self.head_dim
-        keys = self.num_key_value_heads * self.head_dim
-        attention = self.hidden_size * (inputs * (queries + 2 * keys) + queries)
-        return attention + 3 * self.hidden_size * self.intermediate_size
-
-    @property
-    def target_weights(self) -> int:
-        """Weights that each forward of the target reads: all but the embedding's rows."""
-        return self.num_hidden_layers * self.layer_weights() + self.vocab_size * self.hidden_size
-
-    @property
-    def draft_weights(self) -> int:
-        """The same of one draft forward; the projection of three target layers left out."""
-        return self.layer_weights(inputs=2) + self.draft_vocab_size * self.hidden_size
-
-    @property
-    def layer_kv_bytes(self) -> int:
-        """Keys and values of one token in one layer; the draft has but one."""
-        return 2 * self.num_key_value_heads * self.head_dim * BYTES_PER_WEIGHT
+    def configs(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """``config.json`` of the target, and of the EAGLE-3 head: one layer, its own vocabulary."""
+        target = LLAMA3 | asdict(self) | {"architectures": ["LlamaForCausalLM"]}
+        draft = target | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+        del target["draft_vocab_size"]
+        return target, draft
 
 
 #: A shape that a CPU can serve: two copies of the demo's hidden state, two empty layers.
-SMALL = Shape(512, 7, 8, 2, 64, 1024, 4096, tie_word_embeddings=False, draft_vocab_size=2048)
+SMALL = Shape(512, 7, 8, 2, 64, 1024, 4096, draft_vocab_size=2048)
 
 #: Llama-3.1-8B, and EXAONE-4.0-1.2B, which has layers enough for SmolLM2's 30; EAGLE-3 heads as
 #: published for the Llama. Then two for the demo pair that start within seconds, with heads of 64
 #: and of 128, and one for SmolLM2.
 SHAPES = {
-    "8b": Shape(
-        4096, 32, 32, 8, 128, 14336, 128256, tie_word_embeddings=False, draft_vocab_size=32000
-    ),
-    "1b": Shape(
-        2048, 30, 32, 8, 64, 4096, 102400, tie_word_embeddings=True, draft_vocab_size=32000
-    ),
+    "8b": Shape(4096, 32, 32, 8, 128, 14336, 128256, draft_vocab_size=32000),
+    "1b": Shape(2048, 30, 32, 8, 64, 4096, 102400, draft_vocab_size=32000),
     "small": SMALL,
     "small128": replace(SMALL, head_dim=128),
-    "deep": Shape(
-        768, 31, 12, 4, 64, 2048, 65536, tie_word_embeddings=False, draft_vocab_size=10240
-    ),
+    "deep": Shape(768, 31, 12, 4, 64, 2048, 65536, draft_vocab_size=10240),
 }
 
 
@@ -145,16 +103,11 @@ def pair(name: str, folder: Path) -> Pair:
 
 
 def write(name: str, folder: Path, small: Pair) -> Pair:
-    """Make the folders of :data:`SHAPES` [name] for ``small`` under ``folder``; ValueError for no
-    such name.
-
-    The output matrix is never the embedding: the graft needs both.
-    """
+    """Write the folders of ``SHAPES[name]`` for ``small``; ValueError for an unknown name."""
     if name not in SHAPES:
         raise ValueError(f"no model shape {name}; there are {', '.join(SHAPES)}")
-    shape, written = replace(SHAPES[name], tie_word_embeddings=False), pair(name, folder)
-    configs = shape.target_config(), shape.draft_config()
-    for path, config, source in zip(written, configs, small, strict=True):
+    shape, written = SHAPES[name], pair(name, folder)
+    for path, config, source in zip(written, shape.configs(), small, strict=True):
         given = json.loads((source / "config.json").read_text())
         config |= {key: given[key] for key in FROM_TRAINED if key in given}
         hidden = given["hidden_size"]

@@ -1,4 +1,4 @@
-"""What a sprint starts and measures: servers, methods, batch sizes; smaller in a rehearsal."""
+"""The servers, methods and batch sizes of a sprint, on a GPU and on an emulated device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.gpu.fleet import ServerSpec
-from eval.gpu.speed import Method
+from eval.gpu.measure import Method
 
 STAGES = ("kernels", "answers", "first", "second", "micro", "little", "rest")
 
@@ -31,41 +31,27 @@ LITTLE = (
 )
 REST = (Method("c2t", "gate"), Method("trees, auto", "trees", plans=True))
 
-
 #: Steps, topk and tokens.
-CHAINS, TREES = (5, 1, 6), (4, 4, 16)
+CHAINS, TREES, STOCK = (5, 1, 6), (4, 4, 16), (3, 1, 4)
 
-GATE = ("--c2t-policy", "c2t")
 FIXED = ("--c2t-policy", "fixed", "--c2t-config", str(Path(__file__).with_name("fixed.json")))
 FLASHINFER = ("--attention-backend", "flashinfer")
-FLASHINFER_TREES = (*FLASHINFER, "--page-size", "1")
 EAGER = ("--disable-cuda-graph",)
 TRITON = ("--attention-backend", "triton", *EAGER)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of a sprint.
+    """Sizes of a sprint."""
 
-    Attributes:
-        big, little: Shapes of ``models.SHAPES``.
-        batches: In the order of measuring.
-        repeats: Numbers of the repeats; a short stage measures the first only.
-        prompts, answers: Texts to measure on; the first of them are those whose answers are
-            compared.
-        flags: SGLang's, for all servers.
-        new_tokens: The length of each answer; warm-up requests generate a third of them.
-        pytest, pytest_seconds, microbench: What these commands are given.
-    """
-
-    big: str
+    big: str  # shapes of models.SHAPES
     little: str
-    batches: tuple[int, ...]
+    batches: tuple[int, ...]  # in the order of measuring
     answers_batches: tuple[int, ...]
-    repeats: tuple[int, ...]
+    repeats: tuple[int, ...]  # a short stage measures the first only
     prompts: int
-    answers: int
-    new_tokens: int
+    answers: int  # the first prompts, whose answers are compared
+    new_tokens: int  # of each answer; warm-up requests generate a third of them
     context_length: int
     max_total_tokens: int
     mem_fraction: float
@@ -88,61 +74,41 @@ class Plan:
 
     def servers(self) -> dict[str, ServerSpec]:
         """All servers by name."""
-        itself: dict[str, Any] = {"shape": "", "batches": self.answers_batches}
-        big: dict[str, Any] = {"shape": self.big, "batches": tuple(sorted(self.batches))}
-        little = {**big, "shape": self.little}
+        itself = ("", self.answers_batches)
+        big, little = ((name, tuple(sorted(self.batches))) for name in (self.big, self.little))
         ours: dict[str, Any] = {"c2t": True, "drafts": CHAINS}
-        trees: dict[str, Any] = {"c2t": True, "drafts": TREES, "flags": FLASHINFER_TREES}
-        stock: dict[str, Any] = {"drafts": (3, 1, 4), "fallbacks": (FLASHINFER,)}
+        trees: dict[str, Any] = {"c2t": True, "drafts": TREES, "fallbacks": (EAGER,),
+                                 "flags": (*FLASHINFER, "--page-size", "1")}  # fmt: skip
+        other, none = (FLASHINFER,), (FLASHINFER, TRITON)
         found = [
-            ServerSpec("answers-none", **itself, fallbacks=(FLASHINFER, TRITON)),
-            ServerSpec("answers-chains", **itself, **ours, fallbacks=(FLASHINFER, EAGER)),
-            ServerSpec("answers-trees", **itself, **trees, fallbacks=(EAGER,)),
-            ServerSpec("none", **big, fallbacks=(FLASHINFER, TRITON)),
-            ServerSpec("auto", **big, **ours, fallbacks=(FLASHINFER, EAGER)),
-            ServerSpec("stock3", **big, **stock),
-            ServerSpec("fixed", **big, **ours, flags=FIXED, fallbacks=(FLASHINFER,)),
-            ServerSpec("little-none", **little, fallbacks=(FLASHINFER,)),
-            ServerSpec("little-auto", **little, **ours, fallbacks=(FLASHINFER,)),
-            ServerSpec("little-stock3", **little, **stock),
-            ServerSpec("gate", **big, **ours, flags=GATE, fallbacks=(FLASHINFER,)),
-            ServerSpec("trees", **big, **trees, fallbacks=(EAGER,)),
+            ServerSpec("answers-none", *itself, fallbacks=none),
+            ServerSpec("answers-chains", *itself, **ours, fallbacks=(FLASHINFER, EAGER)),
+            ServerSpec("answers-trees", *itself, **trees),
+            ServerSpec("none", *big, fallbacks=none),
+            ServerSpec("auto", *big, **ours, fallbacks=(FLASHINFER, EAGER)),
+            ServerSpec("stock3", *big, drafts=STOCK, fallbacks=other),
+            ServerSpec("fixed", *big, **ours, flags=FIXED, fallbacks=other),
+            ServerSpec("little-none", *little, fallbacks=other),
+            ServerSpec("little-auto", *little, **ours, fallbacks=other),
+            ServerSpec("little-stock3", *little, drafts=STOCK, fallbacks=other),
+            ServerSpec("gate", *big, **ours, flags=("--c2t-policy", "c2t"), fallbacks=other),
+            ServerSpec("trees", *big, **trees),
         ]
         return {spec.name: spec for spec in found}
 
 
-#: What a Hopper GPU measures in ten minutes.
+#: Ten minutes on a Hopper GPU.
 GPU = Plan(
-    big="8b",
-    little="1b",
-    batches=(64, 256, 8, 1, 128, 32),
-    answers_batches=(1, 16, 64),
-    repeats=(0, 1),
-    prompts=768,
-    answers=64,
-    new_tokens=96,
-    context_length=1024,
-    max_total_tokens=57344,
-    mem_fraction=0.9,
-    pytest=("-n", "4"),
-    pytest_seconds=80,
+    big="8b", little="1b", batches=(64, 256, 8, 1, 128, 32), answers_batches=(1, 16, 64),
+    repeats=(0, 1), prompts=768, answers=64, new_tokens=96, context_length=1024,
+    max_total_tokens=57344, mem_fraction=0.9, pytest=("-n", "4"), pytest_seconds=80,
     microbench=("--batches", "64", "256", "1"),
-)
+)  # fmt: skip
 
-#: What an emulated device computes in minutes.
-REHEARSAL = Plan(
-    big="small128",
-    little="small",
-    batches=(4, 1),
-    answers_batches=(1, 4),
-    repeats=(0,),
-    prompts=24,
-    answers=4,
-    new_tokens=24,
-    context_length=256,
-    max_total_tokens=2048,
-    mem_fraction=0.5,
-    pytest=("-k", "every_byte or shorter_than_a_byte"),
-    pytest_seconds=120,
+#: Minutes on an emulated device.
+EMULATED = Plan(
+    big="small128", little="small", batches=(4, 1), answers_batches=(1, 4), repeats=(0,),
+    prompts=24, answers=4, new_tokens=24, context_length=256, max_total_tokens=2048,
+    mem_fraction=0.5, pytest=("-k", "every_byte or shorter_than_a_byte"), pytest_seconds=120,
     microbench=("--batches", "2", "--brief"),
-)
+)  # fmt: skip

@@ -3,13 +3,13 @@
     bash eval/gpu/sprint.sh        # calls this module
 
 Each result is a line of ``results.jsonl`` as soon as it is there, so that a call that is killed
-leaves what it measured; ``report.md`` and ``servers.log`` are written again after each stage.
-Servers start side by side while kernels and answers are checked; no cell is measured meanwhile.
+leaves what it measured; ``report.md`` and ``servers.log`` are written after each stage. Servers
+start side by side while kernels and answers are checked; no cell is measured meanwhile.
 
 Stages: kernels (``gpucheck.py`` of the kit, then ``pytest -m gpu``), answers (a trained pair:
 chains on FA3 and trees on FlashInfer compared with no speculation), first and second (tokens/s of
-the pair at the cost of an 8B Llama, see ``graft.py``), micro (``roofline.py`` and
-``microbench.py``), little (tokens/s at 1B), rest (the published gate, and trees, at 8B).
+the pair at the cost of an 8B Llama, see ``graft.py``), micro (``microbench.py``), little (tokens/s
+at 1B), rest (the published gate, and trees, at 8B).
 
 Exit code 0: the plan is done; 3: the time was over. A stage that fails is a row of the results.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,13 +26,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import requests
+
 from eval.gpu import models
-from eval.gpu.answers import Answers
-from eval.gpu.fleet import Fleet, end_leftovers
-from eval.gpu.kernels import Kernels
-from eval.gpu.plan import AUTO_AGAIN, BIG, GPU, LITTLE, REHEARSAL, REST, STAGES
+from eval.gpu.fleet import Fleet, end_leftovers, run_bounded
+from eval.gpu.measure import Answers, Method, Speed, switch
+from eval.gpu.plan import AUTO_AGAIN, BIG, EMULATED, GPU, LITTLE, REST, STAGES
 from eval.gpu.results import Results, elapsed, report, start_clock
-from eval.gpu.speed import Method, Speed
 from eval.prompts import demo_mix
 from eval.terminal import interrupted_by_sigterm
 
@@ -44,6 +43,15 @@ OUT_OF_TIME = 3
 #: GiB of a GPU that holds four servers of the largest shape; a smaller one holds two.
 FOUR_SERVERS_GIB = 120
 
+#: Tests of kernels alone. ``tests/cuda/test_servers.py`` starts servers as the sprint does.
+TESTS = (
+    "tests/kernels",
+    "tests/draft/test_chain.py",
+    "tests/policies/test_fused.py",
+    "tests/cuda/test_flashinfer_trees.py",
+)
+GPUCHECK_SECONDS = 75.0
+
 
 class Sprint:
     """The stages, each of which must end at its own time."""
@@ -51,70 +59,59 @@ class Sprint:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._results = Results(options.out)
-        self._work = Path(tempfile.mkdtemp(prefix="sprint-"))
-        self._plan = REHEARSAL if options.rehearse else GPU
+        work = Path(tempfile.mkdtemp(prefix="sprint-"))
+        self._plan = EMULATED if options.rehearse else GPU
         if options.batches:
             self._plan = replace(self._plan, batches=tuple(options.batches))
         self._specs = self._plan.servers()
-        pair = models.trained(models.DEMO)
-        self._fleet = Fleet(self._results, self._work, self._plan.flags, pair)
+        self._fleet = Fleet(self._results, work, self._plan.flags, models.trained(models.DEMO))
         self._texts = [prompt.text for prompt in demo_mix(self._plan.prompts)]
         self._speed = Speed(self._results, self._fleet, self._texts, self._plan.new_tokens)
-        self._kernels = Kernels(self._results, options.kit, self._plan)
-        self._over = threading.Event()
+        self._tests = threading.Thread(target=self._test_kernels, daemon=True)
 
     def run(self) -> None:
         """Run the stages that were asked for; raises KeyboardInterrupt when the time is over."""
-        threading.Thread(target=self._save_often, daemon=True).start()
         gib, repeats = 0.0, self._plan.repeats
         with self._stage("about"):
             gib = self._about()
         answers = self._wanted("answers", ["answers-none", "answers-chains", "answers-trees"])
         early = ["none", "auto", *(["stock3", "fixed"] if gib > FOUR_SERVERS_GIB else [])]
         first = self._wanted("first", early)
-        side_by_side = not self._options.in_turn
+        late = first if self._options.rehearse else []  # an emulated device starts fewer at once
         with self._stage("start"):
-            self._start(*answers, *(first if side_by_side else []))
+            self._start(*answers, *(name for name in first if name not in late))
         if "kernels" in self._options.stages:
-            self._kernels.start()
+            self._tests.start()
         if answers:
             with self._stage("answers"):
                 self._check_answers(answers, self._at(170))
             self._fleet.stop(*answers)
         if first:
             with self._stage("first"):
-                self._start(*([] if side_by_side else first))
-                self._measure_first(first, many=len(early) > 2)
+                self._start(*late)
+                self._measure_first(first, 30 if len(early) > 2 else 0)
             self._fleet.stop(*first)
         second = [n for n in self._wanted("second", ["stock3", "fixed"]) if n not in first]
         self._measure_late("second", BIG, second, 400, 450, repeats[:1])
         if "micro" in self._options.stages:
             with self._stage("micro"):
-                self._kernels.microbench(min(75 * self._options.slow, self._at(530) - elapsed()))
+                argv = ["-m", "eval.gpu.microbench", *self._plan.microbench]
+                argv += ["--out", str(self._results.folder / "micro.json")]
+                seconds = min(75 * self._options.slow, self._at(530) - elapsed())
+                self._command("microbench", argv, seconds)
         for name, methods, latest in (("little", LITTLE, 440), ("rest", REST, 430)):
             servers = self._wanted(name, list(dict.fromkeys(m.server for m in methods)))
             self._measure_late(name, methods, servers, latest, 528, repeats)
 
     def close(self) -> None:
         """Stop all servers and write the last report."""
-        self._over.set()
         self._fleet.stop(*list(self._fleet.running))
-        self.save()
-        self._results.log("done")
+        self._save()
+        print(report(self._results))
 
-    def save(self) -> None:
-        """Write the files that are written as a whole."""
-        for name, text in (("report.md", self.report), ("servers.log", self._fleet.logs)):
-            with contextlib.suppress(Exception):  # the rows are on the disk already
-                self._results.write(name, text())
-
-    def report(self) -> str:
-        """What has been measured, as Markdown."""
-        return report(self._results)
-
-    def _save_often(self) -> None:
-        while not self._over.wait(12):
-            self.save()
+    def _save(self) -> None:
+        (self._results.folder / "report.md").write_text(report(self._results))
+        (self._results.folder / "servers.log").write_text(self._fleet.logs())
 
     def _at(self, second: float) -> float:
         """A second of the plan; ``--slow`` times later, and within the budget."""
@@ -129,20 +126,15 @@ class Sprint:
     def _stage(self, name: str) -> Iterator[None]:
         """Keep how long a stage took. An error ends the stage, and not the sprint."""
         began, error = elapsed(), "cut off"
-        self._results.log(f"== {name}")
         try:
             yield
             error = ""
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"[:500]
             self._results.add("error", stage=name, error=traceback.format_exc()[-2000:])
-            self._results.log(f"ERROR in {name}: {error}")
         finally:
-            seconds = round(elapsed() - began, 1)
-            self._results.add(
-                "stage", name=name, began=round(began, 1), seconds=seconds, error=error
-            )
-        self.save()
+            self._results.add("stage", name=name, seconds=round(elapsed() - began, 1), error=error)
+        self._save()
 
     def _start(self, *servers: str) -> None:
         for name in servers:
@@ -155,75 +147,91 @@ class Sprint:
         from eval.bench import provenance
 
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-        name = torch.cuda.get_device_name()
         self._results.add(
             "about",
-            gpu=name,
+            gpu=torch.cuda.get_device_name(),
             gib=round(gib, 1),
-            capability=list(torch.cuda.get_device_capability()),
             versions=provenance.versions(),
             hardware=provenance.hardware(),
             revision=self._options.revision or provenance.git_revision(),
         )
-        self._results.log(f"{name}, {gib:.0f} GiB")
         return gib
+
+    def _test_kernels(self) -> None:
+        """``gpucheck.py`` of the kit, if there is one, then ``pytest -m gpu``."""
+        if self._options.kit:
+            self._command("gpucheck", [f"{self._options.kit}/gpucheck.py"], GPUCHECK_SECONDS)
+        argv = ["-m", "pytest", "-m", "gpu", *TESTS, "-p", "no:cacheprovider", "-v", "--tb=short"]
+        self._command("pytest", [*argv, "-rfE", *self._plan.pytest], self._plan.pytest_seconds)
+
+    def _command(self, part: str, argv: list[str], seconds: float) -> None:
+        """Run a Python command that tests or times kernels; its output is in ``kernels.log``."""
+        began, log = elapsed(), self._results.folder / "kernels.log"
+        before = log.stat().st_size if log.exists() else 0
+        code = run_bounded([sys.executable, *argv], seconds, log)
+        lines = log.read_bytes()[before:].decode(errors="replace").splitlines()
+        passed = sum(line.startswith("ok ") or " PASSED" in line for line in lines)
+        failed = [x[:300] for x in lines if x.startswith(("FAIL", "ERROR ")) or " FAILED" in x]
+        took = round(elapsed() - began, 1)
+        self._results.add(
+            "kernels", part=part, code=code, seconds=took, passed=passed, failed=failed[:30]
+        )
 
     def _check_answers(self, names: Sequence[str], until: float) -> None:
         if not self._fleet.wait(names[:1], until):
             raise RuntimeError("no server without speculation is ready")
-        texts = self._texts[: self._plan.answers]
-        answers = Answers(
-            self._results, self._fleet.running[names[0]], texts, self._plan.new_tokens
-        )
-        batches = list(dict.fromkeys((len(texts), max(len(texts) // 4, 1), 1)))
+        answers = self._answers(names[0])
+        most = self._plan.answers
+        batches = list(dict.fromkeys((most, max(most // 4, 1), 1)))
         for name in self._fleet.wait(names[1:2], until) + self._fleet.wait(names[2:], until):
             running = self._fleet.running[name]
             answers.compare(running, "auto", batches)
-            if self._speed.switch(running, {"policy": "c2t-plus"}):
+            if switch(self._results, running, {"policy": "c2t-plus"}):
                 answers.compare(running, "c2t-plus", batches[:1])
-            self._results.add("c2t state", server=name, state=running.c2t_state())
-            self.save()
+            self._add_state(name)
 
-    def _measure_first(self, servers: Sequence[str], *, many: bool) -> None:
+    def _answers(self, name: str) -> Answers:
+        texts = self._texts[: self._plan.answers]
+        return Answers(self._results, self._fleet.running[name], texts, self._plan.new_tokens)
+
+    def _measure_first(self, servers: Sequence[str], more: float) -> None:
         """No speculation and ``auto``, twice; then what shares their servers."""
         methods = self._ready(BIG, servers, self._at(200))
-        self._kernels.join(self._at(205))
-        self._note_gpu()
+        if self._tests.ident:
+            self._tests.join(timeout=max(0.0, self._at(205) - elapsed()))
         early = [m for m in methods if m.name in ("none", "auto")]
         gated = [m for m in methods if m.name == "c2t-plus"]
         others = [m for m in methods if m not in (*early, *gated)]
-        more, once, again = 30 * many, self._plan.repeats[:1], self._plan.repeats[1:]
-        self._measure(early, once, self._at(270))
-        self._measure(others, once, self._at(310))
-        self._measure(early, again, self._at(310 + more))
-        self._measure(gated, once, self._at(330 + more))
+        once, again = self._plan.repeats[:1], self._plan.repeats[1:]
+        for chosen, repeats, until in (
+            (early, once, 270), (others, once, 310), (early, again, 310 + more),
+            (gated, once, 330 + more),
+        ):  # fmt: skip
+            self._speed.measure(chosen, self._plan.batches, repeats, self._at(until))
         if gated:
             self._switch_back(self._at(345))
 
     def _switch_back(self, until: float) -> None:
-        """``auto`` after ``c2t-plus``: whether the server plans again, as fast, equal answers."""
-        none, auto = (self._fleet.running.get(name) for name in ("none", "auto"))
+        """Measure ``auto`` after ``c2t-plus``, and compare the answers of both."""
         answers = None
-        texts = self._texts[: self._plan.answers]
+        none, auto = (self._fleet.running.get(name) for name in ("none", "auto"))
         if none and auto and elapsed() < until:
-            answers = Answers(self._results, none, texts, self._plan.new_tokens)
-            answers.compare(auto, "c2t-plus", [len(texts)])
-        if auto and self._speed.switch(auto, {"policy": "auto"}):
+            answers = self._answers("none")
+            answers.compare(auto, "c2t-plus", [self._plan.answers])
+        if auto and switch(self._results, auto, {"policy": "auto"}):
             if answers and elapsed() < until:
-                answers.compare(auto, "auto", [len(texts)])
-            batches = self._plan.batches[:1]
-            self._speed.measure(self._plan.big, [AUTO_AGAIN], batches, (0,), until + 10)
+                answers.compare(auto, "auto", [self._plan.answers])
+            self._speed.measure([AUTO_AGAIN], self._plan.batches[:1], (0,), until + 10)
 
     def _measure_late(self, stage: str, methods: Sequence[Method], servers: Sequence[str],
                       latest: float, until: float, repeats: Sequence[int]) -> None:  # fmt: skip
-        """Servers of their own, unless it is later than ``latest``."""
+        """Measure servers of their own, unless it is later than ``latest``."""
         if not servers or elapsed() >= self._at(latest):
             return
         with self._stage(stage):
             self._start(*servers)
             ready = self._ready(methods, servers, self._at(until - 28))
-            self._note_gpu()
-            self._measure(ready, repeats, self._at(until))
+            self._speed.measure(ready, self._plan.batches, repeats, self._at(until))
         self._fleet.stop(*servers)
 
     def _ready(
@@ -233,22 +241,18 @@ class Sprint:
         ready = self._fleet.wait(servers, until)
         for name in ready:
             if self._specs[name].c2t:
-                state = self._fleet.running[name].c2t_state()
-                self._results.add("c2t state", server=name, state=state)
+                self._add_state(name)
         return [method for method in methods if method.server in ready]
 
-    def _measure(self, methods: Sequence[Method], repeats: Sequence[int], until: float) -> None:
-        if methods:
-            shape = self._specs[methods[0].server].shape
-            self._speed.measure(shape, methods, self._plan.batches, repeats, until)
-
-    def _note_gpu(self) -> None:
-        """Keep clocks and memory once all servers of a stage are ready."""
-        query = "clocks.sm,clocks.mem,power.draw,memory.used,temperature.gpu,utilization.gpu"
-        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-            self._results.add("gpu", query=query, values=done.stdout.strip())
+    def _add_state(self, name: str) -> None:
+        try:
+            state = requests.get(f"{self._fleet.running[name].server.url}/c2t", timeout=20).json()
+        except (requests.RequestException, ValueError) as error:
+            state = {"error": str(error)}
+        state.pop("planner", None)  # each cell has it
+        serving = (state.get("serving") or [{}])[0]
+        packed, reason = serving.get("packed"), serving.get("unpacked_because")
+        self._results.add("c2t state", server=name, packed=packed, reason=reason, state=state)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -267,7 +271,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--batches", nargs="+", type=int, metavar="N", help="measure tokens/s at these")
     add("--rehearse", action="store_true", help="small shapes, for an emulated device")
     add("--slow", type=float, default=1.0, help="times of the plan are so many times later")
-    add("--in-turn", action="store_true", help="start the first stage's servers after answers")
     return parser
 
 
@@ -285,7 +288,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return OUT_OF_TIME
         finally:
             sprint.close()
-            print(sprint.report())
 
 
 if __name__ == "__main__":

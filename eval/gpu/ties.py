@@ -1,9 +1,9 @@
-"""When two greedy decodings agree: equal, or parted where the model itself cannot decide.
+"""Decides whether two greedy decodings agree: equal, or different from a tie of the model on.
 
-bfloat16 matrix products round differently for other batch shapes, so that even a server
-without speculation does not repeat itself at another batch size. A faulty verification parts
-from the reference anywhere; an honest one only where the reference's two best tokens lie within
-rounding. Behind that place the contexts differ and nothing can be compared.
+bfloat16 matrix products round differently for other batch shapes, so that a server without
+speculation does not repeat itself at another batch size. A faulty verification may differ from the
+reference anywhere; a correct one only where the reference's two best tokens lie within rounding.
+After that place the contexts differ and nothing can be compared.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ TIE = 0.25
 
 @dataclass(frozen=True)
 class Reference:
-    """A greedy answer, and its two best tokens at every place."""
+    """A greedy answer, and its best tokens as (log-probability, token) at every place."""
 
     tokens: tuple[int, ...]
     top: Sequence[Sequence[tuple[float, int]]]
-    """[(log-probability, token)] per place, best first."""
 
     @classmethod
     def of(cls, reply: dict[str, Any]) -> Reference:
@@ -43,7 +42,7 @@ def parting(reference: Reference, tokens: Sequence[int]) -> int | None:
 
 
 def excused(reference: Reference, tokens: Sequence[int], tie: float = TIE) -> bool:
-    """Whether the answers part, if at all, at a tie of the reference, for its other token."""
+    """Whether the answers differ, if at all, from a tie of the reference on, in its other token."""
     place = parting(reference, tokens)
     if place is None:
         return True

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
 from rich.console import Console
@@ -31,26 +31,34 @@ from transformers import AutoTokenizer
 from eval import terminal
 from eval.bench.provenance import provenance
 from eval.lossless import greedy, sampling, seeded
-from eval.lossless.greedy import Output
+from eval.lossless.greedy import POLICIES, Output
 from eval.lossless.servers import FLOAT32, SHAPES, Broken, DraftSize, Models, visit_all
 from eval.lossless.workload import LONGEST_ANSWER, Request, mixed
 from eval.prompts import demo_mix
 from eval.recordings import real_prompts, smollm2
 from eval.server import DRAFTS, TARGET, Launch, Server
 from eval.smollm2.target import TargetError
-from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.files import write_texts
 from sglang_c2t.offline.progress import progress_on
 from sglang_c2t.offline.prompts import PromptRow, read_prompts
-from sglang_c2t.policies import build_policy, build_tree_policy
 
 PARTS = ("greedy", "sampling", "seeded")
-#: Defaults: greedy requests over all servers, samples per test, seeded prompts, tokens of an
-#: answer, tree nodes, servers at once.
-FULL = (2952, 3000, 60, LONGEST_ANSWER, DraftSize().num_draft_tokens, 2)
-QUICK = (408, 800, *FULL[2:])
+
+
+class Size(NamedTuple):
+    """How much a run asks for."""
+
+    requests: int = 2952  # greedy ones, over all servers
+    samples: int = 3000  # of each distribution test
+    seeded_prompts: int = 60
+    max_new_tokens: int = LONGEST_ANSWER  # of a greedy answer
+    num_draft_tokens: int = 16  # of a tree
+    at_once: int = 2  # servers
+
+
+FULL, QUICK = Size(), Size(requests=408, samples=800)
 #: The real pair has thirty times the demo models' weights.
-REAL = (500, 300, 8, 32, 8, 2)
+REAL = Size(500, 300, seeded_prompts=8, max_new_tokens=32, num_draft_tokens=8)
 #: Answers that measure the rounding noise.
 NOISE_ANSWERS = 64
 #: Characters of a prompt that a report shows.
@@ -69,18 +77,11 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     add = parser.add_argument
     add("part", nargs="?", choices=(*PARTS, "all"), default="all", help="which part (all)")
     add("--quick", action="store_true", help="fewer requests and samples")
-    add("--requests", type=_positive, help=f"greedy ones over all servers ({FULL[0]}; {QUICK[0]})")
-    add("--samples", type=_positive, help=f"per distribution test ({FULL[1]}; {QUICK[1]})")
-    add("--seeded-prompts", type=_positive, help=f"of each kind of sampling ({FULL[2]})")
-    add("--max-new-tokens", type=_positive, help=f"of a greedy answer, at most ({FULL[3]})")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="drafts (both)")
-    add("--policies", nargs="+", metavar="NAME", help="of the shapes that know them (several)")
     add("--prompts", type=Path, help="JSONL, see sglang_c2t.offline.prompts (generated ones)")
     add("--stock", action="store_true",
         help="repeat all greedy requests on stock speculation and without speculation")  # fmt: skip
-    add("--seed", type=int, default=0, help="of the mixed batches (0)")
     add("--out", type=Path, default=Path("runs/lossless"), help="logs and summary.json")
-    add("--at-once", type=_positive, help="servers alive at a time (2; own models 1)")
     real = parser.add_argument_group("a real pair on the CPU; fewer and shorter requests")
     real.add_argument("--pair", choices=["smollm2"], help="instead of the demo models")
     real.add_argument("--data", type=Path, help="folder with public prompts (our own, HumanEval)")
@@ -92,15 +93,13 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     own.add_argument("--float32-flags", default=shlex.join(FLOAT32), help="of the float32 server")
     own.add_argument("--num-steps", type=_positive, default=DraftSize().num_steps)
     own.add_argument("--topk", type=_positive, default=DraftSize().topk, help="of trees")
-    own.add_argument("--num-draft-tokens", type=_positive, help=f"of trees ({FULL[4]})")
+    own.add_argument("--num-draft-tokens", type=_positive, help="of trees (16; the real pair 8)")
     args = parser.parse_args(argv)
-    usual = REAL if args.pair else QUICK if args.quick else FULL
+    args.size = REAL if args.pair else QUICK if args.quick else FULL
+    if args.num_draft_tokens:
+        args.size = args.size._replace(num_draft_tokens=args.num_draft_tokens)
     if args.model:
-        usual = (*usual[:-1], 1)
-    names = ("requests", "samples", "seeded_prompts", "max_new_tokens", "num_draft_tokens",
-             "at_once")  # fmt: skip
-    for name, value in zip(names, usual, strict=True):
-        setattr(args, name, getattr(args, name) or value)
+        args.size = args.size._replace(at_once=1)
     return args
 
 
@@ -113,7 +112,7 @@ def _positive(text: str) -> int:
 
 def models(args: Namespace) -> Models:
     """The demo models, the pair, or the user's models; ValueError for contradicting arguments."""
-    size = DraftSize(args.num_steps, args.topk, args.num_draft_tokens)
+    size = DraftSize(args.num_steps, args.topk, args.size.num_draft_tokens)
     flags, exact = shlex.split(args.flags), ("--dtype", "float32")
     if args.pair:
         if args.model or args.draft or args.algorithm:
@@ -135,26 +134,6 @@ def models(args: Namespace) -> Models:
     return Models(args.model, drafts, flags, own, size)
 
 
-def policies(args: Namespace) -> dict[str, tuple[str, ...]]:
-    """Policies per shape; ValueError for an unknown name or a shape without any."""
-    if args.policies is None:
-        return {shape: greedy.POLICIES[shape] for shape in args.shapes}
-    found: dict[str, tuple[str, ...]] = dict.fromkeys(args.shapes, ())
-    refusals: dict[str, str] = {}
-    for shape in args.shapes:
-        build = build_tree_policy if shape == "trees" and args.topk > 1 else build_policy
-        for name in args.policies:
-            try:
-                build(C2TConfig(policy=name))
-                found[shape] += (name,)
-            except ConfigError as error:
-                refusals[name] = f"{name} for {shape}: {error}"
-    unknown = set(args.policies).difference(*found.values())
-    if unknown or not all(found.values()):
-        raise ValueError(f"--policies: {'; '.join(refusals.values())}")
-    return found
-
-
 def prompt_ids(args: Namespace, tokenizer: Any) -> list[list[int]]:
     """Prompts as token ids: generated, the real pair's, or those of a file."""
 
@@ -167,7 +146,7 @@ def prompt_ids(args: Namespace, tokenizer: Any) -> list[list[int]]:
 
     if args.prompts is not None:
         return [ids(row) for row in read_prompts(args.prompts)]
-    found = real_prompts(80, args.data) if args.pair else demo_mix(600, seed=100 + args.seed)
+    found = real_prompts(80, args.data) if args.pair else demo_mix(600, seed=100)
     return [tokenizer(prompt.text)["input_ids"] for prompt in found]
 
 
@@ -228,8 +207,9 @@ class Suite:
     def _greedy_and_sampling(self, kinds: Sequence[tuple[str, str]]) -> None:
         """Greedy and sampled requests go to the same servers."""
         args, part = self.args, self.args.part
-        wanted = -(-args.requests // len(kinds)) * len(kinds) if part != "sampling" else 0
-        asked = mixed(self.prompts, wanted, args.seed, args.max_new_tokens)
+        size = args.size
+        wanted = -(-size.requests // len(kinds)) * len(kinds) if part != "sampling" else 0
+        asked = mixed(self.prompts, wanted, longest=size.max_new_tokens)
         num_tests = (1 + len(kinds)) * len(sampling.CUTS)
 
         def reference(launch: Launch, server: Server) -> Reference:
@@ -241,7 +221,7 @@ class Suite:
                 self._wave(launch, server, some, found.expected[: len(some)])
                 found.served = greedy.served_answers(server.url, self.prompts[:NOISE_ANSWERS])
             if part != "greedy":
-                found.plan = sampling.Plan.of(server.url, self.prompts, args.samples, num_tests)
+                found.plan = sampling.Plan.of(server.url, self.prompts, size.samples, num_tests)
             self._sample(launch, server, found.plan, ())
             return found
 
@@ -251,7 +231,7 @@ class Suite:
 
     def _compare(self, kinds: Sequence[tuple[str, str]], reference: Reference) -> None:
         """Send each ``--c2t`` server its block of requests; with ``--stock`` others as well."""
-        requests, expected, by_policy = reference.requests, reference.expected, policies(self.args)
+        requests, expected = reference.requests, reference.expected
         launches: dict[str, Launch] = {}
         jobs: dict[str, tuple[str, slice, bool]] = {}
         for c2t in (True, False)[: 2 if self.args.stock and requests else 1]:
@@ -268,7 +248,7 @@ class Suite:
                 self._wave(launch, server, some, wanted)
                 return
             if some:
-                advance, names = self._bar(f"{launch.name}, greedy", len(some)), by_policy[shape]
+                advance, names = self._bar(f"{launch.name}, greedy", len(some)), POLICIES[shape]
                 self.found.waves += greedy.check(server, launch.name, names, some, wanted, advance)
             self._sample(launch, server, reference.plan, sampling.SAMPLED_UNDER[shape])
 
@@ -308,7 +288,7 @@ class Suite:
             self.found.noise = noise
 
     def _seeded(self, kinds: Sequence[tuple[str, str]]) -> None:
-        prompts = self.prompts[: self.args.seeded_prompts]
+        prompts = self.prompts[: self.args.size.seeded_prompts]
 
         def check(expected: seeded.Expected, batches: Any, launch: Launch, server: Server) -> None:
             advance = self._bar(launch.name, 1)
@@ -330,7 +310,7 @@ class Suite:
     def _visit(self, launches: Sequence[Launch], work: Callable[[Launch, Server], T]) -> list[T]:
         """Results of the servers that did not break; the others are found broken."""
         logs = self.args.out / "logs"
-        visited = visit_all(launches, work, logs, self.args.at_once)
+        visited = visit_all(launches, work, logs, self.args.size.at_once)
         self.found.broken += [result for result in visited if isinstance(result, Broken)]
         return [result for result in visited if not isinstance(result, Broken)]
 
@@ -338,7 +318,7 @@ class Suite:
         return partial(self.progress.advance, self.progress.add_task(name, total=total))
 
 
-# -- telling --------------------------------------------------------------------------------
+# -- output ---------------------------------------------------------------------------------
 
 
 def show(found: Found, decode: Callable[[Sequence[int]], str], console: Console) -> None:
@@ -392,12 +372,12 @@ def show(found: Found, decode: Callable[[Sequence[int]], str], console: Console)
 
 def as_json(found: Found, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """Everything found; divergences with the text of their prompts."""
-    told: dict[str, Any] = {"lossless": found.defects == 0, "defects": found.defects}
-    told |= asdict(found)
-    for wave in (*told["control"], *told["waves"]):
+    result: dict[str, Any] = {"lossless": found.defects == 0, "defects": found.defects}
+    result |= asdict(found)
+    for wave in (*result["control"], *result["waves"]):
         for divergence in wave["divergences"]:
             divergence["prompt"] = decode(divergence["prompt_ids"])
-    return told
+    return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -405,7 +385,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
         chosen = models(args)
-        policies(args)
         tokenizer = AutoTokenizer.from_pretrained(chosen.target)
         prompts = prompt_ids(args, tokenizer)
     except (ValueError, OSError, TargetError) as error:

@@ -72,7 +72,7 @@ BIG_PROMPT = 1200  # tokens; many chunks of prefill, and within the demo models'
 
 
 class DemoKit(unittest.TestCase):
-    """What SGLang's fixtures give its kits, on the demo models and the CPU.
+    """Attributes that SGLang's fixtures give its kits, for the demo models and the CPU.
 
     To be run within :func:`demo_scale`.
     """

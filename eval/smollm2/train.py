@@ -25,14 +25,22 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from eval.demo_models import export
 from eval.demo_models.modeling import Eagle3Head
-from eval.demo_models.train import STEP_DECAY, UNROLL, Optimizer, fit
+from eval.demo_models.train import STEP_DECAY, UNROLL, Optimizer, fit, unroll
 from eval.smollm2 import HEAD
-from eval.smollm2.answers import SEED, Answers, Entry, own_answers, read_rows
-from eval.smollm2.decode import AUX_LAYERS, Llama
+from eval.smollm2.answers import (
+    AUX_LAYERS,
+    SEED,
+    Answers,
+    Entry,
+    load_target,
+    own_answers,
+    read_rows,
+    state_width,
+)
 from eval.smollm2.target import target_folder
 
 DRAFT_VOCAB = 8192
@@ -61,7 +69,7 @@ def head_config(target: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def new_head(config: dict[str, Any], target: Llama, kept: Tensor) -> Eagle3Head:
+def new_head(config: dict[str, Any], target: LlamaForCausalLM, kept: Tensor) -> Eagle3Head:
     """The head before training: the target's last layer behind its uppermost kept state."""
     torch.manual_seed(SEED)
     head, width = Eagle3Head(config), config["hidden_size"]
@@ -70,19 +78,16 @@ def new_head(config: dict[str, Any], target: Llama, kept: Tensor) -> Eagle3Head:
             torch.nn.init.normal_(parameter, std=0.02)
     layer, attention = head.midlayer, head.midlayer.self_attn
     head.fc.weight.mul_(0.1)[:, -width:] += torch.eye(width)
-    last = target.layers[-1]
-    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-    for part, rows in zip(parts, last.qkv.split([p.out_features for p in parts]), strict=True):
-        part.weight[:, width:] = rows  # its first half reads the token's embedding
-    attention.o_proj.weight.copy_(last.out)
-    gate, up = last.gate_up.chunk(2)
-    layer.mlp.gate_proj.weight.copy_(gate)
-    layer.mlp.up_proj.weight.copy_(up)
-    layer.mlp.down_proj.weight.copy_(last.down)
-    layer.hidden_norm.weight.copy_(last.input_norm)
-    layer.post_attention_layernorm.weight.copy_(last.second_norm)
-    head.norm.weight.copy_(target.norm)
-    head.lm_head.weight.copy_(target.head[kept])
+    last = target.model.layers[-1]
+    for name in ("q_proj", "k_proj", "v_proj"):  # the first half reads the token's embedding
+        rows = getattr(last.self_attn, name).weight
+        getattr(attention, name).weight[:, width:] = rows
+    attention.o_proj.weight.copy_(last.self_attn.o_proj.weight)
+    layer.mlp.load_state_dict(last.mlp.state_dict())
+    layer.hidden_norm.weight.copy_(last.input_layernorm.weight)
+    layer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
+    head.norm.weight.copy_(target.model.norm.weight)
+    head.lm_head.weight.copy_(target.lm_head.weight[kept])
     return head
 
 
@@ -114,7 +119,7 @@ def draft_vocabulary(data: Path, answers: Answers, tokenizer: Any, size: int) ->
 
 @dataclass(frozen=True)
 class Batch:
-    """Answers without padding. ``spans`` tells each one's (first token, tokens, prompt tokens)."""
+    """Answers without padding. ``spans`` has (first token, tokens, prompt tokens) of each."""
 
     tokens: Tensor  # [N]
     states: Tensor  # [N, 4 D]
@@ -160,103 +165,29 @@ def batch_of(answers: Answers, entries: Sequence[Entry]) -> Batch:
 
 
 def steps(head: Eagle3Head, embed: Tensor, batch: Batch) -> Iterator[Tensor]:
-    """Head-ready states [R, D] of each of UNROLL draft steps.
-
-    What :class:`~eval.demo_models.modeling.Eagle3Head` computes, for roots alone: of a prompt's
-    tokens only keys and values are needed.
-    """
-    roots, width = batch.roots(), embed.shape[1]
-    positions = torch.cat([torch.arange(size) for _, size, _ in batch.spans])
-    layer, attention = head.midlayer, head.midlayer.self_attn
-    known = batch.tokens.roll(-1)  # the token behind each state; a root always has one
-    hidden = head.fc(batch.states[:, : 3 * width])
-    both = side_by_side(layer, embed[known], hidden)
-    keys = rotate(attention.k_proj(both), positions, attention)
-    values = attention.v_proj(both).unflatten(-1, (attention.kv_heads, -1))
-    both, carried = both[roots], hidden[roots]
-    own: list[tuple[Tensor, Tensor]] = []
-    for k in range(UNROLL):
-        if k:
-            both = side_by_side(layer, embed[known[roots + k]], carried)
-            key = rotate(attention.k_proj(both), positions[roots] + k, attention)
-            own.append((key, attention.v_proj(both).unflatten(-1, (attention.kv_heads, -1))))
-        query = rotate(attention.q_proj(both), positions[roots] + k, attention)
-        read = attend(query, keys, values, own, batch.spans)
-        carried = carried + attention.o_proj(read)
-        carried = carried + layer.mlp(normed(layer.post_attention_layernorm, carried))
-        yield normed(head.norm, carried)
-
-
-def side_by_side(layer: Any, embeds: Tensor, hidden: Tensor) -> Tensor:
-    """[R, 2 D]: what the layer's attention reads."""
-    entered = normed(layer.input_layernorm, embeds.to(hidden.dtype))
-    return torch.cat([entered, normed(layer.hidden_norm, hidden)], -1)
-
-
-def normed(norm: torch.nn.RMSNorm, x: Tensor) -> Tensor:
-    """The norm in the type of ``x``; of mixed types torch has no fused one."""
-    return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
-
-
-def rotate(x: Tensor, positions: Tensor, attention: Any) -> Tensor:
-    """[R, heads * head_dim] -> [R, heads, head_dim] with rotary embedding at ``positions``."""
-    x = x.unflatten(-1, (-1, attention.head_dim))
-    half = attention.head_dim // 2
-    frequency = attention.theta ** (-torch.arange(half, dtype=torch.float32) / half)
-    angle = (positions[:, None] * frequency)[:, None]
-    a, b = x.chunk(2, -1)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def attend(
-    query: Tensor, keys: Tensor, values: Tensor, own: list[tuple[Tensor, Tensor]],
-    spans: list[tuple[int, int, int]],
-) -> Tensor:  # fmt: skip
-    """[R, heads * head_dim]: each root's query reads all tokens up to the root's own, and what its
-    chain has drafted (``own``: keys and values [R, kv heads, head_dim] of each step).
-    """
-    kv, dim = keys.shape[1:]
-    sizes = [size for _, size, _ in spans]
-    counts = [size - UNROLL - prompt for _, size, prompt in spans]
-    # Split, not sliced: the gradient of a slice is as large as what it was cut from.
-    queries = query.unflatten(1, (kv, -1)).permute(1, 2, 0, 3).split(counts, 2)
-    weights_own = [
-        (query.unflatten(1, (kv, -1)) * key[:, :, None]).sum(-1, keepdim=True) for key, _ in own
-    ]  # [R, kv, group, 1]
-    chains = [w.permute(1, 2, 0, 3).split(counts, 2) for w in weights_own]
-    out, shares = [], []
-    for i, (k, v) in enumerate(zip(keys.split(sizes), values.split(sizes), strict=True)):
-        last, prompt = sizes[i] - UNROLL - 1, spans[i][2]
-        q = queries[i].flatten(1, 2)  # [kv, group * rows, dim]
-        scores = (q @ k[:last].permute(1, 2, 0)).unflatten(1, (-1, counts[i]))
-        hidden = torch.ones(counts[i], last, dtype=torch.bool).triu(prompt)
-        scores = scores.masked_fill(hidden, float("-inf"))
-        scores = torch.cat([scores, *(chain[i] for chain in chains)], -1)
-        weights = (scores.float() / dim**0.5).softmax(-1).to(v.dtype)
-        known, drafted = weights.split([last, len(own)], -1)
-        read = known.flatten(1, 2) @ v[:last].transpose(0, 1)
-        out.append(read.unflatten(1, (-1, counts[i])))
-        shares.append(drafted)
-    read = torch.cat(out, 2).permute(2, 0, 1, 3)  # [R, kv, group, dim]
-    share = torch.cat(shares, 2).permute(2, 0, 1, 3)
-    for i, (_, value) in enumerate(own):
-        read = read + share[..., i, None] * value[:, :, None]
-    return read.flatten(1)
+    """Head-ready states [R, D] of each of UNROLL draft steps, behind the roots of all answers."""
+    width, parts = embed.shape[1], []
+    for first, size, prompt in batch.spans:
+        at = slice(first, first + size - 1)  # a root and its chain are known up to the last token
+        hidden = batch.states[None, at, : 3 * width].float()
+        drafts = unroll(head, embed, batch.tokens[None, at], hidden)
+        parts.append([state[0, prompt - 1 :] for _, state in drafts])
+    yield from map(torch.cat, zip(*parts, strict=True))
 
 
 class Loss:
     """Cross-entropy against the target's distribution, summed over the draft steps."""
 
     def __init__(
-        self, head: Eagle3Head, target: Llama, kept: Tensor, maps: dict[str, Tensor]
+        self, head: Eagle3Head, target: LlamaForCausalLM, kept: Tensor, maps: dict[str, Tensor]
     ) -> None:
-        self._head, self._target, self._kept, self._t2d = head, target, kept, maps["t2d"]
-        self._kept_head = target.head[kept]
+        self._head, self._kept, self._t2d = head, kept, maps["t2d"]
+        self._embed = target.model.embed_tokens.weight.float()
+        self._kept_head = target.lm_head.weight[kept]
 
     def __call__(self, batch: Batch) -> tuple[Tensor, dict[str, float], list[Tensor]]:
         """Loss, shares of agreement by step, and [R] for each step whether the two agree."""
-        width, roots = self._target.embed.shape[1], batch.roots()
+        width, roots = self._embed.shape[1], batch.roots()
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
                 said = batch.states[:, 3 * width :]
@@ -264,7 +195,7 @@ class Loss:
                 # Greedy answers tell the target's choice; of sampled ones this is the best kept.
                 best = self._kept[wanted.argmax(-1)]
             loss, facts, hits = torch.zeros(()), dict[str, float](), []
-            for k, state in enumerate(steps(self._head, self._target.embed, batch)):
+            for k, state in enumerate(steps(self._head, self._embed, batch)):
                 rows = roots + k + 1
                 logits = self._head.lm_head(state)
                 known = self._t2d[batch.tokens[rows + 1]].float()
@@ -301,8 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     folder = target_folder()
-    target, tokenizer = Llama(folder), AutoTokenizer.from_pretrained(folder)
-    answers = Answers(args.work, target.width)
+    target, tokenizer = load_target(folder), AutoTokenizer.from_pretrained(folder)
+    answers = Answers(args.work, state_width(target))
     kept_path = args.work / "kept.npy"
     if args.go_on:
         known = load_file(args.out / "model.safetensors")
@@ -311,10 +242,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif kept_path.exists():
         kept = torch.from_numpy(np.load(kept_path))
     else:
-        kept = draft_vocabulary(args.data, answers, tokenizer, len(target.embed))
+        kept = draft_vocabulary(args.data, answers, tokenizer, target.config.vocab_size)
         np.save(kept_path, kept.numpy())
     config = head_config(json.loads((folder / "config.json").read_text()))
-    maps = export.vocabulary_maps(kept, len(target.embed))
+    maps = export.vocabulary_maps(kept, target.config.vocab_size)
     head = new_head(config, target, kept).train()
     if args.go_on:
         head.load_state_dict(known)

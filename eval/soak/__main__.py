@@ -102,8 +102,8 @@ class Soak:
             asyncio.run(self._round(time.monotonic() + seconds, concurrency))
             self._measure()
             bad = sum(outcome.verdict in BAD for outcome in self.clients.outcomes)
-            told = f"{self.shape}: {len(self.clients.outcomes)} requests, {bad} bad; seconds"
-            progress.update(task, completed=time.time() - start, description=told)
+            text = f"{self.shape}: {len(self.clients.outcomes)} requests, {bad} bad; seconds"
+            progress.update(task, completed=time.time() - start, description=text)
         asyncio.run(self.clients.run_once(concurrency=4))
         self._measure()
 
@@ -247,8 +247,8 @@ def show(console: Console, one: Soak, checks: Sequence[Check]) -> None:
     console.print(f"\n{one.shape}:\n{pd.crosstab(frame.kind, frame.verdict)}\n", markup=False)
     table = terminal.table(f"{one.shape}: checks", "check", "measured", "")
     for check in checks:
-        told = {True: "passed", False: "[bold red]FAILED[/]", None: "undecided"}[check.passed]
-        table.add_row(check.name, check.measured, told)
+        result = {True: "passed", False: "[bold red]FAILED[/]", None: "undecided"}[check.passed]
+        table.add_row(check.name, check.measured, result)
     console.print(table)
     for outcome in [o for o in outcomes if o.verdict in BAD][:10]:
         console.print(str(outcome), markup=False)

@@ -28,7 +28,7 @@ SHORT_LIVES = (0.02, 1.5)
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server answered; times are seconds of one monotonic clock."""
+    """A server's answer; times are seconds of one monotonic clock."""
 
     status: int  # of HTTP, or of the error in a stream; 0 without an answer
     started: float
@@ -170,7 +170,7 @@ async def send_malformed(session: aiohttp.ClientSession, url: str, case: Malform
 
 @dataclass(frozen=True)
 class Reference:
-    """What a server without speculation answered: outputs by key, malformed requests it served."""
+    """Answers of a server without speculation, by key, and malformed requests that it served."""
 
     outputs: Mapping[str, Outputs]
     served: frozenset[str] = frozenset()
@@ -188,8 +188,8 @@ async def ask_reference(
                 if 200 <= (await send_malformed(session, url, card)).status < 300:
                     served.add(card.name)
             else:
-                whole = replace(card, end="answer")
-                reply = await send(session, url, whole, f"reference-{card.key}", 0)
+                answered = replace(card, end="answer")
+                reply = await send(session, url, answered, f"reference-{card.key}", 0)
                 if reply.status != 200:
                     raise RuntimeError(f"the reference failed {card.kind}: {reply}")
                 outputs[card.key] = reply.outputs

@@ -74,7 +74,7 @@ def tables(chains: Recorded, trees: Recorded, console: Console) -> list[str]:
 
 
 def conditions(chains: Recorded, trees: Recorded, pair: str) -> str:
-    """What was measured, in one paragraph."""
+    """Models, prompts and method of the measurement, in one paragraph."""
     return (
         f"{pair} in float32, temperature 0, no prefix cache. Chains of {CHAINS.num_steps} behind "
         f"every token of answers of at most {CHAINS.max_new_tokens} tokens ({mix(chains.groups)} "

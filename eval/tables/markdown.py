@@ -35,11 +35,6 @@ def section(
     ]
 
 
-def bold(text: str, yes: bool) -> str:
-    """The text, bold if so."""
-    return f"**{text}**" if yes else text
-
-
 def with_interval(once: Array, drawn: Array) -> str:
     """A value [1] and the interval of its resamples [S]."""
     return f"{once[0]:.2f}" + bracket(drawn)

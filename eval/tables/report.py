@@ -87,7 +87,7 @@ class Comparison:
 
     @property
     def size_named(self) -> str:
-        """What the first size is."""
+        """Name of the first size."""
         return (
             f"EAGLE-2 with {self.sizes[0]} nodes"
             if self.recorded.trees
@@ -95,7 +95,7 @@ class Comparison:
         )
 
     def rivals(self) -> list[str]:
-        """What ours are compared with."""
+        """Rules that ours are compared with."""
         return [*(["eagle2"] if self.recorded.trees else []), DyJoint.name, "logistic"]
 
     def rival(self, name: str, rule: Rule, size: int) -> Curve | int:
@@ -178,8 +178,12 @@ class Comparison:
                 for family in families:
                     _, drawn = mean_of(self.changes(name, rival, size, [family]))
                     where[verdict(drawn)].append(family)
-                told = [f"{word} on {', '.join(named)}" for word, named in where.items() if named]
-                marked = [f"**{words}**" if words.startswith("more") else words for words in told]
+                phrases = [
+                    f"{word} on {', '.join(named)}" for word, named in where.items() if named
+                ]
+                marked = [
+                    f"**{words}**" if words.startswith("more") else words for words in phrases
+                ]
                 against.append(f"against `{rival}` {', '.join(marked)}")
             lines.append(f"- {self.kind}, `{name}`: {'; '.join(against)}.")
         return lines

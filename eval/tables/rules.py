@@ -1,7 +1,7 @@
-"""Rules on recorded drafts: what each is confident of, and the curve that its threshold draws.
+"""Rules on recorded drafts: their confidences, and the curves that their thresholds draw.
 
-A rule that learns does so from one family of prompts and is used on the others. Chains and trees
-alike; ``[n]`` is one value per recorded token.
+A rule that learns does so from one family of prompts and is used on the others, for chains and for
+trees. ``[n]`` is one value per recorded token.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Recorded:
         return classifier.confidence(self.recording.layer(classifier.features.needs))
 
     def curve(self, scores: Tensor) -> Curve:
-        """Of the threshold on ``scores`` [n]."""
+        """The curve of the threshold on ``scores`` [n]."""
         if isinstance(self.replayed, Forest):
             forest = replace(self.replayed, nodes=self.replayed.nodes | {"confidence": scores})
             return Curve.of([replay_trees(GatedTree(Known(b)), forest) for b in TREE_GRID])
@@ -203,6 +203,6 @@ def mean_of(pairs: Sequence[Sequence[Array]]) -> tuple[Array, Array]:
 
 
 def verdict(drawn: Array) -> str:
-    """Of differences [S]: ``fewer`` or ``more`` where their interval says so."""
+    """``fewer`` or ``more`` where the interval of differences [S] says so."""
     low, high = interval(drawn)
     return "fewer" if high < 0 else "more" if low > 0 else "no difference"

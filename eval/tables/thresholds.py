@@ -23,7 +23,7 @@ CHOSEN: tuple[type[C2T], ...] = (C2TLog, C2TPlus)
 
 
 def shipped(kind: type[C2T]) -> Classifier:
-    """What comes with the package for the real pair, or for every pair."""
+    """Classifiers that the package ships for the real pair, or for every pair."""
     own = f"smollm2/{kind.name}"
     return load_classifier(own if (SHIPPED / f"{own}.safetensors").is_file() else kind.name)
 
@@ -38,7 +38,7 @@ def equal_accept_length(rival: C2T, rule: type[C2T], chains: Chains) -> float:
 
 
 def table(chains: Chains) -> list[str]:
-    """What the defaults do on ``chains``, and what would be chosen there."""
+    """Accept length and nodes of the defaults on ``chains``, and the thresholds chosen there."""
     published = C2T(shipped(C2T))
     rows = []
     kinds: tuple[type[C2T], ...] = (C2T, *CHOSEN)
@@ -47,12 +47,12 @@ def table(chains: Chains) -> list[str]:
         equal = kind.beta if kind is C2T else equal_accept_length(published, kind, chains)
         cells = [f"{kind.beta:g}", f"{outcome.accept_length():.3f}", f"{outcome.gamma():.3f}"]
         rows.append((f"`{kind.name}`", [*cells, f"{equal:g}"]))
-    told = ", ".join(f"{kind.beta:g} for `{kind.name}`" for kind in CHOSEN)
+    chosen = ", ".join(f"{kind.beta:g} for `{kind.name}`" for kind in CHOSEN)
     return section(
         "## Default thresholds",
         f"The shipped classifiers, drafts of at most {NUM_STEPS}. A default is the threshold at "
         f"which a rule accepts as much as `c2t` at its published {published.beta:g} on prompts "
-        f"that classifiers learn from: {told} (`eval/tables/thresholds.py`). On these prompts:",
+        f"that classifiers learn from: {chosen} (`eval/tables/thresholds.py`). On these prompts:",
         ["rule", "threshold", "accept length", "nodes", "threshold that accepts as `c2t`"],
         rows,
     )

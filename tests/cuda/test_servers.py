@@ -79,7 +79,7 @@ def served(name: str, *flags: str) -> Iterator[Server]:
     with ExitStack() as stack:
         stack.enter_context(interrupted_by_sigterm())
         work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        env = gpu_environment() | plugins.environment(plugins.write(work / "plugins"), ["c2t"])
+        env = gpu_environment() | plugins.environment(["c2t"])
         started = Launch(name, (*COMMON, *flags), TARGET, env, common=())
         yield stack.enter_context(running(started, work))
 

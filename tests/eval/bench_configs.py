@@ -26,7 +26,8 @@ TABLE: dict[str, Any] = {
         {"kind": "none"},
         {"kind": "fixed", "num_steps": 3},
         {"kind": "c2t", "policy": "c2t"},
-        {"kind": "c2t", "policy": "dyjoint", "beta": [0.2, 0.5]},
+        {"kind": "c2t", "policy": "dyjoint", "beta": 0.2},
+        {"kind": "c2t", "policy": "dyjoint", "beta": 0.5},
         {"kind": "c2t-tree", "policy": "c2t-plus", "topk": 4, "num_draft_tokens": 16},
     ],
 }

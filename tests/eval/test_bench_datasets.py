@@ -6,6 +6,7 @@ import json
 import sys
 import types
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -75,20 +76,13 @@ def test_hash_is_of_the_prompts_not_of_their_packing(tmp_path: Path) -> None:
     assert prompts_sha256(split) != prompts_sha256(clean)
 
 
-def test_public_set_of_another_size_is_refused_unless_accepted(tmp_path: Path) -> None:
-    write(tmp_path / "mt_bench.jsonl", [f"question {i}" for i in range(79)])
-    with pytest.raises(ConfigError, match=r"has 79 prompts, expected 80.*count = 79"):
+@pytest.mark.parametrize(
+    ("size", "message"), [(79, "has 79 prompts, expected 80"), (80, "has prompts of sha256 ")]
+)
+def test_public_set_in_another_version_is_refused(tmp_path: Path, size: int, message: str) -> None:
+    write(tmp_path / "mt_bench.jsonl", [f"question {i}" for i in range(size)])
+    with pytest.raises(ConfigError, match=message):
         loaded(PartConfig("mt_bench", 5), folder=tmp_path)
-    assert len(loaded(PartConfig("mt_bench", 5, count=79), folder=tmp_path).samples) == 5
-
-
-def test_public_set_of_other_prompts_is_refused_unless_accepted(tmp_path: Path) -> None:
-    write(tmp_path / "mt_bench.jsonl", [f"question {i}" for i in range(80)])
-    with pytest.raises(ConfigError, match="have sha256 ") as refused:
-        loaded(PartConfig("mt_bench", 5), folder=tmp_path)
-    found = str(refused.value).split("have sha256 ")[1].split(",")[0]
-    accepted = loaded(PartConfig("mt_bench", 5, sha256=found), folder=tmp_path)
-    assert accepted.facts["parts"][0]["sha256"] == found
 
 
 def test_set_that_is_nowhere_is_asked_for_by_name_and_place(
@@ -126,7 +120,8 @@ def test_set_that_no_folder_has_comes_from_the_hub(
         ]
 
     monkeypatch.setitem(sys.modules, "datasets", hub(load_dataset))
-    batch = loaded(PartConfig("alpaca", 2, count=2, template="raw"), folder=tmp_path)
+    monkeypatch.setitem(PUBLIC, "alpaca", replace(PUBLIC["alpaca"], count=2))
+    batch = loaded(PartConfig("alpaca", 2, template="raw"), folder=tmp_path)
     assert asked == [("tatsu-lab/alpaca", None, "train")]
     assert {s.prompt for s in batch.samples} == {"Translate.\n\nGuten Tag", "Name a colour."}
     assert {s.family for s in batch.samples} == {"instruction"}

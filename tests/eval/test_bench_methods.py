@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections import Counter
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 
-from eval.bench.config import BenchConfig, MethodConfig
+from eval.bench.config import BenchConfig
 from eval.bench.methods import (
-    hosts,
+    launches,
     method_flags,
     plan,
     rounds,
-    switch,
     write_files,
 )
-from eval.server import Server, SwitchError
 from tests.eval.bench_configs import config
 
 METHODS = [m.name for m in config().methods]
@@ -34,9 +29,9 @@ def rungs(config: BenchConfig) -> list[tuple[float, int]]:
 def test_measuring_plugin_keeps_ours_where_a_server_needs_it(device: str, tmp_path: Path) -> None:
     """On a CPU SGLang itself does not start without; on a GPU only methods of ours load it."""
     ran = config(server={"device": device, "plugins": ["step_clock"]})
-    for host in hosts(ran, tmp_path):
-        ours = device == "cpu" or any(method.gated for method in host.methods)
-        loaded = host.launch.env["SGLANG_PLUGINS"].split(",")
+    for method, launch in zip(ran.methods, launches(ran, tmp_path).values(), strict=True):
+        ours = device == "cpu" or method.gated
+        loaded = launch.env["SGLANG_PLUGINS"].split(",")
         assert loaded == (["c2t", "step_clock"] if ours else ["step_clock"])
 
 
@@ -66,43 +61,32 @@ def test_servers_that_run_together_start_anew_for_each_repeat_in_an_order_that_t
     tmp_path: Path, repeats: int
 ) -> None:
     settings = config(repeats=repeats)
-    cells, servers = plan(settings), hosts(settings, tmp_path)
+    cells, servers = plan(settings), list(launches(settings, tmp_path))
     turns = rounds(settings, cells, servers)
     assert [cell for _, mine in turns for cell in mine] == cells
     assert [{c.key.repeat for c in mine} for _, mine in turns] == [{r} for r in range(repeats)]
-    orders = [[host.name for host in started] for started, _ in turns]
-    assert all(sorted(order) == sorted(host.name for host in servers) for order in orders)
+    orders = [started for started, _ in turns]
+    assert all(sorted(order) == sorted(servers) for order in orders)
     firsts = Counter(order[0] for order in orders)
     assert len(firsts) == min(repeats, len(servers))
     assert max(firsts.values()) - min(firsts.values()) <= 1
     left = [cell for cell in cells if cell.key.method == "fixed 3" and cell.key.repeat == 1]
     (alone,) = rounds(settings, left, servers)
-    assert ([host.name for host in alone[0]], alone[1]) == (["fixed-3"], left)
-
-
-def test_methods_of_one_drafting_shape_share_a_server(tmp_path: Path) -> None:
-    names = [[m.name for m in host.methods] for host in hosts(config(), tmp_path)]
-    assert names == [
-        ["no speculation"],
-        ["fixed 3"],
-        ["c2t-plus tree"],
-        ["c2t", "dyjoint beta 0.2", "dyjoint beta 0.5"],
-    ]
-    assert [host.shared for host in hosts(config(), tmp_path)] == [False, False, False, True]
-    apart = hosts(config(server__share=False), tmp_path)
-    assert [len(host.methods) for host in apart] == [1] * len(METHODS)
-    assert not any(host.shared for host in apart)
+    assert alone == (["fixed 3"], left)
 
 
 def test_servers_differ_in_speculation_only(tmp_path: Path) -> None:
-    plain, fixed, tree, shared = (list(host.launch.argv(1)) for host in hosts(config(), tmp_path))
-    assert fixed[: len(plain)] == tree[: len(plain)] == shared[: len(plain)] == plain
+    servers = launches(config(), tmp_path)
+    assert list(servers) == METHODS
+    names = ("no speculation", "fixed 3", "c2t-plus tree", "c2t")
+    plain, fixed, tree, chain = (list(servers[name].argv(1)) for name in names)
+    assert fixed[: len(plain)] == tree[: len(plain)] == chain[: len(plain)] == plain
     assert "--enable-metrics" in plain
     assert fixed[len(plain) :][::2] == [
         "--speculative-algorithm", "--speculative-draft-model-path", "--speculative-num-steps",
         "--speculative-eagle-topk", "--speculative-num-draft-tokens",
     ]  # fmt: skip
-    assert "--c2t" in shared
+    assert "--c2t" in chain
     assert "--c2t" in tree
     assert tree[tree.index("--speculative-eagle-topk") + 1] == "4"
     assert tree[tree.index("--speculative-num-draft-tokens") + 1] == "16"
@@ -111,67 +95,12 @@ def test_servers_differ_in_speculation_only(tmp_path: Path) -> None:
 def test_policy_options_reach_the_server_in_a_file(tmp_path: Path) -> None:
     fixed = {"kind": "c2t", "policy": "fixed", "policy_options": {"length": 3}}
     folder = tmp_path / "logs"
-    (host,) = hosts(config(methods=[fixed]), folder)
+    (launch,) = launches(config(methods=[fixed]), folder).values()
     assert not folder.exists(), "a listing must not write"
     write_files(config(methods=[fixed]), folder)
-    argv = host.launch.argv(1)
+    argv = launch.argv(1)
     written = json.loads(Path(argv[argv.index("--c2t-config") + 1]).read_text())
     assert written == {"policy_options": {"length": 3}}
-
-
-class Control:
-    """A server's /c2t, which takes what ``takes`` lets through."""
-
-    def __init__(self, status: int = 200, ignored: tuple[str, ...] = ()) -> None:
-        self.status, self.ignored = status, ignored
-        self.in_force: dict[str, Any] = {"policy": "c2t", "beta": 0.9, "switches": [0]}
-
-    def post(self, url: str, json: dict[str, Any], timeout: float) -> Any:
-        self.in_force |= {k: v for k, v in json.items() if k not in self.ignored}
-        return Reply(self.status, {"error": {"message": "not so"}})
-
-    def get(self, url: str, timeout: float) -> Any:
-        return Reply(200, self.in_force)
-
-
-class Reply:
-    def __init__(self, status_code: int, body: Any) -> None:
-        self.status_code, self._body = status_code, body
-        self.ok, self.text = status_code < 400, json.dumps(body)
-
-    def json(self) -> Any:
-        return self._body
-
-
-def serve(monkeypatch: pytest.MonkeyPatch, control: Control) -> Server:
-    """A server whose /c2t is ``control``."""
-    monkeypatch.setattr("requests.post", control.post)
-    monkeypatch.setattr("requests.get", control.get)
-    process = mock.create_autospec(subprocess.Popen, instance=True)
-    return Server("http://server", process, Path("/dev/null"))
-
-
-DYJOINT = MethodConfig("c2t", name="dyjoint", policy="dyjoint", beta=0.25)
-
-
-def test_switching_sets_everything_the_method_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    control = Control()
-    switch(serve(monkeypatch, control), DYJOINT)
-    assert control.in_force == {
-        "policy": "dyjoint", "beta": 0.25, "classifier": "default", "policy_options": {},
-        "switches": [0],
-    }  # fmt: skip
-
-
-def test_server_that_refuses_or_ignores_settings_is_found_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    refusing = serve(monkeypatch, Control(status=400))
-    with pytest.raises(SwitchError, match=r"dyjoint.*: 400 .*not so"):
-        switch(refusing, DYJOINT)
-    ignoring = serve(monkeypatch, Control(ignored=("beta",)))
-    with pytest.raises(SwitchError, match=r"in force: \{'beta': 0\.9\}"):
-        switch(ignoring, DYJOINT)
 
 
 @pytest.mark.parametrize("kind", ["c2t", "c2t-tree"])
@@ -180,7 +109,7 @@ def test_what_a_method_that_plans_has_learnt_is_kept_for_its_next_server(
 ) -> None:
     shape = {"topk": 4, "num_draft_tokens": 16} if kind == "c2t-tree" else {}
     methods = [{"kind": kind, "policy": policy, **shape} for policy in ("auto", "c2t-plus")]
-    settings = config(methods=methods, server={"device": "cpu", "share": False})
+    settings = config(methods=methods, server={"device": "cpu"})
     keeps = [
         "--c2t-state" in method_flags(settings.model, method, tmp_path)
         for method in settings.methods

@@ -23,7 +23,7 @@ from eval import run as module
 from eval import server
 from eval.bench import runner as runner_module
 from eval.bench.datasets import Dataset, Sample
-from eval.bench.methods import PlannedCell, hosts, plan
+from eval.bench.methods import PlannedCell, launches, plan
 from eval.bench.records import (
     Cell,
     RecordError,
@@ -144,7 +144,9 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
 
 def make_runner(folder: Path, **changes: Any) -> tuple[MadeRunner, list[PlannedCell]]:
     settings = config(**changes)
-    runner = MadeRunner(settings, folder, SAMPLES, "", hosts(settings, folder), Console(quiet=True))
+    runner = MadeRunner(
+        settings, folder, SAMPLES, "", launches(settings, folder), Console(quiet=True)
+    )
     runner.measured = []
     return runner, plan(settings)
 
@@ -162,11 +164,11 @@ def test_every_cell_is_measured_once_and_all_servers_are_stopped(
     assert len(fleet.started) == len(runner.servers) * 2, "anew for each repeat"
 
 
-@pytest.mark.parametrize(("free_gib", "most"), [(11.6, 4), (11.4, 1)])
+@pytest.mark.parametrize(("free_gib", "most"), [(16.6, 6), (16.4, 1)])
 def test_servers_run_at_once_only_if_they_fit_into_memory(
     tmp_path: Path, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, free_gib: float, most: int
 ) -> None:
-    """Four servers of 2.5 GiB, and 1.5 to spare."""
+    """Six servers of 2.5 GiB, and 1.5 to spare."""
     memory = types.SimpleNamespace(available=free_gib * 2**30)
     monkeypatch.setattr(runner_module.psutil, "virtual_memory", lambda: memory)
     runner, cells = make_runner(tmp_path, server__mode="auto", server__memory_gib=2.5)
@@ -185,10 +187,10 @@ def test_cells_that_are_there_are_not_measured_again(tmp_path: Path, fleet: Flee
     again, _ = make_runner(tmp_path)
     again.run(cells)
     assert again.measured == lost
-    assert fleet.started == ["shared-1"], "servers that nothing is left for stay down"
+    assert fleet.started == ["c2t"], "servers that nothing is left for stay down"
     third, _ = make_runner(tmp_path)
     third.run(cells)
-    assert (third.measured, fleet.started) == ([], ["shared-1"])
+    assert (third.measured, fleet.started) == ([], ["c2t"])
 
 
 def test_failing_method_is_reported_and_the_others_go_on(tmp_path: Path, fleet: Fleet) -> None:
@@ -206,13 +208,12 @@ def test_failing_method_is_reported_and_the_others_go_on(tmp_path: Path, fleet: 
 def test_server_that_is_not_there_costs_its_own_cells_only(
     tmp_path: Path, fleet: Fleet, how: str
 ) -> None:
-    setattr(fleet, how, "shared-1")
+    setattr(fleet, how, "c2t")
     runner, cells = make_runner(tmp_path)
     runner.run(cells)
-    shared = {"c2t", "dyjoint beta 0.2", "dyjoint beta 0.5"}
-    lost = [c for c in cells if c.key.method in shared]
+    lost = [c for c in cells if c.key.method == "c2t"]
     assert {c.key for c in runner.measured} == {c.key for c in cells} - {c.key for c in lost}
-    assert sum("server shared-1 is not running" in f for f in runner.failures) == len(lost)
+    assert sum("its server is not running" in f for f in runner.failures) == len(lost)
     assert any("last words" in f for f in runner.failures) == (how == "broken")
     assert fleet.running == []
 
@@ -272,7 +273,7 @@ def test_server_that_nobody_waits_for_is_stopped(
     unwanted = threading.Event()
     threading.Timer(0.5, unwanted.set).start()
     with (
-        pytest.raises(ServerError, match="nobody waits"),
+        pytest.raises(ServerError, match="not needed any more"),
         server.running(server.Launch("never"), tmp_path, unwanted),
     ):
         raise AssertionError("it answered")
@@ -392,7 +393,7 @@ def test_command_lists_what_it_would_measure_or_says_what_is_wrong(
     argv = [str(path), "--out", str(folder)]
     assert main([*argv, "--list", "--prompts", "3", "5"]) == 0
     out = capsys.readouterr().out
-    assert "6 cells (3 methods, 2 servers, 1 repeats), 24 requests, 576 tokens at most" in out
+    assert "6 cells (3 methods, 1 repeats), 24 requests, 576 tokens at most" in out
     assert "temperature 0, 4 at once: 5 prompts" in out
     for wrong, message in (
         (["--only", "c3t"], "--only: no method 'c3t'; known: no speculation, c2t"),
@@ -411,7 +412,7 @@ def test_command_lists_what_it_would_measure_or_says_what_is_wrong(
 def test_tiny_run_on_real_servers_goes_on_and_shows_what_it_must(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two servers, three methods: outputs equal, metrics exact; one lost cell is measured again."""
+    """Three methods: outputs equal, metrics exact; one lost cell is measured again."""
     path, folder = tmp_path / "tiny.toml", tmp_path / "run"
     twice = TOML.replace("repeats = 1", "repeats = 2")
     fresh = twice.replace("[requests]", "[requests]\nfresh_prompts = true")
@@ -433,7 +434,7 @@ def test_tiny_run_on_real_servers_goes_on_and_shows_what_it_must(
         assert cell.output_tokens == sum(len(ids) for ids in cell.outputs) > 0
         assert all(r.prompt_len - r.meta["cached_tokens"] <= 2 for r in cell.requests)
     drafted = {c.method: c.totals.num_proposed_drafts for c in cells if c.concurrency == 4}
-    assert drafted["c2t"] != drafted["dyjoint"], "the shared server was switched"
+    assert drafted["c2t"] != drafted["dyjoint"], "each server has its own policy"
 
     (lost,) = (c for c in cells if (c.method, c.concurrency, c.repeat) == ("dyjoint", 4, 1))
     shutil.move(folder / "cells" / lost.key.file_name, tmp_path / "lost.jsonl")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from eval.bench.config import BenchConfig, as_dict, read_config
-from eval.bench.methods import hosts, passes, plan, record_of
+from eval.bench.config import BenchConfig, as_dict, changed, read_config
+from eval.bench.methods import launches, passes, plan, record_of
 from eval.bench.records import Cell, Request, Run, read_run, write_cell, write_run
 from eval.bench.runner import Budget, OutOfTime, Runner
 from eval.gpu import graft
 from eval.report import __main__ as report
-from eval.run import main, shaped
+from eval.run import main
 from eval.server import TARGET
 from sglang_c2t.config import ConfigError
 
@@ -35,24 +35,21 @@ def config() -> BenchConfig:
 def test_servers_of_a_shape_load_the_graft_and_ours_where_it_serves_or_is_off(
     config: BenchConfig, tmp_path: Path
 ) -> None:
-    servers = hosts(config, tmp_path)
-    names = [method.name for host in servers for method in host.methods]
-    assert sorted(names) == sorted(method.name for method in config.methods)
+    servers = launches(config, tmp_path)
+    assert list(servers) == [method.name for method in config.methods]
     kept = [record_of(config, method, tmp_path) for method in config.methods]
     assert [method.name for method in kept if method.baseline] == ["no speculation"]
-    for host in servers:
-        argv = host.launch.argv(1)
-        gated = any(method.gated for method in host.methods)
-        off = any(method.plugin_off for method in host.methods)
-        assert ("--c2t" in argv) == gated
+    for method in config.methods:
+        launch = servers[method.name]
+        argv = launch.argv(1)
+        assert ("--c2t" in argv) == method.gated
         batches = [str(n) for n in config.load[0].concurrency]
         at = argv.index("--cuda-graph-bs-decode")
         assert argv[at + 1 : at + 1 + len(batches)] == batches
-        loaded = host.launch.env["SGLANG_PLUGINS"].split(",")
-        assert loaded == ["c2t"] * (off or gated) + ["step_clock", "graft"]
-        assert json.loads(host.launch.env[graft.ENV])["target"] == str(TARGET)
-    (alone,) = (host for host in servers if host.name == "auto")
-    assert [method.name for method in alone.methods] == ["auto"], "graphs are captured for it"
+        loaded = launch.env["SGLANG_PLUGINS"].split(",")
+        ours = method.plugin_off or method.gated
+        assert loaded == ["c2t"] * ours + ["step_clock", "graft"]
+        assert json.loads(launch.env[graft.ENV])["target"] == str(TARGET)
 
 
 def test_large_models_start_once_in_the_order_of_the_configuration(
@@ -60,9 +57,9 @@ def test_large_models_start_once_in_the_order_of_the_configuration(
 ) -> None:
     cells = plan(config, ["no speculation", "auto", "c2t", "c2t-plus"], at_once=[8])
     assert {cell.key.concurrency for cell in cells} == {8}
-    turns = passes(config, cells, hosts(config, tmp_path))
-    assert [host.name for (host,), _ in turns] == ["no-speculation", "auto", "shared-1"]
-    assert [len(mine) for _, mine in turns] == [3, 3, 6]
+    turns = passes(config, cells, list(launches(config, tmp_path)))
+    assert [name for (name,), _ in turns] == ["no speculation", "auto", "c2t-plus", "c2t"]
+    assert [len(mine) for _, mine in turns] == [3, 3, 3, 3]
 
 
 def test_call_out_of_time_ends_with_3_and_keeps_its_conditions(
@@ -74,14 +71,9 @@ def test_call_out_of_time_ends_with_3_and_keeps_its_conditions(
     assert read_run(tmp_path).provenance["revision"] == "abc", "where there is no git"
 
 
-def test_smaller_shape_replaces_another_one_but_no_real_model(config: BenchConfig) -> None:
-    small = shaped(config, "small")
-    assert (small.model.target, small.model.draft) == ("demo:small", "demo:small")
-    assert small.name == "gpu-shape, small", "its report is another one"
-    with pytest.raises(ConfigError, match="this run serves demo"):
-        shaped(read_config(CONFIGS / "demo.toml"), "small")
+def test_unknown_shape_is_refused_with_those_there_are(config: BenchConfig) -> None:
     with pytest.raises(ConfigError, match="no target demo:9b; sizes are 8b, 1b, small"):
-        shaped(config, "9b")
+        changed(config, model={**as_dict(config)["model"], "target": "demo:9b"})
 
 
 # -- budget -------------------------------------------------------------------------------
@@ -104,7 +96,7 @@ def test_run_out_of_time_starts_no_server(
     config: BenchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eval.bench.runner.running", lambda *_: pytest.fail("a server started"))
-    servers, console = hosts(config, tmp_path), Console(quiet=True)
+    servers, console = launches(config, tmp_path), Console(quiet=True)
     runner = Runner(config, tmp_path, [], "", servers, console, Budget(1.0))
     with pytest.raises(OutOfTime):
         runner.run(plan(config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import tomllib
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,69 +15,32 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.gpu import microbench, models, plugins, roofline, step_clock
-from eval.gpu.kernels import TESTS
+from eval.gpu import microbench, models, plugins, step_clock
 from eval.gpu.plan import STAGES
-from eval.gpu.step_clock import Step, decoding, full_batch
-from eval.gpu.timing import Timing
+from eval.gpu.sprint import TESTS
+from eval.gpu.step_clock import Step, decoding
+from sglang_c2t import __version__
 from sglang_c2t.kernels.gate_program import GateOutput
 
 ROOT = Path(__file__).parents[2]
-CEILINGS = roofline.Ceilings("made up", bytes_per_s=4e12, flops_per_s=8e14)
+GROUP = "sglang.srt.plugins"
 
 
 # -- the clock ----------------------------------------------------------------------------
 
 
-def test_only_steps_of_the_whole_batch_are_timed() -> None:
-    log = [
-        (0.0, 0, 0, 0, 0),  # prefill
-        (0.5, 1, 1, 1, 4),  # the second request still waits
-        (0.6, 0, 0, 0, 0),
-        (1.0, 2, 2, 4, 8),  # the distance to this one is not a step's
-        (1.1, 2, 2, 6, 8),
-        (1.3, 2, 2, 3, 7),
-        (1.4, 2, 1, 1, 8),  # one request has finished
-    ]
-    span = full_batch(log, 2, skip=0)
-    assert span == (pytest.approx(0.3), 9, 2, 15)
-
-
 def test_all_decode_steps_are_timed_and_no_prefill() -> None:
     log = [
-        (0.0, 0, 0, 0, 0),  # prefill
-        (0.5, 1, 1, 1, 4),
-        (0.6, 0, 0, 0, 0),
-        (1.0, 2, 2, 4, 8),
-        (1.1, 2, 1, 6, 8),  # one request has finished
-        (1.4, 1, 1, 3, 4),
+        (0.0, 0, 0, 0),  # prefill
+        (0.5, 1, 1, 4),
+        (0.6, 0, 0, 0),
+        (1.0, 2, 4, 8),
+        (1.1, 2, 6, 8),  # one request has finished
+        (1.4, 1, 3, 4),
     ]
     assert decoding(log) == (pytest.approx(0.5 + 0.4 + 0.1 + 0.3), 1 + 4 + 6 + 3, 4, 24)
     with pytest.raises(ValueError, match="no decode step among 1"):
         decoding(log[:1])
-
-
-def test_stretches_between_prefills_are_added_up() -> None:
-    """One request at a time, its answers of three and of four steps."""
-    log = [
-        *((float(i), 1, 1, 2, 3) for i in range(3)), (10.0, 0, 0, 0, 0),
-        *((11.0 + 2 * i, 1, 1, 2, 3) for i in range(4)), (30.0, 0, 0, 0, 0),
-        (31.0, 1, 1, 2, 3),  # no step can be timed in a stretch of one
-    ]  # fmt: skip
-    assert full_batch(log, 1, skip=0) == (2.0 + 6.0, 2 * 5, 5, 3 * 5)
-
-
-def test_the_first_steps_behind_a_prefill_are_skipped() -> None:
-    log = [(float(i), 2, 2, 2, 2) for i in range(10)]
-    assert full_batch(log, 2) == (7.0, 14, 7, 14)
-
-
-def test_too_short_a_stretch_is_refused() -> None:
-    log = [(float(i), 2, 2, 2, 2) for i in range(3)]
-    with pytest.raises(ValueError, match="decoded for 1 steps only, of 3"):
-        full_batch(log, 2)
-    with pytest.raises(ValueError, match="decoded for 0 steps only"):
-        full_batch([], 2)
 
 
 class Request:
@@ -92,10 +55,10 @@ class Request:
 
 
 def read() -> list[Step]:
-    """What the clock tells whoever asks."""
-    told = SimpleNamespace(internal_state={})
-    step_clock._hand_out(told)
-    return [Step(*row) for row in told.internal_state[step_clock.KEY]]
+    """Steps in the clock's report."""
+    state = SimpleNamespace(internal_state={})
+    step_clock._report(state)
+    return [Step(*row) for row in state.internal_state[step_clock.KEY]]
 
 
 def decoded(mode: bool, lengths: list[int], brings: int, **result: Any) -> list[Step]:
@@ -118,7 +81,7 @@ def test_whoever_reads_the_clock_takes_nothing_from_the_others() -> None:
     first = decoded(True, [9], 1, cap_lens=None)
     again = read()
     assert again == first
-    later = [*again, Step(again[-1].seconds + 1, 1, 1, 1, 1)]
+    later = [*again, Step(again[-1].seconds + 1, 1, 1, 1)]
     assert step_clock.since(again, later) == later[-1:]
     assert step_clock.since([], later) == later
 
@@ -126,11 +89,11 @@ def test_whoever_reads_the_clock_takes_nothing_from_the_others() -> None:
 @pytest.mark.parametrize(
     ("mode", "lengths", "brings", "result", "counts"),
     [
-        (True, [9, 0], 3, {"speculative_num_draft_tokens": 4, "cap_lens": None}, (2, 1, 3, 8)),
+        (True, [9, 0], 3, {"speculative_num_draft_tokens": 4, "cap_lens": None}, (2, 3, 8)),
         (True, [9, 9], 1, {"speculative_num_draft_tokens": 8, "cap_lens": torch.tensor([3, 1])},
-         (2, 2, 2, 4)),
-        (True, [9], 1, {"speculative_num_draft_tokens": None}, (1, 1, 1, 1)),
-        (False, [9], 1, {}, (0, 0, 0, 0)),
+         (2, 2, 4)),
+        (True, [9], 1, {"speculative_num_draft_tokens": None}, (1, 1, 1)),
+        (False, [9], 1, {}, (0, 0, 0)),
     ],
     ids=["tokens that reached requests", "rows that a gate chose", "no speculation", "a prefill"],
 )  # fmt: skip
@@ -145,15 +108,21 @@ def test_the_clock_counts(
 # -- entry points and command lines -------------------------------------------------------
 
 
-def test_the_plugin_folder_declares_every_entry_point(tmp_path: Path) -> None:
-    folder = plugins.write(tmp_path / "plugins")
-    found = {
-        point.name: point.value
-        for distribution in distributions(path=[str(folder)])
-        for point in distribution.entry_points
-        if point.group == plugins.GROUP
-    }
-    assert found == {**plugins.C2T, **plugins.MEASURING}
+def declared(path: str) -> dict[str, str]:
+    """Plugins that distributions in a folder declare, by name."""
+    found = entry_points_of(path)
+    assert len({point.name for point in found}) == len(found)
+    return {point.name: point.value for point in found}
+
+
+def entry_points_of(path: str) -> list[EntryPoint]:
+    return [point for one in distributions(path=[path]) for point in one.entry_points
+            if point.group == GROUP]  # fmt: skip
+
+
+def test_the_plugin_folder_declares_every_entry_point() -> None:
+    found = declared(str(plugins.SITE))
+    assert found.keys() == {"c2t", "step_clock", "graft"}
     for value in found.values():
         module, _, function = value.partition(":")
         assert hasattr(__import__(module, fromlist=[function]), function)
@@ -161,17 +130,17 @@ def test_the_plugin_folder_declares_every_entry_point(tmp_path: Path) -> None:
 
 def test_the_checkout_declares_what_installing_it_does() -> None:
     project = tomllib.loads((plugins.ROOT / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"][plugins.GROUP] == plugins.C2T
-    assert Distribution.from_name("sglang_c2t").metadata["Name"] == "sglang-c2t"
+    assert project["entry-points"][GROUP].items() <= declared(str(plugins.SITE)).items()
+    (ours,) = distributions(name="sglang-c2t", path=[str(plugins.SITE)])
+    assert ours.metadata["Name"] == project["name"]
+    assert ours.version == __version__
 
 
-def test_only_the_plugins_asked_for_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_plugins_asked_for_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/site")
-    env = plugins.environment(tmp_path, ["step_clock"])
+    env = plugins.environment(["step_clock"])
     assert env["SGLANG_PLUGINS"] == "step_clock"
-    assert env["PYTHONPATH"].split(":") == [str(tmp_path), str(plugins.ROOT), "/site"]
+    assert env["PYTHONPATH"].split(":") == [str(plugins.SITE), str(plugins.ROOT), "/site"]
 
 
 def test_model_folders_hold_config_and_tokenizer_of_the_demo_pair(tmp_path: Path) -> None:
@@ -205,21 +174,6 @@ def test_copies_leave_a_coordinate_and_are_a_power_of_two(
 # -- floors -------------------------------------------------------------------------------
 
 
-def test_the_shape_of_llama_8b_has_its_weights() -> None:
-    shape = models.SHAPES["8b"]
-    assert shape.target_weights == pytest.approx(7.5e9, rel=0.01)  # 8.03 less the embedding
-    assert shape.num_hidden_layers * shape.layer_kv_bytes == 131072
-    assert models.SHAPES["1b"].target_weights == pytest.approx(1.28e9, rel=0.01)
-
-
-def test_a_small_batch_is_bound_by_bytes_and_a_large_one_by_arithmetic() -> None:
-    shape = models.SHAPES["8b"]
-    one = roofline.forward(shape, rows=1, batch=1, context=0)
-    assert one.seconds(CEILINGS) == pytest.approx(2 * shape.target_weights / 4e12)
-    many = roofline.forward(shape, rows=2048, batch=256, context=0)
-    assert many.seconds(CEILINGS) == pytest.approx(2 * 2048 * shape.target_weights / 8e14)
-
-
 def test_microbench_floor_counts_each_tensor_once() -> None:
     out = GateOutput.empty(4, 1, "cpu")
     assert microbench.nbytes(torch.zeros(4, 100, dtype=torch.bfloat16), out, None) == 800 + 100
@@ -235,24 +189,19 @@ def test_random_trees_are_trees(batch: int, nodes: int) -> None:
     assert int(num_rows.max()) <= nodes
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
-def test_a_timing_lies_between_its_bounds(seconds: list[float]) -> None:
-    timing = Timing.of(seconds)
-    assert min(seconds) <= timing.low <= timing.median <= timing.high <= max(seconds)
-
-
-def test_without_a_gpu_the_measuring_commands_say_so(
+def test_microbenchmark_without_a_gpu_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert microbench.main([]) == 2
-    assert roofline.main([]) == 2
-    assert capsys.readouterr().err.count("needs a CUDA device") == 2
+    assert capsys.readouterr().err.count("needs a CUDA device") == 1
 
 
 def test_a_line_of_the_microbenchmark_names_its_floor() -> None:
-    made = microbench.Row("gate", "B 1", Timing(2e-6, 1e-6, 3e-6), 4_000_000, "graph")
-    assert microbench.line(made, CEILINGS) == "| gate | B 1 | graph | 2.0 [1.0, 3.0] | 1.00 | 2.0 |"
+    row = {"part": "gate", "size": "B 1", "kind": "graph", "seconds": (2e-6, 1e-6, 3e-6),
+           "floor_bytes": 4_000_000}  # fmt: skip
+    line = microbench.line(row, bytes_per_s=4e12)
+    assert line == "| gate | B 1 | graph | 2.0 [1.0, 3.0] | 1.00 | 2.0 |"
 
 
 def test_gpu_readme_names_every_file_and_stage() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from eval.gpu import fleet, results, sprint
 from eval.gpu.fleet import ServerSpec
-from eval.gpu.plan import BIG, GPU, LITTLE, REHEARSAL, REST
+from eval.gpu.plan import BIG, EMULATED, GPU, LITTLE, REST
 from eval.gpu.results import Results, report
 
 ROOT = Path(__file__).parents[2]
@@ -151,7 +151,7 @@ def test_wrong_answers_are_counted_with_the_place_and_the_tokens(run: Sprint) ->
     rows = run("--rehearse", "--stages", "answers", "--only", "answers-none", "answers-chains",
                wrong=True)  # fmt: skip
     first = of("answers", rows)[0]
-    assert len(first["wrong"]) == first["parted"] == first["total"] == REHEARSAL.answers
+    assert len(first["wrong"]) == first["parted"] == first["total"] == EMULATED.answers
     one = first["wrong"][0]
     assert one["place"] == 1
     assert one["got"] == one["top"][0][1] + 1 == one["top"][1][1], "a clear place excuses no token"
@@ -227,4 +227,4 @@ def test_report_without_any_result_is_a_heading(tmp_path: Path) -> None:
 def test_every_server_of_the_plan_is_measured_or_compared() -> None:
     used = {method.server for method in (*BIG, *LITTLE, *REST)}
     assert used | {"answers-none", "answers-chains", "answers-trees"} == set(GPU.servers())
-    assert GPU.servers().keys() == REHEARSAL.servers().keys()
+    assert GPU.servers().keys() == EMULATED.servers().keys()

@@ -175,8 +175,9 @@ def test_lossless_blocks_and_batches_hold_every_request_once(n: int, parts: int)
 
 def test_lossless_full_run_fills_the_largest_batch() -> None:
     """Six servers with five policies get more requests than run at once, so that some join."""
+    each = FULL.requests // 6
     for names in greedy.POLICIES.values():
-        least = min(len(range(FULL[0] // 6)[b]) for b in greedy.blocks(FULL[0] // 6, len(names)))
+        least = min(len(range(each)[b]) for b in greedy.blocks(each, len(names)))
         concurrency, part = greedy.by_batch_size(least)[-1]
         assert concurrency == 64 < len(range(least)[part])
 
@@ -258,8 +259,6 @@ def test_lossless_report_counts_one_defect_of_any_kind(what: str) -> None:
         (["--draft", "d"], "--draft goes with --model"),
         (["--algorithm", "NEXTN"], "no demo draft"),
         (["--pair", "smollm2", "--model", "m"], "--pair brings its models"),
-        (["--policies", "unknown"], "--policies: "),
-        (["--policies", "eagle2"], "eagle2 for chains"),
         (["--model", "/nowhere", "--draft", "d", "--algorithm", "EAGLE3"], "/nowhere"),
     ],
 )
@@ -270,15 +269,12 @@ def test_lossless_bad_arguments_exit_with_2(
     assert message in capsys.readouterr().err
 
 
-def test_lossless_sizes_depend_on_quick_pair_and_explicit_options() -> None:
-    def sizes(*argv: str) -> tuple[int, ...]:
-        args = command.parse(argv)
-        return (args.requests, args.samples, args.seeded_prompts, args.max_new_tokens, args.at_once)
-
-    assert sizes() == (2952, 3000, 60, 96, 2)
-    assert sizes("--quick") == (408, 800, 60, 96, 2)
-    assert sizes("--pair", "smollm2", "--samples", "40") == (500, 40, 8, 32, 2)
-    assert sizes("--model", "m", "--max-new-tokens", "9") == (2952, 3000, 60, 9, 1)
+def test_lossless_sizes_depend_on_quick_pair_and_model() -> None:
+    assert command.parse([]).size == (2952, 3000, 60, 96, 16, 2)
+    assert command.parse(["--quick"]).size == (408, 800, 60, 96, 16, 2)
+    assert command.parse(["--pair", "smollm2"]).size == (500, 300, 8, 32, 8, 2)
+    own = command.parse(["--model", "m", "--num-draft-tokens", "9"])
+    assert own.size == (2952, 3000, 60, 96, 9, 1)
 
 
 def argv_of(models: Models, algorithm: str, shape: str, **how: Any) -> str:

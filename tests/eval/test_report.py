@@ -220,10 +220,10 @@ LOSSES = {1: (1, 1.5, 0.8), 4: (1, 1.2, 0.7), 16: (1, 1.0, 0.6)}
 HEADLINES = {
     "win": (GAINS, 3, r"c2t-plus pays at every load measured: 1\.\d\d \[.*\] times the tokens/s of "
             r"no speculation over all loads, from 1\.99 \[.*\] at 1 at once to 1\.29 \[.*\] at 16"),
-    "win, tie and loss": (MIXED, 3, "c2t-plus pays at 1 at once, is not told apart from no "
+    "win, tie and loss": (MIXED, 3, "c2t-plus pays at 1 at once, is not distinguishable from no "
                           "speculation at 4 at once and is slower than no speculation at 16 at "),
     "loss": (LOSSES, 3, r"c2t-plus is slower than no speculation at every load measured: 0\.69"),
-    "one repeat": (GAINS, 1, r"c2t-plus has no interval \(which takes two repeats\) at every load"),
+    "one repeat": (GAINS, 1, r"c2t-plus ran once, so without an interval, at every load"),
 }  # fmt: skip
 
 

@@ -13,22 +13,25 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from eval.demo_models.modeling import CONFIGS, ChainCache, Eagle3Head
+from eval.demo_models.train import replies
 from eval.server import TARGET
 from eval.smollm2 import target
-from eval.smollm2.answers import Answers
-from eval.smollm2.decode import Decoder, Llama, Request
+from eval.smollm2.answers import (
+    BATCH,
+    TEMPERATURES,
+    Answers,
+    Request,
+    batches,
+    read,
+    state_width,
+)
 from eval.smollm2.train import UNROLL, Batch, steps
 
 AUX = (0, 2, 3)
 
 
 @pytest.fixture(scope="module")
-def model() -> Llama:
-    return Llama(TARGET, torch.float32, AUX)
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Any:
+def model() -> Any:
     return LlamaForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
 
 
@@ -36,69 +39,63 @@ def requests(count: int) -> list[Request]:
     drawn = torch.Generator().manual_seed(0)
     sizes = torch.randint(1, 20, (count,), generator=drawn).tolist()
     prompts = [torch.randint(2, 2000, (size,), generator=drawn).tolist() for size in sizes]
-    return [Request(key, prompt, 4 + key % 9) for key, prompt in enumerate(prompts)]
+    return [Request(key, prompt) for key, prompt in enumerate(prompts)]
 
 
-def test_decoder_with_fewer_slots_than_requests_answers_as_transformers(
-    model: Llama, oracle: Any
-) -> None:
+def test_replies_to_a_batch_are_those_to_each_prompt_alone(model: Any) -> None:
     asked = requests(11)
-    answered = {a.request.key: a for a in Decoder(model, 3, 40).answers(iter(asked))}
-    assert sorted(answered) == list(range(11))
-    for request in asked:
-        found = answered[request.key]
-        wanted = oracle.generate(
-            torch.tensor([request.prompt]), max_new_tokens=request.new_tokens, do_sample=False
-        )[0]
-        assert found.tokens.tolist() == wanted.tolist()
-        out = oracle(found.tokens[None, :-1], output_hidden_states=True)
-        states = [*(out.hidden_states[i + 1] for i in AUX), out.hidden_states[-1]]
-        torch.testing.assert_close(found.states, torch.cat(states, -1)[0], atol=2e-4, rtol=1e-3)
+    found = replies(model, [request.prompt for request in asked], 9)
+    for request, reply in zip(asked, found, strict=True):
+        prompt = torch.tensor([request.prompt])
+        alone = model.generate(prompt, max_new_tokens=9, do_sample=False)[0]
+        assert [*request.prompt, *reply] == alone.tolist()
 
 
-def test_decoder_at_a_temperature_samples_the_targets_distribution(
-    model: Llama, oracle: Any
-) -> None:
+def test_replies_at_a_temperature_sample_the_targets_distribution(model: Any) -> None:
     prompt, heat = [5, 6, 7], 0.7
     torch.manual_seed(0)
-    asked = [Request(key, prompt, 1, heat) for key in range(2000)]
-    found = torch.tensor([int(a.tokens[-1]) for a in Decoder(model, 200, 8).answers(iter(asked))])
-    wanted = (oracle(torch.tensor([prompt])).logits[0, -1] / heat).softmax(-1)
+    found = torch.tensor([reply[0] for reply in replies(model, [prompt] * 2000, 1, heat)])
+    wanted = (model(torch.tensor([prompt])).logits[0, -1] / heat).softmax(-1)
     best = wanted.topk(5).indices
     shares = (found[:, None] == best).float().mean(0)
     error = (wanted[best] * (1 - wanted[best]) / len(found)).sqrt()
     assert ((shares - wanted[best]).abs() < 4.5 * error + 1e-4).all()
 
 
-def test_decoder_reading_a_given_reply_keeps_the_states_of_answering_it(model: Llama) -> None:
-    request = requests(3)[2]
-    (answered,) = Decoder(model, 2, 40).answers(iter([request]))
-    reply = answered.tokens[len(request.prompt) :].tolist()
-    read = Decoder(model, 1, 40).read(request, reply)
-    assert read.tokens.tolist() == answered.tokens.tolist()
-    torch.testing.assert_close(read.states, answered.states, atol=2e-4, rtol=1e-3)
+def test_states_of_a_reply_are_what_the_head_reads_on_a_server(model: Any) -> None:
+    answer = read(model, Request(0, [5, 6, 7]), [8, 9], AUX)
+    assert answer.tokens.tolist() == [5, 6, 7, 8, 9]
+    out = model(answer.tokens[None, :-1], output_hidden_states=True)
+    states = [*(out.hidden_states[i + 1] for i in AUX), out.hidden_states[-1]]
+    torch.testing.assert_close(answer.states, torch.cat(states, -1)[0])
+    logits = model.lm_head(answer.states[:, -model.config.hidden_size :])
+    torch.testing.assert_close(logits, out.logits[0], atol=1e-4, rtol=1e-4)
 
 
-def test_decoder_with_a_prompt_too_long_refuses_it(model: Llama) -> None:
-    with pytest.raises(ValueError, match="9 \\+ 4 tokens are more than 12"):
-        list(Decoder(model, 1, 12).answers(iter([Request(0, [5] * 9, 4)])))
+def test_requests_are_answered_in_batches_of_one_temperature() -> None:
+    heats = [TEMPERATURES[key % len(TEMPERATURES)] for key in range(200)]
+    asked = [Request(key, [1] * (key % 7), heat) for key, heat in enumerate(heats)]
+    found = list(batches(iter(asked)))
+    assert sorted(request.key for batch in found for request in batch) == list(range(200))
+    assert all(len({request.temperature for request in batch}) == 1 for batch in found)
+    assert max(map(len, found)) <= BATCH
 
 
 def test_answers_after_a_run_that_was_cut_off_go_on_behind_the_last_whole_one(
-    model: Llama, tmp_path: Path
+    model: Any, tmp_path: Path
 ) -> None:
-    asked = requests(6)
-    answered = list(Decoder(model, 2, 40).answers(iter(asked)))
-    files = Answers(tmp_path, model.width)
+    answered = [read(model, request, [3, 4], AUX) for request in requests(6)]
+    width = state_width(model)
+    files = Answers(tmp_path, width)
     for answer in answered[:3]:
         files.add(answer, "chat")
     for name in ("tokens.bin", "states.bin"):  # of an answer whose line was not written
         with (tmp_path / name).open("ab") as file:
             file.write(b"\x01" * 100)
-    again = Answers(tmp_path, model.width)
+    again = Answers(tmp_path, width)
     for answer in answered[3:]:
         again.add(answer, "math")
-    for entry, answer in zip(Answers(tmp_path, model.width).entries, answered, strict=True):
+    for entry, answer in zip(Answers(tmp_path, width).entries, answered, strict=True):
         tokens, states = again.read(entry)
         assert tokens.tolist() == answer.tokens.tolist()
         torch.testing.assert_close(states[:-1].float(), answer.states, atol=0.05, rtol=0.01)
