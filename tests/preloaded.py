@@ -1,4 +1,4 @@
-"""What every server imports, in the order of SGLang's launcher; for :mod:`tests.nursery`."""
+"""What every server imports, in the order of SGLang's launcher; for :mod:`tests.forked_servers`."""
 
 import gc
 

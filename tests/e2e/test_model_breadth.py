@@ -21,7 +21,7 @@ from tests.e2e.conftest import (
     replace_text,
     switchable_flags,
 )
-from tests.e2e.ordeal import FLAGS, PROMPTS, RETRACTING, Ordeal
+from tests.e2e.mixed_load import FLAGS, PROMPTS, RETRACTING, LosslessnessSuite
 
 CONCURRENCY = 8
 
@@ -46,7 +46,7 @@ class Family:
     flags: tuple[str, ...]
     alone: Server
     """Without speculation."""
-    ordeal: Ordeal
+    suite: LosslessnessSuite
 
     def launch(self, kind: str, *flags: str, **shape: int) -> Launch:
         """A server that drafts."""
@@ -70,7 +70,7 @@ def family(
     breadth_models.save(name, folder)
     flags, model = (*breadth_models.FLAGS[name], *FLAGS), folder / "target"
     with running(Launch(f"breadth-{name}", flags, model, PYTHONPATH), logs) as alone:
-        yield Family(name, model, flags, alone, Ordeal.of(alone, BODIES, PROMPTS))
+        yield Family(name, model, flags, alone, LosslessnessSuite.of(alone, BODIES, PROMPTS))
 
 
 @torch.inference_mode()
@@ -79,7 +79,7 @@ def test_without_speculation_tokens_are_those_of_transformers(family: Family) ->
     model = AutoModelForCausalLM.from_pretrained(
         family.model, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    for body, answer in zip(BODIES, family.ordeal.wanted[0].answers, strict=True):
+    for body, answer in zip(BODIES, family.suite.wanted[0].answers, strict=True):
         prompt = TOKENIZER(body["text"])["input_ids"]
         said = list(answer.output_ids)
         chosen = model(torch.tensor([[*prompt, *said]])).logits[0].argmax(dim=-1)
@@ -92,14 +92,14 @@ def test_windows_do_not_change_what_chains_cut_at_random_give(family: Family, lo
     launch = family.launch("gated", *switchable_flags(control, logs))
     with running(launch, logs) as server:
         replace_text(control, "random")
-        family.ordeal.undergo(server, CONCURRENCY)
+        family.suite.run(server, CONCURRENCY)
     assert "ragged verification of chains" in server.log.read_text()
 
 
 def test_planned_trees_behind_windows_keep_the_keys_of_a_prompt(family: Family, logs: Path) -> None:
     """The same tokens; and what a verification has kept of a token is what a prefill keeps."""
     with running(family.launch("trees", "--c2t", **TREES), logs) as server:
-        family.ordeal.undergo(server, CONCURRENCY)
+        family.suite.run(server, CONCURRENCY)
         assert server.c2t_state()["planner"]["steps"] > 10
         assert_keys_of_a_prompt(server, family.alone)
     assert "packed verification of trees" in server.log.read_text()
@@ -136,10 +136,10 @@ def test_the_tokens_are_the_same_however_keys_are_kept(name: str, logs: Path) ->
     """In a narrower dtype than the model's, and in pages of many tokens; chains cut at random."""
     control, flags = logs / f"gate-{name}", (*KEPT_OTHERWISE[name], *FLAGS)
     with running(Launch(f"breadth-{name}", flags, TARGET, PYTHONPATH), logs) as alone:
-        ordeal = Ordeal.of(alone, BODIES, PROMPTS)
+        suite = LosslessnessSuite.of(alone, BODIES, PROMPTS)
     every = (*speculative_flags("EAGLE3", STEPS), *flags, *switchable_flags(control, logs))
     with running(Launch(f"breadth-{name}-gated", every, TARGET, DRAFTING), logs) as server:
         for mode in ("c2t", "random"):
             replace_text(control, mode)
-            ordeal.undergo(server, CONCURRENCY)
+            suite.run(server, CONCURRENCY)
     assert "ragged verification of chains" in server.log.read_text()

@@ -19,7 +19,12 @@ from eval.lossless.sampling import Cut, Tokens, exact_cells, fit
 from eval.prompts import demo_mix
 from eval.server import Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import LoadResult, differing, greedy, run_load
-from tests.e2e.conftest import REPOSITORY, TREE, assert_same_logprobs
+from tests.e2e.conftest import (
+    REPOSITORY,
+    TREE,
+    assert_same_logprobs,
+    verified_rows_reported,
+)
 from tests.e2e.processors import EveryOther, NoPairTwice
 from tests.e2e.test_sampling import NUM_TOKENS, PROMPT, sample, tiny_launch
 from tests.tiny_llama import next_tokens, tiny_llama
@@ -31,10 +36,9 @@ FLAGS = (
 
 SERVERS: dict[str, tuple[str, ...]] = {
     "planned chains, EAGLE3": (*speculative_flags("EAGLE3"), "--c2t"),
-    "gated chains, STANDALONE": (*speculative_flags("STANDALONE"), "--c2t", "--c2t-policy", "c2t"),
     "gated trees, EAGLE3": (*speculative_flags("EAGLE3", **TREE), "--c2t", "--c2t-policy", "c2t"),
-    "static trees, EAGLE": (
-        *speculative_flags("EAGLE", **TREE), "--c2t", "--c2t-policy", "eagle2", "--c2t-verify",
+    "static trees, STANDALONE": (
+        *speculative_flags("STANDALONE", **TREE), "--c2t", "--c2t-policy", "c2t", "--c2t-verify",
         "static",
     ),
 }  # fmt: skip
@@ -118,7 +122,14 @@ def test_penalties_minimum_lengths_and_processors_give_the_tokens_of_plain_decod
 ) -> None:
     """In one batch with ordinary requests, of which some come as others leave."""
     drafting.flush_cache()
+    before = drafting.c2t_state()["counters"]["verify_rows"]
     found = run_load(drafting.url, LOADS[load], concurrency=12)
+    rows = drafting.c2t_state()["counters"]["verify_rows"] - before
+    reported = verified_rows_reported(found.answers)
+    verifications = sum(a.meta_info.get("spec_verify_ct", 0) for a in found.answers)
+    padded = "static" in drafting.log.name
+    assert rows == (TREE["num_draft_tokens"] * verifications if padded else reported)
+    assert reported < rows or not padded, "no tree was cut"
     assert differing(found.outputs, wanted[load].outputs) == []
     if "log" in load:
         assert_same_logprobs(found, wanted[load])
@@ -249,6 +260,7 @@ def test_fields_that_cannot_be_given_are_answered_400(drafting: Server, name: st
     assert drafting.generate(**field(1, 3))["output_ids"]
 
 
+@pytest.mark.extended
 def test_penalised_samples_of_trees_follow_the_targets_exact_distribution(
     logs: Path, tmp_path: Path
 ) -> None:

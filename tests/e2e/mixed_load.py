@@ -1,7 +1,7 @@
-"""What every combination goes through: requests that join, vanish and are retracted, and seeds.
+"""One load for every combination: requests join, abort, are retracted, and some have seeds.
 
-ordeal = Ordeal.of(server without speculation, greedy bodies, prompts)
-ordeal.undergo(server started with FLAGS and RETRACTING)
+suite = LosslessnessSuite.of(server without speculation, greedy bodies, prompts)
+suite.run(server started with FLAGS and RETRACTING)
 """
 
 from __future__ import annotations
@@ -18,45 +18,50 @@ from eval.server import TARGET, Server
 from sglang_c2t.offline.client import LoadResult, differing, run_load
 from tests.e2e.conftest import CONCURRENCY, run_beside_aborts, verified
 
-#: Of both servers. SGLang reads seeds under it only.
+#: Flags of both servers: SGLang reads seeds only with them.
 FLAGS = seeded.FLAGS
 
-#: Of the server that drafts. SGLang retracts every third step; its strict memory check ends the
-#: server on a leak.
+#: Environment of the server that drafts. SGLang retracts every third step; its strict memory check
+#: ends the server on a leak.
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 
 _TOKENIZER = AutoTokenizer.from_pretrained(TARGET)
-#: Of the demo models' vocabulary.
+#: Prompts in the demo models' vocabulary.
 PROMPTS = [_TOKENIZER(prompt.text)["input_ids"] for prompt in demo_mix(8, seed=11)]
 
-#: One cut per load: beside a request that is cut otherwise SGLang draws otherwise.
+#: One cut per load: a request with another cut in the batch changes what SGLang draws.
 CUTS = "whole", "top_p"
 
 
 @dataclass(frozen=True)
-class Ordeal:
-    """Requests, and what they are answered without speculation, one at a time."""
+class LosslessnessSuite:
+    """Requests, and their answers without speculation."""
 
     greedy: list[dict[str, Any]]
-    """Of many lengths, so that some end while others join."""
+    """Requests of many lengths, so that some end while others join."""
     drawn: list[list[dict[str, Any]]]
-    """With seeds, a list per cut."""
+    """Requests with seeds, a list per cut."""
     wanted: list[LoadResult]
-    """Of ``greedy``, and of each of ``drawn``."""
+    """Answers to ``greedy``, and to each list of ``drawn``."""
 
     @classmethod
     def of(
-        cls, alone: Server, greedy: list[dict[str, Any]], prompts: Sequence[Sequence[int]]
-    ) -> Ordeal:
-        """Ask ``alone``; ``prompts``, in tokens, are continued with seeds."""
+        cls, alone: Server, greedy: list[dict[str, Any]], prompts: Sequence[Sequence[int]],
+        answers: LoadResult | None = None,
+    ) -> LosslessnessSuite:  # fmt: skip
+        """Ask ``alone``, which does not speculate, for what it has not answered yet.
+
+        ``prompts``, in tokens, are continued with seeds. ``answers``: those to ``greedy``.
+        """
         drawn = [seeded.bodies(prompts, cut) for cut in CUTS]
-        wanted = [run_load(alone.url, bodies, concurrency=1) for bodies in (greedy, *drawn)]
-        return cls(greedy, drawn, wanted)
+        asked = drawn if answers else [greedy, *drawn]
+        wanted = [run_load(alone.url, bodies, concurrency=4) for bodies in asked]
+        return cls(greedy, drawn, [answers, *wanted] if answers else wanted)
 
-    def undergo(self, server: Server, concurrency: int = CONCURRENCY, victims: int = 400) -> None:
-        """Tokens are the same; some drafts were right, some requests retracted, and no slot lost.
+    def run(self, server: Server, concurrency: int = CONCURRENCY, victims: int = 400) -> None:
+        """Assert equal tokens, accepted drafts, some retractions, and no lost slot.
 
-        ``victims``: tokens asked for by those that vanish.
+        ``victims``: tokens that each aborted request asks for.
         """
         results = [run_beside_aborts(server, self.greedy, concurrency, victims)]
         assert_drafted_well(results[0])

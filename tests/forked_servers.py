@@ -67,7 +67,7 @@ class Forked:
 
 
 @functools.cache
-def _nursery() -> ForkServerContext:
+def _fork_server() -> ForkServerContext:
     """It runs, in the environment that all servers share."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
@@ -83,7 +83,7 @@ def start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> server.Proc
     if argv[1] != "-m" or not own <= READ_LATE:
         return start_as_users_do(argv, env, log)
     with _ONE_AT_A_TIME:
-        process = _nursery().Process(target=_serve, args=(argv[2], argv[3:], dict(env), log))
+        process = _fork_server().Process(target=_serve, args=(argv[2], argv[3:], dict(env), log))
         process.start()
     return Forked(argv, process)
 
