@@ -64,7 +64,9 @@ def _served(emulated: Emulator, gathering: Gathering, server: str, run: Run) -> 
     return served
 
 
-@pytest.mark.parametrize("server", [PLANNED, FLASHINFER, STATIC])
+@pytest.mark.parametrize(
+    "server", [PLANNED, FLASHINFER, pytest.param(STATIC, marks=pytest.mark.extended)]
+)
 def test_ranks_with_requests_of_their_own_and_with_none_keep_what_one_would(
     emulated: Emulator, gathering: Gathering, server: str
 ) -> None:
@@ -90,6 +92,7 @@ def test_requests_that_leave_lose_their_place_or_ask_for_more_leave_the_others_a
     assert sum(served.retracted) > 0
 
 
+@pytest.mark.extended
 def test_ranks_that_count_their_own_rows_alone_are_seen(
     emulated: Emulator, gathering: Gathering
 ) -> None:

@@ -66,6 +66,7 @@ def test_a_spawned_process_has_the_device_and_one_without_torch_imports_none() -
 
 
 @pytest.mark.server
+@pytest.mark.extended
 def test_each_part_of_the_microbenchmark_runs(tmp_path: Path) -> None:
     """Takes as long as a server."""
     ceilings = tmp_path / "ceilings.json"
