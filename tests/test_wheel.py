@@ -1,4 +1,4 @@
-"""The built package, as somebody installs it beside their SGLang, without this checkout."""
+"""The built package, as a user installs it next to SGLang, without this checkout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """What a command prints; it must end with 0."""
+    """Output of a command, which must exit with 0."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         command, cwd=cwd, env={**inherited, **environment}, capture_output=True, text=True

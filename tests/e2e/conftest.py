@@ -191,13 +191,13 @@ def notes_of(control: Path) -> Path:
 
 
 def in_force(told: dict[str, Any]) -> dict[str, Any]:
-    """What ``/c2t`` tells, less what a server goes on measuring."""
+    """Return the answer of ``/c2t`` without the costs, which a server keeps measuring."""
     serving = [{k: v for k, v in one.items() if k != "row_ms"} for one in told["serving"]]
     return {**told, "serving": serving}
 
 
 def settings_of(url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What is in force now."""
+    """Get the settings in force from ``/c2t``."""
     return in_force(requests.get(f"{url}/c2t", headers=headers, timeout=60).json())
 
 
@@ -218,7 +218,7 @@ def series(url: str, **labels: str) -> dict[str, float]:
 
 
 def counted(answers: list[Answer]) -> dict[str, int]:
-    """Sums over what the answers say of themselves, by the series that tells them."""
+    """Sum the answers' `meta_info` by the series that counts it."""
     metas = [answer.meta_info for answer in answers if verified(answer)]
     sums = {
         "c2t:verifications_total": sum(meta["spec_verify_ct"] for meta in metas),

@@ -20,7 +20,7 @@ READY_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Router(Server):
-    """A running router, which tells of itself at an address of its own."""
+    """A running router, with its metrics at an address of its own."""
 
     own_metrics: str
 

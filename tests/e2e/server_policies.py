@@ -40,7 +40,7 @@ def _fail(mode: str, generator: torch.Generator) -> None:
 
 
 def _config_of(mode: str) -> C2TConfig:
-    """Of a mode that names a policy."""
+    """Configuration of a mode that names a policy."""
     return C2TConfig("c2t") if mode == "c2t" else C2TConfig.from_json(mode, source="control")
 
 
@@ -208,7 +208,7 @@ class AnyTrees(PlannedTree):
 
 
 class Priced(Planner):
-    """Plans by prices that never change, so that two servers plan alike."""
+    """Plans by fixed costs, so that two servers make the same plans."""
 
     def __init__(self, max_depth: int, survival: Survival) -> None:
         super().__init__(max_depth, survival)

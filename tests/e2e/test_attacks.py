@@ -53,12 +53,12 @@ class Attacked:
 
     @property
     def client(self) -> dict[str, str]:
-        """What every client of the server sends."""
+        """Headers of every client."""
         return {**JSON, **({"Authorization": f"Bearer {API}"} if self.api else {})}
 
     @property
     def owner(self) -> dict[str, str] | None:
-        """What whoever may change the server sends; ``None``: nobody may."""
+        """Headers of the sender that may change the server; ``None`` if no sender may."""
         if self.admin:
             return {**JSON, "Authorization": f"Bearer {ADMIN}"}
         return self.client if self.loopback else None
@@ -124,7 +124,7 @@ def attacked(
 
 
 def bodies_of_attacks(folder: Path) -> list[Any]:
-    """What must be refused whoever sends it."""
+    """Bodies that the server must refuse from every sender."""
     secret = str(folder / "secret.safetensors")
     return [
         {"policy": "os:system", "policy_options": {"command": f"touch {folder}/sung-system"}},

@@ -60,7 +60,7 @@ class Controlled:
         return told
 
     def refusal(self, body: Any, headers: dict[str, str] = ADMIN) -> str:
-        """What a POST is answered that must be refused."""
+        """Text of the answer to a POST that must be refused."""
         response = requests.post(f"{self.server.url}/c2t", json=body, headers=headers, timeout=60)
         assert 400 <= response.status_code < 500, response.text
         return response.text
@@ -129,8 +129,8 @@ def test_the_accept_rate_gauge_divides_by_drafts_that_were_verified(
     controlled: Controlled,
 ) -> None:
     controlled.post(policy="c2t")
-    # With an interval of one step the gauge tells of the last one, and an answer is on its way
-    # before SGLang tells of the step that ended it. The log has two decimals.
+    # With an interval of one step the gauge shows the last one, and an answer is on its way
+    # before SGLang reports the step that ended it. The log has two decimals.
     for number in range(1, 12):
         controlled.serve([copy.deepcopy(BODIES[1]) | {"text": BODIES[number]["text"]}])
         deadline = time.monotonic() + 10

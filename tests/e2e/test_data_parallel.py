@@ -97,7 +97,7 @@ def test_a_change_that_is_refused_changes_no_replica(replicas: Server) -> None:
 def test_one_replica_keeps_what_is_learnt(replicas: Server, state_file: Path) -> None:
     """Two that wrote into one file would each undo the other's."""
     run_load(replicas.url, to_rank(1, BODIES[:6]), concurrency=6)
-    time.sleep(EVERY_IF_ASKED)  # since somebody last asked
+    time.sleep(EVERY_IF_ASKED)  # since the last GET
     first, second = (planner["cost_ms"] for planner in settings(replicas)["planner"])
     assert first != second
     assert json.loads(state_file.read_text())["planner"]["cost"] == first

@@ -24,7 +24,7 @@ from tests.e2e.router import Router, routing_apart
 
 
 def missing() -> str | None:
-    """What these tests lack on this machine."""
+    """Name what these tests lack on this machine; ``None`` if they can run."""
     if importlib.util.find_spec("sglang_router") is None:
         return "SGLang's router is a package of its own: pip install sglang-router"
     try:

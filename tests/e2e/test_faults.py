@@ -1,4 +1,4 @@
-"""What goes wrong around a running server: its children die, its classifier file goes away."""
+"""A running server whose child dies ends; one whose classifier file goes away continues."""
 
 from __future__ import annotations
 

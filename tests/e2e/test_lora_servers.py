@@ -67,7 +67,7 @@ def wanted(adapted: tuple[str, ...], logs: Path) -> list[LoadResult]:
 
 
 def test_adapters_change_what_is_answered(wanted: list[LoadResult]) -> None:
-    """Of most requests that name one; else nothing below would be shown."""
+    """Most requests with an adapter get other tokens; else the tests below would show nothing."""
     greedy, _, bare = wanted
     found = differing(greedy.outputs, bare.outputs)
     asked = [n for n, body in enumerate(GREEDY) if body["lora_path"] is not None]

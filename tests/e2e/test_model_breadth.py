@@ -75,7 +75,7 @@ def family(
 
 @torch.inference_mode()
 def test_without_speculation_tokens_are_those_of_transformers(family: Family) -> None:
-    """Windows and sinks of the CPU engine's attention, beside somebody else's."""
+    """Windows and sinks of the CPU engine's attention, versus transformers'."""
     model = AutoModelForCausalLM.from_pretrained(
         family.model, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -106,7 +106,7 @@ def test_planned_trees_behind_windows_keep_the_keys_of_a_prompt(family: Family, 
 
 
 def assert_keys_of_a_prompt(server: Server, alone: Server) -> None:
-    """What stands behind answers of ``server`` goes on as where it is read anew."""
+    """Assert that answers of ``server`` continue as they do after a prefill of all tokens."""
     asked = [greedy(prompt.text, 24) for prompt in demo_mix(8, seed=12)]
     said = run_load(server.url, asked, concurrency=CONCURRENCY).answers
     again: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""What requests ask for means what it means without speculation, or is answered with 400.
+"""A request's parameters mean what they mean without speculation, or the server answers 400.
 
 The server without speculation runs without SGLang's overlap scheduler, under which it counts each
 token one step late, and the prompt's last token with the answer's.

@@ -35,7 +35,7 @@ def gated_launch(name: str, logs: Path, *flags: str, algorithm: str = "EAGLE3",
     return Launch(name, every, env={**PYTHONPATH, **(env or {})}), control
 
 
-#: SGLang binds CPU ranks to NUMA nodes unless told otherwise; a laptop has one.
+#: SGLang binds CPU ranks to NUMA nodes without this variable; a laptop has one node.
 BIND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 

@@ -1,4 +1,4 @@
-"""Mistakes in the CUDA path that somebody could make, each of which the tests must see.
+"""Mistakes in the CUDA path, each of which the tests must detect.
 
 A mutant breaks one thing in the process of a server: when it has started, or before. On the
 emulated device it must end in an error, keep other keys and values, verify other rows, or exceed
@@ -415,7 +415,7 @@ def adapters_are_told_of_the_rows_of_the_request_before() -> None:
 
 @mutant(ADAPTED)
 def a_graph_adapts_rows_as_it_was_captured() -> None:
-    """Not at the start: nobody had an adapter then."""
+    """Not at the start: no request had an adapter then."""
     from sglang.srt.lora.lora_manager import LoRAManager
 
     from sglang_c2t.srt import attach
@@ -471,7 +471,7 @@ def a_rank_plans_for_itself() -> None:
         agree = make()
 
         def alone(numbers: list[int]) -> list[int]:
-            """Of three layers one, and of one three; what is no plan is as agreed."""
+            """Exchange one layer and three layers; other values stay as agreed."""
             agreed = agree(numbers)
             if len(agreed) > 1 and get_parallel().tp_rank > 0:
                 agreed[1] = {1: 3, 3: 1}.get(agreed[1], agreed[1])

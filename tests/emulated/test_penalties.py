@@ -74,7 +74,7 @@ def penalised(logits: Tensor, said: list[int], params: dict[str, Any], eos: int)
 
 
 def wrong(oracle: Oracle, run: Served) -> list[str]:
-    """What is, of a greedy run."""
+    """List what is wrong with a greedy run."""
     found = []
     eos = oracle.tokenizer.eos_token_id
     for number, (request, tokens) in enumerate(zip(run.requests, run.outputs, strict=True)):

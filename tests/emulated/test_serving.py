@@ -55,7 +55,7 @@ EVENTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Runs:
-    """Of one server."""
+    """Runs of one server."""
 
     orders: list[Served]  # as late as can be, and random ones
     events: dict[str, Served]
@@ -66,7 +66,7 @@ ENDS = r"\.(Defect|Refused): |IndexError: index out of range in self"
 
 
 class Every(dict[str, Runs]):
-    """Servers by name, each started once, when somebody asks for it."""
+    """Servers by name, each started once, at its first use."""
 
     def __init__(self, emulated: Emulator, oracle: Oracle) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_mistakes_are_seen(
 def _seen(
     oracle: Oracle, server: str, broken: Served, sound: Served, stock: Served | None
 ) -> list[str]:
-    """What shows that a server was ``broken``."""
+    """List what shows that a server was ``broken``."""
     # What ends a run otherwise is a mutant that does not fit the code any more.
     assert not broken.error or re.search(ENDS, broken.error), broken.error
     seen = oracle.wrong(server, broken, stock)

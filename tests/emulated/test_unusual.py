@@ -1,4 +1,4 @@
-"""What few servers do, on the emulated device: ranks, bfloat16, pages, recording."""
+"""Rare configurations on the emulated device: ranks, bfloat16, pages, recording."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ WRONG_ROWS = (
 def test_a_server_that_packs_wrongly_sees_it_at_its_start_and_verifies_whole_drafts(
     emulated: Emulator, oracle: Oracle, server: str, name: str
 ) -> None:
-    """What is served is right, by SGLang's own graphs, where the same mistake later is not."""
+    """SGLang's own graphs serve right answers; the same mistake after the start does not."""
     (run,) = emulated.try_to(oracle.case(server, oracle.run(), mutant=name))
     assert oracle.wrong(server, run, None, counted=False) == []
     for step in run.steps:
@@ -217,9 +217,7 @@ def test_a_recording_says_the_same_of_chains_and_of_the_likeliest_nodes_of_trees
 
 
 def _likeliest(recording: Recording) -> dict[tuple[int, int, int], Tensor]:
-    """Of nodes that are the likeliest ones behind likeliest ones what was measured and whether
-    they were accepted, by prompt, position and depth.
-    """
+    """Measurements and acceptance of the likeliest path, by prompt, position and depth."""
     nodes, found, behind = recording.nodes, {}, {-1}
     columns = [nodes[name].float() for name in ("prob", "joint", "entropy", "margin", "accept")]
     values = torch.stack(columns, dim=1)

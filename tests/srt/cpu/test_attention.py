@@ -120,7 +120,7 @@ for step in range(2):
 @pytest.mark.timeout(900)
 def test_draft_rows_attend_to_the_path_that_led_to_them():
     """Beams are re-sorted between the steps; a row's keys are the prefix and its ancestors,
-    wherever these were forwarded. Without being told, rows would see their own beam row.
+    wherever these were forwarded. Without the table, rows would see their own beam row.
     """
     assert_agrees("""
 TOPK, STEPS = 3, 5

@@ -1,4 +1,4 @@
-"""What a drafter does with a plan and a gate, without SGLang's draft worker."""
+"""A drafter with a plan and a gate, without SGLang's draft worker."""
 
 from __future__ import annotations
 

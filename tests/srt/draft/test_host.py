@@ -1,4 +1,4 @@
-"""What we replace in SGLang's draft worker: numbers of layers, their graphs, and draft extend."""
+"""Replacements in SGLang's draft worker: numbers of layers, their graphs, and draft extend."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Graphs:
 
 
 class StockWorker:
-    """What SGLang's draft worker does, as far as the number of layers goes."""
+    """A draft worker of SGLang, as far as the number of layers goes."""
 
     topk = 1
     device = "cpu"
