@@ -51,18 +51,17 @@ def suite_of_two_ranks(logs: Path) -> LosslessnessSuite:
 def test_two_tensor_parallel_ranks_give_the_outputs_of_two_ranks_without_speculation(
     logs: Path, suite_of_two_ranks: LosslessnessSuite
 ) -> None:
-    """Each rank grows other random trees; unless rank 0's win, the ranks' rows differ and their
-    next collective hangs. Recording leaves some drafts whole, as only rank 0 knows. A policy may
-    fail on one of them alone.
+    """Each rank grows other random trees, and its policy fails at other times.
+
+    Unless rank 0's trees win, the ranks' rows differ and their next collective hangs. Recording
+    leaves some drafts full, as only rank 0 knows.
     """
     flags = (*TWO_RANKS, *recording(logs / "tp2"))
     launch, control = tree_launch("tp2", logs, *flags, env={**BIND, **RETRACTING})
     with running(launch, logs) as server:
-        gated, wanted = GatedServer(server, "EAGLE3", control), suite_of_two_ranks.wanted[0]
-        for mode in ("c2t", FAILS):
-            assert differing(gated.run(mode).outputs, wanted.outputs) == [], mode
-        replace_text(control, "random")
+        replace_text(control, FAILS)
         suite_of_two_ranks.run(server)
+        assert "was told to fail" in server.log.read_text()
         assert server.c2t_state()["recording"]["drafts_written"] > 0
 
 
