@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -15,8 +16,13 @@ from transformers import AutoTokenizer
 from eval.lossless import seeded
 from eval.prompts import demo_mix
 from eval.server import TARGET, Server
-from sglang_c2t.offline.client import LoadResult, differing, run_load
-from tests.e2e.conftest import CONCURRENCY, run_beside_aborts, verified
+from sglang_c2t.offline.client import LoadResult, differing, greedy, run_load
+from tests.e2e.conftest import (
+    CONCURRENCY,
+    assert_same_logprobs,
+    run_beside_aborts,
+    verified,
+)
 
 #: Flags of both servers: SGLang reads seeds only with them.
 FLAGS = seeded.FLAGS
@@ -80,3 +86,27 @@ def assert_drafted_well(result: LoadResult) -> None:
     """Enough was accepted to show something."""
     drafted = [answer for answer in result.answers if verified(answer)]
     assert sum(a.meta_info["spec_num_correct_drafts"] for a in drafted) > len(drafted)
+
+
+def assert_keys_of_a_prompt(server: Server, plain: Server, model: Path) -> None:
+    """Assert that answers of ``server`` continue as they do after a prefill of all tokens.
+
+    ``server`` has their keys from verification, and ``plain`` computes them again.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    server.flush_cache()
+    asked = [greedy(prompt.text, 24) for prompt in demo_mix(8, seed=12)]
+    said = run_load(server.url, asked, concurrency=8).answers
+    again: list[dict[str, Any]] = [
+        {
+            "input_ids": [*tokenizer(body["text"])["input_ids"], *answer.output_ids],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+            "return_logprob": True, "top_logprobs_num": 5,
+        }
+        for body, answer in zip(asked, said, strict=True)
+    ]  # fmt: skip
+    kept = run_load(server.url, again, concurrency=1)
+    for body, answer in zip(again, kept.answers, strict=True):
+        assert answer.meta_info["cached_tokens"] > len(body["input_ids"]) - 8
+    plain.flush_cache()
+    assert_same_logprobs(kept, run_load(plain.url, again, concurrency=1))

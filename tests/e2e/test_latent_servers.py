@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from eval.prompts import demo_mix
 from eval.server import MLA, Launch, Server, running, speculative_flags
-from sglang_c2t.offline.client import differing, greedy, run_load
+from sglang_c2t.offline.client import differing, run_load
 from tests.e2e.conftest import (
     BODIES,
     CONCURRENCY,
     REPOSITORY,
-    assert_same_logprobs,
     replace_text,
     switchable_flags,
     verified,
 )
-from tests.e2e.mixed_load import FLAGS, RETRACTING, LosslessnessSuite
+from tests.e2e.mixed_load import FLAGS, RETRACTING, LosslessnessSuite, assert_keys_of_a_prompt
 from tests.e2e.test_data_parallel import to_rank
 from tests.e2e.test_unusual_servers import BIND
 
@@ -41,7 +41,8 @@ def plain(logs: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def suite(plain: Server) -> LosslessnessSuite:
-    prompts = [_tokenizer()(prompt.text)["input_ids"] for prompt in demo_mix(8, seed=11)]
+    tokenizer = AutoTokenizer.from_pretrained(MLA)
+    prompts = [tokenizer(prompt.text)["input_ids"] for prompt in demo_mix(8, seed=11)]
     return LosslessnessSuite.of(plain, BODIES, prompts)
 
 
@@ -77,31 +78,7 @@ def assert_planned(server: Server, suite: LosslessnessSuite, plain: Server) -> N
     answered = run_load(server.url, BODIES[:16], concurrency=CONCURRENCY)
     assert answered.outputs == suite.wanted[0].outputs[:16]
     assert server.c2t_state()["planner"]["steps"] > 20
-    server.flush_cache()
-    asked = [greedy(prompt.text, 24) for prompt in demo_mix(8, seed=12)]
-    said = run_load(server.url, asked, concurrency=CONCURRENCY).answers
-    again = [_continued(body, answer) for body, answer in zip(asked, said, strict=True)]
-    kept = run_load(server.url, again, concurrency=1)
-    for body, answer in zip(again, kept.answers, strict=True):
-        assert answer.meta_info["cached_tokens"] > len(body["input_ids"]) - 8
-    plain.flush_cache()
-    assert_same_logprobs(kept, run_load(plain.url, again, concurrency=1))
-
-
-def _continued(body: dict[str, Any], answer: Any) -> dict[str, Any]:
-    """Ask to continue prompt and answer, whose keys a server keeps or computes again."""
-    ids = [*_tokenizer()(body["text"])["input_ids"], *answer.output_ids]
-    parameters = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-    return {
-        "input_ids": ids, "sampling_params": parameters, "return_logprob": True,
-        "top_logprobs_num": 5,
-    }  # fmt: skip
-
-
-def _tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(MLA)
+    assert_keys_of_a_prompt(server, plain, MLA)
 
 
 # -- two ranks of data-parallel attention -------------------------------------------------

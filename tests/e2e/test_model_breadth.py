@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,15 +12,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.prompts import demo_mix
 from eval.server import TARGET, Launch, Server, running, speculative_flags
-from sglang_c2t.offline.client import greedy, run_load
+from sglang_c2t.offline.client import greedy
 from tests.e2e import breadth_models
 from tests.e2e.conftest import (
     REPOSITORY,
-    assert_same_logprobs,
     replace_text,
     switchable_flags,
 )
-from tests.e2e.mixed_load import FLAGS, PROMPTS, RETRACTING, LosslessnessSuite
+from tests.e2e.mixed_load import (
+    FLAGS,
+    PROMPTS,
+    RETRACTING,
+    LosslessnessSuite,
+    assert_keys_of_a_prompt,
+)
 
 CONCURRENCY = 8
 
@@ -101,30 +105,11 @@ def test_planned_trees_behind_windows_keep_the_keys_of_a_prompt(family: Family, 
     with running(family.launch("trees", "--c2t", **TREES), logs) as server:
         family.suite.run(server, CONCURRENCY)
         assert server.c2t_state()["planner"]["steps"] > 10
-        assert_keys_of_a_prompt(server, family.alone)
+        assert_keys_of_a_prompt(server, family.alone, TARGET)
     assert "packed verification of trees" in server.log.read_text()
 
 
-def assert_keys_of_a_prompt(server: Server, alone: Server) -> None:
-    """Assert that answers of ``server`` continue as they do after a prefill of all tokens."""
-    asked = [greedy(prompt.text, 24) for prompt in demo_mix(8, seed=12)]
-    said = run_load(server.url, asked, concurrency=CONCURRENCY).answers
-    again: list[dict[str, Any]] = [
-        {
-            "input_ids": [*TOKENIZER(body["text"])["input_ids"], *answer.output_ids],
-            "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
-            "return_logprob": True, "top_logprobs_num": 5,
-        }
-        for body, answer in zip(asked, said, strict=True)
-    ]  # fmt: skip
-    kept = run_load(server.url, again, concurrency=1)
-    for body, answer in zip(again, kept.answers, strict=True):
-        assert answer.meta_info["cached_tokens"] > len(body["input_ids"]) - 8
-    alone.flush_cache()
-    assert_same_logprobs(kept, run_load(alone.url, again, concurrency=1))
-
-
-#: What SGLang's CPU engine has of these without Intel AMX.
+#: Options that SGLang's CPU engine has without Intel AMX.
 KEPT_OTHERWISE = {
     "keys-bf16": ("--kv-cache-dtype", "bf16"),
     "pages-16": ("--page-size", "16"),

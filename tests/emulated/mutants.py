@@ -80,20 +80,6 @@ def sizes_are_read_before_they_are_there() -> None:
 
 
 @mutant(CHAINS)
-def the_event_of_sizes_stands_before_their_copy() -> None:
-    from sglang_c2t.srt.verify.packing import HostSizes
-
-    def early(sizes: Any, values: Any) -> None:
-        sizes._arrived = torch.cuda.Event()
-        sizes._arrived.record()
-        sizes._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        sizes._host.copy_(values, non_blocking=True)
-
-    HostSizes.__init__ = early
-    around(HostSizes, "wait", lambda wait, self: wait(self).clamp(1, 4))
-
-
-@mutant(CHAINS)
 def sizes_travel_on_a_stream_that_waits_for_nobody() -> None:
     from sglang_c2t.srt.verify.packing import HostSizes
 
@@ -243,13 +229,6 @@ def first_tokens_are_judged_by_those_of_another_request() -> None:
 
 
 @mutant(CHAINS)
-def first_tokens_wait_in_the_slots_of_another_request() -> None:
-    from sglang_c2t.draft.slots import FirstTokens
-
-    around(FirstTokens, "relay", lambda relay, self, slots: relay(self, slots.flip(0)))
-
-
-@mutant(CHAINS)
 def lengths_are_read_of_the_step_before() -> None:
     from sglang_c2t.draft.chain import ChainGate
 
@@ -342,15 +321,6 @@ def rows_see_the_tree_of_the_step_before() -> None:
 
 
 @mutant(TREES)
-def the_window_begins_one_place_behind() -> None:
-    def behind(lay_out: Any, *tables: Any, **sizes: Any) -> Any:
-        made = lay_out(*tables, **sizes)
-        return made._replace(window=lay_out(*tables[:5], tables[5] + 1, **sizes).window)
-
-    around(PACKING, "lay_out", behind)
-
-
-@mutant(TREES)
 def masks_are_packed_behind_a_shorter_prefix() -> None:
     from sglang_c2t.srt.verify import flashinfer
 
@@ -366,13 +336,6 @@ def accepted_keys_stay_where_the_tree_was() -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     MHATokenToKVPool.move_kv_cache = lambda *_: None
-
-
-@mutant(TREES)
-def keys_are_moved_the_wrong_way() -> None:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    around(MHATokenToKVPool, "move_kv_cache", lambda move, pool, to, of: move(pool, of, to))
 
 
 @mutant(TREES)

@@ -17,7 +17,7 @@ from tests.emulated.emulator import Emulator
 from tests.emulated.mutants import ADAPTED as WITH_ADAPTERS
 from tests.emulated.mutants import MUTANTS, TRIED, TWO_RANKS
 from tests.emulated.oracle import TOKENS, Adapted, Latent, Oracle, Seeing
-from tests.emulated.servers import DRAFTS, LATENT, NODES, PAGES, RULES, SHORTEST, UNUSUAL
+from tests.emulated.servers import DRAFTS, LATENT, SHORTEST, UNUSUAL
 from tests.emulated.versions import OLDEST, RELEASE
 
 pytestmark = pytest.mark.server
@@ -72,34 +72,7 @@ def test_tokens_keys_and_values_are_the_models_to_rounding(
         assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
 
 
-@pytest.mark.extended
-def test_trees_in_pages_are_those_of_single_slots(emulated: Emulator, oracle: Oracle) -> None:
-    """The same trees are grown and verified, and both models keep the same of each token."""
-    server = "EAGLE3 trees, FlashInfer, gated"
-    (single,) = emulated.serve(oracle.case(server, oracle.run(ahead=0)))
-    (paged,) = emulated.serve(oracle.case(server, oracle.run(ahead=0), more=PAGES))
-    assert oracle.wrong(server, single, None) == []
-    assert (paged.outputs, paged.verifications, paged.rows) == (
-        single.outputs, single.verifications, single.rows,
-    )  # fmt: skip
-    for in_pages, in_slots in zip(paged.keys, single.keys, strict=True):
-        assert len(in_pages) >= 32  # whole pages stay
-        kept = torch.tensor(in_slots[: len(in_pages)])
-        assert torch.allclose(torch.tensor(in_pages), kept, rtol=0, atol=1e-3)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("server", RULES)
-def test_other_rules_prune_and_compile_nothing_while_they_serve(
-    emulated: Emulator, oracle: Oracle, server: str
-) -> None:
-    (run,) = emulated.serve(oracle.case(server, oracle.run(ahead=0)))
-    assert oracle.wrong(server, run, None) == []
-    widest = NODES if "trees" in server else DRAFTS + 1
-    assert sum(run.verifications) < sum(run.rows) < widest * sum(run.verifications)
-
-
-#: Of packed rows, in what a first batch can show, and where.
+#: Mistakes in packed rows that a first batch can show, and where.
 WRONG_ROWS = (
     rarely("EAGLE3 chains, FA3", "rows are written one place behind"),
     rarely("EAGLE3 chains, FA3", "a graph keeps the rows of its capture"),
