@@ -6,16 +6,14 @@ token one step late, and the prompt's last token with the answer's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import requests
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
-from eval.lossless.sampling import Cut, Tokens, exact_cells, fit
 from eval.prompts import demo_mix
 from eval.server import Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import LoadResult, differing, greedy, run_load
@@ -26,8 +24,6 @@ from tests.e2e.conftest import (
     verified_rows_reported,
 )
 from tests.e2e.processors import EveryOther, NoPairTwice
-from tests.e2e.test_sampling import NUM_TOKENS, PROMPT, sample, tiny_launch
-from tests.tiny_llama import next_tokens, tiny_llama
 
 FLAGS = (
     "--enable-deterministic-inference", "--enable-custom-logit-processor",
@@ -258,34 +254,3 @@ def test_fields_that_cannot_be_given_are_answered_400(drafting: Server, name: st
     assert answer.status_code == 400
     assert says in answer.text
     assert drafting.generate(**field(1, 3))["output_ids"]
-
-
-@pytest.mark.extended
-def test_penalised_samples_of_trees_follow_the_targets_exact_distribution(
-    logs: Path, tmp_path: Path
-) -> None:
-    """Chi-square over all three-token continuations; a false alarm in 10,000."""
-    target, penalty = tiny_llama(seed=0), 1.5
-    target.save_pretrained(tmp_path / "target")
-    tiny_llama(seed=1).save_pretrained(tmp_path / "draft")
-    plain = next_tokens(target, PROMPT)
-
-    def penalised(prefixes: Sequence[Tokens]) -> list[Any]:
-        return [
-            _penalised(np.asarray(tokens), np.asarray(logits), prefix, penalty)
-            for prefix, (tokens, logits) in zip(prefixes, plain(prefixes), strict=True)
-        ]
-
-    cells = exact_cells(penalised, Cut(), NUM_TOKENS)
-    with running(tiny_launch("tiny-penalised", tmp_path, "trees", "--c2t"), logs) as server:
-        sampled = sample(server, frequency_penalty=penalty)
-        assert fit([sampled], [cells]).p_value > 1e-4
-        assert fit([sampled], [exact_cells(plain, Cut(), NUM_TOKENS)]).p_value < 1e-4
-
-
-def _penalised(tokens: Any, logits: Any, said: Tokens, penalty: float) -> tuple[Any, Any]:
-    """Log-probabilities of the tokens, best first, behind what was ``said``."""
-    logits = logits - penalty * np.array([said.count(token) for token in tokens.tolist()])
-    logits = logits - np.log(np.exp(logits).sum())
-    best = np.argsort(-logits, kind="stable")
-    return tokens[best], logits[best]

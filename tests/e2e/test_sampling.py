@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -90,14 +89,13 @@ def test_samples_under_a_plan_follow_the_targets_exact_distribution(
     assert tiny.server.c2t_state()["planner"]["steps"] > 100
 
 
-def sample(server: Server, **params: Any) -> Counter[Tokens]:
-    """NUM_SAMPLES continuations at temperature 1; ``params``: that requests have besides."""
+def sample(server: Server) -> Counter[Tokens]:
+    """Count NUM_SAMPLES continuations at temperature 1."""
     copies = 100  # per HTTP request; SGLang samples them independently
     body = {
         "input_ids": PROMPT,
         "sampling_params": {
             "temperature": 1.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True, "n": copies,
-            **params,
         },
     }  # fmt: skip
     server.flush_cache()
