@@ -63,6 +63,8 @@ def test_check_says_of_the_wheel_that_a_server_will_start(outside: Path) -> None
     python = outside / "env/bin/python"
     told = run(python, "-m", "sglang_c2t", "check", cwd=outside, SGLANG_USE_CPU_ENGINE="1")
     assert "will start" in told
+    assert "plugin entry point: registered" in told
+    assert "0 broken" in told
     where = run(python, "-c", "import sglang_c2t; print(sglang_c2t.__file__)", cwd=outside)
     assert Path(where.strip()).is_relative_to(outside)
 
