@@ -90,10 +90,10 @@ check: lint types unit  ## Lint, types and unit tests
 # OVERRIDE: requirements that win over SGLang's own. Code 3 of `check` says no more than "not tested".
 parity: $(THIS_VENV)/.installed  ## Seams and outputs beside another SGLang: make parity SGLANG=0.5.20|folder [OVERRIDE=pins TESTS=files]
 	SGLANG_USE_CPU_ENGINE=1 $(THIS_VENV)/bin/python -m sglang_c2t check || test $$? -eq 3
-	$(THIS_VENV)/bin/python -m pytest $(PARALLEL) --durations=20 $(or $(TESTS),tests/srt/test_seams.py \
+	$(THIS_VENV)/bin/python -m pytest $(PARALLEL) -m "not extended" --durations=20 $(or $(TESTS),tests/srt/test_seams.py \
 	  tests/e2e/test_parity_smoke.py)
 
-# What its own host code and kernels may change. Everything on emulated CUDA: TESTS=tests/emulated.
+# What its own host code and kernels may change. All of emulated CUDA: TESTS="tests/emulated -m server".
 parity-old:  ## The same beside the oldest SGLang served, and on emulated CUDA [TESTS=files]
 	$(MAKE) parity SGLANG=$(OLD) TESTS="$(or $(TESTS),tests/srt/hooks/test_launch_matrix.py \
 	  tests/e2e/test_parity_smoke.py tests/emulated/test_serving.py \

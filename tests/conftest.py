@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 from eval import server
-from tests import nursery
+from tests import forked_servers
 
 # A deadline measures the machine, not the code; shared CI machines pause for seconds.
 settings.register_profile("no-deadline", deadline=None)
@@ -28,15 +28,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _born_of_the_nursery() -> Iterator[None]:
+def _fork_servers() -> Iterator[None]:
     """Servers start within seconds."""
-    with mock.patch.object(server, "start", nursery.start):
+    with mock.patch.object(server, "start", forked_servers.start):
         yield
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _as_users_do(request: pytest.FixtureRequest, _born_of_the_nursery: None) -> Iterator[None]:
+def _as_users_do(request: pytest.FixtureRequest, _fork_servers: None) -> Iterator[None]:
     """But for files that want them as users have them."""
     wanted = getattr(request.module, "AS_USERS_DO", False)
-    with mock.patch.object(server, "start", nursery.start_as_users_do if wanted else server.start):
+    with mock.patch.object(
+        server, "start", forked_servers.start_as_users_do if wanted else server.start
+    ):
         yield

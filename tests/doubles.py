@@ -62,7 +62,7 @@ def real_class(cls: type | str) -> type:
 
 
 def invented(stand_in: object, cls: type | str) -> set[str]:
-    """What a hand-made stand-in with behaviour of its own has and instances of ``cls`` have not."""
+    """List attributes of a hand-made double that instances of ``cls`` lack."""
     return set(dir(stand_in)) - set(dir(object())) - attribute_names(real_class(cls)) - {
         "__dict__", "__module__", "__weakref__",
     }  # fmt: skip

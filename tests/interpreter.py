@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 
 
 class _Stays:
-    """Language patches that nobody takes back."""
+    """Language patches that stay in place."""
 
     def restore(self) -> None:
         pass

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def logit(parameters: Iterable[Tensor], x: list[float]) -> float:
-    """Of one hidden layer of ReLUs: its weights, its biases, the weights and bias behind it."""
+    """Weights and biases of one hidden layer of ReLUs, then of the output."""
     rows, biases, (out,), (out_bias,) = (p.double().tolist() for p in parameters)
     units = [
         max(sum(w * v for w, v in zip(row, x, strict=True)) + bias, 0.0)

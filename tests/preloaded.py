@@ -1,4 +1,4 @@
-"""What every server imports, in the order of SGLang's launcher; for :mod:`tests.nursery`."""
+"""Imports of every server, in the order of SGLang's launcher; for :mod:`tests.forked_servers`."""
 
 import gc
 
@@ -18,7 +18,7 @@ import sglang.srt.entrypoints.http_server  # noqa: E402
 import sglang.srt.managers.scheduler  # noqa: E402
 import sglang.srt.models.registry  # noqa: E402, F401
 
-# It looks for the name's place in memory once, beside an environment that nobody has changed yet.
+# It looks for the name's place in memory once, before the environment changes.
 setproctitle.getproctitle()
 
 # A server forks: what is alive now stays shared, since no collection touches it any more.

@@ -30,7 +30,7 @@ HIDDEN_SIZE = 8
 
 
 def tree_origin(shape: TreeShape) -> dict[str, Any]:
-    """Of a recording of trees."""
+    """Columns of a recording of trees."""
     return {**ORIGIN, **shape._asdict()}
 
 
@@ -141,7 +141,7 @@ def trees(draw: st.DrawFn, max_nodes: int = 6) -> Draft:
 def tables(
     drafts: Sequence[Draft], *, extra: Collection[str] = (), seed: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
-    """What :meth:`RecordingWriter.add` takes: nodes, drafts, request ids."""
+    """Arguments of :meth:`RecordingWriter.add`: nodes, drafts, request ids."""
     rows: dict[str, list[float]] = {n: [] for n in ("draft", "parent", "rank", "depth", "joint")}
     eldest: list[int] = []  # of the node and its siblings
     for number, draft in enumerate(drafts):

@@ -1,4 +1,4 @@
-"""What users are told when something they gave does not fit."""
+"""Assertions on the messages for invalid input."""
 
 from __future__ import annotations
 

@@ -13,16 +13,16 @@ REPOSITORY = Path(__file__).parent.parent
 
 #: Lines of Python by folder, folders below it that have a budget of their own not counted.
 LINES = {
-    "eval": 1230,
+    "eval": 1210,
     "eval/baselines": 750,
-    "eval/bench": 2020,
-    "eval/demo_models": 1400,
-    "eval/gpu": 2310,
-    "eval/lossless": 1760,
+    "eval/bench": 1910,
+    "eval/demo_models": 1380,
+    "eval/gpu": 1750,
+    "eval/lossless": 1740,
     "eval/report": 1250,
-    "eval/smollm2": 1430,
+    "eval/smollm2": 1190,
     "eval/soak": 1150,
-    "eval/tables": 800,
+    "eval/tables": 790,
     "sglang_c2t": 1250,
     "sglang_c2t/classifier": 1110,
     "sglang_c2t/cpu": 830,
@@ -43,9 +43,9 @@ LINES = {
     "tests/cpu": 530,
     "tests/cuda": 370,
     "tests/draft": 1770,
-    "tests/e2e": 5600,
-    "tests/emulated": 5440,
-    "tests/eval": 5990,
+    "tests/e2e": 5230,
+    "tests/emulated": 5400,
+    "tests/eval": 5840,
     "tests/kernels": 2740,
     "tests/offline": 1560,
     "tests/patches": 510,
@@ -55,7 +55,7 @@ LINES = {
 }
 
 #: Words of Markdown by folder.
-WORDS = {".": 3_100, "eval": 9_840, "patches": 700, "sglang_c2t": 10_240, "tests": 0}
+WORDS = {".": 3_100, "eval": 1210_840, "patches": 700, "sglang_c2t": 10_240, "tests": 0}
 
 
 def budget_of(path: Path, budgets: dict[str, int]) -> str:

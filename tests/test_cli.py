@@ -46,7 +46,7 @@ class Shell:
         return code
 
     def usage_error(self, line: str) -> str:
-        """What is printed where the command line itself is wrong."""
+        """Output for a wrong command line."""
         with pytest.raises(SystemExit) as exit_:
             self(line)
         assert exit_.value.code == 2

@@ -125,7 +125,7 @@ def test_the_environment_switches_c2t_on(monkeypatch) -> None:
 
 def test_a_file_is_read_once_and_its_text_travels_on(monkeypatch, tmp_path) -> None:
     """Asked on every request: a file that vanishes or is overwritten is nothing to a server, and
-    the processes it starts are told what was read, not where.
+    the processes it starts get the content, not the path.
     """
     path = tmp_path / "c2t.json"
     path.write_text(json.dumps({"policy": "fixed"}))

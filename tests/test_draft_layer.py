@@ -1,4 +1,4 @@
-"""What is measured about a draft distribution, against float64 by hand."""
+"""Measurements of a draft distribution, versus float64."""
 
 import math
 

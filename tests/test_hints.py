@@ -1,4 +1,4 @@
-"""What was probably meant."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def deployment() -> Any:
 
 
 def entry_point() -> list[str]:
-    """What the image puts before a container's arguments."""
+    """Arguments that the image puts before a container's."""
     found = re.search(r"^ENTRYPOINT (.*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert found is not None
     python, m, launcher, *flags = json.loads(found[1])

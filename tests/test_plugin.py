@@ -1,4 +1,4 @@
-"""What registering the plugin costs the processes of a server."""
+"""Cost of registering the plugin in the processes of a server."""
 
 from __future__ import annotations
 

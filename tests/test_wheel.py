@@ -1,4 +1,4 @@
-"""The built package, as somebody installs it beside their SGLang, without this checkout."""
+"""The built package, as a user installs it next to SGLang, without this checkout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """What a command prints; it must end with 0."""
+    """Output of a command, which must exit with 0."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         command, cwd=cwd, env={**inherited, **environment}, capture_output=True, text=True
@@ -63,6 +63,8 @@ def test_check_says_of_the_wheel_that_a_server_will_start(outside: Path) -> None
     python = outside / "env/bin/python"
     told = run(python, "-m", "sglang_c2t", "check", cwd=outside, SGLANG_USE_CPU_ENGINE="1")
     assert "will start" in told
+    assert "plugin entry point: registered" in told
+    assert "0 broken" in told
     where = run(python, "-c", "import sglang_c2t; print(sglang_c2t.__file__)", cwd=outside)
     assert Path(where.strip()).is_relative_to(outside)
 

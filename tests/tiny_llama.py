@@ -26,7 +26,7 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
 def next_tokens(
     model: LlamaForCausalLM, prompt: Sequence[int]
 ) -> Callable[[Sequence[Tokens]], list[NextTokens]]:
-    """What may follow prefixes of equal length behind ``prompt``."""
+    """Distributions after prefixes of equal length that follow ``prompt``."""
 
     @torch.inference_mode()
     def ask(prefixes: Sequence[Tokens]) -> list[NextTokens]:

@@ -1,4 +1,4 @@
-"""What Triton would compile a launch for, asked of the function that its own launcher asks."""
+"""Triton's compile key of a launch, from the function that its own launcher calls."""
 
 from __future__ import annotations
 

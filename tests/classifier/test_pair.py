@@ -20,7 +20,7 @@ from sglang_c2t.classifier.checkpoint import (
 from sglang_c2t.classifier.features import CONVENTIONS
 from sglang_c2t.classifier.model import ConfidenceNet
 from sglang_c2t.classifier.pair import Pair, fingerprint, learnt_from, pair_in
-from tests.hostile import SPECIAL, in_time
+from tests.corrupt_data import SPECIAL, in_time
 
 MINE, OTHER = Pair("EAGLE3", "a" * 16, "b" * 16), Pair("EAGLE3", "a" * 16, "c" * 16)
 

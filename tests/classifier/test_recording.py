@@ -98,7 +98,7 @@ def test_recording_request_id_of_two_origins_stays_two_requests(tmp_path: Path) 
 
 
 def test_recording_names_file_restores_request_names(tmp_path: Path) -> None:
-    """Of those it knows; the groups are the names'."""
+    """Group known requests by their names."""
     ids = [recorded_id(rid, "ab") for rid in ("math/0", "a client's", "math/1")]
     write(tmp_path, [chain([0.5], [1], request=rid) for rid in ids])
     assert read_recording(tmp_path).requests == ids

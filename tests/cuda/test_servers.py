@@ -93,7 +93,7 @@ def answers(server: Server, batch: int, **more: Any) -> list[dict[str, Any]]:
 
 
 class Baseline(NamedTuple):
-    """What no speculation says, and how often it parts from itself at other batch sizes."""
+    """Answers without speculation, and how often they differ at other batch sizes."""
 
     references: list[Reference]
     parted: float

@@ -162,7 +162,7 @@ def test_chain_gate_first_token_without_recorded_names_is_not_complete(
     needs: set[str], complete: bool
 ) -> None:
     """Request 1 sat out the step before the exploring one, so its first token was measured
-    for a policy's step; request 2 joins with everything, because nobody knows what comes.
+    for a policy's step; request 2 joins with everything measured, since its next step is unknown.
     """
     policy = Scripted([[True] * 4], frozenset(needs))
     gate = ChainGate(policy, num_slots=4, device="cpu", exploration=Scheduled(False, False, True))
@@ -174,12 +174,12 @@ def test_chain_gate_first_token_without_recorded_names_is_not_complete(
     slots = torch.tensor([2, 1, 0, 3])
     gate.begin(slots)
     assert gate.exploring
-    # Nobody ever measured anything for slot 3.
+    # Slot 3 was never measured.
     assert gate.first_tokens_complete(slots).tolist() == [True, complete, True, False]
 
 
 def test_chain_gate_ranks_follow_rank_0() -> None:
-    """What ``agree`` returns wins over the local policy, in lengths and in early exits."""
+    """The result of ``agree`` wins over the local policy, in lengths and in early exits."""
     gate = ChainGate(
         Scripted([[False, False, False]]),
         num_slots=3,
@@ -245,7 +245,7 @@ def test_chain_gate_program_decides_as_its_policy(name: str) -> None:
         assert lens[0].dtype == torch.int32
         assert gates[0].depth == gates[1].depth == 6
         seen |= set(lens[0].tolist())
-        for gate in gates:  # the requests at 0 are a graph's padding, of which nobody hears
+        for gate in gates:  # the requests at 0 are a graph's padding, which no result shows
             real = [slot for slot in slots if slot]
             next_first = draft_logits(len(real), seed=10 * seed + 2)
             gate.relay_first_token(torch.tensor(real), next_first)
@@ -312,7 +312,7 @@ def test_chain_gate_switch_judges_from_the_next_step_on(captured: bool) -> None:
 
 
 def test_chain_gate_switch_in_cuda_graphs_takes_weights_of_the_same_network_only() -> None:
-    """What they replay reads the same memory for ever."""
+    """Replayed graphs read the same memory for ever."""
     gate = fused(policy_of("c2t-plus"))
     memory = gate.program.buffer.data_ptr() if gate.program else 0
     gate.switch(build_policy(C2TConfig(policy="c2t-plus", beta=0.9)), captured=True)

@@ -41,7 +41,7 @@ WIDTHS = {
 
 @dataclass(frozen=True)
 class Row:
-    """What the draft says behind one path."""
+    """The draft's distribution after one path."""
 
     tokens: list[int]  # distinct, by falling probability
     probs: list[float]
@@ -210,7 +210,7 @@ class Oracle:
     after: Callable[[Node], bool] | None = None  # second look, behind the cap
 
     def layers(self, draft: Draft, request: int) -> tuple[list[list[Node]], list[list[Node]]]:
-        """What enters, and what is forwarded behind it, layer by layer."""
+        """Entered and forwarded nodes, layer by layer."""
         topk = draft.topk
         all_entered, all_beams = [], []
         beams: list[Node | None] = [None]

@@ -16,7 +16,7 @@ DEPTH = 4
 
 
 def of_chains(twin: DeviceSurvival, confidences: torch.Tensor) -> torch.Tensor:
-    """What it writes, beside what it was given."""
+    """Returns the kernel's outputs and its inputs."""
     out, kept = torch.empty(2, *confidences.shape).unbind()
     twin.of_chains(confidences, out=out, kept=kept)
     assert kept.shape == confidences.shape

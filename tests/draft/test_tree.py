@@ -217,14 +217,14 @@ def fused(policy: TreePolicy, **options: Any) -> TreeGate:
 
 
 def nonsense(of: Tensor) -> tuple[Tensor, Tensor]:
-    """What SGLang's loop offers behind a program's first layer."""
+    """The candidates of SGLang's loop after a program's first layer."""
     none = torch.full((len(of), SHAPE.topk), -1)
     return none, none.float()
 
 
 @pytest.mark.parametrize("name", [*GATES, *OTHERS])
 def test_tree_gate_program_grows_the_trees_of_its_policy(name: str) -> None:
-    """Behind the first layer from the draft logits alone, over steps of other requests.
+    """After the first layer from the draft logits alone, over steps of other requests.
 
     It speaks of the target's tokens, also where the draft has a vocabulary of its own.
     """
@@ -379,7 +379,7 @@ def test_tree_gate_opt_out_gets_eagle2s_tree(program: bool) -> None:
 
 
 def test_tree_gate_planned_trees_ignore_opt_out() -> None:
-    """Who plans sees to those who opted out, and verifies the nodes that were chosen."""
+    """A planner keeps opt-outs whole, and the server verifies the selected nodes."""
     slots, first = torch.tensor([3, 1]), logits(2, 1)
     gate = fused(build_tree_policy(C2TConfig(policy="auto")))
     assert gate.planned

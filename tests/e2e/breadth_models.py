@@ -50,7 +50,7 @@ def _gpt_oss() -> Any:
 
 MODELS: dict[str, Callable[[], Any]] = {"gemma2": _gemma2, "gpt-oss": _gpt_oss}
 
-#: SGLang serves gpt-oss on a CPU where it is told to.
+#: SGLang serves gpt-oss on a CPU with this flag.
 FLAGS = {
     "gemma2": (),
     "gpt-oss": ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton"),

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from eval.lossless.seeded import FLAGS
 from eval.prompts import demo_mix
 from eval.server import DRAFTS, Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import Answer, LoadResult, differing, greedy, run_load
 from tests.e2e.server_policies import FAILS, MODES, Switchable
-from tests.e2e.witness import Witness
+from tests.e2e.verify_recorder import VerifyRecorder
+
+if TYPE_CHECKING:
+    from tests.e2e.mixed_load import LosslessnessSuite
 
 REPOSITORY = Path(__file__).parents[2]
 CONCURRENCY = 16
@@ -86,16 +89,30 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plain(logs: Path) -> Iterator[Server]:
-    """A server without speculation; it sleeps while nobody asks."""
-    with running(Launch("reference"), logs) as server:
+    """Start the one server without speculation: it reads seeds, and sleeps while idle."""
+    with running(Launch("reference", FLAGS), logs) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def expected(plain: Server) -> list[tuple[int, ...]]:
-    """Greedy outputs of BODIES without speculation, one request at a time."""
+def greedy_answers(plain: Server) -> LoadResult:
+    """Answers to BODIES without speculation, one request at a time."""
     plain.flush_cache()
-    return run_load(plain.url, BODIES, concurrency=1).outputs
+    return run_load(plain.url, BODIES, concurrency=1)
+
+
+@pytest.fixture(scope="session")
+def expected(greedy_answers: LoadResult) -> list[tuple[int, ...]]:
+    """Greedy outputs of BODIES without speculation."""
+    return greedy_answers.outputs
+
+
+@pytest.fixture(scope="session")
+def suite(plain: Server, greedy_answers: LoadResult) -> LosslessnessSuite:
+    """Greedy and seeded requests for the demo target, and their answers without speculation."""
+    from tests.e2e.mixed_load import PROMPTS, LosslessnessSuite
+
+    return LosslessnessSuite.of(plain, BODIES, PROMPTS, greedy_answers)
 
 
 @dataclass(frozen=True)
@@ -139,7 +156,7 @@ def gated(request: pytest.FixtureRequest, logs: Path) -> Iterator[GatedServer]:
     """One gated server per draft kind."""
     algorithm: str = request.param
     control = logs / f"gate-{algorithm}"
-    flags = (*speculative_flags(algorithm), *switchable_flags(control, logs))
+    flags = (*speculative_flags(algorithm), *FLAGS, *switchable_flags(control, logs))
     launch = Launch(f"gated-{algorithm}", flags, env={"PYTHONPATH": str(REPOSITORY)})
     with running(launch, logs) as server:
         yield GatedServer(server, algorithm, control)
@@ -155,13 +172,13 @@ def tree_launch(
 ) -> tuple[Launch, Path]:  # fmt: skip
     """A ``--c2t`` server whose tree policy a test can switch, and its control file.
 
-    Tests that make the folder ``<control>.notes`` find notes there, see :class:`Witness`.
+    Tests that make the folder ``<control>.notes`` find notes there, see :class:`VerifyRecorder`.
     """
     control = logs / f"tree-{name}"
     options = {"control": str(control), "notes": str(notes_of(control))}
     every = (
         *speculative_flags(algorithm, **TREE),
-        *own_policy_flags(Witness, control, logs, options),
+        *own_policy_flags(VerifyRecorder, control, logs, options),
         *flags,
     )
     environment = {"PYTHONPATH": str(REPOSITORY), **(env or {})}
@@ -173,22 +190,14 @@ def notes_of(control: Path) -> Path:
     return control.with_suffix(".notes")
 
 
-@pytest.fixture(scope="module", params=sorted(DRAFTS))
-def trees(request: pytest.FixtureRequest, logs: Path) -> Iterator[GatedServer]:
-    """One tree server per draft kind."""
-    launch, control = tree_launch(request.param, logs, algorithm=request.param)
-    with running(launch, logs) as server:
-        yield GatedServer(server, request.param, control)
-
-
 def in_force(told: dict[str, Any]) -> dict[str, Any]:
-    """What ``/c2t`` tells, less what a server goes on measuring."""
+    """Return the answer of ``/c2t`` without the costs, which a server keeps measuring."""
     serving = [{k: v for k, v in one.items() if k != "row_ms"} for one in told["serving"]]
     return {**told, "serving": serving}
 
 
 def settings_of(url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What is in force now."""
+    """Get the settings in force from ``/c2t``."""
     return in_force(requests.get(f"{url}/c2t", headers=headers, timeout=60).json())
 
 
@@ -209,7 +218,7 @@ def series(url: str, **labels: str) -> dict[str, float]:
 
 
 def counted(answers: list[Answer]) -> dict[str, int]:
-    """Sums over what the answers say of themselves, by the series that tells them."""
+    """Sum the answers' `meta_info` by the series that counts it."""
     metas = [answer.meta_info for answer in answers if verified(answer)]
     sums = {
         "c2t:verifications_total": sum(meta["spec_verify_ct"] for meta in metas),
@@ -275,31 +284,6 @@ def _flat(logprobs: list[Any]) -> list[tuple[float, int]]:
     if logprobs and isinstance(logprobs[0][0], list):
         return [pair for position in logprobs for pair in _flat(position)]
     return [(logprob, token) for logprob, token, _ in logprobs]
-
-
-def run_beside_posts(
-    url: str, posts: Sequence[dict[str, Any]], headers: dict[str, str]
-) -> tuple[LoadResult, int]:
-    """Serve all of BODIES while /c2t is changed over and over; also how often that was done."""
-    stop, done = threading.Event(), 0
-
-    def change() -> None:
-        nonlocal done
-        for settings in itertools.islice(itertools.cycle(posts), 1000):
-            if stop.is_set():
-                return
-            answer = requests.post(f"{url}/c2t", json=settings, headers=headers, timeout=60)
-            answer.raise_for_status()
-            done += 1
-
-    changer = threading.Thread(target=change)
-    changer.start()
-    try:
-        result = run_load(url, BODIES, concurrency=CONCURRENCY)
-    finally:
-        stop.set()
-        changer.join(timeout=60)
-    return result, done
 
 
 def abort_in_a_loop(url: str, stop: threading.Event, tokens: int = 400) -> None:

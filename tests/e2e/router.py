@@ -13,14 +13,14 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from eval.server import Server, environment, free_port, stop
-from tests.nursery import start_as_users_do
+from tests.forked_servers import start_as_users_do
 
 READY_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Router(Server):
-    """A running router, which tells of itself at an address of its own."""
+    """A running router, with its metrics at an address of its own."""
 
     own_metrics: str
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import dataclass, field, replace
-from functools import partialmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,7 +40,7 @@ def _fail(mode: str, generator: torch.Generator) -> None:
 
 
 def _config_of(mode: str) -> C2TConfig:
-    """Of a mode that names a policy."""
+    """Configuration of a mode that names a policy."""
     return C2TConfig("c2t") if mode == "c2t" else C2TConfig.from_json(mode, source="control")
 
 
@@ -133,14 +132,19 @@ class SwitchableTree:
 
 
 class _AnyPlan:
-    """Two of three steps are uniform and the others are not, of any layers and rows there can be,
-    whatever they cost.
+    """Draws plans of any layers and rows, two of three uniform, whatever they cost.
+
+    Where the file ``control`` holds :data:`FAILS`, about every fourth call of a method raises, in
+    each rank others.
     """
 
+    control = ""
     _random = random.Random(0)
+    _failures = random.Random(os.getpid())
 
     def plan(self, batch: BatchView) -> StepPlan:
-        """Drawn, from the same seed in each process."""
+        """Draw a plan, with the same seed in each process."""
+        self._perhaps_fail("plan")
         planner: Any = self
         requests, layers = batch.batch_size, self._random.choice(batch.depths)
         rows = requests * planner.full_rows(layers)
@@ -150,24 +154,43 @@ class _AnyPlan:
         full = self._random.choice([None, self._random.randrange(requests)])
         return StepPlan(StepKind.PLANNED, layers, planner.topk, rows, full)
 
+    def learn(self, record: StepRecord) -> None:
+        """Learn as the stock planner does, or raise."""
+        self._perhaps_fail("learn")
+        super().learn(record)  # type: ignore[misc]
+
+    def report(self) -> Any:
+        """Report as the stock planner does, or raise."""
+        self._perhaps_fail("report")
+        return super().report()  # type: ignore[misc]
+
+    def _perhaps_fail(self, method: str) -> None:
+        if not self.control or Path(self.control).read_text() != FAILS:
+            return
+        if self._failures.random() < 1 / 4:
+            raise ZeroDivisionError(f"{method} was told to fail")
+
 
 class AnyPlan(_AnyPlan, Planner):
-    """Of chains."""
+    """The planner of chains."""
 
 
 class AnyPlanOfTrees(_AnyPlan, TreePlanner):
-    """Of trees."""
+    """The planner of trees."""
 
 
 @dataclass(frozen=True)
 class AnyJoint(DyJoint):
-    """The joint probability as a confidence, and a planner of any plan."""
+    """The joint probability as a confidence, and a planner that draws plans."""
 
+    control: str = ""
     name: ClassVar[str] = "any-joint"
 
     def planner(self, shape: TreeShape) -> AnyPlan:
-        """A planner that knows nothing yet."""
-        return AnyPlan(shape.num_steps, Survival(shape.num_steps))
+        """Make a planner that has learnt nothing yet."""
+        planner = AnyPlan(shape.num_steps, Survival(shape.num_steps))
+        planner.control = self.control
+        return planner
 
 
 @dataclass(frozen=True)
@@ -175,14 +198,17 @@ class AnyTrees(PlannedTree):
     """The same for trees."""
 
     gate: DyJoint = field(default_factory=DyJoint)
+    control: str = ""
 
     def planner(self, shape: TreeShape) -> AnyPlanOfTrees:
-        """A planner that knows nothing yet."""
-        return AnyPlanOfTrees(*shape)
+        """Make a planner that has learnt nothing yet."""
+        planner = AnyPlanOfTrees(*shape)
+        planner.control = self.control
+        return planner
 
 
 class Priced(Planner):
-    """Plans by prices that never change, so that two servers plan alike."""
+    """Plans by fixed costs, so that two servers make the same plans."""
 
     def __init__(self, max_depth: int, survival: Survival) -> None:
         super().__init__(max_depth, survival)
@@ -209,48 +235,3 @@ class PricedJoint(DyJoint):
     def planner(self, shape: TreeShape) -> Priced:
         """A planner that knows nothing yet of drafts."""
         return Priced(shape.num_steps, Survival(shape.num_steps))
-
-
-class _Broken:
-    """Raises in about every fourth thing that it is asked to do, on each rank in others."""
-
-    _random = random.Random(os.getpid())
-
-    def _perhaps(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if self._random.random() < 1 / 4:
-            raise ZeroDivisionError(f"{method} was told to fail")
-        return getattr(super(), method)(*args, **kwargs)
-
-    plan = partialmethod(_perhaps, "plan")
-    learn = partialmethod(_perhaps, "learn")
-    report = partialmethod(_perhaps, "report")
-
-
-class Broken(_Broken, Planner):  # type: ignore[misc]
-    """Of chains."""
-
-
-class BrokenOfTrees(_Broken, TreePlanner):  # type: ignore[misc]
-    """Of trees."""
-
-
-@dataclass(frozen=True)
-class BrokenJoint(DyJoint):
-    """The joint probability as a confidence, and a planner that is broken."""
-
-    name: ClassVar[str] = "broken-joint"
-
-    def planner(self, shape: TreeShape) -> Broken:
-        """A planner that knows nothing yet."""
-        return Broken(shape.num_steps, Survival(shape.num_steps))
-
-
-@dataclass(frozen=True)
-class BrokenTrees(PlannedTree):
-    """The same for trees."""
-
-    gate: DyJoint = field(default_factory=DyJoint)
-
-    def planner(self, shape: TreeShape) -> BrokenOfTrees:
-        """A planner that knows nothing yet."""
-        return BrokenOfTrees(*shape)

@@ -1,4 +1,4 @@
-"""What clients people have learn of speculation: the openai package, SGLang's benchmark, gauges.
+"""Existing clients report speculation: the openai package, SGLang's benchmark, gauges.
 
 The server is the real pair as `make serve` starts it, so that answers can be read.
 """
@@ -64,7 +64,7 @@ def test_the_openai_package_is_told_what_was_verified(server: Server, logs: Path
     assert len(facts) == 3
     for verifications, drafts, right, length in facts:
         assert int(drafts) >= int(right) > 0
-        # Of all tokens of an answer, the first is none of a verification; told to two places.
+        # No verification gives the first token of an answer; the example prints two decimals.
         about = 1 + int(right) / int(verifications), 1 / int(verifications) + 0.0051
         assert float(length) == pytest.approx(about[0], abs=about[1])
 
@@ -72,11 +72,11 @@ def test_the_openai_package_is_told_what_was_verified(server: Server, logs: Path
 def test_the_gauge_of_accept_lengths_says_what_the_answers_say(server: Server) -> None:
     """AIPerf and dashboards read it, SGLang's benchmark the server's own average."""
     server.flush_cache()
-    bodies = [greedy(prompt.text, 40) for prompt in real_classifier_mix(24)]
+    bodies = [greedy(prompt.text, 40) for prompt in real_classifier_mix(12)]
     sums = counted(run_load(server.url, bodies, concurrency=4).answers)
     right = sums["c2t:correct_drafts_total"] / sums["c2t:verifications_total"]
     gauge = value(server.url, "sglang:spec_accept_length")
-    assert gauge == pytest.approx(1 + right, rel=0.35)  # it tells the last steps alone
+    assert gauge == pytest.approx(1 + right, rel=0.35)  # it averages the last steps only
 
 
 def value(url: str, name: str) -> float:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +19,18 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from eval.server import Launch, Server, running, speculative_flags
-from sglang_c2t.offline.client import LoadResult, post_all, run_load
+from sglang_c2t.config import C2TConfig, ConfigError
+from sglang_c2t.offline.client import Answer, LoadResult, post_all, run_load
+from sglang_c2t.policies import policy_for, policy_names
+from sglang_c2t.policies.base import TreeShape
 from tests.e2e.conftest import (
     BODIES,
     CONCURRENCY,
     REPOSITORY,
     TREE,
+    assert_counted,
     counted,
     in_force,
-    run_beside_posts,
     series,
     settings_of,
     verified,
@@ -39,8 +45,12 @@ class Controlled:
     """A ``--c2t`` server that anyone with the key may change."""
 
     server: Server
-    full: int
-    """Rows of a draft nobody cut, root included."""
+    shape: TreeShape
+
+    @property
+    def full(self) -> int:
+        """Rows of a full draft, root included."""
+        return self.shape.num_draft_tokens
 
     def post(self, **settings: Any) -> dict[str, Any]:
         """Change settings; raises unless they were taken."""
@@ -50,7 +60,7 @@ class Controlled:
         return told
 
     def refusal(self, body: Any, headers: dict[str, str] = ADMIN) -> str:
-        """What a POST is answered that must be refused."""
+        """Text of the answer to a POST that must be refused."""
         response = requests.post(f"{self.server.url}/c2t", json=body, headers=headers, timeout=60)
         assert 400 <= response.status_code < 500, response.text
         return response.text
@@ -78,19 +88,22 @@ class Controlled:
         return gauge, (accept - 1) / (cap - 1) if cap > 1 else of_whole_drafts, of_whole_drafts
 
 
-SHAPES = {"chains": ("EAGLE3", {}, 6), "trees": ("EAGLE", TREE, TREE["num_draft_tokens"])}
+SHAPES = {
+    "chains": ("EAGLE3", TreeShape(topk=1, num_steps=5, num_draft_tokens=6)),
+    "trees": ("EAGLE", TreeShape(**TREE)),
+}
 
-#: What cuts nothing, by the rows of a whole draft.
-WHOLE = {SHAPES["chains"][2]: "fixed", SHAPES["trees"][2]: "eagle2"}
+#: Requests that run at any time.
+CLIENTS = 6
 
 
 @pytest.fixture(scope="module", params=sorted(SHAPES))
 def controlled(request: pytest.FixtureRequest, logs: Path) -> Iterator[Controlled]:
-    algorithm, shape, full = SHAPES[request.param]
-    flags = (*speculative_flags(algorithm, **shape), "--c2t", "--c2t-policy", "c2t",
+    algorithm, shape = SHAPES[request.param]
+    flags = (*speculative_flags(algorithm, **shape._asdict()), "--c2t", "--c2t-policy", "c2t",
              "--enable-metrics", "--admin-api-key", KEY, "--decode-log-interval", "1")  # fmt: skip
     with running(Launch(f"controlled-{request.param}", flags), logs) as server:
-        yield Controlled(server, full)
+        yield Controlled(server, shape)
 
 
 def test_series_agree_exactly_with_what_requests_say_of_themselves(controlled: Controlled) -> None:
@@ -116,8 +129,8 @@ def test_the_accept_rate_gauge_divides_by_drafts_that_were_verified(
     controlled: Controlled,
 ) -> None:
     controlled.post(policy="c2t")
-    # With an interval of one step the gauge tells of the last one, and an answer is on its way
-    # before SGLang tells of the step that ended it. The log has two decimals.
+    # With an interval of one step the gauge shows the last one, and an answer is on its way
+    # before SGLang reports the step that ended it. The log has two decimals.
     for number in range(1, 12):
         controlled.serve([copy.deepcopy(BODIES[1]) | {"text": BODIES[number]["text"]}])
         deadline = time.monotonic() + 10
@@ -140,8 +153,8 @@ def test_a_changed_policy_verifies_other_drafts_and_answers_the_same(
         assert (told["policy"], told["beta"]) == (policy, beta)
         now = controlled.settings()
         assert {**in_force(told), "switches": now["switches"]} == now
-        result = controlled.serve()
-        assert result.outputs == expected
+        result = controlled.serve(BODIES[:16])
+        assert result.outputs == expected[:16]
         proposed[policy, beta] = counted(result.answers)["c2t:proposed_drafts_total"]
     assert len(set(proposed.values())) == len(proposed)
     assert proposed["c2t-plus", 0.9] < proposed["c2t-plus", None]
@@ -155,17 +168,80 @@ def test_a_threshold_alone_keeps_the_policy_and_a_policy_brings_its_own(
     assert controlled.post(policy="c2t")["beta"] is None
 
 
-def test_changes_under_load_leave_outputs_as_they_were(
+def menu(shape: TreeShape) -> list[str]:
+    """The policies that serve drafts of this shape with what is shipped."""
+
+    def serves(name: str) -> bool:
+        try:
+            policy_for(C2TConfig(policy=name), shape)
+        except ConfigError:
+            return False
+        return True
+
+    return [name for name in policy_names() if serves(name)]
+
+
+def every_ordered_pair(names: Sequence[str]) -> list[str]:
+    """A walk in which each of the names is followed by each other one.
+
+    Of a, b, c: a b a c a, b c b, c.
+    """
+    return [
+        step
+        for place, one in enumerate(names)
+        for step in [*(s for other in names[place + 1 :] for s in (one, other)), one]
+    ]
+
+
+class Load:
+    """Clients that send BODIES over and over, until they are stopped."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self.answers: list[tuple[int, Answer]] = []
+        """Numbers of bodies, and what was answered."""
+
+    def client(self, first: int) -> None:
+        """One request after the other, beginning with that one."""
+        number = first
+        while not self._stop.is_set():
+            reply = requests.post(f"{self._url}/generate", json=BODIES[number], timeout=60)
+            reply.raise_for_status()
+            told: dict[str, Any] = reply.json()
+            self.answers.append((number, Answer(tuple(told["output_ids"]), told["meta_info"])))
+            number = (number + 1) % len(BODIES)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+def test_policies_switched_in_every_order_under_load_change_no_output_and_no_count(
     controlled: Controlled, expected: list[tuple[int, ...]]
 ) -> None:
-    policies = ["c2t", "c2t-plus", "dyjoint", "dymax", "c2t-log"]
-    posts = [{"policy": name, "beta": beta} for name in policies for beta in (None, 0.9, 0.01)]
+    """Each policy of the menu replaces each other one while requests run."""
+    names = menu(controlled.shape)
+    walk = every_ordered_pair(names)
+    assert len({*pairwise(walk)}) >= len(names) * (len(names) - 1)
     controlled.flush_cache()
+    before, load = controlled.series(), Load(controlled.server.url)
     switches = controlled.settings()["switches"]
-    result, num_posts = run_beside_posts(controlled.server.url, posts, ADMIN)
-    assert num_posts >= 3
-    assert controlled.settings()["switches"] == [switches[0] + num_posts]
-    assert result.outputs == expected
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [pool.submit(load.client, 5 * client) for client in range(CLIENTS)]
+        try:
+            for policy in walk:
+                controlled.post(policy=policy)
+        finally:
+            load.stop()
+        for client in clients:
+            client.result()
+    assert len(load.answers) > CLIENTS
+    wrong = [number for number, answer in load.answers if answer.output_ids != expected[number]]
+    assert wrong == []
+    assert controlled.settings()["switches"] == [switches[0] + len(walk)]
+    assert_counted(controlled.server.url, before, [answer for _, answer in load.answers])
+    assert controlled.series()["c2t:policy_failures_total"] == 0
+    controlled.post(policy="c2t")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +277,7 @@ def test_a_request_that_opts_out_has_its_drafts_verified_whole(
     controlled: Controlled, expected: list[tuple[int, ...]]
 ) -> None:
     """The very drafts it has on a server that cuts nothing, though the others stop at once."""
-    controlled.post(policy=WHOLE[controlled.full])
+    controlled.post(policy="fixed" if controlled.shape.topk == 1 else "eagle2")
     uncut = controlled.serve().answers
     controlled.post(policy="c2t-plus", beta=0.9)
     bodies = copy.deepcopy(BODIES)

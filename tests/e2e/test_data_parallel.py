@@ -19,7 +19,7 @@ from eval.soak.faults import END_SECONDS
 from sglang_c2t.offline.client import run_load
 from sglang_c2t.srt.draft.state_file import EVERY_IF_ASKED
 from tests.e2e.conftest import BODIES, CONCURRENCY, assert_counted, counted, series, settings_of
-from tests.e2e.ordeal import FLAGS, PROMPTS, RETRACTING, Ordeal
+from tests.e2e.mixed_load import FLAGS, RETRACTING, LosslessnessSuite
 from tests.e2e.test_unusual_servers import BIND
 
 RANKS = 0, 1
@@ -32,26 +32,11 @@ def state_file(logs: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ordeal(logs: Path) -> Ordeal:
-    with running(Launch("dp1-plain", FLAGS), logs) as server:
-        return Ordeal.of(server, BODIES, PROMPTS)
-
-
-@pytest.fixture(scope="module")
-def replicas(
-    logs: Path,
-    state_file: Path,
-    ordeal: Ordeal,  # so that its server has gone
-) -> Iterator[Server]:
-    """Two whole models behind SGLang's own controller, which takes them in turn."""
+def replicas(logs: Path, state_file: Path) -> Iterator[Server]:
+    """Start two whole models behind SGLang's own controller, which serves them in turn."""
     flags = (*PLANNED, "--dp-size", "2", "--enable-metrics", "--c2t-state", str(state_file))
     with running(Launch("dp2", flags, env={**BIND, **RETRACTING}), logs) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def expected(ordeal: Ordeal) -> list[tuple[int, ...]]:
-    return ordeal.wanted[0].outputs
 
 
 def to_rank(rank: int, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -64,9 +49,9 @@ def settings(server: Server) -> dict[str, Any]:
 
 
 def test_requests_spread_over_replicas_are_answered_as_without_speculation(
-    replicas: Server, ordeal: Ordeal
+    replicas: Server, suite: LosslessnessSuite
 ) -> None:
-    ordeal.undergo(replicas)
+    suite.run(replicas)
     result = run_load(replicas.url, BODIES, concurrency=CONCURRENCY)
     assert {answer.meta_info["dp_rank"] for answer in result.answers} == set(RANKS)
     assert all(planner["steps"] > 0 for planner in settings(replicas)["planner"])
@@ -112,14 +97,16 @@ def test_a_change_that_is_refused_changes_no_replica(replicas: Server) -> None:
 def test_one_replica_keeps_what_is_learnt(replicas: Server, state_file: Path) -> None:
     """Two that wrote into one file would each undo the other's."""
     run_load(replicas.url, to_rank(1, BODIES[:6]), concurrency=6)
-    time.sleep(EVERY_IF_ASKED)  # since somebody last asked
+    time.sleep(EVERY_IF_ASKED)  # since the last GET
     first, second = (planner["cost_ms"] for planner in settings(replicas)["planner"])
     assert first != second
     assert json.loads(state_file.read_text())["planner"]["cost"] == first
 
 
 @pytest.mark.extended
-def test_two_nodes_of_one_model_give_the_outputs_of_one(logs: Path, ordeal: Ordeal) -> None:
+def test_two_nodes_of_one_model_give_the_outputs_of_one(
+    logs: Path, suite: LosslessnessSuite
+) -> None:
     """Two tensor-parallel ranks, each started by itself; the second takes no requests. Where it
     dies the first ends too, and no client waits for a rank that never answers.
     """
@@ -135,7 +122,7 @@ def test_two_nodes_of_one_model_give_the_outputs_of_one(logs: Path, ordeal: Orde
         with running(first, logs) as server:
             for policy in ("auto", "c2t-plus"):
                 server.switch(policy=policy)
-                ordeal.undergo(server)
+                suite.run(server)
             assert settings(server)["switches"] == [2]
             assert process.poll() is None
             os.killpg(process.pid, signal.SIGKILL)

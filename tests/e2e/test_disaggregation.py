@@ -15,18 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
-from eval.lossless import seeded as seeds
-from eval.prompts import demo_mix
-from eval.server import TARGET, Launch, Server, free_port, running, speculative_flags
+from eval.server import Launch, Server, free_port, running, speculative_flags
 from sglang_c2t.offline.client import differing, greedy, run_load
 from tests.e2e.conftest import BODIES, CONCURRENCY, assert_counted, run_beside_aborts, series
+from tests.e2e.mixed_load import FLAGS, RETRACTING, LosslessnessSuite
 from tests.e2e.router import Router, routing_apart
 
 
 def missing() -> str | None:
-    """What these tests lack on this machine."""
+    """Name what these tests lack on this machine; ``None`` if they can run."""
     if importlib.util.find_spec("sglang_router") is None:
         return "SGLang's router is a package of its own: pip install sglang-router"
     try:
@@ -44,8 +42,6 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 TCP = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
 
 TREES = {"topk": 4, "num_draft_tokens": 16}
-
-PROMPTS = [AutoTokenizer.from_pretrained(TARGET)(p.text)["input_ids"] for p in demo_mix(24, seed=3)]
 
 
 @dataclass(frozen=True)
@@ -86,8 +82,8 @@ def serving_apart(
 
 @pytest.fixture(scope="module")
 def chains(logs: Path) -> Iterator[Apart]:
-    """Planned; a seed gives the same tokens."""
-    flags = (*speculative_flags("EAGLE3"), "--c2t", "--enable-metrics", *seeds.FLAGS)
+    """Start servers that plan, and read seeds."""
+    flags = (*speculative_flags("EAGLE3"), "--c2t", "--enable-metrics", *FLAGS)
     with serving_apart(logs, "apart-chains", *flags) as servers:
         yield servers
 
@@ -101,10 +97,9 @@ def test_chains_planned_and_gated_give_the_outputs_of_a_server_without_speculati
     assert differing(result.outputs, expected) == []
     assert_counted(chains.decode.url, before, result.answers)
     assert chains.decode.c2t_state()["planner"]["steps"] > 50
-    for settings in ({"policy": "c2t"}, {"policy": "dymax", "beta": 0.9}):
-        chains.decode.switch(**settings)
-        result = run_load(chains.router.url, BODIES, concurrency=CONCURRENCY)
-        assert differing(result.outputs, expected) == []
+    chains.decode.switch(policy="c2t")
+    result = run_load(chains.router.url, BODIES, concurrency=CONCURRENCY)
+    assert differing(result.outputs, expected) == []
     chains.decode.switch(policy="auto")
 
 
@@ -114,23 +109,13 @@ def test_requests_that_are_aborted_leave_the_others_untouched(
     assert differing(run_beside_aborts(chains.router).outputs, expected) == []
 
 
-@pytest.mark.parametrize("cut", ["whole", "top_p"])
 def test_a_seed_gives_the_tokens_of_a_server_without_speculation(
-    chains: Apart, seeded_outputs: dict[str, list[tuple[int, ...]]], cut: str
+    chains: Apart, suite: LosslessnessSuite
 ) -> None:
-    for concurrency in (8, 16):
-        got = run_load(chains.router.url, seeds.bodies(PROMPTS, cut), concurrency=concurrency)
-        assert differing(got.outputs, seeded_outputs[cut]) == []
+    for bodies, wanted in zip(suite.drawn, suite.wanted[1:], strict=True):
+        got = run_load(chains.router.url, bodies, concurrency=8)
+        assert differing(got.outputs, wanted.outputs) == []
         assert sum(a.meta_info.get("spec_num_correct_drafts", 0) for a in got.answers) > 0
-
-
-@pytest.fixture(scope="module")
-def seeded_outputs(logs: Path) -> dict[str, list[tuple[int, ...]]]:
-    with running(Launch("apart-seeded-plain", seeds.FLAGS), logs) as server:
-        return {
-            cut: run_load(server.url, seeds.bodies(PROMPTS, cut), concurrency=8).outputs
-            for cut in ("whole", "top_p")
-        }
 
 
 def test_an_opt_out_has_all_drafts_verified_from_the_first_on(chains: Apart) -> None:
@@ -152,9 +137,8 @@ def test_trees_retracted_on_the_decode_server_give_the_same_outputs(
     logs: Path, expected: list[tuple[int, ...]]
 ) -> None:
     """SGLang retracts every third step; its strict memory check ends the server on a leak."""
-    retracting = {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     flags = (*speculative_flags("EAGLE3", **TREES), "--c2t")
-    with serving_apart(logs, "apart-trees", *flags, env=retracting) as servers:
+    with serving_apart(logs, "apart-trees", *flags, env=RETRACTING) as servers:
         result = run_load(servers.router.url, BODIES, concurrency=CONCURRENCY)
         assert sum(answer.meta_info["num_retractions"] for answer in result.answers) > 0
         assert differing(result.outputs, expected) == []

@@ -1,4 +1,4 @@
-"""What goes wrong around a running server: its children die, its classifier file goes away."""
+"""A running server whose child dies ends; one whose classifier file goes away continues."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_a_server_outlives_its_classifier_file_and_takes_no_broken_one(
     """The file is overwritten where it lies: a server that had only mapped it would fall over."""
     before = settings(serving)
     with HARMS[harm](classifier):
-        assert run_load(serving.url, BODIES, concurrency=CONCURRENCY).outputs == expected
+        outputs = run_load(serving.url, BODIES[:16], concurrency=CONCURRENCY).outputs
+        assert outputs == expected[:16]
         refused = reload(serving, classifier)
         assert refused.status_code == 400
         told = refused.json()["error"]["message"]
@@ -62,15 +63,23 @@ def test_a_server_outlives_its_classifier_file_and_takes_no_broken_one(
     assert reload(serving, classifier).status_code == 200
 
 
-@pytest.mark.parametrize("child", ["sglang::scheduler", "sglang::detokenizer"])
-def test_a_server_whose_child_is_killed_ends_and_leaves_nothing_behind(
-    logs: Path, child: str
+def test_a_server_whose_scheduler_is_killed_ends_and_leaves_nothing_behind(
+    serving: Server,
 ) -> None:
-    """By itself, with an exit code that is not 0."""
-    name = child.rpartition(":")[2]
+    """It ends with an exit code that is not 0. The last test of this server."""
+    assert_ends(serving, "sglang::scheduler")
+
+
+@pytest.mark.extended
+def test_a_server_whose_detokenizer_is_killed_ends_and_leaves_nothing_behind(logs: Path) -> None:
     flags = (*speculative_flags("EAGLE3"), "--c2t")
-    with running(Launch(f"killed-{name}", flags), logs) as server:
-        ending = kill_child(server, child)
+    with running(Launch("killed", flags), logs) as server:
+        assert_ends(server, "sglang::detokenizer")
+
+
+def assert_ends(server: Server, child: str) -> None:
+    """Kill the child and assert that all processes end in time."""
+    ending = kill_child(server, child)
     assert ending.clean, ending
     assert ending.seconds < END_SECONDS
     assert "crash diagnostics" not in server.log.read_text(), "it waited for dumps of a GPU"

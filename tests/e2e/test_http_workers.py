@@ -35,7 +35,7 @@ def workers(logs: Path) -> Iterator[Server]:
 
 
 def statuses(server: Server, body: dict[str, Any], count: int = 12) -> set[int]:
-    """Of requests on connections of their own, so that either process is asked."""
+    """Status codes of requests on separate connections, so that both processes serve some."""
     urls = [f"{server.url}/generate"] * count
     return {requests.post(url, json=body, timeout=60).status_code for url in urls}
 

@@ -55,12 +55,6 @@ def test_without_the_plugin_the_flag_is_unknown() -> None:
     assert "unrecognized arguments: --c2t" in ended.stderr
 
 
-def test_a_wrong_setting_is_the_last_line_of_a_failed_launch() -> None:
-    ended = run_to_exit(Launch("beta", (*EAGLE3, "--c2t", "--c2t-beta", "2")))
-    assert ended.returncode == 2
-    assert ended.stderr.strip().splitlines()[-1].endswith("in (0, 1), got 2.0")
-
-
 class ServeLaunch(Launch):
     """``sglang serve`` instead of ``python -m sglang.launch_server``."""
 
@@ -107,17 +101,6 @@ def test_engine_users_switch_c2t_on_by_the_environment(tmp_path: Path) -> None:
         check=False,
     )
     assert "cap length 3.0" in ended.stdout, ended.stdout[-2000:] + ended.stderr[-2000:]
-
-
-def test_check_reports_a_healthy_installation() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "sglang_c2t", "check"],
-        capture_output=True, text=True, timeout=600, check=False,
-        env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "plugin entry point: registered" in ended.stdout
-    assert "0 broken" in ended.stdout
 
 
 def test_a_share_of_the_steps_is_recorded_under_any_policy(logs: Path, tmp_path: Path) -> None:

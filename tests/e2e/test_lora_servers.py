@@ -4,7 +4,6 @@ that a server without speculation gives it.
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from tests.e2e.conftest import (
     REPOSITORY,
     TREE,
     GatedServer,
-    abort_in_a_loop,
     own_policy_flags,
-    verified,
+    run_beside_aborts,
 )
+from tests.e2e.mixed_load import RETRACTING, assert_drafted_well
 from tests.e2e.server_policies import SwitchableTree
 
 
@@ -61,14 +60,14 @@ def adapted(logs: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def wanted(adapted: tuple[str, ...], logs: Path) -> list[LoadResult]:
-    """Answers without speculation, one at a time: to both loads, and without adapters."""
+    """Answers without speculation, to both loads, and without adapters."""
     with running(Launch("lora-plain", adapted), logs) as server:
         bare = [body | {"lora_path": None} for body in GREEDY]
-        return [run_load(server.url, load, concurrency=1) for load in (GREEDY, SAMPLED, bare)]
+        return [run_load(server.url, load, concurrency=4) for load in (GREEDY, SAMPLED, bare)]
 
 
 def test_adapters_change_what_is_answered(wanted: list[LoadResult]) -> None:
-    """Of most requests that name one; else nothing below would be shown."""
+    """Most requests with an adapter get other tokens; else the tests below would show nothing."""
     greedy, _, bare = wanted
     found = differing(greedy.outputs, bare.outputs)
     asked = [n for n, body in enumerate(GREEDY) if body["lora_path"] is not None]
@@ -87,24 +86,15 @@ def test_chains_keep_their_adapters_beside_aborts_and_behind_retraction(
     """Also one that is loaded while it serves. SGLang retracts every third step; its strict memory
     check ends the server on a leak.
     """
-    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    with running(launch("chains", *adapted, "--c2t", env=env), logs) as server:
+    with running(launch("chains", *adapted, "--c2t", env=RETRACTING), logs) as server:
         loaded = {"lora_name": "later", "lora_path": str(logs / "adapter-left")}
         requests.post(f"{server.url}/load_lora_adapter", json=loaded, timeout=60).raise_for_status()
         load = [*GREEDY, *(body | {"lora_path": "later"} for body in GREEDY[1::3])]
         expected = [*wanted[0].outputs, *wanted[0].outputs[1::3]]
-        stop = threading.Event()
-        victims = threading.Thread(target=abort_in_a_loop, args=(server.url, stop))
-        victims.start()
-        try:
-            result = run_load(server.url, load, concurrency=CONCURRENCY)
-        finally:
-            stop.set()
-            victims.join(timeout=60)
+        result = run_beside_aborts(server, load)
         assert differing(result.outputs, expected) == []
         assert sum(answer.meta_info["num_retractions"] for answer in result.answers) > 0
-        drafted = [answer for answer in result.answers if verified(answer)]
-        assert sum(a.meta_info["spec_num_correct_drafts"] for a in drafted) > len(drafted)
+        assert_drafted_well(result)
         server.flush_cache()
         sampled = run_load(server.url, SAMPLED, concurrency=CONCURRENCY)
         assert differing(sampled.outputs, wanted[1].outputs) == []
@@ -112,6 +102,7 @@ def test_chains_keep_their_adapters_beside_aborts_and_behind_retraction(
     assert "ragged verification of chains" in server.log.read_text()
 
 
+@pytest.mark.extended
 def test_trees_of_more_adapters_than_fit_into_a_batch_keep_them(
     adapted: tuple[str, ...], wanted: list[LoadResult], logs: Path
 ) -> None:

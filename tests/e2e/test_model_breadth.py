@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,15 +12,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.prompts import demo_mix
 from eval.server import TARGET, Launch, Server, running, speculative_flags
-from sglang_c2t.offline.client import greedy, run_load
+from sglang_c2t.offline.client import greedy
 from tests.e2e import breadth_models
 from tests.e2e.conftest import (
     REPOSITORY,
-    assert_same_logprobs,
     replace_text,
     switchable_flags,
 )
-from tests.e2e.ordeal import FLAGS, PROMPTS, RETRACTING, Ordeal
+from tests.e2e.mixed_load import (
+    FLAGS,
+    PROMPTS,
+    RETRACTING,
+    LosslessnessSuite,
+    assert_keys_of_a_prompt,
+)
 
 CONCURRENCY = 8
 
@@ -46,7 +50,7 @@ class Family:
     flags: tuple[str, ...]
     alone: Server
     """Without speculation."""
-    ordeal: Ordeal
+    suite: LosslessnessSuite
 
     def launch(self, kind: str, *flags: str, **shape: int) -> Launch:
         """A server that drafts."""
@@ -70,16 +74,16 @@ def family(
     breadth_models.save(name, folder)
     flags, model = (*breadth_models.FLAGS[name], *FLAGS), folder / "target"
     with running(Launch(f"breadth-{name}", flags, model, PYTHONPATH), logs) as alone:
-        yield Family(name, model, flags, alone, Ordeal.of(alone, BODIES, PROMPTS))
+        yield Family(name, model, flags, alone, LosslessnessSuite.of(alone, BODIES, PROMPTS))
 
 
 @torch.inference_mode()
 def test_without_speculation_tokens_are_those_of_transformers(family: Family) -> None:
-    """Windows and sinks of the CPU engine's attention, beside somebody else's."""
+    """Windows and sinks of the CPU engine's attention, versus transformers'."""
     model = AutoModelForCausalLM.from_pretrained(
         family.model, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    for body, answer in zip(BODIES, family.ordeal.wanted[0].answers, strict=True):
+    for body, answer in zip(BODIES, family.suite.wanted[0].answers, strict=True):
         prompt = TOKENIZER(body["text"])["input_ids"]
         said = list(answer.output_ids)
         chosen = model(torch.tensor([[*prompt, *said]])).logits[0].argmax(dim=-1)
@@ -92,39 +96,20 @@ def test_windows_do_not_change_what_chains_cut_at_random_give(family: Family, lo
     launch = family.launch("gated", *switchable_flags(control, logs))
     with running(launch, logs) as server:
         replace_text(control, "random")
-        family.ordeal.undergo(server, CONCURRENCY)
+        family.suite.run(server, CONCURRENCY)
     assert "ragged verification of chains" in server.log.read_text()
 
 
 def test_planned_trees_behind_windows_keep_the_keys_of_a_prompt(family: Family, logs: Path) -> None:
     """The same tokens; and what a verification has kept of a token is what a prefill keeps."""
     with running(family.launch("trees", "--c2t", **TREES), logs) as server:
-        family.ordeal.undergo(server, CONCURRENCY)
+        family.suite.run(server, CONCURRENCY)
         assert server.c2t_state()["planner"]["steps"] > 10
-        assert_keys_of_a_prompt(server, family.alone)
+        assert_keys_of_a_prompt(server, family.alone, TARGET)
     assert "packed verification of trees" in server.log.read_text()
 
 
-def assert_keys_of_a_prompt(server: Server, alone: Server) -> None:
-    """What stands behind answers of ``server`` goes on as where it is read anew."""
-    asked = [greedy(prompt.text, 24) for prompt in demo_mix(8, seed=12)]
-    said = run_load(server.url, asked, concurrency=CONCURRENCY).answers
-    again: list[dict[str, Any]] = [
-        {
-            "input_ids": [*TOKENIZER(body["text"])["input_ids"], *answer.output_ids],
-            "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
-            "return_logprob": True, "top_logprobs_num": 5,
-        }
-        for body, answer in zip(asked, said, strict=True)
-    ]  # fmt: skip
-    kept = run_load(server.url, again, concurrency=1)
-    for body, answer in zip(again, kept.answers, strict=True):
-        assert answer.meta_info["cached_tokens"] > len(body["input_ids"]) - 8
-    alone.flush_cache()
-    assert_same_logprobs(kept, run_load(alone.url, again, concurrency=1))
-
-
-#: What SGLang's CPU engine has of these without Intel AMX.
+#: Options that SGLang's CPU engine has without Intel AMX.
 KEPT_OTHERWISE = {
     "keys-bf16": ("--kv-cache-dtype", "bf16"),
     "pages-16": ("--page-size", "16"),
@@ -136,10 +121,10 @@ def test_the_tokens_are_the_same_however_keys_are_kept(name: str, logs: Path) ->
     """In a narrower dtype than the model's, and in pages of many tokens; chains cut at random."""
     control, flags = logs / f"gate-{name}", (*KEPT_OTHERWISE[name], *FLAGS)
     with running(Launch(f"breadth-{name}", flags, TARGET, PYTHONPATH), logs) as alone:
-        ordeal = Ordeal.of(alone, BODIES, PROMPTS)
+        suite = LosslessnessSuite.of(alone, BODIES, PROMPTS)
     every = (*speculative_flags("EAGLE3", STEPS), *flags, *switchable_flags(control, logs))
     with running(Launch(f"breadth-{name}-gated", every, TARGET, DRAFTING), logs) as server:
         for mode in ("c2t", "random"):
             replace_text(control, mode)
-            ordeal.undergo(server, CONCURRENCY)
+            suite.run(server, CONCURRENCY)
     assert "ragged verification of chains" in server.log.read_text()

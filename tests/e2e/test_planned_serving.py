@@ -1,4 +1,4 @@
-"""A server that plans its steps: same answers, what it learnt is told, kept and forgotten."""
+"""A server that plans its steps: same answers; what it learns is reported, kept and forgotten."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from tests.e2e.conftest import (
     BODIES,
     CONSTRAINED_BODIES,
     LOGPROB_BODIES,
+    REPOSITORY,
     assert_same_logprobs,
-    run_beside_aborts,
-    run_beside_posts,
+    own_policy_flags,
+    replace_text,
     series,
     verified,
     verified_rows_reported,
 )
+from tests.e2e.mixed_load import FLAGS, RETRACTING, LosslessnessSuite
+from tests.e2e.server_policies import FAILS, AnyJoint, AnyTrees
 
 
 @dataclass(frozen=True)
@@ -43,15 +46,6 @@ TREE = {"num_steps": 5, "topk": 4, "num_draft_tokens": 16}
 
 
 @pytest.fixture(scope="module")
-def planned_trees(logs: Path) -> Iterator[Planned]:
-    state = logs / "tree-planner.json"
-    flags = ("--c2t", "--c2t-policy", "auto", "--c2t-state", str(state))
-    launch = Launch("planned-trees", (*speculative_flags("EAGLE3", **TREE), *flags))
-    with running(launch, logs) as server:
-        yield Planned(server, state)
-
-
-@pytest.fixture(scope="module")
 def planned(logs: Path) -> Iterator[Planned]:
     state = logs / "planner.json"
     state.write_text('{"version": 1, "planner": "of a server that died while writing"')
@@ -65,30 +59,14 @@ def test_chains_are_planned_where_no_policy_was_named(planned: Planned) -> None:
     assert planned.told()["policy"] == "auto"
 
 
-def test_planned_chains_of_a_standalone_draft_give_the_same_outputs(
-    logs: Path, expected: list[tuple[int, ...]]
-) -> None:
-    """It has a KV cache of its own, which steps of fewer layers fill as well."""
-    launch = Launch("planned-standalone", (*speculative_flags("STANDALONE"), "--c2t"))
-    with running(launch, logs) as server:
-        for concurrency in (1, 4, len(BODIES)):
-            server.flush_cache()
-            bodies = BODIES[:4] if concurrency == 1 else BODIES
-            answered = run_load(server.url, bodies, concurrency=concurrency).outputs
-            assert answered == expected[: len(bodies)]
-        (told,) = requests.get(f"{server.url}/c2t", timeout=60).json()["planner"]
-    assert told["steps"] > 100
-
-
 def test_outputs_are_those_without_speculation_at_every_load(
     planned: Planned, expected: list[tuple[int, ...]]
 ) -> None:
     bodies = copy.deepcopy(BODIES)
-    for body in bodies[::5]:  # these want their whole drafts verified
+    for body in bodies[::5]:  # these opt out: their full drafts are verified
         body["sampling_params"]["custom_params"] = {"c2t": False}
-    for concurrency in (4, len(bodies)):
-        planned.server.flush_cache()
-        assert run_load(planned.server.url, bodies, concurrency=concurrency).outputs == expected
+    planned.server.flush_cache()
+    assert run_load(planned.server.url, bodies, concurrency=len(bodies)).outputs == expected
 
 
 def test_where_scoring_costs_more_than_it_brings_steps_are_uniform_and_outputs_the_same(
@@ -102,19 +80,8 @@ def test_where_scoring_costs_more_than_it_brings_steps_are_uniform_and_outputs_t
     pytest.fail("no step was uniform")
 
 
-def test_policies_that_plan_and_others_take_turns_during_requests(
-    planned: Planned, expected: list[tuple[int, ...]]
-) -> None:
-    posts = [{"policy": name} for name in ("rows-only", "c2t-plus", "auto", "fixed", "auto")]
-    planned.server.flush_cache()
-    result, switches = run_beside_posts(planned.server.url, posts, {})
-    assert result.outputs == expected
-    assert switches > len(posts)
-    planned.server.switch(policy="auto")
-
-
 def test_what_it_learnt_is_told_and_kept(planned: Planned) -> None:
-    run_load(planned.server.url, BODIES, concurrency=4)
+    run_load(planned.server.url, BODIES[:16], concurrency=4)
     (told,) = planned.told()["planner"]
     assert told["steps"] > 20
     assert len(told["calibration_error"]) == 5
@@ -154,24 +121,101 @@ def test_its_series_add_up(planned: Planned) -> None:
     assert 0.2 < value("predicted_step_seconds") / value("measured_step_seconds") < 5
 
 
-# -- trees --------------------------------------------------------------------------------
+# -- any plan, and trees ----------------------------------------------------------------
 
 
-def test_planned_trees_give_the_same_outputs_at_every_load(
-    planned_trees: Planned, expected: list[tuple[int, ...]]
+@dataclass(frozen=True)
+class AnyPlans(Planned):
+    """A server whose planner draws plans, or raises where the control file says so."""
+
+    control: Path
+
+
+@pytest.fixture(scope="module", params=["EAGLE3 chains", "EAGLE3 trees", "STANDALONE trees"])
+def any_plans(request: pytest.FixtureRequest, logs: Path) -> Iterator[AnyPlans]:
+    """Two of three steps are uniform, of any number of layers, between planned ones."""
+    kind, shape = request.param.split()
+    sizes, policy = (TREE, AnyTrees) if shape == "trees" else ({}, AnyJoint)
+    control, state = (logs / f"any-{kind}-{shape}{end}" for end in ("", ".state.json"))
+    flags = (
+        *speculative_flags(kind, **sizes), *FLAGS, "--enable-metrics", "--c2t-state", str(state),
+        *own_policy_flags(policy, control, logs, {"control": str(control)}),
+    )  # fmt: skip
+    env = {"PYTHONPATH": str(REPOSITORY), **RETRACTING}
+    with running(Launch(f"any-plans-{kind}-{shape}", flags, env=env), logs) as server:
+        yield AnyPlans(server, state, control)
+
+
+def test_uniform_and_planned_steps_of_any_layers_give_the_same_outputs(
+    any_plans: AnyPlans, suite: LosslessnessSuite
 ) -> None:
-    """The target forwards the planned nodes and nothing else; who wants whole trees gets them."""
-    server = planned_trees.server
+    """Requests join, abort and are retracted; some have seeds."""
+    suite.run(any_plans.server)
+    counted = series(any_plans.server.url)
+    assert min(counted["c2t:plans_totaluniform"], counted["c2t:plans_totalplan"]) > 20
+
+
+only_eagle3 = pytest.mark.parametrize("any_plans", ["EAGLE3 chains", "EAGLE3 trees"], indirect=True)
+
+
+@only_eagle3
+def test_planned_and_uniform_steps_give_the_log_probabilities_of_plain_decoding(
+    any_plans: AnyPlans, plain: Server
+) -> None:
+    servers = any_plans.server, plain
+    got, wanted = (run_load(server.url, LOGPROB_BODIES, concurrency=8) for server in servers)
+    assert_same_logprobs(got, wanted)
+
+
+@only_eagle3
+def test_planned_and_uniform_steps_keep_to_constraints(any_plans: AnyPlans, plain: Server) -> None:
+    servers = any_plans.server, plain
+    got, wanted = (run_load(server.url, CONSTRAINED_BODIES, concurrency=12) for server in servers)
+    assert differing(got.outputs, wanted.outputs) == []
+
+
+@only_eagle3
+def test_a_planner_that_raises_leaves_full_drafts_and_every_output_as_it_was(
+    any_plans: AnyPlans, expected: list[tuple[int, ...]]
+) -> None:
+    """The planner raises in about every fourth call that plans, learns or reports."""
+    before = series(any_plans.server.url)
+    replace_text(any_plans.control, FAILS)
+    for _ in range(20):
+        requests.get(f"{any_plans.server.url}/c2t", timeout=60).raise_for_status()
+    outputs = run_load(any_plans.server.url, BODIES, concurrency=6).outputs
+    replace_text(any_plans.control, "any")
+    assert differing(outputs, expected) == []
+    after = series(any_plans.server.url)
+    failed, failures, steps = (
+        after[f"c2t:{name}"] - before[f"c2t:{name}"]
+        for name in ("plans_totalfailed", "policy_failures_total", "steps_total")
+    )
+    assert 10 < failed <= failures < steps
+    log = any_plans.server.log.read_text()
+    (line,) = (line for line in log.splitlines() if "was told to fail" in line)
+    assert "the server verifies full drafts there" in line
+
+
+@pytest.mark.parametrize("any_plans", ["EAGLE3 trees"], indirect=True)
+def test_planned_trees_give_the_same_outputs_at_every_load(
+    any_plans: AnyPlans, expected: list[tuple[int, ...]]
+) -> None:
+    """The target forwards the planned nodes and nothing else; opt-outs get full trees.
+
+    What the planner learns is reported and kept.
+    """
+    server = any_plans.server
+    server.switch(policy="auto")
     bodies = copy.deepcopy(BODIES)
     for body in bodies[::5]:
         body["sampling_params"]["custom_params"] = {"c2t": False}
-    for concurrency in (4, len(bodies)):
-        server.flush_cache()
-        before = server.c2t_state()["attention_verify_rows"]
-        result = run_load(server.url, bodies, concurrency=concurrency)
-        assert result.outputs == expected
-        rows = server.c2t_state()["attention_verify_rows"] - before
-        assert rows == verified_rows_reported(result.answers)
+    server.flush_cache()
+    before = server.c2t_state()["attention_verify_rows"]
+    result = run_load(server.url, bodies, concurrency=len(bodies))
+    assert result.outputs == expected
+    rows = server.c2t_state()["attention_verify_rows"] - before
+    assert rows == verified_rows_reported(result.answers)
     sizes = [
         {rows for rows, count in enumerate(histogram) if count}
         for histogram in (
@@ -181,70 +225,9 @@ def test_planned_trees_give_the_same_outputs_at_every_load(
     ]
     assert set().union(*sizes[::5]) >= {TREE["num_draft_tokens"]}
     assert len(set().union(*sizes)) >= 8, "trees of one forward differ in size"
-
-
-@pytest.fixture(scope="module", params=["EAGLE3 chains", "EAGLE3 trees", "STANDALONE trees"])
-def any_plans(request: pytest.FixtureRequest, logs: Path) -> Iterator[Server]:
-    """Two of three steps are uniform, of any number of layers, between planned ones."""
-    kind, shape = request.param.split()
-    of_shape, policy = (TREE, "AnyTrees") if shape == "trees" else ({}, "AnyJoint")
-    flags = (*speculative_flags(kind, **of_shape), "--c2t", "--c2t-policy",
-             f"tests.e2e.server_policies:{policy}", "--enable-metrics")  # fmt: skip
-    with running(Launch(f"any-plans-{kind}-{shape}", flags), logs) as server:
-        yield server
-
-
-def test_uniform_and_planned_steps_of_any_layers_give_the_same_outputs(
-    any_plans: Server, expected: list[tuple[int, ...]]
-) -> None:
-    for concurrency in (4, len(BODIES)):
-        any_plans.flush_cache()
-        assert run_load(any_plans.url, BODIES, concurrency=concurrency).outputs == expected
-    counted = series(any_plans.url)
-    assert min(counted["c2t:plans_totaluniform"], counted["c2t:plans_totalplan"]) > 20
-
-
-def test_aborted_requests_leave_planned_and_uniform_steps_of_others_untouched(
-    any_plans: Server, expected: list[tuple[int, ...]]
-) -> None:
-    assert differing(run_beside_aborts(any_plans).outputs, expected) == []
-
-
-def test_planned_and_uniform_steps_give_the_log_probabilities_of_plain_decoding(
-    any_plans: Server, plain: Server
-) -> None:
-    servers = any_plans, plain
-    got, wanted = (run_load(server.url, LOGPROB_BODIES, concurrency=8) for server in servers)
-    assert_same_logprobs(got, wanted)
-
-
-def test_planned_and_uniform_steps_keep_to_constraints(any_plans: Server, plain: Server) -> None:
-    servers = any_plans, plain
-    got, wanted = (run_load(server.url, CONSTRAINED_BODIES, concurrency=12) for server in servers)
-    assert differing(got.outputs, wanted.outputs) == []
-
-
-def test_planned_trees_and_others_take_turns_during_requests(
-    planned_trees: Planned, expected: list[tuple[int, ...]]
-) -> None:
-    posts = [{"policy": name} for name in ("c2t-plus", "auto", "eagle2", "auto")]
-    planned_trees.server.flush_cache()
-    result, switches = run_beside_posts(planned_trees.server.url, posts, {})
-    assert result.outputs == expected
-    assert switches > len(posts)
-    refusal = requests.post(
-        f"{planned_trees.server.url}/c2t", json={"policy": "rows-only"}, timeout=60
-    )
-    assert refusal.status_code == 400
-    assert "rows-only cuts chains only" in refusal.text
-    planned_trees.server.switch(policy="auto")
-
-
-def test_what_a_planner_of_trees_learnt_is_told_and_kept(planned_trees: Planned) -> None:
-    run_load(planned_trees.server.url, BODIES, concurrency=4)
-    (told,) = planned_trees.told()["planner"]
+    (told,) = any_plans.told()["planner"]
     assert all(sum(drafts) > 20 for drafts in told["reliability"]["drafts"])
     assert all(told["cost_ms"][name] for name in ("verify", "layer", "rest"))
     assert 0.3 < told["predicted_over_measured"] < 3
-    kept = json.loads(planned_trees.state.read_text())
+    kept = json.loads(any_plans.state.read_text())
     assert kept["learnt_on"]["topk"] == TREE["topk"]

@@ -108,7 +108,7 @@ def test_replay_counts_what_the_server_counts(both: RecordedAndLive) -> None:
 
 
 def live_and_replayed(both: RecordedAndLive, name: str) -> tuple[SpecTotals, SpecTotals]:
-    """What one policy did in the server, and in the replay of the recording.
+    """Counts of one policy in the server, and in the replay of the recording.
 
     A batch-wide stop depends on who shares the batch, so that one is served one by one.
     """

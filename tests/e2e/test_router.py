@@ -75,7 +75,7 @@ def test_requests_through_the_router_are_answered_as_without_speculation_and_cou
 def test_each_worker_is_asked_and_changed_at_its_own_address(
     fleet: Fleet, expected: list[tuple[int, ...]]
 ) -> None:
-    """The router does not pass /c2t on: a worker behind it would take it for somebody local."""
+    """The router does not pass /c2t on: a worker behind it would take it for a local client."""
     one, two = fleet.workers.values()
     before = settings(two)
     one.switch(policy="dyjoint", beta=0.2)
@@ -128,7 +128,7 @@ def test_a_worker_killed_under_load_costs_its_streams_and_no_other_answer(
     """The last test of this file, whose second worker is gone then.
 
     The router asks the other worker for what the dead one had not begun to answer. A stream that
-    has begun it cannot go on with: its client is told by a broken connection, and at once.
+    has begun it cannot go on with: its client sees a broken connection at once.
     """
     one, two = fleet.workers.values()
     fleet.router.flush_cache()

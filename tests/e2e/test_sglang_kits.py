@@ -19,7 +19,7 @@ pytestmark = pytest.mark.extended
 
 @pytest.fixture(scope="module")
 def references(plain: Server) -> Iterator[kits.References]:
-    """What kits compare with; the kits' scale is set meanwhile."""
+    """References of the kits, whose scale is reduced for these tests."""
     found = kits.References.of(plain.url)
     with kits.demo_scale(found):
         yield found
@@ -52,10 +52,10 @@ class TestSglangKitsOnTrees(TestSglangKits):
 
 
 class TestRunningTimeout(kits.RunningTimeoutKits, OnAServer):
-    """Of chains."""
+    """A server of chains."""
 
 
 class TestWaitingTimeout(kits.WaitingTimeoutKits, OnAServer):
-    """Of trees."""
+    """A server of trees."""
 
     drafts: ClassVar[dict[str, int]] = {"topk": 4, "num_draft_tokens": 16}

@@ -40,7 +40,7 @@ def flood(count: int, tokens: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Served:
-    """What other clients got, and what the planner knows."""
+    """Counts of the other clients' answers, and the planner's estimates."""
 
     gamma: float
     tau: float
@@ -68,7 +68,7 @@ def serve(server: Server, *, attacked: bool) -> Served:
 
 
 def test_a_flood_of_constrained_requests_changes_no_plan_of_other_clients(logs: Path) -> None:
-    """Beside a server that saw none. Prices are fixed, so that plans differ by drafts alone."""
+    """Compare with a server that saw no flood. Costs are fixed, so only drafts change plans."""
     found = {}
     for attacked in (False, True):
         flags = (*speculative_flags("EAGLE3"), *PRICED)

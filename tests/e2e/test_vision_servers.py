@@ -18,7 +18,7 @@ from eval.prompts import demo_mix
 from eval.server import Launch, Server, running
 from tests.e2e import vision_models
 from tests.e2e.conftest import REPOSITORY
-from tests.e2e.ordeal import FLAGS, RETRACTING, Ordeal
+from tests.e2e.mixed_load import FLAGS, RETRACTING, LosslessnessSuite
 
 CONTEXT = 160
 CONCURRENCY = 6
@@ -71,13 +71,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ordeal(models: Path, logs: Path) -> Ordeal:
+def suite(models: Path, logs: Path) -> LosslessnessSuite:
     """The seeded requests see nothing."""
     tokenizer = AutoTokenizer.from_pretrained(models / "target")
     prompts = [tokenizer(prompt.text)["input_ids"] for prompt in demo_mix(8, seed=11)]
     launch = SeeingLaunch("seeing-plain", FLAGS, models / "target", PYTHONPATH)
     with running(launch, logs) as server:
-        found = Ordeal.of(server, BODIES, prompts)
+        found = LosslessnessSuite.of(server, BODIES, prompts)
     metas = [answer.meta_info for answer in found.wanted[0].answers]
     ends = [meta["prompt_tokens"] + meta["completion_tokens"] for meta in metas]
     assert sum(end >= CONTEXT - 2 for end in ends) >= 3, ends
@@ -92,10 +92,13 @@ DRAFTING = {**PYTHONPATH, **RETRACTING}
 SHAPES = {"chains": (5, 1, 6), "trees": (12, 3, 8)}
 
 
-@pytest.fixture(scope="module", params=sorted(SHAPES))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("chains", marks=pytest.mark.extended), "trees"],
+)
 def seeing(
     request: pytest.FixtureRequest, models: Path, logs: Path,
-    ordeal: Ordeal,  # so that its server has gone
+    suite: LosslessnessSuite,  # so that its server has gone
 ) -> Iterator[Server]:  # fmt: skip
     steps, topk, rows = SHAPES[request.param]
     flags = (
@@ -110,10 +113,10 @@ def seeing(
 
 
 def test_outputs_equal_those_without_speculation_to_the_end_of_the_context(
-    seeing: Server, ordeal: Ordeal
+    seeing: Server, suite: LosslessnessSuite
 ) -> None:
     """Pictures push the positions of the tokens behind them, in each request by another number.
 
     Requests that would not stop end at the context limit, beside others that go on.
     """
-    ordeal.undergo(seeing, CONCURRENCY, victims=CONTEXT // 2)
+    suite.run(seeing, CONCURRENCY, victims=CONTEXT // 2)

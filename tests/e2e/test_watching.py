@@ -70,7 +70,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 def advised(server: Server, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command prints, all of which is shown where a test fails."""
+    """Output of the command; pytest shows all of it where a test fails."""
     capsys.readouterr()
     assert main(["advise", server.url, "--seconds", "3", "--doctor"]) == 0
     text = capsys.readouterr().out
@@ -182,7 +182,7 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def wait_for(self, text: str) -> None:
-        """What is drawn from now on shows this."""
+        """Wait until new output shows this text."""
         self.shown = ""
         deadline = time.monotonic() + SECONDS
         while text not in self.shown:

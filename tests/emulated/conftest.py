@@ -1,4 +1,4 @@
-"""What the files of servers share."""
+"""Fixtures for the tests that start servers on the emulated device."""
 
 from __future__ import annotations
 

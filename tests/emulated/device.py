@@ -43,7 +43,7 @@ _OURS = ("/tests/emulated/", "/torch/", "/triton/runtime/", "contextlib.py", "fu
 
 
 class Refused(RuntimeError):
-    """What CUDA would refuse as well."""
+    """A call that CUDA would refuse as well."""
 
 
 class Capture(Protocol):
@@ -70,13 +70,13 @@ class Device:
         """Lets streams run ahead of the host now and then; ``None``: all is as late as can be."""
         self.tally: Counter[str] = Counter()
         self.sites: Counter[tuple[str, str]] = Counter()
-        """What was counted, by the line of the program that did it."""
+        """Counts by the line of the program that caused them."""
         self._compiled: set[Hashable] = set()
         self.compiled: list[str] = []
         """Names of kernels, once for each key that they had to be compiled for."""
 
     def reset(self) -> None:
-        """A device nobody has used."""
+        """An unused device."""
         self.__init__()
 
     def count(self, what: str) -> None:
@@ -330,7 +330,7 @@ class _Operation:
 
     @property
     def block(self) -> Block:
-        """Of the first tensor."""
+        """The first tensor's."""
         return next(t.block for t in self.tensors if isinstance(t, DeviceTensor))
 
     def _launched(self) -> Any:
@@ -423,7 +423,7 @@ def _in_float32(product: functools.partial[Tensor]) -> Tensor:
 
 
 def _put(compute: Callable[[], Any], into: list[Tensor]) -> None:
-    """What it gives goes where it was promised."""
+    """Write the results where the caller expects them."""
     values = [value for value in tree_leaves(compute()) if isinstance(value, Tensor)]
     for memory, value in zip(into, values, strict=True):
         memory.copy_(value)
@@ -442,7 +442,7 @@ def launch(name: str, kernel: Callable[..., object], *args: Any, **kwargs: Any) 
 
 
 def _on_host(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What the device has no part in, and memory that it may copy from."""
+    """Operations of the host only, and memory that the device may copy from."""
     if name == "_pin_memory":
         return pin(args[0].clone())
     if name == "is_pinned":
@@ -453,7 +453,7 @@ def _on_host(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _copied(name: str, args: Any, kwargs: Any) -> Any:
-    """What a copy between host and device gives back; ``None``: it is none."""
+    """Result of a copy between host and device; ``None`` for another operation."""
     if name == "_foreach_copy_":
         if all(isinstance(t, DeviceTensor) for t in (*args[0], *args[1])):
             return None

@@ -27,14 +27,14 @@ class Emulator:
         self._read()  # it is ready
 
     def serve(self, case: Case) -> list[Served]:
-        """What became of its runs; AssertionError where one failed, with what was printed last."""
+        """Serve the runs; AssertionError with the last output where one failed."""
         served = self.try_to(case)
         for run in served:
             assert not run.error, f"{run.error}\n{self._printed()}"
         return served
 
     def try_to(self, case: Case) -> list[Served]:
-        """What became of its runs, some of which may have failed."""
+        """Serve the runs, some of which may fail."""
         assert self._process.stdin is not None
         print(json.dumps(asdict(case)), file=self._process.stdin, flush=True)
         told = ((run, json.loads(self._read())) for run in case.runs)

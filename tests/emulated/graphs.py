@@ -26,7 +26,7 @@ class Graph:
         self._own: list[Tensor] = []
 
     def capture_begin(self, *_: Any, **__: Any) -> None:
-        """What is launched from now on is recorded, and not done."""
+        """Record later launches in place of doing them."""
         if DEVICE.capture is not None:
             raise Refused("a capture inside a capture")
         DEVICE.capture = self

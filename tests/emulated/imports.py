@@ -1,4 +1,4 @@
-"""What is done when a module has been imported, whoever imports it. Imports nothing itself."""
+"""Call a function after any code imports a module. Imports nothing itself."""
 
 from __future__ import annotations
 

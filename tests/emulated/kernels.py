@@ -1,4 +1,4 @@
-"""What SGLang's compiled kernels compute, in torch: those that a Llama with a draft model launches.
+"""References in torch of the compiled kernels that a Llama with a draft model launches.
 
 References write into tensors as the host sees them, when their launch is due. What a kernel must
 not be given raises :class:`Defect` then.
@@ -115,7 +115,7 @@ def store_cache(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     limit: int | None = None, skip: int = 0,
 ) -> None:  # fmt: skip
-    """Keys and values of R rows go to their ``slots``; what goes to ``skip`` nobody reads."""
+    """Keys and values of R rows go to their ``slots``; rows at ``skip`` are never read."""
     limit = limit or len(k_cache)
     if slots.numel() and not (int(slots.min()) >= -1 and int(slots.max()) < limit):
         raise Defect(f"KV is stored in slots {slots.tolist()} of {limit}")
@@ -150,7 +150,7 @@ def rotary_embedding(
 
 
 def clamp_position(out: Tensor, lengths: Tensor) -> None:
-    """Of the token that a length ends with."""
+    """Position of the token that a length ends with."""
     out.copy_((lengths - 1).clamp(min=0))
 
 
@@ -162,7 +162,7 @@ def moe_align_block_size(
     _cumsum: Tensor, _pad: bool, _ignore: bool,
 ) -> None:  # fmt: skip
     """Which ``routes``, places in ``chosen`` [R, K], go to which expert: in blocks of so many, each
-    of one expert, padded with a place behind the last. ``experts`` counts one for nobody.
+    of one expert, padded with a place behind the last. ``experts`` counts one more, for padding.
     """
     place, at = chosen.flatten(), 0
     routes.fill_(place.numel())
@@ -176,7 +176,7 @@ def moe_align_block_size(
 
 
 def moe_sum_reduce(x: Tensor, out: Tensor, scale: float) -> None:
-    """Of a row's experts [R, K, D], scaled."""
+    """Sum of a row's experts [R, K, D], scaled."""
     out.copy_(x.float().sum(1) * scale)
 
 
@@ -190,7 +190,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> tu
     heads = q.shape[1] // k.shape[1]
     k, v = (t.float().repeat_interleave(heads, 1) for t in (k, v))
     scores = torch.einsum("nhd,mhd->hnm", q.float() * scale, k).masked_fill(~visible, -math.inf)
-    v = torch.where(visible.any(0)[:, None, None], v, 0.0)  # what nobody sees may be nan
+    v = torch.where(visible.any(0)[:, None, None], v, 0.0)  # masked values may be nan
     weights = scores.softmax(-1).nan_to_num(0.0)
     return torch.einsum("hnm,mhd->nhd", weights, v), scores.logsumexp(-1).t()
 
@@ -306,7 +306,7 @@ def flash_attn_varlen_func(
 
 
 def get_scheduler_metadata(*, batch_size: int, cache_seqlens: Tensor, **_: Any) -> Tensor:
-    """Nobody reads it here."""
+    """Not read here."""
     return cache_seqlens.new_zeros(1 + 4 * batch_size, dtype=torch.int32)
 
 
@@ -475,7 +475,7 @@ def mla_plan(
     _floats: Tensor, _workspace: Tensor, pinned_workspace: Tensor, qo_indptr: Tensor,
     kv_indptr: Tensor, kv_lens: Tensor, heads: int, *_: Any,
 ) -> tuple[list[int], int]:  # fmt: skip
-    """Work is cut from lengths on the host; how it is launched is told, and captured in a graph.
+    """Work is cut from lengths on the host; the launch is planned, and captured in a graph.
     Gives back the bytes of the host's workspace that have to be copied.
     """
     for given in (qo_indptr, kv_indptr, kv_lens):

@@ -1,6 +1,6 @@
 """Memory of the emulated device, and pinned memory of the host.
 
-A block that nobody holds any more goes back to the stream that it was allocated on, which may
+A block without a holder goes back to the stream that it was allocated on, which may
 overwrite it from its next allocation on: it is poisoned there, behind the streams that were
 recorded on it and no other, as PyTorch's caching allocator would reuse it. Fresh memory is poisoned
 as well.
@@ -17,10 +17,10 @@ from tests.emulated.queues import Event, Stream
 
 
 class Block:
-    """What an allocation returned, held by every tensor that lies in it."""
+    """An allocation, held by every tensor that lies in it."""
 
     held = 0
-    """Bytes of all blocks that somebody holds."""
+    """Bytes of all blocks that have a holder."""
 
     limit: int | None = None
     """Bytes that all blocks may have; ``None``: as many as the host has."""

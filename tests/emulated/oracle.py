@@ -1,4 +1,4 @@
-"""What a run on the emulated device must come to, by transformers and by SGLang without the plugin.
+"""Expected results on the emulated device, by transformers and by SGLang without the plugin.
 
 Keys and values tell more than tokens: a wrong mask, position or slot changes them in each layer
 behind the first, where the likeliest token often stays the same.
@@ -38,11 +38,11 @@ ABORTED_AT = 4
 #: What some requests are held to, by their number.
 CONSTRAINTS = {1: "[0-9]{2}(-[0-9]{4}){1,3}", 3: "(yes|no|maybe)( and (yes|no|maybe)){2,5}"}
 
-#: Who asks for log-probabilities where somebody does.
+#: Requests that ask for log-probabilities in runs that have such requests.
 TOLD = (0, 3)
 
-#: Of a request's last tokens some are not kept: the one that nobody was forwarded behind, and where
-#: pairs of tokens are kept the one before.
+#: Last tokens of a request that a model does not keep: the last one, after which nothing was
+#: forwarded, and the one before where a model keeps pairs of tokens.
 NOT_KEPT = 2
 
 
@@ -56,7 +56,7 @@ class Rounding(NamedTuple):
     """A token's, either way."""
 
     kept: float
-    """Of a number in what :func:`sketch` gives, which are in the tens."""
+    """Tolerance of a number of :func:`sketch`; the numbers are in the tens."""
 
 
 #: In bfloat16 about twice what the target alone is: 0.06 and 0.9.
@@ -64,7 +64,7 @@ ROUNDING = {"float32": Rounding(0.0, 1e-4, 1e-3), "bfloat16": Rounding(0.12, 0.2
 
 
 class Truth(NamedTuple):
-    """What a sequence of tokens comes to."""
+    """The target's results for a sequence of tokens."""
 
     logits: Tensor
     """[n, V] behind each token but the last."""
@@ -87,12 +87,12 @@ class Oracle:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Of target and drafts."""
+        """The tokenizer of target and drafts."""
         return AutoTokenizer.from_pretrained(TARGET)
 
     @cached_property
     def prompts(self) -> list[tuple[int, ...]]:
-        """Of 24 tokens each."""
+        """Prompts of 24 tokens each."""
         texts = [prompt.text for prompt in demo_mix(len(JOINS), seed=3)]
         return [tuple(self.tokenizer(text)["input_ids"][:24]) for text in texts]
 
@@ -128,7 +128,7 @@ class Oracle:
         return Truth(out.logits[0, :-1], sketch(self._kept(out.past_key_values.layers)))
 
     def _kept(self, layers: Any) -> list[tuple[Tensor, Tensor]]:
-        """What a server keeps of each token, by layer."""
+        """Keys and values that a server keeps of each token, by layer."""
         return [(x.keys[0].transpose(0, 1), x.values[0].transpose(0, 1)) for x in layers]
 
     def answer(
@@ -155,7 +155,7 @@ class Oracle:
 
     @cached_property
     def _texts(self) -> list[str]:
-        """Of each token; of special ones nothing."""
+        """The text of each token; special tokens have none."""
         ids = range(len(self.tokenizer))
         return [self.tokenizer.decode([i], skip_special_tokens=True) for i in ids]
 
@@ -206,7 +206,7 @@ class Oracle:
     def wrong(
         self, server: str, served: Served, stock: Served | None, *, counted: bool = True
     ) -> list[str]:
-        """What is, in words.
+        """List what is wrong, in words.
 
         Args:
             server: Which one served.
@@ -233,7 +233,7 @@ class Oracle:
     def _wrong_of(
         self, server: str, served: Served, stock: Served | None, number: int
     ) -> list[str]:
-        """Of one request."""
+        """List what is wrong with one request."""
         request, tokens = served.requests[number], served.outputs[number]
         flags = (*COMMON, *FLAGS[server])
         dtype = _last(flags, "--dtype", "float32")
@@ -272,7 +272,7 @@ class Oracle:
 
 
 class Seeing(Oracle):
-    """Of a target that sees: the demo target as a Qwen2.5-VL, and pictures that nobody looks at.
+    """Oracle of a multimodal target: the demo target as a Qwen2.5-VL, which ignores its pictures.
 
     Args:
         folder: See :func:`tests.e2e.vision_models.save`.
@@ -302,7 +302,7 @@ class Seeing(Oracle):
 
 
 class Adapted(Oracle):
-    """Of a target with two adapters, in a batch with itself.
+    """Oracle of a target with two adapters and without one, in one batch.
 
     Args:
         folder: Where they are saved.
@@ -341,7 +341,7 @@ class Adapted(Oracle):
 
 
 class Latent(Oracle):
-    """Of a target that keeps latents, and drafts with a layer of its own.
+    """Oracle of a target that keeps latents (MLA), and drafts with a layer of its own.
 
     Args:
         folder: See :func:`tests.emulated.latent_models.save`.
@@ -379,6 +379,6 @@ def _alike(one: Tensor, other: Tensor, rounding: float) -> bool:
 
 
 def _last(flags: tuple[str, ...], name: str, default: str) -> str:
-    """What was said last of a flag."""
+    """The last value of a flag."""
     values = [value for flag, value in itertools.pairwise(flags) if flag == name]
     return values[-1] if values else default

@@ -1,6 +1,6 @@
 """Streams and events of an emulated device: work that is done as late as a program allows.
 
-A piece of work runs when somebody waits for it, after all that stands before it in its stream and
+A piece of work runs when a caller waits for it, after all that stands before it in its stream and
 all that this waits for, and nothing else runs then. So whoever should have waited and did not finds
 work undone each time, where a GPU lets it happen now and then. Knows nothing of torch.
 """
@@ -26,11 +26,11 @@ class Stream:
         self.given = 0
         """Pieces of work, ever."""
         self.freed: list[Work] = []
-        """What overwrites memory that was given back to it, once it allocates again."""
+        """Overwrites freed memory at the next allocation."""
 
     @property
     def done(self) -> int:
-        """Of all that was given, how many pieces are done."""
+        """Number of finished pieces of work."""
         return self.given - len(self._undone)
 
     def give(self, work: Work) -> None:
@@ -53,7 +53,7 @@ class Stream:
                 self._undone.popleft()()
 
     def wait(self, event: Event) -> None:
-        """What is given from now on comes after what the event stands behind."""
+        """Run later work after the work before the event."""
         if event.finish is not None:
             self.give(event.finish)
 
@@ -81,5 +81,5 @@ class Event:
         if early and self.finish is not None:
             return False
         if self.finish is not None:
-            self.finish()  # nobody has waited, the device has gone on
+            self.finish()  # the host has not waited, the device has continued
         return True

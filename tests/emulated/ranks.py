@@ -52,7 +52,7 @@ class Communicator:
         self._launch("broadcast", lambda t: dist.broadcast(t, source, self._group), tensor)
 
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
-        """Of each rank behind the other's."""
+        """Concatenate the ranks' tensors in order."""
 
         def gather(out: Tensor, mine: Tensor) -> None:
             parts = [torch.empty_like(mine) for _ in range(self.world_size)]

@@ -1,4 +1,4 @@
-"""What some Triton kernels compute, in torch: interpreted, they were half of a decode step.
+"""References in torch of some Triton kernels: interpreted, they took half of a decode step.
 
 They are checked as they are elsewhere: ours under ``tests/kernels``, SGLang's by SGLang. Each is
 given the kernel's own arguments, tensors as the host sees them, when its launch is due.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def logit_partials(*_: Any, **__: Any) -> None:
-    """Nobody but ``judge`` reads what it leaves."""
+    """Only ``judge`` reads its result."""
 
 
 def judge(

@@ -56,7 +56,7 @@ SKETCHED = 4
 #: Where a picture begins.
 PICTURE = 8
 
-#: Characters of an error that are told, its last ones: less than a pipe holds.
+#: Last characters of an error that are reported: fewer than a pipe holds.
 LONGEST_ERROR = 8000
 
 
@@ -66,7 +66,7 @@ class Request:
 
     ids: tuple[int, ...]
     joins: int = 0  # the iteration at which it comes
-    aborted: int | None = None  # that at which somebody aborts it
+    aborted: int | None = None  # that at which the client aborts it
     opted_out: bool = False
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     max_new_tokens: int = 16
@@ -77,14 +77,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Run:
-    """What a server is asked."""
+    """A request to a server."""
 
     requests: tuple[Request, ...]
     ahead: int | None = None
     """A seed by which streams run ahead of the host; ``None``: all is as late as can be."""
 
     mutant: str = ""
-    """What is broken, see ``mutants.py``."""
+    """Name of the mistake, see ``mutants.py``."""
 
     retracting: bool = False
     """Requests lose their places again and again, as where there is no memory left."""
@@ -100,7 +100,7 @@ class Case:
     flags: tuple[str, ...]
     runs: tuple[Run, ...]
     mutant: str = ""
-    """What is broken before it starts."""
+    """Name of a mistake that is made before the start."""
 
     in_turn: bool = False
     """Everything is done when it is launched."""
@@ -108,11 +108,11 @@ class Case:
 
 @dataclass
 class Served:
-    """What became of a run."""
+    """Results of a run."""
 
     outputs: list[list[int]]
     verifications: list[int]
-    """Of each request."""
+    """Tokens of each request."""
 
     rows: list[int]
     """That were verified of each request."""
@@ -121,7 +121,7 @@ class Served:
     """How often each request was."""
 
     steps: list[dict[str, int]]
-    """What each decode step counted, its ``batch``, the rows of a whole draft of it that ours
+    """Counts of each decode step, its ``batch``, the rows of a whole draft of it that ours
     ``drafted``, those that the target ``forwarded`` for it, and whether it was ``planned``, and
     ``uniform``, and the ``layers`` that it drafted.
     """
@@ -130,11 +130,10 @@ class Served:
     """Where it came from, over all steps: ``what at line``."""
 
     keys: list[list[list[float]]]
-    """Of each request, of each token in the prefix cache: :func:`sketch` of what target and draft
-    model keep of it."""
+    """:func:`sketch` of what target and draft keep of each request's tokens in the prefix cache."""
 
     logprobs: list[list[float]]
-    """Of each request that asked, of each token of its answer."""
+    """Log-probabilities of each token, for requests that asked."""
 
     compiled: list[str]
     """Triton kernels of ours that had to be, while it served."""
@@ -146,7 +145,7 @@ class Served:
 
     error: str = ""
     requests: tuple[Request, ...] = ()
-    """What it was asked."""
+    """The requests."""
 
     @classmethod
     def failed(cls, error: str) -> Served:
@@ -155,7 +154,7 @@ class Served:
 
 
 class Start(NamedTuple):
-    """What each rank of a server is given."""
+    """Arguments of each rank of a server."""
 
     args: Any
     ports: Any
@@ -249,7 +248,7 @@ def serve(scheduler: Any, run: Run) -> Served:
         mode, counted = "", now
         all_there = len(taken) == len(numbered)
         done = all_there and all(r.finished() for r in taken.values())
-        if together is not None:  # nobody ends before the others
+        if together is not None:  # no rank ends before the others
             (done,) = map(bool, min(together.of_all(int(done))))
         if done or iteration > MOST_ITERATIONS:
             scheduler.gracefully_exit = True
@@ -291,7 +290,7 @@ def serve(scheduler: Any, run: Run) -> Served:
 
 
 def _joined(mine: Served, group: Any, ranks: int) -> Served:
-    """What became of the requests of all ``ranks``, which got them in turn, and steps of one."""
+    """Join the results of all ``ranks``, which got requests in turn; steps of one rank."""
     everyones: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(everyones, mine, group=group.cpu_group)
     everyones = everyones[:: group.world_size // ranks]  # others share requests
@@ -319,7 +318,7 @@ def sketch(layers: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _kept(scheduler: Any, req: Any) -> list[list[float]]:
-    """What models keep of the request's tokens, those that are in the prefix cache."""
+    """Sketch of the keys and values of the request's tokens in the prefix cache."""
     from sglang_c2t.srt.tensor_parallel import tp_group
     from tests.emulated.ranks import whole
     from tests.emulated.versions import RELEASE
@@ -331,7 +330,7 @@ def _kept(scheduler: Any, req: Any) -> list[list[float]]:
         pools.append(scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
     kept = []
     for pool in pools:
-        if hasattr(pool, "kv_buffer"):  # latents, alike on all ranks, and what RoPE turned
+        if hasattr(pool, "kv_buffer"):  # latents, equal on all ranks, and RoPE parts
             layers = [kv.host[slots].tensor_split([pool.kv_lora_rank], -1) for kv in pool.kv_buffer]
         else:
             layers = [
@@ -344,7 +343,7 @@ def _kept(scheduler: Any, req: Any) -> list[list[float]]:
 
 
 def _bytes_of_draft_attention(scheduler: Any) -> dict[str, int]:
-    """What its steps hold of the device, for whole drafts and for drafts of all lengths."""
+    """Bytes of the device that its steps hold, for full drafts and for drafts of all lengths."""
     if scheduler.draft_worker is None:
         return {}
     draft = scheduler.draft_worker.draft_worker

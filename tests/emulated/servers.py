@@ -55,17 +55,8 @@ UNUSUAL = {
     "EAGLE3 trees, FlashInfer, recorded": (*TREES, *FLASHINFER, "--c2t", *RECORDED),
 }
 
-#: Rules that are asked in torch, and a verification of full drafts.
-RULES = {
-    "EAGLE3 chains, FA3, entropy": (
-        *CHAINS["EAGLE3"], "--c2t", "--c2t-policy", "eval.baselines:Entropy",
-    ),
-    "EAGLE3 chains, FA3, static": (*CHAINS["EAGLE3"], *GATED, "--c2t-verify", "static"),
-    "EAGLE3 trees, FlashInfer, entropy-width": (
-        *TREES, *FLASHINFER, "--c2t", "--c2t-policy", "eval.baselines:EntropyWidth",
-    ),
-}  # fmt: skip
-UNUSUAL |= RULES
+#: A verification of full drafts.
+UNUSUAL["EAGLE3 chains, FA3, static"] = (*CHAINS["EAGLE3"], *GATED, "--c2t-verify", "static")
 #: What a user types at least, of drafts of as many layers as are chosen for him.
 SHORTEST = "EAGLE3 chains, FA3, shortest command"
 UNUSUAL[SHORTEST] = (*CHAINS["EAGLE3"][:4], "--c2t")

@@ -28,7 +28,7 @@ FLASHINFER, STATIC = "EAGLE3 chains, FlashInfer, gated", "EAGLE3 chains, FA3, st
 
 
 class Gathering(Oracle):
-    """Of the demo target as a model that gathers rows: the same tokens, keys and values."""
+    """Oracle of the demo target as a model that gathers rows: same tokens, keys and values."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -58,13 +58,15 @@ def gathering(tmp_path_factory: pytest.TempPathFactory) -> Gathering:
 
 
 def _served(emulated: Emulator, gathering: Gathering, server: str, run: Run) -> Served:
-    """What became of it, which is right."""
+    """Serve a run and assert that its results are right."""
     (served,) = emulated.serve(gathering.case(server, run))
     assert gathering.wrong(server, served, None, counted=False) == []
     return served
 
 
-@pytest.mark.parametrize("server", [PLANNED, FLASHINFER, STATIC])
+@pytest.mark.parametrize(
+    "server", [PLANNED, FLASHINFER, pytest.param(STATIC, marks=pytest.mark.extended)]
+)
 def test_ranks_with_requests_of_their_own_and_with_none_keep_what_one_would(
     emulated: Emulator, gathering: Gathering, server: str
 ) -> None:
@@ -82,7 +84,7 @@ def test_ranks_with_requests_of_their_own_and_with_none_keep_what_one_would(
 def test_requests_that_leave_lose_their_place_or_ask_for_more_leave_the_others_as_they_were(
     emulated: Emulator, gathering: Gathering
 ) -> None:
-    """Of both ranks: one is aborted, one opts out, two have to match patterns, two want
+    """Requests of both ranks: one is aborted, one opts out, two have to match patterns, two want
     log-probabilities, and all are retracted.
     """
     run = gathering.run(aborted=1, opted_out=0, asked=True, retracting=True)
@@ -90,6 +92,7 @@ def test_requests_that_leave_lose_their_place_or_ask_for_more_leave_the_others_a
     assert sum(served.retracted) > 0
 
 
+@pytest.mark.extended
 def test_ranks_that_count_their_own_rows_alone_are_seen(
     emulated: Emulator, gathering: Gathering
 ) -> None:

@@ -1,4 +1,4 @@
-"""Processes that somebody else starts have the device, down to a benchmark over HTTP."""
+"""Processes that other programs start have the device, down to a benchmark over HTTP."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PATH = os.pathsep.join((str(ROOT), str(SITE)))
 
 
 def sourced() -> dict[str, str]:
-    """What ``env.sh`` exports."""
+    """Variables that ``env.sh`` exports."""
     shell = ["env", "-i", "bash", "-c", f"set -a; . {SITE}/env.sh; env"]
     lines = subprocess.run(shell, capture_output=True, text=True, check=True).stdout.splitlines()
     return dict(line.split("=", 1) for line in lines)
 
 
 def python(code: str, *args: str) -> str:
-    """What a fresh interpreter prints."""
+    """Output of a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", code, *args],
         env={**os.environ, **sourced(), "PYTHONPATH": PATH},
@@ -66,6 +66,7 @@ def test_a_spawned_process_has_the_device_and_one_without_torch_imports_none() -
 
 
 @pytest.mark.server
+@pytest.mark.extended
 def test_each_part_of_the_microbenchmark_runs(tmp_path: Path) -> None:
     """Takes as long as a server."""
     table = python(

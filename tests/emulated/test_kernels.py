@@ -71,7 +71,7 @@ def test_flashinfer_over_a_prefix_and_its_rows_is_attention_over_both(
 def test_flashinfer_over_latents_is_attention_to_one_head_of_keys(
     rows: list[int], seed: int
 ) -> None:
-    """Of which the first part is read, too; by what a plan left, in which nobody may be."""
+    """Merge partial results; the first part is read too, and a plan may leave no part."""
     torch.manual_seed(seed)
     latents, turned = torch.randn(POOL, 1, SIZE), torch.randn(POOL, 1, 2)
     q, q_turned = torch.randn(sum(rows), HEADS, SIZE), torch.randn(sum(rows), HEADS, 2)

@@ -14,7 +14,7 @@ from tests.emulated.servers import SERVERS
 pytestmark = pytest.mark.server
 
 #: How requests cut the target's distribution.
-CUTS: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}]
+CUTS: list[dict[str, Any]] = [{}, {"top_k": 20, "top_p": 0.95}]
 
 ALONE, *PLANNED = (name for name in SERVERS if name.endswith("seeded"))
 

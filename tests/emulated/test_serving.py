@@ -16,8 +16,23 @@ from tests.emulated.mutants import TRIED
 from tests.emulated.oracle import Oracle
 from tests.emulated.serve import Served
 from tests.emulated.servers import DRAFTS, NODES, SERVERS, STOCK
+from tests.emulated.versions import OLDEST, RELEASE
 
 GREEDY = [name for name in SERVERS if "seeded" not in name]
+
+#: Servers whose parts other servers of this file run as well. Beside the oldest release, also those
+#: whose steps use the same code of SGLang as in the newest.
+RARELY = {"EAGLE3 chains, FlashInfer, any plan", "EAGLE3 trees, FlashInfer"}
+if RELEASE is OLDEST:
+    RARELY |= {"target alone, FA3", "EAGLE3 chains, FlashInfer, gated"}
+    RARELY |= {name for name in GREEDY if "any plan" in name}
+
+
+def servers(*words: str) -> list[Any]:
+    """List the servers whose names have all of these words, as parameters of a test."""
+    found = [name for name in GREEDY if all(word in name for word in words)]
+    return [pytest.param(s, marks=pytest.mark.extended) if s in RARELY else s for s in found]
+
 
 pytestmark = pytest.mark.server
 
@@ -30,9 +45,8 @@ MORE_MEMORY = 4 << 20
 #: What happens to one request or to all, once per server.
 ABORTED = 1
 EVENTS: dict[str, dict[str, Any]] = {
-    "aborted": {"aborted": ABORTED},
+    "aborted and retracted": {"aborted": ABORTED, "retracting": True},
     "asked": {"asked": True},
-    "retracted": {"retracting": True},
     "opted out": {"opted_out": 0},
     "switched": {"switched": ('{"beta": 0.999}',)},
     "switched and back": {"switched": ('{"policy": "c2t-plus"}', '{"policy": "auto"}')},
@@ -41,7 +55,7 @@ EVENTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Runs:
-    """Of one server."""
+    """Runs of one server."""
 
     orders: list[Served]  # as late as can be, and random ones
     events: dict[str, Served]
@@ -52,7 +66,7 @@ ENDS = r"\.(Defect|Refused): |IndexError: index out of range in self"
 
 
 class Every(dict[str, Runs]):
-    """Servers by name, each started once, when somebody asks for it."""
+    """Servers by name, each started once, at its first use."""
 
     def __init__(self, emulated: Emulator, oracle: Oracle) -> None:
         super().__init__()
@@ -87,12 +101,14 @@ UNEVENTFUL = (
 def _happens(event: str, server: str) -> bool:
     if event in ("opted out", "switched"):
         return "gated" in server
+    if event == "asked":
+        return server in ("EAGLE3 chains, FA3", "EAGLE3 trees, FlashInfer, gated")
     if event == "switched and back":
         return server == "EAGLE3 chains, FA3"
     return server not in UNEVENTFUL
 
 
-@pytest.mark.parametrize("server", GREEDY)
+@pytest.mark.parametrize("server", servers())
 def test_tokens_keys_and_values_are_those_of_the_models_in_every_order(
     served: dict[str, Runs], oracle: Oracle, server: str
 ) -> None:
@@ -101,23 +117,24 @@ def test_tokens_keys_and_values_are_those_of_the_models_in_every_order(
     for run in served[server].orders:
         assert oracle.wrong(server, run, stock) == []
     for name, run in served[server].events.items():
-        # A step that retracts, hears of another policy or is held to a pattern may wait, and what
-        # a draft model keeps of another answer is not known.
-        counted, same = name in ("aborted", "opted out"), name != "asked"
+        # A step that retracts, changes its policy or is held to a pattern may wait. The keys of a
+        # draft model after a constrained answer have no reference.
+        counted, same = name == "opted out", name != "asked"
         assert oracle.wrong(server, run, stock if same else None, counted=counted) == [], name
-    assert server in UNEVENTFUL or any(served[server].events["retracted"].retracted)
+    assert server in UNEVENTFUL or any(served[server].events["aborted and retracted"].retracted)
 
 
-@pytest.mark.parametrize("server", [s for s in GREEDY if "gated" in s])
+@pytest.mark.parametrize("server", servers("gated"))
 def test_what_a_gate_lets_through_depends_on_no_order_and_on_no_attention(
     served: dict[str, Runs], server: str
 ) -> None:
     latest, twin = served[server].orders[0], server.replace("FA3", "FlashInfer")
-    for run in (*served[server].orders, *served[twin].orders):
+    others = () if twin in RARELY else served[twin].orders
+    for run in (*served[server].orders, *others):
         assert (run.verifications, run.rows) == (latest.verifications, latest.rows)
 
 
-@pytest.mark.parametrize("server", [s for s in GREEDY if "gated" in s])
+@pytest.mark.parametrize("server", servers("gated"))
 def test_who_opts_out_has_all_drafts_verified_and_a_switch_is_heard(
     served: dict[str, Runs], server: str
 ) -> None:
@@ -136,7 +153,7 @@ def test_planner_in_graphs_takes_over_again_after_a_gate(served: dict[str, Runs]
     assert runs == [1, 0, 1]
 
 
-@pytest.mark.parametrize("server", [s for s in GREEDY if "any plan" in s])
+@pytest.mark.parametrize("server", servers("any plan"))
 def test_steps_in_graphs_are_uniform_and_planned_and_of_every_number_of_layers(
     served: dict[str, Runs], server: str
 ) -> None:
@@ -148,10 +165,11 @@ def test_steps_in_graphs_are_uniform_and_planned_and_of_every_number_of_layers(
 
 def test_memory_of_ours_is_little_beside_stock(served: dict[str, Runs]) -> None:
     """Draft graphs of all lengths lie in the buffers of the longest."""
-    memory = {server: served[server].orders[0].memory for server in GREEDY}
+    chains = (s for s in GREEDY if "chains" in s and s not in RARELY)
+    memory = {server: served[server].orders[0].memory for server in chains}
     for server, bytes_of in memory.items():
         print(server, bytes_of)
-    for server in (s for s in memory if "chains" in s and "--c2t" in SERVERS[s]):
+    for server in (s for s in memory if "--c2t" in SERVERS[s]):
         assert memory[server]["all"] <= 1.05 * memory[server]["whole drafts"], server
     stock = memory[STOCK["EAGLE3"]]["held"]
     for server in ("EAGLE3 chains, FA3", "EAGLE3 chains, FA3, gated"):
@@ -178,7 +196,7 @@ def test_mistakes_are_seen(
 def _seen(
     oracle: Oracle, server: str, broken: Served, sound: Served, stock: Served | None
 ) -> list[str]:
-    """What shows that a server was ``broken``."""
+    """List what shows that a server was ``broken``."""
     # What ends a run otherwise is a mutant that does not fit the code any more.
     assert not broken.error or re.search(ENDS, broken.error), broken.error
     seen = oracle.wrong(server, broken, stock)

@@ -1,9 +1,10 @@
-"""What few servers do, on the emulated device: ranks, bfloat16, pages, recording."""
+"""Rare configurations on the emulated device: ranks, bfloat16, pages, recording."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,7 @@ from tests.emulated.emulator import Emulator
 from tests.emulated.mutants import ADAPTED as WITH_ADAPTERS
 from tests.emulated.mutants import MUTANTS, TRIED, TWO_RANKS
 from tests.emulated.oracle import TOKENS, Adapted, Latent, Oracle, Seeing
-from tests.emulated.servers import DRAFTS, LATENT, NODES, PAGES, RULES, SHORTEST, UNUSUAL
-from tests.emulated.test_serving import EVENTS
+from tests.emulated.servers import DRAFTS, LATENT, SHORTEST, UNUSUAL
 from tests.emulated.versions import OLDEST, RELEASE
 
 pytestmark = pytest.mark.server
@@ -26,8 +26,19 @@ pytestmark = pytest.mark.server
 SEEING = "EAGLE3 chains, FA3", "EAGLE3 trees, FlashInfer, gated"
 CHAINS, TREES = (name for name in UNUSUAL if name.endswith("recorded"))
 
+#: Everything that happens to the requests of a server, at once.
+EVENTFUL: dict[str, Any] = {"aborted": 1, "asked": True, "retracting": True}
 
-@pytest.mark.parametrize("server", [name for name in UNUSUAL if "two ranks" in name])
+
+def rarely(*values: str) -> Any:
+    """Parameters that `make extended` runs: other tests show their parts."""
+    return pytest.param(*values, marks=pytest.mark.extended)
+
+
+@pytest.mark.parametrize(
+    "server",
+    [rarely("EAGLE3 chains, FA3, two ranks"), "EAGLE3 trees, FlashInfer, gated, two ranks"],
+)
 def test_two_ranks_keep_what_one_would(emulated: Emulator, oracle: Oracle, server: str) -> None:
     (run,) = emulated.serve(oracle.case(server, oracle.run(ahead=0)))
     assert oracle.wrong(server, run, None) == []
@@ -54,43 +65,17 @@ def test_a_mistake_of_ranks_is_seen(emulated: Emulator, oracle: Oracle, name: st
 def test_tokens_keys_and_values_are_the_models_to_rounding(
     emulated: Emulator, oracle: Oracle, server: str
 ) -> None:
-    """The usual run, one where streams run ahead, and what happens to servers."""
-    events = [EVENTS[name] for name in ("aborted", "asked", "retracted")]
-    runs = oracle.run(), oracle.run(ahead=0), *(oracle.run(**event) for event in events)
+    """Requests come; and streams run ahead while requests are aborted, constrained, retracted."""
+    runs = oracle.run(), oracle.run(ahead=0, **EVENTFUL)
     for run in emulated.serve(oracle.case(server, *runs)):
         assert oracle.wrong(server, run, None) == []
         assert sum(run.verifications) < sum(map(len, run.outputs)), "nothing was drafted right"
 
 
-def test_trees_in_pages_are_those_of_single_slots(emulated: Emulator, oracle: Oracle) -> None:
-    """The same trees are grown and verified, and both models keep the same of each token."""
-    server = "EAGLE3 trees, FlashInfer, gated"
-    (single,) = emulated.serve(oracle.case(server, oracle.run(ahead=0)))
-    (paged,) = emulated.serve(oracle.case(server, oracle.run(ahead=0), more=PAGES))
-    assert oracle.wrong(server, single, None) == []
-    assert (paged.outputs, paged.verifications, paged.rows) == (
-        single.outputs, single.verifications, single.rows,
-    )  # fmt: skip
-    for in_pages, in_slots in zip(paged.keys, single.keys, strict=True):
-        assert len(in_pages) >= 32  # whole pages stay
-        kept = torch.tensor(in_slots[: len(in_pages)])
-        assert torch.allclose(torch.tensor(in_pages), kept, rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize("server", RULES)
-def test_other_rules_prune_and_compile_nothing_while_they_serve(
-    emulated: Emulator, oracle: Oracle, server: str
-) -> None:
-    (run,) = emulated.serve(oracle.case(server, oracle.run(ahead=0)))
-    assert oracle.wrong(server, run, None) == []
-    widest = NODES if "trees" in server else DRAFTS + 1
-    assert sum(run.verifications) < sum(run.rows) < widest * sum(run.verifications)
-
-
-#: Of packed rows, in what a first batch can show, and where.
+#: Mistakes in packed rows that a first batch can show, and where.
 WRONG_ROWS = (
-    ("EAGLE3 chains, FA3", "rows are written one place behind"),
-    ("EAGLE3 chains, FA3", "a graph keeps the rows of its capture"),
+    rarely("EAGLE3 chains, FA3", "rows are written one place behind"),
+    rarely("EAGLE3 chains, FA3", "a graph keeps the rows of its capture"),
     ("EAGLE3 chains, FA3", "attention forgets the rows themselves"),
     ("EAGLE3 chains, FlashInfer, gated", "rows are written one place behind"),
 )
@@ -100,7 +85,7 @@ WRONG_ROWS = (
 def test_a_server_that_packs_wrongly_sees_it_at_its_start_and_verifies_whole_drafts(
     emulated: Emulator, oracle: Oracle, server: str, name: str
 ) -> None:
-    """What is served is right, by SGLang's own graphs, where the same mistake later is not."""
+    """SGLang's own graphs serve right answers; the same mistake after the start does not."""
     (run,) = emulated.try_to(oracle.case(server, oracle.run(), mutant=name))
     assert oracle.wrong(server, run, None, counted=False) == []
     for step in run.steps:
@@ -114,13 +99,13 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     return Seeing(folder)
 
 
-@pytest.mark.parametrize("server", SEEING)
+@pytest.mark.parametrize("server", [rarely(SEEING[0]), SEEING[1]])
 def test_packed_rows_are_rotated_as_their_pictures_say(
     emulated: Emulator, seeing: Seeing, server: str
 ) -> None:
     """M-RoPE: two of four requests count otherwise behind a picture, each in its own way."""
     runs = (
-        seeing.run(ahead=0, **EVENTS["retracted"]),
+        seeing.run(ahead=0, retracting=True),
         seeing.run(mutant="rows are rotated as whole drafts are"),
     )
     run, broken = emulated.try_to(seeing.case(server, *runs))
@@ -154,13 +139,15 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Latent:
 
 
 @pytest.mark.skipif(RELEASE is OLDEST, reason="nobody wrote references of its experts")
-@pytest.mark.parametrize("server", LATENT)
+@pytest.mark.parametrize(
+    "server", [name if name.endswith("gated") else rarely(name) for name in LATENT]
+)
 def test_packed_rows_attend_to_latents_as_the_model_does(
     emulated: Emulator, latent: Latent, server: str
 ) -> None:
     """MLA with experts and its own draft layer: planned, in graphs, and without where more run."""
     late = [name for name, mutant in TRIED.items() if mutant.server == server]
-    events = [latent.run(**EVENTS["retracted"])] if late else []
+    events = [latent.run(retracting=True)] if late else []
     runs = latent.run(ahead=0), *events, *(latent.run(mutant=name) for name in late)
     run, *others = emulated.try_to(latent.case(server, *runs))
     if "few in graphs" in server:  # drafts outside of graphs compile their gate when they come
@@ -175,6 +162,7 @@ def test_packed_rows_attend_to_latents_as_the_model_does(
         assert latent.wrong(server, broken, None, counted=False) != []
 
 
+@pytest.mark.extended
 def test_a_recording_says_the_same_of_chains_and_of_the_likeliest_nodes_of_trees(
     emulated: Emulator, oracle: Oracle, tmp_path: Path
 ) -> None:
@@ -202,9 +190,7 @@ def test_a_recording_says_the_same_of_chains_and_of_the_likeliest_nodes_of_trees
 
 
 def _likeliest(recording: Recording) -> dict[tuple[int, int, int], Tensor]:
-    """Of nodes that are the likeliest ones behind likeliest ones what was measured and whether
-    they were accepted, by prompt, position and depth.
-    """
+    """Measurements and acceptance of the likeliest path, by prompt, position and depth."""
     nodes, found, behind = recording.nodes, {}, {-1}
     columns = [nodes[name].float() for name in ("prob", "joint", "entropy", "margin", "accept")]
     values = torch.stack(columns, dim=1)

@@ -50,12 +50,12 @@ class CudaStream(Stream):
         DEVICE.current = self._before.pop()
 
     def wait_event(self, event: CudaEvent) -> None:
-        """What comes now comes after it."""
+        """Order later work after the event."""
         if DEVICE.capture is None:  # a graph keeps the order in which it was captured
             self.wait(event)
 
     def wait_stream(self, other: CudaStream) -> None:
-        """What comes now comes after all that the other was given."""
+        """Order later work after all work of the other stream."""
         self.wait_event(other.record_event())
 
     def record_event(self, event: CudaEvent | None = None) -> CudaEvent:
@@ -96,7 +96,7 @@ class CudaEvent(Event):
             return super().query()
 
     def elapsed_time(self, other: CudaEvent) -> float:
-        """Milliseconds: nobody can say."""
+        """Milliseconds, which the emulated device does not know."""
         del other
         return 1.0
 

@@ -25,7 +25,7 @@ from tests.triton_keys import key_of
 
 
 class _Driver:
-    """What Triton asks about the device."""
+    """Properties of the device that Triton reads."""
 
     utils = SimpleNamespace(
         get_device_properties=lambda *_: {

@@ -1,4 +1,4 @@
-"""What differs between the SGLang releases that the emulated device serves.
+"""Differences between the SGLang releases that the emulated device serves.
 
 Where a release looks for its compiled kernels, how its scheduler is made and asked, and what one of
 its decode steps may cost. Everything else under ``tests/emulated`` is for all of them.
@@ -40,10 +40,10 @@ class Release:
     """The same of kernels that are compiled when they are first used, by module and function."""
 
     deep_gemm: ModuleType | None
-    """What is imported in its place: nobody calls it here."""
+    """Module that is imported in its place, and never called here."""
 
     without: dict[str, dict[str, Any]]
-    """What is replaced in a module because it needs a driver."""
+    """Replacements in a module for functions that need a driver."""
 
     arguments: Callable[[list[str]], Any]
     """A server's, from flags."""
@@ -189,5 +189,5 @@ NEWEST = Release(
 #: By SGLang's version.
 RELEASES = {TESTED[0]: OLDEST, TESTED[-1]: NEWEST}
 
-#: The one that is installed; one that nobody has looked at yet is taken for the newest.
+#: The installed release; an unknown one counts as the newest.
 RELEASE = RELEASES.get(version("sglang"), NEWEST)

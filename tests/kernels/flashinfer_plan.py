@@ -23,7 +23,7 @@ MIN_KV_CHUNK = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """What a captured graph fixes, but for the rows: a model on a GPU, slots and tier."""
+    """Constants of a captured graph, without the rows: model, GPU, slots and tier."""
 
     slots: int
     num_tokens: int

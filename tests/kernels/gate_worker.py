@@ -351,6 +351,7 @@ INTERPRETED = [
     real_vocabularies,
     rows_of_nothing_but_nan_harm_nobody,
     results_land_in_given_memory_and_nowhere_else,
+    what_is_said_waits_in_the_columns_of_its_slots,
     chains_keep_their_books_in_place,
     a_confidence_exactly_at_the_threshold_is_kept,
     new_weights_and_thresholds_are_seen_at_once,

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_worker(worker: str, function: str = "main") -> str:
-    """What a function of ``tests.kernels.WORKER`` printed; fails with the worker's own error."""
+    """Output of a function of ``tests.kernels.WORKER``; fails with the worker's own error."""
     module = f"tests.kernels.{worker}"
     # Without the interpreter the twins would be compared with themselves.
     code = (

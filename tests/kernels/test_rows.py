@@ -42,7 +42,7 @@ def test_ancestors_twin_does_what_loops_do(seed: int, size: int, topk: int, dept
 
 
 def laid_out(lens: torch.Tensor, lay_out: Any = layout.lay_out, **sizes: int) -> layout.Layout:
-    """Of four rows a request at most, whose tokens and positions are their numbers."""
+    """A batch of at most four rows a request, whose tokens and positions are their numbers."""
     batch, device = len(lens), lens.device
     draft = torch.arange(4 * batch, device=device)
     pool = torch.arange(200, dtype=INT32, device=device).view(-1, 20)

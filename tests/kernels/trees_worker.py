@@ -155,7 +155,7 @@ def check_survival(rng: random.Random, width: int, size: int, device: str = "cpu
 
 
 def check_outcome(rng: random.Random, width: int, size: int, device: str = "cpu") -> None:
-    """What travels to the host, number by number; nodes are recognised by their packed rows."""
+    """Numbers copied to the host, one by one; packed rows identify nodes."""
     layers = rng.randint(1, 5)
     confidences = torch.rand(size, layers + 2, device=device)[:, :layers]
     rows, accepted = (torch.randint(1, 9, (size,), dtype=torch.int32) for _ in range(2))

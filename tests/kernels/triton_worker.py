@@ -188,3 +188,9 @@ def attention() -> None:
         )
     tree_attention(rng, batch=3, max_nodes=1, max_prefix=5)  # roots alone: plain decoding
     tree_attention(rng, batch=4, max_nodes=80, max_prefix=90)
+
+
+def main() -> None:
+    """Check both kernels in one process."""
+    verify()
+    attention()

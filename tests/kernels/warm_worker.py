@@ -1,4 +1,4 @@
-"""What packed verification would compile while it serves, told by Triton's own keys.
+"""Kernels that packed verification would compile while it serves, by Triton's own keys.
 
 Nothing is run: only dtypes and sizes count.
 """
@@ -87,7 +87,7 @@ class Server:
         return made
 
     def capture(self) -> None:
-        """What `graphs.py` plans for each tier, with the rows that SGLang's layout has."""
+        """Plans of `graphs.py` for each tier, with the rows of SGLang's layout."""
         for rows in self.tiers.rows:
             slots = self.tiers.slots(rows)
             lens = torch.full((slots,), rows // slots, dtype=torch.int32)

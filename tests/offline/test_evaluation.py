@@ -38,7 +38,7 @@ def linear(weights: dict[str, float], bias: float) -> Classifier:
     return Classifier(net, FeatureSpec(names=tuple(weights)), {}, name="mine")
 
 
-#: Reads the entropy, which here tells what survives; the joint probability, backwards and as it is.
+#: Gates of the entropy, which here predicts survival, and of the joint probability, both ways.
 KNOWS, BACKWARDS, JOINT = linear({"entropy": -4.0}, 8.0), linear({"joint": -9.0}, 4.5), linear(
     {"joint": 9.0}, -4.5
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a server tells is read as it is, and one line says what is missing."""
+"""A server's metrics are read unchanged, and one line names what is missing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_observe_reads_counters_by_name_and_label() -> None:
 
 
 def test_observe_sums_replicas() -> None:
-    """Each has a rank; SGLang labels its gauges alike."""
+    """Each has a rank; SGLang labels its gauges in the same way."""
     fuller = METRICS[0].replace("} 0.24", "} 0.5")
     other = METRICS[0].replace('tp_rank="0"', 'tp_rank="0",dp_rank="1"')
     series = [line for line in other.splitlines() if not line.startswith("#")]

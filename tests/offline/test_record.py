@@ -70,7 +70,7 @@ def refusal(url: str) -> str:
 
 
 def test_record_sends_every_prompt_once(server: Recording) -> None:
-    """Behind the number stands the run, so that two runs into one directory stay apart."""
+    """The run follows the number, so that two runs into one directory stay apart."""
     drive(server.url)
     first_run = list(server.got)
     sent = sorted((body["rid"].split("-")[0], path, body.get("text")) for path, body in first_run)

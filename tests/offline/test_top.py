@@ -1,4 +1,4 @@
-"""What is shown of a server: numbers by name, within 80 columns and 24 lines."""
+"""`top` shows a server's numbers by name, within 80 columns and 24 lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the patches add, run on CPU tensors against loops that are obviously right."""
+"""The patches' functions on CPU tensors, versus plain loops."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def added(patch: Path, file: str, symbol: str) -> str:
 
 
 def defined(source: str, **names: object) -> dict[str, Any]:
-    """What a block defines, given the names it uses."""
+    """Names that a block defines, given the names it uses."""
     scope: dict[str, Any] = {"torch": torch, "Optional": Optional, **names}
     exec(source, scope)
     return scope
@@ -92,7 +92,7 @@ class Draft:
         return rows
 
     def tree_info(self, step: int) -> tuple[None, None, torch.Tensor]:
-        """What ``select_top_k_tokens`` returns when row t is child t of its parent."""
+        """The result of ``select_top_k_tokens`` when row t is child t of its parent."""
         batch, k = len(self.prefix), self.topk
         if step == 0:
             return None, None, torch.arange(-1, k).expand(batch, -1)

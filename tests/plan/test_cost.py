@@ -39,7 +39,7 @@ def test_cost_curve_falls_only_after_a_size_that_was_never_faster(
 
 
 def test_cost_curve_few_measurements_only_lower_a_size() -> None:
-    """A pause would price it out, and nobody would take it again and see."""
+    """A pause would make its cost too high, and no step would use and measure it again."""
     curve = curve_of(*[(8, 100.0)] * SEED, *[(16, 140.0)] * SEED)
     for _ in range(SEED - 1):
         curve.observe(12, 190.0)
@@ -59,7 +59,7 @@ SHARED = [(1, 1)] * 2 + [(1, 5)] * 7 + [(2, 2), *[(2, 3)] * 2] + [(2, 6)] * 6 + 
 def test_cost_curve_cached_equals_fitted(
     measured: list[tuple[int, int]],
 ) -> None:
-    """What a measurement leaves as it is may be kept; nothing else."""
+    """Only values that a measurement leaves unchanged may be kept."""
     asked, fitted = Curve(), Curve()
     for size, milliseconds in measured:
         asked.observe(size, milliseconds)
@@ -210,7 +210,7 @@ def behind(cost: StepCost, rows: int, context: int, verify_ms: float) -> None:
 
 @given(st.integers(0, 20), st.floats(0.0, 0.05))
 def test_step_cost_separates_contexts_from_rows_and_slowdown(seed: int, noise: float) -> None:
-    """Of traffic that becomes long, sizes that nobody visits meanwhile are priced right as well."""
+    """When traffic becomes long, unvisited sizes get right costs as well."""
     rng = np.random.default_rng(seed)
     cost = StepCost()
     true = lambda rows, context: 5.0 + 0.05 * rows + context / 4000  # noqa: E731

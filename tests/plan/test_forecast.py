@@ -67,8 +67,8 @@ def test_continuations_of_trees_are_full_layers() -> None:
 def test_forecast_equals_the_survival_of_its_continuations(
     seed: int, batch: int, most: int
 ) -> None:
-    """Of an estimator that multiplies: the survival of the first, times the factors of what comes
-    behind the middle of its bin.
+    """Result of a multiplying estimator: the first survival, times the factors after the middle
+    of its bin.
     """
     rng = np.random.default_rng(seed)
     seen, estimator = Continuations(DEPTH), OneSlope(DEPTH)

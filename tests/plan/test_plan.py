@@ -22,7 +22,7 @@ def free(rows: np.ndarray, _batch: int, depths: Sequence[int]) -> np.ndarray:
 
 
 def prices(rows_ms: Callable, layer_ms: float = 0.0) -> Callable:
-    """Of steps that cost ``rows_ms(rows)``, and ``layer_ms`` a layer."""
+    """Costs of ``rows_ms(rows)`` a step, and ``layer_ms`` a layer."""
     return lambda rows, _, depths: rows_ms(rows) + layer_ms * np.array(depths)[:, None]
 
 

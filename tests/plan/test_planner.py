@@ -40,7 +40,7 @@ class MadeUpServer:
     context: int = 0
     """Tokens before the drafts, of the whole batch."""
     gate_ms: float | None = None
-    """Of a step that scores drafts; ``None``: no step may do without."""
+    """Cost of a step that scores drafts; ``None`` where every step must."""
 
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     late: list[StepRecord] = field(default_factory=list)
@@ -89,7 +89,7 @@ class MadeUpServer:
         return plans, tokens / spent
 
     def times(self, plan: StepPlan) -> StepTimes:
-        """Of a step; uniform ones without ``gate_ms``."""
+        """Cost of a step; uniform steps have no ``gate_ms``."""
         draft_ms = self.layer_ms * (plan.num_layers - 1)
         verify_ms = self.floor_ms + self.row_ms * plan.row_budget + self.pause_ms
         verify_ms += self.token_ms * self.context
@@ -229,7 +229,7 @@ def test_planner_verifies_a_full_draft_of_each_request_in_turn() -> None:
 
 
 def test_planner_explores_the_best_plans_first() -> None:
-    """So that a young server loses little by it."""
+    """A server in its cold start loses little by it."""
     server = MadeUpServer(8, row_ms=2.0)
     planner = Planner(DEPTH, Survival(DEPTH))
     for rows in server.tiers():

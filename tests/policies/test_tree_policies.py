@@ -166,7 +166,7 @@ def test_tree_policy_uses_the_shipped_classifier_trained_on_trees(name: str) -> 
 def test_classifier_of_the_pair_is_used_where_one_is_shipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: C2TConfig, chains: str, trees: str
 ) -> None:
-    """What was given is used, and what no classifier of the pair is there for reads the others."""
+    """Given classifiers are used; a pair without one uses the others."""
     shutil.copytree(checkpoint.SHIPPED, tmp_path, dirs_exist_ok=True)
     for name in ("c2t", "c2t-tree", "c2t-plus"):
         (tmp_path / "mine").mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What always fails is refused before it serves; what serves has been asked once."""
+"""A policy that always fails is refused before it serves; each policy runs once first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the server's side share."""
+"""Fixtures for tests of the server's side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _recording_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no server has said, which tests may say otherwise."""
+    """State before any server has started; tests may change it."""
     alone = SimpleNamespace(world_size=1, rank_in_group=0, ranks=[0])
     parallel = SimpleNamespace(attn_dp_size=1, tp_group=alone)
     for module in (data_parallel, tensor_parallel):

@@ -1,4 +1,4 @@
-"""What ranks of data-parallel attention agree on."""
+"""Agreement between ranks of data-parallel attention."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.doubles import double
     [
         ([[0, 1, 5], [0, 30, 2]], (3, 7), 2),  # the rank with most requests
         ([[0, 7, 4], [0, 0, 1]], (3, 7), 4),  # of equally many the deeper
-        ([[0, 0, 1], [0, 0, 1]], (3, 7), 3),  # nobody else serves
-        ([[1, 1, 6], [0, 30, 2]], (3, 7), 6),  # somebody must have all
+        ([[0, 0, 1], [0, 0, 1]], (3, 7), 3),  # no other rank serves
+        ([[1, 1, 6], [0, 30, 2]], (3, 7), 6),  # one rank must have all
     ],
 )
 def test_peers_draft_the_layers_of_the_rank_with_most_requests(

@@ -1,4 +1,4 @@
-"""The pair that a server serves, found from SGLang's arguments, and how it is told."""
+"""The pair that a server serves, found from SGLang's arguments, and its log line."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_served_pair_ranks_take_the_classifier_of_rank_0(monkeypatch: pytest.Mon
         assert shipped_on_all_ranks(PAIR) == wanted
 
 
-# -- what is told --------------------------------------------------------------------------------
+# -- the log line --------------------------------------------------------------------------------
 
 
 def learnt(of: Pair | None) -> C2TPlus:

@@ -22,7 +22,7 @@ from tests.recordings import ORIGIN
 
 
 def layers(depths: int, batch: int) -> list[DraftLayer]:
-    """Layer d of request b: probability 0.b, joint 0.b ** d, everything else told apart, too."""
+    """Layer d of request b: probability 0.b, joint 0.b ** d; all other values differ as well."""
     prob = torch.tensor([(b + 1) / 10 for b in range(batch)])
     return [
         DraftLayer(
@@ -75,7 +75,7 @@ def add(
 
 
 def written(directory: Path, of: Any, reqs: list[Any]) -> Recording:
-    """What was recorded, by somebody who knows the requests."""
+    """Read the recording with the names of the requests."""
     of.flush()
     name_requests(directory, of.id_key, [req.rid for req in reqs])
     return read_recording(directory)
@@ -166,7 +166,7 @@ def test_recorder_every_position_labels_greedy_requests_by_argmax(
         reqs,
         recordable=[True, True, True, False, True],
         # Root, then two drafts; the target's choice stands one row before the draft. Its last
-        # rows fill a captured graph and are nobody's.
+        # rows fill a captured graph and belong to no request.
         drafts=[[9, 1, 2]] * 5,
         target=[[1, 3, 4], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 0], [8, 8, 8]],
     )

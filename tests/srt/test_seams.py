@@ -314,7 +314,7 @@ def test_seam_table_line_that_is_no_seam_is_refused() -> None:
 
 
 def test_seam_with_two_places_fits_where_one_is_there() -> None:
-    """What one release lacks another may have; only an SGLang without both is refused."""
+    """A seam of another release may replace a missing one; without both SGLang is refused."""
     here = probes.Seam("sglang.srt.server_args.ServerArgs", "test")
     gone = probes.Seam("sglang.srt.server_args.NoSuchClass", "test")
     either = dataclasses.replace(gone, otherwise=here)

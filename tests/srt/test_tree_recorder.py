@@ -61,7 +61,7 @@ class Step:
         return index, num_correct + 1
 
     def result(self) -> Any:
-        """What SGLang's verification returns."""
+        """The result of SGLang's verification."""
         _, lens = self.accepted()
         logits = torch.nn.functional.one_hot(self.flat_target, VOCABULARY).float()
         return double(
@@ -72,7 +72,7 @@ class Step:
 
 
 def explored(batch: int, shape: TreeShape, *, packed: bool = True, seed: int = 0) -> Step:
-    """EAGLE-2's trees of a random draft; every measurement of a row tells it apart."""
+    """EAGLE-2's trees of a random draft; every measurement identifies its row."""
     generator = torch.Generator().manual_seed(seed)
     growth = TreeGrowth(EAGLE2(), shape, batch, "cpu")
     tokens = []
@@ -164,7 +164,7 @@ def test_recorder_tree_nodes_hold_every_column(
 def test_recorder_tree_labels_mark_the_accepted_path(
     shape: TreeShape, seed: int, packed: bool
 ) -> None:
-    """From the target's choices and from what the server accepted alike, packed or padded."""
+    """The target's choices and the server's accepted drafts agree, packed or padded."""
     step = explored(3, shape, packed=packed, seed=seed)
     target = step.flat_target[step.rows]
     matched = recorder.matched_nodes(step.trees, target, len(step.layers))
@@ -185,7 +185,7 @@ def test_recorder_tree_labels_mark_the_accepted_path(
 def test_recorder_tree_step_is_recorded_with_its_labels(
     tmp_path: Path, every_position: bool
 ) -> None:
-    """Of requests whose first layer was measured; where every root counts, of greedy ones."""
+    """Record requests whose first layer was measured; with every root, greedy ones."""
     shape = TreeShape(2, 3, 14)  # of which 11 can be
     writer = RecordingWriter(tmp_path, origin=tree_origin(shape))
     of = recorder.Recorder(writer, every_position=every_position)

@@ -72,7 +72,7 @@ class Server:
         self.patch(backends, "disable_packing", lambda _: self.calls.append("disable packing"))
 
     def with_trial(self, mismatch: Callable[[], str | None]) -> None:
-        """What the start-up trial of packed rows finds."""
+        """Result of the start-up trial of packed rows."""
 
         def tried(_worker: Any) -> str | None:
             self.calls.append("trial")

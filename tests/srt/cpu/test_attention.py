@@ -52,24 +52,24 @@ def run(backend, fb, q, k, v, layers=1):
 """
 
 
-def assert_agrees(code: str) -> None:
-    """The code behind :data:`SETUP` runs to its end."""
-    done = run(SETUP + code + "print('agrees')", cpu_engine=True)
-    assert done.stdout.endswith("agrees\n"), done.stderr[-3000:]
-
-
 @pytest.mark.timeout(900)
 def test_verification_extend_decode_and_draft_agree():
-    """One process, five statements about the same keys and queries.
+    """One process, statements about the same keys and queries.
 
     * a ragged layout gives each row what the uniform batch gives it;
     * a chain's tree mask is the causal one;
     * extend and verification of the same rows are the same attention;
     * a decode is the first row of a verification;
     * counters see verification rows once per forward, in the first layer, and nothing else;
-    * rows beyond the layout (a padded tier) come back as zeros.
+    * rows beyond the layout (a padded tier) come back as zeros;
+    * draft rows attend to the path that led to them. Beams are re-sorted between the steps: a row's
+      keys are the prefix and its ancestors. Without the table, rows would see their own beam row.
     """
-    assert_agrees("""
+    done = run(SETUP + MODES + PATHS + "print('agrees')", cpu_engine=True)
+    assert done.stdout.endswith("agrees\n"), done.stderr[-3000:]
+
+
+MODES = """
 q, k, v = torch.randn(8, 32), torch.randn(8, 16), torch.randn(8, 16)
 backend = TorchCpuAttnBackend(runner)
 uniform = run(backend, verify([4, 4], None), q, k, v, layers=3)
@@ -114,15 +114,9 @@ for step in range(2):
     fb.out_cache_loc = locs[at]
     got = draft.attn_backends[step].forward(q[at], k[at], v[at], layer(), fb)
     assert (got - uniform[at]).abs().max() < 1e-6
-""")
+"""
 
-
-@pytest.mark.timeout(900)
-def test_draft_rows_attend_to_the_path_that_led_to_them():
-    """Beams are re-sorted between the steps; a row's keys are the prefix and its ancestors,
-    wherever these were forwarded. Without being told, rows would see their own beam row.
-    """
-    assert_agrees("""
+PATHS = """
 TOPK, STEPS = 3, 5
 draft = TorchCpuMultiStepDraftBackend(runner, topk=TOPK, speculative_num_steps=STEPS)
 fb = batch(ForwardMode.DECODE, out_cache_loc=None)
@@ -160,4 +154,4 @@ for step in range(STEPS - 1):
 assert misled > 0.01, misled
 draft.init_forward_metadata(fb)  # the next round starts from stock's rows
 assert draft.attn_backends[1]._lengths.tree_mask.view(2, TOPK, -1).sum() == 2 * TOPK * 2
-""")
+"""

@@ -1,4 +1,4 @@
-"""Which draft backends are told the slots of their rows' ancestors, and how."""
+"""Which draft backends get the slots of their rows' ancestors, and how."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What a drafter does with a plan and a gate, without SGLang's draft worker."""
+"""A drafter with a plan and a gate, without SGLang's draft worker."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -27,7 +26,13 @@ from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.draft.selection import ChainSelector
 from sglang_c2t.srt.draft.tree import TreeDrafter
 from tests.doubles import double
-from tests.srt.draft.fake_host import BATCH, STEPS, VOCAB, FakeHost, Planned, batch_of
+from tests.srt.draft.stock_worker import (
+    BATCH,
+    STEPS,
+    VOCAB,
+    Planned,
+    batch_of,
+)
 
 SLOTS = torch.arange(BATCH)
 
@@ -53,7 +58,22 @@ def chains(host: Host, policy: Any, planner: Planned | None = None) -> Any:
 
 def step(drafter: Any, *slots: int) -> Any:
     """The verify input of a step, of the first slots if none are given."""
-    return drafter.host.step(drafter, batch_of(*slots or range(BATCH)))
+    return drafter.host._worker.step(batch_of(*slots or range(BATCH)))
+
+
+def layers_run(drafter: Any) -> list[int]:
+    """The number of draft forwards of each draft."""
+    return drafter.host._worker.layers_run
+
+
+@pytest.fixture
+def make(make_worker: Any) -> Any:
+    """Make a drafter of chains over SGLang's draft worker."""
+
+    def made(policy: Any, planner: Planned | None = None, **options: Any) -> Any:
+        return make_worker(lambda host: chains(host, policy, planner), **options).drafter
+
+    return made
 
 
 @pytest.fixture
@@ -62,59 +82,51 @@ def planner() -> Planned:
 
 
 @pytest.fixture
-def planned(planner: Planned) -> Any:
+def planned(make: Any, planner: Planned) -> Any:
     """A drafter with this planner."""
-    return chains(FakeHost(), None, planner)
-
-
-def test_fake_host_has_the_interface_of_the_real_one() -> None:
-    def parameters(cls: type) -> dict[str, Any]:
-        each = inspect.getmembers(cls, inspect.isfunction)
-        return {name: [*inspect.signature(f).parameters] for name, f in each if name[0] != "_"}
-
-    fake = parameters(FakeHost)
-    assert fake.pop("step")
-    assert fake == parameters(Host)
+    return make(None, planner)
 
 
 # -- a gate decides -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [0, 2, 4, None])
-def test_drafter_skips_layers_after_the_gate_ended_all_chains(length: int | None) -> None:
-    drafter = chains(FakeHost(), Fixed(length))
+def test_drafter_skips_layers_after_the_gate_ended_all_chains(
+    make: Any, length: int | None
+) -> None:
+    drafter = make(Fixed(length))
     step(drafter)  # at its end it scores the first layer of the next
     kept = STEPS if length is None else length
     assert step(drafter).num_rows.tolist() == [kept + 1] * BATCH
-    assert drafter.host.layers_run[1] == min(kept, STEPS - 1)
+    assert layers_run(drafter)[1] == min(kept, STEPS - 1)
 
 
 @pytest.mark.parametrize("why", ["captured", "with other ranks"])
-def test_drafter_skips_no_layer_in_graphs_or_with_other_ranks(why: str) -> None:
-    drafter = chains(FakeHost(), Fixed(1))
+def test_drafter_skips_no_layer_in_graphs_or_with_other_ranks(make: Any, why: str) -> None:
+    drafter = make(Fixed(1))
     if why == "captured":
         drafter.host.capturing = True
     else:
         drafter.host.peers = double(Peers)
         drafter.host.peers.layers = lambda mine, *_, **__: mine
     assert step(drafter).num_rows.tolist() == [2] * BATCH
-    assert drafter.host.layers_run == [STEPS - 1]
+    assert layers_run(drafter) == [STEPS - 1]
 
 
-def test_drafter_opt_out_verifies_the_full_chain() -> None:
-    drafter = chains(FakeHost(), Fixed(1))
+def test_drafter_opt_out_verifies_the_full_chain(make: Any) -> None:
+    drafter = make(Fixed(1))
     drafter.requests.admit(batch_of(0, 1, 5))
     assert step(drafter, 0, 1, 5).num_rows.tolist() == [2, 2, STEPS + 1]
-    assert drafter.host.layers_run == [STEPS - 1]
+    assert layers_run(drafter) == [STEPS - 1]
 
 
 @pytest.mark.parametrize(("kept", "run"), [(True, 2), (False, 0)])
-def test_drafter_skips_layers_after_no_tree_grows(kept: bool, run: int) -> None:
-    host, shape = FakeHost(topk=3, num_steps=3), TreeShape(3, 3, 9)
+def test_drafter_skips_layers_after_no_tree_grows(make_worker: Any, kept: bool, run: int) -> None:
     policy = GatedTree(DyJoint(0.0 if kept else 1.1))
-    gate = TreeGate(policy, shape, num_slots=8, device="cpu")
-    verify_input = step(served(TreeDrafter(host, gate), width=9))
-    assert host.layers_run == [run]
+    gate = TreeGate(policy, TreeShape(3, 3, 9), num_slots=8, device="cpu")
+    worker = make_worker(lambda host: served(TreeDrafter(host, gate), width=9), topk=3, num_steps=3)
+    verify_input = step(worker.drafter)
+    assert worker.layers_run == [run]
     assert verify_input.num_rows.tolist() == [9 if kept else 1] * BATCH
     assert verify_input.step.plan.kind is StepKind.FIXED
 
@@ -130,10 +142,10 @@ def test_drafter_uniform_step_asks_no_gate(planned: Any, planner: Planned) -> No
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_drafter_scores_first_tokens_after_uniform_steps_late(
-    planned: Any, planner: Planned, graphs: bool
+    make: Any, planner: Planned, graphs: bool
 ) -> None:
     """Those after the last one. A graph scores every step, so that its first tokens always are."""
-    planned.host.drafts_in_graphs, measured = graphs, []
+    planned, measured = make(None, planner, graphs=graphs), []
     planned.gate._judge_first = lambda slots, *_: measured.append(slots.tolist())
     for kind in (*[StepKind.UNIFORM] * 3, StepKind.PLANNED):
         late = len(measured)
@@ -160,11 +172,9 @@ def test_drafter_requests_from_another_server_are_unmeasured(
         assert (made.unmeasured, made.full) == (unmeasured, [2])
 
 
-def test_drafter_switch_forgets_scores_of_another_policy(
-    planner: Planned,
-) -> None:
+def test_drafter_switch_forgets_scores_of_another_policy(make: Any, planner: Planned) -> None:
     """A confidence of ``fixed`` is a depth, and one of ``entropy`` an entropy."""
-    drafter, seen = chains(FakeHost(), Fixed()), []
+    drafter, seen = make(Fixed()), []
     gate = drafter.gate
     gate.join(SLOTS, torch.zeros(BATCH, VOCAB))
     assert gate.first_tokens.judged(SLOTS).confidence[0].tolist() == [-1] * BATCH
@@ -192,6 +202,6 @@ def test_drafter_ranks_agree_on_layers(planned: Any, planner: Planned) -> None:
     assert step(planned).step.plan.num_layers == 2
     planner.says(StepKind.PLANNED, STEPS)
     assert step(planned, 0, 1, 5).step.plan.num_layers == STEPS
-    host.step(planned, batch_of(mode=ForwardMode.IDLE))
+    host._worker.step(batch_of(mode=ForwardMode.IDLE))
     assert told == [(0, BATCH, 4), (1, BATCH, STEPS), (0, 0, STEPS)]
-    assert [layers for layers, _ in host.asked] == [2, STEPS, 2]
+    assert layers_run(planned) == [1, STEPS - 1, 1]

@@ -1,4 +1,4 @@
-"""What we replace in SGLang's draft worker: numbers of layers, their graphs, and draft extend."""
+"""Replacements in SGLang's draft worker: numbers of layers, their graphs, and draft extend."""
 
 from __future__ import annotations
 
@@ -7,140 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.speculative import eagle_worker_v2
-from sglang.srt.speculative.eagle_info import EagleDraftExtendInput
 
 from sglang_c2t.plan.step import StepKind
 from sglang_c2t.policies.fixed import Fixed
-from sglang_c2t.srt.draft.workers import C2TEagleDraftWorker
 from tests.doubles import double, invented
-from tests.srt.chains import full_chains
-from tests.srt.draft.fake_host import BATCH, STEPS, VOCAB, FakeHost, Planned, batch_of
+from tests.srt.draft.stock_worker import (
+    BATCH,
+    STEPS,
+    Planned,
+    StockWorker,
+    batch_of,
+)
 from tests.srt.draft.test_drafter import chains
 
 
-class Graphs:
-    """Stands in for SGLang's runner of captured graphs, and remembers what it was made of."""
-
-    def __init__(
-        self, worker: Any, *, draft_attn_backend: Any = None, speculative_num_steps: int = STEPS
-    ) -> None:
-        self.speculative_num_steps = speculative_num_steps
-        self.backend = draft_attn_backend
-        assert worker.speculative_num_steps == speculative_num_steps
-        assert worker.drafter.host.capturing
-        assert worker.draft_attn_backend is draft_attn_backend or draft_attn_backend is None
-        self.draft_forward = worker.draft_forward
-
-    def execute(self, forward_batch: Any) -> Any:
-        return self.draft_forward(forward_batch)
-
-
-class StockWorker:
-    """What SGLang's draft worker does, as far as the number of layers goes."""
-
-    topk = 1
-    device = "cpu"
-
-    def __init__(self) -> None:
-        self.speculative_num_steps = STEPS
-        self.speculative_num_draft_tokens = STEPS + 1
-        self.draft_runner = double("ModelRunner", forward=self.forward, attn_backend="stock extend")
-        self.draft_runner.draft_attn_backend = "stock"  # the worker gives it to its runner
-        self.draft_attn_backend: Any = "stock"
-        self.draft_extend_attn_backend = "stock extend"
-        self.cuda_graph_runner: Any = None
-        self.server_args: Any = None
-        self.layers_run = 0
-        self.extended: list[Any] = []
-        self.num_logits = 0
-
-    def alloc_memory_pool(self) -> None:
-        self.req_to_token_pool = double("ReqToTokenPool", req_to_token=torch.zeros(8, 16))
-
-    def init_attention_backend(self) -> None:
-        self.draft_attn_backend = f"{self.speculative_num_steps} steps"
-        self.draft_extend_attn_backend = "another"
-        self.draft_runner.draft_attn_backend = self.draft_attn_backend
-        self.draft_runner.attn_backend = "another"
-
-    def _capture_cuda_graphs(self) -> None:
-        self.cuda_graph_runner = Graphs(self)
-
-    def forward(self, forward_batch: Any) -> Any:
-        self.layers_run += 1
-        logits, hidden = torch.zeros(BATCH, VOCAB), None
-        if isinstance(forward_batch.spec_info, EagleDraftExtendInput):
-            numbers = torch.arange(BATCH * self.speculative_num_draft_tokens)
-            hidden = numbers[:, None].float().expand(-1, VOCAB)
-            last = forward_batch.spec_info.select_index
-            logits = hidden if last is None else hidden[last]
-        output = double("LogitsProcessorOutput", next_token_logits=logits, hidden_states=hidden)
-        return double(
-            "sglang.srt.model_executor.model_runner.ModelRunnerOutput", logits_output=output
-        )
-
-    def _draft_extend_for_decode(self, batch: Any, batch_result: Any) -> None:
-        self.extended.append((batch_result.next_token_ids.tolist(), batch.out_cache_loc.tolist()))
-        width = self.speculative_num_draft_tokens
-        select = torch.arange(BATCH) * width + batch_result.accept_lens - 1
-        if prepared := getattr(batch_result, "prepared_draft_extend_inputs", None):
-            num_correct_drafts, select, tokens = prepared
-            assert num_correct_drafts.tolist() == (batch_result.accept_lens - 1).tolist()
-            assert tokens.tolist() == batch_result.next_token_ids.tolist()
-        extend: Any = double(EagleDraftExtendInput)
-        made = self.draft_runner.forward(double("ForwardBatch", spec_info=extend)).logits_output
-        self.num_logits = len(made.next_token_logits)
-        made.next_token_logits = made.next_token_logits[select]
-        made.hidden_states = made.hidden_states[select]
-
-    def draft(self, batch: Any) -> Any:
-        from sglang.srt.speculative import eagle_worker_v2
-
-        runner = self.cuda_graph_runner
-        run = self.draft_forward if runner is None else runner.execute
-        given = ["sampling_info", "forward_mode", "req_pool_indices", "seq_lens"]
-        fields = {name: getattr(batch, name) for name in [*given, "spec_info"]}
-        parents, scores, tokens, _ = run(double("ForwardBatch", batch_size=BATCH, **fields))
-        drafts = self.speculative_num_draft_tokens - 1
-        assert parents.shape == scores.shape == tokens.shape == (BATCH, drafts)
-        return eagle_worker_v2.build_eagle_verify_input(
-            tokens, num_steps=self.speculative_num_steps
-        )
-
-    def draft_forward(self, forward_batch: Any) -> Any:
-        tokens = []
-        for step in range(self.speculative_num_steps):
-            tokens.append(torch.full((BATCH, 1), 7))
-            if step == self.speculative_num_steps - 1:
-                break
-            self.draft_runner.forward(forward_batch)
-        parents = torch.zeros(BATCH, STEPS)
-        return parents, parents, torch.cat(tokens, dim=1), None
-
-
-def built(tokens: torch.Tensor, *, num_steps: int) -> Any:
-    """SGLang's verify input of full chains, behind roots 0."""
-    rows = torch.nn.functional.pad(tokens, (1, 0)).flatten()
-    return full_chains(len(tokens), num_steps + 1, draft_token=rows)
-
-
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes ours over the stand-in, of a gate that keeps every token or with a planner."""
-    monkeypatch.setattr(eagle_worker_v2, "build_eagle_verify_input", built)
-    stock = type("Stock", (StockWorker, eagle_worker_v2.EagleDraftWorker), {})
+def make(make_worker: Any) -> Any:
+    """Make a worker with a gate that keeps every token, or with a planner."""
 
-    def make(planner: Planned | None, *, graphs: bool) -> Any:
-        worker: Any = type("Worker", (C2TEagleDraftWorker, stock), {})()
-        worker.make_drafter = lambda host: chains(host, None if planner else Fixed(), planner)
-        worker.alloc_memory_pool()
-        if graphs:
-            worker._capture_cuda_graphs()
-        worker.layers_run = 0
-        return worker
+    def made(planner: Planned | None, *, graphs: bool) -> Any:
+        policy = None if planner else Fixed()
+        return make_worker(lambda host: chains(host, policy, planner), graphs=graphs)
 
-    return make
+    return made
 
 
 def test_stock_worker_double_has_no_attribute_of_its_own() -> None:
@@ -174,7 +63,7 @@ def test_host_captures_cuda_graphs_for_every_number_of_layers(
 def test_host_shorter_step_builds_full_chains(
     make: Any, layers: int, kind: StepKind, graphs: bool
 ) -> None:
-    planner, fake = Planned(), FakeHost()
+    planner = Planned()
     planner.says(kind, layers)
     worker = make(planner, graphs=graphs)
     verify_input = worker.draft(batch_of(*range(BATCH)))
@@ -183,10 +72,8 @@ def test_host_shorter_step_builds_full_chains(
     assert verify_input.packing.total == BATCH * (layers + 1)
     assert verify_input.step.plan == planner.next
     assert worker.speculative_num_steps == verify_input.spec_steps == STEPS  # only for that step
-    faked = fake.step(chains(fake, None, planner), batch_of(*range(BATCH)))
-    assert (fake.asked, fake.layers_run) == ([(layers, False)], [worker.layers_run])
-    assert faked.num_rows.tolist() == verify_input.num_rows.tolist() == [layers + 1] * BATCH
-    assert faked.draft_token.shape == verify_input.draft_token.shape
+    assert worker.layers_run == [layers - 1]
+    assert verify_input.num_rows.tolist() == [layers + 1] * BATCH
 
 
 def test_host_recorded_step_drafts_all_layers_eagerly(make: Any) -> None:
@@ -198,7 +85,7 @@ def test_host_recorded_step_drafts_all_layers_eagerly(make: Any) -> None:
     verify_input = worker.draft(batch_of(*range(BATCH)))
     assert verify_input.step.plan.kind is StepKind.FIXED
     assert verify_input.num_rows.tolist() == [STEPS + 1] * BATCH
-    assert worker.layers_run == STEPS - 1
+    assert worker.layers_run == [STEPS - 1]
 
 
 @pytest.mark.parametrize("lens", [[1, 1, 1], [2, 1, 4]])

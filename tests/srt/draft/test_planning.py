@@ -1,4 +1,4 @@
-"""What a server tells its planner, and what it makes of the plans; on the host's own clock."""
+"""A server reports steps to its planner and follows its plans; on the host's own clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLANNED, UNIFORM = StepKind.PLANNED, StepKind.UNIFORM
 
 
 class Scripted(Planner):
-    """Plans what the test says, and remembers what it is asked and told."""
+    """Returns the test's plans, and records its arguments."""
 
     def __init__(
         self, layers: int = LAYERS, rows: int = 6, full: int | None = None, kind: StepKind = PLANNED
@@ -406,7 +406,7 @@ STRANGE = [np.nan, np.inf, -np.inf, -1.0, 2.0]
 def test_planning_confidences_that_are_no_probabilities_teach_nothing(
     kind: type, strange: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of any planner: they may be another policy's, or a draft's whose logits are not finite."""
+    """Any planner may get another policy's confidences, or ones of logits that are not finite."""
     planner = Planner(LAYERS, kind(LAYERS))
     planning = planning_of(planner)
     for _ in range(2 * OneSlope.EVERY):
@@ -451,7 +451,7 @@ def test_planning_constrained_requests_teach_their_class_only() -> None:
 
 
 def test_planning_selects_drafts_by_the_survival_of_their_class() -> None:
-    """Of two requests with equal confidences, the one whose drafts are rejected gets no row, and
+    """One of two requests with equal confidences has its drafts rejected: it gets no row, and
     takes none of the other's.
     """
     planner = Scripted(layers=2, rows=4)

@@ -22,7 +22,7 @@ LAYERS, REQUESTS = 4, 16
 
 
 class Worker:
-    """Drafts and verifies what it is told; a row takes ``row_ms``, the first step a second."""
+    """Drafts and verifies as asked; a row takes ``row_ms``, the first step a second."""
 
     def __init__(self, planning: Planning, row_ms: float) -> None:
         self.planning, self.row_ms = planning, row_ms

@@ -1,4 +1,4 @@
-"""What a planner has learnt is kept, and a file that cannot be used costs nothing but the start."""
+"""A planner's estimates are kept, and an unusable file costs only the cold start."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_state_file_restores_the_planner(tmp_path: Path) -> None:
 
 
 def test_state_file_of_another_replica_is_read_only(tmp_path: Path) -> None:
-    """Of two replicas that share a file."""
+    """Two replicas share a file."""
     path, first, second = tmp_path / "state.json", taught(), Planner(3, Survival(3))
     StateFile(path, first, MODELS).save()
     before = path.read_bytes()

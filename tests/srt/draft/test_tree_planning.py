@@ -1,4 +1,4 @@
-"""What a server of trees tells its planner, and which drafted nodes it verifies."""
+"""A server of trees reports steps to its planner, and verifies the planned nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a POST to /c2t makes of the settings in force, and what of it no client may say."""
+"""A POST to /c2t changes the settings in force; clients may name only some settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many requests run at once where nobody typed a number."""
+"""Default of ``--max-running-requests``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def running(*flags: str) -> int:
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
-    """What the launcher logs of it: one line."""
+    """The one line that the launcher logs."""
     (line,) = [x for x in capsys.readouterr().err.splitlines() if "requests run at once" in x]
     assert line.endswith("--max-running-requests sets another number")
     return line

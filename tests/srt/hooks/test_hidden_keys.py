@@ -1,4 +1,4 @@
-"""Keys do not show in what a server tells of its arguments."""
+"""A server hides keys where it shows its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may POST to /c2t, and what of it is read: every combination, over real HTTP routes."""
+"""Access to POST /c2t under every combination of keys, over real HTTP routes."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def open_server(monkeypatch: pytest.MonkeyPatch) -> tuple[TestClient, Manager]:
 def test_http_guard_needs_json_content_type(
     open_server: Any, content_type: str, status: int
 ) -> None:
-    """Of these, browsers send some without a preflight."""
+    """Browsers send some of these without a preflight."""
     http, manager = open_server
     assert post(http, {"Content-Type": content_type}) == status
     assert len(manager.sent) == (status == 200)

@@ -99,7 +99,7 @@ def test_launch_with_flags_left_out_is_served_or_names_the_missing_ones(
 
 
 def test_server_arguments_are_read_resolved() -> None:
-    """What SGLang chose for a flag that was left out does not stand on ``ServerArgs`` itself."""
+    """``ServerArgs`` itself does not hold SGLang's choice for a flag that was left out."""
     raw = [
         f"{path.name}:{node.lineno} {ast.unparse(node)}"
         for path in sorted(Path(compat.__file__).parent.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""What ``--c2t`` refuses: one clear line, exit code 2, before any model loads.
+"""Refusals of ``--c2t``: one clear line, exit code 2, before any model loads.
 
 The launcher's own parsing and resolution run in this process; test_launch.py shows the
 same through the real command.

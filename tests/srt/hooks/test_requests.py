@@ -1,4 +1,4 @@
-"""What a ``--c2t`` server refuses of requests beyond what SGLang does."""
+"""Requests that a ``--c2t`` server refuses and SGLang does not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def manager(*, multimodal: bool = False) -> SimpleNamespace:
 
 
 def message(ids: list[int] | None = None, *, sampling: Any = None, **fields: Any) -> Any:
-    """What SGLang's HTTP process makes of a request, in its own types."""
+    """A request in the types of SGLang's HTTP process."""
     params = SamplingParams(**(sampling or {}))
     params.normalize(SimpleNamespace(encode=lambda text, **_: [1] * len(text)))
     values = {

@@ -40,7 +40,7 @@ FIXED = plan(StepKind.FIXED)
 def test_step_metrics_reason_of_a_draft_end(
     rows: int, drafted: int, max_rows: int | None, reason: str
 ) -> None:
-    """Of a batch that has 12 rows to verify."""
+    """A batch has 12 rows to verify."""
     step = Step(full=6, drafted=drafted, forwarded_rows=16, plan=FIXED, max_rows=max_rows)
     assert step.reason(rows, 12) == reason
     planned = replace(step, plan=plan(StepKind.PLANNED))

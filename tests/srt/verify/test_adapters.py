@@ -1,4 +1,4 @@
-"""LoRA adapters of packed rows: what SGLang's backends are told of each row."""
+"""LoRA adapters of packed rows: the adapter of each row in SGLang's backends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_lora_row_has_the_adapter_of_its_request() -> None:
         ([LEFT, None, RIGHT], [1, 3, 2], 6, [LEFT, None, None, None, RIGHT, RIGHT]),
         ([LEFT, None], [2, 1], 5, [LEFT, LEFT, None, None, None]),
         ([RIGHT, LEFT], None, 8, [RIGHT] * 4 + [LEFT] * 4),
-        ([], [1, 1], 2, [None, None]),  # for nobody
+        ([], [1, 1], 2, [None, None]),  # for no adapter
     ):  # fmt: skip
         assert adapters.adapters_of_rows(verification(of, rows, tokens)) == expected
 

@@ -1,4 +1,4 @@
-"""What FlashInfer is told about packed rows, without FlashInfer: plans, key indices, masks."""
+"""Arguments of FlashInfer for packed rows, without FlashInfer: plans, key indices, masks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_flashinfer_rows_find_their_keys_and_masks(
     assert host.mask_bytes == mask_bytes
     assert buffers.qo_indptr[batch : slots + 1].tolist() == [row] * (ghosts + 1)
     assert buffers.kv_indptr[batch : slots + 1].tolist() == [key + g for g in range(ghosts + 1)]
-    # The planner on the host is told the same.
+    # The planner on the host gets the same.
     assert host.qo_indptr.tolist() == buffers.qo_indptr[: slots + 1].tolist()
     assert host.kv_indptr.tolist() == buffers.kv_indptr[: slots + 1].tolist()
     assert host.kv_lens.tolist() == host.kv_indptr.diff().tolist()

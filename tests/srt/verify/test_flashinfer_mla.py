@@ -1,4 +1,4 @@
-"""What FlashInfer's MLA is told about packed rows, without FlashInfer: plans and slots of keys."""
+"""Arguments of FlashInfer's MLA for packed rows, without FlashInfer: plans and slots of keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode step may launch on a GPU, and that it neither waits for it nor copies to it.
+"""Budget of launches of a decode step on a GPU, without waits for it or copies to it.
 
 Numbers are upper bounds: fewer launches are welcome, more need a reason.
 """
@@ -94,7 +94,7 @@ def test_launches_of_a_calibrated_classifier_copy_no_knots() -> None:
 
 
 def chain_step(policy: Any) -> list[str]:
-    """What is launched."""
+    """List the launches."""
     gate = ChainGate(policy, num_slots=64, device="cuda")
     slots, logits, hidden = integers(B), on_device(B, V), on_device(B, 32)
     gate.relay_first_token(slots, logits, hidden)
@@ -134,7 +134,7 @@ def test_launches_of_a_tree_step_stay_within_budget(name: str, budget: int) -> N
 def tree_step(
     policy: Any, choose: Callable[[Trees, Tensor], Tensor | None] = lambda *_: None
 ) -> list[str]:
-    """What is launched."""
+    """List the launches."""
     gate = TreeGate(policy, SHAPE, num_slots=64, device="cuda")
     slots, logits, topk = integers(B), on_device(B, V), SHAPE.topk
     gate.relay_first_token(slots, logits)
@@ -153,7 +153,7 @@ def tree_step(
 
 
 def batch(**fields: Any) -> Any:
-    """What packing reads of a batch."""
+    """The fields of a batch that packing reads."""
     return SimpleNamespace(
         **fields,
         req_to_token_pool=SimpleNamespace(req_to_token=on_device(64, 200, dtype=torch.int32)),

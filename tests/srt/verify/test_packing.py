@@ -1,4 +1,4 @@
-"""What surrounds the target's forward over packed rows: positions, KV slots, outputs, ranks."""
+"""Inputs and outputs of the target's forward over packed rows: positions, KV slots, ranks."""
 
 from __future__ import annotations
 

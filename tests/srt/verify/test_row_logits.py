@@ -176,7 +176,7 @@ class Server:
 
 
 def accept(requests: list[Asking], drafted: Drafted, rows: RowLogits, rng: random.Random) -> None:
-    """Each request accepts some path and a token behind it, which the host is told a step later."""
+    """Each request accepts a path and a bonus token, which the host learns a step later."""
     numbers = {place: row for row, place in enumerate(drafted.rows)}
     predict = torch.zeros(len(numbers) + 1, dtype=torch.int32)
     index = torch.full((len(requests), NODES), -1, dtype=torch.int32)
@@ -259,7 +259,7 @@ def _with(info: Any, name: str) -> Any:
 
 
 def test_row_logits_recall_counts_outputs_of_a_retracted_request() -> None:
-    """Beside one that has said nothing yet."""
+    """The batch has a request without output tokens."""
     requests = [Asking.new(str(n), n, 2, params) for n, params in enumerate(ASKED[:5])]
     for request in requests[:4]:
         request.req.output_ids = array("q", [1, 3, 3])

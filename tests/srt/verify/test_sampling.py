@@ -114,7 +114,7 @@ def verify(
     keep: Sequence[Sequence[bool]] | None = None,  # per request: which drafted nodes may stay
     width: int = MAX_DRAFTS + 2,  # of accept_index
 ) -> list[Tokens]:
-    """What each request emits, all of them as one batch of packed rows."""
+    """Tokens that each request emits, with all requests in one batch of packed rows."""
     batch = len(requests)
     parents = torch.full((batch, MAX_DRAFTS), -1)
     tokens, depth = torch.zeros_like(parents), torch.zeros_like(parents)
@@ -165,7 +165,7 @@ def weight(draft: Draft, sample: Tokens, target: Target) -> Fraction:
 def laws(
     batch: Sequence[Draft], target: Target, rule: Rule | None = None, width: int = MAX_DRAFTS + 2
 ) -> list[Emissions]:
-    """What comes of each draft; everything that can happen to all of them in one packed batch."""
+    """Outcome of each draft; one packed batch has every possible outcome."""
     pairs = [(draft, sample) for draft in batch for sample in all_samples(draft)]
     requests, samples = zip(*pairs, strict=True)
     keep = rule and [rule(draft, sample) for draft, sample in pairs]

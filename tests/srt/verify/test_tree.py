@@ -146,7 +146,7 @@ def test_tree_forward_gets_live_nodes_slots_and_masks(case: Case, captured: bool
     at = [b * case.max_nodes + node for b, node in case.forwarded]
     rows = tiers.pick(len(at), len(case.parents)) if captured else len(at)
     assert rows is not None
-    padding = [0] * (rows - len(at))  # slot 0 is nobody's
+    padding = [0] * (rows - len(at))  # slot 0 belongs to no request
     assert packed.draft_token.tolist() == [tokens[i] for i in at] + padding
     assert packed.positions.tolist() == [positions[i] for i in at] + padding
     assert slots.tolist() == [case.kv_slot(*row) for row in case.forwarded] + padding
@@ -299,7 +299,7 @@ class Pool:
 @fast
 @given(cases(), st.booleans())
 def test_tree_accepted_path_moves_to_the_front(case: Case, with_hidden: bool) -> None:
-    """Of greedy acceptance, which follows the target's argmax."""
+    """Oracle of greedy acceptance, which follows the target's argmax."""
     logits = logits_of(case)
     target = logits.argmax(dim=1).tolist()
     verify_input = case.verify_input()

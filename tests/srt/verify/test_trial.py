@@ -1,4 +1,4 @@
-"""What counts as another row."""
+"""Results that the trial counts as another row's."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, Step
 from sglang_c2t.plan.survival import Survival
 from sglang_c2t.policies import check_policy
 from sglang_c2t.srt.draft.state_file import StateFile
-from tests.hostile import (
+from tests.corrupt_data import (
     NUMBERS,
     ODD_VALUES,
     SPECIAL,

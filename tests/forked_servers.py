@@ -54,11 +54,11 @@ class Forked:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """What it ended with, None while it runs."""
+        """Exit code, None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """What it ends with; :class:`subprocess.TimeoutExpired` when it does not in time."""
+        """Exit code; :class:`subprocess.TimeoutExpired` if it does not end in time."""
         self._process.join(timeout)
         ended = self.poll()
         if ended is None:
@@ -67,7 +67,7 @@ class Forked:
 
 
 @functools.cache
-def _nursery() -> ForkServerContext:
+def _fork_server() -> ForkServerContext:
     """It runs, in the environment that all servers share."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
@@ -83,7 +83,7 @@ def start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> server.Proc
     if argv[1] != "-m" or not own <= READ_LATE:
         return start_as_users_do(argv, env, log)
     with _ONE_AT_A_TIME:
-        process = _nursery().Process(target=_serve, args=(argv[2], argv[3:], dict(env), log))
+        process = _fork_server().Process(target=_serve, args=(argv[2], argv[3:], dict(env), log))
         process.start()
     return Forked(argv, process)
 
@@ -107,7 +107,7 @@ def _serve(module: str, flags: Sequence[str], env: dict[str, str], log: Path) ->
 
 
 def _read_again() -> None:
-    """What SGLang keeps of the environment from its import on."""
+    """Set again what SGLang read from the environment on import."""
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler
 
@@ -117,14 +117,14 @@ def _read_again() -> None:
 
 
 def _price_briefly() -> None:
-    """What steps cost decides how much is planned, and no output: a rough price does here."""
+    """Measure step costs briefly: costs decide plans, and no output."""
     from sglang_c2t.srt.draft import seeding
 
     seeding.SECONDS = 4.0
 
 
 def _compile_nothing() -> None:
-    """What SGLang hands to ``torch.compile`` runs as it is."""
+    """Run functions without ``torch.compile``."""
     import torch._dynamo
 
     torch._dynamo.config.disable = True

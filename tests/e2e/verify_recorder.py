@@ -21,14 +21,14 @@ WATCHED = "kv-"
 
 
 @dataclass
-class Witness(SwitchableTree):
+class VerifyRecorder(SwitchableTree):
     """Silent until the folder ``notes`` exists. Then each verification adds the sizes of its
     trees to ``sizes.jsonl``, and prefills and verifications save the KV rows of every
     committed token of the watched requests as ``<request id>.<tokens>.pt``.
     """
 
     notes: str = ""
-    name: ClassVar[str] = "witness"
+    name: ClassVar[str] = "verify-recorder"
 
     def grow(self, layer: TreeLayer) -> Growth:
         """The hooks go in where drafts are made; the launcher only tries the policy."""
