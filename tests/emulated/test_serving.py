@@ -22,9 +22,9 @@ GREEDY = [name for name in SERVERS if "seeded" not in name]
 
 #: Servers whose parts other servers of this file run as well. Beside the oldest release, also those
 #: whose steps use the same code of SGLang as in the newest.
-RARELY = {"EAGLE3 chains, FlashInfer, any plan", "EAGLE3 trees, FlashInfer"}
+RARELY = {"EAGLE3 chains, FlashInfer, any plan"}
 if RELEASE is OLDEST:
-    RARELY |= {"target alone, FA3", "EAGLE3 chains, FlashInfer, gated"}
+    RARELY |= {"target alone, FA3", "EAGLE3 chains, FlashInfer, gated", "EAGLE3 trees, FlashInfer"}
     RARELY |= {name for name in GREEDY if "any plan" in name}
 
 
