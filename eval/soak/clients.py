@@ -155,7 +155,7 @@ async def _abort(session: aiohttp.ClientSession, url: str, rid: str, delay: floa
 async def send_malformed(session: aiohttp.ClientSession, url: str, case: Malformed) -> Reply:
     """Send it as it is."""
     started, status, problem = time.monotonic(), 0, "no answer"
-    headers = {"Content-Type": case.content_type}
+    headers = {"Content-Type": case.content_type, **dict(case.headers)}
     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
         async with (
             asyncio.timeout(PATIENCE_SECONDS),
