@@ -27,7 +27,7 @@ BANNED_STARTS = re.compile(r"(Of|What|Who|Whose|Behind|Beside)\b")
 ALLOWED = re.compile(r"^```.*?^```|`[^`\n]*`|https?://\S+|--\w\S*", re.MULTILINE | re.DOTALL)
 
 #: Violations left in Python by folder. Lower a number when you remove some; never raise one.
-LEFT = {"eval": 0, "patches": 0, "sglang_c2t": 0, "tests": 16}
+LEFT = {"eval": 0, "patches": 0, "sglang_c2t": 0, "tests": 0}
 
 PAGES = [
     *ROOT.glob("*.md"),

@@ -167,7 +167,7 @@ def made_request(
 
 
 def made_meta(made: Made, tokens: int, chance: float, rng: random.Random) -> dict[str, Any]:
-    """What SGLang tells of a request that gained ``tokens`` by verifications."""
+    """Return SGLang's ``meta_info`` of a request that gained ``tokens`` by verifications."""
     gated = made.method.kind.startswith("c2t")
     accepts, lengths = [0] * (made.length + 1), [0] * (made.length + 2)
     verify_ct = correct = proposed = 0

@@ -1,4 +1,4 @@
-"""What a run must show of itself: equal outputs, and metrics that agree with the requests."""
+"""Checks of a run: equal outputs, and metrics that agree with the requests."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, edit: Edit,
     code: int,
 ) -> str:  # fmt: skip
-    """What the demo prints of a run that ended with ``code``."""
+    """Return what the demo prints after a run that ended with ``code``."""
 
     def run(argv: list[str]) -> int:
         assert not folder.exists(), "what an earlier demo measured is gone"

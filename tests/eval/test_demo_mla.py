@@ -34,7 +34,7 @@ def test_experts_that_stand_in_one_tensor_are_told_apart() -> None:
 
 @torch.inference_mode()
 def test_the_shipped_draft_layer_knows_what_its_target_will_say() -> None:
-    """Of tokens that the target was trained on a third or more, one token ahead."""
+    """It predicts a third of the target's choices on training prompts, one token ahead."""
     target = AutoModelForCausalLM.from_pretrained(MLA, dtype=torch.float32)
     head = mla.MtpHead(target)
     with safe_open(MLA / "model.safetensors", "pt") as file:

@@ -62,7 +62,7 @@ def read() -> list[Step]:
 
 
 def decoded(mode: bool, lengths: list[int], brings: int, **result: Any) -> list[Step]:
-    """What the clock notes of one processed batch of requests that end at these lengths."""
+    """Return the clock's row for a processed batch of requests that end at these lengths."""
     reqs = [Request(length) for length in lengths]
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: mode), reqs=reqs)
 

@@ -71,7 +71,7 @@ class Model:
 
 
 class Sizes(NamedTuple):
-    """What a forward needs to know beside the weights."""
+    """Sizes and constants of a forward."""
 
     layers: int
     heads: tuple[int, int, int]

@@ -1,4 +1,4 @@
-"""The losslessness suite finds altered answers and tells ties from defects."""
+"""The losslessness suite finds altered answers and separates ties from defects."""
 
 from __future__ import annotations
 

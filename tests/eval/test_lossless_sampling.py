@@ -109,7 +109,7 @@ def test_cuts_keep_what_an_oracle_keeps(
 
 @pytest.mark.parametrize("name", ["temperature 1", "temperature 0.7"])
 def test_tokens_that_were_not_listed_keep_their_share(name: str) -> None:
-    """Of a large vocabulary only a part is listed; the rest can be sampled all the same."""
+    """A part of a large vocabulary is listed; the rest can be sampled all the same."""
     listed_part = np.log([0.6, 0.3, 0.09])
     cells = exact_cells(lambda prefixes: [(np.arange(3), listed_part)], CUTS[name], 1)
     assert 0 < cells.probabilities[(REST,)] < 0.02
@@ -141,7 +141,7 @@ def as_cells(probabilities: Array) -> Cells:
 
 
 def p_values(exact: list[Array], drawn_from: list[Array], n: int, trials: int) -> list[float]:
-    """Of ``trials`` runs that draw ``n`` samples in all, evenly from each distribution."""
+    """P-values of ``trials`` runs that draw ``n`` samples in all, evenly from each distribution."""
     rng = np.random.default_rng(0)
     cells = [as_cells(p) for p in exact]
     found = []

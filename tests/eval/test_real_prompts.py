@@ -1,4 +1,4 @@
-"""What the real pair is asked: splits apart, every family there, nothing read as the template's."""
+"""Prompts of the real pair: disjoint splits, every family, no text read as the template's."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from eval.smollm2.target import TargetError
 
 
 class Made:
-    """What was recorded and trained, in place of servers."""
+    """Doubles of recording and training that keep their arguments."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.recorded: list[tuple[Any, int, Path, Recorded]] = []

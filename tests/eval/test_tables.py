@@ -146,7 +146,7 @@ def test_tables_nodes_are_read_where_the_family_accepts_as_fixed_drafts(
 
 
 def roots_visited(first_root: list[int], accepted: list[float]) -> list[float]:
-    """What was accepted at each root that a server comes by."""
+    """Return the accepted drafts at each root that a server visits."""
     found = []
     for at, end in pairwise(first_root):
         root = at

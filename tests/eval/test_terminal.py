@@ -1,4 +1,4 @@
-"""What the commands of eval share: how they print, and how they are stopped."""
+"""The console of all commands of eval, and their way to stop."""
 
 from __future__ import annotations
 
