@@ -206,7 +206,11 @@ def growth(memory: Sequence[tuple[float, float]]) -> Check:
 
 
 def exceptions(log: str) -> Counter[str]:
-    """Last lines of the tracebacks in a log, without numbers: the first unindented line."""
+    """Last lines of the tracebacks of a serving server's log, without numbers.
+
+    At start SGLang's own ``freeze_gc`` may find its socket not listening yet, and log that.
+    """
+    log = log.rpartition("The server is fired up")[2]
     ends = re.findall(r"Traceback \(most recent call last\).*\n(?:[ \t].*\n|\n)*(.*)", log)
     return Counter(re.sub(r"\d+", "#", end)[:200] for end in ends)
 

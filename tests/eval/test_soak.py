@@ -207,6 +207,7 @@ def test_soak_exceptions_are_the_last_lines_of_tracebacks() -> None:
         "ValueError: # is odd": 1, "RuntimeError: pool memory leak detected! #": 1,
     }  # fmt: skip
     assert exceptions("all is well\n") == Counter()
+    assert exceptions(f"{LOG}The server is fired up and ready to roll!\n") == Counter()
 
 
 def test_soak_server_ends_cleanly_only_by_itself_and_without_leftovers() -> None:
