@@ -43,18 +43,6 @@ class StepKind(Enum):
     """All layers; the policy's gate decides which drafts are verified."""
 
 
-#: Kinds of steps that distribute the row budget by the survival of drafts.
-SELECTED = frozenset(
-    {
-        StepKind.PLANNED,
-        StepKind.EXPLORE,
-        StepKind.UNMEASURED,
-        StepKind.WARMUP,
-        StepKind.FALLBACK,
-    }
-)
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """Drafts and rows of one step, equal on all ranks that share its requests."""

@@ -20,7 +20,6 @@ from sglang_c2t.srt.probes import SeamError, module_exists, parameters_of, sglan
 from sglang_c2t.srt.seams import ADAPTER_SEAMS, broken_seams
 
 OVERRIDES = "sglang.srt.arg_groups.overrides"
-SPECULATIVE_HOOK = "sglang.srt.arg_groups.speculative_hook"
 CACHE_LOCS = "sglang.kernels.ops.speculative.cache_locs"
 KV_CACHE = "sglang.srt.mem_cache.kv_cache_configurator"
 DISAGGREGATION = "sglang.srt.speculative.eagle_disaggregation"
