@@ -124,47 +124,22 @@ def attacked(
 
 
 def bodies_of_attacks(folder: Path) -> list[Any]:
-    """Bodies that the server must refuse from every sender."""
+    """One body of each kind; `tests/srt/hooks` has the others, without a server."""
     secret = str(folder / "secret.safetensors")
     return [
         {"policy": "os:system", "policy_options": {"command": f"touch {folder}/sung-system"}},
         {"policy": "canary:Policy"},
         {"policy": "canary:Policy-eagle2"},
-        {"policy": "subprocess:getoutput", "policy_options": {"cmd": f"touch {folder}/sung-sub"}},
-        {"policy": "json:JSONDecoder"},
-        {"policy": "sys:exit"},
-        {"policy": ":x"},
-        {"policy": "x:"},
-        {"policy": "a\0b:c"},
-        {"policy": "x" * 5000},
         {"policy": "\ud800"},
-        {"policy": ["c2t"]},
         {"classifier": secret},
-        {"classifier": str(folder / "nothing.safetensors")},
-        {"classifier": "../secret.safetensors"},
-        {"classifier": "/etc/passwd"},
         {"classifier": "/proc/self/environ"},
-        {"classifier": "\0"},
-        {"policy": "dyjoint", "policy_options": {"beta": "0.6"}},
         {"policy": "dyjoint", "policy_options": {"beta": 7}},
-        {"policy": "fixed", "policy_options": {"length": "2"}},
-        {"policy": "fixed", "policy_options": {"length": 10**30}},
-        {"policy": "eval.baselines:Entropy", "policy_options": {"max_entropy": 1}},
         {"policy": "c2t", "policy_options": {"classifier": secret}},
-        {"beta": True},
-        {"verify": "static"},
         {"record": str(folder / "sung-record")},
-        {"classifier_dir": "/"},
         {"loopback_control": True},
-        b"[" * 16_000,
-        b'{"policy":' * 1600,
         b"[" * 1_000_000,
         b'{"beta": NaN}',
-        b'{"beta": 0.4, "beta": 0.5}',
-        b'{"beta": ' + b"1" * 5000 + b"}",
-        b'{"beta"',
         b"\xff\xfe",
-        b"",
     ]
 
 
@@ -180,18 +155,6 @@ def test_nothing_that_is_posted_runs_code_or_opens_files(attacked: Attacked) -> 
     assert attacked.sung() == []
     assert attacked.settings() == in_force
     assert attacked.outputs() == before
-
-
-def test_a_file_outside_is_told_of_neither_by_its_presence_nor_by_its_absence(
-    attacked: Attacked,
-) -> None:
-    answers = {
-        attacked.post(
-            "/c2t", {"classifier": str(attacked.folder / name)}, attacked.owner or attacked.client
-        ).text.replace(name, "NAME")
-        for name in ("secret.safetensors", "nothin.safetensors")
-    }
-    assert len(answers) == 1
 
 
 def test_only_who_may_changes_the_server(attacked: Attacked) -> None:
@@ -212,24 +175,6 @@ def test_only_who_may_changes_the_server(attacked: Attacked) -> None:
     assert attacked.post("/c2t", change, attacked.owner).status_code == 200
     assert attacked.settings()["policy"] == "fixed"
     assert attacked.post("/c2t", {"policy": "c2t"}, attacked.owner).status_code == 200
-
-
-def test_no_page_and_no_proxy_may_post(attacked: Attacked) -> None:
-    sender = attacked.owner or attacked.client
-    in_force = attacked.settings()
-    for header, value in {
-        "Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site",
-        "Content-Type": "text/plain",
-    }.items():  # fmt: skip
-        status = attacked.post("/c2t", {"policy": "fixed"}, {**sender, header: value}).status_code
-        assert status in (403, 415), header
-    if not attacked.admin:
-        for header, value in {
-            "X-Forwarded-For": "127.0.0.1", "Via": "1.1 x", "Host": "evil.example",
-        }.items():  # fmt: skip
-            status = attacked.post("/c2t", {"policy": "fixed"}, {**sender, header: value})
-            assert status.status_code == 403, header
-    assert attacked.settings() == in_force
 
 
 def test_sglangs_own_endpoint_does_not_change_the_policy(attacked: Attacked) -> None:

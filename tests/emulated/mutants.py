@@ -3,6 +3,7 @@
 A mutant breaks one thing in the process of a server: when it has started, or before. On the
 emulated device it must end in an error, keep other keys and values, verify other rows, or exceed
 the budget of a step; ``test_serving.py`` looks. A GPU would show some of them now and then.
+Mistakes that one function shows by itself are left to the tests of that function.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from tests.emulated.versions import OLDEST, RELEASE
 
 #: Imported where a mutant needs them: SGLang is, with them.
-PACKING, ACCEPT = "sglang_c2t.srt.verify.packing", "sglang_c2t.srt.verify.accept"
+PACKING = "sglang_c2t.srt.verify.packing"
 
 MUTANTS: dict[str, Mutant] = {}
 
@@ -142,16 +143,6 @@ def rows_are_written_one_place_behind() -> None:
 
 
 @mutant(CHAINS)
-def positions_are_those_of_whole_drafts() -> None:
-    def unpacked(lay_out: Any, *tables: Any, **sizes: Any) -> Any:
-        made, positions = lay_out(*tables, **sizes), tables[2]
-        whole = positions.repeat(len(made.positions) // len(positions) + 1)
-        return made._replace(positions=whole[: len(made.positions)])
-
-    around(PACKING, "lay_out", unpacked)
-
-
-@mutant(CHAINS)
 def the_smallest_graph_is_replayed_for_any_rows() -> None:
     from sglang_c2t.srt.verify.packing import _Size
 
@@ -182,40 +173,6 @@ def attention_forgets_the_rows_themselves() -> None:
         return made._replace(slot_keys=made.slot_keys - made.slot_rows)
 
     around(PACKING, "lay_out", before)
-
-
-@mutant(CHAINS)
-def a_row_counts_to_the_request_behind() -> None:
-    around(
-        ACCEPT, "accept_paths", lambda walk, wanted, *more, **n: walk(wanted.roll(1), *more, **n)
-    )
-
-
-@mutant(CHAINS)
-def cuts_are_forgotten() -> None:
-    def whole(walk: Any, wanted: Any, tokens: Any, rows: Any, *more: Any, **sizes: Any) -> Any:
-        everything = torch.nn.functional.pad(wanted, (0, tokens.numel() - len(wanted)))
-        return walk(everything, tokens, torch.full_like(rows, 4), *more, **sizes)
-
-    around(ACCEPT, "accept_paths", whole)
-
-
-@mutant(CHAINS)
-def drafts_end_before_the_first() -> None:
-    from sglang_c2t.draft.chain import ChainGate
-
-    around(ChainGate, "agreed", lambda agreed, self, lens: torch.ones_like(agreed(self, lens)))
-
-
-@mutant(CHAINS)
-def the_draft_reads_the_hidden_states_of_other_rows() -> None:
-    from sglang_c2t.srt.verify import chain
-
-    around(
-        chain,
-        "scatter_rows",
-        lambda scatter, values, *args: scatter(values.roll(1, 0), *args),
-    )
 
 
 # -- what is kept between steps --------------------------------------------------------------
@@ -268,16 +225,6 @@ def first_tokens_after_uniform_steps_are_not_scored() -> None:
     around(Gate, "relay_first_token", never)
 
 
-@mutant(ANY_CHAINS)
-def uniform_steps_verify_a_row_less() -> None:
-    from sglang_c2t.srt.draft import chain
-
-    around(
-        chain.ChainVerifyInput, "cut",
-        lambda cut, stock, lens, *more, **own: cut(stock, (lens - 1).clamp(min=1), *more, **own),
-    )  # fmt: skip
-
-
 # -- FlashInfer ------------------------------------------------------------------------------
 
 
@@ -321,59 +268,10 @@ def rows_see_the_tree_of_the_step_before() -> None:
 
 
 @mutant(TREES)
-def masks_are_packed_behind_a_shorter_prefix() -> None:
-    from sglang_c2t.srt.verify import flashinfer
-
-    around(
-        flashinfer,
-        "pack_tree_mask",
-        lambda pack, words, prefix, *more: pack(words, prefix - 1, *more),
-    )
-
-
-@mutant(TREES)
 def accepted_keys_stay_where_the_tree_was() -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     MHATokenToKVPool.move_kv_cache = lambda *_: None
-
-
-@mutant(TREES)
-def all_nodes_are_children_of_the_root() -> None:
-    def flat(walk: Any, *tables: Any, **sizes: Any) -> Any:
-        *more, parents = tables
-        return walk(*more, parents.clamp(max=0), **sizes)
-
-    around(ACCEPT, "accept_paths", flat)
-
-
-@mutant(TREES)
-def padding_counts_as_rows() -> None:
-    def padded(walk: Any, wanted: Any, tokens: Any, rows: Any, starts: Any, *more: Any,
-               **sizes: Any) -> Any:  # fmt: skip
-        late = starts + torch.arange(len(starts), dtype=torch.int32, device=starts.device)
-        return walk(wanted, tokens, rows, late.clamp(max=len(wanted) - 1), *more, **sizes)
-
-    around(ACCEPT, "accept_paths", padded)
-
-
-@mutant(TREES)
-def depths_are_no_positions() -> None:
-    from sglang_c2t.tree import Trees
-
-    nodes = Trees.positions
-    Trees.positions = lambda self, lens: nodes(self, lens) * 0 + lens[:, None]
-
-
-@mutant(ADAPTED)
-def adapters_are_told_of_the_rows_of_the_request_before() -> None:
-    from sglang_c2t.srt.verify import adapters
-
-    def shifted(stock: Any, forward_batch: Any) -> Any:
-        of_rows = stock(forward_batch)
-        return of_rows[:1] + of_rows[:-1]
-
-    around(adapters, "adapters_of_rows", shifted)
 
 
 @mutant(ADAPTED)
@@ -407,16 +305,6 @@ def padding_is_planned_in_no_slot() -> None:
         return HostPlan.of(packing.host_rows, prefix, forward_batch.batch_size)
 
     around(flashinfer_mla, "_host_plan", without)
-
-
-@mutant(LATENT)
-def latents_of_rows_are_read_one_place_behind() -> None:
-    from sglang_c2t.srt.verify import flashinfer_mla
-
-    def behind(fill: Any, table: Any, requests: Any, prefix: Any, *more: Any) -> Any:
-        return fill(table.roll(-1, 1), requests, prefix, *more)
-
-    around(flashinfer_mla, "ragged_kv_indices", behind)
 
 
 # -- ranks -----------------------------------------------------------------------------------
@@ -456,25 +344,11 @@ def a_rank_hears_of_its_own_rows_alone() -> None:
     around(Peers, "of_all", deaf)
 
 
-#: Those that tests look for: beside one release, as comparisons are the same beside the other.
 @mutant(PENALISED)
 def what_was_accepted_is_not_counted() -> None:
     penalties = importlib.import_module("sglang_c2t.srt.verify.penalties")
     around(penalties.OutputHistory, "keep", lambda *_: None)
 
 
-@mutant(PENALISED)
-def penalties_are_those_of_the_root() -> None:
-    """As in SGLang's own verification."""
-    penalties = importlib.import_module("sglang_c2t.srt.verify.penalties")
-
-    def root_alone(of: Any, *args: Any) -> Any:
-        rows = of(*args)
-        tokens = rows.tokens.clone()
-        tokens[:, 1:] = int(tokens.max())
-        return rows._replace(tokens=tokens)
-
-    around(penalties.Rows, "of", root_alone)
-
-
+#: Those that tests look for: beside one release, as comparisons are the same beside the other.
 TRIED = {} if RELEASE is OLDEST else MUTANTS

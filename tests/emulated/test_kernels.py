@@ -14,7 +14,7 @@ from torch import Tensor
 from sglang_c2t.kernels import gate
 from tests.emulated import kernels, references
 from tests.emulated.torch_cuda import installed
-from tests.kernels.gate_worker import NETWORKS, program, random_layer
+from tests.kernels.test_gate import NETWORKS, program, random_layer
 
 HEADS, KEY_HEADS, SIZE, POOL = 4, 2, 8, 40
 SCALE = 0.3

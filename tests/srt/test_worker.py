@@ -17,7 +17,7 @@ from sglang_c2t.config import CONFIG_ENV, C2TConfig, active
 from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.draft.gate import Exploration
 from sglang_c2t.draft.tree import TreeGate
-from sglang_c2t.srt import compat, worker
+from sglang_c2t.srt import compat, serving, worker
 from sglang_c2t.srt.data_parallel import Peers
 from sglang_c2t.srt.draft.chain import ChainDrafter
 from sglang_c2t.srt.draft.tree import TreeDrafter
@@ -148,12 +148,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
 def state(made: Any) -> dict[str, Any]:
     """All that a live switch may change."""
-    serving, drafter = made._serving, made._drafter
+    served, drafter = made._serving, made._drafter
     return {
-        "settings": (serving.config, active()),
+        "settings": (served.config, active()),
         "policy": drafter.gate.served.policy,
         "program": drafter.gate.served.program,
-        "planner": (serving.planning, drafter.planning, drafter.gate.planned),
+        "planner": (served.planning, drafter.planning, drafter.gate.planned),
         "requests to judge again": set(drafter.requests._unscored),
     }
 
@@ -312,60 +312,38 @@ def test_worker_switch_replaces_policy_and_planner(
     made.change({"policy": "auto"})
     assert made._serving.planning is planning is made._drafter.planning
     assert made._drafter.gate.planned
-
-
-def test_worker_switch_with_forget_resets_the_planner(server: Server) -> None:
-    made = server.started()
     resets: list[str] = []
-    made._serving.planning.planner.reset = lambda: resets.append("reset")
+    planning.planner.reset = lambda: resets.append("reset")
     before = made._serving.config
     assert made.change({"forget": True}) == before
     assert resets == ["reset"]
 
 
 @pytest.mark.parametrize(
-    ("typed", "values", "sentence"),
+    ("typed", "values", "sentence", "graphs"),
     [
-        (C2TConfig(), {"policy": "none"}, "unknown c2t policy"),
-        (C2TConfig(), {"beta": "high"}, "c2t beta must be"),
-        (C2TConfig(), {"verify": "static"}, "cannot change while the server runs"),
-        (C2TConfig("dyjoint"), {"forget": True}, "policy dyjoint learns nothing"),
-        (C2TConfig("c2t", max_verify_rows=8), {"policy": "auto"}, "policy auto plans how many"),
-        (C2TConfig("c2t", record="r"), {"beta": 0.5}, "the policy of a server that records stays"),
-        (C2TConfig("c2t", verify="static"), {"policy": "auto"}, "policy auto plans how many rows"),
+        (C2TConfig(), {"beta": "high"}, "c2t beta must be", False),
+        (C2TConfig("dyjoint"), {"forget": True}, "policy dyjoint learns nothing", False),
+        (C2TConfig("c2t", max_verify_rows=8), {"policy": "auto"}, "policy auto plans how", False),
+        (C2TConfig("c2t", record="r"), {"beta": 0.5}, "the policy of a server that rec", False),
+        (C2TConfig("c2t", verify="static"), {"policy": "auto"}, "policy auto plans how", False),
+        (C2TConfig("dyjoint"), {"policy": "c2t-plus"}, "cannot take over in captured CUDA", True),
+        (C2TConfig("dyjoint"), {"policy": "auto"}, "graphs, which compute no surviv", True),
     ],
 )
 def test_worker_switch_that_is_refused_changes_nothing(
-    server: Server, typed: C2TConfig, values: dict[str, Any], sentence: str
+    server: Server, typed: C2TConfig, values: dict[str, Any], sentence: str, graphs: bool
 ) -> None:
     made = server.started(typed)
+    if graphs:
+        made._draft_worker.cuda_graph_runner = "graphs"
     before = state(made)
     with refused(sentence):
         made.change(values)
     assert state(made) == before
 
 
-@pytest.mark.parametrize(
-    ("policy", "sentence"),
-    [
-        ("c2t-plus", "policy c2t-plus cannot take over in captured CUDA graphs, whose gate reads"),
-        ("auto", "policy auto cannot take over in captured CUDA graphs, which compute no surviv"),
-    ],
-)
-def test_worker_switch_in_cuda_graphs_refuses_a_policy_without_kernels(
-    server: Server, policy: str, sentence: str
-) -> None:
-    made = server.started(C2TConfig("dyjoint"))
-    made._draft_worker.cuda_graph_runner = "graphs"
-    before = state(made)
-    with refused(sentence):
-        made.change({"policy": policy})
-    assert state(made) == before
-
-
-def test_worker_switch_in_cuda_graphs_restores_the_captured_planner(
-    server: Server,
-) -> None:
+def test_worker_switch_in_cuda_graphs_restores_the_captured_planner(server: Server) -> None:
     made = server.started()
     draft, drafter = made._draft_worker, made._drafter
     drafter.captured_planning = made._serving.planning
@@ -533,7 +511,10 @@ def test_worker_idle_rank_verifies_a_dummy_row_where_other_ranks_pack(
 # -- reports ----------------------------------------------------------------------------------
 
 
-def test_worker_report_names_shape_policy_and_classifier(server: Server) -> None:
+def test_worker_reports_shape_policy_classifier_and_the_planner_while_it_plans(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "PARTS", reporting.PARTS)
     made = server.started(C2TConfig("c2t-plus", beta=0.4))
     report = reporting.PARTS["serving"]()
     shape = {"num_steps": STEPS, "topk": 1, "num_draft_tokens": WIDTH}
@@ -544,14 +525,6 @@ def test_worker_report_names_shape_policy_and_classifier(server: Server) -> None
     assert "planner" not in reporting.PARTS
     made.change({"policy": "dyjoint"})
     assert reporting.PARTS["serving"]()["classifier"] is None
-
-
-def test_worker_report_of_the_planner_while_it_plans(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sglang_c2t.srt import serving
-
-    monkeypatch.setattr(serving, "PARTS", reporting.PARTS)
     made = server.started()
     made._serving.planning.report = lambda requests: {"requests": requests}
     assert reporting.PARTS["planner"]() == {"requests": REQUESTS}
