@@ -1,6 +1,6 @@
-"""Servers that are set wrong on purpose: what is wrong is named first. And one that is watched.
+"""A server that is set wrong on purpose, and watched: what is wrong is named first.
 
-Every cause is in tests/offline/test_advice.py; here the server's own numbers lead to two of them.
+Every cause is in tests/offline/test_advice.py; here the server's own numbers lead to one of them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 import requests
-import torch
 
 from eval.prompts import demo_mix
 from eval.server import Launch, Server, running, speculative_flags
-from sglang_c2t.classifier.checkpoint import load_classifier, save_classifier
 from sglang_c2t.cli import main
 from sglang_c2t.offline.client import greedy, run_load
 from tests.e2e.conftest import REPOSITORY, series
@@ -99,33 +97,6 @@ def test_a_limit_below_the_load_is_named_with_what_more_would_bring(
     assert re.match(r"queue: \d+ requests wait while 4\d run: no more than 48 may", cause)
     assert "--max-running-requests 48 -> 64 (queue)" in text or "add a replica" in text
     assert "by the planner's costs and survivals" in text
-
-
-def test_a_classifier_of_another_model_is_named_by_what_it_promised(
-    logs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It thinks of a draft that is worse: its log odds are three too low."""
-    classifier = load_classifier("c2t-plus")
-    *_, bias = classifier.net.parameters()
-    with torch.no_grad():
-        bias -= 3.0
-    classifier.training["origins"] = [
-        {"algorithm": "EAGLE3", "draft": "other-draft", "target": "other-target",
-         "weights": {"draft": "other", "target": "other"}}
-    ]  # fmt: skip
-    path = logs / "of-another.safetensors"
-    save_classifier(classifier, path)
-    flags = ("--c2t-policy", "auto", "--c2t-classifier", str(path))
-    with loaded("of-another", logs, *CHAINS, *flags) as server:
-        eventually(lambda: sum(told(server)["planner"][0]["confidence"]["drafts"]) > 100)
-        text = advised(server, capsys)
-    cause = first_cause(text)
-    promised, survived = re.findall(r"(\d+)%", cause)[:2]
-    assert cause.startswith("classifier: of ")
-    assert int(promised) + 10 < int(survived)
-    learnt = "of-another.safetensors learnt from another pair (other-draft for other-target)"
-    assert learnt in cause
-    assert f"C2T: classifier {learnt}: as given" in (logs / "of-another.log").read_text()
 
 
 def told(server: Server) -> dict:
@@ -225,7 +196,3 @@ def test_ctrl_c_ends_watching_and_leaves_the_terminal_as_it_was(queued: Server) 
     terminal.wait_for("tokens/s")
     terminal.type("\x03")
     assert terminal.ended() == 0
-
-
-def test_who_may_change_the_server_is_told(queued: Server) -> None:
-    assert told(queued)["changed_by"] == "this machine"
