@@ -327,16 +327,3 @@ def test_nothing_but_a_regular_file_is_ever_replaced(tmp_path: Path, name: str) 
         write_whole({path: lambda tmp: tmp.write_text("x")})
     assert os.lstat(path).st_ino == before.st_ino
     assert [found.name for found in tmp_path.iterdir()] == ["here"]
-
-
-def test_a_device_that_takes_the_place_of_a_state_stays_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "state.json"
-    kept = StateFile(path, planner_at_work(), MODELS)
-    path.unlink()
-    os.mkfifo(path)
-    with in_time():
-        kept.save()
-    assert not path.is_file()
-    assert "cannot write" in caplog.messages[-1]

@@ -23,7 +23,6 @@ from sglang_c2t.policies import DraftLayer, build_policy
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.dymax import DyMax
 from tests.draft.own_rules import Scheduled, in_torch
-from tests.gpu import gpu
 
 
 class Scripted:
@@ -419,42 +418,6 @@ def test_chain_gate_exploration_steps_keep_full_drafts_measured_in_torch(name: s
         for gate in gates:
             if seed < 4:
                 gate.relay_first_token(here, draft_logits(3, seed=200 + seed))
-
-
-@gpu
-@pytest.mark.parametrize("name", GATES)
-def test_chain_gate_captured_step_decides_as_the_policy(name: str) -> None:
-    """Other requests, logits and joins at each replay; the last two rows are padding."""
-    policy, batch, depth = policy_of(name), 6, 4
-    gate = ChainGate(policy, num_slots=9, device="cuda")
-    slots = torch.zeros(batch, dtype=torch.int64, device="cuda")
-    logits = draft_logits(depth, batch, seed=0).cuda()
-    lens = torch.zeros(batch, dtype=torch.int32, device="cuda")
-
-    def step() -> None:
-        gate.begin(slots)
-        for layer in logits:
-            gate.observe(layer)
-        lens.copy_(gate.verify_lens)
-
-    gate.join(slots[:1], logits[0, :1])  # compiles
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    slow = plain(policy_of(name))
-    for seed in range(1, 6):
-        here = torch.randperm(8, generator=torch.Generator().manual_seed(seed))[:4] + 1
-        first, later = draft_logits(4, seed=10 * seed), draft_logits(depth, batch, seed=seed)
-        gate.relay_first_token(here.cuda(), first.cuda())
-        slow.relay_first_token(here, first)
-        slots[:4].copy_(here)
-        logits.copy_(later)
-        graph.replay()
-        slow.begin(here)
-        for layer in later:
-            slow.observe(layer[:4])
-        assert lens[:4].tolist() == slow.verify_lens.tolist()
 
 
 # -- packing ------------------------------------------------------------------------------

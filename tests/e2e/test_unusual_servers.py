@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval.prompts import demo_mix
-from eval.server import TARGET, Launch, running, speculative_flags
-from sglang_c2t.offline.client import differing, greedy, run_load
+from eval.server import Launch, running, speculative_flags
+from sglang_c2t.offline.client import differing, run_load
 from tests.e2e.conftest import (
     BODIES,
     REPOSITORY,
@@ -111,47 +108,3 @@ def test_static_truncation_gives_the_same_outputs_at_full_width(
         assert differing(result.outputs, suite.wanted[0].outputs) == []
         verified = sum(a.meta_info.get("spec_verify_ct", 0) for a in result.answers)
         assert after["verify_rows"] - before["verify_rows"] == 6 * verified
-
-
-@pytest.mark.extended
-def test_a_draft_equal_to_the_target_accepts_what_sglangs_draft_path_allows(logs: Path) -> None:
-    """SGLang never shows a STANDALONE draft the first prompt token, so it does not accept all.
-
-    The oracle decodes with transformers, drafting from the context less its first token.
-    """
-    texts = [prompt.text for prompt in demo_mix(4, seed=5)]
-    flags = list(speculative_flags("STANDALONE"))
-    flags[flags.index("--speculative-draft-model-path") + 1] = str(TARGET)
-    with running(Launch("self-draft", (*flags, "--c2t", "--c2t-policy", "fixed")), logs) as server:
-        result = run_load(server.url, [greedy(text, 40) for text in texts], concurrency=1)
-    for text, answer in zip(texts, result.answers, strict=True):
-        verify_ct, num_correct_drafts = simulated_self_draft(text, answer.output_ids)
-        assert answer.meta_info["spec_verify_ct"] == verify_ct
-        assert answer.meta_info["spec_num_correct_drafts"] == num_correct_drafts
-
-
-@torch.inference_mode()
-def simulated_self_draft(
-    text: str, output_ids: tuple[int, ...], num_steps: int = 5
-) -> tuple[int, int]:
-    """Verifications and accepted drafts when the draft sees all but the first token."""
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    prompt = AutoTokenizer.from_pretrained(TARGET)(text)["input_ids"]
-    done = [*prompt, output_ids[0]]  # the prefill gives the first token
-    end = len(prompt) + len(output_ids)
-    verify_ct = num_correct_drafts = 0
-    while len(done) < end:
-        context = done[1:]
-        drafts: list[int] = []
-        for _ in range(num_steps):
-            logits = model(torch.tensor([context + drafts])).logits[0, -1]
-            drafts.append(int(logits.argmax()))
-        ahead = model(torch.tensor([done + drafts])).logits[0].argmax(dim=-1).tolist()
-        targets = ahead[len(done) - 1 :]  # the target's choice after each verified row
-        correct = 0
-        while correct < num_steps and drafts[correct] == targets[correct]:
-            correct += 1
-        done += targets[: correct + 1]
-        verify_ct += 1
-        num_correct_drafts += correct
-    return verify_ct, num_correct_drafts

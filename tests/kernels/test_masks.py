@@ -229,22 +229,4 @@ def test_kernels_do_what_loops_do_on_a_gpu(width: int) -> None:
         check_words(forest)
         check_mask(forest)
     check_mask(random_forest(rng, min(width, 16), "cuda", size=2, prefix=3000))
-
-
-@gpu
-def test_rows_shorter_than_a_byte_are_packed_on_a_gpu() -> None:
     short_rows("cuda")
-
-
-@gpu
-@at_size
-def test_a_long_prefix_is_packed_as_the_twin_packs_it() -> None:
-    """32 thousand keys, 64 rows: many blocks of nothing but prefix."""
-    forest = random_forest(random.Random(0), 64, "cuda", size=4, prefix=32_768)
-    prefixes, num_rows = forest.ints(forest.prefixes), forest.ints([64] * 4)
-    words = masks.ancestor_words_from_parents(forest.links(), 64)
-    indptr = masks.mask_indptr(prefixes, num_rows, 4)
-    found, expected = torch.zeros(2, int(indptr[-1]), device="cuda").byte().unbind()
-    masks.pack_tree_mask(words, prefixes, num_rows, indptr, found)
-    masks.pack_tree_mask_torch(words, prefixes, num_rows, indptr, expected)
-    assert torch.equal(found, expected)

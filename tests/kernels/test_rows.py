@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -322,14 +321,6 @@ def test_ancestors_twin_does_what_loops_do(seed: int, size: int, topk: int, dept
     check_follow_ancestors(random.Random(seed), size, topk, depth)
 
 
-def laid_out(lens: torch.Tensor, lay_out: Any = layout.lay_out, **sizes: int) -> layout.Layout:
-    """A batch of at most four rows a request, whose tokens and positions are their numbers."""
-    batch, device = len(lens), lens.device
-    draft = torch.arange(4 * batch, device=device)
-    pool = torch.arange(200, dtype=INT32, device=device).view(-1, 20)
-    return lay_out(lens, draft, draft, pool, draft[:batch], draft[:batch], **sizes)
-
-
 @pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("integers", [INT32, INT64])
 def test_kernels_compile_for_an_h100(size: int, integers: torch.dtype) -> None:
@@ -400,28 +391,3 @@ def test_ancestors_are_followed_on_a_gpu_time_and_again() -> None:
     rng = random.Random(0)
     for _ in range(50):
         check_follow_ancestors(rng, size=32, topk=16, depth=16, device="cuda")
-
-
-@gpu
-def test_a_replayed_graph_packs_other_lengths() -> None:
-    """Captured once with all rows, replayed with every batch that fits."""
-    rng = random.Random(0)
-    lens = torch.full((4,), 4, dtype=INT32, device="cuda")
-
-    def run(lay_out: Any, scatter: Any, *out: Any) -> tuple[layout.Layout, torch.Tensor]:
-        found = laid_out(lens, lay_out, tokens=16, slots=6, places=5)
-        return found, scatter(found.input_ids[:, None], lens, 4, *out)
-
-    run(layout.lay_out, rows.scatter_rows)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found, strided = run(layout.lay_out, rows.scatter_rows)
-    for _ in range(20):
-        lens.copy_(torch.tensor([rng.randint(0, 4) for _ in range(4)]))
-        graph.replay()
-        expected, table = run(
-            layout.lay_out_numpy, rows.scatter_rows_torch, torch.empty_like(strided)
-        )
-        for values, wanted in zip(found, expected, strict=True):
-            assert torch.equal(values, wanted)
-        assert torch.equal(strided, table)

@@ -48,12 +48,3 @@ def test_progress_ends_for_finished_or_hidden_tasks() -> None:
     told = file.getvalue()
     time.sleep(0.05)
     assert file.getvalue() == told
-
-
-def test_progress_on_a_terminal_draws_bars() -> None:
-    file = io.StringIO()
-    with progress_on(Console(file=file, width=100, force_terminal=True)) as shown:
-        for _ in shown.track(range(3), description="epochs"):
-            time.sleep(0.02)
-    assert "3/3" in file.getvalue()
-    assert "epochs: " not in file.getvalue()

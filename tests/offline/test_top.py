@@ -51,19 +51,6 @@ def test_top_line_holds_names_and_values(server: FakeServer) -> None:
     assert values["layers"] == "-", "nothing was planned in these seconds"
 
 
-@pytest.mark.parametrize("encoding", [{}, {"no_color": True}])
-def test_top_screen_shows_the_numbers_in_24_lines(encoding: dict[str, Any]) -> None:
-    lines = drawn(of(), **encoding)
-    assert len(lines) <= 24
-    text = "\n".join(lines)
-    for shown in (
-        "running  47 of 48", "queued   15", "KV cache 24%", "tokens/s 599", "accept length   2.80",
-        "layers         2.66 of 5", "step predicted 120.9 ms", "step measured  182.2 ms",
-        "depth   73%", "policy auto", "1 auto", "8 fixed", "14:03:22",
-    ):  # fmt: skip
-        assert shown in text, text
-
-
 def test_top_screen_of_an_idle_server_has_dashes() -> None:
     idle = view_of(Window(AFTER, replace(AFTER, at=9.0)))
     assert (idle.accept_length, idle.rows, idle.layers) == (None, None, None)

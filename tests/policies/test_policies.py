@@ -137,16 +137,6 @@ def test_classifier_policy_keeps_tokens_whose_confidence_reaches_beta(
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_classifier_policy_keeps_a_confidence_equal_to_beta(name: str) -> None:
-    """And dropped where the threshold is the next float above it."""
-    tokens = layer([0.6, 0.5], margin=[0.4, 0.2], alive=[True, False])
-    confidence = build_policy(C2TConfig(policy=name)).classifier.confidence(tokens)[0]
-    for beta, kept in ((confidence, True), (confidence.nextafter(torch.tensor(2.0)), False)):
-        policy = build_policy(C2TConfig(policy=name, beta=beta.item()))
-        assert policy.keep(tokens)[0] == kept
-
-
-@pytest.mark.parametrize("name", SHIPPED)
 def test_classifier_of_other_features_is_refused(
     classifier_of: Callable[..., str], name: str
 ) -> None:
