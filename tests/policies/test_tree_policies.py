@@ -62,30 +62,18 @@ def test_tree_policy_takes_layer_limit_and_its_gate_the_other_options() -> None:
     assert options == {"layer_limit": 3}, "the configuration stays as it was"
 
 
-WHOLE = "must be a whole number >= 1, got"
-
-
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("dymax", {"layer_limit": 0}, f"layer_limit {WHOLE} 0"),
-        ("dymax", {"layer_limit": 1.5}, f"layer_limit {WHOLE} 1.5"),
-        ("dymax", {"layer_limit": True}, f"layer_limit {WHOLE} True"),
+        ("dymax", {"layer_limit": 0}, "layer_limit must be a whole number >= 1, got 0"),
         ("dymax-eagle2", {"layer_limit": 2}, "does not take these options (['layer_limit'])"),
         ("dymax", {"width": 2}, "policy dymax does not take these options (['width'])"),
-        ("eagle2", {"width": 2}, "policy eagle2 does not take these options (['width'])"),
         *(
             (n, {}, f"policy {n} cuts chains only: set --speculative-eagle-topk 1")
-            for n in ("fixed", "rows-only", "fixed-eagle2", "rows-only-eagle2")
+            for n in ("fixed", "rows-only-eagle2")
         ),
         ("auto-eagle2", {}, "policy auto-eagle2: auto is no gate that could prune a tree"),
-        (
-            "auto",
-            {"layer_limit": 2},
-            "auto does not take these options (['layer_limit']): it takes none",
-        ),
-        ("nonsense", {}, "unknown c2t policy 'nonsense'; known: auto, c2t, c2t-eagle2, "),
-        ("no_such_module:Rule", {}, "cannot load c2t policy"),
+        ("auto", {"layer_limit": 2}, "auto does not take these options (['layer_limit'])"),
     ],
 )
 def test_tree_policy_unknown_option_or_chain_rule_is_refused_in_one_line(

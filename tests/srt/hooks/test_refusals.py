@@ -120,13 +120,8 @@ def test_launch_without_c2t_publishes_nothing_and_refuses_our_settings(capsys) -
         (["--c2t-state", "/absent/state"], "/absent is no directory, for the file state"),
         (["--c2t-config", "/dev/zero"], "cannot read c2t config file /dev/zero: [Errno 22] not a"),
         (["--c2t-verify", "packed"], "argument --c2t-verify: invalid choice: 'packed'"),
-        (["--c2t-record-share", "2"], "record_share must be a number in (0, 1], got 2.0"),
-        (["--c2t-record-roots", "all"], "argument --c2t-record-roots: invalid choice: 'all'"),
-        ({"betta": 0.5}, "unknown c2t setting 'betta'"),
-        ({"policy_options": {"layer_limit": 3}}, "does not take these options (['layer_limit'])"),
         (["--c2t-max-verify-rows", "64"], "it bounds trees; set --speculative-eagle-topk above 1"),
-        *((["--c2t-policy", name], f"policy {name} grows trees: set --speculative-eagle-topk above")
-          for name in ("eagle2", "c2t-eagle2", "eval.baselines:Fork")),
+        (["--c2t-policy", "eagle2"], "policy eagle2 grows trees: set --speculative-eagle-topk a"),
     ],
 )  # fmt: skip
 def test_launch_with_a_wrong_setting_is_refused(
@@ -289,19 +284,13 @@ def test_launch_of_trees_is_served(tmp_path: Path, settings: dict[str, Any]) -> 
         (["--speculative-accept-threshold-acc", "0.9"], "and --speculative-accept-threshold-acc"),
         (TOGETHER, "does not serve --enable-dp-attention with --speculative-eagle-topk above 1"),
         (["--c2t-policy", "fixed"], "fixed cuts chains only: set --speculative-eagle-topk 1, or"),
-        (["--c2t-policy", "rows-only"], "choose one of auto, c2t, c2t-eagle2"),
         (["--c2t-policy", "eval.baselines:StaticTree"], "needs at least --speculative-num-draft-"),
-        (["--c2t-policy", "eagle2-eagle2"], "eagle2 is no gate that could prune a tree"),
-        (["--c2t-max-verify-rows", "0"], "must be a whole number of nodes >= 1, got 0"),
         # SGLang raises for this backend, before it would ask us.
         (["--page-size", "16"], "set --page-size 1 with --speculative-eagle-topk above 1"),
         (
             {"policy": "eval.baselines:Fork", "policy_options": {"width": 5}},
             "needs --speculative-e",
         ),
-        ({"policy": "eval.baselines:Fork", "policy_options": {"widht": 2}}, "options (['widht'])"),
-        ({"policy_options": {"layer_limit": 0}}, "layer_limit must be a whole number >= 1, got 0"),
-        ({"loopback_control": "no"}, "loopback_control must be true or false, got 'no'"),
     ],
 )
 def test_launch_of_unsupported_trees_is_refused(
