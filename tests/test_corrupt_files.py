@@ -5,19 +5,27 @@ Per kind of file a list drawn from valid ones, spoilt in every place, and files 
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
+import random
+import signal
+import socket
 import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from sglang_c2t.checks import ConfigError
 from sglang_c2t.classifier.checkpoint import SHIPPED, load_classifier
+from sglang_c2t.classifier.pair import fingerprint
 from sglang_c2t.classifier.recording import read_recording
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.draft_layer import DraftLayer
@@ -28,18 +36,122 @@ from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, Step
 from sglang_c2t.plan.survival import Survival
 from sglang_c2t.policies import check_policy
 from sglang_c2t.srt.draft.state_file import StateFile
-from tests.corrupt_data import (
-    NUMBERS,
-    ODD_VALUES,
-    SPECIAL,
-    in_time,
-    one_line,
-    raw_bytes,
-    spoilt,
-    spoilt_safetensors,
-    tensors_of,
-)
 from tests.recordings import random_chains, write
+
+#: Seconds that a file may take.
+PATIENCE = 10
+
+NUMBERS = (1e308, -1, 0, 5e-324, 1e-300, 3.5e38, 10**9, 2**31, 2**63, 2**64, 10**400, True, 0.5)
+OTHERS = (None, "x", "", "\0", "\ud800", "9" * 5000, [], [None], [[]] * 1000, {}, {"x": 1})
+RAW = ("NaN", "Infinity", "1e999", "[" * 100_000, '{"a":' * 900 + "1" + "}" * 900)
+
+
+@contextmanager
+def in_time() -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise AssertionError(f"not done within {PATIENCE} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(PATIENCE)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def one_line(error: Exception) -> None:
+    assert "\n" not in str(error), error
+    assert len(str(error)) < 2000, str(error)[:200]
+
+
+# -- files that are none -----------------------------------------------------------------------
+
+
+def _socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's name may not be long
+    try:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def _sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def raw_bytes(data: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(data)
+
+
+SPECIAL: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo, "socket": _socket, "directory": Path.mkdir, "a terabyte of nothing": _sparse,
+    **{f"link to {target}": lambda path, to=target: path.symlink_to(to) for target in (
+        "/dev/zero", "/dev/full", "/dev/null", "/dev/urandom", "/proc/self/mem", "/proc/kmsg",
+        "nowhere", ".", "/proc/self/fd/0")},
+    "link to itself": lambda path: path.symlink_to(path),
+    "nothing in it": raw_bytes(b""), "NULs": raw_bytes(b"\0" * 4096),
+    "not UTF-8": raw_bytes(b"\xff\xfe{"),
+    "a BOM": raw_bytes(b"\xef\xbb\xbf{}"), "brackets": raw_bytes(b"[" * 1_000_000),
+    "digits": raw_bytes(b"9" * 1_000_000), "a text": raw_bytes(b'"x"'), "a list": raw_bytes(b"[]"),
+}  # fmt: skip
+
+
+# -- JSON and safetensors, spoilt ---------------------------------------------------------------
+
+
+def spoilt(valid: Any, count: int, seed: int = 0) -> Iterator[bytes]:
+    """The valid value with one place made odd, or gone, or twice; the same for the same seed."""
+
+    def places(value: Any) -> Iterator[tuple[Any, Any]]:
+        """Each container in the value, with each of its keys."""
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            yield value, key
+            if isinstance(value[key], (dict, list)) and value[key]:
+                yield from places(value[key])
+
+    dice = random.Random(seed)
+    for number in range(count):
+        value = copy.deepcopy(valid)
+        holder, key = dice.choice(list(places(value)))
+        if number % 5 == 4:
+            raw = dice.choice(RAW)
+            holder[key] = "HERE"
+            yield json.dumps(value).replace('"HERE"', raw).encode()
+            continue
+        if number % 7 == 6 and isinstance(holder, dict):
+            del holder[key]
+        else:
+            holder[key] = copy.deepcopy(dice.choice(NUMBERS if number % 3 else OTHERS))
+        yield json.dumps(value).encode()
+
+
+def safetensors(header: Any, body: bytes = b"", *, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + body
+
+
+def spoilt_safetensors(data: bytes, count: int) -> Iterator[bytes]:
+    """Headers spoilt as JSON, bodies cut, and tensors of odd values."""
+    size = struct.unpack("<Q", data[:8])[0]
+    header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
+    for length in (0, 1, size - 1, size + 1, 2**31, 2**63, 2**64 - 1):
+        yield safetensors(header, body, length=length)
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    for entries in (1000, 100_000):
+        yield safetensors({**header, **{f"x{i}": empty for i in range(entries)}}, body)
+    for cut in (1, 7, len(body) // 2, len(body)):
+        yield safetensors(header, body[:-cut])
+    yield safetensors(header, body + b"\0" * 100)
+    for text in spoilt(header, count):
+        yield safetensors(text, body)
+
+
+ODD_VALUES = (3e38, -3e38, 1e30, float("nan"), float("inf"), -float("inf"), 1e-45, 0.0)
+
 
 MODELS = {"target": "a", "policy": "auto"}
 
@@ -211,7 +323,7 @@ def test_no_weights_of_a_classifier_end_in_anything_but_a_classifier_or_a_senten
     tmp_path: Path, shipped: str
 ) -> None:
     source = SHIPPED / f"{shipped}.safetensors"
-    tensors = tensors_of(source)
+    tensors = load_file(source)
     bodies = list(spoilt_safetensors(source.read_bytes(), 30))
     for name, tensor in tensors.items():
         bodies += [save({**tensors, name: torch.full_like(tensor, odd)}) for odd in ODD_VALUES]
@@ -241,6 +353,24 @@ def test_a_classifier_of_an_odd_name_is_a_sentence(name: str) -> None:
     one_line(error.value)
 
 
+def test_fingerprint_of_a_large_model_is_fast(tmp_path: Path) -> None:
+    """30 files of 5 GB, which hold nothing, so that they take no room."""
+    for number in range(30):
+        with (tmp_path / f"model-{number:05d}-of-00030.safetensors").open("wb") as file:
+            file.truncate(5 << 30)
+    with in_time():
+        assert fingerprint(tmp_path) is not None
+
+
+@pytest.mark.parametrize("name", sorted(SPECIAL))
+def test_fingerprint_of_a_special_file_is_none(tmp_path: Path, name: str) -> None:
+    SPECIAL[name](tmp_path / "model.safetensors")
+    with in_time():
+        found = fingerprint(tmp_path)
+    assert (found is None) == (not (tmp_path / "model.safetensors").is_file())
+    assert fingerprint(tmp_path / "absent") is None
+
+
 # -- recordings and prompts ----------------------------------------------------------------------
 
 
@@ -252,7 +382,7 @@ def test_no_shard_of_a_recording_ends_in_anything_but_a_recording_or_a_sentence(
     data = source.read_bytes()
     size = struct.unpack("<Q", data[:8])[0]
     metadata = json.loads(data[8 : 8 + size])["__metadata__"]
-    tensors = tensors_of(source)
+    tensors = load_file(source)
     bodies = list(spoilt_safetensors(data, 60))
     for name, tensor in tensors.items():
         for odd in (tensor[:-1], tensor[None], tensor.double(), tensor * 0 - 1, tensor * 0 + 127):

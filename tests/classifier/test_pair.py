@@ -20,7 +20,6 @@ from sglang_c2t.classifier.checkpoint import (
 from sglang_c2t.classifier.features import CONVENTIONS
 from sglang_c2t.classifier.model import ConfidenceNet
 from sglang_c2t.classifier.pair import Pair, fingerprint, learnt_from, pair_in
-from tests.corrupt_data import SPECIAL, in_time
 
 MINE, OTHER = Pair("EAGLE3", "a" * 16, "b" * 16), Pair("EAGLE3", "a" * 16, "c" * 16)
 
@@ -72,24 +71,6 @@ def test_fingerprint_of_other_weights_differs(model: Path, number: int, change: 
             "end": data[:-1] + b"\xff",
         }[change])  # fmt: skip
     assert fingerprint(model) not in (before, None)
-
-
-def test_fingerprint_of_a_large_model_is_fast(tmp_path: Path) -> None:
-    """30 files of 5 GB, which hold nothing, so that they take no room."""
-    for number in range(30):
-        with (tmp_path / f"model-{number:05d}-of-00030.safetensors").open("wb") as file:
-            file.truncate(5 << 30)
-    with in_time():
-        assert fingerprint(tmp_path) is not None
-
-
-@pytest.mark.parametrize("name", sorted(SPECIAL))
-def test_fingerprint_of_a_special_file_is_none(tmp_path: Path, name: str) -> None:
-    SPECIAL[name](tmp_path / "model.safetensors")
-    with in_time():
-        found = fingerprint(tmp_path)
-    assert (found is None) == (not (tmp_path / "model.safetensors").is_file())
-    assert fingerprint(tmp_path / "absent") is None
 
 
 # -- cards ---------------------------------------------------------------------------------------
