@@ -88,16 +88,12 @@ def test_fine_tuning_takes_fewer_and_smaller_steps(run: Shell) -> None:
     assert (facts["settings"]["steps"], facts["settings"]["learning_rate"]) == (1_000, 1e-4)
 
 
-def test_evaluate_fits_a_screen_and_ends_with_the_answer_and_the_setting(run: Shell) -> None:
-    """24 lines of 80 columns, however the terminal wraps them."""
+def test_evaluate_ends_with_the_answer_and_the_setting(run: Shell) -> None:
     assert run("evaluate {r}/every --classifier {r}/mine.safetensors") == 0
-    lines = run.out.splitlines()
-    assert sum(max(1, -(-len(line) // 80)) for line in lines) <= 24
-    assert lines[0].startswith("mine.safetensors reads joint, entropy, depth. Over 480 tokens, ")
-    assert any(line.startswith("20 requests, chains of 4. ") for line in lines)
+    last = run.out.splitlines()[-1]
     assert re.match(r"On these recordings this classifier (pays|does not pay|may or may not pay): "
-                    r"[+-]\d+\.\d % \[.*\] drafts verified", lines[-1])  # fmt: skip
-    assert re.search(r" set --c2t-policy \w+ .*--c2t-beta 0\.\d+$", lines[-1])
+                    r"[+-]\d+\.\d % \[.*\] drafts verified", last)  # fmt: skip
+    assert re.search(r" set --c2t-policy \w+ .*--c2t-beta 0\.\d+$", last)
 
 
 def test_evaluate_accept_length_chooses_the_setting(run: Shell) -> None:

@@ -1,8 +1,7 @@
-"""The pair that a server serves, found from SGLang's arguments, and its log line."""
+"""The pair that a server serves, found from SGLang's arguments."""
 
 from __future__ import annotations
 
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,8 @@ from typing import Any
 import pytest
 
 from eval.server import DRAFTS, MLA, TARGET
-from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.classifier.pair import Pair, fingerprint
-from sglang_c2t.config import C2TConfig
-from sglang_c2t.policies.c2t_plus import C2TPlus
-from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.srt import pair
-from sglang_c2t.srt.announce import log_classifier
 from sglang_c2t.srt.pair import served_pair, shipped_on_all_ranks
 from tests.doubles import double
 
@@ -85,47 +79,3 @@ def test_served_pair_ranks_take_the_classifier_of_rank_0(monkeypatch: pytest.Mon
             pair, "host_broadcast_from_rank0", lambda _group, n=first: lambda _mine: [n]
         )
         assert shipped_on_all_ranks(PAIR) == wanted
-
-
-# -- the log line --------------------------------------------------------------------------------
-
-
-def learnt(of: Pair | None) -> C2TPlus:
-    """A policy whose classifier learnt from such a pair."""
-    classifier = load_classifier("c2t-plus")
-    weights = of and {"target": of.target, "draft": of.draft}
-    classifier.training["origins"] = [
-        {"algorithm": "EAGLE3", "target": "t", "draft": "d", "weights": weights}
-    ]
-    return C2TPlus(classifier)
-
-
-DEFAULT, GIVEN = C2TConfig("c2t-plus"), C2TConfig("c2t-plus", classifier="mine.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("config", "policy", "served", "level", "said"),
-    [
-        (DEFAULT, C2TPlus(load_classifier("c2t-plus")), PAIR, logging.INFO,
-         "C2T: classifier c2t-plus learnt from several pairs (eagle for target, eagle3 for "
-         "target, standalone for target): none is shipped for this pair ('EAGLE3', "),
-        (DEFAULT, learnt(PAIR), PAIR, logging.INFO,
-         "learnt from this pair (d for t): the default"),
-        (DEFAULT, learnt(PAIR), None, logging.INFO,
-         "none is shipped for this pair, whose weights are not to be found"),
-        (GIVEN, learnt(PAIR._replace(draft="0" * 16)), PAIR, logging.WARNING,
-         "learnt from another pair (d for t): as given"),
-        (GIVEN, learnt(None), PAIR, logging.INFO,
-         "learnt from an unknown pair (d for t): as given"),
-    ],
-)  # fmt: skip
-def test_log_classifier_names_the_pair_it_learnt_from(
-    caplog: pytest.LogCaptureFixture, config: C2TConfig, policy: Any, served: Pair | None,
-    level: int, said: str,
-) -> None:  # fmt: skip
-    with caplog.at_level(logging.INFO):
-        log_classifier(config, policy, served)
-        log_classifier(C2TConfig("dyjoint"), DyJoint(0.5), served)  # reads none
-    (record,) = caplog.records
-    assert record.levelno == level
-    assert said in record.getMessage()

@@ -239,16 +239,10 @@ def test_refusals_name_a_flag_the_reason_and_what_to_do() -> None:
         for refusal in REFUSALS:
             unknown = set(re.findall(r"--[a-z0-9-]+", refusal.sentence)) - known
             assert unknown == set(), refusal.sentence
-    orders = ("add ", "change ", "choose ", "drop ", "set ", "unset ")
     for refusal in REFUSALS:
         assert re.search(r"--[a-z0-9-]+|SGLANG_[A-Z_]+", refusal.what), refusal.sentence
-        assert refusal.instead.startswith(orders), refusal.sentence
+        assert refusal.instead.startswith(("add ", "change ", "choose ", "drop ", "set ", "unset "))
         assert len(refusal.why.split()) >= 3, refusal.sentence
-        assert refusal.sentence == f"--c2t does not serve {refusal.what}: {refusal.why}; " + (
-            refusal.instead
-        )
-        assert not any(part.endswith((".", ";", ":")) for part in refusal[1:]), refusal.sentence
-    assert len({refusal.what for refusal in REFUSALS}) == len(REFUSALS)
 
 
 # -- trees --------------------------------------------------------------------------------
