@@ -17,12 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eval.baselines.mcsd import TOPK_PROBS
-from sglang_c2t.classifier.recording import (
-    DRAFT_COLUMNS,
-    NODE_COLUMNS,
-    Recording,
-    RecordingWriter,
-)
+from sglang_c2t.classifier.recording import DRAFT_COLUMNS, NODE_COLUMNS, Recording, RecordingWriter
 from sglang_c2t.policies.base import TreeShape
 
 ORIGIN = {"algorithm": "EAGLE3", "draft": "d", "target": "t"}

@@ -96,10 +96,7 @@ def test_the_wheel_says_where_its_guides_lie(outside: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    ["py.typed", "guides/production.md", "guides/grafana.json"],
-)
+@pytest.mark.parametrize("pattern", ["py.typed", "guides/production.md", "guides/grafana.json"])
 def test_what_is_no_code_is_in_the_wheel(outside: Path, pattern: str) -> None:
     (installed,) = outside.glob("env/lib/python*/site-packages/sglang_c2t")
     assert list(installed.glob(pattern))

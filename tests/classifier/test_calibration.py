@@ -35,9 +35,7 @@ def test_fit_temperature_finds_a_known_temperature(temperature: float) -> None:
 
 
 @given(TOKENS)
-def test_fit_isotonic_gives_each_block_its_share(
-    tokens: list[tuple[float, int]],
-) -> None:
+def test_fit_isotonic_gives_each_block_its_share(tokens: list[tuple[float, int]]) -> None:
     """Against pooling by hand: neighbours out of order merge until none are left.
 
     So the calibration error on the data it was fitted to is zero, and never got worse.

@@ -18,9 +18,7 @@ def layer(depth: int | torch.Tensor = 3) -> DraftLayer:
         joint=torch.tensor([0.25, 0.0]),
         entropy=torch.tensor([1.5, 2.0]),
         alive=torch.ones(2, dtype=torch.bool),
-        measured={
-            "margin": torch.tensor([0.1, 0.2], dtype=torch.float16),
-        },
+        measured={"margin": torch.tensor([0.1, 0.2], dtype=torch.float16)},
     )
 
 

@@ -119,8 +119,7 @@ def test_recording_names_file_that_is_broken_is_refused(tmp_path: Path, text: st
 @given(
     case=st.lists(trees(), min_size=1, max_size=8).flatmap(
         lambda drafts: st.tuples(
-            st.just(drafts),
-            st.lists(st.booleans(), min_size=len(drafts), max_size=len(drafts)),
+            st.just(drafts), st.lists(st.booleans(), min_size=len(drafts), max_size=len(drafts))
         )
     )
 )
@@ -272,9 +271,7 @@ def test_recording_shard_that_is_invalid_is_refused(
         read_recording(tmp_path)
 
 
-def test_recording_of_two_drafts_is_mixed_on_request_only(
-    tmp_path: Path,
-) -> None:
+def test_recording_of_two_drafts_is_mixed_on_request_only(tmp_path: Path) -> None:
     write(tmp_path, CHAINS)
     write(tmp_path, CHAINS, origin={**ORIGIN, "draft": "another"})
     with refused("another pair of models (draft another, not d)"):

@@ -21,14 +21,7 @@ import pytest
 from eval.gpu import plugins
 from eval.gpu.ties import Reference, excused, parting
 from eval.prompts import demo_mix
-from eval.server import (
-    TARGET,
-    Launch,
-    Server,
-    gpu_environment,
-    running,
-    speculative_flags,
-)
+from eval.server import TARGET, Launch, Server, gpu_environment, running, speculative_flags
 from eval.terminal import interrupted_by_sigterm
 from tests.gpu import gpu
 

@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 from eval.baselines import Entropy
 from sglang_c2t.config import C2TConfig, ConfigError
 from sglang_c2t.draft import gate as parts
-from sglang_c2t.draft.chain import (
-    ChainGate,
-    matched_drafts,
-)
+from sglang_c2t.draft.chain import ChainGate, matched_drafts
 from sglang_c2t.draft_layer import measure
 from sglang_c2t.kernels.gate import judge_layer
 from sglang_c2t.kernels.gate_program import Relay
@@ -135,9 +132,7 @@ def test_chain_gate_layers_carry_what_the_policy_needs() -> None:
         parent = layer
 
 
-def test_chain_gate_fallback_when_a_measure_raises(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_chain_gate_fallback_when_a_measure_raises(caplog: pytest.LogCaptureFixture) -> None:
     """As a ``keep`` that raises: one log line, and the next step asks again."""
     policy = Measuring([[False]] * 3)
     gate, logits = ChainGate(policy, num_slots=2, device="cpu"), torch.zeros(2, 4)
@@ -197,7 +192,7 @@ BETAS = {
     "c2t": 0.3, "c2t-log": 0.3, "c2t-plus": 0.3, "dyjoint": 0.1, "dymax": 0.5,
 }  # fmt: skip
 GATES = {name: C2TConfig(policy=name, beta=beta) for name, beta in BETAS.items()} | {
-    "fixed": C2TConfig("fixed", policy_options={"length": 3}),
+    "fixed": C2TConfig("fixed", policy_options={"length": 3})
 }
 
 
@@ -436,8 +431,7 @@ def test_matched_drafts_counts_to_the_first_mismatch(seed: int, depth: int, batc
 
 
 @pytest.mark.parametrize(
-    ("policy", "names"),
-    [("c2t", ()), ("c2t-plus", ()), ("dymax", ()), ("dymax", ("margin",))],
+    ("policy", "names"), [("c2t", ()), ("c2t-plus", ()), ("dymax", ()), ("dymax", ("margin",))]
 )
 @pytest.mark.parametrize("fused", [True, False])
 def test_chain_gate_keeps_an_unmeasured_first_token(

@@ -17,12 +17,7 @@ from eval.lossless import seeded
 from eval.prompts import demo_mix
 from eval.server import TARGET, Server
 from sglang_c2t.offline.client import LoadResult, differing, greedy, run_load
-from tests.e2e.conftest import (
-    CONCURRENCY,
-    assert_same_logprobs,
-    run_beside_aborts,
-    verified,
-)
+from tests.e2e.conftest import CONCURRENCY, assert_same_logprobs, run_beside_aborts, verified
 
 #: Flags of both servers: SGLang reads seeds only with them.
 FLAGS = seeded.FLAGS

@@ -17,13 +17,7 @@ from sglang_c2t.plan.planner import Planner
 from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord
 from sglang_c2t.plan.survival import Survival
 from sglang_c2t.plan.trees import TreePlanner
-from sglang_c2t.policies import (
-    ChainPolicy,
-    DraftLayer,
-    TreePolicy,
-    build_policy,
-    build_tree_policy,
-)
+from sglang_c2t.policies import ChainPolicy, DraftLayer, TreePolicy, build_policy, build_tree_policy
 from sglang_c2t.policies.base import Growth, TreeLayer, TreeShape
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.gated_tree import PlannedTree

@@ -125,9 +125,7 @@ def test_series_agree_exactly_with_what_requests_say_of_themselves(controlled: C
     assert 0 < grown["c2t:gate_seconds_total"] < 60
 
 
-def test_the_accept_rate_gauge_divides_by_drafts_that_were_verified(
-    controlled: Controlled,
-) -> None:
+def test_the_accept_rate_gauge_divides_by_drafts_that_were_verified(controlled: Controlled) -> None:
     controlled.post(policy="c2t")
     # With an interval of one step the gauge shows the last one, and an answer is on its way
     # before SGLang reports the step that ended it. The log has two decimals.

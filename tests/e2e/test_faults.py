@@ -63,9 +63,7 @@ def test_a_server_outlives_its_classifier_file_and_takes_no_broken_one(
     assert reload(serving, classifier).status_code == 200
 
 
-def test_a_server_whose_scheduler_is_killed_ends_and_leaves_nothing_behind(
-    serving: Server,
-) -> None:
+def test_a_server_whose_scheduler_is_killed_ends_and_leaves_nothing_behind(serving: Server) -> None:
     """It ends with an exit code that is not 0. The last test of this server."""
     assert_ends(serving, "sglang::scheduler")
 

@@ -14,11 +14,7 @@ from eval.prompts import demo_mix
 from eval.server import TARGET, Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import greedy
 from tests.e2e import breadth_models
-from tests.e2e.conftest import (
-    REPOSITORY,
-    replace_text,
-    switchable_flags,
-)
+from tests.e2e.conftest import REPOSITORY, replace_text, switchable_flags
 from tests.e2e.mixed_load import (
     FLAGS,
     PROMPTS,
@@ -110,10 +106,7 @@ def test_planned_trees_behind_windows_keep_the_keys_of_a_prompt(family: Family, 
 
 
 #: Options that SGLang's CPU engine has without Intel AMX.
-KEPT_OTHERWISE = {
-    "keys-bf16": ("--kv-cache-dtype", "bf16"),
-    "pages-16": ("--page-size", "16"),
-}
+KEPT_OTHERWISE = {"keys-bf16": ("--kv-cache-dtype", "bf16"), "pages-16": ("--page-size", "16")}
 
 
 @pytest.mark.parametrize("name", sorted(KEPT_OTHERWISE))

@@ -56,8 +56,7 @@ ELSEWHERE = ("chains", "trees") if version("sglang") == TESTED[-1] else ()
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(k, marks=pytest.mark.extended) if k in ELSEWHERE else k for k in GATED],
+    "kind", [pytest.param(k, marks=pytest.mark.extended) if k in ELSEWHERE else k for k in GATED]
 )
 def test_a_mixed_batch_gets_the_tokens_of_a_server_without_speculation(
     logs: Path, without_speculation: list[tuple[int, ...]], kind: str

@@ -17,12 +17,7 @@ from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsPro
 from eval.prompts import demo_mix
 from eval.server import Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import LoadResult, differing, greedy, run_load
-from tests.e2e.conftest import (
-    REPOSITORY,
-    TREE,
-    assert_same_logprobs,
-    verified_rows_reported,
-)
+from tests.e2e.conftest import REPOSITORY, TREE, assert_same_logprobs, verified_rows_reported
 from tests.e2e.processors import EveryOther, NoPairTwice
 
 FLAGS = (

@@ -93,8 +93,7 @@ SHAPES = {"chains": (5, 1, 6), "trees": (12, 3, 8)}
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param("chains", marks=pytest.mark.extended), "trees"],
+    scope="module", params=[pytest.param("chains", marks=pytest.mark.extended), "trees"]
 )
 def seeing(
     request: pytest.FixtureRequest, models: Path, logs: Path,

@@ -163,9 +163,7 @@ NEWEST = Release(
     },
     deep_gemm=None,
     # It copies by raw addresses: SGLang's own way without it is torch's.
-    without={
-        "sglang.kernels.ops.memory.small_copy": {"try_small_copy": lambda *_: False},
-    },
+    without={"sglang.kernels.ops.memory.small_copy": {"try_small_copy": lambda *_: False}},
     arguments=_arguments_0_5_23,
     scheduler=_scheduler_0_5_23,
     cached=_cached_0_5_23,

@@ -267,11 +267,7 @@ def check_follow_ancestors(
     table = torch.tensor(ancestors, dtype=torch.int64, device=device).view(size, topk, depth)
     for function in (rows.follow_ancestors, rows.follow_ancestors_torch):
         indices = torch.tensor([*before, UNTOUCHED], dtype=torch.int32, device=device)
-        function(
-            torch.tensor([*ends, 0], dtype=torch.int32, device=device),
-            indices,
-            table,
-        )
+        function(torch.tensor([*ends, 0], dtype=torch.int32, device=device), indices, table)
         same(indices, [*after, UNTOUCHED])
 
 

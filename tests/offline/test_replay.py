@@ -129,11 +129,7 @@ def random_answers(draw: st.DrawFn) -> list[list[Draft]]:
     seed=st.integers(0, 99),
 )
 def test_replay_takes_the_very_steps_that_serving_takes(
-    name: str,
-    answers: list[list[Draft]],
-    max_length: int | None,
-    batch_size: int | None,
-    seed: int,
+    name: str, answers: list[list[Draft]], max_length: int | None, batch_size: int | None, seed: int
 ) -> None:
     """In whatever order the drafts were recorded; a rule per request ignores the batch size."""
     policy, rule = RULES[name]

@@ -56,9 +56,7 @@ SHARED = [(1, 1)] * 2 + [(1, 5)] * 7 + [(2, 2), *[(2, 3)] * 2] + [(2, 6)] * 6 + 
 
 @example(SHARED)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), max_size=60))
-def test_cost_curve_cached_equals_fitted(
-    measured: list[tuple[int, int]],
-) -> None:
+def test_cost_curve_cached_equals_fitted(measured: list[tuple[int, int]]) -> None:
     """Only values that a measurement leaves unchanged may be kept."""
     asked, fitted = Curve(), Curve()
     for size, milliseconds in measured:

@@ -381,9 +381,7 @@ def test_planner_best_plan_by_batch_size() -> None:
 
 
 @pytest.mark.parametrize("kind", [Survival, OneSlope])
-def test_planner_learns_constrained_requests_apart(
-    kind: type,
-) -> None:
+def test_planner_learns_constrained_requests_apart(kind: type) -> None:
     """Whatever becomes of their drafts; and of these it knows what became of them."""
     alone, mixed = (Planner(DEPTH, kind(DEPTH)) for _ in range(2))
     server = MadeUpServer(4)

@@ -74,10 +74,7 @@ def test_fused_gate_of_a_threshold_policy_is_one_feature(
 
 @pytest.mark.parametrize(
     ("policy", "rule"),
-    [
-        (EAGLE2(), Rule("joint")),
-        (GatedTree(DyJoint(), layer_limit=3), Rule("gated", 3)),
-    ],
+    [(EAGLE2(), Rule("joint")), (GatedTree(DyJoint(), layer_limit=3), Rule("gated", 3))],
 )
 def test_growth_rule_of_a_tree_policy_is_the_kernels(policy: Any, rule: Rule) -> None:
     assert growth_rule(policy) == rule

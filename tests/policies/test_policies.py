@@ -14,12 +14,7 @@ from sglang_c2t.classifier.features import FeatureSpec
 from sglang_c2t.classifier.model import ConfidenceNet
 from sglang_c2t.config import C2TConfig
 from sglang_c2t.offline.train import RECIPES
-from sglang_c2t.policies import (
-    POLICIES,
-    DraftLayer,
-    build_policy,
-    named,
-)
+from sglang_c2t.policies import POLICIES, DraftLayer, build_policy, named
 from tests import oracles
 from tests.refusals import refused
 

@@ -149,9 +149,7 @@ def test_recorder_writes_no_request_id(tmp_path: Path) -> None:
     assert read_recording(tmp_path / "b").requests[0] != read.requests[0]
 
 
-def test_recorder_every_position_labels_greedy_requests_by_argmax(
-    tmp_path: Path,
-) -> None:
+def test_recorder_every_position_labels_greedy_requests_by_argmax(tmp_path: Path) -> None:
     """Sampled and grammar requests; what the server accepted says nothing in this mode."""
     of = recorder.Recorder(RecordingWriter(tmp_path, origin=ORIGIN), every_position=True)
     reqs = [
@@ -213,9 +211,7 @@ class FullDisk:
         raise OSError(28, "No space left on device")
 
 
-def test_recorder_full_disk_ends_the_recording_only(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_recorder_full_disk_ends_the_recording_only(caplog: pytest.LogCaptureFixture) -> None:
     """One line in the log, and the state says why."""
     of = recorder.Recorder(FullDisk())
     with caplog.at_level(logging.ERROR):

@@ -385,9 +385,7 @@ def test_writing_rows_ignores_bindings_of_an_earlier_verification(
     assert eagle_utils._PREPARE_FOR_VERIFY_DEPS == "theirs"
 
 
-def test_hook_target_is_the_newest_function_that_exists(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hook_target_is_the_newest_function_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     here, older = "sglang.srt.server_args.ServerArgs", "sglang.srt.server_args.PortArgs"
     for places in ((here, older), ("sglang.srt.no_such.step", here, older)):
         table = "\n  or ".join(f"hook step {place}" for place in places)
@@ -418,9 +416,7 @@ def test_compat_output_stride_is_set_in_the_existing_field() -> None:
     assert vars(old) == {"speculative_num_draft_tokens": 6}
 
 
-def test_compat_dp_rank_of_the_runner_or_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compat_dp_rank_of_the_runner_or_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Newer SGLang keeps it for the process, ``None`` where there is one replica."""
     assert compat.dp_rank(SimpleNamespace(ps=SimpleNamespace(dp_rank=1))) == 1
     for told, rank in ((None, 0), (2, 2)):

@@ -26,13 +26,7 @@ from sglang_c2t.srt.draft.planning import Planning
 from sglang_c2t.srt.draft.selection import ChainSelector
 from sglang_c2t.srt.draft.tree import TreeDrafter
 from tests.doubles import double
-from tests.srt.draft.stock_worker import (
-    BATCH,
-    STEPS,
-    VOCAB,
-    Planned,
-    batch_of,
-)
+from tests.srt.draft.stock_worker import BATCH, STEPS, VOCAB, Planned, batch_of
 
 SLOTS = torch.arange(BATCH)
 
@@ -158,9 +152,7 @@ def test_drafter_scores_first_tokens_after_uniform_steps_late(
 # -- requests -----------------------------------------------------------------------------
 
 
-def test_drafter_requests_from_another_server_are_unmeasured(
-    planned: Any,
-) -> None:
+def test_drafter_requests_from_another_server_are_unmeasured(planned: Any) -> None:
     """A measurement that waited is of the request that had the slot before."""
     slots = torch.tensor([0, 1, 5])
     planned.gate.relay_first_token(slots, torch.zeros(BATCH, VOCAB), later=True)

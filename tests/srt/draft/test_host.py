@@ -11,13 +11,7 @@ import torch
 from sglang_c2t.plan.step import StepKind
 from sglang_c2t.policies.fixed import Fixed
 from tests.doubles import double, invented
-from tests.srt.draft.stock_worker import (
-    BATCH,
-    STEPS,
-    Planned,
-    StockWorker,
-    batch_of,
-)
+from tests.srt.draft.stock_worker import BATCH, STEPS, Planned, StockWorker, batch_of
 from tests.srt.draft.test_drafter import chains
 
 
@@ -41,9 +35,7 @@ def test_stock_worker_double_has_no_attribute_of_its_own() -> None:
     }
 
 
-def test_host_captures_cuda_graphs_for_every_number_of_layers(
-    make: Any,
-) -> None:
+def test_host_captures_cuda_graphs_for_every_number_of_layers(make: Any) -> None:
     """Each with an attention of its own; SGLang's stays. None for a gate, which drafts all."""
     worker = make(Planned(), graphs=True)
     shorter = worker.drafter.host.lengths.shorter

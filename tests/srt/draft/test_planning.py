@@ -84,10 +84,7 @@ def verify(step: Step, rows: int, milliseconds: float = 0.0) -> None:
         full_chains(1, 1), torch.ones(1, dtype=torch.int32), packing=packing
     )
     clock = itertools.count(0.0, milliseconds / 1e3)
-    with (
-        mock.patch.object(time, "perf_counter", side_effect=clock),
-        step.timing(target, verified),
-    ):
+    with mock.patch.object(time, "perf_counter", side_effect=clock), step.timing(target, verified):
         target.forward_batch_generation()
 
 

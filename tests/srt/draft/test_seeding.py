@@ -104,9 +104,7 @@ def test_seeding_without_time_leaves_out_larger_sizes(monkeypatch: pytest.Monkey
     assert not measured & {48, 80}
 
 
-def test_seeding_leaves_out_sizes_that_take_too_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_seeding_leaves_out_sizes_that_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeding, "DEAREST", 0.5)
     measured = {rows for _, rows in seeded(10.0).steps}
     assert 48 in measured

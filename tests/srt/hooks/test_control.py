@@ -153,9 +153,7 @@ def test_control_classifier_of_the_directory_is_taken_by_name(folder: Path) -> N
     assert settings(config)["classifier"] == "good.safetensors"
 
 
-def test_control_classifier_shipped_or_of_the_start_is_taken_by_name(
-    folder: Path,
-) -> None:
+def test_control_classifier_shipped_or_of_the_start_is_taken_by_name(folder: Path) -> None:
     start = C2TConfig(classifier=str(folder.parent / "outside.safetensors"))
     for value in (start.classifier, "outside.safetensors"):
         assert taken(value, start).classifier == start.classifier

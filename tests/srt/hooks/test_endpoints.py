@@ -79,9 +79,7 @@ def test_update_weights_leaves_a_separate_draft_alone(
     assert found.tp_worker.model_runner.weight_updater.model_config.model_path == "new"
 
 
-def test_update_weights_that_fail_are_rolled_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_update_weights_that_fail_are_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     found = manager(monkeypatch)
     updater = found.tp_worker.model_runner.weight_updater
 
@@ -137,9 +135,7 @@ def test_update_weights_that_cannot_be_read_are_answered(name: str, fields: dict
     [{"log_requests_level": 9}, {"log_requests_level": -1}, {"log_requests_format": "x"},
      {"log_level": "x"}, {"dump_requests_threshold": 0}],
 )  # fmt: skip
-def test_configure_logging_with_invalid_values_is_refused(
-    odd: dict[str, Any],
-) -> None:
+def test_configure_logging_with_invalid_values_is_refused(odd: dict[str, Any]) -> None:
     with pytest.raises(HTTPException) as refused:
         check_logging(lambda *_: pytest.fail("passed on"), None, ConfigureLoggingReq(**odd))
     assert refused.value.status_code == 400

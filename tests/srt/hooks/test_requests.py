@@ -250,9 +250,7 @@ def test_request_body_that_breaks_validators_is_400(chat: Any, body: Any, status
     ],
     ids=str,
 )  # fmt: skip
-def test_request_is_constrained_where_its_target_is_changed(
-    sampling: dict[str, Any],
-) -> None:
+def test_request_is_constrained_where_its_target_is_changed(sampling: dict[str, Any]) -> None:
     assert constrained(asking(**sampling))
 
 
@@ -265,9 +263,7 @@ def test_request_is_constrained_where_its_target_is_changed(
     ],
     ids=str,
 )  # fmt: skip
-def test_request_is_free_where_its_target_is_the_models_own(
-    sampling: dict[str, Any],
-) -> None:
+def test_request_is_free_where_its_target_is_the_models_own(sampling: dict[str, Any]) -> None:
     assert not constrained(asking(**sampling))
     assert constrained(asking(processor="{}", **sampling))
 

@@ -81,9 +81,7 @@ def sample(name: str, **labels: str) -> float | None:
     return prometheus_client.REGISTRY.get_sample_value(name, labels)
 
 
-def test_step_metrics_count_what_sglang_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_step_metrics_count_what_sglang_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that ended meanwhile was verified, yet is not in anybody's books."""
     monkeypatch.setattr(step_metrics.GATE_CLOCK, "seconds", 0.25)
     components = "sglang.srt.managers.scheduler_components"

@@ -20,11 +20,7 @@ def bit(mask: list[int], start: int, offset: int) -> bool:
 
 @fast
 @given(case=cases(), ghosts=st.integers(0, 3), chains=st.booleans())
-def test_flashinfer_rows_find_their_keys_and_masks(
-    case: Case,
-    ghosts: int,
-    chains: bool,
-) -> None:
+def test_flashinfer_rows_find_their_keys_and_masks(case: Case, ghosts: int, chains: bool) -> None:
     """In slots of their own for every request; those without one have no rows and one key."""
     packing = case.verify_input().packing
     if chains:

@@ -163,9 +163,7 @@ def test_cuda_graphs_without_workspace_are_left_out_and_logged(
 
 
 @pytest.mark.usefixtures("_h100")
-def test_cuda_graphs_without_workspace_for_any_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cuda_graphs_without_workspace_for_any_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_verify, "MOST_WORKSPACE", 100_000)
     with pytest.raises(ConfigError, match="SGLANG_FLASHINFER_WORKSPACE_SIZE"):
         runner(0.1)._build_ragged_verify_token_buckets()

@@ -68,9 +68,7 @@ def decided(
     return trial.packed_output_mismatch_on_any_rank(None)
 
 
-def test_trial_ranks_decide_as_rank_0_of_their_replica(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_trial_ranks_decide_as_rank_0_of_their_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decided(monkeypatch, None) is None
     assert decided(monkeypatch, "rows differ", first=True) == "rows differ"
     assert decided(monkeypatch, "rows differ") is None
