@@ -96,19 +96,6 @@ def test_what_it_learnt_is_told_and_kept(planned: Planned) -> None:
     assert "C2T: measured for" in log
 
 
-def test_the_planner_forgets_on_command_and_only_a_planner(planned: Planned) -> None:
-    run_load(planned.server.url, BODIES[:8], concurrency=4)
-    planned.server.switch(forget=True)
-    (told,) = planned.told()["planner"]
-    assert sum(map(sum, told["reliability"]["drafts"])) == 0
-    planned.server.switch(policy="c2t")
-    assert "planner" not in planned.told()
-    refusal = requests.post(f"{planned.server.url}/c2t", json={"forget": True}, timeout=60)
-    assert refusal.status_code == 400
-    assert "learns nothing while it serves" in refusal.text
-    planned.server.switch(policy="auto")
-
-
 def test_its_series_add_up(planned: Planned) -> None:
     run_load(planned.server.url, BODIES[:8], concurrency=4)
     text = requests.get(f"{planned.server.url}/metrics", timeout=60).text

@@ -19,31 +19,23 @@ from sglang_c2t.config import C2TConfig
 from sglang_c2t.srt import compat, seams
 from sglang_c2t.srt.hooks import control, http_guard
 from sglang_c2t.srt.hooks.http_guard import MOST_BYTES
+from tests.srt.hooks.test_control import Schedulers
 
 API, ADMIN = "clients", "sesame"
 JSON = {"Content-Type": "application/json"}
 
 
-class Manager:
+class Manager(Schedulers):
     """SGLang's manager as far as ``/c2t`` knows it, with one scheduler that takes everything."""
 
     def __init__(self, api_key: str | None, admin_api_key: str | None) -> None:
-        self.server_args = SimpleNamespace(
-            api_key=api_key, admin_api_key=admin_api_key, speculative_eagle_topk=1,
-            speculative_num_steps=5, speculative_num_draft_tokens=6,
-        )  # fmt: skip
-        self.config = C2TConfig("c2t")
+        super().__init__(0)
+        self.server_args.api_key, self.server_args.admin_api_key = api_key, admin_api_key
         self.sent: list[Any] = []
 
-    async def get_internal_state(self) -> list[dict[str, Any]]:
-        control = {"switches": len(self.sent)}
-        return [{"c2t": {"dp_rank": 0, "config": self.config.to_json(), "control": control}}]
-
-    async def set_internal_state(self, obj: Any) -> list[bool]:
-        (name,) = obj.server_args
-        self.sent.append(json.loads(name.removeprefix("c2t ")))
-        self.config = control.changed(self.config, self.sent[-1], C2TConfig())
-        return [True]
+    async def set_internal_state(self, message: Any) -> list[bool]:
+        self.sent.append(message)
+        return await super().set_internal_state(message)
 
 
 def served(
