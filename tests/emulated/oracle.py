@@ -79,6 +79,12 @@ class Oracle:
     #: That some of them begin with, see `serve.rotated`.
     pictures: tuple[tuple[int, int] | None, ...] = (None,) * len(JOINS)
 
+    #: Flags of all of its servers.
+    flags: tuple[str, ...] = ()
+
+    #: See :class:`Case`.
+    in_turn = False
+
     #: Paths of those that some of them are for.
     adapters: tuple[str | None, ...] = (None,) * len(JOINS)
 
@@ -201,7 +207,8 @@ class Oracle:
 
     def case(self, server: str, *runs: Run, mutant: str = "", more: tuple[str, ...] = ()) -> Case:
         """One of :data:`SERVERS` or :data:`UNUSUAL`, with ``more`` flags, and its runs."""
-        return Case((*COMMON, *FLAGS[server], *more), runs, mutant)
+        flags = (*COMMON, *FLAGS[server], *self.flags, *more)
+        return Case(flags, runs, mutant, in_turn=self.in_turn)
 
     def wrong(
         self, server: str, served: Served, stock: Served | None, *, counted: bool = True
@@ -283,6 +290,10 @@ class Seeing(Oracle):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
+        self.flags = (
+            "--model-path", str(folder / "target"),
+            "--speculative-draft-model-path", str(folder / "draft"),
+        )  # fmt: skip
 
     @cached_property
     def _models(self) -> dict[str, torch.nn.Module]:
@@ -292,13 +303,6 @@ class Seeing(Oracle):
     def _places(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
         picture = self.pictures[self._number(ids)]
         return {"position_ids": rotated(picture, len(ids))[:, None]}
-
-    def case(self, server: str, *runs: Run, mutant: str = "", more: tuple[str, ...] = ()) -> Case:
-        """As :meth:`Oracle.case`, of models that see."""
-        models = "--model-path", str(self._folder / "target"), "--speculative-draft-model-path"
-        return super().case(
-            server, *runs, mutant=mutant, more=(*models, str(self._folder / "draft"), *more)
-        )
 
 
 class Adapted(Oracle):
@@ -315,6 +319,7 @@ class Adapted(Oracle):
             # Of few modules: each takes the interpreter two launches more per layer.
             lora.save(Path(path), seed, of=("self_attn.o_proj", "mlp.down_proj"))
         self.adapters = (left, right, None, left)
+        self.flags = ("--max-loras-per-batch", "3", "--lora-paths", left, right)
 
     @cached_property
     def _adapted(self) -> dict[str | None, torch.nn.Module]:
@@ -329,16 +334,6 @@ class Adapted(Oracle):
         del dtype
         return self._adapted[self.adapters[self._number(ids)]]
 
-    def case(self, server: str, *runs: Run, mutant: str = "", more: tuple[str, ...] = ()) -> Case:
-        """As :meth:`Oracle.case`, with both adapters."""
-        paths = sorted(path for path in set(self.adapters) if path is not None)
-        return super().case(
-            server,
-            *runs,
-            mutant=mutant,
-            more=("--max-loras-per-batch", "3", "--lora-paths", *paths, *more),
-        )
-
 
 class Latent(Oracle):
     """Oracle of a target that keeps latents (MLA), and drafts with a layer of its own.
@@ -350,6 +345,7 @@ class Latent(Oracle):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
+        self.flags = ("--model-path", str(folder))
 
     @cached_property
     def _models(self) -> dict[str, torch.nn.Module]:
@@ -361,12 +357,6 @@ class Latent(Oracle):
         return [
             (x.keys[0, 0], x.values[0, 0].unflatten(-1, (2, -1)).mT.flatten(-2)) for x in layers
         ]
-
-    def case(self, server: str, *runs: Run, mutant: str = "", more: tuple[str, ...] = ()) -> Case:
-        """As :meth:`Oracle.case`, of this target."""
-        return super().case(
-            server, *runs, mutant=mutant, more=("--model-path", str(self._folder), *more)
-        )
 
 
 def _seeded(number: int) -> dict[str, Any]:

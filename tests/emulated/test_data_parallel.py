@@ -14,7 +14,7 @@ import pytest
 from tests.e2e import gathering_models
 from tests.emulated.emulator import Emulator
 from tests.emulated.oracle import Oracle
-from tests.emulated.serve import Case, Run, Served
+from tests.emulated.serve import Run, Served
 from tests.emulated.servers import DRAFTS, TWO_RANKS
 from tests.emulated.versions import OLDEST, RELEASE
 
@@ -30,17 +30,14 @@ FLASHINFER, STATIC = "EAGLE3 chains, FlashInfer, gated", "EAGLE3 chains, FA3, st
 class Gathering(Oracle):
     """Oracle of the demo target as a model that gathers rows: same tokens, keys and values."""
 
+    in_turn = True
+
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._flags = (
+        self.flags = (
             "--model-path", str(folder / "target"), *TWO_RANKS, "--dp-size", "2",
             "--enable-dp-attention",
         )  # fmt: skip
-
-    def case(self, server: str, *runs: Run, mutant: str = "", more: tuple[str, ...] = ()) -> Case:
-        """As :meth:`Oracle.case`, of two ranks."""
-        case = super().case(server, *runs, mutant=mutant, more=(*self._flags, *more))
-        return replace(case, in_turn=True)
 
     def one_rank_first(self, **how: Any) -> Run:
         """The second rank has nothing to do until its two requests come."""

@@ -16,10 +16,6 @@ servers = st.builds(
 )
 
 
-def test_tiers_of_a_small_server() -> None:
-    assert Tiers(max_requests=4, width=6).rows == [1, 2, 4, 8, 16, 24]
-
-
 @given(servers)
 def test_tiers_rise_from_one_row_to_the_largest_batch(tiers: Tiers) -> None:
     rows = tiers.rows
