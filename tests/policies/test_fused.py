@@ -15,7 +15,6 @@ from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.features import FeatureSpec
 from sglang_c2t.classifier.model import ConfidenceNet
 from sglang_c2t.config import C2TConfig
-from sglang_c2t.draft.chain import ChainGate
 from sglang_c2t.kernels.beams import Rule
 from sglang_c2t.kernels.gate_program import MAX_HIDDEN, MAX_TOPK
 from sglang_c2t.policies import DraftLayer, build_policy, build_tree_policy
@@ -26,7 +25,6 @@ from sglang_c2t.policies.eagle2 import EAGLE2
 from sglang_c2t.policies.fixed import Fixed
 from sglang_c2t.policies.fused import fused_gate, growth_rule
 from sglang_c2t.policies.gated_tree import GatedTree
-from tests.gpu import gpu
 
 TRAINED = ("c2t", "c2t-log", "c2t-plus")
 
@@ -129,19 +127,3 @@ def test_fused_gate_of_a_subclass_with_its_own_decision_is_none() -> None:
 def test_fused_gate_of_a_tree_wider_than_the_kernel_is_none() -> None:
     assert fused_gate(GatedTree(DyJoint()), "cpu", topk=MAX_TOPK) is not None
     assert fused_gate(GatedTree(DyJoint()), "cpu", topk=MAX_TOPK + 1) is None
-
-
-@gpu
-def test_fused_gate_on_a_gpu_is_used() -> None:
-    gate = ChainGate(build_policy(C2TConfig(policy="c2t-log")), num_slots=1, device="cuda")
-    assert gate.program is not None
-    assert gate.program.buffer.is_cuda
-
-
-@gpu
-@pytest.mark.parametrize("name", ["c2t-plus", "c2t"])
-def test_fused_gate_on_a_gpu_moves_the_classifier_to_the_logits(name: str) -> None:
-    """Also beside a program: the first layer of a tree is judged in torch."""
-    policy: Any = build_policy(C2TConfig(policy=name))
-    ChainGate(policy, num_slots=1, device="cuda")
-    assert all(weight.is_cuda for weight in policy.classifier.net.parameters())
