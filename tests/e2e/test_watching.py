@@ -6,16 +6,10 @@ Every cause is in tests/offline/test_advice.py; here the server's own numbers le
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import pty
 import re
-import select
-import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -136,63 +130,3 @@ def test_a_watched_server_is_a_line_an_interval_in_a_pipe(queued: Server) -> Non
     )  # fmt: skip
     assert piped.stderr == ""
     assert len(piped.stdout.splitlines()) == 2
-
-
-class Terminal:
-    """A command in a terminal of 80 columns and 24 lines."""
-
-    def __init__(self, argv: list[str]) -> None:
-        self._pid, self._fd = pty.fork()
-        if self._pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests in the background ignore it
-            os.execvpe(argv[0], argv, ENVIRONMENT)
-        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self.shown = ""
-
-    def type(self, keys: str) -> None:
-        os.write(self._fd, keys.encode())
-
-    def wait_for(self, text: str) -> None:
-        """Wait until new output shows this text."""
-        self.shown = ""
-        deadline = time.monotonic() + SECONDS
-        while text not in self.shown:
-            self.shown += self._read(deadline).decode(errors="replace")
-
-    def _read(self, deadline: float) -> bytes:
-        ready, _, _ = select.select([self._fd], [], [], max(deadline - time.monotonic(), 0))
-        assert ready, self.shown
-        return os.read(self._fd, 4096)
-
-    def ended(self) -> int:
-        deadline = time.monotonic() + SECONDS
-        with contextlib.suppress(OSError):  # the other side is gone
-            while self._read(deadline):
-                assert time.monotonic() < deadline, "it goes on"
-        os.close(self._fd)
-        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-
-
-def test_a_watched_server_fills_a_terminal_and_is_switched_by_a_key(queued: Server) -> None:
-    terminal = Terminal(top(queued))
-    terminal.wait_for("tokens/s")
-    terminal.type("4")
-    terminal.wait_for("switch to c2t-plus?")
-    terminal.type("n")
-    terminal.wait_for("policy stays auto")
-    assert told(queued)["policy"] == "auto"
-    terminal.type("4")
-    terminal.wait_for("switch to c2t-plus?")
-    terminal.type("y")
-    terminal.wait_for("policy c2t-plus from now on")
-    assert told(queued)["policy"] == "c2t-plus"
-    terminal.wait_for("not planned")
-    terminal.type("q")
-    assert terminal.ended() == 0
-
-
-def test_ctrl_c_ends_watching_and_leaves_the_terminal_as_it_was(queued: Server) -> None:
-    terminal = Terminal(top(queued))
-    terminal.wait_for("tokens/s")
-    terminal.type("\x03")
-    assert terminal.ended() == 0
