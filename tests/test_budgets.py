@@ -43,14 +43,14 @@ LINES = {
     "tests/cpu": 530,
     "tests/cuda": 360,
     "tests/draft": 1730,
-    "tests/e2e": 5000,
+    "tests/e2e": 4940,
     "tests/emulated": 5050,
     "tests/eval": 5840,
     "tests/kernels": 2110,
     "tests/offline": 1480,
     "tests/patches": 510,
     "tests/plan": 1300,
-    "tests/policies": 710,
+    "tests/policies": 690,
     "tests/srt": 7680,
 }
 
