@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,13 @@ from typing import Any
 import pytest
 
 from eval.server import DRAFTS, MLA, TARGET
+from sglang_c2t.classifier.checkpoint import load_classifier
 from sglang_c2t.classifier.pair import Pair, fingerprint
+from sglang_c2t.config import C2TConfig
+from sglang_c2t.policies.c2t_plus import C2TPlus
+from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.srt import pair
+from sglang_c2t.srt.announce import log_classifier
 from sglang_c2t.srt.pair import served_pair, shipped_on_all_ranks
 from tests.doubles import double
 
@@ -79,3 +85,46 @@ def test_served_pair_ranks_take_the_classifier_of_rank_0(monkeypatch: pytest.Mon
             pair, "host_broadcast_from_rank0", lambda _group, n=first: lambda _mine: [n]
         )
         assert shipped_on_all_ranks(PAIR) == wanted
+
+
+# -- the log line --------------------------------------------------------------------------------
+
+
+def learnt(of: Pair) -> C2TPlus:
+    """A policy whose classifier learnt from such a pair."""
+    classifier = load_classifier("c2t-plus")
+    weights = {"target": of.target, "draft": of.draft}
+    classifier.training["origins"] = [
+        {"algorithm": "EAGLE3", "target": "t", "draft": "d", "weights": weights}
+    ]
+    return C2TPlus(classifier)
+
+
+@pytest.mark.parametrize(
+    ("given", "of", "served", "level", "said"),
+    [
+        ("default", PAIR, PAIR, logging.INFO, "this pair (d for t): the default"),
+        ("default", PAIR, None, logging.INFO, "whose weights are not to be found"),
+        (
+            "mine",
+            PAIR._replace(draft="0" * 16),
+            PAIR,
+            logging.WARNING,
+            "another pair (d for t): as",
+        ),
+    ],
+)
+def test_log_classifier_warns_of_one_that_learnt_from_another_pair(
+    caplog: pytest.LogCaptureFixture,
+    given: str,
+    of: Pair,
+    served: Pair | None,
+    level: int,
+    said: str,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        log_classifier(C2TConfig("c2t-plus", classifier=given), learnt(of), served)
+        log_classifier(C2TConfig("dyjoint"), DyJoint(0.5), served)  # reads none
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert said in record.getMessage()
