@@ -281,8 +281,8 @@ def demo_scale(references: References) -> Iterator[None]:
             (kl_test_utils, "get_input_ids", _kl_prompts),
             (cache_hit_kit, "sample_random_requests", _cache_prompts),
             (basic_scheduler_stress_kit, "_CONCURRENT_QA", references.concurrent),
-            (basic_scheduler_stress_kit, "requests", Requests(_with_known_text)),
-            (streaming_session_kit, "requests", Requests(_within_positions)),
+            (basic_scheduler_stress_kit, "requests", _requests(_with_known_text)),
+            (streaming_session_kit, "requests", _requests(_within_positions)),
             (streaming_session_fixture, "CONCURRENT_LOGPROB_ROUNDS", 1),
             (streaming_session_fixture, "STRESS_NUM_TURNS", 2),
         ):
@@ -331,18 +331,14 @@ def _client(client: openai.Client) -> SimpleNamespace:
     return SimpleNamespace(chat=SimpleNamespace(completions=completions))
 
 
-@dataclass(frozen=True)
-class Requests:
-    """The module ``requests`` of a kit whose prompts and lengths stand in its code."""
+def _requests(scaled: Callable[[dict[str, Any]], dict[str, Any]]) -> SimpleNamespace:
+    """The module ``requests`` of a kit whose prompts stand in its code: /generate gets scaled."""
 
-    scaled: Callable[[dict[str, Any]], dict[str, Any]]
-
-    get = staticmethod(requests.get)
-
-    def post(self, url: str, json: Any = None, **kwargs: Any) -> requests.Response:
-        """As ``requests.post``, but what goes to /generate is scaled."""
-        body = self.scaled(json) if url.endswith("/generate") else json
+    def post(url: str, json: Any = None, **kwargs: Any) -> requests.Response:
+        body = scaled(json) if url.endswith("/generate") else json
         return requests.post(url, json=body, **kwargs)
+
+    return SimpleNamespace(get=requests.get, post=post)
 
 
 def _with_known_text(body: dict[str, Any]) -> dict[str, Any]:

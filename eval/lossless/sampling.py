@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
+from eval.lossless.greedy import logprobs
 from eval.metrics import SpecTotals
 from eval.server import Server
 from sglang_c2t.offline.client import post_all
@@ -154,16 +155,8 @@ class Exact:
     def __call__(self, prefixes: Sequence[Tokens]) -> list[NextTokens]:
         """Tokens and log-probabilities [N] after each prefix."""
         new = [prefix for prefix in prefixes if prefix not in self._known]
-        bodies = [
-            {
-                "input_ids": [*self._prompt, *prefix],
-                "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-                "return_logprob": True,
-                "top_logprobs_num": self._most,
-            }
-            for prefix in new
-        ]
-        replies, _ = post_all(self._url, [("/generate", b) for b in bodies], concurrency=16)
+        more = [{"top_logprobs_num": self._most}] * len(new)
+        replies = logprobs(self._url, [[*self._prompt, *p] for p in new], 1, more, concurrency=16)
         for prefix, reply in zip(new, replies, strict=True):
             top = sorted(reply["meta_info"]["output_top_logprobs"][0], key=lambda entry: -entry[0])
             tokens = np.array([token for _, token, *_ in top])
