@@ -1,8 +1,7 @@
 """The two draft heads as trainable torch modules: EAGLE and EAGLE-3, as stock SGLang computes them.
 
 Parameter names are those that SGLang's loaders expect, so `state_dict()` is the checkpoint. Target
-and standalone draft are `transformers.LlamaForCausalLM`; their configs are here too, because the
-four models must agree on vocabulary and width.
+and standalone draft are `transformers.LlamaForCausalLM`; all must agree on vocabulary and width.
 
 What is mirrored, and would silently cost acceptance if it were not:
 
@@ -12,11 +11,12 @@ What is mirrored, and would silently cost acceptance if it were not:
   step, and has its own lm_head over a reduced vocabulary.
 * Both pair the hidden state of position t with the embedding of token t + 1.
 
-B sequences, T roots, D hidden, H heads, K unroll steps, V vocabulary. Knows nothing of files.
+B sequences, T roots, D hidden, H heads, K unroll steps, V vocabulary.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -25,62 +25,21 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-VOCAB = 2048
-END_ID, PAD_ID = 0, 1
-DRAFT_VOCAB = 1024
-# Outputs of these target layers feed EAGLE-3. SGLang's default (2, n // 2, n - 3) would be the same
-# layer three times in a target of five.
-AUX_LAYERS = (0, 2, 3)
+from eval.server import WEIGHTS
 
-_SHARED: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "head_dim": 64,  # the smallest that FlashInfer has kernels for
-    "num_attention_heads": 4,  # heads must divide by 2, for tensor parallelism of two
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 2048,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "initializer_range": 0.02,
-    "bos_token_id": None,
-    "eos_token_id": END_ID,
-    "pad_token_id": PAD_ID,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-}
-
-
-def _llama(
-    architecture: str, hidden: int, layers: int, inner: int, tied: bool = False, **more: Any
-) -> dict[str, Any]:
-    return {
-        **_SHARED,
-        "architectures": [architecture],
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "intermediate_size": inner,
-        "tie_word_embeddings": tied,
-        **more,
-    }
-
-
-#: ``config.json`` of each model. Heads must not be tied: SGLang deletes embedding and head one
-#: after the other to share the target's, which fails when both names are one module.
+#: ``config.json`` of each model, as shipped; training writes it again. EAGLE's heads must not be
+#: tied: SGLang deletes embedding and head one after the other to share the target's, which fails
+#: when both names are one module. Tensor parallelism of two needs even numbers of heads, FlashInfer
+#: heads of 64.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "target": _llama("LlamaForCausalLM", 256, 5, 768, tied=True),
-    "standalone": _llama("LlamaForCausalLM", 192, 1, 512, tied=True),
-    "eagle": _llama("LlamaForCausalLMEagle", 256, 1, 768),
-    "eagle3": _llama(
-        "LlamaForCausalLMEagle3", 256, 1, 512, draft_vocab_size=DRAFT_VOCAB,
-        eagle_config={
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS),
-        },
-    ),
-}  # fmt: skip
+    path.parent.name: json.loads(path.read_text()) for path in WEIGHTS.glob("*/config.json")
+}
+VOCAB: int = CONFIGS["target"]["vocab_size"]
+END_ID, PAD_ID = (CONFIGS["target"][f"{name}_token_id"] for name in ("eos", "pad"))
+DRAFT_VOCAB: int = CONFIGS["eagle3"]["draft_vocab_size"]
+#: Outputs of these target layers feed EAGLE-3. SGLang's default (2, n // 2, n - 3) would be the
+#: same layer three times in a target of five.
+AUX_LAYERS: list[int] = CONFIGS["eagle3"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
 
 #: Keys and values, [B, kv heads, T, 64] each: of the T roots, then of each step of their chains.
 ChainCache = list[tuple[Tensor, Tensor]]
