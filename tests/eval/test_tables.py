@@ -22,7 +22,7 @@ from eval.recordings import MANIFEST, Recorded, demo_pair, manifest, record
 from eval.server import Launch
 from eval.tables import __main__ as command
 from eval.tables import report, rules, thresholds
-from eval.tables.markdown import bracket, difference, signed
+from eval.tables.markdown import difference, signed, with_interval
 from eval.tables.tree_replay import Forest, replay_trees
 from sglang_c2t.offline.compare import Curve
 from sglang_c2t.offline.replay import Chains, replay
@@ -65,8 +65,11 @@ def tables(chains: rules.Recorded, trees: rules.Recorded) -> list[str]:
         return command.tables(chains, trees, Console(quiet=True))
 
 
-@pytest.mark.parametrize("name", ["dyjoint", "c2t-plus", "logistic"])
-@pytest.mark.parametrize("kind", ["chains", "trees"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in ("chains", "trees") for name in ("dyjoint", "c2t-plus")]
+    + [("chains", "logistic")],  # it is served for chains only
+)
 def test_tables_rule_replayed_by_its_scores_counts_as_its_policy(
     request: pytest.FixtureRequest, kind: str, name: str
 ) -> None:
@@ -74,8 +77,6 @@ def test_tables_rule_replayed_by_its_scores_counts_as_its_policy(
     recorded: rules.Recorded = request.getfixturevalue(kind)
     data, gate = recorded.recording, DyJoint
     if name == "logistic":
-        if recorded.trees:
-            pytest.skip("it is served for chains only")
         net = logistic.train(data)
         scores, gate = logistic.path_scores(net, data), partial(logistic.Logistic, net)
     elif name == "c2t-plus":
@@ -125,14 +126,14 @@ def test_tables_nodes_are_read_where_the_family_accepts_as_fixed_drafts(
     """Resample by resample, and paired with the rival's."""
     joint = chains.curve(chains.recording.nodes["joint"])
     other = chains.curve(chains.recording.nodes["prob"])
-    once, drawn = chains.change(other, joint, 3, "math")
+    changes = chains.change(other, joint, 3, "math")
     members = np.array([[float(group == "math") for group in chains.groups]])
-    for weights, found in [(chains.once, once), *zip(chains.drawn[:5, None], drawn, strict=False)]:
+    for weights, found in zip(chains.weights[:6, None], changes, strict=False):
         mine = weights * members
         tau = np.minimum(chains.sized(3).tau(mine)[:, 0], chains.sized(6).tau(mine)[:, 0])
         gammas = [curve.gamma_at(tau, mine)[0] for curve in (other, joint)]
         assert found == pytest.approx(100 * (gammas[0] / gammas[1] - 1))
-    assert len(set(drawn)) > 1
+    assert len(set(changes)) > 2
 
 
 def roots_visited(first_root: list[int], accepted: list[float]) -> list[float]:
@@ -151,7 +152,7 @@ def test_tables_acceptance_is_counted_where_a_server_comes_by(chains: rules.Reco
     assert isinstance(replayed, Chains)
     survival = report.survival(replayed, range(replayed.num_requests))
     visited = roots_visited(replayed.first_root.tolist(), replayed.num_correct.tolist())
-    whole = chains.sized(6).tau(chains.once)[0, 0]
+    whole = chains.sized(6).tau(chains.weights)[0, 0]
     assert 1 + sum(survival) == pytest.approx(1 + sum(visited) / len(visited))
     assert 1 + sum(survival) == pytest.approx(whole)
     assert report.conditional([0.5, 0.25, 0.2, 0.0, 0.0]) == ["0.50", "0.50", "0.80", "0.00", "-"]
@@ -174,8 +175,8 @@ def test_tables_name_every_rule_and_every_loss(tables: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("drawn", "verdict"),
-    [((-3, -2, -1), "fewer"), ((1, 2, 3), "more"), ((-1, 0, 1), "no difference"),
-     ((np.nan, 2, 3), "no difference")],
+    [((9, -3, -2, -1), "fewer"), ((-9, 1, 2, 3), "more"), ((9, -1, 0, 1), "no difference"),
+     ((9, np.nan, 2, 3), "no difference")],
 )  # fmt: skip
 def test_tables_verdict_needs_an_interval_off_zero(drawn: Any, verdict: str) -> None:
     assert rules.verdict(np.array(drawn, dtype=float)) == verdict
@@ -206,10 +207,10 @@ def test_markdown_marks_only_an_interval_off_zero_and_counts_resamples_without_a
     assert signed(-3.0, -5.0, -1.0) == "**-3.0 [-5.0, -1.0]**"
     assert signed(+3.0, +1.0, +5.0) == "*+3.0 [+1.0, +5.0]*"
     assert signed(-3.0, -5.0, +1.0) == "-3.0 [-5.0, +1.0]"
-    drawn = np.array([1.0, np.nan, 2.0, np.nan])
-    assert bracket(drawn) == " (not reached in 2 of 4)"
-    assert difference(np.array([-1.0]), drawn) == "-1.0 (not reached in 2 of 4)"
-    assert difference(np.array([-1.0]), np.array([-2.0, -1.0])).startswith("**-1.0 [-2.0")
+    values = np.array([-1.0, 1.0, np.nan, 2.0, np.nan])
+    assert with_interval(values) == "-1.00 (not reached in 2 of 4)"
+    assert difference(values) == "-1.0 (not reached in 2 of 4)"
+    assert difference(np.array([-1.0, -2.0, -1.0])).startswith("**-1.0 [-2.0")
 
 
 # -- recordings ----------------------------------------------------------------------------------
