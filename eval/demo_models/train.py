@@ -113,8 +113,8 @@ def fit(
 ) -> None:  # fmt: skip
     """Train for `minutes`, scheduled by time; a run that was cut off goes on from its last save.
 
-    `rates` are the peaks of Muon and AdamW. `batches` gets a number that differs for a resumed run,
-    so that it sees new text.
+    `rates` are the peaks of Muon and AdamW. `batches` gets the step, so that a resumed run sees new
+    text.
     """
     path, seconds, step, spent = work / f"{name}.pt", 60.0 * minutes, 0, 0.0
     log: list[dict[str, float]] = []
@@ -153,13 +153,13 @@ def fit(
     print(name, result)
 
 
-def crops(stream: Path, seed: int, batch: int = BATCH) -> Iterator[Tensor]:
+def crops(stream: Path, batch: int, seed: int, step: int) -> Iterator[Tensor]:
     """Endless [batch, LENGTH + 1] pieces of a stream: each epoch once over, from a new offset.
 
     Pieces begin anywhere in a document. That is what a standalone draft meets on a server: it never
     sees the first prompt token.
     """
-    rng, tokens = np.random.default_rng(seed), np.load(stream)
+    rng, tokens = np.random.default_rng(seed + step), np.load(stream)
     while True:
         starts = np.arange(rng.integers(LENGTH), len(tokens) - LENGTH - 1, LENGTH)
         rng.shuffle(starts)
@@ -182,10 +182,8 @@ def target_stage(args: argparse.Namespace, name: str = "target") -> None:
             logits = model(tokens[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()), {}
 
-    def batches(step: int) -> Iterator[Tensor]:
-        return crops(args.work / "stream.npy", SEED + 1 + latent + step)
-
-    fit(name, model.train(), (4e-3, 4e-3), batches, loss_of, args.minutes[name], args.work)
+    source = partial(crops, args.work / "stream.npy", BATCH, SEED + 1 + latent)
+    fit(name, model.train(), (4e-3, 4e-3), source, loss_of, args.minutes[name], args.work)
     if not latent:
         export.save_model(name, model.state_dict(), args.out)
 
@@ -259,9 +257,10 @@ def answers_stage(args: argparse.Namespace) -> None:
     print(f"{len(documents)} of {len(prompts)} answers ended; {len(stream):,} tokens")
 
 
-def draft_batches(work: Path, seed: int) -> Iterator[Tensor]:
+def draft_batches(work: Path, seed: int, step: int) -> Iterator[Tensor]:
     """[DRAFT_BATCH, LENGTH + 1]: first half corpus, second half the target's own answers."""
-    both = [crops(work / f"{n}.npy", seed, DRAFT_BATCH // 2) for n in ("stream", "answers")]
+    half = DRAFT_BATCH // 2
+    both = [crops(work / f"{n}.npy", half, seed, step) for n in ("stream", "answers")]
     return map(torch.cat, zip(*both, strict=True))
 
 
@@ -287,10 +286,8 @@ def standalone_stage(args: argparse.Namespace) -> None:
             logits = model(tokens[:, :-1], use_cache=False).logits
             return distilled(logits, teacher(tokens[:, :-1])[2])
 
-    def batches(step: int) -> Iterator[Tensor]:
-        return draft_batches(args.work, SEED + 200 + step)
-
-    fit(name, model, (4e-3, 6e-3), batches, loss_of, args.minutes[name], args.work)
+    source = partial(draft_batches, args.work, SEED + 200)
+    fit(name, model, (4e-3, 6e-3), source, loss_of, args.minutes[name], args.work)
     export.save_model(name, model.state_dict(), args.out)
 
 
@@ -349,10 +346,8 @@ def head_stage(args: argparse.Namespace, name: str) -> None:
                 facts[f"agree{k + 1}"] = hit.float().mean().item()
         return loss, facts
 
-    def batches(step: int) -> Iterator[Tensor]:
-        return draft_batches(args.work, SEED + (300 if name == "eagle" else 400) + step)
-
-    fit(name, head, (4e-3, 4e-3), batches, loss_of, args.minutes[name], args.work)
+    source = partial(draft_batches, args.work, SEED + (300 if name == "eagle" else 400))
+    fit(name, head, (4e-3, 4e-3), source, loss_of, args.minutes[name], args.work)
     weights = dict(head.state_dict())
     export.save_model(name, weights | maps if name == "eagle3" else weights, args.out)
 
@@ -400,10 +395,8 @@ def mtp_stage(args: argparse.Namespace) -> None:
             state = head(target.model.embed_tokens(tokens[:, 1:]), hidden[:, :-1])
             return distilled(target.lm_head(state), wanted[:, 1:])
 
-    def batches(step: int) -> Iterator[Tensor]:
-        return crops(args.work / "stream.npy", SEED + 3 + step, DRAFT_BATCH)
-
-    fit("mtp", head, (4e-3, 4e-3), batches, loss_of, args.minutes["mtp"], args.work)
+    source = partial(crops, args.work / "stream.npy", DRAFT_BATCH, SEED + 3)
+    fit("mtp", head, (4e-3, 4e-3), source, loss_of, args.minutes["mtp"], args.work)
     weights = mla.published(dict(target.state_dict())) | head.weights()
     tokenizer = Tokenizer.from_file(str(args.work / "tokenizer.json"))
     export.save_tokenizer(tokenizer, args.out, (mla.NAME,))

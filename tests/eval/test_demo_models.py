@@ -1,16 +1,18 @@
-"""The demo target of latent attention: its checkpoint is named as DeepSeek names one."""
+"""The shipped demo drafts, in our modules; the checkpoint of latent attention is DeepSeek's."""
 
 from __future__ import annotations
 
-import json
-
+import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.demo_models import mla
+from eval.demo_models.modeling import CONFIGS, VOCAB, Eagle3Head, EagleHead, Head
+from eval.demo_models.train import Teacher, unroll
 from eval.prompts import demo_mix
-from eval.server import MLA
+from eval.server import MLA, TARGET, WEIGHTS
 
 
 def test_what_is_trained_is_what_is_shipped_and_all_of_it() -> None:
@@ -19,7 +21,6 @@ def test_what_is_trained_is_what_is_shipped_and_all_of_it() -> None:
     with safe_open(MLA / "model.safetensors", "pt") as file:
         shipped = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     assert {name: list(value.shape) for name, value in made.items()} == shipped
-    assert json.loads((MLA / "config.json").read_text()) == mla.CONFIG
 
 
 def test_experts_that_stand_in_one_tensor_are_told_apart() -> None:
@@ -30,6 +31,30 @@ def test_experts_that_stand_in_one_tensor_are_told_apart() -> None:
     assert made["a.experts.1.up_proj.weight"].equal(both[1, 3:])
     assert made["a.experts.0.down_proj.weight"].equal(down[0])
     assert len(made) == 6
+
+
+@pytest.mark.parametrize(("name", "kind"), [("eagle", EagleHead), ("eagle3", Eagle3Head)])
+@torch.inference_mode()
+def test_a_shipped_head_drafts_what_its_target_will_say(name: str, kind: type[Head]) -> None:
+    """More than half of the target's choices at each of three steps, after its own states."""
+    teacher, head = Teacher(TARGET), kind(CONFIGS[name])
+    weights = load_file(WEIGHTS / name / "model.safetensors")
+    kept = weights.pop("d2t", torch.zeros(VOCAB, dtype=torch.long))
+    kept = kept + torch.arange(len(kept))
+    weights.pop("t2d", None)
+    head.load_state_dict(weights)
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    hits: dict[int, list[torch.Tensor]] = {}
+    for prompt in demo_mix(6):
+        tokens = torch.tensor([tokenizer(prompt.text)["input_ids"][:200]])
+        hidden, aux, logits = teacher(tokens)
+        inner = aux if name == "eagle3" else hidden
+        for k, state in unroll(head, teacher.embed.weight, tokens, inner):
+            best = logits[:, k + 1 : k + 1 + state.shape[1]].argmax(-1)
+            drafted = kept[head.logits(state, teacher.lm_head).argmax(-1)]
+            hits.setdefault(k, []).append((drafted == best).flatten())
+    shares = [torch.cat(found).float().mean().item() for found in hits.values()]
+    assert min(shares) > 0.5, shares
 
 
 @torch.inference_mode()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,27 +13,25 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from eval.lossless import __main__ as command
-from eval.lossless import greedy, kits, sampling, seeded
+from eval.lossless import greedy, kits, sampling, seeded, servers
 from eval.lossless.__main__ import FULL, Found
 from eval.lossless.greedy import Divergence, Noise, Output, Wave, compare, first_difference
 from eval.lossless.seeded import Reproduced
 from eval.lossless.servers import Broken, Models, visit_all
 from eval.lossless.workload import KINDS, LONG_PROMPT, LONGEST_ANSWER, Request, mixed
 from eval.recordings import Pair
+from eval.server import Launch, Server
 from tests.eval.fake_server import Choose, fake_server, likeliest
 from tests.tiny_llama import VOCAB, tiny_llama
 
 REQUEST = Request(3, "ordinary", {"input_ids": [1, 2], "sampling_params": {}})
 PROMPTS = [[(7 * i + j) % VOCAB for j in range(3 + i % 4)] for i in range(24)]
 NOISE = Noise(largest=0.1, median=0.01, places=1000)
-
-
-def nothing() -> None:
-    """Ignore progress."""
 
 
 # -- divergences ----------------------------------------------------------------------------
@@ -95,46 +95,71 @@ def altered(prompt: list[int], answer: list[int], log_probs: Tensor) -> int:
     return int(log_probs.topk(2).indices[1]) if third else int(log_probs.argmax())
 
 
-def found_by_the_suite(
-    model: LlamaForCausalLM, choose: Choose, noise: float | None = None
-) -> list[Divergence]:
-    """Divergences of a server that chooses so, classified by ``noise``, by default measured."""
-    params = {"temperature": 0, "max_new_tokens": 12}
-    bodies = [{"input_ids": prompt, "sampling_params": params} for prompt in PROMPTS]
-    asked = [Request(i, "ordinary", body) for i, body in enumerate(bodies)]
-    with fake_server(model) as plain, fake_server(model, choose) as other:
-        expected = [Output.of(reply) for reply in greedy.ask(plain, asked, 8, nothing)]
-        wave = greedy.wave(other, "other", "c2t", asked, expected, nothing)
-        assert (wave.requests, wave.tokens) == (24, 24 * 12)
-        served = greedy.served_answers(plain.url, PROMPTS, 12)
-        measured = greedy.rounding_noise(plain.url, served)
-        given = measured if noise is None else replace(measured, largest=noise)
-        greedy.classify(plain.url, wave.divergences, given)
-        return wave.divergences
+Suite = Callable[..., Found]
 
 
-def test_lossless_altered_outputs_are_defects_unless_the_noise_covers_their_leads() -> None:
-    """A tie is a lead within twice the measured noise."""
-    found = found_by_the_suite(tiny_llama(0), altered)
-    assert {d.index for d in found} == {i for i, p in enumerate(PROMPTS) if sum(p) % 3 == 0}
-    assert {(d.place, d.verdict) for d in found} == {(2, "defect")}
-    leads = sorted(d.lead for d in found if d.lead is not None)
-    assert len(leads) == len(found)
-    assert leads[0] > 1e-3
-    bound = leads[len(leads) // 2]
-    noisy = found_by_the_suite(tiny_llama(0), altered, noise=bound / 2 + 1e-6)
-    assert all(
-        d.verdict == ("tie" if d.lead is not None and d.lead <= bound + 1e-6 else "defect")
-        for d in noisy
-    )
-    assert {d.verdict for d in noisy} == {"tie", "defect"}
+@pytest.fixture
+def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Suite:
+    """Run the greedy part on servers of ``model``; those that speculate ``choose`` tokens."""
+
+    def run(model: LlamaForCausalLM, choose: Choose, *argv: str) -> Found:
+        @contextlib.contextmanager
+        def running(launch: Launch, *_: Any) -> Iterator[Server]:
+            with fake_server(model, choose if "EAGLE" in launch.name else likeliest) as server:
+                yield server
+
+        monkeypatch.setattr(servers, "running", running)
+        args = command.parse(["greedy", "--shapes", "chains", "--algorithm", "EAGLE", *argv,
+                              "--out", str(tmp_path)])  # fmt: skip
+        args.size = args.size._replace(requests=17, max_new_tokens=12)
+        return command.Suite(command.models(args), args, PROMPTS, Progress(disable=True)).run()
+
+    return run
 
 
-def test_lossless_other_token_of_a_constructed_tie_is_a_tie() -> None:
-    found = found_by_the_suite(tied_llama(), the_other_of_a_tie)
-    assert found
-    assert {(d.expected, d.got, d.verdict) for d in found} == {(2, 5, "tie")}
-    assert found_by_the_suite(tied_llama(), likeliest) == []
+def test_lossless_altered_outputs_are_defects(suite: Suite) -> None:
+    """Those of stock speculation are counted, but not as defects."""
+    found = suite(tiny_llama(0), altered, "--stock")
+    bodies = {r.index: r.body for r in mixed(PROMPTS, 17, longest=12)}
+    wrong = {
+        i for i, body in bodies.items()
+        if sum(body["input_ids"]) % 3 == 0 and body["sampling_params"]["max_new_tokens"] > 2
+    }  # fmt: skip
+    assert {wave.policy for wave in found.waves} == set(greedy.POLICIES["chains"])
+    assert sum(wave.requests for wave in found.waves) == 17
+    assert found.defects == len(wrong) > 1
+    assert [(w.server, w.requests, len(w.divergences)) for w in found.control] == [
+        ("no speculation", 17, 0), ("EAGLE chains, stock", 17, len(wrong)),
+    ]  # fmt: skip
+    divergences = [d for wave in found.waves for d in wave.divergences]
+    assert {d.index for d in divergences} == wrong
+    assert {(d.place, d.verdict) for d in divergences} == {(2, "defect")}
+    assert all(d.lead is not None and d.lead > 1e-3 for d in divergences)
+
+
+def test_lossless_other_token_of_a_constructed_tie_is_a_tie(suite: Suite) -> None:
+    found = suite(tied_llama(), the_other_of_a_tie)
+    divergences = [d for wave in found.waves for d in wave.divergences]
+    assert divergences
+    assert {(d.expected, d.got, d.verdict) for d in divergences} == {(2, 5, "tie")}
+    assert found.defects == 0
+
+
+def test_lossless_faithful_servers_differ_nowhere_and_need_no_score(suite: Suite) -> None:
+    found = suite(tied_llama(), likeliest)
+    assert (found.defects, found.noise, found.broken) == (0, None, [])
+    assert not any(wave.divergences for wave in found.waves)
+
+
+def test_lossless_tie_is_a_lead_within_twice_the_measured_noise() -> None:
+    clear = [difference(Output((token,)), (2,)) for token in (5, 6)]
+    with fake_server(tied_llama()) as exact:
+        greedy.classify(exact.url, clear, Noise(1e-9, 1e-9, 1))
+        leads = sorted(d.lead for d in clear if d.lead is not None)
+        assert len(leads) == 2
+        again = [replace(d, verdict="unclassified") for d in clear]
+        greedy.classify(exact.url, again, Noise(sum(leads) / 4, 0.01, 1))
+    assert {d.verdict: d.lead for d in again} == {"tie": leads[0], "defect": leads[1]}
 
 
 def test_lossless_noise_is_the_error_of_served_leads() -> None:
