@@ -9,7 +9,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.demo_models import mla
-from eval.demo_models.modeling import CONFIGS, VOCAB, Eagle3Head, EagleHead, Head
+from eval.demo_models.modeling import (
+    CONFIGS,
+    VOCAB,
+    ChainCache,
+    Eagle3Head,
+    EagleHead,
+    Head,
+)
 from eval.demo_models.train import Teacher, unroll
 from eval.prompts import demo_mix
 from eval.server import MLA, TARGET, WEIGHTS
@@ -35,8 +42,28 @@ def test_experts_that_stand_in_one_tensor_are_told_apart() -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("eagle", EagleHead), ("eagle3", Eagle3Head)])
 @torch.inference_mode()
+def test_chains_that_grow_in_parallel_are_those_that_grow_alone(
+    name: str, kind: type[Head]
+) -> None:
+    """Each root's chain is appended to the roots before it, as a server's draft has it."""
+    torch.manual_seed(0)
+    head, rows, width = kind(CONFIGS[name]), 9, 256
+    embeds, hidden = torch.randn(1, rows + 3, width), torch.randn(1, rows, width)
+    cache, entered = ChainCache(), [hidden]
+    for k in range(3):
+        state, carried = head(embeds[:, k : k + rows], entered[-1], cache)
+        for root in range(rows):
+            chain = [one[:, root : root + 1] for one in entered[1:]]
+            alone = torch.cat([hidden[:, : root + 1], *chain], 1)
+            wanted, _ = head(embeds[:, : root + k + 1], alone, ChainCache())
+            torch.testing.assert_close(state[:, root], wanted[:, -1], atol=1e-5, rtol=1e-4)
+        entered.append(carried)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("eagle", EagleHead), ("eagle3", Eagle3Head)])
+@torch.inference_mode()
 def test_a_shipped_head_drafts_what_its_target_will_say(name: str, kind: type[Head]) -> None:
-    """More than half of the target's choices at each of three steps, after its own states."""
+    """Seven of ten of the target's choices at each of three steps, after its own states."""
     teacher, head = Teacher(TARGET), kind(CONFIGS[name])
     weights = load_file(WEIGHTS / name / "model.safetensors")
     kept = weights.pop("d2t", torch.zeros(VOCAB, dtype=torch.long))
@@ -54,7 +81,7 @@ def test_a_shipped_head_drafts_what_its_target_will_say(name: str, kind: type[He
             drafted = kept[head.logits(state, teacher.lm_head).argmax(-1)]
             hits.setdefault(k, []).append((drafted == best).flatten())
     shares = [torch.cat(found).float().mean().item() for found in hits.values()]
-    assert min(shares) > 0.5, shares
+    assert min(shares) > 0.7, shares
 
 
 @torch.inference_mode()
