@@ -2,9 +2,8 @@
 
     python -m eval.smollm2.answers --data DIR --work runs/smollm2 --minutes 40
 
-Prompts are of the training text alone, no prompt of an evaluation set is among them (the folder's
-README says how that was checked). Half are answered greedily, half sampled. A second run goes on
-from the last answer of the first.
+Prompts are of the training text alone, no prompt of an evaluation set is among them. Half are
+answered greedily, half sampled. A second run goes on from the last answer of the first.
 """
 
 from __future__ import annotations

@@ -152,9 +152,12 @@ def test_lossless_faithful_servers_differ_nowhere_and_need_no_score(suite: Suite
 
 
 def test_lossless_tie_is_a_lead_within_twice_the_measured_noise() -> None:
+    """A grammar may forbid the likeliest token: the likelier of the two counts then."""
     clear = [difference(Output((token,)), (2,)) for token in (5, 6)]
+    constrained = replace(clear[0], constrained=True)
     with fake_server(tied_llama()) as exact:
-        greedy.classify(exact.url, clear, Noise(1e-9, 1e-9, 1))
+        greedy.classify(exact.url, [*clear, constrained], Noise(1e-5, 1e-5, 1))
+        assert (constrained.verdict, constrained.lead) == ("tie", pytest.approx(0, abs=1e-5))
         leads = sorted(d.lead for d in clear if d.lead is not None)
         assert len(leads) == 2
         again = [replace(d, verdict="unclassified") for d in clear]

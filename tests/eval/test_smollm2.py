@@ -24,7 +24,7 @@ from eval.smollm2.answers import (
     batches,
     read,
 )
-from eval.smollm2.train import UNROLL, Batch, steps
+from eval.smollm2.train import UNROLL, Batch, batch_of, steps
 
 AUX = (0, 2, 3)
 
@@ -97,6 +97,11 @@ def test_answers_after_a_run_that_was_cut_off_go_on_behind_the_last_whole_one(
         assert not states[-1].any(), "the target never read the last token"
         torch.testing.assert_close(states[:-1].float(), answer.states, atol=0.05, rtol=0.01)
         assert (entry.key, entry.prompt) == (answer.request.key, len(answer.request.prompt))
+    made = batch_of(again, again.entries)
+    assert made.tokens.tolist() == [token for one in answered for token in one.tokens.tolist()]
+    for (first, size, prompt), answer in zip(made.spans, answered, strict=True):
+        assert made.tokens[first : first + size].equal(answer.tokens)
+        assert prompt == len(answer.request.prompt)
 
 
 @settings(max_examples=15, deadline=None)
@@ -128,6 +133,8 @@ def test_head_on_roots_alone_computes_what_the_whole_head_does(
                 torch.testing.assert_close(
                     found[k][row : row + len(wanted)], wanted, atol=1e-4, rtol=1e-4
                 )
+            roots = batch.roots()[row : row + len(wanted)]
+            assert roots.tolist() == list(range(start + prompt - 1, start + rows))
             row += len(wanted)
         assert row == len(found[0])
 
