@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from eval.gpu import microbench, models, plugins, step_clock
 from eval.gpu.plan import STAGES
@@ -115,19 +113,19 @@ def test_only_the_plugins_asked_for_are_loaded(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_model_folders_hold_config_and_tokenizer_of_the_demo_pair(tmp_path: Path) -> None:
+    """Sizes of the shape, one layer for the head; norms make up for coordinates that are zero."""
     demo = models.trained("demo")
     for name, shape in models.SHAPES.items():
         pair = models.write(name, tmp_path, demo)
         target, draft = (json.loads((path / "config.json").read_text()) for path in pair)
-        assert draft["architectures"] == ["LlamaForCausalLMEagle3"]
-        assert draft["vocab_size"] == target["vocab_size"] > draft["draft_vocab_size"]
-        assert draft["hidden_size"] == target["hidden_size"]
+        assert (
+            vars(shape).items() <= (target | {"draft_vocab_size": shape.draft_vocab_size}).items()
+        )
+        assert {**vars(shape), "num_hidden_layers": 1}.items() <= draft.items()
+        assert "draft_vocab_size" not in target
         share = models.copies(shape.hidden_size, 256) * 256 / shape.hidden_size
         assert target["rms_norm_eps"] == draft["rms_norm_eps"] == pytest.approx(1e-5 * share)
-        if not name.startswith("small"):
-            assert shape.num_attention_heads * shape.head_dim == shape.hidden_size
         assert list(pair.target.glob("tokenizer*"))
-        assert target["eos_token_id"] < target["vocab_size"]
     with pytest.raises(ValueError, match="no model shape 9b; there are 8b, 1b, small, small128"):
         models.write("9b", tmp_path, demo)
 
@@ -148,16 +146,6 @@ def test_copies_leave_a_coordinate_and_are_a_power_of_two(
 def test_microbench_floor_counts_each_tensor_once() -> None:
     out = GateOutput.empty(4, 1, "cpu")
     assert microbench.nbytes(torch.zeros(4, 100, dtype=torch.bfloat16), out, None) == 800 + 100
-
-
-@given(st.integers(1, 64), st.integers(1, 40))
-def test_random_trees_are_trees(batch: int, nodes: int) -> None:
-    parents, num_rows = microbench.trees(batch, nodes)
-    assert bool((parents[:, 0] == -1).all())
-    assert bool((parents[:, 1:] < torch.arange(1, nodes)).all())
-    assert bool((parents[:, 1:] >= 0).all())
-    assert int(num_rows.min()) >= 1
-    assert int(num_rows.max()) <= nodes
 
 
 def test_gpu_readme_names_every_file_and_stage() -> None:
