@@ -23,7 +23,7 @@ from eval.baselines import (
     mcsd,
 )
 from eval.baselines.__main__ import main
-from eval.baselines.entropy_width import branching_factor
+from eval.baselines.entropy import branching_factor
 from eval.baselines.estimators import reached, save
 from eval.baselines.logistic import DepthLogistic
 from eval.baselines.mcsd import TOPK_PROBS, topk_prob
