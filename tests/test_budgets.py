@@ -14,10 +14,10 @@ REPOSITORY = Path(__file__).parent.parent
 #: Lines of Python by folder, folders below it that have a budget of their own not counted.
 LINES = {
     "eval": 1200,
-    "eval/baselines": 750,
+    "eval/baselines": 710,
     "eval/bench": 1910,
     "eval/demo_models": 1110,
-    "eval/gpu": 1740,
+    "eval/gpu": 1710,
     "eval/lossless": 1620,
     "eval/report": 1250,
     "eval/smollm2": 1050,
@@ -45,7 +45,7 @@ LINES = {
     "tests/draft": 1770,
     "tests/e2e": 5230,
     "tests/emulated": 5400,
-    "tests/eval": 5720,
+    "tests/eval": 5750,
     "tests/kernels": 2740,
     "tests/offline": 1560,
     "tests/patches": 510,
