@@ -17,7 +17,7 @@ B sequences, T roots, D hidden, V vocabulary.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ DRAFT_VOCAB: int = CONFIGS["eagle3"]["draft_vocab_size"]
 AUX_LAYERS: list[int] = CONFIGS["eagle3"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
 
 #: Keys and values, [B, kv heads, T, 64] each: of the T roots, then of each step of their chains.
-ChainCache = DynamicCache
+ChainCache: TypeAlias = DynamicCache
 
 
 class Layer(nn.Module):

@@ -160,6 +160,7 @@ def test_lossless_tie_is_a_lead_within_twice_the_measured_noise() -> None:
         assert (constrained.verdict, constrained.lead) == ("tie", pytest.approx(0, abs=1e-5))
         leads = sorted(d.lead for d in clear if d.lead is not None)
         assert len(leads) == 2
+        assert leads[0] > 1, "a third token is the likeliest by more than both differ"
         again = [replace(d, verdict="unclassified") for d in clear]
         greedy.classify(exact.url, again, Noise(sum(leads) / 4, 0.01, 1))
     assert {d.verdict: d.lead for d in again} == {"tie": leads[0], "defect": leads[1]}

@@ -149,9 +149,10 @@ def test_soak_deck_holds_every_request() -> None:
     assert clients.decks == 2
 
 
-def test_soak_malformed_requests_have_different_names() -> None:
-    names = [case.name for case in (*MALFORMED, *FATAL, *HANGING)]
-    assert len(set(names)) == len(names) > 100
+def test_soak_malformed_requests_have_different_names_and_bodies() -> None:
+    every = (*MALFORMED, *FATAL, *HANGING)
+    assert len({case.name for case in every}) == len(every) > 100
+    assert len({(case.path, case.raw) for case in every}) >= len(every) - 1
     assert any(b"NaN" in case.raw for case in MALFORMED)
 
 
