@@ -24,7 +24,8 @@ from sglang_c2t.classifier.checkpoint import SHIPPED
 from sglang_c2t.cli import main as c2t
 from sglang_c2t.policies import ON_TREES
 
-TREE_RECIPES = ("c2t", "c2t-log", "c2t-plus-tree")
+#: Recipes, in the order of training.
+RECIPES = {"chains": ("c2t", "c2t-log", "c2t-plus"), "trees": ("c2t", "c2t-log", "c2t-plus-tree")}
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ class Source:
     pairs: Mapping[str, Any]  # first argument of `record`, by the name of the recording
     texts: Callable[[int], list[Prompt]]
     folder: str  # among the shipped classifiers
-    recipes: Sequence[str]  # for chains
     chains: Recorded
     trees: Recorded
     num_tree_prompts: int
@@ -43,9 +43,8 @@ class Source:
 def demo(train_sets: Path | None) -> Source:
     """Three drafts of the demo target, with prompts by family."""
     pairs = {algorithm: algorithm for algorithm in sorted(DRAFTS)}
-    recipes = ("c2t", "c2t-log", "c2t-plus")
     texts = partial(prompts, "train", folder=train_sets)
-    return Source(pairs, texts, "", recipes, CHAINS, TREES, num_tree_prompts=20)
+    return Source(pairs, texts, "", CHAINS, TREES, num_tree_prompts=20)
 
 
 def real() -> Source:
@@ -58,7 +57,6 @@ def real() -> Source:
 
     return Source(
         {"smollm2": smollm2()}, lambda n: shuffled(real_classifier_mix(n)), "smollm2",
-        ("c2t", "c2t-log", "c2t-plus"),
         Recorded(NUM_STEPS), Recorded(num_steps=5, topk=4, max_new_tokens=40), num_tree_prompts=30,
     )  # fmt: skip
 
@@ -84,33 +82,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TargetError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if not args.only_trees:
-        found = _recordings(source, args.num_prompts, args.work / "chains", source.chains)
-        for recipe in source.recipes:
-            out = args.out / source.folder / f"{recipe}.safetensors"
-            if code := _train(found, recipe, out):
-                return code
     texts = args.num_tree_prompts or source.num_tree_prompts
-    found = _recordings(source, texts, args.work / "trees", source.trees)
-    for recipe in TREE_RECIPES:
-        name = recipe.removesuffix(ON_TREES) + ON_TREES
-        out = args.out / source.folder / f"{name}.safetensors"
-        if code := _train(found, recipe, out):
-            return code
+    kinds = {"chains": (args.num_prompts, source.chains), "trees": (texts, source.trees)}
+    for kind, (num_texts, what) in kinds.items():
+        if kind == "chains" and args.only_trees:
+            continue
+        asked, folders = source.texts(num_texts), []
+        for name, pair in source.pairs.items():
+            folders.append(str(args.work / kind / name))
+            record(pair, asked, Path(folders[-1]), what)
+        mix = ["--mix-drafts"] if len(folders) > 1 else []
+        for recipe in RECIPES[kind]:
+            name = recipe if kind == "chains" else recipe.removesuffix(ON_TREES) + ON_TREES
+            out = args.out / source.folder / f"{name}.safetensors"
+            if code := c2t(["train", *folders, *mix, "--recipe", recipe, "--out", str(out)]):
+                return code
     return 0
-
-
-def _recordings(source: Source, num_texts: int, work: Path, what: Recorded) -> list[str]:
-    """One directory per pair."""
-    texts = source.texts(num_texts)
-    for name, pair in source.pairs.items():
-        record(pair, texts, work / name, what)
-    return [str(work / name) for name in source.pairs]
-
-
-def _train(directories: list[str], recipe: str, out: Path) -> int:
-    mix = ["--mix-drafts"] if len(directories) > 1 else []
-    return c2t(["train", *directories, *mix, "--recipe", recipe, "--out", str(out)])
 
 
 if __name__ == "__main__":

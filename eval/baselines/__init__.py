@@ -6,8 +6,7 @@ option ``weights``::
     {"policy": "eval.baselines:MCSD", "policy_options": {"weights": "mcsd.safetensors"}}
 """
 
-from eval.baselines.entropy import Entropy
-from eval.baselines.entropy_width import EntropyWidth
+from eval.baselines.entropy import Entropy, EntropyWidth
 from eval.baselines.fork import Fork
 from eval.baselines.logistic import Logistic
 from eval.baselines.mcsd import MCSD, MCSDHidden, MCSDInputs

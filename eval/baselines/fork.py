@@ -7,23 +7,12 @@ there 16 wide and 5 deep (section 4.1); its decision models are ``mcsd``.
 
 First tokens. The paper samples them from the *target* ("target initialised"), at the price
 of one more target forward. SGLang has already committed one target sample per round, the
-root of the next draft. A second sample beside it could never be accepted: the output must
-go on with the one that was drawn, and choosing between them by the length of what follows
-would change the distribution. The lossless form is a deferred bonus: commit no sample,
-feed the last accepted token again as the root, and give it the k *distinct* most likely
-tokens of the target's (cached) distribution as children; the sample is then drawn at the
-root and matched as everywhere. It costs one verified row and, per branch, one row of draft
-extension. Duplicates (samples with replacement) are legal only where the sample is drawn
-first and matched then.
-
-It brings nothing, so that it is not served: let both forms have the same draft trees behind
-the same texts and the same noise. Where the sample is one of the k, the deferred form reaches
-what the committed one reaches, in a forward that also holds the root and the trees of the
-other k - 1; where it is none of them, its forward yields the sample, which the committed form
-had for nothing. So it takes as many forwards more as samples are outside of the k, and each
-has more rows. Greedy all samples are inside, and the rows remain. What is here is the
-draft-initialised form, with distinct first tokens behind the committed sample: nothing extra to
-run, and lossless as it is.
+root of the next draft. A second sample beside it could never be accepted: choosing between
+them by the length of what follows would change the distribution. The lossless form defers the
+sample: it makes the target's k most likely tokens children of the last accepted one and draws
+among them at verification. It brings nothing: where the sample is one of the k, it reaches what
+the committed form reaches with more rows, and where it is none, it takes a forward more. So the
+draft-initialised form is here, with distinct first tokens behind the committed sample.
 
 Sliced mask (section 3.2). The paper builds one mask and cuts it where drafting stops. Here
 nodes are numbered layer by layer, branch by branch, so that the mask of a fork of depth d is

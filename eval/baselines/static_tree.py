@@ -12,7 +12,6 @@ Sampled drafts: safe to drop, because the shape depends on no token.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -113,29 +112,23 @@ class StaticTree:
 def _parsed(paths: Any) -> tuple[Path, ...]:
     """The paths, checked and sorted."""
     require(
-        _is_list(paths) and len(paths) > 0,
+        isinstance(paths, list | tuple) and len(paths) > 0,
         "policy static: paths",
         "a list of paths such as [[0], [1], [0, 0]]",
         paths,
     )
     for path in paths:
-        if not _is_list(path) or not path or not all(is_whole(rank) for rank in path):
+        if not isinstance(path, list | tuple) or not path or not all(map(is_whole, path)):
             raise ConfigError(
                 f"policy static: a path is a list of ranks, whole numbers >= 0, got {shown(path)}"
             )
-    known = Counter(map(tuple, paths))
-    path, times = known.most_common(1)[0]
-    if times > 1:
-        raise ConfigError(f"policy static: path {shown(list(path))} is given twice")
-    for path in sorted(known):
-        for length in range(1, len(path)):
-            if path[:length] not in known:
-                raise ConfigError(
-                    f"policy static: path {shown(list(path))} needs its ancestor "
-                    f"{shown(list(path[:length]))}, which is missing"
-                )
-    return tuple(sorted(known))
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, (list, tuple))
+    known = sorted(map(tuple, paths))
+    for path, before in zip(known, [None, *known], strict=False):
+        if path == before:
+            raise ConfigError(f"policy static: path {shown(list(path))} is given twice")
+        if path[:-1] and path[:-1] not in known:
+            raise ConfigError(
+                f"policy static: path {shown(list(path))} needs its ancestor "
+                f"{shown(list(path[:-1]))}, which is missing"
+            )
+    return tuple(known)

@@ -89,9 +89,7 @@ def _math(rng: random.Random) -> Document:
 
 
 def _with_connectives(rng: random.Random, steps: list[str]) -> list[str]:
-    openers = ("First, ", "To start, ", "At first, ", "")
-    middles = ("Then ", "After that, ", "Next, ", "Now ", "So ", "Later, ")
-    return [rng.choice(openers if i == 0 else middles) + step for i, step in enumerate(steps)]
+    return [rng.choice(MATH["middles" if i else "openers"]) + s for i, s in enumerate(steps)]
 
 
 def _math_start(rng: random.Random, who: str, item: str) -> tuple[list[str], list[str], int]:
@@ -128,165 +126,63 @@ def _math_event(
 
 def _math_question(rng: random.Random, who: str, item: str, v: int) -> tuple[str, str, int]:
     price, box, k = rng.randint(2, 9), rng.choice(BOXES), rng.randint(2, 9)
-    plain = (
-        f"How many {item} are there now?",
-        f"How many {item} does {who} have in the end?",
-        f"What is the number of {item} now?",
-    )
-    kinds = [
-        (rng.choice(plain), "", v),
-        (rng.choice(plain), "", v),
-        (
-            f"If {who} sells each of them for ${price}, how much money is that?",
-            f"at ${price} each, {who} gets {v} * {price} = ${v * price}.",
-            v * price,
-        ),
-        (
-            f"With {k} {item} in every {box}, how many {box}s are full?",
-            f"{v} {item} fill {v // k} {box}s of {k}, with {v % k} left over.",
-            v // k,
-        ),
-    ]
-    return rng.choice(kinds)
+    simple = [[rng.choice(MATH["counts"]), "", "v"] for _ in range(2)]
+    numbers = {"v": v, "price": price, "k": k, "money": v * price, "full": v // k, "rest": v % k}
+    question, last, value = rng.choice([*simple, *MATH["questions"]])
+    fill = {**numbers, "who": who, "item": item, "box": box}
+    return question.format(**fill), last.format(**fill), numbers[value]
 
 
 def _math_distraction(rng: random.Random, who: str, friend: str) -> str:
-    kinds = (
-        f"The trip to {rng.choice(CITIES)} takes {rng.randint(2, 9)} hours.",
-        f"{friend} is {rng.randint(7, 70)} years old.",
-        f"{who} works as a {rng.choice(JOBS)} near the {rng.choice(PLACES)}.",
-        f"It is {rng.choice(MONTHS)}, and {friend} waits at the {rng.choice(PLACES)}.",
-    )
-    return rng.choice(kinds)
+    fill = {
+        "who": who, "friend": friend, "city": rng.choice(CITIES), "hours": rng.randint(2, 9),
+        "age": rng.randint(7, 70), "job": rng.choice(JOBS), "place": rng.choice(PLACES),
+        "month": rng.choice(MONTHS), "meeting": rng.choice(PLACES),
+    }  # fmt: skip
+    text: str = rng.choice(MATH["distractions"])
+    return text.format(**fill)
 
 
 # --- code: a small Python function made of two or three steps -----------------------------------
 
+CODE = _TEXTS["code"]
 NUMBER_NOUNS, WORD_NOUNS, RESULTS = map(_words, ("number_nouns", "word_nouns", "results"))
-Op = tuple[str, str, str]  # words of the task, Python expression over {x}, verb for the name
 
 
 def _code(rng: random.Random) -> Document:
     numeric = rng.random() < 0.6
     noun = rng.choice(NUMBER_NOUNS if numeric else WORD_NOUNS)
-    test, change, ending = (_number_ops if numeric else _word_ops)(rng, noun)
-    name = "_".join((test[2], rng.choice((change[2], noun)), ending[2]))
-    example = _example(rng, numeric)
-    task = _code_task(rng, name, noun, (test, change, ending), example)
-    body = _code_body(rng, noun, (test, change, ending))
-    docstring = rng.choice(
-        (
-            f"Return {ending[0]} of the {noun} that {test[0]}, {change[0]}.",
-            f"Take the {noun} that {test[0]}, {change[0]}, and give {ending[0]}.",
-            f"For all {noun} that {test[0]}: {change[0]}. Then return {ending[0]}.",
-        )
-    )
-    lines = [
-        f"def {name}({noun}):",
-        f'    """{docstring}"""',
-        *body,
-        "",
-        f"print({name}({example}))",
-    ]
-    return Document("code", f"{task}\nCode:\n", "\n".join(lines))
-
-
-def _code_task(rng: random.Random, name: str, noun: str, ops: tuple[Op, Op, Op], ex: str) -> str:
-    test, change, ending = ops
-    return rng.choice(
-        (
-            f"Task: Write `{name}` in Python. Keep the {noun} that {test[0]}, {change[0]}, and "
-            f"return {ending[0]}. Try it on {ex}.",
-            f"Task: I have a list of {noun} such as {ex}. Please write a function `{name}` for "
-            f"those that {test[0]}. It should {change[0].replace('each', 'every one')} and return "
-            f"{ending[0]}.",
-            f"Task: Given {noun}, return {ending[0]} after you {change[0]}. Use only {noun} that "
-            f"{test[0]}. Call the function `{name}` and show it with {ex}.",
-        )
-    )
-
-
-def _number_ops(rng: random.Random, noun: str) -> tuple[Op, Op, Op]:
-    a, b, k = rng.randint(2, 60), rng.randint(2, 12), rng.randint(2, 9)
-    tests: list[Op] = [
-        (f"are above {a}", f"{{x}} > {a}", "large"),
-        (f"are below {a}", f"{{x}} < {a}", "small"),
-        (f"can be divided by {k}", f"{{x}} % {k} == 0", "even" if k == 2 else "divisible"),
-        (f"are not {a}", f"{{x}} != {a}", "other"),
-        (f"lie between {k} and {a + k}", f"{k} <= {{x}} <= {a + k}", "between"),
-    ]
-    changes: list[Op] = [
-        (f"multiply each by {b}", f"{{x}} * {b}", "scaled"),
-        (f"add {b} to each", f"{{x}} + {b}", "shifted"),
-        (f"subtract each from {a}", f"{a} - {{x}}", "reversed"),
-        ("square each of them", "{x} ** 2", "squared"),
-        (f"divide each by {k}", f"{{x}} / {k}", "divided"),
-    ]
-    endings: list[Op] = [
-        ("the sum", "sum({r})", "sum"),
-        ("the largest", "max({r})", "max"),
-        ("the smallest", "min({r})", "min"),
-        ("how many there are", "len({r})", "count"),
-        ("them in sorted order", "sorted({r})", "sorted"),
-        (f"the first {k}", f"{{r}}[:{k}]", "first"),
-        ("the mean", "sum({r}) / len({r})", "mean"),
-    ]
-    return rng.choice(tests), rng.choice(changes), rng.choice(endings)
-
-
-def _word_ops(rng: random.Random, noun: str) -> tuple[Op, Op, Op]:
-    k, letter, suffix = rng.randint(2, 9), rng.choice("abcdeglmnoprst"), rng.choice("_-.:!+")
-    tests: list[Op] = [
-        (f"start with '{letter}'", f"{{x}}.startswith('{letter}')", f"{letter}"),
-        (f"contain '{letter}'", f"'{letter}' in {{x}}", "with"),
-        (f"have more than {k} letters", f"len({{x}}) > {k}", "long"),
-        (f"are shorter than {k} letters", f"len({{x}}) < {k}", "short"),
-        (f"end in '{letter}'", f"{{x}}.endswith('{letter}')", "ending"),
-    ]
-    changes: list[Op] = [
-        ("put each in upper case", "{x}.upper()", "upper"),
-        ("reverse each of them", "{x}[::-1]", "reversed"),
-        (f"add '{suffix}' to each", f"{{x}} + '{suffix}'", "marked"),
-        (f"cut each after {k} letters", f"{{x}}[:{k}]", "cut"),
-        ("take the length of each", "len({x})", "lengths"),
-    ]
-    endings: list[Op] = [
-        ("them as a list", "{r}", "list"),
-        ("them without doubles", "set({r})", "set"),
-        ("the last one", "{r}[-1]", "last"),
-        ("how many there are", "len({r})", "count"),
-        ("them in sorted order", "sorted({r})", "sorted"),
-        (f"the first {k}", f"{{r}}[:{k}]", "first"),
-    ]
-    return rng.choice(tests), rng.choice(changes), rng.choice(endings)
+    fill: dict[str, Any] = {"noun": noun}
+    if numeric:
+        a, b, k = rng.randint(2, 60), rng.randint(2, 12), rng.randint(2, 9)
+        divisible = "even" if k == 2 else "divisible"
+        fill |= {"a": a, "b": b, "k": k, "above": a + k, "divisible": divisible}
+    else:
+        k, letter, suffix = rng.randint(2, 9), rng.choice("abcdeglmnoprst"), rng.choice("_-.:!+")
+        fill |= {"k": k, "letter": letter, "suffix": suffix}
+    steps = "test", "change", "ending"
+    ops = [rng.choice(CODE["number" if numeric else "word"][step]) for step in steps]
+    verbs = [verb.format(**fill) for _, _, verb in ops]
+    fill["name"] = "_".join((verbs[0], rng.choice((verbs[1], noun)), verbs[2]))
+    fill["example"] = _example(rng, numeric)
+    words = {step: op[0].format(**fill) for step, op in zip(steps, ops, strict=True)}
+    every = words["change"].replace("each", "every one")
+    task = rng.choice(CODE["tasks"]).format(**fill, **words, every=every)
+    fill["r"] = rng.choice(RESULTS)
+    fill["x"] = rng.choice((noun[0], "x", "item", "entry", noun.rstrip("s")))
+    expressions = {step: op[1].format(**fill) for step, op in zip(steps, ops, strict=True)}
+    guard = CODE["guard"].format(**fill, nothing=rng.choice(("None", "0", "[]")))
+    body = rng.choice(CODE["bodies"]).format(**fill, **expressions)
+    body += guard if rng.random() < 0.4 else ""
+    docstring = rng.choice(CODE["docstrings"]).format(**fill, **words)
+    answer = CODE["function"].format(**fill, **expressions, docstring=docstring, body=body)
+    return Document("code", f"{task}\nCode:\n", answer)
 
 
 def _example(rng: random.Random, numeric: bool) -> str:
     if numeric:
         return str([rng.randint(1, 90) for _ in range(rng.randint(3, 5))])
     return str([rng.choice(CITIES + ITEMS).lower() for _ in range(rng.randint(2, 4))])
-
-
-def _code_body(rng: random.Random, noun: str, ops: tuple[Op, Op, Op]) -> list[str]:
-    r, x = rng.choice(RESULTS), rng.choice((noun[0], "x", "item", "entry", noun.rstrip("s")))
-    test, change, ending = (op[1].format(x=x, r=r) for op in ops)
-    loop = [
-        f"    {r} = []",
-        f"    for {x} in {noun}:",
-        f"        if {test}:",
-        f"            {r}.append({change})",
-    ]
-    skip = [
-        f"    {r} = []",
-        f"    for {x} in {noun}:",
-        f"        if not ({test}):",
-        "            continue",
-        f"        {r}.append({change})",
-    ]
-    short = [f"    {r} = [{change} for {x} in {noun} if {test}]"]
-    guard = [f"    if not {r}:", f"        return {rng.choice(('None', '0', '[]'))}"]
-    body = rng.choice((loop, skip, short))
-    return body + (guard if rng.random() < 0.4 else []) + [f"    return {ending}"]
 
 
 # --- chat: someone asks for a booking, the assistant checks, offers and confirms ----------------
@@ -300,7 +196,7 @@ def _chat(rng: random.Random) -> Document:
     domain = CHAT["domains"][rng.choice(sorted(CHAT["domains"]))]
     slots = _slots(rng)
     ask = rng.choice(domain["asks"]).format(**slots)
-    turns = [f"User: {_greeting(rng)}{ask}"]
+    turns = [f"User: {rng.choice(CHAT['greetings'])}{ask}"]
     if rng.random() < 0.5:
         check, reply = (rng.choice(CHAT[name]) for name in ("checks", "replies"))
         turns += [f"Assistant: {check}", f"User: {reply.format(**slots)}"]
@@ -308,10 +204,6 @@ def _chat(rng: random.Random) -> Document:
     parts.append(rng.choice(CHAT["closings"]))
     answer = " ".join(part.format(**slots) for part in parts)
     return Document("chat", "\n".join(turns) + "\nAssistant:", " " + answer)
-
-
-def _greeting(rng: random.Random) -> str:
-    return rng.choice(("Hi, ", "Hello, ", "", "", "Good morning, ", "Hey, ", "Excuse me, "))
 
 
 def _slots(rng: random.Random) -> Slots:

@@ -70,9 +70,7 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path, names: Iterable[str] = WITH_
 def save_model(
     name: str, weights: dict[str, Tensor], out: Path, config: dict[str, Any] | None = None
 ) -> None:
-    """Write one model's weights and ``config``, by default the one of its name; floats become bf16,
-    a tied lm_head is left out.
-    """
+    """Write weights and ``config``, by default the one of ``name``; a tied lm_head is left out."""
     config = config or CONFIGS[name]
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,8 +16,6 @@ B sequences, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -26,64 +24,18 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RMSNorm,
 )
 
-from eval.demo_models.modeling import END_ID, PAD_ID, VOCAB
+from eval.demo_models.modeling import CONFIGS
+from eval.server import MLA
 
 NAME = "mla"
-LAYERS = 3
-
-#: ``config.json``. The first layer is dense; the others, and the MTP layer, have experts.
-CONFIG: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "vocab_size": VOCAB,
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": LAYERS,
-    "num_nextn_predict_layers": 1,
-    "num_attention_heads": 4,  # heads must divide by 2, for tensor parallelism of two
-    "num_key_value_heads": 4,
-    "q_lora_rank": 96,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "moe_layer_freq": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "rope_scaling": {
-        "type": "yarn", "factor": 1.0, "original_max_position_embeddings": 2048,
-        "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-    },
-    "attention_bias": False,
-    "initializer_range": 0.02,
-    "bos_token_id": None,
-    "eos_token_id": END_ID,
-    "pad_token_id": PAD_ID,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-}  # fmt: skip
+#: The first layer is dense; the others, and the MTP layer, have experts.
+CONFIG = CONFIGS[NAME]
+LAYERS: int = CONFIG["num_hidden_layers"]
 
 
 def new_target() -> DeepseekV3ForCausalLM:
     """Untrained."""
-    plain = {"rope_type": "default", "rope_theta": CONFIG["rope_theta"]}
-    left_out = "rope_theta", "rope_scaling"
-    config = {name: value for name, value in CONFIG.items() if name not in left_out}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**config, rope_parameters=plain))
+    return DeepseekV3ForCausalLM(DeepseekV3Config.from_pretrained(MLA))
 
 
 class MtpHead(nn.Module):

@@ -1,8 +1,7 @@
 """The two draft heads as trainable torch modules: EAGLE and EAGLE-3, as stock SGLang computes them.
 
 Parameter names are those that SGLang's loaders expect, so `state_dict()` is the checkpoint. Target
-and standalone draft are `transformers.LlamaForCausalLM`; their configs are here too, because the
-four models must agree on vocabulary and width.
+and standalone draft are `transformers.LlamaForCausalLM`; all must agree on vocabulary and width.
 
 What is mirrored, and would silently cost acceptance if it were not:
 
@@ -12,82 +11,45 @@ What is mirrored, and would silently cost acceptance if it were not:
   step, and has its own lm_head over a reduced vocabulary.
 * Both pair the hidden state of position t with the embedding of token t + 1.
 
-B sequences, T roots, D hidden, H heads, K unroll steps, V vocabulary. Knows nothing of files.
+B sequences, T roots, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers import DynamicCache, LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRotaryEmbedding,
+)
 
-VOCAB = 2048
-END_ID, PAD_ID = 0, 1
-DRAFT_VOCAB = 1024
-# Outputs of these target layers feed EAGLE-3. SGLang's default (2, n // 2, n - 3) would be the same
-# layer three times in a target of five.
-AUX_LAYERS = (0, 2, 3)
+from eval.server import WEIGHTS
 
-_SHARED: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "head_dim": 64,  # the smallest that FlashInfer has kernels for
-    "num_attention_heads": 4,  # heads must divide by 2, for tensor parallelism of two
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 2048,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "initializer_range": 0.02,
-    "bos_token_id": None,
-    "eos_token_id": END_ID,
-    "pad_token_id": PAD_ID,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-}
-
-
-def _llama(
-    architecture: str, hidden: int, layers: int, inner: int, tied: bool = False, **more: Any
-) -> dict[str, Any]:
-    return {
-        **_SHARED,
-        "architectures": [architecture],
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "intermediate_size": inner,
-        "tie_word_embeddings": tied,
-        **more,
-    }
-
-
-#: ``config.json`` of each model. Heads must not be tied: SGLang deletes embedding and head one
-#: after the other to share the target's, which fails when both names are one module.
+#: ``config.json`` of each model, as shipped; training writes it again. EAGLE's heads must not be
+#: tied: SGLang deletes embedding and head one after the other to share the target's, which fails
+#: when both names are one module. Tensor parallelism of two needs even numbers of heads, FlashInfer
+#: heads of 64.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "target": _llama("LlamaForCausalLM", 256, 5, 768, tied=True),
-    "standalone": _llama("LlamaForCausalLM", 192, 1, 512, tied=True),
-    "eagle": _llama("LlamaForCausalLMEagle", 256, 1, 768),
-    "eagle3": _llama(
-        "LlamaForCausalLMEagle3", 256, 1, 512, draft_vocab_size=DRAFT_VOCAB,
-        eagle_config={
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS),
-        },
-    ),
-}  # fmt: skip
+    path.parent.name: json.loads(path.read_text()) for path in WEIGHTS.glob("*/config.json")
+}
+VOCAB: int = CONFIGS["target"]["vocab_size"]
+END_ID, PAD_ID = (CONFIGS["target"][f"{name}_token_id"] for name in ("eos", "pad"))
+DRAFT_VOCAB: int = CONFIGS["eagle3"]["draft_vocab_size"]
+#: Outputs of these target layers feed EAGLE-3. SGLang's default (2, n // 2, n - 3) would be the
+#: same layer three times in a target of five.
+AUX_LAYERS: list[int] = CONFIGS["eagle3"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
 
 #: Keys and values, [B, kv heads, T, 64] each: of the T roots, then of each step of their chains.
-ChainCache = list[tuple[Tensor, Tensor]]
+ChainCache: TypeAlias = DynamicCache
 
 
-class Attention(nn.Module):
-    """Grouped-query attention for T chains that grow in parallel from the T roots of a sequence.
+class Layer(nn.Module):
+    """A Llama layer without the input norm, for T chains that grow in parallel from T roots.
 
     Row t of step k stands for the draft state k tokens after root t: it sees the root keys 0..t and
     the k chain keys of its own row, exactly what a server's draft sees after accepting token t.
@@ -95,51 +57,26 @@ class Attention(nn.Module):
 
     def __init__(self, config: dict[str, Any], in_features: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        self.head_dim, self.theta = config["head_dim"], config["rope_theta"]
-        kv_width = self.kv_heads * self.head_dim
-        self.q_proj = nn.Linear(in_features, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(in_features, kv_width, bias=False)
-        self.v_proj = nn.Linear(in_features, kv_width, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config["hidden_size"], bias=False)
-
-    def forward(self, x: Tensor, cache: ChainCache) -> Tensor:  # [B, T, in] -> [B, T, D]
-        q, k = (rope(self._split(f(x)), len(cache), self.theta) for f in (self.q_proj, self.k_proj))
-        cache.append((k, self._split(self.v_proj(x))))
-        keys, values = (torch.cat(steps, dim=2) for steps in zip(*cache, strict=True))
-        own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
-        before = torch.ones_like(own).tril()
-        seen = torch.cat([before, *[own] * (len(cache) - 1)], dim=1)  # [T, T * steps]
-        out = F.scaled_dot_product_attention(q, keys, values, seen, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-    def _split(self, x: Tensor) -> Tensor:  # [B, T, heads * 64] -> [B, heads, T, 64]
-        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
-
-
-def rope(x: Tensor, offset: int, theta: float) -> Tensor:  # [B, H, T, 64]
-    """Rotary embedding (first half with second half) of rows at positions offset..offset+T-1."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
-    position = torch.arange(x.shape[2], dtype=torch.float32, device=x.device) + offset
-    angle = position[:, None] * frequency  # [T, 32]
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-
-class Layer(nn.Module):
-    """A Llama layer without the input norm."""
-
-    def __init__(self, config: dict[str, Any], in_features: int) -> None:
-        super().__init__()
-        self.self_attn = Attention(config, in_features)
-        self.mlp = LlamaMLP(LlamaConfig(**config))
+        llama = LlamaConfig(**config, attn_implementation="sdpa")
+        self.self_attn = LlamaAttention(llama, layer_idx=0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            width = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(in_features, width, bias=False))
+        self.mlp = LlamaMLP(llama)
         self.post_attention_layernorm = nn.RMSNorm(config["hidden_size"], config["rms_norm_eps"])
+        self._rotary = LlamaRotaryEmbedding(llama)
 
     def forward(self, x: Tensor, hidden: Tensor, cache: ChainCache) -> Tensor:
         """Attention reads [B, T, in_features] and adds to ``hidden`` [B, T, D]."""
-        hidden = hidden + self.self_attn(x, cache)
+        rows = x.shape[1]
+        steps = cache.get_seq_length() // rows
+        own = torch.eye(rows, dtype=torch.bool, device=x.device)
+        seen = torch.cat([torch.ones_like(own).tril(), *[own] * steps], dim=1)  # [T, T * steps]
+        places = torch.arange(steps, steps + rows, device=x.device)[None]
+        attended, _ = self.self_attn(
+            x, self._rotary(x, places), attention_mask=seen[None, None], past_key_values=cache
+        )
+        hidden = hidden + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

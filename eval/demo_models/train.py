@@ -7,10 +7,11 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -46,98 +47,54 @@ REAL_SHARE = {
 }
 BATCH, DRAFT_BATCH, LENGTH = 16, 8, 256
 
+#: Loss, and other numbers to show, by name.
+Loss = tuple[Tensor, dict[str, float]]
+Batch = TypeVar("Batch")
+
 
 def corpus_stage(args: argparse.Namespace) -> None:
     """Text -> tokenizer and one long shuffled stream of token ids."""
-    documents = all_documents(args.data)
-    random.Random(SEED).shuffle(documents)
-    tokenizer = export.train_tokenizer(d.prompt + d.answer for d in documents[::3])
-    encoded = tokenizer.encode_batch_fast([d.prompt + d.answer + export.END for d in documents])
-    stream = np.concatenate([np.asarray(e.ids, dtype=np.uint16) for e in encoded])
-    np.save(args.work / "stream.npy", stream)
-    counts: dict[str, int] = {}
-    for document, e in zip(documents, encoded, strict=True):
-        counts[document.family] = counts.get(document.family, 0) + len(e.ids)
-    (args.work / "counts.json").write_text(json.dumps(counts, indent=1))
-    tokenizer.save(str(args.work / "tokenizer.json"))
-    print(f"{len(stream):,} tokens, vocabulary {tokenizer.get_vocab_size()}: {counts}")
-    export.save_tokenizer(tokenizer, args.out)
-
-
-def all_documents(data: Path) -> list[corpus.Document]:
-    """Generated documents and a fixed share of the real ones."""
     documents = [
         corpus.generate(family, "train", str(i))
         for family, n in GENERATED.items()
         for i in range(n)
     ]
     rng = random.Random(SEED)
-    for document in corpus.real_documents(data):
-        if rng.random() < REAL_SHARE[document.family]:
-            documents.append(document)
-    return documents
+    real = corpus.real_documents(args.data)
+    documents += [found for found in real if rng.random() < REAL_SHARE[found.family]]
+    random.Random(SEED).shuffle(documents)
+    tokenizer = export.train_tokenizer(d.prompt + d.answer for d in documents[::3])
+    encoded = tokenizer.encode_batch_fast([d.prompt + d.answer + export.END for d in documents])
+    stream = np.concatenate([np.asarray(e.ids, dtype=np.uint16) for e in encoded])
+    np.save(args.work / "stream.npy", stream)
+    counts = Counter[str]()
+    for document, e in zip(documents, encoded, strict=True):
+        counts[document.family] += len(e.ids)
+    (args.work / "counts.json").write_text(json.dumps(counts, indent=1))
+    tokenizer.save(str(args.work / "tokenizer.json"))
+    print(f"{len(stream):,} tokens, vocabulary {tokenizer.get_vocab_size()}: {dict(counts)}")
+    export.save_tokenizer(tokenizer, args.out)
 
 
-def new_llama(name: str) -> LlamaForCausalLM:
-    """An untrained target or standalone draft, the same one every time."""
-    torch.manual_seed(SEED)
-    return LlamaForCausalLM(LlamaConfig(**CONFIGS[name]))
+# --- the training loop, shared by all models ------------------------------------------------------
 
 
-def new_head(name: str) -> Head:
-    """An untrained EAGLE or EAGLE-3 head, the same one every time."""
-    torch.manual_seed(SEED)
-    head = (EagleHead if name == "eagle" else Eagle3Head)(CONFIGS[name])
-    for parameter in head.parameters():
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.02)
-    return head
-
-
-# --- the training loop, shared by all four models -------------------------------------------------
-
-
-class Optimizer:
+def optimizers(model: nn.Module, muon_rate: float, adam_rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for embeddings, heads, norms and biases.
 
     Muon learns clearly more per token than AdamW alone, and tokens are what a small CPU lacks.
     """
-
-    def __init__(self, model: nn.Module, muon_rate: float, adam_rate: float) -> None:
-        matrices: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for name, parameter in model.named_parameters():
-            inner = parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
-            (matrices if inner else others).append(parameter)
-        self.parts = [
-            torch.optim.Muon(
-                matrices,
-                lr=muon_rate,
-                weight_decay=0.1,
-                momentum=0.95,
-                adjust_lr_fn="match_rms_adamw",
-            ),
-            torch.optim.AdamW(
-                others, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-            ),
-        ]
-        self.rates = [part.param_groups[0]["lr"] for part in self.parts]
-        self.parameters = matrices + others
-
-    def step(self, scale: float) -> None:
-        """One update with the peak learning rates times `scale`."""
-        nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        for part, rate in zip(self.parts, self.rates, strict=True):
-            part.param_groups[0]["lr"] = rate * scale
-            part.step()
-            part.zero_grad(set_to_none=True)
-
-    def state(self) -> list[dict[str, Any]]:
-        return [part.state_dict() for part in self.parts]
-
-    def load(self, state: list[dict[str, Any]]) -> None:
-        for part, saved in zip(self.parts, state, strict=True):
-            part.load_state_dict(saved)
+    groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for name, parameter in model.named_parameters():
+        inner = parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
+        groups[not inner].append(parameter)
+    matrices, others = groups
+    return [
+        torch.optim.Muon(
+            matrices, muon_rate, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(others, adam_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
 
 
 def rate_scale(done: float) -> float:
@@ -150,72 +107,64 @@ def rate_scale(done: float) -> float:
 
 
 def fit(
-    name: str,
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_of: Callable[[], tuple[Tensor, dict[str, float]]],
-    minutes: float,
-    work: Path,
-) -> dict[str, float]:
-    """Train for `minutes`, scheduled by time; a run that was cut off goes on from its last save."""
-    path, seconds, step, log = work / f"{name}.pt", 60.0 * minutes, 0, []
-    spent = 0.0
+    name: str, model: nn.Module, rates: tuple[float, float],
+    batches: Callable[[int], Iterator[Batch]], loss_of: Callable[[Batch], Loss],
+    minutes: float, work: Path,
+) -> None:  # fmt: skip
+    """Train for `minutes`, scheduled by time; a run that was cut off goes on from its last save.
+
+    `rates` are the peaks of Muon and AdamW. `batches` gets the step, so that a resumed run sees new
+    text.
+    """
+    path, seconds, step, spent = work / f"{name}.pt", 60.0 * minutes, 0, 0.0
+    log: list[dict[str, float]] = []
+    parts = optimizers(model, *rates)
     if path.exists():
         saved = torch.load(path, weights_only=False)
         model.load_state_dict(saved["model"])
-        optimizer.load(saved["optimizer"])
+        for part, state in zip(parts, saved["optimizers"], strict=True):
+            part.load_state_dict(state)
         spent, step, log = saved["spent"], saved["step"], saved["log"]
-    start, last_save = time.monotonic() - spent, spent
+    source, start, last_save = batches(step), time.monotonic() - spent, spent
     bar = tqdm(total=round(seconds), initial=round(spent), unit="s", desc=name, mininterval=5)
     while spent < seconds:
-        loss, facts = loss_of()
+        loss, facts = loss_of(next(source))
         loss.backward()
-        optimizer.step(rate_scale(spent / seconds))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for part, rate in zip(parts, rates, strict=True):
+            part.param_groups[0]["lr"] = rate * rate_scale(spent / seconds)
+            part.step()
+            part.zero_grad(set_to_none=True)
         step, spent = step + 1, time.monotonic() - start
-        log.append([step, round(spent, 1), loss.item(), facts])
+        log = [*log[-99:], {"loss": loss.item(), **facts}]
         bar.n = min(round(spent), round(seconds))
-        if step % 10 == 0:
-            mean = float(np.mean([row[2] for row in log[-50:]]))
-            bar.set_postfix_str(f"step {step} loss {mean:.3f} " + _short(facts))
+        bar.set_postfix(step=step, **log[-1], refresh=step % 10 == 0)
         if spent - last_save > 120 or spent >= seconds:
             last_save = spent
             state = {
-                "model": model.state_dict(), "optimizer": optimizer.state(),
+                "model": model.state_dict(), "optimizers": [part.state_dict() for part in parts],
                 "spent": spent, "step": step, "log": log,
             }  # fmt: skip
             write_whole({path: partial(torch.save, state)})
     bar.close()
-    tail = [row[2] for row in log[-100:]]
-    result = {"steps": step, "seconds": round(spent), "loss": round(float(np.mean(tail)), 4)}
-    for key in log[-1][3]:
-        result[key] = round(float(np.mean([row[3][key] for row in log[-100:]])), 4)
+    result: dict[str, float] = {"steps": step, "seconds": round(spent)}
+    result |= {key: round(float(np.mean([row[key] for row in log])), 4) for key in log[-1]}
     (work / f"{name}.json").write_text(json.dumps(result, indent=1))
     print(name, result)
-    return result
 
 
-def _short(facts: dict[str, float]) -> str:
-    return " ".join(f"{key} {value:.3f}" for key, value in facts.items())
-
-
-def steps_done(work: Path, name: str) -> int:
-    """Steps in the checkpoint of this model; added to the seed, so a resumed run sees new text."""
-    path = work / f"{name}.pt"
-    return torch.load(path, weights_only=False)["step"] if path.exists() else 0
-
-
-def crops(stream: np.ndarray, seed: int, batch: int = BATCH) -> Iterator[Tensor]:
-    """Endless [batch, LENGTH + 1] pieces of the stream: each epoch once over, from a new offset.
+def crops(stream: Path, batch: int, seed: int, step: int) -> Iterator[Tensor]:
+    """Endless [batch, LENGTH + 1] pieces of a stream: each epoch once over, from a new offset.
 
     Pieces begin anywhere in a document. That is what a standalone draft meets on a server: it never
     sees the first prompt token.
     """
-    rng = np.random.default_rng(seed)
+    rng, tokens = np.random.default_rng(seed + step), np.load(stream)
     while True:
-        starts = np.arange(rng.integers(LENGTH), len(stream) - LENGTH - 1, LENGTH)
+        starts = np.arange(rng.integers(LENGTH), len(tokens) - LENGTH - 1, LENGTH)
         rng.shuffle(starts)
         for i in range(0, len(starts) - batch + 1, batch):
-            rows = [stream[s : s + LENGTH + 1] for s in starts[i : i + batch]]
+            rows = [tokens[s : s + LENGTH + 1] for s in starts[i : i + batch]]
             yield torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
@@ -226,18 +175,15 @@ def target_stage(args: argparse.Namespace, name: str = "target") -> None:
     """Plain next-token training of a target; that of latent attention is saved with its draft."""
     torch.manual_seed(SEED)
     latent = name == mla.NAME
-    model = (mla.new_target() if latent else new_llama(name)).train()
-    optimizer = Optimizer(model, muon_rate=4e-3, adam_rate=4e-3)
-    seed = SEED + 1 + latent + steps_done(args.work, name)
-    batches = crops(np.load(args.work / "stream.npy"), seed)
+    model = mla.new_target() if latent else LlamaForCausalLM(LlamaConfig(**CONFIGS[name]))
 
-    def loss_of() -> tuple[Tensor, dict[str, float]]:
-        tokens = next(batches)  # [B, LENGTH + 1]
+    def loss_of(tokens: Tensor) -> Loss:
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(tokens[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()), {}
 
-    fit(name, model, optimizer, loss_of, args.minutes[name], args.work)
+    source = partial(crops, args.work / "stream.npy", BATCH, SEED + 1 + latent)
+    fit(name, model.train(), (4e-3, 4e-3), source, loss_of, args.minutes[name], args.work)
     if not latent:
         export.save_model(name, model.state_dict(), args.out)
 
@@ -311,13 +257,11 @@ def answers_stage(args: argparse.Namespace) -> None:
     print(f"{len(documents)} of {len(prompts)} answers ended; {len(stream):,} tokens")
 
 
-def draft_batches(work: Path, name: str) -> Iterator[Tensor]:
+def draft_batches(work: Path, seed: int, step: int) -> Iterator[Tensor]:
     """[DRAFT_BATCH, LENGTH + 1]: first half corpus, second half the target's own answers."""
-    seed = SEED + 100 * (1 + list(CONFIGS).index(name)) + steps_done(work, name)
     half = DRAFT_BATCH // 2
-    both = [crops(np.load(work / f"{n}.npy"), seed, half) for n in ("stream", "answers")]
-    for corpus_rows, answer_rows in zip(*both, strict=True):
-        yield torch.cat([corpus_rows, answer_rows])
+    both = [crops(work / f"{n}.npy", half, seed, step) for n in ("stream", "answers")]
+    return map(torch.cat, zip(*both, strict=True))
 
 
 def soft_cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
@@ -325,37 +269,47 @@ def soft_cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
     return -(wanted * logits.float().log_softmax(-1)).sum(-1)
 
 
+def distilled(logits: Tensor, teacher: Tensor) -> Loss:
+    """Loss against the teacher's logits, and how often both choose the same token."""
+    agree = (logits.argmax(-1) == teacher.argmax(-1)).float().mean().item()
+    return soft_cross_entropy(logits, teacher.float().softmax(-1)).mean(), {"agree": agree}
+
+
 def standalone_stage(args: argparse.Namespace) -> None:
     """Distil the target into a one-layer model that stands alone."""
-    teacher, model = Teacher(args.out / "target"), new_llama("standalone").train()
-    optimizer = Optimizer(model, muon_rate=4e-3, adam_rate=6e-3)
-    batches = draft_batches(args.work, "standalone")
+    name, teacher = "standalone", Teacher(args.out / "target")
+    torch.manual_seed(SEED)
+    model = LlamaForCausalLM(LlamaConfig(**CONFIGS[name])).train()
 
-    def loss_of() -> tuple[Tensor, dict[str, float]]:
-        tokens = next(batches)[:, :-1]
+    def loss_of(tokens: Tensor) -> Loss:
         with torch.autocast("cpu", torch.bfloat16):
-            wanted = teacher(tokens)[2].float().softmax(-1)
-            logits = model(tokens, use_cache=False).logits
-        agree = (logits.argmax(-1) == wanted.argmax(-1)).float().mean().item()
-        return soft_cross_entropy(logits, wanted).mean(), {"agree": agree}
+            logits = model(tokens[:, :-1], use_cache=False).logits
+            return distilled(logits, teacher(tokens[:, :-1])[2])
 
-    fit("standalone", model, optimizer, loss_of, args.minutes["standalone"], args.work)
-    export.save_model("standalone", model.state_dict(), args.out)
+    source = partial(draft_batches, args.work, SEED + 200)
+    fit(name, model, (4e-3, 6e-3), source, loss_of, args.minutes[name], args.work)
+    export.save_model(name, model.state_dict(), args.out)
 
 
 @torch.no_grad()
-def warm_start(head: Head, teacher: Teacher, kept: Tensor) -> None:
-    """Begin near the target instead of from noise, so that few steps go a long way."""
+def new_head(name: str, teacher: Teacher, kept: Tensor) -> Head:
+    """A head that begins near the target instead of from noise; the same one every time."""
+    torch.manual_seed(SEED)
+    head = (EagleHead if name == "eagle" else Eagle3Head)(CONFIGS[name])
+    for parameter in head.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02)
     if isinstance(head, EagleHead):
         width = head.fc.out_features
         head.fc.weight[:, width:] = torch.eye(width)  # at first, pass the target's state through
         head.fc.bias.zero_()
-        for name, weight in head.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+        for key, weight in head.named_parameters():
+            if key.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.zero_()
     else:
         head.lm_head.weight.copy_(teacher.lm_head.weight[kept])
         head.norm.weight.copy_(teacher.model.model.norm.weight)
+    return head.train()
 
 
 def head_stage(args: argparse.Namespace, name: str) -> None:
@@ -363,15 +317,16 @@ def head_stage(args: argparse.Namespace, name: str) -> None:
 
     EAGLE, whose vocabulary is the target's, matches the target's hidden states as well.
     """
-    teacher, head = Teacher(args.out / "target"), new_head(name).train()
-    kept = frequent_tokens(args.work) if name == "eagle3" else torch.arange(VOCAB)
-    maps = export.vocabulary_maps(kept)
-    warm_start(head, teacher, kept)
-    optimizer = Optimizer(head, muon_rate=4e-3, adam_rate=4e-3)
-    batches = draft_batches(args.work, name)
+    teacher = Teacher(args.out / "target")
+    kept = torch.arange(VOCAB)
+    if name == "eagle3":
+        streams = [np.load(args.work / f"{n}.npy") for n in ("stream", "answers")]
+        counted = [np.bincount(stream, minlength=VOCAB) for stream in streams]
+        kept = frequent_tokens(counted, [1.0, 1.0], DRAFT_VOCAB)
+    maps, head = export.vocabulary_maps(kept), new_head(name, teacher, kept)
 
-    def loss_of() -> tuple[Tensor, dict[str, float]]:
-        tokens = next(batches)[:, :-1]
+    def loss_of(tokens: Tensor) -> Loss:
+        tokens = tokens[:, :-1]
         with torch.autocast("cpu", torch.bfloat16):
             hidden, aux, target_logits = teacher(tokens)
             best, wanted = target_logits.argmax(-1), target_logits[..., kept].float().softmax(-1)
@@ -391,7 +346,8 @@ def head_stage(args: argparse.Namespace, name: str) -> None:
                 facts[f"agree{k + 1}"] = hit.float().mean().item()
         return loss, facts
 
-    fit(name, head, optimizer, loss_of, args.minutes[name], args.work)
+    source = partial(draft_batches, args.work, SEED + (300 if name == "eagle" else 400))
+    fit(name, head, (4e-3, 4e-3), source, loss_of, args.minutes[name], args.work)
     weights = dict(head.state_dict())
     export.save_model(name, weights | maps if name == "eagle3" else weights, args.out)
 
@@ -412,14 +368,12 @@ def unroll(
         yield k, state
 
 
-def frequent_tokens(work: Path) -> Tensor:
-    """The DRAFT_VOCAB ids that are most frequent in the drafts' training text, in rising order."""
-    counts = np.zeros(VOCAB, dtype=np.float64)
-    for name in ("stream", "answers"):
-        stream = np.load(work / f"{name}.npy")
-        counts += np.bincount(stream, minlength=VOCAB) / len(stream)
-    kept = np.sort(np.argsort(-counts, kind="stable")[:DRAFT_VOCAB])
-    print(f"the draft vocabulary covers {counts[kept].sum() / 2:.2%} of the text")
+def frequent_tokens(counted: Sequence[np.ndarray], weights: Sequence[float], size: int) -> Tensor:
+    """The `size` ids, in rising order, that are most frequent in texts of these counts [V]."""
+    counts = sum(w * c / c.sum() for w, c in zip(weights, counted, strict=True))
+    kept = np.sort(np.argsort(-counts, kind="stable")[:size])
+    shares = ", ".join(f"{c[kept].sum() / c.sum():.2%}" for c in counted)
+    print(f"the draft vocabulary covers {shares} of the texts")
     return torch.from_numpy(kept)
 
 
@@ -430,27 +384,23 @@ def mtp_stage(args: argparse.Namespace) -> None:
     """The draft layer learns what the frozen target says one token later; both are saved."""
     torch.manual_seed(SEED)
     target = mla.new_target()
-    target.load_state_dict(torch.load(args.work / f"{mla.NAME}.pt", weights_only=True)["model"])
+    target.load_state_dict(torch.load(args.work / f"{mla.NAME}.pt", weights_only=False)["model"])
     target.eval().requires_grad_(False)
     head = mla.MtpHead(target).train().requires_grad_(True)
-    optimizer = Optimizer(head, muon_rate=4e-3, adam_rate=4e-3)
-    seed = SEED + 3 + steps_done(args.work, "mtp")
-    batches = crops(np.load(args.work / "stream.npy"), seed, DRAFT_BATCH)
 
-    def loss_of() -> tuple[Tensor, dict[str, float]]:
-        tokens = next(batches)[:, :-1]
+    def loss_of(tokens: Tensor) -> Loss:
+        tokens = tokens[:, :-1]
         with torch.autocast("cpu", torch.bfloat16):
             hidden, wanted = mla.states(target, tokens)
             state = head(target.model.embed_tokens(tokens[:, 1:]), hidden[:, :-1])
-            logits, wanted = target.lm_head(state), wanted[:, 1:]
-        agree = (logits.argmax(-1) == wanted.argmax(-1)).float().mean().item()
-        return soft_cross_entropy(logits, wanted.float().softmax(-1)).mean(), {"agree": agree}
+            return distilled(target.lm_head(state), wanted[:, 1:])
 
-    fit("mtp", head, optimizer, loss_of, args.minutes["mtp"], args.work)
+    source = partial(crops, args.work / "stream.npy", DRAFT_BATCH, SEED + 3)
+    fit("mtp", head, (4e-3, 4e-3), source, loss_of, args.minutes["mtp"], args.work)
     weights = mla.published(dict(target.state_dict())) | head.weights()
     tokenizer = Tokenizer.from_file(str(args.work / "tokenizer.json"))
     export.save_tokenizer(tokenizer, args.out, (mla.NAME,))
-    export.save_model(mla.NAME, weights, args.out, mla.CONFIG)
+    export.save_model(mla.NAME, weights, args.out)
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -472,15 +422,6 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the stages asked for, in order."""
-    args = parse_args(argv)
-    args.work.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(args.threads)
-    for stage in args.stage:
-        STAGES[stage](args)
-    return 0
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.demo_models.train", description=__doc__)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder of the real text, *.jsonl")
@@ -496,7 +437,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if unknown := args.minutes.keys() - MINUTES:
         parser.error(f"--minutes: {unknown.pop()} is none of {', '.join(MINUTES)}")
     args.minutes = MINUTES | args.minutes
-    return args
+    args.work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(args.threads)
+    for stage in args.stage:
+        STAGES[stage](args)
+    return 0
 
 
 if __name__ == "__main__":

@@ -60,13 +60,11 @@ class Work(NamedTuple):
 
     def seconds(self, run_seconds: float) -> tuple[float, float, float]:
         """Time of one call: median, and what a tenth of the calls are below and above."""
-        if self.on_host:
-            work = self.works[0]
-            names = {"work": work, "wait": torch.cuda.synchronize}
-            timer, calls = Timer("work(); wait()", globals=names, timer=_clock), 1
-        else:
-            names, calls = {"work": self._graph().replay}, ROUNDS * len(self.works)
-            timer = Timer("work()", globals=names, timer=_clock)
+        work, calls = (self.works[0], 1) if self.on_host else (
+            self._graph().replay, ROUNDS * len(self.works)
+        )  # fmt: skip
+        names = {"work": work, "wait": torch.cuda.synchronize}
+        timer = Timer("work(); wait()" if self.on_host else "work()", globals=names, timer=_clock)
         times = timer.blocked_autorange(min_run_time=run_seconds).times
         low, median, high = np.quantile(times, (0.1, 0.5, 0.9)) / calls
         return float(median), float(low), float(high)
@@ -104,12 +102,8 @@ def gates(batch: int, vocab: int) -> list[Work]:
     alive = torch.ones(batch, dtype=torch.bool, device="cuda")
     kept = torch.zeros(batch, dtype=torch.int32, device="cuda")
     given: dict[str, Any] = {
-        "depth": 2,
-        "topk": 1,
-        "joint": joint,
-        "alive": alive,
-        "num_kept": kept,
-    }
+        "depth": 2, "topk": 1, "joint": joint, "alive": alive, "num_kept": kept,
+    }  # fmt: skip
 
     def inputs() -> tuple[Tensor, Any]:
         return draw(batch, vocab).mul_(4).bfloat16(), GateOutput.empty(batch, 1, "cuda")
@@ -145,29 +139,19 @@ def packing(batch: int) -> list[Work]:
     packed = torch.randn(total, vocab, device="cuda")
     full = torch.empty(batch * WIDTH, vocab, device="cuda")
 
-    def lay_out() -> layout.Layout:
-        given = lens, tokens, tokens, table, slots, seq_lens
-        return layout.lay_out(*given, tokens=total, slots=batch, places=WIDTH)
-
-    def accept() -> object:
-        return accept_paths(packed_at.rows, tokens, lens, *here, longest=WIDTH, most=WIDTH)
-
+    given = lens, tokens, tokens, table, slots, seq_lens
+    lay_out = partial(layout.lay_out, *given, tokens=total, slots=batch, places=WIDTH)
     packed_at = lay_out()
-    here = packed_at.row_starts, packed_at.window
-    kv_bytes = 2 * indices.element_size() * (batch * PREFIX + total)
-
-    def unpack() -> object:
-        return kernels.scatter_rows(packed, lens, WIDTH, full)
-
-    def kv() -> object:
-        return kernels.ragged_kv_indices(table, slots, seq_lens, lens, starts, indices)
-
+    paths = packed_at.rows, tokens, lens, packed_at.row_starts, packed_at.window
+    accept = partial(accept_paths, *paths, longest=WIDTH, most=WIDTH)
+    unpack = partial(kernels.scatter_rows, packed, lens, WIDTH, full)
+    kv = partial(kernels.ragged_kv_indices, table, slots, seq_lens, lens, starts, indices)
     size = f"B {batch}, T {total}"
     laid_out = nbytes(lens, tokens, tokens, slots, seq_lens, packed_at)
     kv_bytes = 2 * indices.element_size() * (batch * PREFIX + total)
     return [
         Work("forward laid out", size, [lay_out], laid_out),
-        Work("accepted paths", size, [accept], nbytes(packed_at.rows, tokens, lens, *here)),
+        Work("accepted paths", size, [accept], nbytes(*paths)),
         Work("KV indices", size, [kv], kv_bytes),
         Work(f"logits unpacked, V {vocab}", size, [unpack], nbytes(packed, full)),
     ]
@@ -193,12 +177,8 @@ def masks(batch: int) -> list[Work]:
     capacity = kernels.mask_capacity(batch * TREE, batch, PREFIX + TREE)
     out = torch.zeros(capacity, dtype=torch.uint8, device="cuda")
 
-    def from_parents() -> object:
-        return kernels.ancestor_words_from_parents(parents, TREE)
-
-    def pack() -> object:
-        return kernels.pack_tree_mask(words, prefix, num_rows, starts, out)
-
+    from_parents = partial(kernels.ancestor_words_from_parents, parents, TREE)
+    pack = partial(kernels.pack_tree_mask, words, prefix, num_rows, starts, out)
     size = f"B {batch}, {TREE} nodes, L {PREFIX}"
     mask_bytes = nbytes(words) + batch * -(-TREE * (PREFIX + TREE) // 8)
     return [
@@ -236,6 +216,9 @@ def ceilings(gib: float, side: int, run_seconds: float) -> dict[str, Any]:
             "flops_per_s": 2 * side**3 / product}  # fmt: skip
 
 
+COLUMNS = ["size", "timed", "us, median [10 %, 90 %]", "floor, us", "time / floor"]
+
+
 def line(row: dict[str, Any], bytes_per_s: float) -> str:
     """A line of the table."""
     median, low, high = (1e6 * seconds for seconds in row["seconds"])
@@ -243,9 +226,6 @@ def line(row: dict[str, Any], bytes_per_s: float) -> str:
     factor = f"{median / floor:.1f}" if floor > 0.01 else "-"
     cells = [row["size"], row["kind"], f"{median:.1f} [{low:.1f}, {high:.1f}]", f"{floor:.2f}"]
     return markdown.row(row["part"], [*cells, factor])
-
-
-COLUMNS = ["size", "timed", "us, median [10 %, 90 %]", "floor, us", "time / floor"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

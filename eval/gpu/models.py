@@ -12,29 +12,13 @@ import json
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from eval.server import DRAFTS, TARGET
 from eval.smollm2 import HEAD
 
 #: Trained pairs: the tiny one of this repository, and SmolLM2-135M-Instruct with its head.
 DEMO, SMOLLM2 = PAIRS = "demo", "smollm2"
-
-#: Keys of ``config.json`` that all shapes have.
-LLAMA3: dict[str, Any] = {
-    "model_type": "llama",
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,  # the graft writes both matrices
-}
-
-#: Keys that a folder takes from the trained model that is written into it.
-FROM_TRAINED = (
-    "rope_theta", "bos_token_id", "eos_token_id", "pad_token_id", "eagle_config",
-    "max_position_embeddings",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,13 +33,6 @@ class Shape:
     intermediate_size: int
     vocab_size: int
     draft_vocab_size: int
-
-    def configs(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """``config.json`` of the target, and of the EAGLE-3 head: one layer, its own vocabulary."""
-        target = LLAMA3 | asdict(self) | {"architectures": ["LlamaForCausalLM"]}
-        draft = target | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
-        del target["draft_vocab_size"]
-        return target, draft
 
 
 #: A shape that a CPU can serve: two copies of the demo's hidden state, two empty layers.
@@ -106,13 +83,16 @@ def write(name: str, folder: Path, small: Pair) -> Pair:
     """Write the folders of ``SHAPES[name]`` for ``small``; ValueError for an unknown name."""
     if name not in SHAPES:
         raise ValueError(f"no model shape {name}; there are {', '.join(SHAPES)}")
-    shape, written = SHAPES[name], pair(name, folder)
-    for path, config, source in zip(written, shape.configs(), small, strict=True):
+    sizes, written = asdict(SHAPES[name]), pair(name, folder)
+    for path, source in zip(written, small, strict=True):
         given = json.loads((source / "config.json").read_text())
-        config |= {key: given[key] for key in FROM_TRAINED if key in given}
+        if source == small.draft:
+            sizes["num_hidden_layers"] = 1
+        config = given | {key: size for key, size in sizes.items() if key in given}
+        config["tie_word_embeddings"] = False  # the graft writes both matrices
         hidden = given["hidden_size"]
-        share = copies(shape.hidden_size, hidden) * hidden / shape.hidden_size
-        config["rms_norm_eps"] = given["rms_norm_eps"] * share  # as the mean square is
+        share = copies(sizes["hidden_size"], hidden) * hidden / sizes["hidden_size"]
+        config["rms_norm_eps"] *= share  # as the mean square is
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         for file in small.target.glob("tokenizer*"):

@@ -255,7 +255,8 @@ class Sprint:
         self._results.add("c2t state", server=name, packed=packed, reason=reason, state=state)
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sprint; see the module for exit codes."""
     parser = argparse.ArgumentParser(
         prog="python -m eval.gpu.sprint",
         description=__doc__,
@@ -271,12 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batches", nargs="+", type=int, metavar="N", help="measure tokens/s at these")
     add("--rehearse", action="store_true", help="small shapes, for an emulated device")
     add("--slow", type=float, default=1.0, help="times of the plan are so many times later")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sprint; see the module for exit codes."""
-    options = _parser().parse_args(argv)
+    options = parser.parse_args(argv)
     start_clock()
     end_leftovers()
     sprint = Sprint(options)

@@ -32,7 +32,7 @@ from eval import terminal
 from eval.bench.provenance import provenance
 from eval.lossless import greedy, sampling, seeded
 from eval.lossless.greedy import POLICIES, Output
-from eval.lossless.servers import FLOAT32, SHAPES, Broken, DraftSize, Models, visit_all
+from eval.lossless.servers import FLOAT32, SHAPES, Broken, Models, visit_all
 from eval.lossless.workload import LONGEST_ANSWER, Request, mixed
 from eval.prompts import demo_mix
 from eval.recordings import real_prompts, smollm2
@@ -91,8 +91,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     own.add_argument("--algorithm", nargs="+", choices=(*sorted(DRAFTS), "NEXTN"))
     own.add_argument("--flags", default="", help="of every server, in one string")
     own.add_argument("--float32-flags", default=shlex.join(FLOAT32), help="of the float32 server")
-    own.add_argument("--num-steps", type=_positive, default=DraftSize().num_steps)
-    own.add_argument("--topk", type=_positive, default=DraftSize().topk, help="of trees")
+    own.add_argument("--num-steps", type=_positive, default=5)
+    own.add_argument("--topk", type=_positive, default=4, help="of trees")
     own.add_argument("--num-draft-tokens", type=_positive, help="of trees (16; the real pair 8)")
     args = parser.parse_args(argv)
     args.size = REAL if args.pair else QUICK if args.quick else FULL
@@ -112,14 +112,14 @@ def _positive(text: str) -> int:
 
 def models(args: Namespace) -> Models:
     """The demo models, the pair, or the user's models; ValueError for contradicting arguments."""
-    size = DraftSize(args.num_steps, args.topk, args.size.num_draft_tokens)
+    size = args.num_steps, args.topk, args.size.num_draft_tokens
     flags, exact = shlex.split(args.flags), ("--dtype", "float32")
     if args.pair:
         if args.model or args.draft or args.algorithm:
             raise ValueError("--pair brings its models")
         pair = smollm2()
         drafts = {pair.algorithm: str(pair.draft)}
-        return Models(str(pair.target), drafts, flags, exact, size, True, pair.env)
+        return Models(str(pair.target), drafts, *size, flags, exact, True, pair.env)
     if args.model is None:
         if args.draft is not None:
             raise ValueError("--draft goes with --model")
@@ -127,11 +127,11 @@ def models(args: Namespace) -> Models:
         if missing := set(chosen) - set(DRAFTS):
             raise ValueError(f"--algorithm {missing.pop()} has no demo draft: {', '.join(DRAFTS)}")
         drafts = {algorithm: str(DRAFTS[algorithm]) for algorithm in chosen}
-        return Models(str(TARGET), drafts, flags, exact, size, on_cpu=True)
+        return Models(str(TARGET), drafts, *size, flags, exact, on_cpu=True)
     if args.draft is None or args.algorithm is None or len(args.algorithm) != 1:
         raise ValueError("--model needs --draft and one --algorithm")
     own, drafts = shlex.split(args.float32_flags), {args.algorithm[0]: args.draft}
-    return Models(args.model, drafts, flags, own, size)
+    return Models(args.model, drafts, *size, flags, own)
 
 
 def prompt_ids(args: Namespace, tokenizer: Any) -> list[list[int]]:
@@ -168,21 +168,11 @@ class Found:
     def defects(self) -> int:
         """How much is wrong; servers without ``--c2t`` and unpromised repeats do not count."""
         return (
-            sum(len(wave.divergences) - wave.count("tie") for wave in self.waves)
+            sum(len(wave.divergences) - wave.ties for wave in self.waves)
             + sum(not test.passed for test in self.tests)
             + sum(len(run.differing) for run in self.seeded if run.promised)
             + len(self.broken)
         )
-
-
-@dataclass
-class Reference:
-    """Answers of the server without speculation."""
-
-    requests: Sequence[Request]
-    expected: list[Output] = field(default_factory=list)
-    served: list[Any] = field(default_factory=list)  # to measure rounding noise
-    plan: sampling.Plan | None = None
 
 
 @dataclass
@@ -206,111 +196,107 @@ class Suite:
 
     def _greedy_and_sampling(self, kinds: Sequence[tuple[str, str]]) -> None:
         """Greedy and sampled requests go to the same servers."""
-        args, part = self.args, self.args.part
-        size = args.size
+        part, size = self.args.part, self.args.size
         wanted = -(-size.requests // len(kinds)) * len(kinds) if part != "sampling" else 0
         asked = mixed(self.prompts, wanted, longest=size.max_new_tokens)
         num_tests = (1 + len(kinds)) * len(sampling.CUTS)
+        launch = self.models.plain()
 
-        def reference(launch: Launch, server: Server) -> Reference:
-            found = Reference(asked)
+        def reference(server: Server) -> tuple[list[Output], list[Any], sampling.Plan | None]:
+            """Answers without speculation, answers to measure noise with, and what to sample."""
+            expected, served, plan = list[Output](), list[Any](), None
             if asked:
-                some = asked if args.stock else asked[: max(len(asked) // 6, 1)]
                 advance = self._bar(f"{launch.name}, greedy", len(asked))
-                found.expected, _ = greedy.ask(server, asked, greedy.REFERENCE_BATCH, advance)
-                self._wave(launch, server, some, found.expected[: len(some)])
-                found.served = greedy.served_answers(server.url, self.prompts[:NOISE_ANSWERS])
+                replies = greedy.ask(server, asked, greedy.REFERENCE_BATCH, advance)
+                expected = [Output.of(reply) for reply in replies]
+                again = slice(None if self.args.stock else max(len(asked) // 6, 1))
+                self._control(launch.name, asked[again], expected[again], server)
+                served = greedy.served_answers(server.url, self.prompts[:NOISE_ANSWERS])
             if part != "greedy":
-                found.plan = sampling.Plan.of(server.url, self.prompts, size.samples, num_tests)
-            self._sample(launch, server, found.plan, ())
-            return found
+                plan = sampling.Plan.of(server.url, self.prompts, size.samples, num_tests)
+                self._sample(launch.name, server, plan, ())
+            return expected, served, plan
 
-        for found in self._visit([self.models.plain()], reference):
-            self._compare(kinds, found)
-            self._classify(found.served)
+        for expected, served, plan in self._visit([(launch, reference)]):
+            self._compare(kinds, asked, expected, plan)
+            self._classify(served)
 
-    def _compare(self, kinds: Sequence[tuple[str, str]], reference: Reference) -> None:
+    def _compare(
+        self, kinds: Sequence[tuple[str, str]], asked: Sequence[Request],
+        expected: Sequence[Output], plan: sampling.Plan | None,
+    ) -> None:  # fmt: skip
         """Send each ``--c2t`` server its block of requests; with ``--stock`` others as well."""
-        requests, expected = reference.requests, reference.expected
-        launches: dict[str, Launch] = {}
-        jobs: dict[str, tuple[str, slice, bool]] = {}
-        for c2t in (True, False)[: 2 if self.args.stock and requests else 1]:
-            blocks = greedy.blocks(len(requests), len(kinds))
-            for (algorithm, shape), mine in zip(kinds, blocks, strict=True):
-                suffix = "" if c2t else ", stock"
-                launch = self.models.speculative(algorithm, shape, suffix=suffix, c2t=c2t)
-                launches[launch.name], jobs[launch.name] = launch, (shape, mine, c2t)
 
-        def work(launch: Launch, server: Server) -> None:
-            shape, mine, c2t = jobs[launch.name]
-            some, wanted = requests[mine], expected[mine]
-            if not c2t:
-                self._wave(launch, server, some, wanted)
-                return
-            if some:
-                advance, names = self._bar(f"{launch.name}, greedy", len(some)), POLICIES[shape]
-                self.found.waves += greedy.check(server, launch.name, names, some, wanted, advance)
-            self._sample(launch, server, reference.plan, sampling.SAMPLED_UNDER[shape])
+        def work(name: str, shape: str, mine: slice, server: Server) -> None:
+            if some := asked[mine]:
+                advance = self._bar(f"{name}, greedy", len(some))
+                self.found.waves += greedy.check(
+                    server, name, POLICIES[shape], some, expected[mine], advance
+                )
+            if plan is not None:
+                self._sample(name, server, plan, sampling.SAMPLED_UNDER[shape])
 
-        self._visit(list(launches.values()), work)
+        works: list[tuple[Launch, Callable[[Server], None]]] = []
+        stock: list[tuple[Launch, Callable[[Server], None]]] = []
+        for kind, mine in zip(kinds, greedy.blocks(len(asked), len(kinds)), strict=True):
+            launch = self.models.speculative(*kind)
+            works.append((launch, partial(work, launch.name, kind[1], mine)))
+            if self.args.stock and asked:
+                launch = self.models.speculative(*kind, suffix=", stock", c2t=False)
+                again = partial(self._control, launch.name, asked[mine], expected[mine])
+                stock.append((launch, again))
+        self._visit([*works, *stock])
         self.found.waves.sort(key=lambda wave: wave.server)
 
-    def _wave(
-        self, launch: Launch, server: Server, some: Sequence[Request], wanted: Sequence[Output]
+    def _control(
+        self, name: str, some: Sequence[Request], wanted: Sequence[Output], server: Server
     ) -> None:
         """How far a server without ``--c2t`` repeats the reference."""
-        advance = self._bar(f"{launch.name}, again", len(some))
-        self.found.control.append(greedy.wave(server, launch.name, "-", some, wanted, advance))
+        advance = self._bar(f"{name}, again", len(some))
+        self.found.control.append(greedy.wave(server, name, "-", some, wanted, advance))
 
-    def _sample(
-        self, launch: Launch, server: Server, plan: sampling.Plan | None, under: Sequence[str]
-    ) -> None:
-        if plan is not None:
-            advance = self._bar(f"{launch.name}, distribution tests", len(sampling.CUTS))
-            for cut in sampling.CUTS:
-                self.found.tests.append(plan.test(server, launch.name, cut, under))
-                advance()
+    def _sample(self, name: str, server: Server, plan: sampling.Plan, under: Sequence[str]) -> None:
+        advance = self._bar(f"{name}, distribution tests", len(sampling.CUTS))
+        for cut in sampling.CUTS:
+            self.found.tests.append(plan.test(server, name, cut, under))
+            advance()
 
     def _classify(self, served: Sequence[Any]) -> None:
         """Score unclassified divergences on a float32 server, if there are any."""
         waves = [*self.found.control, *self.found.waves]
         every = [divergence for wave in waves for divergence in wave.divergences]
-        if not any(divergence.verdict == "unclassified" for divergence in every):
-            return
 
-        def score(_: Launch, server: Server) -> tuple[greedy.Noise, list[float]]:
-            return greedy.rounding_noise(server.url, served), greedy.leads_of(server.url, every)
+        def score(server: Server) -> None:
+            self.found.noise = greedy.rounding_noise(server.url, served)
+            greedy.classify(server.url, every, self.found.noise)
 
-        for noise, leads in self._visit([self.models.float32()], score):
-            judged = iter(greedy.classify(every, leads, noise))
-            for wave in waves:
-                wave.divergences[:] = [next(judged) for _ in wave.divergences]
-            self.found.noise = noise
+        if any(divergence.verdict == "unclassified" for divergence in every):
+            self._visit([(self.models.float32(), score)])
 
     def _seeded(self, kinds: Sequence[tuple[str, str]]) -> None:
         prompts = self.prompts[: self.args.size.seeded_prompts]
 
-        def check(expected: seeded.Expected, batches: Any, launch: Launch, server: Server) -> None:
-            advance = self._bar(launch.name, 1)
-            self.found.seeded += seeded.check(server, launch.name, prompts, expected, batches)
+        def check(name: str, batches: Any, expected: seeded.Expected, server: Server) -> None:
+            advance = self._bar(name, 1)
+            self.found.seeded += seeded.check(server, name, prompts, expected, batches)
             advance()
 
-        def reference(launch: Launch, server: Server) -> seeded.Expected:
+        def reference(server: Server) -> seeded.Expected:
             expected = seeded.expect(server, prompts)
-            check(expected, seeded.CONTROL_BATCHES, launch, server)
+            check(plain.name, seeded.CONTROL_BATCHES, expected, server)
             return expected
 
         plain = self.models.plain("no speculation, seeded", *seeded.FLAGS)
         launches = [
             self.models.speculative(*kind, *seeded.FLAGS, suffix=", seeded") for kind in kinds
         ]
-        for expected in self._visit([plain], reference):
-            self._visit(launches, partial(check, expected, seeded.BATCHES))
+        for expected in self._visit([(plain, reference)]):
+            works = [partial(check, each.name, seeded.BATCHES, expected) for each in launches]
+            self._visit(list(zip(launches, works, strict=True)))
 
-    def _visit(self, launches: Sequence[Launch], work: Callable[[Launch, Server], T]) -> list[T]:
+    def _visit(self, works: Sequence[tuple[Launch, Callable[[Server], T]]]) -> list[T]:
         """Results of the servers that did not break; the others are found broken."""
-        logs = self.args.out / "logs"
-        visited = visit_all(launches, work, logs, self.args.size.at_once)
+        visited = visit_all(works, self.args.out / "logs", self.args.size.at_once)
         self.found.broken += [result for result in visited if isinstance(result, Broken)]
         return [result for result in visited if not isinstance(result, Broken)]
 
@@ -328,9 +314,9 @@ def show(found: Found, decode: Callable[[Sequence[int]], str], console: Console)
         "Greedy equality; policy -: without --c2t": [
             {
                 **asdict(replace(wave, divergences=[])),
-                "ties": wave.count("tie"),
+                "ties": wave.ties,
                 "lead": max((d.lead for d in wave.divergences if d.lead is not None), default=None),
-                "defects": len(wave.divergences) - wave.count("tie"),
+                "defects": len(wave.divergences) - wave.ties,
             }
             for wave in waves
         ],
@@ -363,7 +349,7 @@ def show(found: Found, decode: Callable[[Sequence[int]], str], console: Console)
         console.print(f"{broken.server} broke: {broken.message}", markup=False)
     verdict = "lossless: yes" if found.defects == 0 else f"lossless: NO, {found.defects} defects"
     requests = sum(wave.requests for wave in found.waves)
-    ties = sum(wave.count("tie") for wave in found.waves)
+    ties = sum(wave.ties for wave in found.waves)
     console.print(
         f"{verdict} ({requests} greedy requests, {ties} ties; {len(found.tests)} distribution "
         f"tests; {sum(run.requests for run in found.seeded)} seeded requests)"

@@ -9,7 +9,6 @@ measures that noise.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +55,7 @@ class Output:
         return cls(tuple(reply["output_ids"]), finish, reply.get("text", ""))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Divergence:
     """One request whose answer differs from the expected one."""
 
@@ -86,9 +85,10 @@ class Wave:
     gamma: float | None
     divergences: list[Divergence] = field(default_factory=list)
 
-    def count(self, verdict: str) -> int:
-        """How many divergences have this verdict."""
-        return sum(divergence.verdict == verdict for divergence in self.divergences)
+    @property
+    def ties(self) -> int:
+        """How many divergences are ties; the others are defects."""
+        return sum(divergence.verdict == "tie" for divergence in self.divergences)
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -110,10 +110,8 @@ def compare(
     wanted, other = (ids[at] if at < len(ids) else None for ids in (expected.ids, got.ids))
     why = ""
     if place is None:
-        same_end = got.finish == expected.finish
-        why = "same tokens, but " + (
-            "another text" if same_end else f"ended by {got.finish}, not {expected.finish}"
-        )
+        ends = f"ended by {got.finish}, not {expected.finish}"
+        why = f"same tokens, but {'another text' if got.finish == expected.finish else ends}"
     elif wanted is None or other is None:
         why = "one answer just ends"
     return Divergence(
@@ -140,12 +138,11 @@ def by_batch_size(n: int) -> list[tuple[int, slice]]:
 
 def ask(
     server: Server, requests: Sequence[Request], concurrency: int, advance: Advance
-) -> tuple[list[Output], list[dict[str, Any]]]:
-    """Outputs and ``meta_info`` of all requests, from an empty cache."""
+) -> list[dict[str, Any]]:
+    """Replies to all requests, from an empty cache."""
     server.flush_cache()
     posts = [("/generate", request.body) for request in requests]
-    replies, _ = post_all(server.url, posts, concurrency=concurrency, on_answer=advance)
-    return [Output.of(reply) for reply in replies], [reply["meta_info"] for reply in replies]
+    return post_all(server.url, posts, concurrency=concurrency, on_answer=advance)[0]
 
 
 def wave(
@@ -153,20 +150,19 @@ def wave(
     expected: Sequence[Output], advance: Advance,
 ) -> Wave:  # fmt: skip
     """Send all requests at every batch size, and compare."""
-    outputs: list[Output] = []
-    metas: list[dict[str, Any]] = []
+    replies: list[dict[str, Any]] = []
     found: list[Divergence | None] = []
     for concurrency, part in by_batch_size(len(requests)):
         if some := requests[part]:
-            got, meta = ask(server, some, concurrency, advance)
-            triples = zip(some, expected[part], got, strict=True)
+            got = ask(server, some, concurrency, advance)
+            triples = zip(some, expected[part], map(Output.of, got), strict=True)
             found += [compare(*triple, concurrency) for triple in triples]
-            outputs, metas = outputs + got, metas + meta
-    totals = SpecTotals.from_meta_infos(metas)
-    tokens = sum(len(output.ids) for output in outputs)
+            replies += got
+    totals = SpecTotals.from_meta_infos(reply["meta_info"] for reply in replies)
+    tokens = sum(len(reply["output_ids"]) for reply in replies)
     divergences = [divergence for divergence in found if divergence is not None]
     return Wave(
-        name, policy, len(outputs), tokens, totals.accept_length, totals.gamma, divergences
+        name, policy, len(replies), tokens, totals.accept_length, totals.gamma, divergences
     )  # fmt: skip
 
 
@@ -199,61 +195,34 @@ class Noise:
         return SAFETY * self.largest
 
 
-def classify(
-    divergences: Sequence[Divergence], leads: Sequence[float], noise: Noise
-) -> list[Divergence]:
-    """Each divergence as a tie or a defect; ``leads`` belong to the unclassified ones."""
-    left = iter(leads)
-    return [_judged(d, next(left), noise) if _is_open(d) else d for d in divergences]
+def classify(url: str, divergences: Sequence[Divergence], noise: Noise) -> None:
+    """Make each unclassified divergence a tie or a defect, by the float32 server at ``url``.
 
-
-def _is_open(divergence: Divergence) -> bool:
-    return divergence.verdict == "unclassified"
-
-
-def _judged(divergence: Divergence, lead: float, noise: Noise) -> Divergence:
-    tie = lead <= noise.bound
-    why = (
-        f"in float32 the likeliest token leads by {lead:.2e} nats, "
-        f"{'within' if tie else 'beyond'} rounding ({noise.bound:.2e})"
-    )
-    verdict = "tie" if tie else "defect"
-    return dataclasses.replace(divergence, lead=lead, why=why, verdict=verdict)
-
-
-def leads_of(url: str, divergences: Sequence[Divergence]) -> list[float]:
-    """Lead of the likeliest token over the lesser of both, by the float32 server at ``url``.
-
-    One for each unclassified divergence. Where a grammar forbids tokens, the likelier of the two
-    counts as the likeliest.
+    A tie: the likeliest token leads over the lesser of the two by less than the noise. Where a
+    grammar forbids tokens, the likelier of the two counts as the likeliest.
     """
-    unclear = [divergence for divergence in divergences if _is_open(divergence)]
-    bodies = [
-        {
-            "input_ids": [*d.prompt_ids, *d.prefix_ids],
-            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-            "return_logprob": True,
-            "top_logprobs_num": 1,
-            "token_ids_logprob": [d.expected, d.got],
-        }
-        for d in unclear
-    ]
-    replies, _ = post_all(url, [("/generate", body) for body in bodies], concurrency=4)
-    leads = []
+    unclear = [d for d in divergences if d.verdict == "unclassified"]
+    replies = logprobs(
+        url, [[*d.prompt_ids, *d.prefix_ids] for d in unclear], max_new_tokens=1,
+        more=[{"top_logprobs_num": 1, "token_ids_logprob": [d.expected, d.got]} for d in unclear],
+    )  # fmt: skip
     for divergence, reply in zip(unclear, replies, strict=True):
         meta = reply["meta_info"]
         both = [value for value, _, _ in meta["output_token_ids_logprobs"][0]]
         best = max(both) if divergence.constrained else meta["output_top_logprobs"][0][0][0]
-        leads.append(best - min(both))
-    return leads
+        divergence.lead = best - min(both)
+        tie = divergence.lead <= noise.bound
+        divergence.verdict = "tie" if tie else "defect"
+        divergence.why = (
+            f"in float32 the likeliest token leads by {divergence.lead:.2e} nats, "
+            f"{'within' if tie else 'beyond'} rounding ({noise.bound:.2e})"
+        )
 
 
 def served_answers(url: str, prompts: Sequence[Sequence[int]], length: int = 64) -> list[Any]:
     """(prompt, greedy reply with the two best tokens of each place), for :func:`rounding_noise`."""
-    params = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
-    asked = {"sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
-    bodies = [("/generate", {**asked, "input_ids": list(prompt)}) for prompt in prompts]
-    replies, _ = post_all(url, bodies, concurrency=16)
+    more = [{"top_logprobs_num": 2}] * len(prompts)
+    replies = logprobs(url, prompts, length, more, concurrency=16, ignore_eos=True)
     return list(zip(prompts, replies, strict=True))
 
 
@@ -263,19 +232,10 @@ def rounding_noise(url: str, served: Sequence[Any]) -> Noise:
     A lead is the difference of the log-probabilities of the two best tokens at a place. Places with
     a lead below ``NEAR_TIE`` count, as answers diverge there; all places if there is none.
     """
-    bodies = [
-        {
-            "input_ids": [*prompt, *reply["output_ids"]],
-            "sampling_params": {"temperature": 0, "max_new_tokens": 0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            "top_logprobs_num": CANDIDATES,
-        }
-        for prompt, reply in served
-    ]
-    replies, _ = post_all(url, [("/generate", body) for body in bodies], concurrency=4)
+    read = [[*prompt, *reply["output_ids"]] for prompt, reply in served]
+    more = [{"logprob_start_len": 0, "top_logprobs_num": CANDIDATES}] * len(read)
     errors: list[tuple[float, float]] = []  # (served lead, its error)
-    for (prompt, answer), reply in zip(served, replies, strict=True):
+    for (prompt, answer), reply in zip(served, logprobs(url, read, 0, more), strict=True):
         exact = reply["meta_info"]["input_top_logprobs"][len(prompt) :]
         places = answer["meta_info"]["output_top_logprobs"]
         for ((one, first, _), (other, second, _)), place in zip(places, exact, strict=True):
@@ -287,3 +247,17 @@ def rounding_noise(url: str, served: Sequence[Any]) -> Noise:
         raise ValueError("the served answers are empty, so no rounding can be measured on them")
     noise = [error for lead, error in errors if lead < NEAR_TIE] or [e for _, e in errors]
     return Noise(max(noise), statistics.median(noise), len(noise))
+
+
+def logprobs(
+    url: str, prompts: Sequence[Sequence[int]], max_new_tokens: int,
+    more: Sequence[dict[str, Any]], concurrency: int = 4, **params: Any,
+) -> list[Any]:  # fmt: skip
+    """Greedy replies with log-probabilities; ``more`` fields for each prompt."""
+    params = {"temperature": 0, "max_new_tokens": max_new_tokens, **params}
+    common = {"sampling_params": params, "return_logprob": True}
+    posts = [
+        ("/generate", {**common, "input_ids": list(prompt), **fields})
+        for prompt, fields in zip(prompts, more, strict=True)
+    ]
+    return post_all(url, posts, concurrency=concurrency)[0]

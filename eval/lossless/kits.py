@@ -12,9 +12,8 @@ import contextlib
 import json
 import random
 import unittest
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -25,7 +24,6 @@ from sglang.test import kl_test_utils
 from sglang.test.kits import (
     abort_timeout_kit,
     basic_api_contract_kit,
-    basic_scheduler_stress_kit,
     cache_hit_kit,
     ebnf_constrained_kit,
     json_constrained_kit,
@@ -51,6 +49,7 @@ from sglang_c2t.offline.client import greedy
 NOT_RUN = {
     "SpecAccuracyKit, SpecPerfKit, eval_accuracy_kit, lm_eval_kit, basic_decode_correctness_kit, "
     "spec_decoding_kit, perf_bench_kit, fwd_occupancy_kit": "scores or speed of a trained 8B model",
+    "basic_scheduler_stress_kit": "facts that a trained model knows; eval.soak loads a server more",
     "SpecSamplingMaskKit": "SGLang refuses return_sampling_mask with speculation",
     "SpecHiddenStatesKit": "C2T refuses return_hidden_states, as plain decoding returns others",
     "prefix_cache_branching_kit": "holds for hybrid (Mamba) models only",
@@ -68,7 +67,7 @@ STOPS_PROMPT = demo_mix(11)[10].text
 """Answered with line ends, "or" and a full stop, as text and as a chat."""
 
 MAX_NEW_TOKENS = 64
-BIG_PROMPT = 1200  # tokens; many chunks of prefill, and within the demo models' positions
+MOST_NEW_TOKENS = 1200  # within the demo models' positions
 
 
 class DemoKit(unittest.TestCase):
@@ -87,51 +86,34 @@ class DemoKit(unittest.TestCase):
     model = str(TARGET)
 
 
-@dataclass(frozen=True)
-class References:
-    """Greedy texts of a server without speculation, where a kit compares with such."""
-
-    parity: Mapping[str, str]
-    concurrent: Sequence[tuple[str, str]]
-    """(prompt behind the kit's prefix, the answer in lower case)."""
-
-    @classmethod
-    def of(cls, url: str) -> References:
-        """Ask the server without speculation at ``url``."""
-        prefix = basic_scheduler_stress_kit._CONCURRENT_PREFIX
-        prompts = [prompt.text for prompt in demo_mix(8, seed=2)]
-        ask = partial(spec_server_kits._greedy, url)
-        return cls(
-            {prompt: ask(prompt) for prompt in spec_server_kits.SpecParityKit.parity_prompts},
-            [(prompt, ask(prefix + prompt, MAX_NEW_TOKENS).lower()) for prompt in prompts],
-        )
+References = Mapping[str, str]
+"""Greedy texts of a server without speculation, by the prompts of the parity kit."""
 
 
-def attach(kit: type[DemoKit], server: Server, references: References) -> None:
+def references(url: str) -> References:
+    """Ask the server without speculation at ``url``."""
+    prompts = spec_server_kits.SpecParityKit.parity_prompts
+    return {prompt: spec_server_kits._greedy(url, prompt) for prompt in prompts}
+
+
+def attach(kit: type[DemoKit], server: Server, known: References) -> None:
     """Point a class of kits to a running server."""
     kit.base_url = server.url
     kit.process = server.process
     kit.tokenizer = AutoTokenizer.from_pretrained(TARGET)
     kit.client = _client(openai.Client(api_key="none", base_url=f"{server.url}/v1"))
-    kit.parity_ref_outputs = references.parity
+    kit.parity_ref_outputs = known
 
 
-def assert_prefill_cached(result: dict[str, Any], prefix_len: int, label: str) -> None:
-    """Stands for the cache kit's default, which is for servers without speculation.
+def assert_cached(result: dict[str, Any], prefix: int, *more: Any) -> None:
+    """Stands for the cache kit's defaults, which are for servers without speculation.
 
-    With EAGLE drafts SGLang's cache is keyed by pairs of tokens, and the last one has no pair.
+    With EAGLE drafts SGLang's cache is keyed by pairs of tokens, and the last one has no pair. The
+    last token of an answer, ``more`` than a label, may have no KV: it ended by its length.
     """
-    actual = result["meta_info"]["cached_tokens"]
-    assert actual == prefix_len - 1, f"{label}: {actual} tokens cached of {prefix_len}"
-
-
-def assert_decode_cached(
-    result: dict[str, Any], history_len: int, output_len: int, label: str
-) -> None:
-    """The same behind an answer, whose last token may have no KV: it ended by its length."""
-    actual = result["meta_info"]["cached_tokens"]
-    total = history_len + output_len
-    assert actual in (total - 1, total - 2), f"{label}: {actual} tokens cached of {total}"
+    *output, label = more
+    actual, total = result["meta_info"]["cached_tokens"], prefix + sum(output)
+    assert total - 1 - len(output) <= actual <= total - 1, f"{label}: {actual} cached of {total}"
 
 
 def _json_schema(*phrases: str, **more: Any) -> str:
@@ -156,7 +138,6 @@ class ServingKits(
     spec_server_kits.SpecParityKit,
     spec_server_kits.SpecPenaltyKit,
     basic_api_contract_kit.BasicAPIContractMixin,
-    basic_scheduler_stress_kit.BasicSchedulerStressMixin,
     abort_timeout_kit.AbortAllMixin,
     pause_generation_kit.PauseResumeInPlaceMixin,
     regex_constrained_kit.RegexConstrainedMixin,
@@ -192,8 +173,7 @@ class ServingKits(
     kl_div_decode_max_new_tokens = MAX_NEW_TOKENS
     max_new_tokens = 24
     prefix_len = 100
-    prefill_cache_assert = staticmethod(assert_prefill_cached)
-    decode_cache_assert = staticmethod(assert_decode_cached)
+    prefill_cache_assert = decode_cache_assert = staticmethod(assert_cached)
     test_gsm8k = None
     test_finish_stop_eos = None
     test_regex_generate_complex_json = None
@@ -234,18 +214,19 @@ class ServingKits(
     def _ok(self, response: requests.Response) -> None:
         assert response.status_code == 200, response.text
 
-    def _run_completions_generation(self, prompt: str = STOPS_PROMPT, **kwargs: Any) -> None:
-        """The stop kit's, with a prompt whose answer holds the stops."""
-        super()._run_completions_generation(prompt=prompt, **kwargs)
-
-    def _run_chat_completions_generation(self, prompt: str = STOPS_PROMPT, **kwargs: Any) -> None:
-        super()._run_chat_completions_generation(prompt=prompt, **kwargs)
+    # The stop kit's, with a prompt whose answer holds the stops.
+    _run_completions_generation = partialmethod(
+        matched_stop_kit.MatchedStopMixin._run_completions_generation, prompt=STOPS_PROMPT
+    )
+    _run_chat_completions_generation = partialmethod(
+        matched_stop_kit.MatchedStopMixin._run_chat_completions_generation, prompt=STOPS_PROMPT
+    )
 
     def test_multiturn_cache_hits(self) -> None:
         """cache_hit_kit is a function; it asserts what each turn finds in the cache."""
         cache_hit_kit.run_multiturn_cache_hit_test(
             self.base_url, self.model, request_length=96, output_length=24,
-            miss_tolerance=2,  # see assert_prefill_cached
+            miss_tolerance=2,  # see assert_cached
         )  # fmt: skip
 
 
@@ -269,7 +250,7 @@ class WaitingTimeoutKits(abort_timeout_kit.WaitingTimeoutMixin, DemoKit):
 
 
 @contextlib.contextmanager
-def demo_scale(references: References) -> Iterator[None]:
+def demo_scale() -> Iterator[None]:
     """Kits of prompts and lengths that the demo models can take, for the time of the block."""
     tree = partial(radix_cache_server_kit.gen_radix_tree, num_nodes=100, chunk_len=48)
     with contextlib.ExitStack() as patches:
@@ -280,9 +261,7 @@ def demo_scale(references: References) -> Iterator[None]:
             (unified_radix_cache_kit, "random", SimpleNamespace(Random=DemoVocabulary)),
             (kl_test_utils, "get_input_ids", _kl_prompts),
             (cache_hit_kit, "sample_random_requests", _cache_prompts),
-            (basic_scheduler_stress_kit, "_CONCURRENT_QA", references.concurrent),
-            (basic_scheduler_stress_kit, "requests", Requests(_with_known_text)),
-            (streaming_session_kit, "requests", Requests(_within_positions)),
+            (streaming_session_kit, "requests", SimpleNamespace(get=requests.get, post=_post)),
             (streaming_session_fixture, "CONCURRENT_LOGPROB_ROUNDS", 1),
             (streaming_session_fixture, "STRESS_NUM_TURNS", 2),
         ):
@@ -331,32 +310,10 @@ def _client(client: openai.Client) -> SimpleNamespace:
     return SimpleNamespace(chat=SimpleNamespace(completions=completions))
 
 
-@dataclass(frozen=True)
-class Requests:
-    """The module ``requests`` of a kit whose prompts and lengths stand in its code."""
-
-    scaled: Callable[[dict[str, Any]], dict[str, Any]]
-
-    get = staticmethod(requests.get)
-
-    def post(self, url: str, json: Any = None, **kwargs: Any) -> requests.Response:
-        """As ``requests.post``, but what goes to /generate is scaled."""
-        body = self.scaled(json) if url.endswith("/generate") else json
-        return requests.post(url, json=body, **kwargs)
-
-
-def _with_known_text(body: dict[str, Any]) -> dict[str, Any]:
-    """For the stress kit: what the demo models answer with Paris, and not 15,000 tokens."""
-    text = body["text"]
-    if text.startswith("Q: What is the capital of France"):
-        text = "Paris, Paris, Paris, Paris, Paris,"
-    return {**body, "text": text[-2 * BIG_PROMPT :]}
-
-
-def _within_positions(body: dict[str, Any]) -> dict[str, Any]:
-    """For the session kit, which aborts answers of 100,000 tokens in the middle."""
-    params = body["sampling_params"]
-    if params["max_new_tokens"] <= BIG_PROMPT:
-        return body
-    long = {"max_new_tokens": BIG_PROMPT, "ignore_eos": True}
-    return {**body, "sampling_params": {**params, **long}}
+def _post(url: str, json: Any = None, **kwargs: Any) -> requests.Response:
+    """As ``requests.post``; the session kit aborts answers of 100,000 tokens in the middle."""
+    params = (json or {}).get("sampling_params", {})
+    if params.get("max_new_tokens", 0) > MOST_NEW_TOKENS:
+        params = {**params, "max_new_tokens": MOST_NEW_TOKENS, "ignore_eos": True}
+        json = {**json, "sampling_params": params}
+    return requests.post(url, json=json, **kwargs)

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
+from eval.lossless.greedy import logprobs
 from eval.metrics import SpecTotals
 from eval.server import Server
 from sglang_c2t.offline.client import post_all
@@ -146,24 +147,15 @@ def exact_cells(
 class Exact:
     """The next tokens of a prompt by a server without speculation; each prefix is asked once."""
 
-    def __init__(self, url: str, prompt_ids: Sequence[int], most: int = LIKELIEST) -> None:
-        """``most``: likeliest tokens asked at each place."""
-        self._url, self._prompt, self._most = url, list(prompt_ids), most
+    def __init__(self, url: str, prompt_ids: Sequence[int]) -> None:
+        self._url, self._prompt = url, list(prompt_ids)
         self._known: dict[Tokens, NextTokens] = {}
 
     def __call__(self, prefixes: Sequence[Tokens]) -> list[NextTokens]:
         """Tokens and log-probabilities [N] after each prefix."""
         new = [prefix for prefix in prefixes if prefix not in self._known]
-        bodies = [
-            {
-                "input_ids": [*self._prompt, *prefix],
-                "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-                "return_logprob": True,
-                "top_logprobs_num": self._most,
-            }
-            for prefix in new
-        ]
-        replies, _ = post_all(self._url, [("/generate", b) for b in bodies], concurrency=16)
+        more = [{"top_logprobs_num": LIKELIEST}] * len(new)
+        replies = logprobs(self._url, [[*self._prompt, *p] for p in new], 1, more, concurrency=16)
         for prefix, reply in zip(new, replies, strict=True):
             top = sorted(reply["meta_info"]["output_top_logprobs"][0], key=lambda entry: -entry[0])
             tokens = np.array([token for _, token, *_ in top])
@@ -171,16 +163,14 @@ class Exact:
         return [self._known[prefix] for prefix in prefixes]
 
 
-def worth_sampling(
-    url: str, prompts: Sequence[Sequence[int]], most: int = LIKELIEST
-) -> list[list[int]]:
+def worth_sampling(url: str, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Prompts from sure to unsure, by the entropy of their first token, see ``QUANTILES``.
 
     Half prompts are candidates as well: the middle of a text is less sure than the start of an
     answer. A sure prompt tests nothing; after an unsure one no draft is accepted.
     """
     candidates = [list(p) for p in prompts] + [list(p[: max(len(p) // 2, 1)]) for p in prompts]
-    entropies = [stats.entropy(np.exp(Exact(url, p, most)([()])[0][1])) for p in candidates]
+    entropies = [stats.entropy(np.exp(Exact(url, p)([()])[0][1])) for p in candidates]
     order = np.argsort(entropies, kind="stable")
     return [candidates[order[round(q * (len(order) - 1))]] for q in QUANTILES]
 
@@ -279,14 +269,11 @@ class Plan:
     alpha: float  # per test
 
     @classmethod
-    def of(
-        cls, url: str, prompts: Sequence[Sequence[int]], samples: int, num_tests: int,
-        most: int = LIKELIEST,
-    ) -> Plan:  # fmt: skip
+    def of(cls, url: str, prompts: Sequence[Sequence[int]], samples: int, num_tests: int) -> Plan:
         """Ask the server without speculation at ``url`` for probabilities."""
-        prompts = worth_sampling(url, prompts[:CANDIDATES], most)
+        prompts = worth_sampling(url, prompts[:CANDIDATES])
         floor = LEAST_EXPECTED * len(prompts) / samples
-        exact = [Exact(url, prompt, most) for prompt in prompts]
+        exact = [Exact(url, prompt) for prompt in prompts]
         cells = {
             name: [exact_cells(ask, cut, NUM_TOKENS, floor) for ask in exact]
             for name, cut in CUTS.items()

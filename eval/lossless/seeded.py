@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.server import Server
-from sglang_c2t.offline.client import Answer, differing, run_load
+from sglang_c2t.offline.client import differing, run_load
 
 FLAGS = ("--enable-deterministic-inference",)
 
@@ -76,35 +76,21 @@ def check(
 ) -> list[Reproduced]:  # fmt: skip
     """Each cut at each batch size, then all kinds in one batch, always from an empty cache."""
     found = []
-
-    def compare(
-        kind: str, concurrency: int, answers: Sequence[Answer], promised: bool = True
-    ) -> None:
-        outputs = [answer.output_ids for answer in answers]
-        drafts = sum(a.meta_info.get("spec_num_correct_drafts", 0) for a in answers)
-        where = differing(outputs, expected[kind.split(",")[0]][: len(outputs)])
-        tokens = sum(map(len, outputs))
-        found.append(
-            Reproduced(name, kind, concurrency, len(outputs), tokens, drafts, where, promised)
-        )
-
-    for cut in CUTS:
-        for concurrency in batches:
-            count = num_asked(len(prompts), concurrency)
-            server.flush_cache()
-            asked = bodies(prompts, cut)[:count]
-            result = run_load(server.url, asked, concurrency=concurrency)
-            compare(cut, concurrency, result.answers)
-    server.flush_cache()
-    turns = [body for together in zip(*(bodies(prompts, kind) for kind in KINDS), strict=True)
-             for body in together]  # fmt: skip
-    result = run_load(server.url, turns, concurrency=batches[0])
-    for first, kind in enumerate(KINDS):
-        answers = result.answers[first :: len(KINDS)]
-        compare(f"{kind}, mixed", batches[0], answers, promised=kind == "greedy")
+    loads = [((cut,), concurrency) for cut in CUTS for concurrency in batches]
+    for kinds, concurrency in [*loads, (tuple(KINDS), batches[0])]:
+        count = len(prompts) if concurrency > 1 else -(-len(prompts) // 4)
+        turns = zip(*(bodies(prompts[:count], kind) for kind in kinds), strict=True)
+        server.flush_cache()
+        asked = [body for together in turns for body in together]
+        answers = run_load(server.url, asked, concurrency=concurrency).answers
+        for first, kind in enumerate(kinds):
+            mine = answers[first :: len(kinds)]
+            outputs = [answer.output_ids for answer in mine]
+            drafts = sum(answer.meta_info.get("spec_num_correct_drafts", 0) for answer in mine)
+            where, tokens = differing(outputs, expected[kind][:count]), sum(map(len, outputs))
+            mixed = len(kinds) > 1
+            found.append(Reproduced(
+                name, f"{kind}, mixed" if mixed else kind, concurrency, count, tokens, drafts,
+                where, promised=not mixed or kind == "greedy",
+            ))  # fmt: skip
     return found
-
-
-def num_asked(num_prompts: int, concurrency: int) -> int:
-    """How many prompts are sent: a fourth of them at concurrency 1."""
-    return num_prompts if concurrency > 1 else -(-num_prompts // 4)

@@ -32,16 +32,6 @@ CHUNKED = ("--chunked-prefill-size", "256")
 FLOAT32 = ("--dtype", "float32", "--attention-backend", "torch_native", "--disable-cuda-graph")
 
 T = TypeVar("T")
-Env = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class DraftSize:
-    """SGLang's draft settings; width and nodes are those of trees."""
-
-    num_steps: int = 5
-    topk: int = 4
-    num_draft_tokens: int = 16
 
 
 @dataclass(frozen=True)
@@ -50,11 +40,13 @@ class Models:
 
     target: str
     drafts: Mapping[str, str]
+    num_steps: int
+    topk: int  # of trees
+    num_draft_tokens: int  # of trees
     flags: Sequence[str] = ()
     float32_flags: Sequence[str] = FLOAT32
-    size: DraftSize = field(default_factory=DraftSize)
     on_cpu: bool = False  # in float32, as our own models are served
-    alone: Env = field(default_factory=dict)  # of a server beside which no other runs
+    alone: Mapping[str, str] = field(default_factory=dict)  # of a server beside which no other runs
 
     def kinds(self, shapes: Sequence[str]) -> list[tuple[str, str]]:
         """(algorithm, shape) of every ``--c2t`` server."""
@@ -68,10 +60,9 @@ class Models:
         self, algorithm: str, shape: str, *more: str, suffix: str = "", c2t: bool = True
     ) -> Launch:
         """A speculating server, ``--c2t`` unless it is SGLang's own speculation."""
-        topk, nodes = self.size.topk, self.size.num_draft_tokens
-        width = (topk, nodes) if shape == "trees" else (1, None)
+        width = (self.topk, self.num_draft_tokens) if shape == "trees" else (1, None)
         draft = self.drafts[algorithm]
-        drafting = speculative_flags(algorithm, self.size.num_steps, *width, draft=draft)
+        drafting = speculative_flags(algorithm, self.num_steps, *width, draft=draft)
         flags = (*drafting, *(["--c2t"] if c2t else []), *more)
         return self._launch(f"{algorithm} {shape}{suffix}", flags)
 
@@ -79,14 +70,12 @@ class Models:
         """A server without speculation that scores divergences in float32."""
         return self._launch("float32", self.float32_flags)
 
-    def _launch(self, name: str, more: Sequence[str], env: Env | None = None) -> Launch:
-        flags = (*self.flags, *more)
+    def _launch(self, name: str, more: Sequence[str], env: Mapping[str, str] = {}) -> Launch:
+        flags, target = (*self.flags, *more), Path(self.target)
         if self.on_cpu:
-            return Launch(name, (*CHUNKED, *flags), Path(self.target), env or {})
+            return Launch(name, (*CHUNKED, *flags), target, env)
         cpu = {"SGLANG_USE_CPU_ENGINE": os.environ.get("SGLANG_USE_CPU_ENGINE", "0")}
-        return Launch(
-            name, flags, Path(self.target), {**gpu_environment(), **cpu, **(env or {})}, common=()
-        )
+        return Launch(name, flags, target, {**gpu_environment(), **cpu, **env}, common=())
 
 
 #: Errors of a server that dies, refuses, fails a request or does not answer in time.
@@ -102,28 +91,28 @@ class Broken:
 
 
 def visit_all(
-    launches: Sequence[Launch], work: Callable[[Launch, Server], T], logs: Path, at_once: int = 1
+    works: Sequence[tuple[Launch, Callable[[Server], T]]], logs: Path, at_once: int = 1
 ) -> list[T | Broken]:
-    """Start each server, do ``work`` with it, stop it; results in the order of ``launches``.
+    """Start each server, work with it, stop it; results in order.
 
     A server that breaks does not keep the others from running; any other error ends them all.
     """
     live: set[Process] = set()
     unwanted = threading.Event()
 
-    def visit(launch: Launch) -> T | Broken:
+    def visit(launch: Launch, work: Callable[[Server], T]) -> T | Broken:
         try:
             with running(launch, logs, unwanted) as server:
                 live.add(server.process)
                 try:
-                    return work(launch, server)
+                    return work(server)
                 finally:
                     live.discard(server.process)
         except BREAKS as error:
             return Broken(launch.name, f"{type(error).__name__}: {error}")
 
     with ThreadPoolExecutor(at_once) as pool:
-        visits = [pool.submit(visit, launch) for launch in launches]
+        visits = [pool.submit(visit, *each) for each in works]
         try:
             return [visit.result() for visit in visits]
         except BaseException:

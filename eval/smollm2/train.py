@@ -17,6 +17,8 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +31,21 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from eval.demo_models import export
 from eval.demo_models.modeling import Eagle3Head
-from eval.demo_models.train import STEP_DECAY, UNROLL, Optimizer, fit, unroll
+from eval.demo_models.train import STEP_DECAY, UNROLL, fit, frequent_tokens, unroll
 from eval.smollm2 import HEAD
 from eval.smollm2.answers import (
-    AUX_LAYERS,
     SEED,
     Answers,
     Entry,
     load_target,
     own_answers,
     read_rows,
-    state_width,
 )
 from eval.smollm2.target import target_folder
 
-DRAFT_VOCAB = 8192
+#: ``config.json`` of the head, as it is shipped.
+CONFIG = json.loads((HEAD / "config.json").read_text())
+DRAFT_VOCAB = CONFIG["draft_vocab_size"]
 BATCH_TOKENS = 6000
 
 #: One answer in so many is held out.
@@ -53,26 +55,11 @@ HELD_OUT = 40
 HUMAN_TEXT = 0.3
 
 
-def head_config(target: dict[str, Any]) -> dict[str, Any]:
-    """``config.json`` of the head, from that of its target."""
-    return {
-        **target,
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "tie_word_embeddings": False,
-        "draft_vocab_size": DRAFT_VOCAB,
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS),
-        },
-    }
-
-
 @torch.no_grad()
-def new_head(config: dict[str, Any], target: LlamaForCausalLM, kept: Tensor) -> Eagle3Head:
-    """The head before training: the target's last layer behind its uppermost kept state."""
+def new_head(target: LlamaForCausalLM, kept: Tensor) -> Eagle3Head:
+    """The head before training: the target's last layer after its uppermost kept state."""
     torch.manual_seed(SEED)
-    head, width = Eagle3Head(config), config["hidden_size"]
+    head, width = Eagle3Head(CONFIG), CONFIG["hidden_size"]
     for parameter in head.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.02)
@@ -96,22 +83,14 @@ def draft_vocabulary(data: Path, answers: Answers, tokenizer: Any, size: int) ->
 
     The target's answers, and human ones beside them for what the former are too few to show.
     """
-    own = np.zeros(size)
+    own, human = np.zeros((2, size))
     for entry in own_answers(answers.entries):
-        tokens = answers.tokens(entry)[entry.prompt :]
-        own += np.bincount(tokens, minlength=size)
-    human = np.zeros(size)
+        own += np.bincount(answers.read(entry)[0][entry.prompt :], minlength=size)
     for name in ("dolly_15k", "gsm8k_train", "mbpp_train", "self_instruct_seed"):
         texts = [row["reference"] for row in read_rows(data, name) if row.get("reference")]
         for ids in tokenizer(texts)["input_ids"]:
             human += np.bincount(np.asarray(ids, dtype=np.int64), minlength=size)
-    counts = own / own.sum() + HUMAN_TEXT * human / human.sum()
-    kept = np.sort(np.argsort(-counts, kind="stable")[:DRAFT_VOCAB])
-    shares = [f"{counted[kept].sum() / counted.sum():.2%}" for counted in (own, human)]
-    print(
-        f"the draft vocabulary covers {shares[0]} of the target's answers, {shares[1]} of people's"
-    )
-    return torch.from_numpy(kept)
+    return frequent_tokens([own, human], [1.0, HUMAN_TEXT], DRAFT_VOCAB)
 
 
 # --- batches of answers, one behind the other -----------------------------------------------------
@@ -153,12 +132,11 @@ def batches(answers: Answers, entries: Sequence[Entry], seed: int) -> Iterator[B
 
 
 def batch_of(answers: Answers, entries: Sequence[Entry]) -> Batch:
-    read = [answers.read(entry) for entry in entries]
-    spans, first = [], 0
-    for entry in entries:
-        spans.append((first, entry.tokens, entry.prompt))
-        first += entry.tokens
-    return Batch(torch.cat([t for t, _ in read]), torch.cat([s for _, s in read]), spans)
+    """The answers of ``entries``."""
+    tokens, states = zip(*map(answers.read, entries), strict=True)
+    ends = accumulate(entry.tokens for entry in entries)
+    spans = [(end - e.tokens, e.tokens, e.prompt) for end, e in zip(ends, entries, strict=True)]
+    return Batch(torch.cat(tokens), torch.cat(states), spans)
 
 
 # --- the head's steps on a batch ------------------------------------------------------------------
@@ -233,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     folder = target_folder()
     target, tokenizer = load_target(folder), AutoTokenizer.from_pretrained(folder)
-    answers = Answers(args.work, state_width(target))
+    answers = Answers(args.work)
     kept_path = args.work / "kept.npy"
     if args.go_on:
         known = load_file(args.out / "model.safetensors")
@@ -244,9 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         kept = draft_vocabulary(args.data, answers, tokenizer, target.config.vocab_size)
         np.save(kept_path, kept.numpy())
-    config = head_config(json.loads((folder / "config.json").read_text()))
     maps = export.vocabulary_maps(kept, target.config.vocab_size)
-    head = new_head(config, target, kept).train()
+    head = new_head(target, kept).train()
     if args.go_on:
         head.load_state_dict(known)
     learnt = [e for e in answers.entries if e.key % HELD_OUT and usable(e)]
@@ -255,15 +232,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens = sum(entry.tokens - entry.prompt for entry in entries)
         print(f"learns from {len(entries)} answers, {name}: {tokens:,} tokens", flush=True)
     loss = Loss(head, target, kept, maps)
-    optimizer = Optimizer(head, muon_rate=2e-3, adam_rate=1e-3)
-    # Own answers twice: they are what is drafted behind on a server.
-    source = batches(answers, learnt + own_answers(learnt), random.randrange(1 << 30))
     if args.minutes:
-        fit("head", head, optimizer, lambda: loss(next(source))[:2], args.minutes, args.work)
+        # Own answers twice: they are what is drafted behind on a server.
+        source = partial(batches, answers, learnt + own_answers(learnt))
+        fit("head", head, (2e-3, 1e-3), source, lambda b: loss(b)[:2], args.minutes, args.work)
     survival = held_out(answers, tested, loss)
     print(json.dumps(survival))
     weights = dict(head.state_dict()) | maps
-    export.save_model(args.out.name, weights, args.out.parent, config)
+    export.save_model(args.out.name, weights, args.out.parent, CONFIG)
     return 0
 
 

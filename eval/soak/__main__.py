@@ -89,6 +89,7 @@ class Soak:
     memory: list[tuple[float, float]] = field(default_factory=list)  # hours, MiB
     leftovers: list[dict[str, int]] = field(default_factory=list)  # of idle servers
     miscounted: list[str] = field(default_factory=list)
+    found: list[Check] = field(default_factory=list)
 
     def run(self, minutes: float, concurrency: int, seconds: float, progress: Progress) -> None:
         """Rounds of ``seconds`` until time is up and every kind of request was sent."""
@@ -215,7 +216,7 @@ def exceptions(log: str) -> Counter[str]:
     return Counter(re.sub(r"\d+", "#", end)[:200] for end in ends)
 
 
-def soak(args: argparse.Namespace, progress: Progress) -> dict[str, tuple[Soak, list[Check]]]:
+def soak(args: argparse.Namespace, progress: Progress) -> list[Soak]:
     """Soak all shapes, one after the other."""
     jobs, made = make_jobs(args.seed), mutants(request_fields(), NUM_MUTANTS, args.seed)
     with running(Launch("without-speculation", COMMON), args.out) as server:
@@ -224,7 +225,7 @@ def soak(args: argparse.Namespace, progress: Progress) -> dict[str, tuple[Soak, 
         )
         asked = ask_reference(server.url, jobs, MALFORMED, lambda: progress.advance(task))
         reference, stock_log = asyncio.run(asked), server.log
-    found = {}
+    soaked = []
     for shape in args.shapes:
         draft, name = SHAPES[shape]
         classifier = ClassifierFile.copied(args.out / f"{shape}-classifier", name)
@@ -237,20 +238,20 @@ def soak(args: argparse.Namespace, progress: Progress) -> dict[str, tuple[Soak, 
             one = Soak(shape, server, clients, Faults(server.url, shape, classifier, ended, rng))
             try:
                 one.run(args.minutes / len(args.shapes), args.concurrency, args.round, progress)
-                checks = one.checks(stock_log.read_text(errors="replace"))
+                one.found = one.checks(stock_log.read_text(errors="replace"))
             except (requests.RequestException, aiohttp.ClientError) as error:
-                checks = [Check("the server serves to the end", repr(error)[:400], False)]
-        found[shape] = one, checks
-    return found
+                one.found = [Check("the server serves to the end", repr(error)[:400], False)]
+        soaked.append(one)
+    return soaked
 
 
-def show(console: Console, one: Soak, checks: Sequence[Check]) -> None:
+def show(console: Console, one: Soak) -> None:
     """Print tables of requests and checks, and the first bad requests."""
     outcomes = one.clients.outcomes
     frame = pd.DataFrame([asdict(outcome) for outcome in outcomes])
     console.print(f"\n{one.shape}:\n{pd.crosstab(frame.kind, frame.verdict)}\n", markup=False)
     table = terminal.table(f"{one.shape}: checks", "check", "measured", "")
-    for check in checks:
+    for check in one.found:
         result = {True: "passed", False: "[bold red]FAILED[/]", None: "undecided"}[check.passed]
         table.add_row(check.name, check.measured, result)
     console.print(table)
@@ -258,10 +259,10 @@ def show(console: Console, one: Soak, checks: Sequence[Check]) -> None:
         console.print(str(outcome), markup=False)
 
 
-def as_json(one: Soak, checks: Sequence[Check]) -> dict[str, Any]:
+def as_json(one: Soak) -> dict[str, Any]:
     """Summary of one server."""
     return {
-        "checks": [asdict(check) for check in checks],
+        "checks": [asdict(check) for check in one.found],
         "requests": Counter(f"{o.kind}: {o.verdict}" for o in one.clients.outcomes),
         "bad": [asdict(o) for o in one.clients.outcomes if o.verdict in BAD],
         "faults": {f"{fault}: {status}": n for (fault, status), n in one.faults.answers.items()},
@@ -285,20 +286,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     console = terminal.console()
     with progress_on(console) as progress:
-        found = soak(args, progress)
+        soaked = soak(args, progress)
     command = ["python", "-m", "eval.soak", *(sys.argv[1:] if argv is None else argv)]
-    servers = {shape: as_json(*result) for shape, result in found.items()}
+    servers = {one.shape: as_json(one) for one in soaked}
     summary = {"provenance": provenance(command), "servers": servers}
-    write_texts({args.out / "summary.json": json.dumps(summary, indent=1)})
-    requests_of = "".join(
-        json.dumps({"shape": shape, **asdict(outcome)}) + "\n"
-        for shape, (one, _) in found.items()
-        for outcome in one.clients.outcomes
-    )
-    write_texts({args.out / "requests.jsonl": requests_of})
-    for one, checks in found.values():
-        show(console, one, checks)
-    failed = [c.name for _, checks in found.values() for c in checks if c.passed is False]
+    rows = [{"shape": one.shape, **asdict(o)} for one in soaked for o in one.clients.outcomes]
+    write_texts({
+        args.out / "summary.json": json.dumps(summary, indent=1),
+        args.out / "requests.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+    })  # fmt: skip
+    for one in soaked:
+        show(console, one)
+    failed = [check.name for one in soaked for check in one.found if check.passed is False]
     console.print(f"{args.out / 'summary.json'}: " + (f"FAILED: {failed}" if failed else "passed"))
     return 1 if failed else 0
 

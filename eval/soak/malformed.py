@@ -13,7 +13,7 @@ import itertools
 import json
 import random
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,70 +37,54 @@ class Malformed:
     may_be_served: bool = False
 
 
-def _raw(name: str, raw: str, path: str = "/generate", **more: str) -> Malformed:
-    return Malformed(name, path, raw.encode(), **more)  # type: ignore[arg-type]
-
-
-def _endpoint(name: str, path: str, body: Any = None) -> Malformed:
-    return Malformed(name, path, json.dumps(body or {}).encode())
-
-
-def _generate(name: str, **body: Any) -> Malformed:
-    return _endpoint(name, "/generate", body)
-
-
-def _sampling(name: str, **params: Any) -> Malformed:
-    params = {"temperature": 0, "max_new_tokens": 4, **params}
-    return _generate(name, text="A", sampling_params=params)
-
-
-def _option(name: str, **fields: Any) -> Malformed:
-    return _generate(name, text="A", sampling_params={"max_new_tokens": 2}, **fields)
-
-
-def _completion(name: str, **fields: Any) -> Malformed:
-    body = {"model": "m", "max_tokens": 2, **fields}
-    return _endpoint(f"completion, {name}", COMPLETIONS, body)
-
-
-def _chat(name: str, **fields: Any) -> Malformed:
-    messages = [{"role": "user", "content": "A"}]
-    body = {"model": "m", "max_tokens": 2, "messages": messages, **fields}
-    return _endpoint(f"chat, {name}", CHAT, body)
-
-
-#: How each section of the TOML file builds a request from a name and fields.
-_SECTIONS: dict[str, Callable[..., Malformed]] = {
-    "generate": _generate,
-    "sampling": _sampling,
-    "option": _option,
-    "completion": _completion,
-    "chat": _chat,
-    "endpoint": _endpoint,
-    "raw": _raw,
-}
+#: Path and body to which a section of the TOML file adds fields.
+_BASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": ("/generate", {}),
+    "option": ("/generate", {"text": "A", "sampling_params": {"max_new_tokens": 2}}),
+    "completion": (COMPLETIONS, {"model": "m", "max_tokens": 2}),
+    "chat": (
+        CHAT, {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "A"}]},
+    ),
+}  # fmt: skip
 _TEXT = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+
+
+def _made(section: str, name: str, own: dict[str, Any]) -> Malformed:
+    """The request ``name``, from its entry in the TOML file."""
+    if section == "raw":
+        return Malformed(name, **{**own, "raw": own["raw"].encode()})
+    if section == "endpoint":
+        path, body = own["path"], own.get("body", {})
+    elif section == "sampling":
+        params = {"temperature": 0, "max_new_tokens": 4, **own}
+        path, body = "/generate", {"text": "A", "sampling_params": params}
+    else:
+        path, base = _BASES[section]
+        body = {**base, **own}
+    name = f"{section}, {name}" if path.startswith("/v1/") and section != "endpoint" else name
+    return Malformed(name, path, json.dumps(body).encode())
 
 
 def _listed(kind: str) -> tuple[Malformed, ...]:
     sections = tomllib.loads(_TEXT)[kind].items()
-    return tuple(_SECTIONS[s](name, **own) for s, rows in sections for name, own in rows.items())
+    return tuple(_made(s, name, own) for s, rows in sections for name, own in rows.items())
 
 
+_LONG: dict[str, dict[str, Any]] = {
+    "text is null": {"text": None},
+    "far longer than the context": {"text": "a b c d " * 4 * CONTEXT_LENGTH},
+    "as long as the context": {"input_ids": [5] * CONTEXT_LENGTH},
+    "one token short of the context": {"input_ids": [5] * (CONTEXT_LENGTH - 1)},
+    "prompt and answer longer than the context": {
+        "input_ids": [5] * (CONTEXT_LENGTH - 24), "sampling_params": {"max_new_tokens": 100},
+    },
+}  # fmt: skip
 #: Requests that TOML cannot hold.
 _ODD = (
     Malformed("bytes that are not UTF-8", raw=b'{"text": "\xff\xfe"}'),
     Malformed("5,000 brackets deep", raw=b'{"text":' + b"[" * 5000 + b"]" * 5000 + b"}"),
-    _generate("text is null", text=None),
-    _generate("far longer than the context", text="a b c d " * 4 * CONTEXT_LENGTH),
-    _generate("as long as the context", input_ids=[5] * CONTEXT_LENGTH),
-    _generate("one token short of the context", input_ids=[5] * (CONTEXT_LENGTH - 1)),
-    _generate(
-        "prompt and answer longer than the context",
-        input_ids=[5] * (CONTEXT_LENGTH - 24),
-        sampling_params={"max_new_tokens": 100},
-    ),
-    _sampling("5,000 stop strings", stop=[f"x{i}" for i in range(5000)]),
+    *(_made("generate", name, body) for name, body in _LONG.items()),
+    _made("sampling", "5,000 stop strings", {"stop": [f"x{i}" for i in range(5000)]}),
 )
 
 #: Requests by hand that a soak sends.

@@ -35,30 +35,23 @@ def section(
     ]
 
 
-def with_interval(once: Array, drawn: Array) -> str:
-    """A value [1] and the interval of its resamples [S]."""
-    return f"{once[0]:.2f}" + bracket(drawn)
+def with_interval(values: Array) -> str:
+    """A value and the interval of its resamples [1 + S], or how many of these have none."""
+    low, high = interval(values[1:])
+    return f"{values[0]:.2f}" + (unreached(values) or f" [{low:.2f}, {high:.2f}]")
 
 
-def bracket(drawn: Array) -> str:
-    """The interval of resamples [S]; instead of it, how many have no value, if some have none."""
-    low, high = interval(drawn)
-    return unreached(drawn) or f" [{low:.2f}, {high:.2f}]"
+def unreached(values: Array) -> str:
+    """In how many resamples a curve did not reach the accept length; empty if it did in all."""
+    missing = int(np.isnan(values[1:]).sum())
+    return f" (not reached in {missing} of {len(values) - 1})" if missing else ""
 
 
-def unreached(drawn: Array) -> str:
-    """In how many of the resamples [S] a curve did not reach the accept length; empty if in all."""
-    missing = int(np.isnan(drawn).sum())
-    return f" (not reached in {missing} of {len(drawn)})" if missing else ""
-
-
-def difference(once: Array, drawn: Array) -> str:
-    """A paired difference [1] with the interval of its resamples [S], marked as by `signed`."""
-    return (
-        ("-" if np.isnan(once[0]) else f"{once[0]:+.1f}") + unreached(drawn)
-        if np.isnan(drawn).any()
-        else signed(float(once[0]), *interval(drawn))
-    )
+def difference(values: Array) -> str:
+    """A paired difference with the interval of its resamples [1 + S], marked as by `signed`."""
+    if missing := unreached(values):
+        return ("-" if np.isnan(values[0]) else f"{values[0]:+.1f}") + missing
+    return signed(float(values[0]), *interval(values[1:]))
 
 
 def signed(value: float, low: float, high: float) -> str:

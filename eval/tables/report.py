@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from eval.tables.markdown import difference, section, with_interval
-from eval.tables.rules import LEARN, OURS, Recorded, Rule, mean_of, verdict
+from eval.tables.rules import LEARN, OURS, Recorded, Rule, verdict
 from sglang_c2t.offline.compare import Array, Curve, everyone
 from sglang_c2t.offline.replay import Chains
 from sglang_c2t.policies.dyjoint import DyJoint
@@ -28,9 +29,6 @@ PUBLISHED = {
     "gpt-oss-20b, EAGLE-3, MT-Bench (vLLM's tests)": (0.7165, 0.5120, 0.3337),
     "GLM-5.2, DSpark (vllm-project/vllm#52992)": (0.712, 0.517, 0.390),
 }
-
-#: [1] and [S].
-Change = Sequence[Array]
 
 
 def conditional(survival: Sequence[float]) -> list[str]:
@@ -62,8 +60,8 @@ def acceptance_table(recorded: Recorded) -> list[str]:
     for family in recorded.families:
         mine = [i for i, group in enumerate(recorded.groups) if group == family]
         members = everyone(recorded.groups, only=family)
-        tau = (served.tau(w * members)[:, 0] for w in (recorded.once, recorded.drawn))
-        rows.append((family, [*conditional(survival(chains, mine)), with_interval(*tau)]))
+        tau = served.tau(recorded.weights * members)[:, 0]
+        rows.append((family, [*conditional(survival(chains, mine)), with_interval(tau)]))
     for name, published in PUBLISHED.items():
         short = chains.max_length - len(published)
         rows.append((name, [*conditional(published), *["-"] * short, f"{1 + sum(published):.2f}"]))
@@ -83,16 +81,6 @@ class Comparison:
     def __init__(self, recorded: Recorded, rules: Iterable[Rule], sizes: Sequence[int]) -> None:
         self.recorded, self.rules, self.sizes = recorded, list(rules), sizes
         self.kind = "trees" if recorded.trees else "chains"
-        self.joint = self.rules[0]
-
-    @property
-    def size_named(self) -> str:
-        """Name of the first size."""
-        return (
-            f"EAGLE-2 with {self.sizes[0]} nodes"
-            if self.recorded.trees
-            else f"fixed {self.sizes[0]}"
-        )
 
     def rivals(self) -> list[str]:
         """Rules that ours are compared with."""
@@ -105,13 +93,16 @@ class Comparison:
         learnt_on = rule.learnt_on if name in LEARN else None
         return next(r.curve for r in self.rules if (r.name, r.learnt_on) == (name, learnt_on))
 
-    def changes(self, name: str, rival: str, size: int, families: Sequence[str]) -> list[Change]:
-        """Changes of a rule, by family that it learnt from and each other one of ``families``."""
-        return [
+    def change(self, name: str, rival: str, size: int, families: Sequence[str]) -> Array:
+        """[1 + S]: a rule's mean change, over families learnt from and others of ``families``."""
+        changes = [
             self.recorded.change(rule.curve, self.rival(rival, rule, size), size, family)
-            for rule, family in self._tested(name)
+            for rule in self.rules
+            if rule.name == name
+            for family in rule.tests(self.recorded.families)
             if family in families
         ]
+        return np.mean(changes, axis=0)
 
     def each_table(self) -> list[str]:
         """Every rule on every family that it did not learn from."""
@@ -122,20 +113,18 @@ class Comparison:
             if family == rule.learnt_on:
                 return "-"
             curve = self.rival(rival, rule, size)
-            return difference(*self.recorded.change(rule.curve, curve, size, family))
+            return difference(self.recorded.change(rule.curve, curve, size, family))
 
-        joint = (self.recorded.nodes_at(self.joint.curve, size, f)[0][0] for f in families)
-        own = (
-            [f"{nodes:.2f}" for nodes in joint]
-            if rival == DyJoint.name
-            else [str(size)] * len(families)
-        )
+        own = [str(size)] * len(families)
+        if rival == DyJoint.name:
+            joint = self.rules[0].curve
+            own = [f"{self.recorded.nodes_at(joint, size, f)[0]:.2f}" for f in families]
         others = [rule for rule in self.rules if rule.name != rival]
+        fixed = f"EAGLE-2 with {size} nodes" if self.recorded.trees else f"fixed {size}"
         return section(
             f"### {self.kind}: trained on one family, tested on the others",
-            "Nodes verified at equal accept length (that of "
-            f"{self.size_named} on the family of the column), difference from `{rival}` in per "
-            f"cent. First row: the nodes of `{rival}`.",
+            f"Nodes verified at equal accept length (that of {fixed} on the family of the column), "
+            f"difference from `{rival}` in per cent. First row: the nodes of `{rival}`.",
             ["rule, trained on", *families],
             [(f"`{rival}`", own), *((_named(r), [cell(r, f) for f in families]) for r in others)],
         )
@@ -146,12 +135,8 @@ class Comparison:
         rows = []
         for name in OURS:
             for rival in self.rivals():
-                cells = [
-                    difference(*mean_of(self.changes(name, rival, size, [f]))) for f in families
-                ]
-                cells += [
-                    difference(*mean_of(self.changes(name, rival, s, families))) for s in self.sizes
-                ]
+                cells = [difference(self.change(name, rival, size, [f])) for f in families]
+                cells += [difference(self.change(name, rival, s, families)) for s in self.sizes]
                 rows.append((f"`{name}` - `{rival}`", cells))
         sizes = [f"all, {'N =' if self.recorded.trees else 'fixed'} {s}" for s in self.sizes]
         return section(
@@ -163,11 +148,6 @@ class Comparison:
             rows,
         )
 
-    def _tested(self, name: str) -> list[tuple[Rule, str]]:
-        """A rule by the family it learnt from, with each family that it did not learn from."""
-        families = self.recorded.families
-        return [(r, family) for r in self.rules if r.name == name for family in r.tests(families)]
-
     def losses(self) -> list[str]:
         """Rules that verify more or fewer than a rival, beyond the interval, by name."""
         families, size, lines = self.recorded.families, self.sizes[0], []
@@ -176,15 +156,11 @@ class Comparison:
             for rival in self.rivals():
                 where: dict[str, list[str]] = {"fewer": [], "more": [], "no difference": []}
                 for family in families:
-                    _, drawn = mean_of(self.changes(name, rival, size, [family]))
-                    where[verdict(drawn)].append(family)
-                phrases = [
-                    f"{word} on {', '.join(named)}" for word, named in where.items() if named
-                ]
-                marked = [
-                    f"**{words}**" if words.startswith("more") else words for words in phrases
-                ]
-                against.append(f"against `{rival}` {', '.join(marked)}")
+                    where[verdict(self.change(name, rival, size, [family]))].append(family)
+                phrases = {w: f"{w} on {', '.join(named)}" for w, named in where.items() if named}
+                if "more" in phrases:
+                    phrases["more"] = f"**{phrases['more']}**"
+                against.append(f"against `{rival}` {', '.join(phrases.values())}")
             lines.append(f"- {self.kind}, `{name}`: {'; '.join(against)}.")
         return lines
 

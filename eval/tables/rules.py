@@ -1,7 +1,7 @@
 """Rules on recorded drafts: their confidences, and the curves that their thresholds draw.
 
 A rule that learns does so from one family of prompts and is used on the others, for chains and for
-trees. ``[n]`` is one value per recorded token.
+trees. ``[n]`` is one value per recorded token; ``[1 + S]`` a value and its resamples.
 """
 
 from __future__ import annotations
@@ -90,10 +90,9 @@ class Recorded:
     recording: Recording
     replayed: Chains | Forest
     groups: list[str]  # family of each request
-    once: Array  # [1, Q]
-    drawn: Array  # [S, Q]
+    weights: Array  # [1 + S, Q]: each request once, then resamples
     _sized: dict[int, Curve] = field(default_factory=dict, repr=False)
-    _known: dict[tuple[int, int, str], tuple[Curve, Array, Array]] = field(
+    _known: dict[tuple[int, int, str], tuple[Curve, Array]] = field(
         default_factory=dict, repr=False
     )
 
@@ -103,8 +102,8 @@ class Recorded:
         kind = Chains if recording.topk == 1 else Forest
         replayed = kind.from_recording(recording)
         groups = [rid.rsplit("/", 1)[0] for rid in replayed.requests]
-        weights = everyone(groups), resamples(groups, NUM_RESAMPLES)
-        return cls(recording, replayed, groups, *weights)
+        weights = np.concatenate((everyone(groups), resamples(groups, NUM_RESAMPLES)))
+        return cls(recording, replayed, groups, weights)
 
     @property
     def trees(self) -> bool:
@@ -162,31 +161,23 @@ class Recorded:
         chains = replace(self.replayed, stats=self.replayed.stats | {"confidence": rows})
         return sweep(Known, chains, ODDS_GRID)
 
-    def nodes_at(self, curve: Curve, size: int, family: str) -> tuple[Array, Array]:
-        """[1] and [S]: verified drafts per verification where ``curve`` accepts, in this family, as
+    def nodes_at(self, curve: Curve, size: int, family: str) -> Array:
+        """[1 + S]: verified drafts per verification where ``curve`` accepts, in this family, as
         much as drafts of ``size`` there; kept, as tables share them.
         """
         key = id(curve), size, family
         if key not in self._known:
-            members = everyone(self.groups, only=family)
-            drawn = (self.once * members, self.drawn * members)
-            once, many = (self._nodes(curve, size, weights) for weights in drawn)
-            self._known[key] = curve, once, many  # the curve, so that its id stays its own
-        return self._known[key][1:]
+            mine = self.weights * everyone(self.groups, only=family)
+            # By chance whole drafts may accept less than shorter ones in a resample.
+            taus = (self.sized(n).tau(mine)[:, 0] for n in (size, self.largest))
+            nodes = curve.gamma_at(np.minimum(*taus), mine)
+            self._known[key] = curve, nodes  # the curve, so that its id stays its own
+        return self._known[key][1]
 
-    def _nodes(self, curve: Curve, size: int, weights: Array) -> Array:
-        # By chance whole drafts may accept less than shorter ones in a resample.
-        taus = (self.sized(n).tau(weights)[:, 0] for n in (size, self.largest))
-        return curve.gamma_at(np.minimum(*taus), weights)
-
-    def change(self, curve: Curve, rival: Curve | int, size: int, family: str) -> list[Array]:
-        """[1] and [S]: difference of :meth:`nodes_at` from the rival's in per cent, paired."""
-        mine = self.nodes_at(curve, size, family)
-        if isinstance(rival, int):
-            other = [np.full_like(nodes, rival) for nodes in mine]
-        else:
-            other = [*self.nodes_at(rival, size, family)]
-        return [100 * (a / b - 1) for a, b in zip(mine, other, strict=True)]
+    def change(self, curve: Curve, rival: Curve | int, size: int, family: str) -> Array:
+        """[1 + S]: difference of :meth:`nodes_at` from the rival's in per cent, paired."""
+        other = rival if isinstance(rival, int) else self.nodes_at(rival, size, family)
+        return 100 * (self.nodes_at(curve, size, family) / other - 1)
 
 
 def train(recording: Recording, name: str) -> Classifier:
@@ -196,13 +187,7 @@ def train(recording: Recording, name: str) -> Classifier:
     return train_classifier(recording, recipe, settings=SETTINGS)
 
 
-def mean_of(pairs: Sequence[Sequence[Array]]) -> tuple[Array, Array]:
-    """[1] and [S]: the mean of paired values, each [1] and [S]."""
-    once, drawn = (np.mean(values, axis=0) for values in zip(*pairs, strict=True))
-    return once, drawn
-
-
-def verdict(drawn: Array) -> str:
-    """``fewer`` or ``more`` where the interval of differences [S] says so."""
-    low, high = interval(drawn)
+def verdict(values: Array) -> str:
+    """``fewer`` or ``more`` where the interval of differences [1 + S] says so."""
+    low, high = interval(values[1:])
     return "fewer" if high < 0 else "more" if low > 0 else "no difference"

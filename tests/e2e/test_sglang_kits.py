@@ -20,9 +20,8 @@ pytestmark = pytest.mark.extended
 @pytest.fixture(scope="module")
 def references(plain: Server) -> Iterator[kits.References]:
     """References of the kits, whose scale is reduced for these tests."""
-    found = kits.References.of(plain.url)
-    with kits.demo_scale(found):
-        yield found
+    with kits.demo_scale():
+        yield kits.references(plain.url)
 
 
 class OnAServer(kits.DemoKit):

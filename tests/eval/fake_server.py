@@ -33,7 +33,7 @@ def fake_server(model: LlamaForCausalLM, choose: Choose = likeliest) -> Iterator
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
-            reply = json.dumps(_answer(model, choose, body)) if body else "{}"
+            reply = json.dumps(_answer(model, choose, body) if "input_ids" in body else {})
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()

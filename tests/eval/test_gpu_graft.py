@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from eval.demo_models.modeling import ChainCache, Eagle3Head
 from eval.gpu.graft import CONSTANT, Graft
-from eval.gpu.models import SHAPES, Shape, copies, trained
+from eval.gpu.models import SHAPES, Pair, Shape, trained, write
 from eval.server import TARGET
 from eval.smollm2.target import TargetError
 
@@ -70,129 +73,71 @@ class Model:
         return self.weights.items()
 
 
-class Sizes(NamedTuple):
-    """Sizes and constants of a forward."""
-
-    layers: int
-    heads: tuple[int, int, int]
-    theta: float
-    eps: float
-
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps) * weight
-
-
-def rope(x: Tensor, theta: float) -> Tensor:
-    """[T, heads, D], rotated by place."""
-    tokens, _, size = x.shape
-    angle = torch.arange(tokens)[:, None] * theta ** (-torch.arange(0, size, 2) / size)
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-
-def attention(qkv: Tensor, sizes: Sizes) -> Tensor:
-    tokens, (heads, kv, size) = len(qkv), sizes.heads
-    q, k, v = qkv.split([heads * size, kv * size, kv * size], -1)
-    q, k, v = (
-        rope(q.view(tokens, heads, size), sizes.theta),
-        rope(k.view(tokens, kv, size), sizes.theta),
-        v.view(tokens, kv, size),
-    )
-    k, v = k.repeat_interleave(heads // kv, 1), v.repeat_interleave(heads // kv, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
-    scores = scores.masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool).tril(), -1e30)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(tokens, -1)
-
-
-def forward(
-    weights: dict[str, Tensor], sizes: Sizes, x: Tensor, embeds: Tensor | None = None
-) -> tuple[Tensor, list[Tensor]]:
-    """The normed output, and the residual before each layer; with ``embeds`` an EAGLE-3 head."""
-    seen, norm = [], sizes.norm
-    for i in range(sizes.layers):
-        layer = {
-            name.removeprefix(f"model.layers.{i}.").removesuffix(".weight"): weight
-            for name, weight in weights.items()
-            if name.startswith(f"model.layers.{i}.")
-        }
-        seen.append(x)
-        if embeds is None:
-            h = norm(x, layer["input_layernorm"])
-        else:
-            h = norm(x, layer["hidden_norm"])
-            h = torch.cat((norm(embeds, layer["input_layernorm"]), h), -1)
-        x = x + attention(h @ layer["self_attn.qkv_proj"].T, sizes) @ layer["self_attn.o_proj"].T
-        gate, up = (norm(x, layer["post_attention_layernorm"]) @ layer["mlp.gate_up_proj"].T).chunk(
-            2, -1
-        )
-        x = x + (torch.nn.functional.silu(gate) * up) @ layer["mlp.down_proj"].T
-    return norm(x, weights["model.norm.weight"]), seen
-
-
-def by_sglangs_names(small: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The small checkpoint with SGLang's fused matrices."""
+def checkpoint(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """The names of a checkpoint, for SGLang's fused matrices."""
+    names = "num_attention_heads", "num_key_value_heads", "head_dim"
+    heads, kv, size = (config[name] for name in names)
     found = {}
-    for name, tensor in small.items():
-        name = name.replace("midlayer", "model.layers.0")
-        known = name.startswith(("model.", "lm_head", "d2t", "t2d"))
-        found[name if known else "model." + name] = (
-            tensor.float() if tensor.is_floating_point() else tensor
-        )
-    for fused, parts in (("qkv_proj", ("q", "k", "v")), ("gate_up_proj", ("gate", "up"))):
-        first = f"{parts[0]}_proj"
-        for name in [n for n in found if n.endswith(f"{first}.weight")]:
-            found[name.replace(first, fused)] = torch.cat(
-                [found[name.replace(first, f"{part}_proj")] for part in parts]
-            )
+    for name, tensor in weights.items():
+        before, fused, _ = name.rpartition("qkv_proj.weight")
+        if fused:
+            parts = zip("qkv", tensor.split([heads * size, kv * size, kv * size]), strict=True)
+            found |= {f"{before}{part}_proj.weight": rows for part, rows in parts}
+            continue
+        before, fused, _ = name.rpartition("gate_up_proj.weight")
+        parts = zip(("gate", "up"), tensor.chunk(2), strict=True) if fused else ()
+        found |= {f"{before}{part}_proj.weight": rows for part, rows in parts} or {name: tensor}
     return found
+
+
+def logits(pair: Pair, weights: list[dict[str, Tensor]], ids: Tensor) -> list[Tensor]:
+    """Logits of the target and of its head, and the head's input; configurations from ``pair``."""
+    target_config, config = (json.loads((path / "config.json").read_text()) for path in pair)
+    target = LlamaForCausalLM(LlamaConfig(**target_config)).float().eval()
+    target.load_state_dict(checkpoint(weights[0], target_config), strict=False)
+    target.tie_weights()
+    head = Eagle3Head(config)
+    renamed = {
+        name.replace("model.layers.0", "midlayer").removeprefix("model."): tensor.float()
+        for name, tensor in checkpoint(weights[1], config).items()
+        if name not in ("d2t", "t2d", "model.embed_tokens.weight")
+    }
+    head.load_state_dict(renamed)
+    out = target(ids[None], use_cache=False, output_hidden_states=True)
+    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    aux = torch.cat([out.hidden_states[n + 1] for n in layers], -1)
+    state, _ = head(target.model.embed_tokens(ids[None]), aux, ChainCache())
+    return [out.logits[0], head.lm_head(state)[0], head.fc(aux)[0]]
 
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_graft_of_a_larger_shape_keeps_the_pairs_logits(case: str) -> None:
+def test_graft_of_a_larger_shape_keeps_the_pairs_logits(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within float32's rounding: relative error, argmax, and probability of unknown tokens."""
     shape = CASES[case]
+    monkeypatch.setitem(SHAPES, case, shape)
     try:
         pair = trained(case.partition(",")[0])
     except TargetError as error:
         pytest.skip(str(error))
     small = [load_file(folder / "model.safetensors") for folder in pair]
-    configs = [json.loads((folder / "config.json").read_text()) for folder in pair]
-    target, draft = (by_sglangs_names(tensors) for tensors in small)
-    models = Model(shape, draft=False), Model(shape, draft=True)
-    for model, tensors, config in zip(models, small, configs, strict=True):
-        Graft(model, tensors, config).write(draft=model is models[1])
+    wide = Model(shape, draft=False), Model(shape, draft=True)
+    for model, tensors, folder in zip(wide, small, pair, strict=True):
+        config = json.loads((folder / "config.json").read_text())
+        Graft(model, tensors, config).write(draft=model is wide[1])
     ids = torch.randint(2, 2048, (40,), generator=torch.Generator().manual_seed(1))
-    aux = [n + 1 for n in configs[1]["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
-    names = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"
-    layers, *heads = (configs[0][name] for name in names)
-    sizes = Sizes(layers, (heads[0], heads[1], heads[2]), configs[0]["rope_theta"], 1e-5)
-    layers, *heads = (getattr(shape, name) for name in names)
-    hidden = configs[0]["hidden_size"]
-    share = copies(shape.hidden_size, hidden) * hidden / shape.hidden_size
-    wide = Sizes(layers, (heads[0], heads[1], heads[2]), sizes.theta, sizes.eps * share)
-    logits = []
-    for of_target, of_draft, known in (
-        (target, draft, sizes),
-        (models[0].weights, models[1].weights, wide),
-    ):
-        embeds = of_target["model.embed_tokens.weight"][ids]
-        out, seen = forward(of_target, known, embeds)
-        logits.append(
-            out @ of_target.get("lm_head.weight", of_target["model.embed_tokens.weight"]).T
-        )
-        x = torch.cat([seen[n] for n in aux], -1) @ of_draft["model.fc.weight"].T
-        out, _ = forward(of_draft, known._replace(layers=1), x, embeds)
-        logits.append(out @ of_draft["lm_head.weight"].T)
-    assert torch.allclose(x[:, -1], torch.tensor(CONSTANT)), "the draft's input keeps the constant"
-    for wanted, found in zip(logits[:2], logits[2:], strict=True):
+    grafted = [model.weights for model in wide]
+    *made, entered = logits(write(case, tmp_path, pair), grafted, ids)
+    assert torch.allclose(entered[:, -1], torch.tensor(CONSTANT)), "the head's input keeps it"
+    for wanted, found in zip(logits(pair, small, ids)[:2], made, strict=True):
         tokens = wanted.shape[1]
         assert (found[:, :tokens] - wanted).norm() / wanted.norm() < 1e-4
         # Never drawn: the largest is the first token's, whose residuals are ten times the others'.
         assert found.softmax(-1)[:, tokens:].sum(-1).max() < 1e-6
         assert (found.argmax(-1) == wanted.argmax(-1)).all()
-    mapped = models[1].hot_token_id.tolist()
+    mapped = wide[1].hot_token_id.tolist()
     assert max(mapped) < shape.vocab_size
     assert len(set(mapped)) == shape.draft_vocab_size, "each draft token is another target token"
 

@@ -19,7 +19,6 @@ import pytest
 from eval.gpu import fleet, results, sprint
 from eval.gpu.fleet import ServerSpec
 from eval.gpu.plan import BIG, EMULATED, GPU, LITTLE, REST
-from eval.gpu.results import Results, report
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_sglang_server.py")
@@ -218,10 +217,6 @@ def test_fewer_requests_keep_the_smaller_graphs() -> None:
     assert halves[0] == (1, 8, 32, 64, 128)
     assert halves[3] == (1, 8, 16)
     assert halves[-1] == (1,)
-
-
-def test_report_without_any_result_is_a_heading(tmp_path: Path) -> None:
-    assert report(Results(tmp_path)).startswith("# Sprint, ")
 
 
 def test_every_server_of_the_plan_is_measured_or_compared() -> None:

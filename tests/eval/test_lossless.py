@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,17 +13,19 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from eval.lossless import __main__ as command
-from eval.lossless import greedy, kits, sampling, seeded
+from eval.lossless import greedy, kits, sampling, seeded, servers
 from eval.lossless.__main__ import FULL, Found
 from eval.lossless.greedy import Divergence, Noise, Output, Wave, compare, first_difference
 from eval.lossless.seeded import Reproduced
 from eval.lossless.servers import Broken, Models, visit_all
 from eval.lossless.workload import KINDS, LONG_PROMPT, LONGEST_ANSWER, Request, mixed
 from eval.recordings import Pair
+from eval.server import Launch, Server
 from tests.eval.fake_server import Choose, fake_server, likeliest
 from tests.tiny_llama import VOCAB, tiny_llama
 
@@ -30,23 +34,27 @@ PROMPTS = [[(7 * i + j) % VOCAB for j in range(3 + i % 4)] for i in range(24)]
 NOISE = Noise(largest=0.1, median=0.01, places=1000)
 
 
-def nothing() -> None:
-    """Ignore progress."""
-
-
 # -- divergences ----------------------------------------------------------------------------
 
 
-def test_lossless_first_difference_is_a_place_or_the_shorter_length() -> None:
-    assert first_difference((1, 2, 3), (1, 2, 3)) is None
-    assert first_difference((1, 2, 3), (1, 4, 3)) == 1
-    assert first_difference((1, 2, 3), (1, 2)) == 2
-    assert first_difference((), (5,)) == 0
+@pytest.mark.parametrize(
+    ("other", "place"),
+    [((1, 2, 3), None), ((1, 4, 3), 1), ((1, 2), 2), ((), 0), ((1, 2, 3, 4), 3)],
+)
+def test_lossless_first_difference_is_a_place_or_the_shorter_length(
+    other: tuple[int, ...], place: int | None
+) -> None:
+    assert first_difference((1, 2, 3), other) == place
+
+
+def difference(got: Output, expected: tuple[int, ...] = (4, 5)) -> Divergence:
+    found = compare(REQUEST, Output(expected), got)
+    assert found is not None
+    return found
 
 
 def test_lossless_divergence_holds_the_context_of_the_differing_token() -> None:
-    found = compare(REQUEST, Output((4, 5, 6)), Output((4, 7, 6)))
-    assert found is not None
+    found = difference(Output((4, 7, 6)), expected=(4, 5, 6))
     assert (found.place, found.expected, found.got) == (1, 5, 7)
     assert [*found.prompt_ids, *found.prefix_ids] == [1, 2, 4]
     assert found.verdict == "unclassified"
@@ -63,22 +71,8 @@ def test_lossless_divergence_holds_the_context_of_the_differing_token() -> None:
     ids=["too short", "too long", "another finish reason", "another text"],
 )
 def test_lossless_difference_that_rounding_cannot_explain_is_a_defect(got: Output) -> None:
-    found = compare(REQUEST, Output((4, 5)), got)
-    assert found is not None
-    assert found.verdict == "defect"
-    assert found.why
-
-
-def divergence() -> Divergence:
-    found = compare(REQUEST, Output((4,)), Output((5,)))
-    assert found is not None
-    return found
-
-
-@pytest.mark.parametrize(("lead", "verdict"), [(0.05, "tie"), (0.2, "tie"), (0.21, "defect")])
-def test_lossless_tie_is_a_lead_within_twice_the_measured_noise(lead: float, verdict: str) -> None:
-    (found,) = greedy.classify([divergence()], [lead], NOISE)
-    assert (found.verdict, found.lead) == (verdict, lead)
+    assert difference(got).verdict == "defect"
+    assert difference(got).why
 
 
 def tied_llama() -> LlamaForCausalLM:
@@ -101,35 +95,75 @@ def altered(prompt: list[int], answer: list[int], log_probs: Tensor) -> int:
     return int(log_probs.topk(2).indices[1]) if third else int(log_probs.argmax())
 
 
-def found_by_the_suite(model: LlamaForCausalLM, choose: Choose) -> list[Divergence]:
-    """Divergences of a server that chooses so, classified."""
-    params = {"temperature": 0, "max_new_tokens": 12}
-    bodies = [{"input_ids": prompt, "sampling_params": params} for prompt in PROMPTS]
-    asked = [Request(i, "ordinary", body) for i, body in enumerate(bodies)]
-    with fake_server(model) as plain, fake_server(model, choose) as other:
-        expected, _ = greedy.ask(plain, asked, 8, nothing)
-        wave = greedy.wave(other, "other", "c2t", asked, expected, nothing)
-        assert (wave.requests, wave.tokens) == (24, 24 * 12)
-        noise = greedy.rounding_noise(plain.url, greedy.served_answers(plain.url, PROMPTS, 12))
-        leads = greedy.leads_of(plain.url, wave.divergences)
-        return greedy.classify(wave.divergences, leads, noise)
+Suite = Callable[..., Found]
 
 
-def test_lossless_altered_outputs_are_defects() -> None:
-    found = found_by_the_suite(tiny_llama(0), altered)
-    assert {d.index for d in found} == {i for i, p in enumerate(PROMPTS) if sum(p) % 3 == 0}
-    assert {(d.place, d.verdict) for d in found} == {(2, "defect")}
-    assert all(d.lead is not None and d.lead > 1e-3 for d in found)
+@pytest.fixture
+def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Suite:
+    """Run the greedy part on servers of ``model``; those that speculate ``choose`` tokens."""
+
+    def run(model: LlamaForCausalLM, choose: Choose, *argv: str) -> Found:
+        @contextlib.contextmanager
+        def running(launch: Launch, *_: Any) -> Iterator[Server]:
+            with fake_server(model, choose if "EAGLE" in launch.name else likeliest) as server:
+                yield server
+
+        monkeypatch.setattr(servers, "running", running)
+        args = command.parse(["greedy", "--shapes", "chains", "--algorithm", "EAGLE", *argv,
+                              "--out", str(tmp_path)])  # fmt: skip
+        args.size = args.size._replace(requests=17, max_new_tokens=12)
+        return command.Suite(command.models(args), args, PROMPTS, Progress(disable=True)).run()
+
+    return run
 
 
-def test_lossless_other_token_of_a_constructed_tie_is_a_tie() -> None:
-    found = found_by_the_suite(tied_llama(), the_other_of_a_tie)
-    assert found
-    assert {(d.expected, d.got, d.verdict) for d in found} == {(2, 5, "tie")}
+def test_lossless_altered_outputs_are_defects(suite: Suite) -> None:
+    """Those of stock speculation are counted, but not as defects."""
+    found = suite(tiny_llama(0), altered, "--stock")
+    bodies = {r.index: r.body for r in mixed(PROMPTS, 17, longest=12)}
+    wrong = {
+        i for i, body in bodies.items()
+        if sum(body["input_ids"]) % 3 == 0 and body["sampling_params"]["max_new_tokens"] > 2
+    }  # fmt: skip
+    assert {wave.policy for wave in found.waves} == set(greedy.POLICIES["chains"])
+    assert sum(wave.requests for wave in found.waves) == 17
+    assert found.defects == len(wrong) > 1
+    assert [(w.server, w.requests, len(w.divergences)) for w in found.control] == [
+        ("no speculation", 17, 0), ("EAGLE chains, stock", 17, len(wrong)),
+    ]  # fmt: skip
+    divergences = [d for wave in found.waves for d in wave.divergences]
+    assert {d.index for d in divergences} == wrong
+    assert {(d.place, d.verdict) for d in divergences} == {(2, "defect")}
+    assert all(d.lead is not None and d.lead > 1e-3 for d in divergences)
 
 
-def test_lossless_faithful_server_is_equal() -> None:
-    assert found_by_the_suite(tiny_llama(0), likeliest) == []
+def test_lossless_other_token_of_a_constructed_tie_is_a_tie(suite: Suite) -> None:
+    found = suite(tied_llama(), the_other_of_a_tie)
+    divergences = [d for wave in found.waves for d in wave.divergences]
+    assert divergences
+    assert {(d.expected, d.got, d.verdict) for d in divergences} == {(2, 5, "tie")}
+    assert found.defects == 0
+
+
+def test_lossless_faithful_servers_differ_nowhere_and_need_no_score(suite: Suite) -> None:
+    found = suite(tied_llama(), likeliest)
+    assert (found.defects, found.noise, found.broken) == (0, None, [])
+    assert not any(wave.divergences for wave in found.waves)
+
+
+def test_lossless_tie_is_a_lead_within_twice_the_measured_noise() -> None:
+    """A grammar may forbid the likeliest token: the likelier of the two counts then."""
+    clear = [difference(Output((token,)), (2,)) for token in (5, 6)]
+    constrained = replace(clear[0], constrained=True)
+    with fake_server(tied_llama()) as exact:
+        greedy.classify(exact.url, [*clear, constrained], Noise(1e-5, 1e-5, 1))
+        assert (constrained.verdict, constrained.lead) == ("tie", pytest.approx(0, abs=1e-5))
+        leads = sorted(d.lead for d in clear if d.lead is not None)
+        assert len(leads) == 2
+        assert leads[0] > 1, "a third token is the likeliest by more than both differ"
+        again = [replace(d, verdict="unclassified") for d in clear]
+        greedy.classify(exact.url, again, Noise(sum(leads) / 4, 0.01, 1))
+    assert {d.verdict: d.lead for d in again} == {"tie": leads[0], "defect": leads[1]}
 
 
 def test_lossless_noise_is_the_error_of_served_leads() -> None:
@@ -201,7 +235,10 @@ def test_lossless_seeded_requests_are_compared_alone_and_in_a_mixed_batch() -> N
 
 
 def wave(*verdicts: str) -> Wave:
-    found = [replace(divergence(), verdict=v, lead=0.5, why="because") for v in verdicts]
+    found = [
+        replace(difference(Output((5,)), (4,)), verdict=v, lead=0.5, why="because")
+        for v in verdicts
+    ]
     return Wave("EAGLE chains", "c2t", 100, 5000, 2.0, 3.0, found)
 
 
@@ -309,8 +346,8 @@ def test_lossless_servers_have_the_flags_of_their_models(monkeypatch: pytest.Mon
 
 
 def test_lossless_server_that_does_not_start_is_reported(tmp_path: Path) -> None:
-    launches = [command.models(command.parse([])).plain("refused", "--no-such-flag")]
-    (broken,) = visit_all(launches, lambda *_: None, tmp_path)
+    launch = command.models(command.parse([])).plain("refused", "--no-such-flag")
+    (broken,) = visit_all([(launch, lambda _: None)], tmp_path)
     assert isinstance(broken, Broken)
     assert broken.server == "refused"
     assert "no-such-flag" in broken.message

@@ -119,7 +119,7 @@ def test_tokens_that_were_not_listed_keep_their_share(name: str) -> None:
 def test_probabilities_asked_from_a_server_are_the_models() -> None:
     model = tiny_llama(0)
     with fake_server(model) as server:
-        asked = exact_cells(Exact(server.url, PROMPT, VOCAB), Cut(), 2)
+        asked = exact_cells(Exact(server.url, PROMPT), Cut(), 2)
     wanted = exact_cells(next_tokens(model, PROMPT), Cut(), 2)
     assert dict(asked.probabilities) == pytest.approx(dict(wanted.probabilities), abs=1e-6)
 
@@ -219,7 +219,7 @@ def test_pooling_keeps_the_totals_and_leaves_no_small_cell(
 def test_the_tests_of_a_run_share_one_false_alarm_in_a_thousand_runs() -> None:
     """Neither more, or alarms would be noise, nor less, or deviations would pass."""
     with fake_server(tiny_llama(0)) as server:
-        plan = Plan.of(server.url, [PROMPT, [2, 7, 1]], samples=400, num_tests=35, most=VOCAB)
+        plan = Plan.of(server.url, [PROMPT, [2, 7, 1]], samples=400, num_tests=35)
     assert plan.alpha == ALPHA
 
 

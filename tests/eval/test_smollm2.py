@@ -23,9 +23,8 @@ from eval.smollm2.answers import (
     Request,
     batches,
     read,
-    state_width,
 )
-from eval.smollm2.train import UNROLL, Batch, steps
+from eval.smollm2.train import UNROLL, Batch, batch_of, steps
 
 AUX = (0, 2, 3)
 
@@ -85,21 +84,24 @@ def test_answers_after_a_run_that_was_cut_off_go_on_behind_the_last_whole_one(
     model: Any, tmp_path: Path
 ) -> None:
     answered = [read(model, request, [3, 4], AUX) for request in requests(6)]
-    width = state_width(model)
-    files = Answers(tmp_path, width)
+    files = Answers(tmp_path)
     for answer in answered[:3]:
         files.add(answer, "chat")
-    for name in ("tokens.bin", "states.bin"):  # of an answer whose line was not written
-        with (tmp_path / name).open("ab") as file:
-            file.write(b"\x01" * 100)
-    again = Answers(tmp_path, width)
+    (tmp_path / "3.safetensors").write_bytes(b"\x01" * 100)  # of an answer without a line
+    again = Answers(tmp_path)
     for answer in answered[3:]:
         again.add(answer, "math")
-    for entry, answer in zip(Answers(tmp_path, width).entries, answered, strict=True):
+    for entry, answer in zip(Answers(tmp_path).entries, answered, strict=True):
         tokens, states = again.read(entry)
         assert tokens.tolist() == answer.tokens.tolist()
+        assert not states[-1].any(), "the target never read the last token"
         torch.testing.assert_close(states[:-1].float(), answer.states, atol=0.05, rtol=0.01)
         assert (entry.key, entry.prompt) == (answer.request.key, len(answer.request.prompt))
+    made = batch_of(again, again.entries)
+    assert made.tokens.tolist() == [token for one in answered for token in one.tokens.tolist()]
+    for (first, size, prompt), answer in zip(made.spans, answered, strict=True):
+        assert made.tokens[first : first + size].equal(answer.tokens)
+        assert prompt == len(answer.request.prompt)
 
 
 @settings(max_examples=15, deadline=None)
@@ -131,19 +133,10 @@ def test_head_on_roots_alone_computes_what_the_whole_head_does(
                 torch.testing.assert_close(
                     found[k][row : row + len(wanted)], wanted, atol=1e-4, rtol=1e-4
                 )
+            roots = batch.roots()[row : row + len(wanted)]
+            assert roots.tolist() == list(range(start + prompt - 1, start + rows))
             row += len(wanted)
         assert row == len(found[0])
-
-
-def test_target_rows_of_q_and_k_rotate_in_halves_as_llama_cpp_rotates_neighbours() -> None:
-    heads, half, width = 3, 4, 5
-    theirs, x = torch.randn(heads * 2 * half, width), torch.randn(width)
-    angle = torch.rand(half)
-    pairs = torch.view_as_complex((theirs @ x).view(heads, half, 2))
-    wanted = torch.view_as_real(pairs * torch.polar(torch.ones(half), angle))  # [heads, half, 2]
-    a, b = (target.halves_apart(theirs, heads) @ x).view(heads, 2, half).unbind(1)
-    torch.testing.assert_close(a * angle.cos() - b * angle.sin(), wanted[..., 0])
-    torch.testing.assert_close(b * angle.cos() + a * angle.sin(), wanted[..., 1])
 
 
 def test_target_without_its_package_says_how_to_install_it(

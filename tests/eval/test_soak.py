@@ -79,25 +79,27 @@ def test_soak_reply_gets_its_verdict(
     assert judge(job, answer, expected, Interruptions(LIMIT, [span] if span else [])) == verdict
 
 
+ABORT = '"finish_reason":"abort"'
+
+
 @pytest.mark.parametrize(
-    ("status", "may_be_served", "verdict"),
+    ("answer", "may_be_served", "span", "verdict"),
     [
-        (400, False, "refused"), (422, True, "refused"), (200, False, "unexpected"),
-        (200, True, "served"), (500, True, "unexpected"), (0, True, "unexpected"),
-        (503, True, "unexpected"),
+        (reply(400, ()), False, None, "refused"), (reply(422, ()), True, None, "refused"),
+        (reply(200, ()), False, None, "unexpected"), (reply(200, ()), True, None, "served"),
+        (reply(500, ()), True, None, "unexpected"), (reply(0, ()), True, None, "unexpected"),
+        (reply(503, ()), True, None, "unexpected"), (reply(503, ()), True, NOW, "cut"),
+        (reply(200, (), problem=ABORT), False, NOW, "cut"),
+        (reply(200, (), problem=ABORT), False, None, "unexpected"),
+        (reply(500, ()), False, NOW, "unexpected"),
     ],
 )  # fmt: skip
 def test_soak_malformed_request_is_refused_or_served_as_by_stock(
-    status: int, may_be_served: bool, verdict: str
+    answer: Reply, may_be_served: bool, span: Any, verdict: str
 ) -> None:
-    assert judge_malformed(reply(status, ()), may_be_served, Interruptions(LIMIT)) == verdict
-
-
-def test_soak_malformed_request_may_be_aborted_while_it_waits() -> None:
-    aborted, now = reply(200, (), problem='"finish_reason":"abort"'), Interruptions(LIMIT, [NOW])
-    assert judge_malformed(aborted, False, now) == "cut"
-    assert judge_malformed(aborted, False, Interruptions(LIMIT)) == "unexpected"
-    assert judge_malformed(reply(500, ()), False, now) == "unexpected"
+    """It may be aborted while it waits."""
+    interruptions = Interruptions(LIMIT, [span] if span else [])
+    assert judge_malformed(answer, may_be_served, interruptions) == verdict
 
 
 def test_soak_log_probabilities_may_differ_by_rounding() -> None:
@@ -147,9 +149,10 @@ def test_soak_deck_holds_every_request() -> None:
     assert clients.decks == 2
 
 
-def test_soak_malformed_requests_have_different_names() -> None:
-    names = [case.name for case in (*MALFORMED, *FATAL, *HANGING)]
-    assert len(set(names)) == len(names) > 100
+def test_soak_malformed_requests_have_different_names_and_bodies() -> None:
+    every = (*MALFORMED, *FATAL, *HANGING)
+    assert len({case.name for case in every}) == len(every) > 100
+    assert len({(case.path, case.raw) for case in every}) >= len(every) - 1
     assert any(b"NaN" in case.raw for case in MALFORMED)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,13 @@ from rich.console import Console
 from eval import recordings
 from eval.baselines import logistic
 from eval.bench.provenance import conditions
-from eval.prompts import EVALUATION_SETS, Prompt, classifier_mix, demo_mix, public_mix
+from eval.prompts import EVALUATION_SETS, Prompt, demo_mix, public_mix
 from eval.recordings import MANIFEST, Recorded, demo_pair, manifest, record
 from eval.server import Launch
 from eval.tables import __main__ as command
 from eval.tables import report, rules, thresholds
-from eval.tables.markdown import bracket, difference, signed
-from eval.tables.tree_replay import replay_trees
+from eval.tables.markdown import difference, signed, with_interval
+from eval.tables.tree_replay import Forest, replay_trees
 from sglang_c2t.offline.compare import Curve
 from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.offline.train import RECIPES, TrainSettings, train_classifier
@@ -64,48 +65,38 @@ def tables(chains: rules.Recorded, trees: rules.Recorded) -> list[str]:
         return command.tables(chains, trees, Console(quiet=True))
 
 
-def counts(curve: Curve) -> list[list[float]]:
-    return [values.tolist() for values in vars(curve).values()]
-
-
-@pytest.mark.parametrize("name", ["dyjoint", "c2t-plus"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in ("chains", "trees") for name in ("dyjoint", "c2t-plus")]
+    + [("chains", "logistic")],  # it is served for chains only
+)
 def test_tables_rule_replayed_by_its_scores_counts_as_its_policy(
-    chains: rules.Recorded, trees: rules.Recorded, name: str
+    request: pytest.FixtureRequest, kind: str, name: str
 ) -> None:
     """Confidences are looked up; the policy computes them layer by layer."""
-    kinds = {"dyjoint": DyJoint, "c2t-plus": C2TPlus}
-    for recorded in (chains, trees):
-        if name == "dyjoint":
-            scores, gate = recorded.recording.nodes["joint"], kinds[name]
-        else:
-            # No input that chains lack: what trees read beside them is asked in other tests.
-            classifier = train_classifier(
-                recorded.recording, RECIPES[name], settings=TrainSettings(steps=100)
-            )
-            scores, gate = (
-                classifier.confidence(recorded.recording.layer(classifier.features.needs)),
-                partial(kinds[name], classifier),
-            )
-        grid = rules.TREE_GRID if recorded.trees else rules.ODDS_GRID
-        for at in (1, len(grid) // 2, len(grid) - 3):
-            policy = gate(grid[at])
-            if recorded.trees:
-                outcome = replay_trees(GatedTree(policy), recorded.replayed)
-            else:
-                outcome = replay(policy, recorded.replayed)
-            found = [values[at].tolist() for values in vars(recorded.curve(scores)).values()]
-            assert found == [values[0] for values in counts(Curve.of([outcome]))]
-
-
-def test_tables_logistic_replayed_by_its_scores_counts_as_its_policy(
-    chains: rules.Recorded,
-) -> None:
-    net = logistic.train(chains.recording)
-    found = chains.curve(logistic.path_scores(net, chains.recording))
-    for at in (1, 20, len(rules.ODDS_GRID) - 3):
-        outcome = replay(logistic.Logistic(net, rules.ODDS_GRID[at]), chains.replayed)
-        counted = [values[at].tolist() for values in vars(found).values()]
-        assert counted == [values[0] for values in counts(Curve.of([outcome]))]
+    recorded: rules.Recorded = request.getfixturevalue(kind)
+    data, gate = recorded.recording, DyJoint
+    if name == "logistic":
+        net = logistic.train(data)
+        scores, gate = logistic.path_scores(net, data), partial(logistic.Logistic, net)
+    elif name == "c2t-plus":
+        # No input that chains lack: what trees read beside them is asked in other tests.
+        classifier = train_classifier(data, RECIPES[name], settings=TrainSettings(steps=100))
+        scores = classifier.confidence(data.layer(classifier.features.needs))
+        gate = partial(C2TPlus, classifier)
+    else:
+        scores = data.nodes["joint"]
+    grid = rules.TREE_GRID if recorded.trees else rules.ODDS_GRID
+    replayed = vars(recorded.curve(scores)).values()
+    for at in (1, len(grid) // 2, len(grid) - 3):
+        policy: Any = gate(grid[at])
+        outcome = (
+            replay_trees(GatedTree(policy), recorded.replayed)
+            if isinstance(recorded.replayed, Forest)
+            else replay(policy, recorded.replayed)
+        )
+        expected = vars(Curve.of([outcome])).values()
+        assert [v[at].tolist() for v in replayed] == [v[0].tolist() for v in expected]
 
 
 def test_tables_classifier_learns_from_its_family_and_is_tested_on_the_others(
@@ -117,6 +108,11 @@ def test_tables_classifier_learns_from_its_family_and_is_tested_on_the_others(
     assert joint.tests(FAMILIES) == list(FAMILIES)
     assert [rule.learnt_on for rule in found] == list(FAMILIES)
     assert found[0].tests(FAMILIES) == ["math", "talk"]
+    others = [chains.change(r.curve, joint.curve, 3, "math") for r in (found[0], found[2])]
+    mean = report.Comparison(chains, [joint, *found], (3,)).change(
+        "c2t-log", "dyjoint", 3, ["math"]
+    )
+    assert mean == pytest.approx(np.mean(others, axis=0), nan_ok=True)
     # It is the same whatever becomes of the others' drafts.
     accept = chains.recording.nodes["accept"]
     code = torch.tensor([group == "code" for group in chains.recording.groups()])
@@ -124,9 +120,9 @@ def test_tables_classifier_learns_from_its_family_and_is_tested_on_the_others(
     of_code = code[of_draft[chains.recording.nodes["draft"].long()]]
     turned = torch.where(of_code, accept, 1 - accept)
     changed = replace(chains.recording, nodes=chains.recording.nodes | {"accept": turned})
-    _, again, *others = rules.Recorded.of(changed).rules()
+    _, again, another, _ = rules.Recorded.of(changed).rules()
     assert torch.equal(again.scores, found[0].scores)
-    assert not torch.equal(others[0].scores, found[1].scores)
+    assert not torch.equal(another.scores, found[1].scores)
 
 
 def test_tables_nodes_are_read_where_the_family_accepts_as_fixed_drafts(
@@ -135,14 +131,14 @@ def test_tables_nodes_are_read_where_the_family_accepts_as_fixed_drafts(
     """Resample by resample, and paired with the rival's."""
     joint = chains.curve(chains.recording.nodes["joint"])
     other = chains.curve(chains.recording.nodes["prob"])
-    once, drawn = chains.change(other, joint, 3, "math")
+    changes = chains.change(other, joint, 3, "math")
     members = np.array([[float(group == "math") for group in chains.groups]])
-    for weights, found in [(chains.once, once), *zip(chains.drawn[:5, None], drawn, strict=False)]:
+    for weights, found in zip(chains.weights[:6, None], changes, strict=False):
         mine = weights * members
         tau = np.minimum(chains.sized(3).tau(mine)[:, 0], chains.sized(6).tau(mine)[:, 0])
         gammas = [curve.gamma_at(tau, mine)[0] for curve in (other, joint)]
         assert found == pytest.approx(100 * (gammas[0] / gammas[1] - 1))
-    assert len(set(drawn)) > 1
+    assert len(set(changes)) > 2
 
 
 def roots_visited(first_root: list[int], accepted: list[float]) -> list[float]:
@@ -161,7 +157,7 @@ def test_tables_acceptance_is_counted_where_a_server_comes_by(chains: rules.Reco
     assert isinstance(replayed, Chains)
     survival = report.survival(replayed, range(replayed.num_requests))
     visited = roots_visited(replayed.first_root.tolist(), replayed.num_correct.tolist())
-    whole = chains.sized(6).tau(chains.once)[0, 0]
+    whole = chains.sized(6).tau(chains.weights)[0, 0]
     assert 1 + sum(survival) == pytest.approx(1 + sum(visited) / len(visited))
     assert 1 + sum(survival) == pytest.approx(whole)
     assert report.conditional([0.5, 0.25, 0.2, 0.0, 0.0]) == ["0.50", "0.50", "0.80", "0.00", "-"]
@@ -182,11 +178,13 @@ def test_tables_name_every_rule_and_every_loss(tables: list[str]) -> None:
     assert len(tables) + 6 <= 150
 
 
-def test_tables_verdict_needs_an_interval_off_zero() -> None:
-    assert rules.verdict(np.array([-3.0, -2.0, -1.0])) == "fewer"
-    assert rules.verdict(np.array([1.0, 2.0, 3.0])) == "more"
-    assert rules.verdict(np.array([-1.0, 0.0, 1.0])) == "no difference"
-    assert rules.verdict(np.array([np.nan, 2.0, 3.0])) == "no difference"
+@pytest.mark.parametrize(
+    ("drawn", "verdict"),
+    [((9, -3, -2, -1), "fewer"), ((-9, 1, 2, 3), "more"), ((9, -1, 0, 1), "no difference"),
+     ((9, np.nan, 2, 3), "no difference")],
+)  # fmt: skip
+def test_tables_verdict_needs_an_interval_off_zero(drawn: Any, verdict: str) -> None:
+    assert rules.verdict(np.array(drawn, dtype=float)) == verdict
 
 
 def test_thresholds_equal_accept_length_accepts_what_the_published_rule_does() -> None:
@@ -210,17 +208,14 @@ def test_tables_conditions_hide_where_folders_lie(tmp_path: Path) -> None:
         assert named in told
 
 
-def test_markdown_counts_resamples_without_a_value_instead_of_an_interval() -> None:
-    drawn = np.array([1.0, np.nan, 2.0, np.nan])
-    assert bracket(drawn) == " (not reached in 2 of 4)"
-    assert difference(np.array([-1.0]), drawn) == "-1.0 (not reached in 2 of 4)"
-    assert difference(np.array([-1.0]), np.array([-2.0, -1.0])).startswith("**-1.0 [-2.0")
-
-
-def test_markdown_marks_only_an_interval_off_zero() -> None:
+def test_markdown_marks_only_an_interval_off_zero_and_counts_resamples_without_a_value() -> None:
     assert signed(-3.0, -5.0, -1.0) == "**-3.0 [-5.0, -1.0]**"
     assert signed(+3.0, +1.0, +5.0) == "*+3.0 [+1.0, +5.0]*"
     assert signed(-3.0, -5.0, +1.0) == "-3.0 [-5.0, +1.0]"
+    values = np.array([-1.0, 1.0, np.nan, 2.0, np.nan])
+    assert with_interval(values) == "-1.00 (not reached in 2 of 4)"
+    assert difference(values) == "-1.0 (not reached in 2 of 4)"
+    assert difference(np.array([-1.0, -2.0, -1.0])).startswith("**-1.0 [-2.0")
 
 
 # -- recordings ----------------------------------------------------------------------------------
@@ -270,11 +265,6 @@ def test_recording_serves_the_pair_it_is_given(
     assert not (tmp_path / "made").exists(), "complete or absent"
 
 
-def test_recording_learns_from_no_prompt_that_it_is_measured_on() -> None:
-    test, train = ({prompt.text for prompt in mix(30)} for mix in (demo_mix, classifier_mix))
-    assert not test & train
-
-
 def test_real_prompts_take_public_sets_of_the_folder_and_ours_as_one_family(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,15 +286,14 @@ def test_real_prompts_take_public_sets_of_the_folder_and_ours_as_one_family(
     assert sorted(alone) == ["humaneval"] * 4 + ["own"] * 4
 
 
-def test_public_set_leaves_out_prompts_that_do_not_fit(tmp_path: Path) -> None:
+def test_public_set_leaves_out_prompts_that_do_not_fit_and_names_a_missing_file(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match=r"must hold gsm8k_eagle80\.jsonl"):
+        public_mix(tmp_path, EVALUATION_SETS, 3)
     for name, _ in EVALUATION_SETS.values():
         rows = [{"turns": ["x" * 5000]}, *({"turns": [f"{name} {i}"]} for i in range(5))]
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
     mix = public_mix(tmp_path, EVALUATION_SETS, 3)
     assert [prompt.family for prompt in mix].count("gsm8k") == 3
     assert max(len(prompt.text) for prompt in mix) < 100
-
-
-def test_public_set_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must hold gsm8k_eagle80\.jsonl"):
-        public_mix(tmp_path, EVALUATION_SETS, 3)
