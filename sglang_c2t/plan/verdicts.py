@@ -23,14 +23,20 @@ from sglang_c2t.plan.survival import Array
 PLANNED_STEPS = 1, 32
 UNIFORM_STEPS = 16, 128
 
-#: Planned steps before uniform ones are compared with them.
+#: Planned steps before uniform ones are compared with them, and draft-free ones: how many tokens
+#: these yield is certain.
 ENOUGH = 8
+ENOUGH_DRAFT_FREE = 2
 
 #: Steps of a kind whose times correct the next estimates.
 RATIOS = 65
 
 #: Comparisons after which an earlier one has a third of its weight.
 REMEMBERED = 128
+
+
+#: Tokens per millisecond of planned steps and of uniform ones.
+Rates = tuple[float, float]
 
 
 @dataclass
@@ -54,7 +60,7 @@ class Verdicts:
     def next(self, view: BatchView) -> StepPlan | None:
         """Return the plan of the next step; ``None`` if it must be computed."""
         verdict = self._kept.get((True, size_bucket(view.batch_size)))
-        if verdict is None or not view.allows_uniform:
+        if verdict is None or not allows(view, verdict.plan.num_layers):
             verdict = self._kept.get((False, view.batch_size))
         if verdict is None or verdict.left <= 0 or verdict.basis != _basis(view):
             return None
@@ -67,7 +73,13 @@ class Verdicts:
         return None if verdict is None else verdict.plan
 
     def keep(
-        self, view: BatchView, plan: StepPlan, *, taken: int, steps: int | None = None
+        self,
+        view: BatchView,
+        plan: StepPlan,
+        *,
+        taken: int,
+        steps: int | None = None,
+        each: int = 1,
     ) -> bool:
         """Keep a ``plan`` for the next steps; returns whether it is the same as before.
 
@@ -76,6 +88,7 @@ class Verdicts:
             plan: The new plan.
             taken: Steps of it that are already made.
             steps: Steps to keep it; ``None``: twice as many as before if it is the same.
+            each: Steps that follow one plan.
         """
         uniform = plan.kind is StepKind.UNIFORM
         key = uniform, size_bucket(view.batch_size) if uniform else view.batch_size
@@ -83,6 +96,7 @@ class Verdicts:
         same = before is not None and _same(before.plan, plan)
         if steps is None:
             length = 0 if before is None else before.steps
+            first, most = max(first // each, 1), max(most // each, 1)
             steps = min(2 * length, most) if same else max(length // 2, first)
         self._kept[key] = Verdict(plan, steps, steps - taken, _basis(view))
         return same
@@ -90,6 +104,11 @@ class Verdicts:
     def drop_uniform(self, batch: int) -> bool:
         """Drop the uniform plan for sizes of this bucket; returns whether there was one."""
         return self._kept.pop((True, size_bucket(batch)), None) is not None
+
+
+def allows(view: BatchView, layers: int) -> bool:
+    """Whether a uniform step of so many ``layers`` may follow."""
+    return view.allows_uniform if layers else view.allows_draft_free
 
 
 def _basis(view: BatchView) -> Hashable:
@@ -105,7 +124,7 @@ def _same(one: StepPlan, other: StepPlan) -> bool:
 
 @dataclass
 class _Bucket:
-    """Steps of one size bucket."""
+    """Steps of one size bucket, and one kind of uniform steps."""
 
     compared: int = 0
 
@@ -119,33 +138,39 @@ class _Bucket:
 
 
 class Comparison:
-    """Tokens per millisecond of planned steps and of uniform steps on the same drafts."""
+    """Tokens per millisecond of planned steps and of uniform steps on the same drafts. Draft-free
+    steps are compared apart from other uniform ones.
+    """
 
     def __init__(self) -> None:
-        self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
+        self._buckets: defaultdict[tuple[int, bool], _Bucket] = defaultdict(_Bucket)
 
-    def took(self, batch: int, over_predicted: float, *, uniform: bool) -> None:
+    def took(self, batch: int, over_predicted: float, *, uniform: bool, draft_free: bool) -> None:
         """Add the ratio of a step's time to its predicted time."""
-        bucket = self._buckets[size_bucket(batch)]
-        (bucket.uniform if uniform else bucket.planned).append(over_predicted)
+        for of_draft_free in (False, True):
+            bucket = self._buckets[size_bucket(batch), of_draft_free]
+            if not uniform:
+                bucket.planned.append(over_predicted)
+            elif draft_free == of_draft_free:
+                bucket.uniform.append(over_predicted)
 
     def add(self, batch: int, plan: Plan, uniform: Plan) -> None:
-        """Compare the best ``plan`` of a step with the best ``uniform`` one. Both use the same
-        moment, costs and drafts, because machines and requests have slow phases. The recent ratio
-        of measured to predicted time corrects each kind, because the best of many plans has an
+        """Compare the best ``plan`` of a step with a ``uniform`` one. Both use the same moment,
+        costs and drafts, because machines and requests have slow phases. The recent ratio of
+        measured to predicted time corrects each kind, because the best of many plans has an
         optimistic estimate.
         """
-        bucket = self._buckets[size_bucket(batch)]
+        bucket = self._buckets[size_bucket(batch), uniform.layers == 0]
         new = np.array([[one.tokens, one.milliseconds] for one in (plan, uniform)])
         kinds = bucket.planned, bucket.uniform or bucket.planned
         new[:, 1] *= [median(ratios) if ratios else 1.0 for ratios in kinds]
         bucket.sums = (1.0 - 1.0 / REMEMBERED) * bucket.sums + new
         bucket.compared += 1
 
-    def rates(self, batch: int) -> tuple[float, float] | None:
+    def rates(self, batch: int, *, draft_free: bool = False) -> Rates | None:
         """Return the rates of planned and of uniform steps; ``None`` if too few were compared."""
-        bucket = self._buckets[size_bucket(batch)]
-        if bucket.compared < ENOUGH:
+        bucket = self._buckets[size_bucket(batch), draft_free]
+        if bucket.compared < (ENOUGH_DRAFT_FREE if draft_free else ENOUGH):
             return None
         # The ratio of sums: a uniform step takes as long where a planned one is short.
         (tokens, took), (uniform_tokens, uniform_took) = bucket.sums.tolist()

@@ -132,7 +132,8 @@ class SwitchableTree:
 
 
 class _AnyPlan:
-    """Draws plans of any layers and rows, two of three uniform, whatever they cost.
+    """Draws plans of any layers and rows, two of three uniform, whatever they cost. Every fifth
+    plan begins a burst of draft-free steps.
 
     Where the file ``control`` holds :data:`FAILS`, about every fourth call of a method raises, in
     each rank others.
@@ -147,6 +148,8 @@ class _AnyPlan:
         self._perhaps_fail("plan")
         planner: Any = self
         requests, layers = batch.batch_size, self._random.choice(batch.depths)
+        if batch.allows_draft_free and self._random.random() < 1 / 5:
+            return StepPlan(StepKind.UNIFORM, 0, planner.topk, requests)
         rows = requests * planner.full_rows(layers)
         if batch.allows_uniform and self._random.random() < 2 / 3:
             return StepPlan(StepKind.UNIFORM, layers, planner.topk, rows)

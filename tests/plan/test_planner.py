@@ -41,6 +41,10 @@ class MadeUpServer:
     """Tokens before the drafts, of the whole batch."""
     gate_ms: float | None = None
     """Cost of a step that scores drafts; ``None`` where every step must."""
+    extend_ms: float | None = None
+    """Cost of draft extend, which draft-free steps run once a burst; ``None``: there are none."""
+    pending: int = 0
+    """Steps of the current burst."""
 
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     late: list[StepRecord] = field(default_factory=list)
@@ -62,13 +66,16 @@ class MadeUpServer:
         return BatchView(
             self.batch, self.tiers(), range(1, DEPTH + 1), self.context,
             allows_uniform=self.gate_ms is not None,
+            allows_draft_free=self.extend_ms is not None,
         )  # fmt: skip
 
     def serve(self, planner: Planner, steps: int) -> tuple[list[StepPlan], float]:
         """So many steps; returns what was planned and tokens a millisecond."""
         plans, tokens, spent = [], 0.0, 0.0
+        burst = StepPlan(StepKind.UNIFORM, 0, 1, self.batch)
         for _ in range(steps):
-            chains, plan = self.chains(self.batch), planner.plan(self.view())
+            chains = self.chains(self.batch)
+            plan = burst if self.pending else planner.plan(self.view())
             lives = (self.rng.uniform(size=(self.batch, 1)) < chains**self.power).sum(axis=1)
             uniform, outcome = plan.kind is StepKind.UNIFORM, ()
             if uniform:
@@ -90,11 +97,16 @@ class MadeUpServer:
 
     def times(self, plan: StepPlan) -> StepTimes:
         """Cost of a step; uniform steps have no ``gate_ms``."""
-        draft_ms = self.layer_ms * (plan.num_layers - 1)
+        draft_ms = self.layer_ms * max(plan.num_layers - 1, 0)
+        extend_ms = self.extend_ms or 0.0
+        if plan.num_layers == 0:
+            self.pending = (self.pending + 1) % (DEPTH + 1)
+            draft_ms, extend_ms = 0.0 if self.pending else extend_ms, 0.0
         verify_ms = self.floor_ms + self.row_ms * plan.row_budget + self.pause_ms
         verify_ms += self.token_ms * self.context
         gate_ms = 0.0 if plan.kind is StepKind.UNIFORM else self.gate_ms or 0.0
-        return StepTimes(plan.row_budget, verify_ms, draft_ms, verify_ms + draft_ms + gate_ms)
+        step_ms = verify_ms + draft_ms + gate_ms + extend_ms
+        return StepTimes(plan.row_budget, verify_ms, draft_ms, step_ms)
 
     def seed(self, planner: Planner, rows: int, slower: float = 1.0) -> None:
         """Dummy requests measured this, before the server served."""
@@ -173,6 +185,36 @@ def test_planner_makes_planned_steps_where_scoring_costs_nothing() -> None:
     plans, rate = server.serve(planner, 3000)
     assert np.mean([plan.kind is StepKind.UNIFORM for plan in plans]) < 0.02
     assert rate >= 0.95 * server.best_rate()
+
+
+@pytest.mark.parametrize(("power", "free"), [(0.2, False), (12.0, True)])
+def test_planner_makes_draft_free_steps_where_no_draft_is_worth_its_rows(
+    power: float, free: bool
+) -> None:
+    """Rows cost in proportion here. ``power`` says how many drafts survive."""
+    server = MadeUpServer(32, 3.0, floor_ms=5.0, power=power, gate_ms=0.0, extend_ms=25.0)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    server.serve(planner, 600)
+    plans, rate = server.serve(planner, 1800)
+    share = np.mean([plan.num_layers == 0 for plan in plans])
+    assert share > 0.9 if free else share < 0.02
+    without_drafts = 32 / (5.0 + 3.0 * 32)
+    draft_free = 32 / (5.0 + 3.0 * 32 + 25.0 / (DEPTH + 1))
+    assert rate > 0.98 * draft_free if free else rate > without_drafts
+    assert 0.98 < planner.predicted_over_measured < 1.02
+
+
+def test_planner_draft_free_plan_holds_for_constrained_requests_but_no_opt_out() -> None:
+    server = MadeUpServer(32, 3.0, floor_ms=5.0, power=12.0, gate_ms=0.0, extend_ms=25.0)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    server.serve(planner, 600)
+    while planner.plan(server.view()).num_layers:
+        pass
+    assert planner.plan(server.view()).num_layers == 0
+    opted_out = replace(server.view(), allows_draft_free=False, allows_uniform=False)
+    assert planner.plan(opted_out).num_layers > 0
+    constrained = replace(server.view(), num_constrained=1, allows_uniform=False)
+    assert 0 in {planner.plan(constrained).num_layers for _ in range(20)}
 
 
 def test_planner_uniform_plan_is_of_one_batch_size() -> None:
