@@ -86,7 +86,7 @@ class Planner:
         plan = self._verdicts.next(batch) or self._computed(batch)
         if plan.kind is StepKind.UNIFORM:
             rows = batch.batch_size * self.full_rows(plan.num_layers)
-            return plan if plan.row_budget == rows else replace(plan, row_budget=rows)
+            return plan if plan.row_budget == rows else _resized(plan, rows)
         if self._steps - self._full_at < FULL_EVERY:
             return plan
         self._full_at = self._steps
@@ -98,6 +98,9 @@ class Planner:
             self._explore.arrived()
         if record.times is not None:
             self._learn_times(record, record.times)
+        expected, batch = record.plan.expected_tokens, record.batch_size
+        if record.tokens is not None and expected is not None:
+            self._comparison.gained(self._steps, record.tokens - batch, expected - batch)
         for constrained, acceptance in enumerate((self.free, self.constrained)):
             if outcome := record.of_class(constrained=bool(constrained)):
                 acceptance.firsts.append(self._first_layers(outcome))
@@ -169,7 +172,7 @@ class Planner:
         """
         found = []
         for other in uniform:
-            self._comparison.add(self._last[0], plan, other)
+            self._comparison.add(self._steps, self._last[0], plan, other)
             rates = self._comparison.rates(self._last[0], draft_free=other.layers == 0)
             found += [] if rates is None else [(other, rates)]
         return found
@@ -193,7 +196,10 @@ class Planner:
         return True
 
     def _step(self, kind: StepKind, plan: Plan) -> StepPlan:
-        return StepPlan(kind, plan.layers, self.topk, plan.rows, expected_ms=plan.milliseconds)
+        layers, rows, tokens, milliseconds = plan
+        return StepPlan(
+            kind, layers, self.topk, rows, expected_ms=milliseconds, expected_tokens=tokens
+        )
 
     def _unmeasured_step(self, view: BatchView) -> StepPlan:
         """Return a step that measures costs: row counts in turn, from all rows to none."""
@@ -245,13 +251,13 @@ class Planner:
         """
         if self.cost.draft_free_measured(view.batch_size):
             return False
-        free = self._draft_free(view)
-        if free.rate <= best.rate:
+        free, rate = self._draft_free(view), self._comparison.corrected(best, view.batch_size).rate
+        if free.rate <= rate:
             return False
         # Nothing is known of its rest: assume that of a uniform step.
         took = self.cost.one(_forwarded(view, free.rows), free.rows, 1, uniform=True)
         usual = free._replace(milliseconds=took)
-        return self._explore.uniform(usual, best.rate, self._burst)
+        return self._explore.uniform(usual, rate, self._burst)
 
     @property
     def _burst(self) -> int:
@@ -402,6 +408,14 @@ class Planner:
 
     def _forget_verdicts(self) -> None:
         self._verdicts, self._comparison = Verdicts(), Comparison()
+
+
+def _resized(plan: StepPlan, rows: int) -> StepPlan:
+    """Return a uniform ``plan`` for another number of requests, which forward ``rows``."""
+    tokens = plan.expected_tokens
+    if tokens is not None:
+        tokens *= rows / plan.row_budget
+    return replace(plan, row_budget=rows, expected_tokens=tokens)
 
 
 def _forwarded(view: BatchView, rows: int) -> int:

@@ -68,6 +68,9 @@ class StepPlan:
     expected_ms: float | None = None
     """Expected milliseconds; ``None`` if unknown."""
 
+    expected_tokens: float | None = None
+    """Expected tokens, bonus tokens included; ``None`` if unknown."""
+
     @property
     def reason(self) -> str:
         """The label in metrics."""
@@ -126,6 +129,9 @@ class StepRecord:
 
     constrained: Numbers | None = None
     """[B] bool: requests whose sampling changes the target's distribution; ``None``: none."""
+
+    tokens: int | None = None
+    """Tokens of the step, bonus tokens included; ``None`` if it was not scored nor uniform."""
 
     times: StepTimes | None = None
     """``None`` if other work ran between this step and the next."""

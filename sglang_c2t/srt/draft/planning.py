@@ -77,6 +77,8 @@ class Step:
     """[B, ...] on its way to the host; ``None`` if nothing was scored."""
     draft_input: Any = None
     """SGLang's draft input of a draft-free step."""
+    accepted: HostSizes | None = None
+    """[B] accepted tokens on their way to the host; ``None`` if the planner needs none."""
     forwards: int = 0
     """Target forwards of the server, up to and including this step's."""
     end: Mark | None = None
@@ -109,7 +111,7 @@ class Step:
     @property
     def arrived(self) -> bool:
         """Whether the outcome and the times can be read without waiting for the device."""
-        outcome = self.outcome is None or self.outcome.arrived
+        outcome = all(on is None or on.arrived for on in (self.outcome, self.accepted))
         last = self.end or (self.verify and self.verify[1])
         return outcome and (last is None or last.passed)
 
@@ -230,6 +232,8 @@ class Planning:
         scored = step.plan.kind not in (StepKind.UNIFORM, StepKind.FIXED)
         if self.selector is not None and scored:
             step.outcome = HostSizes(self.selector.outcome(step, verify_input, accept_lens))
+        if step.plan.expected_tokens is not None and not step.draft_free:
+            step.accepted = HostSizes(accept_lens)
         self._last = step
 
     def learn_warm_up(self, step: Step) -> None:
@@ -343,6 +347,7 @@ class Planning:
             step.plan,
             step.batch,
             step.context,
+            tokens=None if step.accepted is None else int(step.accepted.wait().sum()),
             # A planner learns all times of a step; FixedPlanner only those of verification.
             times=None if step.end is None and self.plans else step.times(),
         )
