@@ -210,6 +210,28 @@ class AnyTrees(PlannedTree):
         return planner
 
 
+class Bursts(Planner):
+    """Plans a full draft of each request after every burst of draft-free steps."""
+
+    def plan(self, batch: BatchView) -> StepPlan:
+        """Return the other kind than before."""
+        free = self._steps % 2 == 0 and batch.allows_draft_free
+        self._steps += 1
+        layers = 0 if free else self.max_depth
+        return StepPlan(StepKind.UNIFORM, layers, 1, batch.batch_size * (1 + layers))
+
+
+@dataclass(frozen=True)
+class BurstsJoint(DyJoint):
+    """The joint probability as a confidence, and bursts."""
+
+    name: ClassVar[str] = "bursts-joint"
+
+    def planner(self, shape: TreeShape) -> Bursts:
+        """Make the planner."""
+        return Bursts(shape.num_steps, Survival(shape.num_steps))
+
+
 class Priced(Planner):
     """Plans by fixed costs, so that two servers make the same plans."""
 
