@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from dataclasses import dataclass, field, replace
@@ -132,26 +133,35 @@ class SwitchableTree:
 
 
 class _AnyPlan:
-    """Draws plans of any layers and rows, two of three uniform, whatever they cost. Every fifth
-    plan begins a burst of draft-free steps.
+    """Draws plans of any layers and rows, half of them uniform, whatever they cost. All kinds come
+    equally often, and so do bursts of draft-free steps.
 
     Where the file ``control`` holds :data:`FAILS`, about every fourth call of a method raises, in
     each rank others.
     """
 
     control = ""
-    _random = random.Random(0)
+    _random = random.Random(3)
     _failures = random.Random(os.getpid())
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._kinds: list[tuple[bool, int]] = []
 
     def plan(self, batch: BatchView) -> StepPlan:
         """Draw a plan, with the same seed in each process."""
         self._perhaps_fail("plan")
         planner: Any = self
-        requests, layers = batch.batch_size, self._random.choice(batch.depths)
-        if batch.allows_draft_free and self._random.random() < 1 / 5:
-            return StepPlan(StepKind.UNIFORM, 0, planner.topk, requests)
-        rows = requests * planner.full_rows(layers)
-        if batch.allows_uniform and self._random.random() < 2 / 3:
+        if not self._kinds:
+            every = itertools.product((False, True), range(planner.max_depth + 1))
+            self._kinds = [kind for kind in every if kind != (False, 0)]
+            self._random.shuffle(self._kinds)
+        uniform, layers = self._kinds.pop()
+        if layers == 0 and batch.allows_draft_free:
+            return StepPlan(StepKind.UNIFORM, 0, planner.topk, batch.batch_size)
+        layers = max(layers, batch.depths[0])
+        requests, rows = batch.batch_size, batch.batch_size * planner.full_rows(layers)
+        if uniform and batch.allows_uniform:
             return StepPlan(StepKind.UNIFORM, layers, planner.topk, rows)
         rows = self._random.randint(requests, rows)
         full = self._random.choice([None, self._random.randrange(requests)])

@@ -133,7 +133,7 @@ class AnyPlans(Planned):
 
 @pytest.fixture(scope="module", params=["EAGLE3 chains", "EAGLE3 trees", "STANDALONE trees"])
 def any_plans(request: pytest.FixtureRequest, logs: Path) -> Iterator[AnyPlans]:
-    """Two of three steps are uniform, of any number of layers, between planned ones."""
+    """Half of the steps are uniform, of any number of layers or none, between planned ones."""
     kind, shape = request.param.split()
     sizes, policy = (TREE, AnyTrees) if shape == "trees" else ({}, AnyJoint)
     control, state = (logs / f"any-{kind}-{shape}{end}" for end in ("", ".state.json"))

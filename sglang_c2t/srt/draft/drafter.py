@@ -42,7 +42,7 @@ class Drafter:
 
     def __init__(self, host: Host, gate: Gate) -> None:
         self.host, self.gate = host, gate
-        self.pending = PendingTokens(host.num_slots, host.num_steps + 1)
+        self.pending = PendingTokens(host.num_steps + 1)
         self.requests = Requests(gate, host.num_slots, self.pending)
 
     def serve(self, planning: Planning, gating: Planning, *, packed: bool) -> None:
@@ -102,7 +102,7 @@ class Drafter:
             self.gate.join(batch.req_pool_indices, *rows)
         return result
 
-    def extend_decode(self, batch: Any, result: Any, stock: Callable[[Any, Any], None]) -> None:
+    def extend_decode(self, batch: Any, result: Any, stock: partial[None]) -> None:
         """Run draft extend after verification, and score the next first draft of each request."""
         step = getattr(batch.spec_info, "step", None)
         if step is not None and step.draft_free:
@@ -122,19 +122,19 @@ class Drafter:
             self.gate.relay_first_token(batch.req_pool_indices, *rows, later=later)
 
     def _extend_draft_free(
-        self, step: Step, batch: Any, result: Any, stock: Callable[[Any, Any], None]
+        self, step: Step, batch: Any, result: Any, stock: partial[None]
     ) -> Rows | None:
         """Keep the tokens of a draft-free step. At the end of a burst run draft extend for all of
         its tokens, and return its last rows; otherwise ``None``.
         """
-        running = slots_of(batch)
-        self.pending.add(running, batch.req_pool_indices, *self.host.roots_of(batch, result))
+        slots = slots_of(batch)
+        self.pending.add(slots, *self.host.roots_of(batch, result))
         # A request that opted out is promised full drafts.
-        if self.pending.most(running) < self.pending.width and not step.full:
+        if self.pending.most(slots) < self.pending.width and not step.full:
             self.host.keep_draft_input(step.draft_input, result)
             return None
         step.layers_begin()
-        window = self.pending.take(batch.req_pool_indices)
+        window = self.pending.take(slots)
         rows = self.host.extend_pending(stock, batch, result, window)
         step.layers_end()
         return rows

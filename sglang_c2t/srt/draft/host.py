@@ -249,7 +249,7 @@ class Host:
             attach.write(batch_result.next_draft_input, **{name: value})
 
     def extend_pending(
-        self, stock: Callable[[Any, Any], None], batch: Any, batch_result: Any, window: Window
+        self, stock: partial[None], batch: Any, batch_result: Any, window: Window
     ) -> Rows | None:
         """Run draft extend over the ``window`` of a burst of draft-free steps; see :meth:`extend`.
         As SGLang's, it writes W slots from its first token on.
@@ -268,11 +268,12 @@ class Host:
         attach.write(result, accept_lens=window.counts, **changed)
         swapped = {"seq_lens": starts, "out_cache_loc": slots}
         if batch.seq_lens_cpu is not None:
-            swapped["seq_lens_cpu"] = batch.seq_lens_cpu - before.cpu()
+            swapped["seq_lens_cpu"] = batch.seq_lens_cpu + 1 - window.host_counts
         with ExitStack() as stack:
             for name, value in swapped.items():
                 stack.enter_context(attach.swapped(batch, name, value))
-            return self.extend(stock, batch, result)
+            # The step's plan of KV slots, which some SGLang passes on, begins at its root.
+            return self.extend(partial(stock, **dict.fromkeys(stock.keywords)), batch, result)
 
     def last_rows(self, extend: Callable[[], T], last: Tensor | None = None) -> tuple[T, Any]:
         """Return the result of SGLang's draft ``extend``, and the last accepted row of each request

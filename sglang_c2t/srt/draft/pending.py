@@ -10,11 +10,14 @@ the same prefix then drafts a little worse. Its output does not change.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from sglang_c2t.srt.verify.packing import sent
 
 # B requests, H width of the target's hidden states for the draft
 
@@ -25,6 +28,9 @@ class Window(NamedTuple):
     counts: Tensor
     """[B] int32: tokens of each request."""
 
+    host_counts: Tensor
+    """[B] int64: the same on the host."""
+
     tokens: Tensor
     """[B * W] int64."""
 
@@ -33,69 +39,67 @@ class Window(NamedTuple):
 
 
 class _Step(NamedTuple):
-    running: set[int]
-    slots: Tensor  # [B]
+    slots: list[int]
     tokens: Tensor  # [B]
     hidden: Tensor | None  # [B, H]
 
 
 class PendingTokens:
-    """Tokens of the current burst, by request slot.
+    """Tokens of the current burst, by request slot. Methods take the slots of running requests.
 
     Args:
-        num_slots: Rows of SGLang's request table.
         width: W.
     """
 
-    def __init__(self, num_slots: int, width: int) -> None:
-        self._num_slots, self.width = num_slots, width
+    def __init__(self, width: int) -> None:
+        self.width = width
         self._steps: list[_Step] = []
 
-    def most(self, running: Collection[int]) -> int:
-        """Return the largest number of tokens of any request in the ``running`` slots."""
-        if not self._steps:
-            return 0
-        return sum(not step.running.isdisjoint(running) for step in self._steps)
+    def most(self, slots: Sequence[int]) -> int:
+        """Return the largest number of tokens of any request in these ``slots``."""
+        return sum(not set(slots).isdisjoint(step.slots) for step in self._steps)
 
-    def add(
-        self, running: Collection[int], slots: Tensor, tokens: Tensor, hidden: Tensor | None
-    ) -> None:
-        """Add the ``tokens`` [B] of a step and the ``hidden`` states [B, H] that yielded them. The
-        requests' ``slots`` [B] are ``running`` on the host.
-        """
-        if self._steps and not self.most(running):  # all requests of that burst have ended
+    def add(self, slots: Sequence[int], tokens: Tensor, hidden: Tensor | None) -> None:
+        """Add the ``tokens`` [B] of a step and the ``hidden`` states [B, H] that yielded them."""
+        if not self.most(slots):  # all requests of the last burst have ended
             self._steps.clear()
-        self._steps.append(_Step(set(running), slots, tokens, hidden))
+        self._steps.append(_Step([*slots], tokens, hidden))
 
-    def forget(self, slots: Collection[int]) -> None:
+    def forget(self, slots: Sequence[int]) -> None:
         """Forget the tokens of ``slots``, which belong to new requests."""
-        for at, step in enumerate(self._steps):
-            if not step.running.isdisjoint(slots):
-                gone = torch.tensor(sorted(slots), device=step.slots.device)
-                kept = step.slots.masked_fill(torch.isin(step.slots, gone), self._num_slots)
-                self._steps[at] = step._replace(running=step.running.difference(slots), slots=kept)
+        for step in self._steps:
+            step.slots[:] = [GONE if slot in slots else slot for slot in step.slots]
 
-    def take(self, slots: Tensor) -> Window:
+    def take(self, slots: Sequence[int]) -> Window:
         """Remove all tokens, and return those of ``slots`` [B]."""
         steps, self._steps = self._steps, []
-        batch, width, device = len(slots), self.width, slots.device
-        # Row B collects the tokens of requests that have ended.
-        row_of = torch.full((self._num_slots + 1,), batch, device=device)
-        row_of[slots] = torch.arange(batch, device=device)
-        counts = torch.zeros(batch + 1, dtype=torch.int64, device=device)
-        tokens = torch.zeros((batch + 1, width), dtype=torch.int64, device=device)
-        last = steps[-1].hidden
-        hidden = None if last is None else last.new_zeros((batch + 1, width, last.shape[1]))
-        for step in steps:
-            rows = row_of[step.slots]
-            at = counts[rows]
-            tokens[rows, at] = step.tokens.to(torch.int64)
-            if hidden is not None and step.hidden is not None:
-                hidden[rows, at] = step.hidden
-            counts[rows] += 1
-            counts[batch] = 0
+        batch, width, device = len(slots), self.width, steps[-1].tokens.device
+        row_of = {slot: row for row, slot in enumerate(slots)}
+        counts: Counter[int] = Counter()
+        places = []
+        for slot in (slot for step in steps for slot in step.slots):
+            row = row_of.get(slot)
+            # The last place collects the tokens of requests that have ended.
+            places.append(batch * width if row is None else row * width + counts[slot])
+            counts[slot] += 1
+        host_counts = [counts[slot] for slot in slots]
+        numbers = torch.tensor(places + host_counts)
+        on_device = sent(numbers, device)
+
+        def spread(values: Sequence[Tensor]) -> Tensor:
+            """Return values at their places, [B * W, ...]."""
+            each = torch.cat(list(values))
+            made = each.new_zeros((batch * width + 1, *each.shape[1:]))
+            return made.index_copy_(0, on_device[: len(places)], each)[:-1]
+
+        hidden = [step.hidden for step in steps if step.hidden is not None]
         return Window(
-            counts[:batch].to(torch.int32),
-            tokens[:batch].flatten(),
-            None if hidden is None else hidden[:batch].flatten(0, 1),
+            on_device[len(places) :].to(torch.int32),
+            numbers[len(places) :],
+            spread([step.tokens for step in steps]).to(torch.int64),
+            spread(hidden) if hidden else None,
         )
+
+
+#: Slot of a request that has ended.
+GONE = -1

@@ -26,22 +26,22 @@ def test_pending_tokens_are_those_of_each_running_request_in_order(
     burst: list[tuple[list[int], set[int]]], last: list[int]
 ) -> None:
     """Requests come and go, and change places, within a burst and before its draft extend."""
-    pending, expected = PendingTokens(SLOTS, WIDTH), dict[int, list[int]]()
+    pending, expected = PendingTokens(WIDTH), dict[int, list[int]]()
     for number, (running, new) in enumerate(burst):
-        pending.forget(new)
+        pending.forget([*new])
         for slot in new:
             expected.pop(slot, None)
         if not any(expected.get(slot) for slot in running):
             expected.clear()
         tokens = torch.tensor([10 * number + slot for slot in running])
-        pending.add(running, torch.tensor(running), tokens, tokens[:, None].float())
+        pending.add(running, tokens, tokens[:, None].float())
         for slot, token in zip(running, tokens.tolist(), strict=True):
             expected.setdefault(slot, []).append(token)
     slots = last[:3]
     counts = [len(expected.get(slot, [])) for slot in slots]
     assert (pending.most(slots) > 0) == any(counts)
-    window = pending.take(torch.tensor(slots))
-    assert window.counts.tolist() == counts
+    window = pending.take(slots)
+    assert window.counts.tolist() == window.host_counts.tolist() == counts
     for tokens, hidden, slot, count in zip(
         window.tokens.view(3, WIDTH).tolist(),
         window.hidden.view(3, WIDTH).tolist(),
