@@ -175,6 +175,11 @@ class TreeGate(Gate):
         return self._shape.topk
 
     @property
+    def num_nodes(self) -> int:
+        """N."""
+        return self._shape.num_draft_tokens
+
+    @property
     def batch(self) -> int:
         """B of the current step."""
         return self._growth.batch

@@ -19,8 +19,10 @@ from sglang_c2t.plan.forecast import Continuations, Forecast
 from sglang_c2t.plan.grades import Grades
 from sglang_c2t.plan.survival import Array, Numbers
 
-#: Steps whose first layers represent the traffic.
-RECENT = 64
+#: First drafts that represent the traffic, of the last steps and of so many steps at most. In
+#: between steps without scores, one step may be long ago.
+RECENT = 128
+RECENT_STEPS = 64
 
 #: Continuations sampled per first draft, if there are enough first drafts.
 WAYS = 4
@@ -69,20 +71,29 @@ class Acceptance:
         """Predicted survivals and outcomes, by depth."""
         self.grades = Grades()
         """Grades of the gate's confidences, before they are calibrated."""
-        self.firsts: deque[Array] = deque(maxlen=RECENT)
+        self.firsts: deque[Array] = deque(maxlen=RECENT_STEPS)
         """First layers [B] or [B, C] of the last steps."""
         self._forget_drafts()
 
     def expected(self, most: int) -> Array:
         """Return [about ``most``, D, ...]: survivals of drafts like the last ones."""
         if self.firsts:
-            recent = np.concatenate(self.firsts)
+            recent = self._recent()
             wanted = max(most // WAYS, 1)
             first = recent[np.linspace(0, len(recent) - 1, min(len(recent), wanted)).astype(int)]
         else:
             layer = self._shape[1]
             first = np.full(1 if layer is None else (1, layer), 0.5)
         return self._forecast(first, most)
+
+    def _recent(self) -> Array:
+        """Return the first layers of the last steps, oldest first."""
+        found: list[Array] = []
+        for first in reversed(self.firsts):
+            found.append(first)
+            if sum(map(len, found)) >= RECENT:
+                break
+        return np.concatenate(found[::-1])
 
     def refresh(self) -> None:
         """Drop cached forecasts, because the values of drafts have changed."""

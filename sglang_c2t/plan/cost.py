@@ -129,6 +129,13 @@ class Curve:
         at = self._measured_at.get(size_bucket(size), -STALE - 1)
         return self._steps - at <= min(max(at, STALE), STALE_AT_LAST)
 
+    def measured_near(self, size: int) -> bool:
+        """Whether this size was measured, or one from two thirds to three halves of it; see
+        :meth:`measured`.
+        """
+        near = (known for known in self._sizes if 2 * size <= 3 * known <= 4.5 * size)
+        return self.measured(size) or any(map(self.measured, near))
+
     def sure(self, size: int) -> bool:
         """Whether serving measured this size at least :data:`SEED` times."""
         return len(self._samples.get(size_bucket(size), ())) >= SEED
@@ -301,6 +308,8 @@ class StepCost:
     machine, and plans would take too many of them.
 
     Uniform steps, in which no gate scores a draft, have separate curves for layers and rest.
+    Draft-free steps have one for their rest, and one for the draft extend that ends a burst of
+    D + 1 of them.
 
     ``verify`` and ``context`` hold costs without the current :class:`SlowdownFactor`, which
     multiplies them.
@@ -315,6 +324,8 @@ class StepCost:
             "rest": Curve(share=0.5),
             "uniform_layer": Curve(),
             "uniform_rest": Curve(share=0.5),
+            "draft_free_rest": Curve(share=0.5),
+            "draft_free_extend": Curve(share=0.5),
         }
         self.verify, self.layer, self.rest, *_ = self.curves.values()
 
@@ -338,6 +349,10 @@ class StepCost:
         self.verify.observe(times.rows, max(usual_ms - longer, LEAST * usual_ms))
         self.context.observe(times.rows, context, times.verify_ms)
         layer, rest = self._host_curves(uniform)
+        if layers == 0:
+            rest = self.curves["draft_free_rest"]
+            if times.draft_ms > 0.0:
+                self.curves["draft_free_extend"].observe(batch, times.draft_ms)
         rest.observe(batch, max(times.step_ms - times.verify_ms - times.draft_ms, 0.0))
         for size, milliseconds in per_layer.items():
             layer.observe(size, milliseconds)
@@ -348,9 +363,25 @@ class StepCost:
         """Return milliseconds of a step. A kind that was never measured costs the same as the
         other. It computes scalars, not arrays, because a step calls it several times.
         """
-        verify = (self.verify(rows) + self.context(context)) * self.slowdown.now
+        verify = self.target(rows, context)
         layer, rest = self._draft(batch, uniform)
         return verify + max(layers - 1, 0) * layer + rest
+
+    def target(self, rows: int, context: int) -> float:
+        """Return milliseconds of the target's forward."""
+        return (self.verify(rows) + self.context(context)) * self.slowdown.now
+
+    def draft_free(self, rows: int, batch: int, *, context: int, extends: float) -> float:
+        """Return milliseconds of a draft-free step with ``extends`` draft extends, e.g. 1 / (D + 1)
+        on average. What was never measured counts as 0.
+        """
+        rest, extend = self.curves["draft_free_rest"], self.curves["draft_free_extend"]
+        return self.target(rows, context) + rest(batch) + extends * extend(batch)
+
+    def draft_free_measured(self, batch: int) -> bool:
+        """Whether a burst of about B requests was measured, and the measurement has not expired."""
+        names = "draft_free_rest", "draft_free_extend"
+        return all(self.curves[name].measured_near(batch) for name in names)
 
     def __call__(
         self, rows: NDArray[np.int64], batch: int, depths: Sequence[int], *, context: int = 0

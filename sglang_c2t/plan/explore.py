@@ -52,7 +52,7 @@ class Exploration:
         self._spent_ms = 0.0  # by all steps
         self._cost_ms = 0.0  # by exploration steps
         self._drafted_at = [0] * (max_depth + 1)  # step that last drafted so many layers or more
-        self._uniform_at = 0
+        self._tried_at = {False: 0, True: 0}  # step that last tried uniform or draft-free steps
         self._unseen_after = UNSEEN
         self._explored_at = -ARRIVES
         self._rows_at = -UNSEEN_AT_MOST  # step that last explored a row count
@@ -127,11 +127,14 @@ class Exploration:
         return other
 
     def uniform(self, uniform: Plan, plan_rate: float, steps: int) -> bool:
-        """Whether ``steps`` uniform steps may replace steps with ``plan_rate``."""
+        """Whether ``steps`` uniform steps, or draft-free ones, may replace steps with
+        ``plan_rate``.
+        """
+        draft_free = uniform.layers == 0
         lost = steps * max(uniform.milliseconds - uniform.tokens / plan_rate, 0.0)
-        if not self._due(self._uniform_at) and not self._afford(lost):
+        if not self._due(self._tried_at[draft_free]) and not self._afford(lost):
             return False
-        self._uniform_at = self.step
+        self._tried_at[draft_free] = self.step
         return True
 
     def _due(self, last: int) -> bool:

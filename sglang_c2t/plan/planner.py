@@ -25,7 +25,7 @@ from sglang_c2t.plan.explore import COLD_START_BUDGET, Exploration
 from sglang_c2t.plan.plan import Plan, Plans, best_of, every_plan
 from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, StepTimes
 from sglang_c2t.plan.survival import Array, Numbers
-from sglang_c2t.plan.verdicts import Comparison, Verdicts
+from sglang_c2t.plan.verdicts import Comparison, Rates, Verdicts
 
 #: Steps between two full drafts of one request; without them deep drafts would have no labels.
 FULL_EVERY = 32
@@ -86,7 +86,7 @@ class Planner:
         plan = self._verdicts.next(batch) or self._computed(batch)
         if plan.kind is StepKind.UNIFORM:
             rows = batch.batch_size * self.full_rows(plan.num_layers)
-            return plan if plan.row_budget == rows else replace(plan, row_budget=rows)
+            return plan if plan.row_budget == rows else _resized(plan, rows)
         if self._steps - self._full_at < FULL_EVERY:
             return plan
         self._full_at = self._steps
@@ -98,6 +98,9 @@ class Planner:
             self._explore.arrived()
         if record.times is not None:
             self._learn_times(record, record.times)
+        expected, batch = record.plan.expected_tokens, record.batch_size
+        if record.tokens is not None and expected is not None:
+            self._comparison.gained(self._steps, record.tokens - batch, expected - batch)
         for constrained, acceptance in enumerate((self.free, self.constrained)):
             if outcome := record.of_class(constrained=bool(constrained)):
                 acceptance.firsts.append(self._first_layers(outcome))
@@ -144,13 +147,8 @@ class Planner:
         plans = every_plan(survival, batch[0], cost, depths=depths, tiers=view.row_counts)
         candidates = plans.best_of_each_depth()
         plan = self._inert(best_of(candidates), plans, view)
-        uniform = None
-        if view.allows_uniform and not self._all_layers:
-            uniform = self._best_uniform(survival, view)
-            self._comparison.add(view.batch_size, plan, uniform)
-        rates = None if uniform is None else self._comparison.rates(view.batch_size)
-        uniform_wins = rates is not None and rates[1] > rates[0]
-        best = best_of([plan, uniform]) if uniform is not None and uniform_wins else plan
+        rivals = [] if self._all_layers else self._compared(plan, self._uniform(survival, view))
+        best = best_of([plan, *(rival for rival, (rate, its) in rivals if its > rate)])
         if not self._explore.waits:
             if look := self._explore.row_count(self.cost.verify, plans, best):
                 rows, other = look
@@ -158,29 +156,50 @@ class Planner:
                 return self._step(StepKind.EXPLORE, other._replace(rows=min(rows, most)))
             if deeper := self._explore.layers(candidates, plan, best):
                 return self._step(StepKind.EXPLORE, deeper)
+            if view.allows_draft_free and self._tries_draft_free(view, best):
+                return self._step(StepKind.UNIFORM, self._draft_free(view))
         made = self._step(StepKind.PLANNED, plan)
         same = self._verdicts.keep(view, made, taken=1)
         # After exploration: during a cold start uniform steps would use unmeasured costs.
-        if uniform is not None and rates is not None:
-            same = self._hold_uniform(uniform, rates, view) and same
+        if rivals:
+            same = self._hold_uniform(rivals, view) and same
         self._explore.confirmed(same)
         return made
 
-    def _hold_uniform(self, uniform: Plan, rates: tuple[float, float], view: BatchView) -> bool:
+    def _compared(self, plan: Plan, uniform: Sequence[Plan]) -> list[tuple[Plan, Rates]]:
+        """Compare each ``uniform`` plan with the best ``plan``; returns those compared enough, with
+        the rates of both.
+        """
+        found = []
+        for other in uniform:
+            self._comparison.add(self._steps, self._last[0], plan, other)
+            rates = self._comparison.rates(self._last[0], draft_free=other.layers == 0)
+            found += [] if rates is None else [(other, rates)]
+        return found
+
+    def _hold_uniform(self, rivals: Sequence[tuple[Plan, Rates]], view: BatchView) -> bool:
         """Make the next steps uniform if that has the higher rate, or a few to measure their cost.
         Returns whether the decision is unchanged.
         """
-        made = self._step(StepKind.UNIFORM, uniform)
-        if rates[1] > rates[0]:
-            return self._verdicts.keep(view, made, taken=0)
-        if self.cost.uniform_measured(view.batch_size):
-            return not self._verdicts.drop_uniform(view.batch_size)
-        if self._explore.uniform(uniform, rates[0], TRIAL):
+        batch = view.batch_size
+        uniform, (planned_rate, rate) = max(rivals, key=lambda rival: rival[1][1] / rival[1][0])
+        if rate > planned_rate:
+            made = self._step(StepKind.UNIFORM, uniform)
+            each = 1 if uniform.layers else self._burst
+            return self._verdicts.keep(view, made, taken=0, each=each)
+        drafted = [rival for rival, _ in rivals if rival.layers]
+        if not drafted or self.cost.uniform_measured(batch):
+            return not self._verdicts.drop_uniform(batch)
+        if self._explore.uniform(drafted[0], planned_rate, TRIAL):
+            made = self._step(StepKind.UNIFORM, drafted[0])
             self._verdicts.keep(view, made, taken=0, steps=TRIAL)
         return True
 
     def _step(self, kind: StepKind, plan: Plan) -> StepPlan:
-        return StepPlan(kind, plan.layers, self.topk, plan.rows, expected_ms=plan.milliseconds)
+        layers, rows, tokens, milliseconds = plan
+        return StepPlan(
+            kind, layers, self.topk, rows, expected_ms=milliseconds, expected_tokens=tokens
+        )
 
     def _unmeasured_step(self, view: BatchView) -> StepPlan:
         """Return a step that measures costs: row counts in turn, from all rows to none."""
@@ -203,17 +222,47 @@ class Planner:
         found = [of.expected(max(self.samples * n // batch, 1)) for of, n in classes if n > 0]
         return np.concatenate(found)
 
-    def _best_uniform(self, survival: Array, view: BatchView) -> Plan:
-        """Uniform plan with the highest rate for drafts of this ``survival`` [S, D, ...]."""
+    def _uniform(self, survival: Array, view: BatchView) -> list[Plan]:
+        """Return the uniform plan with the highest rate for drafts of this ``survival``
+        [S, D, ...], and that of draft-free steps, as far as they may follow and are measured.
+        """
         batch, plans = view.batch_size, []
-        for layers in view.depths:
+        for layers in view.depths if view.allows_uniform else ():
             each = self.full_rows(layers)
             tokens = batch * (1.0 + _most_likely(survival[:, :layers], each - 1))
-            at = bisect.bisect_left(view.row_counts, batch * each)
-            forwarded = view.row_counts[min(at, len(view.row_counts) - 1)]
+            forwarded = _forwarded(view, batch * each)
             took = self.cost.one(forwarded, batch, layers, context=view.context, uniform=True)
             plans.append(Plan(layers, batch * each, tokens, took))
-        return best_of(plans)
+        found = [best_of(plans)] if plans else []
+        if view.allows_draft_free and self.cost.draft_free_measured(batch):
+            found.append(self._draft_free(view))
+        return found
+
+    def _draft_free(self, view: BatchView) -> Plan:
+        """Return the plan of a draft-free step, with its mean cost over a burst."""
+        batch, extends = view.batch_size, 1.0 / self._burst
+        forwarded = _forwarded(view, batch)
+        took = self.cost.draft_free(forwarded, batch, context=view.context, extends=extends)
+        return Plan(0, batch, float(batch), took)
+
+    def _tries_draft_free(self, view: BatchView, best: Plan) -> bool:
+        """Whether to measure a burst of draft-free steps, because it was not measured for about as
+        many requests, and the target's forward alone would be faster than the ``best`` plan.
+        """
+        if self.cost.draft_free_measured(view.batch_size):
+            return False
+        free, rate = self._draft_free(view), self._comparison.corrected(best, view.batch_size).rate
+        if free.rate <= rate:
+            return False
+        # Nothing is known of its rest: assume that of a uniform step.
+        took = self.cost.one(_forwarded(view, free.rows), free.rows, 1, uniform=True)
+        usual = free._replace(milliseconds=took)
+        return self._explore.uniform(usual, rate, self._burst)
+
+    @property
+    def _burst(self) -> int:
+        """Draft-free steps that share one draft extend."""
+        return self.max_depth + 1
 
     @property
     def _unmeasured(self) -> bool:
@@ -228,14 +277,27 @@ class Planner:
         uniform = plan.kind is StepKind.UNIFORM
         step: Any = {"batch": batch, "layers": plan.num_layers, "context": record.context}
         if times.step_ms is not None:
-            if self.cost.rest.known:
-                predicted = self.cost.one(times.rows, uniform=uniform, **step)
+            if (predicted := self._predicted_ms(record, times)) is not None:
                 self._errors.append(predicted / times.step_ms)
-                self._comparison.took(batch, times.step_ms / predicted, uniform=uniform)
+                ratio, draft_free = times.step_ms / predicted, plan.num_layers == 0
+                self._comparison.took(batch, ratio, uniform=uniform, draft_free=draft_free)
                 self.predicted_ms += predicted
                 self.measured_ms += times.step_ms
             self._explore.took(times.step_ms)
         self.cost.observe(times, uniform=uniform, **step)
+
+    def _predicted_ms(self, record: StepRecord, times: StepTimes) -> float | None:
+        """Return the predicted time of a step; ``None`` if too little was measured."""
+        layers, batch, context = record.plan.num_layers, record.batch_size, record.context
+        if layers == 0:
+            if not self.cost.draft_free_measured(batch):
+                return None
+            extends = float(times.draft_ms > 0.0)
+            return self.cost.draft_free(times.rows, batch, context=context, extends=extends)
+        if not self.cost.rest.known:
+            return None
+        uniform = record.plan.kind is StepKind.UNIFORM
+        return self.cost.one(times.rows, batch, layers, context=context, uniform=uniform)
 
     def _learn_outcomes(self, of: Acceptance, layers: int, *outcome: Numbers) -> None:
         """Learn from the outcomes of steps of d ``layers``; see :class:`StepRecord`."""
@@ -346,6 +408,20 @@ class Planner:
 
     def _forget_verdicts(self) -> None:
         self._verdicts, self._comparison = Verdicts(), Comparison()
+
+
+def _resized(plan: StepPlan, rows: int) -> StepPlan:
+    """Return a uniform ``plan`` for another number of requests, which forward ``rows``."""
+    tokens = plan.expected_tokens
+    if tokens is not None:
+        tokens *= rows / plan.row_budget
+    return replace(plan, row_budget=rows, expected_tokens=tokens)
+
+
+def _forwarded(view: BatchView, rows: int) -> int:
+    """Return the rows that a forward of so many ``rows`` takes, with padding."""
+    at = bisect.bisect_left(view.row_counts, rows)
+    return view.row_counts[min(at, len(view.row_counts) - 1)]
 
 
 def _most_likely(survival: Array, drafts: int) -> float:

@@ -19,7 +19,7 @@ from sglang_c2t.plan.survival import Numbers
 
 
 class StepKind(Enum):
-    """Reason for a step's plan; the value is its label in metrics."""
+    """Reason for a step's plan; the value is its label in metrics, but see :data:`DRAFT_FREE`."""
 
     PLANNED = "plan"
     """The best drafts of the batch fill the row budget."""
@@ -43,6 +43,10 @@ class StepKind(Enum):
     """All layers; the policy's gate decides which drafts are verified."""
 
 
+#: Label in metrics of a uniform step without layers.
+DRAFT_FREE = "draft_free"
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """Drafts and rows of one step, equal on all ranks that share its requests."""
@@ -50,7 +54,7 @@ class StepPlan:
     kind: StepKind
 
     num_layers: int
-    """d: draft layers."""
+    """d: draft layers. 0, of a uniform plan only: a draft-free step, which verifies the roots."""
 
     topk: int
     """Children of a draft; 1: chains."""
@@ -63,6 +67,14 @@ class StepPlan:
 
     expected_ms: float | None = None
     """Expected milliseconds; ``None`` if unknown."""
+
+    expected_tokens: float | None = None
+    """Expected tokens, bonus tokens included; ``None`` if unknown."""
+
+    @property
+    def reason(self) -> str:
+        """The label in metrics."""
+        return DRAFT_FREE if self.num_layers == 0 else self.kind.value
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,9 @@ class BatchView:
     allows_uniform: bool = True
     """Whether every request may get the same number of rows."""
 
+    allows_draft_free: bool = False
+    """Whether a burst of D + 1 draft-free steps may begin. The planner is not asked during it."""
+
 
 class StepTimes(NamedTuple):
     """Milliseconds of a step, and the rows T of its target forward."""
@@ -93,6 +108,7 @@ class StepTimes(NamedTuple):
     rows: int
     verify_ms: float
     draft_ms: float
+    """After a draft-free step: the time of its draft extend, 0 if the burst goes on."""
     step_ms: float | None = None
     """``None`` for dummy requests."""
 
@@ -113,6 +129,9 @@ class StepRecord:
 
     constrained: Numbers | None = None
     """[B] bool: requests whose sampling changes the target's distribution; ``None``: none."""
+
+    tokens: int | None = None
+    """Tokens of the step, bonus tokens included; ``None`` if it was not scored nor uniform."""
 
     times: StepTimes | None = None
     """``None`` if other work ran between this step and the next."""

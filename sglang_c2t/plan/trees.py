@@ -37,6 +37,8 @@ class TreePlanner(Planner):
         """Return the nodes of a tree of d ``layers``, N at most. These are the root, its K
         children, and K children of each of K nodes per further layer.
         """
+        if layers == 0:
+            return 1
         return min(1 + self.topk * (1 + (layers - 1) * self.topk), self._max_nodes)
 
     def _survivals_by(self, survival: Survival, confidences: Array) -> Array:

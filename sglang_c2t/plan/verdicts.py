@@ -5,6 +5,7 @@ next plan is the same.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -22,15 +23,27 @@ from sglang_c2t.plan.survival import Array
 #: Between two runs of it one step is planned, which keeps learning survivals.
 PLANNED_STEPS = 1, 32
 UNIFORM_STEPS = 16, 128
+DRAFT_FREE_STEPS = 6, 30
 
-#: Planned steps before uniform ones are compared with them.
+#: Planned steps before uniform ones are compared with them, and draft-free ones: how many tokens
+#: these yield is certain.
 ENOUGH = 8
+ENOUGH_DRAFT_FREE = 2
 
 #: Steps of a kind whose times correct the next estimates.
 RATIOS = 65
 
-#: Comparisons after which an earlier one has a third of its weight.
+#: Comparisons, and steps, after which an earlier comparison has a third of its weight.
 REMEMBERED = 128
+REMEMBERED_STEPS = 1024
+
+#: The same for the drafts accepted over those expected.
+REMEMBERED_GAINS = 32
+REMEMBERED_GAIN_STEPS = 512
+
+
+#: Tokens per millisecond of planned steps and of uniform ones.
+Rates = tuple[float, float]
 
 
 @dataclass
@@ -54,7 +67,7 @@ class Verdicts:
     def next(self, view: BatchView) -> StepPlan | None:
         """Return the plan of the next step; ``None`` if it must be computed."""
         verdict = self._kept.get((True, size_bucket(view.batch_size)))
-        if verdict is None or not view.allows_uniform:
+        if verdict is None or not allows(view, verdict.plan.num_layers):
             verdict = self._kept.get((False, view.batch_size))
         if verdict is None or verdict.left <= 0 or verdict.basis != _basis(view):
             return None
@@ -67,7 +80,13 @@ class Verdicts:
         return None if verdict is None else verdict.plan
 
     def keep(
-        self, view: BatchView, plan: StepPlan, *, taken: int, steps: int | None = None
+        self,
+        view: BatchView,
+        plan: StepPlan,
+        *,
+        taken: int,
+        steps: int | None = None,
+        each: int = 1,
     ) -> bool:
         """Keep a ``plan`` for the next steps; returns whether it is the same as before.
 
@@ -76,13 +95,17 @@ class Verdicts:
             plan: The new plan.
             taken: Steps of it that are already made.
             steps: Steps to keep it; ``None``: twice as many as before if it is the same.
+            each: Steps that follow one plan.
         """
         uniform = plan.kind is StepKind.UNIFORM
         key = uniform, size_bucket(view.batch_size) if uniform else view.batch_size
         before, (first, most) = self._kept.get(key), UNIFORM_STEPS if uniform else PLANNED_STEPS
+        if plan.num_layers == 0:
+            first, most = DRAFT_FREE_STEPS
         same = before is not None and _same(before.plan, plan)
         if steps is None:
             length = 0 if before is None else before.steps
+            first, most = max(first // each, 1), max(most // each, 1)
             steps = min(2 * length, most) if same else max(length // 2, first)
         self._kept[key] = Verdict(plan, steps, steps - taken, _basis(view))
         return same
@@ -90,6 +113,11 @@ class Verdicts:
     def drop_uniform(self, batch: int) -> bool:
         """Drop the uniform plan for sizes of this bucket; returns whether there was one."""
         return self._kept.pop((True, size_bucket(batch)), None) is not None
+
+
+def allows(view: BatchView, layers: int) -> bool:
+    """Whether a uniform step of so many ``layers`` may follow."""
+    return view.allows_uniform if layers else view.allows_draft_free
 
 
 def _basis(view: BatchView) -> Hashable:
@@ -105,9 +133,12 @@ def _same(one: StepPlan, other: StepPlan) -> bool:
 
 @dataclass
 class _Bucket:
-    """Steps of one size bucket."""
+    """Steps of one size bucket, and one kind of uniform steps."""
 
     compared: int = 0
+
+    step: int = 0
+    """Step of the last comparison."""
 
     sums: Array = field(default_factory=lambda: np.zeros((2, 2)))
     """Decayed sums of tokens and milliseconds of planned steps, and of uniform ones."""
@@ -119,34 +150,60 @@ class _Bucket:
 
 
 class Comparison:
-    """Tokens per millisecond of planned steps and of uniform steps on the same drafts."""
+    """Tokens per millisecond of planned steps and of uniform steps on the same drafts. Draft-free
+    steps are compared apart from other uniform ones.
+    """
 
     def __init__(self) -> None:
-        self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
+        self._buckets: defaultdict[tuple[int, bool], _Bucket] = defaultdict(_Bucket)
+        self._gains = np.zeros(2)  # drafts accepted, and expected
+        self._gained_at = 0
 
-    def took(self, batch: int, over_predicted: float, *, uniform: bool) -> None:
+    def gained(self, step: int, accepted: float, expected: float) -> None:
+        """Add the drafts accepted in a ``step``, and those that its plan had expected."""
+        kept = _kept(step - self._gained_at, REMEMBERED_GAINS, REMEMBERED_GAIN_STEPS)
+        self._gains, self._gained_at = kept * self._gains + (accepted, expected), step
+
+    def corrected(self, plan: Plan, batch: int) -> Plan:
+        """Return the ``plan`` with its drafts corrected by the ratio of accepted to expected."""
+        accepted, expected = self._gains.tolist()
+        gain = accepted / expected if expected > 0.0 else 1.0
+        return plan._replace(tokens=batch + gain * (plan.tokens - batch))
+
+    def took(self, batch: int, over_predicted: float, *, uniform: bool, draft_free: bool) -> None:
         """Add the ratio of a step's time to its predicted time."""
-        bucket = self._buckets[size_bucket(batch)]
-        (bucket.uniform if uniform else bucket.planned).append(over_predicted)
+        for of_draft_free in (False, True):
+            bucket = self._buckets[size_bucket(batch), of_draft_free]
+            if not uniform:
+                bucket.planned.append(over_predicted)
+            elif draft_free == of_draft_free:
+                bucket.uniform.append(over_predicted)
 
-    def add(self, batch: int, plan: Plan, uniform: Plan) -> None:
-        """Compare the best ``plan`` of a step with the best ``uniform`` one. Both use the same
-        moment, costs and drafts, because machines and requests have slow phases. The recent ratio
-        of measured to predicted time corrects each kind, because the best of many plans has an
-        optimistic estimate.
+    def add(self, step: int, batch: int, plan: Plan, uniform: Plan) -> None:
+        """Compare the best ``plan`` of a step with a ``uniform`` one. Both use the same moment,
+        costs and drafts, because machines and requests have slow phases. The recent ratio of
+        measured to predicted time corrects each kind, because the best of many plans has an
+        optimistic estimate. The ratio of accepted to expected drafts corrects both.
         """
-        bucket = self._buckets[size_bucket(batch)]
-        new = np.array([[one.tokens, one.milliseconds] for one in (plan, uniform)])
+        bucket = self._buckets[size_bucket(batch), uniform.layers == 0]
+        each = [self.corrected(one, batch) for one in (plan, uniform)]
+        new = np.array([[one.tokens, one.milliseconds] for one in each])
         kinds = bucket.planned, bucket.uniform or bucket.planned
         new[:, 1] *= [median(ratios) if ratios else 1.0 for ratios in kinds]
-        bucket.sums = (1.0 - 1.0 / REMEMBERED) * bucket.sums + new
+        kept = _kept(step - bucket.step, REMEMBERED, REMEMBERED_STEPS)
+        bucket.sums, bucket.step = kept * bucket.sums + new, step
         bucket.compared += 1
 
-    def rates(self, batch: int) -> tuple[float, float] | None:
+    def rates(self, batch: int, *, draft_free: bool = False) -> Rates | None:
         """Return the rates of planned and of uniform steps; ``None`` if too few were compared."""
-        bucket = self._buckets[size_bucket(batch)]
-        if bucket.compared < ENOUGH:
+        bucket = self._buckets[size_bucket(batch), draft_free]
+        if bucket.compared < (ENOUGH_DRAFT_FREE if draft_free else ENOUGH):
             return None
         # The ratio of sums: a uniform step takes as long where a planned one is short.
         (tokens, took), (uniform_tokens, uniform_took) = bucket.sums.tolist()
         return tokens / took, uniform_tokens / uniform_took
+
+
+def _kept(steps: int, remembered: int, remembered_steps: int) -> float:
+    """Return the share of earlier sums that is kept, the last of which is ``steps`` old."""
+    return min(1.0 - 1.0 / remembered, math.exp(-steps / remembered_steps))

@@ -307,7 +307,9 @@ def test_tree_drafter_program_offers_k_numbers_to_sglangs_loop(kept: bool) -> No
     gate.begin(slots)
     add_first(gate, first)
 
-    host = SimpleNamespace(num_slots=8, capturing=False, token_map=torch.arange(VOCAB) + 50)
+    host = SimpleNamespace(
+        num_slots=8, num_steps=2, capturing=False, token_map=torch.arange(VOCAB) + 50
+    )
     batch = double(
         "ForwardBatch",
         input_ids=torch.zeros(6, dtype=torch.int64),

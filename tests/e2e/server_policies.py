@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from dataclasses import dataclass, field, replace
@@ -126,23 +127,35 @@ class SwitchableTree:
 
 
 class _AnyPlan:
-    """Draws plans of any layers and rows, two of three uniform, whatever they cost.
+    """Draws plans of any layers and rows, half of them uniform, whatever they cost. All kinds come
+    equally often, and so do bursts of draft-free steps.
 
     Where the file ``control`` holds :data:`FAILS`, about every fourth call of a method raises, in
     each rank others.
     """
 
     control = ""
-    _random = random.Random(0)
+    _random = random.Random(3)
     _failures = random.Random(os.getpid())
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._kinds: list[tuple[bool, int]] = []
 
     def plan(self, batch: BatchView) -> StepPlan:
         """Draw a plan, with the same seed in each process."""
         self._perhaps_fail("plan")
         planner: Any = self
-        requests, layers = batch.batch_size, self._random.choice(batch.depths)
-        rows = requests * planner.full_rows(layers)
-        if batch.allows_uniform and self._random.random() < 2 / 3:
+        if not self._kinds:
+            every = itertools.product((False, True), range(planner.max_depth + 1))
+            self._kinds = [kind for kind in every if kind != (False, 0)]
+            self._random.shuffle(self._kinds)
+        uniform, layers = self._kinds.pop()
+        if layers == 0 and batch.allows_draft_free:
+            return StepPlan(StepKind.UNIFORM, 0, planner.topk, batch.batch_size)
+        layers = max(layers, batch.depths[0])
+        requests, rows = batch.batch_size, batch.batch_size * planner.full_rows(layers)
+        if uniform and batch.allows_uniform:
             return StepPlan(StepKind.UNIFORM, layers, planner.topk, rows)
         rows = self._random.randint(requests, rows)
         full = self._random.choice([None, self._random.randrange(requests)])
@@ -199,6 +212,28 @@ class AnyTrees(PlannedTree):
         planner = AnyPlanOfTrees(*shape)
         planner.control = self.control
         return planner
+
+
+class Bursts(Planner):
+    """Plans a full draft of each request after every burst of draft-free steps."""
+
+    def plan(self, batch: BatchView) -> StepPlan:
+        """Return the other kind than before."""
+        free = self._steps % 2 == 0 and batch.allows_draft_free
+        self._steps += 1
+        layers = 0 if free else self.max_depth
+        return StepPlan(StepKind.UNIFORM, layers, 1, batch.batch_size * (1 + layers))
+
+
+@dataclass(frozen=True)
+class BurstsJoint(DyJoint):
+    """The joint probability as a confidence, and bursts."""
+
+    name: ClassVar[str] = "bursts-joint"
+
+    def planner(self, shape: TreeShape) -> Bursts:
+        """Make the planner."""
+        return Bursts(shape.num_steps, Survival(shape.num_steps))
 
 
 class Priced(Planner):

@@ -27,7 +27,7 @@ from tests.e2e.conftest import (
     verified_rows_reported,
 )
 from tests.e2e.mixed_load import FLAGS, RETRACTING, LosslessnessSuite
-from tests.e2e.server_policies import FAILS, AnyJoint, AnyTrees
+from tests.e2e.server_policies import FAILS, AnyJoint, AnyTrees, BurstsJoint
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class AnyPlans(Planned):
 
 @pytest.fixture(scope="module", params=["EAGLE3 chains", "EAGLE3 trees", "STANDALONE trees"])
 def any_plans(request: pytest.FixtureRequest, logs: Path) -> Iterator[AnyPlans]:
-    """Two of three steps are uniform, of any number of layers, between planned ones."""
+    """Half of the steps are uniform, of any number of layers or none, between planned ones."""
     kind, shape = request.param.split()
     sizes, policy = (TREE, AnyTrees) if shape == "trees" else ({}, AnyJoint)
     control, state = (logs / f"any-{kind}-{shape}{end}" for end in ("", ".state.json"))
@@ -139,7 +139,30 @@ def test_uniform_and_planned_steps_of_any_layers_give_the_same_outputs(
     """Requests join, abort and are retracted; some have seeds."""
     suite.run(any_plans.server)
     counted = series(any_plans.server.url)
-    assert min(counted["c2t:plans_totaluniform"], counted["c2t:plans_totalplan"]) > 20
+    kinds = ("uniform", "plan", "draft_free")
+    assert min(counted[f"c2t:plans_total{kind}"] for kind in kinds) > 20
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
+def test_drafts_after_a_burst_of_draft_free_steps_are_accepted_as_often_as_without(
+    algorithm: str, logs: Path
+) -> None:
+    """The draft extend at its end reads all tokens of the burst. Requests end within bursts."""
+    flags = own_policy_flags(BurstsJoint, logs / f"bursts-{algorithm}", logs, {})
+    launch = Launch(f"bursts-{algorithm}", (*speculative_flags(algorithm), *flags, *FLAGS))
+    results, accepted = [], []
+    with running(launch, logs) as server:
+        for policy in (None, "fixed"):
+            if policy is not None:
+                server.switch(policy=policy)
+            results.append(run_load(server.url, BODIES, concurrency=6))
+    for result in results:
+        metas = [answer.meta_info for answer in result.answers if verified(answer)]
+        full_drafts = sum(meta["spec_cap_lens_histogram"][-1] for meta in metas)
+        tokens = sum(meta["completion_tokens"] - 1 for meta in metas)  # the first is the prefill's
+        accepted.append((tokens - sum(meta["spec_verify_ct"] for meta in metas)) / full_drafts)
+    assert results[0].outputs == results[1].outputs
+    assert accepted[0] == pytest.approx(accepted[1], rel=0.15)
 
 
 only_eagle3 = pytest.mark.parametrize("any_plans", ["EAGLE3 chains", "EAGLE3 trees"], indirect=True)

@@ -41,6 +41,10 @@ class MadeUpServer:
     """Tokens before the drafts, of the whole batch."""
     gate_ms: float | None = None
     """Cost of a step that scores drafts; ``None`` where every step must."""
+    extend_ms: float | None = None
+    """Cost of draft extend, which draft-free steps run once a burst; ``None``: there are none."""
+    pending: int = 0
+    """Steps of the current burst."""
 
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     late: list[StepRecord] = field(default_factory=list)
@@ -62,13 +66,16 @@ class MadeUpServer:
         return BatchView(
             self.batch, self.tiers(), range(1, DEPTH + 1), self.context,
             allows_uniform=self.gate_ms is not None,
+            allows_draft_free=self.extend_ms is not None,
         )  # fmt: skip
 
     def serve(self, planner: Planner, steps: int) -> tuple[list[StepPlan], float]:
         """So many steps; returns what was planned and tokens a millisecond."""
-        plans, tokens, spent = [], 0.0, 0.0
+        plans, all_tokens, spent = [], 0.0, 0.0
+        burst = StepPlan(StepKind.UNIFORM, 0, 1, self.batch)
         for _ in range(steps):
-            chains, plan = self.chains(self.batch), planner.plan(self.view())
+            chains = self.chains(self.batch)
+            plan = burst if self.pending else planner.plan(self.view())
             lives = (self.rng.uniform(size=(self.batch, 1)) < chains**self.power).sum(axis=1)
             uniform, outcome = plan.kind is StepKind.UNIFORM, ()
             if uniform:
@@ -80,21 +87,28 @@ class MadeUpServer:
                 correct = np.minimum(lives, drafts)
                 outcome = drafted, drafts, correct
             times = self.times(plan)
-            self.late.append(StepRecord(plan, self.batch, self.context, outcome, times=times))
+            tokens = int(self.batch + correct.sum()) if plan.num_layers else None
+            late = StepRecord(plan, self.batch, self.context, outcome, tokens=tokens, times=times)
+            self.late.append(late)
             if len(self.late) > LAG:
                 planner.learn(self.late.pop(0))
             spent += times.step_ms
-            tokens += self.batch + correct.sum()
+            all_tokens += self.batch + correct.sum()
             plans.append(plan)
-        return plans, tokens / spent
+        return plans, all_tokens / spent
 
     def times(self, plan: StepPlan) -> StepTimes:
         """Cost of a step; uniform steps have no ``gate_ms``."""
-        draft_ms = self.layer_ms * (plan.num_layers - 1)
+        draft_ms = self.layer_ms * max(plan.num_layers - 1, 0)
+        extend_ms = self.extend_ms or 0.0
+        if plan.num_layers == 0:
+            self.pending = (self.pending + 1) % (DEPTH + 1)
+            draft_ms, extend_ms = 0.0 if self.pending else extend_ms, 0.0
         verify_ms = self.floor_ms + self.row_ms * plan.row_budget + self.pause_ms
         verify_ms += self.token_ms * self.context
         gate_ms = 0.0 if plan.kind is StepKind.UNIFORM else self.gate_ms or 0.0
-        return StepTimes(plan.row_budget, verify_ms, draft_ms, verify_ms + draft_ms + gate_ms)
+        step_ms = verify_ms + draft_ms + gate_ms + extend_ms
+        return StepTimes(plan.row_budget, verify_ms, draft_ms, step_ms)
 
     def seed(self, planner: Planner, rows: int, slower: float = 1.0) -> None:
         """Dummy requests measured this, before the server served."""
@@ -173,6 +187,54 @@ def test_planner_makes_planned_steps_where_scoring_costs_nothing() -> None:
     plans, rate = server.serve(planner, 3000)
     assert np.mean([plan.kind is StepKind.UNIFORM for plan in plans]) < 0.02
     assert rate >= 0.95 * server.best_rate()
+
+
+def proportional(**more: float) -> MadeUpServer:
+    """A server whose rows cost in proportion, so that few drafts are worth theirs."""
+    return MadeUpServer(32, 3.0, **{"floor_ms": 5.0, "gate_ms": 0.0, "extend_ms": 25.0} | more)
+
+
+def test_planner_makes_draft_free_steps_where_no_draft_is_worth_its_rows() -> None:
+    planner, server = Planner(DEPTH, Survival(DEPTH)), proportional(power=12.0)
+    server.serve(planner, 600)
+    plans, rate = server.serve(planner, 1800)
+    assert np.mean([plan.num_layers == 0 for plan in plans]) > 0.9
+    assert rate > 0.98 * 32 / (5.0 + 3.0 * 32 + 25.0 / (DEPTH + 1))
+    assert 0.98 < planner.predicted_over_measured < 1.02
+
+
+def test_planner_makes_no_draft_free_steps_where_drafts_are_worth_their_rows() -> None:
+    planner, server = Planner(DEPTH, Survival(DEPTH)), MadeUpServer(32, 0.3, 4.0, 60.0, extend_ms=5)
+    server.serve(planner, 300)
+    plans, _ = server.serve(planner, 900)
+    assert all(plan.num_layers for plan in plans)
+
+
+@pytest.mark.parametrize(("before", "after"), [(12.0, 0.5), (0.5, 12.0)])
+def test_planner_draft_free_steps_begin_and_end_with_the_traffic(
+    before: float, after: float
+) -> None:
+    """Four requests, whose drafts are worth their rows, or hardly survive. Bursts leave few steps
+    to learn from.
+    """
+    server = MadeUpServer(4, 1.5, floor_ms=45.0, power=before, gate_ms=5.0, extend_ms=25.0)
+    planner = Planner(DEPTH, Survival(DEPTH))
+    shares = []
+    for server.power in (before, after):
+        server.serve(planner, 1800)
+        plans, _ = server.serve(planner, 200)
+        shares.append(np.mean([plan.num_layers == 0 for plan in plans]))
+    assert [share > 0.9 for share in shares] == [before > after, after > before]
+
+
+def test_planner_draft_free_plan_holds_for_constrained_requests_but_no_opt_out() -> None:
+    planner, server = Planner(DEPTH, Survival(DEPTH)), proportional(power=12.0)
+    server.serve(planner, 900)
+    opted_out = replace(server.view(), allows_draft_free=False, allows_uniform=False)
+    constrained = replace(server.view(), num_constrained=1, allows_uniform=False)
+    for view, free in ((server.view(), True), (opted_out, False), (constrained, True)):
+        planned = [planner.plan(view).num_layers == 0 for _ in range(40)]
+        assert any(planned) == free
 
 
 def test_planner_uniform_plan_is_of_one_batch_size() -> None:

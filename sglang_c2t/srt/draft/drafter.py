@@ -14,9 +14,10 @@ from torch import Tensor
 from sglang_c2t.draft.gate import Gate
 from sglang_c2t.plan.step import StepKind
 from sglang_c2t.srt import attach
-from sglang_c2t.srt.draft.host import Host, step_of
+from sglang_c2t.srt.draft.host import Host, Rows, step_of
+from sglang_c2t.srt.draft.pending import PendingTokens
 from sglang_c2t.srt.draft.planning import Planning, Step
-from sglang_c2t.srt.draft.requests import Requests
+from sglang_c2t.srt.draft.requests import Requests, slots_of
 from sglang_c2t.srt.hooks.reporting import GATE_CLOCK
 
 # B requests
@@ -41,7 +42,8 @@ class Drafter:
 
     def __init__(self, host: Host, gate: Gate) -> None:
         self.host, self.gate = host, gate
-        self.requests = Requests(gate, host.num_slots)
+        self.pending = PendingTokens(host.num_steps + 1)
+        self.requests = Requests(gate, host.num_slots, self.pending)
 
     def serve(self, planning: Planning, gating: Planning, *, packed: bool) -> None:
         """Plan the next steps with ``planning``, or with ``gating`` if they are recorded."""
@@ -67,7 +69,9 @@ class Drafter:
                 return stock()
         step = self._begin(batch)
         build = partial(self.build, step)
-        with self.host.drafting(step.plan.num_layers, build, eager=self.gate.exploring):
+        # Without layers only the verify input is made.
+        layers = max(step.plan.num_layers, 1)
+        with self.host.drafting(layers, build, eager=self.gate.exploring):
             return stock()
 
     def draft_forward(self, forward_batch: Any, stock: Callable[[], Any]) -> Any:
@@ -98,18 +102,42 @@ class Drafter:
             self.gate.join(batch.req_pool_indices, *rows)
         return result
 
-    def extend_decode(self, batch: Any, result: Any, stock: Callable[[Any, Any], None]) -> None:
+    def extend_decode(self, batch: Any, result: Any, stock: partial[None]) -> None:
         """Run draft extend after verification, and score the next first draft of each request."""
         step = getattr(batch.spec_info, "step", None)
-        rows = self.host.extend(stock, batch, result)
+        if step is not None and step.draft_free:
+            rows = self._extend_draft_free(step, batch, result, stock)
+            if rows is None:
+                return
+        else:
+            rows = self.host.extend(stock, batch, result)
         if batch.forward_mode.is_idle():
             return
         assert rows is not None
+        self.requests.scored()
         # A graph scores the first layer of every step.
         uniform = step is not None and step.plan.kind is StepKind.UNIFORM
         later = uniform and not self.host.drafts_in_graphs
         with GATE_CLOCK:
             self.gate.relay_first_token(batch.req_pool_indices, *rows, later=later)
+
+    def _extend_draft_free(
+        self, step: Step, batch: Any, result: Any, stock: partial[None]
+    ) -> Rows | None:
+        """Keep the tokens of a draft-free step. At the end of a burst run draft extend for all of
+        its tokens, and return its last rows; otherwise ``None``.
+        """
+        slots = slots_of(batch)
+        self.pending.add(slots, *self.host.roots_of(batch, result))
+        # A request that opted out is promised full drafts.
+        if self.pending.most(slots) < self.pending.width and not step.full:
+            self.host.keep_draft_input(step.draft_input, result)
+            return None
+        step.layers_begin()
+        window = self.pending.take(slots)
+        rows = self.host.extend_pending(stock, batch, result, window)
+        step.layers_end()
+        return rows
 
     def _begin(self, batch: Any) -> Step:
         """Plan the next step. It travels on the draft input."""
@@ -118,7 +146,7 @@ class Drafter:
         if step is not None and step.plan.kind is StepKind.WARMUP:  # of dummy requests
             agreed_layers(step.plan.num_layers)
             return step
-        full, unmeasured = requests.opted_out(batch), requests.pop_unscored(batch)
+        full, unmeasured = requests.opted_out(batch), requests.unscored(batch)
         # With overlap it lags by a step or two; only costs depend on it.
         context = sum(len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs)
         planning = self.gating if self.gate.exploring else self.planning
@@ -128,6 +156,10 @@ class Drafter:
             full=full,
             constrained=requests.constrained(batch),
             unmeasured=unmeasured,
+            pending=self.pending.most(slots_of(batch)) > 0,
+            may_skip_drafts=self.host.peers is None,
             agreed_layers=partial(agreed_layers, all_of_them=bool(full)),
         )
+        if step.draft_free:
+            step.draft_input = batch.spec_info
         return step

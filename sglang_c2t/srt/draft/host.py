@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from sglang_c2t.srt import attach, compat
 from sglang_c2t.srt.data_parallel import peers
 from sglang_c2t.srt.draft import ancestors
 from sglang_c2t.srt.draft.lengths import DraftLengths
+from sglang_c2t.srt.draft.pending import Window
 from sglang_c2t.srt.draft.planning import Step
 from sglang_c2t.srt.hooks.reporting import COUNTERS, GATE_CLOCK
 
@@ -231,6 +232,48 @@ class Host:
             attach.swapped(batch, "out_cache_loc", slots),
         ):
             return self.last_rows(partial(stock, batch, batch_result), last)[1]
+
+    def roots_of(self, batch: Any, batch_result: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens [B] and the target's hidden states [B, H] of a draft-free step."""
+
+        def first(values: Tensor) -> Tensor:
+            return values.unflatten(0, (len(batch.seq_lens), -1))[:, 0].clone()
+
+        hidden = batch_result.logits_output.hidden_states
+        return first(batch_result.next_token_ids), None if hidden is None else first(hidden)
+
+    def keep_draft_input(self, draft_input: Any, batch_result: Any) -> None:
+        """Give the next step the ``draft_input`` of this one, which no step drafts from."""
+        for name in ("topk_p", "topk_index", "hidden_states"):
+            value = getattr(draft_input, name)
+            attach.write(batch_result.next_draft_input, **{name: value})
+
+    def extend_pending(
+        self, stock: partial[None], batch: Any, batch_result: Any, window: Window
+    ) -> Rows | None:
+        """Run draft extend over the ``window`` of a burst of draft-free steps; see :meth:`extend`.
+        As SGLang's, it writes W slots from its first token on.
+        """
+        width = len(window.tokens) // len(window.counts)
+        before = (window.counts - 1).to(batch.seq_lens.dtype)  # tokens of earlier steps
+        starts = batch.seq_lens - before
+        places = starts[:, None] + torch.arange(width, device=starts.device)
+        table = self._worker.req_to_token_pool.req_to_token
+        slots = table[batch.req_pool_indices[:, None].long(), places.long()].flatten().long()
+        output, result = copy.copy(batch_result.logits_output), copy.copy(batch_result)
+        attach.write(output, hidden_states=window.hidden)
+        changed = {"logits_output": output, "next_token_ids": window.tokens}
+        if hasattr(batch_result, "prepared_draft_extend_inputs"):
+            changed["prepared_draft_extend_inputs"] = None
+        attach.write(result, accept_lens=window.counts, **changed)
+        swapped = {"seq_lens": starts, "out_cache_loc": slots}
+        if batch.seq_lens_cpu is not None:
+            swapped["seq_lens_cpu"] = batch.seq_lens_cpu + 1 - window.host_counts
+        with ExitStack() as stack:
+            for name, value in swapped.items():
+                stack.enter_context(attach.swapped(batch, name, value))
+            # The step's plan of KV slots, which some SGLang passes on, begins at its root.
+            return self.extend(partial(stock, **dict.fromkeys(stock.keywords)), batch, result)
 
     def last_rows(self, extend: Callable[[], T], last: Tensor | None = None) -> tuple[T, Any]:
         """Return the result of SGLang's draft ``extend``, and the last accepted row of each request

@@ -75,10 +75,19 @@ class Step:
     """Data that the selector needs for the outcome."""
     outcome: HostSizes | None = None
     """[B, ...] on its way to the host; ``None`` if nothing was scored."""
+    draft_input: Any = None
+    """SGLang's draft input of a draft-free step."""
+    accepted: HostSizes | None = None
+    """[B] accepted tokens on their way to the host; ``None`` if the planner needs none."""
     forwards: int = 0
     """Target forwards of the server, up to and including this step's."""
     end: Mark | None = None
     """Begin of the next step; ``None`` if other work ran in between."""
+
+    @property
+    def draft_free(self) -> bool:
+        """Whether the step verifies the roots only."""
+        return self.plan.num_layers == 0
 
     def layers_begin(self) -> None:
         """Mark the start of the first draft forward; later calls do nothing."""
@@ -102,7 +111,7 @@ class Step:
     @property
     def arrived(self) -> bool:
         """Whether the outcome and the times can be read without waiting for the device."""
-        outcome = self.outcome is None or self.outcome.arrived
+        outcome = all(on is None or on.arrived for on in (self.outcome, self.accepted))
         last = self.end or (self.verify and self.verify[1])
         return outcome and (last is None or last.passed)
 
@@ -176,6 +185,8 @@ class Planning:
         full: Collection[int] = (),
         constrained: Collection[int] = (),
         unmeasured: Collection[int] = (),
+        pending: bool = False,
+        may_skip_drafts: bool = False,
         agreed_layers: Callable[[int], int] = lambda mine: mine,
     ) -> Step:
         """Plan the next step, of B requests.
@@ -186,6 +197,8 @@ class Planning:
             full: See :class:`Step`.
             constrained: See :class:`Step`.
             unmeasured: See :class:`Step`.
+            pending: Whether a request cannot draft, because a burst of draft-free steps goes on.
+            may_skip_drafts: Whether such a burst may begin.
             agreed_layers: Returns the number of layers for all ranks that forward together.
         """
         start = Mark(self._on_cuda)
@@ -196,7 +209,11 @@ class Planning:
             self._last.end = start if followed else None
             self._finished.append(self._last)
             self._last = None
-        plan = self._plan(batch, context, full, constrained)
+        if pending:
+            self._or_else(None, self._learn_arrived)
+            plan = draft_free_plan(batch, self.planner.topk)
+            return Step(plan, batch, context, start, full, constrained, unmeasured)
+        plan = self._plan(batch, context, full, constrained, may_skip_drafts)
         plan = self._with_layers(plan, agreed_layers(plan.num_layers), batch)
         return Step(plan, batch, context, start, full, constrained, unmeasured)
 
@@ -215,6 +232,8 @@ class Planning:
         scored = step.plan.kind not in (StepKind.UNIFORM, StepKind.FIXED)
         if self.selector is not None and scored:
             step.outcome = HostSizes(self.selector.outcome(step, verify_input, accept_lens))
+        if step.plan.expected_tokens is not None and not step.draft_free:
+            step.accepted = HostSizes(accept_lens)
         self._last = step
 
     def learn_warm_up(self, step: Step) -> None:
@@ -232,7 +251,12 @@ class Planning:
     # -- the plan ----------------------------------------------------------------------------
 
     def _plan(
-        self, batch: int, context: int, full: Collection[int], constrained: Collection[int]
+        self,
+        batch: int,
+        context: int,
+        full: Collection[int],
+        constrained: Collection[int],
+        may_skip_drafts: bool,
     ) -> StepPlan:
         """Return the first rank's plan. Requests that opted out need all layers, and more rows than
         a uniform step gives them. Constrained requests, whose drafts often fail, need fewer rows
@@ -246,6 +270,7 @@ class Planning:
             context,
             len(constrained),
             allows_uniform=not full and not constrained,
+            allows_draft_free=may_skip_drafts and not full,
         )
         plan = StepPlan(StepKind.FALLBACK, depths[-1], self.planner.topk, batch * self._width)
         plan = self._or_else(plan, lambda: self._checked(self._learnt_and_planned(view), view))
@@ -266,12 +291,15 @@ class Planning:
 
     def _learnt_and_planned(self, view: BatchView) -> StepPlan:
         """Learn what has arrived, then return the plan. Raises what the planner raises."""
+        self._learn_arrived()
+        plan: StepPlan = self.planner.plan(view)
+        return plan
+
+    def _learn_arrived(self) -> None:
         while self._finished and self._finished[0].arrived:
             self._learn(self._finished.popleft())
         if self.state_file is not None:
             self.state_file.save_now_and_then()
-        plan: StepPlan = self.planner.plan(view)
-        return plan
 
     def _checked(self, plan: StepPlan, view: BatchView) -> StepPlan:
         """Return the ``plan``; ValueError if no step can follow it. Rows may be too many or too
@@ -280,7 +308,7 @@ class Planning:
         batch, uniform, chosen = view.batch_size, plan.kind is StepKind.UNIFORM, plan.full_draft_of
         if (
             plan.kind not in OF_PLANNERS
-            or plan.num_layers not in view.depths
+            or not (plan.num_layers in view.depths or (uniform and self._skips(plan, view)))
             or not -(2**31) < plan.row_budget < 2**31
             or (uniform and plan.row_budget != batch * self.planner.full_rows(plan.num_layers))
             or not (chosen is None or 0 <= chosen < batch)
@@ -289,6 +317,9 @@ class Planning:
         return (
             plan if type(plan.row_budget) is int else replace(plan, row_budget=int(plan.row_budget))
         )
+
+    def _skips(self, plan: StepPlan, view: BatchView) -> bool:
+        return plan.num_layers == 0 and view.allows_draft_free
 
     def _with_layers(self, plan: StepPlan, layers: int, batch: int) -> StepPlan:
         """Return the ``plan`` with the number of layers that all ranks draft."""
@@ -316,6 +347,7 @@ class Planning:
             step.plan,
             step.batch,
             step.context,
+            tokens=None if step.accepted is None else int(step.accepted.wait().sum()),
             # A planner learns all times of a step; FixedPlanner only those of verification.
             times=None if step.end is None and self.plans else step.times(),
         )
@@ -385,6 +417,11 @@ class Planning:
             # Larger batches run eagerly.
             self._row_counts[batch] = fitting or geometric_sizes(batch, most)
         return self._row_counts[batch]
+
+
+def draft_free_plan(batch: int, topk: int) -> StepPlan:
+    """Return the plan of a step that verifies the roots of B requests only."""
+    return StepPlan(StepKind.UNIFORM, 0, topk, batch)
 
 
 def geometric_sizes(least: int, most: int) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_c2t.draft.gate import Gate
 from sglang_c2t.srt import compat
+from sglang_c2t.srt.draft.pending import PendingTokens
 from sglang_c2t.srt.hooks.requests import constrained, opts_out
 
 
@@ -15,14 +16,15 @@ class Requests:
     ended. The ``gate`` owns the slots of those that opted out.
     """
 
-    def __init__(self, gate: Gate, num_slots: int) -> None:
-        self._gate, self._num_slots = gate, num_slots
+    def __init__(self, gate: Gate, num_slots: int, pending: PendingTokens) -> None:
+        self._gate, self._num_slots, self._pending = gate, num_slots, pending
         self._constrained: set[int] = set()
         self._unscored: set[int] = set()
 
     def admit(self, batch: Any) -> list[int]:
         """Assign slots to new requests, and return the slots."""
-        slots = [compat.request_slot(req) for req in batch.reqs]
+        slots = slots_of(batch)
+        self._pending.forget(slots)
         self._gate.opt_outs.admit(slots, [opts_out(req) for req in batch.reqs])
         self._constrained.difference_update(slots)
         each = zip(slots, batch.reqs, strict=True)
@@ -41,15 +43,16 @@ class Requests:
         self._gate.forget_first_layers()
         self._unscored.update(range(self._num_slots))
 
-    def pop_unscored(self, batch: Any) -> list[int]:
-        """Return the batch indices of requests whose first layer has no score, once: draft extend
-        scores the next one.
-        """
+    def unscored(self, batch: Any) -> list[int]:
+        """Return the batch indices of requests whose first layer has no score."""
         if not self._unscored:
             return []
         self._gate.catch_up()
-        unscored, self._unscored = self._unscored, set()
-        return _among(unscored, batch)
+        return _among(self._unscored, batch)
+
+    def scored(self) -> None:
+        """Note that draft extend has scored the next first layers."""
+        self._unscored.clear()
 
     def opted_out(self, batch: Any) -> list[int]:
         """Return the batch indices of requests that opted out."""
@@ -63,5 +66,9 @@ class Requests:
 
 def _among(slots: Collection[int], batch: Any) -> list[int]:
     """Return the batch indices of requests with one of these ``slots``."""
-    each = enumerate(map(compat.request_slot, batch.reqs))
-    return [request for request, slot in each if slot in slots]
+    return [request for request, slot in enumerate(slots_of(batch)) if slot in slots]
+
+
+def slots_of(batch: Any) -> list[int]:
+    """Return the slots of the requests of a ``batch``."""
+    return [compat.request_slot(req) for req in batch.reqs]

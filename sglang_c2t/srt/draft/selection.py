@@ -20,6 +20,7 @@ from sglang_c2t.kernels.budget import chains_within, nodes_within
 from sglang_c2t.kernels.outcome import outcome_of_chains, outcome_of_trees
 from sglang_c2t.plan.step import StepPlan
 from sglang_c2t.plan.survival import Numbers
+from sglang_c2t.srt.verify.packing import sent
 from sglang_c2t.tree import Trees
 
 # B requests, D layers, d of them drafted, N rows of a full draft or nodes of a tree
@@ -78,10 +79,7 @@ class _Survivals:
 
     def _mask(self, batch: int, chosen: Collection[int]) -> Tensor:
         """[B] bool on the device, true at the ``chosen``; made on the host."""
-        mask = torch.from_numpy(mask_of(chosen, batch))
-        if self._device.type == "cuda":  # a copy from pageable memory would wait for the device
-            mask = mask.pin_memory()
-        return mask.to(self._device, non_blocking=True)
+        return sent(torch.from_numpy(mask_of(chosen, batch)), self._device)
 
 
 class ChainSelector(_Survivals):

@@ -34,8 +34,10 @@ class TreeDrafter(Drafter):
 
     gate: TreeGate
 
-    def loop(self, _step: Step | None, slots: Tensor, stock: Callable[[], Any]) -> Any:
+    def loop(self, step: Step | None, slots: Tensor, stock: Callable[[], Any]) -> Any:
         """Run the draft loop; the gate scores each layer and chooses the next rows."""
+        if step is not None and step.draft_free:
+            return self._roots(len(slots))
         with GATE_CLOCK:
             self.gate.begin(slots)
         return self.host.trees(stock, self._score, self.gate, self._organize)
@@ -62,6 +64,14 @@ class TreeDrafter(Drafter):
             trees, keys = self.gate.finish()
         links = torch.stack((trees.parents, trees.depth, trees.source), dim=2)
         return links, keys, trees.tokens
+
+    def _roots(self, batch: int) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Return the results of a loop that drafts nothing."""
+        nodes = torch.zeros(
+            (batch, self.gate.num_nodes), dtype=torch.int64, device=self.host.device
+        )
+        links = torch.stack((nodes - 1, nodes, nodes), dim=2)
+        return links, nodes.to(torch.float32), nodes, None
 
     def build(self, step: Step, _stock: Callable[[], Any], *drafted: Any) -> TreeVerifyInput:
         """Build the verify input of the trees, cut to the verified nodes."""

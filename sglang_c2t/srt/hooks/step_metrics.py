@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_c2t.config import active
-from sglang_c2t.plan.step import StepKind, StepPlan
+from sglang_c2t.plan.step import DRAFT_FREE, StepKind, StepPlan
 from sglang_c2t.srt import attach
 from sglang_c2t.srt.hooks.reporting import GATE_CLOCK
 
@@ -129,14 +129,15 @@ class Series:
         ).labels(**labels)
         self._gate_seconds_told = 0.0
         plans = Counter("c2t:plans", "Steps that a planner planned, by reason.", (*names, "reason"))
-        self.plans = {kind: plans.labels(**labels, reason=kind.value) for kind in COUNTED}
+        reasons = [*(kind.value for kind in COUNTED), DRAFT_FREE]
+        self.plans = {reason: plans.labels(**labels, reason=reason) for reason in reasons}
         self.planned_layers = counter("planned_layers", "Draft layers of planned steps.")
         self.predicted = counter("predicted_step_seconds", "Predicted time of planned steps.")
         self.measured = counter("measured_step_seconds", "Measured time of those steps.")
         self._counted_ms = 0.0, 0.0  # predicted and measured
 
     def _add_plan(self, step: Step) -> None:
-        self.plans[step.plan.kind].inc()
+        self.plans[step.plan.reason].inc()
         self.planned_layers.inc(step.plan.num_layers)
         now = step.predicted_ms, step.measured_ms
         both = zip((self.predicted, self.measured), now, self._counted_ms, strict=True)

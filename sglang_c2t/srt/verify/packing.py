@@ -59,6 +59,13 @@ class HostSizes:
         return self._host
 
 
+def sent(values: Tensor, device: Any) -> Tensor:
+    """Copy ``values`` to the device without waiting for it, as pageable memory would."""
+    if torch.device(device).type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
 class Packing:
     """The rows of one verification.
 

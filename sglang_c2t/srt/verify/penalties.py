@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sglang_c2t.srt import compat
 from sglang_c2t.srt.hooks.requests import asks
+from sglang_c2t.srt.verify.packing import sent
 from sglang_c2t.tree import visible_nodes
 
 #: First capacity of the table, in output tokens.
@@ -208,13 +209,6 @@ class OutputHistory:
 def prompt_lengths(reqs: list[Any], device: Any) -> Tensor:
     """[B] int64."""
     return sent(torch.tensor([len(req.origin_input_ids) for req in reqs]), device)
-
-
-def sent(values: Tensor, device: Any) -> Tensor:
-    """Copy ``values`` to the device without waiting for it."""
-    if torch.device(device).type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
 
 
 #: Tokens that may not come before a request's minimum length.

@@ -22,7 +22,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from torch import Tensor
 
 from sglang_c2t.srt import attach
-from sglang_c2t.srt.verify.penalties import sent
+from sglang_c2t.srt.verify.packing import sent
 
 REQUEST = "__req__"
 

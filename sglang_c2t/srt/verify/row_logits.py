@@ -13,12 +13,12 @@ from torch import Tensor
 
 from sglang_c2t.srt import attach
 from sglang_c2t.srt.verify import processors
+from sglang_c2t.srt.verify.packing import sent
 from sglang_c2t.srt.verify.penalties import (
     OutputHistory,
     Penalties,
     Rows,
     prompt_lengths,
-    sent,
 )
 
 # B requests, N most rows of a request, R verified rows, V vocabulary

@@ -12,6 +12,7 @@ import pytest
 
 from sglang_c2t import files
 from sglang_c2t.config import ConfigError
+from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.planner import Planner
 from sglang_c2t.plan.step import StepKind, StepPlan, StepRecord
 from sglang_c2t.plan.survival import Survival
@@ -99,7 +100,7 @@ def test_state_file_that_is_invalid_starts_cold_in_one_line(
     assert said in line
     assert "\n" not in line
     assert survival(planner) == COLD
-    curves = "verify", "layer", "rest", "uniform_layer", "uniform_rest", "context"
+    curves = [*StepCost().curves, "context"]
     assert planner.cost.state() == {name: {} for name in curves}
     assert json.loads(path.read_text())["version"] == 2, "ours is in its place"
 
