@@ -49,6 +49,7 @@ from eval.server import Launch
 from eval.smollm2.target import TargetError
 from sglang_c2t.config import ConfigError
 from sglang_c2t.files import write_whole
+from sglang_c2t.offline.servers import interrupted_by_sigterm
 
 CHECKS_FILE = "checks.json"
 UNFINISHED, INTERRUPTED = 3, 130
@@ -131,7 +132,7 @@ def _measure(
     console.print(amount(config, cells))
     runner = Runner(config, args.out, dataset.samples, tokenizer, servers, console, budget)
     write_files(config, args.out / "logs")
-    with terminal.interrupted_by_sigterm():
+    with interrupted_by_sigterm():
         runner.run(cells)
     verdict = judge(args.out, config, run, cells, runner.failures)
     text = json.dumps(asdict(verdict), indent=1) + "\n"

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
-import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import requests
 
+from sglang_c2t.offline.servers import (
+    Process,
+    free_port,
+    start,
+    stop,
+    wait_until_ready,
+)
+
 READY_SECONDS = 300.0
-STOP_SECONDS = 20.0
 
 WEIGHTS = Path(__file__).parent / "demo_models" / "weights"
 TARGET = WEIGHTS / "target"
@@ -43,10 +46,6 @@ CPU_FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--max-total-tokens", "32768",
     "--max-running-requests", "64", "--sleep-on-idle",
 )  # fmt: skip
-
-
-class ServerError(RuntimeError):
-    """The server did not start or died; the message ends with the tail of its log."""
 
 
 class SwitchError(RuntimeError):
@@ -114,33 +113,6 @@ def gpu_environment() -> dict[str, str]:
     }
 
 
-class Process(Protocol):
-    """A server's main process; :class:`subprocess.Popen` is one."""
-
-    @property
-    def args(self) -> Any:
-        """Its command line."""
-
-    @property
-    def pid(self) -> int:
-        """Its id, which is that of its process group too."""
-
-    def poll(self) -> int | None:
-        """Its exit code, ``None`` while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code; :class:`subprocess.TimeoutExpired` after ``timeout`` seconds."""
-
-
-def start(argv: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a command line as a user does; its output goes to ``log``."""
-    with log.open("wb") as sink:
-        # A session of its own, so that stopping it reaches SGLang's child processes.
-        return subprocess.Popen(
-            argv, stdout=sink, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
-
-
 @dataclass(frozen=True)
 class Server:
     """A running server. All calls raise on an HTTP error."""
@@ -205,7 +177,7 @@ def running(
     process = start([*launch.argv(port), *_control(launch)], environment(launch.env), log)
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
-        _wait_until_ready(server, unwanted or threading.Event())
+        wait_until_ready(server.url, process, log, READY_SECONDS, unwanted)
         yield server
     finally:
         stop(process)
@@ -243,44 +215,3 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         **extra,
     }
-
-
-def stop(process: Process) -> None:
-    """End the server's process group: first politely, then for sure, children included."""
-    for sig in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sig)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=STOP_SECONDS)
-
-
-def free_port() -> int:
-    """A free TCP port below those that the system gives to outgoing connections.
-
-    A server binds its port half a minute later; a port of theirs could be taken by then.
-    """
-    dice = random.SystemRandom()  # whoever seeds ``random`` must not make two servers' ports equal
-    while True:
-        port = dice.randrange(15_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
-def _wait_until_ready(server: Server, unwanted: threading.Event) -> None:
-    deadline = time.monotonic() + READY_SECONDS
-    while time.monotonic() < deadline:
-        if unwanted.is_set():
-            raise ServerError("the server is not needed any more")
-        if server.process.poll() is not None:
-            raise ServerError(f"server ended with {server.process.poll()}\n{_tail(server.log)}")
-        with contextlib.suppress(requests.RequestException):
-            if requests.get(f"{server.url}/health_generate", timeout=30).ok:
-                return
-        time.sleep(0.3)
-    raise ServerError(f"server not ready within {READY_SECONDS:.0f} s\n{_tail(server.log)}")
-
-
-def _tail(log: Path, num_lines: int = 30) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-num_lines:]
-    return "\n".join(line[:400] for line in lines)

@@ -1,14 +1,9 @@
-"""One kind of console and of tables for all commands, and their way to stop at SIGTERM.
-
-Servers are process groups of their own, and would outlive a command that just ended.
-"""
+"""One kind of console and of tables for all commands."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -30,21 +25,3 @@ def table(title: str | None, *columns: str, numbers: Sequence[str] = ()) -> Tabl
     for name in numbers:
         found.add_column(name, justify="right")
     return found
-
-
-@contextlib.contextmanager
-def interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM is a KeyboardInterrupt here, so that whoever started servers stops them.
-
-    Only the first: ``timeout`` sends it twice, and the second would interrupt the stopping.
-    """
-
-    def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

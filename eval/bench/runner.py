@@ -27,9 +27,10 @@ from eval.bench.datasets import Sample
 from eval.bench.methods import PlannedCell, passes, rounds
 from eval.bench.records import Cell, has_cell, write_cell
 from eval.gpu.step_clock import KEY, decoding, since
-from eval.server import Launch, Server, ServerError, running
+from eval.server import Launch, Server, running
 from sglang_c2t.offline.client import run_load
 from sglang_c2t.offline.progress import progress_on
+from sglang_c2t.offline.servers import ServerError
 
 WARM_UP_TOKENS = 32
 SEEN = 16  # warm-up requests of a method that plans by what it has seen of a load

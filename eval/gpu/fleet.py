@@ -15,15 +15,8 @@ from typing import Any
 
 from eval.gpu import graft, models, plugins
 from eval.gpu.results import Results, elapsed
-from eval.server import (
-    Launch,
-    Server,
-    environment,
-    free_port,
-    gpu_environment,
-    speculative_flags,
-    start,
-)
+from eval.server import Launch, Server, environment, gpu_environment, speculative_flags
+from sglang_c2t.offline.servers import free_port, start
 
 READY = "The server is fired up"
 

@@ -34,7 +34,7 @@ from eval.gpu.measure import Answers, Method, Speed, switch
 from eval.gpu.plan import AUTO_AGAIN, BIG, EMULATED, GPU, LITTLE, REST, STAGES
 from eval.gpu.results import Results, elapsed, report, start_clock
 from eval.prompts import demo_mix
-from eval.terminal import interrupted_by_sigterm
+from sglang_c2t.offline.servers import interrupted_by_sigterm
 
 #: Seconds of a call that are kept for stopping servers and for the last report.
 RESERVE = 12.0

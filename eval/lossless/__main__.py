@@ -41,6 +41,7 @@ from eval.smollm2.target import TargetError
 from sglang_c2t.files import write_texts
 from sglang_c2t.offline.progress import progress_on
 from sglang_c2t.offline.prompts import PromptRow, read_prompts
+from sglang_c2t.offline.servers import interrupted_by_sigterm
 
 PARTS = ("greedy", "sampling", "seeded")
 
@@ -378,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     console = terminal.console()
     try:
-        with terminal.interrupted_by_sigterm(), progress_on(console) as progress:
+        with interrupted_by_sigterm(), progress_on(console) as progress:
             found = Suite(chosen, args, prompts, progress).run()
     except KeyboardInterrupt:
         console.print("interrupted; the servers are stopped")

@@ -13,17 +13,8 @@ from typing import TypeVar
 import aiohttp
 import requests
 
-from eval.server import (
-    Launch,
-    Process,
-    Server,
-    ServerError,
-    SwitchError,
-    gpu_environment,
-    running,
-    speculative_flags,
-    stop,
-)
+from eval.server import Launch, Server, SwitchError, gpu_environment, running, speculative_flags
+from sglang_c2t.offline.servers import Process, ServerError, stop
 
 SHAPES = ("chains", "trees")
 #: On the CPU; prompts of a thousand tokens are prefilled in several chunks.

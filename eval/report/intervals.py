@@ -16,7 +16,7 @@ import pandas as pd
 from scipy.stats import t as student
 from scipy.stats import ttest_ind
 
-from sglang_c2t.offline.compare import Array, interval, resamples
+from sglang_c2t.offline.curves import Array, interval, resamples
 
 LEVEL = 0.95
 NUM_RESAMPLES = 1000

@@ -40,6 +40,7 @@ from eval.soak.pool import make_jobs
 from sglang_c2t.files import write_texts
 from sglang_c2t.offline.client import greedy, run_load
 from sglang_c2t.offline.progress import progress_on
+from sglang_c2t.offline.servers import interrupted_by_sigterm
 
 #: Seconds a request may decode before the server aborts it.
 TIME_LIMIT = 8.0
@@ -303,5 +304,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with terminal.interrupted_by_sigterm():
+    with interrupted_by_sigterm():
         sys.exit(main())

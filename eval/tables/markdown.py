@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from sglang_c2t.offline.compare import Array, interval
+from sglang_c2t.offline.curves import Array, interval
 
 
 def rule(numbers: int, words: int = 1) -> str:

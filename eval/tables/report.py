@@ -10,7 +10,7 @@ import torch
 
 from eval.tables.markdown import difference, section, with_interval
 from eval.tables.rules import LEARN, OURS, Recorded, Rule, verdict
-from sglang_c2t.offline.compare import Array, Curve, everyone
+from sglang_c2t.offline.curves import Array, Curve, everyone
 from sglang_c2t.offline.replay import Chains
 from sglang_c2t.policies.dyjoint import DyJoint
 

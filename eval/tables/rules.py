@@ -19,7 +19,7 @@ from eval.tables.tree_replay import Forest, replay_trees
 from sglang_c2t.classifier.checkpoint import Classifier
 from sglang_c2t.classifier.recording import Recording
 from sglang_c2t.draft_layer import DraftLayer
-from sglang_c2t.offline.compare import (
+from sglang_c2t.offline.curves import (
     ODDS_GRID,
     Array,
     Curve,

@@ -11,7 +11,7 @@ import numpy as np
 
 from eval.tables.markdown import section
 from sglang_c2t.classifier.checkpoint import SHIPPED, Classifier, load_classifier
-from sglang_c2t.offline.compare import ODDS_GRID, Curve
+from sglang_c2t.offline.curves import ODDS_GRID, Curve
 from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.policies.c2t import C2T
 from sglang_c2t.policies.c2t_log import C2TLog

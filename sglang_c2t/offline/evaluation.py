@@ -25,7 +25,7 @@ from torch import Tensor
 from sglang_c2t.classifier.checkpoint import Classifier, load_classifier
 from sglang_c2t.classifier.recording import Recording, require_finite
 from sglang_c2t.config import C2TConfig, ConfigError
-from sglang_c2t.offline.compare import ODDS_GRID, Array, Curve, everyone, interval, resamples, sweep
+from sglang_c2t.offline.curves import ODDS_GRID, Array, Curve, everyone, interval, resamples, sweep
 from sglang_c2t.offline.replay import Chains, Outcome, replay
 from sglang_c2t.offline.scores import auc, expected_calibration_error
 from sglang_c2t.offline.train import recipe_of

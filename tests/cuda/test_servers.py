@@ -22,7 +22,7 @@ from eval.gpu import plugins
 from eval.gpu.ties import Reference, excused, parting
 from eval.prompts import demo_mix
 from eval.server import TARGET, Launch, Server, gpu_environment, running, speculative_flags
-from eval.terminal import interrupted_by_sigterm
+from sglang_c2t.offline.servers import interrupted_by_sigterm
 from tests.gpu import gpu
 
 #: A device that is slow may be asked less.

@@ -12,7 +12,8 @@ from pathlib import Path
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from eval.server import Server, environment, free_port, stop
+from eval.server import Server, environment
+from sglang_c2t.offline.servers import free_port, stop
 from tests.forked_servers import start_as_users_do
 
 READY_SECONDS = 60.0

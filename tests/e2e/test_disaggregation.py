@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.server import Launch, Server, free_port, running, speculative_flags
+from eval.server import Launch, Server, running, speculative_flags
 from sglang_c2t.offline.client import differing, greedy, run_load
+from sglang_c2t.offline.servers import free_port
 from tests.e2e.conftest import BODIES, CONCURRENCY, assert_counted, run_beside_aborts, series
 from tests.e2e.mixed_load import FLAGS, RETRACTING, LosslessnessSuite
 from tests.e2e.router import Router, routing_apart

@@ -35,7 +35,7 @@ from eval.bench.records import (
 )
 from eval.bench.runner import CellError, Runner
 from eval.run import CHECKS_FILE, judge, main, open_run
-from eval.server import ServerError
+from sglang_c2t.offline.servers import ServerError
 from tests.eval.bench_configs import config
 
 SAMPLES = [Sample("math", f"prompt {i}", 2) for i in range(8)]

@@ -24,7 +24,7 @@ from eval.tables import __main__ as command
 from eval.tables import report, rules, thresholds
 from eval.tables.markdown import difference, signed, with_interval
 from eval.tables.tree_replay import Forest, replay_trees
-from sglang_c2t.offline.compare import Curve
+from sglang_c2t.offline.curves import Curve
 from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.offline.train import RECIPES, TrainSettings, train_classifier
 from sglang_c2t.policies.base import TreeShape

@@ -10,6 +10,7 @@ import signal
 import pytest
 
 from eval import terminal
+from sglang_c2t.offline.servers import interrupted_by_sigterm
 
 
 def test_sigterm_lets_a_command_stop_its_servers_and_a_second_one_does_not_stop_that() -> None:
@@ -17,7 +18,7 @@ def test_sigterm_lets_a_command_stop_its_servers_and_a_second_one_does_not_stop_
     before = signal.getsignal(signal.SIGTERM)
 
     def command() -> None:
-        with terminal.interrupted_by_sigterm():
+        with interrupted_by_sigterm():
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
             finally:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_c2t.offline.compare import Curve, everyone, interval, resamples, sweep
+from sglang_c2t.offline.curves import Curve, everyone, interval, resamples, sweep
 from sglang_c2t.offline.replay import Chains, replay
 from sglang_c2t.policies.dyjoint import DyJoint
 from sglang_c2t.policies.fixed import Fixed
