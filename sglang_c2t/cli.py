@@ -1,4 +1,4 @@
-"""``check`` the plugin and find its ``guides``. ``record`` drafts, ``train`` a classifier on them
+"""``check`` the plugin, ``compare`` servers with and without it, and find its ``guides``. ``record`` drafts, ``train`` a classifier on them
 and ``evaluate`` it. For running servers, ``advise`` finds what to set and ``top`` shows their load.
 """
 
@@ -67,9 +67,45 @@ def _parser() -> argparse.ArgumentParser:
         "guides", help="print the folder of the guides and deployment files"
     )
     guides.set_defaults(run=_guides)
+    _add_compare(commands)
     _add_training(commands)
     _add_watching(commands)
     return parser
+
+
+def _add_compare(commands: Any) -> None:
+    """Add the command that measures a user's own server."""
+    compare = commands.add_parser(
+        "compare",
+        help="what --c2t gains with your models, on this machine",
+        usage="python -m sglang_c2t compare [options] -- LAUNCH FLAGS",
+        description="Starts your server without speculation, as it is, with SGLang's "
+        "--speculative-adaptive, and with --c2t, sends each the same prompts, and prints what was "
+        "fastest at which load, what it costs, and whether outputs agree.",
+        epilog="exit code: 0; 1 if --c2t changed more outputs than SGLang's own speculation; 2 if "
+        "your server does not start; 130 after ctrl-C",
+    )
+    compare.add_argument(
+        "launch", nargs="+", metavar="LAUNCH FLAGS", help="those of python -m sglang.launch_server"
+    )
+    compare.add_argument("--data", help="JSON lines with prompt, text, turns or messages")
+    compare.add_argument(
+        "--at-once", type=int, nargs="+", default=[1, 8, 32], help="loads; default: 1 8 32"
+    )
+    compare.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
+    compare.add_argument("--repeats", type=int, default=3, help="of each load; default: 3")
+    compare.add_argument(
+        "--side-by-side",
+        action="store_true",
+        help="start all servers at once and take turns: less noise, if all fit into memory",
+    )
+    compare.add_argument(
+        "--out",
+        type=Path,
+        default=Path("c2t-compare"),
+        help="for logs and figures; default: c2t-compare",
+    )
+    compare.set_defaults(run=_compare)
 
 
 def _add_training(commands: Any) -> None:
@@ -175,6 +211,35 @@ def _check(_args: argparse.Namespace) -> int:
     from sglang_c2t.srt.diagnosis import diagnose
 
     return diagnose(functools.partial(print, flush=True))
+
+
+def _compare(args: argparse.Namespace) -> int:
+    _require_extra("aiohttp", "rich")
+    from rich.console import Console
+
+    from sglang_c2t.offline.compare import MIXED, Settings, compare
+    from sglang_c2t.offline.prompts import read_prompts
+
+    for name, values in (
+        ("at_once", args.at_once),
+        ("max_new_tokens", [args.max_new_tokens]),
+        ("repeats", [args.repeats]),
+    ):
+        if min(values) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} must be 1 or more, got {min(values)}")
+    settings = Settings(
+        read_prompts(args.data or MIXED),
+        at_once=sorted(set(args.at_once)),
+        max_new_tokens=args.max_new_tokens,
+        repeats=args.repeats,
+        side_by_side=args.side_by_side,
+        folder=args.out,
+    )
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=120, highlight=False)
+    return compare(args.launch, settings, console)
 
 
 def _guides(_args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import asyncio
 import json
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,24 @@ class LoadResult:
     def output_tokens(self) -> int:
         """Tokens generated over all requests."""
         return sum(len(answer.output_ids) for answer in self.answers)
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """One request whose tokens were streamed, by the client's clock."""
+
+    text: str
+    tokens: int
+    first_seconds: float
+    """From sending it to its first token."""
+    seconds: float
+    """From sending it to its last token."""
+    meta_info: dict[str, Any]
+
+    @property
+    def token_seconds(self) -> float:
+        """Mean time between two tokens."""
+        return (self.seconds - self.first_seconds) / max(self.tokens - 1, 1)
 
 
 def differing(got: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> list[int]:
@@ -100,6 +118,45 @@ def post_all(
             return list(replies), time.perf_counter() - start
 
     return asyncio.run(post_them())
+
+
+def stream_all(
+    url: str, bodies: Sequence[Mapping[str, Any]], *, concurrency: int
+) -> list[Streamed]:
+    """Stream every /generate body once, ``concurrency`` at a time; the answers in order. Raises on
+    the first failure.
+    """
+    gate = asyncio.Semaphore(concurrency)
+
+    async def stream(session: aiohttp.ClientSession, body: Mapping[str, Any]) -> Streamed:
+        async with gate:
+            began, first, text, meta = time.perf_counter(), 0.0, "", {}
+            asked = {**body, "stream": True}
+            async with session.post(f"{url}/generate", json=asked) as response:
+                if response.status >= 400:
+                    reason = (await response.text())[:300]
+                    raise aiohttp.ClientError(f"/generate answered {response.status}: {reason}")
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    chunk = json.loads(line[len(b"data: ") :])
+                    first = first or time.perf_counter() - began
+                    # A server that streams increments sends what is new only.
+                    more = chunk["text"]
+                    text = more if more.startswith(text) else text + more
+                    meta = chunk["meta_info"]
+            tokens, seconds = int(meta.get("completion_tokens", 0)), time.perf_counter() - began
+            return Streamed(text, tokens, first, seconds, meta)
+
+    async def stream_them() -> list[Streamed]:
+        async with aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS),
+            connector=aiohttp.TCPConnector(limit=concurrency),
+            read_bufsize=1 << 20,
+        ) as session:
+            return await asyncio.gather(*(stream(session, body) for body in bodies))
+
+    return asyncio.run(stream_them())
 
 
 def authorization(api_key: str | None) -> dict[str, str]:

@@ -1,0 +1,416 @@
+"""``python -m sglang_c2t compare -- LAUNCH FLAGS``: what speculation gains with one's own models.
+
+The command starts a user's server without speculation, as it is, with SGLang's adaptive rule, and
+with ``--c2t``. It sends each the same prompts at the same loads, and times them as a client does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import psutil
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sglang_c2t.checks import ConfigError
+from sglang_c2t.offline.client import Streamed, stream_all
+from sglang_c2t.offline.progress import progress_on
+from sglang_c2t.offline.prompts import PromptRow
+from sglang_c2t.offline.servers import (
+    ServerError,
+    free_port,
+    interrupted_by_sigterm,
+    start,
+    stop,
+    wait_until_ready,
+)
+
+#: Names of the servers.
+NONE, AS_IS, ADAPTIVE, C2T = "no speculation", "as it is", "adaptive", "--c2t"
+
+#: Results in the folder of the logs.
+RESULTS = "compare.json"
+
+#: Our own prompts, of several kinds.
+MIXED = Path(__file__).with_name("mixed.jsonl")
+
+#: Share by which two servers must differ for one to be called faster.
+ALIKE = 0.02
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to send, how often, and how to start the servers."""
+
+    prompts: Sequence[PromptRow]
+    at_once: Sequence[int] = (1, 8, 32)
+    max_new_tokens: int = 64
+    repeats: int = 3
+    side_by_side: bool = False
+    start_seconds: float = 600.0
+    folder: Path = Path("c2t-compare")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One load, sent once."""
+
+    seconds: float
+    answers: list[Streamed]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second over all requests."""
+        return sum(answer.tokens for answer in self.answers) / self.seconds
+
+    def percentiles(self) -> dict[str, list[float]]:
+        """Return p50 and p99 in ms of the time to the first token, and of the time per further
+        token.
+        """
+        first = [answer.first_seconds for answer in self.answers]
+        each = [answer.token_seconds for answer in self.answers if answer.tokens > 1]
+        found = {"ttft_ms": first, "tpot_ms": each or [float("nan")]}
+        return {name: (1e3 * np.percentile(s, (50, 99))).tolist() for name, s in found.items()}
+
+
+@dataclass
+class Arm:
+    """One server and its runs."""
+
+    name: str
+    flags: list[str]
+    runs: dict[int, list[Run]] = field(default_factory=dict)
+    """By the number of requests at once."""
+    failed: str = ""
+    """Why it did not start, or ended."""
+    start_seconds: float = 0.0
+    memory_gib: float = 0.0
+    """Resident memory of its processes."""
+    cache_tokens: int = 0
+    """Tokens that its KV cache holds."""
+
+    def tokens_per_verification(self, load: int) -> float | None:
+        """Return the accept length, bonus tokens included; ``None`` without speculation."""
+        metas = [(a.tokens, a.meta_info) for run in self.runs[load] for a in run.answers]
+        verified = [(n, m["spec_verify_ct"]) for n, m in metas if m.get("spec_verify_ct")]
+        if not verified:
+            return None
+        # The first token of an answer comes from the prefill.
+        return sum(n - 1 for n, _ in verified) / sum(count for _, count in verified)
+
+
+def arms(flags: Sequence[str]) -> list[Arm]:
+    """Return the servers to compare, by the ``flags`` of one with speculation. Raises
+    :class:`ConfigError` if they start none.
+    """
+    if "--speculative-algorithm" not in {flag.partition("=")[0] for flag in flags}:
+        raise ConfigError(
+            "the flags after -- start no speculation: give those of a server that drafts, such as "
+            "--model-path M --speculative-algorithm EAGLE3 --speculative-draft-model-path D"
+        )
+    stock = without(flags, "--c2t", "--port", "--host", "--speculative-adaptive")
+    of_c2t = [flag for flag in without(flags, "--port", "--host") if flag not in stock]
+    return [
+        Arm(NONE, without(stock, "--speculative-")),
+        Arm(AS_IS, stock),
+        Arm(ADAPTIVE, [*stock, "--speculative-adaptive"]),
+        Arm(C2T, [*stock, *(of_c2t if "--c2t" in of_c2t else ["--c2t"])]),
+    ]
+
+
+def without(flags: Sequence[str], *prefixes: str) -> list[str]:
+    """Return the ``flags`` without those that begin with a prefix, and without their values."""
+    found, dropped = [], False
+    for flag in flags:
+        if flag.startswith("--"):
+            dropped = flag.startswith(prefixes)
+        if not dropped:
+            found.append(flag)
+    return found
+
+
+def compare(flags: Sequence[str], settings: Settings, console: Console) -> int:
+    """Start the servers, measure, and print what came out. Returns 1 if ``--c2t`` changed more
+    outputs than SGLang's own speculation does, 130 after an interrupt, otherwise 0. Raises
+    :class:`ConfigError` if the server without speculation, or the one as it is, does not start.
+    """
+    servers, code = arms(flags), 0
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    bodies = requests(settings, flags)
+    with interrupted_by_sigterm(), progress_on(Console(stderr=True), transient=True) as progress:
+        total = len(servers) * (1 + len(settings.at_once) * settings.repeats)
+        task = progress.add_task("starts and loads", total=total)
+        step = lambda: progress.advance(task)  # noqa: E731
+        try:
+            measure = _side_by_side if settings.side_by_side else _in_turn
+            measure(servers, bodies, settings, step)
+        except KeyboardInterrupt:
+            code = 130
+    measured = [server for server in servers if server.runs]
+    (settings.folder / RESULTS).write_text(json.dumps(facts(servers), indent=1))
+    for server in servers:
+        if server.failed:
+            console.print(f"{server.name}: {server.failed}", markup=False)
+    if len(measured) < 2:
+        console.print("Too little was measured to compare.")
+        return code or 1
+    for load in settings.at_once:
+        if any(load in server.runs for server in measured):
+            console.print(table(measured, load))
+            console.print(verdict(measured, load), markup=False)
+    console.print(prices(measured), markup=False)
+    differing = {server.name: differences(server, measured[0]) for server in measured}
+    console.print(agreement(differing), markup=False)
+    console.print(f"All figures and logs: {settings.folder}", markup=False)
+    return code or int(differing.get(C2T, 0) > max(differing[measured[0].name], _own(differing)))
+
+
+# -- servers ------------------------------------------------------------------------------
+
+
+def _in_turn(
+    servers: Sequence[Arm], bodies: Bodies, settings: Settings, step: Callable[[], None]
+) -> None:
+    """Run one server after the other, so that one has all of the machine's memory."""
+    for server in servers:
+        with running(server, settings) as url:
+            step()
+            if url is not None:
+                for load in settings.at_once:
+                    for _ in range(settings.repeats):
+                        _send(server, url, load, bodies)
+                        step()
+
+
+def _side_by_side(
+    servers: Sequence[Arm], bodies: Bodies, settings: Settings, step: Callable[[], None]
+) -> None:
+    """Start all servers, and send each load to one after the other."""
+    with ExitStack() as stack:
+        urls = {}
+        for server in servers:
+            urls[server.name] = stack.enter_context(running(server, settings))
+            step()
+        for load in settings.at_once:
+            for _ in range(settings.repeats):
+                for server in random.sample(servers, len(servers)):
+                    if (url := urls[server.name]) is not None:
+                        _send(server, url, load, bodies)
+                    step()
+
+
+@contextmanager
+def running(server: Arm, settings: Settings) -> Iterator[str | None]:
+    """Start a server, and yield its URL; ``None`` if it fails. Raises :class:`ConfigError` if one
+    without ``--c2t`` fails that the comparison needs.
+    """
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    log = settings.folder / f"{server.name.strip('-').replace(' ', '-')}.log"
+    argv = [sys.executable, "-m", "sglang.launch_server", *server.flags]
+    began = time.perf_counter()
+    process = start([*argv, "--host", "127.0.0.1", "--port", str(port)], os.environ, log)
+    try:
+        try:
+            wait_until_ready(url, process, log, settings.start_seconds)
+        except ServerError as error:
+            server.failed = f"{_reason(str(error))} (see {log})"
+            if server.name in (NONE, AS_IS):
+                raise ConfigError(f"{server.name}: {server.failed}") from error
+            yield None
+            return
+        server.start_seconds = time.perf_counter() - began
+        server.memory_gib = _resident_gib(process.pid)
+        with urllib.request.urlopen(f"{url}/server_info", timeout=60) as reply:
+            server.cache_tokens = json.load(reply).get("max_total_num_tokens", 0)
+        yield url
+    finally:
+        stop(process)
+
+
+def _reason(message: str) -> str:
+    """Return the line of a failed start that tells most: the last error in the log's tail."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return f"{lines[0]}: {(errors or lines)[-1]}"
+
+
+def _resident_gib(pid: int) -> float:
+    main = psutil.Process(pid)
+    every = [main, *main.children(recursive=True)]
+    return float(sum(process.memory_info().rss for process in every) / 2**30)
+
+
+# -- load ---------------------------------------------------------------------------------
+
+Bodies = Sequence[Mapping[str, Any]]
+
+
+def requests(settings: Settings, flags: Sequence[str]) -> Bodies:
+    """Return greedy /generate bodies; messages get the chat template of the served model."""
+    params = {"temperature": 0, "max_new_tokens": settings.max_new_tokens}
+    rows = settings.prompts
+    texts = [row.text for row in rows]
+    if any(row.messages for row in rows):
+        from transformers import AutoTokenizer
+
+        path = _value(flags, "--tokenizer-path") or _value(flags, "--model-path", "--model")
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code="--trust-remote-code" in flags
+        )
+        for at, row in enumerate(rows):
+            if row.messages and tokenizer.chat_template:
+                texts[at] = tokenizer.apply_chat_template(
+                    row.messages, tokenize=False, add_generation_prompt=True
+                )
+            elif row.messages:
+                texts[at] = "\n".join(str(message["content"]) for message in row.messages)
+    return [{"text": text, "sampling_params": params} for text in texts]
+
+
+def _value(flags: Sequence[str], *names: str) -> str | None:
+    """Return the value of a flag; ``None`` if it is not given."""
+    for at, flag in enumerate(flags):
+        name, equals, value = flag.partition("=")
+        if name in names:
+            return value if equals else flags[at + 1] if at + 1 < len(flags) else None
+    return None
+
+
+def _send(server: Arm, url: str, load: int, bodies: Bodies) -> None:
+    """Send a load once, prefill included; before the first one a few requests to warm up. A server
+    that fails a request gets no more.
+    """
+    if server.failed:
+        return
+    wanted = [bodies[i % len(bodies)] for i in range(max(2 * load, 8))]
+    try:
+        if not server.runs:
+            stream_all(url, wanted[:load], concurrency=load)
+        urllib.request.urlopen(f"{url}/flush_cache?timeout=20", data=b"", timeout=60).close()
+        began = time.perf_counter()
+        answers = stream_all(url, wanted, concurrency=load)
+    except (aiohttp.ClientError, OSError) as error:
+        server.failed = f"failed at {load} at once: {str(error) or type(error).__name__}"
+        return
+    server.runs.setdefault(load, []).append(Run(time.perf_counter() - began, answers))
+
+
+# -- results ------------------------------------------------------------------------------
+
+
+def ratio(server: Arm, base: Arm, load: int) -> tuple[float, float, float]:
+    """Return the median, least and largest ratio of tokens per second to those of ``base``."""
+    both = zip(server.runs.get(load, ()), base.runs.get(load, ()), strict=False)
+    found = [mine.rate / theirs.rate for mine, theirs in both] or [float("nan")]
+    return float(np.median(found)), min(found), max(found)
+
+
+def table(servers: Sequence[Arm], load: int) -> Table:
+    """Return the comparison at one load."""
+    found = Table(title=f"{load} at once", title_justify="left", box=box.SIMPLE)
+    found.add_column("server")
+    for name in ("tokens/s", "ratio [least, most]", "TTFT ms", "TPOT ms", "accept length"):
+        found.add_column(name, justify="right")
+    for server in servers:
+        if load not in server.runs:
+            continue
+        runs, (middle, least, most) = server.runs[load], ratio(server, servers[0], load)
+        every = Run(1.0, [answer for run in runs for answer in run.answers]).percentiles()
+        accepted = server.tokens_per_verification(load)
+        found.add_row(
+            server.name,
+            f"{np.median([run.rate for run in runs]):.1f}",
+            f"{middle:.2f} [{least:.2f}, {most:.2f}]",
+            *(f"{every[name][0]:.0f}, {every[name][1]:.0f}" for name in ("ttft_ms", "tpot_ms")),
+            "-" if accepted is None else f"{accepted:.2f}",
+        )
+    return found
+
+
+def verdict(servers: Sequence[Arm], load: int) -> str:
+    """Return what was fastest at one load, and whether ``--c2t`` was."""
+    there = [server for server in servers if load in server.runs]
+    best = max(there, key=lambda server: ratio(server, servers[0], load)[0])
+    mine = next((server for server in there if server.name == C2T), None)
+    said = f"Fastest at {load}: {best.name}."
+    if mine is None:
+        return said
+    others = [server for server in there if server is not mine]
+    rival = max(others, key=lambda server: ratio(server, servers[0], load)[0])
+    middle, least, most = ratio(mine, rival, load)
+    against = f"--c2t has {middle:.2f} [{least:.2f}, {most:.2f}] of the tokens of {rival.name}"
+    if least <= 1.0 <= most or abs(middle - 1.0) < ALIKE:
+        return f"{said} {against}, which is within the noise."
+    return f"{said} {against}, which is {'faster' if middle > 1.0 else 'SLOWER'}."
+
+
+def prices(servers: Sequence[Arm]) -> str:
+    """Return what each server took to start, and its memory."""
+    each = (
+        f"{server.name} {server.start_seconds:.0f} s, {server.memory_gib:.1f} GiB of host memory, "
+        f"room for {server.cache_tokens} tokens"
+        for server in servers
+    )
+    return f"Start: {'; '.join(each)}."
+
+
+def differences(server: Arm, base: Arm) -> int:
+    """Count the answers that differ from the first ones of ``base`` to the same prompts."""
+    return sum(
+        mine.text != theirs.text
+        for load, runs in server.runs.items()
+        if load in base.runs
+        for run in runs
+        for mine, theirs in zip(run.answers, base.runs[load][0].answers, strict=True)
+    )
+
+
+def _own(differing: Mapping[str, int]) -> int:
+    return max((differing[name] for name in (AS_IS, ADAPTIVE) if name in differing), default=0)
+
+
+def agreement(differing: Mapping[str, int]) -> str:
+    """Return whether outputs agree. In bfloat16 the batch decides ties, without speculation too."""
+    if not any(differing.values()):
+        return "All outputs are equal."
+    each = ", ".join(f"{name} {count}" for name, count in differing.items())
+    return (
+        f"Answers that differ from the first ones without speculation: {each}. Rounding depends on "
+        "the batch, so that a server may differ from itself; float32 shows whether that is all."
+    )
+
+
+def facts(servers: Sequence[Arm]) -> list[dict[str, Any]]:
+    """Return all figures, for JSON."""
+    return [
+        {
+            "server": server.name,
+            "flags": server.flags,
+            "failed": server.failed,
+            "start_seconds": server.start_seconds,
+            "memory_gib": server.memory_gib,
+            "cache_tokens": server.cache_tokens,
+            "loads": {
+                load: {
+                    "tokens_per_second": [run.rate for run in runs],
+                    "accept_length": server.tokens_per_verification(load),
+                    "repeats": [run.percentiles() for run in runs],
+                }
+                for load, runs in server.runs.items()
+            },
+        }
+        for server in servers
+    ]

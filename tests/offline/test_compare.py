@@ -1,0 +1,158 @@
+"""``compare`` beside a stand-in for SGLang's server; ``tests/e2e`` has it with real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sglang_c2t.checks import ConfigError
+from sglang_c2t.offline.client import Streamed
+from sglang_c2t.offline.compare import MIXED, Arm, Run, arms, verdict
+from sglang_c2t.offline.prompts import read_prompts
+
+DRAFTING = ["--model-path", "m", "--speculative-algorithm", "EAGLE3"]
+
+#: Runs the command line with the stand-in as SGLang's launcher.
+COMMAND = """
+import subprocess, sys
+from sglang_c2t.offline import compare
+real = compare.start
+def start(argv, env, log):
+    return real([sys.executable, "-m", "tests.offline.fake_sglang", *argv[3:]], env, log)
+compare.start = start
+from sglang_c2t.cli import main
+sys.exit(main(["compare", *sys.argv[1:]]))
+"""
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    rows = [json.dumps({"text": letter * 9}) for letter in "abc"]
+    path.write_text("\n".join(rows))
+    return path
+
+
+def command(prompts: Path, *launch: str, options: tuple[str, ...] = ()) -> list[str]:
+    out = prompts.parent / "out"
+    given = ["--data", str(prompts), "--out", str(out), "--at-once", "1", "2", "--repeats", "2"]
+    return [sys.executable, "-c", COMMAND, *given, *options, "--", *launch]
+
+
+def run(*args: Any, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    argv = command(*args, **kwargs)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("options", [(), ("--side-by-side",)])
+def test_compare_prints_each_server_at_each_load_and_that_outputs_agree(
+    prompts: Path, options: tuple[str, ...]
+) -> None:
+    done = run(prompts, *DRAFTING, options=options)
+    assert done.returncode == 0, done.stderr
+    for name in ("no speculation", "as it is", "adaptive", "--c2t"):
+        assert done.stdout.count(f"\n  {name}  ") == 2
+    assert "2.00" in done.stdout, "four further tokens in two verifications"
+    assert "Fastest at 1: " in done.stdout
+    assert "All outputs are equal." in done.stdout
+    found = json.loads((prompts.parent / "out" / "compare.json").read_text())
+    assert [len(one["loads"]["2"]["tokens_per_second"]) for one in found] == [2] * 4
+
+
+def test_compare_ends_with_1_where_c2t_changes_outputs(prompts: Path) -> None:
+    done = run(prompts, *DRAFTING, "--c2t", "--changes")
+    assert done.returncode == 0, "all servers change alike"
+    changing = ["--c2t", "--c2t-x", "1"]
+    assert arms([*DRAFTING, *changing])[-1].flags == [*DRAFTING, *changing]
+    mine = COMMAND.replace("*argv[3:]]", '*argv[3:], *(["--changes"] if "--c2t" in argv else [])]')
+    argv = [part.replace(COMMAND, mine) for part in command(prompts, *DRAFTING)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "--c2t 32" in done.stdout, "each of 8 answers, at two loads, twice"
+
+
+def test_compare_wrong_flag_is_an_error_that_names_it(prompts: Path) -> None:
+    done = run(prompts, *DRAFTING, "--wrong")
+    assert done.returncode == 2
+    assert "unrecognized arguments: --wrong" in done.stderr
+    assert "no-speculation.log" in done.stderr
+
+
+def test_compare_goes_on_without_a_server_that_does_not_start_or_dies(prompts: Path) -> None:
+    done = run(prompts, *DRAFTING, "--speculative-eagle-topk", "4")
+    assert done.returncode == 0
+    assert "adaptive: server ended with 1: ValueError: adaptive needs a topk of 1" in done.stdout
+    mine = COMMAND.replace("*argv[3:]]", '*argv[3:], *(["--dies"] if "--c2t" in argv else [])]')
+    argv = [part.replace(COMMAND, mine) for part in command(prompts, *DRAFTING)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert "--c2t: failed at 1 at once: " in done.stdout
+    assert "Fastest at 2: " in done.stdout
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_compare_interrupt_stops_its_servers(prompts: Path, end: int) -> None:
+    argv = command(prompts, *DRAFTING, options=("--repeats", "100000"))
+    # A shell's background job ignores SIGINT, and so would its child.
+    reset = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    argv[2] = reset + argv[2]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (children := psutil.Process(process.pid).children(recursive=True)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(1)
+    os.kill(process.pid, end)
+    assert process.wait(60) == 130
+    assert not any(child.is_running() for child in children)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--model-path", "m"], ["--model-path=m", "--speculative-num-steps=3"]]
+)
+def test_compare_needs_a_server_that_drafts(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--speculative-algorithm EAGLE3"):
+        arms(flags)
+
+
+def test_compare_flags_of_each_server() -> None:
+    given = ["--tp", "2", "--speculative-num-steps=3", "--port", "30000", *DRAFTING, "--trust"]
+    none, as_is, adaptive, c2t = (arm.flags for arm in arms([*given, "--c2t-beta", "0.3"]))
+    assert none == ["--tp", "2", "--model-path", "m", "--trust"]
+    assert as_is == ["--tp", "2", "--speculative-num-steps=3", *DRAFTING, "--trust"]
+    assert adaptive == [*as_is, "--speculative-adaptive"]
+    assert c2t == [*as_is, "--c2t"]
+
+
+def made(name: str, *rates: float) -> Arm:
+    """A server with these tokens per second at 8 requests."""
+    answers = [Streamed("a", 1, 0.1, 0.1, {})]
+    return Arm(name, [], {8: [Run(1.0 / rate, answers) for rate in rates]})
+
+
+@pytest.mark.parametrize(
+    ("c2t", "said"),
+    [
+        ((15.0, 16.0), "Fastest at 8: --c2t. --c2t has 1.41 [1.36, 1.45] of the tokens of as it "
+         "is, which is faster."),
+        ((10.0, 12.0), "which is within the noise."),
+        ((8.0, 9.0), "which is SLOWER."),
+    ],
+)  # fmt: skip
+def test_compare_verdict_names_losses_and_noise(c2t: tuple[float, float], said: str) -> None:
+    servers = [made("no speculation", 10.0, 10.0), made("as it is", 11.0, 11.0)]
+    assert said in verdict([*servers, made("--c2t", *c2t)], 8)
+
+
+def test_compare_own_prompts_are_of_several_kinds() -> None:
+    rows = read_prompts(MIXED)
+    assert len({row.group for row in rows}) >= 6
+    assert len(rows) == len({str(row.messages) for row in rows}) >= 24
