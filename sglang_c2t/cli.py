@@ -1,5 +1,6 @@
-"""``check`` the plugin, ``compare`` servers with and without it, and find its ``guides``. ``record`` drafts, ``train`` a classifier on them
-and ``evaluate`` it. For running servers, ``advise`` finds what to set and ``top`` shows their load.
+"""``check`` the plugin, find its ``guides``, and ``compare`` a server with and without it.
+``record`` drafts, ``train`` a classifier on them and ``evaluate`` it. For running servers,
+``advise`` finds what to set and ``top`` shows their load.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ ALIKE = 0.02
 
 @dataclass(frozen=True)
 class Settings:
-    """What to send, how often, and how to start the servers."""
+    """The load, its repeats, and how to start the servers."""
 
     prompts: Sequence[PromptRow]
     at_once: Sequence[int] = (1, 8, 32)
@@ -241,7 +241,7 @@ def running(server: Arm, settings: Settings) -> Iterator[str | None]:
 
 
 def _reason(message: str) -> str:
-    """Return the line of a failed start that tells most: the last error in the log's tail."""
+    """Return the most useful line of a failed start: the last error in the log's tail."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return f"{lines[0]}: {(errors or lines)[-1]}"
