@@ -157,7 +157,7 @@ class Drafter:
             constrained=requests.constrained(batch),
             unmeasured=unmeasured,
             pending=self.pending.most(slots_of(batch)) > 0,
-            may_skip_drafts=self.host.peers is None,
+            may_skip_drafts=self.host.may_skip_drafts,
             agreed_layers=partial(agreed_layers, all_of_them=bool(full)),
         )
         if step.draft_free:
