@@ -13,28 +13,28 @@ REPOSITORY = Path(__file__).parent.parent
 
 #: Lines of Python by folder, folders below it that have a budget of their own not counted.
 LINES = {
-    "eval": 1190,
+    "eval": 1100,
     "eval/baselines": 700,
     "eval/bench": 1910,
     "eval/demo_models": 1110,
-    "eval/gpu": 1710,
+    "eval/gpu": 1700,
     "eval/lossless": 1610,
     "eval/report": 1250,
     "eval/smollm2": 1050,
     "eval/soak": 1140,
     "eval/tables": 750,
-    "sglang_c2t": 1250,
+    "sglang_c2t": 1320,
     "sglang_c2t/classifier": 1110,
     "sglang_c2t/cpu": 830,
     "sglang_c2t/draft": 1200,
     "sglang_c2t/guides": 80,
     "sglang_c2t/kernels": 2660,
-    "sglang_c2t/offline": 2560,
+    "sglang_c2t/offline": 3150,
     "sglang_c2t/plan": 2510,
     "sglang_c2t/policies": 1060,
     "sglang_c2t/srt": 2230,
     "sglang_c2t/srt/cpu": 580,
-    "sglang_c2t/srt/draft": 1960,
+    "sglang_c2t/srt/draft": 1970,
     "sglang_c2t/srt/hooks": 2080,
     "sglang_c2t/srt/verify": 2520,
     "patches": 120,
@@ -43,11 +43,11 @@ LINES = {
     "tests/cpu": 530,
     "tests/cuda": 360,
     "tests/draft": 1730,
-    "tests/e2e": 4990,
+    "tests/e2e": 5030,
     "tests/emulated": 5060,
     "tests/eval": 5750,
     "tests/kernels": 2110,
-    "tests/offline": 1480,
+    "tests/offline": 1700,
     "tests/patches": 510,
     "tests/plan": 1360,
     "tests/policies": 690,
@@ -55,7 +55,7 @@ LINES = {
 }
 
 #: Words of Markdown by folder.
-WORDS = {".": 3_100, "eval": 9_840, "patches": 700, "sglang_c2t": 10_240, "tests": 0}
+WORDS = {".": 3_150, "eval": 9_840, "patches": 700, "sglang_c2t": 10_240, "tests": 0}
 
 
 def budget_of(path: Path, budgets: dict[str, int]) -> str:
