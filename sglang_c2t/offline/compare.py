@@ -121,25 +121,28 @@ def arms(flags: Sequence[str]) -> list[Arm]:
             "the flags after -- start no speculation: give those of a server that drafts, such as "
             "--model-path M --speculative-algorithm EAGLE3 --speculative-draft-model-path D"
         )
-    stock = without(flags, "--c2t", "--port", "--host", "--speculative-adaptive")
-    of_c2t = [flag for flag in without(flags, "--port", "--host") if flag not in stock]
+    # The servers are ours alone, at ports of ours.
+    own, _ = parted(flags, "--port", "--host", "--api-key", "--admin-api-key")
+    own, of_c2t = parted(own, "--c2t")
+    stock, _ = parted(own, "--speculative-adaptive")
     return [
-        Arm(NONE, without(stock, "--speculative-")),
+        Arm(NONE, parted(stock, "--speculative-")[0]),
         Arm(AS_IS, stock),
         Arm(ADAPTIVE, [*stock, "--speculative-adaptive"]),
         Arm(C2T, [*stock, *(of_c2t if "--c2t" in of_c2t else ["--c2t"])]),
     ]
 
 
-def without(flags: Sequence[str], *prefixes: str) -> list[str]:
-    """Return the ``flags`` without those that begin with a prefix, and without their values."""
-    found, dropped = [], False
+def parted(flags: Sequence[str], *prefixes: str) -> tuple[list[str], list[str]]:
+    """Return the other ``flags``, and those that begin with a prefix, each with their values."""
+    others: list[str] = []
+    found: list[str] = []
+    part = others
     for flag in flags:
         if flag.startswith("--"):
-            dropped = flag.startswith(prefixes)
-        if not dropped:
-            found.append(flag)
-    return found
+            part = found if flag.startswith(prefixes) else others
+        part.append(flag)
+    return others, found
 
 
 def compare(flags: Sequence[str], settings: Settings, console: Console) -> int:

@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,7 +85,7 @@ def wait_until_ready(
         if process.poll() is not None:
             raise ServerError(f"server ended with {process.poll()}\n{tail(log)}")
         with (
-            contextlib.suppress(OSError),
+            contextlib.suppress(OSError, HTTPException),
             urllib.request.urlopen(f"{url}/health_generate", timeout=30),
         ):
             return

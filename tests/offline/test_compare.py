@@ -130,6 +130,9 @@ def test_compare_flags_of_each_server() -> None:
     assert as_is == ["--tp", "2", "--speculative-num-steps=3", *DRAFTING, "--trust"]
     assert adaptive == [*as_is, "--speculative-adaptive"]
     assert c2t == [*as_is, "--c2t"]
+    mine = ["--c2t", "--c2t-max-verify-rows", "2"]
+    more = [*mine, *given, "--api-key", "secret", "--speculative-adaptive"]
+    assert [arm.flags for arm in arms(more)] == [none, as_is, adaptive, [*as_is, *mine]]
 
 
 def made(name: str, *rates: float) -> Arm:
