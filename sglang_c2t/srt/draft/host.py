@@ -129,7 +129,7 @@ class Host:
         """Whether draft-free steps are possible: not with other ranks, which expect draft extend. A
         plan stream of older SGLang would read a burst's tokens before they are there.
         """
-        return self.peers is None and getattr(self._worker, "plan_stream", None) is None
+        return self.peers is None and self._worker.plan_stream is None
 
     def agreed_layers(self, mine: int, requests: int = 0, *, all_of_them: bool = False) -> int:
         """Return the number of layers that all ranks draft; see :meth:`Peers.layers`."""

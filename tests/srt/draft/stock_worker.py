@@ -45,7 +45,7 @@ class StockWorker:
     """
 
     device = "cpu"
-    hot_token_id = None
+    hot_token_id = plan_stream = None
 
     def __init__(self, topk: int = 1, num_steps: int = STEPS) -> None:
         self.topk, self.speculative_num_steps = topk, num_steps
