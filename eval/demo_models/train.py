@@ -120,7 +120,7 @@ def fit(
     log: list[dict[str, float]] = []
     parts = optimizers(model, *rates)
     if path.exists():
-        saved = torch.load(path, weights_only=False)
+        saved = torch.load(path, weights_only=True)
         model.load_state_dict(saved["model"])
         for part, state in zip(parts, saved["optimizers"], strict=True):
             part.load_state_dict(state)
@@ -384,7 +384,7 @@ def mtp_stage(args: argparse.Namespace) -> None:
     """The draft layer learns what the frozen target says one token later; both are saved."""
     torch.manual_seed(SEED)
     target = mla.new_target()
-    target.load_state_dict(torch.load(args.work / f"{mla.NAME}.pt", weights_only=False)["model"])
+    target.load_state_dict(torch.load(args.work / f"{mla.NAME}.pt", weights_only=True)["model"])
     target.eval().requires_grad_(False)
     head = mla.MtpHead(target).train().requires_grad_(True)
 
