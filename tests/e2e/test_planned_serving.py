@@ -69,17 +69,6 @@ def test_outputs_are_those_without_speculation_at_every_load(
     assert run_load(planned.server.url, bodies, concurrency=len(bodies)).outputs == expected
 
 
-def test_where_scoring_costs_more_than_it_brings_steps_are_uniform_and_outputs_the_same(
-    planned: Planned, expected: list[tuple[int, ...]]
-) -> None:
-    """With so small a target it does: it is trained for tests, not for speed."""
-    for _ in range(6):
-        assert run_load(planned.server.url, BODIES, concurrency=4).outputs == expected
-        if series(planned.server.url)["c2t:plans_totaluniform"] > 20:
-            return
-    pytest.fail("no step was uniform")
-
-
 def test_what_it_learnt_is_told_and_kept(planned: Planned) -> None:
     run_load(planned.server.url, BODIES[:16], concurrency=4)
     (told,) = planned.told()["planner"]
