@@ -96,6 +96,7 @@ class Cell:
     requests: tuple[Request, ...] = ()
     clock: dict[str, float] | None = None  # what the server's step clock timed, if it has one
     planner: dict[str, Any] | None = None  # its dict at the end, if the method plans
+    cpu_seconds: float | None = None  # of the server's processes, from before the load to after it
 
     @property
     def key(self) -> CellKey:

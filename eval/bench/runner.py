@@ -195,6 +195,7 @@ class Runner:
         else:
             server.flush_cache()
         series, state = self._series(server), server.internal_state()
+        busy = _cpu_seconds(server.process.pid)
         started = datetime.now(UTC).isoformat(timespec="seconds")
         measured = client.measure(
             server.url,
@@ -207,6 +208,7 @@ class Runner:
             on_answer,
             cell.arrivals,
         )
+        busy = _cpu_seconds(server.process.pid) - busy
         after = server.internal_state()
         clock = decoding(since(state[KEY], after[KEY])) if KEY in after else None
         seconds, tokens = (
@@ -230,6 +232,7 @@ class Runner:
             requests=tuple(replace(r, index=numbers[r.index]) for r in measured.requests),
             clock=None if clock is None else clock._asdict(),
             planner=after.get("c2t", {}).get("planner"),
+            cpu_seconds=busy,
         )
         if failed := measured.failures:
             path = write_cell(self.folder / FAILED, result)
@@ -328,6 +331,13 @@ def _check_cached(cell: Cell) -> None:
 
 def _counters(state: dict[str, Any]) -> dict[str, Any]:
     return dict(state.get("c2t", {}).get("counters", {}))
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a process and its children. Other work on the machine hardly changes it."""
+    main = psutil.Process(pid)
+    times = [process.cpu_times() for process in (main, *main.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
 
 
 def _argv(server: Server) -> list[str]:
