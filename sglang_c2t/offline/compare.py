@@ -1,7 +1,7 @@
 """``python -m sglang_c2t compare -- LAUNCH FLAGS``: what speculation gains with one's own models.
 
-The command starts a user's server without speculation, as it is, with SGLang's adaptive rule, and
-with ``--c2t``. It sends each the same prompts at the same loads, and times them as a client does.
+The command starts a user's server without speculation, with SGLang's own speculation, and with
+``--c2t``. It sends each the same prompts at the same loads, and times them as a client does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from sglang_c2t.offline.servers import (
 )
 
 #: Names of the servers.
-NONE, AS_IS, ADAPTIVE, C2T = "no speculation", "as it is", "adaptive", "--c2t"
+NONE, AS_IS, ADAPTIVE, C2T = "no speculation", "as-is", "adaptive", "--c2t"
 
 #: Results in the folder of the logs.
 RESULTS = "compare.json"
@@ -56,6 +57,7 @@ class Settings:
     """The load, its repeats, and how to start the servers."""
 
     prompts: Sequence[PromptRow]
+    against: Sequence[str] = (AS_IS, ADAPTIVE)
     at_once: Sequence[int] = (1, 8, 32)
     max_new_tokens: int = 64
     repeats: int = 3
@@ -98,7 +100,7 @@ class Arm:
     """Why it did not start, or ended."""
     start_seconds: float = 0.0
     memory_gib: float = 0.0
-    """Resident memory of its processes."""
+    """Host memory of its processes alone."""
     cache_tokens: int = 0
     """Tokens that its KV cache holds."""
 
@@ -112,9 +114,11 @@ class Arm:
         return sum(n - 1 for n, _ in verified) / sum(count for _, count in verified)
 
 
-def arms(flags: Sequence[str]) -> list[Arm]:
-    """Return the servers to compare, by the ``flags`` of one with speculation. Raises
-    :class:`ConfigError` if they start none.
+def arms(flags: Sequence[str], against: Sequence[str] = (AS_IS, ADAPTIVE)) -> list[Arm]:
+    """Return the servers to compare, by the ``flags`` of one with speculation: one without it, one
+    for each of ``against``, and one with ``--c2t``. Raises :class:`ConfigError` if the flags start
+    no speculation, or ``against`` names something else than a number of drafts, :data:`AS_IS` or
+    :data:`ADAPTIVE`.
     """
     if "--speculative-algorithm" not in {flag.partition("=")[0] for flag in flags}:
         raise ConfigError(
@@ -125,12 +129,31 @@ def arms(flags: Sequence[str]) -> list[Arm]:
     own, _ = parted(flags, "--port", "--host", "--api-key", "--admin-api-key")
     own, of_c2t = parted(own, "--c2t")
     stock, _ = parted(own, "--speculative-adaptive")
+    rivals = {AS_IS: stock, ADAPTIVE: [*stock, "--speculative-adaptive"]}
+    for name in against:
+        if name not in rivals:
+            if not name.isdecimal() or int(name) < 1:
+                raise ConfigError(
+                    f"--against takes {AS_IS}, {ADAPTIVE} and numbers of drafts, got {name!r}"
+                )
+            rivals[name] = fixed_length(stock, int(name))
     return [
         Arm(NONE, parted(stock, "--speculative-")[0]),
-        Arm(AS_IS, stock),
-        Arm(ADAPTIVE, [*stock, "--speculative-adaptive"]),
+        *(Arm(f"{name} drafts" if name.isdecimal() else name, rivals[name]) for name in against),
         Arm(C2T, [*stock, *(of_c2t if "--c2t" in of_c2t else ["--c2t"])]),
     ]
+
+
+def fixed_length(flags: Sequence[str], steps: int) -> list[str]:
+    """Return the ``flags`` of a server that drafts so many ``steps``; a chain verifies them all."""
+    topk = _value(flags, "--speculative-eagle-topk") or "1"
+    given = _value(flags, "--speculative-num-draft-tokens")
+    others, _ = parted(
+        flags, "--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-"
+    )
+    tokens = given if given and topk != "1" else str(steps + 1)
+    lengths = ["--speculative-num-steps", str(steps), "--speculative-num-draft-tokens", tokens]
+    return [*others, *lengths, "--speculative-eagle-topk", topk]
 
 
 def parted(flags: Sequence[str], *prefixes: str) -> tuple[list[str], list[str]]:
@@ -146,11 +169,12 @@ def parted(flags: Sequence[str], *prefixes: str) -> tuple[list[str], list[str]]:
 
 
 def compare(flags: Sequence[str], settings: Settings, console: Console) -> int:
-    """Start the servers, measure, and print what came out. Returns 1 if ``--c2t`` changed more
-    outputs than SGLang's own speculation does, 130 after an interrupt, otherwise 0. Raises
-    :class:`ConfigError` if the server without speculation, or the one as it is, does not start.
+    """Start the servers, measure, and print what came out. Returns 0; 1 if ``--c2t`` failed, or
+    changed more outputs than SGLang's own speculation does; 130 after an interrupt. Raises
+    :class:`ConfigError` if the server without speculation, or the first of SGLang's own, does not
+    start.
     """
-    servers, code = arms(flags), 0
+    servers, code = arms(flags, settings.against), 0
     settings.folder.mkdir(parents=True, exist_ok=True)
     bodies = requests(settings, flags)
     with interrupted_by_sigterm(), progress_on(Console(stderr=True), transient=True) as progress:
@@ -170,15 +194,21 @@ def compare(flags: Sequence[str], settings: Settings, console: Console) -> int:
     if len(measured) < 2:
         console.print("Too little was measured to compare.")
         return code or 1
-    for load in settings.at_once:
-        if any(load in server.runs for server in measured):
-            console.print(table(measured, load))
-            console.print(verdict(measured, load), markup=False)
+    loads = [load for load in settings.at_once if any(load in one.runs for one in measured)]
+    for load in loads:
+        console.print(table(measured, load))
+    columns = [*([load] for load in loads), *([loads] if len(loads) > 1 else [])]
+    console.print(summary(measured, columns))
+    for column in columns:
+        console.print(verdict(measured, column), markup=False)
     console.print(prices(measured), markup=False)
+    console.print(conditions(settings), markup=False)
     differing = {server.name: differences(server, measured[0]) for server in measured}
     console.print(agreement(differing), markup=False)
     console.print(f"All figures and logs: {settings.folder}", markup=False)
-    return code or int(differing.get(C2T, 0) > max(differing[measured[0].name], _own(differing)))
+    stock = [count for name, count in differing.items() if name != C2T]
+    changed = differing.get(C2T, 0) > max(stock)
+    return code or int(changed or bool(servers[-1].failed))
 
 
 # -- servers ------------------------------------------------------------------------------
@@ -189,36 +219,54 @@ def _in_turn(
 ) -> None:
     """Run one server after the other, so that one has all of the machine's memory."""
     for server in servers:
-        with running(server, settings) as url:
+        with running(server, settings, needed=server in servers[:2]) as url:
             step()
             if url is not None:
-                for load in settings.at_once:
-                    for _ in range(settings.repeats):
-                        _send(server, url, load, bodies)
-                        step()
+                for load in _sequence(settings):
+                    _send(server, url, load, bodies)
+                    step()
 
 
 def _side_by_side(
     servers: Sequence[Arm], bodies: Bodies, settings: Settings, step: Callable[[], None]
 ) -> None:
-    """Start all servers, and send each load to one after the other."""
+    """Start all servers, and send each load to one after the other; run them in turn if the host's
+    memory does not hold them all.
+    """
     with ExitStack() as stack:
         urls = {}
         for server in servers:
-            urls[server.name] = stack.enter_context(running(server, settings))
+            needed = server in servers[:2]
+            urls[server.name] = stack.enter_context(running(server, settings, needed=needed))
             step()
-        for load in settings.at_once:
-            for _ in range(settings.repeats):
+            missing = len(servers) - len(urls)
+            free = psutil.virtual_memory().available / 2**30
+            if missing * server.memory_gib > free:
+                print(
+                    f"{missing} more servers like {server.name} need {server.memory_gib:.1f} GiB "
+                    f"of host memory each, and {free:.1f} GiB are free: they run in turn",
+                    file=sys.stderr,
+                )
+                break
+        else:
+            for load in _sequence(settings):
                 for server in random.sample(servers, len(servers)):
                     if (url := urls[server.name]) is not None:
                         _send(server, url, load, bodies)
                     step()
+            return
+    _in_turn(servers, bodies, settings, step)
+
+
+def _sequence(settings: Settings) -> list[int]:
+    """Return the loads in the order in which they are sent: each repeat is a load that changes."""
+    return [*settings.at_once] * settings.repeats
 
 
 @contextmanager
-def running(server: Arm, settings: Settings) -> Iterator[str | None]:
+def running(server: Arm, settings: Settings, *, needed: bool) -> Iterator[str | None]:
     """Start a server, and yield its URL; ``None`` if it fails. Raises :class:`ConfigError` if one
-    without ``--c2t`` fails that the comparison needs.
+    fails that is ``needed``.
     """
     url = f"http://127.0.0.1:{(port := free_port())}"
     log = settings.folder / f"{server.name.strip('-').replace(' ', '-')}.log"
@@ -230,12 +278,12 @@ def running(server: Arm, settings: Settings) -> Iterator[str | None]:
             wait_until_ready(url, process, log, settings.start_seconds)
         except ServerError as error:
             server.failed = f"{_reason(str(error))} (see {log})"
-            if server.name in (NONE, AS_IS):
+            if needed:
                 raise ConfigError(f"{server.name}: {server.failed}") from error
             yield None
             return
         server.start_seconds = time.perf_counter() - began
-        server.memory_gib = _resident_gib(process.pid)
+        server.memory_gib = _memory_gib(process.pid)
         with urllib.request.urlopen(f"{url}/server_info", timeout=60) as reply:
             server.cache_tokens = json.load(reply).get("max_total_num_tokens", 0)
         yield url
@@ -250,10 +298,11 @@ def _reason(message: str) -> str:
     return f"{lines[0]}: {(errors or lines)[-1]}"
 
 
-def _resident_gib(pid: int) -> float:
+def _memory_gib(pid: int) -> float:
+    """Return the memory that would be free without a process and its children."""
     main = psutil.Process(pid)
     every = [main, *main.children(recursive=True)]
-    return float(sum(process.memory_info().rss for process in every) / 2**30)
+    return float(sum(process.memory_full_info().uss for process in every) / 2**30)
 
 
 # -- load ---------------------------------------------------------------------------------
@@ -314,50 +363,96 @@ def _send(server: Arm, url: str, load: int, bodies: Bodies) -> None:
 # -- results ------------------------------------------------------------------------------
 
 
-def ratio(server: Arm, base: Arm, load: int) -> tuple[float, float, float]:
+def rates(server: Arm, loads: Sequence[int]) -> list[float]:
+    """Return the tokens per second of each repeat over all of ``loads``."""
+    repeats = zip(*(server.runs.get(load, ()) for load in loads), strict=False)
+    return [
+        sum(answer.tokens for run in runs for answer in run.answers)
+        / sum(run.seconds for run in runs)
+        for runs in repeats
+    ]
+
+
+def ratio(server: Arm, base: Arm, loads: Sequence[int]) -> tuple[float, float, float]:
     """Return the median, least and largest ratio of tokens per second to those of ``base``."""
-    both = zip(server.runs.get(load, ()), base.runs.get(load, ()), strict=False)
-    found = [mine.rate / theirs.rate for mine, theirs in both] or [float("nan")]
+    both = zip(rates(server, loads), rates(base, loads), strict=False)
+    found = [mine / theirs for mine, theirs in both] or [float("nan")]
     return float(np.median(found)), min(found), max(found)
 
 
+def summary(servers: Sequence[Arm], columns: Sequence[Sequence[int]]) -> Table:
+    """Return the ratios to the first server at each of ``columns``, which are loads."""
+    title = f"Tokens/s over those of {servers[0].name}: median [least, most]; * is the fastest"
+    found = Table(title=title, title_justify="left", box=box.SIMPLE)
+    found.add_column("at once")
+    fastest = [_fastest(servers, loads) for loads in columns]
+    for loads in columns:
+        found.add_column(_named(loads), justify="right")
+    for server in servers:
+        cells = []
+        for loads, best in zip(columns, fastest, strict=True):
+            middle, least, most = ratio(server, servers[0], loads)
+            mark = "*" if server is best else ""
+            cells.append(
+                f"{mark}{middle:.2f} [{least:.2f}, {most:.2f}]" if rates(server, loads) else "-"
+            )
+        found.add_row(server.name, *cells)
+    return found
+
+
+def _named(loads: Sequence[int]) -> str:
+    return str(loads[0]) if len(loads) == 1 else "all"
+
+
+def _fastest(servers: Sequence[Arm], loads: Sequence[int]) -> Arm:
+    there = [server for server in servers if rates(server, loads)]
+    return max(there, key=lambda server: ratio(server, servers[0], loads)[0])
+
+
 def table(servers: Sequence[Arm], load: int) -> Table:
-    """Return the comparison at one load."""
+    """Return the figures of one load."""
     found = Table(title=f"{load} at once", title_justify="left", box=box.SIMPLE)
     found.add_column("server")
-    for name in ("tokens/s", "ratio [least, most]", "TTFT ms", "TPOT ms", "accept length"):
+    for name in ("tokens/s", "TTFT ms, p50 p99", "TPOT ms, p50 p99", "accept length"):
         found.add_column(name, justify="right")
     for server in servers:
         if load not in server.runs:
             continue
-        runs, (middle, least, most) = server.runs[load], ratio(server, servers[0], load)
+        runs = server.runs[load]
         every = Run(1.0, [answer for run in runs for answer in run.answers]).percentiles()
         accepted = server.tokens_per_verification(load)
         found.add_row(
             server.name,
             f"{np.median([run.rate for run in runs]):.1f}",
-            f"{middle:.2f} [{least:.2f}, {most:.2f}]",
-            *(f"{every[name][0]:.0f}, {every[name][1]:.0f}" for name in ("ttft_ms", "tpot_ms")),
+            *(f"{every[name][0]:.0f} {every[name][1]:.0f}" for name in ("ttft_ms", "tpot_ms")),
             "-" if accepted is None else f"{accepted:.2f}",
         )
     return found
 
 
-def verdict(servers: Sequence[Arm], load: int) -> str:
-    """Return what was fastest at one load, and whether ``--c2t`` was."""
-    there = [server for server in servers if load in server.runs]
-    best = max(there, key=lambda server: ratio(server, servers[0], load)[0])
-    mine = next((server for server in there if server.name == C2T), None)
-    said = f"Fastest at {load}: {best.name}."
+def verdict(servers: Sequence[Arm], loads: Sequence[int]) -> str:
+    """Return what was fastest at these ``loads``, and whether ``--c2t`` was."""
+    best = _fastest(servers, loads)
+    said = f"Fastest at {_named(loads)}: {best.name}."
+    mine = next((one for one in servers if one.name == C2T and rates(one, loads)), None)
     if mine is None:
         return said
-    others = [server for server in there if server is not mine]
-    rival = max(others, key=lambda server: ratio(server, servers[0], load)[0])
-    middle, least, most = ratio(mine, rival, load)
+    rival = _fastest([server for server in servers if server is not mine], loads)
+    middle, least, most = ratio(mine, rival, loads)
     against = f"--c2t has {middle:.2f} [{least:.2f}, {most:.2f}] of the tokens of {rival.name}"
     if least <= 1.0 <= most or abs(middle - 1.0) < ALIKE:
         return f"{said} {against}, which is within the noise."
     return f"{said} {against}, which is {'faster' if middle > 1.0 else 'SLOWER'}."
+
+
+def conditions(settings: Settings) -> str:
+    """Return what was measured, with which versions."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("sglang-c2t", "sglang", "torch"))
+    together = "side by side" if settings.side_by_side else "one after the other"
+    return (
+        f"{packages}; {len(settings.prompts)} prompts, greedy, at most {settings.max_new_tokens} "
+        f"new tokens, prefill included; servers {together}; repeats: {settings.repeats}."
+    )
 
 
 def prices(servers: Sequence[Arm]) -> str:
@@ -379,10 +474,6 @@ def differences(server: Arm, base: Arm) -> int:
         for run in runs
         for mine, theirs in zip(run.answers, base.runs[load][0].answers, strict=True)
     )
-
-
-def _own(differing: Mapping[str, int]) -> int:
-    return max((differing[name] for name in (AS_IS, ADAPTIVE) if name in differing), default=0)
 
 
 def agreement(differing: Mapping[str, int]) -> str:

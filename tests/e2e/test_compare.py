@@ -27,4 +27,4 @@ def test_compare_starts_four_servers_whose_outputs_agree(tmp_path: Path) -> None
     found = json.loads((tmp_path / "compare.json").read_text())
     lengths = {one["server"]: one["loads"]["2"]["accept_length"] for one in found}
     assert lengths["no speculation"] is None
-    assert min(lengths[name] for name in ("as it is", "adaptive", "--c2t")) > 1.0
+    assert min(lengths[name] for name in ("as-is", "adaptive", "--c2t")) > 1.0

@@ -407,7 +407,6 @@ def test_command_lists_what_it_would_measure_or_says_what_is_wrong(
     assert not folder.exists()
 
 
-@pytest.mark.extended  # make demo is a run of it
 @pytest.mark.server
 def test_tiny_run_on_real_servers_goes_on_and_shows_what_it_must(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -16,7 +16,7 @@ import pytest
 
 from sglang_c2t.checks import ConfigError
 from sglang_c2t.offline.client import Streamed
-from sglang_c2t.offline.compare import MIXED, Arm, Run, arms, verdict
+from sglang_c2t.offline.compare import MIXED, Arm, Run, arms, ratio, verdict
 from sglang_c2t.offline.prompts import read_prompts
 
 DRAFTING = ["--model-path", "m", "--speculative-algorithm", "EAGLE3"]
@@ -59,13 +59,24 @@ def test_compare_prints_each_server_at_each_load_and_that_outputs_agree(
 ) -> None:
     done = run(prompts, *DRAFTING, options=options)
     assert done.returncode == 0, done.stderr
-    for name in ("no speculation", "as it is", "adaptive", "--c2t"):
-        assert done.stdout.count(f"\n  {name}  ") == 2
+    for name in ("no speculation", "as-is", "adaptive", "--c2t"):
+        assert done.stdout.count(f"\n  {name}  ") == 3, "two loads, and the summary"
     assert "2.00" in done.stdout, "four further tokens in two verifications"
     assert "Fastest at 1: " in done.stdout
+    assert "Fastest at all: " in done.stdout
     assert "All outputs are equal." in done.stdout
     found = json.loads((prompts.parent / "out" / "compare.json").read_text())
     assert [len(one["loads"]["2"]["tokens_per_second"]) for one in found] == [2] * 4
+
+
+def test_compare_side_by_side_runs_in_turn_where_memory_is_short(prompts: Path) -> None:
+    short = "import psutil\npsutil.virtual_memory = lambda: type('M', (), {'available': 1000})"
+    argv = command(prompts, *DRAFTING, options=("--side-by-side",))
+    argv[2] = f"{short}\n{argv[2]}"
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "3 more servers like no speculation need 0." in done.stderr
+    assert "All outputs are equal." in done.stdout
 
 
 def test_compare_ends_with_1_where_c2t_changes_outputs(prompts: Path) -> None:
@@ -94,6 +105,7 @@ def test_compare_goes_on_without_a_server_that_does_not_start_or_dies(prompts: P
     mine = COMMAND.replace("*argv[3:]]", '*argv[3:], *(["--dies"] if "--c2t" in argv else [])]')
     argv = [part.replace(COMMAND, mine) for part in command(prompts, *DRAFTING)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
     assert "--c2t: failed at 1 at once: " in done.stdout
     assert "Fastest at 2: " in done.stdout
 
@@ -130,9 +142,22 @@ def test_compare_flags_of_each_server() -> None:
     assert as_is == ["--tp", "2", "--speculative-num-steps=3", *DRAFTING, "--trust"]
     assert adaptive == [*as_is, "--speculative-adaptive"]
     assert c2t == [*as_is, "--c2t"]
+    _, two, _ = arms(given, ["2"])
+    lengths = ["--speculative-num-draft-tokens", "3", "--speculative-eagle-topk", "1"]
+    assert two.flags == [
+        "--tp", "2", *DRAFTING, "--trust", "--speculative-num-steps", "2", *lengths,
+    ]  # fmt: skip
+    trees = ["--speculative-num-draft-tokens", "8", "--speculative-eagle-topk", "4"]
+    assert arms([*given, *trees], ["2"])[1].flags[-4:] == trees
     mine = ["--c2t", "--c2t-max-verify-rows", "2"]
     more = [*mine, *given, "--api-key", "secret", "--speculative-adaptive"]
     assert [arm.flags for arm in arms(more)] == [none, as_is, adaptive, [*as_is, *mine]]
+
+
+@pytest.mark.parametrize("name", ["0", "-1", "two", "as it is"])
+def test_compare_against_an_unknown_server_is_an_error_that_names_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--against takes .* got '{name}'"):
+        arms(DRAFTING, [name])
 
 
 def made(name: str, *rates: float) -> Arm:
@@ -144,15 +169,24 @@ def made(name: str, *rates: float) -> Arm:
 @pytest.mark.parametrize(
     ("c2t", "said"),
     [
-        ((15.0, 16.0), "Fastest at 8: --c2t. --c2t has 1.41 [1.36, 1.45] of the tokens of as it "
-         "is, which is faster."),
+        ((15.0, 16.0), "Fastest at 8: --c2t. --c2t has 1.41 [1.36, 1.45] of the tokens of "
+         "as-is, which is faster."),
         ((10.0, 12.0), "which is within the noise."),
         ((8.0, 9.0), "which is SLOWER."),
     ],
 )  # fmt: skip
 def test_compare_verdict_names_losses_and_noise(c2t: tuple[float, float], said: str) -> None:
-    servers = [made("no speculation", 10.0, 10.0), made("as it is", 11.0, 11.0)]
-    assert said in verdict([*servers, made("--c2t", *c2t)], 8)
+    servers = [made("no speculation", 10.0, 10.0), made("as-is", 11.0, 11.0)]
+    assert said in verdict([*servers, made("--c2t", *c2t)], [8])
+
+
+def test_compare_over_all_loads_weighs_them_by_their_time() -> None:
+    """Loads are not averages of ratios: a load that takes ten times as long counts ten times."""
+    slow, fast = (made(name, *rates) for name, rates in (("a", (1.0, 1.0)), ("b", (2.0, 2.0))))
+    for server, rate in ((slow, 10.0), (fast, 10.0)):
+        server.runs[1] = made("", rate).runs[8]
+    assert ratio(fast, slow, [8, 1]) == (pytest.approx(1.1 / 0.6),) * 3
+    assert ratio(fast, slow, [1]) == (1.0, 1.0, 1.0)
 
 
 def test_compare_own_prompts_are_of_several_kinds() -> None:
