@@ -73,6 +73,40 @@ def ratio_chart(
     return Chart(name, f"{caption}. {note}", alt, *drawings)
 
 
+def pareto_chart(
+    name: str, series: Mapping[str, Sequence[tuple[int, float, float]]], few: Sequence[str],
+    caption: str,
+) -> Chart:  # fmt: skip
+    """Tokens/s of a server over tokens/s of each request; ``series`` has load, both, by method."""
+    note = "Each point is a load; up and right is better"
+    with matplotlib.rc_context(SETTINGS):
+        drawings = [_svg(_frontiers(series, few, size), f"{name}-{size[0]}")
+                    for size in (WIDE, NARROW)]  # fmt: skip
+    alt = f"{caption}, {len(series)} methods. {note}. See the tables"
+    return Chart(name, f"{caption}. {note}.", alt, *drawings)
+
+
+def _frontiers(
+    series: Mapping[str, Sequence[tuple[int, float, float]]], few: Sequence[str], size: Size
+) -> Figure:
+    """A line for each method through its loads; those of the first in ``few`` are named."""
+    figure = Figure(figsize=(size[0], size[1] + 0.6))
+    axis = figure.subplots()
+    for name, points in series.items():
+        bold = name in few
+        color = COLOURS[few.index(name)] if bold else GREY
+        loads, each, every = zip(*points, strict=True)
+        width, dot, front = (2.2, 5, 3) if bold else (1.0, 3, 2)
+        axis.plot(each, every, color=color, linewidth=width, marker="o", markersize=dot,
+                  label=name[:24], zorder=front)  # fmt: skip
+        for load, x, y in zip(loads, each, every, strict=True) if name in few[:1] else ():
+            axis.annotate(f"{load} at once", (x, y), (5, 5), textcoords="offset points",
+                          color=color, fontsize=10)  # fmt: skip
+    axis.set(xlabel="tokens/s of a request (median)", title="tokens/s of the server")
+    axis.legend(frameon=False)
+    return figure
+
+
 def _bars(estimates: Sequence[Estimate]) -> list[list[float]]:
     """Lengths of error bars; none without an interval."""
     ends = ([e.value - e.low, e.high - e.value] if e.has_interval else [0, 0] for e in estimates)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from eval.bench.config import named
 from eval.gpu.models import SHAPES
 from eval.report import tables
-from eval.report.charts import ratio_chart
+from eval.report.charts import pareto_chart, ratio_chart
 from eval.report.intervals import LEVEL, NUM_RESAMPLES
 from eval.report.page import Fold, Report
 from eval.report.results import Results
@@ -28,9 +28,8 @@ READING = (
     "its tau is smaller by 1. **gamma**: drafts verified per verification, the root not counted.",
     "**target rows per token**: rows of the target's decode and verify forwards per output token, "
     "without prefill. **draft forwards**: of the draft loop, each of a whole batch.",
-    "**tokens/s**: output tokens over the time in which a request was running; with a step clock, "
-    f"those of all decode steps, without prefill. {tables.FAILED.strip()} marks cells in "
-    "which requests failed.",
+    "**tokens/s**: output tokens over the time in which a request was running, prefill included, "
+    f"by the client's clock. {tables.FAILED.strip()} marks cells in which requests failed.",
     "**speed-up**: geometric mean of ratios within repeats, whose methods ran interleaved. Its "
     f"interval is a {LEVEL:.0%} t interval on logarithms. The noise is estimated from all methods "
     "at that load together, each repeat a block; one repeat gives no interval. A win (interval "
@@ -89,6 +88,11 @@ def _answer(found: Report, results: Results, temperature: float) -> Iterator[str
         str(results.baseline), f"times {rate_of(results, temperature)[1]}",
         f"Speed-up over no speculation by requests at once, temperature {temperature:g}",
     ))  # fmt: skip
+    if points := tables.pareto_points(results, temperature):
+        yield found.show(pareto_chart(
+            f"pareto-t{temperature:g}", points, highlighted(results, temperature),
+            f"Throughput and speed of each request, temperature {temperature:g}",
+        ))  # fmt: skip
     if results.is_ramp(temperature):
         yield tables.every_load_table(results, temperature)
     else:

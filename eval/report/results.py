@@ -83,7 +83,7 @@ class Results:
                 cells.pivot(index="repeat", columns="method", values=rate)
             ).reindex(columns=list(self.kinds))
             for (temperature, load), cells in loads
-            for rate in ("speed", "promptness")
+            for rate in ("speed", "promptness", "decode", "thrift")
         }
 
     def speed(
@@ -197,17 +197,21 @@ def _failures(cell: Cell) -> str:
 def _cell_row(cell: Cell) -> dict[str, Any]:
     latencies = [request.latency_s for request in cell.requests if request.success]
     rows = [cell.work.get(name, math.nan) for name in ("target_decode_rows", "verify_rows")]
+    clock = cell.clock
     return {
         "key": cell.key,
         **vars(cell.key),
         "tokens": cell.output_tokens,
-        "speed": cell.tokens_per_second or math.nan,
+        "speed": (cell.output_tokens / cell.duration_s if clock else cell.tokens_per_second)
+        or math.nan,
+        "decode": clock["tokens"] / clock["seconds"] if clock else math.nan,
+        "thrift": cell.output_tokens / cell.cpu_seconds if cell.cpu_seconds else math.nan,
         "promptness": len(latencies) / sum(latencies) if latencies else math.nan,
         "failures": _failures(cell),
         "draft_forwards": cell.work.get("draft_forwards", math.nan),
         "verify_rows": rows[1],
         "target_rows": sum(rows),
-        "clock": cell.clock,
+        "clock": clock,
         "planner": cell.planner,
         "argv": cell.server_argv,
         "disagreements": metric_disagreements(cell) if cell.metrics else None,

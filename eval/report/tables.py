@@ -16,6 +16,13 @@ from eval.report.verdict import escaped, leader, rate_of, speedups
 ABSENT = "-"
 FAILED = " †"
 
+#: Kinds of rates, and what tells them from the first.
+RATES = {
+    "speed": "",
+    "decode": " in decode steps, without prefill",
+    "thrift": " per second of the servers' CPU time",
+}
+
 
 def markdown(
     title: str, rows: Mapping[str, Mapping[str, str]], note: str = "", *, head: str = "method",
@@ -88,6 +95,24 @@ def load_table(results: Results, temperature: float) -> str:
     )  # fmt: skip
 
 
+def pareto_points(
+    results: Results, temperature: float
+) -> dict[str, list[tuple[int, float, float]]]:
+    """Load, tokens/s of a request (median) and of the server, by method; {} unless streamed at
+    several loads.
+    """
+    loads, found = results.loads(temperature), {}
+    for name in results.kinds if len(loads) > 1 else ():
+        per_token = [results.of(name, temperature, c, answers=True).per_token_s for c in loads]
+        speeds = [results.speed(name, temperature, c) for c in loads]
+        points = [(c, 1.0 / each.median(), speed.value)
+                  for c, each, speed in zip(loads, per_token, speeds, strict=True)
+                  if speed is not None and each.notna().any()]  # fmt: skip
+        if points:
+            found[name] = points
+    return found
+
+
 def speed_tables(results: Results, temperature: float) -> Iterator[str]:
     """Tokens per second and speed-ups of every method at every load."""
     base, loads = results.baseline, results.loads(temperature)
@@ -95,15 +120,16 @@ def speed_tables(results: Results, temperature: float) -> Iterator[str]:
              for name in results.kinds}  # fmt: skip
     yield markdown(f"Output tokens per second, temperature {temperature:g}", rates,
                    "c: requests at once. Geometric mean [slowest, fastest repeat].")  # fmt: skip
-    if base is not None:
+    for rate, by in RATES.items() if base is not None else ():
         ratios = {escaped(name): {
-            ("all" if c is None else f"c = {c}"): over(results, name, base, temperature, c)
+            ("all" if c is None else f"c = {c}"): over(results, name, base, temperature, c, rate)
             for c in (*loads, None)} for name in results.kinds}  # fmt: skip
-        yield markdown(
-            f"Speed-up over no speculation, temperature {temperature:g}",
-            ratios,
-            "all: geometric mean over all loads, its interval over repeats.",
-        )
+        if results.cells[rate].notna().any():
+            yield markdown(
+                f"Speed-up over no speculation{by}, temperature {temperature:g}",
+                ratios,
+                "all: geometric mean over all loads, its interval over repeats.",
+            )
 
 
 def every_load_table(results: Results, temperature: float) -> str:

@@ -378,7 +378,7 @@ def test_page_and_markdown_have_the_same_tables_and_plots(run: Path) -> None:
     assert len(page.tables) > 8
     assert cells == [row for table in page.tables.values() for row in table]
     plots = re.findall(r"!\[.{40,}\]\((.+?)\)", text)
-    assert len(plots) == 2
+    assert len(plots) == 3
     assert all((run / plot).read_text().startswith("<svg") for plot in plots)
 
 
@@ -404,7 +404,7 @@ def test_verdict_comes_first_then_plot_then_table_then_folds(run: Path) -> None:
     boxes = [attributes for _, attributes in tags if attributes.get("class") == "scroll"]
     assert len(boxes) == sum(tag == "table" for tag, _ in tags)
     plots = [attributes for tag, attributes in tags if tag == "svg"]
-    assert len(plots) == 2 * 2  # temperatures, wide and narrow
+    assert len(plots) == 2 * 3  # two temperatures, one with a Pareto front; wide and narrow
     assert all(plot["role"] == "img" and len(plot["aria-label"] or "") > 40 for plot in plots)
 
 
@@ -443,5 +443,27 @@ def test_names_with_signs_of_html_and_markdown_stay_names(tmp_path: Path) -> Non
 def test_same_records_give_the_same_files(run: Path, tmp_path: Path) -> None:
     assert command.main([str(run), "--out", str(tmp_path)]) == 0
     made = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.*"))
-    assert len(made) == 4
+    assert len(made) == 5
     assert all((tmp_path / path).read_bytes() == (run / path).read_bytes() for path in made)
+
+
+def test_ratios_by_cpu_time_and_in_decode_steps_stand_beside_those_of_the_client(
+    tmp_path: Path,
+) -> None:
+    """Each from its own clock: 40 tokens/s by the client, 80 in steps, 20 per CPU second."""
+
+    def timed(cell: Cell) -> Cell:
+        faster, n = 1.0 if cell.method == BASELINE else 1.5, cell.output_tokens
+        clock = {"seconds": n / 80, "tokens": n * faster**2, "steps": 9, "rows": 9}
+        cpu = n / 20 / faster**3
+        return replace(cell, duration_s=n / 40 / faster, clock=clock, cpu_seconds=cpu)
+
+    folder = write_made_run(tmp_path / "r", methods=FEW[:2], loads=ONE_LOAD, repeats=1, edit=timed)
+    assert command.main([str(folder)]) == 0
+    for by, ratio in (
+        ("", "1.50"),
+        (" in decode steps, without prefill", "2.25"),
+        (" per second of the servers' CPU time", "3.38"),
+    ):
+        table = page_table(folder, f"Speed-up over no speculation{by}, temperature 0")
+        assert table["fixed 3"]["c = 4"].startswith(ratio), by
