@@ -300,7 +300,7 @@ class Context:
 
 
 class StepCost:
-    """Milliseconds of a step: verify(T) + context(tokens) + draft(B, d) + rest(B).
+    """Milliseconds of a step: verify(T) + request * B + context(tokens) + draft(B, d) + rest(B).
 
     SGLang drafts the first layer at the end of the previous step, in draft extend, so d layers need
     d - 1 draft forwards. The rest is the time of the host and draft extend; it grows with the
@@ -311,13 +311,18 @@ class StepCost:
     Draft-free steps have one for their rest, and one for the draft extend that ends a burst of
     D + 1 of them.
 
-    ``verify`` and ``context`` hold costs without the current :class:`SlowdownFactor`, which
-    multiplies them.
+    ``request`` is what one more request adds to a forward of as many rows. It is measured before
+    serving. Without it, rows measured in a few requests would seem cheap to a large batch.
+
+    ``verify``, ``request`` and ``context`` hold costs without the current :class:`SlowdownFactor`,
+    which multiplies them.
     """
 
     def __init__(self) -> None:
         self.slowdown = SlowdownFactor()
         self.context = Context()
+        self.request = 0.0
+        self._dummies: dict[int, dict[int, float]] = {}  # least ms of a forward, by rows and B
         self.curves = {
             "verify": Curve(),
             "layer": Curve(),
@@ -337,12 +342,12 @@ class StepCost:
         """
         per_layer = {batch: times.draft_ms / (layers - 1)} if layers > 1 else {}
         if times.step_ms is None:
-            self.verify.seed({times.rows: times.verify_ms})
+            self._seed(times, batch)
             self.layer.seed(per_layer)
             return
         for curve in self.curves.values():
             curve.step()
-        longer = self.context(context)
+        longer = self.context(context) + self.request * batch
         if self.verify.sure(times.rows):
             self.slowdown.observe(times.verify_ms, self.verify(times.rows) + longer)
         usual_ms = times.verify_ms / self.slowdown.now
@@ -363,20 +368,21 @@ class StepCost:
         """Return milliseconds of a step. A kind that was never measured costs the same as the
         other. It computes scalars, not arrays, because a step calls it several times.
         """
-        verify = self.target(rows, context)
+        verify = self.target(rows, batch, context)
         layer, rest = self._draft(batch, uniform)
         return verify + max(layers - 1, 0) * layer + rest
 
-    def target(self, rows: int, context: int) -> float:
+    def target(self, rows: int, batch: int, context: int) -> float:
         """Return milliseconds of the target's forward."""
-        return (self.verify(rows) + self.context(context)) * self.slowdown.now
+        longer = self.request * batch + self.context(context)
+        return (self.verify(rows) + longer) * self.slowdown.now
 
     def draft_free(self, rows: int, batch: int, *, context: int, extends: float) -> float:
         """Return milliseconds of a draft-free step with ``extends`` draft extends, e.g. 1 / (D + 1)
         on average. What was never measured counts as 0.
         """
         rest, extend = self.curves["draft_free_rest"], self.curves["draft_free_extend"]
-        return self.target(rows, context) + rest(batch) + extends * extend(batch)
+        return self.target(rows, batch, context) + rest(batch) + extends * extend(batch)
 
     def draft_free_measured(self, batch: int) -> bool:
         """Whether a burst of about B requests was measured, and the measurement has not expired."""
@@ -387,7 +393,8 @@ class StepCost:
         self, rows: NDArray[np.int64], batch: int, depths: Sequence[int], *, context: int = 0
     ) -> Array:
         """Return [d, n] milliseconds of steps with T of ``rows`` [n] after each of d ``depths``."""
-        verify = np.array([self.verify(size) for size in rows.tolist()]) + self.context(context)
+        longer = self.request * batch + self.context(context)
+        verify = np.array([self.verify(size) for size in rows.tolist()]) + longer
         verify *= self.slowdown.now
         layer, rest = self._draft(batch)
         return np.array([[max(d - 1, 0) * layer + rest] for d in depths]) + verify
@@ -402,6 +409,7 @@ class StepCost:
         points["verify"] = {size: ms * self.slowdown.now for size, ms in points["verify"].items()}
         longer = self.context(STATE_TOKENS) * self.slowdown.now
         points["context"] = {STATE_TOKENS: longer} if longer else {}
+        points["request"] = {1: self.request * self.slowdown.now} if self.request else {}
         return points
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -410,8 +418,21 @@ class StepCost:
             # Costs from another machine may cover one kind of step only.
             points = state[name] if name in {"verify", "layer", "rest"} else state.get(name, {})
             curve.seed(_points(name, points))
+        self.request = _points("request", state.get("request", {})).get(1, 0.0)
         points = _points("context", state.get("context", {}))
         self.context.seed(max((ms / tokens for tokens, ms in points.items()), default=0.0))
+
+    def _seed(self, times: StepTimes, batch: int) -> None:
+        """Learn from a forward of ``batch`` dummy requests. Two of as many rows in fewer and in more
+        requests tell what a request adds.
+        """
+        mine = self._dummies.setdefault(times.rows, {})
+        mine[batch] = min(times.verify_ms, mine.get(batch, times.verify_ms))
+        if len(mine) > 1:
+            few, many = min(mine), max(mine)
+            self.request = max((mine[many] - mine[few]) / (many - few), 0.0)
+        alone = times.verify_ms - self.request * batch
+        self.verify.seed({times.rows: max(alone, LEAST * times.verify_ms)})
 
     def _draft(self, batch: int, uniform: bool = False) -> tuple[float, float]:
         """Return milliseconds of a draft layer and of the rest."""

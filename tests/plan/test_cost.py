@@ -229,6 +229,25 @@ def test_step_cost_separates_contexts_from_rows_and_slowdown(seed: int, noise: f
     assert more < 3 * 96 * 0.05, "as a slow machine it would be seven times that"
 
 
+def test_step_cost_of_a_request_is_told_from_that_of_its_rows_and_restored() -> None:
+    """Seeded in few requests, then served in many: rows do not seem to cost what requests do."""
+    cost, true = StepCost(), lambda rows, batch: 10.0 + 2.0 * rows + 5.0 * batch
+    for rows, batch in ((16, 3), (16, 16), (32, 6), (64, 11)):
+        warm_up = StepTimes(rows, true(rows, batch), 0.0)
+        cost.observe(warm_up, batch=batch, layers=1)
+    again = StepCost()
+    again.restore(cost.state())
+    for one in (cost, again):
+        assert one.target(64, 32, 0) == pytest.approx(true(64, 32))
+        for _ in range(5):
+            step = StepTimes(32, true(32, 32), 0.0, true(32, 32) + 1.0)
+            one.observe(step, batch=32, layers=1)
+        assert one.slowdown.now == pytest.approx(1.0)
+        assert one.target(64, 32, 0) == pytest.approx(true(64, 32))
+        assert one.target(64, 11, 0) == pytest.approx(true(64, 11))
+    assert StepCost().request == 0.0
+
+
 def test_step_cost_of_contexts_is_restored() -> None:
     cost = StepCost()
     for context in (1000, 2000, 4000, 8000) * 5:

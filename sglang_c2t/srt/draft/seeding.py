@@ -36,6 +36,9 @@ DEAREST = SECONDS / 10
 #: Seconds after which a size needs no third measurement: pauses matter little in long steps.
 ENOUGH_SECONDS = 0.5
 
+#: Most rows of the steps that measure what a request adds.
+COMPARED_ROWS = 16
+
 #: Tokens of context of a dummy step.
 CONTEXT = 256
 
@@ -59,8 +62,7 @@ def seed_costs(planning: Planning, worker: Any) -> None:
     most = worker.target_worker.model_runner.max_running_requests
     span, between = spread(planning.row_counts(most))
 
-    def step(rows: int, *, learn: bool) -> None:
-        requests = -(-rows // width)
+    def step(rows: int, requests: int, *, learn: bool) -> None:
         batch = _dummy_batch(worker, requests)
         layers = planning.planner.max_depth
         made = planning.warm_up_step(
@@ -71,28 +73,33 @@ def seed_costs(planning: Planning, worker: Any) -> None:
         if learn:
             planning.learn_warm_up(made)
 
-    step(span[0], learn=False)  # compiles once per server
+    step(span[0], 1, learn=False)  # compiles once per server
     began = time.perf_counter()
-    took: dict[int, list[float]] = {}  # seconds of steps, by rows
+    took: dict[tuple[int, int], list[float]] = {}  # seconds of steps, by rows and requests
     seconds, size = 0.0, span[0]  # of the last step
+    fewest = lambda rows: (rows, -(-rows // width))  # noqa: E731
+    compared = max(rows for rows in (*span, *between) if rows <= min(COMPARED_ROWS, most))
     # In rounds, because memory that grows with a size makes later small steps faster.
-    for rows in [*span * MEASURED, *(rows for rows in between for _ in range(MEASURED))]:
-        mine, now = took.setdefault(rows, []), time.perf_counter()
+    rounds = [fewest(compared), (compared, compared)] * MEASURED, list(map(fewest, span)) * MEASURED
+    last = [fewest(rows) for rows in between if rows != compared for _ in range(MEASURED)]
+    for rows, requests in [*rounds[0], *rounds[1], *last]:
+        mine, now = took.setdefault((rows, requests), []), time.perf_counter()
         # A further row rarely costs more than the rows before it did.
         expected = min(mine) if mine else seconds * rows / size
         late = expected > min(began + SECONDS - now, DEAREST)
         (enough,) = agree([late or (len(mine) > 1 and sum(mine) > ENOUGH_SECONDS)])
         if not enough:
-            step(rows, learn=True)
+            step(rows, requests, learn=True)
             seconds, size = time.perf_counter() - now, rows
             mine.append(seconds)
     curves = planning.planner.cost.state()
     told = {name: {n: round(ms, 2) for n, ms in curve.items()} for name, curve in curves.items()}
     logger.info(
-        "C2T: measured for %.1f s what a step takes, in ms: verification, by rows: %s; a draft "
-        "layer, by requests: %s",
+        "C2T: measured for %.1f s what a step takes, in ms: verification, by rows: %s, and for "
+        "each request %.2f; a draft layer, by requests: %s",
         time.perf_counter() - began,
         told["verify"],
+        planning.planner.cost.request,
         told["layer"],
     )
 

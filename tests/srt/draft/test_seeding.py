@@ -24,8 +24,8 @@ LAYERS, REQUESTS = 4, 16
 class Worker:
     """Drafts and verifies as asked; a row takes ``row_ms``, the first step a second."""
 
-    def __init__(self, planning: Planning, row_ms: float) -> None:
-        self.planning, self.row_ms = planning, row_ms
+    def __init__(self, planning: Planning, row_ms: float, request_ms: float = 0.0) -> None:
+        self.planning, self.row_ms, self.request_ms = planning, row_ms, request_ms
         self.target_worker = SimpleNamespace(
             model_runner=SimpleNamespace(max_running_requests=REQUESTS)
         )
@@ -40,7 +40,7 @@ class Worker:
         *_, rows = self.planning.selector.select(step)
         time.sleep(0.0 if self.steps else 1.0)
         self.steps.append((step.batch, rows))
-        verify(step, rows, rows * self.row_ms)
+        verify(step, rows, rows * self.row_ms + step.batch * self.request_ms)
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +65,10 @@ def planning_of(planner: Planner, tiers: Tiers | None) -> Planning:
     return Planning(planner, selector, tiers=lambda: tiers, width=LAYERS + 1, device="cpu")
 
 
-def seeded(row_ms: float, tiers: Tiers | None = None) -> Worker:
+def seeded(row_ms: float, tiers: Tiers | None = None, request_ms: float = 0.0) -> Worker:
     planner = Planner(LAYERS, Survival(LAYERS))
     planning = planning_of(planner, tiers)
-    worker = Worker(planning, row_ms)
+    worker = Worker(planning, row_ms, request_ms)
     seeding.seed_costs(worker.planning, worker)
     return worker
 
@@ -79,11 +79,21 @@ def test_seeding_measures_each_size_three_times() -> None:
     span = [1, 2, 3, 8, 12, 24, 48, 80]
     between = [4, 5, 6, 7, 9, 10, 11, 13, 14, 15, 16, 18, 20, 22, 26, 28]
     between += [30, 32, 36, 40, 44, 52, 56, 60, 64, 72]
-    order = [1, *span * 3, *(rows for rows in between for _ in range(3))]
-    assert worker.steps == [(-(-rows // 5), rows) for rows in order]
+    order = [*span * 3, *(rows for rows in between for _ in range(3))]
+    compared = [(4, 16), (16, 16)] * 3
+    again = [(-(-rows // 5), rows) for rows in order if rows != 16]  # measured already
+    assert worker.steps == [(1, 1), *compared, *again]
     cost = worker.planning.planner.cost
     assert set(cost.verify.points) == {size_bucket(size) for size in span + between}
     assert set(cost.layer.points) == {*range(1, 17)} - {14}
+
+
+def test_seeding_tells_what_a_request_adds_from_what_a_row_adds() -> None:
+    cost = seeded(2.0, request_ms=5.0).planning.planner.cost
+    assert cost.request == pytest.approx(5.0)
+    for rows, requests in ((16, 4), (16, 16), (64, 13), (64, 64), (30, 30)):
+        wanted = rows * 2.0 + requests * 5.0
+        assert cost.target(rows, requests, 0) == pytest.approx(wanted, rel=0.01)
 
 
 def test_seeding_measures_cuda_graphs_at_their_tiers() -> None:
@@ -95,10 +105,10 @@ def test_seeding_measures_cuda_graphs_at_their_tiers() -> None:
 
 def test_seeding_without_time_leaves_out_larger_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step, which compiles, is not counted."""
-    monkeypatch.setattr(seeding, "SECONDS", 0.6)
+    monkeypatch.setattr(seeding, "SECONDS", 1.6)
     began = time.perf_counter()
     worker = seeded(10.0)
-    assert time.perf_counter() - began < 1.0 + 3 * 0.6, "forwards of all sizes take 20 seconds"
+    assert time.perf_counter() - began < 1.0 + 3 * 1.6, "forwards of all sizes take 20 seconds"
     measured = {rows for _, rows in worker.steps}
     assert {1, 2, 3, 8} <= measured
     assert not measured & {48, 80}
