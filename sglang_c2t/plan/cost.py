@@ -111,8 +111,12 @@ class Curve:
         """Count a step, so that measurements expire, even if the step measured nothing here."""
         self._steps += 1
 
-    def seed(self, points: Mapping[int, float]) -> None:
-        """Add measurements from before serving; of several of one size, keep the least."""
+    def seed(self, points: Mapping[int, float], *, anew: bool = False) -> None:
+        """Add measurements from before serving; of several of one size, keep the least. ``anew``:
+        without the earlier ones.
+        """
+        if anew:
+            self._seeds.clear()
         for size, milliseconds in points.items():
             size = size_bucket(size)
             if size not in self._samples:
@@ -423,16 +427,19 @@ class StepCost:
         self.context.seed(max((ms / tokens for tokens, ms in points.items()), default=0.0))
 
     def _seed(self, times: StepTimes, batch: int) -> None:
-        """Learn from a forward of ``batch`` dummy requests. Two of as many rows in fewer and in more
-        requests tell what a request adds.
+        """Learn from a forward of ``batch`` dummy requests. Two forwards of as many rows in fewer
+        and in more requests tell what a request adds.
         """
         mine = self._dummies.setdefault(times.rows, {})
         mine[batch] = min(times.verify_ms, mine.get(batch, times.verify_ms))
         if len(mine) > 1:
             few, many = min(mine), max(mine)
             self.request = max((mine[many] - mine[few]) / (many - few), 0.0)
-        alone = times.verify_ms - self.request * batch
-        self.verify.seed({times.rows: max(alone, LEAST * times.verify_ms)})
+        alone = {
+            rows: min(max(ms - self.request * b, LEAST * ms) for b, ms in found.items())
+            for rows, found in self._dummies.items()
+        }
+        self.verify.seed(alone, anew=True)
 
     def _draft(self, batch: int, uniform: bool = False) -> tuple[float, float]:
         """Return milliseconds of a draft layer and of the rest."""

@@ -80,9 +80,9 @@ def seed_costs(planning: Planning, worker: Any) -> None:
     fewest = lambda rows: (rows, -(-rows // width))  # noqa: E731
     compared = max(rows for rows in (*span, *between) if rows <= min(COMPARED_ROWS, most))
     # In rounds, because memory that grows with a size makes later small steps faster.
-    rounds = [fewest(compared), (compared, compared)] * MEASURED, list(map(fewest, span)) * MEASURED
+    rounds = [*map(fewest, span), fewest(compared), (compared, compared)] * MEASURED
     last = [fewest(rows) for rows in between if rows != compared for _ in range(MEASURED)]
-    for rows, requests in [*rounds[0], *rounds[1], *last]:
+    for rows, requests in [*rounds, *last]:
         mine, now = took.setdefault((rows, requests), []), time.perf_counter()
         # A further row rarely costs more than the rows before it did.
         expected = min(mine) if mine else seconds * rows / size

@@ -100,7 +100,7 @@ def test_state_file_that_is_invalid_starts_cold_in_one_line(
     assert said in line
     assert "\n" not in line
     assert survival(planner) == COLD
-    curves = [*StepCost().curves, "context"]
+    curves = [*StepCost().curves, "context", "request"]
     assert planner.cost.state() == {name: {} for name in curves}
     assert json.loads(path.read_text())["version"] == 2, "ours is in its place"
 
