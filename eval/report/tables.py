@@ -16,7 +16,7 @@ from eval.report.verdict import escaped, leader, rate_of, speedups
 ABSENT = "-"
 FAILED = " †"
 
-#: Kinds of rates, and what tells them from the first.
+#: Kinds of rates, each with what distinguishes it from the first.
 RATES = {
     "speed": "",
     "decode": " in decode steps, without prefill",
