@@ -382,7 +382,7 @@ def ratio(server: Arm, base: Arm, loads: Sequence[int]) -> tuple[float, float, f
 
 def summary(servers: Sequence[Arm], columns: Sequence[Sequence[int]]) -> Table:
     """Return the ratios to the first server at each of ``columns``, which are loads."""
-    title = f"Tokens/s over those of {servers[0].name}: median [least, most]; * is the fastest"
+    title = f"Tokens/s over those of {servers[0].name}: median and range; * is the fastest"
     found = Table(title=title, title_justify="left", box=box.SIMPLE)
     found.add_column("at once")
     fastest = [_fastest(servers, loads) for loads in columns]
