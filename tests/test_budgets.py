@@ -55,7 +55,7 @@ LINES = {
 }
 
 #: Words of Markdown by folder.
-WORDS = {".": 3_190, "eval": 9_960, "patches": 700, "sglang_c2t": 10_240, "tests": 0}
+WORDS = {".": 3_190, "eval": 10_010, "patches": 700, "sglang_c2t": 10_240, "tests": 0}
 
 
 def budget_of(path: Path, budgets: dict[str, int]) -> str:
