@@ -195,7 +195,7 @@ class Runner:
         else:
             server.flush_cache()
         series, state = self._series(server), server.internal_state()
-        busy = _cpu_seconds(server.process.pid)
+        busy = _cpu_seconds(server)
         started = datetime.now(UTC).isoformat(timespec="seconds")
         measured = client.measure(
             server.url,
@@ -208,7 +208,7 @@ class Runner:
             on_answer,
             cell.arrivals,
         )
-        busy = _cpu_seconds(server.process.pid) - busy
+        busy = _cpu_seconds(server) - busy
         after = server.internal_state()
         clock = decoding(since(state[KEY], after[KEY])) if KEY in after else None
         seconds, tokens = (
@@ -333,10 +333,9 @@ def _counters(state: dict[str, Any]) -> dict[str, Any]:
     return dict(state.get("c2t", {}).get("counters", {}))
 
 
-def _cpu_seconds(pid: int) -> float:
-    """CPU time of a process and its children. Other work on the machine hardly changes it."""
-    main = psutil.Process(pid)
-    times = [process.cpu_times() for process in (main, *main.children(recursive=True))]
+def _cpu_seconds(server: Server) -> float:
+    """CPU time of its processes. Other work on the machine hardly changes it."""
+    times = [process.cpu_times() for process in server.processes()]
     return float(sum(each.user + each.system for each in times))
 
 

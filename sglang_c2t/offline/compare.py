@@ -94,6 +94,7 @@ class Arm:
 
     name: str
     flags: list[str]
+    needed: bool = False  # nothing can be compared without it
     runs: dict[int, list[Run]] = field(default_factory=dict)
     """By the number of requests at once."""
     failed: str = ""
@@ -138,8 +139,11 @@ def arms(flags: Sequence[str], against: Sequence[str] = (AS_IS, ADAPTIVE)) -> li
                 )
             rivals[name] = fixed_length(stock, int(name))
     return [
-        Arm(NONE, parted(stock, "--speculative-")[0]),
-        *(Arm(f"{name} drafts" if name.isdecimal() else name, rivals[name]) for name in against),
+        Arm(NONE, parted(stock, "--speculative-")[0], needed=True),
+        *(
+            Arm(f"{name} drafts" if name.isdecimal() else name, rivals[name], name == against[0])
+            for name in against
+        ),
         Arm(C2T, [*stock, *(of_c2t if "--c2t" in of_c2t else ["--c2t"])]),
     ]
 
@@ -219,7 +223,7 @@ def _in_turn(
 ) -> None:
     """Run one server after the other, so that one has all of the machine's memory."""
     for server in servers:
-        with running(server, settings, needed=server in servers[:2]) as url:
+        with running(server, settings) as url:
             step()
             if url is not None:
                 for load in _sequence(settings):
@@ -236,8 +240,7 @@ def _side_by_side(
     with ExitStack() as stack:
         urls = {}
         for server in servers:
-            needed = server in servers[:2]
-            urls[server.name] = stack.enter_context(running(server, settings, needed=needed))
+            urls[server.name] = stack.enter_context(running(server, settings))
             step()
             missing = len(servers) - len(urls)
             free = psutil.virtual_memory().available / 2**30
@@ -264,9 +267,9 @@ def _sequence(settings: Settings) -> list[int]:
 
 
 @contextmanager
-def running(server: Arm, settings: Settings, *, needed: bool) -> Iterator[str | None]:
+def running(server: Arm, settings: Settings) -> Iterator[str | None]:
     """Start a server, and yield its URL; ``None`` if it fails. Raises :class:`ConfigError` if one
-    fails that is ``needed``.
+    fails that is needed.
     """
     url = f"http://127.0.0.1:{(port := free_port())}"
     log = settings.folder / f"{server.name.strip('-').replace(' ', '-')}.log"
@@ -278,7 +281,7 @@ def running(server: Arm, settings: Settings, *, needed: bool) -> Iterator[str | 
             wait_until_ready(url, process, log, settings.start_seconds)
         except ServerError as error:
             server.failed = f"{_reason(str(error))} (see {log})"
-            if needed:
+            if server.needed:
                 raise ConfigError(f"{server.name}: {server.failed}") from error
             yield None
             return
