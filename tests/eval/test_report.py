@@ -394,11 +394,11 @@ def test_page_is_complete_without_network(run: Path) -> None:
     assert {target[1:] for target in targets} <= {*ids, ""}
 
 
-def test_verdict_comes_first_then_plot_then_table_then_folds(run: Path) -> None:
+def test_verdict_comes_first_then_plots_then_table_then_folds(run: Path) -> None:
     tags = Page(run / "report.html").tags
     order = [tag for tag, a in tags if tag in ("figure", "table", "details")
              or a.get("class") == "headline"]  # fmt: skip
-    assert order[:3] == ["div", "figure", "table"]
+    assert order[:4] == ["div", "figure", "figure", "table"]  # speeds, Pareto front
     assert order[: order.index("details")].count("table") == 2  # temperatures
     assert not any("open" in attributes for tag, attributes in tags if tag == "details")
     boxes = [attributes for _, attributes in tags if attributes.get("class") == "scroll"]
