@@ -28,8 +28,8 @@ READING = (
     "its tau is smaller by 1. **gamma**: drafts verified per verification, the root not counted.",
     "**target rows per token**: rows of the target's decode and verify forwards per output token, "
     "without prefill. **draft forwards**: of the draft loop, each of a whole batch.",
-    "**tokens/s**: output tokens over the time in which a request was running, prefill included, "
-    f"by the client's clock. {tables.FAILED.strip()} marks cells in which requests failed.",
+    "**tokens/s**: output tokens by the client's clock, prefill included, until fewer requests run "
+    f"than the load says. {tables.FAILED.strip()} marks cells in which requests failed.",
     "**speed-up**: geometric mean of ratios within repeats, whose methods ran interleaved. Its "
     f"interval is a {LEVEL:.0%} t interval on logarithms. The noise is estimated from all methods "
     "at that load together, each repeat a block; one repeat gives no interval. A win (interval "

@@ -15,6 +15,7 @@ import pandas as pd
 from eval.bench.checks import Comparison, compare_run_outputs, metric_disagreements
 from eval.bench.records import Cell, CellKey, RecordError, Request, Run, read_cells, read_run
 from eval.report.intervals import Estimate, paired_ratio, tau_gamma
+from sglang_c2t.offline.client import full_load_rate
 
 #: SGLang reports an adaptive method's drafts as if all had the length of its flags.
 UNKNOWN_DRAFTS = frozenset({"adaptive"})
@@ -202,8 +203,7 @@ def _cell_row(cell: Cell) -> dict[str, Any]:
         "key": cell.key,
         **vars(cell.key),
         "tokens": cell.output_tokens,
-        "speed": (cell.output_tokens / cell.duration_s if clock else cell.tokens_per_second)
-        or math.nan,
+        "speed": (_full_load_rate(cell) if clock else cell.tokens_per_second) or math.nan,
         "decode": clock["tokens"] / clock["seconds"] if clock else math.nan,
         "thrift": cell.output_tokens / cell.cpu_seconds if cell.cpu_seconds else math.nan,
         "promptness": len(latencies) / sum(latencies) if latencies else math.nan,
@@ -216,6 +216,12 @@ def _cell_row(cell: Cell) -> dict[str, Any]:
         "argv": cell.server_argv,
         "disagreements": metric_disagreements(cell) if cell.metrics else None,
     }
+
+
+def _full_load_rate(cell: Cell) -> float:
+    spans = [(r.start_s, r.start_s + r.ttft_s, r.start_s + r.latency_s, r.output_len)
+             for r in cell.requests if r.success]  # fmt: skip
+    return full_load_rate(spans, cell.concurrency) if spans else math.nan
 
 
 def _request_row(cell: Cell, request: Request) -> dict[str, Any]:

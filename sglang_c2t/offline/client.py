@@ -8,11 +8,12 @@ import asyncio
 import json
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 REQUEST_SECONDS = 600.0
 
@@ -52,6 +53,8 @@ class Streamed:
 
     text: str
     tokens: int
+    began: float
+    """When it was sent."""
     first_seconds: float
     """From sending it to its first token."""
     seconds: float
@@ -146,7 +149,7 @@ def stream_all(
                     text = more if more.startswith(text) else text + more
                     meta = chunk["meta_info"]
             tokens, seconds = int(meta.get("completion_tokens", 0)), time.perf_counter() - began
-            return Streamed(text, tokens, first, seconds, meta)
+            return Streamed(text, tokens, began, first, seconds, meta)
 
     async def stream_them() -> list[Streamed]:
         async with aiohttp.ClientSession(
@@ -157,6 +160,22 @@ def stream_all(
             return await asyncio.gather(*(stream(session, body) for body in bodies))
 
     return asyncio.run(stream_them())
+
+
+def full_load_rate(spans: Iterable[tuple[float, float, float, int]], load: int) -> float:
+    """Return the tokens per second while ``load`` requests run, from the first one sent until one
+    ends with none left to take its place. The rest tells how equally long the answers are: there
+    speculation looks worse than under a lasting load.
+
+    Args:
+        spans: Of each request: when it was sent, when its first token and its last one came, and
+            its number of tokens, which are spread evenly over that time.
+        load: Requests at once.
+    """
+    began, first, ended, tokens = np.array(list(spans), dtype=np.float64).T
+    until = np.sort(ended)[max(len(ended) - load, 0)]
+    share = np.where(ended <= until, 1.0, (until - first) / np.maximum(ended - first, 1e-9))
+    return float((tokens * share.clip(0.0, 1.0)).sum() / (until - began.min()))
 
 
 def authorization(api_key: str | None) -> dict[str, str]:

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_c2t.checks import ConfigError
-from sglang_c2t.offline.client import Streamed, stream_all
+from sglang_c2t.offline.client import Streamed, full_load_rate, stream_all
 from sglang_c2t.offline.progress import progress_on
 from sglang_c2t.offline.prompts import PromptRow
 from sglang_c2t.offline.servers import (
@@ -70,13 +70,20 @@ class Settings:
 class Run:
     """One load, sent once."""
 
-    seconds: float
+    load: int
     answers: list[Streamed]
 
     @property
     def rate(self) -> float:
-        """Tokens per second over all requests."""
-        return sum(answer.tokens for answer in self.answers) / self.seconds
+        """Tokens per second while so many requests ran at once, prefill included."""
+        times = ((a.began, a.began + a.first_seconds, a.began + a.seconds, a.tokens)
+                 for a in self.answers)  # fmt: skip
+        return full_load_rate(times, self.load)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens over all requests."""
+        return sum(answer.tokens for answer in self.answers)
 
     def percentiles(self) -> dict[str, list[float]]:
         """Return p50 and p99 in ms of the time to the first token, and of the time per further
@@ -350,17 +357,16 @@ def _send(server: Arm, url: str, load: int, bodies: Bodies) -> None:
     """
     if server.failed:
         return
-    wanted = [bodies[i % len(bodies)] for i in range(max(2 * load, 8))]
+    wanted = [bodies[i % len(bodies)] for i in range(max(2 * load, min(4 * load, 24), 8))]
     try:
         if not server.runs:
             stream_all(url, wanted[:load], concurrency=load)
         urllib.request.urlopen(f"{url}/flush_cache?timeout=20", data=b"", timeout=60).close()
-        began = time.perf_counter()
         answers = stream_all(url, wanted, concurrency=load)
     except (aiohttp.ClientError, OSError) as error:
         server.failed = f"failed at {load} at once: {str(error) or type(error).__name__}"
         return
-    server.runs.setdefault(load, []).append(Run(time.perf_counter() - began, answers))
+    server.runs.setdefault(load, []).append(Run(load, answers))
 
 
 # -- results ------------------------------------------------------------------------------
@@ -370,8 +376,7 @@ def rates(server: Arm, loads: Sequence[int]) -> list[float]:
     """Return the tokens per second of each repeat over all of ``loads``."""
     repeats = zip(*(server.runs.get(load, ()) for load in loads), strict=False)
     return [
-        sum(answer.tokens for run in runs for answer in run.answers)
-        / sum(run.seconds for run in runs)
+        sum(run.tokens for run in runs) / sum(run.tokens / run.rate for run in runs)
         for runs in repeats
     ]
 
@@ -422,7 +427,7 @@ def table(servers: Sequence[Arm], load: int) -> Table:
         if load not in server.runs:
             continue
         runs = server.runs[load]
-        every = Run(1.0, [answer for run in runs for answer in run.answers]).percentiles()
+        every = Run(load, [answer for run in runs for answer in run.answers]).percentiles()
         accepted = server.tokens_per_verification(load)
         found.add_row(
             server.name,
@@ -454,7 +459,8 @@ def conditions(settings: Settings) -> str:
     together = "side by side" if settings.side_by_side else "one after the other"
     return (
         f"{packages}; {len(settings.prompts)} prompts, greedy, at most {settings.max_new_tokens} "
-        f"new tokens, prefill included; servers {together}; repeats: {settings.repeats}."
+        f"new tokens; tokens/s at full load, prefill included; servers {together}; "
+        f"repeats: {settings.repeats}."
     )
 
 

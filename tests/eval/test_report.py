@@ -450,13 +450,15 @@ def test_same_records_give_the_same_files(run: Path, tmp_path: Path) -> None:
 def test_ratios_by_cpu_time_and_in_decode_steps_stand_beside_those_of_the_client(
     tmp_path: Path,
 ) -> None:
-    """Each from its own clock: 40 tokens/s by the client, 80 in steps, 20 per CPU second."""
+    """Each from its own clock; the client's is that of the requests."""
 
     def timed(cell: Cell) -> Cell:
         faster, n = 1.0 if cell.method == BASELINE else 1.5, cell.output_tokens
         clock = {"seconds": n / 80, "tokens": n * faster**2, "steps": 9, "rows": 9}
         cpu = n / 20 / faster**3
-        return replace(cell, duration_s=n / 40 / faster, clock=clock, cpu_seconds=cpu)
+        times = {"start_s": 0.0, "ttft_s": 0.1 / faster, "latency_s": 2.0 / faster}
+        requests = tuple(replace(request, **times) for request in cell.requests)
+        return replace(cell, requests=requests, clock=clock, cpu_seconds=cpu)
 
     folder = write_made_run(tmp_path / "r", methods=FEW[:2], loads=ONE_LOAD, repeats=1, edit=timed)
     assert command.main([str(folder)]) == 0

@@ -162,8 +162,8 @@ def test_compare_against_an_unknown_server_is_an_error_that_names_it(name: str) 
 
 def made(name: str, *rates: float) -> Arm:
     """A server with these tokens per second at 8 requests."""
-    answers = [Streamed("a", 1, 0.1, 0.1, {})]
-    return Arm(name, [], runs={8: [Run(1.0 / rate, answers) for rate in rates]})
+    answers = [[Streamed("a", 1, 0.0, 0.1, 1.0 / rate, {})] for rate in rates]
+    return Arm(name, [], runs={8: [Run(8, each) for each in answers]})
 
 
 @pytest.mark.parametrize(
