@@ -105,7 +105,8 @@ def _add_compare(commands: Any) -> None:
     compare.add_argument(
         "--side-by-side",
         action="store_true",
-        help="start all servers at once and take turns: less noise; in turn if memory is short",
+        help="start all servers at once; they run in turns of seconds, so that other work on the "
+        "machine slows all alike; one by one if memory is short",
     )
     compare.add_argument(
         "--out",

@@ -124,16 +124,20 @@ def post_all(
 
 
 def stream_all(
-    url: str, bodies: Sequence[Mapping[str, Any]], *, concurrency: int
+    url: str,
+    bodies: Sequence[Mapping[str, Any]],
+    *,
+    concurrency: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Streamed]:
-    """Stream every /generate body once, ``concurrency`` at a time; the answers in order. Raises on
-    the first failure.
+    """Stream every /generate body once, ``concurrency`` at a time; the answers in order, with times
+    in seconds of the ``clock``. Raises on the first failure.
     """
     gate = asyncio.Semaphore(concurrency)
 
     async def stream(session: aiohttp.ClientSession, body: Mapping[str, Any]) -> Streamed:
         async with gate:
-            began, first, text, meta = time.perf_counter(), 0.0, "", {}
+            began, first, text, meta = clock(), 0.0, "", {}
             asked = {**body, "stream": True}
             async with session.post(f"{url}/generate", json=asked) as response:
                 if response.status >= 400:
@@ -143,12 +147,12 @@ def stream_all(
                     if not line.startswith(b"data: {"):
                         continue
                     chunk = json.loads(line[len(b"data: ") :])
-                    first = first or time.perf_counter() - began
+                    first = first or clock() - began
                     # A server that streams increments sends what is new only.
                     more = chunk["text"]
                     text = more if more.startswith(text) else text + more
                     meta = chunk["meta_info"]
-            tokens, seconds = int(meta.get("completion_tokens", 0)), time.perf_counter() - began
+            tokens, seconds = int(meta.get("completion_tokens", 0)), clock() - began
             return Streamed(text, tokens, began, first, seconds, meta)
 
     async def stream_them() -> list[Streamed]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
@@ -38,6 +39,7 @@ from sglang_c2t.offline.servers import (
     stop,
     wait_until_ready,
 )
+from sglang_c2t.offline.turns import Turns
 
 #: Names of the servers.
 NONE, AS_IS, ADAPTIVE, C2T = "no speculation", "as-is", "adaptive", "--c2t"
@@ -230,42 +232,64 @@ def _in_turn(
 ) -> None:
     """Run one server after the other, so that one has all of the machine's memory."""
     for server in servers:
-        with running(server, settings) as url:
+        with running(server, settings) as at:
             step()
-            if url is not None:
+            if at is not None:
                 for load in _sequence(settings):
-                    _send(server, url, load, bodies)
+                    if _warmed_up(server, at.url, load, bodies):
+                        _send(server, at.url, load, bodies)
                     step()
 
 
 def _side_by_side(
     servers: Sequence[Arm], bodies: Bodies, settings: Settings, step: Callable[[], None]
 ) -> None:
-    """Start all servers, and send each load to one after the other; run them in turn if the host's
-    memory does not hold them all.
+    """Start all servers, and send each load to all of them, which take turns; run them one after
+    the other if the host's memory does not hold them all.
     """
     with ExitStack() as stack:
-        urls = {}
+        found = {}
         for server in servers:
-            urls[server.name] = stack.enter_context(running(server, settings))
+            found[server.name] = stack.enter_context(running(server, settings))
             step()
-            missing = len(servers) - len(urls)
+            missing = len(servers) - len(found)
             free = psutil.virtual_memory().available / 2**30
             if missing * server.memory_gib > free:
                 print(
                     f"{missing} more servers like {server.name} need {server.memory_gib:.1f} GiB "
-                    f"of host memory each, and {free:.1f} GiB are free: they run in turn",
+                    f"of host memory each, and {free:.1f} GiB are free: they run one by one",
                     file=sys.stderr,
                 )
                 break
         else:
+            there = [(server, at) for server in servers if (at := found[server.name]) is not None]
             for load in _sequence(settings):
-                for server in random.sample(servers, len(servers)):
-                    if (url := urls[server.name]) is not None:
-                        _send(server, url, load, bodies)
+                _send_in_turns(there, load, bodies)
+                for _ in servers:
                     step()
             return
     _in_turn(servers, bodies, settings, step)
+
+
+def _send_in_turns(servers: Sequence[tuple[Arm, Address]], load: int, bodies: Bodies) -> None:
+    """Send a load to all servers, each with a clock that runs in its turns."""
+    ready = [(server, at) for server, at in servers if _warmed_up(server, at.url, load, bodies)]
+    turns = Turns({server.name: at.group for server, at in ready})
+
+    def send(server: Arm, at: Address) -> None:
+        try:
+            _send(server, at.url, load, bodies, partial(turns.clock, server.name))
+        finally:
+            turns.done(server.name)
+
+    threads = ThreadPoolExecutor(max(len(ready), 1))
+    try:
+        with turns.taken():
+            for sent in [threads.submit(send, *each) for each in ready]:
+                sent.result()
+    finally:
+        # After an interrupt they end with the servers.
+        threads.shutdown(wait=False)
 
 
 def _sequence(settings: Settings) -> list[int]:
@@ -273,10 +297,18 @@ def _sequence(settings: Settings) -> list[int]:
     return [*settings.at_once] * settings.repeats
 
 
+class Address(NamedTuple):
+    """Where a server runs."""
+
+    url: str
+    group: int
+    """Its process group."""
+
+
 @contextmanager
-def running(server: Arm, settings: Settings) -> Iterator[str | None]:
-    """Start a server, and yield its URL; ``None`` if it fails. Raises :class:`ConfigError` if one
-    fails that is needed.
+def running(server: Arm, settings: Settings) -> Iterator[Address | None]:
+    """Start a server, and yield its address; ``None`` if it fails. Raises :class:`ConfigError` if
+    one fails that is needed.
     """
     url = f"http://127.0.0.1:{(port := free_port())}"
     log = settings.folder / f"{server.name.strip('-').replace(' ', '-')}.log"
@@ -296,7 +328,7 @@ def running(server: Arm, settings: Settings) -> Iterator[str | None]:
         server.memory_gib = _memory_gib(process.pid)
         with urllib.request.urlopen(f"{url}/server_info", timeout=60) as reply:
             server.cache_tokens = json.load(reply).get("max_total_num_tokens", 0)
-        yield url
+        yield Address(url, process.pid)
     finally:
         stop(process)
 
@@ -351,22 +383,44 @@ def _value(flags: Sequence[str], *names: str) -> str | None:
     return None
 
 
-def _send(server: Arm, url: str, load: int, bodies: Bodies) -> None:
-    """Send a load once, prefill included; before the first one a few requests to warm up. A server
-    that fails a request gets no more.
+def _warmed_up(server: Arm, url: str, load: int, bodies: Bodies) -> bool:
+    """Prepare a server for a load: before the first one it answers a few requests, and each finds
+    an empty prefix cache. Returns whether it can; a server that failed gets no more.
     """
     if server.failed:
-        return
-    wanted = [bodies[i % len(bodies)] for i in range(max(2 * load, min(4 * load, 24), 8))]
-    try:
+        return False
+    with _failures_of(server, load):
         if not server.runs:
-            stream_all(url, wanted[:load], concurrency=load)
+            stream_all(url, _wanted(load, bodies)[:load], concurrency=load)
         urllib.request.urlopen(f"{url}/flush_cache?timeout=20", data=b"", timeout=60).close()
-        answers = stream_all(url, wanted, concurrency=load)
+    return not server.failed
+
+
+def _send(
+    server: Arm,
+    url: str,
+    load: int,
+    bodies: Bodies,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Send a load once, prefill included."""
+    with _failures_of(server, load):
+        answers = stream_all(url, _wanted(load, bodies), concurrency=load, clock=clock)
+        server.runs.setdefault(load, []).append(Run(load, answers))
+
+
+@contextmanager
+def _failures_of(server: Arm, load: int) -> Iterator[None]:
+    """Note the failure of a request inside the block, and end the block."""
+    try:
+        yield
     except (aiohttp.ClientError, OSError) as error:
         server.failed = f"failed at {load} at once: {str(error) or type(error).__name__}"
-        return
-    server.runs.setdefault(load, []).append(Run(load, answers))
+
+
+def _wanted(load: int, bodies: Bodies) -> Bodies:
+    """Return the requests of a load."""
+    return [bodies[i % len(bodies)] for i in range(max(2 * load, min(4 * load, 24), 8))]
 
 
 # -- results ------------------------------------------------------------------------------
