@@ -168,8 +168,8 @@ def stream_all(
 
 def full_load_rate(spans: Iterable[tuple[float, float, float, int]], load: int) -> float:
     """Return the tokens per second while ``load`` requests run, from the first one sent until one
-    ends with none left to take its place. The rest tells how equally long the answers are: there
-    speculation looks worse than under a lasting load.
+    ends with none left to take its place. What follows depends on how equally long the answers are,
+    and makes speculation look worse than a lasting load would.
 
     Args:
         spans: Of each request: when it was sent, when its first token and its last one came, and

@@ -1,6 +1,6 @@
 """Servers that run in turn on one machine, each for a few seconds, with a clock of its own.
 
-Other work on the machine then slows all of them alike, however long their loads take.
+Other work on the machine then slows all of them down equally.
 """
 
 from __future__ import annotations
