@@ -85,6 +85,9 @@ NODES = Values("a whole number of nodes >= 1", lambda value: is_whole(value, 1),
 THRESHOLD = Values("a number in (0, 1)", lambda value: is_number(value) and 0 < value < 1, float)
 SHARE = Values("a number in (0, 1]", lambda value: is_number(value) and 0 < value <= 1, float)
 MEGABYTES = Values("a number of megabytes > 0", lambda value: is_number(value) and value > 0, float)
+MILLISECONDS = Values(
+    "a number of milliseconds > 0", lambda value: is_number(value) and value > 0, float
+)
 OPTIONS = Values("an object of options", _is_options)
 
 
@@ -127,6 +130,13 @@ class C2TConfig:
         NODES,
         "Trees: nodes one target forward may verify over the whole batch, roots included; the "
         "best ones stay.",
+        unset="no limit",
+    )
+    tpot_ms: float | None = _setting(
+        None,
+        MILLISECONDS,
+        "Policies that plan: milliseconds per output token that no request should exceed. Of the "
+        "plans that keep it the fastest is chosen.",
         unset="no limit",
     )
     state: str | None = _setting(

@@ -13,12 +13,18 @@ Legend: B requests, D layers, d of them drafted, T rows of the target's forward,
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_c2t.plan.survival import Array
+
+T = TypeVar("T", float, Array)
+
+#: Power of a step's time over the limit by which it counts as longer. At 8 a step 5 % over the
+#: limit must yield half as many tokens again to be chosen; none of twice the limit ever is.
+STEEP = 8
 
 #: Returns [d, n] milliseconds of steps with T of [n] rows, B requests and each of d layer counts.
 Cost = Callable[[NDArray[np.int64], int, Sequence[int]], Array]
@@ -92,6 +98,16 @@ class Plans(NamedTuple):
         at = depth, tier
         expected = float(self.tokens[at]), float(self.milliseconds[at])
         return Plan(self.depths[depth], int(self.rows[at]), *expected)
+
+
+def weighed(milliseconds: T, limit: float | None) -> T:
+    """Return the ``milliseconds`` [...] of steps as plans count them: longer, the further they are
+    over the ``limit``. A request without accepted drafts waits one step per token, so a limit of
+    the step is one of its time per output token.
+    """
+    if limit is None:
+        return milliseconds
+    return milliseconds * np.maximum(milliseconds / limit, 1.0) ** STEEP
 
 
 def best_plan(

@@ -22,7 +22,7 @@ import numpy as np
 from sglang_c2t.plan.acceptance import Acceptance, Estimator
 from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.explore import COLD_START_BUDGET, Exploration
-from sglang_c2t.plan.plan import Plan, Plans, best_of, every_plan
+from sglang_c2t.plan.plan import Plan, Plans, best_of, every_plan, weighed
 from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, StepTimes
 from sglang_c2t.plan.survival import Array, Numbers
 from sglang_c2t.plan.verdicts import Comparison, Rates, Verdicts
@@ -59,6 +59,9 @@ class Planner:
     """Sampled drafts that represent a batch: more add no accuracy and cost host time."""
 
     topk = 1
+
+    tpot_ms: float | None = None
+    """Milliseconds per output token that steps should keep; plans over it count as longer."""
 
     def __init__(self, max_depth: int, survival: Estimator, *, all_layers: bool = False) -> None:
         self.max_depth = max_depth
@@ -143,8 +146,14 @@ class Planner:
         depths = view.depths[-1:] if self._all_layers else view.depths
         if self._unmeasured:
             return self._unmeasured_step(view)
-        survival, cost = self._expected(view), partial(self.cost, context=view.context)
-        plans = every_plan(survival, batch[0], cost, depths=depths, tiers=view.row_counts)
+        survival = self._expected(view)
+        plans = every_plan(
+            survival,
+            batch[0],
+            lambda *sizes: weighed(self.cost(*sizes, context=view.context), self.tpot_ms),
+            depths=depths,
+            tiers=view.row_counts,
+        )
         candidates = plans.best_of_each_depth()
         plan = self._inert(best_of(candidates), plans, view)
         rivals = [] if self._all_layers else self._compared(plan, self._uniform(survival, view))
@@ -232,7 +241,7 @@ class Planner:
             tokens = batch * (1.0 + _most_likely(survival[:, :layers], each - 1))
             forwarded = _forwarded(view, batch * each)
             took = self.cost.one(forwarded, batch, layers, context=view.context, uniform=True)
-            plans.append(Plan(layers, batch * each, tokens, took))
+            plans.append(Plan(layers, batch * each, tokens, weighed(took, self.tpot_ms)))
         found = [best_of(plans)] if plans else []
         if view.allows_draft_free and self.cost.draft_free_measured(batch):
             found.append(self._draft_free(view))
@@ -243,7 +252,7 @@ class Planner:
         batch, extends = view.batch_size, 1.0 / self._burst
         forwarded = _forwarded(view, batch)
         took = self.cost.draft_free(forwarded, batch, context=view.context, extends=extends)
-        return Plan(0, batch, float(batch), took)
+        return Plan(0, batch, float(batch), weighed(took, self.tpot_ms))
 
     def _tries_draft_free(self, view: BatchView, best: Plan) -> bool:
         """Whether to measure a burst of draft-free steps, because it was not measured for about as
@@ -256,7 +265,7 @@ class Planner:
             return False
         # Nothing is known of its rest: assume that of a uniform step.
         took = self.cost.one(_forwarded(view, free.rows), free.rows, 1, uniform=True)
-        usual = free._replace(milliseconds=took)
+        usual = free._replace(milliseconds=weighed(took, self.tpot_ms))
         return self._explore.uniform(usual, rate, self._burst)
 
     @property

@@ -89,7 +89,7 @@ class Serving:
             self._draft.drafter.gate.switch(policy, captured=False)
             self.config = self._start = config
         publish(config)  # reported by this process
-        self._use(self._planning_for(config, self.policy))
+        self._use(self._planning_for(config, self.policy), config)
 
     def change(self, values: object) -> C2TConfig:
         """Serve other settings from the next step on; returns all settings in force. ``values``
@@ -108,7 +108,7 @@ class Serving:
             raise ConfigError(f"policy {policy.name} learns nothing while it serves")
         drafter = self._draft.drafter
         drafter.gate.switch(policy, captured=captured)
-        self._use(planning)
+        self._use(planning, config)
         drafter.requests.forget_scores()
         if forgets:
             planning.planner.reset()
@@ -127,9 +127,11 @@ class Serving:
                 "survivals for it: start the server with it"
             )
 
-    def _use(self, planning: Planning) -> None:
+    def _use(self, planning: Planning, config: C2TConfig) -> None:
         """Plan the next steps with ``planning``."""
         self.planning = planning
+        if hasattr(planning.planner, "tpot_ms"):
+            planning.planner.tpot_ms = config.tpot_ms
         self._draft.drafter.serve(planning, self._gating, packed=self.packed)
 
     @cached_property
@@ -141,8 +143,18 @@ class Serving:
 
     def _planning_for(self, config: C2TConfig, policy: Any) -> Planning:
         """Return the planning of a policy; without a planner, the planning of full drafts. Raises
-        :class:`ConfigError` if the policy needs a planner that is not possible.
+        :class:`ConfigError` if the policy needs a planner that is not possible, or cannot keep a
+        limit.
         """
+        planning = self._planning_of(config, policy)
+        if config.tpot_ms is not None and not hasattr(planning.planner, "tpot_ms"):
+            raise ConfigError(
+                f"policy {policy.name} keeps no limit: leave --c2t-tpot-ms out, or choose a policy "
+                "that plans, such as auto"
+            )
+        return planning
+
+    def _planning_of(self, config: C2TConfig, policy: Any) -> Planning:
         if not plans(policy):
             return self._gating
         if not self.packed:  # a planner made before a failed trial is not used either

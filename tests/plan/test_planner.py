@@ -210,6 +210,25 @@ def test_planner_makes_no_draft_free_steps_where_drafts_are_worth_their_rows() -
     assert all(plan.num_layers for plan in plans)
 
 
+@pytest.mark.parametrize("extend_ms", [None, 6.0])
+@pytest.mark.parametrize("limit", [47.0, 43.0, 10.0])
+def test_planner_steps_keep_the_limit_of_time_per_token_where_a_plan_does(
+    limit: float, extend_ms: float | None
+) -> None:
+    """Without a limit, steps of this server take over 50 ms; the shortest take 39."""
+    free, planner = MadeUpServer(8, 1.0, extend_ms=extend_ms), Planner(DEPTH, Survival(DEPTH))
+    plans, _ = free.serve(planner, 800)
+    assert np.mean([free.times(plan).step_ms for plan in plans[400:]]) > 50.0
+    server, planner = MadeUpServer(8, 1.0, extend_ms=extend_ms), Planner(DEPTH, Survival(DEPTH))
+    planner.tpot_ms = limit
+    server.serve(planner, 800)
+    plans, rate = server.serve(planner, 800)
+    steps = [server.times(plan).step_ms for plan in plans if plan.kind is not StepKind.EXPLORE]
+    assert np.mean(steps) <= max(limit, 39.5) * 1.01
+    if limit == 47.0:
+        assert rate > 1.03 * 8 / 38.0, "it still drafts"
+
+
 @pytest.mark.parametrize(("before", "after"), [(12.0, 0.5), (0.5, 12.0)])
 def test_planner_draft_free_steps_begin_and_end_with_the_traffic(
     before: float, after: float

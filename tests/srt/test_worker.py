@@ -325,6 +325,7 @@ def test_worker_switch_replaces_policy_and_planner(
         (C2TConfig(), {"beta": "high"}, "c2t beta must be", False),
         (C2TConfig("dyjoint"), {"forget": True}, "policy dyjoint learns nothing", False),
         (C2TConfig("c2t", max_verify_rows=8), {"policy": "auto"}, "policy auto plans how", False),
+        (C2TConfig("c2t"), {"tpot_ms": 50}, "policy c2t keeps no limit", True),
         (C2TConfig("c2t", record="r"), {"beta": 0.5}, "the policy of a server that rec", False),
         (C2TConfig("c2t", verify="static"), {"policy": "auto"}, "policy auto plans how", False),
         (C2TConfig("dyjoint"), {"policy": "c2t-plus"}, "cannot take over in captured CUDA", True),

@@ -44,7 +44,7 @@ from sglang_c2t.srt.hooks.requests import check_body
 logger = logging.getLogger(__name__)
 
 #: Settings that can change while a server runs.
-CHANGEABLE = ("policy", "beta", "classifier", "policy_options")
+CHANGEABLE = ("policy", "beta", "classifier", "policy_options", "tpot_ms")
 
 #: Key that makes the planner forget what it has learnt.
 FORGET = "forget"

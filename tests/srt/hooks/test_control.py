@@ -40,6 +40,7 @@ def test_control_policy_brings_its_own_threshold_and_classifier() -> None:
         "beta": None,
         "classifier": "default",
         "policy_options": {"length": 3},
+        "tpot_ms": None,
     }
     assert new.max_verify_rows == 64
 
