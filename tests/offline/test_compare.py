@@ -110,9 +110,14 @@ def test_compare_goes_on_without_a_server_that_does_not_start_or_dies(prompts: P
     assert "Fastest at 2: " in done.stdout
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_compare_interrupt_stops_its_servers(prompts: Path, end: int) -> None:
-    argv = command(prompts, *DRAFTING, options=("--repeats", "100000"))
+@pytest.mark.parametrize(
+    ("end", "options"),
+    [(signal.SIGINT, ()), (signal.SIGTERM, ()), (signal.SIGINT, ("--side-by-side",))],
+)
+def test_compare_interrupt_stops_its_servers(
+    prompts: Path, end: int, options: tuple[str, ...]
+) -> None:
+    argv = command(prompts, *DRAFTING, options=("--repeats", "100000", *options))
     # A shell's background job ignores SIGINT, and so would its child.
     reset = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     argv[2] = reset + argv[2]
@@ -121,7 +126,7 @@ def test_compare_interrupt_stops_its_servers(prompts: Path, end: int) -> None:
     while not (children := psutil.Process(process.pid).children(recursive=True)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    time.sleep(1)
+    time.sleep(6 if options else 1)  # until the servers take turns
     os.kill(process.pid, end)
     assert process.wait(60) == 130
     assert not any(child.is_running() for child in children)
