@@ -150,11 +150,15 @@ def arms(flags: Sequence[str], against: Sequence[str] = (AS_IS, ADAPTIVE)) -> li
     return [
         Arm(NONE, parted(stock, "--speculative-")[0], needed=True),
         *(
-            Arm(f"{name} drafts" if name.isdecimal() else name, rivals[name], name == against[0])
+            Arm(_of_drafts(name), rivals[name], needed=name == against[0])
             for name in against
         ),
         Arm(C2T, [*stock, *(of_c2t if "--c2t" in of_c2t else ["--c2t"])]),
     ]
+
+
+def _of_drafts(name: str) -> str:
+    return f"{name} draft{'s' * (name != '1')}" if name.isdecimal() else name
 
 
 def fixed_length(flags: Sequence[str], steps: int) -> list[str]:
