@@ -149,10 +149,7 @@ def arms(flags: Sequence[str], against: Sequence[str] = (AS_IS, ADAPTIVE)) -> li
             rivals[name] = fixed_length(stock, int(name))
     return [
         Arm(NONE, parted(stock, "--speculative-")[0], needed=True),
-        *(
-            Arm(_of_drafts(name), rivals[name], needed=name == against[0])
-            for name in against
-        ),
+        *(Arm(_of_drafts(name), rivals[name], needed=name == against[0]) for name in against),
         Arm(C2T, [*stock, *(of_c2t if "--c2t" in of_c2t else ["--c2t"])]),
     ]
 
