@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+#: Most seconds of a request, or of a streamed one between two of its tokens.
 REQUEST_SECONDS = 600.0
 
 #: Variable with the server's key; unlike a flag it is in no process list or shell history.
@@ -157,7 +158,7 @@ def stream_all(
 
     async def stream_them() -> list[Streamed]:
         async with aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None, sock_read=REQUEST_SECONDS),
             connector=aiohttp.TCPConnector(limit=concurrency),
             read_bufsize=1 << 20,
         ) as session:
