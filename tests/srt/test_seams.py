@@ -239,7 +239,7 @@ def written_names(source: str) -> set[str]:
 #: Attributes of our own, on objects of ours that have no name of their own above.
 OWN = {
     "__class__", "_on_forward", "accepted", "capturing", "draft_input", "end", "forwarded_rows",
-    "forwards", "outcome", "packing", "plan", "selected", "verify",
+    "forwards", "outcome", "packing", "plan", "selected", "tpot_ms", "verify",
 }  # fmt: skip
 
 
