@@ -31,7 +31,6 @@ class Turns:
         # Seconds that each has run, and since when it runs now.
         self._clocks: dict[str, tuple[float, float | None]] = dict.fromkeys(groups, (0.0, None))
         self._done = {name: threading.Event() for name in groups}
-        self._over = threading.Event()
 
     def clock(self, name: str) -> float:
         """Return the seconds that a server has run."""
@@ -51,23 +50,21 @@ class Turns:
         try:
             yield
         finally:
-            self._over.set()
             for done in self._done.values():
                 done.set()
             thread.join()
             self._signal(signal.SIGCONT, *self._groups)
 
     def _rotate(self) -> None:
-        while not self._over.is_set():
-            names = [name for name, done in self._done.items() if not done.is_set()]
+        while names := [name for name, done in self._done.items() if not done.is_set()]:
             for name in random.sample(names, len(names)):
+                if self._done[name].is_set():
+                    continue
                 self._signal(signal.SIGCONT, name)
                 self._clocks[name] = self.clock(name), time.perf_counter()
                 self._done[name].wait(self._seconds)
                 self._signal(signal.SIGSTOP, name)
                 self._clocks[name] = self.clock(name), None
-            if not names:
-                return
 
     def _signal(self, sig: int, *names: str) -> None:
         for name in names:

@@ -34,7 +34,7 @@ def test_servers_take_turns_and_their_clocks_stand_while_they_do(tmp_path: Path)
             time.sleep(2.0)
             both = {name: ticks(log, began, time.monotonic()) for name, log in logs.items()}
             turns.done("a")
-            time.sleep(0.1)
+            time.sleep(0.2)  # until its turn has ended
             last, rest = turns.clock("a"), time.monotonic()
             time.sleep(0.8)
             assert turns.clock("a") == last
