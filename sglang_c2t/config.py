@@ -86,7 +86,7 @@ THRESHOLD = Values("a number in (0, 1)", lambda value: is_number(value) and 0 < 
 SHARE = Values("a number in (0, 1]", lambda value: is_number(value) and 0 < value <= 1, float)
 MEGABYTES = Values("a number of megabytes > 0", lambda value: is_number(value) and value > 0, float)
 MILLISECONDS = Values(
-    "a number of milliseconds > 0", lambda value: is_number(value) and value > 0, float
+    "a number of milliseconds >= 0.001", lambda value: is_number(value) and value >= 1e-3, float
 )
 OPTIONS = Values("an object of options", _is_options)
 

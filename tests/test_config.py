@@ -54,7 +54,7 @@ def test_recording_is_off_and_cheap_by_default() -> None:
         ({"record_share": 1.01}, "record_share must be a number in (0, 1], got 1.01"),
         ({"record_limit_mb": 0}, "record_limit_mb must be a number of megabytes > 0, got 0"),
         ({"record_roots": "all"}, "record_roots must be one of visited, every, got 'all'"),
-        ({"tpot_ms": 0}, "tpot_ms must be a number of milliseconds > 0, got 0"),
+        ({"tpot_ms": 1e-300}, "tpot_ms must be a number of milliseconds >= 0.001, got 1e-300"),
         ({"policy_options": {1: 2}}, "policy_options must be an object"),
         ({"policy_options": {"beta": 0.5}}, "beta is a setting of its own: give --c2t-beta, or"),
         ({"policy": "a\nb"}, "policy must be a name of 1 to 200 printable characters"),
