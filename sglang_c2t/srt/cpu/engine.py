@@ -5,6 +5,7 @@
 * the ``sgl_kernel`` ops of the speculative path (`sglang_c2t.cpu`),
 * an attention backend for prefill, decode, draft decode and tree verification, under the name
   ``intel_amx``, so that all SGLang rules for its CPU backend still apply,
+* matrix products with packed weights, which it has for AMX only,
 * verification that samples: SGLang verifies greedily on CPU at any temperature.
 
 It does nothing unless SGLang runs its CPU engine (``SGLANG_USE_CPU_ENGINE=1``).
@@ -24,7 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sglang_c2t import cpu
-from sglang_c2t.cpu import OPS
+from sglang_c2t.cpu import OPS, linear
 from sglang_c2t.srt import attach, seams
 from sglang_c2t.srt.probes import parameters_of
 
@@ -51,6 +52,9 @@ def install() -> list[str]:
     if not cpu_has_amx_support():
         _install_attention()
         names.append(f"attention backend {BACKEND}: torch, with tree masks and ragged verify")
+        for label in ("update_weights", "survive_update"):
+            attach.hook(label, _pack_again, "around")
+        names.append("weights packed by oneDNN, beside the originals")
         _find_last_slots()
         names.append("--page-size: slots behind which pages go on")
         names.append("--enable-deterministic-inference: seeds, without batch-invariant kernels")
@@ -100,6 +104,7 @@ def _install_attention() -> None:
 def _create_backend(runner: Any) -> Any:
     from sglang_c2t.srt.cpu.attention import TorchCpuAttnBackend
 
+    _install_products()  # here, because only processes that run a model come here
     return TorchCpuAttnBackend(runner)
 
 
@@ -161,6 +166,52 @@ def _find_last_slots() -> None:
 
 def _nothing_to_wait_for(device: Any = None) -> None:
     """Replace a wait for a GPU in some of SGLang's models when they get their draft's head."""
+
+
+# -- matrix products ----------------------------------------------------------------------
+
+
+def _install_products() -> None:
+    """Multiply unquantized layers and output heads by `sglang_c2t.cpu.linear`."""
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    if UnquantizedLinearMethod.apply is _apply:
+        return
+    stock = LogitsProcessor._compute_lm_head
+
+    @functools.wraps(stock)
+    def compute(
+        self: Any, hidden_states: Any, lm_head: Any, embedding_bias: Any = None, **out: Any
+    ) -> Any:
+        if not _is_plain_head(self, lm_head):
+            return stock(self, hidden_states, lm_head, embedding_bias, **out)
+        return linear.linear(hidden_states.to(lm_head.weight.dtype), lm_head.weight)
+
+    attach.write(UnquantizedLinearMethod, apply=_apply)
+    attach.write(LogitsProcessor, _compute_lm_head=compute)
+
+
+def _apply(_method: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    return linear.linear(x, layer.weight, bias)
+
+
+def _is_plain_head(processor: Any, lm_head: Any) -> bool:
+    """Whether SGLang would multiply by ``lm_head.weight`` in the weight's own dtype."""
+    method = type(getattr(lm_head, "quant_method", None)).__name__
+    return (
+        method in ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")
+        and not hasattr(lm_head, "set_lora")
+        and not processor.use_fp32_lm_head
+        and processor.rl_on_policy_target is None
+    )
+
+
+def _pack_again(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(*args, **kwargs)
+    finally:  # an update that failed may have written some weights
+        linear.forget()
 
 
 # -- disaggregation -----------------------------------------------------------------------
