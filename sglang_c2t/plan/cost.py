@@ -311,7 +311,8 @@ class StepCost:
     batch. Its curve uses the median: a low quantile would hide what short steps lose to the
     machine, and plans would take too many of them.
 
-    Uniform steps, in which no gate scores a draft, have separate curves for layers and rest.
+    Uniform steps, in which no gate scores a draft, have separate curves for layers and rest, and
+    are never dearer than others.
     Draft-free steps have one for their rest, and one for the draft extend that ends a burst of
     D + 1 of them.
 
@@ -442,10 +443,15 @@ class StepCost:
         self.verify.seed(alone, anew=True)
 
     def _draft(self, batch: int, uniform: bool = False) -> tuple[float, float]:
-        """Return milliseconds of a draft layer and of the rest."""
-        layer, rest = self._host_curves(uniform)
-        layer, rest = layer if layer.known else self.layer, rest if rest.known else self.rest
-        return layer(batch), rest(batch)
+        """Return milliseconds of a draft layer and of the rest. A uniform step does less than
+        another, so that where it seems dearer, it met a slow moment.
+        """
+        scored, own = (self.layer, self.rest), self._host_curves(uniform)
+        layer, rest = (
+            min(curve(batch) for curve in both if curve.known or curve in scored)
+            for both in zip(own, scored, strict=True)
+        )
+        return layer, rest
 
     def _host_curves(self, uniform: bool) -> tuple[Curve, Curve]:
         """Return the curves of a layer and of the rest for a kind of step."""

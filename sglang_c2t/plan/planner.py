@@ -45,6 +45,10 @@ LEARN_EVERY = 16
 #: Share of the best rate that the current plan may lack before another replaces it.
 INERTIA = 0.02
 
+#: Share by which rates of equal steps may differ in floating point. Of equal steps the uniform one
+#: is made.
+TIE = 1e-9
+
 
 class Planner:
     """The planner of chains.
@@ -192,7 +196,7 @@ class Planner:
         """
         batch = view.batch_size
         uniform, (planned_rate, rate) = max(rivals, key=lambda rival: rival[1][1] / rival[1][0])
-        if rate > planned_rate:
+        if rate >= planned_rate * (1.0 - TIE):
             made = self._step(StepKind.UNIFORM, uniform)
             each = 1 if uniform.layers else self._burst
             return self._verdicts.keep(view, made, taken=0, each=each)

@@ -30,8 +30,9 @@ DRAFT_FREE_STEPS = 6, 30
 ENOUGH = 8
 ENOUGH_DRAFT_FREE = 2
 
-#: Steps of a kind whose times correct the next estimates.
-RATIOS = 65
+#: Steps of a kind whose times correct the next estimates, and uniform steps below which those
+#: that are missing count as planned ones do: a single one may have met a slow moment.
+RATIOS, FEW = 65, 9
 
 #: Comparisons, and steps, after which an earlier comparison has a third of its weight.
 REMEMBERED = 128
@@ -188,8 +189,9 @@ class Comparison:
         bucket = self._buckets[size_bucket(batch), uniform.layers == 0]
         each = [self.corrected(one, batch) for one in (plan, uniform)]
         new = np.array([[one.tokens, one.milliseconds] for one in each])
-        kinds = bucket.planned, bucket.uniform or bucket.planned
-        new[:, 1] *= [median(ratios) if ratios else 1.0 for ratios in kinds]
+        usual = median(bucket.planned) if bucket.planned else 1.0
+        missing = [usual] * (FEW - len(bucket.uniform))
+        new[:, 1] *= usual, median([*bucket.uniform, *missing])
         kept = _kept(step - bucket.step, REMEMBERED, REMEMBERED_STEPS)
         bucket.sums, bucket.step = kept * bucket.sums + new, step
         bucket.compared += 1

@@ -275,6 +275,14 @@ def test_step_cost_of_uniform_steps_is_their_own() -> None:
     assert cost.uniform_measured(4)
 
 
+def test_step_cost_of_a_uniform_step_is_never_above_that_of_a_planned_one() -> None:
+    """It does less. One measured in a slow moment would otherwise be the last one made."""
+    cost = StepCost()
+    cost.observe(StepTimes(12, 10.0, 2.0, 17.0), batch=4, layers=2)
+    cost.observe(StepTimes(12, 10.0, 6.0, 30.0), batch=4, layers=2, uniform=True)
+    assert cost.one(12, 4, 2, uniform=True) == cost.one(12, 4, 2)
+
+
 def test_step_cost_rest_is_the_median() -> None:
     """A layer is as fast as it can be; beside it a step takes what it mostly takes."""
     cost = StepCost()

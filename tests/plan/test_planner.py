@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from sglang_c2t.plan.explore import AT_LEAST_EVERY, COLD_START_BUDGET
-from sglang_c2t.plan.plan import best_plan
+from sglang_c2t.plan.plan import Plan, best_plan
 from sglang_c2t.plan.planner import FULL_EVERY, LEARN_EVERY, Planner
 from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, StepTimes
 from sglang_c2t.plan.survival import OneSlope, Survival
+from sglang_c2t.plan.verdicts import ENOUGH, FEW, Comparison
 
 DEPTH = 5
 
@@ -290,6 +291,19 @@ def test_planner_explores_rarely_where_rows_are_expensive() -> None:
     explored = [plan.num_layers for plan in plans if plan.kind is StepKind.EXPLORE]
     assert len(explored) <= 40
     assert {2, DEPTH} <= set(explored)
+
+
+@pytest.mark.parametrize(("slow_steps", "faster"), [(1, True), (FEW, False)])
+def test_comparison_does_not_take_one_slow_uniform_step_for_all(slow_steps, faster) -> None:
+    """Otherwise no uniform step follows that could show the contrary."""
+    comparison, planned, uniform = Comparison(), Plan(2, 3, 1.5, 110.0), Plan(2, 3, 1.5, 105.0)
+    for ratio, times, is_uniform in ((1.0, 20, False), (1.3, slow_steps, True)):
+        for _ in range(times):
+            comparison.took(1, ratio, uniform=is_uniform, draft_free=False)
+    for step in range(ENOUGH):
+        comparison.add(step, 1, planned, uniform)
+    rate, uniform_rate = comparison.rates(1)
+    assert (uniform_rate > rate) == faster
 
 
 def test_planner_recovers_from_slow_first_steps() -> None:
