@@ -21,7 +21,7 @@ import numpy as np
 
 from sglang_c2t.plan.acceptance import Acceptance, Estimator
 from sglang_c2t.plan.cost import StepCost
-from sglang_c2t.plan.explore import COLD_START_BUDGET, Exploration
+from sglang_c2t.plan.explore import COLD_START_BUDGET, DISTORTED, Exploration
 from sglang_c2t.plan.plan import Plan, Plans, best_of, every_plan, weighed
 from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, StepTimes
 from sglang_c2t.plan.survival import Array, Numbers
@@ -260,12 +260,14 @@ class Planner:
 
     def _tries_draft_free(self, view: BatchView, best: Plan) -> bool:
         """Whether to measure a burst of draft-free steps, because it was not measured for about as
-        many requests, and the target's forward alone would be faster than the ``best`` plan.
+        many requests, and the target's forward alone would be faster than the ``best`` plan, or
+        might be, if its cost is known only from before serving.
         """
         if self.cost.draft_free_measured(view.batch_size):
             return False
         free, rate = self._draft_free(view), self._comparison.corrected(best, view.batch_size).rate
-        if free.rate <= rate:
+        distorted = bool(self.cost.verify.stale([_forwarded(view, free.rows)]))
+        if free.rate <= rate * (1.0 - DISTORTED * distorted):
             return False
         # Nothing is known of its rest: assume that of a uniform step.
         took = self.cost.one(_forwarded(view, free.rows), free.rows, 1, uniform=True)

@@ -79,10 +79,11 @@ def seed_costs(planning: Planning, worker: Any) -> None:
     seconds, size = 0.0, span[0]  # of the last step
     fewest = lambda rows: (rows, -(-rows // width))  # noqa: E731
     compared = max(rows for rows in (*span, *between) if rows <= min(COMPARED_ROWS, most))
-    # In rounds, because memory that grows with a size makes later small steps faster.
+    # In rounds, because memory that grows with a size makes later small steps faster, and because
+    # a slow moment of the machine must not meet all measurements of a size.
     rounds = [*map(fewest, span), fewest(compared), (compared, compared)] * MEASURED
-    last = [fewest(rows) for rows in between if rows != compared for _ in range(MEASURED)]
-    for rows, requests in [*rounds, *last]:
+    rounds += [fewest(rows) for rows in between if rows != compared] * MEASURED
+    for rows, requests in rounds:
         mine, now = took.setdefault((rows, requests), []), time.perf_counter()
         # A further row rarely costs more than the rows before it did.
         expected = min(mine) if mine else seconds * rows / size
