@@ -71,4 +71,5 @@ def test_other_dtypes_and_small_weights_stay_as_they_are(monkeypatch):
     small, double = torch.randn(8, 16), torch.randn(200, 100, dtype=torch.float64)
     linear.linear(torch.randn(8, 16), small)
     linear.linear(torch.randn(8, 100, dtype=torch.float64), double)
-    assert not hasattr(small, "c2t_packed") and not hasattr(double, "c2t_packed")
+    assert not hasattr(small, "c2t_packed")
+    assert not hasattr(double, "c2t_packed")
