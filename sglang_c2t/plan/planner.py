@@ -45,6 +45,9 @@ LEARN_EVERY = 16
 #: Share of the best rate that the current plan may lack before another replaces it.
 INERTIA = 0.02
 
+#: Drafts, accepted as expected, that count beside those seen lately: those of one request are few.
+UNSURE = 4.0
+
 #: Share by which rates of equal steps may differ in floating point. Of equal steps the uniform one
 #: is made.
 TIE = 1e-9
@@ -159,7 +162,7 @@ class Planner:
             tiers=view.row_counts,
         )
         candidates = plans.best_of_each_depth()
-        plan = self._inert(best_of(candidates), plans, view)
+        plan = self._inert(self._best_of(candidates, batch[0]), plans, view)
         rivals = [] if self._all_layers else self._compared(plan, self._uniform(survival, view))
         best = best_of([plan, *(rival for rival, (rate, its) in rivals if its > rate)])
         if not self._explore.waits:
@@ -167,10 +170,10 @@ class Planner:
                 rows, other = look
                 most = view.batch_size * self.full_rows(other.layers)
                 return self._step(StepKind.EXPLORE, other._replace(rows=min(rows, most)))
-            if deeper := self._explore.layers(candidates, plan, best):
-                return self._step(StepKind.EXPLORE, deeper)
             if view.allows_draft_free and self._tries_draft_free(view, best):
                 return self._step(StepKind.UNIFORM, self._draft_free(view))
+            if deeper := self._explore.layers(candidates, plan, best):
+                return self._step(StepKind.EXPLORE, deeper)
         made = self._step(StepKind.PLANNED, plan)
         same = self._verdicts.keep(view, made, taken=1)
         # After exploration: during a cold start uniform steps would use unmeasured costs.
@@ -226,7 +229,21 @@ class Planner:
         """Return the plan that held for this batch size if its rate is near that of ``best``."""
         held = self._verdicts.planned(view.batch_size)
         again = held and plans.like(held.num_layers, held.row_budget)
-        return again if again and again.rate >= (1.0 - INERTIA) * best.rate else best
+        if not again:
+            return best
+        rate, its = (self._as_lately(one, view.batch_size).rate for one in (best, again))
+        return again if its >= (1.0 - INERTIA) * rate else best
+
+    def _best_of(self, plans: Sequence[Plan], batch: int) -> Plan:
+        """Return the plan with the highest rate for drafts that are accepted as lately."""
+        corrected = [self._as_lately(plan, batch) for plan in plans]
+        return plans[corrected.index(best_of(corrected))]
+
+    def _as_lately(self, plan: Plan, batch: int) -> Plan:
+        """Return the ``plan`` with as many drafts accepted as lately. Requests differ, and uniform
+        steps teach no survivals.
+        """
+        return self._comparison.corrected(plan, batch, unsure=UNSURE)
 
     def _expected(self, view: BatchView) -> Array:
         """Return [S, D, ...]: survivals of drafts that represent the batch."""
@@ -246,7 +263,7 @@ class Planner:
             forwarded = _forwarded(view, batch * each)
             took = self.cost.one(forwarded, batch, layers, context=view.context, uniform=True)
             plans.append(Plan(layers, batch * each, tokens, weighed(took, self.tpot_ms)))
-        found = [best_of(plans)] if plans else []
+        found = [self._best_of(plans, batch)] if plans else []
         if view.allows_draft_free and self.cost.draft_free_measured(batch):
             found.append(self._draft_free(view))
         return found

@@ -165,9 +165,11 @@ class Comparison:
         kept = _kept(step - self._gained_at, REMEMBERED_GAINS, REMEMBERED_GAIN_STEPS)
         self._gains, self._gained_at = kept * self._gains + (accepted, expected), step
 
-    def corrected(self, plan: Plan, batch: int) -> Plan:
-        """Return the ``plan`` with its drafts corrected by the ratio of accepted to expected."""
-        accepted, expected = self._gains.tolist()
+    def corrected(self, plan: Plan, batch: int, *, unsure: float = 0.0) -> Plan:
+        """Return the ``plan`` with its drafts corrected by the ratio of accepted to expected, to
+        each of which ``unsure`` is added.
+        """
+        accepted, expected = (self._gains + unsure).tolist()
         gain = accepted / expected if expected > 0.0 else 1.0
         return plan._replace(tokens=batch + gain * (plan.tokens - batch))
 

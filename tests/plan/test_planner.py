@@ -240,6 +240,37 @@ def test_planner_steps_keep_the_limit_of_time_per_token_where_a_plan_does(
         assert rate > 1.03 * 8 / 38.0, "it still drafts"
 
 
+@dataclass
+class UnequalRequests(MadeUpServer):
+    """Requests of 40 steps, whose drafts survive unequally."""
+
+    made: int = 0
+
+    def chains(self, batch: int) -> np.ndarray:
+        if self.made % 40 == 0:
+            self.power = POWERS[self.made // 40]
+        self.made += 1
+        return super().chains(batch)
+
+
+POWERS = np.random.default_rng(0).choice([0.8, 2.0, 4.0, 8.0], size=75)
+
+
+def test_planner_follows_requests_whose_drafts_survive_unequally() -> None:
+    """One request at a time. Uniform steps teach no survivals, so that the tokens of the last
+    steps must tell how deep to draft.
+    """
+    server = UnequalRequests(1, 4.0, 7.0, 90.0, gate_ms=2.0, extend_ms=9.0)
+    _, rate = server.serve(Planner(DEPTH, Survival(DEPTH)), 40 * len(POWERS))
+    draws, lots = server.rng.uniform(size=(40 * len(POWERS), 1)), MadeUpServer(1)
+    lives = (draws < lots.chains(len(draws)) ** np.repeat(POWERS, 40)[:, None]).sum(axis=1)
+    fixed = [
+        (1.0 + np.minimum(lives, n).mean()) / (90.0 + 4.0 * (1 + n) + 7.0 * (n - 1) + 9.0)
+        for n in range(1, DEPTH + 1)
+    ]
+    assert rate > 0.98 * max(fixed)
+
+
 @pytest.mark.parametrize(("before", "after"), [(12.0, 0.5), (0.5, 12.0)])
 def test_planner_draft_free_steps_begin_and_end_with_the_traffic(
     before: float, after: float
