@@ -7,6 +7,8 @@ and 1.5 times (one core of an Intel Xeon with AVX-512), as on a device that wait
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,6 +20,7 @@ ROWS_HINT = 16  # the layout that oneDNN chooses for these rows was fast from 4 
 _updates = 0
 
 
+@functools.cache
 def available(dtype: torch.dtype) -> bool:
     """Whether this CPU and torch multiply packed weights of a dtype."""
     if not torch.backends.mkldnn.is_available():
