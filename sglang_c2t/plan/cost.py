@@ -311,8 +311,7 @@ class StepCost:
     batch. Its curve uses the median: a low quantile would hide what short steps lose to the
     machine, and plans would take too many of them.
 
-    Uniform steps, in which no gate scores a draft, have separate curves for layers and rest, and
-    are never dearer than others.
+    Uniform steps, in which no gate scores a draft, have separate curves for layers and rest.
     Draft-free steps have one for their rest, and one for the draft extend that ends a burst of
     D + 1 of them.
 
@@ -368,13 +367,24 @@ class StepCost:
             layer.observe(size, milliseconds)
 
     def one(
-        self, rows: int, batch: int, layers: int, *, context: int = 0, uniform: bool = False
+        self,
+        rows: int,
+        batch: int,
+        layers: int,
+        *,
+        context: int = 0,
+        uniform: bool = False,
+        as_measured: bool = False,
     ) -> float:
         """Return milliseconds of a step. A kind that was never measured costs the same as the
-        other. It computes scalars, not arrays, because a step calls it several times.
+        other. A uniform step costs at most what a planned one does, because it does less, unless
+        it is wanted ``as_measured``. It computes scalars, not arrays, because a step calls it
+        several times.
         """
         verify = self.target(rows, batch, context)
         layer, rest = self._draft(batch, uniform)
+        if uniform and not as_measured:
+            layer, rest = map(min, (layer, rest), self._draft(batch))
         return verify + max(layers - 1, 0) * layer + rest
 
     def target(self, rows: int, batch: int, context: int) -> float:
@@ -443,15 +453,10 @@ class StepCost:
         self.verify.seed(alone, anew=True)
 
     def _draft(self, batch: int, uniform: bool = False) -> tuple[float, float]:
-        """Return milliseconds of a draft layer and of the rest. A uniform step does less than
-        another, so that where it seems dearer, it met a slow moment.
-        """
-        scored, own = (self.layer, self.rest), self._host_curves(uniform)
-        layer, rest = (
-            min(curve(batch) for curve in both if curve.known or curve in scored)
-            for both in zip(own, scored, strict=True)
-        )
-        return layer, rest
+        """Return milliseconds of a draft layer and of the rest."""
+        layer, rest = self._host_curves(uniform)
+        layer, rest = layer if layer.known else self.layer, rest if rest.known else self.rest
+        return layer(batch), rest(batch)
 
     def _host_curves(self, uniform: bool) -> tuple[Curve, Curve]:
         """Return the curves of a layer and of the rest for a kind of step."""

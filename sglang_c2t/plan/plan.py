@@ -45,6 +45,9 @@ class Plan(NamedTuple):
     milliseconds: float
     """Expected milliseconds of the step."""
 
+    gain: float = 1.0
+    """Factor on the forecast's drafts that ``tokens`` contain."""
+
     @property
     def rate(self) -> float:
         """Tokens per millisecond."""
@@ -68,6 +71,9 @@ class Plans(NamedTuple):
 
     milliseconds: Array
     """Expected; infinite in tiers above the first that holds all rows, which would be padding."""
+
+    gain: float = 1.0
+    """The factor on the forecast's drafts in ``tokens``."""
 
     def best_of_each_depth(self) -> list[Plan]:
         """Return the plan with the highest rate for each number of layers."""
@@ -97,7 +103,7 @@ class Plans(NamedTuple):
     def _plan(self, depth: int, tier: int) -> Plan:
         at = depth, tier
         expected = float(self.tokens[at]), float(self.milliseconds[at])
-        return Plan(self.depths[depth], int(self.rows[at]), *expected)
+        return Plan(self.depths[depth], int(self.rows[at]), *expected, self.gain)
 
 
 def weighed(milliseconds: T, limit: float | None) -> T:
@@ -141,6 +147,7 @@ def every_plan(
     *,
     depths: Sequence[int],
     tiers: Sequence[int],
+    gain: float = 1.0,
 ) -> Plans:
     """Compute the plans of all depths and tiers.
 
@@ -151,6 +158,7 @@ def every_plan(
         cost: Milliseconds; positive.
         depths: Layer counts with graphs; 0 is among them if a step may skip drafting.
         tiers: Useful row counts, increasing; none below one root per request.
+        gain: Factor on the drafts expected by ``survival``.
 
     Raises:
         ValueError: No tier holds the batch.
@@ -166,9 +174,9 @@ def every_plan(
         # A tree's layer may hold fewer than C nodes.
         all_drafts = round(np.count_nonzero(survival[:, :layers]) * batch / len(survival))
         drafts[i] = np.minimum(roomy - batch, all_drafts)
-        tokens[i] = batch + expected_gains(survival[:, :layers], batch, drafts[i])
+        tokens[i] = batch + gain * expected_gains(survival[:, :layers], batch, drafts[i])
         milliseconds[i, 1 + int(np.searchsorted(roomy, batch + all_drafts)) :] = np.inf
-    return Plans(depths, roomy, batch + drafts, tokens, milliseconds)
+    return Plans(depths, roomy, batch + drafts, tokens, milliseconds, gain)
 
 
 def expected_gains(survival: Array, batch: int, drafts: NDArray[np.int64]) -> Array:

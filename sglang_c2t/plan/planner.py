@@ -45,11 +45,8 @@ LEARN_EVERY = 16
 #: Share of the best rate that the current plan may lack before another replaces it.
 INERTIA = 0.02
 
-#: Drafts, accepted as expected, that count beside those seen lately: those of one request are few.
-UNSURE = 4.0
-
 #: Share by which rates of equal steps may differ in floating point. Of equal steps the uniform one
-#: is made.
+#: is made: it does less.
 TIE = 1e-9
 
 
@@ -110,13 +107,15 @@ class Planner:
             self._learn_times(record, record.times)
         expected, batch = record.plan.expected_tokens, record.batch_size
         if record.tokens is not None and expected is not None:
-            self._comparison.gained(self._steps, record.tokens - batch, expected - batch)
-        for constrained, acceptance in enumerate((self.free, self.constrained)):
-            if outcome := record.of_class(constrained=bool(constrained)):
+            constrained = record.constrained is not None
+            each = record.tokens / batch - 1.0, expected / batch - 1.0
+            self._comparison.gained(self._steps, *each, constrained=constrained)
+        for of_constrained, acceptance in enumerate((self.free, self.constrained)):
+            if outcome := record.of_class(constrained=bool(of_constrained)):
                 acceptance.firsts.append(self._first_layers(outcome))
-                kind = bool(constrained), record.plan.num_layers
+                kind = bool(of_constrained), record.plan.num_layers
                 self._outcomes.append((kind, outcome))
-                if not constrained:
+                if not of_constrained:
                     self._explore.drafted(record.plan.num_layers)
                     self._new += len(outcome[0])
         cold = self._new >= max(LEARN_SHARE * self._seen, 1)
@@ -153,17 +152,20 @@ class Planner:
         depths = view.depths[-1:] if self._all_layers else view.depths
         if self._unmeasured:
             return self._unmeasured_step(view)
-        survival = self._expected(view)
+        survival, gain = self._expected(view), self._gain(view)
         plans = every_plan(
             survival,
             batch[0],
             lambda *sizes: weighed(self.cost(*sizes, context=view.context), self.tpot_ms),
             depths=depths,
             tiers=view.row_counts,
+            gain=gain,
         )
         candidates = plans.best_of_each_depth()
-        plan = self._inert(self._best_of(candidates, batch[0]), plans, view)
-        rivals = [] if self._all_layers else self._compared(plan, self._uniform(survival, view))
+        plan = self._inert(best_of(candidates), plans, view)
+        rivals = (
+            [] if self._all_layers else self._compared(plan, self._uniform(survival, gain, view))
+        )
         best = best_of([plan, *(rival for rival, (rate, its) in rivals if its > rate)])
         if not self._explore.waits:
             if look := self._explore.row_count(self.cost.verify, plans, best):
@@ -212,9 +214,11 @@ class Planner:
         return True
 
     def _step(self, kind: StepKind, plan: Plan) -> StepPlan:
-        layers, rows, tokens, milliseconds = plan
+        """Return a step with a ``plan``; it expects the tokens that were forecast."""
+        batch, layers, rows = self._last[0], plan.layers, plan.rows
+        forecast = batch + (plan.tokens - batch) / plan.gain
         return StepPlan(
-            kind, layers, self.topk, rows, expected_ms=milliseconds, expected_tokens=tokens
+            kind, layers, self.topk, rows, expected_ms=plan.milliseconds, expected_tokens=forecast
         )
 
     def _unmeasured_step(self, view: BatchView) -> StepPlan:
@@ -229,21 +233,13 @@ class Planner:
         """Return the plan that held for this batch size if its rate is near that of ``best``."""
         held = self._verdicts.planned(view.batch_size)
         again = held and plans.like(held.num_layers, held.row_budget)
-        if not again:
-            return best
-        rate, its = (self._as_lately(one, view.batch_size).rate for one in (best, again))
-        return again if its >= (1.0 - INERTIA) * rate else best
+        return again if again and again.rate >= (1.0 - INERTIA) * best.rate else best
 
-    def _best_of(self, plans: Sequence[Plan], batch: int) -> Plan:
-        """Return the plan with the highest rate for drafts that are accepted as lately."""
-        corrected = [self._as_lately(plan, batch) for plan in plans]
-        return plans[corrected.index(best_of(corrected))]
-
-    def _as_lately(self, plan: Plan, batch: int) -> Plan:
-        """Return the ``plan`` with as many drafts accepted as lately. Requests differ, and uniform
-        steps teach no survivals.
+    def _gain(self, view: BatchView) -> float:
+        """Return by how much more drafts were accepted lately than forecast. Requests differ, and
+        uniform steps teach no survivals.
         """
-        return self._comparison.corrected(plan, batch, unsure=UNSURE)
+        return self._comparison.gain(constrained=view.num_constrained > 0)
 
     def _expected(self, view: BatchView) -> Array:
         """Return [S, D, ...]: survivals of drafts that represent the batch."""
@@ -252,18 +248,19 @@ class Planner:
         found = [of.expected(max(self.samples * n // batch, 1)) for of, n in classes if n > 0]
         return np.concatenate(found)
 
-    def _uniform(self, survival: Array, view: BatchView) -> list[Plan]:
+    def _uniform(self, survival: Array, gain: float, view: BatchView) -> list[Plan]:
         """Return the uniform plan with the highest rate for drafts of this ``survival``
-        [S, D, ...], and that of draft-free steps, as far as they may follow and are measured.
+        [S, D, ...] and ``gain``, and that of draft-free steps, as far as they may follow and are
+        measured.
         """
         batch, plans = view.batch_size, []
         for layers in view.depths if view.allows_uniform else ():
             each = self.full_rows(layers)
-            tokens = batch * (1.0 + _most_likely(survival[:, :layers], each - 1))
+            tokens = batch * (1.0 + gain * _most_likely(survival[:, :layers], each - 1))
             forwarded = _forwarded(view, batch * each)
             took = self.cost.one(forwarded, batch, layers, context=view.context, uniform=True)
-            plans.append(Plan(layers, batch * each, tokens, weighed(took, self.tpot_ms)))
-        found = [self._best_of(plans, batch)] if plans else []
+            plans.append(Plan(layers, batch * each, tokens, weighed(took, self.tpot_ms), gain))
+        found = [best_of(plans)] if plans else []
         if view.allows_draft_free and self.cost.draft_free_measured(batch):
             found.append(self._draft_free(view))
         return found
@@ -278,11 +275,11 @@ class Planner:
     def _tries_draft_free(self, view: BatchView, best: Plan) -> bool:
         """Whether to measure a burst of draft-free steps, because it was not measured for about as
         many requests, and the target's forward alone would be faster than the ``best`` plan, or
-        might be, if its cost is known only from before serving.
+        might be, if its cost has expired or is known only from before serving.
         """
         if self.cost.draft_free_measured(view.batch_size):
             return False
-        free, rate = self._draft_free(view), self._comparison.corrected(best, view.batch_size).rate
+        free, rate = self._draft_free(view), best.rate
         distorted = bool(self.cost.verify.stale([_forwarded(view, free.rows)]))
         if free.rate <= rate * (1.0 - DISTORTED * distorted):
             return False
@@ -329,7 +326,8 @@ class Planner:
         if not self.cost.rest.known:
             return None
         uniform = record.plan.kind is StepKind.UNIFORM
-        return self.cost.one(times.rows, batch, layers, context=context, uniform=uniform)
+        sizes = times.rows, batch, layers
+        return self.cost.one(*sizes, context=context, uniform=uniform, as_measured=True)
 
     def _learn_outcomes(self, of: Acceptance, layers: int, *outcome: Numbers) -> None:
         """Learn from the outcomes of steps of d ``layers``; see :class:`StepRecord`."""
@@ -370,7 +368,8 @@ class Planner:
         for batch, rows in row_counts.items():
             cost = partial(self.cost, context=round(context / requests * batch))
             plans = every_plan(survival, batch, cost, depths=depths, tiers=rows)
-            each = (plan._asdict() for plan in plans.best_of_each_depth())
+            names = "layers", "rows", "tokens", "milliseconds"
+            each = (dict(zip(names, plan, strict=False)) for plan in plans.best_of_each_depth())
             found += [{"requests": batch, **plan} for plan in each]
         return found
 

@@ -30,9 +30,11 @@ DRAFT_FREE_STEPS = 6, 30
 ENOUGH = 8
 ENOUGH_DRAFT_FREE = 2
 
-#: Steps of a kind whose times correct the next estimates, and uniform steps below which those
-#: that are missing count as planned ones do: a single one may have met a slow moment.
-RATIOS, FEW = 65, 9
+#: Steps of a kind whose times correct the next estimates.
+RATIOS = 65
+
+#: With fewer uniform steps, the missing ones count as having the usual ratio of planned steps.
+FEW = 9
 
 #: Comparisons, and steps, after which an earlier comparison has a third of its weight.
 REMEMBERED = 128
@@ -41,6 +43,9 @@ REMEMBERED_STEPS = 1024
 #: The same for the drafts accepted over those expected.
 REMEMBERED_GAINS = 32
 REMEMBERED_GAIN_STEPS = 512
+
+#: Drafts of a request added to both accepted and forecast ones, because those of few steps are few.
+UNSURE = 1.0
 
 
 #: Tokens per millisecond of planned steps and of uniform ones.
@@ -157,21 +162,24 @@ class Comparison:
 
     def __init__(self) -> None:
         self._buckets: defaultdict[tuple[int, bool], _Bucket] = defaultdict(_Bucket)
-        self._gains = np.zeros(2)  # drafts accepted, and expected
-        self._gained_at = 0
+        # Drafts accepted and expected by a request, and the last step; without and with
+        # constrained requests.
+        self._gains = np.zeros((2, 2))
+        self._gained_at = [0, 0]
 
-    def gained(self, step: int, accepted: float, expected: float) -> None:
-        """Add the drafts accepted in a ``step``, and those that its plan had expected."""
-        kept = _kept(step - self._gained_at, REMEMBERED_GAINS, REMEMBERED_GAIN_STEPS)
-        self._gains, self._gained_at = kept * self._gains + (accepted, expected), step
-
-    def corrected(self, plan: Plan, batch: int, *, unsure: float = 0.0) -> Plan:
-        """Return the ``plan`` with its drafts corrected by the ratio of accepted to expected, to
-        each of which ``unsure`` is added.
+    def gained(self, step: int, accepted: float, expected: float, *, constrained: bool) -> None:
+        """Add the drafts accepted by a request in a ``step``, and those that were forecast. A batch
+        with constrained requests teaches nothing for others.
         """
-        accepted, expected = (self._gains + unsure).tolist()
-        gain = accepted / expected if expected > 0.0 else 1.0
-        return plan._replace(tokens=batch + gain * (plan.tokens - batch))
+        kept = _kept(step - self._gained_at[constrained], REMEMBERED_GAINS, REMEMBERED_GAIN_STEPS)
+        self._gains[int(constrained)] *= kept
+        self._gains[int(constrained)] += accepted, expected
+        self._gained_at[constrained] = step
+
+    def gain(self, *, constrained: bool) -> float:
+        """Return the ratio of accepted to forecast drafts."""
+        accepted, expected = (self._gains[int(constrained)] + UNSURE).tolist()
+        return float(accepted / expected)
 
     def took(self, batch: int, over_predicted: float, *, uniform: bool, draft_free: bool) -> None:
         """Add the ratio of a step's time to its predicted time."""
@@ -186,11 +194,10 @@ class Comparison:
         """Compare the best ``plan`` of a step with a ``uniform`` one. Both use the same moment,
         costs and drafts, because machines and requests have slow phases. The recent ratio of
         measured to predicted time corrects each kind, because the best of many plans has an
-        optimistic estimate. The ratio of accepted to expected drafts corrects both.
+        optimistic estimate.
         """
         bucket = self._buckets[size_bucket(batch), uniform.layers == 0]
-        each = [self.corrected(one, batch) for one in (plan, uniform)]
-        new = np.array([[one.tokens, one.milliseconds] for one in each])
+        new = np.array([[one.tokens, one.milliseconds] for one in (plan, uniform)])
         usual = median(bucket.planned) if bucket.planned else 1.0
         missing = [usual] * (FEW - len(bucket.uniform))
         new[:, 1] *= usual, median([*bucket.uniform, *missing])

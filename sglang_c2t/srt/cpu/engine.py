@@ -52,9 +52,9 @@ def install() -> list[str]:
     if not cpu_has_amx_support():
         _install_attention()
         names.append(f"attention backend {BACKEND}: torch, with tree masks and ragged verify")
-        for label in ("update_weights", "survive_update"):
-            attach.hook(label, _pack_again, "around")
-        names.append("weights packed by oneDNN, beside the originals")
+        if linear.available(torch.float32):
+            _install_products()
+            names.append("weights packed by oneDNN, beside the originals")
         _find_last_slots()
         names.append("--page-size: slots behind which pages go on")
         names.append("--enable-deterministic-inference: seeds, without batch-invariant kernels")
@@ -104,7 +104,6 @@ def _install_attention() -> None:
 def _create_backend(runner: Any) -> Any:
     from sglang_c2t.srt.cpu.attention import TorchCpuAttnBackend
 
-    _install_products()  # here, because only processes that run a model come here
     return TorchCpuAttnBackend(runner)
 
 
@@ -172,12 +171,12 @@ def _nothing_to_wait_for(device: Any = None) -> None:
 
 
 def _install_products() -> None:
-    """Multiply unquantized layers and output heads by `sglang_c2t.cpu.linear`."""
+    """Multiply unquantized layers and output heads by `sglang_c2t.cpu.linear`. Layers are packed
+    when they are loaded, so that SGLang sees how much memory is left for keys.
+    """
     from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
-    if UnquantizedLinearMethod.apply is _apply:
-        return
     stock = LogitsProcessor._compute_lm_head
 
     @functools.wraps(stock)
@@ -188,8 +187,18 @@ def _install_products() -> None:
             return stock(self, hidden_states, lm_head, embedding_bias, **out)
         return linear.linear(hidden_states.to(lm_head.weight.dtype), lm_head.weight)
 
-    attach.write(UnquantizedLinearMethod, apply=_apply)
+    attach.write(UnquantizedLinearMethod, apply=_apply, process_weights_after_loading=_pack)
     attach.write(LogitsProcessor, _compute_lm_head=compute)
+    for label in ("update_weights", "survive_update", "check_weights"):
+        attach.hook(label, _forget, "before")
+
+
+def _pack(_method: Any, layer: Any) -> None:
+    linear.pack(layer.weight)
+
+
+def _forget(*_args: Any, **_kwargs: Any) -> None:
+    linear.forget()
 
 
 def _apply(_method: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
@@ -205,13 +214,6 @@ def _is_plain_head(processor: Any, lm_head: Any) -> bool:
         and not processor.use_fp32_lm_head
         and processor.rl_on_policy_target is None
     )
-
-
-def _pack_again(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return original(*args, **kwargs)
-    finally:  # an update that failed may have written some weights
-        linear.forget()
 
 
 # -- disaggregation -----------------------------------------------------------------------

@@ -322,12 +322,14 @@ class Planning:
         return plan.num_layers == 0 and view.allows_draft_free
 
     def _with_layers(self, plan: StepPlan, layers: int, batch: int) -> StepPlan:
-        """Return the ``plan`` with the number of layers that all ranks draft."""
+        """Return the ``plan`` with the number of layers that all ranks draft, for which no tokens
+        were forecast.
+        """
         if layers == plan.num_layers:
             return plan
         most = batch * self.planner.full_rows(layers)
         rows = most if plan.kind is StepKind.UNIFORM else min(plan.row_budget, most)
-        return replace(plan, num_layers=layers, row_budget=rows)
+        return replace(plan, num_layers=layers, row_budget=rows, expected_tokens=None)
 
     def _or_else(self, otherwise: T, ask: Callable[[], T]) -> T:
         """Return the result of ``ask``; ``otherwise`` if the planner raises."""

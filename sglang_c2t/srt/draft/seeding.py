@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # B requests, N rows of a full draft, T rows of a verification
 
-#: Measurements per size: the first is slow, and the least of so few counts.
+#: Steps per size: the first is slow, and the least of so few counts.
 MEASURED = SEED
 
 #: Most seconds for all. Sizes beyond it are skipped; curves interpolate and extrapolate.
@@ -73,24 +73,25 @@ def seed_costs(planning: Planning, worker: Any) -> None:
         if learn:
             planning.learn_warm_up(made)
 
-    step(span[0], 1, learn=False)  # compiles once per server
+    fewest = lambda rows: (rows, -(-rows // width))  # noqa: E731
+    compared = max(rows for rows in (*span, *between) if rows <= min(COMPARED_ROWS, most))
+    step(*fewest(compared), learn=False)  # compiles once per server
     began = time.perf_counter()
     took: dict[tuple[int, int], list[float]] = {}  # seconds of steps, by rows and requests
     seconds, size = 0.0, span[0]  # of the last step
-    fewest = lambda rows: (rows, -(-rows // width))  # noqa: E731
-    compared = max(rows for rows in (*span, *between) if rows <= min(COMPARED_ROWS, most))
     # In rounds, because memory that grows with a size makes later small steps faster, and because
     # a slow moment of the machine must not meet all measurements of a size.
     rounds = [*map(fewest, span), fewest(compared), (compared, compared)] * MEASURED
-    rounds += [fewest(rows) for rows in between if rows != compared] * MEASURED
-    for rows, requests in rounds:
+    further = [fewest(rows) for rows in between if rows != compared]
+    for rows, requests in [*rounds, *further * MEASURED]:
         mine, now = took.setdefault((rows, requests), []), time.perf_counter()
         # A further row rarely costs more than the rows before it did.
         expected = min(mine) if mine else seconds * rows / size
         late = expected > min(began + SECONDS - now, DEAREST)
         (enough,) = agree([late or (len(mine) > 1 and sum(mine) > ENOUGH_SECONDS)])
         if not enough:
-            step(rows, requests, learn=True)
+            # The time may end after one round, and the first step of a size is slow.
+            step(rows, requests, learn=bool(mine) or (rows, requests) not in further)
             seconds, size = time.perf_counter() - now, rows
             mine.append(seconds)
     curves = planning.planner.cost.state()

@@ -84,7 +84,7 @@ def test_seeding_measures_each_size_three_times() -> None:
     fewest = lambda sizes: [(-(-rows // 5), rows) for rows in sizes]  # noqa: E731
     rounds = [*fewest(span), (4, 16), (16, 16)] * 3
     last = fewest(rows for rows in between if rows != 16) * 3
-    assert worker.steps == [(1, 1), *rounds, *last]
+    assert worker.steps == [(4, 16), *rounds, *last]
     cost = worker.planning.planner.cost
     assert set(cost.verify.points) == {size_bucket(size) for size in span + between}
     assert set(cost.layer.points) == {*range(1, 17)} - {14}
