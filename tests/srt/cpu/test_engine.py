@@ -58,3 +58,43 @@ def test_install_names_a_missing_seam_and_else_reports_what_it_supplied():
     assert refusal.startswith("True"), done.stderr
     assert "attention_registry.ATTENTION_BACKENDS" in refusal
     assert supplied == "True True", done.stderr
+
+
+def test_layers_and_heads_multiply_by_packed_weights_that_follow_updates():
+    """A layer is packed when it is loaded; an update of the weights, even a failed one, packs it
+    again.
+    """
+    done = run(
+        "import contextlib, types, torch\n"
+        "from sglang_c2t.srt.cpu import engine as cpu_engine\n"
+        "cpu_engine.install()\n"
+        "from sglang.srt.layers.logits_processor import LogitsProcessor\n"
+        "from sglang.srt.layers.quantization import unquant\n"
+        "from sglang.srt.managers.scheduler_components import weight_updater\n"
+        "from sglang.srt.plugins.hook_registry import HookRegistry\n"
+        "HookRegistry.apply_hooks()\n"
+        "weight = torch.nn.Parameter(torch.randn(512, 1024), requires_grad=False)\n"
+        "layer = types.SimpleNamespace(weight=weight)\n"
+        "method, x = unquant.UnquantizedLinearMethod(), torch.randn(8, 1024)\n"
+        "head = types.SimpleNamespace(weight=weight,\n"
+        "    quant_method=unquant.UnquantizedEmbeddingMethod())\n"
+        "processor = types.SimpleNamespace(use_fp32_lm_head=False, rl_on_policy_target=None)\n"
+        "def same(one, other): torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)\n"
+        "logits = lambda: LogitsProcessor._compute_lm_head(processor, x, head)\n"
+        "method.process_weights_after_loading(layer)\n"
+        "print(hasattr(weight, 'c2t_packed'))\n"
+        "first = method.apply(layer, x)\n"
+        "same(first, x @ weight.T)\n"
+        "print(torch.equal(first, logits()))\n"
+        "weight.data.add_(1.0)\n"
+        "manager = weight_updater.SchedulerWeightUpdaterManager\n"
+        "with contextlib.suppress(AttributeError):\n"
+        "    manager.update_weights_from_tensor(object(), object())\n"
+        "same(method.apply(layer, x), x @ weight.T)\n"
+        "same(logits(), x @ weight.T)\n"
+        "print('updated')",
+        cpu_engine=True,
+    )
+    if "libcuda" in done.stderr:
+        pytest.skip("SGLang's registry cannot be imported before install() on this machine")
+    assert done.stdout.split()[-3:] == ["True", "True", "updated"], done.stderr
