@@ -106,7 +106,8 @@ class Planner:
         if record.times is not None:
             self._learn_times(record, record.times)
         expected, batch = record.plan.expected_tokens, record.batch_size
-        if record.tokens is not None and expected is not None:
+        explored = record.plan.kind is StepKind.EXPLORE  # of a forecast that knew little
+        if record.tokens is not None and expected is not None and not explored:
             constrained = record.constrained is not None
             each = record.tokens / batch - 1.0, expected / batch - 1.0
             self._comparison.gained(self._steps, *each, constrained=constrained)

@@ -45,7 +45,7 @@ REMEMBERED_GAINS = 32
 REMEMBERED_GAIN_STEPS = 512
 
 #: Drafts of a request added to both accepted and forecast ones, because those of few steps are few.
-UNSURE = 1.0
+UNSURE = 2.0
 
 
 #: Tokens per millisecond of planned steps and of uniform ones.
