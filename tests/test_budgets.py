@@ -30,7 +30,7 @@ LINES = {
     "sglang_c2t/guides": 80,
     "sglang_c2t/kernels": 2660,
     "sglang_c2t/offline": 3400,
-    "sglang_c2t/plan": 2610,
+    "sglang_c2t/plan": 2620,
     "sglang_c2t/policies": 1060,
     "sglang_c2t/srt": 2240,
     "sglang_c2t/srt/cpu": 640,
@@ -51,11 +51,11 @@ LINES = {
     "tests/patches": 510,
     "tests/plan": 1455,
     "tests/policies": 690,
-    "tests/srt": 7800,
+    "tests/srt": 7840,
 }
 
 #: Words of Markdown by folder.
-WORDS = {".": 3_190, "eval": 10_010, "patches": 700, "sglang_c2t": 10_240, "tests": 0}
+WORDS = {".": 3_200, "eval": 10_010, "patches": 700, "sglang_c2t": 10_260, "tests": 0}
 
 
 def budget_of(path: Path, budgets: dict[str, int]) -> str:
