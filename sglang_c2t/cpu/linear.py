@@ -38,12 +38,13 @@ def forget() -> None:
 
 
 def pack(weight: Tensor) -> None:
-    """Pack a weight now, if :func:`linear` would. The packed copy lies beside it and is as large.
+    """Pack a weight that was just loaded, if :func:`linear` would. The packed copy lies beside it
+    and is as large.
 
     It is an attribute of the weight, so that models which share a weight share the copy.
     """
     if _is_packed(weight):
-        _packed(weight)
+        _pack_anew(weight)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -62,11 +63,16 @@ def _is_packed(weight: Tensor) -> bool:
 
 
 def _packed(weight: Tensor) -> Tensor:
-    now = _updates, weight.data_ptr()
     made, packed = getattr(weight, "c2t_packed", (None, weight))
-    if made != now:
-        with torch.no_grad():
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
-        weight.c2t_packed = (now, packed)  # type: ignore[attr-defined]
-    result: Tensor = packed
-    return result
+    return packed if made == _version(weight) else _pack_anew(weight)
+
+
+def _pack_anew(weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+    weight.c2t_packed = (_version(weight), packed)  # type: ignore[attr-defined]
+    return packed
+
+
+def _version(weight: Tensor) -> tuple[int, int]:
+    return _updates, weight.data_ptr()

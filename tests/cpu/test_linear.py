@@ -42,7 +42,7 @@ def test_three_dimensions_keep_their_shape():
 
 
 def test_a_rows_result_does_not_depend_on_the_number_of_rows():
-    """So a verified token and one decoded among others of a batch agree to the last bit."""
+    """From FEWEST_ROWS on, so that tokens of batches of different sizes agree to the last bit."""
     x, weight = torch.randn(64, 1536), torch.randn(576, 1536)
     all_rows = linear.linear(x, weight)
     for rows in (linear.FEWEST_ROWS, 7, 16, 33):
@@ -55,6 +55,15 @@ def test_changed_values_are_multiplied_after_forget():
     linear.linear(x, weight)
     weight.data.copy_(torch.ones(8, 16))
     linear.forget()
+    torch.testing.assert_close(linear.linear(x, weight), functional.linear(x, weight))
+
+
+def test_a_weight_loaded_twice_in_one_update_is_packed_twice():
+    """As when an update fails after it has packed some layers, and the old weights come back."""
+    x, weight = torch.randn(8, 16), torch.nn.Parameter(torch.randn(8, 16), requires_grad=False)
+    linear.pack(weight)
+    weight.data.copy_(torch.ones(8, 16))
+    linear.pack(weight)
     torch.testing.assert_close(linear.linear(x, weight), functional.linear(x, weight))
 
 
