@@ -38,10 +38,8 @@ def forget() -> None:
 
 
 def pack(weight: Tensor) -> None:
-    """Pack a weight that was just loaded, if :func:`linear` would. The packed copy lies beside it
-    and is as large.
-
-    It is an attribute of the weight, so that models which share a weight share the copy.
+    """Pack a weight that was just loaded, if :func:`linear` would. The copy is as large. It is an
+    attribute of the weight, so that models which share a weight share it.
     """
     if _is_packed(weight):
         _pack_anew(weight)

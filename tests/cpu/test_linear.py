@@ -49,21 +49,15 @@ def test_a_rows_result_does_not_depend_on_the_number_of_rows():
         assert torch.equal(linear.linear(x[:rows].contiguous(), weight), all_rows[:rows])
 
 
-def test_changed_values_are_multiplied_after_forget():
-    """As after an update of the weights, which writes through `.data`, unseen by torch."""
+@pytest.mark.parametrize("again", [lambda _: linear.forget(), linear.pack], ids=["update", "load"])
+def test_changed_values_are_multiplied_after_an_update_and_after_a_load(again):
+    """Both write through `.data`, unseen by torch. Old weights that come back after a failed update
+    are loaded when some layers are packed.
+    """
     x, weight = torch.randn(8, 16), torch.nn.Parameter(torch.randn(8, 16), requires_grad=False)
     linear.linear(x, weight)
     weight.data.copy_(torch.ones(8, 16))
-    linear.forget()
-    torch.testing.assert_close(linear.linear(x, weight), functional.linear(x, weight))
-
-
-def test_a_weight_loaded_twice_in_one_update_is_packed_twice():
-    """As when an update fails after it has packed some layers, and the old weights come back."""
-    x, weight = torch.randn(8, 16), torch.nn.Parameter(torch.randn(8, 16), requires_grad=False)
-    linear.pack(weight)
-    weight.data.copy_(torch.ones(8, 16))
-    linear.pack(weight)
+    again(weight)
     torch.testing.assert_close(linear.linear(x, weight), functional.linear(x, weight))
 
 
