@@ -26,6 +26,9 @@ T = TypeVar("T", float, Array)
 #: limit must yield half as many tokens again to be chosen; none of twice the limit ever is.
 STEEP = 8
 
+#: Share by which rates of equal plans may differ in floating point.
+TIE = 1e-9
+
 #: Returns [d, n] milliseconds of steps with T of [n] rows, B requests and each of d layer counts.
 Cost = Callable[[NDArray[np.int64], int, Sequence[int]], Array]
 
@@ -135,7 +138,7 @@ def best_of(plans: Sequence[Plan]) -> Plan:
     """Return the plan with the highest rate; of equal ones the first."""
     found = plans[0]
     for plan in plans[1:]:
-        if plan.rate > found.rate * (1 + 1e-9):
+        if plan.rate > found.rate * (1 + TIE):
             found = plan
     return found
 

@@ -22,7 +22,7 @@ import numpy as np
 from sglang_c2t.plan.acceptance import Acceptance, Estimator
 from sglang_c2t.plan.cost import StepCost
 from sglang_c2t.plan.explore import COLD_START_BUDGET, DISTORTED, Exploration
-from sglang_c2t.plan.plan import Plan, Plans, best_of, every_plan, weighed
+from sglang_c2t.plan.plan import TIE, Plan, Plans, best_of, every_plan, weighed
 from sglang_c2t.plan.step import BatchView, StepKind, StepPlan, StepRecord, StepTimes
 from sglang_c2t.plan.survival import Array, Numbers
 from sglang_c2t.plan.verdicts import Comparison, Rates, Verdicts
@@ -44,10 +44,6 @@ LEARN_EVERY = 16
 
 #: Share of the best rate that the current plan may lack before another replaces it.
 INERTIA = 0.02
-
-#: Share by which rates of equal steps may differ in floating point. Of equal steps the uniform one
-#: is made: it does less.
-TIE = 1e-9
 
 
 class Planner:
@@ -111,10 +107,10 @@ class Planner:
             constrained = record.constrained is not None
             each = record.tokens / batch - 1.0, expected / batch - 1.0
             self._comparison.gained(self._steps, *each, constrained=constrained)
-        for of_constrained, acceptance in enumerate((self.free, self.constrained)):
-            if outcome := record.of_class(constrained=bool(of_constrained)):
+        for of_constrained, acceptance in ((False, self.free), (True, self.constrained)):
+            if outcome := record.of_class(constrained=of_constrained):
                 acceptance.firsts.append(self._first_layers(outcome))
-                kind = bool(of_constrained), record.plan.num_layers
+                kind = of_constrained, record.plan.num_layers
                 self._outcomes.append((kind, outcome))
                 if not of_constrained:
                     self._explore.drafted(record.plan.num_layers)
@@ -202,7 +198,7 @@ class Planner:
         """
         batch = view.batch_size
         uniform, (planned_rate, rate) = max(rivals, key=lambda rival: rival[1][1] / rival[1][0])
-        if rate >= planned_rate * (1.0 - TIE):
+        if rate >= planned_rate * (1.0 - TIE):  # of equal steps the uniform one does less
             made = self._step(StepKind.UNIFORM, uniform)
             each = 1 if uniform.layers else self._burst
             return self._verdicts.keep(view, made, taken=0, each=each)
